@@ -1,0 +1,1 @@
+"""Measurements: one table of shapes, one script per question, peers beside ours."""

@@ -1,0 +1,394 @@
+"""How fast is our attention beside its peers, and how does its memory grow?
+
+    python -m benchmarks.attention --quick
+    python -m benchmarks.attention --out benchmarks/results/attention_cpu.json
+
+Ours by name and as `None` chooses, against torch's scaled_dot_product_attention, jax.nn's and
+flax's; forward, and forward with backward. Everyone gets inputs in the layout he likes best and the
+strongest way he has to say the mask. Who is absent, cannot express a case, or would not fit is
+named with the reason and never counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import specs, timing
+from benchmarks.specs import AttentionCase
+from benchmarks.timing import Contender
+from transformer_jax import dot_product_attention, explain_attention
+
+OURS = "ours"
+PEERS = ("torch", "jax.nn", "jax.nn cudnn", "flax")
+DIRECTIONS = ("forward", "forward+backward")
+QUESTION = "attention: seconds per call of ours and its peers"
+
+
+class Absent(Exception):
+    """Why a contender does not take part in a case."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = _options(argv)
+    clock = timing.prepare(one_core=options.one_core)
+    before = timing.environment()
+    print(timing.headline(before))
+    selected = _selected(options, before["platform"])
+    if not selected:
+        raise SystemExit(f"no case's name contains {options.only!r}")
+    limit = timing.matmul_rate(selected[0].dtype, clock=clock)
+    print(f"one {selected[0].dtype} matmul: {limit / 1e9:.0f} GFLOP/s")
+    cases = []
+    for case in selected:
+        for direction in DIRECTIONS:
+            found = measure(case, direction, options, clock)
+            cases.append(found)
+            print(_line(found, limit), flush=True)
+    means = geometric_means(cases)
+    print(_means_table(means))
+    memory = [] if options.skip_memory else list(memory_growth(options))
+    if memory:
+        print(_memory_table(memory))
+    if options.out is not None:
+        results = {
+            "matmul_flops_per_s": limit,
+            "cases": cases,
+            "geometric_means": means,
+            "memory": memory,
+        }
+        timing.write(options.out, QUESTION, before, results)
+
+
+def measure(
+    case: AttentionCase, direction: str, options: argparse.Namespace, clock: Callable[[], float]
+) -> dict[str, Any]:
+    """One case in one direction: timings, ratios to ours, largest difference from ours."""
+    contenders, differences, absent = [], {}, {}
+    reference: list[np.ndarray] = []
+    for name, build in builders(case, direction, options).items():
+        try:
+            call = build()
+            outputs = [np.asarray(leaf, np.float32) for leaf in call()]
+            reference = reference or outputs
+            differences[name] = _difference(reference, outputs)
+            contenders.append(Contender(name, call))
+        except Absent as reason:
+            absent[name] = str(reason)
+    taken = timing.interleave(
+        contenders, rounds=options.repeats, seconds=options.seconds, clock=clock
+    )
+    return {
+        "case": case.name,
+        "direction": direction,
+        "flops": case.flops(direction != "forward"),
+        "timings": {name: t.summary() for name, t in taken.items()},
+        "speedup_of_ours": {
+            name: timing.speedup(taken[OURS], t) for name, t in taken.items() if name != OURS
+        },
+        "difference": differences,
+        "absent": absent,
+    }
+
+
+def builders(
+    case: AttentionCase, direction: str, options: argparse.Namespace
+) -> dict[str, Callable[[], Callable[[], Any]]]:
+    """For each contender what builds its call, or raises Absent."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.eval_shape(case.inputs)]
+    explained = explain_attention(*shapes, mask=case.mask())
+    calls: dict[str, Callable[[], Callable[[], Any]]] = {
+        OURS: partial(_jax_call, case, direction, _ours(case, None), options, explained.chosen)
+    }
+    for name, reason in explained.items():
+        if reason is None and name != explained.chosen:
+            attend = _ours(case, name)
+            calls[f"{OURS} {name}"] = partial(_jax_call, case, direction, attend, options, name)
+    calls["torch"] = partial(_torch_call, case, direction)
+    calls["jax.nn"] = lambda: _jax_call(case, direction, _jax_nn(case, "xla"), options, "xla")
+    if jax.default_backend() == "gpu":
+        calls["jax.nn cudnn"] = lambda: _jax_call(
+            case, direction, _jax_nn(case, "cudnn"), options, "cudnn"
+        )
+    calls["flax"] = lambda: _jax_call(case, direction, _flax(case), options, "xla")
+    return calls
+
+
+def _ours(case: AttentionCase, name: str | None) -> Callable[..., jax.Array]:
+    return partial(dot_product_attention, mask=case.mask(), implementation=name)
+
+
+def _jax_nn(case: AttentionCase, implementation: str) -> Callable[..., jax.Array]:
+    arguments: dict[str, Any] = dict(is_causal=case.causal, implementation=implementation)
+    if case.window is not None:
+        arguments["local_window_size"] = (case.window - 1, 0 if case.causal else case.window - 1)
+    if case.documents is not None:
+        mask = replace(case, causal=False, window=None, padded=False).dense_mask()
+        arguments["mask"] = mask[:, None]
+    if case.padded:
+        arguments["key_value_seq_lengths"] = case.valid().sum(axis=1)
+    return partial(jax.nn.dot_product_attention, **arguments)
+
+
+def _flax(case: AttentionCase) -> Callable[..., jax.Array]:
+    import flax.linen as nn
+
+    if case.heads != case.kv_heads:
+        raise Absent("flax's function has no grouped heads")
+    dense = case.dense_mask()
+
+    def attend(query, key, value):
+        mask = None if dense is None else jnp.asarray(dense[:, None])
+        if mask is None and case.causal:
+            mask = jnp.tril(jnp.ones((1, 1, case.queries, case.keys), bool))
+        return nn.dot_product_attention(query, key, value, mask=mask, deterministic=True)
+
+    return attend
+
+
+def _jax_call(
+    case: AttentionCase,
+    direction: str,
+    attend: Callable[..., jax.Array],
+    options: argparse.Namespace,
+    name: str | None,
+) -> Callable[[], Any]:
+    if name == "xla":
+        # forward the scores and their exponentials, backward their gradients too
+        needed = case.score_bytes() * (2 if direction == "forward" else 4)
+        if needed > options.memory * 2**30:
+            raise Absent(f"materialised scores need {needed / 2**30:.1f} GiB")
+    query, key, value = case.inputs()
+    shape = (*query.shape[:-1], case.value_dim)
+    cotangent = jax.random.normal(jax.random.key(3), shape, query.dtype)
+    function = jax.jit(attend if direction == "forward" else _with_gradients(attend))
+    inputs = (query, key, value, *(() if direction == "forward" else (cotangent,)))
+    try:
+        jax.block_until_ready(function(*inputs))
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        raise Absent(" ".join(str(error).split())[:200]) from error
+
+    def call():
+        return jax.block_until_ready(_leaves(function(*inputs)))
+
+    return call
+
+
+def _with_gradients(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def both(query, key, value, cotangent):
+        out, pull = jax.vjp(attend, query, key, value)
+        return (out, *pull(cotangent.astype(out.dtype)))
+
+    return both
+
+
+def _leaves(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _torch_call(case: AttentionCase, direction: str) -> Callable[[], Any]:
+    """torch in its own layout [B, N, T, H]; the transposition is not timed."""
+    try:
+        import torch
+    except ImportError as error:
+        raise Absent("torch is not installed") from error
+    device = "cpu"
+    if jax.default_backend() != "cpu":
+        if not torch.cuda.is_available():
+            raise Absent("this torch has no GPU")
+        device = "cuda"
+    else:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    dtype = getattr(torch, case.dtype)
+
+    def tensor(x: jax.Array) -> Any:
+        array = np.asarray(x, np.float32).swapaxes(1, 2).copy()
+        return torch.from_numpy(array).to(device=device, dtype=dtype)
+
+    query, key, value = map(tensor, case.inputs())
+    shape = (case.batch, case.queries, case.heads, case.value_dim)
+    cotangent = tensor(jax.random.normal(jax.random.key(3), shape, case.dtype))
+    arguments: dict[str, Any] = dict(is_causal=case.causal, enable_gqa=case.heads != case.kv_heads)
+    dense = case.dense_mask()
+    if dense is not None:
+        mask = torch.from_numpy(np.ascontiguousarray(dense[:, None])).to(device)
+        arguments.update(attn_mask=mask, is_causal=False)
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, **arguments)
+
+    def call():
+        if direction == "forward":
+            with torch.no_grad():
+                results = (attend(query, key, value),)
+        else:
+            inputs = [x.requires_grad_() for x in (query, key, value)]
+            out = attend(*inputs)
+            results = (out.detach(), *torch.autograd.grad(out, inputs, cotangent))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return _Torch(results)
+
+    return call
+
+
+class _Torch(tuple):
+    """torch's results, which become [B, T, N, H] arrays only when looked at."""
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (x.float().cpu().numpy().swapaxes(1, 2) for x in super().__iter__())
+
+
+def _difference(ours: list[np.ndarray], other: list[np.ndarray]) -> float | None:
+    """Largest of |other - ours| / max |ours| over output and gradients; None where not finite."""
+    pairs = list(zip(ours, other, strict=True))
+    if not all(np.isfinite(theirs).all() for _, theirs in pairs):
+        return None
+    return max(float(np.abs(mine - theirs).max() / np.abs(mine).max()) for mine, theirs in pairs)
+
+
+def geometric_means(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Per direction and contender: the mean speedup of ours, the worst cell, how many cells."""
+    means: dict[str, dict[str, Any]] = {}
+    for direction in DIRECTIONS:
+        ratios: dict[str, dict[str, float]] = {}
+        for found in cases:
+            if found["direction"] != direction:
+                continue
+            for name, ratio in found["speedup_of_ours"].items():
+                ratios.setdefault(name, {})[found["case"]] = ratio
+            peers = [r for n, r in found["speedup_of_ours"].items() if n in PEERS]
+            if peers:
+                ratios.setdefault("best peer", {})[found["case"]] = min(peers)
+        means[direction] = {
+            name: {
+                "mean": timing.geometric_mean(cells.values()),
+                "worst": min(cells.values()),
+                "worst_case": min(cells, key=cells.__getitem__),
+                "cells": len(cells),
+            }
+            for name, cells in ratios.items()
+        }
+    return means
+
+
+def memory_growth(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Temporary bytes of forward with backward as S doubles, from the compiler: nothing is run."""
+    base = specs.attention_cases("memory")[0]
+    lengths = (512, 1024, 2048) if options.quick else (2048, 4096, 8192, 16384)
+    for label in ("window256", "causal"):
+        window = 256 if label == "window256" else None
+        cases = [replace(base, queries=n, keys=n, window=window) for n in lengths]
+        attends = {
+            f"{OURS} blockwise": lambda case: _ours(case, "blockwise"),
+            f"{OURS} xla": lambda case: _ours(case, "xla"),
+            "jax.nn": lambda case: _jax_nn(case, "xla"),
+        }
+        for name, attend in attends.items():
+            sizes = [_temporary_bytes(case, attend(case)) for case in cases]
+            steps = itertools.pairwise(sizes)
+            yield {
+                "mask": label,
+                "name": name,
+                "lengths": list(lengths),
+                "bytes": sizes,
+                "slopes": [math.log2(after / before) for before, after in steps],
+            }
+
+
+def _temporary_bytes(case: AttentionCase, attend: Callable[..., jax.Array]) -> int:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.eval_shape(case.inputs)]
+    compiled = jax.jit(_with_gradients(attend)).lower(*shapes, shapes[0]).compile()
+    return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def _line(found: dict[str, Any], limit: float) -> str:
+    timings, ratios = found["timings"], found["speedup_of_ours"]
+    rate = found["flops"] / timings[OURS]["median_s"]
+    lines = [
+        f"\n{found['case']} {found['direction']}: {rate / 1e9:.0f} GFLOP/s, "
+        f"{rate / limit:.2f} of a matmul"
+    ]
+    rows = []
+    for name, taken in timings.items():
+        low, high = taken["quartiles_s"]
+        difference = found["difference"][name]
+        rows.append(
+            (
+                name,
+                f"{1e3 * taken['median_s']:.2f}",
+                f"{1e3 * low:.2f}-{1e3 * high:.2f}",
+                f"{ratios[name]:.2f}x" if name in ratios else "",
+                "not finite" if difference is None else f"{difference:.0e}",
+            )
+        )
+    lines.append(timing.table(("", "ms", "middle half", "ours is", "differs"), rows))
+    lines += [f"{name}: {reason}" for name, reason in found["absent"].items()]
+    return "\n".join(lines)
+
+
+def _means_table(means: dict[str, dict[str, Any]]) -> str:
+    rows = [
+        (
+            name,
+            direction,
+            f"{found['mean']:.2f}x",
+            f"{found['worst']:.2f}x {found['worst_case']}",
+            str(found["cells"]),
+        )
+        for direction, by_name in means.items()
+        for name, found in by_name.items()
+    ]
+    return "\n" + timing.table(
+        ("ours against", "direction", "geometric mean", "worst cell", "cells"), rows
+    )
+
+
+def _memory_table(memory: list[dict[str, Any]]) -> str:
+    lengths = memory[0]["lengths"]
+    rows = [
+        (
+            f"{found['mask']}, {found['name']}",
+            *(f"{size / 2**20:.0f}" for size in found["bytes"]),
+            " ".join(f"{slope:.2f}" for slope in found["slopes"]),
+        )
+        for found in memory
+    ]
+    header = ("temporaries, MiB, at S =", *map(str, lengths), "slope (1 is linear)")
+    return "\n" + timing.table(header, rows)
+
+
+def _selected(options: argparse.Namespace, platform: str) -> list[AttentionCase]:
+    tags = ["quick"] if options.quick else ["gpu" if platform == "gpu" else "cpu"]
+    cases = specs.attention_cases(*tags)
+    return [case for case in cases if options.only in case.name]
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a few short cases, to see that it runs")
+    add("--only", default="", metavar="TEXT", help="cases whose name contains this")
+    add("--repeats", type=int, default=None, help="rounds (20, or 3 with --quick)")
+    add("--seconds", type=float, default=30.0, help="about the longest one case may take")
+    add("--memory", type=float, default=8.0, metavar="GiB", help="for materialised scores")
+    add("--skip-memory", action="store_true", help="leave out the table of memory")
+    add("--one-core", action="store_true", help=timing.ONE_CORE)
+    add("--out", type=Path, default=None, help="JSON to write")
+    options = parser.parse_args(argv)
+    if options.repeats is None:
+        options.repeats = 3 if options.quick else 20
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""The table of shapes. Benchmarks time it, kernel tests check it: a shape is added here, once.
+
+Tags say who asks: `cpu`, `gpu`, `tpu`, `quick` (a smoke run), `memory` (compiled, not run), `edge`
+(correctness at sizes no block divides).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.config import ModelConfig, preset
+from transformer_jax.masks import Causal, Mask, Padding, Segments, Window
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCase:
+    """One call of attention: its shapes, and what each query sees."""
+
+    name: str
+    batch: int  # B
+    queries: int  # T
+    keys: int  # S
+    heads: int  # N
+    kv_heads: int  # K
+    head_dim: int  # H
+    value_dim: int  # Hv
+    causal: bool = False
+    window: int | None = None
+    """Keys a query sees, itself included; two-sided without `causal`."""
+    documents: int | None = None
+    """Documents packed in a row, of uneven length; attention stays within one."""
+    padded: bool = False
+    """Rows of S/2 to S real keys."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    tags: frozenset[str] = frozenset()
+
+    def inputs(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Standard normal query, key and value: products of zeros run faster than real ones."""
+        keys = jax.random.split(jax.random.key(seed), 3)
+        shapes = (
+            (self.batch, self.queries, self.heads, self.head_dim),
+            (self.batch, self.keys, self.kv_heads, self.head_dim),
+            (self.batch, self.keys, self.kv_heads, self.value_dim),
+        )
+        return tuple(
+            jax.random.normal(key, shape, self.dtype)
+            for key, shape in zip(keys, shapes, strict=True)
+        )  # type: ignore[return-value]
+
+    def mask(self) -> Mask | None:
+        """The case's mask in our algebra; None sees all."""
+        parts: list[Mask] = []
+        if self.causal:
+            parts.append(Causal())
+        if self.window is not None:
+            parts.append(Window(self.window, None if self.causal else self.window))
+        if self.documents is not None:
+            parts.append(Segments(jnp.asarray(self.document_ids())))
+        if self.padded:
+            parts.append(Padding(jnp.asarray(self.valid())))
+        return functools.reduce(lambda a, b: a & b, parts) if parts else None
+
+    def dense_mask(self) -> np.ndarray | None:  # bool[B or 1, T, S]
+        """The same as an array, for peers that know no other; None where `causal` says it all."""
+        if self.window is None and self.documents is None and not self.padded:
+            return None
+        distance = np.arange(self.queries)[:, None] - np.arange(self.keys)[None]
+        sees = np.ones((1, self.queries, self.keys), bool)
+        if self.causal:
+            sees = sees & (distance >= 0)
+        if self.window is not None:
+            sees = sees & (distance < self.window) & (-distance < self.window)
+        if self.documents is not None:
+            ids = self.document_ids()
+            sees = sees & (ids[:, :, None] == ids[:, None])
+        if self.padded:
+            sees = sees & self.valid()[:, None]
+        return sees
+
+    def document_ids(self) -> np.ndarray:  # i32[B, S]
+        assert self.documents is not None and self.queries == self.keys
+        rng = np.random.default_rng(self.documents)
+        cuts = [
+            rng.choice(np.arange(1, self.keys), self.documents - 1, replace=False)
+            for _ in range(self.batch)
+        ]
+        starts = np.zeros((self.batch, self.keys), np.int32)
+        for row, cut in zip(starts, cuts, strict=True):
+            row[cut] = 1
+        return starts.cumsum(axis=1, dtype=np.int32)
+
+    def valid(self) -> np.ndarray:  # bool[B, S]
+        lengths = np.random.default_rng(1).integers(self.keys // 2, self.keys + 1, self.batch)
+        return np.arange(self.keys)[None] < lengths[:, None]
+
+    def pairs(self) -> int:
+        """Query-key pairs that are seen, over all rows of the batch."""
+        dense = self.dense_mask()
+        if dense is not None:
+            return int(dense.sum()) * (self.batch // dense.shape[0])
+        if not self.causal:
+            return self.batch * self.queries * self.keys
+        return self.batch * int(np.minimum(np.arange(1, self.queries + 1), self.keys).sum())
+
+    def flops(self, backward: bool) -> int:
+        """Of the products, over the seen pairs: 2 forward, 5 more backward (FlashAttention)."""
+        forward = 2 * self.heads * self.pairs() * (self.head_dim + self.value_dim)
+        return forward + 5 * forward // 2 if backward else forward
+
+    def score_bytes(self) -> int:
+        """One materialised f32[B, N, T, S]."""
+        return 4 * self.batch * self.heads * self.queries * self.keys
+
+
+def _case(name, batch, length, heads, head_dim, *tags, kv_heads=None, **rest) -> AttentionCase:
+    """Self-attention with as many queries as keys."""
+    return AttentionCase(
+        name=name, batch=batch, queries=length, keys=length, heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads, head_dim=head_dim, value_dim=head_dim,
+        tags=frozenset(tags), **rest,
+    )  # fmt: skip
+
+
+def _cpu() -> list[AttentionCase]:
+    cases = []
+    for (batch, heads), head_dim, length in itertools.product(
+        ((1, 4), (1, 12), (4, 12)), (64, 128), (512, 1024, 2048, 4096, 8192)
+    ):
+        name = f"causal-b{batch}n{heads}-h{head_dim}-s{length}"
+        tags = ["cpu", "causal"]
+        if (heads, head_dim) == (4, 64):
+            tags.append("memory")
+            if length == 512:
+                tags.append("quick")
+        cases.append(_case(name, batch, length, heads, head_dim, *tags, causal=True))
+    for length in (128, 256):
+        name = f"causal-b12n6-h64-s{length}"
+        cases.append(_case(name, 12, length, 6, 64, "cpu", "causal", causal=True))
+    masked: dict[str, dict] = {
+        "window256": dict(causal=True, window=256),
+        "documents": dict(causal=True, documents=8),
+        "padding": dict(padded=True),
+        "gqa": dict(causal=True, kv_heads=2),
+        "gqa-window256-documents": dict(causal=True, window=256, documents=8, kv_heads=2),
+    }
+    for label, rest in masked.items():
+        for length in (512, 4096):
+            tags = ["cpu", "masked", *(["quick"] if length == 512 else [])]
+            cases.append(_case(f"{label}-b2n8-h64-s{length}", 2, length, 8, 64, *tags, **rest))
+    cases.append(
+        _case("window256-b1n4-h64-s8192", 1, 8192, 4, 64, "cpu", "masked", causal=True, window=256)
+    )
+    return cases
+
+
+def _gpu() -> list[AttentionCase]:
+    """The cells of the goals on Hopper (16k tokens; and NVIDIA's own B=1, 64/8 heads)."""
+    tags = ("gpu", "tpu")
+    cases = []
+    for head_dim, length in itertools.product((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)):
+        name = f"causal-16k-h{head_dim}-s{length}"
+        batch, heads = 16384 // length, 2048 // head_dim
+        cases.append(_case(name, batch, length, heads, head_dim, *tags, causal=True))
+    for length in (2048, 8192, 32768):
+        name = f"causal-gqa-h128-s{length}"
+        cases.append(_case(name, 1, length, 64, 128, *tags, kv_heads=8, causal=True))
+    for head_dim, length in itertools.product((64, 128), (8192, 32768, 65536)):
+        name = f"window1024-gqa-h{head_dim}-s{length}"
+        rest = dict(causal=True, window=1024, kv_heads=8)
+        cases.append(_case(name, 1, length, 64, head_dim, *tags, **rest))
+    for length in (8192, 32768):
+        name = f"documents12-h128-s{length}"
+        cases.append(_case(name, 1, length, 16, 128, *tags, causal=True, documents=12))
+    return [replace(case, dtype="bfloat16") for case in cases]
+
+
+def _edge() -> list[AttentionCase]:
+    """Sizes no block divides, fewer queries than keys, unlike head dims, every mask at once."""
+    prime = dict(batch=2, queries=67, keys=131, heads=6, kv_heads=3, head_dim=64, value_dim=64)
+    square = dict(prime, queries=131)
+    edge = frozenset({"edge"})
+    return [
+        AttentionCase(name="edge-full", tags=edge, **prime),
+        AttentionCase(name="edge-causal", tags=edge, causal=True, **prime),
+        AttentionCase(name="edge-window", tags=edge, causal=True, window=29, **square),
+        AttentionCase(name="edge-band", tags=edge, window=17, **square),
+        AttentionCase(name="edge-documents", tags=edge, causal=True, documents=5, **square),
+        AttentionCase(name="edge-padding", tags=edge, padded=True, **prime),
+        AttentionCase(
+            name="edge-everything", tags=edge, causal=True, window=29, documents=5, padded=True,
+            **square,
+        ),
+        AttentionCase(name="edge-values", tags=edge, causal=True, **dict(prime, value_dim=128)),
+        AttentionCase(name="edge-one-query", tags=edge, **dict(prime, queries=1)),
+    ]  # fmt: skip
+
+
+ATTENTION: tuple[AttentionCase, ...] = (*_cpu(), *_gpu(), *_edge())
+
+
+def attention_cases(*tags: str) -> list[AttentionCase]:
+    """The cases that carry all of `tags`."""
+    return [case for case in ATTENTION if case.tags >= set(tags)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCase:
+    """One optimizer step of a decoder on random tokens."""
+
+    name: str
+    model: ModelConfig
+    batch: int
+    tags: frozenset[str] = frozenset()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step."""
+        return self.batch * self.model.max_len
+
+    def matmul_flops(self) -> int:
+        """Of a step's products: 6 per weight and token, and attention's 7 over the seen half."""
+        cfg = self.model
+        per_layer = 4 * cfg.d_model**2 + 2 * cfg.d_model * cfg.ff_dim
+        weights = cfg.num_layers * per_layer + cfg.vocab_size * cfg.d_model
+        pairs = self.batch * cfg.max_len * (cfg.max_len + 1) // 2
+        return 6 * weights * self.tokens + 14 * cfg.num_layers * cfg.d_model * pairs
+
+
+_SMALL = preset("shakespeare-cpu", dropout=0.0, attention_dropout=0.0)
+_MEDIUM = preset("shakespeare-gpu", dropout=0.0, attention_dropout=0.0)
+
+TRAIN: tuple[TrainCase, ...] = (
+    TrainCase(name="small", model=_SMALL, batch=12, tags=frozenset({"quick"})),
+    TrainCase(name="medium", model=_MEDIUM, batch=16),
+    TrainCase(name="small-b64", model=_SMALL, batch=64, tags=frozenset({"full"})),
+    TrainCase(name="medium-b64", model=_MEDIUM, batch=64, tags=frozenset({"full"})),
+)

@@ -1,0 +1,240 @@
+"""How everything here is timed: warm, blocked until ready, contenders taking turns.
+
+A machine drifts (other load, clocks, temperature), so only contenders that alternate in one run are
+compared: A B C, C B A, ... A ratio is the median over rounds of the ratio within a round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "torch")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Someone who does the work: `call` returns when it is done."""
+
+    name: str
+    call: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call, one sample a round."""
+
+    samples: tuple[float, ...]
+    first: float
+    """Seconds of the first call, with its compilation."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The middle half of the samples lies between."""
+        if len(self.samples) < 2:
+            return self.samples[0], self.samples[0]
+        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return low, high
+
+    def summary(self) -> dict[str, Any]:
+        low, high = self.quartiles
+        return {
+            "median_s": self.median,
+            "quartiles_s": [low, high],
+            "min_s": min(self.samples),
+            "rounds": len(self.samples),
+            "first_call_s": self.first,
+        }
+
+
+def interleave(
+    contenders: Sequence[Contender],
+    *,
+    rounds: int = 20,
+    seconds: float = 60.0,
+    sample_seconds: float = 0.02,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
+    """Time contenders in turns, the order reversed every other round.
+
+    Each turn starts with a call that is not counted: it takes back caches and cores from whoever
+    ran before. A sample is then the mean of as many calls as fill `sample_seconds`. There are
+    `rounds` rounds, fewer (but 3) when they would take longer than `seconds`.
+    """
+
+    def timed(call: Callable[[], Any], repeats: int) -> float:
+        start = clock()
+        for _ in range(repeats):
+            call()
+        return (clock() - start) / repeats
+
+    firsts = {c.name: timed(c.call, 1) for c in contenders}
+    if len(firsts) < len(contenders):
+        raise ValueError(f"contenders share a name: {[c.name for c in contenders]}")
+    warm = {c.name: timed(c.call, 1) for c in contenders}
+    repeats = {
+        name: max(1, math.ceil(sample_seconds / max(taken, 1e-9))) for name, taken in warm.items()
+    }
+    per_round = sum((1 + repeats[name]) * taken for name, taken in warm.items())
+    rounds = max(min(rounds, 3), min(rounds, int(seconds / max(per_round, 1e-9))))
+    samples: dict[str, list[float]] = {c.name: [] for c in contenders}
+    gc.collect()
+    gc.disable()
+    try:
+        for index in range(rounds):
+            for c in contenders if index % 2 == 0 else reversed(contenders):
+                c.call()
+                samples[c.name].append(timed(c.call, repeats[c.name]))
+    finally:
+        gc.enable()
+    return {name: Timing(tuple(taken), firsts[name]) for name, taken in samples.items()}
+
+
+def speedup(ours: Timing, peer: Timing) -> float:
+    """How many times faster ours is, by rounds; 1 is a tie."""
+    return statistics.median(p / o for o, p in zip(ours.samples, peer.samples, strict=True))
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    """The mean for ratios: a halving and a doubling cancel."""
+    return statistics.geometric_mean(ratios)
+
+
+def matmul_rate(
+    dtype: str = "float32",
+    size: int = 2048,
+    rounds: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """FLOP/s of one product of random square matrices, here and now: the limit to compare to."""
+    x, y = jax.random.normal(jax.random.key(0), (2, size, size), dtype)
+    multiply = jax.jit(lambda x, y: jnp.dot(x, y, precision="highest"))
+    taken = interleave(
+        [Contender("matmul", lambda: multiply(x, y).block_until_ready())],
+        rounds=rounds,
+        clock=clock,
+    )
+    return 2 * size**3 / min(taken["matmul"].samples)
+
+
+ONE_CORE = "stay on one core and count its CPU time: for a machine that others use too"
+
+
+def prepare(*, one_core: bool = False) -> Callable[[], float]:
+    """The clock to use; before anything runs. Every contender gains from the memory setting.
+
+    On one core there is nobody to wait for, so CPU time is work done, whoever else is running.
+    """
+    import train
+
+    train.keep_freed_memory()
+    if not one_core:
+        return time.perf_counter
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    return time.process_time
+
+
+def headline(environment: Mapping[str, Any]) -> str:
+    """The machine in a line, and a warning where it is busy."""
+    cores, busy = environment["cores"] or 1, environment["load"] or 0.0
+    line = f"{environment['device']}, {cores} cores, load {busy:.1f}, {environment['commit']}"
+    if busy > 0.5 * cores and cores > 1:
+        line += "\nothers are running: ratios mislead (most of all torch's, whose threads spin)"
+    return line
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what a number was measured."""
+    device = jax.devices()[0]
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "device": device.device_kind,
+        "platform": device.platform,
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "commit": _commit(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "load": load(),
+    }
+
+
+def load() -> float | None:
+    """Mean number of runnable processes over the last minute; past the cores, timings mislead."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def write(path: Path, question: str, before: Mapping[str, Any], results: Any) -> None:
+    """One JSON file: the question, the environment before, the load after, the results."""
+    record = {
+        "question": question,
+        "environment": dict(before),
+        "load_after": load(),
+        "results": results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Rows in aligned columns, the first to the left."""
+    lines = [tuple(header), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def _commit() -> str | None:
+    """The commit, with + where tracked files differ from it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    return None

@@ -1,0 +1,805 @@
+"""What every implementation of attention must do, stated once and run for each of them.
+
+A test module subclasses `AttentionSuite` and names the implementation. Nothing here may be skipped
+for an implementation of the core; a kernel that refuses an option says so in `explain_attention`,
+and with `may_refuse = True` the test is skipped with that reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from tolerances import (
+    FORWARD_F32,
+    GRADIENT_F32,
+    LOW_PRECISION_FORWARD,
+    LOW_PRECISION_FORWARD_FLOOR,
+    LOW_PRECISION_GRADIENT,
+    assert_near,
+    assert_same_bits,
+    largest_error,
+)
+
+from transformer_jax.attention import dot_product_attention, explain_attention
+from transformer_jax.masks import Causal, Dense, Padding, Predicate, Prefix, Segments, Window
+from transformer_jax.positions import ALiBi, RelativeBias, alibi_slopes
+
+LENGTHS = [
+    (1, 257), (2, 129), (3, 127), (7, 65), (17, 64), (63, 63), (64, 17), (65, 7), (127, 3),
+    (129, 2), (257, 1),
+]  # fmt: skip
+STATIC = ("implementation", "scale", "softcap", "dropout_rate")
+
+
+def draw(
+    seed: int,
+    *,
+    batch: int = 2,
+    queries: int = 13,
+    keys: int = 17,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 8,
+    value_dim: int = 8,
+    dtype: str = "float32",
+) -> dict[str, jax.Array]:
+    """Unit normals in `dtype` for the inputs and for the cotangents of the results."""
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "query": (batch, queries, heads, dim),
+        "key": (batch, keys, kv_heads, dim),
+        "value": (batch, keys, kv_heads, value_dim),
+        "out_cotangent": (batch, queries, heads, value_dim),
+        "lse_cotangent": (batch, queries, heads),
+    }
+    arrays = {name: jnp.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()}
+    arrays["lse_cotangent"] = arrays["lse_cotangent"].astype(jnp.float32)
+    return arrays
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def _evaluate(arrays, mask, q_positions, k_positions, dropout_key, **static):
+    inputs = {k: v for k, v in arrays.items() if not k.endswith("_cotangent")}
+
+    def attend(inputs):
+        return dot_product_attention(
+            inputs["query"],
+            inputs["key"],
+            inputs["value"],
+            mask=mask,
+            bias=inputs.get("bias"),
+            sinks=inputs.get("sinks"),
+            q_positions=q_positions,
+            k_positions=k_positions,
+            dropout_key=dropout_key,
+            return_lse=True,
+            **static,
+        )
+
+    (out, lse), pull = jax.vjp(attend, inputs)
+    (gradients,) = pull((arrays["out_cotangent"], arrays["lse_cotangent"]))
+    return {"out": out, "lse": lse, **{f"d{name}": g for name, g in gradients.items()}}
+
+
+def reference(
+    arrays: dict[str, Any], mask: np.ndarray | None = None, **settings: Any
+) -> dict[str, np.ndarray]:
+    """The same results by the oracle; `bias` and `sinks` come with the arrays."""
+    host = {name: oracle.double(x) for name, x in arrays.items()}
+    bias, sinks = host.get("bias"), host.get("sinks")
+    inputs = host["query"], host["key"], host["value"]
+    settings = {"mask": mask, "bias": bias, "sinks": sinks, **settings}
+    forward = oracle.attention(*inputs, **settings)
+    back = oracle.attention_gradients(
+        *inputs, host["out_cotangent"], host["lse_cotangent"], **settings
+    )
+    results = {"out": forward.out, "lse": forward.lse}
+    results |= {"dquery": back.query, "dkey": back.key, "dvalue": back.value}
+    if bias is not None:
+        results["dbias"] = oracle.sum_to(back.scores, bias.shape)
+    if sinks is not None:
+        results["dsinks"] = back.sinks
+    return results
+
+
+def every_mask(rng: np.random.Generator, batch: int, heads: int, queries: int, keys: int):
+    """Name, mask, predicate and how many heads it tells apart."""
+    lengths = rng.integers(0, keys, batch)
+    valid = np.arange(keys)[None, :] < lengths[:, None]
+    valid[0, :3] = False
+    q_ids, k_ids = rng.integers(0, 4, (batch, queries)), rng.integers(1, 4, (batch, keys))
+    table = rng.random((batch, heads, queries, keys)) < 0.4
+    table[:, 0, 1] = False
+    plane = rng.random((queries, keys)) < 0.4
+    ids = Segments(jnp.asarray(q_ids, jnp.int32), jnp.asarray(k_ids, jnp.int32))
+    tail = Padding(jnp.asarray(valid))
+    band = oracle.both(oracle.causal(), oracle.window(keys // 5))
+    yield "causal", Causal() & tail, oracle.both(oracle.causal(), oracle.padding(valid)), 1
+    yield "window", Causal() & Window(keys // 5), band, 1
+    yield (
+        "segments",
+        Window(keys // 3, keys // 4) & ids,
+        oracle.both(oracle.window(keys // 3, keys // 4), oracle.segments(q_ids, k_ids)),
+        1,
+    )
+    yield (
+        "prefix",
+        Causal() | Prefix(jnp.asarray(lengths, jnp.int32)),
+        oracle.either(oracle.causal(), oracle.prefix(lengths)),
+        1,
+    )
+    yield "dense", Dense(jnp.asarray(table)), oracle.dense(table), heads
+    yield (
+        "composition",
+        ~(Causal() & Window(keys // 5)) & Predicate(_sparse) | tail & Dense(jnp.asarray(plane)),
+        oracle.either(
+            oracle.both(oracle.negation(band), lambda b, n, q, k: (q * 3 + k) % 5 == 0),
+            oracle.both(oracle.padding(valid), oracle.dense(plane)),
+        ),
+        1,
+    )
+
+
+def _sparse(q_positions, k_positions):
+    return (q_positions * 3 + k_positions) % 5 == 0
+
+
+MASKS = [name for name, *_ in every_mask(np.random.default_rng(0), 1, 1, 5, 5)]
+
+
+def plain_attention(query, key, value, mask, bias, sinks, scale, softcap):
+    """Attention as it is usually written, every step in the inputs' own dtype."""
+    dtype, group = query.dtype, query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+    scores = jnp.einsum("BTNH,BSNH->BNTS", query, key) * jnp.asarray(scale, dtype)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.astype(dtype)
+    scores = jnp.where(jnp.broadcast_to(mask, scores.shape), scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.astype(dtype)[None, :, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column], axis=3)
+    weights = jax.nn.softmax(scores, axis=3)[..., : key.shape[1]]
+    return jnp.einsum("BNTS,BSNH->BTNH", weights, value)
+
+
+class AttentionSuite:
+    """Tests share shapes and settings where they can: a compilation costs seconds."""
+
+    implementation: str
+    may_refuse = False
+    """Whether a reason in `explain_attention` skips a test; an error otherwise."""
+    forward_tolerance = FORWARD_F32
+    gradient_tolerance = GRADIENT_F32
+    dim = 8
+    """Head dimension where a test does not care."""
+    queries = 29
+    span = 37
+    """Queries and keys where a test does not care: more than one tile of the implementation."""
+
+    def draw(self, seed: int, **sizes: Any) -> dict[str, jax.Array]:
+        return draw(seed, **{"queries": self.queries, "keys": self.span, "dim": self.dim} | sizes)
+
+    def evaluate(
+        self,
+        arrays: dict[str, jax.Array],
+        mask: Any = None,
+        *,
+        q_positions: Any = None,
+        k_positions: Any = None,
+        dropout_key: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> dict[str, jax.Array]:
+        """Output, log-sum-exp and the gradient of every input, in one compiled call."""
+        if self.may_refuse:
+            reasons = explain_attention(
+                arrays["query"], arrays["key"], arrays["value"], mask=mask,
+                bias=arrays.get("bias"), sinks=arrays.get("sinks"), softcap=softcap,
+                q_positions=q_positions, k_positions=k_positions, return_lse=True,
+                dropout_rate=dropout_rate,
+                dropout_key=jax.random.key(0) if dropout_rate else None,
+            )  # fmt: skip
+            if reasons[self.implementation] is not None:
+                pytest.skip(str(reasons[self.implementation]))
+        return _evaluate(
+            arrays, mask, q_positions, k_positions, dropout_key, scale=scale, softcap=softcap,
+            dropout_rate=dropout_rate, implementation=self.implementation,
+        )  # fmt: skip
+
+    def attend(self, query, key, value, **settings):
+        return dot_product_attention(
+            query, key, value, implementation=self.implementation, **settings
+        )
+
+    def check(self, actual: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> None:
+        """Everything within tolerance; rows that see nothing are exactly zero and -inf."""
+        assert actual.keys() == expected.keys()
+        lse = np.asarray(actual["lse"])
+        assert lse.dtype == np.float32
+        blind = np.isneginf(expected["lse"])
+        assert (np.isneginf(lse) == blind).all(), "lse is -inf elsewhere than it should be"
+        for name in ("out", "dquery"):
+            assert not np.asarray(actual[name])[blind].any(), f"{name} of a blind row is not zero"
+        actual = actual | {"lse": np.where(blind, 0.0, lse)}
+        expected = expected | {"lse": np.where(blind, 0.0, expected["lse"])}
+        for name, value in expected.items():
+            if np.any(value):
+                forward = name in ("out", "lse")
+                limit = self.forward_tolerance if forward else self.gradient_tolerance
+                assert_near(actual[name], value, limit, name)
+            else:
+                assert not np.asarray(actual[name]).any(), f"{name} should be exactly zero"
+
+    def causal_tail(self) -> tuple[Any, np.ndarray]:
+        """A causal mask over two rows, one of them padded, and the same as an array."""
+        valid = np.arange(self.span)[None, :] < np.array([[self.span], [11]])
+        seen = np.tri(self.queries, self.span, dtype=bool)[None, None] & valid[:, None, None, :]
+        return Causal() & Padding(jnp.asarray(valid)), seen
+
+    # Against the oracle in float32.
+
+    @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: "x".join(map(str, pair)))
+    def test_any_length_matches_the_oracle(self, lengths):
+        queries, keys = lengths
+        arrays = draw(
+            queries * 1000 + keys, queries=queries, keys=keys, heads=2, kv_heads=1, dim=self.dim
+        )
+        mask = np.random.default_rng(keys).random((2, 1, queries, keys)) < 0.7
+        self.check(self.evaluate(arrays, Dense(jnp.asarray(mask))), reference(arrays, mask))
+
+    @pytest.mark.parametrize(
+        "heads", [(4, 4, 8, 8), (10, 5, 4, 3), (8, 2, 8, 16), (8, 1, 16, 5), (3, 1, 1, 1)], ids=str
+    )
+    def test_heads_of_any_number_and_width_match_the_oracle(self, heads):
+        """Everything that a head can have of its own: mask, bias and sink."""
+        n, k, dim, value_dim = heads
+        rng = np.random.default_rng(n)
+        sizes = dict(batch=3, queries=13, keys=17)
+        arrays = draw(3, heads=n, kv_heads=k, dim=dim, value_dim=value_dim, **sizes)
+        arrays["bias"] = jnp.asarray(rng.normal(size=(3, n, 1, 17)), jnp.float32)
+        arrays["sinks"] = jnp.asarray(rng.normal(size=n), jnp.float32)
+        mask = rng.random((3, n, 13, 17)) < 0.5
+        result = self.evaluate(arrays, Dense(jnp.asarray(mask)))
+        assert result["dkey"].shape == (3, 17, k, dim)
+        self.check(result, reference(arrays, mask))
+
+    def test_query_head_reads_key_head_n_over_g(self):
+        query, key = jnp.zeros((2, 13, 6, self.dim)), jnp.zeros((2, 17, 3, self.dim))
+        named = jnp.broadcast_to(jnp.arange(3.0)[None, None, :, None], key.shape)
+        out = self.attend(query, key, named)
+        expected = np.repeat(np.arange(3.0), 2)[None, None, :, None]
+        assert_near(out, np.broadcast_to(expected, out.shape), self.forward_tolerance)
+
+    @pytest.mark.parametrize("name", MASKS)
+    def test_every_mask_matches_the_oracle(self, name):
+        arrays, rng = self.draw(5), np.random.default_rng(6)
+        cases = {k: rest for k, *rest in every_mask(rng, 2, 4, self.queries, self.span)}
+        mask, predicate, heads = cases[name]
+        positions = np.arange(self.queries), np.arange(self.span)
+        seen = oracle.allowed(predicate, *positions, batch=2, heads=heads)
+        assert 0.05 < seen.mean() < 0.95
+        if name in ("causal", "segments", "dense"):
+            assert not seen.any(axis=3).all(), "no row is blind"
+        self.check(self.evaluate(arrays, mask), reference(arrays, seen))
+
+    def test_masks_go_by_position_in_rings_and_ragged_rows(self):
+        span = self.span
+        arrays = self.draw(7, batch=3, queries=5)
+        ring = (np.arange(span) + 11) % span + 40
+        ragged = np.where(np.arange(span) < 9, np.arange(span), -1)
+        shuffled = np.random.default_rng(8).permutation(span)
+        k_positions = np.stack([ring, ragged, shuffled]).astype(np.int32)
+        q_positions = np.stack([span + 38 + np.arange(5), np.arange(5) + 6, 3 * np.arange(5) - 3])
+        q_positions = q_positions.astype(np.int32)
+        predicate = oracle.both(oracle.causal(), oracle.window(4))
+        seen = oracle.allowed(predicate, q_positions, k_positions, batch=3)
+        assert 0 < seen.mean() < 1
+        result = self.evaluate(
+            arrays, Causal() & Window(4), q_positions=q_positions, k_positions=k_positions
+        )
+        self.check(result, reference(arrays, seen))
+
+    @pytest.mark.parametrize("softcap", [None, 2.0])
+    def test_scale_softcap_and_sinks_match_the_oracle(self, softcap):
+        arrays = self.draw(9)
+        arrays["sinks"] = jnp.array([-3.0, 0.5, 2.0, 7.0])
+        if softcap:
+            bias = np.random.default_rng(9).normal(size=(1, 4, self.queries, 1))
+            arrays["bias"] = jnp.asarray(bias, jnp.float32)
+        mask, seen = self.causal_tail()
+        result = self.evaluate(arrays, mask, scale=0.7, softcap=softcap)
+        self.check(result, reference(arrays, seen, scale=0.7, softcap=softcap))
+
+    # Bias.
+
+    @pytest.mark.parametrize("axes", ["BNTS", "_N_S", "B_T_", "TS", ""])
+    def test_array_bias_of_any_broadcast_shape_and_its_gradient(self, axes):
+        sizes = {"B": 2, "N": 4, "T": self.queries, "S": self.span, "_": 1}
+        shape = tuple(sizes[axis] for axis in axes)
+        arrays = self.draw(10)
+        arrays["bias"] = jnp.asarray(np.random.default_rng(11).normal(size=shape), jnp.float32)
+        mask, seen = self.causal_tail()
+        result = self.evaluate(arrays, mask)
+        assert result["dbias"].shape == shape
+        self.check(result, reference(arrays, seen))
+
+    def test_alibi_is_the_same_as_its_array(self):
+        slopes, arrays = alibi_slopes(4), self.draw(12)
+        q_positions, k_positions = np.arange(self.queries) + 8, np.arange(self.span)
+        array = oracle.alibi(np.asarray(slopes), q_positions, k_positions)
+        result = self.evaluate(
+            arrays | {"bias": ALiBi(slopes)}, Causal(), q_positions=jnp.asarray(q_positions)
+        )
+        (slopes_gradient,) = jax.tree.leaves(result.pop("dbias"))
+        seen = oracle.allowed(oracle.causal(), q_positions, k_positions)
+        expected = reference(arrays | {"bias": array}, seen)
+        dscores = expected.pop("dbias")
+        self.check(result, expected)
+        distance = oracle.alibi(np.ones(1), q_positions, k_positions)
+        by_head = (dscores * distance).sum(axis=(0, 2, 3))
+        assert_near(slopes_gradient, by_head, self.gradient_tolerance, "slopes")
+
+    def test_relative_bias_table_gradient_sums_its_buckets(self):
+        arrays = self.draw(13)
+        table = np.random.default_rng(14).normal(size=(8, 4)).astype(np.float32)
+        bias = RelativeBias(jnp.asarray(table), True, 19)
+        bucket = functools.partial(oracle.t5_bucket, bidirectional=True, buckets=8, longest=19)
+        buckets = np.array([[bucket(k - q) for k in range(self.span)] for q in range(self.queries)])
+        array = np.moveaxis(table[buckets], 2, 0)[None]
+        result = self.evaluate(arrays | {"bias": bias}, Window(25, 25))
+        (gradient,) = jax.tree.leaves(result.pop("dbias"))
+        positions = np.arange(self.queries), np.arange(self.span)
+        expected = reference(
+            arrays | {"bias": array}, oracle.allowed(oracle.window(25, 25), *positions)
+        )
+        (dscores,) = expected.pop("dbias")
+        self.check(result, expected)
+        sums = np.stack([dscores[:, buckets == i].sum(axis=1) for i in range(8)])
+        used = (sums != 0).all(axis=1)
+        assert used.tolist() == [True] * 4 + [False] + [True] * 3  # no key behind is 0 away
+        assert_near(gradient, sums, self.gradient_tolerance, "table")
+
+    # Dropout.
+
+    rate = 0.4
+
+    def recovered_keep(self, seed: int) -> np.ndarray:
+        """The multipliers that dropout applied, [B, N, T, S]: equal weights, values that name
+        their key."""
+        span = self.span
+        arrays = self.draw(15, value_dim=span)
+        arrays["query"] = jnp.zeros_like(arrays["query"])
+        named = jnp.eye(span)[None, :, None, :]
+        arrays["value"] = jnp.broadcast_to(named, arrays["value"].shape)
+        out = self.evaluate(arrays, dropout_key=jax.random.key(seed), dropout_rate=self.rate)["out"]
+        return np.asarray(out).transpose(0, 2, 1, 3) * span
+
+    def test_dropout_keeps_its_rate_and_the_expectation(self):
+        rate, keep = self.rate, self.recovered_keep(1)
+        kept = keep > 0
+        deviation = math.sqrt(rate * (1 - rate))
+        assert abs(kept.mean() - (1 - rate)) < 4 * deviation / math.sqrt(keep.size)
+        assert np.abs(keep[kept] - 1 / (1 - rate)).max() < 1e-5, "the expectation is biased"
+        for axes in itertools.combinations(range(4), 3):
+            marginal = kept.mean(axis=axes)
+            limit = 5 * deviation / math.sqrt(keep.size / marginal.size)
+            assert np.abs(marginal - (1 - rate)).max() < limit, "dropout has a pattern"
+        for axis in range(4):  # a neighbour says nothing about its neighbour
+            flat = np.moveaxis(kept, axis, 0)
+            same = (flat[1:] == flat[:-1]).mean()
+            assert abs(same - rate**2 - (1 - rate) ** 2) < 5 * 0.5 / math.sqrt(keep.size / 2)
+
+    def test_dropout_repeats_for_a_key_and_differs_between_keys(self):
+        first, again, other = (self.recovered_keep(seed) > 0 for seed in (1, 1, 2))
+        assert (first == again).all()
+        assert 0.47 < (first == other).mean() < 0.57  # 0.52 by chance
+
+    def test_dropout_of_the_backward_pass_is_that_of_the_forward_pass(self):
+        arrays, keep = self.draw(16), self.recovered_keep(3)
+        mask, seen = self.causal_tail()
+        result = self.evaluate(arrays, mask, dropout_key=jax.random.key(3), dropout_rate=self.rate)
+        exact = np.where(keep > 0, 1 / (1 - self.rate), 0.0)
+        self.check(result, reference(arrays, seen, keep=exact))
+
+    # Rows that see nothing, and lengths of zero.
+
+    def test_blind_rows_are_zero_and_touch_no_other_row(self):
+        blind = [0, 4, self.queries - 1]
+        arrays = self.draw(17)
+        mask = np.random.default_rng(17).random((2, 4, self.queries, self.span)) < 0.5
+        mask[..., 0] = True
+        without = mask.copy()
+        without[1, :, blind] = False
+        rows = np.ones((2, self.queries), bool)
+        rows[1, blind] = False
+        silenced = arrays | {
+            name: jnp.where(rows.reshape(2, self.queries, *(1,) * (arrays[name].ndim - 2)),
+                            arrays[name], 0)
+            for name in ("out_cotangent", "lse_cotangent")
+        }  # fmt: skip
+        whole = self.evaluate(silenced, Dense(jnp.asarray(mask)))
+        result = self.evaluate(arrays, Dense(jnp.asarray(without)))
+        self.check(result, reference(arrays, without))
+        for name in ("out", "lse", "dquery"):
+            assert_same_bits(np.asarray(result[name])[rows], np.asarray(whole[name])[rows], name)
+        for name in ("dkey", "dvalue"):
+            assert_same_bits(result[name], whole[name], name)
+
+    def test_blind_rows_stay_zero_with_every_option_on(self):
+        arrays = self.draw(18)
+        arrays["sinks"] = jnp.array([0.5, -1.0, 2.0, 30.0])
+        arrays["bias"] = jnp.full((1, 4, 1, self.span), 5.0)
+        nothing = Padding(jnp.zeros((2, self.span), bool))
+        result = self.evaluate(
+            arrays, nothing, softcap=2.0, dropout_rate=self.rate, dropout_key=jax.random.key(5)
+        )
+        assert np.isneginf(np.asarray(result.pop("lse"))).all()
+        for name, value in result.items():
+            assert not np.asarray(value).any(), f"{name} is not exactly zero"
+
+    @pytest.mark.parametrize("shape", [(2, 3, 0), (2, 0, 5), (0, 3, 5)], ids=str)
+    def test_empty_axes_give_empty_or_zero_results(self, shape):
+        batch, queries, keys = shape
+        arrays = self.draw(19, batch=batch, queries=queries, keys=keys)
+        for mask in (None, Causal()):
+            result = self.evaluate(arrays, mask)
+            assert result["out"].shape == (batch, queries, 4, 8)
+            assert np.isneginf(np.asarray(result["lse"])).all()
+            for name, value in result.items():
+                assert name == "lse" or not np.asarray(value).any()
+
+    # What is masked out has no influence.
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3.4e38], ids=str)
+    @pytest.mark.parametrize(
+        "scenario", ["padding", "empty slots", "segments", "expired", "future"]
+    )
+    def test_masked_keys_and_values_have_no_influence(self, scenario, bad):
+        span = self.span
+        arrays = self.draw(20, queries=7)
+        arrays["sinks"] = jnp.array([0.5, -1.0, 2.0, 3.0])
+        hidden, ids = np.zeros((2, span), bool), np.ones((2, 4 * span), np.int32)
+        valid = np.ones((2, 4 * span), bool)
+        q_positions = np.stack([span + np.arange(7)] * 2)
+        k_positions = np.stack([np.arange(span)] * 2)
+        if scenario == "padding":
+            hidden[0, span // 2 :], hidden[1, 3:] = True, True
+            valid[:, :span] = ~hidden
+        elif scenario == "empty slots":
+            hidden[0, ::3], hidden[1, 2:] = True, True
+            k_positions = np.where(hidden, -1, k_positions)
+        elif scenario == "segments":
+            hidden[0, 5:9], hidden[1, : span // 2] = True, True
+            ids[:, :span][hidden] = 2
+        elif scenario == "expired":
+            q_positions, k_positions = q_positions + span, k_positions + span // 2
+            hidden = k_positions <= q_positions[:, :1] - (span + 3)
+        else:
+            q_positions = np.stack([np.arange(7), np.arange(7) + 2])
+            hidden = k_positions > q_positions[:, -1:]
+        mask = (
+            Causal() & Window(span + 3) & Padding(jnp.asarray(valid)) & Segments(jnp.asarray(ids))
+        )
+        positions = dict(
+            q_positions=jnp.asarray(q_positions, jnp.int32),
+            k_positions=jnp.asarray(k_positions, jnp.int32),
+        )
+        seen = np.asarray(mask.materialize(**positions)).any(axis=(1, 2))
+        assert hidden.any(axis=1).all() and not (seen & hidden).any() and seen.any(axis=1).all()
+        clean = self.evaluate(arrays, mask, softcap=20.0, **positions)
+        where = jnp.asarray(hidden)[:, :, None, None]
+        poison = {name: jnp.where(where, bad, arrays[name]) for name in ("key", "value")}
+        result = self.evaluate(arrays | poison, mask, softcap=20.0, **positions)
+        for name, value in clean.items():
+            assert_same_bits(result[name], value, name)
+        for name in ("dkey", "dvalue"):
+            assert not np.asarray(result[name])[hidden].any(), f"{name} of a masked key is not 0"
+
+    def test_poisoned_future_leaves_earlier_rows_alone(self):
+        arrays = self.draw(21, queries=self.span)
+        clean = self.evaluate(arrays, Causal())
+        for at in (1, self.span // 2, self.span - 1):
+            poison = {name: arrays[name].at[:, at:].set(math.nan) for name in ("key", "value")}
+            result = self.evaluate(arrays | poison, Causal())
+            for name in ("out", "lse", "dquery"):
+                assert_same_bits(result[name][:, :at], clean[name][:, :at], name)
+            assert np.isnan(np.asarray(result["out"][:, at:])).all(), "the poison did not reach"
+
+    def test_future_keys_have_exactly_zero_gradient(self):
+        arrays = self.draw(22, queries=self.span)
+        at = self.span // 2
+        for name in ("out_cotangent", "lse_cotangent"):
+            arrays[name] = arrays[name].at[:, at:].set(0.0)
+        result = self.evaluate(arrays, Causal())
+        for name in ("dkey", "dvalue"):
+            gradient = np.asarray(result[name])
+            assert np.abs(gradient[:, :at]).max(axis=(2, 3)).min() > 0
+            assert not gradient[:, at:].any()
+
+    def test_poisoned_query_that_sees_nothing_has_no_influence(self):
+        arrays = self.draw(23)
+        mask = np.random.default_rng(23).random((2, 4, self.queries, self.span)) < 0.5
+        mask[:, :, [3, 28]] = False
+        clean = self.evaluate(arrays, Dense(jnp.asarray(mask)))
+        poisoned = arrays | {"query": arrays["query"].at[:, jnp.array([3, 28])].set(math.nan)}
+        result = self.evaluate(poisoned, Dense(jnp.asarray(mask)))
+        for name, value in clean.items():
+            finite = ~np.isneginf(np.asarray(value))
+            assert_same_bits(np.asarray(result[name])[finite], np.asarray(value)[finite], name)
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+    def test_poisoned_padding_tokens_leave_real_ones_alone(self, bad):
+        """Padded queries do see real keys: their NaN must not come back through a gradient of 0."""
+        arrays = self.draw(24, queries=self.span)
+        real = np.arange(self.span)[None, :] < np.array([[self.span - 2], [11]])
+        for name in ("out_cotangent", "lse_cotangent"):
+            rows = jnp.asarray(real).reshape(real.shape + (1,) * (arrays[name].ndim - 2))
+            arrays[name] = jnp.where(rows, arrays[name], 0)
+        mask = Causal() & Padding(jnp.asarray(real))
+        clean = self.evaluate(arrays, mask)
+        where = jnp.asarray(real)[:, :, None, None]
+        inputs = {name: jnp.where(where, arrays[name], bad) for name in ("query", "key", "value")}
+        result = self.evaluate(arrays | inputs, mask)
+        for name, value in clean.items():
+            assert_same_bits(np.asarray(result[name])[real], np.asarray(value)[real], name)
+
+    # Extreme scores: inputs whose products are exact, so that float64 is the truth.
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    def test_scores_of_a_hundred_thousand_are_finite_and_right(self, dtype):
+        span = self.span
+        arrays = draw(25, batch=1, queries=6, keys=span, heads=2, kv_heads=1, dim=self.dim)
+        big, small = (200.0, 300.0) if dtype == "float16" else (100.0, 1000.0)
+        signs = -np.ones((6, span))
+        signs[0] = 1
+        signs[2, 5] = 1
+        signs[3, [2, span - 1]] = 1
+        signs[4, ::2] = 0
+        signs[5, :9] = 1
+        query, key = np.zeros((1, 6, 2, self.dim)), np.zeros((1, span, 1, self.dim))
+        query[0, :, :, :6] = big * np.eye(6)[:, None, :]
+        key[0, :, 0, :6] = small * signs.T
+        arrays |= {"query": jnp.asarray(query), "key": jnp.asarray(key)}
+        arrays = {name: x.astype(dtype) for name, x in arrays.items()}
+        arrays["lse_cotangent"] = arrays["lse_cotangent"].astype(jnp.float32)
+        expected = reference(arrays, scale=1.0)
+        assert np.abs(expected["lse"]).max() > 5e4
+        result = self.evaluate(arrays, scale=1.0)
+        if dtype == "float32":
+            self.check(result, expected)
+        else:
+            assert_near(result["lse"], expected["lse"], FORWARD_F32)
+            silent = arrays | {"lse_cotangent": jnp.zeros_like(arrays["lse_cotangent"])}
+            self.check_low_precision(silent, None, None, scale=1.0)
+
+    @pytest.mark.parametrize("level", [-500.0, -90.0, 500.0])
+    def test_rows_of_one_far_level_are_flat(self, level):
+        """Among them an lse below -88.7, where exp(-lse) overflows, in a tile half empty."""
+        arrays = draw(26, queries=5, keys=192, heads=2, kv_heads=1, dim=self.dim)
+        arrays["query"] = jnp.zeros_like(arrays["query"]).at[..., 0].set(level / 4)
+        arrays["key"] = arrays["key"].at[..., 0].set(4.0)
+        valid = np.arange(192)[None, :] < np.array([[192], [61]])
+        result = self.evaluate(arrays, Padding(jnp.asarray(valid)), scale=1.0)
+        self.check(result, reference(arrays, valid[:, None, None, :], scale=1.0))
+
+    def test_a_valid_score_far_below_any_sentinel_still_counts(self):
+        query, key, value = (self.draw(27)[name] for name in ("query", "key", "value"))
+        mask = np.zeros((self.queries, self.span), bool)
+        mask[0, 3], mask[1, 4:6] = True, True
+        bias = np.full((1, 1, 1, self.span), -(2.0**120))
+        out = self.attend(
+            jnp.zeros_like(query), key, value,
+            mask=Dense(jnp.asarray(mask)), bias=jnp.asarray(bias, jnp.float32),
+        )  # fmt: skip
+        inputs = 0 * oracle.double(query), oracle.double(key), oracle.double(value)
+        expected = oracle.attention(*inputs, mask=mask[None, None], bias=bias).out
+        assert expected[:, :2].all() and not expected[:, 2:].any()
+        assert_near(out, expected, self.forward_tolerance)
+
+    # Low precision, by the rule of FlashAttention's tests: against what a plain one would lose.
+
+    @pytest.mark.parametrize(
+        ("dtype", "options"), [("bfloat16", False), ("bfloat16", True), ("float16", True)]
+    )
+    def test_low_precision_is_no_worse_than_a_plain_implementation(self, dtype, options):
+        arrays = self.draw(28, dim=16, value_dim=16, dtype=dtype)
+        scale, softcap = 0.25, 4.0 if options else None
+        if options:
+            bias = np.random.default_rng(29).normal(size=(1, 4, 1, self.span))
+            arrays["bias"] = jnp.asarray(bias, jnp.float32)
+            arrays["sinks"] = jnp.array([-1.0, 0.5, 1.0, 2.0])
+        arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
+        self.check_low_precision(arrays, *self.causal_tail(), scale=scale, softcap=softcap)
+
+    def check_low_precision(self, arrays, mask, seen, *, scale, softcap=None) -> None:
+        expected = reference(arrays, seen, scale=scale, softcap=softcap)
+        result = self.evaluate(arrays, mask, scale=scale, softcap=softcap)
+        for name in ("query", "key", "value"):
+            assert result[f"d{name}"].dtype == result["out"].dtype == arrays[name].dtype
+        inputs = [arrays.get(name) for name in ("query", "key", "value", "bias", "sinks")]
+
+        @jax.jit
+        def plain(inputs, cotangent):
+            def attend(query, key, value, bias, sinks):
+                visible = jnp.asarray(True if seen is None else seen)
+                return plain_attention(query, key, value, visible, bias, sinks, scale, softcap)
+
+            out, pull = jax.vjp(attend, *inputs)
+            return out, *pull(cotangent)
+
+        results = plain(inputs, arrays["out_cotangent"])
+        names = ("out", "dquery", "dkey", "dvalue", "dbias", "dsinks")
+        for name, usual in zip(names, results, strict=True):
+            if usual is None:
+                continue
+            error, usual_error = (largest_error(x, expected[name]) for x in (result[name], usual))
+            assert usual_error > 0
+            limit = LOW_PRECISION_GRADIENT * usual_error
+            if name == "out":
+                limit = LOW_PRECISION_FORWARD * usual_error + LOW_PRECISION_FORWARD_FLOOR
+            assert error <= limit, f"{name}: error {error:.3g}, plain {usual_error:.3g}"
+
+    # Runs and transformations.
+
+    def test_runs_repeat_bit_for_bit(self):
+        arrays = self.draw(30)
+        mask, _ = self.causal_tail()
+        runs = [
+            self.evaluate(arrays, mask, dropout_rate=self.rate, dropout_key=jax.random.key(31))
+            for _ in range(5)
+        ]
+        for run, name in itertools.product(runs[1:], ("out", "dquery", "dkey", "dvalue")):
+            assert_same_bits(run[name], runs[0][name], name)
+
+    @pytest.mark.parametrize("stacked", [("query",), ("key", "value"), ("valid", "bias")], ids=str)
+    def test_vmap_over_any_argument_is_a_loop(self, stacked):
+        """And the gradient of a vmap: what is shared adds up over the calls."""
+        rng = np.random.default_rng(33)
+        arrays = self.draw(33, queries=13, keys=17)
+        inputs = {name: arrays[name] for name in ("query", "key", "value")}
+        inputs["bias"] = jnp.asarray(rng.normal(size=(1, 4, 1, 17)), jnp.float32)
+        inputs["valid"] = jnp.asarray(rng.random((2, 17)) < 0.8)
+        axes: dict[str, int | None] = dict.fromkeys(inputs)
+        for axis, name in enumerate(stacked):
+            shape, axes[name] = inputs[name].shape, 2 * axis
+            if name == "valid":
+                inputs[name] = jnp.asarray(rng.random((3, *shape)) < 0.6)
+                continue
+            copies = jnp.asarray(rng.normal(size=(3, *shape)), jnp.float32)
+            inputs[name] = jnp.moveaxis(copies, 0, 2 * axis)
+
+        def attend(inputs):
+            return self.attend(
+                inputs["query"], inputs["key"], inputs["value"], bias=inputs["bias"],
+                mask=Causal() & Padding(inputs["valid"]),
+            )  # fmt: skip
+
+        cotangents = jnp.asarray(rng.normal(size=(3, *arrays["out_cotangent"].shape)), jnp.float32)
+
+        @jax.jit
+        def mapped(inputs):
+            def total(real):
+                out = jax.vmap(attend, (axes,))(real | {"valid": inputs["valid"]})
+                return (out * cotangents).sum(), out
+
+            real = {name: x for name, x in inputs.items() if name != "valid"}
+            return jax.grad(total, has_aux=True)(real)
+
+        gradients, out = mapped(inputs)
+        assert out.shape == (3, 2, 13, 4, 8)
+        sums = {name: np.zeros(g.shape) for name, g in gradients.items()}
+        for i in range(3):
+            one = {
+                name: np.asarray(x if axes[name] is None else jnp.take(x, i, axis=axes[name]))
+                for name, x in inputs.items()
+            }
+            seen = np.tri(13, 17, dtype=bool)[None, None] & one.pop("valid")[:, None, None, :]
+            silent = {"lse_cotangent": np.zeros((2, 13, 4)), "out_cotangent": cotangents[i]}
+            expected = reference(one | silent, seen)
+            assert_near(out[i], expected["out"], self.forward_tolerance)
+            for name, total in sums.items():
+                part = total if axes[name] is None else np.moveaxis(total, axes[name], 0)[i]
+                part += expected[f"d{name}"]
+        for name, total in sums.items():
+            assert_near(gradients[name], total, self.gradient_tolerance, name)
+
+    def test_scan_over_calls_is_a_loop(self):
+        arrays = self.draw(35, queries=13, keys=17)
+        queries = jnp.stack([arrays["query"] * s for s in (1.0, 0.5, 2.0)])
+
+        def step(total, query):
+            out = self.attend(query, arrays["key"], arrays["value"], mask=Window(5, 3))
+            return total + out.sum(), out
+
+        _, outs = jax.jit(lambda queries: jax.lax.scan(step, 0.0, queries))(queries)
+        seen = oracle.allowed(oracle.window(5, 3), np.arange(13), np.arange(17))
+        for query, out in zip(queries, outs, strict=True):
+            expected = reference(arrays | {"query": query}, seen)["out"]
+            assert_near(out, expected, self.forward_tolerance)
+
+    def test_rematerialised_gradients_are_the_same_with_dropout_on(self):
+        arrays = self.draw(36)
+        mask, _ = self.causal_tail()
+        arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
+        inputs = arrays["query"], arrays["key"], arrays["value"]
+
+        @jax.checkpoint
+        def loss(query, key, value, dropout_key):
+            out = self.attend(
+                query, key, value, mask=mask, dropout_rate=self.rate, dropout_key=dropout_key
+            )
+            return (out * arrays["out_cotangent"]).sum()
+
+        kept = self.evaluate(arrays, mask, dropout_rate=self.rate, dropout_key=jax.random.key(37))
+        redone = jax.jit(jax.grad(loss, (0, 1, 2)))(*inputs, jax.random.key(37))
+        for name, gradient in zip(("dquery", "dkey", "dvalue"), redone, strict=True):
+            assert_near(gradient, kept[name], self.forward_tolerance, name)
+
+    def test_jacobian_rows_are_gradients(self):
+        arrays = draw(38, batch=1, queries=2, keys=5, heads=2, kv_heads=1, dim=3, value_dim=2)
+        arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
+
+        def attend(query):
+            return self.attend(query, arrays["key"], arrays["value"], mask=Window(2, 4))
+
+        jacobian = jax.jit(jax.jacrev(attend))(arrays["query"])
+        seen = oracle.allowed(oracle.window(2, 4), np.arange(2), np.arange(5))
+        expected = np.zeros(jacobian.shape)
+        for at in np.ndindex(arrays["out_cotangent"].shape):
+            cotangent = np.zeros(arrays["out_cotangent"].shape)
+            cotangent[at] = 1.0
+            expected[at] = reference(arrays | {"out_cotangent": cotangent}, seen)["dquery"]
+        assert_near(jacobian, expected, self.gradient_tolerance)
+
+    def test_forward_mode_is_right_or_refused_by_name(self):
+        arrays = self.draw(39, queries=13, keys=17)
+        tangent = self.draw(40, queries=13, keys=17)["query"]
+
+        def attend(query):
+            return self.attend(query, arrays["key"], arrays["value"], mask=Causal())
+
+        try:
+            _, slope = jax.jvp(attend, (arrays["query"],), (tangent,))
+        except (TypeError, NotImplementedError) as error:
+            assert "jvp" in str(error) or "forward-mode" in str(error)
+            return
+        arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
+        gradient = reference(arrays, np.tri(13, 17, dtype=bool)[None, None])["dquery"]
+        actual = (oracle.double(slope) * oracle.double(arrays["out_cotangent"])).sum()
+        expected = (gradient * oracle.double(tangent)).sum()
+        assert abs(actual - expected) < 1e-5 * np.abs(gradient * oracle.double(tangent)).sum()
+
+    def test_debug_checks_find_no_nan_and_no_infinity(self):
+        arrays = self.draw(41)
+        mask = Causal() & Padding(jnp.arange(self.span)[None, :] < jnp.array([[self.span], [0]]))
+
+        def loss(query, key, value):
+            return (self.attend(query, key, value, mask=mask) * arrays["out_cotangent"]).sum()
+
+        inputs = arrays["query"], arrays["key"], arrays["value"]
+        with jax.debug_nans(True), jax.debug_infs(True):
+            gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(*inputs)
+        assert all(np.isfinite(np.asarray(g)).all() for g in gradients)
+
+    def test_float32_stays_float32_when_x64_is_on(self):
+        arrays = self.draw(42)
+        arrays["sinks"] = jnp.array([-1.0, 0.5, 1.0, 2.0])
+        mask, seen = self.causal_tail()
+        with jax.enable_x64(True):
+            result = self.evaluate(
+                arrays, mask, softcap=5.0, dropout_rate=self.rate, dropout_key=jax.random.key(43)
+            )
+            assert all(x.dtype == jnp.float32 for x in result.values())
+            result = self.evaluate(arrays, mask, softcap=5.0)
+        self.check(result, reference(arrays, seen, softcap=5.0))

@@ -1,0 +1,344 @@
+"""The models once more, from the papers' formulas: NumPy in float64, no library code.
+
+Every configuration of the library is held against this file. It knows the names of the parameters
+and of the config's fields, nothing else; sizes it reads from the parameters. One sequence at a
+time, one head at a time, one pair of positions at a time where that is clearest.
+
+    block     pre: x + f(n(x))      post: n(x + f(x))      sandwich: x + m(f(n(x)))
+    head      softmax over k of  cap(scale * <q, k>) + bias(q, k), and exp(sink) in the denominator
+    q, k, v   x W + b, optionally RMS-normalised (q, k), then rotated (q, k)
+    Shaw      scale * <q, a[k - q]> joins the bias, and the output gains sum_k weight * c[k - q]
+    logits    x E^T + b, capped
+
+Sources: Vaswani et al. 2017, Shaw et al. 2018, Devlin et al. 2019, Radford et al. 2019, Zhang and
+Sennrich 2019, Raffel et al. 2020, Shazeer 2019 and 2020, Henry et al. 2020 (QK-norm), Su et al.
+2021, Press et al. 2022, Gemma Team 2024 (caps, sandwich norm), Xiao et al. 2024 (sinks).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Params = Mapping[str, Any]
+Visible = Callable[[int, int], bool]  # of two indices into the sequence
+
+
+class Sequence(NamedTuple):
+    """One row: where its tokens stand for attention and, within a document, for the embedding."""
+
+    place: list[int]  # negative is padding
+    token_place: list[int]
+    segment: list[int]
+
+
+def forward(
+    config: Any,
+    params: Params,
+    tokens: np.ndarray,  # [B, T]
+    *,
+    positions: np.ndarray | None = None,  # [B, T]
+    segments: np.ndarray | None = None,  # [B, T]
+    types: np.ndarray | None = None,  # [B, T]
+    source: np.ndarray | None = None,  # [B, S]
+    source_positions: np.ndarray | None = None,  # [B, S]
+) -> np.ndarray:  # [B, T, V]
+    """Logits of any of the three kinds of model; those of padding tokens mean nothing."""
+    params = _double(params)
+    embed = params["embed"]
+    rows = []
+    for b in range(len(tokens)):
+        row = _sequence(tokens.shape[1], _row(positions, b), _row(segments, b))
+        if config.kind == "encoder":
+            x = _encode(config, params, tokens[b], row, _row(types, b))
+            if config.masked_token_head:
+                x = _affine(x, params["head_dense"])
+                x = _norm(config, params["head_norm"], ACTIVATIONS[config.activation](x))
+        else:
+            memory = memory_row = None
+            if config.kind == "encoder-decoder":
+                assert source is not None
+                memory_row = _sequence(source.shape[1], _row(source_positions, b), None)
+                memory = _encode(config, params, source[b], memory_row, None)
+            x = _embed(config, embed, tokens[b], row.token_place, None)
+            x = _stack(config, params["decoder"], x, row, True, memory, memory_row)
+        table = embed["tokens"] if config.tie_embeddings else embed["output"]
+        logits = x @ table.T
+        if config.logit_bias:
+            logits = logits + embed["bias"]
+        rows.append(_cap(logits, config.logit_softcap))
+    return np.stack(rows)
+
+
+def classify(
+    config: Any,
+    params: Params,
+    tokens: np.ndarray,
+    *,
+    positions: np.ndarray | None = None,
+    types: np.ndarray | None = None,
+) -> np.ndarray:  # [B, C]
+    """W tanh(P h_0 + p) + w of the first token's hidden state."""
+    params = _double(params)
+    rows = []
+    for b in range(len(tokens)):
+        row = _sequence(tokens.shape[1], _row(positions, b), None)
+        first = _encode(config, params, tokens[b], row, _row(types, b))[:1]
+        pooled = np.tanh(_affine(first, params["pooler"]))
+        rows.append(_affine(pooled, params["classifier"])[0])
+    return np.stack(rows)
+
+
+def _encode(config, params, tokens, row: Sequence, types) -> np.ndarray:
+    x = _embed(config, params["embed"], tokens, row.token_place, types)
+    return _stack(config, params["encoder"], x, row, False, None, None)
+
+
+def _embed(config, params: Params, tokens, token_place: list[int], types) -> np.ndarray:
+    x = params["tokens"][tokens]
+    width = x.shape[1]
+    if config.scale_embeddings:
+        x = x * math.sqrt(width)
+    for i, place in enumerate(token_place):
+        if place < 0:
+            continue  # padding: whatever stands here must reach nobody
+        if config.positions == "learned":
+            x[i] += params["positions"][place]
+        if config.positions == "sinusoidal":
+            x[i] += sinusoid(place, width)
+    if config.type_vocab_size is not None:
+        x = x + params["types"][np.zeros_like(tokens) if types is None else types]
+    return _norm(config, params["norm"], x) if config.embedding_norm else x
+
+
+def _stack(config, params: Params, x, row: Sequence, causal: bool, memory, memory_row):
+    def visible(i: int, j: int) -> bool:
+        if row.place[j] < 0 or row.segment[i] != row.segment[j]:
+            return False
+        ahead = row.place[j] - row.place[i]
+        if causal and ahead > 0:
+            return False
+        return config.window is None or abs(ahead) < config.window
+
+    def position_bias(i: int, j: int, n: int, heads: int) -> float:
+        ahead = row.place[j] - row.place[i]
+        if config.positions == "alibi":
+            return -alibi_slope(n, heads) * abs(ahead)
+        if config.positions == "t5":
+            table = params["relative_bias"]
+            longest = config.relative_max_distance
+            return table[t5_bucket(ahead, len(table), longest, two_sided=not causal), n]
+        return 0.0
+
+    for i in range(sum(name.startswith("block_") for name in params)):
+        block = params[f"block_{i}"]
+
+        def attend(x, p=block):
+            return _attention(
+                config, p["attention"], x, x, row, row, visible, position_bias, config.positions
+            )
+
+        def cross(x, p=block):
+            def seen(_, j):
+                return memory_row.place[j] >= 0
+
+            p = p["cross_attention"]
+            return _attention(config, p, x, memory, row, memory_row, seen, None, None)
+
+        def feed_forward(x, p=block):
+            return _feed_forward(config, p["feed_forward"], x)
+
+        x = _branch(config, block, "attention", x, attend)
+        if memory is not None:
+            x = _branch(config, block, "cross_attention", x, cross)
+        x = _branch(config, block, "feed_forward", x, feed_forward)
+    return x if config.norm_order == "post" else _norm(config, params["norm"], x)
+
+
+def _branch(config, block: Params, name: str, x: np.ndarray, function) -> np.ndarray:
+    inner = block[f"norm_{name}"]
+    if config.norm_order == "post":
+        return _norm(config, inner, x + function(x))
+    y = function(_norm(config, inner, x))
+    if config.norm_order == "sandwich":
+        y = _norm(config, block[f"out_norm_{name}"], y)
+    return x + y
+
+
+def _attention(config, p: Params, x, context, row, context_row, visible, position_bias, kind):
+    q, k, v = _affine(x, p["query"]), _affine(context, p["key"]), _affine(context, p["value"])
+    if config.qk_norm:
+        q = _rms(q, config.norm_eps) * p["query_scale"]
+        k = _rms(k, config.norm_eps) * p["key_scale"]
+    if kind == "rope":
+        q = _rotate(q, row.token_place, config.rope)
+        k = _rotate(k, context_row.token_place, config.rope)
+    queries, heads, width = q.shape
+    group = heads // k.shape[1]
+    scale = 1 / math.sqrt(width) if config.attention_scale is None else config.attention_scale
+    out = np.zeros((queries, heads, v.shape[2]))
+    for n in range(heads):
+        for i in range(queries):
+            seen = [j for j in range(len(k)) if visible(i, j)]
+            if not seen:
+                continue
+            scores, values = [], []
+            for j in seen:
+                score = _cap(scale * (q[i, n] @ k[j, n // group]), config.attention_softcap)
+                value = v[j, n // group]
+                if position_bias is not None:
+                    score = score + position_bias(i, j, n, heads)
+                if kind == "shaw":
+                    clip = (len(p["shaw_key"]) - 1) // 2
+                    at = max(-clip, min(clip, row.place[j] - row.place[i])) + clip
+                    score = score + scale * (q[i, n] @ p["shaw_key"][at])
+                    value = value + p["shaw_value"][at]
+                scores.append(score)
+                values.append(value)
+            total = np.exp(scores)
+            sink = math.exp(p["sinks"][n]) if config.attention_sinks else 0.0
+            out[i, n] = (total / (total.sum() + sink)) @ np.stack(values)
+    return _affine(out, p["out"])
+
+
+def _feed_forward(config, p: Params, x: np.ndarray) -> np.ndarray:
+    act = ACTIVATIONS[config.activation]
+    if config.glu:
+        return _affine(act(_affine(x, p["gate"])) * _affine(x, p["up"]), p["down"])
+    return _affine(act(_affine(x, p["up"])), p["down"])
+
+
+def _affine(x: np.ndarray, p: Params) -> np.ndarray:
+    """x W + b, over as many trailing axes of x as W has leading ones to spare."""
+    kernel = p["kernel"]
+    inputs = x.reshape(len(x), -1)
+    split = next(i for i in range(1, kernel.ndim) if math.prod(kernel.shape[:i]) == inputs.shape[1])
+    y = inputs @ kernel.reshape(inputs.shape[1], -1)
+    y = y.reshape(len(x), *kernel.shape[split:])
+    return y + p["bias"] if "bias" in p else y
+
+
+def _norm(config, p: Params, x: np.ndarray) -> np.ndarray:
+    if config.norm == "rmsnorm":
+        return _rms(x, config.norm_eps) * p["scale"]
+    centred = x - x.mean(axis=-1, keepdims=True)
+    deviation = np.sqrt((centred**2).mean(axis=-1, keepdims=True) + config.norm_eps)
+    y = centred / deviation * p["scale"]
+    return y + p["bias"] if "bias" in p else y
+
+
+def _rms(x: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
+
+
+def _rotate(x: np.ndarray, places: list[int], rope: Any) -> np.ndarray:  # [T, N, H]
+    """Pair k turns by place * base^(-2k/dims): one complex multiplication."""
+    assert rope.scaling is None, "stretched frequencies are not part of this oracle"
+    dims = x.shape[-1] if rope.dims is None else rope.dims
+    y = x.copy()
+    for k in range(dims // 2):
+        one, two = (2 * k, 2 * k + 1) if rope.pairing == "interleaved" else (k, k + dims // 2)
+        for i, place in enumerate(places):
+            turn = np.exp(1j * place * rope.base ** (-2 * k / dims))
+            z = (x[i, :, one] + 1j * x[i, :, two]) * turn
+            y[i, :, one], y[i, :, two] = z.real, z.imag
+    return y
+
+
+def sinusoid(place: int, width: int) -> np.ndarray:
+    angles = [place / 10_000 ** (2 * i / width) for i in range(width // 2)]
+    return np.array([f(a) for a in angles for f in (math.sin, math.cos)])
+
+
+def alibi_slope(n: int, heads: int) -> float:
+    """2^(-8 (n + 1) / N); between powers of two, the paper's filling from the next power."""
+    power = 2 ** int(math.log2(heads))
+    if n < power:
+        return 2 ** (-8 * (n + 1) / power)
+    return 2 ** (-8 * (2 * (n - power) + 1) / (2 * power))
+
+
+def t5_bucket(ahead: int, buckets: int, longest: int, *, two_sided: bool) -> int:
+    """Half the buckets are exact distances, the rest grow logarithmically up to `longest`."""
+    offset = 0
+    if two_sided:
+        buckets //= 2
+        offset = buckets if ahead > 0 else 0
+        distance = abs(ahead)
+    else:
+        distance = max(0, -ahead)
+    exact = buckets // 2
+    if distance >= exact:
+        grown = math.log(distance / exact) / math.log(longest / exact) * (buckets - exact)
+        distance = min(exact + math.floor(grown), buckets - 1)
+    return offset + distance
+
+
+def _gelu(x: np.ndarray) -> np.ndarray:
+    return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+def _gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "relu": lambda x: np.maximum(x, 0),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+def _cap(x, limit: float | None):
+    return x if limit is None else limit * np.tanh(x / limit)
+
+
+def _sequence(length: int, positions, segments) -> Sequence:
+    place = list(range(length)) if positions is None else [int(p) for p in positions]
+    if segments is None:
+        return Sequence(place, place, [0] * length)
+    segment = [int(s) for s in segments]
+    within: list[int] = []
+    for i, s in enumerate(segment):
+        within.append(within[-1] + 1 if i and segment[i - 1] == s else 0)
+    return Sequence(place, within, segment)
+
+
+def _row(array: np.ndarray | None, b: int) -> np.ndarray | None:
+    return None if array is None else np.asarray(array)[b]
+
+
+def _double(params: Params) -> dict[str, Any]:
+    return {
+        name: _double(value) if isinstance(value, Mapping) else np.asarray(value, np.float64)
+        for name, value in params.items()
+    }
+
+
+def randomised(params: Params, rng: np.random.Generator) -> dict[str, Any]:
+    """The same tree with no leaf left at its initial 0 or 1: what is unused shows as a difference.
+
+    Matrices keep activations at unit variance, so that every branch weighs in the logits.
+    """
+    out: dict[str, Any] = {}
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            out[name] = randomised(value, rng)
+            continue
+        shape = value.shape
+        noise = rng.standard_normal(shape)
+        if "scale" in name:
+            leaf = 1 + 0.3 * noise
+        elif name == "kernel":
+            fan_in = math.prod(shape[:-1]) if len(shape) < 3 else shape[0]
+            leaf = noise / math.sqrt(fan_in)
+        elif name in ("bias", "positions", "types", "shaw_key", "shaw_value"):
+            leaf = 0.4 * noise
+        else:
+            leaf = noise * (0.3 if name in ("tokens", "output") else 1.0)
+        out[name] = leaf.astype(np.float32)
+    return out

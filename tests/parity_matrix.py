@@ -1,0 +1,227 @@
+"""Cached decoding equals the full forward pass, for every legal combination of options.
+
+    python -m tests.parity_matrix                      # prints the matrix and its largest error
+    python -m tests.parity_matrix --write docs/parity_matrix.md
+
+A case is position kind x heads x full or window x decoder-only or encoder-decoder; each is measured
+with equal and with ragged prompts, read whole and in chunks. The cache of a windowed case is a ring
+of exactly the window's length, which turns several times. Greedy tokens come from `generate`; the
+full pass sees prompt and tokens at once, without a cache, and must name each of the 64 tokens as
+its likeliest; the cached logits of every position are compared with those of the full pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import platform
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.config import ModelConfig, RopeConfig
+from transformer_jax.decode import generate, make_step
+from transformer_jax.models import build, init_cache, init_params
+
+POSITIONS = ("none", "learned", "sinusoidal", "rope", "rope-pairs", "shaw", "t5", "alibi")
+HEADS = {"MHA": 4, "GQA": 2, "MQA": 1}
+WINDOWS = (None, 11)
+KINDS = ("decoder", "encoder-decoder")
+LENGTHS = {"equal": (19, 19, 19), "ragged": (19, 7, 12)}
+CHUNKS = (None, 5)
+PROMPT, NEW, VOCAB, SOURCE = 19, 64, 31, 13
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    positions: str
+    heads: str
+    window: int | None
+    kind: str
+
+    def __str__(self) -> str:
+        extent = "full" if self.window is None else f"window {self.window}"
+        return f"{self.kind:15} {self.positions:10} {self.heads} {extent:9}"
+
+    @property
+    def config(self) -> ModelConfig:
+        pairs = self.positions == "rope-pairs"
+        return ModelConfig(
+            kind=self.kind,  # type: ignore[arg-type]
+            vocab_size=VOCAB,
+            d_model=24,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=HEADS[self.heads],
+            d_ff=37,
+            max_len=PROMPT + NEW,
+            positions="rope" if pairs else self.positions,  # type: ignore[arg-type]
+            rope=RopeConfig(pairing="interleaved", dims=4) if pairs else RopeConfig(),
+            relative_buckets=8,
+            relative_max_distance=16,
+            window=self.window,
+            init_std=0.25,
+        )
+
+
+def cases() -> Iterator[Case]:
+    for kind, positions, heads, window in itertools.product(KINDS, POSITIONS, HEADS, WINDOWS):
+        yield Case(positions, heads, window, kind)
+
+
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    prompt: str
+    chunk: int | None
+    error: float
+    scale: float
+    tokens_equal: int
+    tokens: int
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= TOLERANCE and self.tokens_equal == self.tokens
+
+
+def measure(case: Case, prompts: tuple[str, ...] = tuple(LENGTHS), chunks=CHUNKS) -> list[Result]:
+    """Cached against uncached, for one model."""
+    config = case.config
+    model = build(config)
+    key = jax.random.key(sum(map(ord, str(case))))
+    params = init_params(config, key)
+    rng = np.random.default_rng(5)
+    rows = len(LENGTHS["equal"])
+    prompt = rng.integers(0, VOCAB, (rows, PROMPT), dtype=np.int32)
+    source = jnp.asarray(rng.integers(0, VOCAB, (rows, SOURCE), dtype=np.int32))
+    places = np.tile(np.arange(SOURCE, dtype=np.int32), (rows, 1))
+    places[1, 8:] = -1  # a padded source
+    capacity = case.window or PROMPT + NEW
+
+    @jax.jit
+    def empty():
+        if case.kind == "decoder":
+            return init_cache(config, rows, capacity)
+        return model.apply(
+            {"params": params}, source, capacity=capacity, positions=places, method="init_cache"
+        )
+
+    @jax.jit
+    def full(tokens, positions):
+        more = {} if case.kind == "decoder" else {"source": source, "source_positions": places}
+        return model.apply({"params": params}, tokens, positions=positions, **more)[0]
+
+    @jax.jit
+    def read(tokens, positions, state):
+        return model.apply({"params": params}, tokens, positions=positions, cache=state)
+
+    def cached(tokens, positions, chunk):
+        """Logits of all tokens: the prompt in chunks, the rest one by one."""
+        logits, state = [], empty()
+        starts = [*range(0, PROMPT, chunk), *range(PROMPT, PROMPT + NEW)]
+        for start, end in zip(starts, [*starts[1:], PROMPT + NEW], strict=True):
+            short = chunk - (end - start) if start < PROMPT else 0  # the last chunk, padded
+            part = np.pad(tokens[:, start:end], ((0, 0), (0, short)))
+            at = np.pad(positions[:, start:end], ((0, 0), (0, short)), constant_values=-1)
+            out, state = read(part, at, state)
+            logits.append(np.asarray(out)[:, : end - start])
+        return np.concatenate(logits, axis=1)
+
+    results = []
+    for name, chunk in itertools.product(prompts, chunks):
+        lengths = np.array(LENGTHS[name], np.int32)
+        tokens = np.asarray(
+            generate(
+                make_step(model),
+                params,
+                jnp.asarray(prompt),
+                empty(),
+                num_tokens=NEW,
+                lengths=jnp.asarray(lengths),
+                chunk=chunk,
+            )
+        )
+        # The prompt's own columns, padded on the right, then the new tokens.
+        columns = np.arange(PROMPT)[None]
+        at = np.where(columns < lengths[:, None], columns, -1)
+        positions = np.concatenate([at, lengths[:, None] + np.arange(NEW)[None]], axis=1)
+        positions = positions.astype(np.int32)
+        both = np.concatenate([prompt, tokens], axis=1)
+        want = np.asarray(full(both, positions))
+        got = cached(both, positions, chunk or PROMPT)
+        real = positions >= 0
+        assert np.isfinite(want[real]).all() and np.isfinite(got[real]).all()
+        # Logits that choose token n stand on the token before it in the row's own order.
+        before = np.concatenate(
+            [lengths[:, None] - 1, PROMPT + np.tile(np.arange(NEW - 1), (rows, 1))], 1
+        )
+        chosen = np.take_along_axis(want, before[:, :, None], axis=1).argmax(-1)
+        results.append(
+            Result(
+                case,
+                name,
+                chunk,
+                float(np.abs(got - want)[real].max()),
+                float(np.abs(want[real]).max()),
+                int((chosen == tokens).sum()),
+                tokens.size,
+            )
+        )
+    return results
+
+
+def in_parallel(wanted: list[Case], jobs: int) -> Iterator[list[Result]]:
+    """`measure` of each case, in order."""
+    if jobs == 1:
+        yield from map(measure, wanted)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(measure, wanted)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", type=Path, help="also write the matrix to this file")
+    parser.add_argument("--only", default="", help="only cases whose line contains this")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; each takes about a core")
+    arguments = parser.parse_args()
+    header = f"{'model':15} {'positions':10} head extent    prompts chunk   largest error   equal"
+    lines, results = [header], []
+    print(header)
+    wanted = [case for case in cases() if arguments.only in str(case)]
+    for measured in in_parallel(wanted, arguments.jobs):
+        for result in measured:
+            chunk = "whole" if result.chunk is None else str(result.chunk)
+            line = (
+                f"{result.case} {result.prompt:7} {chunk:5}   {result.error:.2e} of "
+                f"{result.scale:4.1f}  {result.tokens_equal}/{result.tokens}"
+                f"{'' if result.holds else '   FAILS'}"
+            )
+            print(line, flush=True)
+            lines.append(line)
+            results.append(result)
+    worst = max(results, key=lambda r: r.error)
+    summary = (
+        f"{len(results)} combinations, {sum(r.holds for r in results)} hold; "
+        f"largest error {worst.error:.2e} ({' '.join(str(worst.case).split())}); "
+        f"tolerance {TOLERANCE:.0e}; "
+        f"{NEW} greedy tokens a row equal in {sum(r.tokens_equal == r.tokens for r in results)}. "
+        f"f32, {jax.default_backend()}, jax {jax.__version__}, Python {platform.python_version()}."
+    )
+    print(summary)
+    if arguments.write:
+        command = "python -m tests.parity_matrix --write docs/parity_matrix.md"
+        text = f"# Cached decoding equals the full pass\n\n{summary}\n\nPrinted by `{command}`.\n\n"
+        arguments.write.write_text(text + "```\n" + "\n".join(lines) + "\n```\n")
+    raise SystemExit(0 if all(r.holds for r in results) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""Every implementation of attention against the float64 oracle, and the rules of choosing one."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+pytest.register_assert_rewrite("attention_suite", "tolerances")
+
+from attention_suite import AttentionSuite, draw, reference  # noqa: E402
+from tolerances import FORWARD_F32, assert_near, assert_same_bits  # noqa: E402
+
+from transformer_jax.attention import (  # noqa: E402
+    additive_attention,
+    dot_product_attention,
+    dot_product_attention_weights,
+    explain_attention,
+    state_attention,
+)
+from transformer_jax.masks import Causal, Dense, Padding, Predicate, Window  # noqa: E402
+from transformer_jax.positions import ALiBi, alibi_slopes  # noqa: E402
+
+NAMES = ("xla", "blockwise", "pallas", "cudnn")
+
+
+class TestXla(AttentionSuite):
+    implementation = "xla"
+
+
+class TestBlockwise(AttentionSuite):
+    implementation = "blockwise"
+    queries, span = 139, 307
+
+
+def test_the_oracle_gradients_are_central_differences(rng):
+    """The oracle is checked against its own forward pass, so that two errors cannot agree."""
+    arrays = {
+        name: oracle.double(x)
+        for name, x in draw(1, batch=1, queries=3, keys=5, heads=2, kv_heads=1, dim=3).items()
+    }
+    mask = rng.random((1, 2, 3, 5)) < 0.7
+    mask[..., 1, :] = False
+    keep = (rng.random((1, 2, 3, 5)) < 0.6) / 0.6
+    settings = dict(mask=mask, keep=keep, scale=0.4, softcap=1.5)
+    arrays["bias"], arrays["sinks"] = rng.normal(size=(1, 2, 3, 5)), rng.normal(size=2)
+    gradients = reference(arrays, **settings)
+
+    def loss(arrays):
+        inputs = (arrays[name] for name in ("query", "key", "value"))
+        out, lse, _ = oracle.attention(
+            *inputs, bias=arrays["bias"], sinks=arrays["sinks"], **settings
+        )
+        rows = np.isfinite(lse)
+        return (out * arrays["out_cotangent"]).sum() + (lse * arrays["lse_cotangent"])[rows].sum()
+
+    for name in ("query", "key", "value", "bias", "sinks"):
+        numeric = np.zeros(arrays[name].shape)
+        for at in np.ndindex(numeric.shape):
+            ends = []
+            for step in (1e-5, -1e-5):
+                moved = arrays[name].copy()
+                moved[at] += step
+                ends.append(loss(arrays | {name: moved}))
+            numeric[at] = (ends[0] - ends[1]) / 2e-5
+        assert_near(gradients[f"d{name}"], numeric, 1e-8, name)
+
+
+# Dropout is the same whatever computes it.
+
+
+class TestXlaAcrossTiles(TestBlockwise):
+    """The reference at the other's sizes, for what both must have in common."""
+
+    implementation = "xla"
+    __test__ = False
+
+
+def test_dropout_does_not_depend_on_the_implementation():
+    keep = [suite().recovered_keep(4) > 0 for suite in (TestXlaAcrossTiles, TestBlockwise)]
+    assert keep[0].shape == (2, 4, 139, 307)
+    assert (keep[0] == keep[1]).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_dropout_rate_zero_needs_no_key_and_positive_rates_do(implementation):
+    arrays = draw(3)
+    inputs = arrays["query"], arrays["key"], arrays["value"]
+    plain = dot_product_attention(*inputs, implementation=implementation)
+    zero = dot_product_attention(
+        *inputs, dropout_key=jax.random.key(1), implementation=implementation
+    )
+    assert_same_bits(plain, zero)
+    with pytest.raises(ValueError, match="dropout_key"):
+        dot_product_attention(*inputs, dropout_rate=0.1, implementation=implementation)
+    for rate in (-0.1, 1.0, 1.5, math.nan):
+        with pytest.raises(ValueError, match=r"dropout_rate.*" + re.escape(str(rate))):
+            dot_product_attention(
+                *inputs, dropout_rate=rate, dropout_key=jax.random.key(2),
+                implementation=implementation,
+            )  # fmt: skip
+
+
+# Choosing an implementation.
+
+
+def call(arrays, **settings):
+    return dot_product_attention(arrays["query"], arrays["key"], arrays["value"], **settings)
+
+
+def explain(arrays, **settings):
+    return explain_attention(arrays["query"], arrays["key"], arrays["value"], **settings)
+
+
+SETTINGS = {
+    "plain": lambda: {},
+    "causal": lambda: {"mask": Causal()},
+    "window": lambda: {"mask": Causal() & Window(5)},
+    "dense": lambda: {"mask": Dense(jnp.ones((13, 17), bool))},
+    "padding": lambda: {"mask": Padding(jnp.ones((2, 17), bool))},
+    "bias": lambda: {"bias": jnp.zeros((1, 4, 13, 17))},
+    "alibi": lambda: {"bias": ALiBi(alibi_slopes(4))},
+    "softcap": lambda: {"softcap": 3.0},
+    "sinks": lambda: {"sinks": jnp.zeros(4)},
+    "dropout": lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.key(1)},
+    "lse": lambda: {"return_lse": True},
+    "positions": lambda: {"mask": Causal(), "q_positions": jnp.arange(13) + 4},
+    "predicate": lambda: {"mask": Predicate(lambda q, k: (q - k) % 2 == 0)},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_explanation_says_what_a_named_implementation_will_do(settings):
+    arrays, settings = draw(4), SETTINGS[settings]
+    reasons = explain(arrays, **settings())
+    assert set(NAMES) <= set(reasons) and all(name in str(reasons) for name in NAMES)
+    assert reasons["xla"] is None and reasons["blockwise"] is None
+    for name in NAMES:
+
+        def run(arrays, name=name):
+            return call(arrays, implementation=name, **settings())
+
+        if reasons[name] is None:
+            result = jax.tree.leaves(jax.eval_shape(run, arrays))[0]
+            assert result.shape == (2, 13, 4, 8) and result.dtype == jnp.float32
+        else:
+            with pytest.raises(NotImplementedError, match=re.escape(str(reasons[name]))):
+                run(arrays)
+
+
+@pytest.mark.parametrize("name", ["pallas", "cudnn"])
+def test_an_implementation_that_cannot_run_on_a_cpu_says_so(name):
+    if jax.default_backend() != "cpu":
+        pytest.skip("this machine has an accelerator")
+    with pytest.raises(NotImplementedError, match=name) as error:
+        call(draw(5), implementation=name)
+    assert len(str(error.value)) > len(name) + 10, "the message names no condition"
+
+
+@pytest.mark.parametrize("settings", ["plain", "window", "alibi"])
+def test_no_name_runs_what_the_explanation_chooses(settings):
+    arrays, settings = draw(6), SETTINGS[settings]
+    chosen = explain(arrays, **settings()).chosen
+    assert_same_bits(call(arrays, **settings()), call(arrays, implementation=chosen, **settings()))
+
+
+def test_a_sequence_falls_through_what_cannot_run():
+    if jax.default_backend() != "cpu":
+        pytest.skip("this machine has an accelerator")
+    arrays = draw(7)
+    expected = call(arrays, implementation="blockwise")
+    assert_same_bits(call(arrays, implementation=("pallas", "cudnn", "blockwise")), expected)
+    assert_same_bits(call(arrays, implementation=["blockwise", "pallas"]), expected)
+    with pytest.raises(NotImplementedError) as error:
+        call(arrays, implementation=("pallas", "cudnn"))
+    assert "pallas" in str(error.value) and "cudnn" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, TypeError, FloatingPointError])
+def test_a_sequence_hides_no_other_error(kind):
+    asked = []
+
+    def fails_once(q_positions, k_positions):
+        asked.append(1)
+        if len(asked) == 1:
+            raise kind("this must come through")
+        return q_positions >= k_positions
+
+    with pytest.raises(kind, match="this must come through"):
+        call(draw(8), mask=Predicate(fails_once), implementation=("blockwise", "xla"))
+
+
+def test_unknown_implementations_are_refused_with_the_known_ones():
+    arrays = draw(9)
+    for wrong in ("flash", "XLA", "", ("xla", "flash"), ()):
+        with pytest.raises(ValueError, match="blockwise"):
+            call(arrays, implementation=wrong)
+
+
+# What is refused.
+
+
+def zeros(*shape, dtype="float32"):
+    return jnp.zeros(shape, dtype)
+
+
+Q, K = (2, 13, 4, 8), (2, 17, 2, 8)
+BAD = {
+    "rank": (((13, 4, 8), K, K), {}, r"\(13, 4, 8\)"),
+    "batch": ((Q, (3, 17, 2, 8), (3, 17, 2, 8)), {}, r"\(2, 13, 4, 8\).*\(3, 17, 2, 8\)"),
+    "key length": ((Q, K, (2, 16, 2, 8)), {}, r"\(2, 17, 2, 8\).*\(2, 16, 2, 8\)"),
+    "head width": ((Q, (2, 17, 2, 7), (2, 17, 2, 7)), {}, r"8.*7"),
+    "value heads": ((Q, K, (2, 17, 4, 8)), {}, r"\(2, 17, 2, 8\).*\(2, 17, 4, 8\)"),
+    "group": ((Q, (2, 17, 3, 8), (2, 17, 3, 8)), {}, r"3.*4|4.*3"),
+    "bias": ((Q, K, K), {"bias": zeros(1, 4, 13, 16)}, r"\(1, 4, 13, 16\).*\(2, 4, 13, 17\)"),
+    "bias rank": ((Q, K, K), {"bias": zeros(1, 1, 1, 1, 1)}, r"\(1, 1, 1, 1, 1\)"),
+    "sinks": ((Q, K, K), {"sinks": zeros(2)}, r"sinks.*\(2,\)"),
+    "q_positions": ((Q, K, K), {"q_positions": zeros(12, dtype="int32")}, r"q_positions.*\(12,\)"),
+    "k_positions": (
+        (Q, K, K), {"k_positions": zeros(3, 17, dtype="int32")}, r"k_positions.*\(3, 17\)",
+    ),
+    "float positions": ((Q, K, K), {"q_positions": zeros(13)}, r"q_positions.*float32"),
+    "mask rows": ((Q, K, K), {"mask": Padding(zeros(3, 17, dtype="bool"))}, r"3"),
+    "mask heads": ((Q, K, K), {"mask": Dense(zeros(1, 3, 13, 17, dtype="bool"))}, r"3"),
+    "mask array": ((Q, K, K), {"mask": zeros(13, 17, dtype="bool")}, r"Dense"),
+    "softcap": ((Q, K, K), {"softcap": -1.0}, r"softcap.*-1"),
+    "no softcap": ((Q, K, K), {"softcap": 0.0}, r"softcap.*0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise", None, ("blockwise", "xla")])
+@pytest.mark.parametrize("case", BAD)
+def test_illegal_arrays_are_refused_with_shapes_and_rule(case, implementation):
+    shapes, settings, names = BAD[case]
+    with pytest.raises(ValueError, match=re.compile(names, re.DOTALL)):
+        dot_product_attention(
+            *(zeros(*s) for s in shapes), implementation=implementation, **settings
+        )
+    with pytest.raises(ValueError, match=re.compile(names, re.DOTALL)):
+        explain_attention(*(zeros(*s) for s in shapes), **settings)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
+def test_only_floating_inputs_are_attended(dtype):
+    with pytest.raises(ValueError, match=dtype):
+        dot_product_attention(
+            zeros(*Q, dtype=dtype), zeros(*K, dtype=dtype), zeros(*K, dtype=dtype)
+        )
+
+
+# Weights, and the two older attentions.
+
+
+def test_weights_match_the_oracle(rng):
+    arrays = draw(10)
+    sinks, bias = jnp.array([-1.0, 0.5, 1.0, 2.0]), jnp.asarray(rng.normal(size=(1, 4, 1, 17)))
+    k_positions = np.where(np.arange(17) == 3, -1, np.arange(17))
+    q_positions = np.arange(13) - 1
+    options = dict(scale=0.4, softcap=2.0)
+    weights = dot_product_attention_weights(
+        arrays["query"], arrays["key"], mask=Causal(), bias=bias, sinks=sinks,
+        q_positions=jnp.asarray(q_positions), k_positions=jnp.asarray(k_positions), **options,
+    )  # fmt: skip
+    seen = oracle.allowed(oracle.causal(), q_positions, k_positions)
+    inputs = [oracle.double(arrays[name]) for name in ("query", "key", "value")]
+    expected = oracle.attention(*inputs, mask=seen, bias=bias, sinks=sinks, **options).weights
+    assert weights.dtype == jnp.float32 and weights.shape == (2, 4, 13, 17)
+    assert_near(weights, expected, FORWARD_F32)
+    assert not np.asarray(weights)[:, :, 0].any(), "a row that sees nothing is not zero"
+    assert not np.asarray(weights)[..., 3].any(), "an empty slot has weight"
+
+
+def softmax_rows(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    weights = np.zeros_like(scores)
+    for at in np.ndindex(scores.shape[:-1]):
+        seen = scores[at][mask[at]]
+        if seen.size:
+            weights[(*at, mask[at])] = np.exp(seen - seen.max()) / np.exp(seen - seen.max()).sum()
+    return weights
+
+
+def test_additive_attention_matches_bahdanau_formula(rng):
+    shapes = [(2, 3, 5), (2, 7, 4), (2, 7, 6), (5, 11), (4, 11), (11,)]
+    query, keys, values, w_query, w_key, v = (rng.normal(size=s) for s in shapes)
+    valid = np.arange(7)[None, :] < np.array([[7], [0]])
+    arrays = [jnp.asarray(x, jnp.float32) for x in (query, keys, values, w_query, w_key, v)]
+    context, weights = jax.jit(additive_attention)(
+        *arrays[:3], w_query=arrays[3], w_key=arrays[4], v=arrays[5],
+        mask=Padding(jnp.asarray(valid)),
+    )  # fmt: skip
+    hidden = (query @ w_query)[:, :, None, :] + (keys @ w_key)[:, None, :, :]
+    seen = np.broadcast_to(valid[:, None, :], (2, 3, 7))
+    expected = softmax_rows(np.tanh(hidden) @ v, seen)
+    assert_near(weights, expected, 2 * FORWARD_F32)
+    assert_near(context, expected @ values, 2 * FORWARD_F32)
+    assert not np.asarray(context)[1].any()
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_state_attention_matches_luong_formula(rng, general):
+    query, states = rng.normal(size=(2, 3, 5)), rng.normal(size=(2, 7, 4 if general else 5))
+    w = rng.normal(size=(5, 4)) if general else None
+    valid = np.arange(7)[None, :] < np.array([[7], [3]])
+    context, weights = state_attention(
+        jnp.asarray(query, jnp.float32), jnp.asarray(states, jnp.float32),
+        w=None if w is None else jnp.asarray(w, jnp.float32), scale=0.7,
+        mask=Padding(jnp.asarray(valid)),
+    )  # fmt: skip
+    projected = query if w is None else query @ w
+    scores = 0.7 * np.einsum("BTD,BSD->BTS", projected, states)
+    expected = softmax_rows(scores, np.broadcast_to(valid[:, None, :], (2, 3, 7)))
+    assert_near(weights, expected, 2 * FORWARD_F32)
+    assert_near(context, expected @ states, 2 * FORWARD_F32)
+
+
+# Memory of the blockwise implementation, from the compiler.
+
+
+def attention_program(length: int, setting: str, *, backward: bool):
+    array = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
+    settings = {
+        "none": lambda: {},
+        "causal": lambda: {"mask": Causal()},
+        "window": lambda: {
+            "mask": Causal() & Window(100) & Padding(jnp.ones((1, length), bool)),
+            "softcap": 5.0,
+            "sinks": jnp.zeros(1),
+        },
+        "dropout": lambda: {
+            "mask": Causal(),
+            "dropout_rate": 0.1,
+            "dropout_key": jax.random.key(1),
+        },
+        "alibi": lambda: {"mask": Causal(), "bias": ALiBi(alibi_slopes(1))},
+    }[setting]()
+
+    def attend(query, key, value):
+        out = dot_product_attention(query, key, value, implementation="blockwise", **settings)
+        return (out * out).sum() if backward else out
+
+    program = jax.grad(attend, (0, 1, 2)) if backward else attend
+    return jax.jit(program).lower(array, array, array).compile()
+
+
+@pytest.mark.parametrize(
+    ("setting", "backward"),
+    [
+        ("none", True),
+        ("causal", False),
+        ("causal", True),
+        ("window", True),
+        ("dropout", True),
+        ("alibi", False),
+        ("alibi", True),
+    ],
+)
+def test_blockwise_memory_grows_with_the_length_and_not_its_square(setting, backward):
+    short, long = (attention_program(n, setting, backward=backward) for n in (1024, 4096))
+    small, large = (p.memory_analysis().temp_size_in_bytes for p in (short, long))
+    assert small > 0 and large <= 5.0 * small
+    assert large < 4096 * 4096, "room for a square of bytes"
+    shapes = re.findall(r"\w+\[(\d+(?:,\d+)*)\]", long.as_text())
+    largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
+    assert 4096 * 16 <= largest < 4096 * 4096
+
+
+def test_the_reference_does_build_the_square():
+    """The measurement above can fail: it finds the square where there is one."""
+    array = jax.ShapeDtypeStruct((1, 1024, 1, 16), jnp.float32)
+    program = jax.jit(lambda *x: dot_product_attention(*x, implementation="xla"))
+    compiled = program.lower(array, array, array).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes >= 1024 * 1024 * 4

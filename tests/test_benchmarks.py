@@ -1,0 +1,157 @@
+"""The table of shapes is sane, the clock is fair, and what is written can be read again."""
+
+import json
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import specs, timing
+from benchmarks.timing import Contender
+from transformer_jax.models import num_params
+
+
+def shrunk(case: specs.AttentionCase) -> specs.AttentionCase:
+    """The case with the same mask over a few tokens."""
+    return replace(
+        case,
+        queries=case.queries if case.queries == 1 else 31 if case.queries == case.keys else 23,
+        keys=31,
+        window=None if case.window is None else 7,
+        documents=None if case.documents is None else 5,
+    )
+
+
+def test_names_are_unique_and_every_case_is_asked_for():
+    names = [case.name for case in specs.ATTENTION] + [case.name for case in specs.TRAIN]
+    assert len(names) > 30
+    assert len(set(names)) == len(names)
+    assert all(case.tags for case in specs.ATTENTION)
+    assert all(specs.attention_cases(tag) for tag in ("cpu", "gpu", "tpu", "quick", "edge"))
+
+
+def test_heads_divide_and_a_batch_of_masks_fits_its_inputs():
+    for case in specs.ATTENTION:
+        assert case.heads % case.kv_heads == 0, case.name
+        assert min(case.batch, case.queries, case.keys, case.head_dim, case.value_dim) > 0
+        assert case.documents is None or case.queries == case.keys, case.name
+
+
+def test_quick_cases_materialise_little():
+    assert all(case.score_bytes() <= 2**26 for case in specs.attention_cases("quick"))
+
+
+@pytest.mark.parametrize("name", ["edge-everything", "edge-band", "edge-padding", "edge-causal"])
+def test_a_case_says_its_mask_the_same_way_to_everyone(name):
+    case = shrunk(next(c for c in specs.ATTENTION if c.name == name))
+    ours = case.mask().materialize(jnp.arange(case.queries), jnp.arange(case.keys))
+    shape = (case.batch, 1, case.queries, case.keys)
+    ours = np.broadcast_to(np.asarray(ours), shape)
+    assert ours.any() and not ours.all()
+    dense = case.dense_mask()
+    if dense is None:
+        dense = np.tril(np.ones((1, case.queries, case.keys), bool))
+    np.testing.assert_array_equal(ours, np.broadcast_to(dense[:, None], shape))
+    assert case.pairs() == ours.sum()
+
+
+def test_documents_are_of_uneven_length_and_all_there():
+    case = next(c for c in specs.ATTENTION if c.name == "edge-documents")
+    ids = case.document_ids()
+    assert ids.shape == (case.batch, case.keys)
+    for row in ids:
+        found, lengths = np.unique(row, return_counts=True)
+        np.testing.assert_array_equal(found, np.arange(case.documents))
+        assert len(set(lengths)) > 1
+        assert (np.diff(row) >= 0).all()
+
+
+def test_flops_count_the_seen_pairs_of_each_product():
+    case = shrunk(next(c for c in specs.ATTENTION if c.name == "edge-values"))
+    pairs = sum(min(t + 1, case.keys) for t in range(case.queries))
+    forward = sum(2 * case.batch * case.heads * pairs * d for d in (case.head_dim, case.value_dim))
+    assert case.flops(backward=False) == forward > 0
+    assert 2 * case.flops(backward=True) == 7 * forward
+
+
+def test_train_flops_are_six_per_weight_and_token_at_a_short_context():
+    case = specs.TRAIN[1]
+    table = case.model.max_len * case.model.d_model
+    weights = num_params(case.model) - table
+    assert case.matmul_flops() > 6 * weights * case.tokens * 0.99
+    assert case.matmul_flops() < 6 * weights * case.tokens * 1.2
+
+
+class Clock:
+    """Time that passes only when a contender works."""
+
+    def __init__(self) -> None:
+        self.now, self.calls = 0.0, []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def contender(self, name: str, *seconds: float) -> Contender:
+        """Takes the next of `seconds` each call, then the last one for ever."""
+        left = list(seconds)
+
+        def call() -> None:
+            self.calls.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return Contender(name, call)
+
+
+def test_contenders_take_turns_and_the_order_reverses():
+    clock = Clock()
+    contenders = [clock.contender("a", 1.0), clock.contender("b", 1.0)]
+    timing.interleave(contenders, rounds=2, clock=clock)
+    turns = clock.calls[4:]  # after the first and the warm calls
+    assert turns == ["a", "a", "b", "b", "b", "b", "a", "a"]
+
+
+def test_compilation_is_reported_and_not_counted():
+    clock = Clock()
+    taken = timing.interleave([clock.contender("a", 50.0, 2.0)], rounds=5, clock=clock)["a"]
+    assert taken.first == 50.0
+    assert taken.samples == (2.0,) * 5
+
+
+def test_short_calls_are_repeated_and_long_runs_cut():
+    clock = Clock()
+    contenders = [clock.contender("short", 0.25), clock.contender("long", 8.0)]
+    taken = timing.interleave(contenders, rounds=100, seconds=68.0, sample_seconds=1.0, clock=clock)
+    assert len(taken["short"].samples) == len(taken["long"].samples) == 3
+    assert clock.calls.count("short") == 2 + 3 * (1 + 4)
+
+
+def test_median_quartiles_and_speedup_are_those_of_the_rounds():
+    ours = timing.Timing((4.0, 1.0, 2.0, 3.0, 5.0), first=9.0)
+    peer = timing.Timing((8.0, 3.0, 2.0, 9.0, 10.0), first=9.0)
+    assert ours.median == 3.0
+    assert ours.quartiles == (2.0, 4.0)
+    assert timing.speedup(ours, peer) == 2.0
+    assert timing.geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+
+
+def test_contenders_of_one_name_are_refused():
+    clock = Clock()
+    with pytest.raises(ValueError, match="share a name"):
+        timing.interleave([clock.contender("a", 1.0)] * 2, clock=clock)
+
+
+def test_a_result_says_where_it_was_measured(tmp_path):
+    path = tmp_path / "new" / "result.json"
+    timing.write(path, "how long?", timing.environment(), {"seconds": 1.5})
+    found = json.loads(path.read_text())
+    assert found["results"] == {"seconds": 1.5}
+    environment = found["environment"]
+    assert environment["platform"] == "cpu"
+    assert {"device", "cpu", "cores", "python", "commit", "xla_flags"} <= environment.keys()
+    assert environment["packages"]["jax"] and environment["packages"]["flax"]
+
+
+def test_a_table_aligns_its_columns():
+    text = timing.table(("", "ms"), [("ours", "1.5"), ("a peer", "12.25")])
+    assert text == "           ms\nours      1.5\na peer  12.25"

@@ -1,0 +1,301 @@
+"""The cache against a dictionary from positions to keys."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.tolerances import assert_same_bits
+from transformer_jax import cache as kv
+
+HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
+
+jit_update = jax.jit(kv.update)
+jit_extend = jax.jit(kv.extend, static_argnames="window")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Small arrays, many programs: compiling costs more than running."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+class DictCache:
+    """Row by row, position -> (key, value); a ring of S forgets what is S or more behind."""
+
+    def __init__(self, rows: int, capacity: int):
+        self.rows: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(rows)]
+        self.capacity = capacity
+        self.length = [0] * rows
+
+    def update(self, k, v, positions):
+        for b, row in enumerate(self.rows):
+            for t, position in enumerate(positions[b].tolist()):
+                if position >= 0:
+                    row[position] = (k[b, t], v[b, t])
+                    self.length[b] = max(self.length[b], position + 1)
+            newest = self.length[b] - 1
+            for position in [p for p in row if p <= newest - self.capacity]:
+                del row[position]
+
+    def check(self, cache: kv.KVCache) -> int:
+        """Everything remembered is in its slot, nothing else is; how many slots were compared."""
+        seen = 0
+        np.testing.assert_array_equal(cache.length, self.length)
+        positions, k, v = (np.asarray(x) for x in (cache.positions, cache.k, cache.v))
+        for b, row in enumerate(self.rows):
+            assert sorted(row) == sorted(p for p in positions[b].tolist() if p >= 0)
+            assert (positions[b] >= -1).all()
+            for position, (key, value) in row.items():
+                slot = position % self.capacity
+                assert positions[b, slot] == position
+                np.testing.assert_array_equal(k[b, slot], key)
+                np.testing.assert_array_equal(v[b, slot], value)
+                seen += 1
+        return seen
+
+
+def init(rows: int, capacity: int, **more) -> kv.KVCache:
+    return kv.init(rows, capacity, HEADS, KEY_DIM, VALUE_DIM, **more)
+
+
+def tokens(rng, rows: int, count: int):
+    k = rng.standard_normal((rows, count, HEADS, KEY_DIM)).astype(np.float32)
+    v = rng.standard_normal((rows, count, HEADS, VALUE_DIM)).astype(np.float32)
+    return k, v
+
+
+def draw_positions(rng, lengths, count: int, *, padding: float) -> np.ndarray:
+    """Each row goes on from its own length; some tokens are padding, anywhere in the chunk."""
+    valid = rng.random((len(lengths), count)) >= padding
+    return np.array(kv.next_positions(jnp.asarray(lengths, jnp.int32), jnp.asarray(valid)))
+
+
+def test_a_new_cache_is_empty():
+    cache = init(3, 7)
+    assert cache.k.shape == (3, 7, HEADS, KEY_DIM) and cache.v.shape == (3, 7, HEADS, VALUE_DIM)
+    assert (np.asarray(cache.positions) == -1).all() and cache.positions.shape == (3, 7)
+    assert (np.asarray(cache.length) == 0).all() and cache.length.shape == (3,)
+    assert cache.capacity == 7
+    assert cache.positions.dtype == cache.length.dtype == jnp.int32
+    assert kv.init(3, 7, HEADS, KEY_DIM).v.shape == (3, 7, HEADS, KEY_DIM)
+
+
+@pytest.mark.parametrize("padding", [0.0, 0.4])
+@pytest.mark.parametrize("capacity", [5, 11])
+def test_a_ring_remembers_the_last_of_many_turns(rng, capacity, padding):
+    """Chunks of 1, 3 and 17 tokens, so also longer than the ring; rows drift apart by padding."""
+    rows = 3
+    cache, oracle, turns, compared = init(rows, capacity), DictCache(rows, capacity), 0, 0
+    for count in [1, 3, 3, 1, 17, 3, 17, 1, 1, 1, 3, 17, 1, 17, 3, 17]:
+        k, v = tokens(rng, rows, count)
+        positions = draw_positions(rng, oracle.length, count, padding=padding)
+        cache = jit_update(cache, k, v, positions)
+        oracle.update(k, v, positions)
+        compared += oracle.check(cache)
+        turns = min(oracle.length) // capacity
+    assert turns >= 4 and compared > 100
+    assert (len(set(oracle.length)) == 1) == (padding == 0.0)
+
+
+def test_ragged_rows_each_have_their_own_length(rng):
+    cache, oracle = init(3, 11), DictCache(3, 11)
+    for positions in (
+        [[0, 1, 2], [0, -1, -1], [-1, -1, -1]],
+        [[3, -1, -1], [-1, 1, -1], [0, -1, 1]],
+    ):
+        at = np.array(positions, np.int32)
+        k, v = tokens(rng, 3, 3)
+        cache = jit_update(cache, k, v, at)
+        oracle.update(k, v, at)
+        assert oracle.check(cache) > 0
+    np.testing.assert_array_equal(cache.length, [4, 2, 2])
+
+
+def test_padding_writes_nothing_at_all(rng):
+    """Not even into the last slot, where index -1 would point, nor into slot 0."""
+    cache = jax.tree.map(lambda x: jnp.full_like(x, 3), init(3, 5))
+    new = jit_update(cache, *tokens(rng, 3, 17), np.full((3, 17), -1, np.int32))
+    for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(new), strict=True):
+        assert_same_bits(after, before)
+
+
+def test_a_chunk_longer_than_the_ring_leaves_its_last_tokens(rng):
+    k, v = tokens(rng, 3, 17)
+    positions = np.tile(np.arange(17, dtype=np.int32), (3, 1))
+    positions[1, 9:] = -1
+    new = jit_update(init(3, 5), k, v, positions)
+    assert sorted(np.asarray(new.positions)[0].tolist()) == [12, 13, 14, 15, 16]
+    assert sorted(np.asarray(new.positions)[1].tolist()) == [4, 5, 6, 7, 8]
+    np.testing.assert_array_equal(np.asarray(new.k)[0, 16 % 5], k[0, 16])
+    np.testing.assert_array_equal(np.asarray(new.k)[1, 8 % 5], k[1, 8])
+
+
+def test_the_order_within_a_chunk_does_not_matter(rng):
+    """No two tokens of a chunk are written to one slot: which of them stays would be chance."""
+    k, v = tokens(rng, 3, 17)
+    positions = np.tile(np.arange(17, dtype=np.int32), (3, 1))
+    want = jit_update(init(3, 5), k, v, positions)
+    got = jit_update(init(3, 5), k[:, ::-1], v[:, ::-1], positions[:, ::-1])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize(("capacity", "window"), [(11, None), (7, 3), (7, 7), (19, 7)])
+def test_extend_returns_every_key_its_queries_may_see(rng, capacity, window):
+    """For a query at p: the last `window` positions up to p, each exactly once, with its key."""
+    rows = 3
+    cache = init(rows, capacity)
+    memory: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(rows)]
+    lengths, compared = [0] * rows, 0
+    room = capacity if window is None else 61
+    for count in [3, 1, 1, 3, 13, 1, 1, 3, 13, 1]:
+        positions = draw_positions(rng, lengths, count, padding=0.3)
+        positions[positions >= room] = -1  # a full cache is never written past its end
+        k, v = tokens(rng, rows, count)
+        cache, keys, values, at = jit_extend(cache, k, v, positions, window)
+        at, keys, values = (np.asarray(x) for x in (at, keys, values))
+        assert at.shape == keys.shape[:2] == values.shape[:2]
+        for b in range(rows):
+            for t, p in enumerate(positions[b].tolist()):
+                if p >= 0:
+                    memory[b][p] = (k[b, t], v[b, t])
+                    lengths[b] = p + 1
+            for p in positions[b].tolist():
+                first = 0 if window is None else max(0, p - window + 1)
+                for needed in range(first, p + 1):
+                    (slot,) = np.flatnonzero(at[b] == needed)
+                    np.testing.assert_array_equal(keys[b, slot], memory[b][needed][0])
+                    np.testing.assert_array_equal(values[b, slot], memory[b][needed][1])
+                    compared += 1
+    assert compared > 50
+
+
+def test_extend_does_not_lengthen_what_a_single_token_reads():
+    """Decoding one token at a time reads the ring itself: S keys, not S + 1."""
+
+    def read(count: int, window: int | None):
+        def extend(k, v, at):
+            return kv.extend(init(3, 7), k, v, at, window)[1:]
+
+        k, v, at = (
+            jax.ShapeDtypeStruct((3, count, *rest), kind)
+            for rest, kind in (
+                ((HEADS, KEY_DIM), jnp.float32),
+                ((HEADS, VALUE_DIM), jnp.float32),
+                ((), jnp.int32),
+            )
+        )
+        shapes = [x.shape[1] for x in jax.eval_shape(extend, k, v, at)]
+        assert len(set(shapes)) == 1
+        return shapes[0]
+
+    assert [read(1, 7), read(5, 3), read(7, None), read(2, 7), read(5, 4)] == [7, 7, 7, 9, 12]
+
+
+def test_next_positions_count_valid_tokens_only():
+    valid = jnp.array([[True, False, True, True], [False, False, True, False]])
+    got = kv.next_positions(jnp.array([5, 0], jnp.int32), valid)
+    np.testing.assert_array_equal(got, [[5, -1, 6, 7], [-1, -1, 0, -1]])
+    assert got.dtype == jnp.int32
+    assert kv.next_positions(jnp.zeros(2, jnp.int32), jnp.ones((2, 0), bool)).shape == (2, 0)
+
+
+def test_rows_are_gathered_whole(rng):
+    """Beams reorder rows: every leaf leads with the batch."""
+    k, v = tokens(rng, 3, 3)
+    at = np.array([[0, 1, 2], [0, 1, -1], [0, -1, -1]], np.int32)
+    cache = jit_update(init(3, 11), k, v, at)
+    order = np.array([2, 0, 0, 1])
+    picked = jax.tree.map(lambda leaf: leaf[order], cache)
+    np.testing.assert_array_equal(picked.length, [1, 3, 3, 2])
+    oracle = DictCache(4, 11)
+    oracle.update(k[order], v[order], at[order])
+    assert oracle.check(picked) == 9
+
+
+@pytest.mark.parametrize(("rows", "count"), [(0, 6), (1, 0), (0, 0)])
+def test_empty_batches_and_empty_chunks(rng, rows, count):
+    cache = init(rows, 5)
+    k, v = tokens(rng, rows, count)
+    positions = np.tile(np.arange(count, dtype=np.int32), (rows, 1))
+    new, keys, values, at = jit_extend(cache, k, v, positions, 3)
+    assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, cache)
+    assert keys.shape[:2] == values.shape[:2] == at.shape
+    assert new.length.tolist() == [count] * rows
+
+
+def test_the_cache_is_frozen_and_update_leaves_its_argument_alone(rng):
+    cache = init(3, 5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cache.length = jnp.ones(3, jnp.int32)
+    before = jax.tree.map(np.array, cache)
+    new = jit_update(cache, *tokens(rng, 3, 3), np.array([[0, 1, 2]] * 3, np.int32))
+    assert new is not cache and new.length.tolist() == [3, 3, 3]
+    for old, now in zip(jax.tree.leaves(before), jax.tree.leaves(cache), strict=True):
+        assert_same_bits(now, old)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_cache_keeps_its_dtypes(rng, dtype):
+    """Also when f32 keys and 64-bit positions come in: else a scan over it would not compile."""
+    cache = init(2, 5, dtype=dtype)
+    k, v = tokens(rng, 2, 6)
+    at = np.tile(np.arange(6), (2, 1))
+    new, keys, values, positions = jit_extend(cache, k, v, at, 5)
+    expected = jax.tree.map(lambda leaf: leaf.dtype, cache)
+    assert jax.tree.map(lambda leaf: leaf.dtype, new) == expected
+    assert keys.dtype == values.dtype == jnp.dtype(dtype) and positions.dtype == jnp.int32
+    np.testing.assert_array_equal(keys[:, 5:], jnp.asarray(k).astype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("k", dict(k=(2, 3, HEADS, KEY_DIM + 1))),
+        ("k", dict(k=(2, 3, HEADS + 1, KEY_DIM))),
+        ("k", dict(k=(1, 3, HEADS, KEY_DIM))),
+        ("k", dict(k=(2, 3, KEY_DIM))),
+        ("v", dict(v=(2, 3, HEADS, VALUE_DIM + 1))),
+        ("v", dict(v=(2, 4, HEADS, VALUE_DIM))),
+        ("positions", dict(positions=(3,))),
+        ("positions", dict(positions=(1, 3))),
+        ("positions", dict(positions=(2, 4))),
+    ],
+    ids=lambda x: str(x),
+)
+def test_a_wrong_shape_is_named_with_both_shapes(name, change):
+    shapes = dict(k=(2, 3, HEADS, KEY_DIM), v=(2, 3, HEADS, VALUE_DIM), positions=(2, 3))
+    shapes.update(change)
+    arguments = {
+        n: jnp.zeros(s, jnp.int32 if n == "positions" else None) for n, s in shapes.items()
+    }
+    with pytest.raises(ValueError) as caught:
+        kv.update(init(2, 5), **arguments)
+    assert str(caught.value).startswith(f"{name} has shape {shapes[name]}"), caught.value
+    assert "takes (2, " in str(caught.value)
+
+
+def test_a_cache_without_slots_is_refused():
+    with pytest.raises(ValueError, match="capacity is 0"):
+        init(2, 0)
+
+
+def test_a_token_fed_again_replaces_its_old_key():
+    """Re-scoring the last tokens must not count them twice, in a ring too small for the chunk."""
+    capacity, window, width = 5, 5, 3
+    rng = np.random.default_rng(3)
+    k = jnp.asarray(rng.normal(size=(1, 9, 1, width)).astype(np.float32))
+    cache = kv.init(1, capacity, 1, width)
+    cache = kv.update(cache, k[:, :7], k[:, :7], jnp.arange(7)[None])
+    positions = jnp.array([[5, 6, 7]])
+    _, keys, _, seen = kv.extend(cache, k[:, 5:8] + 1, k[:, 5:8], positions, window)
+    visible = np.asarray(seen[0])
+    assert sorted(p for p in visible if p >= 0) == [2, 3, 4, 5, 6, 7]
+    for position in (5, 6):
+        (slot,) = np.flatnonzero(visible == position)
+        np.testing.assert_array_equal(keys[0, slot, 0], k[0, position, 0] + 1)

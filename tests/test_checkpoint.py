@@ -1,0 +1,411 @@
+"""Checkpoints: every bit comes back, every damage is seen, a crash leaves whole ones only."""
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from transformer_jax import checkpoint
+from transformer_jax.checkpoint import (
+    CheckpointError,
+    best_step,
+    prune,
+    read_manifest,
+    remove_partial,
+    restore,
+    save,
+    saved_steps,
+    step_path,
+    verify,
+)
+
+
+@pytest.fixture
+def tree(rng) -> dict:
+    """One leaf of every kind, NaN, infinities and negative zero among their bits."""
+    odd = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.0], np.float32)
+    return {
+        "params": {
+            "block_0": {"kernel": rng.standard_normal((5, 3)).astype(np.float32), "odd": odd},
+            "half": rng.standard_normal(7).astype(np.float16),
+            "brain": rng.standard_normal((2, 3)).astype(ml_dtypes.bfloat16),
+            "empty": np.zeros((0, 3), np.float32),
+        },
+        "opt_state": [
+            {"mu": rng.standard_normal((5, 3)).astype(np.float32)},
+            (np.array(7, np.int32), np.array([True, False, True])),
+            {f"i{n}": np.array([-1], f"int{n}") for n in (8, 16, 32, 64)},
+            {f"u{n}": np.array([255], f"uint{n}") for n in (8, 16, 32, 64)},
+            np.array([1 / 3], np.float64),
+        ],
+        "scalar": np.float32(1 / 3),
+        "count": 3,
+        "flag": True,
+        "rate": 0.1,
+    }
+
+
+def zeros(tree) -> dict:
+    return jax.tree.map(lambda x: np.zeros_like(x) if hasattr(x, "dtype") else type(x)(), tree)
+
+
+def bits(tree) -> list:
+    return [
+        (np.asarray(leaf).dtype, np.shape(leaf), np.asarray(leaf).tobytes())
+        for leaf in jax.tree.leaves(tree)
+    ]
+
+
+def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path, tree):
+    path = save(tmp_path, 7, tree, {"val_loss": 1.5, "note": "é"})
+    again = restore(path, tree)
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    assert len(bits(tree)) == 21
+    assert bits(again) == bits(tree)
+    assert [type(a) for a in jax.tree.leaves(again)] == [type(a) for a in jax.tree.leaves(tree)]
+    assert read_manifest(path).metadata == {"val_loss": 1.5, "note": "é"}
+
+
+def test_jax_arrays_come_back_bit_for_bit_and_can_be_donated(tmp_path, rng):
+    tree = {
+        "params": {"w": jnp.asarray(rng.standard_normal((17, 64)), jnp.float32)},
+        "b": jnp.asarray(rng.standard_normal(5), jnp.bfloat16),
+        "n": jnp.zeros((), jnp.int32),
+        "e": jnp.zeros((3, 0), jnp.float32),
+    }
+    again = restore(save(tmp_path, 0, tree), jax.eval_shape(lambda: tree))
+    assert bits(again) == bits(tree)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(again))
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(again))
+    old = again["params"]["w"]
+    jax.jit(lambda w: w + 1, donate_argnums=0)(old)
+    assert old.is_deleted()
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+def test_keys_come_back_and_draw_the_same(tmp_path, implementation):
+    tree = {
+        "one": jax.random.key(5, impl=implementation),
+        "many": {"keys": jax.random.split(jax.random.key(6, impl=implementation), (2, 3))},
+    }
+    again = restore(save(tmp_path, 3, tree), jax.eval_shape(lambda: tree))
+    assert again["one"].dtype == tree["one"].dtype
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True):
+        np.testing.assert_array_equal(jax.random.key_data(a), jax.random.key_data(b))
+    drawn = jax.random.normal(again["one"], (7,))
+    assert drawn.tolist() == jax.random.normal(tree["one"], (7,)).tolist()
+
+
+def test_a_key_of_another_kind_is_refused(tmp_path):
+    path = save(tmp_path, 3, {"key": jax.random.key(5, impl="rbg")})
+    with pytest.raises(CheckpointError, match="key is key<rbg>"):
+        restore(path, jax.eval_shape(lambda: {"key": jax.random.key(5)}))
+    with pytest.raises(CheckpointError, match="key is key<rbg>"):
+        restore(path, {"key": np.zeros(4, np.uint32)})
+
+
+def test_one_group_is_read_without_the_others(tmp_path, tree):
+    path = save(tmp_path, 7, tree)
+    (path / "opt_state.bin").unlink()
+    again = restore(path, {"params": tree["params"]})
+    assert bits(again) == bits({"params": tree["params"]})
+    with pytest.raises(CheckpointError, match=r"opt_state\.bin: cannot be read"):
+        restore(path, tree)
+
+
+def test_what_does_not_fit_is_listed(tmp_path):
+    path = save(tmp_path, 7, {"params": {"a": np.zeros(3, np.float32), "b": np.zeros(2)}})
+    like = {"params": {"a": np.zeros((3, 1), np.float32), "c": np.zeros(2)}}
+    with pytest.raises(CheckpointError) as caught:
+        restore(path, like)
+    for part in ("params/c is missing", "params/b is unexpected", "float32[3], not float32[3, 1]"):
+        assert part in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"float64\[2\], not float32\[2\]"):
+        restore(path, {"params": {"a": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}})
+
+
+def test_a_dtype_the_session_cannot_hold_is_refused(tmp_path):
+    path = save(tmp_path, 7, {"a": np.zeros(3)})
+    with pytest.raises(CheckpointError, match="float64 needs jax_enable_x64"):
+        restore(path, {"a": jax.ShapeDtypeStruct((3,), np.float64)})
+
+
+@pytest.mark.parametrize(
+    "tree", [{"a/b": np.zeros(1)}, {"..": np.zeros(1)}, {"": np.zeros(1)}, {"a b": np.zeros(1)}]
+)
+def test_names_that_could_leave_the_folder_are_refused(tmp_path, tree):
+    if "a/b" in tree:
+        tree["a"] = {"b": np.zeros(1)}
+    with pytest.raises(ValueError, match="leaf"):
+        save(tmp_path, 1, tree)
+    assert not list(tmp_path.iterdir())
+
+
+def test_objects_cannot_be_saved(tmp_path):
+    with pytest.raises(ValueError, match="a: dtype object cannot be saved"):
+        save(tmp_path, 1, {"a": np.array([None])})
+    assert not list(tmp_path.iterdir())
+
+
+FILES = ("params.bin", "opt_state.bin", "state.bin", "manifest.json")
+
+
+def mutations(path: Path, other: Path, rng: np.random.Generator):
+    """Sixty ways to damage a checkpoint; each is a name and a function that does it."""
+
+    def flip(file):
+        content = bytearray(file.read_bytes())
+        bit = int(rng.integers(8 * len(content)))
+        content[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+
+    def cut(file):
+        os.truncate(file, int(rng.integers(file.stat().st_size)))
+
+    def extend(file):
+        with open(file, "ab") as stream:
+            stream.write(rng.bytes(int(rng.integers(1, 9))))
+
+    def zero(file):
+        file.write_bytes(bytes(file.stat().st_size))
+
+    def swap(file):
+        shutil.copy(other / file.name, file)
+
+    def link(file):
+        file.rename(path.parent / "elsewhere")
+        file.symlink_to(path.parent / "elsewhere")
+
+    def pipe(file):
+        file.unlink()
+        os.mkfifo(file)
+
+    for name in FILES:
+        for change in (*[flip] * 7, cut, cut, extend, zero, Path.unlink, swap, link, pipe):
+            yield f"{change.__name__} {name}", lambda change=change, name=name: change(path / name)
+
+
+def test_sixty_kinds_of_damage_are_all_seen(tmp_path, tree, rng):
+    other = save(tmp_path / "other", 8, zeros(tree))
+    pristine = save(tmp_path / "pristine", 7, tree)
+    path, seen = tmp_path / "damaged" / pristine.name, 0
+    for what, damage in mutations(path, other, rng):
+        shutil.rmtree(path.parent, ignore_errors=True)
+        shutil.copytree(pristine, path)
+        verify(path)
+        damage()
+        with pytest.raises(CheckpointError) as caught:
+            verify(path)
+            pytest.fail(f"not detected: {what}")
+        assert what.split()[-1] in str(caught.value), what
+        with pytest.raises(CheckpointError):
+            restore(path, tree)
+            pytest.fail(f"restored: {what}")
+        seen += 1
+    assert seen == 60
+
+
+def test_a_whole_checkpoint_in_the_wrong_place_is_seen(tmp_path, tree):
+    path = save(tmp_path, 7, tree)
+    path.rename(tmp_path / "step-00000009")
+    with pytest.raises(CheckpointError, match="is of step 7, not of step-00000009"):
+        verify(tmp_path / "step-00000009")
+
+
+def test_a_file_too_many_is_seen(tmp_path, tree):
+    path = save(tmp_path, 7, tree)
+    (path / "more.bin").write_bytes(b"1")
+    with pytest.raises(CheckpointError, match=r"more\.bin: not part of this checkpoint"):
+        verify(path)
+
+
+def sealed(content: dict) -> str:
+    """A manifest whose checksum is right: what an attacker would write."""
+    content = {k: v for k, v in content.items() if k != "sha256"}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps(content | {"sha256": digest}, sort_keys=True, indent=1) + "\n"
+
+
+HOSTILE = {
+    "a huge shape": lambda c: c["leaves"].append(["params/x", "float32", [2**40, 2**40]]),
+    "a huge size": lambda c: c["files"]["params.bin"].update(bytes=2**62),
+    "a negative shape": lambda c: c["leaves"][0].__setitem__(2, [-1]),
+    "a boolean shape": lambda c: c["leaves"][0].__setitem__(2, [True]),
+    "an unknown dtype": lambda c: c["leaves"][0].__setitem__(1, "object"),
+    "a path out": lambda c: c["leaves"].append(["../../etc/passwd", "int8", [0]]),
+    "a path out of a file": lambda c: c["files"].update({"../x": {"bytes": 0, "sha256": ""}}),
+    "a null in a name": lambda c: c["leaves"].append(["a\0/b", "int8", [0]]),
+    "another format": lambda c: c.update(format=2),
+    "a step that is none": lambda c: c.update(step="../../x"),
+    "files that are a list": lambda c: c.update(files=[]),
+    "leaves that are a number": lambda c: c.update(leaves=3),
+    "no keys": lambda c: c.pop("keys"),
+    "a key that is none": lambda c: c.update(keys={"scalar": "threefry2x32"}),
+    "an unknown kind of key": lambda c: c.update(keys={"scalar": "rot13"}),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_manifest_is_refused_before_anything_is_allocated(tmp_path, tree, what):
+    path = save(tmp_path, 7, tree)
+    content = json.loads((path / "manifest.json").read_text())
+    HOSTILE[what](content)
+    (path / "manifest.json").write_text(sealed(content))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError):
+        restore(path, tree)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+
+
+def test_the_oracle_of_a_hostile_manifest_is_right(tmp_path, tree):
+    path = save(tmp_path, 7, tree)
+    text = (path / "manifest.json").read_text()
+    assert sealed(json.loads(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "null", "3", "{}", '{"a": 1', "\xff"])
+def test_a_manifest_that_is_none_is_refused(tmp_path, tree, text):
+    path = save(tmp_path, 7, tree)
+    (path / "manifest.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
+        verify(path)
+
+
+def test_a_manifest_too_long_is_not_read(tmp_path, tree):
+    path = save(tmp_path, 7, tree)
+    os.truncate(path / "manifest.json", 2**33)
+    with pytest.raises(CheckpointError, match="at most 67108864 are read"):
+        verify(path)
+
+
+def digest(path: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in path.iterdir()}
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(tmp_path, tree):
+    path = save(tmp_path, 7, tree)
+    before = digest(path)
+    big = {**tree, "params": {"w": np.ones(4096, np.float32)}}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        for step in (8, 7):
+            with pytest.raises(OSError, match="too large"):
+                save(tmp_path, step, big)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert digest(path) == before
+    verify(path)
+
+
+class Killed(BaseException):
+    """What stands for the end of the process: no handler may tidy up behind it."""
+
+
+def test_a_process_that_ends_anywhere_in_a_save_leaves_whole_checkpoints(
+    tmp_path, tree, monkeypatch
+):
+    """Every call that changes the disk is in turn the last one; so is every fsync."""
+    save(tmp_path / "start", 7, tree)
+    newer = zeros(tree)
+    calls = ("mkdir", "open", "fsync", "rename", "rmdir", "unlink", "rmtree")
+    ends = 0
+    for fatal in range(1000):
+        folder = tmp_path / f"run{fatal}"
+        shutil.copytree(tmp_path / "start", folder)
+        count = 0
+
+        def dying(real, fatal=fatal):
+            def call(*args, **kwargs):
+                nonlocal count
+                count += 1
+                if count > fatal:
+                    raise Killed
+                return real(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in calls:
+                if hasattr(os, name):
+                    patch.setattr(os, name, dying(getattr(os, name)))
+            patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+            patch.setattr(Path, "rename", dying(Path.rename))
+            try:
+                save(folder, 7, newer)
+                save(folder, 8, newer)
+                prune(folder, 1)
+                finished = True
+            except Killed:
+                finished = False
+        for step in saved_steps(folder):
+            found = restore(step_path(folder, step), tree)
+            assert bits(found) in (bits(tree), bits(newer)), f"killed in call {fatal}"
+        remove_partial(folder)
+        assert not list(folder.glob("*.tmp"))
+        if finished:
+            break
+        ends += 1
+        shutil.rmtree(folder)
+    assert ends > 15
+    assert saved_steps(folder) == [8]
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, tree, monkeypatch):
+    done = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(handle):
+        done.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(
+        Path, "rename", lambda path, new: done.append("rename") or rename(path, new)
+    )
+    save(tmp_path, 7, tree)
+    files = ["opt_state.bin", "params.bin", "state.bin", "manifest.json"]
+    assert done == [*files, "step-00000007.tmp", "rename", tmp_path.name]
+
+
+def test_a_save_over_a_damaged_checkpoint_replaces_it(tmp_path, tree):
+    path = save(tmp_path, 7, tree)
+    (path / "params.bin").write_bytes(b"")
+    save(tmp_path, 7, tree)
+    verify(path)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_best_and_the_last_stay(tmp_path):
+    for step, loss in enumerate([3.0, 1.0, 2.0, 1.0, None, 2.5, None], 1):
+        save(tmp_path, step, {"a": np.zeros(1)}, {"val_loss": loss})
+        prune(tmp_path, 2)
+    assert best_step(tmp_path) == 2
+    assert saved_steps(tmp_path) == [2, 6, 7]
+
+
+def test_a_damaged_manifest_is_nobodys_best(tmp_path):
+    for step, loss in enumerate([2.0, 1.0], 1):
+        save(tmp_path, step, {"a": np.zeros(1)}, {"val_loss": loss})
+    (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
+    assert best_step(tmp_path) == 1
+    assert best_step(tmp_path / "nothing") is None
+
+
+def test_a_small_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "config.json"
+    checkpoint.write_file(file, "old")
+    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        checkpoint.write_file(file, "new")
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]

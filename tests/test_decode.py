@@ -1,0 +1,506 @@
+"""Producing tokens: the same whole or streamed, cached or not, in any chunks and any company."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import model_oracle as oracle
+from tests.tolerances import assert_near, assert_same_bits
+from transformer_jax import decode
+from transformer_jax.config import ModelConfig
+from transformer_jax.decode import bucket, generate, make_step, prefill, stream
+from transformer_jax.models import build, init_cache, init_params
+from transformer_jax.sampling import Greedy, Sample, Temperature, TopK
+from transformer_jax.transformer import stack_layers
+
+VOCAB, PROMPT, NEW = 31, 11, 23
+LENGTHS = np.array([11, 3, 7], np.int32)
+
+ROPE = ModelConfig(
+    vocab_size=VOCAB, d_model=26, num_layers=2, num_heads=2, head_dim=6, num_kv_heads=1, d_ff=19,
+    max_len=67, positions="rope", tie_embeddings=False, relative_buckets=8,
+    relative_max_distance=17,
+)  # fmt: skip
+RING = dataclasses.replace(ROPE, window=5)
+PAIR = dataclasses.replace(ROPE, kind="encoder-decoder", positions="t5", num_layers=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Small arrays, many programs: compiling costs more than running."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def shapes(config: ModelConfig):
+    return jax.eval_shape(partial(init_params, config), jax.random.key(0))
+
+
+def parameters(config: ModelConfig, seed: int = 1):
+    """Random, with attention that decides: else greedy tokens fall into a cycle of one or two."""
+
+    def sharpen(path, leaf):
+        name = jax.tree_util.keystr(path)
+        return jnp.asarray(leaf * 3 if "query" in name or "value" in name else leaf)
+
+    params = oracle.randomised(shapes(config), np.random.default_rng(seed))
+    return jax.tree_util.tree_map_with_path(sharpen, params)
+
+
+def make(config: ModelConfig):
+    """A step that generates, its parameters, and empty states for so many rows."""
+
+    def empty(rows: int = 3, capacity: int = PROMPT + NEW):
+        return init_cache(config, rows, capacity)
+
+    return make_step(build(config)), parameters(config), empty
+
+
+def prompts(rows: int = 3, columns: int = PROMPT) -> np.ndarray:
+    return np.random.default_rng(17).integers(0, VOCAB, (rows, columns), dtype=np.int32)
+
+
+def naive(config: ModelConfig, params, prompt, lengths, count: int, **more) -> np.ndarray:
+    """Greedy tokens from full passes over everything so far: no cache, no scan, no chunks."""
+    rows, columns = prompt.shape
+    apply = jax.jit(build(config).apply)
+    tokens = np.zeros((rows, columns + count), np.int32)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = prompt[row, :length]
+    out = []
+    lengths = np.array(lengths)
+    for _ in range(count):
+        index = np.arange(columns + count)[None]
+        places = np.where(index < lengths[:, None], index, -1).astype(np.int32)
+        logits = np.asarray(apply({"params": params}, tokens, positions=places, **more)[0])
+        best = logits[np.arange(rows), lengths - 1].argmax(-1).astype(np.int32)
+        assert np.isfinite(logits[np.arange(rows), lengths - 1]).all()
+        tokens[np.arange(rows), lengths] = best
+        lengths = lengths + 1
+        out.append(best)
+    return np.stack(out, axis=1)
+
+
+def assert_varied(tokens: np.ndarray) -> None:
+    """A model that repeats one token would pass any comparison of tokens."""
+    assert tokens.shape == (3, NEW) and tokens.dtype == np.int32
+    assert all(len(set(row.tolist())) > 3 for row in tokens)
+    assert len({tuple(row.tolist()) for row in tokens}) == 3
+
+
+@pytest.fixture(scope="module")
+def rope():
+    return make(ROPE)
+
+
+@pytest.fixture(scope="module")
+def greedy(rope) -> np.ndarray:
+    step, params, empty = rope
+    return np.asarray(generate(step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS))
+
+
+SAMPLER = Sample(TopK(7), Temperature(1.3))
+
+
+@pytest.fixture(scope="module")
+def sampled(rope) -> np.ndarray:
+    step, params, empty = rope
+    return np.asarray(
+        generate(
+            step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS, sampler=SAMPLER,
+            key=jax.random.key(3),
+        )
+    )  # fmt: skip
+
+
+def test_greedy_tokens_equal_those_of_full_passes(rope, greedy):
+    _, params, _ = rope
+    assert_varied(greedy)
+    np.testing.assert_array_equal(greedy, naive(ROPE, params, prompts(), LENGTHS, NEW))
+
+
+def test_sampled_tokens_follow_the_key(rope, sampled, greedy):
+    step, params, empty = rope
+    assert_varied(sampled)
+    draw = partial(
+        generate, step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS, sampler=SAMPLER
+    )
+    np.testing.assert_array_equal(draw(key=jax.random.key(3)), sampled)
+    assert (np.asarray(draw(key=jax.random.key(4))) != sampled).any()
+    assert (sampled != greedy).any()
+
+
+def test_each_token_draws_with_the_key_folded_with_its_number(rope, sampled):
+    """So token n can be drawn again from the logits behind the tokens before it."""
+    _, params, _ = rope
+    both = np.concatenate([prompts()[:1], sampled[:1]], axis=1)
+    logits = oracle.forward(ROPE, params, both)[:, PROMPT - 1 :].astype(np.float32)
+    for n in (0, 1, 2, NEW - 1):
+        # In the batch of three that was drawn from: the other rows do not matter to the first.
+        rows = jnp.asarray(np.repeat(logits[:, n], 3, axis=0))
+        drawn = SAMPLER(jax.random.fold_in(jax.random.key(3), n), rows)
+        assert int(drawn[0]) == sampled[0, n]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_a_stream_yields_what_generate_returns(rope, kind, request):
+    step, params, empty = rope
+    want = request.getfixturevalue(kind)
+    more = dict(sampler=SAMPLER, key=jax.random.key(3)) if kind == "sampled" else {}
+    tokens = stream(step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS, **more)
+    first = next(tokens)
+    assert isinstance(first, np.ndarray) and first.shape == (3,) and first.dtype == np.int32
+    got = np.stack([first, *tokens], axis=1)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, PROMPT])
+def test_chunks_of_the_prompt_change_nothing(rope, greedy, chunk):
+    step, params, empty = rope
+    got = generate(step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS, chunk=chunk)
+    np.testing.assert_array_equal(got, greedy)
+
+
+def test_prefill_returns_the_logits_behind_each_rows_last_token(rope):
+    step, params, empty = rope
+    want = np.asarray(oracle.forward(ROPE, params, prompts()))
+    want = want[np.arange(3), LENGTHS - 1]
+    for chunk in (None, 4):
+        logits, state = jax.jit(partial(prefill, step, chunk=chunk))(
+            params, prompts(), empty(), LENGTHS
+        )
+        assert_near(logits, want, 2e-5)
+        np.testing.assert_array_equal(state.length, LENGTHS)
+
+
+def test_rows_are_independent(rope, greedy):
+    """Alone, and beside other prompts of other lengths: the same tokens."""
+    step, params, empty = rope
+    alone = generate(step, params, prompts()[1:2], empty(1), num_tokens=NEW, lengths=LENGTHS[1:2])
+    np.testing.assert_array_equal(alone, greedy[1:2])
+    other = (prompts() + 5) % VOCAB
+    other[1] = prompts()[1]
+    lengths = np.array([2, 3, 11], np.int32)
+    beside = generate(step, params, other, empty(), num_tokens=NEW, lengths=lengths)
+    np.testing.assert_array_equal(np.asarray(beside)[1], greedy[1])
+    assert (np.asarray(beside)[0] != greedy[0]).any()
+
+
+def test_what_stands_behind_a_rows_length_is_not_read(rope, greedy):
+    """Not even a number that is no token."""
+    step, params, empty = rope
+    prompt = prompts()
+    prompt[1, 3:] = VOCAB + 7
+    prompt[2, 7:] = -1
+    got = generate(step, params, prompt, empty(), num_tokens=NEW, lengths=LENGTHS)
+    np.testing.assert_array_equal(got, greedy)
+
+
+@pytest.mark.parametrize("call", [generate, stream])
+def test_the_state_and_the_prompt_are_not_mutated(rope, greedy, call):
+    step, params, empty = rope
+    state, prompt, lengths = empty(), prompts(), LENGTHS.copy()
+    before = jax.tree.map(np.array, state)
+    for _ in range(2):
+        tokens = call(step, params, prompt, state, num_tokens=NEW, lengths=lengths)
+        tokens = np.stack(list(tokens), axis=1) if call is stream else tokens
+        np.testing.assert_array_equal(tokens, greedy)
+    for now, old in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+        assert_same_bits(now, old)
+    assert_same_bits(prompt, prompts())
+    assert_same_bits(lengths, LENGTHS)
+
+
+def test_one_token_is_the_first_of_many(rope, greedy):
+    step, params, empty = rope
+    capacity = PROMPT  # the only new token is never fed back, so it needs no slot
+    one = generate(step, params, prompts(), empty(3, capacity), num_tokens=1, lengths=LENGTHS)
+    np.testing.assert_array_equal(one, greedy[:, :1])
+    streamed = stream(step, params, prompts(), empty(3, capacity), num_tokens=1, lengths=LENGTHS)
+    np.testing.assert_array_equal(np.stack(list(streamed), axis=1), greedy[:, :1])
+
+
+def test_generation_goes_on_from_a_state(rope, greedy):
+    """A state that has read the prompt's beginning, and a prompt that is the rest."""
+    step, params, empty = rope
+    four = np.full((3,), 4, np.int32)
+    _, state = jax.jit(partial(prefill, step))(params, prompts()[:, :4], empty(), four)
+    got = generate(step, params, prompts()[:1, 4:], jax.tree.map(lambda x: x[:1], state),
+                   num_tokens=NEW)  # fmt: skip
+    np.testing.assert_array_equal(got, greedy[:1])
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_a_ring_generates_through_several_turns(chunk):
+    """A cache of five slots, 34 positions: as with room for all, and as without any cache."""
+    step, params, empty = make(RING)
+    ring = empty(3, 5)
+    assert ring.capacity == 5
+    got = np.asarray(
+        generate(step, params, prompts(), ring, num_tokens=NEW, lengths=LENGTHS, chunk=chunk)
+    )
+    assert_varied(got)
+    if chunk is None:
+        np.testing.assert_array_equal(got, naive(RING, params, prompts(), LENGTHS, NEW))
+        streamed = stream(step, params, prompts(), ring, num_tokens=NEW, lengths=LENGTHS)
+        np.testing.assert_array_equal(np.stack(list(streamed), axis=1), got)
+    else:
+        whole = generate(step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS)
+        np.testing.assert_array_equal(got, whole)
+
+
+def test_scanned_layers_generate_the_same(greedy, rope):
+    twin = dataclasses.replace(ROPE, scan_layers=True)
+    step, _, empty = make(twin)
+    params = stack_layers(rope[1])
+    got = generate(step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS)
+    np.testing.assert_array_equal(got, greedy)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+def test_a_target_is_generated_from_its_source(scan):
+    """Equal to full passes; twice streamed from one state, which must outlive both."""
+    config = dataclasses.replace(PAIR, scan_layers=scan)
+    params = parameters(PAIR, 2)
+    params = stack_layers(params) if scan else params
+    model = build(config)
+    source = np.random.default_rng(3).integers(0, VOCAB, (3, 7), dtype=np.int32)
+    places = np.tile(np.arange(7, dtype=np.int32), (3, 1))
+    places[1, 4:] = -1
+    state = jax.jit(partial(model.apply, method="init_cache", capacity=NEW + 1))(
+        {"params": params}, source, positions=places
+    )
+    begin = np.full((3, 1), 2, np.int32)
+    step = make_step(model)
+    got = np.asarray(generate(step, params, begin, state, num_tokens=NEW))
+    want = naive(config, params, begin, [1, 1, 1], NEW, source=source, source_positions=places)
+    assert_varied(got)
+    np.testing.assert_array_equal(got, want)
+    for _ in range(2):
+        streamed = np.stack(list(stream(step, params, begin, state, num_tokens=NEW)), axis=1)
+        np.testing.assert_array_equal(streamed, want)
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state))
+
+
+# Compilation
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CountingStep(decode.ModelStep):
+    """Counts how often Python runs it, which is at tracing only; equal to no other."""
+
+    calls: list = dataclasses.field(default_factory=list)
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+    def __call__(self, params, tokens, state, *, valid=None):
+        self.calls.append(tokens.shape)
+        return super().__call__(params, tokens, state, valid=valid)
+
+
+def test_one_program_serves_all_lengths_of_a_bucket():
+    """64 tokens, prompts of 1 to 16 columns, ragged or not, keys and streams: nothing new."""
+    step = CountingStep(build(ROPE))
+    params = parameters(ROPE)
+    state = init_cache(ROPE, 3, 16 + 64)
+    sizes = []
+    for columns, lengths in ((16, None), (1, None), (2, [2, 1, 2]), (11, LENGTHS), (13, None)):
+        prompt = prompts(columns=columns)
+        tokens = generate(
+            step, params, prompt, state, num_tokens=64, lengths=lengths, sampler=SAMPLER,
+            key=jax.random.key(columns),
+        )  # fmt: skip
+        assert np.asarray(tokens).shape == (3, 64) and (np.asarray(tokens) >= 0).all()
+        sizes.append(len(step.calls))
+    assert sizes[0] > 0 and sizes == sizes[:1] * 5
+    generate(
+        step, params, prompts(columns=17), state, num_tokens=64, sampler=SAMPLER,
+        key=jax.random.key(0),
+    )  # fmt: skip
+    assert len(step.calls) > sizes[0], "the next bucket is another program"
+
+
+def test_a_stream_compiles_its_step_once():
+    step = CountingStep(build(ROPE))
+    params = parameters(ROPE)
+    sizes = []
+    for columns in (3, 11):
+        tokens = stream(step, params, prompts(columns=columns), init_cache(ROPE, 3, 34),
+                        num_tokens=NEW)  # fmt: skip
+        assert len(list(tokens)) == NEW
+        sizes.append(len(step.calls))
+    assert sizes[0] > 0 and sizes == sizes[:1] * 2
+
+
+def test_equal_steps_share_their_programs():
+    one, two = make_step(build(ROPE)), make_step(build(dataclasses.replace(ROPE)))
+    assert one == two and hash(one) == hash(two)
+
+
+def test_buckets_are_powers_of_two_from_sixteen_on():
+    assert [bucket(n) for n in (1, 15, 16, 17, 32, 33, 1000)] == [16, 16, 16, 32, 32, 64, 1024]
+
+
+# Refusals
+
+
+def refuse(said: str, *, config=ROPE, capacity: int = PROMPT + NEW, call=generate, **change):
+    """The call must fail before anything is traced."""
+    step = CountingStep(build(config))
+    arguments = dict(prompt=prompts(), state=init_cache(config, 3, capacity), num_tokens=NEW)
+    arguments.update(change)
+    prompt, state = arguments.pop("prompt"), arguments.pop("state")
+    with pytest.raises(ValueError, match=said):
+        result = call(step, {}, prompt, state, **arguments)
+        next(iter(result))
+    assert step.calls == []
+
+
+@pytest.mark.parametrize("call", [generate, stream])
+def test_what_does_not_fit_the_cache_is_refused_before_compiling(call):
+    """11 tokens and 23 new ones, of which the last is not fed back: 33 slots do, 32 do not."""
+    said = r"reach length 33: the limit is 32 \(cache capacity 32"
+    refuse(said, capacity=32, call=call)
+    refuse(r"reach length 44: the limit is 34", num_tokens=34, call=call)
+    refuse(r"reach length 5: the limit is 4", config=RING, capacity=4, prompt=prompts()[:, :2],
+           num_tokens=4, call=call)  # fmt: skip
+    learned = dataclasses.replace(ROPE, positions="learned", max_len=13)
+    refuse(r"reach length 33: the limit is 13 .*max_len 13", config=learned, call=call)
+
+
+def test_what_just_fits_is_served(rope, greedy):
+    step, params, empty = rope
+    got = generate(step, params, prompts(), empty(3, 33), num_tokens=NEW, lengths=LENGTHS)
+    np.testing.assert_array_equal(got, greedy)
+
+
+def test_a_state_that_has_been_read_into_has_less_room(rope):
+    step, _, empty = rope
+    state = empty(3, 17)
+    length = jnp.asarray(LENGTHS)
+    state = dataclasses.replace(
+        state, layers=tuple(dataclasses.replace(x, length=length) for x in state.layers)
+    )
+    with pytest.raises(ValueError, match=r"reach length 18: the limit is 17"):
+        generate(step, {}, prompts(columns=1), state, num_tokens=7)
+
+
+@pytest.mark.parametrize("call", [generate, stream])
+def test_wrong_arguments_are_refused_before_compiling(call):
+    wrong = prompts()
+    wrong[1, 2] = VOCAB
+    cases = [
+        (r"token 31 at \[1, 2\]", dict(prompt=wrong)),
+        (r"prompt has shape \(3, 0\)", dict(prompt=prompts()[:, :0])),
+        (r"prompt has shape \(11,\)", dict(prompt=prompts()[0])),
+        (r"float32\[3, 11\]", dict(prompt=prompts().astype(np.float32))),
+        (r"prompt has 2 rows, the cache 3", dict(prompt=prompts(2))),
+        (r"num_tokens is 0", dict(num_tokens=0)),
+        (r"chunk is 0", dict(chunk=0)),
+        (r"key is None: Sample", dict(sampler=SAMPLER)),
+        (r"lengths have shape \(2,\): must be \(3,\)", dict(lengths=[1, 2])),
+        (r"lengths are \[1, 0, 2\]: must be from 1 to 11", dict(lengths=[1, 0, 2])),
+        (r"lengths are \[1, 12, 2\]", dict(lengths=[1, 12, 2])),
+        (r"lengths are float64", dict(lengths=[1.0, 2.0, 3.0])),
+    ]
+    for said, change in cases:
+        refuse(said, call=call, **change)
+
+
+def test_an_explicit_greedy_sampler_needs_no_key(rope, greedy):
+    step, params, empty = rope
+    got = generate(step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS,
+                   sampler=Greedy())  # fmt: skip
+    np.testing.assert_array_equal(got, greedy)
+
+
+def test_past_the_end_under_trace_no_slot_is_overwritten_and_no_token_made_up():
+    """Where the check cannot see the length: NaN logits, so token -1, in that row from there on."""
+    step, params, empty = make(ROPE)
+
+    @jax.jit
+    def unchecked(prompt, lengths, state):
+        logits, state = prefill(step, params, prompt, state, lengths)
+        tokens, states = [], [state]
+        for _ in range(4):
+            tokens.append(Greedy()(None, logits))
+            out, state = step(params, tokens[-1][:, None], state)
+            logits = out[:, 0]
+            states.append(state)
+        return jnp.stack([*tokens, Greedy()(None, logits)], axis=1), states
+
+    tokens, states = unchecked(prompts(), LENGTHS, empty(3, 13))
+    assert (np.asarray(tokens)[0] >= 0).tolist() == [True, True, True, False, False]
+    assert (np.asarray(tokens)[1:] >= 0).all()
+    for layer in range(2):
+        full, last = states[2].layers[layer], states[-1].layers[layer]
+        assert full.positions[0].tolist() == list(range(13))
+        assert_same_bits(last.positions[0], full.positions[0])
+        assert_same_bits(last.k[0], full.k[0])
+        assert_same_bits(last.v[0], full.v[0])
+    assert states[-1].length.tolist() == [13, 7, 11]
+
+
+def test_an_empty_batch_gives_no_tokens(rope):
+    step, params, empty = rope
+    got = generate(step, params, prompts(0), empty(0), num_tokens=3)
+    assert got.shape == (0, 3) and got.dtype == jnp.int32
+
+
+# Hygiene
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],
+    ids=["leaks", "nans", "transfers"],
+)
+def test_generation_is_clean_under(setting, rope, greedy):
+    step, params, empty = rope
+    state, key = empty(), jax.random.key(3)
+    with setting():
+        tokens = generate(step, params, prompts(), state, num_tokens=3, lengths=LENGTHS, key=key)
+        first = next(stream(step, params, prompts(), state, num_tokens=3, lengths=LENGTHS, key=key))
+    np.testing.assert_array_equal(tokens, greedy[:, :3])
+    np.testing.assert_array_equal(first, greedy[:, 0])
+
+
+def test_a_cache_of_another_model_is_refused():
+    scanned = dataclasses.replace(ROPE, scan_layers=True)
+    deeper = dataclasses.replace(ROPE, num_layers=3)
+    tokens = jnp.zeros((3, 2), jnp.int32)
+    for model, cached, rows, rule in (
+        (ROPE, scanned, 3, "cache.layers is of a scanned stack, the model's is looped"),
+        (scanned, ROPE, 3, "cache.layers is of a looped stack, the model's is scanned"),
+        (ROPE, deeper, 3, "cache.layers has 3 layers, the model 2"),
+        (ROPE, ROPE, 2, "tokens have 3 rows, the cache 2"),
+        (PAIR, dataclasses.replace(PAIR, kind="decoder"), 3, "cache.cross is None"),
+    ):
+        params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes(model))
+        with pytest.raises(ValueError, match=rule):
+            build(model).apply({"params": params}, tokens, cache=init_cache(cached, rows, 8))
+
+
+def test_a_plain_function_is_a_step():
+    """`generate` asks of a step no more than to be called."""
+    inner = make_step(build(ROPE))
+
+    def step(params, tokens, state, *, valid=None):
+        return inner(params, tokens, state, valid=valid)
+
+    params, state = parameters(ROPE), init_cache(ROPE, 1, 9)
+    prompt = np.array([[3, 1, 4]])
+    want = generate(inner, params, prompt, state, num_tokens=2)
+    np.testing.assert_array_equal(generate(step, params, prompt, state, num_tokens=2), want)
+
+
+def test_a_traced_prompt_is_refused():
+    step, params = make_step(build(ROPE)), parameters(ROPE)
+    with pytest.raises(ValueError, match="in a jit of your own, call prefill"):
+        jax.jit(lambda p: generate(step, params, p, init_cache(ROPE, 1, 9), num_tokens=2))(
+            np.array([[3, 1, 4]])
+        )

@@ -1,0 +1,37 @@
+"""The documentation's code runs, and prints what the documentation says it prints."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """(code, expected output) pairs: a python fence and the indented text that follows it."""
+    found = re.findall(r"```python\n(.*?)```\n((?:\n(?:    [^\n]*\n)+)?)", text, re.DOTALL)
+    return [(code, re.sub(r"^    ", "", out, flags=re.M).strip("\n")) for code, out in found]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(n) for n in re.findall(r"-?\d+\.?\d*(?:e[+-]\d+)?", text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_code_prints_what_the_page_says(page):
+    names: dict = {}
+    for code, expected in blocks(page.read_text()):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(code, names)
+        if expected:
+            assert numbers(out.getvalue()) == pytest.approx(numbers(expected), abs=2e-4), code
+
+
+def test_the_lectures_page_has_output_to_compare():
+    pairs = blocks((ROOT / "docs" / "lectures.md").read_text())
+    assert sum(bool(out) for _, out in pairs) >= 6

@@ -1,0 +1,280 @@
+"""Norms, activations, dropout, look-ups and one block, each against its formula."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import model_oracle as oracle
+from tests.tolerances import FORWARD_F32, assert_near, assert_same_bits
+from transformer_jax.config import ModelConfig
+from transformer_jax.layers import (
+    Attention,
+    Block,
+    FeedForward,
+    activate,
+    dropout,
+    layer_norm,
+    lookup,
+    rms_norm,
+    split_key,
+)
+from transformer_jax.models import build, init_params
+from transformer_jax.transformer import check_tokens
+
+SMALL = ModelConfig(vocab_size=31, d_model=14, num_heads=2, head_dim=5, d_ff=11, num_layers=2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Small arrays, many programs: compiling costs more than running."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def float64_norm(x, scale, bias, eps, *, centre: bool):
+    x = np.asarray(x, np.float64)
+    if centre:
+        x = x - x.mean(-1, keepdims=True)
+    y = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    y = y if scale is None else y * np.asarray(scale, np.float64)
+    return y if bias is None else y + np.asarray(bias, np.float64)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-12, 0.3])
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
+def test_norms_equal_their_formulas(rng, size, eps):
+    """Also where eps outweighs the variance, and where it is far below the square of f32's eps."""
+    x = (size * rng.standard_normal((3, 5, 7))).astype(np.float32)
+    scale, bias = rng.standard_normal((2, 7)).astype(np.float32)
+    for s, b in ((scale, bias), (scale, None), (None, None)):
+        want = float64_norm(x, s, b, eps, centre=True)
+        assert_near(layer_norm(x_ := jnp.asarray(x), s, b, eps), want, FORWARD_F32)
+        if b is None:
+            want = float64_norm(x, s, None, eps, centre=False)
+            assert_near(rms_norm(x_, s, eps), want, FORWARD_F32)
+
+
+def test_layer_norm_survives_a_large_mean(rng):
+    """The variance is that of x - mean: E[x^2] - E[x]^2 in f32 would lose all of it."""
+    x = (1000 + rng.standard_normal((5, 13))).astype(np.float32)
+    want = float64_norm(x, None, None, 1e-5, centre=True)
+    assert_near(layer_norm(jnp.asarray(x), None, None, 1e-5), want, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_norms_of_low_precision_round_once(rng, dtype):
+    """Statistics are f32: the result is that of the same numbers in f32, rounded at the end."""
+    x = jnp.asarray(rng.standard_normal((5, 127)) * 30, dtype)
+    scale = jnp.asarray(rng.standard_normal(127), jnp.float32)
+    for norm in (lambda x: layer_norm(x, scale, scale), lambda x: rms_norm(x, scale)):
+        got = norm(x)
+        assert got.dtype == dtype
+        assert_same_bits(got, norm(x.astype(jnp.float32)).astype(dtype))
+
+
+def test_a_constant_vector_has_a_finite_norm_and_gradient():
+    x = jnp.full((2, 7), 3.0)
+    assert np.abs(layer_norm(x, None, None)).max() < 1e-3
+    for norm in (lambda x: layer_norm(x, None, None), lambda x: rms_norm(0 * x, None)):
+        assert np.isfinite(np.asarray(jax.grad(lambda x, norm=norm: norm(x).sum())(x))).all()
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_activations_equal_their_closed_forms(name):
+    """gelu by the error function itself, so that its tanh approximation does not pass for it."""
+    x = np.linspace(-6, 6, 499).astype(np.float32)
+    exact = {
+        "relu": lambda v: max(v, 0.0),
+        "gelu": lambda v: v * (1 + math.erf(v / math.sqrt(2))) / 2,
+        "gelu_tanh": lambda v: (
+            v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) / 2
+        ),
+        "silu": lambda v: v / (1 + math.exp(-v)),
+    }
+    want = np.array([exact[name](float(v)) for v in x])
+    assert_near(activate(jnp.asarray(x), name), want, 3e-7)
+    others = [np.abs(want - [f(float(v)) for v in x]).max() for n, f in exact.items() if n != name]
+    assert min(others) > 1e-4
+    slope = jax.vmap(jax.grad(lambda v: activate(v, name)))(jnp.array([-1e4, -90.0, 90.0, 1e4]))
+    np.testing.assert_array_equal(slope, [0, 0, 1, 1])
+
+
+def test_dropout_scales_what_it_keeps(key):
+    x = jnp.asarray(np.random.default_rng(3).uniform(1, 2, (211, 101)), jnp.float32)
+    rate = 0.3
+    y = np.asarray(dropout(x, rate, key))
+    kept = y != 0
+    np.testing.assert_allclose(y[kept], np.asarray(x)[kept] / 0.7, rtol=1e-6)
+    deviation = math.sqrt(rate * (1 - rate) / x.size)
+    assert abs(kept.mean() - (1 - rate)) < 4 * deviation
+    for axis in (0, 1):  # no row or column is dropped as a whole
+        assert np.ptp(kept.mean(axis)) < 0.5
+    assert abs(y.mean() / np.asarray(x).mean() - 1) < 0.02
+
+
+def test_dropout_is_the_identity_without_a_key_or_a_rate(key):
+    x = jnp.arange(5.0)
+    assert dropout(x, 0.5, None) is x
+    assert dropout(x, 0.0, key) is x
+
+
+def test_dropout_follows_its_key_and_keeps_the_dtype():
+    x = jnp.ones((7, 11), jnp.bfloat16)
+    one, again, other = (dropout(x, 0.5, jax.random.key(n)) for n in (0, 0, 1))
+    assert one.dtype == jnp.bfloat16
+    assert_same_bits(one, again)
+    assert (np.asarray(one) != np.asarray(other)).any()
+    assert set(np.unique(np.asarray(one, np.float32))) == {0.0, 2.0}
+
+
+def test_gradients_pass_where_dropout_keeps():
+    x = jnp.asarray(np.random.default_rng(3).uniform(1, 2, (7, 11)), jnp.float32)
+    y = dropout(x, 0.25, jax.random.key(2))
+    slope = jax.grad(lambda x: dropout(x, 0.25, jax.random.key(2)).sum())(x)
+    np.testing.assert_allclose(slope, np.where(np.asarray(y) != 0, 1 / 0.75, 0), rtol=1e-6)
+
+
+def test_split_keys_differ_or_are_all_absent(key):
+    assert split_key(None, 3) == [None] * 3
+    parts = [tuple(np.asarray(jax.random.key_data(k)).tolist()) for k in split_key(key, 5)]
+    assert len(set(parts)) == 5
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.int16, np.int8, np.uint8, np.uint32])
+@pytest.mark.parametrize("vocab", [31, 127, 200, 256, 300])
+def test_lookup_takes_its_row_from_ids_of_any_width(rng, dtype, vocab):
+    """Byte tokens are uint8, token files uint16: the table's length may not fit the ids' dtype."""
+    table = rng.standard_normal((vocab, 3)).astype(np.float32)
+    largest = min(vocab - 1, np.iinfo(dtype).max)
+    ids = np.array([[0, 7, largest]], dtype)
+    assert_same_bits(lookup(jnp.asarray(table), jnp.asarray(ids)), table[ids.astype(np.int64)])
+
+
+@pytest.mark.parametrize("wrong", [-1, -7, 31, 2**31 - 1, -(2**31)])
+def test_an_id_outside_the_table_gives_nan_and_never_another_row(rng, wrong):
+    table = jnp.asarray(rng.standard_normal((31, 3)), jnp.float32)
+    ids = jnp.array([[3, wrong, 30]], jnp.int32)
+    got = np.asarray(jax.jit(lookup)(table, ids))
+    assert np.isnan(got[0, 1]).all()
+    assert_same_bits(got[0, [0, 2]], np.asarray(table)[[3, 30]])
+    # No row of the table has a part in it.
+    slope = jax.grad(lambda t: lookup(t, ids)[0, 1].sum())(table)
+    assert_same_bits(slope, np.zeros((31, 3), np.float32))
+
+
+@pytest.mark.parametrize("vocab", [200, 256, 300])
+def test_a_negative_id_of_eight_bits_gives_nan_too(rng, vocab):
+    """300 does not fit an int8: wrapped to 44 it would name a row."""
+    table = jnp.asarray(rng.standard_normal((vocab, 3)), jnp.float32)
+    got = np.asarray(lookup(table, jnp.array([[-1, 5]], jnp.int8)))
+    assert np.isnan(got[0, 0]).all() and np.isfinite(got[0, 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (np.array([[3, 4], [5, 31]]), r"token 31 at \[1, 1\].*0\.\.30"),
+        (np.array([[3, -1], [5, 6]]), r"token -1 at \[0, 1\].*0\.\.30"),
+        (np.array([[3, 2**31]], np.int64), r"token 2147483648 at \[0, 1\]"),
+        (np.array([[3.0, 4.0]], np.float32), r"float32\[1, 2\].*integers"),
+        (np.array([[True, False]]), r"bool\[1, 2\].*integers"),
+        (np.array([3, 4]), r"int64\[2\].*\[B, T\]"),
+        (np.zeros((1, 2, 3), np.int32), r"int32\[1, 2, 3\].*\[B, T\]"),
+    ],
+    ids=str,
+)
+def test_wrong_tokens_raise_with_position_and_value(tokens, said):
+    with pytest.raises(ValueError, match=said):
+        check_tokens(tokens, 31)
+    model = build(SMALL)
+    with pytest.raises(ValueError, match=said):
+        model.apply({"params": {}}, tokens)
+
+
+def test_float_tokens_raise_under_jit_too():
+    model = build(SMALL)
+    with pytest.raises(ValueError, match=r"float32\[2, 3\].*integers"):
+        jax.eval_shape(lambda t: model.apply({"params": {}}, t), jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("positions", ["learned", "shaw"])
+def test_a_traced_token_outside_the_vocabulary_poisons_its_row_alone(key, positions):
+    """From its place on; what stands before it, and the other rows, are untouched bit for bit."""
+    config = dataclasses.replace(SMALL, positions=positions)
+    model, params = build(config), init_params(config, key)
+    apply = jax.jit(lambda t: model.apply({"params": params}, t)[0])
+    tokens = np.arange(15, dtype=np.int32).reshape(3, 5)
+    clean = np.asarray(apply(tokens))
+    assert np.isfinite(clean).all()
+    for wrong in (31, -1, 2**31 - 1):
+        changed = tokens.copy()
+        changed[1, 2] = wrong
+        got = np.asarray(apply(changed))
+        assert np.isnan(got[1, 2:]).all()
+        assert_same_bits(got[[0, 2]], clean[[0, 2]])
+        assert_same_bits(got[1, :2], clean[1, :2])
+
+
+@pytest.mark.parametrize("glu", [False, True])
+def test_feed_forward_equals_its_formula(rng, key, glu):
+    config = dataclasses.replace(SMALL, glu=glu, activation="silu")
+    layer = FeedForward(config)
+    x = rng.standard_normal((2, 3, 14)).astype(np.float32)
+    params = oracle.randomised(layer.init(key, x)["params"], rng)
+    assert set(params) == {"up", "down", *(["gate"] if glu else [])}
+    p = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
+    up = x @ p["up"]["kernel"] + p["up"]["bias"]
+    opened = up
+    if glu:
+        opened = x @ p["gate"]["kernel"] + p["gate"]["bias"]
+    hidden = opened / (1 + np.exp(-opened)) * (up if glu else 1)
+    want = hidden @ p["down"]["kernel"] + p["down"]["bias"]
+    assert_near(layer.apply({"params": params}, x), want, 2 * FORWARD_F32)
+
+
+@pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
+def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
+    """By formula from the block's own attention and feed-forward: x + f(n(x)), n(x + f(x)), ..."""
+    config = dataclasses.replace(SMALL, norm_order=order)
+    block = Block(config, cross=True)
+    x = jnp.asarray(rng.standard_normal((2, 5, 14)), jnp.float32)
+    memory = jnp.asarray(rng.standard_normal((2, 3, 14)), jnp.float32)
+    places = jnp.tile(jnp.arange(3), (2, 1))
+    arguments = dict(token_positions=jnp.arange(5), memory=memory, memory_positions=places)
+    params = oracle.randomised(block.init(key, x, **arguments)["params"], rng)
+    names = ("attention", "cross_attention", "feed_forward")
+    norms = {f"norm_{name}" for name in names}
+    norms |= {f"out_norm_{name}" for name in names} if order == "sandwich" else set()
+    assert set(params) == {*names, *norms}
+    got, cache = block.apply({"params": params}, x, **arguments)
+    assert cache is None
+
+    context = block.apply({"params": params}, memory, places, method="context_cache")
+    functions = {
+        "attention": lambda y: Attention(config).apply(
+            {"params": params["attention"]}, y, token_positions=jnp.arange(5)
+        )[0],
+        "cross_attention": lambda y: Attention(config, cross=True).apply(
+            {"params": params["cross_attention"]}, y, context=context
+        )[0],
+        "feed_forward": lambda y: FeedForward(config).apply({"params": params["feed_forward"]}, y),
+    }
+
+    def norm(name, y):
+        p = params[name]
+        return layer_norm(y, p["scale"], p["bias"], config.norm_eps)
+
+    want = x
+    for name, f in functions.items():
+        if order == "pre":
+            want = want + f(norm(f"norm_{name}", want))
+        elif order == "post":
+            want = norm(f"norm_{name}", want + f(want))
+        else:
+            want = want + norm(f"out_norm_{name}", f(norm(f"norm_{name}", want)))
+    assert_near(got, want, FORWARD_F32)

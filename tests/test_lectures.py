@@ -1,0 +1,279 @@
+"""The worked numbers of the lectures, reproduced by the library under every implementation."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax import cache
+from transformer_jax.attention import (
+    additive_attention,
+    dot_product_attention,
+    dot_product_attention_weights,
+    state_attention,
+)
+from transformer_jax.config import RopeConfig, preset
+from transformer_jax.masks import Causal, Window
+from transformer_jax.positions import apply_rope, sinusoidal
+
+SINUSOIDS = [
+    [0.0, 1.0, 0.0, 1.0],
+    [0.84147, 0.54030, 0.00999983, 0.99995],
+    [0.9092974, -0.4161468, 0.0199987, 0.9998000],
+]
+EMBEDDINGS = np.array([[1, 2, 1, 2], [3, 2, 1, 2], [4, 1, 2, 1]], np.float32)
+W_Q = np.array([[1, 2, 3, 1], [4, 1, 2, 3], [1, 1, 2, 2], [1, 2, 1, 1]], np.float32)
+W_K = W_V = np.array([[1, 2, 2, 1], [1, 2, 2, 3], [1, 3, 4, 2], [1, 2, 3, 1]], np.float32)
+
+
+ENCODER_STATES, DECODER_STATE = np.array([[1, 0], [0, 1], [1, 1.0]]), np.array([[0.5, 0.2]])
+ENCODER_WEIGHTS = np.exp([0.5, 0.2, 0.7]) / np.exp([0.5, 0.2, 0.7]).sum()
+SLIDE_WEIGHTS = [0.3374, 0.2501, 0.4125]  # from rounded exponentials: up to 0.0002 away
+
+
+@pytest.fixture(params=["xla", "blockwise"])
+def implementation(request) -> str:
+    return request.param
+
+
+def one_head(matrix: np.ndarray) -> jax.Array:
+    """[T, H] as [1, T, 1, H]."""
+    return jnp.asarray(matrix, jnp.float32)[None, :, None, :]
+
+
+def attend(query, key, value, **settings) -> np.ndarray:
+    """Attention of matrices [T, H], [S, H], [S, Hv]: one row of a batch, one head."""
+    out = dot_product_attention(one_head(query), one_head(key), one_head(value), **settings)
+    return np.asarray(out)[0, :, 0]
+
+
+def near(actual, expected, digits: int = 4) -> None:
+    """Equal to `digits` decimals, rounded or cut as they are on the slide."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape and actual.size > 0
+    assert np.isfinite(actual).all()
+    assert np.abs(actual - expected).max() < 10.0**-digits
+
+
+def test_attention_over_encoder_states(implementation):
+    settings = dict(scale=1.0, implementation=implementation)
+    weights = attend(DECODER_STATE, ENCODER_STATES, np.eye(3), **settings)
+    near(weights[0], ENCODER_WEIGHTS, 6)
+    near(weights[0], SLIDE_WEIGHTS, 3)
+    context = attend(DECODER_STATE, ENCODER_STATES, ENCODER_STATES, **settings)
+    near(context[0], ENCODER_WEIGHTS @ ENCODER_STATES, 6)
+    near(context[0], [0.7499, 0.6626], 3)
+
+
+def test_attention_over_encoder_states_by_its_own_function():
+    arrays = (jnp.asarray(x, jnp.float32)[None] for x in (DECODER_STATE, ENCODER_STATES))
+    context, weights = jax.jit(state_attention)(*arrays)
+    near(weights[0, 0], ENCODER_WEIGHTS, 6)
+    near(context[0, 0], [0.7499, 0.6626], 3)
+
+
+def test_sinusoidal_table():
+    table = sinusoidal(jnp.arange(3), 4)
+    near(table[0], SINUSOIDS[0], 7)
+    near(table[1], SINUSOIDS[1], 5)
+    near(table[1, 2], SINUSOIDS[1][2], 8)
+    near(table[2], SINUSOIDS[2], 6)
+
+
+def worked_example():
+    x = EMBEDDINGS + np.asarray(sinusoidal(jnp.arange(3), 4))
+    return x @ W_Q, x @ W_K, x @ W_V
+
+
+def test_worked_example_projections_and_scores(implementation):
+    queries, keys, _ = worked_example()
+    near(queries[0], [17, 12, 14, 15])
+    near(keys[0], [8, 17, 21, 15])
+    scores = []
+    for j in range(3):  # over a single key the log-sum-exp is the score itself
+        _, lse = dot_product_attention(
+            one_head(queries), one_head(keys[j : j + 1]), one_head(keys[j : j + 1]),
+            return_lse=True, implementation=implementation,
+        )  # fmt: skip
+        scores.append(lse[0, 0, 0])
+    near(scores[0], 429.5)
+    near(scores[1], 523.3316)
+    near(scores[2], 477.8502, 3)
+
+
+def test_worked_example_attends_to_the_second_token_only(implementation):
+    queries, keys, values = worked_example()
+    weights = attend(queries, keys, np.eye(3), implementation=implementation)
+    near(weights, [[0, 1, 0]] * 3, 6)
+    out = attend(queries, keys, values, implementation=implementation)
+    near(out, [[10.3917, 21.7934, 25.8034, 16.4823]] * 3, 3)
+    near(out[0], [10.3917, 21.7934, 25.8034, 16.4823])
+
+
+def test_worked_example_added_to_its_positions_and_normalised(implementation):
+    queries, keys, values = worked_example()
+    out = attend(queries, keys, values, implementation=implementation)
+    total = out + np.asarray(sinusoidal(jnp.arange(3), 4))
+    centred = total - total.mean(axis=1, keepdims=True)
+    normalised = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True))
+    near(normalised[0], [-1.4909, 0.6280, 1.1423, -0.2794])
+    near(normalised[2], [-1.4427, 0.4465, 1.2801, -0.2838])
+
+
+def test_masked_scores(implementation):
+    scores = np.array([[2, 4, 6], [3, 5, 7], [4, 6, 8]], np.float32)
+    weights = attend(
+        np.zeros((3, 1)), np.zeros((3, 1)), np.eye(3), bias=jnp.asarray(scores), mask=Causal(),
+        implementation=implementation,
+    )  # fmt: skip
+    near(weights, [[1, 0, 0], [0.12, 0.88, 0], [0.02, 0.12, 0.86]], 2)
+    near(weights, [[1, 0, 0], [0.1192, 0.8808, 0], [0.0159, 0.1173, 0.8668]])
+    assert not weights[np.triu_indices(3, 1)].any()
+
+
+def test_cross_attention_with_equal_scores_is_uniform(implementation):
+    encoded = np.array([[1, 2, 3, 4], [4, 3, 2, 1], [2, 2, 2, 5]], np.float32)
+    states = np.array([[0, 0, 0, 0], [5, -5, 0, 0]], np.float32)
+    encoded[:, :2] = 1.0  # the second state is orthogonal to what differs between the keys
+    weights = attend(states, encoded, np.eye(3), implementation=implementation)
+    near(weights, np.full((2, 3), 1 / 3), 6)
+    out = attend(states, encoded, encoded, implementation=implementation)
+    near(out, np.tile(encoded.mean(axis=0), (2, 1)), 5)
+
+
+def test_additive_attention_with_equal_scores_is_uniform():
+    encoded = jnp.array([[[1.0, 2, 3], [4, 3, 2], [2, 2, 5]]])
+    _, weights = jax.jit(additive_attention)(
+        jnp.ones((1, 2, 3)), encoded, encoded,
+        w_query=jnp.ones((3, 5)), w_key=jnp.zeros((3, 5)), v=jnp.ones(5),
+    )  # fmt: skip
+    near(weights, np.full((1, 2, 3), 1 / 3), 6)
+
+
+def test_key_value_caching(implementation):
+    x = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32)
+    keys, values = x @ [[1, 2], [0, 1]], x @ [[0.5, -0.5], [1, 0.5]]
+    expected_keys, expected_values = (
+        [[1, 4], [3, 10], [5, 16]],
+        [[2.5, 0.5], [5.5, 0.5], [8.5, 0.5]],
+    )
+    near(keys[:3], expected_keys)
+    near(values[:3], expected_values)
+    slots = cache.init(1, 5, 1, 2)
+    for t in range(3):
+        position = jnp.array([[t]], jnp.int32)
+        slots = cache.update(
+            slots, one_head(keys[t : t + 1]), one_head(values[t : t + 1]), position
+        )
+    near(slots.k[0, :3, 0], expected_keys)
+    near(slots.v[0, :3, 0], expected_values)
+    assert slots.positions[0].tolist() == [0, 1, 2, -1, -1] and slots.length.tolist() == [3]
+    now = jnp.array([[3]], jnp.int32)
+    slots = cache.update(slots, one_head(keys[3:]), one_head(values[3:]), now)
+    near(slots.k[0, :3, 0], expected_keys)
+    fourth = dot_product_attention(
+        one_head(x[3:]), slots.k, slots.v, mask=Causal(), q_positions=now,
+        k_positions=slots.positions, implementation=implementation,
+    )  # fmt: skip
+    whole = attend(x, keys, values, mask=Causal(), implementation=implementation)
+    near(fourth[0, 0, 0], whole[3], 6)
+
+
+def test_permuting_the_tokens_permutes_the_output(implementation, rng):
+    x = rng.normal(size=(1, 11, 3, 5)).astype(np.float32)
+    order = rng.permutation(11)
+    out = dot_product_attention(*[jnp.asarray(x)] * 3, implementation=implementation)
+    moved = dot_product_attention(*[jnp.asarray(x[:, order])] * 3, implementation=implementation)
+    near(moved, np.asarray(out)[:, order], 5)
+    masked = [
+        dot_product_attention(*[jnp.asarray(a)] * 3, mask=Causal(), implementation=implementation)
+        for a in (x, x[:, order])
+    ]
+    assert np.abs(np.asarray(masked[1]) - np.asarray(masked[0])[:, order]).max() > 0.1
+
+
+def test_rope_scores_depend_only_on_the_distance(implementation, rng):
+    query, key = (jnp.asarray(rng.normal(size=(1, 1, 1, 6)), jnp.float32) for _ in range(2))
+    rope = RopeConfig(pairing="interleaved")
+
+    def score(i: int, j: int) -> float:
+        turned = (apply_rope(a, jnp.array([p]), rope) for a, p in ((query, i), (key, j)))
+        _, lse = dot_product_attention(
+            *turned, key, return_lse=True, scale=1.0, implementation=implementation
+        )
+        return float(lse[0, 0, 0])
+
+    for distance in (0, 1, 7):
+        near([score(i + distance, i) for i in (0, 3, 100)], [score(distance, 0)] * 3)
+    assert abs(score(3, 0) - score(7, 0)) > 0.01
+
+
+def test_rope_turns_the_pairs_by_the_angle_of_the_lecture(rng):
+    x = rng.normal(size=(1, 1, 1, 6))
+    turned = apply_rope(
+        jnp.asarray(x, jnp.float32), jnp.array([5]), RopeConfig(pairing="interleaved")
+    )
+    for k in range(3):
+        angle = 5 * 10000 ** (-2 * k / 6)
+        rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+        pair = slice(2 * k, 2 * k + 2)
+        near(turned[0, 0, 0, pair], rotation @ x[0, 0, 0, pair], 5)
+
+
+def test_scaling_brings_the_variance_of_scores_from_d_to_one(implementation, rng):
+    d, count = 61, 20_011
+    query, key = (jnp.asarray(rng.normal(size=(count, 1, 1, d)), jnp.float32) for _ in range(2))
+    raw, scaled = (
+        dot_product_attention(
+            query, key, key, scale=scale, return_lse=True, implementation=implementation
+        )[1]
+        for scale in (1.0, None)
+    )
+    assert abs(float(raw.var()) / d - 1) < 0.05
+    assert abs(float(scaled.var()) - 1) < 0.05
+
+
+def test_causal_window_of_fifty_frames(implementation):
+    frames = jnp.zeros((1, 100, 1, 1))
+    values = jnp.eye(100)[None, :, None, :]
+    mask = Causal() & Window(50)
+    out = dot_product_attention(frames, frames, values, mask=mask, implementation=implementation)
+    weights = np.asarray(out)[0, :, 0]
+    for frame in range(100):
+        seen = range(max(0, frame - 49), frame + 1)
+        assert np.flatnonzero(weights[frame]).tolist() == list(seen)
+        near(weights[frame, frame], 1 / len(seen), 6)
+    near(dot_product_attention_weights(frames, frames, mask=mask)[0, 0], weights, 6)
+
+
+def test_stacked_windows_grow_the_receptive_field(implementation, rng):
+    x = jnp.asarray(rng.normal(size=(1, 19, 2, 3)), jnp.float32)
+    mask, last = Causal() & Window(4), 17
+
+    def influence(x, layers: int):
+        for _ in range(layers):
+            x = x + dot_product_attention(x, x, x, mask=mask, implementation=implementation)
+        return (x[:, last] ** 2).sum()
+
+    for layers in (1, 3):
+        gradient = np.asarray(jax.jit(jax.grad(influence), static_argnums=1)(x, layers))
+        assert np.isfinite(gradient).all()
+        reached = np.abs(gradient).max(axis=(0, 2, 3)) > 0
+        field = 1 + 3 * layers
+        assert np.flatnonzero(reached).tolist() == list(range(last + 1 - field, last + 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "hidden"),
+    [
+        ("transformer-base", 512, 2048),
+        ("bert-base", 768, 3072),
+        ("bert-large", 1024, 4096),
+        ("gpt2", 768, 3072),
+    ],
+)
+def test_feed_forward_sizes(name, width, hidden):
+    config = preset(name)
+    assert (config.d_model, config.ff_dim) == (width, hidden)

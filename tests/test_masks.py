@@ -1,0 +1,400 @@
+"""Masks against plain Python predicates: every small geometry, random compositions, tile plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from transformer_jax.masks import Causal, Dense, Padding, Predicate, Prefix, Segments, Window
+
+SKIPPED, PARTIAL, FULL = 0, 1, 2
+B, N, T, S = 7, 2, 5, 11
+
+
+def seen(mask, q_positions, k_positions) -> np.ndarray:
+    result = mask.materialize(jnp.asarray(q_positions), jnp.asarray(k_positions))
+    assert result.dtype == bool and result.ndim == 4
+    return np.asarray(result)
+
+
+def check(mask, predicate, q_positions, k_positions, *, batch: int = 1, heads: int = 1) -> None:
+    expected = oracle.allowed(predicate, q_positions, k_positions, batch=batch, heads=heads)
+    actual = seen(mask, q_positions, k_positions)
+    assert all(size in (1, full) for size, full in zip(actual.shape, expected.shape, strict=True))
+    assert actual.shape[2:] == expected.shape[2:]
+    wrong = np.argwhere(np.broadcast_to(actual, expected.shape) != expected)
+    assert wrong.size == 0, f"{mask}: {len(wrong)} wrong, first at {wrong[0]}"
+
+
+def sliding():
+    """The twenty masks of a decoder: every window of up to nine keys, causal or not."""
+    for width in range(10):
+        yield Window(width), oracle.window(width)
+        yield Causal() & Window(width), oracle.both(oracle.causal(), oracle.window(width))
+
+
+def two_sided():
+    yield Causal(), oracle.causal()
+    for right in range(10):
+        yield Window(None, right), oracle.window(None, right)
+        yield Window(3, right), oracle.window(3, right)
+
+
+def test_every_window_over_every_pair_of_lengths_up_to_nine():
+    count = 0
+    for mask, predicate in sliding():
+        table = oracle.allowed(predicate, np.arange(9), np.arange(9))
+        for queries, keys in itertools.product(range(1, 10), repeat=2):
+            actual = seen(mask, np.arange(queries), np.arange(keys))
+            assert actual.shape == (1, 1, queries, keys)
+            assert (actual == table[..., :queries, :keys]).all(), f"{mask} {queries} {keys}"
+            count += 1
+    assert count == 1620
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (1, 9), (9, 1), (4, 9), (9, 4)])
+def test_two_sided_windows(lengths):
+    for mask, predicate in two_sided():
+        check(mask, predicate, *map(np.arange, lengths))
+
+
+@pytest.mark.parametrize("offset", [-3, 2, 1_000_003])
+def test_geometry_depends_on_positions_and_never_on_indices(offset):
+    q_positions, k_positions = offset + np.arange(T), np.arange(S) + max(offset - 2, 0)
+    for mask, predicate in itertools.chain(sliding(), two_sided()):
+        check(mask, predicate, q_positions, k_positions)
+
+
+def test_window_counts_the_query_itself():
+    sees = seen(Causal() & Window(3), np.arange(11), np.arange(11))[0, 0]
+    assert sees.sum(axis=1).tolist() == [1, 2] + 9 * [3]
+    assert sees.diagonal().all()
+    both_sides = seen(Window(3, 2), np.arange(11), np.arange(11))[0, 0]
+    assert both_sides[5].nonzero()[0].tolist() == [3, 4, 5, 6]
+    assert not seen(Window(0, 0), np.arange(11), np.arange(11)).any()
+    assert not seen(Causal() & Window(0), np.arange(11), np.arange(11)).any()
+
+
+def test_window_over_a_ring_keeps_the_newest_keys():
+    newest = np.array([[10, 11, 7, 8, 9]])  # a ring of five slots after twelve tokens
+    sees = seen(Causal() & Window(3), np.array([11]), newest)
+    assert newest[0][sees[0, 0, 0]].tolist() == [10, 11, 9]
+
+
+def test_empty_slot_is_never_attended_not_even_under_negation():
+    k_positions = np.array([[3, -1, 0, -7, 1, 2, -1]])
+    nothing = Padding(jnp.zeros((1, 9), bool))
+    for mask in (Causal(), ~Causal(), ~nothing, ~(~nothing & ~Causal()), ~Window(1, 1)):
+        sees = seen(mask, np.arange(T), k_positions)
+        assert not sees[..., k_positions[0] < 0].any()
+    assert seen(~nothing, np.arange(T), k_positions)[..., k_positions[0] >= 0].all()
+
+
+def test_lookups_outside_their_arrays_are_false():
+    far = np.array([-1, 0, 4, 5, 900])
+    check(Padding(jnp.ones((1, 5), bool)), lambda b, n, q, k: k < 5, far, far)
+    ids = jnp.zeros((1, 5), jnp.int32)
+    inside = oracle.both(lambda b, n, q, k: 0 <= q < 5, lambda b, n, q, k: k < 5)
+    check(Segments(ids), inside, far, far)
+    check(Dense(jnp.ones((5, 5), bool)), inside, far, far)
+
+
+def test_padding_and_prefix_and_segments_by_hand():
+    valid = jnp.array([[True, True, False], [True, False, False]])
+    sees = seen(Padding(valid), np.arange(2), np.arange(3))
+    assert np.broadcast_to(sees, (2, 1, 2, 3))[:, 0, 1].tolist() == valid.tolist()
+    sees = seen(Causal() | Prefix(jnp.array([2, 0])), np.arange(3), np.arange(3))[:, 0]
+    assert sees[0].tolist() == [[True, True, False], [True, True, False], [True, True, True]]
+    assert sees[1].tolist() == np.tri(3, dtype=bool).tolist()
+    packed = jnp.array([[1, 1, 2]])
+    sees = seen(Segments(packed), np.arange(3), np.arange(3))[0, 0]
+    assert sees.tolist() == [[True, True, False], [True, True, False], [False, False, True]]
+
+
+# Random compositions: every leaf with its predicate, trees of up to four operators.
+
+
+def near_diagonal(q_positions, k_positions):
+    return (q_positions + k_positions) % 3 != 1
+
+
+def random_leaf(rng: np.random.Generator):
+    kind = rng.integers(9)
+    sizes = rng.integers(0, 6, 2).tolist()
+    if kind == 0:
+        return Causal(), oracle.causal()
+    if kind == 1:
+        return Window(sizes[0]), oracle.window(sizes[0])
+    if kind == 2:
+        return Window(*sizes), oracle.window(*sizes)
+    if kind == 3:
+        return Window(None, sizes[0]), oracle.window(None, sizes[0])
+    if kind == 4:
+        valid = rng.random((B, S)) < 0.6
+        return Padding(jnp.asarray(valid)), oracle.padding(valid)
+    if kind == 5:
+        q_ids, k_ids = rng.integers(0, 3, (B, T)), rng.integers(0, 3, (B, S))
+        mask = Segments(jnp.asarray(q_ids, jnp.int32), jnp.asarray(k_ids, jnp.int32))
+        return mask, oracle.segments(q_ids, k_ids)
+    if kind == 6:
+        lengths = rng.integers(0, S + 1, B)
+        return Prefix(jnp.asarray(lengths, jnp.int32)), oracle.prefix(lengths)
+    if kind == 7:
+        shape = [(T, S), (1, 1, T, S), (B, 1, T, S), (1, N, T, S), (B, N, T, S)][rng.integers(5)]
+        array = rng.random(shape) < 0.5
+        return Dense(jnp.asarray(array)), oracle.dense(array)
+    return Predicate(near_diagonal), lambda b, n, q, k: (q + k) % 3 != 1
+
+
+def random_mask(rng: np.random.Generator, operators: int):
+    mask, predicate = random_leaf(rng)
+    for _ in range(operators):
+        other, other_predicate = random_leaf(rng)
+        choice = rng.integers(4)
+        if choice == 0:
+            mask, predicate = mask & other, oracle.both(predicate, other_predicate)
+        elif choice == 1:
+            mask, predicate = other | mask, oracle.either(other_predicate, predicate)
+        elif choice == 2:
+            mask, predicate = (
+                ~(mask & other),
+                oracle.negation(oracle.both(predicate, other_predicate)),
+            )
+        else:
+            mask, predicate = (
+                other & ~mask,
+                oracle.both(other_predicate, oracle.negation(predicate)),
+            )
+    return mask, predicate
+
+
+def random_positions(rng: np.random.Generator, length: int, *, keys: bool) -> np.ndarray:
+    """Contiguous, offset, shuffled per row, or anything with empty slots and strays."""
+    kind = rng.integers(4)
+    if kind == 0:
+        positions = np.arange(length)
+    elif kind == 1:
+        positions = rng.integers(0, 4) + np.arange(length)
+    elif kind == 2:
+        positions = np.stack([rng.permutation(length) for _ in range(B)])
+    else:
+        positions = rng.integers(-2, length + 3, (B, length))
+    if keys and rng.random() < 0.3:
+        positions = np.where(rng.random(positions.shape) < 0.3, -1, positions)
+    return positions.astype(np.int32)
+
+
+def test_random_compositions_mean_what_their_predicates_say():
+    rng = np.random.default_rng(11)
+    some, density = 0, 0.0
+    for case in range(250):
+        mask, predicate = random_mask(rng, operators=case % 5)
+        q_positions = random_positions(rng, T, keys=False)
+        k_positions = random_positions(rng, S, keys=True)
+        check(mask, predicate, q_positions, k_positions, batch=B, heads=N)
+        fraction = seen(mask, q_positions, k_positions).mean()
+        some, density = some + (0 < fraction < 1), density + fraction / 250
+    assert some > 150 and 0.2 < density < 0.8, "the masks drawn say too little"
+
+
+def test_traced_masks_and_positions_materialize_the_same():
+    rng = np.random.default_rng(12)
+    materialize = jax.jit(lambda mask, q, k: mask.materialize(q, k))
+    for _ in range(12):
+        mask, _ = random_mask(rng, operators=3)
+        q_positions = random_positions(rng, T, keys=False)
+        k_positions = random_positions(rng, S, keys=True)
+        traced = np.asarray(materialize(mask, q_positions, k_positions))
+        assert (traced == seen(mask, q_positions, k_positions)).all()
+
+
+# Tile plans.
+
+
+def tiles(mask, q_positions, k_positions, block_q: int, block_k: int):
+    """Each planned class with its boolean tile; keys beyond the last are empty slots."""
+    plan = mask.block_plan(
+        jnp.asarray(q_positions), jnp.asarray(k_positions), block_q=block_q, block_k=block_k
+    )
+    classes = np.asarray(plan.classes)
+    assert classes.dtype == np.int8 and np.isin(classes, (SKIPPED, PARTIAL, FULL)).all()
+    sees = seen(mask, q_positions, k_positions)
+    rows, columns = -(-sees.shape[2] // block_q), -(-sees.shape[3] // block_k)
+    assert classes.shape[2:] == (rows, columns)
+    lead = np.broadcast_shapes(classes.shape[:2], sees.shape[:2])
+    classes = np.broadcast_to(classes, (*lead, rows, columns))
+    sees = np.broadcast_to(sees, lead + sees.shape[2:])
+    sees = np.pad(sees, [(0, 0)] * 3 + [(0, columns * block_k - sees.shape[3])])
+    for b, n, i, j in np.ndindex(classes.shape):
+        queries = slice(i * block_q, (i + 1) * block_q)  # queries beyond the last count for nothing
+        yield int(classes[b, n, i, j]), sees[b, n, queries, j * block_k : (j + 1) * block_k]
+
+
+def check_sound(mask, q_positions, k_positions, block_q: int, block_k: int) -> list[int]:
+    found = []
+    for kind, tile in tiles(mask, q_positions, k_positions, block_q, block_k):
+        assert kind != SKIPPED or not tile.any(), f"{mask}: skips what may be attended"
+        assert kind != FULL or tile.all(), f"{mask}: calls full what is not"
+        found.append(kind)
+    assert found
+    return found
+
+
+def test_skipped_tiles_see_nothing_and_full_tiles_everything():
+    rng = np.random.default_rng(13)
+    found: list[int] = []
+    for case in range(150):
+        mask, _ = random_mask(rng, operators=case % 5)
+        q_positions = random_positions(rng, T, keys=False)
+        k_positions = random_positions(rng, S, keys=True)
+        block_q, block_k = [(2, 3), (8, 8)][case % 2]
+        found += check_sound(mask, q_positions, k_positions, block_q, block_k)
+    counts = np.bincount(found, minlength=3)
+    assert (counts > 100).all(), f"a class is hardly tested: {counts}"
+
+
+def test_traced_plans_are_the_static_ones():
+    rng = np.random.default_rng(14)
+
+    @jax.jit
+    def classes(mask, q_positions, k_positions):
+        return mask.block_plan(q_positions, k_positions, block_q=2, block_k=3).classes
+
+    for _ in range(12):
+        mask, _ = random_mask(rng, operators=2)
+        q_positions = random_positions(rng, T, keys=False)
+        k_positions = random_positions(rng, S, keys=True)
+        plan = mask.block_plan(
+            jnp.asarray(q_positions), jnp.asarray(k_positions), block_q=2, block_k=3
+        )
+        traced = np.asarray(classes(mask, q_positions, k_positions))
+        assert (traced == np.asarray(plan.classes)).all()
+
+
+def exact_cases():
+    valid = np.arange(37)[None, :] < np.array([[37], [20], [9], [0]])
+    holes = np.random.default_rng(15).random((3, 37)) < 0.7
+    yield "causal", Causal()
+    for width in (0, 1, 2, 5, 8, 13, 40):
+        yield f"window {width}", Window(width)
+        yield f"two-sided window {width}", Window(width, width)
+        yield f"right window {width}", Window(None, width)
+    yield "padding", Padding(jnp.asarray(valid))
+    yield "padding with holes", Padding(jnp.asarray(holes))
+    yield "prefix", Prefix(jnp.array([0, 1, 8, 20, 37, 90], jnp.int32))
+
+
+@pytest.mark.parametrize("blocks", [(8, 8), (16, 5)])
+def test_no_tile_of_a_plain_mask_is_partial_without_need(blocks):
+    for name, mask in exact_cases():
+        for kind, tile in tiles(mask, np.arange(29), np.arange(37), *blocks):
+            need = FULL if tile.all() else PARTIAL if tile.any() else SKIPPED
+            assert kind == need, f"{name}: a tile is {kind} and should be {need}"
+
+
+def test_sliding_window_plan_skips_both_sides_of_its_band():
+    kinds = [k for k, _ in tiles(Causal() & Window(64), np.arange(512), np.arange(512), 32, 32)]
+    grid = np.array(kinds).reshape(16, 16)
+    rows, columns = np.indices(grid.shape)
+    assert (grid[columns > rows] == SKIPPED).all()
+    assert (grid[columns < rows - 2] == SKIPPED).all()
+    assert (grid[columns == rows - 1] == FULL).all()
+    assert (grid[(columns == rows) | (columns == rows - 2)] == PARTIAL).all()
+
+
+def test_plan_of_a_long_sequence_builds_no_square():
+    length = 1 << 20
+    mask = Causal() & Window(4096) & Padding(jax.ShapeDtypeStruct((1, length), bool))
+    positions = jax.ShapeDtypeStruct((length,), jnp.int32)
+
+    def plan(mask, q_positions, k_positions):
+        return mask.block_plan(q_positions, k_positions, block_q=1024, block_k=1024).classes
+
+    traced = jax.make_jaxpr(plan)(mask, positions, positions)
+    sizes = [
+        v.aval.size for equation in traced.jaxpr.eqns for v in equation.outvars
+    ]  # one level deep: calls return what they hold
+    assert sizes and max(sizes) <= 4 * length
+
+
+# Values.
+
+
+def test_static_masks_are_frozen_hashable_values():
+    mask = Causal() & ~Window(3, 2) | Window(None, 4)
+    same = Causal() & ~Window(3, 2) | Window(None, 4)
+    assert mask == same and hash(mask) == hash(same) and {mask: 1}[same] == 1
+    assert mask != (Causal() & ~Window(3, 1) | Window(None, 4))
+    assert Causal() & Window(3) != Causal() | Window(3)
+    assert jax.tree.leaves(mask) == []
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Window(3).left = 5
+
+
+def test_arrays_are_leaves_and_numbers_are_structure():
+    valid, ids = jnp.ones((B, S), bool), jnp.zeros((B, T), jnp.int32)
+    mask = Causal() & Padding(valid) | Segments(ids, jnp.zeros((B, S), jnp.int32))
+    assert len(jax.tree.leaves(mask)) == 3
+    rebuilt = jax.tree.map(lambda x: x, mask)
+    assert jax.tree.structure(rebuilt) == jax.tree.structure(mask)
+    assert jax.tree.structure(Window(3)) != jax.tree.structure(Window(4))
+
+
+def test_mask_is_an_argument_of_jit_without_recompiling():
+    traces = []
+
+    @jax.jit
+    def materialize(mask):
+        traces.append(1)
+        return mask.materialize(jnp.arange(T), jnp.arange(S))
+
+    for _ in range(3):
+        materialize(Causal() & Padding(jnp.ones((B, S), bool)))
+    assert len(traces) == 1
+
+
+BAD = [
+    (lambda: Window(-1), "-1"),
+    (lambda: Window(2, -3), "-3"),
+    (lambda: Window(2.5), "2.5"),
+    (lambda: Window(None, None), "None"),
+    (lambda: Padding(jnp.ones(7, bool)), r"\(7,\)"),
+    (lambda: Padding(jnp.ones((3, 7), jnp.int32)), "int32"),
+    (lambda: Segments(jnp.zeros(7, jnp.int32)), r"\(7,\)"),
+    (lambda: Segments(jnp.zeros((3, 7), jnp.float32)), "float32"),
+    (lambda: Segments(jnp.zeros((3, 7), jnp.int32), jnp.zeros((2, 7), jnp.int32)), r"3.*2|2.*3"),
+    (lambda: Prefix(jnp.zeros((3, 7), jnp.int32)), r"\(3, 7\)"),
+    (lambda: Prefix(jnp.zeros(3, jnp.float32)), "float32"),
+    (lambda: Dense(jnp.ones((3, 5, 7), bool)), r"\(3, 5, 7\)"),
+    (lambda: Dense(jnp.ones((5, 7), jnp.float32)), "float32"),
+    (lambda: Predicate("k <= q"), "k <= q"),
+    (lambda: Causal().materialize(jnp.arange(5.0), jnp.arange(7)), "float32"),
+    (lambda: Causal().materialize(jnp.zeros((1, 1, 5), jnp.int32), jnp.arange(7)), r"\(1, 1, 5\)"),
+    (
+        lambda: Padding(jnp.ones((3, 7), bool)).materialize(
+            jnp.arange(5), jnp.zeros((2, 7), jnp.int32)
+        ),
+        r"3.*2|2.*3",
+    ),
+    (lambda: Causal().block_plan(jnp.arange(5), jnp.arange(7), block_q=0, block_k=4), "0"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(BAD)))
+def test_bad_arguments_are_refused_with_what_was_given(case):
+    build, names = BAD[case]
+    with pytest.raises(ValueError, match=names):
+        build()
+
+
+def test_masks_combine_only_with_masks():
+    with pytest.raises(TypeError):
+        Causal() & True
+    with pytest.raises(TypeError):
+        jnp.ones((5, 7), bool) | Causal()

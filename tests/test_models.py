@@ -1,0 +1,1009 @@
+"""The three models: against the oracle, and by what must not change them.
+
+Padding, other rows, other documents, the future, recomputation, the form of the layer stack: none
+of these may move a real token's logits or gradients.
+"""
+
+import dataclasses
+import math
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import model_oracle as oracle
+from tests.tolerances import assert_near, assert_same_bits, largest_error
+from transformer_jax.config import ModelConfig, RopeConfig
+from transformer_jax.masks import Causal, Prefix
+from transformer_jax.models import build, init_cache, init_params, num_params
+from transformer_jax.transformer import stack_layers, unstack_layers
+
+MODEL_F32 = 5e-6
+"""Logits in f32 against float64, relative to the largest: some forty roundings of 6e-8 one after
+the other. Measured: 2e-7 to 5e-7, and 9e-7 where softcaps flatten the largest logits."""
+
+INVARIANCE = 1e-5
+"""The same sums in another order, or of other shapes, twice in f32."""
+
+VOCAB, TOKENS, SOURCE = 31, 11, 7
+
+SMALL = ModelConfig(
+    vocab_size=VOCAB, d_model=26, num_layers=2, num_heads=2, head_dim=6, d_ff=37, max_len=41,
+    relative_buckets=8, relative_max_distance=17, init_std=0.3,
+)  # fmt: skip
+
+PADDED = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1], [-1, -1, -1, -1, 0, 1, 2, 3, 4, 5, 6]])
+PACKED = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3], [5, 5, 5, 5, 5, 5, 5, 0, 0, 0, 0]])
+
+# Every option of the config at least once, and together with those it meets in a formula.
+CASES: dict[str, dict] = {
+    "gpt2": dict(),
+    "padded-learned": dict(positions_=PADDED),
+    "packed-learned": dict(segments=PACKED),
+    "llama": dict(
+        positions="rope", norm="rmsnorm", activation="silu", glu=True, use_bias=False,
+        num_heads=4, num_kv_heads=2, tie_embeddings=False, positions_=PADDED,
+    ),
+    "rope-pairs-part-packed": dict(
+        positions="rope", rope=RopeConfig(pairing="interleaved", dims=4, base=97.0),
+        num_heads=3, num_kv_heads=1, segments=PACKED,
+    ),
+    "rope-half-part-qk-norm": dict(
+        positions="rope", rope=RopeConfig(dims=2, base=31.0), qk_norm=True, qkv_bias=True,
+        use_bias=False, value_head_dim=5,
+    ),
+    "gemma": dict(
+        positions="rope", norm="rmsnorm", norm_order="sandwich", activation="gelu_tanh", glu=True,
+        use_bias=False, attention_softcap=1.3, logit_softcap=2.3, scale_embeddings=True,
+        window=3, num_kv_heads=1, attention_scale=0.7,
+    ),
+    "sinks-window-softcap": dict(
+        positions="rope", attention_sinks=True, window=5, attention_softcap=0.9, num_heads=4,
+        num_kv_heads=2, positions_=PADDED, qkv_bias=False,
+    ),
+    "sinusoidal-post-relu": dict(
+        positions="sinusoidal", norm_order="post", activation="relu", scale_embeddings=True,
+        logit_bias=True, positions_=PADDED,
+    ),
+    "none-sandwich-layernorm": dict(positions="none", norm_order="sandwich", value_head_dim=3),
+    "shaw": dict(positions="shaw", relative_max_distance=3, value_head_dim=5),
+    "shaw-all": dict(
+        positions="shaw", relative_max_distance=2, window=4, attention_sinks=True, num_heads=4,
+        num_kv_heads=2, attention_softcap=1.1, attention_scale=0.6, qk_norm=True,
+        positions_=PADDED,
+    ),
+    "t5": dict(positions="t5", norm="rmsnorm", use_bias=False, activation="relu"),
+    "t5-gqa-sinks-softcap-packed": dict(
+        positions="t5", num_heads=4, num_kv_heads=2, attention_sinks=True, attention_softcap=1.7,
+        segments=PACKED, relative_buckets=6, relative_max_distance=7,
+    ),
+    "alibi": dict(positions="alibi", embedding_norm=True, num_heads=4, num_kv_heads=1),
+    "alibi-odd-heads-window": dict(
+        positions="alibi", num_heads=3, window=7, embedding_norm=True, positions_=PADDED,
+        logit_bias=True, tie_embeddings=False, activation="gelu",
+    ),
+    "rmsnorm-with-biases": dict(norm="rmsnorm", embedding_norm=True, logit_bias=True),
+    "bert": dict(
+        kind="encoder", norm_order="post", norm_eps=1e-12, embedding_norm=True, activation="gelu",
+        logit_bias=True, type_vocab_size=3, masked_token_head=True, types=True, positions_=PADDED,
+    ),
+    "encoder-types-by-default": dict(
+        kind="encoder", type_vocab_size=3, positions="sinusoidal", norm="rmsnorm", glu=True,
+        activation="relu", use_bias=False, masked_token_head=True,
+    ),
+    "encoder-rope-window-packed": dict(
+        kind="encoder", positions="rope", window=3, segments=PACKED, qk_norm=True,
+        masked_token_head=True, norm_order="sandwich",
+    ),
+    "encoder-t5": dict(kind="encoder", positions="t5", positions_=PADDED, tie_embeddings=False),
+    "encoder-alibi-sinks-window": dict(
+        kind="encoder", positions="alibi", attention_sinks=True, window=5, norm_order="post"
+    ),
+    "encoder-shaw": dict(kind="encoder", positions="shaw", relative_max_distance=3, num_kv_heads=1),
+    "vaswani": dict(
+        kind="encoder-decoder", positions="sinusoidal", norm_order="post", activation="relu",
+        scale_embeddings=True, num_decoder_layers=1,
+    ),
+    "t5-encoder-decoder": dict(
+        kind="encoder-decoder", positions="t5", norm="rmsnorm", use_bias=False, glu=True,
+        activation="gelu_tanh", tie_embeddings=False, attention_scale=1.0, positions_=PADDED,
+        source_positions=True,
+    ),
+    "encoder-decoder-all": dict(
+        kind="encoder-decoder", positions="rope", num_heads=4, num_kv_heads=2, qk_norm=True,
+        attention_sinks=True, attention_softcap=1.9, window=4, value_head_dim=5,
+        norm_order="sandwich", source_positions=True, logit_bias=True, logit_softcap=3.1,
+    ),
+    "encoder-decoder-shaw": dict(
+        kind="encoder-decoder", positions="shaw", relative_max_distance=3, num_layers=1,
+        source_positions=True, embedding_norm=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Small arrays, many programs: compiling costs more than running."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+INPUTS = ("positions_", "segments", "types", "source_positions")
+
+
+def random_tokens(rng, *shape: int) -> np.ndarray:
+    return rng.integers(0, VOCAB, shape, dtype=np.int32)
+
+
+def prepared(case: str, rng):
+    """The case's config, tokens, the arguments of both sides, and random parameters."""
+    options = dict(CASES[case])
+    inputs = {name: options.pop(name, None) for name in INPUTS}
+    config = dataclasses.replace(SMALL, **options)
+    tokens = random_tokens(rng, 2, TOKENS)
+    arguments: dict[str, np.ndarray] = {}
+    if inputs["positions_"] is not None:
+        arguments["positions"] = inputs["positions_"].astype(np.int32)
+    if inputs["segments"] is not None:
+        arguments["segments"] = inputs["segments"].astype(np.int32)
+    if inputs["types"]:
+        arguments["types"] = rng.integers(0, 3, tokens.shape, dtype=np.int32)
+    if config.kind == "encoder-decoder":
+        arguments["source"] = random_tokens(rng, 2, SOURCE)
+        if inputs["source_positions"]:
+            places = np.tile(np.arange(SOURCE, dtype=np.int32), (2, 1))
+            places[0, 5:] = -1
+            places[1] = np.where(np.arange(SOURCE) < 3, -1, np.arange(SOURCE) - 3)
+            arguments["source_positions"] = places
+    params = oracle.randomised(shapes(config), rng)
+    return config, tokens, arguments, params
+
+
+def shapes(config: ModelConfig):
+    """The parameters' tree of shapes; nothing is compiled."""
+    return jax.eval_shape(partial(init_params, config), jax.random.key(0))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_the_oracle(case, rng):
+    config, tokens, arguments, params = prepared(case, rng)
+    want = oracle.forward(config, params, tokens, **arguments)
+    got, cache = jax.jit(build(config).apply)({"params": params}, tokens, **arguments)
+    assert cache is None and got.shape == (2, TOKENS, VOCAB) and got.dtype == jnp.float32
+    real = arguments.get("positions", np.zeros_like(tokens)) >= 0
+    assert real.sum() >= TOKENS
+    assert np.isfinite(np.asarray(got)).all()
+    assert want[real].std() > 0.3, "logits too flat to tell anything"
+    assert_near(np.asarray(got)[real], want[real], MODEL_F32)
+
+
+def test_the_cases_cover_every_option():
+    seen = [dataclasses.replace(SMALL, **{k: v for k, v in c.items() if k not in INPUTS})
+            for c in CASES.values()]  # fmt: skip
+    for name in ("kind", "positions", "norm", "norm_order", "activation"):
+        options = ModelConfig.__dataclass_fields__[name].type
+        from transformer_jax import config as module
+
+        literal = getattr(module, options)
+        assert {getattr(c, name) for c in seen} == set(literal.__args__)
+    for name in ("use_bias", "qk_norm", "attention_sinks", "scale_embeddings", "tie_embeddings",
+                 "logit_bias", "embedding_norm", "glu", "masked_token_head"):  # fmt: skip
+        assert {getattr(c, name) for c in seen} == {True, False}, name
+    assert {c.qkv_bias for c in seen} == {None, True, False}
+    heads = {(c.num_heads > c.kv_heads > 1, c.kv_heads == 1) for c in seen}
+    assert heads >= {(False, False), (True, False), (False, True)}
+    assert {c.rope.pairing for c in seen if c.positions == "rope"} == {"half", "interleaved"}
+    for name in ("window", "attention_softcap", "logit_softcap", "attention_scale", "head_dim",
+                 "value_head_dim", "type_vocab_size", "num_decoder_layers"):  # fmt: skip
+        assert any(getattr(c, name) is not None for c in seen), name
+
+
+@pytest.mark.parametrize("kind", ["learned", "t5"])
+def test_parameters_may_be_numpy_arrays(kind, rng):
+    """As read from a file: without jit, and closed over by one."""
+    config = dataclasses.replace(SMALL, num_layers=1, **KINDS[kind])
+    params = oracle.randomised(shapes(config), rng)
+    tokens = random_tokens(rng, 2, TOKENS)
+    apply = partial(build(config).apply, {"params": params})
+    want = oracle.forward(config, params, tokens)
+    assert_near(jax.jit(apply)(tokens)[0], want, MODEL_F32)
+    assert_near(apply(tokens)[0], want, MODEL_F32)
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_class_logits_equal_the_oracle(rng, classes):
+    config = dataclasses.replace(SMALL, kind="encoder", num_classes=classes, type_vocab_size=2)
+    params = oracle.randomised(shapes(config), rng)
+    tokens = random_tokens(rng, 2, TOKENS)
+    arguments = dict(positions=PADDED[[0, 0]].astype(np.int32), types=tokens % 2)
+    classify = jax.jit(partial(build(config).apply, method="classify"))
+    got = classify({"params": params}, tokens, **arguments)
+    want = oracle.classify(config, params, tokens, **arguments)
+    assert got.shape == (2, classes) and got.dtype == jnp.float32
+    assert_near(got, want, MODEL_F32)
+
+
+def test_an_encoder_without_classes_says_so(rng):
+    config = dataclasses.replace(SMALL, kind="encoder")
+    with pytest.raises(ValueError, match="num_classes is None"):
+        build(config).apply({"params": {}}, random_tokens(rng, 1, 3), method="classify")
+
+
+# What a token depends on
+
+
+def reach(visible: np.ndarray, layers: int) -> np.ndarray:
+    """[T, S]: through so many blocks, each of which also passes a token on to itself."""
+    step = visible | np.eye(len(visible), dtype=bool)
+    return np.linalg.matrix_power(step.astype(int), layers) > 0
+
+
+def grid(count: int = TOKENS):
+    return np.meshgrid(np.arange(count), np.arange(count), indexing="ij")
+
+
+Q, K = grid()
+REACHES: dict[str, tuple[dict, dict, np.ndarray]] = {
+    "causal-learned": (dict(), dict(), K <= Q),
+    "window-rope": (dict(positions="rope", window=3), dict(), (K <= Q) & (Q - K < 3)),
+    "window-of-one": (dict(positions="alibi", window=1), dict(), K == Q),
+    "window-shaw-sinks": (
+        dict(positions="shaw", window=4, attention_sinks=True),
+        dict(),
+        (K <= Q) & (Q - K < 4),
+    ),
+    "segments-t5": (
+        dict(positions="t5"),
+        dict(segments=PACKED[:1]),
+        (K <= Q) & (PACKED[0][Q] == PACKED[0][K]),
+    ),
+    "segments-window-sinusoidal": (
+        dict(positions="sinusoidal", window=2),
+        dict(segments=PACKED[1:]),
+        (K <= Q) & (Q - K < 2) & (PACKED[1][Q] == PACKED[1][K]),
+    ),
+    "prefix": (dict(), dict(mask=Causal() | Prefix(np.array([5]))), (K <= Q) | (K < 5)),
+    "left-padding": (
+        dict(positions="rope"),
+        dict(positions=PADDED[1:]),
+        (K <= Q) & (PADDED[1][K] >= 0) & (PADDED[1][Q] >= 0),
+    ),
+    "encoder": (dict(kind="encoder"), dict(), K == K),
+    "encoder-window-segments": (
+        dict(kind="encoder", positions="rope", window=3),
+        dict(segments=PACKED[:1]),
+        (abs(Q - K) < 3) & (PACKED[0][Q] == PACKED[0][K]),
+    ),
+}
+
+
+def dependence(config, arguments, rng) -> np.ndarray:
+    """[T, S] bool: whether the gradient of output t with respect to input s is anything but 0.
+
+    Tokens are distinct and the output has a matrix of its own, so the gradient of row
+    embed.tokens[token s] is that of input s; the cotangents of the outputs are random.
+    """
+    config = dataclasses.replace(config, tie_embeddings=False)
+    params = jax.tree.map(jnp.asarray, oracle.randomised(shapes(config), rng))
+    tokens = rng.permutation(VOCAB)[None, :TOKENS].astype(np.int32)
+    cotangents = np.zeros((TOKENS, 1, TOKENS, VOCAB), np.float32)
+    cotangents[np.arange(TOKENS), 0, np.arange(TOKENS)] = rng.standard_normal((TOKENS, VOCAB))
+
+    @jax.jit
+    def gradients(table, cotangents):
+        def logits(table):
+            embed = {**params["embed"], "tokens": table}
+            out, _ = build(config).apply(
+                {"params": {**params, "embed": embed}}, tokens, **arguments
+            )
+            return out
+
+        _, pull = jax.vjp(logits, table)
+        return jax.vmap(lambda c: pull(c)[0])(cotangents)
+
+    slopes = np.asarray(gradients(params["embed"]["tokens"], cotangents))[:, tokens[0]]
+    assert np.isfinite(slopes).all()
+    return (slopes != 0).any(-1)
+
+
+@pytest.mark.parametrize("case", REACHES)
+def test_gradients_are_exactly_zero_outside_the_receptive_field(case, rng):
+    """The future, other documents, what two windows do not reach: 0, and not 0 within."""
+    change, arguments, visible = REACHES[case]
+    config = dataclasses.replace(SMALL, **change)
+    arguments = {
+        k: v.astype(np.int32) if isinstance(v, np.ndarray) else v for k, v in arguments.items()
+    }
+    got = dependence(config, arguments, rng)
+    want = reach(visible, config.num_layers)
+    if "positions" in arguments:  # padding has no input
+        want[arguments["positions"][0] < 0] = False
+    np.testing.assert_array_equal(got, want)
+
+
+def test_stacked_windows_see_their_sum():
+    """W keys in each of L layers: L (W - 1) + 1 tokens."""
+    q, k = grid(31)
+    field = reach((k <= q) & (q - k < 5), 3)
+    assert field[30].sum() == 3 * (5 - 1) + 1
+
+
+def test_a_target_sees_the_whole_source_and_its_own_past(rng):
+    """Source and target share a table, so they take different tokens."""
+    config = dataclasses.replace(SMALL, kind="encoder-decoder", tie_embeddings=False, num_layers=1)
+    params = jax.tree.map(jnp.asarray, oracle.randomised(shapes(config), rng))
+    order = rng.permutation(VOCAB).astype(np.int32)
+    tokens, source = order[None, :5], order[None, 5:12]
+    places = np.array([[0, 1, 2, 3, 4, -1, -1]], np.int32)
+
+    @jax.jit
+    def gradient(table, cotangents):
+        def logits(table):
+            p = {**params, "embed": {**params["embed"], "tokens": table}}
+            return build(config).apply(
+                {"params": p}, tokens, source=source, source_positions=places
+            )[0]
+
+        return jax.vmap(lambda c: jax.vjp(logits, table)[1](c)[0])(cotangents)
+
+    cotangents = np.zeros((5, 1, 5, VOCAB), np.float32)
+    cotangents[np.arange(5), 0, np.arange(5)] = rng.standard_normal((5, VOCAB))
+    slopes = np.asarray(gradient(params["embed"]["tokens"], cotangents))
+    depends = (slopes != 0).any(-1)
+    np.testing.assert_array_equal(depends[:, order[:5]], np.tril(np.ones((5, 5), bool)))
+    np.testing.assert_array_equal(depends[:, order[5:12]], np.tile(places >= 0, (5, 1)))
+
+
+# Padding, packing and other rows
+
+KINDS: dict[str, dict] = {
+    "learned": dict(embedding_norm=True),
+    "sinusoidal": dict(positions="sinusoidal", norm_order="post", qk_norm=True),
+    "rope": dict(positions="rope", num_heads=4, num_kv_heads=2),
+    "shaw": dict(positions="shaw", relative_max_distance=3),
+    "t5": dict(positions="t5", norm="rmsnorm", attention_sinks=True),
+    "alibi": dict(positions="alibi", num_kv_heads=1),
+}
+
+
+def loss_and_gradients(config, params, tokens, weights, arguments):
+    """sum(weights * logits): weights of zero leave a token out of the loss."""
+
+    def loss(params):
+        logits, _ = build(config).apply({"params": params}, tokens, **arguments)
+        return (weights * logits).sum(), logits
+
+    (_, logits), slopes = jax.value_and_grad(loss, has_aux=True)(params)
+    return logits, slopes
+
+
+measure = jax.jit(loss_and_gradients, static_argnums=0)
+
+
+def assert_gradients_near(got, want, tolerance: float) -> None:
+    got, want = (jax.tree_util.tree_leaves_with_path(tree) for tree in (got, want))
+    assert len(got) == len(want) > 10
+    top = max(np.abs(np.asarray(leaf)).max() for _, leaf in want)
+    for (path, a), (_, b) in zip(got, want, strict=True):
+        error = largest_error(a, b)
+        assert error <= tolerance * top, f"{jax.tree_util.keystr(path)}: {error} of {top}"
+
+
+@pytest.mark.parametrize("kind", ["learned", "sinusoidal", "rope", "t5", "alibi"])
+def test_packed_documents_equal_separate_ones(kind, rng):
+    """Logits and gradients of three documents in one row, and of each in a row of its own."""
+    config = dataclasses.replace(SMALL, num_layers=1, **KINDS[kind])
+    params = oracle.randomised(shapes(config), rng)
+    documents, each = 3, 5
+    tokens = random_tokens(rng, documents, each)
+    weights = rng.standard_normal((documents, each, VOCAB)).astype(np.float32)
+    ids = np.repeat(np.array([4, 2, 9], np.int32), each)[None]
+    apart, slopes_apart = measure(config, params, tokens, weights, {})
+    packed, slopes = measure(
+        config, params, tokens.reshape(1, -1), weights.reshape(1, -1, VOCAB), dict(segments=ids)
+    )
+    assert_near(np.reshape(packed, apart.shape), apart, INVARIANCE)
+    assert_gradients_near(slopes, slopes_apart, INVARIANCE)
+
+
+PADS = [(0, 32), (1, 31), (5, 27), (27, 5), (31, 1), (32, 0)]  # left and right of 5 real tokens
+
+
+def padded_rows(real: np.ndarray, fill: int):
+    """Rows of 37 with the same 5 tokens between different pads; where they are; their positions."""
+    rows, places = [], []
+    for left, right in PADS:
+        rows.append(np.concatenate([np.full(left, fill), real, np.full(right, fill)]))
+        places.append(np.concatenate([np.full(left, -1), np.arange(5), np.full(right, -1)]))
+    return np.array(rows, np.int32), np.array(places, np.int32)
+
+
+@pytest.mark.parametrize("kind", ["learned", "rope", "shaw", "encoder-t5-window"])
+def test_padding_changes_nothing(kind, rng):
+    """0, 1, 5, 27, 31 and 32 pads on either side: logits and gradients of all real tokens.
+
+    And nothing at all, bit for bit, when the embedding of the padding token is NaN.
+    """
+    change = KINDS.get(kind) or dict(
+        kind="encoder", positions="t5", window=3, masked_token_head=True
+    )
+    config = dataclasses.replace(SMALL, tie_embeddings=False, **change)
+    params = oracle.randomised(shapes(config), rng)
+    fill = VOCAB - 1
+    real = rng.integers(0, fill, 5, dtype=np.int32)
+    tokens, places = padded_rows(real, fill)
+    share = rng.uniform(0.5, 1.5, len(PADS)).astype(np.float32)
+    cotangent = rng.standard_normal((5, VOCAB)).astype(np.float32)
+    weights = np.zeros((*tokens.shape, VOCAB), np.float32)
+    for row, (left, _) in enumerate(PADS):
+        weights[row, left : left + 5] = share[row] * cotangent
+
+    alone, slopes_alone = measure(config, params, real[None], share.sum() * cotangent[None], {})
+    logits, slopes = measure(config, params, tokens, weights, dict(positions=places))
+    assert np.isfinite(np.asarray(logits)).all(), "padding tokens too have finite logits"
+    for row, (left, _) in enumerate(PADS):
+        assert_near(logits[row, left : left + 5], alone[0], INVARIANCE, f"row {row}")
+    assert_gradients_near(slopes, slopes_alone, INVARIANCE)
+
+    params["embed"]["tokens"] = params["embed"]["tokens"].copy()
+    params["embed"]["tokens"][fill] = np.nan
+    poisoned, slopes_poisoned = measure(config, params, tokens, weights, dict(positions=places))
+    at = places >= 0
+    assert_same_bits(np.asarray(poisoned)[at], np.asarray(logits)[at])
+    for a, b in zip(jax.tree.leaves(slopes_poisoned), jax.tree.leaves(slopes), strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("learned", None), ("rope", 3), ("shaw", 3)])
+def test_padding_is_not_cached(kind, window, rng):
+    """The padded rows prefill a cache; the next tokens continue each row as if never padded."""
+    config = dataclasses.replace(SMALL, window=window, **KINDS[kind])
+    params = oracle.randomised(shapes(config), rng)
+    real = random_tokens(rng, 7)
+    tokens, places = padded_rows(real[:5], 3)
+    apply = jax.jit(build(config).apply)
+    whole, _ = apply({"params": params}, real[None])
+    cache = init_cache(config, len(PADS), window or 7)
+    logits, cache = apply({"params": params}, tokens, positions=places, cache=cache)
+    for row, (left, _) in enumerate(PADS):
+        assert_near(logits[row, left : left + 5], whole[0, :5], INVARIANCE, f"row {row}")
+    assert cache.length.tolist() == [5] * len(PADS)
+    rest = np.tile(real[5:], (len(PADS), 1))
+    logits, cache = apply({"params": params}, rest, cache=cache)
+    assert_near(logits, np.broadcast_to(whole[:, 5:], logits.shape), INVARIANCE)
+    assert cache.length.tolist() == [7] * len(PADS)
+
+
+def test_a_fully_padded_row_is_finite_and_leaves_the_others_alone(rng):
+    params = oracle.randomised(shapes(SMALL), rng)
+    tokens = random_tokens(rng, 2, 5)
+    weights = rng.standard_normal((2, 5, VOCAB)).astype(np.float32)
+    places = np.stack([np.arange(5), np.full(5, -1)]).astype(np.int32)
+    logits, slopes = measure(SMALL, params, tokens, weights, dict(positions=places))
+    assert all(np.isfinite(np.asarray(x)).all() for x in (logits, *jax.tree.leaves(slopes)))
+    other = tokens.copy()
+    other[1] = (other[1] + 7) % VOCAB
+    again, _ = measure(SMALL, params, other, weights, dict(positions=places))
+    assert_same_bits(again[0], logits[0])
+
+
+@pytest.mark.parametrize("kind", ["rope", "shaw"])
+def test_rows_are_independent(kind, rng):
+    """Alone as in a batch; and bit for bit the same beside other rows, also beside NaN."""
+    config = dataclasses.replace(SMALL, tie_embeddings=False, **KINDS[kind])
+    params = oracle.randomised(shapes(config), rng)
+    tokens = rng.integers(0, VOCAB - 1, (3, 5), dtype=np.int32)
+    weights = np.zeros((3, 5, VOCAB), np.float32)
+    weights[1] = rng.standard_normal((5, VOCAB))
+    logits, slopes = measure(config, params, tokens, weights, {})
+    alone, slopes_alone = measure(config, params, tokens[1:2], weights[1:2], {})
+    assert_near(logits[1:2], alone, INVARIANCE)
+    assert_gradients_near(slopes, slopes_alone, INVARIANCE)
+
+    other = random_tokens(rng, 3, 5)
+    other[1] = tokens[1]
+    changed, _ = measure(config, params, other, weights, {})
+    assert_same_bits(changed[1], logits[1])
+    params["embed"]["tokens"][VOCAB - 1] = np.nan
+    other[0], other[2] = VOCAB - 1, VOCAB - 1
+    poisoned, _ = measure(config, params, other, weights, {})
+    assert np.isnan(np.asarray(poisoned)[0]).all()
+    assert_same_bits(poisoned[1], logits[1])
+
+
+# The form of the stack
+
+FORMS = {
+    "loop": dict(),
+    "loop-remat": dict(remat=True),
+    "scan": dict(scan_layers=True),
+    "scan-remat": dict(scan_layers=True, remat=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "forms"),
+    [
+        (dict(positions="rope", dropout=0.2, attention_dropout=0.3), tuple(FORMS)),
+        (
+            dict(
+                kind="encoder-decoder",
+                positions="t5",
+                num_layers=1,
+                num_decoder_layers=2,
+                dropout=0.2,
+            ),
+            ("loop", "scan-remat"),
+        ),
+    ],
+    ids=["decoder", "encoder-decoder"],
+)
+def test_loop_scan_and_remat_agree_with_dropout_on(change, forms, rng):
+    """One key, one loss, one gradient, whether layers are looped, scanned or recomputed."""
+    base = dataclasses.replace(SMALL, **change)
+    params = oracle.randomised(shapes(base), rng)
+    tokens = random_tokens(rng, 2, 7)
+    weights = rng.standard_normal((2, 7, VOCAB)).astype(np.float32)
+    more = {} if base.kind == "decoder" else dict(source=random_tokens(rng, 2, 5))
+    results = {}
+    for name in forms:
+        config = dataclasses.replace(base, **FORMS[name])
+        own = stack_layers(params) if config.scan_layers else params
+        logits, slopes = measure(config, own, tokens, weights, dict(more, key=jax.random.key(7)))
+        slopes = unstack_layers(slopes) if config.scan_layers else slopes
+        results[name] = (logits, slopes)
+    want, slopes_want = results.pop("loop")
+    still = oracle.forward(base, params, tokens, **more)
+    assert largest_error(want, still) > 0.1, "dropout is off"
+    for name, (logits, slopes) in results.items():
+        assert_near(logits, want, 1e-6, name)
+        assert_gradients_near(slopes, slopes_want, INVARIANCE)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+def test_remat_keeps_less_for_the_backward_pass(scan, rng):
+    """Counted in what the forward pass hands to the backward pass; no compilation needed."""
+    tokens = random_tokens(rng, 2, 41)
+
+    def kept(remat: bool) -> int:
+        config = dataclasses.replace(SMALL, num_layers=3, remat=remat, scan_layers=scan)
+
+        def backward(params):
+            return jax.vjp(lambda p: build(config).apply({"params": p}, tokens)[0], params)[1]
+
+        tree = shapes(config)
+        saved = jax.eval_shape(backward, tree)
+        return sum(leaf.size for leaf in jax.tree.leaves(saved)) - num_params(config)
+
+    with_remat, without = kept(True), kept(False)
+    layer_inputs = 3 * 2 * 41 * 26
+    assert layer_inputs <= with_remat < 0.4 * without
+
+
+def test_stacking_layers_round_trips_bit_for_bit(rng):
+    for change in (dict(num_layers=11), dict(kind="encoder-decoder", num_decoder_layers=3)):
+        config = dataclasses.replace(SMALL, **change)
+        params = oracle.randomised(shapes(config), rng)
+        stacked = stack_layers(params)
+        expected = shapes(dataclasses.replace(config, scan_layers=True))
+        assert jax.tree.map(lambda leaf: leaf.shape, stacked) == jax.tree.map(
+            lambda leaf: leaf.shape, expected
+        )
+        back = unstack_layers(jax.tree.map(np.asarray, stacked))
+        assert jax.tree.structure(back) == jax.tree.structure(params)
+        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
+            assert_same_bits(a, b)
+    stack = stack_layers(params)["decoder"]["blocks"]["feed_forward"]["up"]["kernel"]
+    assert_same_bits(stack[2], params["decoder"]["block_2"]["feed_forward"]["up"]["kernel"])
+
+
+def test_scanned_layers_decode_from_a_cache_whose_rows_move(rng):
+    config = dataclasses.replace(SMALL, positions="rope", window=3)
+    params = oracle.randomised(shapes(config), rng)
+    twin = dataclasses.replace(config, scan_layers=True)
+    tokens = random_tokens(rng, 2, 7)
+    want, _ = jax.jit(build(config).apply)({"params": params}, tokens)
+    apply = jax.jit(build(twin).apply)
+    stacked, cache, parts = stack_layers(params), init_cache(twin, 2, 3), []
+    assert cache.capacity == 3
+    for span in (slice(0, 3), slice(3, 6), slice(6, 7)):
+        logits, cache = apply({"params": stacked}, tokens[:, span], cache=cache)
+        parts.append(logits)
+        if span.stop == 3:  # rows are gathered as beams are: every leaf leads with the batch
+            tokens, cache = tokens[::-1], jax.tree.map(lambda leaf: leaf[::-1], cache)
+            want, parts = want[::-1], [logits[::-1]]
+    assert cache.length.tolist() == [7, 7]
+    assert_near(np.concatenate(parts, axis=1), want, INVARIANCE)
+
+
+# Encoder-decoder
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+def test_a_source_read_once_serves_all_targets(rng, scan):
+    """The cached cross-attention equals recomputing it, and source padding changes nothing."""
+    base = dataclasses.replace(
+        SMALL, kind="encoder-decoder", positions="t5", num_layers=1, num_decoder_layers=2
+    )
+    config = dataclasses.replace(base, scan_layers=scan)
+    model = build(config)
+    params = oracle.randomised(shapes(base), rng)
+    params = stack_layers(params) if scan else params
+    tokens, source = random_tokens(rng, 2, 6), random_tokens(rng, 2, SOURCE)
+    apply = jax.jit(model.apply)
+    want, none = apply({"params": params}, tokens, source=source)
+    assert none is None
+
+    padded = np.concatenate([random_tokens(rng, 2, 3), source, random_tokens(rng, 2, 2)], axis=1)
+    places = np.tile(np.arange(-3, SOURCE + 2, dtype=np.int32), (2, 1))
+    places = np.where((places >= 0) & (places < SOURCE), places, -1)
+    cache = jax.jit(partial(model.apply, method="init_cache", capacity=6))(
+        {"params": params}, padded, positions=places
+    )
+    first, cache = apply({"params": params}, tokens[:, :3], cache=cache)
+    kept = jax.tree.leaves(cache.cross)
+    rest, cache = apply({"params": params}, tokens[:, 3:], cache=cache)
+    assert_near(np.concatenate([first, rest], axis=1), want, INVARIANCE)
+    assert cache.length.tolist() == [6, 6]
+    for before, after in zip(kept, jax.tree.leaves(cache.cross), strict=True):
+        assert_same_bits(after, before)
+
+
+def test_an_encoder_decoder_takes_a_source_or_a_cache_not_both(rng, key):
+    config = dataclasses.replace(SMALL, kind="encoder-decoder")
+    tokens = random_tokens(rng, 2, 3)
+    with pytest.raises(ValueError, match="either source or cache"):
+        build(config).apply({"params": {}}, tokens)
+    params = shapes(config)
+    cache = jax.eval_shape(
+        partial(build(config).apply, method="init_cache", capacity=5), {"params": params}, tokens
+    )
+    with pytest.raises(ValueError, match="either source or cache"):
+        build(config).apply({"params": params}, tokens, source=tokens, cache=cache)
+    with pytest.raises(ValueError, match="source_positions without a source"):
+        build(config).apply({"params": params}, tokens, source_positions=tokens, cache=cache)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "said"),
+    [
+        ("encoder", 2, "an encoder has no cache"),
+        ("encoder-decoder", 2, "init_cache"),
+        ("decoder", -1, "batch is -1"),
+    ],
+)
+def test_a_cache_that_makes_no_sense_is_refused(kind, batch, said):
+    with pytest.raises(ValueError, match=said):
+        init_cache(dataclasses.replace(SMALL, kind=kind), batch, 5)
+
+
+def test_contradicting_arguments_are_refused(rng):
+    model, tokens = build(SMALL), random_tokens(rng, 2, 3)
+    params = oracle.randomised(shapes(SMALL), rng)
+    apply = partial(model.apply, {"params": params}, tokens)
+    ids = np.zeros((2, 3), np.int32)
+    with pytest.raises(ValueError, match=r"positions \(2, 2\) and tokens \(2, 3\)"):
+        apply(positions=ids[:, :2])
+    with pytest.raises(ValueError, match=r"segments \(1, 3\) and tokens \(2, 3\)"):
+        apply(segments=ids[:1])
+    with pytest.raises(ValueError, match="positions with segments"):
+        apply(segments=ids, positions=ids)
+    with pytest.raises(ValueError, match="segments with a cache"):
+        apply(segments=ids, cache=init_cache(SMALL, 2, 5))
+    encoder = build(dataclasses.replace(SMALL, kind="encoder"))
+    with pytest.raises(ValueError, match="types are given, but type_vocab_size is None"):
+        encoder.apply({"params": {}}, tokens, types=ids)
+
+
+def test_a_position_past_the_learned_table_is_refused(rng):
+    params = oracle.randomised(shapes(SMALL), rng)
+    tokens = random_tokens(rng, 1, SMALL.max_len + 1)
+    with pytest.raises(ValueError, match="41"):
+        build(SMALL).apply({"params": params}, tokens)
+    with pytest.raises(ValueError, match="41"):
+        jax.eval_shape(lambda p: build(SMALL).apply({"params": p}, tokens), params)
+
+
+def test_a_position_past_a_full_cache_raises_or_poisons(rng):
+    """Known: a ValueError. Traced: NaN in that row alone, for good, and no slot overwritten."""
+    config = dataclasses.replace(SMALL, positions="rope")
+    params = oracle.randomised(shapes(config), rng)
+    model = build(config)
+    tokens = random_tokens(rng, 2, 3)
+    cache = init_cache(config, 2, 5)
+    places = np.array([[0, 1, 2], [0, -1, -1]], np.int32)
+    apply = jax.jit(model.apply)
+    logits, cache = apply({"params": params}, tokens, positions=places, cache=cache)
+    assert np.isfinite(np.asarray(logits)).all()
+    with pytest.raises(ValueError, match="position 5 is past the cache: its capacity is 5"):
+        model.apply({"params": params}, tokens, cache=cache)
+    before = jax.tree.map(np.array, cache)
+    for _ in range(2):
+        logits, cache = apply({"params": params}, tokens, cache=cache)
+        assert np.isnan(np.asarray(logits)[0]).all()
+    assert cache.length.tolist() == [5, 5]
+    for layer, old in zip(cache.layers, before.layers, strict=True):
+        assert layer.positions[0].tolist() == [0, 1, 2, 3, 4]
+        assert_same_bits(layer.k[0, :3], old.k[0, :3])
+        assert_same_bits(layer.v[0, :3], old.v[0, :3])
+    logits, _ = apply({"params": params}, tokens, cache=before)
+    assert np.isnan(np.asarray(logits)[0]).all() and np.isfinite(np.asarray(logits)[1]).all()
+
+
+# Parameters
+
+
+def names(tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for name, value in tree.items():
+        assert type(name) is str
+        path = f"{prefix}{name}"
+        if type(value) is dict:
+            found |= names(value, f"{path}/")
+        else:
+            found[path] = value.shape
+    return found
+
+
+FULL = dataclasses.replace(
+    SMALL, num_layers=1, qk_norm=True, attention_sinks=True, value_head_dim=5, num_heads=4,
+    num_kv_heads=2, glu=True, embedding_norm=True, tie_embeddings=False,
+    logit_bias=True, norm_order="sandwich",
+)  # fmt: skip
+
+EMBED = {
+    "embed/tokens": (31, 26),
+    "embed/positions": (41, 26),
+    "embed/norm/scale": (26,),
+    "embed/norm/bias": (26,),
+    "embed/output": (31, 26),
+    "embed/bias": (31,),
+}
+ATTENTION = {
+    "query/kernel": (26, 4, 6),
+    "query/bias": (4, 6),
+    "key/kernel": (26, 2, 6),
+    "key/bias": (2, 6),
+    "value/kernel": (26, 2, 5),
+    "value/bias": (2, 5),
+    "out/kernel": (4, 5, 26),
+    "out/bias": (26,),
+    "query_scale": (6,),
+    "key_scale": (6,),
+    "sinks": (4,),
+}
+FEED_FORWARD = {
+    "up/kernel": (26, 37),
+    "up/bias": (37,),
+    "gate/kernel": (26, 37),
+    "gate/bias": (37,),
+    "down/kernel": (37, 26),
+    "down/bias": (26,),
+}
+NORM = {"scale": (26,), "bias": (26,)}
+
+
+def within(prefix: str, tree: dict) -> dict:
+    return {f"{prefix}/{name}": shape for name, shape in tree.items()}
+
+
+def block(prefix: str, *, cross: bool = False) -> dict:
+    branches = ["attention", *(["cross_attention"] if cross else []), "feed_forward"]
+    found = within(f"{prefix}/feed_forward", FEED_FORWARD)
+    for name in branches:
+        found |= within(f"{prefix}/norm_{name}", NORM) | within(f"{prefix}/out_norm_{name}", NORM)
+        if name != "feed_forward":
+            found |= within(f"{prefix}/{name}", ATTENTION)
+    return found
+
+
+def test_parameters_are_plain_dicts_with_these_names():
+    """Checkpoints and importers rely on them."""
+    assert names(shapes(FULL)) == {
+        **EMBED,
+        **block("decoder/block_0"),
+        **within("decoder/norm", NORM),
+    }
+    encoder = dataclasses.replace(
+        FULL, kind="encoder", type_vocab_size=3, num_classes=3, masked_token_head=True
+    )
+    assert names(shapes(encoder)) == {
+        **EMBED,
+        "embed/types": (3, 26),
+        **block("encoder/block_0"),
+        **within("encoder/norm", NORM),
+        **within("head_norm", NORM),
+        "head_dense/kernel": (26, 26),
+        "head_dense/bias": (26,),
+        "pooler/kernel": (26, 26),
+        "pooler/bias": (26,),
+        "classifier/kernel": (26, 3),
+        "classifier/bias": (3,),
+    }
+    both = dataclasses.replace(FULL, kind="encoder-decoder", num_decoder_layers=2)
+    assert names(shapes(both)) == {
+        **EMBED,
+        **block("encoder/block_0"),
+        **within("encoder/norm", NORM),
+        **block("decoder/block_0", cross=True),
+        **block("decoder/block_1", cross=True),
+        **within("decoder/norm", NORM),
+    }
+
+
+def test_each_kind_of_position_has_these_parameters_of_its_own():
+    plain = names(shapes(dataclasses.replace(SMALL, positions="none")))
+
+    def own(**change) -> dict:
+        config = dataclasses.replace(SMALL, **change)
+        return {k: v for k, v in names(shapes(config)).items() if k not in plain}
+
+    assert own(positions="learned") == {"embed/positions": (41, 26)}
+    assert own(positions="sinusoidal") == own(positions="rope") == own(positions="alibi") == {}
+    assert own(positions="t5") == {"decoder/relative_bias": (8, 2)}
+    assert own(positions="shaw", relative_max_distance=3, value_head_dim=6) == {
+        f"decoder/block_{i}/attention/shaw_{part}": (7, 6)
+        for i in (0, 1)
+        for part in ("key", "value")
+    }
+    assert own(positions="none", norm_order="post") == {}
+    assert "decoder/norm/scale" not in names(shapes(dataclasses.replace(SMALL, norm_order="post")))
+
+
+def test_no_bias_means_no_bias_anywhere():
+    bare = names(shapes(dataclasses.replace(SMALL, use_bias=False)))
+    assert not [name for name in bare if "bias" in name]
+    some = names(shapes(dataclasses.replace(SMALL, use_bias=False, qkv_bias=True)))
+    extra = {name.split("/", 2)[2] for name in set(some) - set(bare)}
+    assert extra == {"attention/query/bias", "attention/key/bias", "attention/value/bias"}
+
+
+def test_a_scanned_stack_has_its_layers_in_front():
+    scanned = names(shapes(dataclasses.replace(FULL, scan_layers=True, num_layers=3)))
+    inner = {k: v for k, v in scanned.items() if k.startswith("decoder/blocks/")}
+    assert inner == {k: (3, *v) for k, v in block("decoder/blocks").items()}
+    assert not [k for k in scanned if "block_" in k]
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+def test_initial_parameters_have_the_stated_spread(key, scan):
+    config = ModelConfig(
+        vocab_size=499, d_model=128, num_layers=3, num_heads=4, max_len=101, scan_layers=scan,
+        init_std=0.02, qk_norm=True, attention_sinks=True, logit_bias=True, tie_embeddings=False,
+    )  # fmt: skip
+    params = init_params(config, key)
+    assert type(params) is dict
+    loop = unstack_layers(params) if scan else params
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(loop)
+    }
+    assert len(leaves) > 40
+    for name, leaf in leaves.items():
+        assert leaf.dtype == np.float32, name
+        last = name.split("/")[-1]
+        if last.endswith("bias") or last == "sinks":
+            assert (leaf == 0).all(), name
+        elif last.endswith("scale"):
+            assert (leaf == 1).all(), name
+        else:
+            branch = "/out/" in name or "/down/" in name
+            std = 0.02 / math.sqrt(2 * 3) if branch else 0.02
+            error = 4 / math.sqrt(leaf.size)
+            assert abs(leaf.std() / std - 1) < error, name
+            assert abs(leaf.mean()) < error * std, name
+    kernels = [leaf for name, leaf in leaves.items() if name.endswith("query/kernel")]
+    assert len(kernels) == 3 and not np.allclose(kernels[0], kernels[1])
+
+
+def test_scaled_embeddings_start_at_unit_variance_and_follow_the_key():
+    config = dataclasses.replace(SMALL, num_layers=1, vocab_size=499, scale_embeddings=True)
+    one, two, other = (init_params(config, jax.random.key(n)) for n in (3, 3, 4))
+    assert abs(np.asarray(one["embed"]["tokens"]).std() * math.sqrt(26) - 1) < 0.03
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        assert_same_bits(a, b)
+    assert (np.asarray(one["embed"]["tokens"]) != np.asarray(other["embed"]["tokens"])).any()
+    assert sum(leaf.size for leaf in jax.tree.leaves(one)) == num_params(config)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_computes_low_and_answers_in_f32(rng, dtype):
+    config = dataclasses.replace(SMALL, positions="rope", dtype=dtype)
+    assert {leaf.dtype for leaf in jax.tree.leaves(shapes(config))} == {jnp.dtype("float32")}
+    params = oracle.randomised(shapes(config), rng)
+    tokens = random_tokens(rng, 2, TOKENS)
+    apply = jax.jit(build(config).apply)
+    got, _ = apply({"params": params}, tokens)
+    assert got.dtype == jnp.float32
+    want = oracle.forward(config, params, tokens)
+    top = np.abs(want).max()
+    error = largest_error(got, want)
+    assert 1e-4 * top < error < 0.03 * top, "computed in another precision, or not well"
+    cache = init_cache(config, 2, TOKENS)
+    assert {cache.layers[0].k.dtype, cache.layers[0].v.dtype} == {jnp.dtype(dtype)}
+    cached, cache = apply({"params": params}, tokens, cache=cache)
+    assert cache.layers[0].k.dtype == jnp.dtype(dtype)
+    assert largest_error(cached, want) < 0.03 * top
+
+
+def test_models_are_hashable_and_equal_configs_give_equal_models():
+    for kind in ("decoder", "encoder", "encoder-decoder"):
+        config = dataclasses.replace(SMALL, kind=kind)
+        same = dataclasses.replace(SMALL, kind=kind)
+        assert build(config) == build(same) and hash(build(config)) == hash(build(same))
+        assert isinstance(build(config), nn.Module)
+    assert build(SMALL) != build(dataclasses.replace(SMALL, d_ff=41))
+
+
+# Compilation and hygiene
+
+
+def test_repeated_calls_compile_once(rng):
+    params = oracle.randomised(shapes(SMALL), rng)
+    traces = []
+
+    @jax.jit
+    def step(params, tokens, cache, key):
+        traces.append(1)
+        logits, cache = build(SMALL).apply({"params": params}, tokens, cache=cache, key=key)
+        return logits, cache
+
+    cache = init_cache(SMALL, 2, 41)
+    for n in range(7):
+        logits, cache = step(params, random_tokens(rng, 2, 5), cache, jax.random.key(n))
+    assert np.isfinite(np.asarray(logits)).all()
+    assert len(traces) == 1
+    assert cache.length.tolist() == [35, 35]
+
+
+SETTINGS = {
+    "leaks": jax.checking_leaks,
+    "nans": partial(jax.debug_nans, True),
+    "promotion": partial(jax.numpy_dtype_promotion, "strict"),
+    "transfers": partial(jax.transfer_guard, "disallow"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_training_and_decoding_are_clean_under(setting, rng, key):
+    """No leaked tracer, no NaN even where a row sees nothing, no implicit cast or transfer."""
+    config = dataclasses.replace(
+        SMALL,
+        positions="rope",
+        dropout=0.1,
+        attention_dropout=0.1,
+        remat=True,
+        window=3,
+        num_layers=1,
+    )
+    places = np.array([[-1, 0, 1, 2, 3], [-1] * 5], np.int32)
+    inputs = jax.device_put((random_tokens(rng, 2, 5), places))
+    params = jax.device_put(oracle.randomised(shapes(config), rng))
+    cache = init_cache(config, 2, 3)
+
+    def train(params, tokens, places, key):
+        def loss(params):
+            return (
+                build(config).apply({"params": params}, tokens, positions=places, key=key)[0].sum()
+            )
+
+        return jax.value_and_grad(loss)(params)
+
+    def decode(params, tokens, places, cache):
+        return build(config).apply({"params": params}, tokens, positions=places, cache=cache)
+
+    with SETTINGS[setting]():
+        if setting in ("leaks", "promotion"):
+            jax.eval_shape(train, params, *inputs, key)
+            jax.eval_shape(decode, params, *inputs, cache)
+            return
+        outputs = jax.jit(train)(params, *inputs, key), jax.jit(decode)(params, *inputs, cache)
+    for leaf in jax.tree.leaves(outputs):
+        assert np.isfinite(np.asarray(leaf, np.float32)).all()

@@ -1,0 +1,34 @@
+"""Every position kind, head layout, extent and model kind at least once; all of them by
+`python -m tests.parity_matrix`."""
+
+import jax
+import pytest
+
+from tests.parity_matrix import HEADS, KINDS, POSITIONS, WINDOWS, Case, measure
+
+SAMPLE = [
+    Case(positions, list(HEADS)[i % 3], WINDOWS[(i + i // 2) % 2], KINDS[(i // 2) % 2])
+    for i, positions in enumerate(POSITIONS)
+]
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler():
+    """Nearly all the time of a case is LLVM's; the matrix of all cases is compiled as usual."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_the_sample_covers_every_option():
+    assert {c.heads for c in SAMPLE} == set(HEADS)
+    assert {(c.window, c.kind) for c in SAMPLE} == {(w, k) for w in WINDOWS for k in KINDS}
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda c: "-".join(str(c).split()))
+def test_cached_decode_matches_full_forward(case):
+    results = measure(case, prompts=("ragged",), chunks=(5,))
+    assert len(results) == 1
+    for result in results:
+        assert result.scale > 0.5, "logits too small for the tolerance to mean anything"
+        assert result.holds, result

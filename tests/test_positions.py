@@ -1,0 +1,429 @@
+"""Positions against float64 NumPy: precision far out, published scalings, distances and buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits, largest_error
+
+from transformer_jax import positions as pos
+from transformer_jax.config import RopeConfig
+
+FAR = np.array([0, 1, 255, 256, 257, 4095, 15_962, 131_071], np.int32)
+B, T, S, N, H = 2, 5, 7, 3, 10
+LONG = dict(factor=8.0, original_len=4096)
+ROTATIONS = {
+    "plain": RopeConfig(),
+    "interleaved": RopeConfig(pairing="interleaved"),
+    "linear": RopeConfig(scaling="linear", factor=4.0),
+    "ntk": RopeConfig(scaling="ntk", factor=4.0),
+    "llama3": RopeConfig(scaling="llama3", base=500_000.0, factor=8.0, original_len=8192),
+    "yarn": RopeConfig(scaling="yarn", **LONG),
+}
+
+
+def frequency(config: RopeConfig, k: int, dims: int) -> float:
+    """Radians per position of pair k, from each paper's own formula, one pair at a time."""
+    base, s, length = config.base, config.factor, config.original_len
+    if config.scaling == "ntk":
+        return (base * s ** (dims / (dims - 2))) ** (-2 * k / dims)
+    w = base ** (-2 * k / dims)
+    if config.scaling == "linear":
+        return w / s
+    if config.scaling == "llama3":
+        wavelength = 2 * math.pi / w
+        if wavelength < length / config.high_freq_factor:
+            return w
+        if wavelength > length / config.low_freq_factor:
+            return w / s
+        smooth = length / wavelength - config.low_freq_factor
+        smooth /= config.high_freq_factor - config.low_freq_factor
+        return (1 - smooth) * w / s + smooth * w
+    if config.scaling == "yarn":
+
+        def pair_of(turns: float) -> float:
+            return dims * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = math.floor(pair_of(config.beta_fast)), math.ceil(pair_of(config.beta_slow))
+        low, high = max(low, 0), min(high, dims - 1)
+        gamma = 1.0 if k <= low else 0.0 if k >= high else 1 - (k - low) / (high - low)
+        return (1 - gamma) * w / s + gamma * w
+    return w
+
+
+def magnitude(config: RopeConfig) -> float:
+    return 0.1 * math.log(config.factor) + 1 if config.scaling == "yarn" else 1.0
+
+
+def rotated(x: np.ndarray, positions: np.ndarray, config: RopeConfig) -> np.ndarray:
+    """Each pair is a complex number times e^{i p w}; x is [B, T, N, H], positions [B, T]."""
+    x = oracle.double(x)
+    out, dims = x.copy(), config.dims or x.shape[-1]
+    for k in range(dims // 2):
+        i, j = (k, k + dims // 2) if config.pairing == "half" else (2 * k, 2 * k + 1)
+        turn = magnitude(config) * np.exp(1j * positions * frequency(config, k, dims))
+        pair = (x[..., i] + 1j * x[..., j]) * turn[..., None]
+        out[..., i], out[..., j] = pair.real, pair.imag
+    return out
+
+
+def inside_unit_circles(rng, *shape: int) -> np.ndarray:
+    return rng.uniform(-1, 1, shape).astype(np.float32) / np.float32(math.sqrt(2))
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rotation_is_exact_to_the_rounding_of_the_angle(rng, pairing, dtype):
+    config = RopeConfig(pairing=pairing)
+    x = jnp.asarray(inside_unit_circles(rng, 1, len(FAR), N, 64)).astype(dtype)
+    actual = pos.apply_rope(x, jnp.asarray(FAR), config)
+    assert actual.dtype == x.dtype
+    expected = rotated(x, FAR[None], config)
+    for t, position in enumerate(FAR.tolist()):
+        rounding = 0.0 if dtype == "float32" else 2.0**-8 * np.abs(expected[:, t]).max()
+        error = largest_error(actual[:, t], expected[:, t])
+        assert error <= position * 2.0**-23 + 1e-6 + rounding, f"position {position}: {error}"
+
+
+@pytest.mark.parametrize(("shift", "tolerance"), [(4_000, 1e-3), (100_000, 2e-2)])
+def test_scores_depend_only_on_the_distance(rng, shift, tolerance):
+    q, k = (inside_unit_circles(rng, 1, 11, 1, 64) for _ in range(2))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+
+    def scores(start: int) -> np.ndarray:
+        positions = jnp.arange(start, start + 11)
+        rotate = [pos.apply_rope(jnp.asarray(x), positions, RopeConfig())[0, :, 0] for x in (q, k)]
+        return np.asarray(rotate[0] @ rotate[1].T)
+
+    assert largest_error(scores(shift), scores(0)) <= tolerance
+    moved = pos.apply_rope(jnp.asarray(q), jnp.arange(3, 14), RopeConfig())
+    assert largest_error(moved, pos.apply_rope(jnp.asarray(q), jnp.arange(11), RopeConfig())) > 0.1
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_rotation_matches_its_paper(rng, name):
+    config = ROTATIONS[name]
+    x = inside_unit_circles(rng, B, T, N, 64)
+    positions = rng.integers(-1, 2048, (B, T)).astype(np.int32)
+    actual = pos.apply_rope(jnp.asarray(x), jnp.asarray(positions), config)
+    bound = 2048 * 2.0**-23 + 2e-6
+    assert largest_error(actual, rotated(x, positions, config)) <= bound
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+@pytest.mark.parametrize("dims", [None, 2, 6])
+def test_frequencies_match_their_paper(name, dims):
+    config = ROTATIONS[name]
+    if dims == 2 and config.scaling == "ntk":
+        assert pos.rope_frequencies(RopeConfig(scaling="ntk", factor=4.0, dims=2), H)[0] == [1.0]
+        return
+    config = dataclasses.replace(config, dims=dims)
+    w, factor = pos.rope_frequencies(config, 128)
+    expected = np.array([frequency(config, k, dims or 128) for k in range((dims or 128) // 2)])
+    assert w.dtype == np.float32 and w.shape == expected.shape
+    assert (np.abs(w / expected - 1) <= 2.0**-24 * 1.001).all()
+    assert factor == pytest.approx(magnitude(config), abs=1e-12)
+
+
+def test_published_numbers_of_the_scalings():
+    def w(**settings):
+        return pos.rope_frequencies(RopeConfig(**settings), 128)
+
+    plain, _ = w()
+    np.testing.assert_allclose(plain[[0, 1, 32, 63]], [1, 0.8659643, 0.01, 1.1547820e-4], rtol=1e-6)
+    ntk = w(scaling="ntk", factor=4.0)[0] / plain  # the fastest pair kept, the slowest stretched
+    np.testing.assert_allclose(ntk[[0, -1]], [1, 0.25], rtol=1e-6)
+    # Llama 3.1: wavelengths below 2048 are kept, above 8192 divided by 8
+    llama, _ = w(base=5e5, scaling="llama3", factor=8.0, original_len=8192)
+    ratio = llama / w(base=5e5)[0]
+    np.testing.assert_allclose(ratio[:29], 1, rtol=1e-6)
+    np.testing.assert_allclose(ratio[35:], 1 / 8, rtol=1e-6)
+    assert (np.diff(ratio[28:36]) < 0).all()
+    # Llama 2 with YaRN: the ramp runs from pair 20 to 46
+    yarn = w(scaling="yarn", **LONG)[0] / plain
+    assert yarn[20] == 1 and yarn[21] < 1 and yarn[45] > 1 / 8
+    np.testing.assert_allclose(yarn[46:], 1 / 8, rtol=1e-6)
+    for factor, magnitude_ in ((8.0, 1.2079442), (16.0, 1.2772589), (32.0, 1.3465736)):
+        got = w(scaling="yarn", factor=factor, original_len=4096)[1]
+        assert got == pytest.approx(magnitude_, abs=1e-7)
+    assert w(scaling="yarn", attention_factor=1.5, **LONG)[1] == 1.5
+
+
+def test_pairings_are_permutations_of_each_other(rng):
+    x = inside_unit_circles(rng, B, T, N, H)
+    order = np.arange(H).reshape(2, H // 2).T.ravel()  # half 0, H/2, 1, ... in interleaved places
+    positions = jnp.arange(3, 3 + T)
+    half = pos.apply_rope(jnp.asarray(x), positions, RopeConfig())
+    paired = pos.apply_rope(
+        jnp.asarray(x[..., order]), positions, RopeConfig(pairing="interleaved")
+    )
+    assert_near(paired, half[..., order], FORWARD_F32)
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_rotating_a_slice_equals_the_slice_of_the_rotated(rng, name):
+    x = jnp.asarray(inside_unit_circles(rng, B, 11, N, H))
+    positions = jnp.asarray(np.array([[0], [1000]], np.int32) + np.arange(11))
+    full = pos.apply_rope(x, positions, ROTATIONS[name])
+    alone = pos.apply_rope(x[:, 5:9], positions[:, 5:9], ROTATIONS[name])
+    assert_near(alone, full[:, 5:9], FORWARD_F32)
+
+
+def test_negative_positions_turn_backwards(rng):
+    x = inside_unit_circles(rng, B, T, N, H)
+    positions = jnp.asarray([-1, 0, 7, 31, 101])
+    there = pos.apply_rope(jnp.asarray(x), positions, RopeConfig())
+    assert largest_error(there, x) > 0.1
+    assert_near(pos.apply_rope(there, -positions, RopeConfig()), x, FORWARD_F32)
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_dimensions_behind_the_rotated_pass_through(rng, pairing):
+    x = jnp.asarray(inside_unit_circles(rng, B, T, N, H))
+    part = pos.apply_rope(x, jnp.arange(T), RopeConfig(dims=6, pairing=pairing))
+    assert_same_bits(part[..., 6:], x[..., 6:])
+    alone = pos.apply_rope(x[..., :6], jnp.arange(T), RopeConfig(pairing=pairing))
+    assert_near(part[..., :6], alone, FORWARD_F32)
+
+
+def test_rotation_gradient_turns_back(rng):
+    x, cotangent = (jnp.asarray(inside_unit_circles(rng, B, T, N, H)) for _ in range(2))
+    positions = jnp.arange(5, 5 + T)
+
+    def rotate(x, p):
+        return pos.apply_rope(x, p, RopeConfig())
+
+    _, vjp = jax.vjp(lambda x: rotate(x, positions), x)
+    assert_near(vjp(cotangent)[0], rotate(cotangent, -positions), GRADIENT_F32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_positions_that_cannot_count_are_refused(dtype):
+    with pytest.raises(ValueError, match=dtype):
+        pos.sinusoidal(jnp.arange(3).astype(dtype), 4)
+    with pytest.raises(ValueError, match=dtype):
+        pos.apply_rope(jnp.ones((1, 3, 1, 4)), jnp.arange(3).astype(dtype), RopeConfig())
+
+
+def test_more_rotated_dims_than_the_head_has_are_refused():
+    with pytest.raises(ValueError, match=r"dims is 8.*head_dim 6"):
+        pos.rope_frequencies(RopeConfig(dims=8), 6)
+
+
+def test_sinusoids_match_the_formula():
+    actual = pos.sinusoidal(jnp.asarray(FAR), 34)
+    assert actual.shape == (len(FAR), 34) and actual.dtype == jnp.float32
+    for row, position in enumerate(FAR.tolist()):
+        angles = [position / 10_000 ** (2 * i / 34) for i in range(17)]
+        expected = [f(a) for a in angles for f in (math.sin, math.cos)]
+        assert largest_error(actual[row], expected) <= position * 2.0**-23 + 1e-6
+    with pytest.raises(ValueError, match="dim is 5"):
+        pos.sinusoidal(jnp.arange(3), 5)
+
+
+def test_learned_positions_are_rows_and_padding_is_zero(rng):
+    table = rng.normal(size=(7, 3)).astype(np.float32)
+    positions = np.array([[0, 6, -1], [-100, 2, 2]], np.int32)
+    actual = pos.learned(jnp.asarray(table), jnp.asarray(positions))
+    expected = np.where(positions[..., None] < 0, 0, table[np.maximum(positions, 0)])
+    assert_same_bits(actual, expected)
+    count = jax.grad(lambda table: pos.learned(table, jnp.asarray(positions)).sum())(table)
+    assert_same_bits(count, np.outer([1, 0, 2, 0, 0, 0, 1], np.ones(3)).astype(np.float32))
+
+
+def test_a_position_outside_the_table_never_reads_another_row():
+    table, positions = jnp.ones((7, 3)), jnp.asarray([6, 7, -1])
+    with pytest.raises(ValueError, match=r"position 7 .* 7 rows"):
+        pos.learned(table, positions)
+    traced = np.asarray(jax.jit(pos.learned)(table, positions))
+    assert np.isnan(traced[1]).all()
+    assert_same_bits(traced[[0, 2]], np.outer([1, 0], np.ones(3)).astype(np.float32))
+
+
+# Biases of a distance
+
+PLACES = {
+    "shared": (np.arange(4, 4 + T), np.arange(S)),
+    "rows": (np.array([[3, 4, 5, 6, 7], [-1, 0, 1, 2, 3]]), np.arange(S)[None].repeat(B, 0) - 1),
+    "rows of keys": (np.arange(T), np.array([[9, 8, 7, 6, 5, 4, 3], [0, 1, 2, 300, 4, -1, -1]])),
+}
+
+
+def distances(name: str) -> np.ndarray:  # [B or 1, T, S]
+    q, k = (np.atleast_2d(x) for x in PLACES[name])
+    return k[:, None, :] - q[:, :, None]
+
+
+def test_slopes_are_those_of_the_paper():
+    assert_same_bits(pos.alibi_slopes(8), np.float32([2.0**-n for n in range(1, 9)]))
+    twelve = [2.0**-n for n in range(1, 9)] + [2.0**-n for n in (0.5, 1.5, 2.5, 3.5)]
+    assert_near(pos.alibi_slopes(12), twelve, FORWARD_F32)
+
+    def slopes(n: int) -> list[float]:
+        if math.log2(n).is_integer():
+            start = 2 ** (-(2 ** -(math.log2(n) - 3)))
+            return [start * start**i for i in range(n)]
+        below = 2 ** math.floor(math.log2(n))
+        return slopes(below) + slopes(2 * below)[0::2][: n - below]
+
+    for heads in range(1, 41):
+        actual = pos.alibi_slopes(heads)
+        assert actual.dtype == jnp.float32
+        assert_near(actual, slopes(heads), FORWARD_F32)
+    with pytest.raises(ValueError, match="num_heads is 0"):
+        pos.alibi_slopes(0)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_alibi_is_minus_slope_times_distance(name):
+    slopes = pos.alibi_slopes(N)
+    bias = pos.ALiBi(slopes)
+    actual = bias.materialize(*(jnp.asarray(x, jnp.int32) for x in PLACES[name]))
+    d = distances(name)
+    assert actual.shape == (len(d), N, T, S) and actual.dtype == jnp.float32
+    expected = -np.abs(d)[:, None] * oracle.double(slopes)[:, None, None]
+    assert_near(actual, expected, FORWARD_F32)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (64, 256), (8, 20), (32, 1024)])
+def test_buckets_are_those_of_t5(bidirectional, buckets, longest):
+    d = np.arange(-300, 301)
+    actual = np.asarray(
+        pos.relative_bucket(
+            jnp.asarray(d), bidirectional=bidirectional, num_buckets=buckets, max_distance=longest
+        )
+    )
+    for distance, got in zip(d.tolist(), actual.tolist(), strict=True):
+        settings = dict(bidirectional=bidirectional, buckets=buckets, longest=longest)
+        assert got == oracle.t5_bucket(distance, **settings), f"distance {distance}"
+    if longest <= 300:
+        # the upper half's bucket for distance 0 stays empty, as in the paper's code
+        unused = {buckets // 2} if bidirectional else set()
+        assert set(actual.tolist()) == set(range(buckets)) - unused
+
+
+def test_a_distance_at_the_start_of_a_bucket_is_in_it():
+    # 8 (128 / 8)^(i / 8) is 16, 32, 64 at i = 2, 4, 6, where a rounded logarithm can fall short
+    d = jnp.asarray([-15, -16, -31, -32, -63, -64, -127, -128, 16, 64])
+    actual = pos.relative_bucket(d, bidirectional=True, num_buckets=32, max_distance=128)
+    assert actual.tolist() == [9, 10, 11, 12, 13, 14, 15, 15, 26, 30]
+
+
+@pytest.mark.parametrize("settings", [(7, 128), (2, 128), (32, 8)])
+def test_impossible_buckets_are_refused(settings):
+    buckets, longest = settings
+    with pytest.raises(ValueError, match=f"num_buckets {buckets}, max_distance {longest}"):
+        pos.relative_bucket(
+            jnp.arange(3), bidirectional=True, num_buckets=buckets, max_distance=longest
+        )
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_relative_bias_looks_up_its_bucket(rng, name, bidirectional):
+    table = rng.normal(size=(8, N)).astype(np.float32)
+    q, k = (jnp.asarray(x, jnp.int32) for x in PLACES[name])
+    d = distances(name)
+    expected = np.zeros((len(d), N, T, S))
+    bucket = np.zeros(d.shape, int)
+    for at in np.ndindex(*d.shape):
+        bucket[at] = oracle.t5_bucket(
+            int(d[at]), bidirectional=bidirectional, buckets=8, longest=20
+        )
+        expected[at[0], :, at[1], at[2]] = table[bucket[at]]
+    cotangent = rng.normal(size=expected.shape).astype(np.float32)
+
+    def materialize(bias):
+        return bias.materialize(q, k)
+
+    bias = pos.RelativeBias(jnp.asarray(table), bidirectional, 20)
+    actual, vjp = jax.vjp(materialize, bias)
+    assert actual.dtype == jnp.float32
+    assert_near(actual, expected, FORWARD_F32)
+    gradient = np.zeros(table.shape)
+    np.add.at(gradient, bucket, np.moveaxis(cotangent.astype(np.float64), 1, -1))
+    assert_near(vjp(jnp.asarray(cotangent))[0].table, gradient, GRADIENT_F32)
+
+
+def test_biases_cross_jit_as_their_arrays():
+    q, k = jnp.arange(T), jnp.arange(S)
+    traced = jax.jit(lambda bias: bias.materialize(q, k))
+    for bias in (
+        pos.ALiBi(pos.alibi_slopes(N)),
+        pos.RelativeBias(jnp.arange(8.0 * N).reshape(8, N), bidirectional=True, max_distance=20),
+    ):
+        assert len(jax.tree.leaves(bias)) == 1
+        assert_near(traced(bias), bias.materialize(q, k), FORWARD_F32)
+
+
+# Shaw's vectors
+
+CLIP = 2
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_shaw_matches_loops_with_gradients(rng, name):
+    q_positions, k_positions = (jnp.asarray(x, jnp.int32) for x in PLACES[name])
+    query, table = rng.normal(size=(B, T, N, H)), rng.normal(size=(2 * CLIP + 1, H))
+    weights, values = rng.random(size=(B, N, T, S)), rng.normal(size=(2 * CLIP + 1, H + 1))
+    d_scores, d_out = rng.normal(size=(B, N, T, S)), rng.normal(size=(B, T, N, H + 1))
+    row = np.broadcast_to(np.clip(distances(name), -CLIP, CLIP) + CLIP, (B, T, S))
+    scores, out = np.zeros((B, N, T, S)), np.zeros((B, T, N, H + 1))
+    d_query, d_table = np.zeros(query.shape), np.zeros(table.shape)
+    d_weights, d_values = np.zeros(weights.shape), np.zeros(values.shape)
+    for b, n, t, s in np.ndindex(B, N, T, S):
+        r = row[b, t, s]
+        scores[b, n, t, s] = query[b, t, n] @ table[r]
+        out[b, t, n] += weights[b, n, t, s] * values[r]
+        d_query[b, t, n] += d_scores[b, n, t, s] * table[r]
+        d_table[r] += d_scores[b, n, t, s] * query[b, t, n]
+        d_weights[b, n, t, s] = d_out[b, t, n] @ values[r]
+        d_values[r] += weights[b, n, t, s] * d_out[b, t, n]
+
+    def single(*arrays):
+        return [jnp.asarray(a, jnp.float32) for a in arrays]
+
+    for function, arguments, cotangent, expected, gradients in (
+        (pos.shaw_scores, (query, table), d_scores, scores, (d_query, d_table)),
+        (pos.shaw_values, (weights, values), d_out, out, (d_weights, d_values)),
+    ):
+        actual, vjp = jax.vjp(
+            lambda x, table, f=function: f(x, table, q_positions, k_positions), *single(*arguments)
+        )
+        assert_near(actual, expected, FORWARD_F32)
+        for got, want in zip(vjp(*single(cotangent)), gradients, strict=True):
+            assert_near(got, want, GRADIENT_F32)
+
+
+def test_shaw_keeps_float32_scores_and_the_dtype_of_weights():
+    q, k = jnp.arange(T), jnp.arange(S)
+    table = jnp.ones((2 * CLIP + 1, H), jnp.bfloat16)
+    assert pos.shaw_scores(jnp.ones((B, T, N, H), jnp.bfloat16), table, q, k).dtype == jnp.float32
+    weights = jnp.full((B, N, T, S), 1 / S, jnp.bfloat16)
+    assert pos.shaw_values(weights, table, q, k).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="table has 4 rows"):
+        pos.shaw_values(weights, table[:4], q, k)
+
+
+def test_shaw_never_holds_a_vector_for_each_pair():
+    length, width = 211, 64
+    place = jnp.arange(length)
+
+    def like(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def both(query, keys, values):
+        weights = jax.nn.softmax(pos.shaw_scores(query, keys, place, place), axis=-1)
+        return pos.shaw_values(weights, values, place, place).sum()
+
+    tables = (like(2 * CLIP + 1, width),) * 2
+    compiled = jax.jit(jax.grad(both, argnums=(0, 1, 2))).lower(like(1, length, 1, width), *tables)
+    memory = compiled.compile().memory_analysis().temp_size_in_bytes
+    assert 0 < memory < length * length * width * 4 / 2

@@ -1,0 +1,467 @@
+"""The two commands: what they say, how they end, and that a kill at any moment loses nothing."""
+
+import dataclasses
+import importlib.util
+import io
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train
+from tests.test_training import assert_same_state
+from transformer_jax import checkpoint, completion, progress
+from transformer_jax.checkpoint import saved_steps
+from transformer_jax.config import ConfigError, ModelConfig, RopeConfig, TrainConfig
+from transformer_jax.data import ByteTokenizer, CharTokenizer
+from transformer_jax.models import build, init_params
+from transformer_jax.run_folder import locked
+from transformer_jax.sampling import Sample, Temperature
+from transformer_jax.training import fit
+
+ROOT = Path(train.__file__).parent
+SMALL = (
+    "--d-model 14 --num-heads 2 --num-layers 1 --max-len 11 --use-bias False "
+    "--batch-size 2 --warmup-steps 2"
+)
+TEXT = "to be or not to be that is the question\n" * 23
+
+
+def _command(name: str):
+    """A command's file, not imported: transformer_jax.generate is the function of that name."""
+    spec = importlib.util.spec_from_file_location(f"command_{name}", PACKAGE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PACKAGE = Path(checkpoint.__file__).parent
+generate = _command("generate")
+
+
+@pytest.fixture
+def flags(tmp_path) -> list[str]:
+    (tmp_path / "text.txt").write_text(TEXT)
+    files = f"--data {tmp_path / 'text.txt'} --out {tmp_path / 'run'}"
+    return f"{SMALL} {files} --steps 8 --eval-every 4 --sample-tokens 20".split()
+
+
+def refused(capsys, argv: list[str]) -> tuple[int, str]:
+    """Exit status and the one line on stderr of a command that does not start."""
+    status = train.main(argv)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, err
+    return status, err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--learnig_rate 1", "--learnig_rate: no such flag, nearest: --learning-rate"),
+        ("--rope 3", "--rope: no such flag"),
+        ("--steps -1", "steps is -1: must be positive"),
+        ("--steps abc", "steps is 'abc': must be INTEGER"),
+        ("--steps 1e3", "steps is '1e3': must be INTEGER"),
+        ("--steps", "--steps: expected one argument"),
+        ("--steps " + "9" * 5000, "must be INTEGER"),
+        ("--learning-rate nan", "learning_rate is nan: must be a finite number"),
+        ("--learning-rate=inf", "learning_rate is inf: must be a finite number"),
+        ("--min-learning-rate 1", "min_learning_rate is 1.0: must not exceed learning_rate"),
+        ("--dropout=False", "dropout is 'False': must be NUMBER"),
+        ("--glu maybe", "glu is 'maybe': must be True|False"),
+        (f"--seed {2**70}", "seed is 1180591620717411303424: must be at least 0"),
+        ("--d-model 30 --num-heads 4", "num_heads is 4: does not divide d_model 30"),
+        ("--tokenizer word", "tokenizer is 'word': must be char|byte|bpe"),
+        ("--scaling linaer", "scaling is 'linaer': must be None|linear|ntk|llama3|yarn"),
+        ("--preset gtp2", "preset is 'gtp2': must be one of"),
+        ("--context 9999", "context is 9999: exceeds the model's max_len"),
+        ("stray", "unrecognized arguments: stray"),
+        ("--kind encoder", "kind is 'encoder': text is trained on with a 'decoder'"),
+        ("--data /nonexistent", "data is '/nonexistent': no such file or folder"),
+        ("--vocab-size 3", "vocab_size is 3: the tokenizer has"),
+        ("--resume --out /nonexistent", "/nonexistent: no run here"),
+        ("--resume --preset tiny", "preset and resume"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message):
+    monkeypatch.chdir(tmp_path)
+    status, line = refused(capsys, argv.split())
+    assert message in line
+    assert status == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it is empty"),
+        (b"short", "a window of context 11 needs 12"),
+        (b"\xef\xbb\xbf" + TEXT.encode() + b"\x80", "byte 923 is 0x80: not UTF-8"),
+    ],
+)
+def test_bad_data_is_one_line_and_status_2(capsys, flags, tmp_path, content, message):
+    (tmp_path / "text.txt").write_bytes(content)
+    status, line = refused(capsys, flags)
+    assert (status, message in line) == (2, True), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_debug_shows_the_traceback(flags):
+    with pytest.raises(ConfigError, match="steps is -1"):
+        train.main([*flags, "--steps", "-1", "--debug"])
+
+
+def test_bad_flags_leave_a_process_with_one_line_and_no_traceback():
+    out = subprocess.run(
+        [sys.executable, "train.py", "--learnig-rate", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (out.returncode, out.stdout) == (2, "")
+    assert out.stderr == "train.py: --learnig-rate: no such flag, nearest: --learning-rate\n"
+
+
+def test_every_field_is_a_flag_and_means_what_it_says():
+    def flat(cls, *skipped):
+        return {f.name for f in dataclasses.fields(cls)} - {*skipped}
+
+    expected = flat(TrainConfig, "model") | flat(ModelConfig, "rope") | flat(RopeConfig)
+    assert {path[-1] for path in train._FIELDS} == expected
+    argv = (
+        "--positions rope --base 500 --scaling yarn --original-len 64 --factor 2 --glu True "
+        "--use-bias=False --num_kv_heads 1 --window None --d-ff 99 --context 32 --data - "
+        "--dtype bfloat16 --eval-batches 3 --min-learning-rate 1e-5"
+    )
+    config, vocab_size = train._config(train._parse(argv.split()))
+    rope = RopeConfig(base=500.0, scaling="yarn", original_len=64, factor=2.0)
+    model = ModelConfig(
+        positions="rope", rope=rope, glu=True, use_bias=False, num_kv_heads=1, d_ff=99,
+        dtype="bfloat16",
+    )  # fmt: skip
+    default = train.train_preset(None)
+    model = dataclasses.replace(
+        model, **{n: getattr(default.model, n) for n in ("d_model", "num_layers", "max_len")}
+    )
+    model = dataclasses.replace(model, num_heads=default.model.num_heads)
+    for name in ("rope", "glu", "use_bias", "num_kv_heads", "window", "d_ff", "dtype"):
+        assert getattr(config.model, name) == getattr(model, name), name
+    assert (config.context, config.data, config.eval_batches) == (32, "-", 3)
+    assert config.min_learning_rate == 1e-5
+    assert vocab_size is None
+
+
+def test_a_preset_is_the_start_and_flags_change_it():
+    config, vocab_size = train._config(
+        train._parse("--data x.txt --preset=shakespeare-cpu --vocab-size 99".split())
+    )
+    assert (config.model.d_model, config.model.max_len, config.data) == (128, 64, "x.txt")
+    assert vocab_size == 99
+
+
+def test_help_explains_every_flag(capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--preset", "shakespeare-gpu", "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    for path in train._FIELDS:
+        flag = f"--{path[-1].replace('_', '-')}"
+        text = re.search(rf"^  {flag} (.*?)(?=^  --|\Z|\n\n)", out, re.MULTILINE | re.DOTALL)
+        assert text, flag
+        assert "[" in text[1], f"{flag} shows no default"
+    assert "Optimizer steps. [5000]" in " ".join(out.split())
+    assert "--preset" in out and "--resume" in out and "--debug" in out
+
+
+def test_a_run_says_what_to_type_next_and_those_commands_work(capsys, flags, tmp_path):
+    assert train.main(flags) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"held-out loss: \d\.\d+ nats per character = \d\.\d+ bits", out)
+    nats, bits = map(float, re.search(r"loss: (\S+) nats per character = (\S+)", out).groups())
+    assert bits == pytest.approx(nats / np.log(2), abs=1e-3)
+    assert (tmp_path / "run" / "sample.txt").read_text().strip("\n") in out
+    commands = [line.strip() for line in out.splitlines() if line.startswith("  python")]
+    assert len(commands) == 2
+    assert commands[0].startswith("python -m transformer_jax.generate --run ")
+    assert commands[1].startswith("python train.py --out ")
+    assert generate.main([*shlex.split(commands[0])[3:], "--tokens", "13"]) == 0
+    prompt = shlex.split(commands[0])[-1]
+    written = capsys.readouterr().out
+    assert written.startswith(prompt)
+    assert len(written) == len(prompt) + 13 + 1
+    assert train.main([*shlex.split(commands[1])[2:-1], "9"]) == 0
+    assert saved_steps(tmp_path / "run" / "checkpoints")[-1] == 9
+    capsys.readouterr()
+    status, line = refused(capsys, flags)
+    assert status == 2
+    assert "--resume continues it, --out FOLDER starts another" in line
+    status, line = refused(
+        capsys, ["--resume", "--out", flags[flags.index("--out") + 1], "--d-model", "16"]
+    )
+    assert status == 2
+    assert "model.d_model: 14 -> 16" in line
+
+
+def test_the_text_comes_from_standard_input(capsys, flags, monkeypatch):
+    flags[flags.index("--data") + 1] = "-"
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
+    assert train.main([*flags, "--sample-tokens", "0"]) == 0
+
+
+class Signals(progress.Silent):
+    """Sends a signal to this process when a step is shown."""
+
+    def __init__(self, step: int, *numbers: int) -> None:
+        self.at, self.numbers = step, numbers
+
+    def step(self, step, loss, tokens_per_second):
+        if step == self.at:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_step_and_ends(capsys, flags, tmp_path, monkeypatch, number, status):
+    flags += ["--steps", "50", "--eval-every", "50"]
+    before = signal.getsignal(number)
+    monkeypatch.setattr(progress, "progress_for_output", lambda: Signals(3, number))
+    assert train.main(flags) == status
+    assert signal.getsignal(number) is before
+    (step,) = saved_steps(tmp_path / "run" / "checkpoints")
+    assert step in (4, 5)  # a step's numbers are shown while the next one runs
+    checkpoint.verify(checkpoint.step_path(tmp_path / "run" / "checkpoints", step))
+    out = capsys.readouterr().out
+    assert f"stopped at step {step}; to go on:" in out
+    assert "--resume" in out
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_a_second_signal_ends_at_once(flags, tmp_path, monkeypatch):
+    class Ended(BaseException):
+        pass
+
+    def end(status):
+        raise Ended(status)
+
+    flags += ["--checkpoint-every", "2", "--steps", "50", "--eval-every", "50"]
+    monkeypatch.setattr(os, "_exit", end)
+    both = Signals(3, signal.SIGTERM, signal.SIGINT)
+    monkeypatch.setattr(progress, "progress_for_output", lambda: both)
+    with pytest.raises(Ended) as caught:
+        train.main(flags)
+    assert caught.value.args[0] in (130, 143)
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [2]
+    checkpoint.verify(tmp_path / "run" / "checkpoints" / "step-00000002")
+
+
+def test_what_fails_on_the_way_is_one_line_and_status_1(capsys, flags, tmp_path):
+    blocked = list(flags)
+    blocked[blocked.index("--out") + 1] = str(tmp_path / "text.txt" / "run")
+    status, line = refused(capsys, blocked)
+    assert status == 1
+    assert "Not a directory" in line
+    (tmp_path / "run").mkdir()
+    with locked(tmp_path / "run"):
+        status, line = refused(capsys, flags)
+    assert status == 1
+    assert f"process {os.getpid()} is training here" in line
+
+
+KILLS = 4
+
+
+def test_a_kill_at_any_moment_loses_no_more_than_a_save_interval(flags, tmp_path, rng):
+    """One run, killed four times and finished, equals the run that nobody killed."""
+    flags += ["--steps", "150", "--eval-every", "150", "--checkpoint-every", "1", "--keep", "3"]
+    flags += ["--sample-tokens", "0", "--dropout", "0.1"]
+    folder = tmp_path / "run" / "checkpoints"
+    command = [sys.executable, str(ROOT / "train.py"), *flags]
+    reached = 0
+    for _ in range(KILLS):
+        resume = ["--resume"] if reached or (tmp_path / "run").exists() else []
+        process = subprocess.Popen(
+            [*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT
+        )
+        try:
+            deadline = time.monotonic() + 240
+            while process.poll() is None and (saved_steps(folder) or [0])[-1] <= reached:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(float(rng.uniform(0, 0.2)))
+        finally:
+            process.kill()
+            _, err = process.communicate()
+        steps = saved_steps(folder)
+        assert steps and steps[-1] > reached, err.decode()
+        for step in steps:
+            checkpoint.verify(checkpoint.step_path(folder, step))
+        reached = steps[-1]
+    assert reached < 150
+    config, _ = train._config(train._parse([*flags, "--resume"]))
+    rest = dataclasses.replace(config, checkpoint_every=100)
+    finished = fit(rest, resume=True, vocab_size=config.model.vocab_size)
+    whole = fit(dataclasses.replace(rest, out=str(tmp_path / "whole")))
+    assert_same_state(finished.state, whole.state)
+    assert finished.val_loss == whole.val_loss
+    assert not list(folder.glob("*.tmp"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> str:
+    """A run of two evaluations, of which the first is the better one."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text(TEXT)
+    config, _ = train._config(train._parse(SMALL.split()))
+    out = str(folder / "run")
+    config = dataclasses.replace(
+        config, data=str(folder / "text.txt"), out=out, steps=4, eval_every=2, sample_tokens=0
+    )
+    fit(config)
+    return out
+
+
+def written(capsys, *argv: str) -> str:
+    assert generate.main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def test_a_text_is_continued_the_same_for_the_same_seed(capsys, trained):
+    arguments = ["--run", trained, "--prompt", "to be", "--tokens", "40"]
+    first = written(capsys, *arguments)
+    assert first.startswith("to be") and len(first) == 46
+    assert written(capsys, *arguments) == first
+    assert written(capsys, *arguments, "--seed", "1") != first
+    greedy = written(capsys, *arguments, "--temperature", "0")
+    assert greedy == written(capsys, *arguments, "--top-k", "1")
+    assert greedy == written(capsys, *arguments, "--top-p", "1e-9", "--seed", "5")
+
+
+def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_path, monkeypatch):
+    asked = []
+    real = checkpoint.restore
+    monkeypatch.setattr(
+        checkpoint, "restore", lambda p, like: asked.append(p.name) or real(p, like)
+    )
+    folder = Path(trained) / "checkpoints"
+    monkeypatch.setattr(checkpoint, "best_step", lambda folder: 2)
+    for which in ("best", "last"):
+        written(capsys, "--run", trained, "--tokens", "1", "--checkpoint", which)
+    assert saved_steps(folder) == [2, 4]
+    assert asked == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message", "status"),
+    [
+        ("--temperature -1", "temperature is -1.0: must be", 2),
+        ("--temperature nan", "temperature is nan: must be", 2),
+        ("--top-k 0", "top_k is 0: must be", 2),
+        ("--top-p 2", "top_p is 2.0: must be", 2),
+        ("--tokens 0", "tokens is 0: must be positive", 2),
+        ("--seed -1", "seed is -1: must be at least 0", 2),
+        ("--prompt é", "character 0 is U+00E9 'é': not among the", 2),
+        ("--run /nonexistent", "/nonexistent: no run here", 2),
+        ("--tokens many", "--tokens: invalid int value: 'many'", 2),
+        ("--checkpoint first", "--checkpoint: invalid choice: 'first'", 2),
+    ],
+)
+def test_a_bad_wish_is_one_line(capsys, trained, argv, message, status):
+    try:
+        found = generate.main(["--run", trained, *argv.split()])
+    except SystemExit as ended:
+        found = ended.code
+    out, err = capsys.readouterr()
+    assert (found, out, err.count("\n")) == (status, "", 1), err
+    assert message in err
+
+
+def test_a_damaged_checkpoint_is_not_written_with(capsys, trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "copy")
+    for file in (tmp_path / "copy").rglob("params.bin"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert generate.main(["--run", str(tmp_path / "copy")]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "params.bin: sha256 mismatch" in err
+
+
+def test_a_text_may_outgrow_the_model(key):
+    """Each token is the likeliest of a full pass over what the model still sees."""
+    config = ModelConfig(vocab_size=29, d_model=14, num_heads=2, num_layers=1, max_len=11)
+    params = jax.tree.map(lambda leaf: 7 * leaf, init_params(config, key))
+    tokenizer = CharTokenizer("".join(chr(ord("A") + i) for i in range(29)))
+    pieces = completion.complete(
+        config, params, tokenizer, "ABRA", 31,
+        sampler=Sample(Temperature(0.0)), key=jax.random.key(0),
+    )  # fmt: skip
+    found = tokenizer.encode("".join(pieces)).tolist()
+    seen, expected = tokenizer.encode("ABRA").tolist(), []
+    model = build(config)
+    logits = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])
+    for _ in range(31):
+        if len(seen) == 12:
+            seen = seen[-5:]
+        padded = np.zeros((1, 11), np.int32)
+        padded[0, : len(seen)] = seen
+        best = int(np.argmax(np.asarray(logits(jnp.asarray(padded)))[0, len(seen) - 1]))
+        seen.append(best)
+        expected.append(best)
+    assert len(set(expected)) > 3
+    assert found == expected
+
+
+def test_characters_of_several_bytes_come_whole():
+    text = "aé漢\U0001f469‍é"
+    pieces = list(completion._pieces(ByteTokenizer(), text.encode()))
+    assert pieces == list(text)
+    assert "".join(completion._pieces(ByteTokenizer(), b"a\xe6\xbcb\xff")) == "a\ufffdb\ufffd"
+    assert "".join(completion._pieces(ByteTokenizer(), b"a\xe6\xbc")) == "a\ufffd"
+
+
+def test_ids_beyond_the_tokenizer_are_never_drawn(key):
+    logits = jax.random.normal(key, (3, 17)).at[:, 11:].add(50.0)
+    kept = completion.FirstIds(11)(logits)
+    assert np.isneginf(np.asarray(kept)[:, 11:]).all()
+    np.testing.assert_array_equal(kept[:, :11], logits[:, :11])
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
+    assert isinstance(progress.progress_for_output(), progress.Lines)
+    lines = progress.Lines()
+    lines.start(0, 40)
+    for step in range(1, 41):
+        lines.step(step, 3.25, None if step == 1 else 1234.5)
+    lines.stop()
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 20
+    assert "step 40/40  loss 3.2500  1,234 tokens/s  0:00 left" in out
+    assert "\x1b" not in out
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch):
+    from rich.console import Console
+
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    bar = progress.progress_for_output()
+    assert isinstance(bar, progress.Bar)
+    out = io.StringIO()
+    bar._bar.live.console = Console(file=out, force_terminal=True, width=100)
+    bar.start(0, 7)
+    for step in range(1, 8):
+        bar.step(step, 3.25, 1234.5)
+    bar.say("held-out loss 2.5 [not markup]")
+    bar.stop()
+    for part in ("7/7", "loss 3.2500", "1,234 tokens/s", "left", "[not markup]"):
+        assert part in out.getvalue()

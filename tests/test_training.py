@@ -1,0 +1,672 @@
+"""Training: the step against NumPy, and runs that stop, break and go on bit for bit."""
+
+import json
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.tolerances import assert_near, assert_same_bits
+from transformer_jax import checkpoint, training
+from transformer_jax.checkpoint import CheckpointError, saved_steps
+from transformer_jax.config import PRESETS, ConfigError, ModelConfig, TrainConfig, train_preset
+from transformer_jax.data import IGNORE, DataError, consecutive_starts, random_starts
+from transformer_jax.models import build, init_params
+from transformer_jax.progress import Silent
+from transformer_jax.run_folder import (
+    RunError,
+    RunFolder,
+    _smooth,
+    config_from_json,
+    config_to_json,
+    locked,
+)
+from transformer_jax.training import fit
+from transformer_jax.training_state import (
+    Batch,
+    decays,
+    init_state,
+    language_model_loss,
+    learning_rate,
+    make_eval_step,
+    make_optimizer,
+    make_train_step,
+    start_state,
+    windows,
+)
+from transformer_jax.transformer import stack_layers
+
+MODEL = ModelConfig(d_model=22, num_heads=2, num_layers=1, d_ff=29, max_len=13, use_bias=False)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    words = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "far", "\n"]
+    chosen = np.random.default_rng(5).choice(words, 701)
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(" ".join(chosen))
+    return file
+
+
+@pytest.fixture
+def config(text, tmp_path) -> TrainConfig:
+    return TrainConfig(
+        model=MODEL, data=str(text), out=str(tmp_path / "run"), val_fraction=0.2, steps=20,
+        batch_size=3, warmup_steps=3, eval_every=5, checkpoint_every=5, keep=2, log_every=1,
+        sample_tokens=0, seed=17,
+    )  # fmt: skip
+
+
+def changed(config: TrainConfig, **changes) -> TrainConfig:
+    return replace(config, model=replace(config.model, **changes))
+
+
+def after(steps: int):
+    """A `stop` that ends a run behind so many of its own steps."""
+    left = iter([False] * (steps - 1))
+    return lambda: next(left, True)
+
+
+def leaves(state) -> dict[str, np.ndarray]:
+    found = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        found[jax.tree_util.keystr(path)] = np.asarray(leaf)
+    return found
+
+
+def assert_same_state(actual, expected) -> None:
+    actual, expected = leaves(actual), leaves(expected)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert_same_bits(actual[name], expected[name], name)
+
+
+def metrics(config: TrainConfig) -> list[dict]:
+    lines = RunFolder(Path(config.out)).read_metrics()
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+VARIANTS = {
+    "dropout": lambda c: changed(c, dropout=0.3, attention_dropout=0.2),
+    "accumulation": lambda c: replace(
+        changed(c, dropout=0.3, attention_dropout=0.2), accumulation=3
+    ),
+    "warm-up boundary": lambda c: replace(c, warmup_steps=10),
+    "bfloat16": lambda c: changed(c, dtype="bfloat16"),
+    "tied, scanned": lambda c: changed(c, num_layers=2, scan_layers=True),
+    "untied": lambda c: changed(c, tie_embeddings=False, logit_bias=True),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(config, monkeypatch, variant):
+    read: list[tuple] = []
+
+    def spy(seed, step, shape, count):
+        starts = random_starts(seed, step, shape, count)
+        read.append((step, starts.tolist()))
+        return starts
+
+    monkeypatch.setattr(training, "random_starts", spy)
+    straight = VARIANTS[variant](config)
+    whole = fit(straight)
+    order, read[:] = list(read), []
+
+    parts = replace(straight, out=straight.out + "-parts")
+    half = fit(parts, stop=after(10))
+    assert half.interrupted and half.step == 10
+    assert 0 < len(metrics(parts)) == 10
+    resumed = fit(parts, resume=True)
+    assert not resumed.interrupted and resumed.step == 20
+
+    assert [step for step, _ in order] == list(range(20))
+    assert read == order
+    assert_same_state(resumed.state, whole.state)
+    assert (resumed.val_loss, resumed.best_step) == (whole.val_loss, whole.best_step)
+    # At step 10 the straight run also evaluated; a run that is told to stop does not.
+    left_out = [{k: v for k, v in m.items() if k != "val_loss"} for m in metrics(straight)]
+    assert [{k: v for k, v in m.items() if k != "val_loss"} for m in metrics(parts)] == left_out
+    for step in (15, 20):
+        files = {
+            p.name: p.read_bytes()
+            for c in (straight, parts)
+            for p in checkpoint.step_path(Path(c.out) / "checkpoints", step).iterdir()
+        }
+        again = checkpoint.step_path(Path(straight.out) / "checkpoints", step)
+        assert {p.name: p.read_bytes() for p in again.iterdir()} == files
+    _, train_step, eval_step = training._compiled(training._numerics(whole.config))
+    assert (train_step._cache_size(), eval_step._cache_size()) == (1, 1)
+
+
+class Keep:
+    """An optimizer whose state is the gradient it was given."""
+
+    @staticmethod
+    def transformation() -> optax.GradientTransformation:
+        return optax.GradientTransformation(
+            lambda params: jax.tree.map(jnp.zeros_like, params),
+            lambda grads, state, params: (jax.tree.map(jnp.zeros_like, grads), grads),
+        )
+
+
+def numpy_loss(logits, labels) -> tuple[float, int]:
+    """Summed negative log-likelihood and token count, in float64."""
+    logits = np.asarray(logits).astype(np.float64)
+    top = logits.max(-1, keepdims=True)
+    logs = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    rows = np.asarray(labels)
+    counts = rows != IGNORE
+    picked = np.take_along_axis(logs, np.where(counts, rows, 0)[..., None], -1)[..., 0]
+    return float(-(picked * counts).sum()), int(counts.sum())
+
+
+def test_micro_batches_weighted_by_tokens_are_one_big_batch(rng):
+    model = replace(MODEL, vocab_size=31, dropout=0.0)
+    tokens = rng.integers(0, 31, (4, 13)).astype(np.int32)
+    labels = rng.integers(0, 31, (4, 13)).astype(np.int32)
+    for row, length in enumerate((13, 2, 7, 0)):  # a row of nothing, too
+        labels[row, length:] = IGNORE
+    optimizer = Keep.transformation()
+    step = make_train_step(language_model_loss(model), optimizer)
+    params = init_params(model, jax.random.key(3))
+    logits, _ = jax.jit(build(model).apply)({"params": params}, tokens)
+    found = {}
+    for count in (1, 2, 4):
+        batch = Batch(
+            jnp.asarray(tokens.reshape(count, -1, 13)), jnp.asarray(labels.reshape(count, -1, 13))
+        )
+        state = start_state(jax.tree.map(jnp.copy, params), optimizer, jax.random.key(3))
+        state, measured = step(state, batch)
+        assert float(measured.weight) == 22
+        found[count] = (state.opt_state, float(measured.loss), float(measured.grad_norm))
+    summed, weight = numpy_loss(logits, labels)
+    assert weight == 22
+    flat = jax.flatten_util.ravel_pytree(found[1][0])[0]
+    assert np.abs(flat).max() > 0.01
+    for count in (1, 2, 4):
+        grads, value, norm = found[count]
+        assert_near(value, summed / weight, 1e-6, "loss")
+        assert_near(norm, np.linalg.norm(flat), 1e-6, "norm")
+        assert_near(jax.flatten_util.ravel_pytree(grads)[0], flat, 1e-6, f"{count} micro-batches")
+
+
+def test_a_step_without_labels_has_no_loss_and_no_gradient():
+    optimizer = Keep.transformation()
+    step = make_train_step(language_model_loss(MODEL), optimizer)
+    tokens = jnp.ones((2, 1, 13), jnp.int32)
+    state = init_state(MODEL, optimizer, 3)
+    state, measured = step(state, Batch(tokens, jnp.full_like(tokens, IGNORE)))
+    assert (float(measured.loss), float(measured.weight), float(measured.grad_norm)) == (0, 0, 0)
+    assert int(state.rejected) == 0
+
+
+def test_dropout_draws_anew_at_each_step_and_in_each_micro_batch():
+    model = replace(MODEL, dropout=0.5, vocab_size=31)
+    optimizer = Keep.transformation()
+    step = make_train_step(language_model_loss(model), optimizer)
+    tokens = jnp.arange(26, dtype=jnp.int32).reshape(1, 2, 13)
+    one, two = (Batch(*[jnp.concatenate([tokens] * n)] * 2) for n in (1, 2))
+    first, first_loss = step(init_state(model, optimizer, 3), one)
+    again, again_loss = step(init_state(model, optimizer, 3), one)
+    assert_same_state(again, first)
+    kept = jax.tree.map(jnp.copy, first.opt_state)
+    _, second_loss = step(first, one)
+    both, _ = step(init_state(model, optimizer, 3), two)
+    losses = [float(m.loss) for m in (first_loss, again_loss, second_loss)]
+    assert np.isfinite(losses).all()
+    assert losses[0] == losses[1] != losses[2]
+    tokens_of = [np.asarray(tree["embed"]["tokens"]) for tree in (kept, both.opt_state)]
+    assert np.abs(tokens_of[0] - tokens_of[1]).max() > 1e-3
+
+
+def touchy_loss(params, batch, key):
+    """Finite for ordinary numbers; at a label 0 the gradient alone is NaN."""
+    mean = jnp.sum(params["w"] * batch.tokens) + jnp.sum(jnp.sqrt(params["v"] * batch.labels))
+    return mean, jnp.ones(())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("what", "token", "label"),
+    [("loss", np.nan, 1), ("loss", np.inf, 1), ("gradient", 1.0, 0), ("overflow", 3e38, 1)],
+)
+def test_a_step_that_is_not_finite_changes_nothing(what, token, label, count):
+    optimizer = make_optimizer(TrainConfig(warmup_steps=0, learning_rate=0.5))
+    step = make_train_step(touchy_loss, optimizer)
+
+    def batch(token, label):
+        tokens, labels = np.ones((count, 3), np.float32), np.ones((count, 3), np.float32)
+        tokens[-1, 1], labels[-1, 1] = token, label
+        return Batch(jnp.asarray(tokens), jnp.asarray(labels))
+
+    params = {"w": jnp.ones(3), "v": jnp.ones(3)}
+    state = start_state(params, optimizer, jax.random.key(1))
+    state, _ = step(state, batch(1.0, 1))
+    before = jax.device_get((state.params, state.opt_state))
+    for bad in (1, 2):
+        state, measured = step(state, batch(token, label))
+        assert np.isfinite(float(measured.loss)) == (what in ("gradient", "overflow"))
+        assert not np.isfinite(float(measured.grad_norm))
+        assert_same_state((state.params, state.opt_state), before)
+        assert (int(state.step), int(state.rejected)) == (1 + bad, bad)
+        assert int(measured.rejected_in_a_row) == bad
+    state, _ = step(state, batch(1.0, 1))
+    assert (int(state.rejected), int(state.rejected_in_a_row)) == (2, 0)
+    assert (np.asarray(state.params["w"]) != before[0]["w"]).all()
+    assert step._cache_size() == 1
+
+
+def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(config):
+    wild = replace(config, learning_rate=1e37, checkpoint_every=1, keep=40, eval_every=100)
+    wild = replace(wild, steps=40, weight_decay=0.0)
+    with pytest.raises(RunError, match=r"step 1\d: loss or gradient was not finite 10 times"):
+        fit(wild)
+    folder = Path(wild.out) / "checkpoints"
+    steps = saved_steps(folder)
+    assert 0 < len(steps)
+    for step in steps:
+        path = checkpoint.step_path(folder, step)
+        assert checkpoint.verify(path).metadata["val_loss"] is None
+        assert np.isfinite(np.frombuffer((path / "params.bin").read_bytes(), np.float32)).all()
+    assert not (Path(wild.out) / "lock").exists()
+
+
+def numpy_rate(config: TrainConfig, count: int) -> float:
+    if count < config.warmup_steps:  # also where the run ends before the warm-up does
+        return config.learning_rate * (count + 1) / (config.warmup_steps + 1)
+    if count >= config.steps:
+        return config.min_learning_rate
+    part = (count - config.warmup_steps) / (config.steps - config.warmup_steps)
+    span = config.learning_rate - config.min_learning_rate
+    return config.min_learning_rate + span * (1 + np.cos(np.pi * part)) / 2
+
+
+def test_the_rate_warms_up_and_falls_as_a_cosine(config):
+    for steps, warmup in ((20, 3), (20, 0), (7, 20), (20, 20)):
+        now = replace(config, steps=steps, warmup_steps=warmup)
+        expected = [numpy_rate(now, n) for n in range(25)]
+        found = [float(learning_rate(now, n)) for n in range(25)]
+        assert_near(found, expected, 1e-12)
+        assert_near(learning_rate(now, jnp.arange(25), jnp), expected, 1e-6)
+
+
+def test_the_optimizer_is_adamw_with_clipping(rng):
+    """Five steps against the published update, in float64."""
+    config = TrainConfig(
+        learning_rate=0.1, min_learning_rate=0.01, warmup_steps=2, steps=5, weight_decay=0.3,
+        clip_norm=1.7, beta1=0.8, beta2=0.9,
+    )  # fmt: skip
+    shapes = {"kernel": (3, 5), "bias": (2, 3), "scale": (5,), "sinks": (2,), "tokens": (7, 3)}
+    params = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    optimizer = make_optimizer(config)
+    ours = {name: jnp.asarray(p, jnp.float32) for name, p in params.items()}
+    state = optimizer.init(ours)
+    mu = {name: np.zeros(shape) for name, shape in shapes.items()}
+    nu = {name: np.zeros(shape) for name, shape in shapes.items()}
+    clipped = 0
+    for n in range(5):
+        scale = 0.05 if n == 3 else 1.0
+        grads = {name: scale * rng.standard_normal(shape) for name, shape in shapes.items()}
+        updates, state = optimizer.update(
+            {name: jnp.asarray(g, jnp.float32) for name, g in grads.items()}, state, ours
+        )
+        ours = optax.apply_updates(ours, updates)
+        norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+        clipped += norm > 1.7
+        for name, g in grads.items():
+            g = g * min(1.0, 1.7 / norm)
+            mu[name] = 0.8 * mu[name] + 0.2 * g
+            nu[name] = 0.9 * nu[name] + 0.1 * g**2
+            step = (
+                mu[name] / (1 - 0.8 ** (n + 1)) / (np.sqrt(nu[name] / (1 - 0.9 ** (n + 1))) + 1e-8)
+            )
+            if name in ("kernel", "tokens"):
+                step = step + 0.3 * params[name]
+            params[name] = params[name] - numpy_rate(config, n) * step
+    assert clipped == 4
+    for name in shapes:
+        assert_near(ours[name], params[name], 2e-6, name)
+
+
+def test_weight_decay_leaves_the_same_parameters_alone_when_layers_are_stacked():
+    config = ModelConfig(
+        d_model=22, num_heads=2, num_layers=3, max_len=13, qk_norm=True, attention_sinks=True,
+        logit_bias=True, glu=True, tie_embeddings=False,
+    )  # fmt: skip
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    looped, stacked = decays(params), decays(jax.eval_shape(stack_layers, params["decoder"]))
+    expected = jax.tree.map(lambda *found: found[0], looped["decoder"]["block_0"])
+    assert stacked["blocks"] == expected
+    flat = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): decayed
+        for path, decayed in jax.tree_util.tree_flatten_with_path(looped)[0]
+    }
+    assert flat["embed/tokens"] and flat["embed/output"] and not flat["embed/bias"]
+    block = {name.removeprefix("decoder/block_0/"): decayed for name, decayed in flat.items()}
+    assert {name for name in block if name.endswith("kernel") and not block[name]} == set()
+    for name in ("attention/query/bias", "attention/query_scale", "attention/sinks"):
+        assert block[name] is False
+
+
+def test_windows_predict_the_next_token_and_nothing_past_the_end():
+    corpus = jnp.asarray(np.arange(100, 117) % 251, jnp.uint8)  # 17 tokens
+    found = windows(corpus, jnp.asarray([[0, 3], [11, 17]], jnp.int32), 7)
+    assert found.tokens.shape == found.labels.shape == (2, 2, 7)
+    assert found.tokens.dtype == found.labels.dtype == jnp.int32
+    assert found.tokens[0, 1].tolist() == list(range(103, 110))
+    assert found.labels[0, 1].tolist() == list(range(104, 111))
+    assert found.labels[1, 0].tolist() == [112, 113, 114, 115, 116, IGNORE, IGNORE]
+    assert found.labels[1, 1].tolist() == [IGNORE] * 7
+
+
+def test_evaluation_weighs_every_held_out_token_once(rng):
+    model = replace(MODEL, vocab_size=31, dropout=0.0)
+    corpus = rng.integers(0, 31, 97).astype(np.uint8)
+    params = init_params(model, jax.random.key(1))
+    starts = consecutive_starts(97, 13)
+    summed, count = 0.0, 0
+    read = jax.jit(build(model).apply)
+    for start in starts:
+        part = corpus[start : start + 14].astype(np.int32)
+        tokens = np.zeros((1, 13), np.int32)
+        tokens[0, : len(part) - 1] = part[:-1]
+        more = numpy_loss(read({"params": params}, tokens)[0][0, : len(part) - 1], part[1:])
+        summed, count = summed + more[0], count + more[1]
+    assert count == 96
+    step = make_eval_step(language_model_loss(model), lambda c, s: windows(c, s, 13))
+    padded = np.concatenate([starts, np.full(-len(starts) % 3, 97)]).reshape(-1, 3)
+    found = training.evaluate(step, params, jnp.asarray(corpus), padded.astype(np.int32))
+    assert_near(found, summed / count, 1e-6)
+    assert step._cache_size() == 1
+
+
+def test_the_run_folder_holds_what_it_should(config):
+    config = replace(config, log_every=8, sample_tokens=30)
+    result = fit(config)
+    folder = RunFolder(Path(config.out))
+    assert sorted(p.name for p in folder.path.iterdir()) == [
+        "checkpoints", "config.json", "loss.png", "metrics.jsonl", "sample.txt", "tokenizer.json",
+    ]  # fmt: skip
+    assert folder.read_config() == result.config
+    assert result.config.model.vocab_size == len(set(Path(config.data).read_text()))
+    lines = folder.read_metrics()
+    assert [line["step"] for line in lines] == [1, 5, 8, 10, 15, 16, 20]
+    assert [line["step"] for line in lines if "val_loss" in line] == [5, 10, 15, 20]
+    assert {*lines[0]} == {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second"}
+    assert lines[-1]["val_loss"] == result.val_loss
+    assert lines[2]["learning_rate"] == pytest.approx(numpy_rate(config, 7), rel=1e-9)
+    assert all(line["loss"] > 0 and line["grad_norm"] > 0 for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert (folder.path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder.path / "sample.txt").read_text() == result.sample + "\n"
+    assert len(result.sample) > 0
+    assert result.val_loss_per_character == pytest.approx(result.val_loss)  # the text is ASCII
+    best = min((line["val_loss"], line["step"]) for line in lines if "val_loss" in line)[1]
+    assert result.best_step == best
+    assert saved_steps(folder.checkpoints) == sorted({best, 15, 20})
+    manifest = checkpoint.verify(checkpoint.step_path(folder.checkpoints, 20))
+    assert manifest.metadata["val_loss"] == result.val_loss
+
+
+def test_the_drawn_curve_neither_lags_nor_leaves_the_losses(rng):
+    rising = tuple(float(n) for n in range(211))
+    assert_near(_smooth(rising), rising, 1e-12)
+    noise = tuple(rng.standard_normal(211))
+    found = _smooth(noise)
+    assert (found[0], found[-1]) == pytest.approx((noise[0], noise[-1]))
+    assert_near(found[100], np.mean(noise[96:105]), 1e-9)
+
+
+def test_random_batches_evaluate_the_same_windows_every_time(config, monkeypatch):
+    seen = []
+
+    def spy(step, params, corpus, starts):
+        seen.append(starts.tolist())
+        return 1.0
+
+    monkeypatch.setattr(training, "evaluate", spy)
+    fit(replace(config, eval_batches=2), stop=after(12))
+    assert len(seen) == 2
+    assert np.shape(seen[0]) == (2, 3)
+    assert seen[0] == seen[1]
+
+
+def test_fifty_steps_of_three_runs_compile_once(config):
+    fit(config)
+    fit(replace(config, out=config.out + "-2", seed=3, keep=1), stop=after(10))
+    result = fit(replace(config, out=config.out + "-3", seed=2**32 - 1))
+    _, train_step, eval_step = training._compiled(training._numerics(result.config))
+    assert (train_step._cache_size(), eval_step._cache_size()) == (1, 1)
+
+
+def test_a_step_needs_no_hidden_transfer_and_makes_no_nan(config):
+    fit(config, stop=after(1))  # compile and initialise
+    again = replace(config, out=config.out + "-again")
+    with jax.transfer_guard("disallow"), jax.debug_nans(True), jax.checking_leaks():
+        assert fit(again, stop=after(6)).step == 6
+
+
+def test_a_finished_run_can_be_finished_again_and_prolonged(config):
+    first = fit(config)
+    again = fit(config, resume=True)
+    assert again.val_loss == first.val_loss
+    assert_same_state(again.state, first.state)
+    assert fit(replace(config, steps=22), resume=True).step == 22
+    assert RunFolder(Path(config.out)).read_config().steps == 22
+    with pytest.raises(ConfigError, match="steps is 20: the run is at step 22 already"):
+        fit(config, resume=True)
+
+
+@pytest.fixture
+def started(config) -> TrainConfig:
+    """A run that stopped behind step 7."""
+    fit(config, stop=after(7))
+    return config
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+
+
+def test_a_run_does_not_go_on_with_other_settings(started, text, tmp_path):
+    before = contents(started.out)
+    wrong = changed(replace(started, learning_rate=0.5, seed=3), d_model=32)
+    with pytest.raises(ConfigError) as caught:
+        fit(wrong, resume=True)
+    for part in ("model.d_model: 22 -> 32", "learning_rate: 0.001 -> 0.5", "seed: 17 -> 3"):
+        assert part in str(caught.value)
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text().replace("cat", "dog"))
+    with pytest.raises(ConfigError, match=r"data \(sha256\): \w+ -> \w+"):
+        fit(replace(started, data=str(other)), resume=True)
+    assert contents(started.out) == before
+    moved = tmp_path / "moved.txt"
+    moved.write_bytes(text.read_bytes())
+    moved_on = fit(replace(started, data=str(moved)), resume=True, stop=after(2))
+    assert moved_on.step == 9
+
+
+def test_a_run_is_not_overwritten(started):
+    before = contents(started.out)
+    with pytest.raises(ConfigError, match="holds a run"):
+        fit(started)
+    assert contents(started.out) == before
+
+
+def test_another_run_in_the_folder_is_named(started):
+    before = contents(started.out)
+    with locked(Path(started.out)):
+        owner = (Path(started.out) / "lock").read_text().strip()
+        for resume in (False, True):
+            with pytest.raises(RunError, match=f"process {owner} is training here"):
+                fit(started, resume=resume)
+    assert contents(started.out) == before
+
+
+def test_a_lock_whose_process_is_gone_is_replaced(started):
+    lock = Path(started.out) / "lock"
+    lock.write_text("1\n")  # a process that lives, but does not hold it
+    assert fit(started, resume=True, stop=after(1)).step == 8
+    assert not lock.exists()
+
+
+def test_what_a_lost_run_measured_later_is_forgotten(started):
+    with open(Path(started.out) / "metrics.jsonl", "a") as log:
+        log.write(json.dumps({"step": 8, "loss": 0.0}) + "\n" + '{"step": 9, "lo')
+    fit(started, resume=True, stop=after(2))
+    assert [line["step"] for line in metrics(started)] == list(range(1, 10))
+    assert all(line["loss"] > 0 for line in metrics(started))
+
+
+class Told(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_continues(config):
+    whole = fit(config)
+    parts = replace(config, out=config.out + "-parts")
+    fit(parts, stop=after(13))
+    folder = Path(parts.out) / "checkpoints"
+    assert saved_steps(folder)[-2:] == [10, 13]
+    file = folder / "step-00000013" / "opt_state.bin"
+    content = bytearray(file.read_bytes())
+    content[99] ^= 16
+    file.write_bytes(content)
+    told = Told()
+    resumed = fit(parts, resume=True, progress=told)
+    assert f"{file}: sha256 mismatch; trying the checkpoint before" in told.lines
+    assert_same_state(resumed.state, whole.state)
+
+
+def test_without_a_good_checkpoint_a_run_does_not_go_on(started):
+    for file in Path(started.out).rglob("params.bin"):
+        file.write_bytes(b"")
+    before = contents(started.out)
+    with pytest.raises(CheckpointError, match=r"params\.bin: has 0 bytes"):
+        fit(started, resume=True)
+    assert contents(started.out) == before
+
+
+def test_a_changed_tokenizer_is_seen(started):
+    file = Path(started.out) / "tokenizer.json"
+    file.write_text(file.read_text().replace("a", "b", 1))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: sha256 mismatch"):
+        fit(started, resume=True)
+
+
+def test_a_run_that_was_lost_before_its_first_checkpoint_starts_again(config):
+    whole = fit(replace(config, out=config.out + "-whole"))
+    fit(config, stop=after(3))
+    for path in Path(config.out).glob("checkpoints/step-*"):
+        path.rename(path.with_name(path.name + ".tmp"))
+    assert_same_state(fit(config, resume=True).state, whole.state)
+    assert not list(Path(config.out).rglob("*.tmp"))
+
+
+def test_a_full_disk_ends_the_run_and_keeps_its_checkpoints(config):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Filling(Silent):
+        def step(self, step, loss, tokens_per_second):
+            if step == 8:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+
+    try:
+        with pytest.raises(OSError, match="too large"):
+            fit(config, progress=Filling())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    folder = Path(config.out) / "checkpoints"
+    assert saved_steps(folder) == [5]
+    checkpoint.verify(folder / "step-00000005")
+    whole = fit(replace(config, out=config.out + "-whole"))
+    assert_same_state(fit(config, resume=True).state, whole.state)
+    assert not list(Path(config.out).rglob("*.tmp"))
+
+
+def test_a_folder_that_cannot_be_made_is_an_os_error(config, text):
+    with pytest.raises(OSError, match="Not a directory"):
+        fit(replace(config, out=str(text / "run")))
+
+
+@pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
+def test_text_is_trained_on_with_decoders_only(config, kind):
+    with pytest.raises(ConfigError, match=f"kind is '{kind}'"):
+        fit(changed(config, kind=kind))
+    assert not Path(config.out).exists()
+
+
+def test_a_vocabulary_may_be_wider_than_its_tokenizer_but_not_narrower(config):
+    with pytest.raises(ConfigError, match="vocab_size is 3: the tokenizer has"):
+        fit(config, vocab_size=3)
+    assert not Path(config.out).exists()
+    wide = fit(config, vocab_size=97, stop=after(1))
+    assert wide.config.model.vocab_size == 97
+    assert wide.state.params["embed"]["tokens"].shape == (97, 22)
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(config):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match=r"model has [\d,]+ parameters: with the optimizer"):
+        fit(changed(config, d_model=10**9))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+    assert not Path(config.out).exists()
+
+
+def test_a_text_too_short_leaves_nothing_behind(config, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("abc" * 9)
+    with pytest.raises(DataError, match="held-out part has 6 tokens"):
+        fit(replace(config, data=str(short)))
+    assert not Path(config.out).exists()
+
+
+@pytest.mark.parametrize("name", [None, *PRESETS])
+def test_a_config_comes_back_from_its_file(name):
+    config = replace(train_preset(name), eval_batches=7, learning_rate=1 / 3)
+    assert config_from_json(config_to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"stepz": 3}', "stepz: unknown key, did you mean steps?"),
+        ('{"model": {"d_modle": 3}}', "model.d_modle: unknown key, did you mean model.d_model?"),
+        ('{"auto_map": {}}', "auto_map: unknown key"),
+        ('{"model": {"rope": {"theta": 3}}}', "model.rope.theta: unknown key"),
+        ('{"model": 3}', "model is 3: must be an object"),
+        ('{"model": {"d_model": "512"}}', "model.d_model is '512': must be of type int"),
+        ('{"model": {"num_heads": 0}}', "model.num_heads is 0: must be positive"),
+        ('{"model": {"num_layers": true}}', "model.num_layers is True: must be of type int"),
+        ('{"model": {"d_model": 1e9}}', "model.d_model is 1000000000.0: must be of type int"),
+        ('{"learning_rate": NaN}', "NaN: is no number"),
+        ('{"learning_rate": 1e999}', "learning_rate is inf: must be a finite number"),
+        ('{"steps": 1, "steps": 2}', "steps: is there twice"),
+        ('{"steps": ' + "9" * 5000 + "}", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "the config is []: must be an object"),
+        ("", "not JSON"),
+    ],
+)
+def test_a_hostile_config_is_refused_by_key(text, message):
+    with pytest.raises(ConfigError) as caught:
+        config_from_json(text)
+    assert message in str(caught.value)
+
+
+def test_a_config_too_long_is_not_read(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.config_file.write_bytes(b" " * (2**20 + 1))
+    with pytest.raises(ConfigError, match="longer than 1048576 bytes"):
+        folder.read_config()

@@ -1,0 +1,127 @@
+"""Transformers in JAX: one attention function, one algebra of masks, one immutable cache.
+
+The alphabet, everywhere in this library (it is that of `jax.nn`):
+
+    B  batch             N  query heads          D  model dim
+    T  query length      K  key/value heads      F  feed-forward dim
+    S  key length        G  N // K               V  vocabulary
+    W  window            H  head dim             L  layers
+
+Query head n reads key/value head n // G. Arrays are [B, T, N, H]; masks are functions of positions.
+
+Training imports what it needs (optax and more) from `transformer_jax.training`, not from here.
+"""
+
+from transformer_jax import cache
+from transformer_jax.attention import (
+    additive_attention,
+    dot_product_attention,
+    dot_product_attention_weights,
+    explain_attention,
+    state_attention,
+)
+from transformer_jax.cache import KVCache
+from transformer_jax.config import (
+    PRESETS,
+    ConfigError,
+    ModelConfig,
+    RopeConfig,
+    TrainConfig,
+    preset,
+    train_preset,
+)
+from transformer_jax.decode import bucket, generate, make_step, prefill, stream
+from transformer_jax.layers import layer_norm, rms_norm
+from transformer_jax.losses import chunked_cross_entropy, cross_entropy
+from transformer_jax.masks import (
+    Causal,
+    Dense,
+    Mask,
+    Padding,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+)
+from transformer_jax.models import build, init_cache, init_params, num_params
+from transformer_jax.positions import (
+    ALiBi,
+    RelativeBias,
+    alibi_slopes,
+    apply_rope,
+    learned,
+    relative_bucket,
+    rope_frequencies,
+    shaw_scores,
+    shaw_values,
+    sinusoidal,
+)
+from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP
+from transformer_jax.transformer import (
+    Decoder,
+    Encoder,
+    EncoderDecoder,
+    ModelCache,
+    stack_layers,
+    unstack_layers,
+)
+
+__all__ = [
+    "PRESETS",
+    "ALiBi",
+    "Causal",
+    "ConfigError",
+    "Decoder",
+    "Dense",
+    "Encoder",
+    "EncoderDecoder",
+    "Greedy",
+    "KVCache",
+    "Mask",
+    "MinP",
+    "ModelCache",
+    "ModelConfig",
+    "Padding",
+    "Predicate",
+    "Prefix",
+    "RelativeBias",
+    "RopeConfig",
+    "Sample",
+    "Segments",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "TrainConfig",
+    "Window",
+    "additive_attention",
+    "alibi_slopes",
+    "apply_rope",
+    "bucket",
+    "build",
+    "cache",
+    "chunked_cross_entropy",
+    "cross_entropy",
+    "dot_product_attention",
+    "dot_product_attention_weights",
+    "explain_attention",
+    "generate",
+    "init_cache",
+    "init_params",
+    "layer_norm",
+    "learned",
+    "make_step",
+    "num_params",
+    "prefill",
+    "preset",
+    "relative_bucket",
+    "rms_norm",
+    "rope_frequencies",
+    "shaw_scores",
+    "shaw_values",
+    "sinusoidal",
+    "stack_layers",
+    "state_attention",
+    "stream",
+    "train_preset",
+    "unstack_layers",
+]

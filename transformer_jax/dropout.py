@@ -1,0 +1,60 @@
+"""Dropout bits that depend on the place in the attention matrix, not on who computes it.
+
+Each bit is a hash of (key, batch row and head, query index, key index), so the materialised, the
+blockwise and the fused attention drop the same weights, forward and backward, without a buffer of
+T x S bits. Integer operations only: a kernel in any language can repeat them.
+
+    mix(x)            x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16
+    absorb(a, b, w)   a = mix(a ^ w); b = mix(b + a)
+    a, b              absorb the key's words, the head index b N + n, and the query index
+    bits              mix((mix(k_index) ^ a) + b), uniform in 32 bits; kept where >= rate 2^32
+
+`mix` is Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31/), a bijection whose avalanche
+is within 0.2 % of even. The hash is for dropout, not for cryptography or sampling.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+_START = 0x9E3779B9, 0x85EBCA6B  # the golden ratio, and a constant of murmur3
+
+
+def key_words(key: jax.Array) -> jax.Array:  # u32[words]
+    """The words of a PRNG key, typed or raw; two for JAX's default generator."""
+    data = jax.random.key_data(key)
+    if data.ndim != 1:
+        raise ValueError(f"dropout_key has shape {key.shape}: must be a single key")
+    return data
+
+
+def keep_tile(
+    key_data: jax.Array,  # u32[words]
+    rate: float,
+    *,
+    head_index: jax.Array,  # i32[...], batch row b and head n as b N + n
+    q_index: jax.Array,  # i32[T], indices of queries in the array, not positions
+    k_index: jax.Array,  # i32[S]
+) -> jax.Array:  # bool[..., T, S]
+    """True with probability 1 - rate, independently for each head, query and key of a tile."""
+    a, b = (jnp.uint32(word) for word in _START)
+    for i in range(key_data.shape[0]):
+        a, b = _absorb(a, b, key_data[i])
+    a, b = _absorb(a, b, head_index.astype(jnp.uint32))
+    rows = q_index.astype(jnp.uint32).reshape((1,) * a.ndim + q_index.shape)
+    a, b = _absorb(a[..., None], b[..., None], rows)  # [..., T]
+    columns = _mix(k_index.astype(jnp.uint32)).reshape((1,) * a.ndim + k_index.shape)
+    bits = _mix((columns ^ a[..., None]) + b[..., None])
+    return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
+def _absorb(a: jax.Array, b: jax.Array, word: jax.Array) -> tuple[jax.Array, jax.Array]:
+    a = _mix(a ^ word)
+    return a, _mix(b + a)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

@@ -1,0 +1,428 @@
+"""The parts of a transformer: linen modules that name parameters, over pure functions.
+
+Dropout is on exactly when a `key` is given; a module takes its key as an argument, splits it once,
+and hands the parts on, so a looped and a scanned stack draw the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer_jax import cache as kv
+from transformer_jax import positions as pos
+from transformer_jax.attention import dot_product_attention, dot_product_attention_weights
+from transformer_jax.config import Activation, ModelConfig
+from transformer_jax.masks import Mask
+
+F32 = jnp.float32
+
+
+def layer_norm(
+    x: jax.Array,  # [..., D]
+    scale: jax.Array | None,  # [D]
+    bias: jax.Array | None,  # [D]
+    eps: float = 1e-5,
+) -> jax.Array:
+    """(x - mean) / sqrt(var + eps) * scale + bias over the last axis, in f32 (Ba et al. 2016)."""
+    y = x.astype(jnp.float32)
+    y = y - y.mean(axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
+    return _affine(y, scale, bias).astype(x.dtype)
+
+
+def rms_norm(
+    x: jax.Array,  # [..., D]
+    scale: jax.Array | None,  # [D]
+    eps: float = 1e-5,
+) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in f32 (Zhang & Sennrich 2019)."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
+    return _affine(y, scale, None).astype(x.dtype)
+
+
+def _affine(y: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    lead = (1,) * (y.ndim - 1)
+    if scale is not None:
+        y = y * scale.reshape(*lead, -1)
+    if bias is not None:
+        y = y + bias.reshape(*lead, -1)
+    return y
+
+
+def activate(x: jax.Array, name: Activation) -> jax.Array:
+    """relu, silu, gelu x Phi(x), or GPT-2's gelu_tanh (Hendrycks & Gimpel 2016)."""
+    match name:
+        case "relu":
+            return jax.nn.relu(x)
+        case "silu":
+            return jax.nn.silu(x)
+        case "gelu":
+            return jax.nn.gelu(x, approximate=False)
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """x / (1 - rate) where kept, 0 elsewhere; x itself without a key (Srivastava et al. 2014)."""
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def split_key(key: jax.Array | None, parts: int) -> list[jax.Array | None]:
+    """`parts` keys from one, or as many times None."""
+    return [None] * parts if key is None else list(jax.random.split(key, parts))
+
+
+class Norm(nn.Module):
+    """The config's LayerNorm or RMSNorm, over the last axis."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
+        cfg = self.config
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        if cfg.norm == "rmsnorm":
+            return rms_norm(x, scale, cfg.norm_eps)
+        bias = None
+        if cfg.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        return layer_norm(x, scale, bias, cfg.norm_eps)
+
+
+def project(
+    x: jax.Array,  # [..., *inputs]
+    kernel: jax.Array,  # [*inputs, *outputs]
+    bias: jax.Array | None = None,  # [*outputs]
+    contract: int = 1,
+) -> jax.Array:  # [..., *outputs]
+    """x W + b over the last `contract` axes of x.
+
+    One product of two matrices: over a batch of them, XLA's CPU backend computes the gradient of W
+    from a transposed copy, which takes a third of a training step.
+    """
+    lead, outputs = x.shape[: x.ndim - contract], kernel.shape[contract:]
+    inputs = math.prod(kernel.shape[:contract])
+    y = x.reshape(math.prod(lead), inputs) @ kernel.reshape(inputs, math.prod(outputs))
+    if bias is not None:
+        y = y + bias.reshape(1, -1)
+    return y.reshape(*lead, *outputs)
+
+
+class Linear(nn.Module):
+    """x W + b in the config's compute dtype, W ~ N(0, std^2), over the last `contract` axes."""
+
+    config: ModelConfig
+    features: tuple[int, ...]
+    contract: int = 1
+    use_bias: bool | None = None
+    std: float | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        cfg = self.config
+        std = cfg.init_std if self.std is None else self.std
+        shape = (*x.shape[x.ndim - self.contract :], *self.features)
+        kernel = self.param("kernel", nn.initializers.normal(std), shape).astype(cfg.dtype)
+        bias = None
+        if cfg.use_bias if self.use_bias is None else self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, self.features).astype(cfg.dtype)
+        return project(x.astype(cfg.dtype), kernel, bias, self.contract)
+
+
+def branch_std(config: ModelConfig) -> float:
+    """Initial scale of a branch's output matrix: 2 L of them add up in the stream (GPT-2)."""
+    return config.init_std / (2 * config.num_layers) ** 0.5
+
+
+class Attention(nn.Module):
+    """Multi-head attention with MHA, GQA or MQA heads, to itself or to a `context`."""
+
+    config: ModelConfig
+    cross: bool = False
+
+    def setup(self) -> None:
+        cfg = self.config
+        qkv_bias = cfg.use_bias if cfg.qkv_bias is None else cfg.qkv_bias
+        self.query = Linear(cfg, (cfg.num_heads, cfg.key_dim), use_bias=qkv_bias)
+        self.key = Linear(cfg, (cfg.kv_heads, cfg.key_dim), use_bias=qkv_bias)
+        self.value = Linear(cfg, (cfg.kv_heads, cfg.value_dim), use_bias=qkv_bias)
+        self.out = Linear(cfg, (cfg.d_model,), contract=2, std=branch_std(cfg))
+        ones = nn.initializers.ones
+        if cfg.qk_norm:
+            self.query_scale = self.param("query_scale", ones, (cfg.key_dim,))
+            self.key_scale = self.param("key_scale", ones, (cfg.key_dim,))
+        if cfg.attention_sinks:
+            self.sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,))
+        if cfg.positions == "shaw" and not self.cross:
+            rows, std = 2 * cfg.relative_max_distance + 1, nn.initializers.normal(cfg.init_std)
+            self.shaw_key = self.param("shaw_key", std, (rows, cfg.key_dim))
+            self.shaw_value = self.param("shaw_value", std, (rows, cfg.value_dim))
+
+    def keys_values(
+        self,
+        context: jax.Array,  # [B, S, D]
+        token_positions: jax.Array | None,  # i32[B, S] or [S], for the rotation
+    ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
+        """Keys, normalised and rotated as they are cached, and values."""
+        cfg = self.config
+        k, v = self.key(context), self.value(context)
+        if cfg.qk_norm:
+            k = rms_norm(k, self.key_scale, cfg.norm_eps)
+        if cfg.positions == "rope" and not self.cross:
+            assert token_positions is not None
+            k = pos.apply_rope(k, token_positions, cfg.rope)
+        return k, v
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, D]
+        *,
+        token_positions: jax.Array | None = None,  # i32[B, T] or [T]
+        positions: jax.Array | None = None,  # i32[B, T]; None is arange(T)
+        mask: Mask | None = None,
+        bias: pos.ALiBi | pos.RelativeBias | None = None,
+        cache: kv.KVCache | None = None,
+        context: kv.KVCache | None = None,
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, kv.KVCache | None]:  # [B, T, D]
+        """Attend to x itself, through `cache` if given, or to a `context` of keys and values."""
+        cfg = self.config
+        q = self.query(x)
+        if cfg.qk_norm:
+            q = rms_norm(q, self.query_scale, cfg.norm_eps)
+        k_positions = positions
+        if context is not None:
+            k, v, k_positions = context.k, context.v, context.positions
+        else:
+            if cfg.positions == "rope":
+                assert token_positions is not None
+                q = pos.apply_rope(q, token_positions, cfg.rope)
+            k, v = self.keys_values(x, token_positions)
+            if cache is not None:
+                assert positions is not None
+                cache, k, v, k_positions = kv.extend(cache, k, v, positions, cfg.window)
+        attend = self._shaw if cfg.positions == "shaw" and not self.cross else self._attend
+        out = attend(q, k, v, mask, bias, positions, k_positions, key)
+        return self.out(out), cache
+
+    def _attend(self, q, k, v, mask, bias, q_positions, k_positions, key):
+        cfg = self.config
+        return dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            bias=bias,
+            scale=cfg.attention_scale,
+            softcap=cfg.attention_softcap,
+            sinks=self.sinks if cfg.attention_sinks else None,
+            q_positions=q_positions,
+            k_positions=k_positions,
+            dropout_rate=0.0 if key is None else cfg.attention_dropout,
+            dropout_key=key if cfg.attention_dropout else None,
+            implementation=cfg.implementation,
+        )
+
+    def _shaw(self, q, k, v, mask, bias, q_positions, k_positions, key):
+        """Relative vectors join the keys and the values (Shaw et al. 2018); weights materialise."""
+        cfg = self.config
+        scale = cfg.key_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
+        q_positions = jnp.arange(q.shape[1]) if q_positions is None else q_positions
+        k_positions = jnp.arange(k.shape[1]) if k_positions is None else k_positions
+        finite = jnp.isfinite(v).all(axis=-1, keepdims=True)  # or a weight of 0 would not hide it
+        k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+        weights = dot_product_attention_weights(
+            q,
+            k,
+            mask=mask,
+            bias=scale * pos.shaw_scores(q, self.shaw_key, q_positions, k_positions),
+            scale=cfg.attention_scale,
+            softcap=cfg.attention_softcap,
+            sinks=self.sinks if cfg.attention_sinks else None,
+            q_positions=q_positions,
+            k_positions=k_positions,
+        )
+        weights = dropout(weights, cfg.attention_dropout, key)
+        grouped = weights.reshape(q.shape[0], cfg.kv_heads, -1, *weights.shape[2:])
+        out = jnp.einsum("BKGTS,BSKH->BTKGH", grouped, v.astype(jnp.float32))
+        out = out.reshape(*q.shape[:3], -1)
+        out = out + pos.shaw_values(weights, self.shaw_value, q_positions, k_positions)
+        return out.astype(q.dtype)
+
+
+class FeedForward(nn.Module):
+    """act(x W_up) W_down, or with `glu` (act(x W_gate) * (x W_up)) W_down (Shazeer 2020)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
+        cfg = self.config
+        hidden = Linear(cfg, (cfg.ff_dim,), name="up")(x)
+        if cfg.glu:
+            hidden = activate(Linear(cfg, (cfg.ff_dim,), name="gate")(x), cfg.activation) * hidden
+        else:
+            hidden = activate(hidden, cfg.activation)
+        return Linear(cfg, (cfg.d_model,), name="down", std=branch_std(cfg))(hidden)
+
+
+class Block(nn.Module):
+    """Self-attention, optional cross-attention and feed-forward, each in a residual branch."""
+
+    config: ModelConfig
+    cross: bool = False
+
+    def setup(self) -> None:
+        cfg = self.config
+        branches = ["attention", *(["cross_attention"] if self.cross else []), "feed_forward"]
+        self.attention = Attention(cfg)
+        if self.cross:
+            self.cross_attention = Attention(cfg, cross=True)
+        self.feed_forward = FeedForward(cfg)
+        self.norm = {name: Norm(cfg) for name in branches}
+        if cfg.norm_order == "sandwich":
+            self.out_norm = {name: Norm(cfg) for name in branches}
+
+    def _branch(self, name, x, key, function):
+        """x + f(n(x)), n(x + f(x)) or x + n(f(n(x))), with dropout on the branch's output."""
+        cfg, norm = self.config, self.norm[name]
+        y, state = function(x if cfg.norm_order == "post" else norm(x))
+        if cfg.norm_order == "sandwich":
+            y = self.out_norm[name](y)
+        x = x + dropout(y, cfg.dropout, key)
+        return (norm(x) if cfg.norm_order == "post" else x), state
+
+    def context_cache(
+        self,
+        context: jax.Array,  # [B, S, D]
+        positions: jax.Array,  # i32[B, S]; negative where padded
+    ) -> kv.KVCache:
+        """Cross-attention keys and values of a context, computed once for all later queries."""
+        k, v = self.cross_attention.keys_values(context, None)
+        return kv.KVCache(k, v, positions, jnp.maximum(positions.max(axis=1) + 1, 0))
+
+    def scan_context(
+        self, context: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, kv.KVCache]:
+        """`context_cache` in the form of a scan's step, which hands the context on."""
+        return context, self.context_cache(context, positions)
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, D]
+        cache: kv.KVCache | None = None,
+        context: kv.KVCache | None = None,
+        key: jax.Array | None = None,
+        positions: jax.Array | None = None,  # i32[B, T]; None is arange(T)
+        token_positions: jax.Array | None = None,  # i32[B, T] or [T]
+        mask: Mask | None = None,
+        bias: pos.ALiBi | pos.RelativeBias | None = None,
+        memory: jax.Array | None = None,  # [B, S, D]
+        memory_positions: jax.Array | None = None,  # i32[B, S]
+    ) -> tuple[jax.Array, kv.KVCache | None]:
+        """The block's output [B, T, D] and its updated cache."""
+        keys = split_key(key, 5)
+        x, cache = self._branch(
+            "attention",
+            x,
+            keys[0],
+            lambda y: self.attention(
+                y,
+                positions=positions,
+                token_positions=token_positions,
+                mask=mask,
+                bias=bias,
+                cache=cache,
+                key=keys[1],
+            ),
+        )
+        if self.cross:
+            if context is None:
+                assert memory is not None and memory_positions is not None
+                context = self.context_cache(memory, memory_positions)
+            x, _ = self._branch(
+                "cross_attention",
+                x,
+                keys[2],
+                lambda y: self.cross_attention(
+                    y, positions=positions, context=context, key=keys[3]
+                ),
+            )
+        x, _ = self._branch("feed_forward", x, keys[4], lambda y: (self.feed_forward(y), None))
+        return x, cache
+
+
+class Embed(nn.Module):
+    """Token (and position, and type) vectors in, logits out."""
+
+    config: ModelConfig
+
+    def setup(self) -> None:
+        cfg = self.config
+        std = cfg.d_model**-0.5 if cfg.scale_embeddings else cfg.init_std
+        normal = nn.initializers.normal(std)
+        self.tokens = self.param("tokens", normal, (cfg.vocab_size, cfg.d_model))
+        if cfg.positions == "learned":
+            self.positions = self.param("positions", normal, (cfg.max_len, cfg.d_model))
+        if cfg.type_vocab_size is not None:
+            self.types = self.param("types", normal, (cfg.type_vocab_size, cfg.d_model))
+        if cfg.embedding_norm:
+            self.norm = Norm(cfg)
+        if not cfg.tie_embeddings:
+            self.output = self.param("output", normal, (cfg.vocab_size, cfg.d_model))
+        if cfg.logit_bias:
+            self.bias = self.param("bias", nn.initializers.zeros, (cfg.vocab_size,))
+
+    def __call__(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        token_positions: jax.Array,  # i32[B, T] or [T]
+        types: jax.Array | None = None,  # i32[B, T]
+        key: jax.Array | None = None,
+    ) -> jax.Array:  # [B, T, D]
+        """E[token] (times sqrt(D)), plus position and type vectors; zeros where padded."""
+        cfg = self.config
+        x = lookup(self.tokens, tokens)
+        if cfg.scale_embeddings:
+            x = x * cfg.d_model**0.5
+        if cfg.positions in ("learned", "sinusoidal"):
+            if cfg.positions == "learned":
+                added = pos.learned(self.positions, token_positions)
+            else:
+                added = pos.sinusoidal(token_positions, cfg.d_model)
+            x = x + (added if added.ndim == 3 else added[None])
+        if cfg.type_vocab_size is not None:
+            x = x + lookup(self.types, jnp.zeros_like(tokens) if types is None else types)
+        if token_positions.ndim == 2:  # or 0 * NaN of a padding token would enter gradients
+            x = jnp.where((token_positions < 0)[:, :, None], 0.0, x)
+        if cfg.embedding_norm:
+            x = self.norm(x)
+        return dropout(x, cfg.dropout, key).astype(cfg.dtype)
+
+    def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
+        """x E^T (+ bias), soft-capped; the sums are f32 whatever the compute dtype."""
+        cfg = self.config
+        table = self.tokens if cfg.tie_embeddings else self.output
+        rows = x.reshape(math.prod(x.shape[:2]), cfg.d_model)
+        y = jnp.einsum("XD,VD->XV", rows, table.astype(cfg.dtype), preferred_element_type=F32)
+        y = y.reshape(*x.shape[:2], cfg.vocab_size)
+        if cfg.logit_bias:
+            y = y + self.bias[None, None]
+        if cfg.logit_softcap is not None:
+            y = cfg.logit_softcap * jnp.tanh(y / cfg.logit_softcap)
+        return y
+
+
+def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], i32[...] -> [..., D]
+    """Rows of a table; an id outside it gives NaN, never another row."""
+    if ids.dtype.itemsize < 4:  # too narrow, perhaps, for the table's length
+        ids = ids.astype(jnp.int32)
+    return jnp.take(table, jnp.where(ids < 0, table.shape[0], ids), axis=0, mode="fill")

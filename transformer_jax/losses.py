@@ -1,0 +1,265 @@
+"""Cross-entropy of tokens, in float32: masked, weighted, smoothed, and without all logits at once.
+
+    loss = lse(x) - (1 - e) x[label] - e mean(x) + z lse(x)^2
+
+with label smoothing e (Szegedy et al. 2016, 7) and z-loss z (Chowdhery et al. 2022, 5). A mean is
+taken over the tokens that count: those whose label is not `ignore_label`, by their weights. The
+logits of the others are not looked at, so NaN there changes nothing, forward or backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+
+
+def cross_entropy(
+    logits: jax.Array,  # [..., V]
+    labels: jax.Array,  # i32[...]
+    *,
+    weights: jax.Array | None = None,  # [...]; None is 1 everywhere
+    ignore_label: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
+    """The weighted mean loss in nats, and the sum of the weights; (0, 0) where no token counts.
+
+    A label that counts but is no index of V is a ValueError where it is known; under trace it makes
+    the loss and the gradient of its logits NaN.
+    """
+    terms = _Terms(label_smoothing, z_loss)
+    if logits.ndim == 0 or logits.shape[-1] == 0 or labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"logits have shape {logits.shape}, labels {labels.shape}: must be [..., V] and [...]"
+        )
+    labels, weights = _count(labels, weights, ignore_label, logits.shape[-1])
+    loss = _token_loss(terms, logits, labels, weights != 0)
+    return _mean(jnp.sum(weights * loss), weights)
+
+
+def chunked_cross_entropy(
+    hidden: jax.Array,  # [B, T, D]
+    output_weights: jax.Array,  # [V, D]
+    labels: jax.Array,  # i32[B, T]
+    *,
+    chunk_size: int,
+    softcap: float | None = None,
+    logit_bias: jax.Array | None = None,  # [V]
+    weights: jax.Array | None = None,  # [B, T]
+    ignore_label: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
+    """`cross_entropy` of the logits softcap(hidden output_weights^T + logit_bias).
+
+    Only B * chunk_size rows of logits exist at a time, for `chunk_size` of the T positions: forward
+    and backward. Gradients are formed chunk by chunk together with the loss, so nothing is computed
+    twice; products are in the dtype of `hidden`, sums in float32.
+    """
+    terms = _Terms(label_smoothing, z_loss)
+    if hidden.ndim != 3 or output_weights.ndim != 2 or labels.shape != hidden.shape[:2]:
+        raise ValueError(
+            f"hidden has shape {hidden.shape}, output_weights {output_weights.shape}, labels "
+            f"{labels.shape}: must be [B, T, D], [V, D] and [B, T]"
+        )
+    if hidden.shape[2] != output_weights.shape[1]:
+        raise ValueError(
+            f"D is {hidden.shape[2]} in hidden, {output_weights.shape[1]} in output_weights"
+        )
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}: must be at least 1")
+    labels, weights = _count(labels, weights, ignore_label, output_weights.shape[0])
+    chunk_size = min(chunk_size, max(hidden.shape[1], 1))
+    total = _chunked_sum(
+        _Head(terms, chunk_size, softcap), hidden, output_weights, logit_bias, labels, weights
+    )
+    return _mean(total, weights)
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What is added to the plain loss; static."""
+
+    smoothing: float
+    z: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.smoothing < 1.0:
+            raise ValueError(f"label_smoothing is {self.smoothing}: must be at least 0, below 1")
+        if not 0.0 <= self.z < float("inf"):
+            raise ValueError(f"z_loss is {self.z}: must be finite and not negative")
+
+
+@dataclass(frozen=True)
+class _Head:
+    """How logits come from hidden states, and the loss from logits; static."""
+
+    terms: _Terms
+    chunk_size: int
+    softcap: float | None
+
+
+def _count(labels, weights, ignore_label: int, vocab: int) -> tuple[jax.Array, jax.Array]:
+    """Labels i32[...] and weights f32[...], both 0 where a token does not count."""
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(f"labels are {labels.dtype}: must be integers")
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(f"weights have shape {weights.shape}, labels {labels.shape}")
+    _check_known(labels, weights, ignore_label, vocab)
+    labels = jnp.asarray(labels, jnp.int32)
+    weights = jnp.ones(labels.shape) if weights is None else jnp.asarray(weights)
+    weights = jnp.where(labels == ignore_label, 0.0, weights.astype(jnp.float32))
+    return jnp.where(weights == 0, 0, labels), weights
+
+
+def _check_known(labels, weights, ignore_label: int, vocab: int) -> None:
+    """Labels whose values are here, before any conversion could wrap them."""
+    for x in (labels, weights):
+        if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+            return
+    labels = np.asarray(labels)
+    wrong = (labels != ignore_label) & ((labels < 0) | (labels >= vocab))
+    if weights is not None:
+        wrong &= np.asarray(weights) != 0
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"label {labels[where]} at {where} is outside the vocabulary of {vocab} "
+            f"and is not ignore_label {ignore_label}"
+        )
+
+
+def _mean(total: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    weight = jnp.sum(weights)
+    return total / jnp.where(weight == 0, 1.0, weight), weight
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _token_loss(
+    terms: _Terms,
+    logits: jax.Array,  # [..., V]
+    labels: jax.Array,  # i32[...]
+    counts: jax.Array,  # bool[...]
+) -> jax.Array:  # f32[...], 0 where it does not count
+    return _loss_and_slope(terms, logits, labels, counts)[0]
+
+
+@_token_loss.defjvp
+def _token_loss_jvp(terms, primals, tangents):
+    # One pass over the logits, backward too; autodiff of the formula makes several, and 0 * NaN.
+    loss, slope = _loss_and_slope(terms, *primals)
+    return loss, jnp.sum(slope * tangents[0].astype(jnp.float32), axis=-1)
+
+
+def _loss_and_slope(terms, logits, labels, counts) -> tuple[jax.Array, jax.Array]:
+    """Losses [...] and their derivatives by the logits [..., V], zero where they do not count.
+
+    All is relative to the largest logit: at 1e4, float32 is spaced by 1e-3.
+    """
+    vocab = logits.shape[-1]
+    x = logits.astype(jnp.float32)
+    top = jax.lax.stop_gradient(jnp.max(x, axis=-1))
+    shifted = x - top[..., None]
+    exp = jnp.exp(shifted)
+    denominator = jnp.sum(exp, axis=-1)
+    known = (labels >= 0) & (labels < vocab)
+    denominator = jnp.where(known, denominator, jnp.nan)
+    labels = jnp.where(known, labels, 0)[..., None]
+    picked = jnp.take_along_axis(x, labels, axis=-1, mode="promise_in_bounds")[..., 0] - top
+    log = jnp.log(denominator)
+    loss = log - picked
+    scale = 1 / denominator
+    if terms.smoothing:
+        # log - (1 - e) picked - e mean; an infinite mean makes it infinite, never NaN
+        mean = jnp.mean(shifted, axis=-1)
+        loss = log - (1 - terms.smoothing) * picked - terms.smoothing * mean
+    if terms.z:
+        lse = top + log
+        loss = loss + terms.z * lse**2
+        scale = scale * (1 + 2 * terms.z * lse)
+    rest = terms.smoothing / vocab
+    hot = jax.lax.broadcasted_iota(labels.dtype, x.shape, x.ndim - 1) == labels
+    slope = exp * scale[..., None] - jnp.where(hot, 1 - terms.smoothing + rest, rest)
+    return jnp.where(counts, loss, 0.0), jnp.where(counts[..., None], slope, 0.0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked_sum(head, hidden, table, bias, labels, weights) -> jax.Array:  # f32[]
+    """The sum of weights * losses."""
+
+    def add(total, chunk):
+        hidden, labels, weights = chunk
+        return total + _chunk_sum(head, hidden, table, bias, labels, weights), None
+
+    return jax.lax.scan(add, jnp.float32(0), _split(head.chunk_size, hidden, labels, weights))[0]
+
+
+def _chunked_sum_fwd(head, hidden, table, bias, labels, weights):
+    """The sum, and its gradients: every logit is there, so they cost two products, not three."""
+
+    def add(sums, chunk):
+        hidden, labels, weights = chunk
+        total, vjp = jax.vjp(
+            lambda hidden, table, bias, weights: _chunk_sum(
+                head, hidden, table, bias, labels, weights
+            ),
+            hidden, table, bias, weights,
+        )  # fmt: skip
+        d_hidden, d_table, d_bias, d_weights = vjp(jnp.float32(1))
+        sums = jax.tree.map(
+            lambda total, part: total + part.astype(jnp.float32), sums, (total, d_table, d_bias)
+        )
+        return sums, (d_hidden, d_weights)
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (jnp.float32(0), table, bias))
+    (total, d_table, d_bias), (d_hidden, d_weights) = jax.lax.scan(
+        add, zeros, _split(head.chunk_size, hidden, labels, weights)
+    )
+    length = hidden.shape[1]
+    gradients = (_join(d_hidden, length), d_table, d_bias, _join(d_weights, length))
+    like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), (hidden, table, bias, weights))
+    return total, (gradients, like)
+
+
+def _chunked_sum_bwd(head, residuals, cotangent):
+    gradients, like = residuals
+    hidden, table, bias, weights = jax.tree.map(
+        lambda x, to: (cotangent * x.astype(jnp.float32)).astype(to.dtype), gradients, like
+    )
+    return hidden, table, bias, None, weights
+
+
+_chunked_sum.defvjp(_chunked_sum_fwd, _chunked_sum_bwd)
+
+
+def _chunk_sum(head, hidden, table, bias, labels, weights) -> jax.Array:
+    counts = weights != 0
+    hidden = jnp.where(counts[..., None], hidden, 0)  # 0 * NaN in the gradient of the table
+    logits = jnp.einsum(
+        "BTD,VD->BTV", hidden, table.astype(hidden.dtype), preferred_element_type=jnp.float32
+    )
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)[None, None]
+    if head.softcap is not None:
+        logits = head.softcap * jnp.tanh(logits / head.softcap)
+    return jnp.sum(weights * _token_loss(head.terms, logits, labels, counts))
+
+
+def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """[B, T, ...] -> [chunks, B, size, ...], zeros behind the end; rows stay where they are."""
+
+    def split(x: jax.Array) -> jax.Array:
+        chunks = max(-(-x.shape[1] // size), 1)
+        padding = [(0, 0), (0, chunks * size - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+        return rearrange(jnp.pad(x, padding), "B (n T) ... -> n B T ...", n=chunks)
+
+    return tuple(split(x) for x in arrays)
+
+
+def _join(x: jax.Array, length: int) -> jax.Array:  # [chunks, B, size, ...] -> [B, T, ...]
+    return rearrange(x, "n B T ... -> B (n T) ...")[:, :length]

@@ -1,0 +1,292 @@
+"""How order enters a transformer: sinusoids, learned rows, rotations, and biases of a distance.
+
+Everything is a function of positions, integers that may start anywhere and differ between rows,
+so a cached step and a full pass agree. Angles are float32 whatever the compute dtype: bfloat16
+counts only to 256. A negative position is padding: nothing fails, and nobody attends to it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.config import RopeConfig
+
+
+def sinusoidal(
+    positions: jax.Array,  # i32[...]
+    dim: int,
+    base: float = 10_000.0,
+) -> jax.Array:  # f32[..., dim]
+    """sin(p base^(-2i/dim)) at 2i, cos of the same angle at 2i + 1 (Vaswani et al. 2017, 3.5)."""
+    if dim % 2 or dim < 2:
+        raise ValueError(f"dim is {dim}: must be even and at least 2")
+    angles = _angles(positions, _inverse_frequencies(base, dim).astype(np.float32))
+    return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*angles.shape[:-1], dim)
+
+
+def learned(
+    table: jax.Array,  # [L, D]
+    positions: jax.Array,  # i32[...]
+) -> jax.Array:  # [..., D]
+    """table[p], and zeros where p < 0.
+
+    A position from L on is a ValueError where it is known, and NaN under trace; never another row.
+    """
+    positions = jnp.asarray(positions)
+    if not isinstance(positions, jax.core.Tracer) and positions.size:
+        largest = int(positions.max())
+        if largest >= table.shape[0]:
+            raise ValueError(f"position {largest} is outside the table of {table.shape[0]} rows")
+    row = jnp.maximum(positions, 0)
+    rows = jnp.asarray(table).at[row].get(mode="fill", fill_value=jnp.nan)
+    return jnp.where((positions < 0)[..., None], jnp.zeros_like(rows), rows)
+
+
+# Rotary positions (Su et al. 2021)
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Radians per position of each pair, f32[dims/2], and the factor on rotated vectors.
+
+    With w_k = base^(-2k/d), d rotated dims, factor s, and r_k = original_len w_k / 2 pi turns
+    within the trained length:
+
+    - linear: w / s (Chen et al. 2023);
+    - ntk: base' = base s^(d/(d-2)), so the fastest pair is kept and the slowest is divided by s;
+    - llama3: (1 - m) w / s + m w, m = clip((r - low) / (high - low), 0, 1) (Dubey et al. 2024);
+    - yarn: the same blend, m falling from 1 to 0 linearly in k between the pairs that make
+      beta_fast and beta_slow turns, rounded outwards as in the authors' code, which released
+      checkpoints follow (the paper's text has m linear in r); vectors are multiplied by
+      attention_factor, 0.1 ln(s) + 1 unless given (Peng et al. 2023, 3.2 to 3.4).
+
+    Computed in float64 and rounded once.
+    """
+    dims = head_dim if config.dims is None else config.dims
+    if dims > head_dim or dims % 2:
+        raise ValueError(f"dims is {dims}: must be even and at most head_dim {head_dim}")
+    base, factor, original = config.base, config.factor, config.original_len
+    if config.scaling == "ntk" and dims > 2:  # a single pair has frequency 1 for every base
+        base = base * factor ** (dims / (dims - 2))
+    w = _inverse_frequencies(base, dims)
+    attention_factor = 1.0
+    if config.scaling == "linear":
+        w = w / factor
+    elif config.scaling == "llama3":
+        assert original is not None
+        low, high = config.low_freq_factor, config.high_freq_factor
+        kept = np.clip((original * w / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
+        w = (1 - kept) * w / factor + kept * w
+    elif config.scaling == "yarn":
+        assert original is not None
+
+        def pair(turns: float) -> float:
+            """The index k, a fraction, of the pair that makes so many turns."""
+            return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        first = max(math.floor(pair(config.beta_fast)), 0)
+        last = min(math.ceil(pair(config.beta_slow)), dims - 1)
+        ramp = (np.arange(dims // 2) - first) / (last - first if last != first else 0.001)
+        kept = 1 - np.clip(ramp, 0.0, 1.0)
+        w = (1 - kept) * w / factor + kept * w
+        attention_factor = 0.1 * math.log(factor) + 1.0
+        if config.attention_factor is not None:
+            attention_factor = config.attention_factor
+    return w.astype(np.float32), attention_factor
+
+
+def apply_rope(
+    x: jax.Array,  # [B, T, N, H]
+    positions: jax.Array,  # i32[B, T] or [T]
+    config: RopeConfig,
+) -> jax.Array:  # [B, T, N, H], in the dtype of x
+    """Turn pair k of every head by a = p w_k: (u, v) -> (u cos a - v sin a, v cos a + u sin a).
+
+    Scores of rotated queries and keys depend only on the difference of their positions.
+    Dimensions behind the rotated ones pass through.
+    """
+    inv_freq, factor = rope_frequencies(config, x.shape[-1])
+    dims = 2 * len(inv_freq)
+    angles = _angles(positions, inv_freq)
+    angles = angles[..., None, :] if angles.ndim == 3 else angles[None, :, None]
+    cos, sin = factor * jnp.cos(angles), factor * jnp.sin(angles)  # [B or 1, T, 1, dims/2]
+    rotated = x[..., :dims].astype(jnp.promote_types(x.dtype, jnp.float32))
+    if config.pairing == "half":
+        u, v = rotated[..., : dims // 2], rotated[..., dims // 2 :]
+        rotated = jnp.concatenate([u * cos - v * sin, v * cos + u * sin], axis=-1)
+    else:
+        u, v = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = jnp.stack([u * cos - v * sin, v * cos + u * sin], axis=-1)
+        rotated = rotated.reshape(*x.shape[:-1], dims)
+    rotated = rotated.astype(x.dtype)
+    return rotated if dims == x.shape[-1] else jnp.concatenate([rotated, x[..., dims:]], axis=-1)
+
+
+def _inverse_frequencies(base: float, dims: int) -> np.ndarray:
+    return base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+
+
+def _angles(positions: jax.Array, inv_freq: np.ndarray) -> jax.Array:  # f32[..., dims/2]
+    positions = jnp.asarray(positions)
+    if positions.dtype in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"positions are {positions.dtype}: such numbers cannot count; use int32")
+    return positions.astype(jnp.float32)[..., None] * jnp.asarray(inv_freq).reshape(
+        (1,) * positions.ndim + (-1,)
+    )
+
+
+# Biases of a distance: values with `.materialize`, added to the scores
+
+
+def _distances(
+    q_positions: jax.Array,  # i32[T] or [B, T]
+    k_positions: jax.Array,  # i32[S] or [B, S]
+) -> jax.Array:  # i32[B or 1, T, S]: key minus query
+    q_positions, k_positions = jnp.asarray(q_positions), jnp.asarray(k_positions)
+    q = q_positions if q_positions.ndim == 2 else q_positions[None]
+    k = k_positions if k_positions.ndim == 2 else k_positions[None]
+    return k[:, None, :] - q[:, :, None]
+
+
+def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
+    """2^(-8n/N) for n = 1..N where N is a power of two (Press et al. 2022).
+
+    Otherwise the slopes of the power of two P below, then every other one of those of 2P.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads is {num_heads}: must be at least 1")
+    power = 1 << (num_heads.bit_length() - 1)
+    exponents = [8 * n / power for n in range(1, power + 1)]
+    exponents += [8 * n / (2 * power) for n in range(1, 2 * (num_heads - power), 2)]
+    return jnp.asarray(2.0 ** -np.array(exponents), jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class ALiBi:
+    """-slope[n] |q - k|: a penalty linear in the distance (Press et al. 2022).
+
+    The paper has causal attention only; both directions are penalised alike here.
+    """
+
+    slopes: jax.Array  # [N]
+
+    def materialize(
+        self,
+        q_positions: jax.Array,  # i32[T] or [B, T]
+        k_positions: jax.Array,  # i32[S] or [B, S]
+    ) -> jax.Array:  # f32[B or 1, N, T, S]
+        distances = jnp.abs(_distances(q_positions, k_positions)).astype(jnp.float32)
+        return -self.slopes.astype(jnp.float32)[None, :, None, None] * distances[:, None]
+
+
+def relative_bucket(
+    distance: jax.Array,  # i32[...]: key position minus query position
+    *,
+    bidirectional: bool,
+    num_buckets: int,
+    max_distance: int,
+) -> jax.Array:  # i32[...], from 0 to num_buckets - 1
+    """T5's bucket of a distance (Raffel et al. 2020): exact when near, logarithmic when far.
+
+    Of the b buckets of a direction the first e = b // 2 hold one distance each; bucket e + i starts
+    at e (max_distance / e)^(i / (b - e)), and the last has no end. `bidirectional` gives keys
+    behind the query (distance > 0) the upper half; otherwise they all share bucket 0.
+    """
+    b = num_buckets // 2 if bidirectional else num_buckets
+    exact = b // 2
+    if num_buckets % 2 or exact < 1 or max_distance <= exact:
+        raise ValueError(
+            f"num_buckets {num_buckets}, max_distance {max_distance}: must be even and at least "
+            f"{4 if bidirectional else 2}, and above {exact}"
+        )
+    distance = jnp.asarray(distance)
+    n = jnp.abs(distance) if bidirectional else jnp.maximum(-distance, 0)
+    bucket = jnp.minimum(n, exact)
+    for i in range(1, b - exact):
+        bucket = bucket + (n >= _bucket_start(i, exact, b - exact, max_distance))
+    return bucket + jnp.where(distance > 0, b, 0) if bidirectional else bucket
+
+
+def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> int:
+    """The first integer from exact (max_distance / exact)^(i / logarithmic) on, without rounding.
+
+    A logarithm in floating point would put a distance that is a bucket's very start below it.
+    """
+    n = int(exact * (max_distance / exact) ** (i / logarithmic)) - 1
+    while n**logarithmic * exact**i < max_distance**i * exact**logarithmic:
+        n += 1
+    return n
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """table[relative_bucket(k - q), n]: T5's learned bias (Raffel et al. 2020)."""
+
+    table: jax.Array  # [buckets, N]
+    bidirectional: bool = field(metadata=dict(static=True))
+    max_distance: int = field(metadata=dict(static=True))
+
+    def materialize(
+        self,
+        q_positions: jax.Array,  # i32[T] or [B, T]
+        k_positions: jax.Array,  # i32[S] or [B, S]
+    ) -> jax.Array:  # f32[B or 1, N, T, S]
+        bucket = relative_bucket(
+            _distances(q_positions, k_positions),
+            bidirectional=self.bidirectional,
+            num_buckets=self.table.shape[0],
+            max_distance=self.max_distance,
+        )
+        return jnp.moveaxis(jnp.asarray(self.table, jnp.float32)[bucket], -1, 1)
+
+
+# Learned vectors of a clipped distance (Shaw et al. 2018)
+
+
+def shaw_scores(
+    query: jax.Array,  # [B, T, N, H]
+    key_table: jax.Array,  # [2 clip + 1, H]; row clip + d belongs to key position - query position
+    q_positions: jax.Array,  # i32[T] or [B, T]
+    k_positions: jax.Array,  # i32[S] or [B, S]
+) -> jax.Array:  # f32[B, N, T, S]
+    """query . key_table[clip(k - q)], unscaled: the second term of Shaw's equation 4.
+
+    All 2 clip + 1 products of a query are formed first and then picked from, so no [T, S, H].
+    """
+    products = jnp.einsum("BTNH,RH->BNTR", query, key_table, preferred_element_type=jnp.float32)
+    return _pick(products, _shaw_rows(key_table, q_positions, k_positions))
+
+
+def shaw_values(
+    weights: jax.Array,  # [B, N, T, S]
+    value_table: jax.Array,  # [2 clip + 1, Hv]
+    q_positions: jax.Array,  # i32[T] or [B, T]
+    k_positions: jax.Array,  # i32[S] or [B, S]
+) -> jax.Array:  # [B, T, N, Hv], in the dtype of weights
+    """sum over s of weights[s] value_table[clip(k - q)]: the second term of Shaw's equation 3.
+
+    Weights of equal clipped distance are added up first, which is the transpose of picking.
+    """
+    rows = _shaw_rows(value_table, q_positions, k_positions)
+    like = jax.ShapeDtypeStruct((*weights.shape[:3], value_table.shape[0]), jnp.float32)
+    add_up = jax.linear_transpose(lambda x: _pick(x, rows), like)
+    (sums,) = add_up(weights.astype(jnp.float32))
+    return jnp.einsum("BNTR,RH->BTNH", sums, value_table).astype(weights.dtype)
+
+
+def _shaw_rows(table, q_positions, k_positions) -> jax.Array:  # i32[B or 1, 1, T, S]
+    rows = table.shape[0]
+    if rows % 2 == 0:
+        raise ValueError(f"table has {rows} rows: must be 2 clip + 1, so odd")
+    clip = rows // 2
+    return jnp.clip(_distances(q_positions, k_positions), -clip, clip)[:, None] + clip
+
+
+def _pick(x: jax.Array, rows: jax.Array) -> jax.Array:  # [B, N, T, R] -> [B, N, T, S]
+    return jnp.take_along_axis(x, rows, axis=-1, mode="promise_in_bounds")

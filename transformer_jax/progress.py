@@ -1,0 +1,106 @@
+"""How a run shows itself: a bar on a terminal, plain lines where the output is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """What `fit` tells while it trains."""
+
+    def start(self, step: int, steps: int) -> None:
+        """Steps taken so far, and in all."""
+
+    def step(self, step: int, loss: float, tokens_per_second: float | None) -> None:
+        """A step has been taken."""
+
+    def say(self, line: str) -> None:
+        """Something worth a line."""
+
+    def stop(self) -> None:
+        """No more will be told; safe to call twice."""
+
+
+class Silent:
+    """Tells nothing."""
+
+    def start(self, step: int, steps: int) -> None: ...
+
+    def step(self, step: int, loss: float, tokens_per_second: float | None) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Lines:
+    """About twenty lines over a run."""
+
+    def start(self, step: int, steps: int) -> None:
+        self._steps, self._every = steps, max(1, steps // 20)
+        self._first: tuple[int, float] | None = None
+
+    def step(self, step: int, loss: float, tokens_per_second: float | None) -> None:
+        now = time.monotonic()
+        self._first = self._first or (step, now)  # behind the compilation
+        if step % self._every and step != self._steps:
+            return
+        seconds = (now - self._first[1]) / max(step - self._first[0], 1)
+        rate = "" if tokens_per_second is None else f"  {tokens_per_second:,.0f} tokens/s"
+        left = _clock(seconds * (self._steps - step))
+        width = len(str(self._steps))
+        self.say(f"step {step:{width}}/{self._steps}  loss {loss:.4f}{rate}  {left} left")
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+    def stop(self) -> None: ...
+
+
+class Bar:
+    """A bar with loss, tokens per second and time left."""
+
+    def __init__(self) -> None:
+        from rich import progress
+
+        self._bar = progress.Progress(
+            progress.BarColumn(bar_width=None),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[loss]}"),
+            progress.TextColumn("[dim]{task.fields[rate]}"),
+            progress.TimeRemainingColumn(compact=True),
+            progress.TextColumn("[dim]left"),
+            expand=True,
+        )
+
+    def start(self, step: int, steps: int) -> None:
+        self._task = self._bar.add_task("", total=steps, completed=step, loss="", rate="")
+        self._steps, self._shown = steps, 0.0
+        self._bar.start()
+
+    def step(self, step: int, loss: float, tokens_per_second: float | None) -> None:
+        now = time.monotonic()
+        if now - self._shown < 0.1 and step != self._steps:
+            return
+        self._shown = now
+        rate = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}", rate=rate)
+
+    def say(self, line: str) -> None:
+        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        self._bar.stop()
+
+
+def progress_for_output() -> Progress:
+    """What suits standard output."""
+    return Bar() if sys.stdout.isatty() else Lines()
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

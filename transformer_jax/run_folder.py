@@ -1,0 +1,275 @@
+"""The folder of a training run: everything that is needed to continue it, use it and look at it.
+
+config.json     the resolved TrainConfig
+tokenizer.json
+metrics.jsonl   one object a line
+loss.png        both curves
+checkpoints/    step-N folders, see checkpoint.py
+sample.txt      a text of the trained model
+lock            the number of the process that is writing here; gone when it ends
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from transformer_jax.checkpoint import CheckpointError, write_file
+from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.data import Tokenizer, tokenizer_from_json
+
+CONFIG_LIMIT = 2**20
+"""Bytes; a longer config.json is not read."""
+
+MAY_CHANGE = frozenset(
+    {
+        "data", "out", "steps", "eval_every", "eval_batches",
+        "checkpoint_every", "keep", "log_every", "sample_tokens",
+    }
+)  # fmt: skip
+"""Fields a resumed run may set anew. `data` may move; what it holds is compared by hash."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on: its folder is in use, or its numbers are no longer finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Where the parts of a run are."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tokenizer_file(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    def read_config(self) -> TrainConfig:
+        """The run's config; ConfigError names the key that is wrong."""
+        if not self.config_file.is_file():
+            raise ConfigError(f"{self.path}: no run here (config.json is missing)")
+        if self.config_file.stat().st_size > CONFIG_LIMIT:
+            raise ConfigError(f"{self.config_file}: longer than {CONFIG_LIMIT} bytes")
+        try:
+            return config_from_json(self.config_file.read_bytes())
+        except ConfigError as error:
+            raise ConfigError(f"{self.config_file}: {error}") from None
+
+    def read_tokenizer(self, sha256: str | None = None) -> Tokenizer:
+        """The run's tokenizer; `sha256` is that of the file when the checkpoint was written."""
+        try:
+            content = self.tokenizer_file.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{self.tokenizer_file}: {error.strerror}") from None
+        if sha256 is not None and _sha256(content) != sha256:
+            raise CheckpointError(f"{self.tokenizer_file}: sha256 mismatch")
+        try:
+            return tokenizer_from_json(content.decode("utf-8", "surrogatepass"))
+        except ValueError as error:
+            raise CheckpointError(f"{self.tokenizer_file}: {error}") from None
+
+    def write_tokenizer(self, tokenizer: Tokenizer) -> None:
+        write_file(self.tokenizer_file, tokenizer.to_json())
+
+    def write_config(self, config: TrainConfig) -> None:
+        write_file(self.config_file, config_to_json(config))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; a torn last one is left out."""
+        if not self.metrics_file.is_file():
+            return []
+        lines = self.metrics_file.read_text(errors="replace").split("\n")[:-1]
+        found = []
+        for number, line in enumerate(lines, 1):
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                raise RunError(f"{self.metrics_file}: line {number} is not JSON") from None
+        return found
+
+    def cut_metrics(self, step: int) -> None:
+        """Forget what was measured after `step`, by a run that continued further and was lost."""
+        kept = [line for line in self.read_metrics() if line["step"] <= step]
+        write_file(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def config_to_json(config: TrainConfig) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=1) + "\n"
+
+
+def config_from_json(text: str | bytes) -> TrainConfig:
+    """The config that `config_to_json` wrote. Keys may be absent, but not unknown or repeated."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        for i, (key, _) in enumerate(items):
+            if key in dict(items[:i]):
+                raise ConfigError(f"{key}: is there twice")
+        return dict(items)
+
+    def constant(name: str) -> None:
+        raise ConfigError(f"{name}: is no number")
+
+    try:
+        content = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not JSON ({error})") from None
+    return _build(TrainConfig, content, "")
+
+
+def _build(cls: type, content: Any, path: str) -> Any:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path.rstrip('.') or 'the config'} is {content!r}: must be an object")
+    hints = get_type_hints(cls)
+    arguments = {}
+    for key, value in content.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1)
+            hint = f", did you mean {path}{near[0]}?" if near else ""
+            raise ConfigError(f"{path}{key}: unknown key{hint}")
+        nested = dataclasses.is_dataclass(hints[key])
+        arguments[key] = _build(hints[key], value, f"{path}{key}.") if nested else value
+    try:
+        return cls(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{path}{error}") from None
+
+
+def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
+    """`key: old -> new` of every field that a resumed run may not change."""
+    before, after = _flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new))
+    return [
+        f"{key}: {before[key]!r} -> {after[key]!r}"
+        for key in before
+        if before[key] != after[key] and key not in MAY_CHANGE
+    ]
+
+
+def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{path}{key}.") if isinstance(value, dict) else {path + key: value}
+    return out
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold `path/lock`, with this process's number in it; RunError where another process does.
+
+    The system frees the lock when its process ends, however it ends.
+    """
+    file = path / "lock"
+    while True:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(handle, 64, 0).decode(errors="replace").strip()
+            os.close(handle)
+            raise RunError(f"{path}: process {owner or '?'} is training here") from None
+        if _same_file(handle, file):
+            break
+        os.close(handle)  # its owner removed it in between
+    try:
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _same_file(handle: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(file))
+    except FileNotFoundError:
+        return False
+
+
+def check_unused(path: Path) -> None:
+    """ConfigError where a new run would write between files that are there already."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"out is {str(path)!r}: not a folder")
+    if path.is_dir() and any(path.iterdir()):
+        if (path / "lock").exists():
+            with locked(path):  # RunError names a live run
+                pass
+        what = "holds a run" if (path / "config.json").exists() else "is not empty"
+        rule = "--resume continues it, --out FOLDER starts another"
+        raise ConfigError(f"out is {str(path)!r}: the folder {what} ({rule})")
+
+
+def tokenizer_sha256(tokenizer: Tokenizer) -> str:
+    """Of its file."""
+    return _sha256(tokenizer.to_json().encode("utf-8", "surrogatepass"))
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def plot_losses(folder: RunFolder) -> None:
+    """Draw loss.png from metrics.jsonl: the loss, its smoothed course, and the held-out loss."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = folder.read_metrics()
+    train = [(m["step"], m["loss"]) for m in lines if m["loss"] is not None]
+    held_out = [(m["step"], m["val_loss"]) for m in lines if m.get("val_loss") is not None]
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    blue, orange, ink = "#3b6fb6", "#e07b39", "#444444"
+    if train:
+        steps, losses = zip(*train, strict=True)
+        axes.plot(steps, losses, color=blue, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, _smooth(losses), color=blue, linewidth=1.8, label="training")
+    if held_out:
+        steps, losses = zip(*held_out, strict=True)
+        axes.plot(steps, losses, color=orange, linewidth=1.8, marker="o", ms=4, label="held out")
+        step, best = min(held_out, key=lambda point: point[1])
+        axes.annotate(
+            f"{best:.3f}", (step, best), xytext=(0, 8), textcoords="offset points",
+            ha="center", color=orange, fontweight="bold",
+        )  # fmt: skip
+    axes.set_xlabel("step", color=ink)
+    axes.set_ylabel("loss (nats per token)", color=ink)
+    axes.set_title(folder.path.name, loc="left", color=ink)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#bbbbbb")
+    axes.tick_params(colors=ink)
+    if train or held_out:
+        axes.legend(frameon=False, labelcolor=ink)
+    figure.savefig(folder.path / "loss.png")
+
+
+def _smooth(values: tuple[float, ...]) -> list[float]:
+    """Means over a centred window of a twenty-fifth of the curve, narrower at its ends."""
+    sums = [0.0, *itertools.accumulate(values)]
+    last, widest = len(values) - 1, len(values) // 50
+    reach = [min(i, last - i, widest) for i in range(len(values))]
+    return [(sums[i + r + 1] - sums[i - r]) / (2 * r + 1) for i, r in enumerate(reach)]

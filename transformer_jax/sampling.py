@@ -1,0 +1,180 @@
+"""From logits to a token: processors exclude tokens, a sampler picks one of the rest.
+
+Both are frozen, hashable values, so a jitted function takes them as static arguments and a
+configuration compares by content. All of it is float32.
+
+A processor maps logits [..., V] to logits where what it excludes is -inf; the best token always
+stays. Of equal logits the lower id counts as better. `Sample` applies its processors from left to
+right, so `Sample(Temperature(0.8), TopP(0.95))` cuts what the temperature has already sharpened.
+
+Logits have to have a finite maximum: a row with NaN, +inf, or nothing but -inf is a ValueError
+where it is known, and token -1 under trace, whose embedding is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+class Processor(Protocol):
+    """Excludes tokens; hashable."""
+
+    def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
+        ...
+
+
+class Sampler(Protocol):
+    """Picks a token of every row; hashable."""
+
+    def __call__(
+        self,
+        key: jax.Array,
+        logits: jax.Array,  # [..., V]
+    ) -> jax.Array:  # i32[...]
+        ...
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """(x - max x) / t: below 1 sharpens, above 1 flattens, 0 keeps the best token alone."""
+
+    t: float
+
+    def __post_init__(self) -> None:
+        _check("t", self.t, 0.0, math.inf)
+
+    def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
+        x = _checked(logits)
+        top = jnp.max(x, axis=-1, keepdims=True)
+        if self.t == 0:
+            return _keep_best(x, top, 1)
+        # The maximum becomes 0, so nothing overflows upwards; t and 1 / t stay normal numbers.
+        return (x - top) / min(max(float(self.t), _SMALLEST), 1 / _SMALLEST)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Keeps the k best tokens, all of them where there are fewer (Fan et al. 2018)."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, Integral) or isinstance(self.k, bool) or self.k < 1:
+            raise ValueError(f"k is {self.k!r}: must be an integer of at least 1")
+
+    def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
+        x = _checked(logits)
+        k = min(int(self.k), x.shape[-1])
+        # min, not [..., -1:], with which XLA on CPU sorts all of V: several times slower at 50257
+        return _keep_best(x, jnp.min(jax.lax.top_k(x, k)[0], axis=-1, keepdims=True), k)
+
+
+@dataclass(frozen=True)
+class TopP:
+    """Keeps the fewest best tokens whose probabilities sum to p or more (Holtzman et al. 2020).
+
+    A token stays while those better than it sum to less than p, so the one that crosses p stays.
+    """
+
+    p: float
+
+    def __post_init__(self) -> None:
+        _check("p", self.p, 0.0, 1.0)
+
+    def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
+        x = _checked(logits)
+        if self.p == 1:  # a rounded sum may reach 1 before the last token
+            return x
+        best_first = jnp.sort(x, axis=-1, descending=True)
+        sums = jnp.cumsum(jax.nn.softmax(best_first, axis=-1), axis=-1)
+        kept = 1 + jnp.sum(sums[..., :-1] < self.p, axis=-1, keepdims=True)
+        return _keep_best(x, jnp.take_along_axis(best_first, kept - 1, axis=-1), kept)
+
+
+@dataclass(frozen=True)
+class MinP:
+    """Keeps the tokens at least p times as probable as the best (Nguyen et al. 2024)."""
+
+    p: float
+
+    def __post_init__(self) -> None:
+        _check("p", self.p, 0.0, 1.0)
+
+    def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
+        x = _checked(logits)
+        relative = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
+        return jnp.where(relative >= self.p, x, -jnp.inf)
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """The best token; the key is not used."""
+
+    def __call__(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
+        x = _checked(logits)
+        return _poison(jnp.argmax(x, axis=-1), x)
+
+
+@dataclass(frozen=True, init=False)
+class Sample:
+    """A token drawn from softmax(processed logits)."""
+
+    processors: tuple[Processor, ...]
+
+    def __init__(self, *processors: Processor) -> None:
+        for processor in processors:
+            if not callable(processor) or isinstance(processor, type):
+                raise ValueError(f"processor is {processor!r}: must map logits to logits")
+        object.__setattr__(self, "processors", processors)
+
+    def __call__(self, key: jax.Array, logits: jax.Array) -> jax.Array:
+        given = processed = _checked(logits)
+        for processor in self.processors:
+            processed = processor(processed)
+        processed = _checked(processed)
+        drawn = jax.random.categorical(key, processed, axis=-1)
+        return _poison(_poison(drawn, given), processed)
+
+
+def _check(name: str, value: float, low: float, high: float) -> None:
+    if not isinstance(value, Real) or not (low <= value <= high and math.isfinite(value)):
+        span = f"from {low:g} to {high:g}" if math.isfinite(high) else f"finite, at least {low:g}"
+        raise ValueError(f"{name} is {value!r}: must be {span}")
+
+
+def _checked(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
+    x = jnp.asarray(logits).astype(jnp.float32)
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"logits have shape {x.shape}: must be [..., V] with V at least 1")
+    if isinstance(x, jax.core.Tracer):
+        return x
+    top = np.asarray(jnp.max(x, axis=-1))
+    if not np.isfinite(top).all():
+        where = tuple(int(i) for i in np.argwhere(~np.isfinite(top))[0])
+        raise ValueError(f"the largest logit of row {where} is {top[where]}: must be finite")
+    return x
+
+
+def _poison(tokens: jax.Array, logits: jax.Array) -> jax.Array:  # i32[...]
+    """-1 where the logits have no finite maximum."""
+    return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, -1).astype(jnp.int32)
+
+
+def _keep_best(
+    x: jax.Array,  # [..., V]
+    cut: jax.Array,  # [..., 1]: the n-th best value
+    n: jax.Array | int,  # [..., 1]
+) -> jax.Array:  # [..., V]
+    """The n best: what is above `cut`, and of what equals it the lowest ids that have room."""
+    above, equal = x > cut, x == cut
+    room = n - jnp.sum(above, axis=-1, keepdims=True)
+    return jnp.where(above | (equal & (jnp.cumsum(equal, axis=-1) <= room)), x, -jnp.inf)
