@@ -247,7 +247,7 @@ def _best_first(call: Call) -> list[str]:
     B, T, N, S = call.sizes
     keys, values = call.arrays["key"].size, call.arrays["value"].size
     if jax.default_backend() == "cpu":
-        small = T * S <= 160 * 160 and 4 * (B * T * N * S + keys + values) <= 2**23
+        small = T * S < 128 * 128 and 4 * (B * T * N * S + keys + values) <= 2**23
     else:
         small = 4 * B * T * N * S <= 2**30
     return ["cudnn", "pallas", *(("xla", "blockwise") if small else ("blockwise", "xla"))]

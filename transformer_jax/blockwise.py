@@ -13,10 +13,11 @@ and backward, where D_i = do_i . out_i - dlse_i and again tile by tile:
     p_ij = exp(s_ij - lse_i)     ds_ij = p_ij (do_i . v_j - D_i)
     dv_j = sum_i p_ij do_i       dk_j = sum_i ds_ij q_i       dq_i = sum_j ds_ij k_j
 
-Tiles are held as [keys, queries]: then the maximum and the sum run over the major axis, which a CPU
-does in vectors, and no matrix product but those onto queries needs a transposed operand. The query
-heads that share a key head lie side by side along the queries, so keys are never repeated. Only
-tiles that the mask's plan does not skip are visited, and only partial ones evaluate the mask.
+Tiles are held as [queries, keys]. Then the products onto queries are of row-major matrices, and
+those onto keys multiply from the left with transposes that are made once for a tile of queries; the
+other way round, a CPU is two to three times slower at one of the two. The query heads that share a
+key head lie side by side along the queries, so keys are never repeated. Only tiles that the mask's
+plan does not skip are visited, and only partial ones evaluate the mask.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from jax import lax
 
 from transformer_jax.dropout import keep_tile, key_words
 from transformer_jax.masks import Dense, Everything, Mask
-from transformer_jax.tiles import FULL, PARTIAL, SKIPPED, at_once
+from transformer_jax.tiles import FULL, PARTIAL, SKIPPED, BlockPlan, at_once
 
 LOWEST = float(np.finfo(np.float32).min)  # where a running maximum starts: finite, so no inf - inf
 
@@ -122,10 +123,15 @@ class _Sizes:
     heads: int
 
     @classmethod
-    def of(cls, query, key, value) -> _Sizes:
+    def of(cls, query, key, fixed: _Fixed) -> _Sizes:
         B, T, N, H = query.shape
         S, K = key.shape[1:3]
-        return cls(B, T, S, N, K, H, *_tile_sizes(B, T, S, N, K))
+
+        def plan():
+            return _plan(fixed, T, S, T, S).classes
+
+        apart = jax.eval_shape(plan).shape[0] > 1
+        return cls(B, T, S, N, K, H, *_tile_sizes(B, T, S, N, K, apart))
 
     @property
     def G(self) -> int:
@@ -144,18 +150,29 @@ class _Sizes:
         return -(-self.T // self.block_q), -(-self.S // self.block_k)
 
 
-def _tile_sizes(B: int, T: int, S: int, N: int, K: int) -> tuple[int, int, int, int]:
-    """(block_q, block_k, rows, heads): scores of about a megabyte, what two cores hold in L2.
+def _tile_sizes(B: int, T: int, S: int, N: int, K: int, apart: bool) -> tuple[int, int, int, int]:
+    """(block_q, block_k, rows, heads): half a million scores, which two cores hold in L2.
 
-    Four matrices in a batch of 256 x 256, and eight of 128 x 128 where sequences are so short that
-    the half-empty tiles on a diagonal count. Measurements are in benchmarks/NOTES.md.
+    As many small tiles at once as there are: the less of a tile on the diagonal is empty. Batch
+    rows that plan `apart` share a tile only where there is little to skip. Measurements are in
+    benchmarks/NOTES.md.
     """
-    side, batch = (128, 8) if max(T, S) <= 512 else (256, 4)
+    length, most = max(T, S), B * K
+    if not _SMALL_PRODUCTS_THREADED:
+        side = 128 if length <= 256 else 512
+    else:
+        side = 128 if length <= 256 or (most >= 16 and length <= 1024) else 256
+    lanes = max(2, 2**19 // side**2)
     block_q = min(max(side // 8, side // (N // K)), _round_up(T, 8))
     block_k = min(side, _round_up(S, 8))
-    heads = min(_divisors(K, 8), key=lambda n: (abs(n - batch), -n))
-    rows = max(_divisors(B, max(1, batch // K))) if heads == K else 1
+    heads = min(_divisors(K, lanes), key=lambda n: (abs(n - lanes), -n))
+    together = lanes // K if not apart or length <= 256 else 1
+    rows = max(_divisors(B, max(1, together))) if heads == K else 1
     return block_q, block_k, rows, heads
+
+
+# XLA of jax 0.10 computes a batch of products on one thread if each is small
+_SMALL_PRODUCTS_THREADED = jax.__version_info__ >= (0, 11)
 
 
 def _divisors(n: int, most: int) -> list[int]:
@@ -189,14 +206,14 @@ class _Visits(NamedTuple):
         return self.order[b, c, i], self.full[b, c, i], self.seen[b, c, i]
 
 
+def _plan(fixed: _Fixed, T: int, S: int, block_q: int, block_k: int) -> BlockPlan:
+    at = _positions(fixed.q_positions, T), _positions(fixed.k_positions, S)
+    return fixed.mask.block_plan(*at, block_q=block_q, block_k=block_k)
+
+
 def _visits(sizes: _Sizes, fixed: _Fixed) -> _Visits:
     with at_once(fixed.mask, fixed.q_positions, fixed.k_positions):
-        plan = fixed.mask.block_plan(
-            _positions(fixed.q_positions, sizes.T),
-            _positions(fixed.k_positions, sizes.S),
-            block_q=sizes.block_q,
-            block_k=sizes.block_k,
-        )
+        plan = _plan(fixed, sizes.T, sizes.S, sizes.block_q, sizes.block_k)
         classes = jnp.asarray(plan.classes)
         rows = sizes.rows if classes.shape[0] > 1 else 1
         heads = sizes.heads * sizes.G if classes.shape[1] > 1 else 1
@@ -237,11 +254,11 @@ class _Place(NamedTuple):
         return self.take(x, 0, self.b * self.sizes.rows, self.sizes.rows)
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """[rows or 1, heads G or 1, block_q or 1, block_k or 1] to [lanes, block_k, G block_q]."""
+        """[rows or 1, heads G or 1, block_q or 1, block_k or 1] to [lanes, G block_q, block_k]."""
         sizes = self.sizes
         full = sizes.rows, sizes.heads * sizes.G, sizes.block_q, sizes.block_k
         x = jnp.broadcast_to(x, full)
-        return rearrange(x, "r (h G) t s -> (r h) s (G t)", G=sizes.G)
+        return rearrange(x, "r (h G) t s -> (r h) (G t) s", G=sizes.G)
 
     def queries(self, x: jax.Array) -> jax.Array:  # f32[lanes, G block_q, d]
         """The tile's part of x [B, nQ block_q, N, d]."""
@@ -250,9 +267,9 @@ class _Place(NamedTuple):
         return rearrange(x, "r t (h G) d -> (r h) (G t) d", G=self.sizes.G).astype(jnp.float32)
 
     def put_queries(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """x [B, nQ block_q, N, d] with the tile's part [lanes, d, G block_q] written."""
+        """x [B, nQ block_q, N, d] with the tile's part [lanes, G block_q, d] written."""
         names = dict(G=self.sizes.G, r=self.sizes.rows)
-        part = rearrange(part, "(r h) d (G t) -> r t (h G) d", **names)
+        part = rearrange(part, "(r h) (G t) d -> r t (h G) d", **names)
         return lax.dynamic_update_slice(x, part, _int32(self._queries_at()[0]))
 
     def _queries_at(self):
@@ -266,7 +283,7 @@ class _Place(NamedTuple):
         return rearrange(self._keys(x), "r s h d -> (r h) s d").astype(jnp.float32)
 
     def add_keys(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """x [groups, groups, nK, lanes, block_k, d] with the tile's part added."""
+        """x [groups, groups, nK, lanes, d, block_k] with the tile's part added."""
         at = self.b, self.c, self.j
         total = (x[at] + part)[None, None, None]
         return lax.dynamic_update_slice(x, total, _int32((*at, 0, 0, 0)))
@@ -293,7 +310,7 @@ class _Place(NamedTuple):
         return q, self.j * sizes.block_k + jnp.arange(sizes.block_k, dtype=jnp.int32)
 
 
-def _visible(place: _Place, fixed: _Fixed) -> jax.Array:  # bool[lanes, block_k, G block_q]
+def _visible(place: _Place, fixed: _Fixed) -> jax.Array:  # bool[lanes, G block_q, block_k]
     """The mask at a tile; padding, on either side, is not visible."""
     sizes = place.sizes
     heads = sizes.heads * sizes.G
@@ -314,7 +331,7 @@ def _visible(place: _Place, fixed: _Fixed) -> jax.Array:  # bool[lanes, block_k,
 
 
 def _kept(place: _Place, options: _Options, fixed: _Fixed) -> jax.Array:
-    """Dropout: what each weight is multiplied by, f32[lanes, block_k, G block_q]."""
+    """Dropout: what each weight is multiplied by, f32[lanes, G block_q, block_k]."""
     assert fixed.dropout_key is not None
     sizes = place.sizes
     heads = sizes.heads * sizes.G
@@ -360,7 +377,7 @@ def _bias_slices(place: _Place):
 
 
 def _bias_tile(place: _Place, bias: Any, fixed: _Fixed) -> jax.Array | None:
-    """f32[lanes, block_k, G block_q]"""
+    """f32[lanes, G block_q, block_k]"""
     if bias is None:
         return None
     if _is_array(bias):
@@ -444,9 +461,9 @@ def _scores(
     options: _Options,
     bias: jax.Array | None,
     visible: Callable[[], jax.Array] | None,
-) -> tuple[jax.Array, jax.Array | None]:  # [lanes, block_k, G block_q]
+) -> tuple[jax.Array, jax.Array | None]:  # [lanes, G block_q, block_k]
     """Scores, -inf where not visible, and tanh where capped."""
-    s, t = _dot(k, q, (2, 2)), None
+    s, t = _dot(q, k, (2, 2)), None
     if options.softcap is not None:
         t = jnp.tanh(s / options.softcap)
         s = options.softcap * t
@@ -456,25 +473,25 @@ def _scores(
 
 
 def _weigh(
+    weights: jax.Array,  # [lanes, G block_q, block_k]
     x: jax.Array,  # [lanes, block_k, d]
-    weights: jax.Array,  # [lanes, block_k, G block_q]
     visible: Callable[[], jax.Array] | None,
-) -> jax.Array:  # [lanes, d, G block_q]
+) -> jax.Array:  # [lanes, G block_q, d]
     """The sum over keys of weights times x.
 
     In a partial tile 0 * NaN must be 0 where the key is not seen, and NaN where it is. All of x
     goes into the sum of the first query, so that one tells whether x is finite.
     """
-    result = _dot(x, weights, (1, 1))
+    result = _dot(weights, x, (2, 1))
     if visible is None:
         return result
 
     def careful():
         good = jnp.isfinite(x)
-        seen = _dot((~good).astype(jnp.float32), visible().astype(jnp.float32), (1, 1)) > 0
-        return jnp.where(seen, jnp.nan, _dot(jnp.where(good, x, 0), weights, (1, 1)))
+        seen = _dot(visible().astype(jnp.float32), (~good).astype(jnp.float32), (2, 1)) > 0
+        return jnp.where(seen, jnp.nan, _dot(weights, jnp.where(good, x, 0), (2, 1)))
 
-    return lax.cond(jnp.isfinite(result[:, :, 0]).all(), lambda: result, careful)
+    return lax.cond(jnp.isfinite(result[:, 0]).all(), lambda: result, careful)
 
 
 # Forward and backward
@@ -515,7 +532,7 @@ def _forward(options, query, key, value, bias, sinks, fixed):
     lse is m + log l, but where scores are large the sum has no bits left for log l, so the backward
     pass takes the two apart.
     """
-    sizes = _Sizes.of(query, key, value)
+    sizes = _Sizes.of(query, key, fixed)
     visits = _visits(sizes, fixed)
     q = _pad(query, 1, sizes.grid[0] * sizes.block_q, 0)
     k, v = (_pad(x, 1, sizes.grid[1] * sizes.block_k, 0) for x in (key, value))
@@ -525,22 +542,22 @@ def _forward(options, query, key, value, bias, sinks, fixed):
         place = _Place(sizes, at, visits[n])
         visible = partial(_visible, place, fixed) if partly else None
         s, _ = _scores(q_tile, place.keys(k), options, _bias_tile(place, bias, fixed), visible)
-        new = jnp.maximum(high, s.max(axis=1, keepdims=True))
+        new = jnp.maximum(high, s.max(axis=2, keepdims=True))
         p, r = _exp(s - new), _exp(high - new)
-        total = total * r + p.sum(axis=1, keepdims=True)
+        total = total * r + p.sum(axis=2, keepdims=True)
         if options.dropout_rate:
             p = p * _kept(place, options, fixed)
-        return new, total, weighed * r + _weigh(place.keys(v), p, visible)
+        return new, total, weighed * r + _weigh(p, place.keys(v), visible)
 
     def query_tile(n, results):
         at = _unravel(n, (*sizes.groups, sizes.grid[0]))
         place = _Place(sizes, at, 0)
         q_tile = place.queries(q) * np.float32(options.scale)
-        row = sizes.lanes, 1, sizes.G * sizes.block_q
+        row = sizes.lanes, sizes.G * sizes.block_q, 1
         state = (
             jnp.full(row, LOWEST, jnp.float32),
             _zeros(row),
-            _zeros((row[0], v.shape[3], row[2])),
+            _zeros((*row[:2], v.shape[3])),
         )
         high, total, weighed = _visit(visits, at, partial(tile, at, q_tile), state)
         dead = total == 0
@@ -564,12 +581,12 @@ def _add_sink(sink, high, total, weighed):
     return new, total * r + jnp.exp(sink - new), weighed * r
 
 
-def _sink_rows(place: _Place, sinks: jax.Array) -> jax.Array:  # f32[lanes, 1, G block_q]
+def _sink_rows(place: _Place, sinks: jax.Array) -> jax.Array:  # f32[lanes, G block_q, 1]
     sizes = place.sizes
     heads = sizes.heads * sizes.G
     sinks = lax.dynamic_slice_in_dim(sinks.astype(jnp.float32), place.c * heads, heads)
     full = jnp.broadcast_to(sinks[None, :, None], (sizes.rows, heads, sizes.block_q))
-    return rearrange(full, "r (h G) t -> (r h) 1 (G t)", G=sizes.G)
+    return rearrange(full, "r (h G) t -> (r h) (G t) 1", G=sizes.G)
 
 
 def _zeros(shape: tuple[int, ...]) -> jax.Array:
@@ -591,7 +608,7 @@ def _backward(options, query, key, value, bias, sinks, fixed, out, high, log, do
 
     A query that sees nothing, or something that is not finite, passes no gradient on.
     """
-    sizes = _Sizes.of(query, key, value)
+    sizes = _Sizes.of(query, key, fixed)
     visits = _visits(sizes, fixed)
     dead = jnp.isneginf(high) | jnp.isnan(high) | jnp.isnan(out).any(axis=-1)
     dout = jnp.where(dead[..., None], 0, dout.astype(jnp.float32))
@@ -608,14 +625,14 @@ def _backward(options, query, key, value, bias, sinks, fixed, out, high, log, do
     high = _pad(high[..., None], 1, length, jnp.inf)
     k, v = (_pad(x, 1, sizes.grid[1] * sizes.block_k, 0) for x in (key, value))
 
-    def tile(at, q, do, D, high, log, partly, visits, n, state):
+    def tile(at, q, q_across, do, do_across, D, high, log, partly, visits, n, state):
         dq, dk, dv, dbias = state
         place = _Place(sizes, at, visits[n])
         visible = partial(_visible, place, fixed) if partly else None
         k_tile = place.keys(k)
         s, t = _scores(q, k_tile, options, _bias_tile(place, bias, fixed), visible)
         p = _exp(s - high - log)
-        dp = _dot(place.keys(v), do, (2, 2))
+        dp = _dot(do, place.keys(v), (2, 2))
         kept = p
         if options.dropout_rate:
             factor = _kept(place, options, fixed)
@@ -628,22 +645,24 @@ def _backward(options, query, key, value, bias, sinks, fixed, out, high, log, do
             ds = ds * (1 - t * t)
         if visible is not None and (bias is None or t is not None):
             ds = jnp.where(visible(), ds, 0)
-        dv = place.add_keys(dv, _dot(kept, do, (2, 1)))
-        dk = place.add_keys(dk, _dot(ds, q, (2, 1)))
-        return dq + _weigh(k_tile, ds, visible), dk, dv, dbias
+        dv = place.add_keys(dv, _dot(do_across, kept, (2, 1)))
+        dk = place.add_keys(dk, _dot(q_across, ds, (2, 1)))
+        return dq + _weigh(ds, k_tile, visible), dk, dv, dbias
 
     def query_tile(n, results):
         dq, *sums = results
         at = _unravel(n, (*sizes.groups, sizes.grid[0]))
         place = _Place(sizes, at, 0)
         q_tile = place.queries(q) * np.float32(options.scale)
-        rows = (place.queries(x).swapaxes(1, 2) for x in (D, high, log))
-        step = partial(tile, at, q_tile, place.queries(do), *rows)
-        dq_tile, *sums = _visit(visits, at, step, (jnp.zeros_like(q_tile.swapaxes(1, 2)), *sums))
+        do_tile = place.queries(do)
+        rows = (place.queries(x) for x in (D, high, log))
+        tiles = (y for x in (q_tile, do_tile) for y in (x, x.swapaxes(1, 2)))
+        step = partial(tile, at, *tiles, *rows)
+        dq_tile, *sums = _visit(visits, at, step, (jnp.zeros_like(q_tile), *sums))
         return place.put_queries(dq, dq_tile * np.float32(options.scale)), *sums
 
-    keys = *sizes.groups, sizes.grid[1], sizes.lanes, sizes.block_k
-    sums = (_zeros((*keys, x.shape[3])) for x in (k, v))  # tile by tile: adding is contiguous
+    keys = *sizes.groups, sizes.grid[1], sizes.lanes
+    sums = (_zeros((*keys, x.shape[3], sizes.block_k)) for x in (k, v))  # adding is contiguous
     results = _zeros(q.shape), *sums, _bias_zeros(bias, sizes)
     total = math.prod((*sizes.groups, sizes.grid[0]))
     dq, dk, dv, dbias = lax.fori_loop(np.int32(0), np.int32(total), query_tile, results)
@@ -657,8 +676,8 @@ def _backward(options, query, key, value, bias, sinks, fixed, out, high, log, do
 
 
 def _join_keys(x: jax.Array, sizes: _Sizes) -> jax.Array:
-    """[groups, groups, nK, lanes, block_k, d] to [B, S, K, d]."""
-    x = rearrange(x, "b c j (r h) s d -> (b r) (j s) (c h) d", r=sizes.rows)
+    """[groups, groups, nK, lanes, d, block_k] to [B, S, K, d]."""
+    x = rearrange(x, "b c j (r h) d s -> (b r) (j s) (c h) d", r=sizes.rows)
     return x[:, : sizes.S]
 
 
