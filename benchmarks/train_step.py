@@ -29,7 +29,7 @@ from transformer_jax.config import ModelConfig, TrainConfig
 
 OURS = "ours"
 QUESTION = "training: seconds per optimizer step of ours and its peers"
-RECIPE = TrainConfig(warmup_steps=0)
+RECIPE = TrainConfig(warmup_steps=0, learning_rate=3e-4)
 """Learning rate, betas, decay and clipping of every contender."""
 
 

@@ -207,17 +207,20 @@ def make_train_step(
         mean, weight, grads = gradient(state.params, batches, key)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
         accepted = jnp.isfinite(mean) & jnp.isfinite(norm)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
 
-        def keep(new, old):  # a selection: 0 * NaN would still be NaN
-            return jnp.where(accepted, new, old)
+        def update(grads):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            return optax.apply_updates(state.params, updates), opt_state
 
+        def keep(grads):
+            return state.params, state.opt_state
+
+        params, opt_state = jax.lax.cond(accepted, update, keep, grads)
         rejected_in_a_row = jnp.where(accepted, 0, state.rejected_in_a_row + 1)
         new = TrainState(
             step=state.step + 1,
-            params=jax.tree.map(keep, params, state.params),
-            opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+            params=params,
+            opt_state=opt_state,
             key=state.key,
             rejected=state.rejected + jnp.where(accepted, 0, 1),
             rejected_in_a_row=rejected_in_a_row,
