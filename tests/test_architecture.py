@@ -21,6 +21,8 @@ ORDER = [
     "dropout",
     "reference",
     "arguments",
+    "blockwise_tiles",
+    "blockwise_bias",
     "blockwise",
     "attention",
     "layers",

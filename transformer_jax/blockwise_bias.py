@@ -1,0 +1,106 @@
+"""The bias of blockwise attention, by tile: an array is sliced, a value is evaluated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from transformer_jax.blockwise_tiles import Fixed, Place, Sizes, int32, pad
+
+
+def _is_array(bias: Any) -> bool:
+    return not hasattr(bias, "materialize")
+
+
+def _bias_part(place: Place, bias: jax.Array) -> jax.Array:
+    """What of an array a tile depends on."""
+    sizes = place.sizes
+    for axis, start, length in _bias_slices(place):
+        if bias.shape[axis] != 1 and axis >= 2:
+            bias = pad(bias, axis, sizes.grid[axis - 2] * length, 0)
+        bias = place.take(bias, axis, start, length)
+    return bias
+
+
+def _bias_slices(place: Place):
+    sizes = place.sizes
+    heads = sizes.heads * sizes.G
+    return (
+        (0, place.b * sizes.rows, sizes.rows),
+        (1, place.c * heads, heads),
+        (2, place.i * sizes.block_q, sizes.block_q),
+        (3, place.j * sizes.block_k, sizes.block_k),
+    )
+
+
+def bias_tile(place: Place, bias: Any, fixed: Fixed) -> jax.Array | None:
+    """f32[lanes, G block_q, block_k]"""
+    if bias is None:
+        return None
+    if _is_array(bias):
+        part = _bias_part(place, bias)
+    else:
+        heads = place.sizes.heads * place.sizes.G
+        part = bias.materialize(*place.positions(fixed))
+        part = place.take(place.rows(part), 1, place.c * heads, heads)
+    return place.spread(part.astype(jnp.float32))
+
+
+def bias_zeros(bias: Any, sizes: Sizes) -> Any:
+    """Where the gradient of the bias is summed: f32, and for an array of whole tiles."""
+    if bias is None:
+        return None
+    if not _is_array(bias):
+        return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), _differentiable(bias))
+    whole = (None, None, sizes.grid[0] * sizes.block_q, sizes.grid[1] * sizes.block_k)
+    shape = [n if n == 1 or w is None else w for n, w in zip(bias.shape, whole, strict=True)]
+    return jnp.zeros(shape, jnp.float32)
+
+
+def bias_add(place: Place, total: Any, bias: Any, fixed: Fixed, ds: jax.Array) -> Any:
+    """total + d(bias) of one tile."""
+    if not _is_array(bias):
+        tile = lambda leaves: bias_tile(place, _replace(bias, leaves), fixed)  # noqa: E731
+        (gradient,) = jax.vjp(tile, _differentiable(bias))[1](ds)
+        return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, gradient)
+    starts = [0 if n == 1 else s[1] for n, s in zip(bias.shape, _bias_slices(place), strict=True)]
+    shape = [1 if n == 1 else s[2] for n, s in zip(bias.shape, _bias_slices(place), strict=True)]
+    like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+    (gradient,) = jax.linear_transpose(place.spread, like)(ds)
+    at = int32(starts)
+    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, shape) + gradient, at)
+
+
+def _differentiable(tree: Any) -> list:
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+
+
+def _replace(tree: Any, leaves: list) -> Any:
+    """The tree with its differentiable leaves replaced."""
+    new = iter(leaves)
+    floating = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: next(new) if floating(x) else x, tree)
+
+
+def bias_gradient(bias: Any, total: Any) -> Any:
+    """The sum as a cotangent of the bias: its shape, its dtypes, nothing for integers."""
+    if bias is None:
+        return None
+    if _is_array(bias):
+        return total[tuple(slice(n) for n in bias.shape)].astype(bias.dtype)
+    leaves, structure = jax.tree.flatten(bias)
+    sums = iter(total)
+    floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
+    leaves = [
+        next(sums).astype(x.dtype) if f else no_gradient(x)
+        for x, f in zip(leaves, floating, strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def no_gradient(x: Any) -> np.ndarray:
+    return np.zeros(jnp.shape(x), jax.dtypes.float0)

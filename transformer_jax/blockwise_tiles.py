@@ -1,0 +1,304 @@
+"""Where the tiles of blockwise attention lie: their sizes, which to visit, what stands at one.
+
+A tile is block_q queries by block_k keys of `lanes` key heads at once, and of the G query heads
+that share each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+
+from transformer_jax.dropout import keep_tile
+from transformer_jax.masks import Dense, Mask
+from transformer_jax.tiles import FULL, PARTIAL, SKIPPED, BlockPlan, at_once
+
+
+class Fixed(NamedTuple):
+    """Integers and booleans, which have no gradient."""
+
+    mask: Mask
+    q_positions: jax.Array | None  # i32[T] or [B, T]
+    k_positions: jax.Array | None  # i32[S] or [B, S]
+    dropout_key: jax.Array | None  # u32[2]
+
+
+def _positions(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B or 1, length]
+    if positions is None:  # made here, where it is known when tracing, and so is the plan
+        return jnp.arange(length, dtype=jnp.int32)[None]
+    return positions if positions.ndim == 2 else positions[None]
+
+
+# Sizes, and the cutting into tiles
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One group of `rows` batch rows by `heads` key heads shares a tile of block_q by block_k."""
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    block_q: int
+    block_k: int
+    rows: int
+    heads: int
+
+    @classmethod
+    def of(cls, query, key, fixed: Fixed) -> Sizes:
+        B, T, N, H = query.shape
+        S, K = key.shape[1:3]
+
+        def plan():
+            return _plan(fixed, T, S, T, S).classes
+
+        apart = jax.eval_shape(plan).shape[0] > 1
+        return cls(B, T, S, N, K, H, *tile_sizes(B, T, S, N, K, apart))
+
+    @property
+    def G(self) -> int:
+        return self.N // self.K
+
+    @property
+    def lanes(self) -> int:
+        return self.rows * self.heads
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        return self.B // self.rows, self.K // self.heads
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return -(-self.T // self.block_q), -(-self.S // self.block_k)
+
+
+def tile_sizes(B: int, T: int, S: int, N: int, K: int, apart: bool) -> tuple[int, int, int, int]:
+    """(block_q, block_k, rows, heads): half a million scores, which two cores hold in L2.
+
+    As many small tiles at once as there are: the less of a tile on the diagonal is empty. Batch
+    rows that plan `apart` share a tile only where there is little to skip. Measurements are in
+    benchmarks/NOTES.md.
+    """
+    length, most = max(T, S), B * K
+    if not _SMALL_PRODUCTS_THREADED:
+        side = 128 if length <= 256 else 512
+    else:
+        side = 128 if length <= 256 or (most >= 16 and length <= 1024) else 256
+    lanes = max(2, 2**19 // side**2)
+    block_q = min(max(side // 8, side // (N // K)), _round_up(T, 8))
+    block_k = min(side, _round_up(S, 8))
+    heads = min(_divisors(K, lanes), key=lambda n: (abs(n - lanes), -n))
+    together = lanes // K if not apart or length <= 256 else 1
+    rows = max(_divisors(B, max(1, together))) if heads == K else 1
+    return block_q, block_k, rows, heads
+
+
+# XLA of jax 0.10 computes a batch of products on one thread if each is small
+_SMALL_PRODUCTS_THREADED = jax.__version_info__ >= (0, 11)
+
+
+def _divisors(n: int, most: int) -> list[int]:
+    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def pad(x: jax.Array, axis: int, length: int, fill: Any) -> jax.Array:
+    if x.shape[axis] == length:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+# Which tiles to visit
+
+
+class Visits(NamedTuple):
+    """For each group and query tile: the key tiles, full ones first."""
+
+    order: jax.Array  # i32[groups or 1, groups or 1, nQ, nK]
+    full: jax.Array  # i32[groups or 1, groups or 1, nQ]
+    seen: jax.Array  # i32[groups or 1, groups or 1, nQ]: full and partial
+
+    def row(self, b, c, i):
+        b, c = (0 if n == 1 else at for n, at in zip(self.full.shape, (b, c), strict=False))
+        return self.order[b, c, i], self.full[b, c, i], self.seen[b, c, i]
+
+
+def _plan(fixed: Fixed, T: int, S: int, block_q: int, block_k: int) -> BlockPlan:
+    at = _positions(fixed.q_positions, T), _positions(fixed.k_positions, S)
+    return fixed.mask.block_plan(*at, block_q=block_q, block_k=block_k)
+
+
+def visits_of(sizes: Sizes, fixed: Fixed) -> Visits:
+    with at_once(fixed.mask, fixed.q_positions, fixed.k_positions):
+        plan = _plan(fixed, sizes.T, sizes.S, sizes.block_q, sizes.block_k)
+        classes = jnp.asarray(plan.classes)
+        rows = sizes.rows if classes.shape[0] > 1 else 1
+        heads = sizes.heads * sizes.G if classes.shape[1] > 1 else 1
+        classes = rearrange(classes, "(b r) (c n) i j -> b c i j r n", r=rows, n=heads)
+        low, high = classes.min(axis=(-2, -1)), classes.max(axis=(-2, -1))
+        classes = jnp.where(high == SKIPPED, SKIPPED, jnp.where(low == FULL, FULL, PARTIAL))
+        order = jnp.argsort(-classes, axis=-1, stable=True).astype(jnp.int32)
+        count = partial(jnp.sum, axis=-1, dtype=jnp.int32)
+        return Visits(order, count(classes == FULL), count(classes != SKIPPED))
+
+
+# What stands at a tile
+
+
+class Place(NamedTuple):
+    """A query tile (group, group, i) and a key tile j; all but `sizes` may be traced."""
+
+    sizes: Sizes
+    at: tuple[Any, Any, Any]
+    j: Any
+
+    @property
+    def b(self) -> Any:
+        return self.at[0]
+
+    @property
+    def c(self) -> Any:
+        return self.at[1]
+
+    @property
+    def i(self) -> Any:
+        return self.at[2]
+
+    def take(self, x: jax.Array, axis: int, start: Any, length: int) -> jax.Array:
+        return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, length, axis)
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        return self.take(x, 0, self.b * self.sizes.rows, self.sizes.rows)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """[rows or 1, heads G or 1, block_q or 1, block_k or 1] to [lanes, G block_q, block_k]."""
+        sizes = self.sizes
+        full = sizes.rows, sizes.heads * sizes.G, sizes.block_q, sizes.block_k
+        x = jnp.broadcast_to(x, full)
+        return rearrange(x, "r (h G) t s -> (r h) (G t) s", G=sizes.G)
+
+    def queries(self, x: jax.Array) -> jax.Array:  # f32[lanes, G block_q, d]
+        """The tile's part of x [B, nQ block_q, N, d]."""
+        start, shape = self._queries_at()
+        x = lax.dynamic_slice(x, int32(start), (*shape, x.shape[3]))
+        return rearrange(x, "r t (h G) d -> (r h) (G t) d", G=self.sizes.G).astype(jnp.float32)
+
+    def put_queries(self, x: jax.Array, part: jax.Array) -> jax.Array:
+        """x [B, nQ block_q, N, d] with the tile's part [lanes, G block_q, d] written."""
+        names = dict(G=self.sizes.G, r=self.sizes.rows)
+        part = rearrange(part, "(r h) (G t) d -> r t (h G) d", **names)
+        return lax.dynamic_update_slice(x, part, int32(self._queries_at()[0]))
+
+    def _queries_at(self):
+        sizes = self.sizes
+        heads = sizes.heads * sizes.G
+        start = self.b * sizes.rows, self.i * sizes.block_q, self.c * heads, 0
+        return start, (sizes.rows, sizes.block_q, heads)
+
+    def keys(self, x: jax.Array) -> jax.Array:  # f32[lanes, block_k, d]
+        """The tile's part of x [B, nK block_k, K, d]."""
+        return rearrange(self._keys(x), "r s h d -> (r h) s d").astype(jnp.float32)
+
+    def add_keys(self, x: jax.Array, part: jax.Array) -> jax.Array:
+        """x [groups, groups, nK, lanes, d, block_k] with the tile's part added."""
+        at = self.b, self.c, self.j
+        total = (x[at] + part)[None, None, None]
+        return lax.dynamic_update_slice(x, total, int32((*at, 0, 0, 0)))
+
+    def _keys(self, x):
+        sizes = self.sizes
+        start = self.b * sizes.rows, self.j * sizes.block_k, self.c * sizes.heads, 0
+        shape = sizes.rows, sizes.block_k, sizes.heads, x.shape[3]
+        return lax.dynamic_slice(x, int32(start), shape)
+
+    def positions(self, fixed: Fixed) -> tuple[jax.Array, jax.Array]:
+        """Of the tile's queries [rows or 1, block_q] and keys [rows or 1, block_k]."""
+        sizes = self.sizes
+        q, k = _positions(fixed.q_positions, sizes.T), _positions(fixed.k_positions, sizes.S)
+        q = pad(q, 1, sizes.grid[0] * sizes.block_q, 0)
+        k = pad(k, 1, sizes.grid[1] * sizes.block_k, -1)
+        q = lax.dynamic_slice_in_dim(q, self.i * sizes.block_q, sizes.block_q, 1)
+        k = lax.dynamic_slice_in_dim(k, self.j * sizes.block_k, sizes.block_k, 1)
+        return self.rows(q), self.rows(k)
+
+    def indices(self) -> tuple[jax.Array, jax.Array]:
+        sizes = self.sizes
+        q = self.i * sizes.block_q + jnp.arange(sizes.block_q, dtype=jnp.int32)
+        return q, self.j * sizes.block_k + jnp.arange(sizes.block_k, dtype=jnp.int32)
+
+
+def visible_at(place: Place, fixed: Fixed) -> jax.Array:  # bool[lanes, G block_q, block_k]
+    """The mask at a tile; padding, on either side, is not visible."""
+    sizes = place.sizes
+    heads = sizes.heads * sizes.G
+
+    def pick(node):  # every leaf but Dense's leads with batch rows
+        if not isinstance(node, Dense):
+            return place.rows(node)
+        if node.array.ndim == 2:
+            return node
+        take = lambda x: place.take(place.rows(x), 1, place.c * heads, heads)  # noqa: E731
+        return jax.tree.map(take, node)
+
+    mask = jax.tree.map(pick, fixed.mask, is_leaf=lambda node: isinstance(node, Dense))
+    q, k = place.positions(fixed)
+    real = place.indices()[0] < sizes.T
+    sees = mask.allows(q, k) & (k >= 0)[:, None, None, :] & real[None, None, :, None]
+    return place.spread(sees)
+
+
+def dropout_factor(place: Place, rate: float, fixed: Fixed) -> jax.Array:
+    """Dropout: what each weight is multiplied by, f32[lanes, G block_q, block_k]."""
+    assert fixed.dropout_key is not None
+    sizes = place.sizes
+    heads = sizes.heads * sizes.G
+    row = place.b * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)
+    head = place.c * heads + jnp.arange(heads, dtype=jnp.int32)
+    keep = keep_tile(
+        fixed.dropout_key,
+        rate,
+        head_index=row[:, None] * sizes.N + head[None, :],
+        q_index=place.indices()[0],
+        k_index=place.indices()[1],
+    )
+    factor = 0.0 if rate == 1 else 1 / (1 - rate)
+    return place.spread(jnp.where(keep, jnp.float32(factor), jnp.float32(0)))
+
+
+def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[lanes, G block_q, 1]
+    sizes = place.sizes
+    heads = sizes.heads * sizes.G
+    sinks = lax.dynamic_slice_in_dim(sinks.astype(jnp.float32), place.c * heads, heads)
+    full = jnp.broadcast_to(sinks[None, :, None], (sizes.rows, heads, sizes.block_q))
+    return rearrange(full, "r (h G) t -> (r h) (G t) 1", G=sizes.G)
+
+
+def int32(starts: Sequence[Any]) -> list[jax.Array]:
+    """Starts of a slice in one dtype, also where 64 bits are on."""
+    return [jnp.asarray(start, jnp.int32) for start in starts]
+
+
+def unravel(n: Any, shape: tuple[int, int, int]) -> tuple[Any, Any, Any]:
+    _, c, i = shape
+    return n // (c * i), n // i % c, n % i
+
+
+def join_keys(x: jax.Array, sizes: Sizes) -> jax.Array:
+    """[groups, groups, nK, lanes, d, block_k] to [B, S, K, d]."""
+    x = rearrange(x, "b c j (r h) d s -> (b r) (j s) (c h) d", r=sizes.rows)
+    return x[:, : sizes.S]
