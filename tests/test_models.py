@@ -903,6 +903,51 @@ def test_initial_parameters_have_the_stated_spread(key, scan):
     assert len(kernels) == 3 and not np.allclose(kernels[0], kernels[1])
 
 
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+def test_branches_start_at_the_depth_of_their_own_stack(scan):
+    """An encoder of one block and a decoder of four: std 0.02 / sqrt(2 L) each."""
+    config = ModelConfig(
+        kind="encoder-decoder", vocab_size=31, d_model=64, num_layers=1, num_decoder_layers=4,
+        num_heads=4, init_std=0.02, scan_layers=scan,
+    )  # fmt: skip
+    params = init_params(config, jax.random.key(5))
+    params = unstack_layers(params) if scan else params
+    for stack, depth, branches in (("encoder", 1, 2), ("decoder", 4, 3)):
+        kernels = {
+            jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params[stack])
+            if jax.tree_util.keystr(path[-2:]) in ("['out']['kernel']", "['down']['kernel']")
+        }
+        assert len(kernels) == depth * branches
+        for name, kernel in kernels.items():
+            std = 0.02 / math.sqrt(2 * depth)
+            assert abs(kernel.std() / std - 1) < 5 / math.sqrt(kernel.size), f"{stack}/{name}"
+
+
+@pytest.mark.parametrize("case", ["gemma", "shaw-all", "t5", "bert", "sinusoidal-post-relu",
+                                  "alibi-odd-heads-window", "encoder-decoder-all"])  # fmt: skip
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+def test_a_model_is_float32_also_where_x64_is_on(case, scan, rng):
+    config, tokens, arguments, _ = prepared(case, rng)
+    config = dataclasses.replace(config, scan_layers=scan)
+    with jax.enable_x64(True):
+        wide = shapes(config)
+        assert {leaf.dtype for leaf in jax.tree.leaves(wide)} == {jnp.dtype("float32")}
+        logits = jax.eval_shape(build(config).apply, {"params": wide}, tokens, **arguments)[0]
+        assert logits.dtype == jnp.float32
+        if config.kind == "decoder" and "segments" not in arguments:
+            cache = init_cache(config, 2, TOKENS)
+            logits, after = jax.eval_shape(
+                lambda params, cache: build(config).apply(
+                    {"params": params}, tokens, cache=cache, **arguments
+                ),
+                wide,
+                cache,
+            )
+            assert logits.dtype == jnp.float32
+            assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, cache)
+
+
 def test_scaled_embeddings_start_at_unit_variance_and_follow_the_key():
     config = dataclasses.replace(SMALL, num_layers=1, vocab_size=499, scale_embeddings=True)
     one, two, other = (init_params(config, jax.random.key(n)) for n in (3, 3, 4))

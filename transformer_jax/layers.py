@@ -88,12 +88,12 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
         cfg = self.config
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), F32)
         if cfg.norm == "rmsnorm":
             return rms_norm(x, scale, cfg.norm_eps)
         bias = None
         if cfg.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+            bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), F32)
         return layer_norm(x, scale, bias, cfg.norm_eps)
 
 
@@ -137,16 +137,16 @@ class Linear(nn.Module):
         cfg = self.config
         std = cfg.init_std if self.std is None else self.std
         shape = (*x.shape[x.ndim - self.contract :], *self.features)
-        kernel = self.param("kernel", nn.initializers.normal(std), shape).astype(cfg.dtype)
+        kernel = self.param("kernel", nn.initializers.normal(std), shape, F32).astype(cfg.dtype)
         bias = None
         if cfg.use_bias if self.use_bias is None else self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, self.features).astype(cfg.dtype)
+            bias = self.param("bias", nn.initializers.zeros, self.features, F32).astype(cfg.dtype)
         return project(x.astype(cfg.dtype), kernel, bias, self.contract)
 
 
-def branch_std(config: ModelConfig) -> float:
+def branch_std(config: ModelConfig, depth: int | None) -> float:
     """Initial scale of a branch's output matrix: 2 L of them add up in the stream (GPT-2)."""
-    return config.init_std / (2 * config.num_layers) ** 0.5
+    return config.init_std / (2 * (config.num_layers if depth is None else depth)) ** 0.5
 
 
 class Attention(nn.Module):
@@ -154,6 +154,8 @@ class Attention(nn.Module):
 
     config: ModelConfig
     cross: bool = False
+    depth: int | None = None
+    """Blocks of the stack it stands in; None is num_layers."""
 
     def setup(self) -> None:
         cfg = self.config
@@ -161,17 +163,17 @@ class Attention(nn.Module):
         self.query = Linear(cfg, (cfg.num_heads, cfg.key_dim), use_bias=qkv_bias)
         self.key = Linear(cfg, (cfg.kv_heads, cfg.key_dim), use_bias=qkv_bias)
         self.value = Linear(cfg, (cfg.kv_heads, cfg.value_dim), use_bias=qkv_bias)
-        self.out = Linear(cfg, (cfg.d_model,), contract=2, std=branch_std(cfg))
+        self.out = Linear(cfg, (cfg.d_model,), contract=2, std=branch_std(cfg, self.depth))
         ones = nn.initializers.ones
         if cfg.qk_norm:
-            self.query_scale = self.param("query_scale", ones, (cfg.key_dim,))
-            self.key_scale = self.param("key_scale", ones, (cfg.key_dim,))
+            self.query_scale = self.param("query_scale", ones, (cfg.key_dim,), F32)
+            self.key_scale = self.param("key_scale", ones, (cfg.key_dim,), F32)
         if cfg.attention_sinks:
-            self.sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,))
+            self.sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), F32)
         if cfg.positions == "shaw" and not self.cross:
             rows, std = 2 * cfg.relative_max_distance + 1, nn.initializers.normal(cfg.init_std)
-            self.shaw_key = self.param("shaw_key", std, (rows, cfg.key_dim))
-            self.shaw_value = self.param("shaw_value", std, (rows, cfg.value_dim))
+            self.shaw_key = self.param("shaw_key", std, (rows, cfg.key_dim), F32)
+            self.shaw_value = self.param("shaw_value", std, (rows, cfg.value_dim), F32)
 
     def keys_values(
         self,
@@ -269,6 +271,8 @@ class FeedForward(nn.Module):
     """act(x W_up) W_down, or with `glu` (act(x W_gate) * (x W_up)) W_down (Shazeer 2020)."""
 
     config: ModelConfig
+    depth: int | None = None
+    """Blocks of the stack it stands in; None is num_layers."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
@@ -278,7 +282,7 @@ class FeedForward(nn.Module):
             hidden = activate(Linear(cfg, (cfg.ff_dim,), name="gate")(x), cfg.activation) * hidden
         else:
             hidden = activate(hidden, cfg.activation)
-        return Linear(cfg, (cfg.d_model,), name="down", std=branch_std(cfg))(hidden)
+        return Linear(cfg, (cfg.d_model,), name="down", std=branch_std(cfg, self.depth))(hidden)
 
 
 class Block(nn.Module):
@@ -286,14 +290,16 @@ class Block(nn.Module):
 
     config: ModelConfig
     cross: bool = False
+    depth: int | None = None
+    """Blocks of the stack it stands in; None is num_layers."""
 
     def setup(self) -> None:
         cfg = self.config
         branches = ["attention", *(["cross_attention"] if self.cross else []), "feed_forward"]
-        self.attention = Attention(cfg)
+        self.attention = Attention(cfg, depth=self.depth)
         if self.cross:
-            self.cross_attention = Attention(cfg, cross=True)
-        self.feed_forward = FeedForward(cfg)
+            self.cross_attention = Attention(cfg, cross=True, depth=self.depth)
+        self.feed_forward = FeedForward(cfg, self.depth)
         self.norm = {name: Norm(cfg) for name in branches}
         if cfg.norm_order == "sandwich":
             self.out_norm = {name: Norm(cfg) for name in branches}
@@ -376,17 +382,17 @@ class Embed(nn.Module):
         cfg = self.config
         std = cfg.d_model**-0.5 if cfg.scale_embeddings else cfg.init_std
         normal = nn.initializers.normal(std)
-        self.tokens = self.param("tokens", normal, (cfg.vocab_size, cfg.d_model))
+        self.tokens = self.param("tokens", normal, (cfg.vocab_size, cfg.d_model), F32)
         if cfg.positions == "learned":
-            self.positions = self.param("positions", normal, (cfg.max_len, cfg.d_model))
+            self.positions = self.param("positions", normal, (cfg.max_len, cfg.d_model), F32)
         if cfg.type_vocab_size is not None:
-            self.types = self.param("types", normal, (cfg.type_vocab_size, cfg.d_model))
+            self.types = self.param("types", normal, (cfg.type_vocab_size, cfg.d_model), F32)
         if cfg.embedding_norm:
             self.norm = Norm(cfg)
         if not cfg.tie_embeddings:
-            self.output = self.param("output", normal, (cfg.vocab_size, cfg.d_model))
+            self.output = self.param("output", normal, (cfg.vocab_size, cfg.d_model), F32)
         if cfg.logit_bias:
-            self.bias = self.param("bias", nn.initializers.zeros, (cfg.vocab_size,))
+            self.bias = self.param("bias", nn.initializers.zeros, (cfg.vocab_size,), F32)
 
     def __call__(
         self,

@@ -87,15 +87,16 @@ class Stack(nn.Module):
                     "__call__": dict(lifted, in_axes=(1, 1, 0, *shared), out_axes=1),
                     "scan_context": dict(lifted, in_axes=nn.broadcast, out_axes=1),
                 },
-            )(cfg, self.cross)
+            )(cfg, self.cross, self.depth)
         else:
             block = nn.remat(Block) if cfg.remat else Block
-            self.block = [block(cfg, self.cross) for _ in range(self.depth)]
+            self.block = [block(cfg, self.cross, self.depth) for _ in range(self.depth)]
         if cfg.positions == "t5":
             self.relative_bias = self.param(
                 "relative_bias",
                 nn.initializers.normal(cfg.init_std),
                 (cfg.relative_buckets, cfg.num_heads),
+                jnp.float32,
             )
         if cfg.norm_order != "post":
             self.norm = Norm(cfg)
