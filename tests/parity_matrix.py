@@ -53,6 +53,7 @@ class Case:
     @property
     def config(self) -> ModelConfig:
         pairs = self.positions == "rope-pairs"
+        distances = {"t5": (8, 16), "shaw": (32, 16)}.get(self.positions, (32, 128))
         return ModelConfig(
             kind=self.kind,  # type: ignore[arg-type]
             vocab_size=VOCAB,
@@ -64,8 +65,8 @@ class Case:
             max_len=PROMPT + NEW,
             positions="rope" if pairs else self.positions,  # type: ignore[arg-type]
             rope=RopeConfig(pairing="interleaved", dims=4) if pairs else RopeConfig(),
-            relative_buckets=8,
-            relative_max_distance=16,
+            relative_buckets=distances[0],
+            relative_max_distance=distances[1],
             window=self.window,
             init_std=0.25,
         )

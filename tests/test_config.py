@@ -17,8 +17,12 @@ from transformer_jax.config import (
     train_preset,
 )
 from transformer_jax.models import num_params
+from transformer_jax.run_folder import config_from_json
 
 ROPE = dict(positions="rope")
+LINEAR = dict(scaling="linear", factor=2.0)
+YARN = dict(scaling="yarn", original_len=64)
+LLAMA = dict(scaling="llama3", original_len=64)
 
 # Rows: the class, a valid start, the one change that breaks it, the field the message must name,
 # the value it must print, and a fragment of the rule.
@@ -123,6 +127,25 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
         "'blockwise'",
         "'shaw'",
     ),
+    # fields that nothing reads
+    (ModelConfig, {}, dict(relative_buckets=16), "relative_buckets", "16", "'t5'"),
+    (
+        ModelConfig,
+        dict(positions="shaw"),
+        dict(relative_buckets=16),
+        "relative_buckets",
+        "16",
+        "t5",
+    ),
+    (ModelConfig, ROPE, dict(relative_max_distance=64), "relative_max_distance", "64", "'shaw'"),
+    (RopeConfig, {}, dict(original_len=64), "original_len", "64", "'llama3' or 'yarn'"),
+    (RopeConfig, LINEAR, dict(original_len=64), "original_len", "64", "'llama3' or 'yarn'"),
+    (RopeConfig, LINEAR, dict(low_freq_factor=2.0), "low_freq_factor", "2.0", "'llama3'"),
+    (RopeConfig, YARN, dict(high_freq_factor=2.0), "high_freq_factor", "2.0", "'llama3'"),
+    (RopeConfig, {}, dict(beta_fast=31), "beta_fast", "31", "'yarn'"),
+    (RopeConfig, LLAMA, dict(beta_slow=2.0), "beta_slow", "2.0", "'yarn'"),
+    (RopeConfig, LLAMA, dict(attention_factor=1.5), "attention_factor", "1.5", "'yarn'"),
+    (TrainConfig, {}, dict(bpe_vocab_size=512), "bpe_vocab_size", "512", "tokenizer 'bpe'"),
     # rotary
     (RopeConfig, {}, dict(base="1e4"), "base", "'1e4'", "finite"),
     (RopeConfig, {}, dict(base=1.0), "base", "1.0", "above 1"),
@@ -219,6 +242,21 @@ def test_values_at_the_edge_of_a_rule_are_allowed():
     ModelConfig(positions="shaw", implementation="xla")
     RopeConfig(scaling="yarn", original_len=1, factor=1.0)
     TrainConfig(seed=2**32 - 1, context=256, beta1=0.0, warmup_steps=0, min_learning_rate=1e-3)
+
+
+def test_a_field_that_one_choice_needs_is_read_by_it():
+    """Another value is legal exactly there; `test_a_broken_rule_...` has the other choices."""
+    ModelConfig(positions="t5", relative_buckets=16, relative_max_distance=64)
+    ModelConfig(positions="shaw", relative_max_distance=64)
+    RopeConfig(**LLAMA, low_freq_factor=2.0, high_freq_factor=3.0)
+    RopeConfig(**YARN, beta_fast=31, beta_slow=2, attention_factor=1.5)
+    TrainConfig(tokenizer="bpe", bpe_vocab_size=512)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_resolved_config_is_read_back_from_json(name):
+    config = train_preset(name)
+    assert config_from_json(json.dumps(dataclasses.asdict(config)).encode()) == config
 
 
 @pytest.mark.parametrize("kind", [ModelConfig, RopeConfig, TrainConfig])

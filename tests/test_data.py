@@ -167,8 +167,12 @@ def test_a_folder_is_read_in_order_of_path_without_hidden_files(tmp_path):
 def test_nothing_is_translated_or_dropped(tmp_path):
     text = "\ufeff" + NASTY * 13
     path = write(tmp_path, text.encode())
-    for kind in ("char", "byte", "bpe"):
-        found = load_dataset(small(path, tokenizer=kind, bpe_vocab_size=300))
+    for kind in (
+        dict(tokenizer="char"),
+        dict(tokenizer="byte"),
+        dict(tokenizer="bpe", bpe_vocab_size=300),
+    ):
+        found = load_dataset(small(path, **kind))
         whole = found.tokenizer.to_bytes(found.train) + found.tokenizer.to_bytes(found.val)
         assert whole == text.encode()
         assert found.sha256 == hashlib.sha256(text.encode()).hexdigest()

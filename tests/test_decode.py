@@ -22,11 +22,13 @@ LENGTHS = np.array([11, 3, 7], np.int32)
 
 ROPE = ModelConfig(
     vocab_size=VOCAB, d_model=26, num_layers=2, num_heads=2, head_dim=6, num_kv_heads=1, d_ff=19,
-    max_len=67, positions="rope", tie_embeddings=False, relative_buckets=8,
-    relative_max_distance=17,
+    max_len=67, positions="rope", tie_embeddings=False,
 )  # fmt: skip
 RING = dataclasses.replace(ROPE, window=5)
-PAIR = dataclasses.replace(ROPE, kind="encoder-decoder", positions="t5", num_layers=1)
+PAIR = dataclasses.replace(
+    ROPE, kind="encoder-decoder", positions="t5", num_layers=1, relative_buckets=8,
+    relative_max_distance=17,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")

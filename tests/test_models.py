@@ -32,8 +32,9 @@ VOCAB, TOKENS, SOURCE = 31, 11, 7
 
 SMALL = ModelConfig(
     vocab_size=VOCAB, d_model=26, num_layers=2, num_heads=2, head_dim=6, d_ff=37, max_len=41,
-    relative_buckets=8, relative_max_distance=17, init_std=0.3,
+    init_std=0.3,
 )  # fmt: skip
+T5 = dict(positions="t5", relative_buckets=8, relative_max_distance=17)
 
 PADDED = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1], [-1, -1, -1, -1, 0, 1, 2, 3, 4, 5, 6]])
 PACKED = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3], [5, 5, 5, 5, 5, 5, 5, 0, 0, 0, 0]])
@@ -75,7 +76,7 @@ CASES: dict[str, dict] = {
         num_kv_heads=2, attention_softcap=1.1, attention_scale=0.6, qk_norm=True,
         positions_=PADDED,
     ),
-    "t5": dict(positions="t5", norm="rmsnorm", use_bias=False, activation="relu"),
+    "t5": dict(**T5, norm="rmsnorm", use_bias=False, activation="relu"),
     "t5-gqa-sinks-softcap-packed": dict(
         positions="t5", num_heads=4, num_kv_heads=2, attention_sinks=True, attention_softcap=1.7,
         segments=PACKED, relative_buckets=6, relative_max_distance=7,
@@ -98,7 +99,7 @@ CASES: dict[str, dict] = {
         kind="encoder", positions="rope", window=3, segments=PACKED, qk_norm=True,
         masked_token_head=True, norm_order="sandwich",
     ),
-    "encoder-t5": dict(kind="encoder", positions="t5", positions_=PADDED, tie_embeddings=False),
+    "encoder-t5": dict(kind="encoder", **T5, positions_=PADDED, tie_embeddings=False),
     "encoder-alibi-sinks-window": dict(
         kind="encoder", positions="alibi", attention_sinks=True, window=5, norm_order="post"
     ),
@@ -108,7 +109,7 @@ CASES: dict[str, dict] = {
         scale_embeddings=True, num_decoder_layers=1,
     ),
     "t5-encoder-decoder": dict(
-        kind="encoder-decoder", positions="t5", norm="rmsnorm", use_bias=False, glu=True,
+        kind="encoder-decoder", **T5, norm="rmsnorm", use_bias=False, glu=True,
         activation="gelu_tanh", tie_embeddings=False, attention_scale=1.0, positions_=PADDED,
         source_positions=True,
     ),
@@ -252,12 +253,12 @@ REACHES: dict[str, tuple[dict, dict, np.ndarray]] = {
     "window-rope": (dict(positions="rope", window=3), dict(), (K <= Q) & (Q - K < 3)),
     "window-of-one": (dict(positions="alibi", window=1), dict(), K == Q),
     "window-shaw-sinks": (
-        dict(positions="shaw", window=4, attention_sinks=True),
+        dict(positions="shaw", relative_max_distance=17, window=4, attention_sinks=True),
         dict(),
         (K <= Q) & (Q - K < 4),
     ),
     "segments-t5": (
-        dict(positions="t5"),
+        T5,
         dict(segments=PACKED[:1]),
         (K <= Q) & (PACKED[0][Q] == PACKED[0][K]),
     ),
@@ -365,7 +366,7 @@ KINDS: dict[str, dict] = {
     "sinusoidal": dict(positions="sinusoidal", norm_order="post", qk_norm=True),
     "rope": dict(positions="rope", num_heads=4, num_kv_heads=2),
     "shaw": dict(positions="shaw", relative_max_distance=3),
-    "t5": dict(positions="t5", norm="rmsnorm", attention_sinks=True),
+    "t5": dict(**T5, norm="rmsnorm", attention_sinks=True),
     "alibi": dict(positions="alibi", num_kv_heads=1),
 }
 
@@ -428,9 +429,7 @@ def test_padding_changes_nothing(kind, rng):
 
     And nothing at all, bit for bit, when the embedding of the padding token is NaN.
     """
-    change = KINDS.get(kind) or dict(
-        kind="encoder", positions="t5", window=3, masked_token_head=True
-    )
+    change = KINDS.get(kind) or dict(kind="encoder", **T5, window=3, masked_token_head=True)
     config = dataclasses.replace(SMALL, tie_embeddings=False, **change)
     params = oracle.randomised(shapes(config), rng)
     fill = VOCAB - 1
@@ -532,7 +531,7 @@ FORMS = {
         (
             dict(
                 kind="encoder-decoder",
-                positions="t5",
+                **T5,
                 num_layers=1,
                 num_decoder_layers=2,
                 dropout=0.2,
@@ -627,7 +626,7 @@ def test_scanned_layers_decode_from_a_cache_whose_rows_move(rng):
 def test_a_source_read_once_serves_all_targets(rng, scan):
     """The cached cross-attention equals recomputing it, and source padding changes nothing."""
     base = dataclasses.replace(
-        SMALL, kind="encoder-decoder", positions="t5", num_layers=1, num_decoder_layers=2
+        SMALL, kind="encoder-decoder", **T5, num_layers=1, num_decoder_layers=2
     )
     config = dataclasses.replace(base, scan_layers=scan)
     model = build(config)
@@ -847,7 +846,7 @@ def test_each_kind_of_position_has_these_parameters_of_its_own():
 
     assert own(positions="learned") == {"embed/positions": (41, 26)}
     assert own(positions="sinusoidal") == own(positions="rope") == own(positions="alibi") == {}
-    assert own(positions="t5") == {"decoder/relative_bias": (8, 2)}
+    assert own(**T5) == {"decoder/relative_bias": (8, 2)}
     assert own(positions="shaw", relative_max_distance=3, value_head_dim=6) == {
         f"decoder/block_{i}/attention/shaw_{part}": (7, 6)
         for i in (0, 1)

@@ -76,6 +76,14 @@ def _fraction(config: Any, *names: str) -> None:
             _fail(name, getattr(config, name), "must be at least 0 and below 1")
 
 
+def _unread(config: Any, rule: str, *names: str) -> None:
+    """Fields that nothing reads, for the reason `rule`, must stand at their defaults."""
+    for name in names:
+        value = getattr(config, name)
+        if value != type(config).__dataclass_fields__[name].default:
+            _fail(name, value, rule)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary positions: pair k of a head turns by `position * base^(-2k/dims)` radians."""
@@ -115,10 +123,15 @@ class RopeConfig:
             _fail("original_len", None, f"scaling {self.scaling!r} needs the original length")
         if self.factor < 1:
             _fail("factor", self.factor, "must be at least 1")
-        if self.attention_factor is not None and self.scaling != "yarn":
-            _fail("attention_factor", self.attention_factor, "needs scaling 'yarn'")
-        if self.scaling is None and self.factor != 1:
-            _fail("factor", self.factor, "has no meaning while scaling is None")
+        if self.scaling is None:
+            _unread(self, "has no meaning while scaling is None", "factor")
+        if self.scaling not in ("llama3", "yarn"):
+            _unread(self, "needs scaling 'llama3' or 'yarn'", "original_len")
+        if self.scaling != "llama3":
+            _unread(self, "needs scaling 'llama3'", "low_freq_factor", "high_freq_factor")
+        if self.scaling != "yarn":
+            rule = "needs scaling 'yarn'"
+            _unread(self, rule, "beta_fast", "beta_slow", "attention_factor")
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             _fail("high_freq_factor", self.high_freq_factor, "must be above low_freq_factor")
         if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
@@ -242,15 +255,15 @@ class ModelConfig:
             if self.relative_max_distance <= self.relative_buckets // 2:
                 rule = f"must be above relative_buckets / 2 = {self.relative_buckets // 2}"
                 _fail("relative_max_distance", self.relative_max_distance, rule)
-        if self.kind != "encoder-decoder" and self.num_decoder_layers is not None:
-            _fail("num_decoder_layers", self.num_decoder_layers, "needs kind 'encoder-decoder'")
+        else:
+            _unread(self, "needs positions 't5'", "relative_buckets")
+            if self.positions != "shaw":
+                _unread(self, "needs positions 't5' or 'shaw'", "relative_max_distance")
+        if self.kind != "encoder-decoder":
+            _unread(self, "needs kind 'encoder-decoder'", "num_decoder_layers")
         if self.kind != "encoder":
-            if self.type_vocab_size is not None:
-                _fail("type_vocab_size", self.type_vocab_size, "needs kind 'encoder'")
-            if self.num_classes is not None:
-                _fail("num_classes", self.num_classes, "needs kind 'encoder'")
-            if self.masked_token_head:
-                _fail("masked_token_head", True, "needs kind 'encoder'")
+            heads = "type_vocab_size", "num_classes", "masked_token_head"
+            _unread(self, "needs kind 'encoder'", *heads)
         if self.implementation not in (None, "xla", "blockwise", "pallas", "cudnn"):
             rule = "must be one of 'xla', 'blockwise', 'pallas', 'cudnn' or None"
             _fail("implementation", self.implementation, rule)
@@ -288,7 +301,7 @@ class TrainConfig:
     tokenizer: Tokenizer = "char"
     """char: the text's own characters; byte: UTF-8 bytes; bpe: trained on the text."""
     bpe_vocab_size: int = 1024
-    """Token kinds of a trained BPE."""
+    """bpe: token kinds."""
     text_errors: Literal["strict", "replace"] = "strict"
     """Invalid UTF-8: strict stops and names the offset, replace writes U+FFFD."""
     val_fraction: float = 0.1
@@ -353,6 +366,8 @@ class TrainConfig:
         if self.bpe_vocab_size < 257:
             rule = "must be at least 257 (every byte, one merge)"
             _fail("bpe_vocab_size", self.bpe_vocab_size, rule)
+        if self.tokenizer != "bpe":
+            _unread(self, "needs tokenizer 'bpe'", "bpe_vocab_size")
 
     @property
     def sequence_len(self) -> int:
