@@ -152,6 +152,34 @@ def _sparse(q_positions, k_positions):
     return (q_positions * 3 + k_positions) % 5 == 0
 
 
+# Many heads and rows, 9 and 11 and their like: no power of two divides them into groups.
+CROWDS = {
+    "rows together, masks of rows": dict(batch=6, heads=18, kv_heads=9, queries=71, keys=139),
+    "rows together, masks of heads": dict(batch=6, heads=18, kv_heads=9, queries=71, keys=139),
+    "rows apart": dict(batch=3, heads=18, kv_heads=9, queries=71, keys=263),
+    "groups of heads": dict(batch=2, heads=66, kv_heads=33, queries=71, keys=139),
+}
+
+
+def crowd_mask(name: str, rng: np.random.Generator) -> tuple[Any, np.ndarray]:
+    """The mask of a crowd and the same as an array: tiles that are skipped for one of those who
+    may share a tile are full for another and partial for a third."""
+    sizes = CROWDS[name]
+    rows, heads, queries, keys = (sizes[x] for x in ("batch", "heads", "queries", "keys"))
+    if name == "rows apart":
+        ids = np.sort(rng.integers(0, 3, (rows, keys)), axis=1)
+        valid = np.arange(keys)[None, :] < np.array([keys, keys - 1, 100])[:, None]
+        mask = Segments(jnp.asarray(ids, jnp.int32)) & Padding(jnp.asarray(valid))
+        return mask, (ids[:, :queries, None] == ids[:, None, :])[:, None] & valid[:, None, None]
+    if name == "rows together, masks of rows":
+        valid = np.arange(keys)[None, :] < np.array([keys, 128, 100, 0, 131, 7])[:, None]
+        return Padding(jnp.asarray(valid)), valid[:, None, None]
+    seen = rng.random((1 if name == "groups of heads" else rows, heads, queries, keys)) < 0.5
+    seen[:, 0::3, :64], seen[:, 1::3, :64] = True, False
+    seen[:, 2::5, 64:], seen[:, 0, 9] = False, False
+    return Dense(jnp.asarray(seen)), seen
+
+
 MASKS = [name for name, *_ in every_mask(np.random.default_rng(0), 1, 1, 5, 5)]
 
 
@@ -274,6 +302,42 @@ class AttentionSuite:
         assert result["dkey"].shape == (3, 17, k, dim)
         self.check(result, reference(arrays, mask))
 
+    def assert_crowded(self, name: str, arrays: dict[str, jax.Array], mask: Any) -> None:
+        """Where rows and heads share tiles: that these do as the name says."""
+
+    @pytest.mark.parametrize("name", CROWDS)
+    def test_many_rows_and_heads_each_have_their_own(self, name):
+        """Mask, bias, sink and dropout of every row and head, however they are grouped."""
+        sizes, rng = CROWDS[name], np.random.default_rng(44)
+        arrays = draw(45, dim=self.dim, **sizes)
+        n, keys = sizes["heads"], sizes["keys"]
+        rows = sizes["batch"] if name == "rows apart" else 1
+        arrays["bias"] = jnp.asarray(rng.normal(size=(rows, n, 1, keys)), jnp.float32)
+        arrays["sinks"] = jnp.asarray(rng.normal(size=n), jnp.float32)
+        mask, seen = crowd_mask(name, rng)
+        self.assert_crowded(name, arrays, mask)
+        key = jax.random.fold_in(jax.random.key(46), 47)
+        shape = sizes["batch"], n, sizes["queries"], keys
+        words = np.asarray(jax.random.key_data(key))
+        assert words.all(), "a word of the key is 0 and need not be read"
+        keep = oracle.dropout_keep(words, self.rate, shape)
+        assert abs((keep > 0).mean() - (1 - self.rate)) < 0.01
+        result = self.evaluate(arrays, mask, dropout_key=key, dropout_rate=self.rate)
+        self.check(result, reference(arrays, seen, keep=keep))
+
+    def test_slopes_of_many_heads_are_each_their_own(self):
+        name, slopes = "groups of heads", alibi_slopes(66)
+        arrays = draw(48, dim=self.dim, **CROWDS[name] | dict(queries=11, keys=13))
+        self.assert_crowded(name, arrays, None)
+        array = oracle.alibi(np.asarray(slopes), np.arange(11), np.arange(13))
+        result = self.evaluate(arrays | {"bias": ALiBi(slopes)})
+        (gradient,) = jax.tree.leaves(result.pop("dbias"))
+        expected = reference(arrays | {"bias": array})
+        distance = oracle.alibi(np.ones(1), np.arange(11), np.arange(13))
+        by_head = (expected.pop("dbias") * distance).sum(axis=(0, 2, 3))
+        self.check(result, expected)
+        assert_near(gradient, by_head, self.gradient_tolerance, "slopes")
+
     def test_query_head_reads_key_head_n_over_g(self):
         query, key = jnp.zeros((2, 13, 6, self.dim)), jnp.zeros((2, 17, 3, self.dim))
         named = jnp.broadcast_to(jnp.arange(3.0)[None, None, :, None], key.shape)
@@ -320,6 +384,29 @@ class AttentionSuite:
         mask, seen = self.causal_tail()
         result = self.evaluate(arrays, mask, scale=0.7, softcap=softcap)
         self.check(result, reference(arrays, seen, scale=0.7, softcap=softcap))
+
+    def test_sinks_far_above_and_below_every_score(self):
+        """exp(200) overflows, and exp(-200) does if it is divided by."""
+        arrays = self.draw(9)
+        arrays["sinks"] = jnp.array([-200.0, 0.0, 88.0, 200.0])
+        mask, seen = self.causal_tail()
+        self.check(self.evaluate(arrays, mask, scale=0.7), reference(arrays, seen, scale=0.7))
+
+    def test_a_traced_scale_is_applied_once_and_has_a_gradient(self):
+        arrays = self.draw(49, queries=13, keys=17)
+        arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
+
+        @jax.jit
+        def loss(scale):
+            out = self.attend(arrays["query"], arrays["key"], arrays["value"], scale=scale)
+            return (out * arrays["out_cotangent"]).sum(), out
+
+        (_, out), slope = jax.value_and_grad(loss, has_aux=True)(jnp.float32(0.7))
+        expected = reference(arrays, scale=0.7)
+        assert_near(out, expected["out"], 2 * self.forward_tolerance)
+        # s = scale q.k, so sum(ds q.k) is sum(dq q) / scale
+        by_hand = (expected["dquery"] * oracle.double(arrays["query"])).sum() / 0.7
+        assert abs(slope - by_hand) < 1e-5 * np.abs(expected["dquery"]).sum()
 
     # Bias.
 

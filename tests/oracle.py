@@ -213,6 +213,31 @@ def t5_bucket(distance: int, *, bidirectional: bool, buckets: int, longest: int)
     return first + min(exact + int(far), buckets - 1)
 
 
+def dropout_keep(
+    words: np.ndarray,  # u32[W] of the key
+    rate: float,
+    shape: tuple[int, int, int, int],  # B, N, T, S
+) -> np.ndarray:
+    """Dropout's multipliers, from the formulas at the top of dropout.py, in 64-bit integers."""
+
+    def mix(x):
+        x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+        x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+        return x ^ x >> 16
+
+    def absorb(a, b, word):
+        a = mix(a ^ word)
+        return a, mix(b + a & 0xFFFFFFFF)
+
+    index = [np.arange(n, dtype=np.uint64) for n in shape]
+    row, head, query, key = np.ix_(*index)
+    a, b = np.uint64([0x9E3779B9]), np.uint64([0x85EBCA6B])
+    for word in (*(np.uint64([w]) for w in words), row * shape[1] + head, query):
+        a, b = absorb(a, b, word)
+    bits = mix((mix(key) ^ a) + b & 0xFFFFFFFF)
+    return np.where(bits >= round(rate * 2**32), 1 / (1 - rate), 0.0)
+
+
 class _Cell(NamedTuple):
     mask: np.ndarray  # [T, S]
     bias: np.ndarray  # [T, S]

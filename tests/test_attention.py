@@ -16,6 +16,7 @@ pytest.register_assert_rewrite("attention_suite", "tolerances")
 from attention_suite import AttentionSuite, draw, reference  # noqa: E402
 from tolerances import FORWARD_F32, assert_near, assert_same_bits  # noqa: E402
 
+from transformer_jax import blockwise  # noqa: E402
 from transformer_jax.attention import (  # noqa: E402
     additive_attention,
     dot_product_attention,
@@ -23,7 +24,14 @@ from transformer_jax.attention import (  # noqa: E402
     explain_attention,
     state_attention,
 )
-from transformer_jax.masks import Causal, Dense, Padding, Predicate, Window  # noqa: E402
+from transformer_jax.masks import (  # noqa: E402
+    Causal,
+    Dense,
+    Everything,
+    Padding,
+    Predicate,
+    Window,
+)
 from transformer_jax.positions import ALiBi, alibi_slopes  # noqa: E402
 
 NAMES = ("xla", "blockwise", "pallas", "cudnn")
@@ -35,7 +43,24 @@ class TestXla(AttentionSuite):
 
 class TestBlockwise(AttentionSuite):
     implementation = "blockwise"
-    queries, span = 139, 307
+    queries, span = 139, 251
+
+    def sizes(self, arrays, mask=None):
+        fixed = blockwise._Fixed(mask or Everything(), None, None, None)
+        return blockwise._Sizes.of(arrays["query"], arrays["key"], fixed)
+
+    def test_a_usual_test_has_several_tiles(self):
+        assert min(self.sizes(self.draw(0)).grid) > 1
+
+    def assert_crowded(self, name, arrays, mask):
+        sizes = self.sizes(arrays, mask)
+        if "together" in name:
+            assert (sizes.rows, sizes.heads, sizes.grid) == (3, 9, (2, 2))
+            assert sizes.groups == (2, 1)
+        elif name == "rows apart":
+            assert (sizes.rows, sizes.groups[0]) == (1, 3)
+        else:
+            assert (sizes.rows, sizes.heads, sizes.groups) == (1, 11, (2, 3))
 
 
 def test_the_oracle_gradients_are_central_differences(rng):
@@ -83,7 +108,7 @@ class TestXlaAcrossTiles(TestBlockwise):
 
 def test_dropout_does_not_depend_on_the_implementation():
     keep = [suite().recovered_keep(4) > 0 for suite in (TestXlaAcrossTiles, TestBlockwise)]
-    assert keep[0].shape == (2, 4, 139, 307)
+    assert keep[0].shape == (2, 4, 139, 251)
     assert (keep[0] == keep[1]).all()
 
 
