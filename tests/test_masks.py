@@ -277,6 +277,27 @@ def test_traced_plans_are_the_static_ones():
         assert (traced == np.asarray(plan.classes)).all()
 
 
+def test_tile_lists_name_what_is_not_skipped():
+    """By key tiles for each query tile and the other way round, ascending."""
+    rng = np.random.default_rng(16)
+    array = rng.random((B, N, 2 * T, S)) < 0.1
+    plan = Dense(jnp.asarray(array)).block_plan(
+        jnp.arange(2 * T), jnp.arange(S), block_q=2, block_k=4
+    )
+    classes = np.asarray(plan.classes)
+    assert classes.shape == (B, N, 5, 3) and 0.2 < (classes == SKIPPED).mean() < 0.8
+    for lists, grid in (
+        (plan.key_tiles(), classes),
+        (plan.query_tiles(), classes.swapaxes(2, 3)),
+    ):
+        indices, counts = np.asarray(lists.indices), np.asarray(lists.counts)
+        assert indices.shape == grid.shape and counts.shape == grid.shape[:3]
+        for at in np.ndindex(counts.shape):
+            visited = np.flatnonzero(grid[at] != SKIPPED).tolist()
+            assert indices[at][: counts[at]].tolist() == visited
+            assert sorted(indices[at].tolist()) == list(range(grid.shape[3]))
+
+
 def exact_cases():
     valid = np.arange(37)[None, :] < np.array([[37], [20], [9], [0]])
     holes = np.random.default_rng(15).random((3, 37)) < 0.7
