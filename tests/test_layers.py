@@ -14,6 +14,7 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.layers import (
     Attention,
     Block,
+    Embed,
     FeedForward,
     activate,
     dropout,
@@ -218,6 +219,18 @@ def test_a_traced_token_outside_the_vocabulary_poisons_its_row_alone(key, positi
         assert np.isnan(got[1, 2:]).all()
         assert_same_bits(got[[0, 2]], clean[[0, 2]])
         assert_same_bits(got[1, :2], clean[1, :2])
+
+
+def test_embeddings_are_dropped_where_a_key_is_given(key):
+    embed = Embed(dataclasses.replace(SMALL, dropout=0.3, positions="none"))
+    tokens, places = jnp.arange(31)[None], jnp.arange(31)
+    params = embed.init(key, tokens, places)["params"]
+    whole = np.asarray(embed.apply({"params": params}, tokens, places))
+    assert_same_bits(whole[0], params["tokens"])
+    drawn = np.asarray(embed.apply({"params": params}, tokens, places, key=jax.random.key(3)))
+    kept = drawn != 0
+    assert 0.6 < kept.mean() < 0.8
+    np.testing.assert_allclose(drawn[kept], whole[kept] / 0.7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("glu", [False, True])

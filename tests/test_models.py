@@ -563,6 +563,27 @@ def test_loop_scan_and_remat_agree_with_dropout_on(change, forms, rng):
         assert_gradients_near(slopes, slopes_want, INVARIANCE)
 
 
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("rope", dict(attention_dropout=0.5)),
+        ("shaw", dict(attention_dropout=0.5)),
+        ("rope", dict(dropout=0.5)),
+    ],
+    ids=str,
+)
+def test_each_rate_of_dropout_acts_alone_and_needs_a_key(kind, change, rng):
+    config = dataclasses.replace(SMALL, num_layers=1, **KINDS[kind], **change)
+    params = oracle.randomised(shapes(config), rng)
+    tokens = random_tokens(rng, 2, 5)
+    apply = jax.jit(build(config).apply)
+    still = oracle.forward(config, params, tokens)
+    assert_near(apply({"params": params}, tokens)[0], still, MODEL_F32)
+    drawn = [apply({"params": params}, tokens, key=jax.random.key(n))[0] for n in (1, 1, 2)]
+    assert_same_bits(drawn[0], drawn[1])
+    assert largest_error(drawn[0], still) > 0.1 and largest_error(drawn[2], drawn[0]) > 0.1
+
+
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 def test_remat_keeps_less_for_the_backward_pass(scan, rng):
     """Counted in what the forward pass hands to the backward pass; no compilation needed."""
