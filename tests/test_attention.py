@@ -16,7 +16,6 @@ pytest.register_assert_rewrite("attention_suite", "tolerances")
 from attention_suite import AttentionSuite, draw, reference  # noqa: E402
 from tolerances import FORWARD_F32, assert_near, assert_same_bits  # noqa: E402
 
-from transformer_jax import blockwise  # noqa: E402
 from transformer_jax.attention import (  # noqa: E402
     additive_attention,
     dot_product_attention,
@@ -24,6 +23,7 @@ from transformer_jax.attention import (  # noqa: E402
     explain_attention,
     state_attention,
 )
+from transformer_jax.blockwise_tiles import Fixed, Sizes  # noqa: E402
 from transformer_jax.masks import (  # noqa: E402
     Causal,
     Dense,
@@ -46,8 +46,8 @@ class TestBlockwise(AttentionSuite):
     queries, span = 139, 251
 
     def sizes(self, arrays, mask=None):
-        fixed = blockwise._Fixed(mask or Everything(), None, None, None)
-        return blockwise._Sizes.of(arrays["query"], arrays["key"], fixed)
+        fixed = Fixed(mask or Everything(), None, None, None)
+        return Sizes.of(arrays["query"], arrays["key"], fixed)
 
     def test_a_usual_test_has_several_tiles(self):
         assert min(self.sizes(self.draw(0)).grid) > 1
