@@ -255,6 +255,7 @@ BAD = {
     "mask array": ((Q, K, K), {"mask": zeros(13, 17, dtype="bool")}, r"Dense"),
     "softcap": ((Q, K, K), {"softcap": -1.0}, r"softcap.*-1"),
     "no softcap": ((Q, K, K), {"softcap": 0.0}, r"softcap.*0"),
+    "number as a key": ((Q, K, K), {"dropout_rate": 0.5, "dropout_key": 0}, r"dropout_key is 0"),
 }  # fmt: skip
 
 

@@ -403,7 +403,24 @@ def test_wrong_arguments_are_refused_before_compiling(call):
         (r"prompt has 2 rows, the cache 3", dict(prompt=prompts(2))),
         (r"num_tokens is 0", dict(num_tokens=0)),
         (r"chunk is 0", dict(chunk=0)),
+        (r"prompt has rows of several lengths", dict(prompt=[[1, 2], [3], [4, 5, 6]])),
         (r"key is None: Sample", dict(sampler=SAMPLER)),
+        (r"key is 0: must be a single key", dict(sampler=SAMPLER, key=0)),
+        (r"key is float32\(2,\): must be", dict(sampler=SAMPLER, key=np.zeros(2, np.float32))),
+        (
+            r"key is key<fry>\(3,\)",
+            dict(sampler=SAMPLER, key=jax.random.split(jax.random.key(3), 3)),
+        ),
+        (
+            r"sampler is the class Greedy: must be a value",
+            dict(sampler=Greedy, key=jax.random.key(3)),
+        ),
+        (r"sampler is the class TopK", dict(sampler=TopK, key=jax.random.key(3))),
+        (
+            r"sampler is TopK\(k=3\): .* into Sample\(TopK\(k=3\)\)",
+            dict(sampler=TopK(3), key=jax.random.key(3)),
+        ),
+        (r"sampler is 'greedy': must be called", dict(sampler="greedy", key=jax.random.key(3))),
         (r"lengths have shape \(2,\): must be \(3,\)", dict(lengths=[1, 2])),
         (r"lengths are \[1, 0, 2\]: must be from 1 to 11", dict(lengths=[1, 0, 2])),
         (r"lengths are \[1, 12, 2\]", dict(lengths=[1, 12, 2])),
@@ -411,6 +428,18 @@ def test_wrong_arguments_are_refused_before_compiling(call):
     ]
     for said, change in cases:
         refuse(said, call=call, **change)
+
+
+def test_lists_of_one_length_are_a_prompt_and_raw_words_a_key(rope, greedy, sampled):
+    step, params, empty = rope
+    arguments = dict(num_tokens=NEW, lengths=LENGTHS.tolist())
+    got = generate(step, params, prompts().tolist(), empty(), **arguments)
+    np.testing.assert_array_equal(got, greedy)
+    raw = jax.random.key_data(jax.random.key(3))
+    got = generate(step, params, prompts(), empty(), sampler=SAMPLER, key=raw, **arguments)
+    np.testing.assert_array_equal(got, sampled)
+    _, state = prefill(step, params, prompts().tolist(), empty(), LENGTHS.tolist())
+    np.testing.assert_array_equal(state.length, LENGTHS)
 
 
 def test_an_explicit_greedy_sampler_needs_no_key(rope, greedy):

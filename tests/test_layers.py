@@ -201,6 +201,15 @@ def test_float_tokens_raise_under_jit_too():
     model = build(SMALL)
     with pytest.raises(ValueError, match=r"float32\[2, 3\].*integers"):
         jax.eval_shape(lambda t: model.apply({"params": {}}, t), jnp.ones((2, 3)))
+    with pytest.raises(ValueError, match="tokens are a list: must be an array"):
+        model.apply({"params": {}}, [[1, 2], [3, 4]])
+
+
+def test_a_number_is_no_key():
+    with pytest.raises(ValueError, match="key is 0: must be a single key"):
+        init_params(SMALL, 0)
+    with pytest.raises(ValueError, match="key is 0: must be a single key"):
+        build(SMALL).apply({"params": {}}, jnp.zeros((1, 2), jnp.int32), key=0)
 
 
 @pytest.mark.parametrize("positions", ["learned", "shaw"])

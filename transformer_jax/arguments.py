@@ -64,6 +64,8 @@ def check(
         raise ValueError(f"dropout_rate is {dropout_rate}: must be in [0, 1)")
     if dropout_rate > 0 and dropout_key is None:
         raise ValueError(f"dropout_rate is {dropout_rate} without a dropout_key")
+    if dropout_key is not None:
+        check_key("dropout_key", dropout_key)
     if isinstance(scale, jax.Array):
         if scale.ndim:
             raise ValueError(f"scale has shape {scale.shape}: must be one number")
@@ -137,6 +139,15 @@ def _check_bias(bias: Any, full: tuple[int, ...], q_positions, k_positions) -> A
     if isinstance(bias, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((1,) * (4 - bias.ndim) + bias.shape, bias.dtype)
     return bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+
+
+def check_key(name: str, key: Any) -> None:
+    """A single PRNG key: typed, or raw words as older JAX has them."""
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", ())
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (len(shape) == 0 if typed else dtype == jnp.uint32 and len(shape) == 1):
+        given = repr(key) if dtype is None else f"{dtype}{tuple(shape)}"
+        raise ValueError(f"{name} is {given}: must be a single key, as jax.random.key(0) is")
 
 
 def check_states(name: str, query, keys, values, mask) -> None:

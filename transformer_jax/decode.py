@@ -7,6 +7,7 @@ bucket, so one compilation serves every length in it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.arguments import check_key
 from transformer_jax.cache import next_positions
 from transformer_jax.sampling import Greedy, Sampler
 from transformer_jax.transformer import (
@@ -97,6 +99,7 @@ def prefill(
 
     `chunk` reads the prompt that many tokens at a time: the same numbers in less memory.
     """
+    prompt, lengths = jnp.asarray(prompt), jnp.asarray(lengths)
     rows, columns = prompt.shape
     chunk = columns if chunk is None else chunk
     padded = -columns % chunk
@@ -123,7 +126,7 @@ def prefill(
 def generate(
     step: Step,
     params: Any,
-    prompt: jax.Array,  # i32[B, P]
+    prompt: jax.Array,  # i32[B, P], or rows of one length
     state: Any,
     *,
     num_tokens: int,
@@ -161,7 +164,7 @@ def _generate(step, params, prompt, lengths, state, key, num_tokens, sampler, ch
 def stream(
     step: Step,
     params: Any,
-    prompt: jax.Array,  # i32[B, P]
+    prompt: jax.Array,  # i32[B, P], or rows of one length
     state: Any,
     *,
     num_tokens: int,
@@ -198,17 +201,25 @@ def _prepare(step, prompt, state, lengths, num_tokens, sampler, key, chunk):
     """Checked arguments, the prompt padded to its bucket."""
     if isinstance(prompt, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
         raise ValueError("prompt and lengths must be known: in a jit of your own, call prefill")
-    prompt = np.asarray(prompt)
+    try:
+        prompt = np.asarray(prompt)
+    except ValueError:
+        raise ValueError(
+            "prompt has rows of several lengths: fill them up to one, and give `lengths`"
+        ) from None
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt has shape {prompt.shape}: must be [B, P] with P at least 1")
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}: must be at least 1")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}: must be at least 1")
+    if sampler is not None:
+        _check_sampler(sampler)
     if key is None:
         if sampler is not None and not isinstance(sampler, Greedy):
             raise ValueError(f"key is None: {sampler!r} draws random numbers")
         key = jax.random.key(0)
+    check_key("key", key)
     rows, columns = prompt.shape
     lengths = np.full(rows, columns, np.int32) if lengths is None else np.asarray(lengths)
     if lengths.shape != (rows,):
@@ -223,3 +234,19 @@ def _prepare(step, prompt, state, lengths, num_tokens, sampler, key, chunk):
         step.check(prompt, state, lengths + num_tokens - 1)
     prompt = np.pad(prompt, ((0, 0), (0, bucket(columns) - columns)))
     return jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32), key
+
+
+def _check_sampler(sampler: Any) -> None:
+    """A value that takes (key, logits)."""
+    if isinstance(sampler, type):
+        rule = "must be a value, such as Greedy() or Sample(TopK(40))"
+        raise ValueError(f"sampler is the class {sampler.__name__}: {rule}")
+    if not callable(sampler):
+        raise ValueError(f"sampler is {sampler!r}: must be called with (key, logits)")
+    try:
+        inspect.signature(sampler).bind(None, None)
+    except TypeError:
+        rule = f"must be called with (key, logits); a processor goes into Sample({sampler!r})"
+        raise ValueError(f"sampler is {sampler!r}: {rule}") from None
+    except ValueError:  # a builtin may have no signature
+        pass

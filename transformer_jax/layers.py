@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from transformer_jax import cache as kv
 from transformer_jax import positions as pos
+from transformer_jax.arguments import check_key
 from transformer_jax.attention import dot_product_attention, dot_product_attention_weights
 from transformer_jax.config import Activation, ModelConfig
 from transformer_jax.masks import Mask
@@ -77,7 +78,10 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 def split_key(key: jax.Array | None, parts: int) -> list[jax.Array | None]:
     """`parts` keys from one, or as many times None."""
-    return [None] * parts if key is None else list(jax.random.split(key, parts))
+    if key is None:
+        return [None] * parts
+    check_key("key", key)
+    return list(jax.random.split(key, parts))
 
 
 class Norm(nn.Module):

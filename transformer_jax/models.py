@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.arguments import check_key
 from transformer_jax.config import ModelConfig
 from transformer_jax.transformer import (
     Decoder,
@@ -33,6 +34,7 @@ def build(config: ModelConfig) -> Model:
 
 def init_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
     """Fresh f32 parameters as a nested dict."""
+    check_key("key", key)
     return jax.jit(_init, static_argnums=0)(config, key)
 
 

@@ -444,6 +444,8 @@ def _within_segments(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T
 
 def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
     """Integer ids of rank 2; a known id outside the vocabulary raises (a traced one gives NaN)."""
+    if not hasattr(tokens, "ndim"):
+        raise ValueError(f"tokens are a {type(tokens).__name__}: must be an array [B, T]")
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens are {tokens.dtype}{list(tokens.shape)}: must be integers [B, T]")
     if isinstance(tokens, jax.core.Tracer):
