@@ -16,7 +16,6 @@ import ast
 import contextlib
 import ctypes
 import dataclasses
-import difflib
 import inspect
 import os
 import signal
@@ -33,6 +32,7 @@ from transformer_jax.config import (
     TrainConfig,
     train_preset,
 )
+from transformer_jax.flags import spelled
 
 LEVELS: dict[tuple[str, ...], type] = {
     (): TrainConfig,
@@ -177,14 +177,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     """The flags that were given, and only those."""
     parser = _parser(train_preset(_preset(argv)))
     flags = [option for action in parser._actions for option in action.option_strings]
-    for index, argument in enumerate(argv):
-        name = argument.partition("=")[0]
-        if name.startswith("--") and name.replace("_", "-") in flags:
-            argv[index] = name.replace("_", "-") + argument[len(name) :]
-        elif name.startswith("--"):
-            near = difflib.get_close_matches(name.replace("_", "-"), flags, n=1)
-            raise ConfigError(f"{name}: no such flag" + (f", nearest: {near[0]}" if near else ""))
-    given = parser.parse_args(argv)
+    given = parser.parse_args(spelled(argv, flags))
     for path, hint in _FIELDS.items():
         if _has(given, path):
             setattr(given, ".".join(path), _read(path[-1], hint, getattr(given, ".".join(path))))

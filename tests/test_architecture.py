@@ -14,6 +14,7 @@ PACKAGE = ROOT / "transformer_jax"
 # A module may import those before it, never those behind it.
 ORDER = [
     "config",
+    "flags",
     "tiles",
     "masks",
     "positions",
@@ -98,6 +99,27 @@ def test_nothing_unpickles_or_evaluates(path):
             assert node.func.id not in ("eval", "exec"), f"{path.name}:{node.lineno}"
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             assert isinstance(node.value, ast.Constant) and node.value.value is False
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import transformer_jax.generate",
+        "import importlib; importlib.import_module('transformer_jax.generate')",
+        "from transformer_jax.generate import __name__",
+    ],
+)
+def test_generate_is_the_function_whatever_was_imported(before):
+    """There is a module of that name too, for `python -m transformer_jax.generate`."""
+    code = f"""
+{before}
+import transformer_jax
+from transformer_jax import decode, generate
+assert generate is transformer_jax.generate is decode.generate, generate
+import transformer_jax.generate as again
+assert again is generate, again
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_import_is_light_and_starts_no_backend():

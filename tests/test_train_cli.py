@@ -348,6 +348,12 @@ def test_a_text_is_continued_the_same_for_the_same_seed(capsys, trained):
     assert greedy == written(capsys, *arguments, "--top-p", "1e-9", "--seed", "5")
 
 
+def test_a_prompt_may_look_like_a_flag_and_a_flag_be_spelled_as_in_python(capsys, trained):
+    dashes = generate.spelled(["--prompt", "-- to be", "--top_k=3", "-x"], ["--prompt", "--top-k"])
+    assert dashes == ["--prompt", "-- to be", "--top-k=3", "-x"]
+    assert written(capsys, "--run", trained, "--tokens", "3", "--top_k", "1")
+
+
 def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_path, monkeypatch):
     asked = []
     real = checkpoint.restore
@@ -375,6 +381,9 @@ def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_pa
         ("--run /nonexistent", "/nonexistent: no run here", 2),
         ("--tokens many", "--tokens: invalid int value: 'many'", 2),
         ("--checkpoint first", "--checkpoint: invalid choice: 'first'", 2),
+        ("--temprature 1", "--temprature: no such flag, nearest: --temperature", 2),
+        ("--top_kk=3", "--top_kk: no such flag, nearest: --top-k", 2),
+        ("--zzzzzz", "--zzzzzz: no such flag\n", 2),
     ],
 )
 def test_a_bad_wish_is_one_line(capsys, trained, argv, message, status):

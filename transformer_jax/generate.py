@@ -2,7 +2,7 @@
 
 python -m transformer_jax.generate --run FOLDER --prompt TEXT
 
-Not to be imported: `transformer_jax.generate` is the function (of decode.py).
+An import of `transformer_jax.generate`, in whichever way, gives the function (of decode.py).
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ import sys
 from collections.abc import Sequence
 
 from transformer_jax.config import ConfigError
+from transformer_jax.flags import spelled
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status: 0, 1 (the run cannot be read) or 2 (usage)."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    flags = [option for action in parser._actions for option in action.option_strings]
+    try:
+        arguments = parser.parse_args(spelled(sys.argv[1:] if argv is None else argv, flags))
+    except ConfigError as error:
+        parser.error(str(error))
     try:
         _write(arguments)
         return 0
@@ -137,3 +142,8 @@ def _one_line(error: BaseException) -> str:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+if __name__ == "transformer_jax.generate":  # imported, which binds the name to what stands here
+    from transformer_jax.decode import generate
+
+    sys.modules[__name__] = generate  # type: ignore[assignment]
