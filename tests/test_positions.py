@@ -155,6 +155,68 @@ def test_published_numbers_of_the_scalings():
     assert w(scaling="yarn", attention_factor=1.5, **LONG)[1] == 1.5
 
 
+# Settings of released checkpoints: head width, and RopeConfig's fields.
+RELEASED: dict[str, tuple[int, dict]] = {
+    "Llama 3.1 8B": (128, dict(base=5e5, scaling="llama3", factor=8.0, original_len=8192)),
+    "Llama 3.2 1B": (64, dict(base=5e5, scaling="llama3", factor=32.0, original_len=8192)),
+    "llama3, other edges": (
+        96, dict(base=1e4, scaling="llama3", factor=5.0, original_len=1021, low_freq_factor=2.5,
+                 high_freq_factor=17.0),
+    ),
+    "Qwen 2.5": (128, dict(base=1e6, scaling="yarn", factor=4.0, original_len=32768)),
+    "YaRN Llama 2 128k": (128, dict(base=1e4, scaling="yarn", factor=32.0, original_len=4096)),
+    "DeepSeek V2": (
+        64, dict(base=1e4, scaling="yarn", factor=40.0, original_len=4096, attention_factor=1.0)
+    ),
+    "yarn, base 150000": (64, dict(base=1.5e5, scaling="yarn", factor=32.0,
+                                            original_len=4096)),
+    "yarn, other edges": (
+        40, dict(base=1e3, scaling="yarn", factor=3.0, original_len=509, beta_fast=7.0,
+                 beta_slow=0.2),
+    ),
+    "yarn, all edges beyond": (10, dict(base=1e4, scaling="yarn", factor=2.0, original_len=3)),
+}  # fmt: skip
+
+
+def released_frequencies(width: int, config: RopeConfig) -> tuple[np.ndarray, float]:
+    """float64, in the form of `transformers`' documented rope utilities: whole arrays, selected."""
+    plain = 1.0 / config.base ** (np.arange(0, width, 2, dtype=np.float64) / width)
+    stretched = plain / config.factor
+    assert config.original_len is not None
+    if config.scaling == "llama3":
+        wavelength = 2 * np.pi / plain
+        longest = config.original_len / config.low_freq_factor
+        shortest = config.original_len / config.high_freq_factor
+        smooth = (config.original_len / wavelength - config.low_freq_factor) / (
+            config.high_freq_factor - config.low_freq_factor
+        )
+        blended = (1 - smooth) * stretched + smooth * plain
+        scaled = np.where(wavelength > longest, stretched, blended)
+        return np.where(wavelength < shortest, plain, scaled), 1.0
+    edges = [
+        width * np.log(config.original_len / (turns * 2 * np.pi)) / (2 * np.log(config.base))
+        for turns in (config.beta_fast, config.beta_slow)
+    ]
+    low, high = max(np.floor(edges[0]), 0), min(np.ceil(edges[1]), width - 1)
+    high = high + 0.001 if low == high else high
+    ramp = np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
+    extrapolated = 1 - ramp
+    frequencies = stretched * (1 - extrapolated) + plain * extrapolated
+    magnitude = 0.1 * np.log(config.factor) + 1.0
+    return frequencies, config.attention_factor or magnitude
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_frequencies_of_released_checkpoints(name):
+    width, settings = RELEASED[name]
+    config = RopeConfig(**settings)
+    w, factor = pos.rope_frequencies(config, width)
+    expected, magnitude = released_frequencies(width, config)
+    assert w.shape == expected.shape
+    assert (np.abs(w / expected - 1) <= 2.0**-24 * 1.001).all()
+    assert factor == pytest.approx(magnitude, abs=1e-12)
+
+
 def test_pairings_are_permutations_of_each_other(rng):
     x = inside_unit_circles(rng, B, T, N, H)
     order = np.arange(H).reshape(2, H // 2).T.ravel()  # half 0, H/2, 1, ... in interleaved places
