@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
@@ -21,17 +22,31 @@ def numbers(text: str) -> list[float]:
     return [float(n) for n in re.findall(r"-?\d+\.?\d*(?:e[+-]\d+)?", text)]
 
 
+def words(text: str) -> list[str]:
+    return re.findall(r"[A-Za-z]{2,}", text)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_code_prints_what_the_page_says(page):
     names: dict = {}
     for code, expected in blocks(page.read_text()):
+        if page == README:
+            names = {}  # each of its snippets stands by itself
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             exec(code, names)
         if expected:
             assert numbers(out.getvalue()) == pytest.approx(numbers(expected), abs=2e-4), code
+            assert words(out.getvalue()) == words(expected), code
 
 
-def test_the_lectures_page_has_output_to_compare():
-    pairs = blocks((ROOT / "docs" / "lectures.md").read_text())
-    assert sum(bool(out) for _, out in pairs) >= 6
+def test_the_readme_lists_every_page():
+    text = README.read_text()
+    assert [page for page in PAGES[1:] if f"](docs/{page.name})" not in text] == []
+    assert len(PAGES) > 4
+
+
+@pytest.mark.parametrize(("page", "least"), [("lectures", 6), ("attention", 7)])
+def test_a_page_has_output_to_compare(page, least):
+    pairs = blocks((ROOT / "docs" / f"{page}.md").read_text())
+    assert sum(bool(out) for _, out in pairs) >= least
