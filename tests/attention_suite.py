@@ -879,6 +879,27 @@ class AttentionSuite:
             gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(*inputs)
         assert all(np.isfinite(np.asarray(g)).all() for g in gradients)
 
+    def test_a_scale_that_is_an_array_loses_no_bits(self):
+        """Of bfloat16 inputs, to float32; also beside a hidden key whose score overflows."""
+        arrays = self.draw(46, dtype="bfloat16")
+        mask, seen = self.causal_tail()
+        host = {name: oracle.double(x) for name, x in arrays.items()}
+        host["out_cotangent"] *= 0
+        expected = reference(host, seen, scale=float(np.float32(0.3)))
+        hidden = arrays["key"].at[1, 11:].set(3.3e38)
+
+        def attend(scale):
+            inputs = arrays["query"], hidden, arrays["value"]
+            return self.attend(*inputs, mask=mask, scale=scale, return_lse=True)
+
+        (out, lse), pull = jax.vjp(attend, jnp.float32(0.3))
+        assert out.dtype == jnp.bfloat16
+        assert_near(lse, expected["lse"], FORWARD_F32)
+        (slope,) = pull((jnp.zeros_like(out), arrays["lse_cotangent"]))
+        # of a function of scale times query, both slopes are the same
+        wanted = (expected["dquery"] * host["query"]).sum() / np.float32(0.3)
+        assert_near(slope, wanted, GRADIENT_F32)
+
     def test_float32_stays_float32_when_x64_is_on(self):
         arrays = self.draw(42)
         arrays["sinks"] = jnp.array([-1.0, 0.5, 1.0, 2.0])

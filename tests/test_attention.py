@@ -299,6 +299,10 @@ def test_weights_match_the_oracle(rng):
     assert_near(weights, expected, FORWARD_F32)
     assert not np.asarray(weights)[:, :, 0].any(), "a row that sees nothing is not zero"
     assert not np.asarray(weights)[..., 3].any(), "an empty slot has weight"
+    low = [arrays[name].astype(jnp.bfloat16) for name in ("query", "key")]
+    weights = dot_product_attention_weights(*low, scale=jnp.float32(0.3))
+    doubles = [oracle.double(x) for x in (*low, low[1])]
+    assert_near(weights, oracle.attention(*doubles, scale=0.3).weights, FORWARD_F32)
 
 
 def softmax_rows(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Call:
-    arrays: dict[str, Any]  # by the names of the arguments
+    arrays: dict[str, Any]  # by the names of the arguments; scale only where it is an array
     options: Options
     return_lse: bool
 
@@ -69,9 +69,8 @@ def check(
     if isinstance(scale, jax.Array):
         if scale.ndim:
             raise ValueError(f"scale has shape {scale.shape}: must be one number")
-        query, scale = (query * scale.astype(jnp.float32)).astype(query.dtype), 1.0
     options = Options(
-        None if scale is None else float(scale),
+        None if scale is None or isinstance(scale, jax.Array) else float(scale),
         None if softcap is None else float(softcap),
         float(dropout_rate),
     )
@@ -80,6 +79,8 @@ def check(
         q_positions=q_positions, k_positions=k_positions,
         dropout_key=dropout_key if dropout_rate > 0 else None,
     )  # fmt: skip
+    if isinstance(scale, jax.Array):
+        arrays["scale"] = scale
     return Call(arrays, options, return_lse)
 
 

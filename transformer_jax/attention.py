@@ -287,6 +287,8 @@ def _refuse_cudnn(call: Call) -> str | None:
     for name in ("bias", "sinks", "q_positions", "k_positions", "dropout_key"):
         if call.arrays[name] is not None:
             return f"takes no {name}"
+    if "scale" in call.arrays:
+        return "takes no scale that is an array"
     if call.options.softcap is not None:
         return "takes no softcap"
     if call.return_lse:
@@ -327,12 +329,12 @@ def _run(name: str, options: Options, arrays: dict[str, Any]) -> tuple[jax.Array
     if name == "cudnn":
         return _cudnn(options, arrays), None
     attend = {"xla": reference_attention, "blockwise": blockwise_attention}[name]
-    return attend(**arrays, **dataclasses.asdict(options))
+    return attend(**dataclasses.asdict(options) | arrays)  # arrays may hold a scale
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _weights(scale: float | None, softcap: float | None, arrays: dict[str, Any]) -> jax.Array:
-    return reference_weights(**arrays, scale=scale, softcap=softcap)
+    return reference_weights(**dict(scale=scale, softcap=softcap) | arrays)
 
 
 def _cudnn(options: Options, arrays: dict[str, Any]) -> jax.Array:  # [B, T, N, H]

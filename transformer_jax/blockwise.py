@@ -84,7 +84,7 @@ def blockwise_attention(
         return out, jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
     dtype = query.dtype
     if isinstance(scale, jax.Array):
-        query, scale = query.astype(jnp.float32) * scale, 1.0
+        query, scale = _scaled(query, scale), 1.0
     options = Options(
         scale=1 / math.sqrt(query.shape[3]) if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
@@ -98,6 +98,13 @@ def blockwise_attention(
     )
     out, lse = _attend(options, query, key, value, bias, sinks, fixed)
     return out.astype(dtype), lse
+
+
+def _scaled(query: jax.Array, scale: jax.Array) -> jax.Array:  # f32[B, T, N, H]
+    """The query times an array, unrounded; a row that is not finite has no slope in `scale`."""
+    wide = query.astype(jnp.float32)
+    finite = jnp.isfinite(wide).all(axis=-1, keepdims=True)
+    return jnp.where(finite, jnp.where(finite, wide, 0) * scale.astype(jnp.float32), wide)
 
 
 class Options(NamedTuple):

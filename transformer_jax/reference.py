@@ -196,6 +196,10 @@ def _scores(query, key, visible, bias, scale, softcap) -> jax.Array:  # [B, N, T
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
     rows = query.swapaxes(1, 2).reshape(B, K, N // K * T, H)  # the heads of a group in a column
     scores = einsum("BKRH,BSKH->BKRS", rows, key).reshape(B, N, T, S)
+    if isinstance(scale, jax.Array):
+        if visible is not None:
+            scores = jnp.where(visible, scores, 0.0)  # a hidden overflow has no slope
+        scale = scale.astype(scores.dtype)
     scores = scores * (H**-0.5 if scale is None else scale)
     if softcap is not None:
         if visible is not None:
