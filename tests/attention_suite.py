@@ -739,15 +739,21 @@ class AttentionSuite:
 
     # Runs and transformations.
 
-    def test_runs_repeat_bit_for_bit(self):
-        arrays = self.draw(30)
-        mask, _ = self.causal_tail()
-        runs = [
-            self.evaluate(arrays, mask, dropout_rate=self.rate, dropout_key=jax.random.key(31))
-            for _ in range(5)
-        ]
-        for run, name in itertools.product(runs[1:], ("out", "dquery", "dkey", "dvalue")):
-            assert_same_bits(run[name], runs[0][name], name)
+    @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+    @pytest.mark.parametrize("cap", [False, True], ids=["", "cap and sinks"])
+    def test_runs_repeat_bit_for_bit(self, dropout, cap):
+        """Five runs of each of 16 configurations: with two masks, and with and without groups."""
+        settings: dict[str, Any] = dict(softcap=2.0) if cap else {}
+        if dropout:
+            settings |= dict(dropout_rate=self.rate, dropout_key=jax.random.key(31))
+        padded, _ = self.causal_tail()
+        for mask, kv_heads in itertools.product((padded, Window(40, 9)), (1, 4)):
+            arrays = self.draw(30, kv_heads=kv_heads)
+            if cap:
+                arrays["sinks"] = jnp.arange(4.0)
+            first, *others = (self.evaluate(arrays, mask, **settings) for _ in range(5))
+            for other, name in itertools.product(others, first):
+                assert_same_bits(other[name], first[name], name)
 
     @pytest.mark.parametrize("stacked", [("query",), ("key", "value"), ("valid", "bias")], ids=str)
     def test_vmap_over_any_argument_is_a_loop(self, stacked):
