@@ -2,12 +2,12 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.tolerances import assert_same_bits
 from transformer_jax import cache as kv
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
@@ -120,8 +120,7 @@ def test_padding_writes_nothing_at_all(rng):
     """Not even into the last slot, where index -1 would point, nor into slot 0."""
     cache = jax.tree.map(lambda x: jnp.full_like(x, 3), init(3, 5))
     new = jit_update(cache, *tokens(rng, 3, 17), np.full((3, 17), -1, np.int32))
-    for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(new), strict=True):
-        assert_same_bits(after, before)
+    chex.assert_trees_all_equal(new, cache, strict=True)
 
 
 def test_a_chunk_longer_than_the_ring_leaves_its_last_tokens(rng):
@@ -141,8 +140,7 @@ def test_the_order_within_a_chunk_does_not_matter(rng):
     positions = np.tile(np.arange(17, dtype=np.int32), (3, 1))
     want = jit_update(init(3, 5), k, v, positions)
     got = jit_update(init(3, 5), k[:, ::-1], v[:, ::-1], positions[:, ::-1])
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert_same_bits(a, b)
+    chex.assert_trees_all_equal(got, want, strict=True)
 
 
 @pytest.mark.parametrize(("capacity", "window"), [(11, None), (7, 3), (7, 7), (19, 7)])
@@ -236,8 +234,7 @@ def test_the_cache_is_frozen_and_update_leaves_its_argument_alone(rng):
     before = jax.tree.map(np.array, cache)
     new = jit_update(cache, *tokens(rng, 3, 3), np.array([[0, 1, 2]] * 3, np.int32))
     assert new is not cache and new.length.tolist() == [3, 3, 3]
-    for old, now in zip(jax.tree.leaves(before), jax.tree.leaves(cache), strict=True):
-        assert_same_bits(now, old)
+    chex.assert_trees_all_equal(cache, before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -3,6 +3,7 @@
 import dataclasses
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -212,8 +213,7 @@ def test_the_state_and_the_prompt_are_not_mutated(rope, greedy, call):
         tokens = call(step, params, prompt, state, num_tokens=NEW, lengths=lengths)
         tokens = np.stack(list(tokens), axis=1) if call is stream else tokens
         np.testing.assert_array_equal(tokens, greedy)
-    for now, old in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
-        assert_same_bits(now, old)
+    chex.assert_trees_all_equal(state, before)
     assert_same_bits(prompt, prompts())
     assert_same_bits(lengths, LENGTHS)
 

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from functools import partial
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -610,13 +611,9 @@ def test_stacking_layers_round_trips_bit_for_bit(rng):
         params = oracle.randomised(shapes(config), rng)
         stacked = stack_layers(params)
         expected = shapes(dataclasses.replace(config, scan_layers=True))
-        assert jax.tree.map(lambda leaf: leaf.shape, stacked) == jax.tree.map(
-            lambda leaf: leaf.shape, expected
-        )
+        chex.assert_trees_all_equal_shapes(stacked, expected)
         back = unstack_layers(jax.tree.map(np.asarray, stacked))
-        assert jax.tree.structure(back) == jax.tree.structure(params)
-        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
-            assert_same_bits(a, b)
+        chex.assert_trees_all_equal(back, params, strict=True)
     stack = stack_layers(params)["decoder"]["blocks"]["feed_forward"]["up"]["kernel"]
     assert_same_bits(stack[2], params["decoder"]["block_2"]["feed_forward"]["up"]["kernel"])
 
