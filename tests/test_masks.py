@@ -319,6 +319,18 @@ def test_no_tile_of_a_plain_mask_is_partial_without_need(blocks):
             assert kind == need, f"{name}: a tile is {kind} and should be {need}"
 
 
+def test_a_tile_is_full_where_either_of_two_masks_is_full():
+    mask = Causal() | Prefix(jnp.array([16], jnp.int32))
+    kinds = [kind for kind, _ in tiles(mask, np.arange(24), np.arange(24), 8, 8)]
+    assert kinds == [FULL, FULL, SKIPPED, FULL, FULL, SKIPPED, FULL, FULL, PARTIAL]
+
+
+def test_empty_slots_do_not_keep_a_tile_of_later_keys():
+    places = np.array([0, 1, 2, 3, 20, -1, 22, 23])
+    kinds = [kind for kind, _ in tiles(Causal(), np.arange(8), places, 8, 4)]
+    assert kinds == [PARTIAL, SKIPPED]
+
+
 def test_sliding_window_plan_skips_both_sides_of_its_band():
     kinds = [k for k, _ in tiles(Causal() & Window(64), np.arange(512), np.arange(512), 32, 32)]
     grid = np.array(kinds).reshape(16, 16)
