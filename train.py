@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import dataclasses
 import inspect
+import itertools
 import os
 import signal
 import sys
@@ -186,7 +187,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _preset(argv: list[str]) -> str | None:
     """The preset whose values the help shows as defaults."""
-    for flag, following in zip(argv, [*argv[1:], None], strict=True):
+    for flag, following in itertools.zip_longest(argv, argv[1:]):
         name, given, value = flag.partition("=")
         if name == "--preset":
             return value if given else following

@@ -163,6 +163,11 @@ def test_every_field_is_a_flag_and_means_what_it_says():
     assert vocab_size is None
 
 
+def test_no_flag_at_all_is_the_default_run():
+    config, vocab_size = train._config(train._parse([]))
+    assert (config, vocab_size) == (train.train_preset(None), None)
+
+
 def test_a_preset_is_the_start_and_flags_change_it():
     config, vocab_size = train._config(
         train._parse("--data x.txt --preset=shakespeare-cpu --vocab-size 99".split())
