@@ -739,6 +739,14 @@ class AttentionSuite:
 
     # Runs and transformations.
 
+    @pytest.mark.parametrize("poisoned", ["key", "value"])
+    def test_a_poisoned_key_head_breaks_the_query_heads_of_its_group(self, poisoned):
+        arrays = draw(32, queries=5, keys=7, heads=6, kv_heads=2, dim=self.dim)
+        arrays[poisoned] = arrays[poisoned].at[:, 2, 1].set(jnp.nan)
+        out = np.asarray(self.evaluate(arrays, Causal())["out"])
+        assert np.isfinite(out[:, :, :3]).all() and np.isfinite(out[:, :2]).all()
+        assert np.isnan(out[:, 2:, 3:]).all()
+
     @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
     @pytest.mark.parametrize("cap", [False, True], ids=["", "cap and sinks"])
     def test_runs_repeat_bit_for_bit(self, dropout, cap):
