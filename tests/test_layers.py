@@ -242,6 +242,24 @@ def test_embeddings_are_dropped_where_a_key_is_given(key):
     np.testing.assert_allclose(drawn[kept], whole[kept] / 0.7, rtol=1e-6)
 
 
+def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):
+    block = Block(dataclasses.replace(SMALL, dropout=0.25))
+    x = jnp.asarray(rng.standard_normal((2, 31, 14)), jnp.float32)
+    params = block.init(key, x, token_positions=jnp.arange(31))["params"]
+
+    def added(key):
+        def ones(y):
+            return jnp.ones_like(y), None
+
+        branch = ("feed_forward", jnp.zeros_like(x), key, ones)
+        return np.asarray(block.apply({"params": params}, *branch, method="_branch")[0])
+
+    assert (added(None) == 1).all()
+    drawn = added(jax.random.key(3))
+    assert set(np.unique(drawn)) == {0.0, np.float32(1 / 0.75)}
+    assert 0.65 < (drawn > 0).mean() < 0.85
+
+
 @pytest.mark.parametrize("glu", [False, True])
 def test_feed_forward_equals_its_formula(rng, key, glu):
     config = dataclasses.replace(SMALL, glu=glu, activation="silu")
