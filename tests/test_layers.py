@@ -20,6 +20,7 @@ from transformer_jax.layers import (
     dropout,
     layer_norm,
     lookup,
+    project,
     rms_norm,
     split_key,
 )
@@ -240,6 +241,16 @@ def test_embeddings_are_dropped_where_a_key_is_given(key):
     kept = drawn != 0
     assert 0.6 < kept.mean() < 0.8
     np.testing.assert_allclose(drawn[kept], whole[kept] / 0.7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [3, 37])
+def test_a_projection_from_wide_to_narrow_and_its_gradients(rng, rows):
+    x, w, g = (rng.standard_normal(s).astype(np.float32) for s in ((rows, 23), (23, 5), (rows, 5)))
+    y, pull = jax.vjp(project, x, w)
+    x, w, g = (a.astype(np.float64) for a in (x, w, g))
+    dx, dw = pull(jnp.asarray(g, jnp.float32))
+    for got, want in ((y, x @ w), (dx, g @ w.T), (dw, x.T @ g)):
+        assert_near(got, want, FORWARD_F32)
 
 
 def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):

@@ -110,14 +110,15 @@ def project(
     """x W + b over the last `contract` axes of x.
 
     One product of two matrices: over a batch of them, XLA's CPU backend computes the gradient of W
-    from a transposed copy, which takes a third of a training step. From wide to narrow it is the
-    product with a W^T that XLA may not fold away: then the gradient of W is g^T x, which has the
-    narrow matrix first and takes two thirds of the time of x^T g.
+    from a transposed copy, which takes a third of a training step. There, from wide to narrow, it
+    is the product with a W^T that XLA may not fold away: then the gradient of W is g^T x, which
+    has the narrow matrix first and takes two thirds of the time of x^T g. With few rows, as in
+    decoding, the copy would cost more than the product.
     """
     lead, outputs = x.shape[: x.ndim - contract], kernel.shape[contract:]
-    inputs, width = math.prod(kernel.shape[:contract]), math.prod(outputs)
-    x, kernel = x.reshape(math.prod(lead), inputs), kernel.reshape(inputs, width)
-    if inputs > width:
+    inputs, width, rows = math.prod(kernel.shape[:contract]), math.prod(outputs), math.prod(lead)
+    x, kernel = x.reshape(rows, inputs), kernel.reshape(inputs, width)
+    if rows >= inputs > width and jax.default_backend() == "cpu":
         across = jax.lax.optimization_barrier(kernel.T)
         y = jax.lax.dot_general(x, across, (((1,), (1,)), ((), ())))
     else:
