@@ -1,5 +1,71 @@
 """Fused attention kernels, one file per backend; imported as `transformer_jax.kernels`.
 
-No backend is built yet: `dot_product_attention(implementation="pallas")` raises
-`NotImplementedError` and says so.
+    contract.py   what a kernel computes and is given
+    tpu.py        TPU, Pallas on Mosaic TPU
+    hopper.py     NVIDIA Hopper, Pallas on Mosaic GPU
+    layout.py     `vmap` and device meshes
+    fused.py      the gradient, and what is not finite
+
+`target()` is the backend of this process; `using` takes another one, for the interpreters of the
+backends on a CPU, and for compiling for a device that is not attached.
 """
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import jax
+
+__all__ = ["Target", "target", "using"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend, and how it runs."""
+
+    backend: Literal["tpu", "hopper"]
+    interpret: Any = False
+    """False on the device; else what the interpreter of the backend takes (`jax.experimental.pallas`:
+    True or `tpu.InterpretParams` on TPU, `mosaic_gpu.InterpretGPUParams` on a GPU)."""
+
+    @property
+    def module(self) -> ModuleType:
+        return importlib.import_module(f"transformer_jax.kernels.{self.backend}")
+
+
+_chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def using(chosen: Target) -> Iterator[None]:
+    """Inside, `implementation="pallas"` runs on this target."""
+    token = _chosen.set(chosen)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def target() -> Target | str:
+    """Where a kernel would run, or why none would."""
+    return _chosen.get() or _attached()
+
+
+@functools.cache
+def _attached() -> Target | str:
+    backend = jax.default_backend()
+    if backend == "tpu":
+        return Target("tpu")
+    if backend in ("gpu", "cuda"):
+        capability = getattr(jax.devices()[0], "compute_capability", None)
+        if str(capability).startswith("9."):
+            return Target("hopper")
+        return f"needs an NVIDIA GPU of compute capability 9, the device has {capability}"
+    return f"needs a TPU or an NVIDIA Hopper GPU, the backend is {backend}"

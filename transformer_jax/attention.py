@@ -13,9 +13,11 @@ failed. The conditions stand here once, in `_REFUSALS`; running and explaining b
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -24,6 +26,7 @@ import numpy as np
 
 from transformer_jax.arguments import Call, Options, check, check_states
 from transformer_jax.blockwise import blockwise_attention
+from transformer_jax.kernels import target
 from transformer_jax.masks import And, Causal, Mask, Window
 from transformer_jax.reference import (
     Bias,
@@ -92,7 +95,8 @@ def dot_product_attention(
         reason = _REFUSALS[name](call)
         if reason is None:
             try:
-                out, lse = _run(name, call.options, call.arrays)
+                where = target() if name == "pallas" else None
+                out, lse = _run(name, call.options, where, call.arrays)
                 return (out, lse) if return_lse else out
             except NotImplementedError as error:
                 reason = str(error)
@@ -264,7 +268,7 @@ def _refuse_blockwise(call: Call) -> str | None:
 
 
 def _refuse_pallas(call: Call) -> str | None:
-    return "no kernel is built yet"
+    return _pallas().refuse(call)
 
 
 def _refuse_cudnn(call: Call) -> str | None:
@@ -324,10 +328,19 @@ def _causal_window(mask: Mask) -> tuple[int | None] | None:
 # Running one
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _run(name: str, options: Options, arrays: dict[str, Any]) -> tuple[jax.Array, Any]:
+def _pallas() -> ModuleType:
+    """Imported at its first use: Pallas takes a second."""
+    return importlib.import_module("transformer_jax.pallas")
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(
+    name: str, options: Options, where: Any, arrays: dict[str, Any]
+) -> tuple[jax.Array, Any]:
     if name == "cudnn":
         return _cudnn(options, arrays), None
+    if name == "pallas":
+        return _pallas().pallas_attention(where, options, **arrays)
     attend = {"xla": reference_attention, "blockwise": blockwise_attention}[name]
     return attend(**dataclasses.asdict(options) | arrays)  # arrays may hold a scale
 

@@ -38,15 +38,24 @@ def keep_tile(
     k_index: jax.Array,  # i32[S]
 ) -> jax.Array:  # bool[..., T, S]
     """True with probability 1 - rate, independently for each head, query and key of a tile."""
-    a, b = (jnp.uint32(word) for word in _START)
-    for i in range(key_data.shape[0]):
-        a, b = _absorb(a, b, key_data[i])
-    a, b = _absorb(a, b, head_index.astype(jnp.uint32))
+    a, b = _head_words(key_data, head_index)
     rows = q_index.astype(jnp.uint32).reshape((1,) * a.ndim + q_index.shape)
     a, b = _absorb(a[..., None], b[..., None], rows)  # [..., T]
     columns = _mix(k_index.astype(jnp.uint32)).reshape((1,) * a.ndim + k_index.shape)
     bits = _mix((columns ^ a[..., None]) + b[..., None])
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
+def head_words(key_data: jax.Array, B: int, N: int) -> tuple[jax.Array, jax.Array]:  # u32[B, N]
+    """a and b once the key and the head are absorbed: where a kernel goes on from."""
+    return _head_words(key_data, jnp.arange(B * N, dtype=jnp.int32).reshape(B, N))
+
+
+def _head_words(key_data: jax.Array, head_index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    a, b = (jnp.uint32(word) for word in _START)
+    for i in range(key_data.shape[0]):
+        a, b = _absorb(a, b, key_data[i])
+    return _absorb(a, b, head_index.astype(jnp.uint32))
 
 
 def _absorb(a: jax.Array, b: jax.Array, word: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -224,7 +224,7 @@ class Padding(Mask):
         return self.valid.shape[0], 1
 
     def _sees(self, q, k):
-        valid, inside = _look_up(self.valid, k)
+        valid, inside = look_up(self.valid, k)
         return valid & inside
 
     def _tiles(self, tiles):
@@ -262,13 +262,13 @@ class Segments(Mask):
         return self.q_ids.shape[0], 1
 
     def _sees(self, q, k):
-        q_ids, q_inside = _look_up(self.q_ids, q)
-        k_ids, k_inside = _look_up(self.q_ids if self.k_ids is None else self.k_ids, k)
+        q_ids, q_inside = look_up(self.q_ids, q)
+        k_ids, k_inside = look_up(self.q_ids if self.k_ids is None else self.k_ids, k)
         return (q_ids == k_ids) & q_inside & k_inside
 
     def _tiles(self, tiles):
-        q_ids, q_inside = _look_up(self.q_ids, tiles.q)
-        k_ids, k_inside = _look_up(self.q_ids if self.k_ids is None else self.k_ids, tiles.k)
+        q_ids, q_inside = look_up(self.q_ids, tiles.q)
+        k_ids, k_inside = look_up(self.q_ids if self.k_ids is None else self.k_ids, tiles.k)
         q_low, q_high = tiles.query_range(q_ids, q_inside)
         k_low, k_high = tiles.key_range(k_ids, k_inside)
         one_id = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
@@ -461,7 +461,7 @@ class Not(Mask):
         return f"~{self.mask!r}"
 
 
-def _look_up(table: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+def look_up(table: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
     """table[b, at] for positions [B or 1, ...], and whether they lie inside the table [B, S]."""
     inside = (at >= 0) & (at < table.shape[1])
     rows = np.broadcast_shapes(table.shape[:1], at.shape[:1])

@@ -1,0 +1,205 @@
+"""Fused attention with its gradient, on whatever backend is given: the part without hardware.
+
+The kernels do the work and say where it went wrong: in a tile that the mask cuts, a zero weight
+times NaN would reach queries that do not see it. They mark such rows in `log`, and only then is the
+call repeated on inputs whose rows are finite, with NaN put where it was seen. Nothing is read twice
+while everything is finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved
+from transformer_jax.kernels.layout import KEYS, QUERIES, ROWS, TILES, mapped
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known when tracing: which kernels, and the tiles of each."""
+
+    backend: ModuleType
+    problem: Problem
+    forward: Blocks
+    queries: Blocks
+    keys: Blocks
+    bias: Blocks
+
+
+class Visits(NamedTuple):
+    """The tiles that each kernel visits."""
+
+    forward: Lists
+    queries: Lists
+    keys: Lists  # rows are key tiles
+    bias: Lists | None
+
+
+class Fixed(NamedTuple):
+    """Integers, which have no gradient."""
+
+    q_vectors: tuple[jax.Array, ...]
+    k_vectors: tuple[jax.Array, ...]
+    dropout: jax.Array | None
+    visits: Visits
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(
+    plan: Plan,
+    query: jax.Array,  # [B, T, N, H]
+    key: jax.Array,  # [B, S, K, H]
+    value: jax.Array,  # [B, S, K, Hv]
+    bias: jax.Array | None,  # [B or 1, N or 1, T or 1, S or 1]
+    slopes: jax.Array | None,  # f32[1, N]
+    sinks: jax.Array | None,  # f32[1, N]
+    fixed: Fixed,
+) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T]
+    """Attention and the logarithm of its denominator; T and S are multiples of every tile."""
+    return _attend_forward(plan, query, key, value, bias, slopes, sinks, fixed)[0]
+
+
+def _attend_forward(plan, query, key, value, bias, slopes, sinks, fixed):
+    operands = Operands(
+        query, key, value, fixed.q_vectors, fixed.k_vectors, bias, slopes, sinks, fixed.dropout
+    )
+    forward = _kernel(plan, "forward", (QUERIES, ROWS, ROWS))
+    results = forward(operands, fixed.visits.forward)
+    marked = jnp.isnan(results[2]).any()
+
+    def careful(_):
+        return _careful_forward(forward, plan, operands, fixed.visits.forward)
+
+    out, high, log = _once(marked, careful, results)
+    return (out, high + log), (operands, fixed, out, high, log, marked)
+
+
+def _attend_backward(plan, saved, cotangents):
+    operands, fixed, out, high, log, marked = saved
+    do, dlse = cotangents
+    D = _row_dot(do, out) - dlse  # [B, N, T]
+    dead = jnp.isneginf(high)
+    marked = marked | jnp.isnan(D).any()
+    D = jnp.where(dead, 0, D)
+    rows = Saved(do, jnp.where(dead, jnp.inf, high), jnp.where(dead, 0, log), D)
+    results = _gradients(plan, operands, fixed.visits, rows)
+
+    def careful(_):
+        lost = dead | jnp.isnan(high) | jnp.moveaxis(jnp.isnan(out).any(axis=-1), 1, 2)
+        rows = Saved(
+            jnp.where(jnp.moveaxis(lost, 1, 2)[..., None], 0, do),
+            jnp.where(lost, jnp.inf, high),
+            jnp.where(lost, 0, log),
+            jnp.where(lost, 0, D),
+        )
+        return _gradients(plan, _cleaned(operands)[0], fixed.visits, rows)
+
+    dq, dk, dv, dbias, dslopes, dsinks = _once(marked, careful, results)
+    integers = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), fixed)
+    return dq, dk, dv, dbias, dslopes, dsinks, integers
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _kernel(plan: Plan, name: str, results, *, of_bias: bool = False) -> Callable:
+    blocks = dict(
+        forward=plan.forward,
+        gradient_queries=plan.queries,
+        gradient_keys=plan.keys,
+        gradient_bias=plan.bias,
+    )[name]
+    function = getattr(plan.backend, name)
+
+    def kernel(operands, lists, *saved):
+        out = function(plan.problem, operands, lists, blocks, *saved)
+        out = out if isinstance(out, tuple) else (out,)
+        return tuple(x for x in out if x is not None)
+
+    return mapped(kernel, results, of_bias=of_bias)
+
+
+def _gradients(plan: Plan, operands: Operands, visits: Visits, rows: Saved) -> tuple:
+    """Of query, key, value, bias, slopes and sinks; None where there is none."""
+    slopes, sinks, bias = operands.slopes, operands.sinks, operands.bias
+    results = (QUERIES,) if slopes is None else (QUERIES, ROWS)
+    dq, *slope_rows = _kernel(plan, "gradient_queries", results)(operands, visits.queries, rows)
+    dk, dv = _kernel(plan, "gradient_keys", (KEYS, KEYS))(operands, visits.keys, rows)
+    dbias = dslopes = dsinks = None
+    if bias is not None:
+        (dbias,) = _kernel(plan, "gradient_bias", (TILES,), of_bias=True)(
+            operands, visits.bias, rows
+        )
+        dbias = dbias.astype(bias.dtype)
+    if slopes is not None:
+        dslopes = slope_rows[0].sum(axis=(0, 2))[None]
+    if sinks is not None:
+        weights = jnp.exp(sinks[..., None] - rows.high - rows.log)
+        dsinks = -(weights * rows.D).sum(axis=(0, 2))[None]
+    return dq, dk, dv, dbias, dslopes, dsinks
+
+
+def _row_dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    """[B, T, N, d] to f32[B, N, T]"""
+    return jnp.moveaxis((x.astype(jnp.float32) * y.astype(jnp.float32)).sum(axis=-1), 1, 2)
+
+
+# What is not finite
+
+
+def _once(condition: jax.Array, repeat: Callable, results: Any) -> Any:
+    """`repeat(results)` where the condition holds, else the results as they stand: a loop of one
+    step or none, because a conditional would copy them."""
+    step = lambda state: (jnp.zeros_like(state[0]), repeat(state[1]))  # noqa: E731
+    return lax.while_loop(lambda state: state[0], step, (condition, results))[1]
+
+
+def _cleaned(operands: Operands) -> tuple[Operands, jax.Array, jax.Array]:
+    """Zeros in rows that are not finite, and which those are: [B, T, N] and [B, S, K]."""
+    query, key, value = operands[:3]
+    bad_query = ~jnp.isfinite(query).all(axis=-1)
+    bad_key = ~(jnp.isfinite(key).all(axis=-1) & jnp.isfinite(value).all(axis=-1))
+    clean = operands._replace(
+        query=jnp.where(bad_query[..., None], 0, query),
+        key=jnp.where(bad_key[..., None], 0, key),
+        value=jnp.where(bad_key[..., None], 0, value),
+    )
+    return clean, bad_query, bad_key
+
+
+def _careful_forward(forward: Callable, plan: Plan, operands: Operands, lists: Lists) -> tuple:
+    """NaN in exactly the queries that see something not finite, or are not finite themselves.
+
+    Who sees a bad key is one more attention: with equal scores over values that mark bad keys.
+    """
+    clean, bad_query, bad_key = _cleaned(operands)
+    out, high, log = forward(clean, lists)
+    zero = lambda x: None if x is None else jnp.zeros_like(x)  # noqa: E731
+    marks = clean._replace(
+        query=jnp.zeros_like(clean.query),
+        key=jnp.zeros_like(clean.key),
+        value=jnp.broadcast_to(bad_key[..., None], clean.value.shape).astype(clean.value.dtype),
+        bias=zero(clean.bias),
+        slopes=zero(clean.slopes),
+        sinks=None,
+        dropout=None,
+    )
+    problem = Problem(plan.problem.scale, visible=plan.problem.visible, interpret=plan.problem.interpret)
+    seen = _kernel(_with(plan, problem), "forward", (QUERIES, ROWS, ROWS))(marks, lists)[0]
+    live = ~jnp.isneginf(high)
+    poison = (jnp.moveaxis(seen.max(axis=-1) > 0, 1, 2) | jnp.moveaxis(bad_query, 1, 2)) & live
+    out = jnp.where(jnp.moveaxis(poison, 1, 2)[..., None], jnp.nan, out).astype(out.dtype)
+    return out, jnp.where(poison, jnp.nan, high), jnp.where(poison, jnp.nan, log)
+
+
+def _with(plan: Plan, problem: Problem) -> Plan:
+    return Plan(plan.backend, problem, plan.forward, plan.queries, plan.keys, plan.bias)

@@ -1,0 +1,906 @@
+"""Flash attention on NVIDIA Hopper, in Pallas on Mosaic GPU.
+
+Every kernel is persistent and warp-specialised: one warpgroup copies tiles into slots of shared
+memory (TMA, on barriers), the others, `Blocks.q / 64` or `Blocks.k / 64` of them, hold 64 rows of
+the scores each and multiply (wgmma). In the forward pass two of them take turns at the tensor
+cores, so that the softmax of one hides behind the products of the other (FlashAttention-3, Shah et
+al. 2024, section 3.1). Scores are kept in base 2. The backward pass is two kernels, for dq and for
+dk and dv, so that no sum depends on the order in which programs finish.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from .contract import LOWEST, Blocks, Lists, Operands, Problem, Saved, mix, threshold
+
+PROGRAMS = 132  # multiprocessors of an H100 or H200 SXM: as many programs stay resident
+ROWS = 64  # rows of a tile that one warpgroup multiplies
+CACHE = 32 * 2**20  # bytes of keys and values that programs running together should share in L2
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+LOG2E = math.log2(math.e)
+LN2 = math.log(2)
+ROW, COLUMN = 0, 1  # the axis of a tile along which a vector lies
+
+f32 = jnp.float32
+i32 = jnp.int32
+
+
+def blocks(kind: str, H: int, Hv: int) -> Blocks:
+    """Tile sizes of a kernel: "forward", "queries", "keys" or "bias"."""
+    wide = max(H, Hv) > 128
+    match kind:
+        case "forward":
+            return Blocks(q=128, k=64 if wide else 128, stages=2)
+        case "queries":
+            return Blocks(q=128, k=64, stages=2)
+        case "keys":
+            return Blocks(q=64, k=64 if H + Hv > 256 else 128, stages=2)
+        case "bias":
+            return Blocks(q=128, k=64, stages=1 if wide else 2)
+    raise ValueError(f"no kernel {kind!r}")
+
+
+def refuse(problem: Problem, query: Any, key: Any, value: Any, *, bias: Any = None) -> str | None:
+    """Why these arrays (or their shapes and dtypes) can't be done here, or None."""
+    H, Hv = query.shape[-1], value.shape[-1]
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the Hopper kernel multiplies bfloat16 or float16, not {query.dtype}"
+    if not query.dtype == key.dtype == value.dtype:
+        return f"query {query.dtype}, key {key.dtype} and value {value.dtype} differ in dtype"
+    if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
+        return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
+    if bias is not None and bias.dtype not in (f32, query.dtype):
+        return f"a bias of {bias.dtype} is neither float32 nor the query's {query.dtype}"
+    if problem.interpret and not hasattr(plgpu, "store"):
+        return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
+    return None
+
+
+# Memory
+
+
+def tiles(slots: int, rows: int, width: int, dtype: Any) -> Any:
+    """Slots in shared memory as wgmma and TMA want them."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = next(s for s in (128, 64, 32) if width * size % s == 0)
+    layout = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+    return plgpu.SMEM((slots, rows, width), dtype, transforms=layout)
+
+
+def at(ref: Any, *index: Any) -> Any:
+    """`ref.at[index]`, where an axis of size 1 is shared."""
+    return ref.at[tuple(0 if size == 1 else i for size, i in zip(ref.shape, index))]
+
+
+def spread(ref: Any, shape: tuple[int, int], axis: int) -> jax.Array:
+    """A vector of memory along one axis of a tile, repeated over the other."""
+    vector = load(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
+    return lax.broadcast_in_dim(vector, shape, [axis])
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Registers in `layout`, straight from global memory where `ref` is there."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def over(rows: jax.Array, like: jax.Array) -> jax.Array:
+    """A value per row, repeated over the columns of a tile."""
+    return lax.broadcast_in_dim(rows, like.shape, [0])
+
+
+def filled(shape: tuple[int, ...], value: float) -> jax.Array:
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, f32), layout)
+
+
+# Products
+
+
+def product(a: Any, b: Any, after: Callable[[], None] = lambda: None) -> jax.Array:
+    """a @ b in float32; `after` runs once the tensor cores are busy with it."""
+
+    def multiply(acc):
+        plgpu.wgmma(acc, a, b)
+        after()
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), f32))
+
+
+def add_products(problem: Problem, *sums: tuple[jax.Array, Any, Any]) -> list[jax.Array]:
+    """acc + a @ b for every (acc, a, b), in place on the device; `a` may be in registers."""
+    if problem.interpret:  # which has no `run_state`, nor wgmma from registers
+        results = [acc + jnp.dot(a[...], b[...], preferred_element_type=f32) for acc, a, b in sums]
+        plgpu.commit_smem()  # the next copy into these slots comes after these plain reads
+        return results
+
+    def multiply(refs):
+        for ref, (_, a, b) in zip(refs, sums):
+            plgpu.wgmma(ref, a, b)
+
+    return pl.run_state(multiply)([plgpu.ACC.init(acc) for acc, _, _ in sums])
+
+
+# Scores of a tile
+
+
+def plain(problem: Problem, operands: Operands) -> bool:
+    """Whether a score is its product times a positive number: exp2's argument is then one fma."""
+    return (
+        problem.softcap is None
+        and operands.bias is None
+        and operands.slopes is None
+        and problem.scale > 0
+    )
+
+
+def unit(problem: Problem, operands: Operands) -> float:
+    """What a score that `scores` returns is multiplied with to be in base 2."""
+    return problem.scale * LOG2E if plain(problem, operands) else 1.0
+
+
+def distance(operands: Operands, place: tuple, shape: tuple[int, int], q_axis: int) -> jax.Array:
+    """|q position - k position|."""
+    b, _, q0, k0 = place
+    q, k = (shape[q_axis], shape[1 - q_axis])
+    q_positions = spread(at(operands.q_vectors[0], b, pl.ds(q0, q)), shape, q_axis)
+    k_positions = spread(at(operands.k_vectors[0], b, pl.ds(k0, k)), shape, 1 - q_axis)
+    return jnp.abs((q_positions - k_positions).astype(f32))
+
+
+def scores(
+    problem: Problem,
+    operands: Operands,  # references to memory
+    raw: jax.Array,  # [rows, columns], q . k
+    place: tuple,  # b, n, first query, first key
+    q_axis: int,  # which axis of the tile is queries
+    partial: bool,
+) -> tuple[jax.Array, jax.Array | None]:  # the scores over `unit`, and softcap's tanh
+    b, n, q0, k0 = place
+    shape = raw.shape
+    q, k = shape[q_axis], shape[1 - q_axis]
+    s, tanh = raw, None
+    if problem.softcap is not None:
+        # tanh.approx has 11 bits; this form has the 22 of exp2
+        grown = jnp.exp2(raw * (2 * LOG2E * problem.scale / problem.softcap))
+        tanh = 1.0 - 2.0 / (1.0 + grown)
+        s = tanh * (problem.softcap * LOG2E)
+    elif not plain(problem, operands):
+        s = raw * (problem.scale * LOG2E)
+    if operands.bias is not None:
+        s = s + bias_tile(operands.bias, place, shape, q_axis) * LOG2E
+    if operands.slopes is not None:
+        slope = at(operands.slopes, b, n)[...] * LOG2E
+        s = s - distance(operands, place, shape, q_axis) * slope
+    if partial and problem.visible is not None:
+        visible = problem.visible(
+            tuple(spread(at(v, b, pl.ds(q0, q)), shape, q_axis) for v in operands.q_vectors),
+            tuple(spread(at(v, b, pl.ds(k0, k)), shape, 1 - q_axis) for v in operands.k_vectors),
+        )
+        s = jnp.where(visible, s, -jnp.inf)
+    return s, tanh
+
+
+def bias_tile(bias: Any, place: tuple, shape: tuple[int, int], q_axis: int) -> jax.Array:
+    """The bias of a tile; with queries as columns, `bias` is [B or 1, N or 1, S or 1, T or 1]."""
+    b, n, q0, k0 = place
+    starts = (q0, k0) if q_axis == ROW else (k0, q0)
+    has_rows, has_columns = (size > 1 for size in bias.shape[2:])
+    rows = pl.ds(starts[0], shape[0]) if has_rows else 0
+    columns = pl.ds(starts[1], shape[1]) if has_columns else 0
+    tile = at(bias, b, n, rows, columns)
+    if has_rows and has_columns:
+        return load(tile, plgpu.Layout.WGMMA).astype(f32)
+    if has_rows or has_columns:
+        return spread(tile, shape, ROW if has_rows else COLUMN).astype(f32)
+    return jnp.full(shape, tile[...].astype(f32))
+
+
+def kept(
+    problem: Problem, operands: Operands, place: tuple, shape: tuple[int, int], q_axis: int
+) -> jax.Array:
+    """`contract.keep` of a tile, mixing each row and column once."""
+    b, n, q0, k0 = place
+
+    def indices(start, axis):
+        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+        count = plgpu.broadcasted_iota(jnp.uint32, (shape[axis],), 0, layout=layout)
+        return count + start.astype(jnp.uint32)
+
+    def broadcast(vector, axis):
+        return lax.broadcast_in_dim(vector, shape, [axis])
+
+    first = mix(operands.dropout[0, b, n] ^ indices(q0, q_axis))
+    second = mix(operands.dropout[1, b, n] + first)
+    columns = broadcast(mix(indices(k0, 1 - q_axis)), 1 - q_axis)
+    bits = mix((columns ^ broadcast(first, q_axis)) + broadcast(second, q_axis))
+    return bits >= jnp.uint32(threshold(problem.dropout_rate))
+
+
+# Work
+
+
+def schedule(weight: jax.Array, head: int) -> jax.Array:  # i32[B, K, items] -> i32[B * K * items]
+    """Flat indices of items in the order of work: the heaviest first, among the heads whose `head`
+    bytes of columns are read together from the cache; then the next heads."""
+    heads = weight.shape[0] * weight.shape[1]
+    fit = max(1, CACHE // head)
+    together = max(d for d in range(1, heads + 1) if heads % d == 0 and d <= fit)
+    weight = weight.reshape(heads // together, -1)
+    order = jnp.argsort(-weight, axis=1, stable=True).astype(i32)
+    first = weight.shape[1] * jnp.arange(weight.shape[0], dtype=i32)
+    return (order + first[:, None]).reshape(-1)
+
+
+def query_items(operands: Operands, lists: Lists) -> jax.Array:
+    """Flat indices of [B, N, query tiles]."""
+    (B, _, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    weight = jnp.broadcast_to(lists.seen, (B, N, lists.seen.shape[-1]))
+    return schedule(weight.reshape(B, K, -1), S * (H + Hv) * operands.key.dtype.itemsize)
+
+
+def key_items(operands: Operands, lists: Lists) -> jax.Array:
+    """Flat indices of [B, K, key tiles]."""
+    (B, T, N, H), (_, _, K, Hv) = operands.query.shape, operands.value.shape
+    weight = jnp.broadcast_to(lists.seen, (B, N, lists.seen.shape[-1]))
+    weight = weight.reshape(B, K, N // K, -1).sum(axis=2)
+    return schedule(weight, N // K * T * (H + Hv) * operands.key.dtype.itemsize)
+
+
+def each_item(items: Any, body: Callable, carry: Any) -> Any:
+    """`carry = body(item, carry)` for the items of this program: every `PROGRAMS`th of the list,
+    back and forth, so that the heavy ones are shared out evenly."""
+    total = items.shape[0]
+    programs = min(total, PROGRAMS)
+    program = lax.axis_index("program")
+
+    def position(turn):
+        return turn * programs + jnp.where(turn % 2 == 0, program, programs - 1 - program)
+
+    full = total // programs
+    mine = full + (position(jnp.int32(full)) < total).astype(i32)
+    return lax.fori_loop(0, mine, lambda turn, carry: body(items[position(turn)], carry), carry)
+
+
+def registers(consumers: int) -> tuple[int, int] | None:
+    """Registers a thread of a consumer and of the producer may hold; None leaves them equal."""
+    return {1: None, 2: (240, 24), 3: (160, 32)}[consumers]
+
+
+def launch(problem: Problem, body: Callable, consumers: int, items: int, **options: Any) -> Any:
+    interpret = {"interpret": problem.interpret} if problem.interpret else {}
+    return plgpu.kernel(
+        body,
+        grid=(min(items, PROGRAMS),),
+        grid_names=("program",),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+        **interpret,
+        **options,
+    )
+
+
+def specialise(consumers: int, produce: Callable[[], None], consume: Callable[[Any], None]) -> None:
+    """One warpgroup produces, the others consume."""
+    warpgroup = lax.axis_index("warpgroup")
+    limits = registers(consumers)
+
+    @pl.when(warpgroup < consumers)
+    def _():
+        if limits:
+            plgpu.set_max_registers(limits[0], action="increase")
+        consume(warpgroup)
+
+    @pl.when(warpgroup == consumers)
+    def _():
+        if limits:
+            plgpu.set_max_registers(limits[1], action="decrease")
+        produce()
+
+
+# Forward
+
+
+def forward(
+    problem: Problem, operands: Operands, lists: Lists, blocks: Blocks
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output [B, T, N, Hv], and f32[B, N, T] each of the rows' maximum m and log l."""
+    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    dtype = operands.query.dtype
+    consumers, stages = blocks.q // ROWS, blocks.stages
+    items = query_items(operands, lists)
+    in_place = {} if shares(H, Hv) else {"out_tile": tiles(consumers, ROWS, Hv, dtype)}
+    return launch(
+        problem,
+        functools.partial(_forward, problem, blocks),
+        consumers,
+        items.size,
+        out_type=(
+            jax.ShapeDtypeStruct((B, T, N, Hv), dtype),
+            jax.ShapeDtypeStruct((B, N, T), f32),
+            jax.ShapeDtypeStruct((B, N, T), f32),
+        ),
+        scratch_types=dict(
+            q_tile=tiles(consumers, ROWS, H, dtype),
+            k_tile=tiles(stages, blocks.k, H, dtype),
+            v_tile=tiles(stages, blocks.k, Hv, dtype),
+            high_rows=plgpu.SMEM((consumers, ROWS), f32),
+            log_rows=plgpu.SMEM((consumers, ROWS), f32),
+            q_full=plgpu.Barrier(num_barriers=consumers),
+            q_empty=plgpu.Barrier(num_barriers=consumers),
+            k_full=plgpu.Barrier(num_barriers=stages),
+            k_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            v_full=plgpu.Barrier(num_barriers=stages),
+            v_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            turn=plgpu.Barrier(num_arrivals=consumers),
+            **in_place,
+        ),
+    )(items, lists, operands)
+
+
+def shares(H: int, Hv: int) -> bool:
+    """Whether the output leaves through the query's slot, where memory is short."""
+    return H == Hv > 128
+
+
+def _forward(
+    problem, blocks, items, lists, operands, out, high_out, log_out, *,
+    q_tile, k_tile, v_tile, high_rows, log_rows,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out_tile=None,
+):  # fmt: skip
+    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    consumers, stages = blocks.q // ROWS, blocks.stages
+    rows = T // blocks.q
+
+    def place(item):
+        return item // (N * rows), item // rows % N, item % rows
+
+    def produce():
+        def tile_item(item, carry):
+            b, n, row = place(item)
+            done, step = carry
+            for w in range(consumers):
+                pl.when(done > 0)(lambda w=w: plgpu.barrier_wait(q_empty.at[w]))
+                source = operands.query.at[b, pl.ds(row * blocks.q + w * ROWS, ROWS), n]
+                plgpu.copy_gmem_to_smem(source, q_tile.at[w], q_full.at[w])
+
+            def load(j, step):
+                columns = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.k, blocks.k)
+                slot = step % stages
+                pl.when(step >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
+                k = operands.key.at[b, columns, n // (N // K)]
+                plgpu.copy_gmem_to_smem(k, k_tile.at[slot], k_full.at[slot])
+                pl.when(step >= stages)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
+                v = operands.value.at[b, columns, n // (N // K)]
+                plgpu.copy_gmem_to_smem(v, v_tile.at[slot], v_full.at[slot])
+                return step + 1
+
+            return done + 1, lax.fori_loop(0, at(lists.seen, b, n, row)[...], load, step)
+
+        each_item(items, tile_item, (jnp.int32(0), jnp.int32(0)))
+
+    def take_turns():
+        if consumers == 2:
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+    def consume(w):
+        def attend(item, step):
+            b, n, row = place(item)
+            q0 = row * blocks.q + w * ROWS
+            full, seen = at(lists.full, b, n, row)[...], at(lists.seen, b, n, row)[...]
+
+            def tile(j, carry, partial):
+                acc, high, total, step = carry
+                slot = step % stages
+                where = (b, n, q0, at(lists.order, b, n, row, j)[...] * blocks.k)
+                plgpu.barrier_wait(k_full.at[slot])
+                raw = product(q_tile.at[w], k_tile.at[slot].transpose((1, 0)), take_turns)
+                plgpu.barrier_arrive(k_empty.at[slot])
+
+                s, _ = scores(problem, operands, raw, where, ROW, partial)
+                one = unit(problem, operands)
+                grown = jnp.maximum(high, s.max(axis=1) * one)
+                shrink = jnp.exp2(high - grown)
+                p = jnp.exp2(s * one - over(grown, s))
+                # an unseen product that is not finite marks its row: 0 * it is NaN
+                total = total * shrink + (p + raw * 0 if partial else p).sum(axis=1)
+                acc = acc * over(shrink, acc)
+                if problem.dropout_rate:
+                    p = jnp.where(kept(problem, operands, where, p.shape, ROW), p, 0)
+                p = p.astype(v_tile.dtype)
+
+                if consumers == 2:
+                    plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(v_full.at[slot])
+                if consumers == 2:
+                    plgpu.barrier_wait(turn)
+                [acc] = add_products(problem, (acc, p, v_tile.at[slot]))
+                plgpu.barrier_arrive(v_empty.at[slot])
+                return acc, grown, total, step + 1
+
+            plgpu.barrier_wait(q_full.at[w])
+            pl.when(w == 1)(take_turns)
+            carry = filled((ROWS, Hv), 0), filled((ROWS,), LOWEST), filled((ROWS,), 0), step
+            carry = lax.fori_loop(0, full, functools.partial(tile, partial=False), carry)
+            carry = lax.fori_loop(full, seen, functools.partial(tile, partial=True), carry)
+            acc, high, total, step = carry
+            if out_tile is not None:
+                plgpu.barrier_arrive(q_empty.at[w])
+            pl.when(w == 0)(take_turns)
+
+            live = total != 0
+            shrink = filled((ROWS,), 1)
+            if operands.sinks is not None:
+                sink = at(operands.sinks, b, n)[...] * LOG2E
+                grown = jnp.maximum(high, sink)
+                shrink = jnp.where(live, jnp.exp2(high - grown), 1)
+                total = jnp.where(live, total * shrink + jnp.exp2(sink - grown), total)
+                high = jnp.where(live, grown, high)
+            factor = jnp.where(live, shrink / total, 0) * (1 / (1 - problem.dropout_rate))
+            acc = (acc * over(factor, acc)).astype(out.dtype)
+            mark = (acc.astype(f32) * 0).sum(axis=1)
+            staged = q_tile if out_tile is None else out_tile
+            staged[w] = acc
+            high_rows[w] = jnp.where(live, high * LN2, -jnp.inf)
+            log_rows[w] = jnp.where(live, jnp.log2(total) * LN2, 0) + mark
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged.at[w], out.at[b, pl.ds(q0, ROWS), n])
+            plgpu.copy_smem_to_gmem(high_rows.at[w], high_out.at[b, n, pl.ds(q0, ROWS)])
+            plgpu.copy_smem_to_gmem(log_rows.at[w], log_out.at[b, n, pl.ds(q0, ROWS)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if out_tile is None:
+                plgpu.barrier_arrive(q_empty.at[w])
+            return step
+
+        each_item(items, attend, jnp.int32(0))
+
+    specialise(consumers, produce, consume)
+
+
+# Backward
+
+
+def base(saved: Saved) -> jax.Array:  # f32[B, N, T]
+    """What p = 2^(s - base) subtracts."""
+    return (saved.high + saved.log) * LOG2E
+
+
+def weights(
+    problem: Problem,
+    operands: Operands,  # references to memory
+    raw: jax.Array,  # [rows, columns], q . k
+    base: jax.Array,  # [rows, columns]
+    place: tuple,
+    q_axis: int,
+    partial: bool,
+) -> tuple[jax.Array, Callable]:  # p f, and (do . v, D) -> ds, du
+    s, tanh = scores(problem, operands, raw, place, q_axis, partial)
+    p = dropped = jnp.exp2(s * unit(problem, operands) - base)
+    if problem.dropout_rate:
+        keep, grow = kept(problem, operands, place, p.shape, q_axis), 1 / (1 - problem.dropout_rate)
+        dropped = jnp.where(keep, p * grow, 0)
+
+    def differentiate(dp, D):
+        if problem.dropout_rate:
+            dp = jnp.where(keep, dp * grow, 0)
+        ds = p * (dp - D)
+        return ds, ds if tanh is None else ds * (1 - tanh * tanh)
+
+    return dropped, differentiate
+
+
+def gradient_queries(
+    problem: Problem, operands: Operands, lists: Lists, blocks: Blocks, saved: Saved
+) -> tuple[jax.Array, jax.Array | None]:
+    """dq [B, T, N, H], and with slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|."""
+    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    dtype = operands.query.dtype
+    consumers, stages = blocks.q // ROWS, blocks.stages
+    items = query_items(operands, lists)
+    rows = jax.ShapeDtypeStruct((B, N, T), f32)
+    has_slopes = operands.slopes is not None
+    slots = value_slots(blocks, H, Hv)
+    results = launch(
+        problem,
+        functools.partial(_gradient_queries, problem, blocks),
+        consumers,
+        items.size,
+        out_type=(jax.ShapeDtypeStruct((B, T, N, H), dtype),) + (rows,) * has_slopes,
+        scratch_types=dict(
+            q_tile=tiles(consumers, ROWS, H, dtype),
+            do_tile=tiles(consumers, ROWS, Hv, dtype),
+            k_tile=tiles(stages, blocks.k, H, dtype),
+            v_tile=tiles(slots, blocks.k, Hv, dtype),
+            slope_rows=plgpu.SMEM((consumers, ROWS), f32),
+            q_full=plgpu.Barrier(num_arrivals=2, num_barriers=consumers),
+            q_empty=plgpu.Barrier(num_barriers=consumers),
+            k_full=plgpu.Barrier(num_barriers=stages),
+            k_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            v_full=plgpu.Barrier(num_barriers=slots),
+            v_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=slots),
+        ),
+    )(items, lists, operands, saved.do, base(saved), saved.D)
+    return results if has_slopes else (results[0], None)
+
+
+def value_slots(blocks: Blocks, H: int, Hv: int) -> int:
+    """Slots for the values of `gradient_queries`, which leave sooner than the keys."""
+    return 1 if H + Hv > 384 else blocks.stages
+
+
+def _gradient_queries(
+    problem, blocks, items, lists, operands, do, base, D, dq, slope_out=None, *scratch,
+    q_tile, do_tile, k_tile, v_tile, slope_rows,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+):  # fmt: skip
+    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    consumers, stages = blocks.q // ROWS, blocks.stages
+    slots = v_tile.shape[0]
+    rows = T // blocks.q
+
+    def place(item):
+        return item // (N * rows), item // rows % N, item % rows
+
+    def produce():
+        def tile_item(item, carry):
+            b, n, row = place(item)
+            done, step = carry
+            for w in range(consumers):
+                pl.when(done > 0)(lambda w=w: plgpu.barrier_wait(q_empty.at[w]))
+                queries = b, pl.ds(row * blocks.q + w * ROWS, ROWS), n
+                plgpu.copy_gmem_to_smem(operands.query.at[queries], q_tile.at[w], q_full.at[w])
+                plgpu.copy_gmem_to_smem(do.at[queries], do_tile.at[w], q_full.at[w])
+
+            def load(j, step):
+                columns = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.k, blocks.k)
+                slot = step % stages
+                pl.when(step >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
+                k = operands.key.at[b, columns, n // (N // K)]
+                plgpu.copy_gmem_to_smem(k, k_tile.at[slot], k_full.at[slot])
+                slot = step % slots
+                pl.when(step >= slots)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
+                v = operands.value.at[b, columns, n // (N // K)]
+                plgpu.copy_gmem_to_smem(v, v_tile.at[slot], v_full.at[slot])
+                return step + 1
+
+            return done + 1, lax.fori_loop(0, at(lists.seen, b, n, row)[...], load, step)
+
+        each_item(items, tile_item, (jnp.int32(0), jnp.int32(0)))
+
+    def consume(w):
+        def walk(item, step):
+            b, n, row = place(item)
+            q0 = row * blocks.q + w * ROWS
+            queries = b, n, pl.ds(q0, ROWS)
+            full, seen = at(lists.full, b, n, row)[...], at(lists.seen, b, n, row)[...]
+            base_rows = load(base.at[queries], plgpu.Layout.WGMMA.reduce(1))
+            D_rows = load(D.at[queries], plgpu.Layout.WGMMA.reduce(1))
+
+            def tile(j, carry, partial):
+                acc, slope, step = carry
+                k_slot, v_slot = step % stages, step % slots
+                k, v = k_tile.at[k_slot], v_tile.at[v_slot]
+                where = (b, n, q0, at(lists.order, b, n, row, j)[...] * blocks.k)
+                plgpu.barrier_wait(k_full.at[k_slot])
+                raw = product(q_tile.at[w], k.transpose((1, 0)))
+                _, differentiate = weights(
+                    problem, operands, raw, over(base_rows, raw), where, ROW, partial
+                )
+                plgpu.barrier_wait(v_full.at[v_slot])
+                dp = product(do_tile.at[w], v.transpose((1, 0)))
+                ds, du = differentiate(dp, over(D_rows, dp))
+                plgpu.barrier_arrive(v_empty.at[v_slot])
+                if slope_out is not None:
+                    slope -= (ds * distance(operands, where, ds.shape, ROW)).sum(axis=1)
+                [acc] = add_products(problem, (acc, du.astype(k_tile.dtype), k))
+                plgpu.barrier_arrive(k_empty.at[k_slot])
+                return acc, slope, step + 1
+
+            plgpu.barrier_wait(q_full.at[w])
+            carry = filled((ROWS, H), 0), filled((ROWS,), 0), step
+            carry = lax.fori_loop(0, full, functools.partial(tile, partial=False), carry)
+            carry = lax.fori_loop(full, seen, functools.partial(tile, partial=True), carry)
+            acc, slope, step = carry
+            q_tile[w] = (acc * problem.scale).astype(q_tile.dtype)
+            slope_rows[w] = slope
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_tile.at[w], dq.at[b, pl.ds(q0, ROWS), n])
+            if slope_out is not None:
+                plgpu.copy_smem_to_gmem(slope_rows.at[w], slope_out.at[queries])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(q_empty.at[w])
+            return step
+
+        each_item(items, walk, jnp.int32(0))
+
+    specialise(consumers, produce, consume)
+
+
+def gradient_keys(
+    problem: Problem, operands: Operands, lists: Lists, blocks: Blocks, saved: Saved
+) -> tuple[jax.Array, jax.Array]:
+    """dk [B, S, K, H] and dv [B, S, K, Hv]; the rows of `lists` are key tiles here."""
+    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    dtype, stages = operands.key.dtype, blocks.stages
+    parts = blocks.k // ROWS
+    consumers = max(2, parts)
+    items = key_items(operands, lists)
+    if operands.bias is not None:
+        operands = operands._replace(bias=operands.bias.swapaxes(2, 3))
+    return launch(
+        problem,
+        functools.partial(_gradient_keys, problem, blocks),
+        consumers,
+        items.size,
+        out_type=(
+            jax.ShapeDtypeStruct((B, S, K, H), dtype),
+            jax.ShapeDtypeStruct((B, S, K, Hv), dtype),
+        ),
+        scratch_types=dict(
+            k_tile=tiles(parts, ROWS, H, dtype),
+            v_tile=tiles(parts, ROWS, Hv, dtype),
+            q_tile=tiles(stages, blocks.q, H, dtype),
+            do_tile=tiles(stages, blocks.q, Hv, dtype),
+            base_columns=plgpu.SMEM((stages, blocks.q), f32),
+            D_columns=plgpu.SMEM((stages, blocks.q), f32),
+            k_full=plgpu.Barrier(num_arrivals=2, num_barriers=parts),
+            k_empty=plgpu.Barrier(num_arrivals=consumers // parts, num_barriers=parts),
+            q_full=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+            q_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            both=plgpu.Barrier(num_arrivals=consumers),
+        ),
+    )(items, lists, operands, saved.do, base(saved), saved.D)
+
+
+def _gradient_keys(
+    problem, blocks, items, lists, operands, do, base, D, dk_out, dv_out, *,
+    k_tile, v_tile, q_tile, do_tile, base_columns, D_columns,
+    k_full, k_empty, q_full, q_empty, both,
+):  # fmt: skip
+    """Two warpgroups hold 64 keys each, or, where their dk and dv are too many registers for one,
+    the same 64: the first sums dv, the second dk."""
+    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    stages, parts, G = blocks.stages, blocks.k // ROWS, N // K
+    consumers = max(2, parts)
+    rows = S // blocks.k
+
+    def place(item):
+        return item // (K * rows), item // rows % K, item % rows
+
+    def produce():
+        def tile_item(item, carry):
+            b, head, row = place(item)
+            done, step = carry
+            for w in range(parts):
+                pl.when(done > 0)(lambda w=w: plgpu.barrier_wait(k_empty.at[w]))
+                keys = b, pl.ds(row * blocks.k + w * ROWS, ROWS), head
+                plgpu.copy_gmem_to_smem(operands.key.at[keys], k_tile.at[w], k_full.at[w])
+                plgpu.copy_gmem_to_smem(operands.value.at[keys], v_tile.at[w], k_full.at[w])
+
+            def load_head(g, step):
+                n = head * G + g
+
+                def load_tile(j, step):
+                    queries = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.q, blocks.q)
+                    slot = step % stages
+                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
+                    for source, target in (
+                        (operands.query.at[b, queries, n], q_tile),
+                        (do.at[b, queries, n], do_tile),
+                        (base.at[b, n, queries], base_columns),
+                        (D.at[b, n, queries], D_columns),
+                    ):
+                        plgpu.copy_gmem_to_smem(source, target.at[slot], q_full.at[slot])
+                    return step + 1
+
+                return lax.fori_loop(0, at(lists.seen, b, n, row)[...], load_tile, step)
+
+            return done + 1, lax.fori_loop(0, G, load_head, step)
+
+        each_item(items, tile_item, (jnp.int32(0), jnp.int32(0)))
+
+    def consume(w, wanted=("dk", "dv")):
+        part = w if parts == consumers else 0
+
+        def walk(item, step):
+            b, head, row = place(item)
+            k0 = row * blocks.k + part * ROWS
+
+            def tile(j, carry, partial, n):
+                sums, step = dict(carry[0]), carry[1]
+                slot = step % stages
+                q, do = q_tile.at[slot], do_tile.at[slot]
+                where = (b, n, at(lists.order, b, n, row, j)[...] * blocks.q, k0)
+                shape = (ROWS, blocks.q)
+                plgpu.barrier_wait(q_full.at[slot])
+
+                raw = product(k_tile.at[part], q.transpose((1, 0)))
+                columns = spread(base_columns.at[slot], shape, COLUMN)
+                p, differentiate = weights(
+                    problem, operands, raw, columns, where, COLUMN, partial
+                )
+                p = p.astype(q_tile.dtype)
+                v, do_columns = v_tile.at[part], do.transpose((1, 0))
+                if "dk" in wanted and "dv" in wanted and not partial:
+                    dv = (sums["dv"], p, do), (filled(shape, 0), v, do_columns)
+                    sums["dv"], dp = add_products(problem, *dv)
+                else:  # fewer registers at a time, for what a mask needs
+                    if "dv" in wanted:
+                        [sums["dv"]] = add_products(problem, (sums["dv"], p, do))
+                    if "dk" in wanted:
+                        dp = product(v, do_columns)
+                if "dk" in wanted:
+                    _, du = differentiate(dp, spread(D_columns.at[slot], shape, COLUMN))
+                    [sums["dk"]] = add_products(problem, (sums["dk"], du.astype(q_tile.dtype), q))
+                plgpu.barrier_arrive(q_empty.at[slot])
+                return sums, step + 1
+
+            def one_head(g, carry):
+                n = head * G + g
+                full, seen = at(lists.full, b, n, row)[...], at(lists.seen, b, n, row)[...]
+                visit = functools.partial(tile, n=n)
+                carry = lax.fori_loop(0, full, functools.partial(visit, partial=False), carry)
+                return lax.fori_loop(full, seen, functools.partial(visit, partial=True), carry)
+
+            plgpu.barrier_wait(k_full.at[part])
+            widths = {"dk": H, "dv": Hv}
+            sums = {name: filled((ROWS, widths[name]), 0) for name in wanted}
+            sums, step = lax.fori_loop(0, G, one_head, (sums, step))
+            if parts != consumers:  # the other warpgroup reads the slots that are written next
+                plgpu.barrier_arrive(both)
+                plgpu.barrier_wait(both)
+            keys = b, pl.ds(k0, ROWS), head
+            outs = {"dk": (k_tile, dk_out, problem.scale), "dv": (v_tile, dv_out, 1.0)}
+            for name in wanted:
+                staged, _, scale = outs[name]
+                staged[part] = (sums[name] * scale).astype(staged.dtype)
+            plgpu.commit_smem()
+            for name in wanted:
+                staged, out, _ = outs[name]
+                plgpu.copy_smem_to_gmem(staged.at[part], out.at[keys])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(k_empty.at[part])
+            return step
+
+        each_item(items, walk, jnp.int32(0))
+
+    def consume_half(w):
+        pl.when(w == 0)(lambda: consume(w, ("dv",)))
+        pl.when(w == 1)(lambda: consume(w, ("dk",)))
+
+    specialise(consumers, produce, consume if parts == consumers else consume_half)
+
+
+def gradient_bias(
+    problem: Problem, operands: Operands, lists: Lists, blocks: Blocks, saved: Saved
+) -> jax.Array:
+    """ds summed over the axes that the bias lacks; f32 in the bias's shape."""
+    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    dtype, shape = operands.query.dtype, operands.bias.shape
+    consumers, stages = blocks.q // ROWS, blocks.stages
+    visits = visited(lists)
+    # An item is one tile of the sum. Along T or S a bias without that axis is summed in registers
+    # and then once more here, over the rows or columns of one tile; one without both keeps T.
+    T_out = T if shape[2] > 1 or shape[3] == 1 else blocks.q
+    S_out = S if shape[3] > 1 else blocks.k
+    outer = (*shape[:2], T_out // blocks.q, S_out // blocks.k)
+    total = launch(
+        problem,
+        functools.partial(_gradient_bias, problem, blocks, outer),
+        consumers,
+        math.prod(outer),
+        out_type=jax.ShapeDtypeStruct((*shape[:2], T_out, S_out), f32),
+        scratch_types=dict(
+            q_tile=tiles(stages * consumers, ROWS, H, dtype),
+            do_tile=tiles(stages * consumers, ROWS, Hv, dtype),
+            k_tile=tiles(stages, blocks.k, H, dtype),
+            v_tile=tiles(stages, blocks.k, Hv, dtype),
+            out_tile=tiles(consumers, ROWS, blocks.k, f32),
+            filled_slot=plgpu.Barrier(num_arrivals=2 + 2 * consumers, num_barriers=stages),
+            empty_slot=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        ),
+    )(jnp.arange(math.prod(outer), dtype=i32), visits, operands, saved.do, base(saved), saved.D)
+    lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
+    return total.sum(axis=lacking, keepdims=True)
+
+
+def visited(lists: Lists) -> jax.Array:  # i32[B or 1, N or 1, query tiles, key tiles]
+    """1 for the tiles that the lists name, else 0."""
+    named = jnp.arange(lists.order.shape[-1]) < lists.seen[..., None]
+    where = jnp.indices(lists.order.shape, sparse=True)[:3]
+    return jnp.zeros(lists.order.shape, i32).at[*where, lists.order].max(named.astype(i32))
+
+
+def _gradient_bias(
+    problem, blocks, outer, items, visits, operands, do, base, D, out, *,
+    q_tile, do_tile, k_tile, v_tile, out_tile, filled_slot, empty_slot,
+):  # fmt: skip
+    """Masks every tile it visits: that of a full one is true, and this kernel is short."""
+    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    consumers, stages = blocks.q // ROWS, blocks.stages
+    inner = tuple(
+        size // o for size, o in zip((B, N, T // blocks.q, S // blocks.k), outer, strict=True)
+    )
+
+    def digits(index, sizes):
+        """The index of an array of these sizes at a flat index."""
+        for axis in range(len(sizes)):
+            yield index // math.prod(sizes[axis + 1 :]) % sizes[axis]
+
+    def each_tile(item, body, carry):
+        """`body(b, n, row, column, carry)` for the visited tiles that are summed in an item."""
+
+        def visit(index, carry):
+            parts = zip(digits(item, outer), digits(index, inner))
+            tile = tuple(o + i for o, i in parts)  # one of the two is 0 on every axis
+            return lax.cond(
+                at(visits, *tile)[...] > 0, lambda c: body(*tile, c), lambda c: c, carry
+            )
+
+        return lax.fori_loop(0, math.prod(inner), visit, carry)
+
+    def produce():
+        def copy(b, n, row, column, step):
+            slot = step % stages
+            pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty_slot.at[slot]))
+            keys = b, pl.ds(column * blocks.k, blocks.k), n // (N // K)
+            plgpu.copy_gmem_to_smem(operands.key.at[keys], k_tile.at[slot], filled_slot.at[slot])
+            plgpu.copy_gmem_to_smem(operands.value.at[keys], v_tile.at[slot], filled_slot.at[slot])
+            for w in range(consumers):
+                queries = b, pl.ds(row * blocks.q + w * ROWS, ROWS), n
+                place = slot * consumers + w
+                for source, target in ((operands.query, q_tile), (do, do_tile)):
+                    plgpu.copy_gmem_to_smem(
+                        source.at[queries], target.at[place], filled_slot.at[slot]
+                    )
+            return step + 1
+
+        each_item(items, lambda item, step: each_tile(item, copy, step), jnp.int32(0))
+
+    def consume(w):
+        def add(b, n, row, column, carry):
+            total, step = carry
+            slot = step % stages
+            place = slot * consumers + w
+            q0 = row * blocks.q + w * ROWS
+            where = (b, n, q0, column * blocks.k)
+            rows = b, n, pl.ds(q0, ROWS)
+            layout = plgpu.Layout.WGMMA.reduce(1)
+            base_rows, D_rows = load(base.at[rows], layout), load(D.at[rows], layout)
+            plgpu.barrier_wait(filled_slot.at[slot])
+            raw = product(q_tile.at[place], k_tile.at[slot].transpose((1, 0)))
+            _, differentiate = weights(
+                problem, operands, raw, over(base_rows, raw), where, ROW, True
+            )
+            dp = product(do_tile.at[place], v_tile.at[slot].transpose((1, 0)))
+            plgpu.barrier_arrive(empty_slot.at[slot])
+            return total + differentiate(dp, over(D_rows, dp))[0], step + 1
+
+        def sum_item(item, step):
+            total, step = each_tile(item, add, (filled((ROWS, blocks.k), 0), step))
+            b, n, row, column = digits(item, outer)
+            out_tile[w] = total
+            plgpu.commit_smem()
+            rows = pl.ds(row * blocks.q + w * ROWS, ROWS)
+            target = out.at[b, n, rows, pl.ds(column * blocks.k, blocks.k)]
+            plgpu.copy_smem_to_gmem(out_tile.at[w], target)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return step
+
+        each_item(items, sum_item, jnp.int32(0))
+
+    specialise(consumers, produce, consume)

@@ -1,0 +1,148 @@
+"""The contract of the kernels in dense arrays: a backend without tiles, to test what is around one.
+
+It visits what the lists name and nothing else, by spreading them into a mask of T x S.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.dropout import _absorb, _mix
+from transformer_jax.kernels import Target
+from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved, threshold
+
+TILES = {"forward": Blocks(16, 32), "queries": Blocks(16, 16), "keys": Blocks(32, 16)}
+
+
+@dataclass(frozen=True)
+class Plain(Target):
+    backend: Any = "plain"
+
+    @property
+    def module(self):
+        import plain_kernels
+
+        return plain_kernels
+
+
+def refuse(problem, query, key, value, *, bias=None):
+    return None
+
+
+def blocks(kind: str, H: int, Hv: int, width: int) -> Blocks:
+    return TILES.get(kind, Blocks(16, 32))
+
+
+def visited(lists: Lists, blocks: tuple[int, int], columns_are_keys: bool) -> tuple:
+    """(visited, full) as bool[B or 1, N or 1, T, S]."""
+    steps = jnp.arange(lists.order.shape[-1])[None, None, None]
+    at = jax.nn.one_hot(lists.order, lists.order.shape[-1], dtype=bool)  # [.., row, step, column]
+    some = (at & (steps < lists.seen[..., None])[..., None]).any(axis=-2)
+    full = (at & (steps < lists.full[..., None])[..., None]).any(axis=-2)
+    spread = lambda x: jnp.repeat(jnp.repeat(x, blocks[0], -2), blocks[1], -1)  # noqa: E731
+    some, full = spread(some), spread(full)
+    return (some, full) if columns_are_keys else (some.swapaxes(2, 3), full.swapaxes(2, 3))
+
+
+def _scores(problem: Problem, operands: Operands, seen: jax.Array, full: jax.Array):
+    """Raw products, tanh, masked scores, dropout's factor, distances: [B, N, T, S]."""
+    query, key = (x.astype(jnp.float32) for x in operands[:2])
+    G = query.shape[2] // key.shape[2]
+    raw = jnp.einsum("BTNH,BSNH->BNTS", query, jnp.repeat(key, G, 2))
+    s, t = raw * problem.scale, None
+    if problem.softcap is not None:
+        t = jnp.tanh(s / problem.softcap)
+        s = t * problem.softcap
+    if operands.bias is not None:
+        s = s + operands.bias
+    q = tuple(x[:, None, :, None] for x in operands.q_vectors)
+    k = tuple(x[:, None, None, :] for x in operands.k_vectors)
+    distance = jnp.abs(q[0] - k[0]).astype(jnp.float32)
+    if operands.slopes is not None:
+        s = s - operands.slopes[:, :, None, None] * distance
+    partial = seen & ~full
+    visible = full if problem.visible is None else full | (partial & problem.visible(q, k))
+    factor = jnp.float32(1)
+    if operands.dropout is not None and problem.dropout_rate:
+        a, b = operands.dropout[..., None, None]
+        rows, columns = (jnp.arange(n, dtype=jnp.uint32) for n in raw.shape[2:])
+        a, b = _absorb(a, b, rows[None, None, :, None])
+        kept = _mix((_mix(columns)[None, None, None] ^ a) + b) >= jnp.uint32(threshold(problem.dropout_rate))
+        factor = jnp.where(kept, 1 / (1 - problem.dropout_rate), 0.0)
+    return raw, t, jnp.where(visible, s, -jnp.inf), factor, distance, partial
+
+
+def forward(problem, operands, lists, blocks):
+    seen, full = visited(lists, (blocks.q, blocks.k), True)
+    raw, _, s, factor, _, partial = _scores(problem, operands, seen, full)
+    high = s.max(axis=-1)
+    p = jnp.exp(s - jnp.where(jnp.isneginf(high), 0, high)[..., None])
+    total = p.sum(axis=-1)
+    dead = total == 0
+    weights = p * factor
+    if operands.sinks is not None:
+        sinks = operands.sinks[..., None]
+        new = jnp.maximum(high, sinks)
+        r = jnp.where(dead, 0, jnp.exp(high - new))
+        total = jnp.where(dead, 0, total * r + jnp.exp(sinks - new))
+        weights, high = weights * r[..., None], jnp.where(dead, -jnp.inf, new)
+    G = operands.query.shape[2] // operands.key.shape[2]
+    value = jnp.repeat(operands.value.astype(jnp.float32), G, 2)
+    out = _weigh(weights, value, seen) / jnp.where(dead, 1, total)[..., None]
+    log = jnp.log(jnp.where(dead, 1, total))
+    log = log + 0 * out.sum(axis=-1) + 0 * jnp.where(partial, raw, 0).sum(axis=-1)
+    return out.swapaxes(1, 2).astype(operands.query.dtype), high, log
+
+
+def _weigh(weights: jax.Array, x: jax.Array, seen: jax.Array) -> jax.Array:  # [B, N, T, d]
+    """Every key of a visited tile takes part, 0 * NaN = NaN, and no other."""
+    bad = ~jnp.isfinite(x)
+    marks = jnp.einsum("BNTS,BSNH->BNTH", jnp.broadcast_to(seen, weights.shape) * 1.0, bad * 1.0)
+    sums = jnp.einsum("BNTS,BSNH->BNTH", weights, jnp.where(bad, 0, x))
+    return jnp.where(marks > 0, jnp.nan, sums)
+
+
+def _differences(problem, operands, seen, full, saved: Saved):
+    raw, t, s, factor, distance, _ = _scores(problem, operands, seen, full)
+    p = jnp.exp(s - saved.high[..., None] - saved.log[..., None])
+    G = operands.query.shape[2] // operands.key.shape[2]
+    value = jnp.repeat(operands.value.astype(jnp.float32), G, 2)
+    do = saved.do.astype(jnp.float32)
+    dp = jnp.einsum("BTNH,BSNH->BNTS", do, value) * factor
+    hidden = jnp.isneginf(s)
+    ds = jnp.where(hidden, 0, p * (dp - saved.D[..., None]))
+    du = ds if t is None else jnp.where(hidden, 0, ds * (1 - t * t))
+    return p * factor, ds, du * problem.scale, distance
+
+
+def gradient_queries(problem, operands, lists, blocks, saved):
+    seen, full = visited(lists, (blocks.q, blocks.k), True)
+    _, ds, du, distance = _differences(problem, operands, seen, full, saved)
+    G = operands.query.shape[2] // operands.key.shape[2]
+    key = jnp.repeat(operands.key.astype(jnp.float32), G, 2)
+    dq = _weigh(du, key, seen).swapaxes(1, 2).astype(operands.query.dtype)
+    return dq, None if operands.slopes is None else -(ds * distance).sum(axis=-1)
+
+
+def gradient_keys(problem, operands, lists, blocks, saved):
+    seen, full = visited(lists, (blocks.k, blocks.q), False)
+    p, _, du, _ = _differences(problem, operands, seen, full, saved)
+    K = operands.key.shape[2]
+
+    def product(weights, x):
+        full = jnp.einsum("BNTS,BTNH->BSNH", weights, x.astype(jnp.float32))
+        full = full.reshape(*full.shape[:2], K, -1, full.shape[3]).sum(axis=3)
+        return full.astype(operands.key.dtype)
+
+    return product(du, operands.query), product(p, saved.do)
+
+
+def gradient_bias(problem, operands, lists, blocks, saved):
+    seen, full = visited(lists, (blocks.q, blocks.k), True)
+    _, ds, _, _ = _differences(problem, operands, seen, full, saved)
+    axes = [i for i, n in enumerate(operands.bias.shape) if n == 1]
+    return ds.sum(axis=tuple(axes), keepdims=True)

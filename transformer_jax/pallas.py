@@ -1,0 +1,152 @@
+"""A call of attention as the fused kernels take it: padded arrays, vectors, lists of tiles."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.arguments import Call, Options
+from transformer_jax.dropout import head_words, key_words
+from transformer_jax.kernels import Target, target
+from transformer_jax.kernels.contract import Blocks, Lists, Problem
+from transformer_jax.kernels.fused import Fixed, Plan, Visits, attend
+from transformer_jax.mask_vectors import MaskVectors, not_vectors
+from transformer_jax.masks import Everything, Mask
+from transformer_jax.positions import ALiBi
+from transformer_jax.tiles import FULL, SKIPPED, at_once
+
+KERNELS = "forward", "queries", "keys", "bias"
+
+
+def refuse(call: Call) -> str | None:
+    """Why the kernels would not run these arguments, or None."""
+    where = target()
+    if isinstance(where, str):
+        return where
+    query, key, value, bias = (call.arrays[name] for name in ("query", "key", "value", "bias"))
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        return f"an axis is empty: query {query.shape}, key {key.shape}, value {value.shape}"
+    if "scale" in call.arrays:
+        return "takes no scale that is an array"
+    if bias is not None and not hasattr(bias, "shape") and not isinstance(bias, ALiBi):
+        return f"takes a bias that is an array or ALiBi, not {type(bias).__name__}"
+    if bias is not None and str(getattr(bias, "dtype", "")) == "float64":
+        return "computes in float32, the bias is float64"
+    mask = call.arrays["mask"]
+    reason = None if mask is None else not_vectors(mask)
+    if reason is None:
+        reason = where.module.refuse(_problem(call.options, None, where), query, key, value, bias=bias)
+    return reason
+
+
+def pallas_attention(
+    where: Target,
+    options: Options,
+    *,
+    query: jax.Array,  # [B, T, N, H]
+    key: jax.Array,  # [B, S, K, H]
+    value: jax.Array,  # [B, S, K, Hv]
+    mask: Mask | None,
+    bias: Any,
+    sinks: jax.Array | None,
+    q_positions: jax.Array | None,
+    k_positions: jax.Array | None,
+    dropout_key: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, T, N]
+    """`dot_product_attention` and its lse by the fused kernels; arguments are taken as checked."""
+    (B, T, N, H), (_, S, _, Hv) = query.shape, value.shape
+    width = query.dtype.itemsize
+    blocks = {kind: where.module.blocks(kind, H, Hv, width) for kind in KERNELS}
+    rows = math.lcm(*(b.q for b in blocks.values()))
+    columns = math.lcm(*(b.k for b in blocks.values()))
+    padded_T, padded_S = _round_up(T, rows), _round_up(S, columns)
+
+    mask = Everything() if mask is None else mask
+    with at_once(mask, q_positions, k_positions):
+        at = _positions(q_positions, T), _positions(k_positions, S)
+        every_index = q_positions is None and k_positions is None
+        vectors = MaskVectors.of(mask, *at, every_index)
+        q_vectors = tuple(_pad(x, 1, padded_T, 0) for x in vectors.q)
+        k_vectors = tuple(
+            _pad(x, 1, padded_S, -1 if i == 0 else 0) for i, x in enumerate(vectors.k)
+        )
+        lists = {
+            (b.q, b.k): _tiles(mask, *at, b, (padded_T // b.q, padded_S // b.k))
+            for b in blocks.values()
+        }
+    by_query = {kind: _lists(lists[b.q, b.k]) for kind, b in blocks.items()}
+    by_key = _lists(lists[blocks["keys"].q, blocks["keys"].k].swapaxes(-1, -2))
+    everywhere = isinstance(mask, Everything) and k_positions is None and S == padded_S
+    slopes, dense = None, None
+    if isinstance(bias, ALiBi):
+        slopes = jnp.asarray(bias.slopes, jnp.float32)[None]
+    elif bias is not None:
+        dense = bias.astype(jnp.float32)
+        for axis, given, length in ((2, T, padded_T), (3, S, padded_S)):
+            if dense.shape[axis] == given and given != 1:
+                dense = _pad(dense, axis, length, 0)
+    words = None
+    if dropout_key is not None:
+        words = jnp.stack(head_words(key_words(dropout_key), B, N))
+    plan = Plan(
+        where.module,
+        _problem(options, None if everywhere else vectors.visible, where, H),
+        *(blocks[kind] for kind in KERNELS),
+    )
+    visits = Visits(by_query["forward"], by_query["queries"], by_key, by_query["bias"])
+    out, lse = attend(
+        plan,
+        _pad(query, 1, padded_T, 0),
+        _pad(key, 1, padded_S, 0),
+        _pad(value, 1, padded_S, 0),
+        dense,
+        slopes,
+        None if sinks is None else sinks.astype(jnp.float32)[None],
+        Fixed(q_vectors, k_vectors, words, visits),
+    )
+    return out[:, :T], jnp.moveaxis(lse[:, :, :T], 1, 2)
+
+
+def _problem(options: Options, visible: Any, where: Target, H: int = 1) -> Problem:
+    scale = 1 / math.sqrt(H) if options.scale is None else options.scale
+    return Problem(scale, options.softcap, options.dropout_rate, visible, where.interpret)
+
+
+def _positions(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B or 1, length]
+    if positions is None:
+        return jnp.arange(length, dtype=jnp.int32)[None]
+    return jnp.atleast_2d(positions).astype(jnp.int32)
+
+
+def _tiles(mask: Mask, q: jax.Array, k: jax.Array, blocks: Blocks, grid: tuple[int, int]):
+    """Classes of the tiles of the padded arrays; those behind the end are skipped."""
+    classes = mask.block_plan(q, k, block_q=blocks.q, block_k=blocks.k).classes
+    return _pad(_pad(jnp.asarray(classes), 2, grid[0], SKIPPED), 3, grid[1], SKIPPED)
+
+
+def _lists(classes: jax.Array) -> Lists:
+    """Full tiles first, then partial ones, then the last of these once more."""
+    with at_once(classes):
+        order = jnp.argsort(-classes, axis=-1, stable=True).astype(jnp.int32)
+        full = (classes == FULL).sum(axis=-1, dtype=jnp.int32)
+        seen = (classes != SKIPPED).sum(axis=-1, dtype=jnp.int32)
+        last = jnp.take_along_axis(order, jnp.maximum(seen - 1, 0)[..., None], axis=-1)
+        steps = jnp.arange(order.shape[-1], dtype=jnp.int32)[None, None, None]
+        return Lists(jnp.where(steps < jnp.maximum(seen, 1)[..., None], order, last), full, seen)
+
+
+def _pad(x: jax.Array, axis: int, length: int, fill: int) -> jax.Array:
+    if x.shape[axis] == length:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
