@@ -44,6 +44,9 @@ class Problem:
     """(query vectors, key vectors), each broadcast to [block_q, block_k] or to [block_q, 1] and
     [1, block_k], to bool: elementwise, and with the rule that a key at a negative position (key
     vector 0) is never seen. None: every tile visited is full."""
+    mark: bool = True
+    """Whether log is NaN in rows whose out is not finite, or which met a product q_i . k_j in a
+    partial tile that is not: the caller then repeats on cleaned inputs, without marks."""
     interpret: Any = False
     """False on the device; on a CPU what the backend's interpreter takes."""
 

@@ -8,6 +8,7 @@ while everything is finite.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -77,7 +78,7 @@ def _attend_forward(plan, query, key, value, bias, slopes, sinks, fixed):
     marked = jnp.isnan(results[2]).any()
 
     def careful(_):
-        return _careful_forward(forward, plan, operands, fixed.visits.forward)
+        return _careful_forward(plan, operands, fixed.visits.forward)
 
     out, high, log = _once(marked, careful, results)
     return (out, high + log), (operands, fixed, out, high, log, marked)
@@ -176,13 +177,15 @@ def _cleaned(operands: Operands) -> tuple[Operands, jax.Array, jax.Array]:
     return clean, bad_query, bad_key
 
 
-def _careful_forward(forward: Callable, plan: Plan, operands: Operands, lists: Lists) -> tuple:
+def _careful_forward(plan: Plan, operands: Operands, lists: Lists) -> tuple:
     """NaN in exactly the queries that see something not finite, or are not finite themselves.
 
     Who sees a bad key is one more attention: with equal scores over values that mark bad keys.
     """
     clean, bad_query, bad_key = _cleaned(operands)
-    out, high, log = forward(clean, lists)
+    results = QUERIES, ROWS, ROWS
+    unmarked = dataclasses.replace(plan.problem, mark=False)
+    out, high, log = _kernel(_with(plan, unmarked), "forward", results)(clean, lists)
     zero = lambda x: None if x is None else jnp.zeros_like(x)  # noqa: E731
     marks = clean._replace(
         query=jnp.zeros_like(clean.query),
@@ -193,8 +196,8 @@ def _careful_forward(forward: Callable, plan: Plan, operands: Operands, lists: L
         sinks=None,
         dropout=None,
     )
-    problem = Problem(plan.problem.scale, visible=plan.problem.visible, interpret=plan.problem.interpret)
-    seen = _kernel(_with(plan, problem), "forward", (QUERIES, ROWS, ROWS))(marks, lists)[0]
+    equal = dataclasses.replace(unmarked, softcap=None, dropout_rate=0.0)
+    seen = _kernel(_with(plan, equal), "forward", results)(marks, lists)[0]
     live = ~jnp.isneginf(high)
     poison = (jnp.moveaxis(seen.max(axis=-1) > 0, 1, 2) | jnp.moveaxis(bad_query, 1, 2)) & live
     out = jnp.where(jnp.moveaxis(poison, 1, 2)[..., None], jnp.nan, out).astype(out.dtype)
@@ -202,4 +205,4 @@ def _careful_forward(forward: Callable, plan: Plan, operands: Operands, lists: L
 
 
 def _with(plan: Plan, problem: Problem) -> Plan:
-    return Plan(plan.backend, problem, plan.forward, plan.queries, plan.keys, plan.bias)
+    return dataclasses.replace(plan, problem=problem)

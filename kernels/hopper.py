@@ -337,8 +337,6 @@ def forward(
             q_tile=tiles(consumers, ROWS, H, dtype),
             k_tile=tiles(stages, blocks.k, H, dtype),
             v_tile=tiles(stages, blocks.k, Hv, dtype),
-            high_rows=plgpu.SMEM((consumers, ROWS), f32),
-            log_rows=plgpu.SMEM((consumers, ROWS), f32),
             q_full=plgpu.Barrier(num_barriers=consumers),
             q_empty=plgpu.Barrier(num_barriers=consumers),
             k_full=plgpu.Barrier(num_barriers=stages),
@@ -358,7 +356,7 @@ def shares(H: int, Hv: int) -> bool:
 
 def _forward(
     problem, blocks, items, lists, operands, out, high_out, log_out, *,
-    q_tile, k_tile, v_tile, high_rows, log_rows,
+    q_tile, k_tile, v_tile,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out_tile=None,
 ):  # fmt: skip
     (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
@@ -422,6 +420,8 @@ def _forward(
                 if problem.dropout_rate:
                     p = jnp.where(kept(problem, operands, where, p.shape, ROW), p, 0)
                 p = p.astype(v_tile.dtype)
+                # the softmax is done before the other's turn ends, not where its result is used
+                acc, grown, total, p = lax.optimization_barrier((acc, grown, total, p))
 
                 if consumers == 2:
                     plgpu.barrier_arrive(turn)
@@ -455,12 +455,11 @@ def _forward(
             mark = (acc.astype(f32) * 0).sum(axis=1)
             staged = q_tile if out_tile is None else out_tile
             staged[w] = acc
-            high_rows[w] = jnp.where(live, high * LN2, -jnp.inf)
-            log_rows[w] = jnp.where(live, jnp.log2(total) * LN2, 0) + mark
+            rows_out = b, n, pl.ds(q0, ROWS)
+            high_out[rows_out] = jnp.where(live, high * LN2, -jnp.inf)
+            log_out[rows_out] = jnp.where(live, jnp.log2(total) * LN2, 0) + mark
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staged.at[w], out.at[b, pl.ds(q0, ROWS), n])
-            plgpu.copy_smem_to_gmem(high_rows.at[w], high_out.at[b, n, pl.ds(q0, ROWS)])
-            plgpu.copy_smem_to_gmem(log_rows.at[w], log_out.at[b, n, pl.ds(q0, ROWS)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if out_tile is None:
                 plgpu.barrier_arrive(q_empty.at[w])
@@ -525,7 +524,6 @@ def gradient_queries(
             do_tile=tiles(consumers, ROWS, Hv, dtype),
             k_tile=tiles(stages, blocks.k, H, dtype),
             v_tile=tiles(slots, blocks.k, Hv, dtype),
-            slope_rows=plgpu.SMEM((consumers, ROWS), f32),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=consumers),
             q_empty=plgpu.Barrier(num_barriers=consumers),
             k_full=plgpu.Barrier(num_barriers=stages),
@@ -543,8 +541,8 @@ def value_slots(blocks: Blocks, H: int, Hv: int) -> int:
 
 
 def _gradient_queries(
-    problem, blocks, items, lists, operands, do, base, D, dq, slope_out=None, *scratch,
-    q_tile, do_tile, k_tile, v_tile, slope_rows,
+    problem, blocks, items, lists, operands, do, base, D, dq, slope_out=None, *,
+    q_tile, do_tile, k_tile, v_tile,
     q_full, q_empty, k_full, k_empty, v_full, v_empty,
 ):  # fmt: skip
     (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
@@ -595,13 +593,14 @@ def _gradient_queries(
                 k_slot, v_slot = step % stages, step % slots
                 k, v = k_tile.at[k_slot], v_tile.at[v_slot]
                 where = (b, n, q0, at(lists.order, b, n, row, j)[...] * blocks.k)
+                here = w + (step >> 31)
                 plgpu.barrier_wait(k_full.at[k_slot])
-                raw = product(q_tile.at[w], k.transpose((1, 0)))
+                raw = product(q_tile.at[here], k.transpose((1, 0)))
                 _, differentiate = weights(
                     problem, operands, raw, over(base_rows, raw), where, ROW, partial
                 )
                 plgpu.barrier_wait(v_full.at[v_slot])
-                dp = product(do_tile.at[w], v.transpose((1, 0)))
+                dp = product(do_tile.at[here], v.transpose((1, 0)))
                 ds, du = differentiate(dp, over(D_rows, dp))
                 plgpu.barrier_arrive(v_empty.at[v_slot])
                 if slope_out is not None:
@@ -616,11 +615,10 @@ def _gradient_queries(
             carry = lax.fori_loop(full, seen, functools.partial(tile, partial=True), carry)
             acc, slope, step = carry
             q_tile[w] = (acc * problem.scale).astype(q_tile.dtype)
-            slope_rows[w] = slope
+            if slope_out is not None:
+                slope_out[queries] = slope
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_tile.at[w], dq.at[b, pl.ds(q0, ROWS), n])
-            if slope_out is not None:
-                plgpu.copy_smem_to_gmem(slope_rows.at[w], slope_out.at[queries])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(q_empty.at[w])
             return step
@@ -675,6 +673,7 @@ def _gradient_keys(
     the same 64: the first sums dv, the second dk."""
     (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
     stages, parts, G = blocks.stages, blocks.k // ROWS, N // K
+    bare = plain(problem, operands) and not problem.dropout_rate
     consumers = max(2, parts)
     rows = S // blocks.k
 
@@ -735,10 +734,10 @@ def _gradient_keys(
                 )
                 p = p.astype(q_tile.dtype)
                 v, do_columns = v_tile.at[part], do.transpose((1, 0))
-                if "dk" in wanted and "dv" in wanted and not partial:
+                if len(wanted) == 2 and bare and not partial:
                     dv = (sums["dv"], p, do), (filled(shape, 0), v, do_columns)
                     sums["dv"], dp = add_products(problem, *dv)
-                else:  # fewer registers at a time, for what a mask needs
+                else:  # fewer registers at a time, for what a mask or an option needs
                     if "dv" in wanted:
                         [sums["dv"]] = add_products(problem, (sums["dv"], p, do))
                     if "dk" in wanted:
@@ -820,9 +819,9 @@ def gradient_bias(
 
 def visited(lists: Lists) -> jax.Array:  # i32[B or 1, N or 1, query tiles, key tiles]
     """1 for the tiles that the lists name, else 0."""
-    named = jnp.arange(lists.order.shape[-1]) < lists.seen[..., None]
-    where = jnp.indices(lists.order.shape, sparse=True)[:3]
-    return jnp.zeros(lists.order.shape, i32).at[*where, lists.order].max(named.astype(i32))
+    *where, turn = jnp.indices(lists.order.shape, sparse=True)
+    named = (turn < lists.seen[..., None]).astype(i32)
+    return jnp.zeros(lists.order.shape, i32).at[*where, lists.order].max(named)
 
 
 def _gradient_bias(

@@ -33,6 +33,7 @@ from transformer_jax.kernels.contract import (
 
 LIST_BYTES = 768 * 1024  # for the lists, of the 1 MiB of scalar memory
 VMEM_BYTES = 64 * 1024 * 1024
+PART = 128  # keys that the forward kernel works on at once
 
 
 def refuse(
@@ -78,15 +79,18 @@ def forward(
             acc[...] = jnp.zeros_like(acc)
 
         def tile(masked):
-            s, _, raw = scores(problem, x, step, masked)
-            top = jnp.maximum(m[...], s.max(axis=0, keepdims=True))
-            p, shrink = jnp.exp(s - top), jnp.exp(m[...] - top)
-            total = shrink * l[...] + p.sum(axis=0, keepdims=True)
-            if masked:  # a product that is not finite leaves its trace although masked out
-                total += (raw * 0).sum(axis=0, keepdims=True)
-            m[...], l[...] = top, total
-            p = dropped(problem, p, x, step).astype(x.value.dtype)
-            acc[...] = shrink * acc[...] + dot(x.value[...], p, 0, 0)
+            # All products first: those of one part run while another part is exponentiated.
+            parts = step.parts(x, PART)
+            products = [scores(problem, y, at, masked) for at, y in parts]
+            for (at, y), (s, _, raw) in zip(parts, products, strict=True):
+                top = jnp.maximum(m[...], s.max(axis=0, keepdims=True))
+                p, shrink = jnp.exp(s - top), jnp.exp(m[...] - top)
+                total = shrink * l[...] + p.sum(axis=0, keepdims=True)
+                if masked:  # a product that is not finite leaves its trace although masked out
+                    total += (raw * 0).sum(axis=0, keepdims=True)
+                m[...], l[...] = top, total
+                p = dropped(problem, p, y, at).astype(x.value.dtype)
+                acc[...] = shrink * acc[...] + dot(y.value[...], p, 0, 0)
 
         step.visit(tile)
 
@@ -283,8 +287,8 @@ def dropped(problem: Problem, p: jax.Array, x: Reads, step: Step) -> jax.Array:
         return p
     block_k, block_q = p.shape
     a, b = (step.scalar(words) for words in x.dropout)
-    q_index = step.i * block_q + lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
-    k_index = step.j * block_k + lax.broadcasted_iota(jnp.int32, (block_k, 1), 0)
+    q_index = step.i + lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
+    k_index = step.j + lax.broadcasted_iota(jnp.int32, (block_k, 1), 0)
     stays = keep(
         a, b, q_index.astype(jnp.uint32), k_index.astype(jnp.uint32), problem.dropout_rate
     )
@@ -325,8 +329,8 @@ class Step(NamedTuple):
 
     b: jax.Array
     n: jax.Array  # a query head
-    i: jax.Array  # a query tile
-    j: jax.Array  # a key tile
+    i: jax.Array  # index of the first query
+    j: jax.Array  # index of the first key
     heads: int
     bias_shape: tuple[int, int]
     first: Any
@@ -338,6 +342,22 @@ class Step(NamedTuple):
         pl.when(self.full)(partial(tile, False))
         if self.partial is not None:
             pl.when(self.partial)(partial(tile, True))
+
+    def parts(self, x: Reads, size: int) -> list[tuple[Step, Reads]]:
+        """A tile cut along the keys, and where each part stands."""
+        keys = x.key.shape[0]
+        if keys % size:
+            return [(self, x)]
+        return [(self._replace(j=self.j + at), self._cut(x, pl.ds(at, size))) for at in range(0, keys, size)]
+
+    def _cut(self, x: Reads, here: Any) -> Reads:
+        by_key = x.bias is not None and self.bias_shape[1] > 1
+        return x._replace(
+            key=x.key.at[here],
+            value=x.value.at[here],
+            k_vectors=tuple(vector.at[:, here] for vector in x.k_vectors),
+            bias=x.bias.at[:, here] if by_key else x.bias,
+        )
 
     def scalar(self, ref: Any) -> jax.Array:
         """Of [B or 1, N], flattened."""
@@ -478,7 +498,13 @@ def _walk(
             refs = refs[1:]
         if problem.visible is None:
             is_partial = None
-        kernel(Step(b, n, i, j, N, bias_shape, first, last, is_full, is_partial), x, *refs)
+        kernel(
+            Step(
+                b, n, i * blocks.q, j * blocks.k, N, bias_shape, first, last, is_full, is_partial
+            ),
+            x,
+            *refs,
+        )  # fmt: skip
 
     arrays, kinds = reads(operands, saved)
     inputs, aliases = [arrays], {}

@@ -5,11 +5,13 @@ It visits what the lists name and nothing else, by spreading them into a mask of
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from transformer_jax.dropout import _absorb, _mix
 from transformer_jax.kernels import Target
@@ -35,6 +37,17 @@ def refuse(problem, query, key, value, *, bias=None):
 
 def blocks(kind: str, H: int, Hv: int, width: int) -> Blocks:
     return TILES.get(kind, Blocks(16, 32))
+
+
+def apart(kernel):
+    """As a kernel stands for itself: XLA fuses nothing into it, so its bits are always the same."""
+
+    @functools.wraps(kernel)
+    def call(problem, operands, lists, blocks, *saved):
+        inputs = lax.optimization_barrier((operands, lists, *saved))
+        return lax.optimization_barrier(kernel(problem, *inputs[:2], blocks, *inputs[2:]))
+
+    return call
 
 
 def visited(lists: Lists, blocks: tuple[int, int], columns_are_keys: bool) -> tuple:
@@ -76,6 +89,7 @@ def _scores(problem: Problem, operands: Operands, seen: jax.Array, full: jax.Arr
     return raw, t, jnp.where(visible, s, -jnp.inf), factor, distance, partial
 
 
+@apart
 def forward(problem, operands, lists, blocks):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
     raw, _, s, factor, _, partial = _scores(problem, operands, seen, full)
@@ -94,7 +108,10 @@ def forward(problem, operands, lists, blocks):
     value = jnp.repeat(operands.value.astype(jnp.float32), G, 2)
     out = _weigh(weights, value, seen) / jnp.where(dead, 1, total)[..., None]
     log = jnp.log(jnp.where(dead, 1, total))
-    log = log + 0 * out.sum(axis=-1) + 0 * jnp.where(partial, raw, 0).sum(axis=-1)
+    # behind a barrier, so that with and without marks all else has the same bits
+    out, high, log, raw = lax.optimization_barrier((out, high, log, raw))
+    if problem.mark:
+        log = log + 0 * out.sum(axis=-1) + 0 * jnp.where(partial, raw, 0).sum(axis=-1)
     return out.swapaxes(1, 2).astype(operands.query.dtype), high, log
 
 
@@ -119,6 +136,7 @@ def _differences(problem, operands, seen, full, saved: Saved):
     return p * factor, ds, du * problem.scale, distance
 
 
+@apart
 def gradient_queries(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
     _, ds, du, distance = _differences(problem, operands, seen, full, saved)
@@ -128,6 +146,7 @@ def gradient_queries(problem, operands, lists, blocks, saved):
     return dq, None if operands.slopes is None else -(ds * distance).sum(axis=-1)
 
 
+@apart
 def gradient_keys(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.k, blocks.q), False)
     p, _, du, _ = _differences(problem, operands, seen, full, saved)
@@ -141,6 +160,7 @@ def gradient_keys(problem, operands, lists, blocks, saved):
     return product(du, operands.query), product(p, saved.do)
 
 
+@apart
 def gradient_bias(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
     _, ds, _, _ = _differences(problem, operands, seen, full, saved)

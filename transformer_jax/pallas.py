@@ -112,7 +112,9 @@ def pallas_attention(
 
 def _problem(options: Options, visible: Any, where: Target, H: int = 1) -> Problem:
     scale = 1 / math.sqrt(H) if options.scale is None else options.scale
-    return Problem(scale, options.softcap, options.dropout_rate, visible, where.interpret)
+    return Problem(
+        scale, options.softcap, options.dropout_rate, visible, interpret=where.interpret
+    )
 
 
 def _positions(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B or 1, length]
