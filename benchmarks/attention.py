@@ -31,7 +31,8 @@ from benchmarks.timing import Contender
 from transformer_jax import dot_product_attention, explain_attention
 
 OURS = "ours"
-PEERS = ("torch", "jax.nn", "jax.nn cudnn", "flax")
+PEERS = ("torch", "jax.nn", "jax.nn cudnn", "flax", "torch flash", "torch cudnn", "torch flex",
+         "tokamax", "jax pallas")  # fmt: skip
 DIRECTIONS = ("forward", "forward+backward")
 QUESTION = "attention: seconds per call of ours and its peers"
 
@@ -121,6 +122,12 @@ def builders(
         calls["jax.nn cudnn"] = lambda: _jax_call(
             case, direction, _jax_nn(case, "cudnn"), options, "cudnn"
         )
+        for name in ("flash", "cudnn", "flex"):
+            calls[f"torch {name}"] = partial(_torch_call, case, direction, name)
+        calls["tokamax"] = lambda: _jax_call(case, direction, _tokamax(case), options, "tokamax")
+        calls["jax pallas"] = lambda: _jax_call(
+            case, direction, _jax_pallas(case), options, "pallas"
+        )
     calls["flax"] = lambda: _jax_call(case, direction, _flax(case), options, "xla")
     return calls
 
@@ -155,6 +162,32 @@ def _flax(case: AttentionCase) -> Callable[..., jax.Array]:
         return nn.dot_product_attention(query, key, value, mask=mask, deterministic=True)
 
     return attend
+
+
+def _tokamax(case: AttentionCase) -> Callable[..., jax.Array]:
+    try:
+        import tokamax
+    except ImportError as error:
+        raise Absent("tokamax is not installed") from error
+    arguments: dict[str, Any] = dict(is_causal=case.causal)
+    if case.window is not None:
+        arguments["local_window_size"] = (case.window - 1, 0 if case.causal else case.window - 1)
+    if case.documents is not None or case.padded:
+        raise Absent("documents and padding are not translated")
+    return partial(tokamax.dot_product_attention, **arguments)
+
+
+def _jax_pallas(case: AttentionCase) -> Callable[..., jax.Array]:
+    """jax's own Pallas-Triton kernel; its Mosaic kernel has no causal backward."""
+    try:
+        from jax.experimental.pallas.ops.gpu import attention
+    except ImportError as error:
+        raise Absent("jax has no Pallas kernel here") from error
+    if case.heads != case.kv_heads or case.window is not None or case.padded:
+        raise Absent("no grouped heads, windows or lengths")
+    ids = None if case.documents is None else jnp.asarray(case.document_ids())
+    scale = 1 / math.sqrt(case.head_dim)
+    return lambda q, k, v: attention.mha(q, k, v, ids, sm_scale=scale, causal=case.causal)
 
 
 def _jax_call(
@@ -197,8 +230,11 @@ def _leaves(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _torch_call(case: AttentionCase, direction: str) -> Callable[[], Any]:
-    """torch in its own layout [B, N, T, H]; the transposition is not timed."""
+def _torch_call(case: AttentionCase, direction: str, name: str = "") -> Callable[[], Any]:
+    """torch in its own layout [B, N, T, H]; the transposition is not timed.
+
+    `name` asks for one of its kernels ("flash", "cudnn", "flex"), else torch chooses.
+    """
     try:
         import torch
     except ImportError as error:
@@ -225,6 +261,10 @@ def _torch_call(case: AttentionCase, direction: str) -> Callable[[], Any]:
         mask = torch.from_numpy(np.ascontiguousarray(dense[:, None])).to(device)
         arguments.update(attn_mask=mask, is_causal=False)
     attend = partial(torch.nn.functional.scaled_dot_product_attention, **arguments)
+    if name == "flex":
+        attend = _flex(torch, case, device)
+    elif name:
+        attend = _one_kernel(torch, attend, name)
 
     def call():
         if direction == "forward":
@@ -238,7 +278,46 @@ def _torch_call(case: AttentionCase, direction: str) -> Callable[[], Any]:
             torch.cuda.synchronize()
         return _Torch(results)
 
+    try:
+        call()
+    except RuntimeError as error:
+        raise Absent(" ".join(str(error).split())[:200]) from error
     return call
+
+
+def _one_kernel(torch: Any, attend: Callable[..., Any], name: str) -> Callable[..., Any]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[name]
+
+    def only(*inputs):
+        with sdpa_kernel(backend):
+            return attend(*inputs)
+
+    return only
+
+
+def _flex(torch: Any, case: AttentionCase, device: str) -> Callable[..., Any]:
+    """FlexAttention, compiled, with the case's mask as blocks."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    ids = valid = None
+    if case.documents is not None:
+        ids = torch.from_numpy(case.document_ids()).to(device)
+    if case.padded:
+        valid = torch.from_numpy(case.valid()).to(device)
+
+    def sees(b, h, q, k):
+        result = q >= k if case.causal else q == q
+        if case.window is not None:
+            result = result & (q - k < case.window) & (k - q < case.window)
+        if ids is not None:
+            result = result & (ids[b, q] == ids[b, k])
+        return result if valid is None else result & valid[b, k]
+
+    blocks = create_block_mask(sees, case.batch, None, case.queries, case.keys, device=device)
+    grouped = case.heads != case.kv_heads
+    return partial(torch.compile(flex_attention), block_mask=blocks, enable_gqa=grouped)
 
 
 class _Torch(tuple):

@@ -1,6 +1,7 @@
 """Fused attention kernels, one file per backend; imported as `transformer_jax.kernels`.
 
     contract.py   what a kernel computes and is given
+    blocks.py     tile sizes by chip and shape
     tpu.py        TPU, Pallas on Mosaic TPU
     hopper.py     NVIDIA Hopper, Pallas on Mosaic GPU
     layout.py     `vmap` and device meshes
@@ -23,6 +24,8 @@ from typing import Any, Literal
 
 import jax
 
+from transformer_jax.kernels.contract import Blocks
+
 __all__ = ["Target", "target", "using"]
 
 
@@ -34,6 +37,11 @@ class Target:
     interpret: Any = False
     """False on the device; else what the interpreter of the backend takes (`jax.experimental.pallas`:
     True or `tpu.InterpretParams` on TPU, `mosaic_gpu.InterpretGPUParams` on a GPU)."""
+
+    chip: str = ""
+    """The chip as JAX names it, "NVIDIA H200": what tile sizes depend on."""
+    blocks: tuple[tuple[str, Blocks], ...] = ()
+    """Tile sizes to take instead of the table's, by kernel."""
 
     @property
     def module(self) -> ModuleType:
@@ -61,11 +69,12 @@ def target() -> Target | str:
 @functools.cache
 def _attached() -> Target | str:
     backend = jax.default_backend()
+    chip = jax.devices()[0].device_kind
     if backend == "tpu":
-        return Target("tpu")
+        return Target("tpu", chip=chip)
     if backend in ("gpu", "cuda"):
         capability = getattr(jax.devices()[0], "compute_capability", None)
         if str(capability).startswith("9."):
-            return Target("hopper")
+            return Target("hopper", chip=chip)
         return f"needs an NVIDIA GPU of compute capability 9, the device has {capability}"
     return f"needs a TPU or an NVIDIA Hopper GPU, the backend is {backend}"

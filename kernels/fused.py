@@ -126,7 +126,9 @@ def _kernel(plan: Plan, name: str, results, *, of_bias: bool = False) -> Callabl
         out = out if isinstance(out, tuple) else (out,)
         return tuple(x for x in out if x is not None)
 
-    return mapped(kernel, results, of_bias=of_bias)
+    # an interpreter with parameters calls back into Python, which no partitioner can split
+    splits = plan.problem.interpret in (True, False)
+    return mapped(kernel, results, of_bias=of_bias, splits=splits)
 
 
 def _gradients(plan: Plan, operands: Operands, visits: Visits, rows: Saved) -> tuple:

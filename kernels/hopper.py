@@ -25,26 +25,35 @@ from .contract import LOWEST, Blocks, Lists, Operands, Problem, Saved, mix, thre
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200 SXM: as many programs stay resident
 ROWS = 64  # rows of a tile that one warpgroup multiplies
-CACHE = 32 * 2**20  # bytes of keys and values that programs running together should share in L2
+LEVELS = 8  # of how heavy an item is; few keep heads together, many share the work out evenly
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 ROW, COLUMN = 0, 1  # the axis of a tile along which a vector lies
 
+HAS_JAX_11 = hasattr(plgpu, "InterpretGPUParams")
+HAS_INTERPRETER = hasattr(plgpu, "store")  # that of jax 0.12; the one of jax 0.11 fails here
+
 f32 = jnp.float32
 i32 = jnp.int32
 
 
-def blocks(kind: str, H: int, Hv: int) -> Blocks:
-    """Tile sizes of a kernel: "forward", "queries", "keys" or "bias"."""
+SHORTEST = None  # short sequences are padded to whole tiles
+
+
+def blocks(kind: str, H: int, Hv: int, itemsize: int = 2) -> Blocks:
+    """Tile sizes of a kernel: "forward", "queries", "keys" or "bias". What fits 227 KiB of shared
+    memory and, at 240 registers a thread, spills none or little; see benchmarks/compile_gpu.py."""
+    del itemsize  # 2: `refuse` lets through nothing else
     wide = max(H, Hv) > 128
     match kind:
         case "forward":
-            return Blocks(q=128, k=64 if wide else 128, stages=2)
+            return Blocks(q=128, k=64 if wide else 128, stages=3 if H + Hv <= 192 else 2)
         case "queries":
-            return Blocks(q=128, k=64, stages=2)
+            return Blocks(q=128, k=64, stages=3 if H + Hv <= 256 else 2)
         case "keys":
-            return Blocks(q=64, k=64 if H + Hv > 256 else 128, stages=2)
+            narrow = H + Hv <= 256
+            return Blocks(q=64, k=128 if narrow else 64, stages=3 if narrow else 2)
         case "bias":
             return Blocks(q=128, k=64, stages=1 if wide else 2)
     raise ValueError(f"no kernel {kind!r}")
@@ -59,9 +68,8 @@ def refuse(problem: Problem, query: Any, key: Any, value: Any, *, bias: Any = No
         return f"query {query.dtype}, key {key.dtype} and value {value.dtype} differ in dtype"
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
         return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
-    if bias is not None and bias.dtype not in (f32, query.dtype):
-        return f"a bias of {bias.dtype} is neither float32 nor the query's {query.dtype}"
-    if problem.interpret and not hasattr(plgpu, "store"):
+    del bias  # of every dtype that converts to float32
+    if problem.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None
 
@@ -79,10 +87,17 @@ def tiles(slots: int, rows: int, width: int, dtype: Any) -> Any:
 
 def at(ref: Any, *index: Any) -> Any:
     """`ref.at[index]`, where an axis of size 1 is shared."""
-    return ref.at[tuple(0 if size == 1 else i for size, i in zip(ref.shape, index))]
+    return ref.at[tuple(0 if size == 1 else i for size, i in zip(ref.shape, index, strict=True))]
 
 
-def spread(ref: Any, shape: tuple[int, int], axis: int) -> jax.Array:
+def fresh(slot: Any) -> jax.Array:
+    """The slot, as a number that the compiler knows nothing of. wgmma takes a descriptor for every
+    16 columns of a tile; those of a slot that stays are kept in registers from step to step, up to
+    64 of them, and something else is spilled. So they cost an addition each time instead."""
+    return lax.optimization_barrier(jnp.asarray(slot, i32)) if HAS_JAX_11 else slot
+
+
+def spread(ref: Any, shape: tuple[int, ...], axis: int) -> jax.Array:
     """A vector of memory along one axis of a tile, repeated over the other."""
     vector = load(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
     return lax.broadcast_in_dim(vector, shape, [axis])
@@ -90,7 +105,8 @@ def spread(ref: Any, shape: tuple[int, int], axis: int) -> jax.Array:
 
 def load(ref: Any, layout: Any) -> jax.Array:
     """Registers in `layout`, straight from global memory where `ref` is there."""
-    return plgpu.load(ref, layout=layout, optimized=False)
+    index = () if HAS_JAX_11 else ((),)
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def over(rows: jax.Array, like: jax.Array) -> jax.Array:
@@ -125,7 +141,7 @@ def add_products(problem: Problem, *sums: tuple[jax.Array, Any, Any]) -> list[ja
         return results
 
     def multiply(refs):
-        for ref, (_, a, b) in zip(refs, sums):
+        for ref, (_, a, b) in zip(refs, sums, strict=True):
             plgpu.wgmma(ref, a, b)
 
     return pl.run_state(multiply)([plgpu.ACC.init(acc) for acc, _, _ in sums])
@@ -149,7 +165,7 @@ def unit(problem: Problem, operands: Operands) -> float:
     return problem.scale * LOG2E if plain(problem, operands) else 1.0
 
 
-def distance(operands: Operands, place: tuple, shape: tuple[int, int], q_axis: int) -> jax.Array:
+def distance(operands: Operands, place: tuple, shape: tuple[int, ...], q_axis: int) -> jax.Array:
     """|q position - k position|."""
     b, _, q0, k0 = place
     q, k = (shape[q_axis], shape[1 - q_axis])
@@ -183,15 +199,38 @@ def scores(
         slope = at(operands.slopes, b, n)[...] * LOG2E
         s = s - distance(operands, place, shape, q_axis) * slope
     if partial and problem.visible is not None:
-        visible = problem.visible(
-            tuple(spread(at(v, b, pl.ds(q0, q)), shape, q_axis) for v in operands.q_vectors),
-            tuple(spread(at(v, b, pl.ds(k0, k)), shape, 1 - q_axis) for v in operands.k_vectors),
-        )
-        s = jnp.where(visible, s, -jnp.inf)
+        q_vectors = [spread(at(v, b, pl.ds(q0, q)), shape, q_axis) for v in operands.q_vectors]
+        k_vectors = [spread(at(v, b, pl.ds(k0, k)), shape, 1 - q_axis) for v in operands.k_vectors]
+        s = jnp.where(visible(problem, q_vectors, k_vectors), s, -jnp.inf)
     return s, tanh
 
 
-def bias_tile(bias: Any, place: tuple, shape: tuple[int, int], q_axis: int) -> jax.Array:
+def visible(problem: Problem, q_vectors: list, k_vectors: list) -> jax.Array:
+    """`problem.visible`, with its `~` written as a comparison of integers: Mosaic GPU's own goes by
+    way of a cast to bool that it lacks."""
+
+    def evaluate(jaxpr, consts, *values):
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+        for step in jaxpr.eqns:
+            read = [v.val if hasattr(v, "val") else known[v] for v in step.invars]
+            inner = step.params.get("jaxpr")
+            if step.primitive.name == "not" and read[0].dtype == jnp.bool_:
+                results = [jnp.where(read[0], 0, 1) == 1]
+            elif step.primitive.name in ("jit", "pjit"):
+                results = evaluate(inner.jaxpr, inner.consts, *read)
+            else:
+                results = step.primitive.bind(*read, **step.params)
+                results = results if step.primitive.multiple_results else [results]
+            known.update(zip(step.outvars, results, strict=True))
+        return [v.val if hasattr(v, "val") else known[v] for v in jaxpr.outvars]
+
+    assert problem.visible is not None
+    traced = jax.make_jaxpr(problem.visible)(tuple(q_vectors), tuple(k_vectors))
+    [seen] = evaluate(traced.jaxpr, traced.consts, *q_vectors, *k_vectors)
+    return seen
+
+
+def bias_tile(bias: Any, place: tuple, shape: tuple[int, ...], q_axis: int) -> jax.Array:
     """The bias of a tile; with queries as columns, `bias` is [B or 1, N or 1, S or 1, T or 1]."""
     b, n, q0, k0 = place
     starts = (q0, k0) if q_axis == ROW else (k0, q0)
@@ -207,7 +246,7 @@ def bias_tile(bias: Any, place: tuple, shape: tuple[int, int], q_axis: int) -> j
 
 
 def kept(
-    problem: Problem, operands: Operands, place: tuple, shape: tuple[int, int], q_axis: int
+    problem: Problem, operands: Operands, place: tuple, shape: tuple[int, ...], q_axis: int
 ) -> jax.Array:
     """`contract.keep` of a tile, mixing each row and column once."""
     b, n, q0, k0 = place
@@ -220,6 +259,7 @@ def kept(
     def broadcast(vector, axis):
         return lax.broadcast_in_dim(vector, shape, [axis])
 
+    assert operands.dropout is not None
     first = mix(operands.dropout[0, b, n] ^ indices(q0, q_axis))
     second = mix(operands.dropout[1, b, n] + first)
     columns = broadcast(mix(indices(k0, 1 - q_axis)), 1 - q_axis)
@@ -230,31 +270,25 @@ def kept(
 # Work
 
 
-def schedule(weight: jax.Array, head: int) -> jax.Array:  # i32[B, K, items] -> i32[B * K * items]
-    """Flat indices of items in the order of work: the heaviest first, among the heads whose `head`
-    bytes of columns are read together from the cache; then the next heads."""
-    heads = weight.shape[0] * weight.shape[1]
-    fit = max(1, CACHE // head)
-    together = max(d for d in range(1, heads + 1) if heads % d == 0 and d <= fit)
-    weight = weight.reshape(heads // together, -1)
-    order = jnp.argsort(-weight, axis=1, stable=True).astype(i32)
-    first = weight.shape[1] * jnp.arange(weight.shape[0], dtype=i32)
-    return (order + first[:, None]).reshape(-1)
+def schedule(weight: jax.Array) -> jax.Array:  # i32[...] -> i32[items]
+    """Flat indices of items, roughly the heaviest first: items of one level stay in their order, so
+    that programs which run together read few heads, which the cache holds."""
+    weight = weight.reshape(-1)
+    level = -(-weight * LEVELS // jnp.maximum(weight.max(), 1))
+    return jnp.argsort(-level, stable=True).astype(i32)
 
 
 def query_items(operands: Operands, lists: Lists) -> jax.Array:
     """Flat indices of [B, N, query tiles]."""
-    (B, _, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
-    weight = jnp.broadcast_to(lists.seen, (B, N, lists.seen.shape[-1]))
-    return schedule(weight.reshape(B, K, -1), S * (H + Hv) * operands.key.dtype.itemsize)
+    B, _, N, _ = operands.query.shape
+    return schedule(jnp.broadcast_to(lists.seen, (B, N, lists.seen.shape[-1])))
 
 
 def key_items(operands: Operands, lists: Lists) -> jax.Array:
     """Flat indices of [B, K, key tiles]."""
-    (B, T, N, H), (_, _, K, Hv) = operands.query.shape, operands.value.shape
+    (B, _, N, _), (_, _, K, _) = operands.query.shape, operands.key.shape
     weight = jnp.broadcast_to(lists.seen, (B, N, lists.seen.shape[-1]))
-    weight = weight.reshape(B, K, N // K, -1).sum(axis=2)
-    return schedule(weight, N // K * T * (H + Hv) * operands.key.dtype.itemsize)
+    return schedule(weight.reshape(B, K, N // K, -1).sum(axis=2))
 
 
 def each_item(items: Any, body: Callable, carry: Any) -> Any:
@@ -318,7 +352,7 @@ def forward(
     problem: Problem, operands: Operands, lists: Lists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Output [B, T, N, Hv], and f32[B, N, T] each of the rows' maximum m and log l."""
-    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
     items = query_items(operands, lists)
@@ -359,7 +393,7 @@ def _forward(
     q_tile, k_tile, v_tile,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out_tile=None,
 ):  # fmt: skip
-    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    (_, T, N, _), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     consumers, stages = blocks.q // ROWS, blocks.stages
     rows = T // blocks.q
 
@@ -371,13 +405,13 @@ def _forward(
             b, n, row = place(item)
             done, step = carry
             for w in range(consumers):
-                pl.when(done > 0)(lambda w=w: plgpu.barrier_wait(q_empty.at[w]))
+                pl.when(done > 0)(functools.partial(plgpu.barrier_wait, q_empty.at[w]))
                 source = operands.query.at[b, pl.ds(row * blocks.q + w * ROWS, ROWS), n]
                 plgpu.copy_gmem_to_smem(source, q_tile.at[w], q_full.at[w])
 
             def load(j, step):
                 columns = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.k, blocks.k)
-                slot = step % stages
+                slot = lax.rem(step, stages)
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
                 k = operands.key.at[b, columns, n // (N // K)]
                 plgpu.copy_gmem_to_smem(k, k_tile.at[slot], k_full.at[slot])
@@ -403,19 +437,20 @@ def _forward(
 
             def tile(j, carry, partial):
                 acc, high, total, step = carry
-                slot = step % stages
+                slot = lax.rem(step, stages)
                 where = (b, n, q0, at(lists.order, b, n, row, j)[...] * blocks.k)
                 plgpu.barrier_wait(k_full.at[slot])
-                raw = product(q_tile.at[w], k_tile.at[slot].transpose((1, 0)), take_turns)
+                raw = product(q_tile.at[fresh(w)], k_tile.at[slot].transpose((1, 0)), take_turns)
                 plgpu.barrier_arrive(k_empty.at[slot])
 
+                if partial:  # an unseen product that is not finite marks its row: 0 * it is NaN
+                    total = total + (raw * 0).sum(axis=1)
                 s, _ = scores(problem, operands, raw, where, ROW, partial)
                 one = unit(problem, operands)
                 grown = jnp.maximum(high, s.max(axis=1) * one)
                 shrink = jnp.exp2(high - grown)
                 p = jnp.exp2(s * one - over(grown, s))
-                # an unseen product that is not finite marks its row: 0 * it is NaN
-                total = total * shrink + (p + raw * 0 if partial else p).sum(axis=1)
+                total = total * shrink + p.sum(axis=1)
                 acc = acc * over(shrink, acc)
                 if problem.dropout_rate:
                     p = jnp.where(kept(problem, operands, where, p.shape, ROW), p, 0)
@@ -447,9 +482,8 @@ def _forward(
             if operands.sinks is not None:
                 sink = at(operands.sinks, b, n)[...] * LOG2E
                 grown = jnp.maximum(high, sink)
-                shrink = jnp.where(live, jnp.exp2(high - grown), 1)
-                total = jnp.where(live, total * shrink + jnp.exp2(sink - grown), total)
-                high = jnp.where(live, grown, high)
+                shrink = jnp.exp2(high - grown)
+                total, high = total * shrink + jnp.exp2(sink - grown), grown
             factor = jnp.where(live, shrink / total, 0) * (1 / (1 - problem.dropout_rate))
             acc = (acc * over(factor, acc)).astype(out.dtype)
             mark = (acc.astype(f32) * 0).sum(axis=1)
@@ -506,13 +540,14 @@ def gradient_queries(
     problem: Problem, operands: Operands, lists: Lists, blocks: Blocks, saved: Saved
 ) -> tuple[jax.Array, jax.Array | None]:
     """dq [B, T, N, H], and with slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|."""
-    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
     items = query_items(operands, lists)
     rows = jax.ShapeDtypeStruct((B, N, T), f32)
     has_slopes = operands.slopes is not None
     slots = value_slots(blocks, H, Hv)
+    in_place = {} if H + Hv > 256 else {"dq_tile": tiles(consumers, ROWS, H, dtype)}
     results = launch(
         problem,
         functools.partial(_gradient_queries, problem, blocks),
@@ -530,6 +565,7 @@ def gradient_queries(
             k_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             v_full=plgpu.Barrier(num_barriers=slots),
             v_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=slots),
+            **in_place,
         ),
     )(items, lists, operands, saved.do, base(saved), saved.D)
     return results if has_slopes else (results[0], None)
@@ -543,9 +579,9 @@ def value_slots(blocks: Blocks, H: int, Hv: int) -> int:
 def _gradient_queries(
     problem, blocks, items, lists, operands, do, base, D, dq, slope_out=None, *,
     q_tile, do_tile, k_tile, v_tile,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, dq_tile=None,
 ):  # fmt: skip
-    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    (_, T, N, H), K = operands.query.shape, operands.key.shape[2]
     consumers, stages = blocks.q // ROWS, blocks.stages
     slots = v_tile.shape[0]
     rows = T // blocks.q
@@ -558,18 +594,18 @@ def _gradient_queries(
             b, n, row = place(item)
             done, step = carry
             for w in range(consumers):
-                pl.when(done > 0)(lambda w=w: plgpu.barrier_wait(q_empty.at[w]))
+                pl.when(done > 0)(functools.partial(plgpu.barrier_wait, q_empty.at[w]))
                 queries = b, pl.ds(row * blocks.q + w * ROWS, ROWS), n
                 plgpu.copy_gmem_to_smem(operands.query.at[queries], q_tile.at[w], q_full.at[w])
                 plgpu.copy_gmem_to_smem(do.at[queries], do_tile.at[w], q_full.at[w])
 
             def load(j, step):
                 columns = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.k, blocks.k)
-                slot = step % stages
+                slot = lax.rem(step, stages)
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
                 k = operands.key.at[b, columns, n // (N // K)]
                 plgpu.copy_gmem_to_smem(k, k_tile.at[slot], k_full.at[slot])
-                slot = step % slots
+                slot = lax.rem(step, slots)
                 pl.when(step >= slots)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
                 v = operands.value.at[b, columns, n // (N // K)]
                 plgpu.copy_gmem_to_smem(v, v_tile.at[slot], v_full.at[slot])
@@ -590,17 +626,17 @@ def _gradient_queries(
 
             def tile(j, carry, partial):
                 acc, slope, step = carry
-                k_slot, v_slot = step % stages, step % slots
-                k, v = k_tile.at[k_slot], v_tile.at[v_slot]
+                k_slot, v_slot = lax.rem(step, stages), lax.rem(step, slots)
+                k = k_tile.at[k_slot]
                 where = (b, n, q0, at(lists.order, b, n, row, j)[...] * blocks.k)
-                here = w + (step >> 31)
                 plgpu.barrier_wait(k_full.at[k_slot])
-                raw = product(q_tile.at[here], k.transpose((1, 0)))
+                raw = product(q_tile.at[fresh(w)], k.transpose((1, 0)))
                 _, differentiate = weights(
                     problem, operands, raw, over(base_rows, raw), where, ROW, partial
                 )
                 plgpu.barrier_wait(v_full.at[v_slot])
-                dp = product(do_tile.at[here], v.transpose((1, 0)))
+                v = v_tile.at[fresh(v_slot)]
+                dp = product(do_tile.at[fresh(w)], v.transpose((1, 0)))
                 ds, du = differentiate(dp, over(D_rows, dp))
                 plgpu.barrier_arrive(v_empty.at[v_slot])
                 if slope_out is not None:
@@ -614,13 +650,17 @@ def _gradient_queries(
             carry = lax.fori_loop(0, full, functools.partial(tile, partial=False), carry)
             carry = lax.fori_loop(full, seen, functools.partial(tile, partial=True), carry)
             acc, slope, step = carry
-            q_tile[w] = (acc * problem.scale).astype(q_tile.dtype)
+            if dq_tile is not None:
+                plgpu.barrier_arrive(q_empty.at[w])
+            staged = q_tile if dq_tile is None else dq_tile
+            staged[w] = (acc * problem.scale).astype(staged.dtype)
             if slope_out is not None:
                 slope_out[queries] = slope
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_tile.at[w], dq.at[b, pl.ds(q0, ROWS), n])
+            plgpu.copy_smem_to_gmem(staged.at[w], dq.at[b, pl.ds(q0, ROWS), n])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(q_empty.at[w])
+            if dq_tile is None:
+                plgpu.barrier_arrive(q_empty.at[w])
             return step
 
         each_item(items, walk, jnp.int32(0))
@@ -632,7 +672,7 @@ def gradient_keys(
     problem: Problem, operands: Operands, lists: Lists, blocks: Blocks, saved: Saved
 ) -> tuple[jax.Array, jax.Array]:
     """dk [B, S, K, H] and dv [B, S, K, Hv]; the rows of `lists` are key tiles here."""
-    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    H, (B, S, K, Hv) = operands.query.shape[-1], operands.value.shape
     dtype, stages = operands.key.dtype, blocks.stages
     parts = blocks.k // ROWS
     consumers = max(2, parts)
@@ -671,7 +711,7 @@ def _gradient_keys(
 ):  # fmt: skip
     """Two warpgroups hold 64 keys each, or, where their dk and dv are too many registers for one,
     the same 64: the first sums dv, the second dk."""
-    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    (_, _, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
     stages, parts, G = blocks.stages, blocks.k // ROWS, N // K
     bare = plain(problem, operands) and not problem.dropout_rate
     consumers = max(2, parts)
@@ -685,7 +725,7 @@ def _gradient_keys(
             b, head, row = place(item)
             done, step = carry
             for w in range(parts):
-                pl.when(done > 0)(lambda w=w: plgpu.barrier_wait(k_empty.at[w]))
+                pl.when(done > 0)(functools.partial(plgpu.barrier_wait, k_empty.at[w]))
                 keys = b, pl.ds(row * blocks.k + w * ROWS, ROWS), head
                 plgpu.copy_gmem_to_smem(operands.key.at[keys], k_tile.at[w], k_full.at[w])
                 plgpu.copy_gmem_to_smem(operands.value.at[keys], v_tile.at[w], k_full.at[w])
@@ -695,7 +735,7 @@ def _gradient_keys(
 
                 def load_tile(j, step):
                     queries = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.q, blocks.q)
-                    slot = step % stages
+                    slot = lax.rem(step, stages)
                     pl.when(step >= stages)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
                     for source, target in (
                         (operands.query.at[b, queries, n], q_tile),
@@ -721,19 +761,17 @@ def _gradient_keys(
 
             def tile(j, carry, partial, n):
                 sums, step = dict(carry[0]), carry[1]
-                slot = step % stages
+                slot = lax.rem(step, stages)
                 q, do = q_tile.at[slot], do_tile.at[slot]
                 where = (b, n, at(lists.order, b, n, row, j)[...] * blocks.q, k0)
                 shape = (ROWS, blocks.q)
                 plgpu.barrier_wait(q_full.at[slot])
 
-                raw = product(k_tile.at[part], q.transpose((1, 0)))
+                raw = product(k_tile.at[fresh(part)], q.transpose((1, 0)))
                 columns = spread(base_columns.at[slot], shape, COLUMN)
-                p, differentiate = weights(
-                    problem, operands, raw, columns, where, COLUMN, partial
-                )
+                p, differentiate = weights(problem, operands, raw, columns, where, COLUMN, partial)
                 p = p.astype(q_tile.dtype)
-                v, do_columns = v_tile.at[part], do.transpose((1, 0))
+                v, do_columns = v_tile.at[fresh(part)], do.transpose((1, 0))
                 if len(wanted) == 2 and bare and not partial:
                     dv = (sums["dv"], p, do), (filled(shape, 0), v, do_columns)
                     sums["dv"], dp = add_products(problem, *dv)
@@ -788,7 +826,8 @@ def gradient_bias(
     problem: Problem, operands: Operands, lists: Lists, blocks: Blocks, saved: Saved
 ) -> jax.Array:
     """ds summed over the axes that the bias lacks; f32 in the bias's shape."""
-    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    (_, T, _, H), (_, S, _, Hv) = operands.query.shape, operands.value.shape
+    assert operands.bias is not None
     dtype, shape = operands.query.dtype, operands.bias.shape
     consumers, stages = blocks.q // ROWS, blocks.stages
     visits = visited(lists)
@@ -829,7 +868,7 @@ def _gradient_bias(
     q_tile, do_tile, k_tile, v_tile, out_tile, filled_slot, empty_slot,
 ):  # fmt: skip
     """Masks every tile it visits: that of a full one is true, and this kernel is short."""
-    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    (B, T, N, _), (_, S, K, _) = operands.query.shape, operands.value.shape
     consumers, stages = blocks.q // ROWS, blocks.stages
     inner = tuple(
         size // o for size, o in zip((B, N, T // blocks.q, S // blocks.k), outer, strict=True)
@@ -844,7 +883,7 @@ def _gradient_bias(
         """`body(b, n, row, column, carry)` for the visited tiles that are summed in an item."""
 
         def visit(index, carry):
-            parts = zip(digits(item, outer), digits(index, inner))
+            parts = zip(digits(item, outer), digits(index, inner), strict=True)
             tile = tuple(o + i for o, i in parts)  # one of the two is 0 on every axis
             return lax.cond(
                 at(visits, *tile)[...] > 0, lambda c: body(*tile, c), lambda c: c, carry
@@ -854,7 +893,7 @@ def _gradient_bias(
 
     def produce():
         def copy(b, n, row, column, step):
-            slot = step % stages
+            slot = lax.rem(step, stages)
             pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty_slot.at[slot]))
             keys = b, pl.ds(column * blocks.k, blocks.k), n // (N // K)
             plgpu.copy_gmem_to_smem(operands.key.at[keys], k_tile.at[slot], filled_slot.at[slot])
@@ -873,7 +912,7 @@ def _gradient_bias(
     def consume(w):
         def add(b, n, row, column, carry):
             total, step = carry
-            slot = step % stages
+            slot = lax.rem(step, stages)
             place = slot * consumers + w
             q0 = row * blocks.q + w * ROWS
             where = (b, n, q0, column * blocks.k)
@@ -881,11 +920,11 @@ def _gradient_bias(
             layout = plgpu.Layout.WGMMA.reduce(1)
             base_rows, D_rows = load(base.at[rows], layout), load(D.at[rows], layout)
             plgpu.barrier_wait(filled_slot.at[slot])
-            raw = product(q_tile.at[place], k_tile.at[slot].transpose((1, 0)))
+            raw = product(q_tile.at[fresh(place)], k_tile.at[fresh(slot)].transpose((1, 0)))
             _, differentiate = weights(
                 problem, operands, raw, over(base_rows, raw), where, ROW, True
             )
-            dp = product(do_tile.at[place], v_tile.at[slot].transpose((1, 0)))
+            dp = product(do_tile.at[fresh(place)], v_tile.at[fresh(slot)].transpose((1, 0)))
             plgpu.barrier_arrive(empty_slot.at[slot])
             return total + differentiate(dp, over(D_rows, dp))[0], step + 1
 

@@ -33,13 +33,16 @@ TILES: Roles = ("b", "n", None, None)
 Kernel = Callable[..., tuple[jax.Array, ...]]  # of Operands, Lists and perhaps Saved
 
 
-def mapped(kernel: Kernel, results: tuple[Roles, ...], *, of_bias: bool = False) -> Kernel:
+def mapped(
+    kernel: Kernel, results: tuple[Roles, ...], *, of_bias: bool = False, splits: bool = True
+) -> Kernel:
     """The kernel with rules for `vmap` and for a mesh. `results` are the roles of what it returns;
-    `of_bias`: the result has the bias's shape, and is a sum where an axis of that is 1."""
+    `of_bias`: the result has the bias's shape, and is a sum where an axis of that is 1; without
+    `splits` there is no rule for a mesh."""
 
     @custom_vmap
     def call(*tree):
-        return _split(kernel, results, of_bias)(*tree)
+        return (_split(kernel, results) if splits else kernel)(*tree)
 
     @call.def_vmap
     def rule(size, batched, *tree):
@@ -50,7 +53,8 @@ def mapped(kernel: Kernel, results: tuple[Roles, ...], *, of_bias: bool = False)
             _fold(x, flag, roles, size, B, apart=of_bias and x is tree[0].bias)
             for x, flag, roles in zip(leaves, flags, _roles(tree), strict=True)
         ]
-        out = mapped(kernel, results, of_bias=of_bias)(*jax.tree.unflatten(structure, folded))
+        again = mapped(kernel, results, of_bias=of_bias, splits=splits)
+        out = again(*jax.tree.unflatten(structure, folded))
         out = tuple(x.reshape(size, -1, *x.shape[1:]) for x in out)
         if of_bias and tree[0].bias.shape[1 if batched[0].bias else 0] == 1:
             out = tuple(x.sum(axis=1, keepdims=True) for x in out)
@@ -84,7 +88,7 @@ def _roles(tree: tuple[Any, ...]) -> list[Roles]:
 # A device mesh
 
 
-def _split(kernel: Kernel, results: tuple[Roles, ...], of_bias: bool) -> Kernel:
+def _split(kernel: Kernel, results: tuple[Roles, ...]) -> Kernel:
     """The kernel on each device's part of the batch and of the heads."""
 
     def call(*tree):
@@ -97,16 +101,30 @@ def _split(kernel: Kernel, results: tuple[Roles, ...], of_bias: bool) -> Kernel:
 
         def partition(mesh, arguments, shapes):
             axes = _axes(mesh, arguments[0].sharding.spec, full)
+            key_head = _key_head(mesh, axes, full)
 
             def place(x, roles):
                 return NamedSharding(mesh, PartitionSpec(*_sharded(x.shape, roles, axes, full)))
 
-            partial = [_partial(x.shape, r, axes, full) for x, r in zip(shapes, results, strict=True)]
+            partial = [
+                _partial(x.shape, r, axes, full) for x, r in zip(shapes, results, strict=True)
+            ]
 
             def lower(*leaves):
+                if key_head is not None:
+                    leaves = tuple(
+                        lax.dynamic_slice_in_dim(x, key_head(), 1, 2) if r == KEYS else x
+                        for x, r in zip(leaves, roles, strict=True)
+                    )
                 out = plain(*leaves)
+                if key_head is not None:
+                    out = tuple(
+                        _one_of(x, key_head(), full["k"]) if r == KEYS else x
+                        for x, r in zip(out, results, strict=True)
+                    )
                 return tuple(
-                    lax.psum(x, names) if names else x for x, names in zip(out, partial, strict=True)
+                    lax.psum(x, names) if names else x
+                    for x, names in zip(out, partial, strict=True)
                 )
 
             found = tuple(map(place, shapes, results))
@@ -114,8 +132,11 @@ def _split(kernel: Kernel, results: tuple[Roles, ...], of_bias: bool) -> Kernel:
 
         outlined = custom_partitioning(plain)
         shapes = [x.shape for x in jax.eval_shape(plain, *leaves)]
-        rule, sizes = _rule([x.shape for x in leaves], roles, shapes, results, full)
-        outlined.def_partition(partition, sharding_rule=rule, **sizes)
+
+        def rule(mesh, *_):
+            return _rule(mesh, [x.shape for x in leaves], roles, shapes, results, full)
+
+        outlined.def_partition(partition, sharding_rule=rule)
         return outlined(*leaves)
 
     return call
@@ -125,7 +146,10 @@ Axes = dict[str, tuple[str, ...]]  # the mesh axes that split batch rows, query 
 
 
 def _axes(mesh: Any, spec: Any, full: dict[str, int]) -> Axes:
-    """From how the query [B, T, N, H] is split; what does not divide evenly is not split."""
+    """From how the query [B, T, N, H] is split; what does not divide evenly is not split.
+
+    More parts than key heads: each device computes on the one key head that its queries read.
+    """
     given = [(), (), (), ()]
     for i, names in enumerate(spec):
         given[i] = () if names is None else (names,) if isinstance(names, str) else tuple(names)
@@ -133,7 +157,21 @@ def _axes(mesh: Any, spec: Any, full: dict[str, int]) -> Axes:
     b = given[0] if full["b"] % rows == 0 else ()
     if full["k"] % heads == 0:
         return dict(b=b, n=given[2], k=given[2])
-    return dict(b=b, n=given[2] if full["k"] == 1 and full["n"] % heads == 0 else (), k=())
+    return dict(b=b, n=given[2] if heads % full["k"] == 0 == full["n"] % heads else (), k=())
+
+
+def _key_head(mesh: Any, axes: Axes, full: dict[str, int]) -> Callable[[], jax.Array] | None:
+    """Which key head a device reads, if it holds all of them and reads one."""
+    if axes["n"] == axes["k"]:
+        return None
+    parts = math.prod(mesh.shape[name] for name in axes["n"])
+    return lambda: lax.axis_index(axes["n"]) // (parts // full["k"])
+
+
+def _one_of(x: jax.Array, at: jax.Array, K: int) -> jax.Array:
+    """[B, S, 1, d] as one head of [B, S, K, d], and zeros."""
+    zeros = jnp.zeros((*x.shape[:2], K, x.shape[3]), x.dtype)
+    return lax.dynamic_update_slice_in_dim(zeros, x, at, 2)
 
 
 def _sharded(shape, roles: Roles, axes: Axes, full: dict[str, int]) -> list[tuple[str, ...] | None]:
@@ -152,16 +190,17 @@ def _partial(shape, roles: Roles, axes: Axes, full: dict[str, int]) -> tuple[str
     return names
 
 
-def _rule(shapes, roles, result_shapes, results, full) -> tuple[str, dict[str, int]]:
-    """How a sharding spreads from array to array, as `custom_partitioning` writes it."""
+def _rule(mesh, shapes, roles, result_shapes, results, full) -> tuple[str, dict[str, int]]:
+    """How a sharding spreads from array to array, as `custom_partitioning` writes it. Query heads
+    spread to key heads where any axis of the mesh can split these."""
     group = full["n"] // full["k"]
-    heads = "k" if group == 1 else "g" if full["k"] == 1 else "(k g)"
+    together = all(full["k"] % size == 0 for size in mesh.shape.values())
+    heads = "n" if not together else "k" if group == 1 else "(k g)"
     names = dict(b="b", n=heads, k="k")
     fresh = itertools.count()
 
     def axis(size, role):
-        shared = role is None or size != full[role] or (role == "k" and full["k"] == 1)
-        return f"x{next(fresh)}" if shared else names[role]
+        return f"x{next(fresh)}" if role is None or size != full[role] else names[role]
 
     def array(shape, roles):
         return " ".join(axis(*each) for each in zip(shape, roles, strict=True))

@@ -32,7 +32,7 @@ from transformer_jax.kernels.contract import (
 )
 
 LIST_BYTES = 768 * 1024  # for the lists, of the 1 MiB of scalar memory
-VMEM_BYTES = 64 * 1024 * 1024
+VMEM_BYTES = 32 * 1024 * 1024
 PART = 128  # keys that the forward kernel works on at once
 
 
@@ -56,9 +56,13 @@ def refuse(
     return None
 
 
+SHORTEST = 128  # tiles of fewer queries or keys are not made
+
+
 def blocks(kind: str, H: int, Hv: int, itemsize: int) -> Blocks:
     """Tile sizes of the kernel "forward", "queries", "keys" or "bias"."""
-    return Blocks(512, 512)
+    wide = kind != "bias" and itemsize == 2 and max(H, Hv) <= 256
+    return Blocks(512, 1024 if wide else 512)
 
 
 # The kernels
@@ -71,11 +75,11 @@ def forward(
     B, T, N, _ = operands.query.shape
     Hv = operands.value.shape[3]
 
-    def kernel(step, x, out, high, log, m, l, acc):
+    def kernel(step, x, out, high, log, m, sums, acc):
         @pl.when(step.first)
         def _():
             m[...] = jnp.full_like(m, LOWEST)
-            l[...] = jnp.zeros_like(l)
+            sums[...] = jnp.zeros_like(sums)
             acc[...] = jnp.zeros_like(acc)
 
         def tile(masked):
@@ -85,10 +89,10 @@ def forward(
             for (at, y), (s, _, raw) in zip(parts, products, strict=True):
                 top = jnp.maximum(m[...], s.max(axis=0, keepdims=True))
                 p, shrink = jnp.exp(s - top), jnp.exp(m[...] - top)
-                total = shrink * l[...] + p.sum(axis=0, keepdims=True)
-                if masked:  # a product that is not finite leaves its trace although masked out
+                total = shrink * sums[...] + p.sum(axis=0, keepdims=True)
+                if masked and problem.mark:  # a product that is not finite leaves its trace
                     total += (raw * 0).sum(axis=0, keepdims=True)
-                m[...], l[...] = top, total
+                m[...], sums[...] = top, total
                 p = dropped(problem, p, y, at).astype(x.value.dtype)
                 acc[...] = shrink * acc[...] + dot(y.value[...], p, 0, 0)
 
@@ -96,7 +100,7 @@ def forward(
 
         @pl.when(step.last)
         def _():
-            top, total, shrink = m[...], l[...], jnp.ones(m.shape, jnp.float32)
+            top, total, shrink = m[...], sums[...], jnp.ones(m.shape, jnp.float32)
             dead = total == 0
             if x.sinks is not None:
                 sink = step.scalar(x.sinks)
@@ -107,7 +111,9 @@ def forward(
             rows = jnp.where(dead, 0.0, acc[...] * (shrink / total))
             out[...] = rows.T.astype(out.dtype)
             high[...] = jnp.where(dead, -jnp.inf, top)
-            log[...] = jnp.log(total) + (acc[...] * 0).sum(axis=0, keepdims=True)
+            log[...] = jnp.log(total)
+            if problem.mark:
+                log[...] += (acc[...] * 0).sum(axis=0, keepdims=True)
 
     out, high, log = by_queries(
         "attention_forward", kernel, problem, operands, None, lists, blocks,
@@ -289,9 +295,7 @@ def dropped(problem: Problem, p: jax.Array, x: Reads, step: Step) -> jax.Array:
     a, b = (step.scalar(words) for words in x.dropout)
     q_index = step.i + lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
     k_index = step.j + lax.broadcasted_iota(jnp.int32, (block_k, 1), 0)
-    stays = keep(
-        a, b, q_index.astype(jnp.uint32), k_index.astype(jnp.uint32), problem.dropout_rate
-    )
+    stays = keep(a, b, q_index.astype(jnp.uint32), k_index.astype(jnp.uint32), problem.dropout_rate)
     return jnp.where(stays, p * (1 / (1 - problem.dropout_rate)), 0.0)
 
 
@@ -312,8 +316,8 @@ class Reads(NamedTuple):
     query: Any
     key: Any
     value: Any
-    q_vectors: tuple[Any, ...]
-    k_vectors: tuple[Any, ...]
+    q_vectors: Any
+    k_vectors: Any
     bias: Any
     slopes: Any
     sinks: Any
@@ -348,7 +352,10 @@ class Step(NamedTuple):
         keys = x.key.shape[0]
         if keys % size:
             return [(self, x)]
-        return [(self._replace(j=self.j + at), self._cut(x, pl.ds(at, size))) for at in range(0, keys, size)]
+        return [
+            (self._replace(j=self.j + at), self._cut(x, pl.ds(at, size)))
+            for at in range(0, keys, size)
+        ]
 
     def _cut(self, x: Reads, here: Any) -> Reads:
         by_key = x.bias is not None and self.bias_shape[1] > 1
@@ -444,7 +451,7 @@ def _walk(
             f"at most {LIST_BYTES}"
         )
     rank, list_axis = len(grid), grid.index(LIST)
-    sizes = (*grid[:list_axis], jnp.maximum(lists.seen.max(), 1), *grid[list_axis + 1 :])
+    sizes: Any = (*grid[:list_axis], jnp.maximum(lists.seen.max(), 1), *grid[list_axis + 1 :])
 
     def line(shape, b, n, row):
         b, n = (b if shape[0] > 1 else 0), (n if shape[1] > 1 else 0)
@@ -481,8 +488,10 @@ def _walk(
         }[kind]
         return pl.BlockSpec((None, None, *tile), index)
 
-    def body(*refs):
-        (order, full, seen, *rest), (x, *refs) = refs[: len(tables)], refs[len(tables) :]
+    order_of: Any = ("parallel",) * 3 + ("arbitrary",) * (rank - 3)
+
+    def body(*refs: Any) -> None:
+        (order, full, seen, *rest), (x, *others) = refs[: len(tables)], refs[len(tables) :]
         ids = [pl.program_id(axis) for axis in range(rank)]
         _, _, row, c = at(*ids)
         b, n, i, j = place(ids, order)
@@ -495,7 +504,7 @@ def _walk(
             kind = rest[0][line(classes.shape, b, n, row) * classes.shape[3] + j]
             first = (ids[rank - 1] == 0) & ((c == 0) | listed)
             is_full, is_partial = listed & (kind == FULL), listed & (kind == PARTIAL)
-            refs = refs[1:]
+            others = others[1:]
         if problem.visible is None:
             is_partial = None
         kernel(
@@ -503,11 +512,12 @@ def _walk(
                 b, n, i * blocks.q, j * blocks.k, N, bias_shape, first, last, is_full, is_partial
             ),
             x,
-            *refs,
+            *others,
         )  # fmt: skip
 
     arrays, kinds = reads(operands, saved)
-    inputs, aliases = [arrays], {}
+    inputs: list[Any] = [arrays]
+    aliases = {}
     in_specs = [jax.tree.map(lambda kind, x: spec(kind, x.shape), kinds, arrays)]
     if classes is not None:  # tiles that are not visited stay zero
         inputs += [jnp.zeros(shape, dtype) for _, shape, dtype in writes]
@@ -525,7 +535,7 @@ def _walk(
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in writes],
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 3 + ("arbitrary",) * (rank - 3),
+            dimension_semantics=order_of,
             vmem_limit_bytes=VMEM_BYTES,
         ),
         interpret=problem.interpret,
@@ -573,7 +583,9 @@ def reads(operands: Operands, saved: Saved | None) -> tuple[Reads, Reads]:
     bias, kind = operands.bias, None
     if bias is not None:
         T, S = bias.shape[2:]
-        kind = {(0, 0): "one", (0, 1): "key row", (1, 0): "query row", (1, 1): "pairs"}[T > 1, S > 1]
+        kind = {(0, 0): "one", (0, 1): "key row", (1, 0): "query row", (1, 1): "pairs"}[
+            T > 1, S > 1
+        ]
         bias = bias.swapaxes(2, 3) if kind == "query row" else bias
     words = operands.dropout
     arrays = Reads(
@@ -595,5 +607,5 @@ def reads(operands: Operands, saved: Saved | None) -> tuple[Reads, Reads]:
         "query", "key", "key", "query row", "key row", kind, "scalars", "scalars", "scalars",
         "query", "query row", "query row", "query row",
     )  # fmt: skip
-    # a kind for each array that is there
-    return arrays, Reads(*(jax.tree.map(lambda _, k=k: k, x) for k, x in zip(kinds, arrays)))
+    for_each = zip(kinds, arrays, strict=True)
+    return arrays, Reads(*(jax.tree.map(lambda _, kind=kind: kind, x) for kind, x in for_each))

@@ -219,6 +219,8 @@ class AttentionSuite:
     gradient_tolerance = GRADIENT_F32
     dim = 8
     """Head dimension where a test does not care."""
+    dtype = "float32"
+    """Of inputs where a test does not care."""
     queries = 29
     span = 37
     """Queries and keys where a test does not care: more than one tile of the implementation."""
@@ -229,7 +231,8 @@ class AttentionSuite:
             yield
 
     def draw(self, seed: int, **sizes: Any) -> dict[str, jax.Array]:
-        return draw(seed, **{"queries": self.queries, "keys": self.span, "dim": self.dim} | sizes)
+        usual = dict(queries=self.queries, keys=self.span, dim=self.dim, dtype=self.dtype)
+        return draw(seed, **{"value_dim": self.dim} | usual | sizes)
 
     def evaluate(
         self,
@@ -299,11 +302,13 @@ class AttentionSuite:
     @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: "x".join(map(str, pair)))
     def test_any_length_matches_the_oracle(self, lengths):
         queries, keys = lengths
-        arrays = draw(
+        arrays = self.draw(
             queries * 1000 + keys, queries=queries, keys=keys, heads=2, kv_heads=1, dim=self.dim
         )
         seen = _scattered(np.arange(queries)[:, None], np.arange(keys)[None, :])
-        self.check(self.evaluate(arrays, Predicate(_scattered)), reference(arrays, seen[None, None]))
+        self.check(
+            self.evaluate(arrays, Predicate(_scattered)), reference(arrays, seen[None, None])
+        )
 
     @pytest.mark.parametrize(
         "heads", [(4, 4, 8, 8), (10, 5, 4, 3), (8, 2, 8, 16), (8, 1, 16, 5), (3, 1, 1, 1)], ids=str
@@ -313,7 +318,7 @@ class AttentionSuite:
         n, k, dim, value_dim = heads
         rng = np.random.default_rng(n)
         sizes = dict(batch=3, queries=13, keys=17)
-        arrays = draw(3, heads=n, kv_heads=k, dim=dim, value_dim=value_dim, **sizes)
+        arrays = self.draw(3, heads=n, kv_heads=k, dim=dim, value_dim=value_dim, **sizes)
         arrays["bias"] = jnp.asarray(rng.normal(size=(3, n, 1, 17)), jnp.float32)
         arrays["sinks"] = jnp.asarray(rng.normal(size=n), jnp.float32)
         mask = rng.random((3, n, 13, 17)) < 0.5
@@ -328,7 +333,7 @@ class AttentionSuite:
     def test_many_rows_and_heads_each_have_their_own(self, name):
         """Mask, bias, sink and dropout of every row and head, however they are grouped."""
         sizes, rng = CROWDS[name], np.random.default_rng(44)
-        arrays = draw(45, dim=self.dim, **sizes)
+        arrays = self.draw(45, dim=self.dim, **sizes)
         n, keys = sizes["heads"], sizes["keys"]
         rows = sizes["batch"] if name == "rows apart" else 1
         arrays["bias"] = jnp.asarray(rng.normal(size=(rows, n, 1, keys)), jnp.float32)
@@ -346,7 +351,7 @@ class AttentionSuite:
 
     def test_slopes_of_many_heads_are_each_their_own(self):
         name, slopes = "groups of heads", alibi_slopes(66)
-        arrays = draw(48, dim=self.dim, **CROWDS[name] | dict(queries=11, keys=13))
+        arrays = self.draw(48, dim=self.dim, **CROWDS[name] | dict(queries=11, keys=13))
         self.assert_crowded(name, arrays, None)
         array = oracle.alibi(np.asarray(slopes), np.arange(11), np.arange(13))
         result = self.evaluate(arrays | {"bias": ALiBi(slopes)})
@@ -665,7 +670,7 @@ class AttentionSuite:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_scores_of_a_hundred_thousand_are_finite_and_right(self, dtype):
         span = self.span
-        arrays = draw(25, batch=1, queries=6, keys=span, heads=2, kv_heads=1, dim=self.dim)
+        arrays = self.draw(25, batch=1, queries=6, keys=span, heads=2, kv_heads=1, dim=self.dim)
         big, small = (200.0, 300.0) if dtype == "float16" else (100.0, 1000.0)
         signs = -np.ones((6, span))
         signs[0] = 1
@@ -692,7 +697,7 @@ class AttentionSuite:
     @pytest.mark.parametrize("level", [-500.0, -90.0, 500.0])
     def test_rows_of_one_far_level_are_flat(self, level):
         """Among them an lse below -88.7, where exp(-lse) overflows, in a tile half empty."""
-        arrays = draw(26, queries=5, keys=192, heads=2, kv_heads=1, dim=self.dim)
+        arrays = self.draw(26, queries=5, keys=192, heads=2, kv_heads=1, dim=self.dim)
         arrays["query"] = jnp.zeros_like(arrays["query"]).at[..., 0].set(level / 4)
         arrays["key"] = arrays["key"].at[..., 0].set(4.0)
         valid = np.arange(192)[None, :] < np.array([[192], [61]])
@@ -763,7 +768,7 @@ class AttentionSuite:
 
     @pytest.mark.parametrize("poisoned", ["key", "value"])
     def test_a_poisoned_key_head_breaks_the_query_heads_of_its_group(self, poisoned):
-        arrays = draw(32, queries=5, keys=7, heads=6, kv_heads=2, dim=self.dim)
+        arrays = self.draw(32, queries=5, keys=7, heads=6, kv_heads=2, dim=self.dim)
         arrays[poisoned] = arrays[poisoned].at[:, 2, 1].set(jnp.nan)
         out = np.asarray(self.evaluate(arrays, Causal())["out"])
         assert np.isfinite(out[:, :, :3]).all() and np.isfinite(out[:, :2]).all()
@@ -870,7 +875,7 @@ class AttentionSuite:
             assert_near(gradient, kept[name], self.forward_tolerance, name)
 
     def test_jacobian_rows_are_gradients(self):
-        arrays = draw(38, batch=1, queries=2, keys=5, heads=2, kv_heads=1, dim=3, value_dim=2)
+        arrays = self.draw(38, batch=1, queries=2, keys=5, heads=2, kv_heads=1, dim=3, value_dim=2)
         arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
 
         def attend(query):

@@ -17,6 +17,7 @@ from transformer_jax.dropout import _absorb, _mix
 from transformer_jax.kernels import Target
 from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved, threshold
 
+SHORTEST = None
 TILES = {"forward": Blocks(16, 32), "queries": Blocks(16, 16), "keys": Blocks(32, 16)}
 
 
@@ -84,7 +85,9 @@ def _scores(problem: Problem, operands: Operands, seen: jax.Array, full: jax.Arr
         a, b = operands.dropout[..., None, None]
         rows, columns = (jnp.arange(n, dtype=jnp.uint32) for n in raw.shape[2:])
         a, b = _absorb(a, b, rows[None, None, :, None])
-        kept = _mix((_mix(columns)[None, None, None] ^ a) + b) >= jnp.uint32(threshold(problem.dropout_rate))
+        kept = _mix((_mix(columns)[None, None, None] ^ a) + b) >= jnp.uint32(
+            threshold(problem.dropout_rate)
+        )
         factor = jnp.where(kept, 1 / (1 - problem.dropout_rate), 0.0)
     return raw, t, jnp.where(visible, s, -jnp.inf), factor, distance, partial
 

@@ -25,6 +25,8 @@ ORDER = [
     "blockwise_tiles",
     "blockwise_bias",
     "blockwise",
+    "mask_vectors",
+    "pallas",
     "attention",
     "layers",
     "transformer",

@@ -6,12 +6,41 @@ a kernel's fault; the kernels themselves are in test_kernels_tpu.py and test_ker
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.register_assert_rewrite("attention_suite", "tolerances")
 
-from attention_suite import AttentionSuite  # noqa: E402
-from plain_kernels import Plain  # noqa: E402
+from attention_suite import AttentionSuite, draw  # noqa: E402
+from plain_kernels import Plain, visited  # noqa: E402
+from tolerances import GRADIENT_F32, assert_same_bits  # noqa: E402
+
+from transformer_jax.attention import dot_product_attention, explain_attention  # noqa: E402
+from transformer_jax.kernels import Target, target, using  # noqa: E402
+from transformer_jax.kernels.contract import Blocks  # noqa: E402
+from transformer_jax.mask_vectors import MaskVectors, not_vectors  # noqa: E402
+from transformer_jax.masks import (  # noqa: E402
+    Causal,
+    Dense,
+    Everything,
+    Padding,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+)
+from transformer_jax.pallas import _lists, _tiles  # noqa: E402
+from transformer_jax.positions import ALiBi, RelativeBias  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
 
 
 class TestPlain(AttentionSuite):
@@ -19,3 +48,185 @@ class TestPlain(AttentionSuite):
     target = Plain()
     may_refuse = True
     queries, span = 39, 71
+
+
+# Masks as vectors
+
+
+def masks_of_vectors(rng: np.random.Generator) -> dict:
+    valid, lengths = jnp.asarray(rng.random((2, 19)) < 0.7), jnp.array([0, 6])
+    q_ids, k_ids = (jnp.asarray(rng.integers(0, 3, (2, n))) for n in (13, 19))
+    short = jnp.asarray(rng.integers(0, 2, (2, 5)))
+    return {
+        "everything": Everything(),
+        "causal": Causal(),
+        "past": Window(4),
+        "future": Window(None, 3),
+        "both sides": Window(3, 2),
+        "nothing": Window(0, 0),
+        "padding": Padding(valid),
+        "prefix": Prefix(lengths),
+        "segments": Segments(q_ids, k_ids),
+        "segments of a short table": Segments(short),
+        "predicate": Predicate(lambda q, k: (q ^ k) & 3 == 1),
+        "not everything": ~Everything(),
+        "prefix language model": Causal() | Prefix(lengths),
+        "all at once": (~Causal() & Window(None, 7)) | (Padding(valid) & ~Segments(q_ids, k_ids)),
+    }
+
+
+@pytest.mark.parametrize("name", masks_of_vectors(np.random.default_rng(0)))
+@pytest.mark.parametrize("ragged", [False, True], ids=["", "ragged"])
+def test_vectors_say_what_the_mask_says(name, ragged, rng):
+    mask = masks_of_vectors(rng)[name]
+    q, k = jnp.arange(13)[None], jnp.arange(19)[None]
+    if ragged:
+        q, k = q + jnp.array([[2], [9]]), jnp.where(jnp.arange(19) % 5 == 4, -1, k + 3)
+    vectors = MaskVectors.of(mask, q, k, not ragged)
+    sees = vectors.visible(
+        tuple(x[:, None, :, None] for x in vectors.q), tuple(x[:, None, None, :] for x in vectors.k)
+    )
+    expected = mask.materialize(q, k)
+    full = (2, 1, 13, 19)
+    assert_same_bits(
+        np.broadcast_to(sees, full).astype(int), np.broadcast_to(expected, full).astype(int)
+    )
+
+
+def test_equal_masks_compare_equal_as_vectors():
+    """What a compilation is kept for: structure, not values."""
+
+    def visible(n, ids):
+        mask = Causal() & Window(n) & Segments(jnp.asarray(ids)[None])
+        return MaskVectors.of(mask, jnp.arange(3)[None], jnp.arange(3)[None], True).visible
+
+    first, again, other = visible(4, [0, 1, 1]), visible(4, [2, 2, 2]), visible(5, [0, 1, 1])
+    assert first == again and hash(first) == hash(again)
+    assert first != other
+
+
+def test_a_matrix_is_not_made_of_vectors():
+    table = jnp.ones((4, 4), bool)
+    assert "Dense" in str(not_vectors(Causal() & ~Dense(table)))
+    assert "other arrays" in str(not_vectors(Predicate(lambda q, k: table[q, k])))
+    assert not_vectors(Causal() | ~Window(3)) is None
+
+
+# Lists of tiles
+
+
+def twelve_documents(length: int) -> np.ndarray:
+    rng = np.random.default_rng(12)
+    cuts = np.sort(rng.choice(np.arange(1, length), 11, replace=False))
+    return np.searchsorted(cuts, np.arange(length), side="right").astype(np.int32)
+
+
+PATTERNS = {
+    "causal": (Causal(), lambda q, k: k <= q),
+    "window": (Causal() & Window(300), lambda q, k: (k <= q) & (q - k < 300)),
+    "documents": (
+        Causal() & Segments(twelve_documents(4096)[None]),
+        lambda q, k: (k <= q) & (twelve_documents(4096)[q] == twelve_documents(4096)[k]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("sides", [(128, 128), (64, 256)], ids=str)
+def test_lists_name_every_tile_that_sees_something_and_no_other(name, sides):
+    """Of twelve packed documents, a window and a triangle: exactly the tiles of an exact count."""
+    mask, sees = PATTERNS[name]
+    at, blocks = jnp.arange(4096)[None], Blocks(*sides)
+    grid = 4096 // sides[0], 4096 // sides[1]
+    lists = _lists(_tiles(mask, at, at, blocks, grid))
+    index = np.arange(4096)
+    exact = sees(index[:, None], index[None, :]).reshape(grid[0], sides[0], grid[1], sides[1])
+    some, every = exact.any(axis=(1, 3)), exact.all(axis=(1, 3))
+    seen, full = (np.asarray(x)[0, 0] for x in visited(lists, (1, 1), True))
+    assert (seen >= some).all() and (full <= every).all(), "a pair is lost"
+    assert (seen == some).all(), "a tile is visited that sees nothing"
+    assert (full == every).all(), "a tile is masked that needs no mask"
+    assert int(lists.seen.sum()) == some.sum() and 0 < some.sum() < grid[0] * grid[1]
+
+
+def test_behind_the_last_tile_a_list_repeats_it():
+    classes = jnp.array([[[[2, 0, 1, 2], [0, 0, 0, 0], [1, 0, 0, 0]]]], jnp.int8)
+    lists = _lists(classes)
+    assert lists.order[0, 0].tolist() == [[0, 3, 2, 2], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert lists.full[0, 0].tolist() == [2, 0, 0] and lists.seen[0, 0].tolist() == [3, 0, 1]
+
+
+# Choosing and refusing
+
+
+def test_without_an_accelerator_the_kernels_say_what_they_need():
+    arrays = draw(0)
+    inputs = arrays["query"], arrays["key"], arrays["value"]
+    assert explain_attention(*inputs)["pallas"] == str(target())
+    with pytest.raises(NotImplementedError, match="pallas: needs a TPU or an NVIDIA Hopper GPU"):
+        dot_product_attention(*inputs, implementation="pallas")
+
+
+def test_a_target_holds_inside_its_context_only():
+    with using(Target("tpu", True)):
+        assert target() == Target("tpu", True)
+    assert isinstance(target(), str)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(mask=Dense(jnp.ones((13, 17), bool))), "Dense"),
+        (dict(scale=jnp.float32(0.5)), "scale that is an array"),
+        (
+            dict(bias=RelativeBias(jnp.ones((8, 4)), max_distance=16, bidirectional=True)),
+            "Relative",
+        ),
+    ],
+    ids=["dense", "scale", "bias"],
+)
+def test_what_no_kernel_takes_is_refused_by_name(options, reason):
+    arrays = draw(0)
+    inputs = arrays["query"], arrays["key"], arrays["value"]
+    with using(Plain()):
+        assert reason in str(explain_attention(*inputs, **options)["pallas"])
+        with pytest.raises(NotImplementedError, match=reason):
+            dot_product_attention(*inputs, implementation="pallas", **options)
+        assert explain_attention(*inputs, bias=ALiBi(jnp.ones(4)))["pallas"] is None
+
+
+# A device mesh
+
+
+def test_a_mesh_computes_the_same_and_gathers_nothing():
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, "tests/kernels_on_eight.py"],
+        capture_output=True, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert len(results) >= 6
+    for case, result in results.items():
+        assert result["error"] < 2 * GRADIENT_F32, (case, result)
+        if case.startswith("three"):  # the only split that has to move something
+            continue
+        assert result["moves"] == [], (case, result)
+        assert result["query"] == ["data", None, "model"], (case, result)
+
+
+def test_a_device_of_a_users_own_shard_map_runs_its_part():
+    arrays = draw(1, batch=2)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+
+    def attend(*inputs):
+        with using(Plain()):
+            return dot_product_attention(*inputs, mask=Causal(), implementation="pallas")
+
+    inputs = arrays["query"], arrays["key"], arrays["value"]
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    assert_same_bits(jax.jit(mapped)(*inputs), jax.jit(attend)(*inputs))

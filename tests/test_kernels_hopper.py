@@ -42,7 +42,7 @@ def window_in_document(q, k):
 
 
 def prefix_or_causal(q, k):
-    return (k[0] >= 0) & ((k[0] < 71) | (q[0] >= k[0]))
+    return (k[0] >= 0) & ((k[0] < 71) | ~(q[0] < k[0]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,9 @@ def lists_of(mask, rows, columns):  # bool[B, N or 1, T, S] or its transpose
     order = np.argsort(kind, axis=-1, kind="stable")
     seen = some.sum(-1)
     last = np.take_along_axis(order, np.maximum(seen - 1, 0)[..., None], -1)
-    order = np.where(np.arange(order.shape[-1]) < seen[..., None], order, last * (seen > 0)[..., None])
+    order = np.where(
+        np.arange(order.shape[-1]) < seen[..., None], order, last * (seen > 0)[..., None]
+    )
     return Lists(*(jnp.asarray(x, jnp.int32) for x in (order, full.sum(-1), seen)))
 
 
@@ -158,14 +160,14 @@ def oracle(case, operands, do):
     s = np.where(mask, s, -np.inf)
     live = mask.any(-1) & np.ones((1, c.N, 1), bool)
     m = np.where(live, s.max(-1), 0)
-    l = np.exp(s - m[..., None]).sum(-1)
+    total = np.exp(s - m[..., None]).sum(-1)
     if c.sinks:
         sink = wide(o.sinks)[:, :, None]
         grown = np.maximum(m, sink)
-        l = np.where(live, l * np.exp(m - grown) + np.exp(sink - grown), l)
+        total = np.where(live, total * np.exp(m - grown) + np.exp(sink - grown), total)
         m = np.where(live, grown, m)
-    l = np.where(live, l, 1)
-    p = np.exp(s - m[..., None]) / l[..., None]
+    total = np.where(live, total, 1)
+    p = np.exp(s - m[..., None]) / total[..., None]
     f = np.ones_like(p)
     if c.dropout_rate:
         rows, columns = (jnp.arange(n, dtype=jnp.uint32) for n in (T, S))
@@ -180,7 +182,7 @@ def oracle(case, operands, do):
     results = {
         "out": out,
         "high": np.where(live, m, -np.inf),
-        "log": np.log(l),
+        "log": np.log(total),
         "dq": np.einsum("bnts,bsnh->btnh", du, k) * c.scale,
         "slope_rows": -(ds * far[:, None]).sum(-1),
         "dk": by_group(np.einsum("bnts,btnh->bsnh", du, q)) * c.scale,
@@ -188,7 +190,7 @@ def oracle(case, operands, do):
         "ds": ds,
     }
     high = np.where(live, m, np.inf)
-    saved = Saved(*(jnp.asarray(x, jnp.float32) for x in (do, high, np.log(l), D)))
+    saved = Saved(*(jnp.asarray(x, jnp.float32) for x in (do, high, np.log(total), D)))
     return results, saved
 
 
@@ -224,7 +226,7 @@ def assert_near(got, expected, tolerance, name):
 
 
 CASES = {
-    "causal, grouped": Case(B=2, N=4, K=2),
+    "causal, grouped": Case(N=4, K=2),
     "window in documents, sinks": Case(
         B=2, T=263, H=32, Hv=96, visible=window_in_document, sinks=True
     ),
@@ -265,7 +267,9 @@ def test_gradient_of_a_bias_has_its_shape_and_sums(shape):
     got = run_gradients(case, operands, saved._replace(do=do), ("bias",))["bias"]
     lacking = tuple(axis for axis in range(4) if shape[axis] == 1)
     assert got.shape == operands.bias.shape and got.dtype == jnp.float32
-    wanted, terms = (x.sum(lacking, keepdims=True) for x in (expected["ds"], np.abs(expected["ds"])))
+    wanted, terms = (
+        x.sum(lacking, keepdims=True) for x in (expected["ds"], np.abs(expected["ds"]))
+    )
     assert largest_error(got, wanted) <= EXACT * terms.max()  # the terms cancel
 
 
@@ -281,6 +285,8 @@ def test_a_row_that_sees_nothing_is_zero_and_passes_nothing_on():
     assert (np.asarray(got["log"])[dead] == 0).all()
     for name in ("out", "dq"):
         assert (np.asarray(got[name], np.float32)[:, :128] == 0).all(), name
+    for name in ("dk", "dv"):
+        assert_near(got[name], expected[name], NEAR, name)
 
 
 @needs_interpreter
@@ -295,8 +301,7 @@ def test_very_low_scores_that_are_visible_count():
 
 
 @needs_interpreter
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("array", ["key", "value"])
+@pytest.mark.parametrize(("array", "poison"), [("key", np.inf), ("value", np.nan)])
 def test_what_is_not_finite_is_marked_where_a_partial_tile_holds_it_and_nowhere_else(array, poison):
     case = Case(T=256, S=256, N=1)
     operands, _ = draw(case)
@@ -314,33 +319,44 @@ def test_what_is_not_finite_is_marked_where_a_partial_tile_holds_it_and_nowhere_
 
 @needs_interpreter
 def test_the_number_of_programs_changes_no_bit(monkeypatch):
-    case = Case(B=2)
+    case = Case()
     operands, do = draw(case)
-    _, saved = oracle(case, operands, do)
+    saved = oracle(case, operands, do)[1]._replace(do=do)
     results = []
     for programs in (1, 3):
         monkeypatch.setattr(hopper, "PROGRAMS", programs)
-        saved = saved._replace(do=do)
-        results.append(run_forward(case, operands) | run_gradients(case, operands, saved))
+        results.append(
+            run_forward(case, operands) | run_gradients(case, operands, saved, ("keys",))
+        )
     for name in results[0]:
         np.testing.assert_array_equal(*(np.asarray(x[name], np.float32) for x in results), name)
 
 
-def test_the_heaviest_items_come_first_among_the_heads_that_share_the_cache():
-    weight = jnp.asarray([[[1, 3, 2], [5, 4, 6]]])
-    assert hopper.schedule(weight, head=1).tolist() == [5, 3, 4, 1, 2, 0]
-    assert hopper.schedule(weight, head=hopper.CACHE).tolist() == [1, 2, 0, 5, 3, 4]
+def test_heavy_items_come_first_and_those_of_one_level_in_order():
+    tiles = jnp.arange(1, 17)  # causal, 16 tiles a head: two of each level
+    order = hopper.schedule(jnp.stack([tiles, tiles])).tolist()
+    assert order[:8] == [14, 15, 30, 31, 12, 13, 28, 29]
+    assert sorted(order) == list(range(32))
+
+
+def test_programs_share_causal_work_evenly(monkeypatch):
+    monkeypatch.setattr(hopper, "PROGRAMS", 132)
+    weight = np.tile(np.arange(1, 65), 16)  # 16 heads of 8192 queries
+    shares = np.zeros(132)
+    for place, item in enumerate(np.asarray(hopper.schedule(jnp.asarray(weight)))):
+        turn, program = divmod(place, 132)
+        shares[program if turn % 2 == 0 else 131 - program] += weight[item]
+    assert shares.max() <= 1.05 * shares.mean()
 
 
 def test_what_cannot_be_done_is_named():
-    def reason(dtype="bfloat16", H=64, Hv=64, **options):
+    def reason(dtype="bfloat16", H=64, Hv=64):
         shapes = [jax.ShapeDtypeStruct((1, 128, 2, h), dtype) for h in (H, H, Hv)]
-        return hopper.refuse(Problem(scale=1.0), *shapes, **options)
+        return hopper.refuse(Problem(scale=1.0), *shapes)
 
     assert reason() is None and reason("float16", 192, 128) is None
     assert "float32" in reason("float32")
     assert "80" in reason(H=80)
-    assert "float16" in reason(bias=jax.ShapeDtypeStruct((1, 1, 1, 128), "float16"))
 
 
 @pytest.mark.parametrize("kind", ["forward", "queries", "keys", "bias"])

@@ -27,6 +27,7 @@ import numpy as np
 from transformer_jax.arguments import Call, Options, check, check_states
 from transformer_jax.blockwise import blockwise_attention
 from transformer_jax.kernels import target
+from transformer_jax.kernels.blocks import FASTEST
 from transformer_jax.masks import And, Causal, Mask, Window
 from transformer_jax.reference import (
     Bias,
@@ -82,8 +83,9 @@ def dot_product_attention(
 
     `implementation` is "xla" (materialises the scores, any option, forward mode too), "blockwise"
     (memory O(T + S); the gradient, but neither forward mode nor a gradient of the gradient),
-    "pallas", "cudnn", None for the best that runs here, or a sequence that is tried in order. A
-    named one runs or raises NotImplementedError with the reason.
+    "pallas" (the same, fused, on a TPU or an NVIDIA Hopper GPU), "cudnn", None for the best that
+    runs here, or a sequence that is tried in order. A named one runs or raises NotImplementedError
+    with the reason.
     ValueError where the arguments do not fit together.
     """
     call = check(
@@ -243,7 +245,7 @@ def _candidates(implementation: str | Sequence[str] | None, call: Call) -> list[
 
 
 def _best_first(call: Call) -> list[str]:
-    """Fused where it may run, else by size.
+    """Fused where it may run, else by size; our kernels only on chips where they were measured.
 
     Measured on a CPU: a head of few scores is faster in one product than in tiles, while scores,
     keys and values fit the cache. On an accelerator the scores may take a gibibyte.
@@ -254,7 +256,14 @@ def _best_first(call: Call) -> list[str]:
         small = T * S < 128 * 128 and 4 * (B * T * N * S + keys + values) <= 2**23
     else:
         small = 4 * B * T * N * S <= 2**30
-    return ["cudnn", "pallas", *(("xla", "blockwise") if small else ("blockwise", "xla"))]
+    fused = ["pallas"] if _pallas_is_fastest() else []
+    return [*fused, "cudnn", *(("xla", "blockwise") if small else ("blockwise", "xla"))]
+
+
+def _pallas_is_fastest() -> bool:
+    """Where our kernels were measured to be: see kernels/blocks.py."""
+    where = target()
+    return not isinstance(where, str) and where.chip in FASTEST
 
 
 def _refuse_xla(call: Call) -> str | None:
@@ -334,9 +343,7 @@ def _pallas() -> ModuleType:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(
-    name: str, options: Options, where: Any, arrays: dict[str, Any]
-) -> tuple[jax.Array, Any]:
+def _run(name: str, options: Options, where: Any, arrays: dict[str, Any]) -> tuple[jax.Array, Any]:
     if name == "cudnn":
         return _cudnn(options, arrays), None
     if name == "pallas":

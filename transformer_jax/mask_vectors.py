@@ -196,5 +196,3 @@ def not_vectors(mask: Mask) -> str | None:
         case Not():
             return not_vectors(mask.mask)
     return None
-
-

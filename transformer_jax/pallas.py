@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from transformer_jax.arguments import Call, Options
 from transformer_jax.dropout import head_words, key_words
 from transformer_jax.kernels import Target, target
+from transformer_jax.kernels.blocks import KINDS
+from transformer_jax.kernels.blocks import blocks as blocks_of
 from transformer_jax.kernels.contract import Blocks, Lists, Problem
 from transformer_jax.kernels.fused import Fixed, Plan, Visits, attend
 from transformer_jax.mask_vectors import MaskVectors, not_vectors
 from transformer_jax.masks import Everything, Mask
 from transformer_jax.positions import ALiBi
 from transformer_jax.tiles import FULL, SKIPPED, at_once
-
-KERNELS = "forward", "queries", "keys", "bias"
 
 
 def refuse(call: Call) -> str | None:
@@ -38,7 +38,9 @@ def refuse(call: Call) -> str | None:
     mask = call.arrays["mask"]
     reason = None if mask is None else not_vectors(mask)
     if reason is None:
-        reason = where.module.refuse(_problem(call.options, None, where), query, key, value, bias=bias)
+        reason = where.module.refuse(
+            _problem(call.options, None, where), query, key, value, bias=bias
+        )
     return reason
 
 
@@ -59,7 +61,7 @@ def pallas_attention(
     """`dot_product_attention` and its lse by the fused kernels; arguments are taken as checked."""
     (B, T, N, H), (_, S, _, Hv) = query.shape, value.shape
     width = query.dtype.itemsize
-    blocks = {kind: where.module.blocks(kind, H, Hv, width) for kind in KERNELS}
+    blocks = {kind: blocks_of(where, kind, H, Hv, width, T, S) for kind in KINDS}
     rows = math.lcm(*(b.q for b in blocks.values()))
     columns = math.lcm(*(b.k for b in blocks.values()))
     padded_T, padded_S = _round_up(T, rows), _round_up(S, columns)
@@ -94,7 +96,7 @@ def pallas_attention(
     plan = Plan(
         where.module,
         _problem(options, None if everywhere else vectors.visible, where, H),
-        *(blocks[kind] for kind in KERNELS),
+        *(blocks[kind] for kind in KINDS),
     )
     visits = Visits(by_query["forward"], by_query["queries"], by_key, by_query["bias"])
     out, lse = attend(
@@ -112,9 +114,7 @@ def pallas_attention(
 
 def _problem(options: Options, visible: Any, where: Target, H: int = 1) -> Problem:
     scale = 1 / math.sqrt(H) if options.scale is None else options.scale
-    return Problem(
-        scale, options.softcap, options.dropout_rate, visible, interpret=where.interpret
-    )
+    return Problem(scale, options.softcap, options.dropout_rate, visible, interpret=where.interpret)
 
 
 def _positions(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B or 1, length]
@@ -150,5 +150,3 @@ def _pad(x: jax.Array, axis: int, length: int, fill: int) -> jax.Array:
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-

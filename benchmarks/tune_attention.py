@@ -1,0 +1,157 @@
+"""Which tile sizes are fastest on the attached chip? Prints rows for `kernels/blocks.py`.
+
+    python -m benchmarks.tune_attention
+    python -m benchmarks.tune_attention --heads 16:4 --dims 128:128 --lengths 8192 --dtype bfloat16
+
+One kernel after the other ("forward", then "queries" and "keys" of the backward pass), the others
+at their present sizes: every candidate is compiled, checked against the present one, and timed in
+turns with the rest. A candidate that does not compile is named with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import timing
+from benchmarks.timing import Contender
+from transformer_jax import dot_product_attention
+from transformer_jax.kernels import Target, target, using
+from transformer_jax.kernels.blocks import Kind, blocks
+from transformer_jax.kernels.contract import Blocks
+from transformer_jax.masks import Causal
+
+SEARCHED: tuple[Kind, ...] = ("forward", "queries", "keys")
+CANDIDATES = {
+    "tpu": [Blocks(q, k) for q in (256, 512, 1024) for k in (256, 512, 1024, 2048)],
+    "hopper": [
+        Blocks(q, k, stages)
+        for q, k, stages in itertools.product((64, 128, 192), (64, 96, 128, 176), (2, 3, 4))
+    ],
+}
+TOLERANCE = 0.05  # of the largest value: another order of summation, not another result
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = _options(argv)
+    where = target()
+    if isinstance(where, str):
+        raise SystemExit(f"nothing to tune: {where}")
+    before = timing.environment()
+    print(timing.headline(before))
+    for length, (H, Hv) in itertools.product(options.lengths, options.dims):
+        best = where
+        for kind in SEARCHED:
+            print(f"# {kind}, causal S {length}, heads {options.heads}, {options.dtype}")
+            for line, found in search(best, kind, length, H, Hv, options):
+                print(line, flush=True)
+                best = found or best
+
+
+def search(
+    where: Target, kind: Kind, length: int, H: int, Hv: int, options: argparse.Namespace
+) -> Iterator[tuple[str, Target | None]]:
+    """Lines to print; the last comes with the target that has the fastest tiles."""
+    N, K = options.heads
+    inputs = _inputs(options.batch, length, N, K, H, Hv, options.dtype)
+    width = jnp.dtype(options.dtype).itemsize
+    present = blocks(where, kind, H, Hv, width, length, length)
+    others = [b for b in options.candidates or CANDIDATES[where.backend] if b != present]
+    targets = {b: _with(where, kind, b) for b in (present, *others)}
+    contenders, expected = [], None
+    for tiles, chosen in targets.items():
+        call = _call(chosen, kind, inputs)
+        try:
+            result = call()
+        except Exception as error:  # what a compiler says to sizes that do not fit
+            if tiles == present:
+                raise
+            yield f"#   {tiles}: {type(error).__name__}: {str(error).splitlines()[0][:120]}", None
+            continue
+        expected = result if expected is None else expected
+        wrong = _difference(result, expected)
+        if not wrong <= TOLERANCE:
+            yield f"#   {tiles}: differs by {wrong:.3g}: left out", None
+            continue
+        contenders.append(Contender(str(tiles), call))
+    taken = timing.interleave(contenders, rounds=options.repeats, seconds=options.seconds)
+    names = {str(b): b for b in targets}
+    fastest = min(taken, key=lambda name: taken[name].median)
+    for name, t in sorted(taken.items(), key=lambda item: item[1].median):
+        ratio = timing.speedup(t, taken[str(present)])
+        yield f"#   {name}: {t.median * 1e3:.3f} ms, {ratio:.2f}x the present", None
+    row = (where.chip, kind, H, Hv, width)
+    note = f"causal S {length}: {taken[fastest].median * 1e3:.3f} ms"
+    yield f"    {row!r}: {_written(names[fastest])},  # {note}", targets[names[fastest]]
+
+
+def _with(where: Target, kind: Kind, tiles: Blocks) -> Target:
+    return dataclasses.replace(where, blocks=tuple((dict(where.blocks) | {kind: tiles}).items()))
+
+
+def _written(tiles: Blocks) -> str:
+    return f"Blocks({tiles.q}, {tiles.k}, {tiles.stages})"
+
+
+def _inputs(B: int, S: int, N: int, K: int, H: int, Hv: int, dtype: str) -> tuple[jax.Array, ...]:
+    """Standard normal query, key, value and cotangent."""
+    shapes = (B, S, N, H), (B, S, K, H), (B, S, K, Hv), (B, S, N, Hv)
+    keys = jax.random.split(jax.random.key(0), 4)
+    return tuple(jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
+
+
+def _call(where: Target, kind: Kind, inputs: tuple[jax.Array, ...]) -> Callable[[], Any]:
+    """The forward pass, or forward and backward, on a target; returns when it is done."""
+
+    def attend(query, key, value):
+        with using(where):
+            return dot_product_attention(query, key, value, mask=Causal(), implementation="pallas")
+
+    def both(query, key, value, cotangent):
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, *pull(cotangent)
+
+    run = jax.jit(both if kind != "forward" else lambda *x: (attend(*x[:3]),))
+    return lambda: jax.block_until_ready(run(*inputs))
+
+
+def _difference(result: Any, expected: Any) -> float:
+    pairs = zip(result, expected, strict=True)
+    ratios = [
+        float(jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32)).max() / jnp.abs(y).max())
+        for x, y in pairs
+    ]
+    return math.nan if any(map(math.isnan, ratios)) else max(ratios)
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    def pair(text: str) -> tuple[int, int]:
+        first, _, second = text.partition(":")
+        return int(first), int(second or first)
+
+    def tiles(text: str) -> Blocks:
+        return Blocks(*map(int, text.split(":")))
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--heads", type=pair, default=(16, 16), metavar="N:K")
+    parser.add_argument(
+        "--dims", type=pair, nargs="+", default=[(64, 64), (128, 128)], metavar="H:Hv"
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--candidates", type=tiles, nargs="+", metavar="Q:K:STAGES")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=30.0, help="for one search, about")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Run by test_kernels.py with eight devices: what a mesh of 2 x 4 computes, and what it moves.
+
+Prints JSON: for each case the largest relative error against one device, and the collectives.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_suite import draw
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from plain_kernels import Plain
+
+from transformer_jax.attention import dot_product_attention
+from transformer_jax.kernels import using
+from transformer_jax.masks import Causal, Segments
+
+MOVES = ("all-gather", "all-to-all", "collective-permute")
+CASES = {
+    "key heads split": dict(heads=8, kv_heads=4),
+    "a bias of all rows": dict(heads=8, kv_heads=8, bias=(1, 8, 1, 37)),
+    "a bias of all heads": dict(heads=8, kv_heads=4, bias=(4, 1, 33, 37)),
+    "one key head": dict(heads=8, kv_heads=1),
+    "two parts of a key head": dict(heads=8, kv_heads=2),
+    "three key heads for four devices": dict(heads=12, kv_heads=3),
+}
+
+
+def run(case: str, manual: bool = False) -> dict:
+    heads, kv_heads = CASES[case]["heads"], CASES[case]["kv_heads"]
+    rng = np.random.default_rng(0)
+    arrays = draw(3, batch=4, queries=33, keys=37, heads=heads, kv_heads=kv_heads)
+    if "bias" in CASES[case]:
+        arrays["bias"] = jnp.asarray(rng.normal(size=CASES[case]["bias"]), jnp.float32)
+    arrays["sinks"] = jnp.linspace(-1, 1, heads)
+    arrays["ids"] = jnp.asarray(np.sort(rng.integers(0, 3, (4, 37)), 1), jnp.int32)
+    floating = [name for name in arrays if name not in ("ids", "out_cotangent", "lse_cotangent")]
+
+    def gradients(arrays):
+        def loss(inputs):
+            with using(Plain()):
+                out, lse = dot_product_attention(
+                    inputs["query"], inputs["key"], inputs["value"],
+                    mask=Causal() & Segments(arrays["ids"]), bias=inputs.get("bias"),
+                    sinks=inputs["sinks"], return_lse=True, implementation="pallas",
+                    dropout_rate=0.2, dropout_key=jax.random.key(1),
+                )  # fmt: skip
+            return (out * arrays["out_cotangent"]).sum() + (lse * arrays["lse_cotangent"]).sum()
+
+        return jax.value_and_grad(loss)({name: arrays[name] for name in floating})
+
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=axes)
+    whole = P("data", None, "model")
+    keys = whole if kv_heads % 4 == 0 else P("data")
+    specs = dict(query=whole, key=keys, value=keys, sinks=P("model"), bias=P(), ids=P("data"))
+    specs |= dict(out_cotangent=whole, lse_cotangent=whole)
+    placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
+    compiled = jax.jit(gradients).lower(placed).compile()
+    text = compiled.as_text()
+    expected, actual = jax.jit(gradients)(arrays), compiled(placed)
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    return {
+        "error": max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs),
+        "moves": [name for name in MOVES if re.search(rf" {name}(-start)?\(", text)],
+        "query": list(actual[1]["query"].sharding.spec)[:3],
+    }
+
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == 8
+    print(json.dumps({case: run(case) for case in sys.argv[1:] or CASES}))

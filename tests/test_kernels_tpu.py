@@ -1,0 +1,428 @@
+"""The TPU kernels against formulas in float64, in Pallas' interpreters; and compiled, not run."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.register_assert_rewrite("tolerances")
+
+from jax.experimental.pallas import tpu as pltpu  # noqa: E402
+from tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits  # noqa: E402
+
+from transformer_jax.kernels import tpu  # noqa: E402
+from transformer_jax.kernels.contract import (  # noqa: E402
+    Blocks,
+    Lists,
+    Operands,
+    Problem,
+    Saved,
+    keep,
+)
+
+
+def everything(q, k):
+    return (k[0] >= 0) & (q[0] >= -1)
+
+
+def causal(q, k):
+    return (k[0] >= 0) & (k[0] <= q[0])
+
+
+def window(q, k):
+    return causal(q, k) & (q[0] - k[0] < 13)
+
+
+def segments(q, k):
+    return causal(q, k) & (q[1] == k[1])
+
+
+def sparse(q, k):
+    """Most queries see nothing, and whole tiles of them."""
+    return causal(q, k) & (q[0] % 3 > 0) & (q[0] > 41)
+
+
+@dataclass(frozen=True)
+class Case:
+    """T and S are odd lengths, padded to tiles of `blocks`."""
+
+    mask: Any = causal
+    B: int = 2
+    T: int = 43
+    S: int = 67
+    N: int = 4
+    K: int = 2
+    H: int = 8
+    Hv: int = 8
+    dtype: Any = jnp.float32
+    blocks: Blocks = Blocks(16, 24)  # noqa: RUF009
+    bias: tuple[bool, ...] | None = None  # which axes it has
+    slopes: bool = False
+    sinks: bool = False
+    softcap: float | None = None
+    rate: float = 0.0
+    per_head: bool = False
+    """Lists and slopes for each batch row and head, and not shared."""
+
+    def padded(self) -> tuple[int, int]:
+        return (
+            -(-self.T // self.blocks.q) * self.blocks.q,
+            -(-self.S // self.blocks.k) * self.blocks.k,
+        )
+
+    def problem(self, interpret: Any = True) -> Problem:
+        return Problem(self.H**-0.5, self.softcap, self.rate, self.mask, interpret=interpret)
+
+
+def draw(case: Case) -> tuple[Operands, np.ndarray, np.ndarray, np.ndarray]:
+    """(operands, bool[B, N, T, S] who sees whom, cotangents of out and of the log-sum-exp)"""
+    rng = np.random.default_rng(7)
+    (T, S), B, N = case.padded(), case.B, case.N
+    positions = np.arange(T)[None] + case.S - case.T
+    k_positions = np.where(np.arange(S) < case.S, np.arange(S), -1)[None]
+    q_vectors, k_vectors = [positions], [k_positions]
+    if case.mask is segments:
+        q_vectors += [np.sort(rng.integers(0, 3, (B, T)), axis=1)]
+        k_vectors += [np.sort(rng.integers(0, 3, (B, S)), axis=1)]
+    q, k = ([x[:, None] for x in vectors] for vectors in (q_vectors, k_vectors))
+    sees = case.mask([x[..., None] for x in q], [x[:, :, None] for x in k])
+    sees = np.broadcast_to(sees, (B if case.per_head else len(sees), 1, T, S))
+    if case.per_head:
+        sees = np.broadcast_to(sees, (B, N, T, S))
+
+    def normal(*shape, dtype=case.dtype):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    def rows(x, end):  # zeros behind the end
+        return x.at[:, end:].set(0)
+
+    bias = None
+    if case.bias is not None:
+        bias = normal(
+            *(size if has else 1 for size, has in zip((B, N, T, S), case.bias, strict=True)),
+            dtype=jnp.float32,
+        )
+    slopes = jnp.asarray(rng.random((B if case.per_head else 1, N)) / 9, jnp.float32)
+    words = jnp.asarray(rng.integers(0, 2**32, (2, B, N), dtype=np.uint32))
+    operands = Operands(
+        rows(normal(B, T, N, case.H), case.T),
+        rows(normal(B, S, case.K, case.H), case.S),
+        rows(normal(B, S, case.K, case.Hv), case.S),
+        tuple(jnp.asarray(x, jnp.int32) for x in q_vectors),
+        tuple(jnp.asarray(x, jnp.int32) for x in k_vectors),
+        bias,
+        slopes if case.slopes else None,
+        normal(1, N, dtype=jnp.float32) if case.sinks else None,
+        words if case.rate else None,
+    )
+    return operands, sees, normal(B, T, N, case.Hv), rng.normal(size=(B, N, T))
+
+
+def lists_of(sees: np.ndarray, blocks: Blocks, *, turned: bool = False) -> Lists:
+    B, N, T, S = sees.shape
+    order, counts = [], []
+    tiles = sees.reshape(B, N, T // blocks.q, blocks.q, S // blocks.k, blocks.k)
+    some, every = tiles.any(axis=(3, 5)), tiles.all(axis=(3, 5))
+    if turned:
+        some, every = some.swapaxes(2, 3), every.swapaxes(2, 3)
+    for at in np.ndindex(some.shape[:3]):
+        full, partial = np.flatnonzero(every[at]), np.flatnonzero(some[at] & ~every[at])
+        row = [*full, *partial]
+        order.append(row + [row[-1] if row else 0] * (some.shape[3] - len(row)))
+        counts.append((len(full), len(row)))
+    full, seen = np.array(counts, np.int32).T.reshape(2, *some.shape[:3])
+    return Lists(
+        *(jnp.asarray(x) for x in (np.array(order, np.int32).reshape(some.shape), full, seen))
+    )
+
+
+def expected(case: Case, operands: Operands, sees, do, dlse) -> dict[str, np.ndarray]:
+    """The contract's formulas, dense, in float64."""
+    double = lambda x: np.asarray(x).astype(np.float64)  # noqa: E731
+    q, k, v, do = (double(x) for x in (operands.query, operands.key, operands.value, do))
+    (T, S), G = case.padded(), case.N // case.K
+    k, v = np.repeat(k, G, axis=2), np.repeat(v, G, axis=2)
+    s = np.einsum("btnh,bsnh->bnts", q, k) * case.H**-0.5
+    slope = np.ones_like(s)
+    if case.softcap:
+        s = case.softcap * np.tanh(s / case.softcap)
+        slope = 1 - (s / case.softcap) ** 2
+    if operands.bias is not None:
+        s = s + double(operands.bias)
+    far = np.abs(
+        double(operands.q_vectors[0])[:, None, :, None]
+        - double(operands.k_vectors[0])[:, None, None]
+    )
+    if operands.slopes is not None:
+        s = s - double(operands.slopes)[:, :, None, None] * far
+    s = np.where(sees, s, -np.inf)
+    high = s.max(axis=-1)
+    dead = np.isneginf(high)
+    sink = -np.inf if operands.sinks is None else double(operands.sinks)[:, :, None]
+    high = np.where(dead, 0, np.maximum(high, sink))
+    total = np.exp(s - high[..., None]).sum(axis=-1) + np.where(dead, 1, np.exp(sink - high))
+    p = np.exp(s - high[..., None]) / total[..., None]
+    f = np.ones_like(p)
+    if case.rate:
+        a, b = operands.dropout[..., None, None]
+        index = lambda n: jnp.arange(n, dtype=jnp.uint32)  # noqa: E731
+        stays = keep(a, b, index(T)[None, None, :, None], index(S)[None, None, None], case.rate)
+        f = double(stays) / (1 - case.rate)
+    out = np.einsum("bnts,bsnh->btnh", p * f, v)
+    D = np.where(dead, 0, np.einsum("btnh,btnh->bnt", do, out) - dlse)
+    ds = p * (f * np.einsum("btnh,bsnh->bnts", do, v) - D[..., None])
+    du = ds * slope * case.H**-0.5
+    by_key = lambda x: x.reshape(case.B, S, case.K, G, -1).sum(axis=3)  # noqa: E731
+    return dict(
+        out=out,
+        high=np.where(dead, -np.inf, high),
+        log=np.log(total),
+        D=D,
+        dq=np.einsum("bnts,bsnh->btnh", du, k),
+        dk=by_key(np.einsum("bnts,btnh->bsnh", du, q)),
+        dv=by_key(np.einsum("bnts,btnh->bsnh", p * f, do)),
+        slope_rows=-(ds * far).sum(axis=-1),
+        ds=ds,
+    )
+
+
+def run(
+    case: Case, interpret: Any = True, *, bias_only: bool = False
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What the kernels give, backward from the exact residuals, and what they should give."""
+    operands, sees, do, dlse = draw(case)
+    reference = expected(case, operands, sees, do, dlse)
+    problem, blocks = case.problem(interpret), case.blocks
+    high = np.where(np.isneginf(reference["high"]), np.inf, reference["high"])
+    saved = Saved(
+        do, *(jnp.asarray(x, jnp.float32) for x in (high, reference["log"], reference["D"]))
+    )
+
+    @jax.jit
+    def kernels(operands, lists, turned, saved):
+        if bias_only:
+            return dict(dbias=tpu.gradient_bias(problem, operands, lists, blocks, saved))
+        out, high, log = tpu.forward(problem, operands, lists, blocks)
+        dq, slope_rows = tpu.gradient_queries(problem, operands, lists, blocks, saved)
+        dk, dv = tpu.gradient_keys(problem, operands, turned, blocks, saved)
+        results = dict(out=out, high=high, log=log, dq=dq, dk=dk, dv=dv)
+        if slope_rows is not None:
+            results["slope_rows"] = slope_rows
+        if operands.bias is not None and operands.bias.shape[2] > 1:
+            results["dbias"] = tpu.gradient_bias(problem, operands, lists, blocks, saved)
+        return results
+
+    lists = (lists_of(sees, blocks, turned=turned) for turned in (False, True))
+    if case.bias is not None:
+        axes = tuple(axis for axis, has in enumerate(case.bias) if not has)
+        reference["dbias"] = reference["ds"].sum(axis=axes, keepdims=True)
+    return kernels(operands, *lists, saved), reference
+
+
+def check(case: Case, interpret: Any = True) -> None:
+    results, reference = run(case, interpret)
+    dead = np.isneginf(reference["high"])
+    assert len(results) >= 6 and (np.isneginf(results["high"]) == dead).all()
+    assert (np.asarray(results["log"])[dead] == 0).all()
+    assert (np.asarray(results["out"]).swapaxes(1, 2)[dead] == 0).all()
+    for name, value in results.items():
+        value, wanted = np.asarray(value), reference[name]
+        if name == "high":
+            value, wanted = value[~dead], wanted[~dead]
+        tolerance = FORWARD_F32 if name in ("out", "high", "log") else GRADIENT_F32
+        if case.dtype == jnp.bfloat16 and name not in ("high", "log"):
+            tolerance = 2.0**-7
+        assert_near(value, wanted, tolerance, name)
+
+
+CASES = {
+    "everything": Case(everything, K=4, B=1, N=4),
+    "causal, one key head": Case(causal, K=1, Hv=24),
+    "segments": Case(segments, per_head=True, slopes=True),
+    "rows that see nothing": Case(sparse, sinks=True),
+    "softcap and dropout": Case(softcap=1.5, rate=0.3),
+    "window, slopes and sinks": Case(window, slopes=True, sinks=True),
+    "every option, tiles in parts": Case(
+        segments,
+        B=1,
+        N=2,
+        K=1,
+        T=21,
+        S=391,
+        blocks=Blocks(16, 256),
+        bias=(False, True, True, True),
+        slopes=True,
+        sinks=True,
+        softcap=2.0,
+        rate=0.2,
+    ),
+    "bias of keys, tiles in parts": Case(
+        B=1, T=21, S=391, blocks=Blocks(16, 256), bias=(False, True, False, True)
+    ),
+    "bfloat16": Case(dtype=jnp.bfloat16, H=16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_match_the_formulas(name):
+    check(CASES[name])
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [(0, 0, 1, 1), (1, 0, 1, 1), (0, 1, 0, 1), (1, 1, 1, 0)],
+    ids=str,
+)
+def test_bias_gradient_is_summed_over_the_axes_a_bias_lacks(axes):
+    case = Case(segments, per_head=axes == (0, 0, 1, 1), bias=tuple(map(bool, axes)))
+    results, reference = run(case, bias_only=True)
+    assert_near(results["dbias"], reference["dbias"], GRADIENT_F32)
+
+
+def test_bias_gradient_is_zero_in_tiles_that_nobody_visits():
+    case = Case(window, bias=(False, True, True, True))
+    results, _ = run(case, bias_only=True)
+    dbias, unseen = np.asarray(results["dbias"]), ~draw(case)[1][0, 0]
+    assert (dbias[:, :, unseen] == 0).all() and unseen.sum() > dbias[0, 0].size / 2
+
+
+@pytest.mark.parametrize("name", ["segments", "rows that see nothing"])
+def test_no_race_no_read_out_of_bounds_and_none_of_unwritten_memory(name):
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    small = dict(B=1, N=2, K=1, T=27, S=43, bias=(False, False, True, True))
+    check(replace(CASES[name], **small), params)
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.races.races_found
+
+
+def test_two_runs_give_the_same_bits():
+    case = Case(window, B=1, N=2)
+    operands, sees, *_ = draw(case)
+    lists = lists_of(sees, case.blocks)
+    forward = jax.jit(lambda x: tpu.forward(case.problem(), x, lists, case.blocks)[0])
+    assert_same_bits(forward(operands), forward(operands))
+
+
+def test_scores_far_below_zero_count():
+    case = Case(window, bias=(False, False, True, True))
+    operands, sees, *_ = draw(case)
+    lists = lists_of(sees, case.blocks)
+    forward = jax.jit(lambda x: tpu.forward(case.problem(), x, lists, case.blocks)[0])
+    low = operands._replace(bias=jnp.full_like(operands.bias, -1e5))
+    zero = operands._replace(bias=jnp.zeros_like(operands.bias))
+    assert np.abs(np.asarray(forward(zero))).max() > 0.1
+    assert np.abs(np.asarray(forward(low) - forward(zero))).max() < 0.05
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_met_something_not_finite_are_marked(name, bad):
+    case = CASES["causal, one key head"]
+    operands, sees, *_ = draw(case)
+    at = (1, 40, 0, 5)
+    operands = operands._replace(**{name: getattr(operands, name).at[at].set(bad)})
+    lists = lists_of(sees, case.blocks)
+    out, _, log = tpu.forward(case.problem(), operands, lists, case.blocks)
+    marked = np.isnan(np.asarray(log))
+    wrong = ~np.isfinite(np.asarray(out)).all(axis=-1).swapaxes(1, 2)
+    assert marked[1].any() and not marked[0].any() and (marked | ~wrong).all()
+    if name == "key":  # in a tile that the mask cuts, also where it hides the key
+        assert marked[1, :, :16].all()
+    unmarked = replace(case.problem(), mark=False)
+    clean = draw(case)[0]
+    assert np.isfinite(np.asarray(tpu.forward(unmarked, clean, lists, case.blocks)[2])).all()
+
+
+def test_what_cannot_run_is_refused_with_the_reason():
+    struct = lambda size, dtype: jax.ShapeDtypeStruct((1, 8, 2, size), dtype)  # noqa: E731
+    problem = Problem(1.0)
+    half, odd = struct(64, jnp.float16), struct(20, jnp.float32)
+    assert "float16" in tpu.refuse(problem, half, half, half)
+    assert "H 20" in tpu.refuse(problem, odd, odd, struct(64, jnp.float32))
+    fine = struct(96, jnp.bfloat16)
+    assert "float32" in tpu.refuse(problem, fine, fine, struct(96, jnp.float32))
+    assert tpu.refuse(problem, fine, fine, struct(128, jnp.bfloat16)) is None
+    case = Case(B=1, N=1, K=1)
+    order = jnp.zeros((1, 1, 3, 2**18), jnp.int32)
+    lists = Lists(order, order[..., 0], order[..., 0])
+    with pytest.raises(NotImplementedError, match="262144"):
+        tpu.forward(case.problem(), draw(case)[0], lists, case.blocks)
+
+
+# Compiled ahead of time
+
+
+@functools.cache
+def chip(topology: str) -> jax.sharding.Sharding:
+    from jax.experimental import topologies
+
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it locks a file otherwise
+    devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    return jax.sharding.SingleDeviceSharding(devices[0])
+
+
+def compiled(case: Case, kernel: str, topology: str) -> Any:
+    """A kernel at its own tile sizes; T and S are lengths of whole tiles."""
+    pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
+    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=chip(topology))  # noqa: E731
+    kind = kernel.removeprefix("gradient_")
+    blocks = tpu.blocks(kind, case.H, case.Hv, jnp.dtype(case.dtype).itemsize)
+    B, T, S, N = case.B, case.T, case.S, case.N
+    vectors = lambda size: [struct((1, size), jnp.int32), struct((B, size), jnp.int32)]  # noqa: E731
+    operands = Operands(
+        struct((B, T, N, case.H), case.dtype),
+        struct((B, S, case.K, case.H), case.dtype),
+        struct((B, S, case.K, case.Hv), case.dtype),
+        tuple(vectors(T)),
+        tuple(vectors(S)),
+        None if case.bias is None else struct((1, N, T, S), jnp.float32),
+        struct((1, N), jnp.float32) if case.slopes else None,
+        struct((1, N), jnp.float32) if case.sinks else None,
+        struct((2, B, N), jnp.uint32) if case.rate else None,
+    )
+    rows, columns = T // blocks.q, S // blocks.k
+    rows, columns = (columns, rows) if kind == "keys" else (rows, columns)
+    count = struct((B, 1, rows), jnp.int32)
+    args = [operands, Lists(struct((B, 1, rows, columns), jnp.int32), count, count)]
+    if kernel != "forward":
+        row = struct((B, N, T), jnp.float32)
+        args += [Saved(struct((B, T, N, case.Hv), case.dtype), row, row, row)]
+    problem = case.problem(interpret=False)
+    function = functools.partial(getattr(tpu, kernel), problem)
+    call = jax.jit(lambda operands, lists, *saved: function(operands, lists, blocks, *saved))
+    lowered = call.lower(*args)
+    assert f"attention_{kernel}" in lowered.as_text()
+    return lowered.compile()
+
+
+@pytest.mark.parametrize(
+    "kernel, topology, dtype",
+    [
+        ("forward", "v5e:2x2", jnp.float32),
+        ("gradient_queries", "v6e:2x2", jnp.bfloat16),
+        ("gradient_keys", "v5p:2x2x1", jnp.float32),
+        ("gradient_bias", "v6e:2x2", jnp.bfloat16),
+    ],
+)
+def test_every_option_compiles_for_a_tpu(kernel, topology, dtype):
+    case = CASES["every option, tiles in parts"]
+    case = replace(case, T=2048, S=4096, H=192, Hv=128, dtype=dtype)
+    assert compiled(case, kernel, topology).memory_analysis().temp_size_in_bytes < 2**24
+
+
+@pytest.mark.parametrize("kernel", ["forward", "gradient_keys"])
+def test_memory_is_linear_in_the_length(kernel):
+    case = Case(segments, B=1, N=8, K=8, H=128, Hv=128, dtype=jnp.bfloat16)
+    small, large = (
+        compiled(replace(case, T=S, S=S), kernel, "v5e:2x2").memory_analysis().temp_size_in_bytes
+        for S in (2**16, 2**17)
+    )
+    assert large <= 2.05 * small
