@@ -142,9 +142,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--heads", type=pair, default=(16, 16), metavar="N:K")
-    parser.add_argument(
-        "--dims", type=pair, nargs="+", default=[(64, 64), (128, 128)], metavar="H:Hv"
-    )
+    parser.add_argument("--dims", type=pair, nargs="+", default=[(64, 64), (128, 128)], metavar="H")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--candidates", type=tiles, nargs="+", metavar="Q:K:STAGES")

@@ -35,8 +35,8 @@ class Target:
 
     backend: Literal["tpu", "hopper"]
     interpret: Any = False
-    """False on the device; else what the interpreter of the backend takes (`jax.experimental.pallas`:
-    True or `tpu.InterpretParams` on TPU, `mosaic_gpu.InterpretGPUParams` on a GPU)."""
+    """False on the device. On a CPU what the backend's interpreter takes: True or an
+    `InterpretParams` of Pallas for TPUs, an `InterpretGPUParams` of Pallas for Mosaic GPU."""
 
     chip: str = ""
     """The chip as JAX names it, "NVIDIA H200": what tile sizes depend on."""

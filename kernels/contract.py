@@ -4,7 +4,7 @@ With scores s_ij of one head, over the tiles that the lists name (base 2 or e, a
 
     s_ij = cap(scale q_i . k_j) + bias_ij,  -inf where not visible;  cap(x) = c tanh(x / c) or x
     m_i = max_j s_ij      l_i = sum_j exp(s_ij - m_i)      p_ij = exp(s_ij - m_i - log l_i)
-    out_i = sum_j p_ij f_ij v_j                            f_ij is dropout's factor, 0 or 1/(1 - rate)
+    out_i = sum_j p_ij f_ij v_j                            f_ij, of dropout, is 0 or 1/(1 - rate)
 
 A sink joins m and l once the keys are done, unless the row has seen none. Backward, with
 D_i = do_i . out_i - dlse_i, which the caller computes:
@@ -41,9 +41,9 @@ class Problem:
     softcap: float | None = None
     dropout_rate: float = 0.0
     visible: Callable[[Vectors, Vectors], jax.Array] | None = None
-    """(query vectors, key vectors), each broadcast to [block_q, block_k] or to [block_q, 1] and
-    [1, block_k], to bool: elementwise, and with the rule that a key at a negative position (key
-    vector 0) is never seen. None: every tile visited is full."""
+    """(query vectors, key vectors), of shapes that broadcast to a tile, to bool: elementwise, and
+    with the rule that a key at a negative position (key vector 0) is never seen. None: every tile
+    visited is full."""
     mark: bool = True
     """Whether log is NaN in rows whose out is not finite, or which met a product q_i . k_j in a
     partial tile that is not: the caller then repeats on cleaned inputs, without marks."""

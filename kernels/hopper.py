@@ -59,7 +59,7 @@ def blocks(kind: str, H: int, Hv: int, itemsize: int = 2) -> Blocks:
     raise ValueError(f"no kernel {kind!r}")
 
 
-def refuse(problem: Problem, query: Any, key: Any, value: Any, *, bias: Any = None) -> str | None:
+def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
     """Why these arrays (or their shapes and dtypes) can't be done here, or None."""
     H, Hv = query.shape[-1], value.shape[-1]
     if query.dtype not in (jnp.bfloat16, jnp.float16):
@@ -68,7 +68,6 @@ def refuse(problem: Problem, query: Any, key: Any, value: Any, *, bias: Any = No
         return f"query {query.dtype}, key {key.dtype} and value {value.dtype} differ in dtype"
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
         return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
-    del bias  # of every dtype that converts to float32
     if problem.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -41,8 +42,6 @@ def refuse(
     query: Any,  # [B, T, N, H]: arrays, or structs of their shape and dtype
     key: Any,  # [B, S, K, H]
     value: Any,  # [B, S, K, Hv]
-    *,
-    bias: Any = None,
 ) -> str | None:
     """What these kernels can't do, in a line; None where they can."""
     dtypes = [jnp.dtype(x.dtype).name for x in (query, key, value)]
@@ -51,8 +50,6 @@ def refuse(
     for name, size in (("H", query.shape[-1]), ("Hv", value.shape[-1])):
         if size % 8 or not 0 < size <= 512:
             return f"{name} {size}: must be a multiple of 8 up to 512"
-    if bias is not None and jnp.dtype(bias.dtype).name not in ("float32", "bfloat16"):
-        return f"bias of dtype {jnp.dtype(bias.dtype).name}: must be float32 or bfloat16"
     return None
 
 
@@ -284,7 +281,10 @@ def score_gradients(
     p = jnp.exp(s - x.high[...] - x.log[...])
     dp = dropped(problem, dot(x.value[...], x.do[...], 1, 1), x, step)
     ds = p * (dp - x.D[...])
-    return dropped(problem, p, x, step), ds, ds if tanh is None else ds * (1 - tanh * tanh)
+    du = ds if tanh is None else ds * (1 - tanh * tanh)
+    if masked:  # what overflowed behind the mask stays there
+        ds, du = (jnp.where(s > -jnp.inf, x, 0.0) for x in (ds, du))
+    return dropped(problem, p, x, step), ds, du
 
 
 def dropped(problem: Problem, p: jax.Array, x: Reads, step: Step) -> jax.Array:
@@ -411,7 +411,12 @@ def by_pairs(name, kernel, problem, operands, saved, lists, blocks, *, writes):
     batch, heads = B // bias_batch, N // bias_heads
 
     def at(b, n, row, c, lane):
-        return b * batch + lax.div(lane, heads), n * heads + lax.rem(lane, heads), row, c
+        return (
+            b * batch + lax.div(lane, np.int32(heads)),
+            n * heads + lax.rem(lane, np.int32(heads)),
+            row,
+            c,
+        )
 
     classes = classes_of(lists)
     shared = [axis for axis in (0, 1) if operands.bias.shape[axis] == 1]
@@ -471,7 +476,7 @@ def _walk(
             b, h = (b if shape[0] > 1 else 0), (n if shape[1] > 1 else 0)
             return {
                 "query": (b, n, i, 0),
-                "key": (b, lax.div(n, G), j, 0),
+                "key": (b, lax.div(n, np.int32(G)), j, 0),
                 "query row": (b, h, 0, i),
                 "key row": (b, h, 0, j),
                 "pairs": (b, h, i, j),

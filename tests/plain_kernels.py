@@ -32,7 +32,7 @@ class Plain(Target):
         return plain_kernels
 
 
-def refuse(problem, query, key, value, *, bias=None):
+def refuse(problem, query, key, value):
     return None
 
 
@@ -85,9 +85,8 @@ def _scores(problem: Problem, operands: Operands, seen: jax.Array, full: jax.Arr
         a, b = operands.dropout[..., None, None]
         rows, columns = (jnp.arange(n, dtype=jnp.uint32) for n in raw.shape[2:])
         a, b = _absorb(a, b, rows[None, None, :, None])
-        kept = _mix((_mix(columns)[None, None, None] ^ a) + b) >= jnp.uint32(
-            threshold(problem.dropout_rate)
-        )
+        bits = _mix((_mix(columns)[None, None, None] ^ a) + b)
+        kept = bits >= jnp.uint32(threshold(problem.dropout_rate))
         factor = jnp.where(kept, 1 / (1 - problem.dropout_rate), 0.0)
     return raw, t, jnp.where(visible, s, -jnp.inf), factor, distance, partial
 
@@ -127,7 +126,7 @@ def _weigh(weights: jax.Array, x: jax.Array, seen: jax.Array) -> jax.Array:  # [
 
 
 def _differences(problem, operands, seen, full, saved: Saved):
-    raw, t, s, factor, distance, _ = _scores(problem, operands, seen, full)
+    _, t, s, factor, distance, _ = _scores(problem, operands, seen, full)
     p = jnp.exp(s - saved.high[..., None] - saved.log[..., None])
     G = operands.query.shape[2] // operands.key.shape[2]
     value = jnp.repeat(operands.value.astype(jnp.float32), G, 2)

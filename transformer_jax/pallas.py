@@ -38,9 +38,8 @@ def refuse(call: Call) -> str | None:
     mask = call.arrays["mask"]
     reason = None if mask is None else not_vectors(mask)
     if reason is None:
-        reason = where.module.refuse(
-            _problem(call.options, None, where), query, key, value, bias=bias
-        )
+        problem = _problem(call.options, None, where)
+        reason = where.module.refuse(problem, query, key, value)
     return reason
 
 
