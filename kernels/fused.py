@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved
 from transformer_jax.kernels.layout import KEYS, QUERIES, ROWS, TILES, mapped
@@ -77,16 +78,21 @@ def _attend_forward(plan, query, key, value, bias, slopes, sinks, fixed):
     results = forward(operands, fixed.visits.forward)
     marked = jnp.isnan(results[2]).any()
 
-    def careful(_):
-        return _careful_forward(plan, operands, fixed.visits.forward)
+    def turned(out, *rows):  # a loop keeps what passes it in the kernel's own order
+        return (out.swapaxes(1, 2) if plan.backend.HEADS_FIRST else out, *rows)
 
-    out, high, log = _once(marked, careful, results)
+    def careful(_):
+        return turned(*_careful_forward(plan, operands, fixed.visits.forward))
+
+    out, high, log = turned(*_once(marked, careful, turned(*results)))
     return (out, high + log), (operands, fixed, out, high, log, marked)
 
 
 def _attend_backward(plan, saved, cotangents):
     operands, fixed, out, high, log, marked = saved
     do, dlse = cotangents
+    if plan.backend.HEADS_FIRST:  # else XLA makes do as the next weight gradient likes, and copies
+        do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
     D = _row_dot(do, out) - dlse  # [B, N, T]
     dead = jnp.isneginf(high)
     marked = marked | jnp.isnan(D).any()
@@ -183,11 +189,10 @@ def _careful_forward(plan: Plan, operands: Operands, lists: Lists) -> tuple:
     """NaN in exactly the queries that see something not finite, or are not finite themselves.
 
     Who sees a bad key is one more attention: with equal scores over values that mark bad keys.
+    Then a query of NaN makes its own row NaN, and nothing where it sees nothing.
     """
     clean, bad_query, bad_key = _cleaned(operands)
     results = QUERIES, ROWS, ROWS
-    unmarked = dataclasses.replace(plan.problem, mark=False)
-    out, high, log = _kernel(_with(plan, unmarked), "forward", results)(clean, lists)
     zero = lambda x: None if x is None else jnp.zeros_like(x)  # noqa: E731
     marks = clean._replace(
         query=jnp.zeros_like(clean.query),
@@ -198,12 +203,12 @@ def _careful_forward(plan: Plan, operands: Operands, lists: Lists) -> tuple:
         sinks=None,
         dropout=None,
     )
+    unmarked = dataclasses.replace(plan.problem, mark=False)
     equal = dataclasses.replace(unmarked, softcap=None, dropout_rate=0.0)
     seen = _kernel(_with(plan, equal), "forward", results)(marks, lists)[0]
-    live = ~jnp.isneginf(high)
-    poison = (jnp.moveaxis(seen.max(axis=-1) > 0, 1, 2) | jnp.moveaxis(bad_query, 1, 2)) & live
-    out = jnp.where(jnp.moveaxis(poison, 1, 2)[..., None], jnp.nan, out).astype(out.dtype)
-    return out, jnp.where(poison, jnp.nan, high), jnp.where(poison, jnp.nan, log)
+    poison = (seen.max(axis=-1) > 0) | bad_query
+    poisoned = clean._replace(query=jnp.where(poison[..., None], jnp.nan, clean.query))
+    return _kernel(_with(plan, unmarked), "forward", results)(poisoned, lists)
 
 
 def _with(plan: Plan, problem: Problem) -> Plan:

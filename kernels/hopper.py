@@ -38,6 +38,7 @@ f32 = jnp.float32
 i32 = jnp.int32
 
 
+HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 SHORTEST = None  # short sequences are padded to whole tiles
 
 

@@ -199,7 +199,7 @@ def _rule(mesh, shapes, roles, result_shapes, results, full) -> tuple[str, dict[
     names = dict(b="b", n=heads, k="k")
     fresh = itertools.count()
 
-    def axis(size, role):
+    def axis(size: int, role: str | None) -> str:
         return f"x{next(fresh)}" if role is None or size != full[role] else names[role]
 
     def array(shape, roles):

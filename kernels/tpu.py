@@ -53,6 +53,7 @@ def refuse(
     return None
 
 
+HEADS_FIRST = True  # whether results come as [B, N, T, H], transposed
 SHORTEST = 128  # tiles of fewer queries or keys are not made
 
 

@@ -213,6 +213,8 @@ class AttentionSuite:
     implementation: str
     target: Target | None = None
     """Where kernels run, if this process has another place for them."""
+    every_time: frozenset[str] | None = None
+    """The tests to run every time, if not all; the others are marked slow."""
     may_refuse = False
     """Whether a reason in `explain_attention` skips a test; an error otherwise."""
     forward_tolerance = FORWARD_F32

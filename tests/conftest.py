@@ -20,3 +20,11 @@ def rng() -> np.random.Generator:
 @pytest.fixture
 def key() -> jax.Array:
     return jax.random.key(7)
+
+
+def pytest_collection_modifyitems(items):
+    """A class with `every_time` runs these tests of its suite; the others are `slow`."""
+    for item in items:
+        chosen = getattr(item.cls, "every_time", None)
+        if chosen is not None and not {item.name, item.originalname} & chosen:
+            item.add_marker("slow")

@@ -17,6 +17,7 @@ from transformer_jax.dropout import _absorb, _mix
 from transformer_jax.kernels import Target
 from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved, threshold
 
+HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 SHORTEST = None
 TILES = {"forward": Blocks(16, 32), "queries": Blocks(16, 16), "keys": Blocks(32, 16)}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.register_assert_rewrite("tolerances")
+pytest.register_assert_rewrite("attention_suite", "tolerances")
 
+from attention_suite import AttentionSuite  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 from tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits  # noqa: E402
 
-from transformer_jax.kernels import tpu  # noqa: E402
+from transformer_jax.attention import dot_product_attention  # noqa: E402
+from transformer_jax.kernels import Target, tpu, using  # noqa: E402
 from transformer_jax.kernels.contract import (  # noqa: E402
     Blocks,
     Lists,
@@ -26,6 +30,7 @@ from transformer_jax.kernels.contract import (  # noqa: E402
     Saved,
     keep,
 )
+from transformer_jax.masks import Causal, Segments, Window  # noqa: E402
 
 
 def everything(q, k):
@@ -426,3 +431,52 @@ def test_memory_is_linear_in_the_length(kernel):
         for S in (2**16, 2**17)
     )
     assert large <= 2.05 * small
+
+
+def test_a_program_around_the_kernels_moves_none_of_their_arrays():
+    """Projections in, projection out, and all gradients: no copy or transpose of q, k, v, o or of
+    their gradients, and nothing of S x S."""
+    pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
+    S, D, N, K, H = 2048, 384, 6, 3, 128
+
+    def loss(weights, x, ids):
+        q, k, v = (jnp.einsum("BTD,DNH->BTNH", x, w) for w in weights[:3])
+        mask = Causal() & Window(700) & Segments(ids)
+        with using(Target("tpu")):
+            out = dot_product_attention(q, k, v, mask=mask, softcap=30.0, implementation="pallas")
+        return (jnp.einsum("BTNH,NHD->BTD", out, weights[3]).astype(jnp.float32) ** 2).sum()
+
+    place = chip("v5e:2x2")
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)  # noqa: E731
+    weights = [struct(D, N, H), struct(D, K, H), struct(D, K, H), struct(N, H, D)]
+    ids = jax.ShapeDtypeStruct((1, S), jnp.int32, sharding=place)
+    program = jax.jit(jax.grad(loss, (0, 1))).lower(weights, struct(1, S, D), ids).compile()
+    text = program.as_text()
+    for kernel in ("forward", "gradient_queries", "gradient_keys"):
+        assert f"attention_{kernel}" in text
+    moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
+    assert [shape for shape in moved if math.prod(map(int, shape.split(","))) >= S * K * H] == []
+    assert not re.search(rf"\[(\d+,)*{S},{S}\]", text)
+
+
+class TestTpu(AttentionSuite):
+    """The kernels behind `dot_product_attention`, in the plain interpreter."""
+
+    implementation = "pallas"
+    target = Target("tpu", True)
+    may_refuse = True
+    queries, span = 139, 251
+    every_time = frozenset(
+        {
+            "test_any_length_matches_the_oracle[3x127]",
+            "test_any_length_matches_the_oracle[129x2]",
+            "test_every_mask_matches_the_oracle[window]",
+            "test_every_mask_matches_the_oracle[prefix]",
+            "test_slopes_of_many_heads_are_each_their_own",
+            "test_scale_softcap_and_sinks_match_the_oracle[2.0]",
+            "test_blind_rows_stay_zero_with_every_option_on",
+            "test_masked_keys_and_values_have_no_influence[padding-nan]",
+            "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
+            "test_float32_stays_float32_when_x64_is_on",
+        }
+    )

@@ -12,6 +12,12 @@ FORWARD_F32 = 1e-6
 GRADIENT_F32 = 5e-6
 """Gradients in float32 against float64."""
 
+FORWARD_BF16 = 2**-7
+"""Outputs in bfloat16 against float64: two roundings of 2^-8, of the weights and of the result."""
+
+GRADIENT_BF16 = 2**-6
+"""Gradients in bfloat16: roundings of the output, of the differences and of the result."""
+
 LOW_PRECISION_FORWARD = 2.0
 """In bfloat16 and float16: error over the error of a plain implementation in the same dtype."""
 
