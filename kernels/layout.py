@@ -150,7 +150,7 @@ def _axes(mesh: Any, spec: Any, full: dict[str, int]) -> Axes:
 
     More parts than key heads: each device computes on the one key head that its queries read.
     """
-    given = [(), (), (), ()]
+    given: list[tuple[str, ...]] = [(), (), (), ()]
     for i, names in enumerate(spec):
         given[i] = () if names is None else (names,) if isinstance(names, str) else tuple(names)
     rows, heads = (math.prod(mesh.shape[name] for name in given[i]) for i in (0, 2))

@@ -493,7 +493,7 @@ class AttentionSuite:
         span = self.span
         arrays = self.draw(15, value_dim=span)
         arrays["query"] = jnp.zeros_like(arrays["query"])
-        named = jnp.eye(span)[None, :, None, :]
+        named = jnp.eye(span, dtype=self.dtype)[None, :, None, :]
         arrays["value"] = jnp.broadcast_to(named, arrays["value"].shape)
         out = self.evaluate(arrays, dropout_key=jax.random.key(seed), dropout_rate=self.rate)["out"]
         return np.asarray(out).transpose(0, 2, 1, 3) * span

@@ -1,0 +1,100 @@
+"""The kernels on the accelerator of this machine, if it has one: `JAX_PLATFORMS=cuda pytest -m ""`
+or `JAX_PLATFORMS=tpu`, of this file. Skipped elsewhere; the same suite runs in interpreters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.register_assert_rewrite("attention_suite", "tolerances")
+
+from attention_suite import AttentionSuite, draw, reference  # noqa: E402
+from tolerances import FORWARD_BF16, GRADIENT_BF16, assert_near, assert_same_bits  # noqa: E402
+
+from benchmarks import specs  # noqa: E402
+from transformer_jax.attention import dot_product_attention  # noqa: E402
+from transformer_jax.kernels import target  # noqa: E402
+from transformer_jax.masks import Causal, Mask, Segments, Window  # noqa: E402
+
+WHERE = target()
+pytestmark = pytest.mark.skipif(isinstance(WHERE, str), reason=f"the kernels: {WHERE}")
+REPEATS = 250
+
+
+class TestAttached(AttentionSuite):
+    implementation = "pallas"
+    may_refuse = True
+    queries, span = 139, 251
+    dim = 64
+    dtype = "bfloat16"
+    forward_tolerance = FORWARD_BF16
+    gradient_tolerance = GRADIENT_BF16
+
+
+def gradients(arrays: dict[str, jax.Array], mask: Mask | None, **settings: Any) -> tuple:
+    """(out, lse, dq, dk, dv)."""
+
+    @jax.jit
+    def run(query, key, value):
+        def attend(*inputs):
+            return dot_product_attention(
+                *inputs, mask=mask, implementation="pallas", return_lse=True, **settings
+            )
+
+        results, pull = jax.vjp(attend, query, key, value)
+        return *results, *pull((arrays["out_cotangent"], arrays["lse_cotangent"]))
+
+    return run(arrays["query"], arrays["key"], arrays["value"])
+
+
+SHAPES = {
+    "many rows": dict(batch=60, queries=130, keys=130, heads=4, kv_heads=4, dim=64, value_dim=64),
+    "groups": dict(batch=2, queries=1023, keys=1023, heads=8, kv_heads=2, dim=128, value_dim=128),
+    "wide": dict(batch=1, queries=515, keys=1025, heads=2, kv_heads=2, dim=256, value_dim=256),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "window in documents"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_250_runs_give_the_same_bits(name, masked):
+    arrays = draw(1, dtype="bfloat16", **SHAPES[name])
+    S = SHAPES[name]["keys"]
+    mask = Causal() & Window(100) & Segments(jnp.arange(S)[None] // 300) if masked else Causal()
+    first = gradients(arrays, mask, softcap=30.0 if masked else None)
+    for _ in range(REPEATS - 1):
+        again = gradients(arrays, mask, softcap=30.0 if masked else None)
+        assert all(bool((x == y).all()) for x, y in zip(again, first, strict=True))
+    for x in first:
+        assert_same_bits(x, x)  # and none is NaN
+
+
+@pytest.mark.parametrize("H", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("lengths", [(704, 704), (832, 1025), (2047, 2049)], ids=str)
+def test_long_odd_lengths_of_every_width_match_the_oracle(H, lengths):
+    T, S = lengths
+    arrays = draw(
+        H + T, batch=1, queries=T, keys=S, heads=2, kv_heads=1, dim=H, value_dim=H, dtype="bfloat16"
+    )
+    seen = np.tri(T, S, dtype=bool)[None, None]
+    names = ("out", "lse", "dquery", "dkey", "dvalue")
+    expected = reference(arrays, seen)
+    for name, x in zip(names, gradients(arrays, Causal()), strict=True):
+        limit = FORWARD_BF16 if name in ("out", "lse") else GRADIENT_BF16
+        assert_near(x, expected[name], limit, name)
+
+
+@pytest.mark.parametrize("case", specs.attention_cases("edge"), ids=lambda case: case.name)
+def test_edge_cases_of_the_benchmarks_match_the_reference(case):
+    query, key, value = (x.astype(jnp.bfloat16) for x in case.inputs())
+    settings = dict(mask=case.mask(), return_lse=True)
+    out, lse = dot_product_attention(query, key, value, implementation="pallas", **settings)
+    wide = (x.astype(jnp.float32) for x in (query, key, value))
+    expected, expected_lse = dot_product_attention(*wide, implementation="xla", **settings)
+    live = ~np.isneginf(np.asarray(expected_lse))
+    assert (np.isneginf(np.asarray(lse)) == ~live).all()
+    assert_near(np.asarray(out)[live], np.asarray(expected)[live], FORWARD_BF16)
