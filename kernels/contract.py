@@ -45,8 +45,8 @@ class Problem:
     with the rule that a key at a negative position (key vector 0) is never seen. None: every tile
     visited is full."""
     mark: bool = True
-    """Whether log is NaN in rows whose out is not finite, or which met a product q_i . k_j in a
-    partial tile that is not: the caller then repeats on cleaned inputs, without marks."""
+    """Whether log is NaN in rows whose out is not finite, or that met a product q_i . k_j that is
+    not, seen or unseen: the caller then repeats on cleaned inputs, without marks."""
     interpret: Any = False
     """False on the device; on a CPU what the backend's interpreter takes."""
 
@@ -94,6 +94,14 @@ class Saved(NamedTuple):
     high: jax.Array  # f32[B, N, T]: m, +inf in rows that pass no gradient on
     log: jax.Array  # f32[B, N, T]: log l
     D: jax.Array  # f32[B, N, T]
+
+
+def result(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """What a kernel returns: inside a `shard_map`, varying over the mesh as its inputs do."""
+    axes = jax.typeof(like).manual_axis_type
+    return jax.ShapeDtypeStruct(
+        shape, dtype, **({"manual_axis_type": axes} if axes.varying else {})
+    )
 
 
 # Arithmetic of a tile that both backends share

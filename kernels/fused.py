@@ -108,7 +108,10 @@ def _attend_backward(plan, saved, cotangents):
             jnp.where(lost, 0, log),
             jnp.where(lost, 0, D),
         )
-        return _gradients(plan, _cleaned(operands)[0], fixed.visits, rows)
+        clean, bias = _cleaned(operands)[0], operands.bias
+        if bias is not None:
+            clean = clean._replace(bias=jnp.where(jnp.isnan(bias) | jnp.isposinf(bias), 0, bias))
+        return _gradients(plan, clean, fixed.visits, rows)
 
     dq, dk, dv, dbias, dslopes, dsinks = _once(marked, careful, results)
     integers = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), fixed)

@@ -21,7 +21,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .contract import LOWEST, Blocks, Lists, Operands, Problem, Saved, mix, threshold
+from transformer_jax.kernels.contract import (
+    LOWEST,
+    Blocks,
+    Lists,
+    Operands,
+    Problem,
+    Saved,
+    mix,
+    result,
+    threshold,
+)
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200 SXM: as many programs stay resident
 ROWS = 64  # rows of a tile that one warpgroup multiplies
@@ -38,6 +48,7 @@ f32 = jnp.float32
 i32 = jnp.int32
 
 
+LIST_BYTES = None  # lists are in device memory
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 SHORTEST = None  # short sequences are padded to whole tiles
 
@@ -194,7 +205,9 @@ def scores(
     elif not plain(problem, operands):
         s = raw * (problem.scale * LOG2E)
     if operands.bias is not None:
-        s = s + bias_tile(operands.bias, place, shape, q_axis) * LOG2E
+        bias = bias_tile(operands.bias, place, shape, q_axis)
+        # the lowest finite number, which some write for a mask, stays finite
+        s = s + jnp.where(bias > -jnp.inf, jnp.maximum(bias * LOG2E, LOWEST), -jnp.inf)
     if operands.slopes is not None:
         slope = at(operands.slopes, b, n)[...] * LOG2E
         s = s - distance(operands, place, shape, q_axis) * slope
@@ -363,9 +376,9 @@ def forward(
         consumers,
         items.size,
         out_type=(
-            jax.ShapeDtypeStruct((B, T, N, Hv), dtype),
-            jax.ShapeDtypeStruct((B, N, T), f32),
-            jax.ShapeDtypeStruct((B, N, T), f32),
+            result((B, T, N, Hv), dtype, operands.query),
+            result((B, N, T), f32, operands.query),
+            result((B, N, T), f32, operands.query),
         ),
         scratch_types=dict(
             q_tile=tiles(consumers, ROWS, H, dtype),
@@ -443,7 +456,7 @@ def _forward(
                 raw = product(q_tile.at[fresh(w)], k_tile.at[slot].transpose((1, 0)), take_turns)
                 plgpu.barrier_arrive(k_empty.at[slot])
 
-                if partial:  # an unseen product that is not finite marks its row: 0 * it is NaN
+                if problem.mark:  # a product that is not finite marks its row: 0 * it is NaN
                     total = total + (raw * 0).sum(axis=1)
                 s, _ = scores(problem, operands, raw, where, ROW, partial)
                 one = unit(problem, operands)
@@ -486,12 +499,14 @@ def _forward(
                 total, high = total * shrink + jnp.exp2(sink - grown), grown
             factor = jnp.where(live, shrink / total, 0) * (1 / (1 - problem.dropout_rate))
             acc = (acc * over(factor, acc)).astype(out.dtype)
-            mark = (acc.astype(f32) * 0).sum(axis=1)
             staged = q_tile if out_tile is None else out_tile
             staged[w] = acc
             rows_out = b, n, pl.ds(q0, ROWS)
             high_out[rows_out] = jnp.where(live, high * LN2, -jnp.inf)
-            log_out[rows_out] = jnp.where(live, jnp.log2(total) * LN2, 0) + mark
+            log = jnp.where(live, jnp.log2(total) * LN2, 0)
+            if problem.mark:
+                log = log + (acc.astype(f32) * 0).sum(axis=1)
+            log_out[rows_out] = log
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staged.at[w], out.at[b, pl.ds(q0, ROWS), n])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -531,7 +546,12 @@ def weights(
         if problem.dropout_rate:
             dp = jnp.where(keep, dp * grow, 0)
         ds = p * (dp - D)
-        return ds, ds if tanh is None else ds * (1 - tanh * tanh)
+        du = ds if tanh is None else ds * (1 - tanh * tanh)
+        if partial:  # what overflowed behind the mask stays there
+            seen = s > -jnp.inf
+            du = jnp.where(seen, du, 0)
+            ds = du if tanh is None else jnp.where(seen, ds, 0)
+        return ds, du
 
     return dropped, differentiate
 
@@ -544,7 +564,7 @@ def gradient_queries(
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
     items = query_items(operands, lists)
-    rows = jax.ShapeDtypeStruct((B, N, T), f32)
+    rows = result((B, N, T), f32, operands.query)
     has_slopes = operands.slopes is not None
     slots = value_slots(blocks, H, Hv)
     in_place = {} if H + Hv > 256 else {"dq_tile": tiles(consumers, ROWS, H, dtype)}
@@ -553,7 +573,7 @@ def gradient_queries(
         functools.partial(_gradient_queries, problem, blocks),
         consumers,
         items.size,
-        out_type=(jax.ShapeDtypeStruct((B, T, N, H), dtype),) + (rows,) * has_slopes,
+        out_type=(result((B, T, N, H), dtype, operands.query),) + (rows,) * has_slopes,
         scratch_types=dict(
             q_tile=tiles(consumers, ROWS, H, dtype),
             do_tile=tiles(consumers, ROWS, Hv, dtype),
@@ -685,8 +705,8 @@ def gradient_keys(
         consumers,
         items.size,
         out_type=(
-            jax.ShapeDtypeStruct((B, S, K, H), dtype),
-            jax.ShapeDtypeStruct((B, S, K, Hv), dtype),
+            result((B, S, K, H), dtype, operands.query),
+            result((B, S, K, Hv), dtype, operands.query),
         ),
         scratch_types=dict(
             k_tile=tiles(parts, ROWS, H, dtype),
@@ -841,7 +861,7 @@ def gradient_bias(
         functools.partial(_gradient_bias, problem, blocks, outer),
         consumers,
         math.prod(outer),
-        out_type=jax.ShapeDtypeStruct((*shape[:2], T_out, S_out), f32),
+        out_type=result((*shape[:2], T_out, S_out), f32, operands.query),
         scratch_types=dict(
             q_tile=tiles(stages * consumers, ROWS, H, dtype),
             do_tile=tiles(stages * consumers, ROWS, Hv, dtype),

@@ -30,6 +30,7 @@ from transformer_jax.kernels.contract import (
     Problem,
     Saved,
     keep,
+    result,
 )
 
 LIST_BYTES = 768 * 1024  # for the lists, of the 1 MiB of scalar memory
@@ -88,7 +89,7 @@ def forward(
                 top = jnp.maximum(m[...], s.max(axis=0, keepdims=True))
                 p, shrink = jnp.exp(s - top), jnp.exp(m[...] - top)
                 total = shrink * sums[...] + p.sum(axis=0, keepdims=True)
-                if masked and problem.mark:  # a product that is not finite leaves its trace
+                if problem.mark:  # a product that is not finite leaves its trace
                     total += (raw * 0).sum(axis=0, keepdims=True)
                 m[...], sums[...] = top, total
                 p = dropped(problem, p, y, at).astype(x.value.dtype)
@@ -538,7 +539,7 @@ def _walk(
             out_specs=[spec(kind, shape) for kind, shape, _ in writes],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in writes],
+        out_shape=[result(shape, dtype, operands.query) for _, shape, dtype in writes],
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=order_of,

@@ -640,6 +640,24 @@ class AttentionSuite:
             assert np.abs(gradient[:, :at]).max(axis=(2, 3)).min() > 0
             assert not gradient[:, at:].any()
 
+    @pytest.mark.parametrize("case", ["key", "query", "score"])
+    def test_an_infinity_that_is_seen_makes_its_rows_nan(self, case):
+        """Also where a softcap or an exponential would make it finite, and no mask cuts a tile."""
+        arrays = self.draw(50, batch=1, queries=128, keys=128, heads=2, kv_heads=1)
+        query, key = arrays["query"], arrays["key"]
+        if case == "key":
+            key = key.at[0, 3, 0, 0].set(jnp.inf)
+        elif case == "query":
+            query = query.at[0, 3, :, 0].set(jnp.inf)
+        else:
+            query, key = -jnp.abs(query), key.at[0, 3].set(jnp.inf)
+        out = self.attend(
+            query, key, arrays["value"], mask=Causal(), q_positions=jnp.arange(128) + 200,
+            softcap=None if case == "score" else 5.0,
+        )  # fmt: skip
+        poisoned = np.isnan(np.asarray(out)).all(axis=(2, 3))
+        assert (poisoned == (np.arange(128) == 3 if case == "query" else True)).all()
+
     def test_poisoned_query_that_sees_nothing_has_no_influence(self):
         arrays = self.draw(23)
         mask = np.random.default_rng(23).random((2, 4, self.queries, self.span)) < 0.5

@@ -25,8 +25,6 @@ MOVES = ("all-gather", "all-to-all", "collective-permute")
 CASES = {
     "key heads split": dict(heads=8, kv_heads=4),
     "a bias of all rows": dict(heads=8, kv_heads=8, bias=(1, 8, 1, 37)),
-    "a bias of all heads": dict(heads=8, kv_heads=4, bias=(4, 1, 33, 37)),
-    "one key head": dict(heads=8, kv_heads=1),
     "two parts of a key head": dict(heads=8, kv_heads=2),
     "three key heads for four devices": dict(heads=12, kv_heads=3),
 }

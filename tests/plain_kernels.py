@@ -17,6 +17,7 @@ from transformer_jax.dropout import _absorb, _mix
 from transformer_jax.kernels import Target
 from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved, threshold
 
+LIST_BYTES = None
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 SHORTEST = None
 TILES = {"forward": Blocks(16, 32), "queries": Blocks(16, 16), "keys": Blocks(32, 16)}
@@ -89,13 +90,13 @@ def _scores(problem: Problem, operands: Operands, seen: jax.Array, full: jax.Arr
         bits = _mix((_mix(columns)[None, None, None] ^ a) + b)
         kept = bits >= jnp.uint32(threshold(problem.dropout_rate))
         factor = jnp.where(kept, 1 / (1 - problem.dropout_rate), 0.0)
-    return raw, t, jnp.where(visible, s, -jnp.inf), factor, distance, partial
+    return raw, t, jnp.where(visible, s, -jnp.inf), factor, distance
 
 
 @apart
 def forward(problem, operands, lists, blocks):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
-    raw, _, s, factor, _, partial = _scores(problem, operands, seen, full)
+    raw, _, s, factor, _ = _scores(problem, operands, seen, full)
     high = s.max(axis=-1)
     p = jnp.exp(s - jnp.where(jnp.isneginf(high), 0, high)[..., None])
     total = p.sum(axis=-1)
@@ -114,7 +115,7 @@ def forward(problem, operands, lists, blocks):
     # behind a barrier, so that with and without marks all else has the same bits
     out, high, log, raw = lax.optimization_barrier((out, high, log, raw))
     if problem.mark:
-        log = log + 0 * out.sum(axis=-1) + 0 * jnp.where(partial, raw, 0).sum(axis=-1)
+        log = log + 0 * out.sum(axis=-1) + 0 * jnp.where(seen, raw, 0).sum(axis=-1)
     return out.swapaxes(1, 2).astype(operands.query.dtype), high, log
 
 
@@ -127,7 +128,7 @@ def _weigh(weights: jax.Array, x: jax.Array, seen: jax.Array) -> jax.Array:  # [
 
 
 def _differences(problem, operands, seen, full, saved: Saved):
-    _, t, s, factor, distance, _ = _scores(problem, operands, seen, full)
+    _, t, s, factor, distance = _scores(problem, operands, seen, full)
     p = jnp.exp(s - saved.high[..., None] - saved.log[..., None])
     G = operands.query.shape[2] // operands.key.shape[2]
     value = jnp.repeat(operands.value.astype(jnp.float32), G, 2)

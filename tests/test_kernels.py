@@ -21,7 +21,7 @@ pytest.register_assert_rewrite("attention_suite", "tolerances")
 
 from attention_suite import AttentionSuite, draw  # noqa: E402
 from plain_kernels import Plain, visited  # noqa: E402
-from tolerances import GRADIENT_F32, assert_same_bits  # noqa: E402
+from tolerances import GRADIENT_F32, assert_near, assert_same_bits  # noqa: E402
 
 from transformer_jax.attention import dot_product_attention, explain_attention  # noqa: E402
 from transformer_jax.kernels import Target, target, using  # noqa: E402
@@ -64,6 +64,7 @@ class TestPlain(AttentionSuite):
             "test_masked_keys_and_values_have_no_influence[padding-nan]",
             "test_masked_keys_and_values_have_no_influence[segments--inf]",
             "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
+            "test_an_infinity_that_is_seen_makes_its_rows_nan",
             "test_poisoned_future_leaves_earlier_rows_alone",
             "test_poisoned_query_that_sees_nothing_has_no_influence",
             "test_a_poisoned_key_head_breaks_the_query_heads_of_its_group",
@@ -233,7 +234,7 @@ def test_a_mesh_computes_the_same_and_gathers_nothing():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
-    assert len(results) >= 6
+    assert len(results) >= 4
     for case, result in results.items():
         assert result["error"] < 2 * GRADIENT_F32, (case, result)
         if case.startswith("three"):  # the only split that has to move something
@@ -242,15 +243,37 @@ def test_a_mesh_computes_the_same_and_gathers_nothing():
         assert result["query"] == ["data", None, "model"], (case, result)
 
 
-def test_a_device_of_a_users_own_shard_map_runs_its_part():
+@pytest.mark.parametrize(
+    ("where", "checked"), [(Plain(), True), (Target("tpu", True), False)], ids=["plain", "tpu"]
+)
+def test_a_device_of_a_users_own_shard_map_runs_its_part(where, checked):
+    """Also gradients of what is the same on all devices, which are summed over them. The
+    interpreter of Pallas does not tell what varies over a mesh."""
     arrays = draw(1, batch=2)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
 
-    def attend(*inputs):
-        with using(Plain()):
-            return dot_product_attention(*inputs, mask=Causal(), implementation="pallas")
+    def attend(query, key, value, sinks):
+        with using(where):
+            settings = dict(mask=Causal(), sinks=sinks, implementation="pallas")
+            return dot_product_attention(query, key, value, **settings)
 
-    inputs = arrays["query"], arrays["key"], arrays["value"]
-    mapped = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    assert_same_bits(jax.jit(mapped)(*inputs), jax.jit(attend)(*inputs))
+    inputs = arrays["query"], arrays["key"], arrays["value"], jnp.linspace(-1, 1, 4)
+    in_specs = (spec,) * 3 + (jax.sharding.PartitionSpec(),)
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=checked)
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *x: (function(*x) ** 2).sum(), (0, 1, 2, 3)))(*inputs)
+
+    for x, y in zip(gradients(mapped), gradients(attend), strict=True):
+        assert_near(x, y, GRADIENT_F32)
+
+
+def test_lists_that_do_not_fit_are_refused_beforehand():
+    shape = jax.ShapeDtypeStruct((1, 2**18, 1, 64), jnp.float32)
+    with using(Target("tpu")):
+        assert "lists of 1 x 512 x 512 tiles" in str(
+            explain_attention(shape, shape, shape)["pallas"]
+        )
+        half = jax.ShapeDtypeStruct((1, 2**17, 1, 64), jnp.float32)
+        assert explain_attention(half, half, half)["pallas"] is None

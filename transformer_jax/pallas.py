@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from transformer_jax.arguments import Call, Options
 from transformer_jax.dropout import head_words, key_words
@@ -40,7 +41,31 @@ def refuse(call: Call) -> str | None:
     if reason is None:
         problem = _problem(call.options, None, where)
         reason = where.module.refuse(problem, query, key, value)
-    return reason
+    return reason or _refuse_lists(call, where)
+
+
+def _refuse_lists(call: Call, where: Target) -> str | None:
+    """Whether the lists of tiles fit where a backend keeps them."""
+    most = where.module.LIST_BYTES
+    if most is None:
+        return None
+    query, value, mask = (call.arrays[name] for name in ("query", "value", "mask"))
+    _, T, _, S = call.sizes
+    places = [call.arrays[name] for name in ("q_positions", "k_positions")]
+    leads = [mask.lead[0] if mask is not None else 1]
+    leads += [p.shape[0] for p in places if p is not None and len(p.shape) == 2]
+    sizes = query.shape[3], value.shape[3], query.dtype.itemsize, T, S
+    for kind in KINDS:
+        b = blocks_of(where, kind, *sizes)
+        rows, columns = -(-T // b.q), -(-S // b.k)
+        dense = kind == "bias" and isinstance(call.arrays["bias"], jax.Array | jax.ShapeDtypeStruct)
+        if kind == "bias" and not dense:
+            continue
+        size = 4 * max(leads) * ((1 + dense) * rows * columns + 2 * max(rows, columns))
+        if size > most:
+            tiles = f"{max(leads)} x {rows} x {columns}"
+            return f"lists of {tiles} tiles take {size} bytes: at most {most}"
+    return None
 
 
 def pallas_attention(
@@ -83,7 +108,7 @@ def pallas_attention(
     everywhere = isinstance(mask, Everything) and k_positions is None and S == padded_S
     slopes, dense = None, None
     if isinstance(bias, ALiBi):
-        slopes = jnp.asarray(bias.slopes, jnp.float32)[None]
+        slopes = jnp.broadcast_to(jnp.asarray(bias.slopes, jnp.float32), (1, N))
     elif bias is not None:
         dense = bias.astype(jnp.float32)
         for axis, given, length in ((2, T, padded_T), (3, S, padded_S)):
@@ -98,8 +123,7 @@ def pallas_attention(
         *(blocks[kind] for kind in KINDS),
     )
     visits = Visits(by_query["forward"], by_query["queries"], by_key, by_query["bias"])
-    out, lse = attend(
-        plan,
+    inputs = (
         _pad(query, 1, padded_T, 0),
         _pad(key, 1, padded_S, 0),
         _pad(value, 1, padded_S, 0),
@@ -108,7 +132,21 @@ def pallas_attention(
         None if sinks is None else sinks.astype(jnp.float32)[None],
         Fixed(q_vectors, k_vectors, words, visits),
     )
+    out, lse = attend(plan, *_varying_alike(inputs))
     return out[:, :T], jnp.moveaxis(lse[:, :, :T], 1, 2)
+
+
+def _varying_alike(tree: Any) -> Any:
+    """Inside a `shard_map`, what is the same on all devices as varying like the rest, so that its
+    gradient is summed over them."""
+    axes = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)]
+    every = frozenset().union(*axes)
+
+    def vary(x):
+        missing = every - jax.typeof(x).manual_axis_type.varying
+        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(vary, tree) if every else tree
 
 
 def _problem(options: Options, visible: Any, where: Target, H: int = 1) -> Problem:
