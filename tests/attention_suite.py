@@ -215,6 +215,10 @@ class AttentionSuite:
     """Where kernels run, if this process has another place for them."""
     every_time: frozenset[str] | None = None
     """The tests to run every time, if not all; the others are marked slow."""
+    seldom: frozenset[str] = frozenset(
+        {"test_runs_repeat_bit_for_bit[-dropout]", "test_runs_repeat_bit_for_bit[cap and sinks-]"}
+    )
+    """Tests to mark slow although the rest of the suite runs every time."""
     may_refuse = False
     """Whether a reason in `explain_attention` skips a test; an error otherwise."""
     forward_tolerance = FORWARD_F32

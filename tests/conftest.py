@@ -30,5 +30,6 @@ def pytest_collection_modifyitems(items):
         if known is not None:
             item.add_marker(pytest.mark.xfail(reason=known, strict=True))
         chosen = getattr(item.cls, "every_time", None)
-        if chosen is not None and not {item.name, item.originalname} & chosen:
+        seldom = item.name in getattr(item.cls, "seldom", ())
+        if seldom or (chosen is not None and not {item.name, item.originalname} & chosen):
             item.add_marker("slow")

@@ -23,7 +23,6 @@ from transformer_jax.masks import Causal, Segments
 
 MOVES = ("all-gather", "all-to-all", "collective-permute")
 CASES = {
-    "key heads split": dict(heads=8, kv_heads=4),
     "a bias of all rows": dict(heads=8, kv_heads=8, bias=(1, 8, 1, 37)),
     "two parts of a key head": dict(heads=8, kv_heads=2),
     "three key heads for four devices": dict(heads=12, kv_heads=3),

@@ -44,6 +44,11 @@ class TestXla(AttentionSuite):
 class TestBlockwise(AttentionSuite):
     implementation = "blockwise"
     queries, span = 139, 251
+    known = {  # noqa: RUF012
+        f"test_an_infinity_that_is_seen_makes_its_rows_nan[{case}]": "an infinite query or key "
+        "that a softcap or the exponential makes finite goes unnoticed"
+        for case in ("key", "query", "score")
+    }
 
     def sizes(self, arrays, mask=None):
         fixed = Fixed(mask or Everything(), None, None, None)
