@@ -216,7 +216,11 @@ class AttentionSuite:
     every_time: frozenset[str] | None = None
     """The tests to run every time, if not all; the others are marked slow."""
     seldom: frozenset[str] = frozenset(
-        {"test_runs_repeat_bit_for_bit[-dropout]", "test_runs_repeat_bit_for_bit[cap and sinks-]"}
+        {
+            "test_runs_repeat_bit_for_bit[-]",
+            "test_runs_repeat_bit_for_bit[-dropout]",
+            "test_runs_repeat_bit_for_bit[cap and sinks-]",
+        }
     )
     """Tests to mark slow although the rest of the suite runs every time."""
     may_refuse = False
