@@ -96,6 +96,19 @@ class Saved(NamedTuple):
     D: jax.Array  # f32[B, N, T]
 
 
+SKIPPED, PARTIAL, FULL = 0, 1, 2  # classes of tiles, as in transformer_jax.tiles
+
+
+def lists_of(classes: jax.Array) -> Lists:  # of [B or 1, N or 1, rows, columns]
+    """Full tiles first, then partial ones, then the last of these once more."""
+    full = (classes == FULL).sum(axis=-1, dtype=jnp.int32)
+    seen = (classes != SKIPPED).sum(axis=-1, dtype=jnp.int32)
+    order = jnp.argsort(-classes, axis=-1, stable=True).astype(jnp.int32)
+    last = jnp.take_along_axis(order, jnp.maximum(seen - 1, 0)[..., None], axis=-1)
+    steps = jnp.arange(order.shape[-1], dtype=jnp.int32)[None, None, None]
+    return Lists(jnp.where(steps < jnp.maximum(seen, 1)[..., None], order, last), full, seen)
+
+
 def result(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
     """What a kernel returns: inside a `shard_map`, varying over the mesh as its inputs do."""
     axes = jax.typeof(like).manual_axis_type

@@ -23,13 +23,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from transformer_jax.kernels.contract import (
+    FULL,
     LOWEST,
+    PARTIAL,
     Blocks,
     Lists,
     Operands,
     Problem,
     Saved,
     keep,
+    lists_of,
     result,
 )
 
@@ -550,9 +553,6 @@ def _walk(
     )(*(table.reshape(-1) for table in tables), *inputs)
 
 
-PARTIAL, FULL = 1, 2
-
-
 def classes_of(lists: Lists) -> jax.Array:  # i32[B or 1, N or 1, rows, columns]
     """0 for a tile that is not listed, else PARTIAL or FULL."""
     B, N, rows, columns = lists.order.shape
@@ -563,15 +563,6 @@ def classes_of(lists: Lists) -> jax.Array:  # i32[B or 1, N or 1, rows, columns]
         flat, lists.order.reshape(flat.shape), kinds.reshape(flat.shape)
     )
     return flat.reshape(lists.order.shape)
-
-
-def lists_of(classes: jax.Array) -> Lists:
-    full, seen = (classes == FULL).sum(axis=3), (classes > 0).sum(axis=3)
-    order = jnp.argsort(-classes, axis=3, stable=True)
-    c = lax.broadcasted_iota(jnp.int32, classes.shape, 3)
-    order = jnp.take_along_axis(order, jnp.minimum(c, jnp.maximum(seen - 1, 0)[..., None]), axis=3)
-    order = jnp.where(seen[..., None] > 0, order, 0)
-    return Lists(*(x.astype(jnp.int32) for x in (order, full, seen)))
 
 
 def _all(conditions: Iterable[jax.Array]) -> jax.Array:

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.dropout import _absorb, _mix
 from transformer_jax.kernels import Target
-from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved, threshold
+from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved, keep
 
 LIST_BYTES = None
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
@@ -86,9 +85,8 @@ def _scores(problem: Problem, operands: Operands, seen: jax.Array, full: jax.Arr
     if operands.dropout is not None and problem.dropout_rate:
         a, b = operands.dropout[..., None, None]
         rows, columns = (jnp.arange(n, dtype=jnp.uint32) for n in raw.shape[2:])
-        a, b = _absorb(a, b, rows[None, None, :, None])
-        bits = _mix((_mix(columns)[None, None, None] ^ a) + b)
-        kept = bits >= jnp.uint32(threshold(problem.dropout_rate))
+        rows, columns = rows[None, None, :, None], columns[None, None, None]
+        kept = keep(a, b, rows, columns, problem.dropout_rate)
         factor = jnp.where(kept, 1 / (1 - problem.dropout_rate), 0.0)
     return raw, t, jnp.where(visible, s, -jnp.inf), factor, distance
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.kernels.contract import keep, mix
+
 _START = 0x9E3779B9, 0x85EBCA6B  # the golden ratio, and a constant of murmur3
 
 
@@ -39,11 +41,9 @@ def keep_tile(
 ) -> jax.Array:  # bool[..., T, S]
     """True with probability 1 - rate, independently for each head, query and key of a tile."""
     a, b = _head_words(key_data, head_index)
-    rows = q_index.astype(jnp.uint32).reshape((1,) * a.ndim + q_index.shape)
-    a, b = _absorb(a[..., None], b[..., None], rows)  # [..., T]
-    columns = _mix(k_index.astype(jnp.uint32)).reshape((1,) * a.ndim + k_index.shape)
-    bits = _mix((columns ^ a[..., None]) + b[..., None])
-    return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+    rows = q_index.astype(jnp.uint32).reshape((1,) * a.ndim + (-1, 1))
+    columns = k_index.astype(jnp.uint32).reshape((1,) * a.ndim + (1, -1))
+    return keep(a[..., None, None], b[..., None, None], rows, columns, rate)
 
 
 def head_words(key_data: jax.Array, B: int, N: int) -> tuple[jax.Array, jax.Array]:  # u32[B, N]
@@ -59,11 +59,5 @@ def _head_words(key_data: jax.Array, head_index: jax.Array) -> tuple[jax.Array, 
 
 
 def _absorb(a: jax.Array, b: jax.Array, word: jax.Array) -> tuple[jax.Array, jax.Array]:
-    a = _mix(a ^ word)
-    return a, _mix(b + a)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+    a = mix(a ^ word)
+    return a, mix(b + a)

@@ -10,16 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from transformer_jax.arguments import Call, Options
+from transformer_jax.blockwise_tiles import pad
 from transformer_jax.dropout import head_words, key_words
 from transformer_jax.kernels import Target, target
 from transformer_jax.kernels.blocks import KINDS
 from transformer_jax.kernels.blocks import blocks as blocks_of
-from transformer_jax.kernels.contract import Blocks, Lists, Problem
+from transformer_jax.kernels.contract import Blocks, Lists, Problem, lists_of
 from transformer_jax.kernels.fused import Fixed, Plan, Visits, attend
 from transformer_jax.mask_vectors import MaskVectors, not_vectors
 from transformer_jax.masks import Everything, Mask
 from transformer_jax.positions import ALiBi
-from transformer_jax.tiles import FULL, SKIPPED, at_once
+from transformer_jax.tiles import SKIPPED, at_once
 
 
 def refuse(call: Call) -> str | None:
@@ -95,10 +96,8 @@ def pallas_attention(
         at = _positions(q_positions, T), _positions(k_positions, S)
         every_index = q_positions is None and k_positions is None
         vectors = MaskVectors.of(mask, *at, every_index)
-        q_vectors = tuple(_pad(x, 1, padded_T, 0) for x in vectors.q)
-        k_vectors = tuple(
-            _pad(x, 1, padded_S, -1 if i == 0 else 0) for i, x in enumerate(vectors.k)
-        )
+        q_vectors = tuple(pad(x, 1, padded_T, 0) for x in vectors.q)
+        k_vectors = tuple(pad(x, 1, padded_S, -1 if i == 0 else 0) for i, x in enumerate(vectors.k))
         lists = {
             (b.q, b.k): _tiles(mask, *at, b, (padded_T // b.q, padded_S // b.k))
             for b in blocks.values()
@@ -113,7 +112,7 @@ def pallas_attention(
         dense = bias.astype(jnp.float32)
         for axis, given, length in ((2, T, padded_T), (3, S, padded_S)):
             if dense.shape[axis] == given and given != 1:
-                dense = _pad(dense, axis, length, 0)
+                dense = pad(dense, axis, length, 0)
     words = None
     if dropout_key is not None:
         words = jnp.stack(head_words(key_words(dropout_key), B, N))
@@ -124,9 +123,9 @@ def pallas_attention(
     )
     visits = Visits(by_query["forward"], by_query["queries"], by_key, by_query["bias"])
     inputs = (
-        _pad(query, 1, padded_T, 0),
-        _pad(key, 1, padded_S, 0),
-        _pad(value, 1, padded_S, 0),
+        pad(query, 1, padded_T, 0),
+        pad(key, 1, padded_S, 0),
+        pad(value, 1, padded_S, 0),
         dense,
         slopes,
         None if sinks is None else sinks.astype(jnp.float32)[None],
@@ -163,26 +162,12 @@ def _positions(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B 
 def _tiles(mask: Mask, q: jax.Array, k: jax.Array, blocks: Blocks, grid: tuple[int, int]):
     """Classes of the tiles of the padded arrays; those behind the end are skipped."""
     classes = mask.block_plan(q, k, block_q=blocks.q, block_k=blocks.k).classes
-    return _pad(_pad(jnp.asarray(classes), 2, grid[0], SKIPPED), 3, grid[1], SKIPPED)
+    return pad(pad(jnp.asarray(classes), 2, grid[0], SKIPPED), 3, grid[1], SKIPPED)
 
 
 def _lists(classes: jax.Array) -> Lists:
-    """Full tiles first, then partial ones, then the last of these once more."""
     with at_once(classes):
-        order = jnp.argsort(-classes, axis=-1, stable=True).astype(jnp.int32)
-        full = (classes == FULL).sum(axis=-1, dtype=jnp.int32)
-        seen = (classes != SKIPPED).sum(axis=-1, dtype=jnp.int32)
-        last = jnp.take_along_axis(order, jnp.maximum(seen - 1, 0)[..., None], axis=-1)
-        steps = jnp.arange(order.shape[-1], dtype=jnp.int32)[None, None, None]
-        return Lists(jnp.where(steps < jnp.maximum(seen, 1)[..., None], order, last), full, seen)
-
-
-def _pad(x: jax.Array, axis: int, length: int, fill: int) -> jax.Array:
-    if x.shape[axis] == length:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=fill)
+        return lists_of(classes)
 
 
 def _round_up(n: int, multiple: int) -> int:
