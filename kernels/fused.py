@@ -1,7 +1,8 @@
 """Fused attention with its gradient, on whatever backend is given: the part without hardware.
 
 The kernels do the work and say where it went wrong: in a tile that the mask cuts, a zero weight
-times NaN would reach queries that do not see it. They mark such rows in `log`, and only then is the
+times NaN would reach queries that do not see it, and a softcap makes infinity finite. They mark
+rows whose scores or results are not finite in `log`, and only then is the
 call repeated on inputs whose rows are finite, with NaN put where it was seen. Nothing is read twice
 while everything is finite.
 """

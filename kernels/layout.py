@@ -3,7 +3,7 @@
 A kernel is independent over batch rows and over key heads, so a mapped axis is folded into the
 batch, and a mesh may split the batch and the heads: each device then runs the kernel on its own
 part, and only what a whole array sums over (the gradient of a shared bias) is reduced. Nothing is
-gathered, unless the heads are split more finely than there are key heads to split.
+gathered, unless neither the parts divide the key heads nor the key heads the parts.
 """
 
 from __future__ import annotations

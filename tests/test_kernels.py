@@ -125,7 +125,9 @@ def test_a_matrix_is_not_made_of_vectors():
     table = jnp.ones((4, 4), bool)
     assert "Dense" in str(not_vectors(Causal() & ~Dense(table)))
     assert "other arrays" in str(not_vectors(Predicate(lambda q, k: table[q, k])))
-    assert not_vectors(Causal() | ~Window(3)) is None
+    assert "returns bool" in str(not_vectors(Predicate(lambda q, k: q - k)))
+    assert "32 bits" in str(not_vectors(Causal() & Segments(np.zeros((1, 4), np.int64))))
+    assert not_vectors(Causal() | ~Window(3) | Segments(np.zeros((1, 4), np.int32))) is None
 
 
 # Lists of tiles

@@ -185,11 +185,17 @@ def not_vectors(mask: Mask) -> str | None:
         case Predicate():
             at = jax.ShapeDtypeStruct((1, 1), jnp.int32)
             try:
-                consts = jax.make_jaxpr(mask.fn)(at, at).consts
+                traced = jax.make_jaxpr(mask.fn)(at, at)
             except Exception as error:  # what a user's function may raise
                 return f"{mask!r} cannot be traced: {type(error).__name__}: {error}"
-            if consts:
+            if [x.dtype for x in traced.out_avals] != [jnp.bool_]:
+                return f"takes a Predicate that returns bool, {mask!r} returns another dtype"
+            if traced.consts:
                 return f"takes a Predicate that reads positions only, {mask!r} reads other arrays"
+        case Segments() if any(
+            ids is not None and ids.dtype.itemsize > 4 for ids in (mask.q_ids, mask.k_ids)
+        ):
+            return f"takes segment ids of 32 bits, {mask!r} has more"
         case And() | Or():
             return not_vectors(mask.left) or not_vectors(mask.right)
         case Not():
