@@ -213,6 +213,31 @@ def test_what_no_kernel_takes_is_refused_by_name(options, reason):
         assert explain_attention(*inputs, bias=ALiBi(jnp.ones(4)))["pallas"] is None
 
 
+# vmap
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_bias_that_is_not_mapped_has_a_gradient_for_each_mapped_call(rows):
+    """Where the bias is one for all batch rows, and where each has its own."""
+    arrays = draw(2, batch=2)
+    bias = jnp.asarray(np.random.default_rng(3).normal(size=(rows, 4, 1, 17)), jnp.float32)
+    queries = jnp.stack([arrays["query"], 2 * arrays["query"], -arrays["query"]])
+
+    def slope(query, bias):
+        def loss(bias):
+            inputs = query, arrays["key"], arrays["value"]
+            out = dot_product_attention(*inputs, bias=bias, implementation="pallas")
+            return (out * arrays["out_cotangent"]).sum()
+
+        return jax.grad(loss)(bias)
+
+    with using(Plain()):
+        mapped = jax.vmap(slope, (0, None))(queries, bias)
+        expected = jnp.stack([slope(query, bias) for query in queries])
+    assert mapped.shape == (3, *bias.shape)
+    assert_near(mapped, expected, GRADIENT_F32)
+
+
 # A device mesh
 
 
