@@ -1,0 +1,255 @@
+"""What a text so far forbids, forces or makes dearer: values that map (history, logits) to logits.
+
+`generate(..., processors=(RepetitionPenalty(1.2), NoRepeatNGram(3)))` applies them from left to
+right before the sampler sees the logits; beam search applies the same values. A function of your
+own, `(history, logits) -> logits`, is as good as these. What needs no history, such as `TopP`, goes
+into a sampler: `Sample(TopP(0.9))`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class History:
+    """The tokens of every row so far, prompt and new ones."""
+
+    tokens: jax.Array  # i32[B, C]; -1 behind the row's end
+    prompt: jax.Array  # i32[B]; how many of them were the prompt
+    length: jax.Array  # i32[B]; how many there are
+
+    @property
+    def new(self) -> jax.Array:  # i32[B]
+        """How many tokens were generated so far."""
+        return self.length - self.prompt
+
+    @classmethod
+    def of(cls, prompt: jax.Array, lengths: jax.Array, room: int) -> History:
+        """The first `lengths[b]` tokens of each row of prompt [B, P], and room for `room` more."""
+        at = jnp.arange(prompt.shape[1])[None]
+        tokens = jnp.where(at < lengths[:, None], prompt, -1).astype(jnp.int32)
+        lengths = lengths.astype(jnp.int32)
+        return cls(jnp.pad(tokens, ((0, 0), (0, room)), constant_values=-1), lengths, lengths)
+
+    def append(self, token: jax.Array, active: jax.Array) -> History:  # i32[B], bool[B]
+        """One more token in the active rows."""
+        rows, columns = self.tokens.shape
+        at = jnp.where(active, self.length, columns)  # the end itself is dropped
+        tokens = self.tokens.at[jnp.arange(rows), at].set(token, mode="drop")
+        return History(tokens, self.prompt, self.length + active)
+
+    def counts(self, vocab_size: int, *, prompt: bool) -> jax.Array:  # i32[B, V]
+        """How often each token occurs: everywhere, or without `prompt` among the new ones."""
+        rows, columns = self.tokens.shape
+        at = jnp.arange(columns)[None]
+        counted = at < self.length[:, None]
+        if not prompt:
+            counted = counted & (at >= self.prompt[:, None])
+        ids = jnp.where(counted & (self.tokens >= 0), self.tokens, vocab_size)
+        zeros = jnp.zeros((rows, vocab_size), jnp.int32)
+        return zeros.at[jnp.arange(rows)[:, None], ids].add(1, mode="drop")
+
+
+class HistoryProcessor(Protocol):
+    """Changes the logits of the next token; hashable."""
+
+    def __call__(
+        self,
+        history: History,
+        logits: jax.Array,  # f32[B, V]
+    ) -> jax.Array:  # f32[B, V]
+        ...
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty:
+    """x / p where x > 0 and x p elsewhere, for tokens that occur (Keskar et al. 2019, section 4.1).
+
+    Above 1 discourages, below 1 encourages. Without `prompt`, only new tokens count.
+    """
+
+    p: float
+    prompt: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.p, Real) or not 0 < self.p < math.inf:
+            raise ValueError(f"p is {self.p!r}: must be finite and above 0")
+
+    def __call__(self, history: History, logits: jax.Array) -> jax.Array:
+        seen = history.counts(logits.shape[-1], prompt=self.prompt) > 0
+        return jnp.where(seen, jnp.where(logits > 0, logits / self.p, logits * self.p), logits)
+
+
+@dataclass(frozen=True)
+class PresencePenalty:
+    """x - a for tokens that were generated; with `prompt`, also for those of the prompt."""
+
+    a: float
+    prompt: bool = False
+
+    def __post_init__(self) -> None:
+        _check_finite("a", self.a)
+
+    def __call__(self, history: History, logits: jax.Array) -> jax.Array:
+        return logits - self.a * (history.counts(logits.shape[-1], prompt=self.prompt) > 0)
+
+
+@dataclass(frozen=True)
+class FrequencyPenalty:
+    """x - a n for a token that was generated n times; with `prompt`, also in the prompt."""
+
+    a: float
+    prompt: bool = False
+
+    def __post_init__(self) -> None:
+        _check_finite("a", self.a)
+
+    def __call__(self, history: History, logits: jax.Array) -> jax.Array:
+        return logits - self.a * history.counts(logits.shape[-1], prompt=self.prompt)
+
+
+@dataclass(frozen=True)
+class NoRepeatNGram:
+    """Excludes tokens that would end an n-gram the row already has (Paulus et al. 2018)."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_count("n", self.n, 1)
+
+    def __call__(self, history: History, logits: jax.Array) -> jax.Array:
+        tokens, length = history.tokens, history.length
+        rows, columns = tokens.shape
+        vocab, before = logits.shape[-1], self.n - 1
+        if columns < self.n:
+            return logits
+        at = jnp.arange(before, columns)[None]  # where an n-gram may end
+        again = at < length[:, None]
+        for i in range(before):
+            last = jnp.take_along_axis(tokens, jnp.clip(length - before + i, 0)[:, None], axis=1)
+            again = again & (tokens[:, i : columns - before + i] == last)
+        again = again & (length >= before)[:, None]
+        banned = jnp.where(again, tokens[:, before:], vocab)
+        return logits.at[jnp.arange(rows)[:, None], banned].set(-jnp.inf, mode="drop")
+
+
+@dataclass(frozen=True, init=False)
+class Ban:
+    """Excludes these tokens always."""
+
+    tokens: tuple[int, ...]
+
+    def __init__(self, *tokens: int) -> None:
+        object.__setattr__(self, "tokens", _ids("tokens", tokens))
+
+    def __call__(self, history: History, logits: jax.Array) -> jax.Array:
+        return _exclude(self, logits, self.tokens)
+
+
+@dataclass(frozen=True, init=False)
+class Force:
+    """The first new tokens are these, whatever the model says."""
+
+    tokens: tuple[int, ...]
+
+    def __init__(self, *tokens: int) -> None:
+        object.__setattr__(self, "tokens", _ids("tokens", tokens))
+
+    def __call__(self, history: History, logits: jax.Array) -> jax.Array:
+        vocab, count = logits.shape[-1], len(self.tokens)
+        _check_vocab(self, self.tokens, vocab)
+        wanted = jnp.asarray(self.tokens)[jnp.clip(history.new, 0, count - 1)][:, None]
+        alone = jnp.where(jnp.arange(vocab)[None] == wanted, 0.0, -jnp.inf)
+        return jnp.where((history.new < count)[:, None], alone, logits)
+
+
+@dataclass(frozen=True, init=False)
+class MinLength:
+    """Excludes these tokens, which end a text, until n were generated."""
+
+    n: int
+    stop: tuple[int, ...]
+
+    def __init__(self, n: int, stop: int | Sequence[int]) -> None:
+        _check_count("n", n, 0)
+        object.__setattr__(self, "n", int(n))
+        ids = (stop,) if isinstance(stop, int) else tuple(stop)
+        object.__setattr__(self, "stop", _ids("stop", ids))
+
+    def __call__(self, history: History, logits: jax.Array) -> jax.Array:
+        longer = (history.new >= self.n)[:, None]
+        return jnp.where(longer, logits, _exclude(self, logits, self.stop))
+
+
+def apply_all(
+    processors: Sequence[HistoryProcessor],
+    history: History | None,
+    logits: jax.Array,  # f32[B, V]
+) -> jax.Array:  # f32[B, V]
+    """The processors from left to right; with none, `history` may be None."""
+    for processor in processors:
+        assert history is not None
+        logits = processor(history, logits)
+    return logits
+
+
+def check_processors(processors: Any) -> tuple[HistoryProcessor, ...]:
+    """A tuple of hashable values that take (history, logits)."""
+    if not isinstance(processors, tuple | list):
+        raise ValueError(f"processors is {processors!r}: must be a tuple of values")
+    for processor in processors:
+        rule = "must be called with (history, logits)"
+        if isinstance(processor, type) or not callable(processor):
+            raise ValueError(f"processor is {processor!r}: {rule}")
+        try:
+            inspect.signature(processor).bind(None, None)
+        except TypeError:
+            raise ValueError(
+                f"processor is {processor!r}: {rule}; one of logits alone goes into Sample(...)"
+            ) from None
+        except ValueError:  # a builtin may have no signature
+            pass
+        try:
+            hash(processor)
+        except TypeError:
+            raise ValueError(f"processor is {processor!r}: must be hashable") from None
+    return tuple(processors)
+
+
+def _exclude(value: Any, logits: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
+    _check_vocab(value, tokens, logits.shape[-1])
+    return logits.at[..., jnp.asarray(tokens)].set(-jnp.inf)
+
+
+def _check_vocab(value: Any, tokens: tuple[int, ...], vocab: int) -> None:
+    if max(tokens) >= vocab:
+        raise ValueError(f"token {max(tokens)} of {value!r}: must be in 0..{vocab - 1}")
+
+
+def _ids(name: str, tokens: Sequence[Any]) -> tuple[int, ...]:
+    for token in tokens:
+        if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
+            raise ValueError(f"{name} have {token!r}: must be token ids, integers from 0")
+    if not tokens:
+        raise ValueError(f"{name} is empty: must name at least one token")
+    return tuple(int(token) for token in tokens)
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}: must be an integer of at least {least}")
+
+
+def _check_finite(name: str, value: Any) -> None:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}: must be finite")

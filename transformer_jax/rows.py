@@ -1,0 +1,51 @@
+"""A decoding state by rows. Every leaf of a state leads with B, so one set of functions serves
+caches, recurrent states and whatever else a `step` carries: fork a prompt into many samples, follow
+the best beams, let a row join a running batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def count_rows(state: Any) -> int:
+    """B: the leading axis that all leaves share."""
+    leaves = jax.tree.leaves(state)
+    if not leaves:
+        raise ValueError("state has no arrays: it has no rows")
+    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(f"state's leaves lead with {sorted(map(str, sizes))}: must be one B")
+    return leaves[0].shape[0]
+
+
+def gather(state: Any, rows: jax.Array) -> Any:  # i32[B'] -> a state of B' rows
+    """Row b of the result is row `rows[b]`; a row may be taken often, or not at all."""
+    return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), state)
+
+
+def fork(state: Any, copies: int) -> Any:
+    """Each row `copies` times side by side, as B * copies rows: many samples of one prompt.
+
+    The result owns its memory, so what is forked stays whole when the copy is donated;
+    `fork(state, 1)` keeps a state that `generate` would consume.
+    """
+    if copies < 1:
+        raise ValueError(f"copies is {copies}: must be at least 1")
+    return jax.tree.map(lambda leaf: jnp.array(jnp.repeat(leaf, copies, axis=0), copy=True), state)
+
+
+def choose(take: jax.Array, new: Any, old: Any) -> Any:
+    """Row b of `new` where `take[b]` (bool[B]), of `old` elsewhere."""
+
+    def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(take.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(leaf, new, old)
+
+
+def put(state: Any, rows: jax.Array, other: Any) -> Any:
+    """Row b of `other` takes the place of row `rows[b]`; a row past the end is dropped."""
+    return jax.tree.map(lambda x, y: x.at[rows].set(y.astype(x.dtype), mode="drop"), state, other)
