@@ -147,7 +147,7 @@ def measure(case: Case, prompts: tuple[str, ...] = tuple(LENGTHS), chunks=CHUNKS
                 num_tokens=NEW,
                 lengths=jnp.asarray(lengths),
                 chunk=chunk,
-            )
+            ).tokens
         )
         # The prompt's own columns, padded on the right, then the new tokens.
         columns = np.arange(PROMPT)[None]

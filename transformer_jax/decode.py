@@ -1,17 +1,20 @@
 """Producing tokens. A decoder knows a model only as `step(params, tokens, state, valid=...)`.
 
-`generate` is one jitted prefill and `lax.scan`; token n draws with `fold_in(key, n)`, so `stream`,
-which yields the same tokens one by one, needs no state but the model's. Prompts are padded to a
-bucket, so one compilation serves every length in it.
+`generate` is one jitted program: the prompt, then a `lax.scan`, or a `lax.while_loop` that ends
+when every row has; `stream` yields the same tokens one by one. Both go through `begin` and
+`advance`, which are pure: what runs is a `Running`, whose every leaf leads with B. Token n of a row
+is drawn with `fold_in(row's key, n)`, so it depends neither on the other rows nor on who runs the
+loop. Prompts are padded to a bucket, so one compilation serves every length in it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from numbers import Integral
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,12 @@ import numpy as np
 
 from transformer_jax.arguments import check_key
 from transformer_jax.cache import next_positions
+from transformer_jax.processors import (
+    History,
+    HistoryProcessor,
+    apply_all,
+    check_processors,
+)
 from transformer_jax.sampling import Greedy, Sampler
 from transformer_jax.transformer import (
     Decoder,
@@ -123,6 +132,124 @@ def prefill(
     return jax.lax.scan(read, first, starts)[0]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Generation:
+    """What `generate` returns; behind a row's end tokens are -1 and log-probabilities 0."""
+
+    tokens: jax.Array  # i32[B, num_tokens]
+    lengths: jax.Array  # i32[B]; new tokens of a row, a stop token included
+    log_probs: jax.Array  # f32[B, num_tokens]; log softmax(logits)[token], before processors
+    state: Any
+    """Has read all but each row's last token: generate on, from that token, or `fork` it."""
+    attention: Any = None
+    """On request, `step.attend`'s weights [B, num_tokens, ...] of the query that chose token n."""
+
+    def rows(self) -> list[np.ndarray]:
+        """Each row's tokens, without what stands behind its end."""
+        pairs = zip(np.asarray(self.tokens), np.asarray(self.lengths), strict=True)
+        return [tokens[:length] for tokens, length in pairs]
+
+
+class Plan(NamedTuple):
+    """What is known when compiling."""
+
+    sampler: Sampler
+    processors: tuple[HistoryProcessor, ...] = ()
+    stop: tuple[int, ...] = ()
+    ends: bool = False
+    """Whether a row may end before the others."""
+    attention: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Running:
+    """Rows in the middle of being generated; every leaf leads with B."""
+
+    token: jax.Array  # i32[B]; chosen, and not yet read by the model
+    active: jax.Array  # bool[B]; False: the row has ended, its state stands still
+    count: jax.Array  # i32[B]; new tokens so far
+    limits: jax.Array  # i32[B]; new tokens at most
+    keys: jax.Array  # key[B]
+    state: Any
+    history: History | None  # None without processors
+
+
+class Chosen(NamedTuple):
+    """One new token of every row."""
+
+    token: jax.Array  # i32[B]; -1 where the row had ended
+    log_prob: jax.Array  # f32[B]; 0 where the row had ended
+    attention: Any
+
+
+def begin(
+    plan: Plan,
+    step: Step,
+    params: Any,
+    prompt: jax.Array,  # i32[B, P]
+    lengths: jax.Array,  # i32[B]
+    state: Any,
+    keys: jax.Array,  # key[B]
+    limits: jax.Array,  # i32[B]
+    room: int,
+    chunk: int | None = None,
+) -> tuple[Running, Chosen]:
+    """Read the prompts and choose each row's first token; `room` is the most tokens it may get."""
+    history = History.of(prompt, lengths, room) if plan.processors else None
+    active = limits > 0
+    running = Running(lengths, active, jnp.zeros_like(lengths), limits, keys, state, history)
+    if not plan.attention:
+        logits, state = prefill(step, params, prompt, state, lengths, chunk)
+        return _choose(plan, replace(running, state=state), logits, None)
+    _, state = prefill(step, params, prompt, state, lengths - 1, chunk)
+    last = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)
+    logits, state, weights = step.attend(params, last, state)  # type: ignore[attr-defined]
+    return _choose(plan, replace(running, state=state), logits[:, 0], weights)
+
+
+def advance(plan: Plan, step: Step, params: Any, running: Running) -> tuple[Running, Chosen]:
+    """Every active row reads its newest token and chooses the next."""
+    token, valid = running.token, None
+    if plan.ends:
+        token, valid = jnp.where(running.active, token, 0), running.active[:, None]
+    weights = None
+    if plan.attention:
+        attend = step.attend  # type: ignore[attr-defined]
+        logits, state, weights = attend(params, token[:, None], running.state, valid=valid)
+    else:
+        logits, state = step(params, token[:, None], running.state, valid=valid)
+    return _choose(plan, replace(running, state=state), logits[:, 0], weights)
+
+
+def _choose(
+    plan: Plan, running: Running, logits: jax.Array, weights: Any
+) -> tuple[Running, Chosen]:
+    """Processors, then the sampler; who has the last token of its kind ends."""
+    active, history = running.active, running.history
+    processed = apply_all(plan.processors, history, logits)
+    keys = jax.vmap(jax.random.fold_in)(running.keys, running.count)
+    token = jax.vmap(plan.sampler)(keys, processed)
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    log_prob = jnp.take_along_axis(log_probs, jnp.clip(token, 0)[:, None], axis=1)[:, 0]
+    log_prob = jnp.where(token < 0, jnp.nan, log_prob)
+    chosen = Chosen(
+        jnp.where(active, token, -1) if plan.ends else token,
+        jnp.where(active, log_prob, 0.0) if plan.ends else log_prob,
+        weights,
+    )
+    count = running.count + active
+    if history is not None:
+        history = history.append(token, active)
+    if plan.ends:
+        token = jnp.where(active, token, running.token)
+        active = active & (count < running.limits)
+    if plan.stop:
+        active = active & ~(token[:, None] == jnp.asarray(plan.stop)[None]).any(axis=1)
+    return replace(running, token=token, active=active, count=count, history=history), chosen
+
+
 def generate(
     step: Step,
     params: Any,
@@ -132,33 +259,72 @@ def generate(
     num_tokens: int,
     lengths: jax.Array | None = None,  # i32[B]; None is P in every row
     sampler: Sampler | None = None,
-    key: jax.Array | None = None,
+    key: jax.Array | None = None,  # one, or one for each row
+    processors: Sequence[HistoryProcessor] = (),
+    stop: int | Sequence[int] = (),
+    limits: jax.Array | None = None,  # i32[B]; None is num_tokens in every row
     chunk: int | None = None,
-) -> jax.Array:  # i32[B, num_tokens]
-    """Continue each row by `num_tokens` tokens; `sampler=None` takes the likeliest.
+    early_exit: bool | None = None,
+    attention: bool = False,
+) -> Generation:
+    """Continue each row by up to `num_tokens` tokens; `sampler=None` takes the likeliest.
 
-    Rows may have any length up to P: row b's prompt is its first `lengths[b]` tokens. The compiled
-    program is shared by all prompts of a bucket and by samplers that are equal.
+    Rows may have any length up to P: row b's prompt is its first `lengths[b]` tokens. A row ends
+    behind a `stop` token, which it keeps, or after `limits[b]` tokens. `processors` see the text so
+    far; the sampler draws from what they leave. Row b uses `fold_in(key, b)`, or `key[b]`, alone.
+
+    The state is consumed: its memory becomes the result's (`fork(state, 1)` keeps it). With
+    `early_exit` the loop ends as soon as every row has (None: where a row may end at all); the
+    tokens are the same. The compiled program is shared by all prompts of a bucket and by samplers
+    and processors that are equal.
+
+    Under a trace of yours what is not known is not checked: a token outside the vocabulary and a
+    position past the cache poison their row, which then has token -1 and log-probability NaN.
     """
-    prompt, lengths, key = _prepare(step, prompt, state, lengths, num_tokens, sampler, key, chunk)
-    return _generate(
-        step, params, prompt, lengths, state, key, num_tokens, sampler or Greedy(), chunk
+    given = _prepare(
+        step, params, prompt, state, num_tokens, lengths, sampler, key, processors, stop, limits,
+        chunk, attention,
+    )  # fmt: skip
+    if early_exit is None:
+        early_exit = given.plan.ends
+    return _generate(given.plan, step, params, *given.arrays, num_tokens, chunk, early_exit)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("plan", "step", "num_tokens", "chunk", "early_exit"),
+    donate_argnames="state",
+)
+def _generate(
+    plan, step, params, prompt, lengths, keys, limits, state, num_tokens, chunk, early_exit
+):
+    running, chosen = begin(
+        plan, step, params, prompt, lengths, state, keys, limits, num_tokens, chunk
     )
 
+    def buffer(first: jax.Array, fill: Any = 0) -> jax.Array:
+        rest = jnp.full((num_tokens - 1, *first.shape), fill, first.dtype)
+        return jnp.concatenate([first[None], rest])
 
-@partial(jax.jit, static_argnames=("step", "num_tokens", "sampler", "chunk"))
-def _generate(step, params, prompt, lengths, state, key, num_tokens, sampler, chunk):
-    logits, state = prefill(step, params, prompt, state, lengths, chunk)
-    first = sampler(jax.random.fold_in(key, 0), logits)
+    def more(carry):
+        n, running, _ = carry
+        return (n < num_tokens) & running.active.any()
 
-    def advance(carry, n):
-        token, state = carry
-        logits, state = step(params, token[:, None], state)
-        token = sampler(jax.random.fold_in(key, n), logits[:, 0])
-        return (token, state), token
+    def write(carry):
+        n, running, out = carry
+        running, chosen = advance(plan, step, params, running)
+        return n + 1, running, jax.tree.map(lambda all, x: all.at[n].set(x), out, chosen)
 
-    _, rest = jax.lax.scan(advance, (first, state), jnp.arange(1, num_tokens))
-    return jnp.concatenate([first[:, None], rest.T], axis=1)
+    weights = jax.tree.map(buffer, chosen.attention)
+    out = Chosen(buffer(chosen.token, -1), buffer(chosen.log_prob), weights)
+    carry = jnp.int32(1), running, out
+    if early_exit:
+        _, running, out = jax.lax.while_loop(more, write, carry)
+    else:
+        steps = None, num_tokens - 1
+        _, running, out = jax.lax.scan(lambda c, _: (write(c), None), carry, *steps)[0]
+    out = jax.tree.map(lambda x: x.swapaxes(0, 1), out)
+    return Generation(out.token, running.count, out.log_prob, running.state, out.attention)
 
 
 def stream(
@@ -171,69 +337,168 @@ def stream(
     lengths: jax.Array | None = None,  # i32[B]
     sampler: Sampler | None = None,
     key: jax.Array | None = None,
+    processors: Sequence[HistoryProcessor] = (),
+    stop: int | Sequence[int] = (),
+    limits: jax.Array | None = None,  # i32[B]
     chunk: int | None = None,
-) -> Iterator[np.ndarray]:  # i32[B], num_tokens times
-    """The tokens of `generate` with the same arguments, each as soon as it is drawn."""
-    prompt, lengths, key = _prepare(step, prompt, state, lengths, num_tokens, sampler, key, chunk)
-    sampler = sampler or Greedy()
-    token, state = _first(step, params, prompt, lengths, state, key, sampler, chunk)
+) -> Iterator[np.ndarray]:  # i32[B], at most num_tokens times
+    """The tokens of `generate` with the same arguments, each as soon as it is drawn.
+
+    A row that has ended gives -1; when all have, the iterator ends. The state is consumed.
+    """
+    given = _prepare(
+        step, params, prompt, state, num_tokens, lengths, sampler, key, processors, stop, limits,
+        chunk, False,
+    )  # fmt: skip
+    return _stream(given, step, params, num_tokens, chunk)
+
+
+def _stream(given: _Given, step: Step, params: Any, num_tokens: int, chunk: int | None):
+    plan = given.plan
+    running, token = _first(plan, step, params, *given.arrays, num_tokens, chunk)
     for n in range(1, num_tokens + 1):
-        ahead = token
+        ahead, active = token, running.active
         if n < num_tokens:  # the next token is computed while the caller reads this one
-            number = jax.device_put(np.int32(n))
-            token, state = _next(step, params, token, state, key, number, sampler)
+            if plan.ends:
+                active = active.copy()  # the next call consumes what is running
+            running, token = _next(plan, step, params, running)
         yield jax.device_get(ahead)
+        if plan.ends and not jax.device_get(active).any():
+            return
 
 
-@partial(jax.jit, static_argnames=("step", "sampler", "chunk"))
-def _first(step, params, prompt, lengths, state, key, sampler, chunk):
-    logits, state = prefill(step, params, prompt, state, lengths, chunk)
-    return sampler(jax.random.fold_in(key, 0), logits), state
+@partial(jax.jit, static_argnames=("plan", "step", "num_tokens", "chunk"), donate_argnames="state")
+def _first(plan, step, params, prompt, lengths, keys, limits, state, num_tokens, chunk):
+    running, chosen = begin(
+        plan, step, params, prompt, lengths, state, keys, limits, num_tokens, chunk
+    )
+    return running, chosen.token
 
 
-@partial(jax.jit, static_argnames=("step", "sampler"), donate_argnames="state")
-def _next(step, params, token, state, key, n, sampler):
-    logits, state = step(params, token[:, None], state)
-    return sampler(jax.random.fold_in(key, n), logits[:, 0]), state
+@partial(jax.jit, static_argnames=("plan", "step"), donate_argnames="running")
+def _next(plan, step, params, running):
+    running, chosen = advance(plan, step, params, running)
+    return running, chosen.token
 
 
-def _prepare(step, prompt, state, lengths, num_tokens, sampler, key, chunk):
-    """Checked arguments, the prompt padded to its bucket."""
-    if isinstance(prompt, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
-        raise ValueError("prompt and lengths must be known: in a jit of your own, call prefill")
-    try:
-        prompt = np.asarray(prompt)
-    except ValueError:
-        raise ValueError(
-            "prompt has rows of several lengths: fill them up to one, and give `lengths`"
-        ) from None
-    if prompt.ndim != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt has shape {prompt.shape}: must be [B, P] with P at least 1")
+class _Given(NamedTuple):
+    """Checked arguments."""
+
+    plan: Plan
+    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array, Any]
+    """Prompt, padded to its bucket; lengths, keys, limits and the state."""
+
+
+def _prepare(
+    step, params, prompt, state, num_tokens, lengths, sampler, key, processors, stop, limits,
+    chunk, attention,
+) -> _Given:  # fmt: skip
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}: must be at least 1")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}: must be at least 1")
+    if attention and not hasattr(step, "attend"):
+        raise ValueError(f"attention is True: {type(step).__name__} has no `attend`")
     if sampler is not None:
         _check_sampler(sampler)
-    if key is None:
-        if sampler is not None and not isinstance(sampler, Greedy):
-            raise ValueError(f"key is None: {sampler!r} draws random numbers")
-        key = jax.random.key(0)
-    check_key("key", key)
+    sampler = Greedy() if sampler is None else sampler
+    processors = check_processors(processors)
+    stop = stop_tokens(stop)
+    prompt, lengths = check_prompt(prompt, lengths)
     rows, columns = prompt.shape
-    lengths = np.full(rows, columns, np.int32) if lengths is None else np.asarray(lengths)
+    if key is None and not isinstance(sampler, Greedy):
+        raise ValueError(f"key is None: {sampler!r} draws random numbers")
+    keys = row_keys(key, rows)
+    plan = Plan(sampler, processors, stop, bool(stop) or limits is not None, attention)
+    limits = _limits(limits, rows, num_tokens)
+    check_alive(state)
+    if hasattr(step, "check") and not _traced(prompt, lengths, limits):
+        step.check(prompt, state, np.asarray(lengths) + np.maximum(limits, 1) - 1)
+    if stop:
+        vocab = jax.eval_shape(step, params, jnp.zeros((rows, 1), jnp.int32), state)[0].shape[-1]
+        if max(stop) >= vocab:
+            raise ValueError(f"stop is {max(stop)}: must be in 0..{vocab - 1}")
+    numpy = np if not _traced(prompt) else jnp
+    prompt = numpy.pad(prompt, ((0, 0), (0, bucket(columns) - columns)))
+    arrays = (jnp.asarray(x, jnp.int32) for x in (prompt, lengths, limits))
+    prompt, lengths, limits = arrays
+    return _Given(plan, (prompt, lengths, keys, limits, state))
+
+
+def check_prompt(prompt: Any, lengths: Any) -> tuple[Any, Any]:
+    """i32[B, P] and i32[B]; zeros behind a row's end. What is traced keeps its values unchecked."""
+    if not _traced(prompt):
+        try:
+            prompt = np.asarray(prompt)
+        except ValueError:
+            raise ValueError(
+                "prompt has rows of several lengths: fill them up to one, and give `lengths`"
+            ) from None
+    if prompt.ndim != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt has shape {prompt.shape}: must be [B, P] with P at least 1")
+    rows, columns = prompt.shape
+    if lengths is None:
+        return prompt, np.full(rows, columns, np.int32)
+    lengths = lengths if _traced(lengths) else np.asarray(lengths)
     if lengths.shape != (rows,):
         raise ValueError(f"lengths have shape {lengths.shape}: must be ({rows},)")
-    if not np.issubdtype(lengths.dtype, np.integer):
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths are {lengths.dtype}: must be integers")
+    if _traced(prompt, lengths):
+        return jnp.where(jnp.arange(columns)[None] < lengths[:, None], prompt, 0), lengths
     if rows and not 1 <= lengths.min() <= lengths.max() <= columns:
         raise ValueError(f"lengths are {lengths.tolist()}: must be from 1 to {columns}")
-    inside = np.arange(columns)[None] < lengths[:, None]
-    prompt = np.where(inside, prompt, 0)
-    if hasattr(step, "check"):
-        step.check(prompt, state, lengths + num_tokens - 1)
-    prompt = np.pad(prompt, ((0, 0), (0, bucket(columns) - columns)))
-    return jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32), key
+    return np.where(np.arange(columns)[None] < lengths[:, None], prompt, 0), lengths
+
+
+def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B]
+    """`fold_in(key, b)` for row b of one key; as many keys as rows are taken as they are."""
+    if key is None:
+        key = jax.random.key(0)
+    if getattr(key, "shape", None) == (rows,) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    check_key("key", key)
+    return _fold_rows(key, rows)
+
+
+@partial(jax.jit, static_argnames="rows")
+def _fold_rows(key, rows):
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
+
+
+def stop_tokens(stop: Any) -> tuple[int, ...]:
+    """One id or several, as a tuple of ints."""
+    stop = (stop,) if isinstance(stop, Integral) else tuple(stop)
+    for token in stop:
+        if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
+            raise ValueError(f"stop has {token!r}: must be token ids, integers from 0")
+    return tuple(map(int, stop))
+
+
+def check_alive(state: Any) -> None:
+    """A state whose memory was handed on is refused by name."""
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array) and not _traced(leaf) and leaf.is_deleted():
+            raise ValueError("state was consumed by an earlier call: fork(state, 1) keeps a copy")
+
+
+def _limits(limits: Any, rows: int, num_tokens: int) -> Any:
+    if limits is None:
+        return np.full(rows, num_tokens, np.int32)
+    limits = limits if _traced(limits) else np.asarray(limits)
+    if limits.shape != (rows,) or not jnp.issubdtype(limits.dtype, jnp.integer):
+        raise ValueError(
+            f"limits are {limits.dtype}{list(limits.shape)}: must be integers [{rows}]"
+        )
+    if _traced(limits):
+        return jnp.clip(limits, 0, num_tokens)
+    if rows and not 0 <= limits.min() <= limits.max() <= num_tokens:
+        raise ValueError(f"limits are {limits.tolist()}: must be from 0 to {num_tokens}")
+    return limits
+
+
+def _traced(*arrays: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
 def _check_sampler(sampler: Any) -> None:
