@@ -666,6 +666,24 @@ class AttentionSuite:
         poisoned = np.isnan(np.asarray(out)).all(axis=(2, 3))
         assert (poisoned == (np.arange(128) == 3 if case == "query" else True)).all()
 
+    @pytest.mark.parametrize(("queries", "keys"), [(32, 64), (32, 128), (64, 128), (5, 128)])
+    def test_a_poisoned_key_that_all_see_passes_no_gradient_on(self, queries, keys):
+        """At lengths where XLA's maximum on a CPU loses a NaN."""
+        arrays = self.draw(51, batch=1, queries=queries, keys=keys)
+        arrays["key"] = arrays["key"].at[0, 3, 1].set(math.nan)
+        positions = jnp.arange(queries, dtype=jnp.int32) + 200
+        result = self.evaluate(arrays, Causal(), q_positions=positions)
+        out, lse = np.asarray(result["out"]), np.asarray(result["lse"])
+        assert np.isnan(out[:, :, 2:]).all() and np.isnan(lse[:, :, 2:]).all()
+        assert np.isfinite(out[:, :, :2]).all() and np.isfinite(lse[:, :, :2]).all()
+        assert not np.asarray(result["dquery"])[:, :, 2:].any()
+        assert np.isfinite(np.asarray(result["dquery"])).all()
+        others = np.arange(keys) != 3
+        for name in ("dkey", "dvalue"):
+            gradient = np.asarray(result[name])[:, others]
+            assert np.isfinite(gradient).all() and not gradient[:, :, 1].any()
+            assert np.abs(gradient[:, :, 0]).min(axis=-1).all()
+
     def test_poisoned_query_that_sees_nothing_has_no_influence(self):
         arrays = self.draw(23)
         mask = np.random.default_rng(23).random((2, 4, self.queries, self.span)) < 0.5

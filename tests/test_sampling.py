@@ -21,7 +21,7 @@ from tolerances import FORWARD_F32, assert_near, assert_same_bits
 
 from transformer_jax.dropout import keep_tile, key_words
 from transformer_jax.layers import dropout
-from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP
+from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP, Typical
 
 ROWS, V = 300, 61
 INFINITE = float("inf")
@@ -58,6 +58,21 @@ def min_p(logits: np.ndarray, p: float) -> set[int]:
     return {i for i in range(len(logits)) if chances[i] >= p * chances.max() and chances[i] > 0}
 
 
+def typical(logits: np.ndarray, p: float) -> set[int]:
+    """Walk away from the entropy until the mass has reached p."""
+    chances = probabilities(logits)
+    possible = [i for i in range(len(logits)) if chances[i] > 0]
+    entropy = -sum(chances[i] * math.log(chances[i]) for i in possible)
+    far = {i: abs(-math.log(chances[i]) - entropy) for i in possible}
+    kept, total = set(), 0.0
+    for i in sorted(possible, key=lambda i: (far[i], i)):
+        if kept and total >= p:
+            break
+        kept.add(i)
+        total += chances[i]
+    return kept
+
+
 def everything(logits: np.ndarray) -> set[int]:
     return set(np.flatnonzero(logits > -INFINITE).tolist())
 
@@ -83,7 +98,8 @@ def distributions(rng) -> np.ndarray:
     ("processor", "rule"),
     [(TopK(k), lambda x, k=k: top_k(x, k)) for k in (1, 7, 50)]
     + [(TopP(p), lambda x, p=p: top_p(x, p)) for p in (0.1, 0.5, 0.9, 0.99)]
-    + [(MinP(p), lambda x, p=p: min_p(x, p)) for p in (0.01, 0.1, 0.7)],
+    + [(MinP(p), lambda x, p=p: min_p(x, p)) for p in (0.01, 0.1, 0.7)]
+    + [(Typical(p), lambda x, p=p: typical(x, p)) for p in (0.11, 0.51, 0.9)],
     ids=lambda x: str(x) if not callable(x) or hasattr(x, "__dataclass_fields__") else "",
 )
 def test_kept_tokens_are_those_of_the_rule(rng, processor, rule: Callable):
@@ -122,6 +138,10 @@ EDGES = [
     (TopK(3), LONELY, {2}),
     (MinP(1), TIED, {1, 2, 4}),
     (MinP(0), LONELY, {2}),
+    (Typical(0), TIED, {1}),
+    (Typical(0.19), [math.log(p) for p in (0.4, 0.2, 0.2, 0.1, 0.1)], {1}),
+    (Typical(1), SPREAD, {0, 1, 2, 3, 4}),
+    (Typical(0.5), LONELY, {2}),
 ]
 
 
@@ -158,7 +178,7 @@ def test_a_probability_of_one_keeps_a_tail_that_rounds_away():
 
 @pytest.mark.parametrize("bad", [-1, -1e-9, math.nan, INFINITE, -INFINITE, "1", None])
 def test_bad_settings_are_refused(bad):
-    for processor in (Temperature, TopP, MinP):
+    for processor in (Temperature, TopP, MinP, Typical):
         with pytest.raises(ValueError, match=r"must be"):
             processor(bad)
     with pytest.raises(ValueError, match="k is"):
@@ -172,7 +192,7 @@ def test_bad_counts_are_refused(bad):
 
 
 def test_probabilities_above_one_and_classes_are_refused():
-    for processor in (TopP, MinP):
+    for processor in (TopP, MinP, Typical):
         with pytest.raises(ValueError, match=r"p is 1\.5"):
             processor(1.5)
     with pytest.raises(ValueError, match="processor is"):
@@ -197,6 +217,16 @@ def test_rows_without_a_finite_maximum_are_refused_or_poisoned(function):
         assert tokens[0] in (0, 1, 2) and tokens[1:] == [-1, -1, -1]
 
 
+@pytest.mark.parametrize("vocab", [7, 64, 128, 1009, 50_257])
+def test_a_nan_anywhere_poisons_at_every_length(vocab):
+    """XLA's maximum on a CPU loses a NaN at some of these."""
+    logits = jnp.zeros((3, vocab)).at[1, 5].set(jnp.nan)
+    for sampler in (Greedy(), Sample(), Sample(TopP(0.9)), Sample(TopK(3))):
+        for draw in (sampler, jax.vmap(sampler, in_axes=(None, 0))):
+            tokens = jax.jit(draw)(jax.random.key(0), logits).tolist()
+            assert tokens[1] == -1 and tokens[0] >= 0 and tokens[2] >= 0
+
+
 def test_a_processor_that_excludes_all_is_refused():
     sampler = Sample(lambda logits: jnp.full_like(logits, -jnp.inf))
     with pytest.raises(ValueError, match="must be finite"):
@@ -219,6 +249,7 @@ SAMPLERS = {
     "top-k": Sample(TopK(5)),
     "top-p": Sample(Temperature(0.8), TopP(0.9)),
     "min-p": Sample(MinP(0.1)),
+    "typical": Sample(Typical(0.6)),
 }
 
 
@@ -230,7 +261,7 @@ def test_draws_follow_the_distribution(rng, name):
         if isinstance(processor, Temperature):
             x = x / processor.t
             continue
-        rule = {TopK: top_k, TopP: top_p, MinP: min_p}[type(processor)]
+        rule = {TopK: top_k, TopP: top_p, MinP: min_p, Typical: typical}[type(processor)]
         ids = rule(x, processor.k if isinstance(processor, TopK) else processor.p)
         x = np.where([i in ids for i in range(len(x))], x, -INFINITE)
     expected = probabilities(x)
@@ -260,7 +291,9 @@ def test_compiled_draws_are_the_same(rng):
     assert_same_bits(jax.jit(sampler)(jax.random.key(5), logits), drawn)
 
 
-@pytest.mark.parametrize("processor", [Temperature(0.8), TopK(19), TopP(0.9), MinP(0.01)], ids=str)
+@pytest.mark.parametrize(
+    "processor", [Temperature(0.8), TopK(19), TopP(0.9), MinP(0.01), Typical(0.7)], ids=str
+)
 def test_low_precision_logits_are_processed_in_float32(rng, processor):
     low = jnp.asarray(distributions(rng)).astype(jnp.bfloat16)
     actual, expected = (np.asarray(processor(x)) for x in (low, low.astype(jnp.float32)))

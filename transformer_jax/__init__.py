@@ -67,7 +67,7 @@ from transformer_jax.processors import (
     RepetitionPenalty,
 )
 from transformer_jax.rows import fork
-from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP
+from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP, Typical
 from transformer_jax.transformer import (
     Decoder,
     Encoder,
@@ -111,6 +111,7 @@ __all__ = [
     "TopK",
     "TopP",
     "TrainConfig",
+    "Typical",
     "Window",
     "additive_attention",
     "alibi_slopes",

@@ -167,8 +167,10 @@ def softmax(
     if visible is not None:
         assert poison is not None
         scores = jnp.where(visible, scores + poison.keys.astype(scores.dtype), -jnp.inf)
-    top = jax.lax.stop_gradient(scores).max(axis=-1, initial=-jnp.inf)  # [B, N, T]
-    blind, broken = jnp.isneginf(top), jnp.isnan(top)
+    top = jax.lax.stop_gradient(scores)
+    top = jnp.where(jnp.isnan(top), jnp.inf, top)  # XLA's maximum loses a NaN at some lengths
+    top = top.max(axis=-1, initial=-jnp.inf)  # [B, N, T]
+    blind, broken = jnp.isneginf(top), jnp.isposinf(top)
     if poison is not None:
         broken = broken | (poison.queries & ~blind)
     dead, sink = blind | broken, None

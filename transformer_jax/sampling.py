@@ -116,6 +116,34 @@ class MinP:
 
 
 @dataclass(frozen=True)
+class Typical:
+    """Keeps the fewest tokens that hold mass p, nearest to the entropy first (Meister et al. 2022).
+
+    In order of |-log q_i - H|, H = -sum_j q_j log q_j; of equals the lower id. The best token may
+    go: it is too sure.
+    """
+
+    p: float
+
+    def __post_init__(self) -> None:
+        _check("p", self.p, 0.0, 1.0)
+
+    def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
+        x = _checked(logits)
+        if self.p == 1:
+            return x
+        log_q = jax.nn.log_softmax(x, axis=-1)
+        q = jnp.exp(log_q)
+        entropy = -jnp.sum(jnp.where(q > 0, q * log_q, 0.0), axis=-1, keepdims=True)
+        near = jnp.where(jnp.isneginf(x), -jnp.inf, -jnp.abs(log_q + entropy))
+        order = jnp.argsort(near, axis=-1, descending=True)
+        sums = jnp.cumsum(jnp.take_along_axis(q, order, axis=-1), axis=-1)
+        kept = 1 + jnp.sum(sums[..., :-1] < self.p, axis=-1, keepdims=True)
+        cut = jnp.take_along_axis(near, jnp.take_along_axis(order, kept - 1, axis=-1), axis=-1)
+        return jnp.where(jnp.isneginf(_keep_best(near, cut, kept)), -jnp.inf, x)
+
+
+@dataclass(frozen=True)
 class Greedy:
     """The best token; the key is not used."""
 
@@ -166,7 +194,8 @@ def _checked(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
 
 def _poison(tokens: jax.Array, logits: jax.Array) -> jax.Array:  # i32[...]
     """-1 where the logits have no finite maximum."""
-    return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, -1).astype(jnp.int32)
+    whole = jnp.where(jnp.isnan(logits), jnp.inf, logits)  # XLA's maximum may lose a NaN
+    return jnp.where(jnp.isfinite(jnp.max(whole, axis=-1)), tokens, -1).astype(jnp.int32)
 
 
 def _keep_best(
