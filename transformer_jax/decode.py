@@ -287,15 +287,12 @@ def generate(
     )  # fmt: skip
     if early_exit is None:
         early_exit = given.plan.ends
-    return _generate(given.plan, step, params, *given.arrays, num_tokens, chunk, early_exit)
+    inside = _traced(*jax.tree.leaves((params, given.arrays)))  # a trace that donates by itself
+    loop = _generate_within if inside else _generate
+    return loop(given.plan, step, params, *given.arrays, num_tokens, chunk, early_exit)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("plan", "step", "num_tokens", "chunk", "early_exit"),
-    donate_argnames="state",
-)
-def _generate(
+def _generate_all(
     plan, step, params, prompt, lengths, keys, limits, state, num_tokens, chunk, early_exit
 ):
     running, chosen = begin(
@@ -325,6 +322,11 @@ def _generate(
         _, running, out = jax.lax.scan(lambda c, _: (write(c), None), carry, *steps)[0]
     out = jax.tree.map(lambda x: x.swapaxes(0, 1), out)
     return Generation(out.token, running.count, out.log_prob, running.state, out.attention)
+
+
+_STATIC = ("plan", "step", "num_tokens", "chunk", "early_exit")
+_generate_within = jax.jit(_generate_all, static_argnames=_STATIC)
+_generate = jax.jit(_generate_all, static_argnames=_STATIC, donate_argnames="state")
 
 
 def stream(
@@ -411,7 +413,7 @@ def _prepare(
     keys = row_keys(key, rows)
     plan = Plan(sampler, processors, stop, bool(stop) or limits is not None, attention)
     limits = _limits(limits, rows, num_tokens)
-    check_alive(state)
+    state = own(state)
     if hasattr(step, "check") and not _traced(prompt, lengths, limits):
         step.check(prompt, state, np.asarray(lengths) + np.maximum(limits, 1) - 1)
     if stop:
@@ -475,11 +477,20 @@ def stop_tokens(stop: Any) -> tuple[int, ...]:
     return tuple(map(int, stop))
 
 
-def check_alive(state: Any) -> None:
-    """A state whose memory was handed on is refused by name."""
-    for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array) and not _traced(leaf) and leaf.is_deleted():
+def own(state: Any) -> Any:
+    """The state, fit to be donated: none of it was before, and no array stands in it twice."""
+    seen: set[int] = set()
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or _traced(x):
+            return x
+        if x.is_deleted():
             raise ValueError("state was consumed by an earlier call: fork(state, 1) keeps a copy")
+        twice = id(x) in seen
+        seen.add(id(x))
+        return x.copy() if twice else x
+
+    return jax.tree.map(leaf, state)
 
 
 def _limits(limits: Any, rows: int, num_tokens: int) -> Any:

@@ -1,0 +1,448 @@
+"""How a row ends, what comes back with its tokens, and what a state is good for afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import model_oracle as oracle
+from tests.test_decode import (
+    LENGTHS,
+    NEW,
+    PROMPT,
+    RING,
+    ROPE,
+    SAMPLER,
+    VOCAB,
+    CountingStep,
+    make,
+    parameters,
+    prompts,
+    quick_compilation,  # noqa: F401
+)
+from tests.tolerances import assert_near
+from transformer_jax import decode
+from transformer_jax.decode import generate, prefill, stream
+from transformer_jax.models import build, init_cache
+from transformer_jax.processors import Ban, Force, MinLength, NoRepeatNGram, RepetitionPenalty
+from transformer_jax.rows import choose, count_rows, fork, gather, put
+from transformer_jax.sampling import Greedy, Sample
+
+STOP = (5, 11)
+
+
+@pytest.fixture(scope="module")
+def rope():
+    return make(ROPE)
+
+
+@pytest.fixture(scope="module")
+def free(rope) -> decode.Generation:
+    """Nothing ends a row."""
+    return run(rope)
+
+
+def run(made, **arguments) -> decode.Generation:
+    step, params, empty = made
+    usual = dict(num_tokens=NEW, lengths=LENGTHS, sampler=SAMPLER, key=jax.random.key(3))
+    return generate(step, params, prompts(), empty(), **(usual | arguments))
+
+
+def cut(row: list[int], limit: int, stop=STOP) -> list[int]:
+    """Up to its first stop token, which stays, and no longer than its limit."""
+    row = row[:limit]
+    ends = [i for i, token in enumerate(row) if token in stop]
+    return row[: ends[0] + 1] if ends else row
+
+
+LIMITS = np.array([NEW, 4, 0], np.int32)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["scan", "while"])
+@pytest.mark.parametrize("ends", ["stop", "limits", "both"])
+def test_a_row_ends_behind_a_stop_token_or_at_its_limit(rope, free, ends, early):
+    whole = np.asarray(free.tokens).tolist()
+    stop = () if ends == "limits" else STOP
+    limits = np.full(3, NEW, np.int32) if ends == "stop" else LIMITS
+    want = [cut(row, limit, stop) for row, limit in zip(whole, limits, strict=True)]
+    assert ends == "limits" or any(row and row[-1] in STOP and len(row) < NEW for row in want)
+    given = None if ends == "stop" else limits
+    got = run(rope, stop=stop, limits=given, early_exit=early)
+    assert [row.tolist() for row in got.rows()] == want
+    assert got.lengths.tolist() == [len(row) for row in want]
+    for row, tokens in enumerate(want):
+        assert (np.asarray(got.tokens[row, len(tokens) :]) == -1).all()
+        np.testing.assert_array_equal(got.log_probs[row, len(tokens) :], 0.0)
+        np.testing.assert_array_equal(
+            got.log_probs[row, : len(tokens)], free.log_probs[row, : len(tokens)]
+        )
+
+
+def test_a_loop_that_ends_early_runs_no_step_too_many(rope):
+    """Counted by a callback that runs with every step."""
+    step, params, empty = rope
+    calls = []
+
+    def counted(params, tokens, state, *, valid=None):
+        jax.debug.callback(lambda: calls.append(1))
+        return step(params, tokens, state, valid=valid)
+
+    limits = np.array([3, 5, 2], np.int32)
+    for early, steps in ((True, 5), (False, NEW)):
+        calls.clear()
+        out = generate(counted, params, prompts(), empty(), num_tokens=NEW, limits=limits,
+                       early_exit=early)  # fmt: skip
+        jax.block_until_ready(out.tokens)
+        jax.effects_barrier()
+        assert len(calls) == steps, early  # the prompt, and each token but the last
+
+
+def test_log_probabilities_are_the_models_own(rope, free):
+    """Of raw logits, whatever the sampler and the processors made of them."""
+    _, params, _ = rope
+    both = np.concatenate([prompts()[:1], np.asarray(free.tokens)[:1]], axis=1)
+    logits = oracle.forward(ROPE, params, both)[0, PROMPT - 1 : -1]
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    want = log_probs[np.arange(NEW), np.asarray(free.tokens)[0]]
+    assert want.std() > 0.1
+    assert_near(free.log_probs[0], want, 1e-4)
+    forced = run(rope, processors=(Force(7),))
+    both[0, PROMPT] = 7
+    assert forced.tokens[:, 0].tolist() == [7, 7, 7]
+    assert_near(forced.log_probs[0, 0], log_probs[0, 7], 1e-4)
+
+
+def test_the_state_has_read_all_but_each_rows_last_token(rope, free):
+    """So generating on from it, that token first, is generating longer."""
+    step, params, _ = rope
+    greedy = run(rope, sampler=None)
+    for limits, parts in ((None, 5), (np.array([5, 2, 3], np.int32), None)):
+        first = run(rope, sampler=None, num_tokens=5, limits=limits)
+        counts = first.lengths
+        assert first.state.length.tolist() == (LENGTHS + np.asarray(counts) - 1).tolist()
+        last = jnp.take_along_axis(first.tokens, counts[:, None] - 1, axis=1)
+        assert parts is None or parts == int(counts[0])
+        rest = generate(step, params, last, first.state, num_tokens=NEW - 5)
+        for row, count in enumerate(np.asarray(counts)):
+            np.testing.assert_array_equal(
+                rest.tokens[row], greedy.tokens[row, count : count + NEW - 5]
+            )
+
+
+@pytest.mark.parametrize("given", ["one key", "a key a row"])
+def test_a_sampled_row_depends_on_its_own_key_alone(rope, free, given):
+    step, params, empty = rope
+    own = jax.random.fold_in(jax.random.key(3), 1)
+    alone = generate(
+        step, params, prompts()[1:2], empty(1), num_tokens=NEW, lengths=LENGTHS[1:2],
+        sampler=SAMPLER, key=own[None],
+    )  # fmt: skip
+    np.testing.assert_array_equal(alone.tokens[0], free.tokens[1])
+    if given == "a key a row":
+        keys = jnp.stack([jax.random.key(8), own, jax.random.key(9)])
+        both = run(rope, key=keys)
+        np.testing.assert_array_equal(both.tokens[1], free.tokens[1])
+        assert (np.asarray(both.tokens[0]) != np.asarray(free.tokens[0])).any()
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_processors_shape_what_is_generated(rope, call):
+    step, params, empty = rope
+    allowed = [2, 3, 5, 7, 11, 13, 17]
+
+    def only_primes(history, logits):
+        ids = jnp.asarray(allowed)
+        return jnp.full_like(logits, -jnp.inf).at[:, ids].set(logits[:, ids])
+
+    processors = (Force(11, 2), only_primes, Ban(3), MinLength(9, 5), NoRepeatNGram(3))
+    if call == "generate":
+        rows = [r.tolist() for r in run(rope, processors=processors, stop=5, sampler=None).rows()]
+    else:
+        columns = list(
+            stream(step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS,
+                   processors=processors, stop=[5])
+        )  # fmt: skip
+        rows = [[int(t) for t in row if t >= 0] for row in np.stack(columns, axis=1)]
+    for row, prompt, length in zip(rows, prompts(), LENGTHS, strict=True):
+        assert row[:2] == [11, 2] and set(row) <= set(allowed) - {3}
+        assert len(row) == NEW or (row[-1] == 5 and len(row) > 9)
+        assert 5 not in row[:9]
+        text = prompt[:length].tolist() + row
+        grams = [tuple(text[i : i + 3]) for i in range(len(text) - 2)]
+        mine = grams[length:]  # those that end in the second new token or later
+        assert len(set(mine)) == len(mine)
+    free = np.asarray(run(rope, sampler=None).tokens)
+    assert any(row != free[i, : len(row)].tolist() for i, row in enumerate(rows))
+
+
+def test_a_stream_ends_as_generate_does(rope):
+    step, params, empty = rope
+    want = run(rope, stop=STOP, limits=[9, 4, 6])
+    columns = list(
+        stream(step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS, sampler=SAMPLER,
+               key=jax.random.key(3), stop=STOP, limits=[9, 4, 6])
+    )  # fmt: skip
+    assert len(columns) == int(np.max(want.lengths)) < NEW
+    got = np.stack(columns, axis=1)
+    np.testing.assert_array_equal(got, want.tokens[:, : got.shape[1]])
+
+
+def test_an_ended_row_writes_nothing_more(rope):
+    """Its state is that of a row that was asked for fewer tokens; the ring does not turn on."""
+    made = make(RING)
+    short = run(made, limits=[2, NEW, 2], sampler=None)
+    other = run(made, num_tokens=2, sampler=None)
+    for mine, others in zip(jax.tree.leaves(short.state), jax.tree.leaves(other.state),
+                            strict=True):  # fmt: skip
+        for row in (0, 2):
+            np.testing.assert_allclose(mine[row], others[row], atol=1e-6)
+        assert (np.asarray(mine[1]) != np.asarray(others[1])).any()
+
+
+# Prefixes: keep a state, fork it, extend it
+
+
+def test_forked_samples_of_one_prompt_equal_samples_of_copies(rope):
+    step, params, empty = rope
+    count = 5
+    one = prompts()[:1]
+    _, prefix = jax.jit(partial(prefill, step))(params, one[:, :-1], empty(1), np.array([10]))
+    keys = jax.random.split(jax.random.key(7), count)
+    draw = partial(generate, step, params, num_tokens=NEW, sampler=SAMPLER, key=keys)
+    got = draw(np.repeat(one[:, -1:], count, axis=0), fork(prefix, count))
+    want = draw(np.repeat(one, count, axis=0), empty(count))
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    assert len({tuple(row.tolist()) for row in np.asarray(got.tokens)}) == count
+    again = draw(np.repeat(one[:, -1:], count, axis=0), fork(prefix, count))
+    np.testing.assert_array_equal(again.tokens, want.tokens)
+
+
+def test_turns_of_a_chat_cost_only_what_is_new(rope):
+    """Each turn extends the state; the tokens are those of reading everything from the start."""
+    step, params, empty = rope
+    state, said, pending = empty(1, 67), [], np.zeros((1, 0), np.int32)
+    for turn in range(3):
+        words = np.random.default_rng(turn).integers(0, VOCAB, (1, 5 + turn), dtype=np.int32)
+        prompt = np.concatenate([pending, words], axis=1)
+        said += words[0].tolist()
+        out = generate(step, params, prompt, state, num_tokens=6)
+        whole = generate(step, params, np.array([said]), empty(1, 67), num_tokens=6)
+        np.testing.assert_array_equal(out.tokens, whole.tokens)
+        said += out.tokens[0].tolist()
+        state, pending = out.state, np.asarray(out.tokens)[:, -1:]
+    assert int(state.length[0]) == len(said) - 1
+
+
+def test_a_consumed_state_is_refused_by_name(rope):
+    step, params, empty = rope
+    state = empty()
+    kept = fork(state, 1)
+    out = generate(step, params, prompts(), state, num_tokens=2)
+    for call in (generate, stream):
+        with pytest.raises(ValueError, match=r"state was consumed .* fork\(state, 1\) keeps"):
+            call(step, params, prompts(), state, num_tokens=2)
+    again = generate(step, params, prompts(), kept, num_tokens=2)
+    np.testing.assert_array_equal(again.tokens, out.tokens)
+
+
+def test_rows_of_a_state_are_gathered_put_and_chosen(rope):
+    _, _, empty = rope
+    rng = np.random.default_rng(1)
+    fill = lambda x: jnp.asarray(rng.normal(size=x.shape) * 100).astype(x.dtype)  # noqa: E731
+    state, other = (jax.tree.map(fill, empty(n)) for n in (3, 2))
+    assert count_rows(state) == 3
+    for leaf, a, b, c, d, other_leaf in zip(
+        *map(
+            jax.tree.leaves,
+            (
+                state,
+                gather(state, jnp.array([2, 0, 2, 1])),
+                fork(state, 2),
+                put(state, jnp.array([2, 3]), other),
+                choose(jnp.array([True, False, True]), jax.tree.map(jnp.zeros_like, state), state),
+                other,
+            ),
+        ),
+        strict=True,
+    ):
+        leaf, other_leaf = np.asarray(leaf), np.asarray(other_leaf)
+        np.testing.assert_array_equal(a, leaf[[2, 0, 2, 1]])
+        np.testing.assert_array_equal(b, leaf[[0, 0, 1, 1, 2, 2]])
+        np.testing.assert_array_equal(c, np.concatenate([leaf[:2], other_leaf[:1]]))
+        np.testing.assert_array_equal(d[1], leaf[1])
+        assert not np.asarray(d)[[0, 2]].any()
+    with pytest.raises(ValueError, match="copies is 0"):
+        fork(state, 0)
+    with pytest.raises(ValueError, match="must be one B"):
+        count_rows((jnp.zeros(3), jnp.zeros((2, 3))))
+
+
+# Compilation
+
+
+def test_one_decode_program_serves_twenty_prompt_lengths_and_every_request():
+    """Also other stop limits, keys and states; only another bucket of prompts is new."""
+    step = CountingStep(build(ROPE))
+    params = parameters(ROPE)
+    sizes = []
+    for columns in range(1, 21):
+        columns = min(columns, 16) if columns <= 16 else columns - 16
+        out = generate(
+            step, params, prompts(columns=columns), init_cache(ROPE, 3, 24), num_tokens=8,
+            lengths=[columns, 1, max(1, columns // 2)], sampler=SAMPLER,
+            key=jax.random.key(columns), stop=STOP, limits=[8, columns % 8, 3],
+        )  # fmt: skip
+        assert out.tokens.shape == (3, 8)
+        sizes.append(len(step.calls))
+    assert sizes[0] > 0
+    # The only calls after the first are shape evaluations of a single token, which compile nothing.
+    traced = [call for call in step.calls[sizes[0] :] if call != (3, 1)]
+    assert traced == []
+    assert decode._generate._cache_size() >= 1
+
+
+def programs() -> int:
+    return decode._generate._cache_size()
+
+
+def test_requests_add_no_program(rope):
+    run(rope, stop=STOP, num_tokens=7)
+    before = programs()
+    for seed in range(4):
+        run(rope, stop=STOP, num_tokens=7, key=jax.random.key(seed), lengths=LENGTHS - seed % 2)
+    assert programs() == before
+    run(rope, stop=STOP, num_tokens=6)
+    assert programs() == before + 1
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["scan", "while"])
+def test_the_cache_is_donated_and_never_copied(early):
+    """Its arrays are aliased with the results', and no instruction copies one of their shape."""
+    config = dataclasses.replace(ROPE, num_layers=3)
+    step, params, _ = make(config)
+    state = init_cache(config, 3, 53)
+    plan = decode.Plan(Greedy(), (), STOP, True, False)
+    rows = jnp.zeros(3, jnp.int32) + 2
+    lowered = decode._generate.lower(
+        plan, step, params, jnp.zeros((3, 16), jnp.int32), rows,
+        jax.random.split(jax.random.key(0), 3), rows + 5, state, 9, None, early,
+    )  # fmt: skip
+    text = lowered.compile().as_text()
+    shape = "x".join(map(str, state.layers[0].k.shape))
+    assert shape == "3x53x1x6"
+    aliased = re.search(r"input_output_alias=\{(.*)\}, entry", text)
+    assert aliased and aliased.group(1).count("alias)") >= len(jax.tree.leaves(state))
+    copies = re.findall(r"= f32\[3,53,1,6\]\S* copy\(", text)
+    assert copies == []
+
+
+# Refusals
+
+
+def test_bad_arguments_are_refused_before_compiling(rope):
+    step = CountingStep(build(ROPE))
+    state = init_cache(ROPE, 3, PROMPT + NEW)
+    for rule, change in (
+        (r"stop has -1: must be token ids", dict(stop=-1)),
+        (r"stop has 2\.5", dict(stop=[2.5])),
+        (r"stop is 31: must be in 0\.\.30", dict(stop=[3, VOCAB])),
+        (r"limits are float64\[3\]: must be integers \[3\]", dict(limits=[1.0, 2.0, 3.0])),
+        (r"limits are int64\[2\]", dict(limits=[1, 2])),
+        (r"limits are \[1, 2, 24\]: must be from 0 to 23", dict(limits=[1, 2, 24])),
+        (r"limits are \[-1, 2, 3\]", dict(limits=[-1, 2, 3])),
+        (r"processors is Ban", dict(processors=Ban(2))),
+        (r"processor is RepetitionPenalty.*: must be called|processor is <class", dict(processors=[RepetitionPenalty])),  # noqa: E501
+        (r"attention is True: .* has no `attend`", dict(attention=True)),
+    ):  # fmt: skip
+        if "attend" in rule:
+            if hasattr(step, "attend"):
+                continue
+        with pytest.raises(ValueError, match=rule):
+            generate(step, parameters(ROPE), prompts(), state, num_tokens=NEW, **change)
+    assert [call for call in step.calls if call != (3, 1)] == []
+
+
+def test_limits_count_for_the_room_a_row_needs(rope):
+    """A cache too small for all of `num_tokens` serves rows that ask for less."""
+    step, params, empty = rope
+    out = generate(step, params, prompts(), empty(3, 15), num_tokens=NEW, lengths=LENGTHS,
+                   limits=[5, 13, 9])  # fmt: skip
+    assert out.lengths.tolist() == [5, 13, 9] and (np.asarray(out.tokens[0, :5]) >= 0).all()
+    with pytest.raises(ValueError, match="reach length 16: the limit is 15"):
+        generate(step, params, prompts(), empty(3, 15), num_tokens=NEW, lengths=LENGTHS,
+                 limits=[6, 13, 9])  # fmt: skip
+
+
+# Under traces of one's own
+
+
+def test_generation_under_jit_vmap_and_scan(rope):
+    step, params, _ = rope
+    greedy = run(rope, sampler=None, stop=STOP)
+
+    def go(prompt, lengths):
+        return generate(
+            step, params, prompt, init_cache(ROPE, 3, PROMPT + NEW), num_tokens=NEW,
+            lengths=lengths, stop=STOP,
+        ).tokens  # fmt: skip
+
+    lengths = jnp.asarray(LENGTHS)
+    np.testing.assert_array_equal(jax.jit(go)(prompts(), lengths), greedy.tokens)
+    flipped = prompts()[::-1], lengths[::-1]
+    both = [jnp.stack(x) for x in zip((prompts(), lengths), flipped, strict=True)]
+    got = jax.vmap(go)(*both)
+    np.testing.assert_array_equal(got[0], greedy.tokens)
+    np.testing.assert_array_equal(got[1], greedy.tokens[::-1])
+    _, scanned = jax.lax.scan(lambda c, x: (c, go(*x)), 0, tuple(both))
+    np.testing.assert_array_equal(scanned, got)
+
+
+def test_what_cannot_be_checked_under_a_trace_is_poisoned(rope):
+    """A token outside the vocabulary, and positions past the end: -1 and NaN in that row alone."""
+    step, params, _ = rope
+    wrong = prompts().copy()
+    wrong[1, 0] = VOCAB
+
+    @jax.jit
+    def go(prompt, capacity_left):
+        return generate(step, params, prompt, init_cache(ROPE, 3, 14), num_tokens=9,
+                        lengths=jnp.asarray(LENGTHS) + capacity_left * 0)  # fmt: skip
+
+    out = go(wrong, jnp.int32(0))
+    tokens = np.asarray(out.tokens)
+    assert (tokens[1] == -1).all() and np.isnan(np.asarray(out.log_probs)[1]).all()
+    assert (tokens[0, :4] >= 0).all() and (tokens[0, 4:] == -1).all()
+    assert (tokens[2, :8] >= 0).all()
+
+
+def test_a_poisoned_row_ends_where_stop_tokens_are_looked_for(rope):
+    """NaN logits are no token: the row goes on as -1 and never counts as stopped by itself."""
+    step, params, empty = rope
+    broken = jax.tree.map(lambda x: x, empty())
+    first = broken.layers[0]
+    key = dataclasses.replace(
+        first,
+        k=first.k.at[1, 0].set(math.nan),
+        positions=first.positions.at[1, 0].set(0),
+        length=first.length + jnp.array([0, 1, 0]),
+    )
+    state = dataclasses.replace(broken, layers=(key, *broken.layers[1:]))
+    state = dataclasses.replace(
+        state,
+        layers=tuple(dataclasses.replace(x, length=key.length) for x in state.layers),
+    )
+    out = generate(step, params, prompts()[:, :5], state, num_tokens=4, sampler=Sample(),
+                   key=jax.random.key(0), stop=STOP)  # fmt: skip
+    clean = generate(step, params, prompts()[:, :5], empty(), num_tokens=4, sampler=Sample(),
+                     key=jax.random.key(0), stop=STOP)  # fmt: skip
+    assert (np.asarray(out.tokens)[1] == -1).all()
+    for row in (0, 2):
+        np.testing.assert_array_equal(out.tokens[row], clean.tokens[row])

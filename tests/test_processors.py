@@ -1,0 +1,158 @@
+"""Processors against plain Python over lists: what a text so far does to the next logits."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerances import assert_near
+
+from transformer_jax.processors import (
+    Ban,
+    Force,
+    FrequencyPenalty,
+    History,
+    MinLength,
+    NoRepeatNGram,
+    PresencePenalty,
+    RepetitionPenalty,
+    check_processors,
+)
+
+V, PROMPT, ROOM = 11, 7, 13
+INFINITE = float("inf")
+
+
+def texts(rng, rows: int = 23) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and what was generated behind them, of every length; a small alphabet repeats."""
+    prompts = [rng.integers(0, 5, rng.integers(1, PROMPT + 1)).tolist() for _ in range(rows)]
+    return prompts, [rng.integers(0, 6, rng.integers(0, ROOM + 1)).tolist() for _ in range(rows)]
+
+
+def history(prompts: list[list[int]], new: list[list[int]]) -> History:
+    """As decoding builds it: a padded prompt, then one token at a time in the rows still active."""
+    padded = np.full((len(prompts), PROMPT), 9)
+    for row, prompt in enumerate(prompts):
+        padded[row, : len(prompt)] = prompt
+    out = History.of(jnp.asarray(padded), jnp.asarray([len(p) for p in prompts]), ROOM)
+    for n in range(ROOM):
+        token = jnp.asarray([tokens[n] if n < len(tokens) else 8 for tokens in new])
+        out = out.append(token, jnp.asarray([n < len(tokens) for tokens in new]))
+    return out
+
+
+def repetition(prompt, new, x, p, whole):
+    seen = set(prompt + new if whole else new)
+    return [(v / p if v > 0 else v * p) if i in seen else v for i, v in enumerate(x)]
+
+
+def presence(prompt, new, x, a, whole):
+    seen = set(prompt + new if whole else new)
+    return [v - a if i in seen else v for i, v in enumerate(x)]
+
+
+def frequency(prompt, new, x, a, whole):
+    counts = Counter(prompt + new if whole else new)
+    return [v - a * counts[i] for i, v in enumerate(x)]
+
+
+def no_repeat(prompt, new, x, n):
+    text = prompt + new
+    grams = {tuple(text[i : i + n]) for i in range(len(text) - n + 1)}
+    last = text[len(text) - n + 1 :] if n > 1 else []
+    if len(last) < n - 1:
+        return list(x)
+    return [-INFINITE if (*last, i) in grams else v for i, v in enumerate(x)]
+
+
+CASES = [
+    *((RepetitionPenalty(p), partial(repetition, p=p, whole=True)) for p in (0.6, 1.0, 1.7)),
+    (RepetitionPenalty(1.7, prompt=False), partial(repetition, p=1.7, whole=False)),
+    (PresencePenalty(0.7), partial(presence, a=0.7, whole=False)),
+    (PresencePenalty(-0.7, prompt=True), partial(presence, a=-0.7, whole=True)),
+    (FrequencyPenalty(0.3), partial(frequency, a=0.3, whole=False)),
+    (FrequencyPenalty(0.3, prompt=True), partial(frequency, a=0.3, whole=True)),
+    *((NoRepeatNGram(n), partial(no_repeat, n=n)) for n in (1, 2, 3, 4, 30)),
+    (Ban(3, 10), lambda p, new, x: [-INFINITE if i in (3, 10) else v for i, v in enumerate(x)]),
+    (
+        Force(4, 2, 4),
+        lambda p, new, x: (
+            [0.0 if i == (4, 2, 4)[len(new)] else -INFINITE for i in range(V)]
+            if len(new) < 3
+            else list(x)
+        ),
+    ),
+    (
+        MinLength(5, (2, 7)),
+        lambda p, new, x: [
+            -INFINITE if len(new) < 5 and i in (2, 7) else v for i, v in enumerate(x)
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("processor", "rule"), CASES, ids=lambda x: str(x) if hasattr(x, "__dataclass_fields__") else "")  # fmt: skip  # noqa: E501
+def test_processors_follow_their_rule(rng, processor, rule):
+    prompts, new = texts(rng)
+    logits = rng.normal(size=(len(prompts), V))
+    actual = np.asarray(processor(history(prompts, new), jnp.asarray(logits, jnp.float32)))
+    expected = np.array([rule(*row) for row in zip(prompts, new, logits.tolist(), strict=True)])
+    assert actual.shape == expected.shape and np.isfinite(expected).any(axis=1).all()
+    if not isinstance(processor, NoRepeatNGram) or processor.n < 30:
+        assert processor == RepetitionPenalty(1.0) or np.abs(actual - logits).max() > 0.01
+    np.testing.assert_array_equal(np.isneginf(actual), np.isneginf(expected))
+    kept = np.isfinite(expected)
+    assert_near(actual[kept], expected[kept], 1e-5)
+
+
+def test_a_history_holds_each_rows_text_without_gaps(rng):
+    prompts, new = texts(rng)
+    made = history(prompts, new)
+    for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
+        text = prompt + tokens
+        assert made.tokens[row].tolist() == text + [-1] * (PROMPT + ROOM - len(text))
+    assert made.new.tolist() == [len(tokens) for tokens in new]
+    assert made.length.tolist() == [len(p) + len(t) for p, t in zip(prompts, new, strict=True)]
+
+
+@pytest.mark.parametrize("kind", [PresencePenalty, FrequencyPenalty, RepetitionPenalty])
+@pytest.mark.parametrize("bad", [math.nan, INFINITE, -INFINITE, "1", None])
+def test_penalties_that_are_no_finite_number_are_refused(kind, bad):
+    with pytest.raises(ValueError, match="must be finite"):
+        kind(bad)
+
+
+def test_bad_settings_are_refused_by_name():
+    for call, rule in (
+        (lambda: RepetitionPenalty(0), "p is 0: must be finite and above 0"),
+        (lambda: RepetitionPenalty(-1.0), "p is -1"),
+        (lambda: NoRepeatNGram(0), "n is 0: must be an integer of at least 1"),
+        (lambda: NoRepeatNGram(2.0), "n is 2.0"),
+        (lambda: Ban(), "tokens is empty"),
+        (lambda: Ban(3, -1), "tokens have -1: must be token ids"),
+        (lambda: Force(True), "tokens have True"),
+        (lambda: MinLength(-1, 2), "n is -1"),
+        (lambda: MinLength(3, ()), "stop is empty"),
+        (lambda: check_processors("abc"), "processors is 'abc'"),
+        (lambda: check_processors([Ban]), "must be called with"),
+        (lambda: check_processors([lambda x: x]), r"one of logits alone goes into Sample"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            call()
+
+
+@pytest.mark.parametrize("processor", [Ban(2, V), Force(V), MinLength(3, V)], ids=str)
+def test_a_token_outside_the_vocabulary_is_refused(processor):
+    made = history([[1]], [[2]])
+    with pytest.raises(ValueError, match=rf"token {V} of .*: must be in 0..{V - 1}"):
+        jax.jit(processor)(made, jnp.zeros((1, V)))
+
+
+def test_processors_are_values():
+    assert Ban(1, 2) == Ban(1, 2) and hash(MinLength(3, 5)) == hash(MinLength(3, (5,)))
+    assert RepetitionPenalty(1.2) != RepetitionPenalty(1.2, prompt=False)
