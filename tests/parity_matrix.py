@@ -48,7 +48,7 @@ LENGTHS = {"equal": (19, 19, 19), "ragged": (19, 7, 12)}
 CHUNKS = (None, 5)
 PROMPT, NEW, VOCAB, SOURCE = 19, 64, 31, 13
 TOLERANCE = 1e-5
-INT8_TOLERANCE = 0.05
+INT8_TOLERANCE = 0.02
 """Of the largest logit. Each key and value is off by at most 1/254 of its row's largest element."""
 
 

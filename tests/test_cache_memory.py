@@ -166,8 +166,10 @@ def test_chunks_may_have_any_size(changes, capacity, dtype, rng):
         fed(apply, tokens, positions, init_cache(config, 3, capacity, dtype), chunk)[0]
         for chunk in (1, 13)
     )
-    assert_near(one[real], many[real], CACHED)
-    assert_near(many[real], want[real], CACHED if dtype is None else INT8)
+    # Of int8, a difference of 1e-7 may round the other way.
+    tolerance = CACHED if dtype is None else INT8
+    assert_near(one[real], many[real], tolerance)
+    assert_near(many[real], want[real], tolerance)
 
 
 def test_a_source_with_a_pattern_decodes_its_target_from_int8(rng):
@@ -340,7 +342,8 @@ def test_int8_slots_are_those_of_a_float_cache(rng):
             for got, want in zip(read[d][:2], read["float32"][:2], strict=True):
                 step = np.abs(np.asarray(want)).max(axis=-1, keepdims=True) / part
                 off = np.abs(np.asarray(got).astype(np.float32) - np.asarray(want))
-                assert (off <= step / 2 * 1.001).all() and off.max() > 0
+                assert (off <= step / 2 * 1.001).all()
+                assert off[:, -3:].max() > 0, "new tokens are not read as they are held"
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])

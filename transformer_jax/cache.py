@@ -112,8 +112,8 @@ def extend(
 
     A ring of S < window + T - 1 slots (beside its sinks) overwrites keys that the first of T
     queries still see, so those queries read the old ring with the new keys behind it; otherwise
-    they read the new cache. New tokens too are read as they are held, so that nothing depends on
-    how many are fed at a time.
+    they read the new cache. New tokens too are read as they are held, however many are fed at a
+    time.
     """
     new = update(cache, k, v, positions)
     if window is None or cache.capacity - cache.sinks >= window + k.shape[1] - 1:
