@@ -242,6 +242,9 @@ def _read(name: str, hint: Any, text: str) -> Any:
         elif get_origin(option) is Literal:
             if text in get_args(option):
                 return text
+        elif get_origin(option) is tuple:
+            if "," in text:
+                return tuple(_read(name, get_args(option)[0], item) for item in text.split(","))
         else:
             with contextlib.suppress(ValueError):
                 return option(text)
@@ -250,7 +253,7 @@ def _read(name: str, hint: Any, text: str) -> Any:
 
 def _options(hint: Any) -> tuple[Any, ...]:
     """The types of a union, None first; of anything else, itself."""
-    options = (hint,) if get_origin(hint) in (None, Literal) else get_args(hint)
+    options = (hint,) if get_origin(hint) in (None, Literal, tuple) else get_args(hint)
     return tuple(sorted(options, key=lambda option: option is not type(None)))
 
 
@@ -259,6 +262,8 @@ def _spell(hint: Any) -> str:
         return "|".join(_spell(option) for option in _options(hint))
     if get_origin(hint) is Literal:
         return "|".join(get_args(hint))
+    if get_origin(hint) is tuple:
+        return "ITEM,ITEM,..."
     spelled = {bool: "True|False", int: "INTEGER", float: "NUMBER", str: "TEXT"}
     return spelled.get(hint, "None")
 

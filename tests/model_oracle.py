@@ -12,13 +12,15 @@ time, one head at a time, one pair of positions at a time where that is clearest
 
 Sources: Vaswani et al. 2017, Shaw et al. 2018, Devlin et al. 2019, Radford et al. 2019, Zhang and
 Sennrich 2019, Raffel et al. 2020, Shazeer 2019 and 2020, Henry et al. 2020 (QK-norm), Su et al.
-2021, Press et al. 2022, Gemma Team 2024 (caps, sandwich norm), Xiao et al. 2024 (sinks).
+2021, Press et al. 2022, Gemma Team 2024 (caps, sandwich norm), Xiao et al. 2024 (sinks of both
+kinds).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,13 +117,16 @@ def _embed(config, params: Params, tokens, token_place: list[int], types) -> np.
 
 
 def _stack(config, params: Params, x, row: Sequence, causal: bool, memory, memory_row):
-    def visible(i: int, j: int) -> bool:
+    def visible(i: int, j: int, layer: int) -> bool:
         if row.place[j] < 0 or row.segment[i] != row.segment[j]:
             return False
         ahead = row.place[j] - row.place[i]
         if causal and ahead > 0:
             return False
-        return config.window is None or abs(ahead) < config.window
+        window = config.window
+        if isinstance(window, tuple):
+            window = window[layer % len(window)]
+        return window is None or abs(ahead) < window or row.token_place[j] < config.sink_tokens
 
     def position_bias(i: int, j: int, n: int, heads: int) -> float:
         ahead = row.place[j] - row.place[i]
@@ -136,9 +141,10 @@ def _stack(config, params: Params, x, row: Sequence, causal: bool, memory, memor
     for i in range(sum(name.startswith("block_") for name in params)):
         block = params[f"block_{i}"]
 
-        def attend(x, p=block):
+        def attend(x, p=block, layer=i):
+            seen = partial(visible, layer=layer)
             return _attention(
-                config, p["attention"], x, x, row, row, visible, position_bias, config.positions
+                config, p["attention"], x, x, row, row, seen, position_bias, config.positions
             )
 
         def cross(x, p=block):

@@ -3,9 +3,13 @@
     python -m tests.parity_matrix                      # prints the matrix and its largest error
     python -m tests.parity_matrix --write docs/parity_matrix.md
 
-A case is position kind x heads x full or window x decoder-only or encoder-decoder; each is measured
-with equal and with ragged prompts, read whole and in chunks. The cache of a windowed case is a ring
-of exactly the window's length, which turns several times. Greedy tokens come from `generate`; the
+A case is position kind x heads x full or window x decoder-only or encoder-decoder; and, with GQA,
+position kind x model kind x what a cache may leave out: a window with sink tokens, a window of each
+layer, int8. Each is measured with equal and with ragged prompts, read whole and in chunks. The
+cache of a windowed case is a ring of exactly the window's length (and the sinks'), which turns
+several times. Keys and values in int8 move the logits: there the tolerance is another, relative to
+the largest logit, and a token counts as equal where the full pass's likeliest is ahead of it by no
+more than twice that. Greedy tokens come from `generate`; the
 full pass sees prompt and tokens at once, without a cache, and must name each of the 64 tokens as
 its likeliest; the cached logits of every position are compared with those of the full pass.
 """
@@ -20,6 +24,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,23 +37,40 @@ from transformer_jax.models import build, init_cache, init_params
 POSITIONS = ("none", "learned", "sinusoidal", "rope", "rope-pairs", "shaw", "t5", "alibi")
 HEADS = {"MHA": 4, "GQA": 2, "MQA": 1}
 WINDOWS = (None, 11)
+MEMORY: tuple[dict, ...] = (
+    dict(window=7, sinks=4),
+    dict(window=(5, None)),
+    dict(window=None, dtype="int8"),
+    dict(window=(7, 3), sinks=2, dtype="int8"),
+)
 KINDS = ("decoder", "encoder-decoder")
 LENGTHS = {"equal": (19, 19, 19), "ragged": (19, 7, 12)}
 CHUNKS = (None, 5)
 PROMPT, NEW, VOCAB, SOURCE = 19, 64, 31, 13
 TOLERANCE = 1e-5
+INT8_TOLERANCE = 0.02
+"""Of the largest logit. Each key and value is off by at most 1/254 of its row's largest element."""
 
 
 @dataclass(frozen=True)
 class Case:
     positions: str
     heads: str
-    window: int | None
+    window: int | tuple[int | None, ...] | None
     kind: str
+    sinks: int = 0
+    dtype: str | None = None
 
     def __str__(self) -> str:
         extent = "full" if self.window is None else f"window {self.window}"
-        return f"{self.kind:15} {self.positions:10} {self.heads} {extent:9}"
+        extent += f"+{self.sinks}" if self.sinks else ""
+        extent += f" {self.dtype}" if self.dtype else ""
+        return f"{self.kind:15} {self.positions:10} {self.heads} {extent:20}"
+
+    @property
+    def capacity(self) -> int:
+        """One window: a ring of exactly its length. Otherwise the longest layer holds all."""
+        return self.window + self.sinks if isinstance(self.window, int) else PROMPT + NEW
 
     @property
     def config(self) -> ModelConfig:
@@ -68,6 +90,7 @@ class Case:
             relative_buckets=distances[0],
             relative_max_distance=distances[1],
             window=self.window,
+            sink_tokens=self.sinks,
             init_std=0.25,
         )
 
@@ -75,6 +98,8 @@ class Case:
 def cases() -> Iterator[Case]:
     for kind, positions, heads, window in itertools.product(KINDS, POSITIONS, HEADS, WINDOWS):
         yield Case(positions, heads, window, kind)
+    for kind, positions, more in itertools.product(KINDS, POSITIONS, MEMORY):
+        yield Case(positions, "GQA", kind=kind, **more)
 
 
 @dataclass(frozen=True)
@@ -89,7 +114,11 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        return self.error <= TOLERANCE and self.tokens_equal == self.tokens
+        return self.error <= self.tolerance and self.tokens_equal == self.tokens
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE if self.case.dtype is None else INT8_TOLERANCE * self.scale
 
 
 def measure(case: Case, prompts: tuple[str, ...] = tuple(LENGTHS), chunks=CHUNKS) -> list[Result]:
@@ -104,14 +133,14 @@ def measure(case: Case, prompts: tuple[str, ...] = tuple(LENGTHS), chunks=CHUNKS
     source = jnp.asarray(rng.integers(0, VOCAB, (rows, SOURCE), dtype=np.int32))
     places = np.tile(np.arange(SOURCE, dtype=np.int32), (rows, 1))
     places[1, 8:] = -1  # a padded source
-    capacity = case.window or PROMPT + NEW
+    memory: dict[str, Any] = dict(capacity=case.capacity, dtype=case.dtype)
 
     @jax.jit
     def empty():
         if case.kind == "decoder":
-            return init_cache(config, rows, capacity)
+            return init_cache(config, rows, **memory)
         return model.apply(
-            {"params": params}, source, capacity=capacity, positions=places, method="init_cache"
+            {"params": params}, source, positions=places, method="init_cache", **memory
         )
 
     @jax.jit
@@ -163,18 +192,15 @@ def measure(case: Case, prompts: tuple[str, ...] = tuple(LENGTHS), chunks=CHUNKS
         before = np.concatenate(
             [lengths[:, None] - 1, PROMPT + np.tile(np.arange(NEW - 1), (rows, 1))], 1
         )
-        chosen = np.take_along_axis(want, before[:, :, None], axis=1).argmax(-1)
-        results.append(
-            Result(
-                case,
-                name,
-                chunk,
-                float(np.abs(got - want)[real].max()),
-                float(np.abs(want[real]).max()),
-                int((chosen == tokens).sum()),
-                tokens.size,
-            )
-        )
+        scale = float(np.abs(want[real]).max())
+        choosing = np.take_along_axis(want, before[:, :, None], axis=1)
+        if case.dtype is None:
+            equal = choosing.argmax(-1) == tokens
+        else:
+            taken = np.take_along_axis(choosing, tokens[:, :, None], axis=2)[:, :, 0]
+            equal = choosing.max(-1) - taken <= 2 * INT8_TOLERANCE * scale
+        error = float(np.abs(got - want)[real].max())
+        results.append(Result(case, name, chunk, error, scale, int(equal.sum()), tokens.size))
     return results
 
 
@@ -193,7 +219,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only cases whose line contains this")
     parser.add_argument("--jobs", type=int, default=1, help="processes; each takes about a core")
     arguments = parser.parse_args()
-    header = f"{'model':15} {'positions':10} head extent    prompts chunk   largest error   equal"
+    header = (
+        f"{'model':15} {'positions':10} head {'extent':20} prompts chunk   largest error   equal"
+    )
     lines, results = [header], []
     print(header)
     wanted = [case for case in cases() if arguments.only in str(case)]
@@ -208,11 +236,19 @@ def main() -> None:
             print(line, flush=True)
             lines.append(line)
             results.append(result)
-    worst = max(results, key=lambda r: r.error)
+    parts = [f"{len(results)} combinations, {sum(r.holds for r in results)} hold"]
+    exact = [r for r in results if r.case.dtype is None]
+    if exact:
+        worst = max(exact, key=lambda r: r.error)
+        name = " ".join(str(worst.case).split())
+        parts.append(f"largest error {worst.error:.2e} ({name}), tolerance {TOLERANCE:.0e}")
+    rounded = [r for r in results if r.case.dtype is not None]
+    if rounded:
+        worst = max(rounded, key=lambda r: r.error / r.scale)
+        name, error = " ".join(str(worst.case).split()), worst.error / worst.scale
+        parts.append(f"int8: {error:.1e} of the largest ({name}), tolerance {INT8_TOLERANCE}")
     summary = (
-        f"{len(results)} combinations, {sum(r.holds for r in results)} hold; "
-        f"largest error {worst.error:.2e} ({' '.join(str(worst.case).split())}); "
-        f"tolerance {TOLERANCE:.0e}; "
+        f"{'; '.join(parts)}; "
         f"{NEW} greedy tokens a row equal in {sum(r.tokens_equal == r.tokens for r in results)}. "
         f"f32, {jax.default_backend()}, jax {jax.__version__}, Python {platform.python_version()}."
     )

@@ -25,11 +25,14 @@ def quick_compilation():
 
 
 class DictCache:
-    """Row by row, position -> (key, value); a ring of S forgets what is S or more behind."""
+    """Row by row, position -> (key, value); a ring of S forgets what is S or more behind.
 
-    def __init__(self, rows: int, capacity: int):
+    Of those slots the first `sinks` keep the first positions, and only the others turn.
+    """
+
+    def __init__(self, rows: int, capacity: int, sinks: int = 0):
         self.rows: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(rows)]
-        self.capacity = capacity
+        self.capacity, self.sinks = capacity, sinks
         self.length = [0] * rows
 
     def update(self, k, v, positions):
@@ -39,7 +42,8 @@ class DictCache:
                     row[position] = (k[b, t], v[b, t])
                     self.length[b] = max(self.length[b], position + 1)
             newest = self.length[b] - 1
-            for position in [p for p in row if p <= newest - self.capacity]:
+            behind = newest - (self.capacity - self.sinks)
+            for position in [p for p in row if self.sinks <= p <= behind]:
                 del row[position]
 
     def check(self, cache: kv.KVCache) -> int:
@@ -51,7 +55,8 @@ class DictCache:
             assert sorted(row) == sorted(p for p in positions[b].tolist() if p >= 0)
             assert (positions[b] >= -1).all()
             for position, (key, value) in row.items():
-                slot = position % self.capacity
+                turns = max(0, position - self.sinks) // (self.capacity - self.sinks)
+                slot = position - turns * (self.capacity - self.sinks)
                 assert positions[b, slot] == position
                 np.testing.assert_array_equal(k[b, slot], key)
                 np.testing.assert_array_equal(v[b, slot], value)
@@ -86,11 +91,12 @@ def test_a_new_cache_is_empty():
 
 
 @pytest.mark.parametrize("padding", [0.0, 0.4])
-@pytest.mark.parametrize("capacity", [5, 11])
-def test_a_ring_remembers_the_last_of_many_turns(rng, capacity, padding):
+@pytest.mark.parametrize(("capacity", "sinks"), [(5, 0), (11, 0), (7, 2), (5, 4)])
+def test_a_ring_remembers_the_last_of_many_turns(rng, capacity, sinks, padding):
     """Chunks of 1, 3 and 17 tokens, so also longer than the ring; rows drift apart by padding."""
     rows = 3
-    cache, oracle, turns, compared = init(rows, capacity), DictCache(rows, capacity), 0, 0
+    cache, oracle = init(rows, capacity, sinks=sinks), DictCache(rows, capacity, sinks)
+    turns, compared = 0, 0
     for count in [1, 3, 3, 1, 17, 3, 17, 1, 1, 1, 3, 17, 1, 17, 3, 17]:
         k, v = tokens(rng, rows, count)
         positions = draw_positions(rng, oracle.length, count, padding=padding)
@@ -143,11 +149,14 @@ def test_the_order_within_a_chunk_does_not_matter(rng):
     chex.assert_trees_all_equal(got, want, strict=True)
 
 
-@pytest.mark.parametrize(("capacity", "window"), [(11, None), (7, 3), (7, 7), (19, 7)])
-def test_extend_returns_every_key_its_queries_may_see(rng, capacity, window):
-    """For a query at p: the last `window` positions up to p, each exactly once, with its key."""
+@pytest.mark.parametrize(
+    ("capacity", "window", "sinks"),
+    [(11, None, 0), (7, 3, 0), (7, 7, 0), (19, 7, 0), (5, 3, 2), (13, 5, 4)],
+)
+def test_extend_returns_every_key_its_queries_may_see(rng, capacity, window, sinks):
+    """For a query at p: the sinks and the last `window` positions up to p, each exactly once."""
     rows = 3
-    cache = init(rows, capacity)
+    cache = init(rows, capacity, sinks=sinks)
     memory: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{} for _ in range(rows)]
     lengths, compared = [0] * rows, 0
     room = capacity if window is None else 61
@@ -165,7 +174,7 @@ def test_extend_returns_every_key_its_queries_may_see(rng, capacity, window):
                     lengths[b] = p + 1
             for p in positions[b].tolist():
                 first = 0 if window is None else max(0, p - window + 1)
-                for needed in range(first, p + 1):
+                for needed in {*range(first, p + 1), *range(min(sinks, p + 1))}:
                     (slot,) = np.flatnonzero(at[b] == needed)
                     np.testing.assert_array_equal(keys[b, slot], memory[b][needed][0])
                     np.testing.assert_array_equal(values[b, slot], memory[b][needed][1])
@@ -277,9 +286,16 @@ def test_a_wrong_shape_is_named_with_both_shapes(name, change):
     assert "takes (2, " in str(caught.value)
 
 
-def test_a_cache_without_slots_is_refused():
+def test_a_cache_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="capacity is 0"):
         init(2, 0)
+    with pytest.raises(ValueError, match="sinks is 5: must be at least 0 and below capacity 5"):
+        init(2, 5, sinks=5)
+    with pytest.raises(ValueError, match="sinks is -1"):
+        init(2, 5, sinks=-1)
+    for dtype in ("int32", "bool", "float8_e4m3fn"):
+        with pytest.raises(ValueError, match=f"dtype is {dtype}: must be int8, or floating"):
+            init(2, 5, dtype=dtype)
 
 
 def test_a_token_fed_again_replaces_its_old_key():

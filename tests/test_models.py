@@ -101,6 +101,16 @@ CASES: dict[str, dict] = {
         masked_token_head=True, norm_order="sandwich",
     ),
     "encoder-t5": dict(kind="encoder", **T5, positions_=PADDED, tie_embeddings=False),
+    "window-pattern-sink-tokens": dict(
+        positions="rope", window=(3, None, 2), sink_tokens=2, num_layers=4,
+        positions_=PADDED,
+    ),
+    "sink-tokens-packed": dict(
+        positions="shaw", relative_max_distance=17, window=2, sink_tokens=3, segments=PACKED,
+    ),
+    "encoder-window-pattern-sink-tokens-packed": dict(
+        kind="encoder", positions="alibi", window=(4, 2), sink_tokens=1, segments=PACKED,
+    ),
     "encoder-alibi-sinks-window": dict(
         kind="encoder", positions="alibi", attention_sinks=True, window=5, norm_order="post"
     ),
@@ -252,6 +262,11 @@ Q, K = grid()
 REACHES: dict[str, tuple[dict, dict, np.ndarray]] = {
     "causal-learned": (dict(), dict(), K <= Q),
     "window-rope": (dict(positions="rope", window=3), dict(), (K <= Q) & (Q - K < 3)),
+    "window-and-sink-tokens": (
+        dict(positions="rope", window=2, sink_tokens=3),
+        dict(),
+        (K <= Q) & ((Q - K < 2) | (K < 3)),
+    ),
     "window-of-one": (dict(positions="alibi", window=1), dict(), K == Q),
     "window-shaw-sinks": (
         dict(positions="shaw", relative_max_distance=17, window=4, attention_sinks=True),

@@ -4,11 +4,16 @@
 import jax
 import pytest
 
-from tests.parity_matrix import HEADS, KINDS, POSITIONS, WINDOWS, Case, measure
+from tests.parity_matrix import HEADS, KINDS, MEMORY, POSITIONS, WINDOWS, Case, cases, measure
 
 SAMPLE = [
     Case(positions, list(HEADS)[i % 3], WINDOWS[(i + i // 2) % 2], KINDS[(i // 2) % 2])
     for i, positions in enumerate(POSITIONS)
+]
+SAMPLE += [
+    Case("rope-pairs", "GQA", kind="decoder", **MEMORY[0]),
+    Case("t5", "GQA", kind="encoder-decoder", **MEMORY[1]),
+    Case("shaw", "GQA", kind="decoder", **MEMORY[3]),
 ]
 
 
@@ -22,7 +27,9 @@ def quick_compiler():
 
 def test_the_sample_covers_every_option():
     assert {c.heads for c in SAMPLE} == set(HEADS)
-    assert {(c.window, c.kind) for c in SAMPLE} == {(w, k) for w in WINDOWS for k in KINDS}
+    assert {(c.window, c.kind) for c in SAMPLE} >= {(w, k) for w in WINDOWS for k in KINDS}
+    assert {bool(c.sinks) for c in SAMPLE} == {True, False}
+    assert {c.dtype for c in SAMPLE} == {None, "int8"} and set(SAMPLE) <= set(cases())
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda c: "-".join(str(c).split()))

@@ -43,7 +43,7 @@ from transformer_jax.masks import (
     Segments,
     Window,
 )
-from transformer_jax.models import build, init_cache, init_params, num_params
+from transformer_jax.models import build, cache_bytes, init_cache, init_params, num_params
 from transformer_jax.positions import (
     ALiBi,
     RelativeBias,
@@ -73,6 +73,7 @@ from transformer_jax.transformer import (
     Encoder,
     EncoderDecoder,
     ModelCache,
+    rewind_cache,
     stack_layers,
     unstack_layers,
 )
@@ -119,6 +120,7 @@ __all__ = [
     "bucket",
     "build",
     "cache",
+    "cache_bytes",
     "chunked_cross_entropy",
     "cross_entropy",
     "dot_product_attention",
@@ -135,6 +137,7 @@ __all__ = [
     "prefill",
     "preset",
     "relative_bucket",
+    "rewind_cache",
     "rms_norm",
     "rope_frequencies",
     "shaw_scores",

@@ -3,11 +3,18 @@
 Slot `position % S` holds the key of `position`, so a full cache and a ring (window) cache are the
 same code with a different S. Every leaf leads with B: rows can be gathered, and ragged rows each
 have their own length. An empty slot has position -1, which no query may attend to.
+
+A cache with `sinks` never overwrites the first so many positions (StreamingLLM, Xiao et al. 2024):
+position p < sinks has slot p, the others turn in the slots behind. Keys keep the positions at which
+they were read; they are not numbered anew, as that paper does.
+
+A cache of int8 holds each head's key and value of a token as x ~ scale * q, with
+scale = max|x| / 127 and q = round(x / scale): the error of an element is at most scale / 2.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +29,10 @@ class KVCache:
     v: jax.Array  # [B, S, K, Hv]
     positions: jax.Array  # i32[B, S]; -1 marks an empty slot
     length: jax.Array  # i32[B]; the position of the next token
+    k_scale: jax.Array | None = None  # f32[B, S, K] where k is int8
+    v_scale: jax.Array | None = None  # f32[B, S, K] where v is int8
+    sinks: int = field(default=0, metadata=dict(static=True))
+    """Slots from the first on that are never overwritten by a later position."""
 
     @property
     def capacity(self) -> int:
@@ -36,16 +47,29 @@ def init(
     head_dim: int,
     value_head_dim: int | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
+    sinks: int = 0,
 ) -> KVCache:
-    """An empty cache of `capacity` slots a row."""
+    """An empty cache of `capacity` slots a row, no two of whose leaves share memory."""
+    dtype = jnp.dtype(dtype)
     if capacity < 1:
         raise ValueError(f"capacity is {capacity}: must be at least 1")
+    if not 0 <= sinks < capacity:
+        raise ValueError(f"sinks is {sinks}: must be at least 0 and below capacity {capacity}")
+    if dtype != jnp.int8 and not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
+        raise ValueError(f"dtype is {dtype}: must be int8, or floating with 16 bits or more")
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
+
+    def scale() -> jax.Array | None:
+        return jnp.zeros((batch, capacity, num_kv_heads)) if dtype == jnp.int8 else None
+
     return KVCache(
         k=jnp.zeros((batch, capacity, num_kv_heads, head_dim), dtype),
         v=jnp.zeros((batch, capacity, num_kv_heads, value_head_dim), dtype),
         positions=jnp.full((batch, capacity), -1, jnp.int32),
         length=jnp.zeros((batch,), jnp.int32),
+        k_scale=scale(),
+        v_scale=scale(),
+        sinks=sinks,
     )
 
 
@@ -55,24 +79,26 @@ def update(
     v: jax.Array,  # [B, T, K, Hv]
     positions: jax.Array,  # i32[B, T]; a negative position is padding and is not written
 ) -> KVCache:
-    """Write token t of row b at slot `positions[b, t] % S`.
+    """Write token t of row b at slot p % S of its position p; s + (p - s) % (S - s) behind s sinks.
 
-    Of more than S tokens the last S stay, as in any ring. A caller for whom overwriting is an
-    error checks `positions < S` first (`transformer.Decoder` does).
+    Of more than S tokens the sinks and the last S - s stay, as in any ring. A caller for whom
+    overwriting is an error checks `positions < S` first (`transformer.Decoder` does).
     """
     _check_update(cache, k, v, positions)
     if k.shape[1] == 0:
         return cache
+    sinks, turning = cache.sinks, cache.capacity - cache.sinks
     newest = positions.max(axis=1)  # [B]
-    keep = (positions >= 0) & (positions > newest[:, None] - cache.capacity)
-    slots = jnp.where(keep, positions % cache.capacity, cache.capacity)  # S itself is dropped
+    keep = (positions < sinks) | (positions > newest[:, None] - turning)
+    slots = jnp.where(positions < sinks, positions, sinks + (positions - sinks) % turning)
+    slots = jnp.where(keep & (positions >= 0), slots, cache.capacity)  # S itself is dropped
     rows = jnp.arange(k.shape[0])[:, None]
-    return KVCache(
-        k=cache.k.at[rows, slots].set(k.astype(cache.k.dtype), mode="drop"),
-        v=cache.v.at[rows, slots].set(v.astype(cache.v.dtype), mode="drop"),
-        positions=cache.positions.at[rows, slots].set(positions.astype(jnp.int32), mode="drop"),
-        length=jnp.maximum(cache.length, newest + 1),
-    )
+
+    def write(held: jax.Array, token: jax.Array) -> jax.Array:
+        return held.at[rows, slots].set(token, mode="drop")
+
+    written = jax.tree.map(write, _leaves(cache), _leaves(_held(cache, k, v, positions)))
+    return replace(cache, **written, length=jnp.maximum(cache.length, newest + 1))
 
 
 def extend(
@@ -84,25 +110,89 @@ def extend(
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
     """The updated cache, and the keys, values and positions [B, S'] that the new tokens may see.
 
-    A ring of S < window + T - 1 slots overwrites keys that the first of T queries still see, so
-    those queries read the old ring with the new keys behind it; otherwise they read the new cache.
+    A ring of S < window + T - 1 slots (beside its sinks) overwrites keys that the first of T
+    queries still see, so those queries read the old ring with the new keys behind it; otherwise
+    they read the new cache. New tokens too are read as they are held, however many are fed at a
+    time.
     """
     new = update(cache, k, v, positions)
-    if window is None or cache.capacity >= window + k.shape[1] - 1:
-        return new, new.k, new.v, new.positions
+    if window is None or cache.capacity - cache.sinks >= window + k.shape[1] - 1:
+        return new, *read(new, k.dtype), new.positions
     again = (cache.positions[:, :, None] == positions[:, None, :]).any(axis=2)
     old = jnp.where(again, -1, cache.positions)  # a token fed again replaces its old key
-    return (
-        new,
-        jnp.concatenate([cache.k, k.astype(cache.k.dtype)], axis=1),
-        jnp.concatenate([cache.v, v.astype(cache.v.dtype)], axis=1),
-        jnp.concatenate([old, positions.astype(jnp.int32)], axis=1),
-    )
+    both = zip(read(cache, k.dtype), read(_held(cache, k, v, positions), k.dtype), strict=True)
+    keys, values = (jnp.concatenate(parts, axis=1) for parts in both)
+    return new, keys, values, jnp.concatenate([old, positions.astype(jnp.int32)], axis=1)
+
+
+def read(
+    cache: KVCache,
+    dtype: jax.typing.DTypeLike = jnp.float32,  # of what int8 is read as
+) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
+    """The keys and values; of int8, scale * q, so that attention sees ordinary numbers."""
+    if cache.k_scale is None or cache.v_scale is None:
+        return cache.k, cache.v
+    return dequantise(cache.k, cache.k_scale, dtype), dequantise(cache.v, cache.v_scale, dtype)
+
+
+def rewind(
+    cache: KVCache,
+    length: jax.Array,  # i32[B]
+) -> KVCache:
+    """Forget every position >= length[b]: those slots are empty, and the next token stands there.
+
+    A ring has lost what later positions overwrote. It still serves a window of W as if never turned
+    back where at most S - sinks - W + 1 tokens are forgotten: give it that much more room.
+    """
+    if length.shape != cache.length.shape or not jnp.issubdtype(length.dtype, jnp.integer):
+        given = f"{length.dtype}{list(length.shape)}"
+        raise ValueError(f"length is {given}: must be integers {list(cache.length.shape)}")
+    length = jnp.clip(length.astype(jnp.int32), 0, cache.length)
+    kept = jnp.where(cache.positions < length[:, None], cache.positions, -1)
+    return replace(cache, positions=kept, length=length)
+
+
+def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[..., H], f32[...]
+    """(q, scale) of each row: scale = max|x| / 127, q = round(x / scale), so |q| <= 127.
+
+    A row of zeros has the smallest normal scale; one that is not finite has no finite scale, and
+    reads as NaN.
+    """
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.abs(x).max(axis=-1) / 127, jnp.finfo(jnp.float32).tiny)
+    finite = jnp.isfinite(scale)[..., None]
+    q = jnp.where(finite, jnp.round(x / scale[..., None]), 0)
+    return q.astype(jnp.int8), scale
+
+
+def dequantise(
+    q: jax.Array,  # i8[..., H]
+    scale: jax.Array,  # f32[...]
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> jax.Array:  # [..., H]
+    """scale * q, computed in f32."""
+    return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
 def next_positions(length: jax.Array, valid: jax.Array) -> jax.Array:
     """Positions [B, T] of new tokens: `length[b]` plus the valid ones before; -1 where invalid."""
     return jnp.where(valid, length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
+
+
+def _held(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
+    """New tokens in the form in which `cache` holds its own."""
+    positions = positions.astype(jnp.int32)
+    if cache.k_scale is None:
+        k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
+        return KVCache(k, v, positions, cache.length)
+    (k, k_scale), (v, v_scale) = quantise(k), quantise(v)
+    return KVCache(k, v, positions, cache.length, k_scale, v_scale)
+
+
+def _leaves(cache: KVCache) -> dict[str, jax.Array | None]:
+    """What has an entry for each slot."""
+    names = "k", "v", "positions", "k_scale", "v_scale"
+    return {name: getattr(cache, name) for name in names}
 
 
 def _check_update(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> None:

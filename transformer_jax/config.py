@@ -42,6 +42,9 @@ def _check_types(config: Any) -> None:
 def _fits(value: object, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return value in get_args(hint) and isinstance(value, str)
+    if get_origin(hint) is tuple:
+        kinds = get_args(get_args(hint)[0])
+        return type(value) is tuple and all(any(_fits(v, k) for k in kinds) for v in value)
     if hint is float:
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
     return type(value) is hint
@@ -50,6 +53,8 @@ def _fits(value: object, hint: Any) -> bool:
 def _spell(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(repr(a) for a in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"a tuple ({_spell(get_args(hint)[0])}, ...)"
     if get_origin(hint) is not None:
         return " or ".join(_spell(a) for a in get_args(hint))
     if hint is float:
@@ -173,8 +178,11 @@ class ModelConfig:
     """t5: buckets of the bias table."""
     relative_max_distance: int = 128
     """t5: distance from which all share the last bucket; shaw: where distances are clipped."""
-    window: int | None = None
-    """Keys a query sees, itself included; None sees all. Two-sided in an encoder."""
+    window: int | tuple[int | None, ...] | None = None
+    """Keys a query sees, itself included; None sees all. Two-sided in an encoder. A tuple is a
+    pattern over the layers of a looped stack: layer i has window[i % len(window)]."""
+    sink_tokens: int = 0
+    """Beside its window a query sees the first so many positions (Xiao et al. 2024)."""
 
     norm: Norm = "layernorm"
     norm_order: NormOrder = "pre"
@@ -230,11 +238,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _check_types(self)
         _positive(self, "vocab_size", "d_model", "num_layers", "num_decoder_layers", "num_heads")
-        _positive(self, "num_kv_heads", "head_dim", "value_head_dim", "d_ff", "max_len", "window")
+        _positive(self, "num_kv_heads", "head_dim", "value_head_dim", "d_ff", "max_len")
         _positive(self, "relative_buckets", "relative_max_distance", "norm_eps", "init_std")
         _positive(self, "attention_softcap", "attention_scale", "logit_softcap")
         _positive(self, "type_vocab_size", "num_classes")
+        _non_negative(self, "sink_tokens")
         _fraction(self, "dropout", "attention_dropout")
+        self._check_window()
         if self.head_dim is None and self.d_model % self.num_heads:
             _fail("num_heads", self.num_heads, f"does not divide d_model {self.d_model}")
         if self.num_heads % self.kv_heads:
@@ -269,6 +279,23 @@ class ModelConfig:
             _fail("implementation", self.implementation, rule)
         if self.positions == "shaw" and self.implementation not in (None, "xla"):
             _fail("implementation", self.implementation, "positions 'shaw' needs 'xla' or None")
+
+    def _check_window(self) -> None:
+        if not all(window is None or window > 0 for window in self.windows):
+            _fail("window", self.window, "must be positive")
+        if isinstance(self.window, tuple):
+            depth = max(self.num_layers, self.decoder_layers)
+            if not 1 <= len(self.window) <= depth:
+                _fail("window", self.window, f"a pattern has from 1 to {depth} (num_layers) items")
+            if self.scan_layers:
+                _fail("window", self.window, "a pattern needs a looped stack: scan_layers False")
+        if not any(self.windows):
+            _unread(self, "needs a window", "sink_tokens")
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The pattern over the layers: layer i has windows[i % len(windows)]."""
+        return self.window if isinstance(self.window, tuple) else (self.window,)
 
     @property
     def kv_heads(self) -> int:

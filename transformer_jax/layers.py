@@ -161,6 +161,8 @@ class Attention(nn.Module):
     cross: bool = False
     depth: int | None = None
     """Blocks of the stack it stands in; None is num_layers."""
+    window: int | None = None
+    """The window that its mask has, by which a cache knows what new tokens still see."""
 
     def setup(self) -> None:
         cfg = self.config
@@ -222,7 +224,8 @@ class Attention(nn.Module):
             k, v = self.keys_values(x, token_positions)
             if cache is not None:
                 assert positions is not None
-                cache, k, v, k_positions = kv.extend(cache, k, v, positions, cfg.window)
+                cache, k, v, k_positions = kv.extend(cache, k, v, positions, self.window)
+                k, v = k.astype(cfg.dtype), v.astype(cfg.dtype)
         attend = self._shaw if cfg.positions == "shaw" and not self.cross else self._attend
         out = attend(q, k, v, mask, bias, positions, k_positions, key)
         return self.out(out), cache
@@ -297,11 +300,13 @@ class Block(nn.Module):
     cross: bool = False
     depth: int | None = None
     """Blocks of the stack it stands in; None is num_layers."""
+    window: int | None = None
+    """The window that its mask has."""
 
     def setup(self) -> None:
         cfg = self.config
         branches = ["attention", *(["cross_attention"] if self.cross else []), "feed_forward"]
-        self.attention = Attention(cfg, depth=self.depth)
+        self.attention = Attention(cfg, depth=self.depth, window=self.window)
         if self.cross:
             self.cross_attention = Attention(cfg, cross=True, depth=self.depth)
         self.feed_forward = FeedForward(cfg, self.depth)
@@ -325,6 +330,7 @@ class Block(nn.Module):
     ) -> kv.KVCache:
         """Cross-attention keys and values of a context, computed once for all later queries."""
         k, v = self.cross_attention.keys_values(context, None)
+        positions = jnp.array(positions, jnp.int32)  # a copy: layers share no memory
         return kv.KVCache(k, v, positions, jnp.maximum(positions.max(axis=1) + 1, 0))
 
     def scan_context(
@@ -332,6 +338,32 @@ class Block(nn.Module):
     ) -> tuple[jax.Array, kv.KVCache]:
         """`context_cache` in the form of a scan's step, which hands the context on."""
         return context, self.context_cache(context, positions)
+
+    def scan_step(
+        self,
+        carry: tuple[jax.Array, kv.KVCache | None],  # [B, T, D], leaves [B, L, ...]
+        layer: jax.Array,  # i32[]
+        key: jax.Array | None,
+        contexts: kv.KVCache | None,  # leaves [B, L, ...]
+        *shared,
+    ) -> tuple[tuple[jax.Array, kv.KVCache | None], None]:
+        """The block in the form of a scan's step, which reads and writes its part of all caches.
+
+        They are carried, neither cut up beforehand nor gathered from the steps, so that a cache
+        that is donated is written where it lies.
+        """
+
+        def part(leaf: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(leaf, layer, 1, keepdims=False)
+
+        def write(leaf: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 1)
+
+        x, caches = carry
+        cache, context = jax.tree.map(part, (caches, contexts))
+        x, cache = self(x, cache, context, key, *shared)
+        caches = None if caches is None else jax.tree.map(write, caches, cache)
+        return (x, caches), None
 
     def __call__(
         self,

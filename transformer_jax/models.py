@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,11 +51,20 @@ def num_params(config: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
-def init_cache(config: ModelConfig, batch: int, capacity: int) -> ModelCache:
+def init_cache(
+    config: ModelConfig,
+    batch: int,
+    capacity: int,
+    dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
+    slack: int = 0,
+) -> ModelCache:
     """An empty cache of a decoder for `capacity` positions a row.
 
-    With a window, `capacity` may be as small as the window: the cache is then a ring that never
-    fills. An encoder-decoder reads its source first: `model.apply(..., method="init_cache")`.
+    With a window, `capacity` may be as small as the window and the sink tokens: the cache is then a
+    ring that never fills. Of a window pattern, full layers have `capacity` slots and windowed ones
+    are rings of min(capacity, window + sink_tokens + slack); slack is room for `rewind_cache`.
+    `dtype=jnp.int8` holds a quarter of f32, at an error that `cache` states. An encoder-decoder
+    reads its source first: `model.apply(..., method="init_cache")`.
     """
     if config.kind != "decoder":
         rule = "an encoder has no cache"
@@ -63,4 +73,30 @@ def init_cache(config: ModelConfig, batch: int, capacity: int) -> ModelCache:
         raise ValueError(f"kind is {config.kind!r}: {rule}")
     if batch < 0:
         raise ValueError(f"batch is {batch}: must not be negative")
-    return ModelCache(empty_layers(config, config.num_layers, batch, capacity))
+    return ModelCache(empty_layers(config, config.num_layers, batch, capacity, dtype, slack))
+
+
+def cache_bytes(
+    config: ModelConfig,
+    batch: int,
+    capacity: int,
+    dtype: jax.typing.DTypeLike | None = None,
+    source_length: int | None = None,  # of an encoder-decoder
+    slack: int = 0,
+) -> int:
+    """Bytes of the arrays of `init_cache` with these arguments; nothing is allocated."""
+    arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype, slack=slack)
+    if config.kind == "encoder-decoder":
+        if source_length is None:
+            raise ValueError("source_length is None: an encoder-decoder also caches its source")
+
+        def empty():
+            source = jnp.zeros((batch, source_length), jnp.int32)
+            params = {"params": _init(config, jax.random.key(0))}
+            return build(config).apply(params, source, **arguments, method="init_cache")
+    else:
+        if source_length is not None:
+            raise ValueError(f"source_length is {source_length}: kind is {config.kind!r}")
+        empty = partial(init_cache, config, batch, **arguments)
+    leaves = jax.tree.leaves(jax.eval_shape(empty))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

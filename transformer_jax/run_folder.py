@@ -150,6 +150,7 @@ def _build(cls: type, content: Any, path: str) -> Any:
             hint = f", did you mean {path}{near[0]}?" if near else ""
             raise ConfigError(f"{path}{key}: unknown key{hint}")
         nested = dataclasses.is_dataclass(hints[key])
+        value = tuple(value) if isinstance(value, list) else value
         arguments[key] = _build(hints[key], value, f"{path}{key}.") if nested else value
     try:
         return cls(**arguments)

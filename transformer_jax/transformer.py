@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -20,7 +20,7 @@ from transformer_jax import cache as kv
 from transformer_jax import positions as pos
 from transformer_jax.config import ModelConfig
 from transformer_jax.layers import Block, Embed, Linear, Norm, activate, split_key
-from transformer_jax.masks import Causal, Mask, Segments, Window
+from transformer_jax.masks import Causal, Mask, Padding, Prefix, Segments, Window
 
 Layers = tuple[kv.KVCache, ...] | kv.KVCache
 """One cache a layer; or, of a scanned stack, one whose leaves are [B, L, ...]."""
@@ -44,25 +44,91 @@ class ModelCache:
 
     @property
     def capacity(self) -> int:
-        """Slots per row and layer."""
+        """Slots per row of the longest layer."""
         if isinstance(self.layers, kv.KVCache):
             return self.layers.k.shape[2]
-        return self.layers[0].capacity
+        return max(layer.capacity for layer in self.layers)
+
+
+def rewind_cache(
+    cache: ModelCache,
+    length: jax.Array,  # i32[B]
+) -> ModelCache:
+    """Every layer forgets the positions >= length[b], as `cache.rewind` says; a source stays.
+
+    Rings need room for it: a `capacity` (of one window) or a `slack` (of a pattern) that is larger
+    than they need by as many slots as tokens are forgotten.
+    """
+    if isinstance(cache.layers, kv.KVCache):
+        rewind = jax.vmap(kv.rewind, in_axes=(1, None), out_axes=1)
+        return replace(cache, layers=rewind(cache.layers, length))
+    return replace(cache, layers=tuple(kv.rewind(layer, length) for layer in cache.layers))
 
 
 def cache_limit(config: ModelConfig, capacity: int) -> int | None:
-    """Positions a cache can hold; None where a ring at least as long as the window never fills."""
-    return None if config.window is not None and capacity >= config.window else capacity
+    """Positions a cache can hold; None where every layer is a ring that never fills.
+
+    That is one of at least its window and the sink tokens. `capacity` is the longest layer's.
+    """
+    rings = [
+        window is not None and capacity >= window + config.sink_tokens
+        for window in (_window(config, i) for i in range(config.decoder_layers))
+    ]
+    return None if all(rings) else capacity
 
 
-def empty_layers(config: ModelConfig, depth: int, batch: int, capacity: int) -> Layers:
-    """Empty self-attention caches of a stack."""
-    layer = kv.init(
-        batch, capacity, config.kv_heads, config.key_dim, config.value_dim, config.dtype
-    )
+def empty_layers(
+    config: ModelConfig,
+    depth: int,
+    batch: int,
+    capacity: int,
+    dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
+    slack: int = 0,
+) -> Layers:
+    """Empty self-attention caches of a stack, no two of whose leaves share memory.
+
+    Of a window pattern, windowed layers are rings of min(capacity, window + sinks + slack) slots.
+    """
+    if slack < 0:
+        raise ValueError(f"slack is {slack}: must not be negative")
+    if slack and not isinstance(config.window, tuple):
+        rule = "is for rings of a window pattern, here a ring has `capacity` slots"
+        raise ValueError(f"slack is {slack}: {rule}")
+
+    def layer(i: int) -> kv.KVCache:
+        slots = _slots(config, i, capacity, slack)
+        return kv.init(
+            batch,
+            slots,
+            config.kv_heads,
+            config.key_dim,
+            config.value_dim,
+            config.dtype if dtype is None else dtype,
+            _sinks(config, i, slots),
+        )
+
     if not config.scan_layers:
-        return (layer,) * depth
-    return jax.tree.map(lambda leaf: jnp.stack([leaf] * depth, axis=1), layer)
+        return tuple(map(layer, range(depth)))
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * depth, axis=1), layer(0))
+
+
+def _window(config: ModelConfig, i: int) -> int | None:
+    return config.windows[i % len(config.windows)]
+
+
+def _slots(config: ModelConfig, i: int, capacity: int, slack: int = 0) -> int:
+    """How long the cache of layer i is, where the longest have `capacity` slots."""
+    window = _window(config, i)
+    if window is None or not isinstance(config.window, tuple):
+        return capacity
+    return min(capacity, window + config.sink_tokens + slack)
+
+
+def _sinks(config: ModelConfig, i: int, slots: int) -> int:
+    """The sinks of layer i: none in a cache that is too short to ever turn."""
+    window = _window(config, i)
+    turns = window is not None and slots >= window + config.sink_tokens
+    return config.sink_tokens if turns else 0
 
 
 class Stack(nn.Module):
@@ -80,17 +146,19 @@ class Stack(nn.Module):
             lifted: dict[str, Any] = dict(
                 variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
             )
-            shared = (nn.broadcast,) * 6
+            shared = (nn.broadcast,) * 7
             self.blocks = nn.scan(
                 block,
                 methods={
-                    "__call__": dict(lifted, in_axes=(1, 1, 0, *shared), out_axes=1),
+                    "scan_step": dict(lifted, in_axes=(0, 0, *shared)),
                     "scan_context": dict(lifted, in_axes=nn.broadcast, out_axes=1),
                 },
-            )(cfg, self.cross, self.depth)
+            )(cfg, self.cross, self.depth, _window(cfg, 0))
         else:
             block = nn.remat(Block) if cfg.remat else Block
-            self.block = [block(cfg, self.cross, self.depth) for _ in range(self.depth)]
+            self.block = [
+                block(cfg, self.cross, self.depth, _window(cfg, i)) for i in range(self.depth)
+            ]
         if cfg.positions == "t5":
             self.relative_bias = self.param(
                 "relative_bias",
@@ -130,7 +198,7 @@ class Stack(nn.Module):
         *,
         positions: jax.Array | None,  # i32[B, T]; None is arange(T)
         token_positions: jax.Array,  # i32[B, T] or [T]
-        mask: Mask | None,
+        masks: tuple[Mask | None, ...],  # layer i has masks[i % len(masks)]
         layers: Layers | None = None,
         cross: Layers | None = None,
         memory: jax.Array | None = None,  # [B, S, D]
@@ -138,12 +206,16 @@ class Stack(nn.Module):
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, Layers | None]:
         """The output [B, T, D], normalised unless post-norm, and the updated caches."""
-        shared = (positions, token_positions, mask, self._bias(), memory, memory_positions)
         updated: Layers | None
+
+        def shared(i: int):
+            mask = masks[i % len(masks)]
+            return positions, token_positions, mask, self._bias(), memory, memory_positions
+
         if self.config.scan_layers:
             keys = None if key is None else jax.random.split(key, self.depth)
-            scanned: Any = self.blocks
-            x, updated = scanned(x, layers, cross, keys, *shared)
+            numbers, blocks = jnp.arange(self.depth), cast(Any, self.blocks)
+            (x, updated), _ = blocks.scan_step((x, layers), numbers, keys, cross, *shared(0))
         else:
             new: list[Any] = []
             for i, (block, key_i) in enumerate(
@@ -151,7 +223,7 @@ class Stack(nn.Module):
             ):
                 layer = layers[i] if isinstance(layers, tuple) else None
                 context = cross[i] if isinstance(cross, tuple) else None
-                x, layer = block(x, layer, context, key_i, *shared)
+                x, layer = block(x, layer, context, key_i, *shared(i))
                 new.append(layer)
             updated = None if layers is None else tuple(new)
         return (x if self.config.norm_order == "post" else self.norm(x)), updated
@@ -188,11 +260,11 @@ class Encoder(nn.Module):
         check_tokens(tokens, cfg.vocab_size)
         if types is not None and cfg.type_vocab_size is None:
             raise ValueError("types are given, but type_vocab_size is None")
-        token_positions, mask = _place(cfg, tokens, positions, segments, mask)
+        token_positions, masks = _place(cfg, tokens, positions, segments, mask)
         embed_key, stack_key = split_key(key, 2)
         x = self.embed(tokens, token_positions, types, embed_key)
         x, _ = self.encoder(
-            x, positions=positions, token_positions=token_positions, mask=mask, key=stack_key
+            x, positions=positions, token_positions=token_positions, masks=masks, key=stack_key
         )
         return x
 
@@ -272,11 +344,11 @@ class EncoderDecoder(nn.Module):
     ) -> jax.Array:  # [B, S, D]
         """The encoder's output."""
         check_tokens(source, self.config.vocab_size)
-        token_positions, mask = _place(self.config, source, positions, None, mask)
+        token_positions, masks = _place(self.config, source, positions, None, mask)
         embed_key, stack_key = split_key(key, 2)
         x = self.embed(source, token_positions, key=embed_key)
         x, _ = self.encoder(
-            x, positions=positions, token_positions=token_positions, mask=mask, key=stack_key
+            x, positions=positions, token_positions=token_positions, masks=masks, key=stack_key
         )
         return x
 
@@ -286,12 +358,19 @@ class EncoderDecoder(nn.Module):
         *,
         capacity: int,
         positions: jax.Array | None = None,  # i32[B, S]; negative is padding
+        dtype: jax.typing.DTypeLike | None = None,
+        slack: int = 0,
     ) -> ModelCache:
-        """Read the source once: its cross-attention keys and values, and an empty target cache."""
+        """Read the source once: its cross-attention keys and values, and an empty target cache.
+
+        `capacity`, `dtype` and `slack` are of the target's cache, and mean what they mean for
+        `models.init_cache`; the source is held in the compute dtype.
+        """
         memory = self.encode(source, positions=positions)
         cross = self.decoder.context_cache(memory, _default_positions(source, positions))
         cfg = self.config
-        return ModelCache(empty_layers(cfg, cfg.decoder_layers, len(source), capacity), cross)
+        depth, rows = cfg.decoder_layers, len(source)
+        return ModelCache(empty_layers(cfg, depth, rows, capacity, dtype, slack), cross)
 
     def __call__(
         self,
@@ -344,14 +423,14 @@ def decode_tokens(
         limit = cache_limit(cfg, cache.capacity)
         if limit is not None:
             positions, overflow = _refuse_overflow(positions, limit)
-    token_positions, placed = _place(cfg, tokens, positions, segments, mask, causal=True)
+    token_positions, masks = _place(cfg, tokens, positions, segments, mask, causal=True)
     embed_key, stack_key = split_key(key, 2)
     x = model.embed(tokens, token_positions, key=embed_key)
     x, layers = model.decoder(
         x,
         positions=positions,
         token_positions=token_positions,
-        mask=placed,
+        masks=masks,
         layers=None if cache is None else cache.layers,
         cross=None if cache is None else cache.cross,
         memory=memory,
@@ -380,6 +459,15 @@ def _check_cache(model: Decoder | EncoderDecoder, cache: ModelCache, tokens: jax
         found = layers.length.shape[1] if isinstance(layers, kv.KVCache) else len(layers)
         if found != depth:
             raise ValueError(f"cache.{name} has {found} layers, the model {depth}")
+    for i in range(1 if cfg.scan_layers else depth):
+        if isinstance(cache.layers, kv.KVCache):
+            slots, sinks = cache.capacity, cache.layers.sinks
+        else:
+            slots, sinks = cache.layers[i].capacity, cache.layers[i].sinks
+        least = _slots(cfg, i, cache.capacity)
+        if slots < least or sinks != _sinks(cfg, i, slots):
+            wants = f"the model wants {_sinks(cfg, i, slots)} and at least {least}"
+            raise ValueError(f"cache.layers[{i}] has {sinks} sinks and {slots} slots, {wants}")
     if cache.length.shape[0] != tokens.shape[0]:
         raise ValueError(f"tokens have {tokens.shape[0]} rows, the cache {cache.length.shape[0]}")
 
@@ -410,8 +498,9 @@ def _place(
     segments: jax.Array | None,
     mask: Mask | None,
     causal: bool = False,
-) -> tuple[jax.Array, Mask | None]:
-    """Positions for embeddings and rotation, and the mask with the config's window and segments."""
+) -> tuple[jax.Array, tuple[Mask | None, ...]]:
+    """Positions for embeddings and rotation, and for each window of the config's pattern the mask
+    with that window, the sinks and the segments."""
     if positions is not None and not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"positions are {positions.dtype}: must be integers")
     if positions is not None and positions.shape != tokens.shape:
@@ -420,19 +509,27 @@ def _place(
         if tokens.shape[1] > config.max_len:
             raise ValueError(f"{tokens.shape[1]} tokens are more than max_len {config.max_len}")
     token_positions = jnp.arange(tokens.shape[1]) if positions is None else positions
-    extra: list[Mask] = []
-    if config.window is not None:
-        extra.append(Window(config.window, None if causal else config.window))
+    sinks: Mask | None = None
+    if config.sink_tokens:
+        sinks = Prefix(np.full(1, config.sink_tokens, np.int32))  # type: ignore[arg-type]
     if segments is not None:
         if positions is not None:
             raise ValueError("positions with segments: a document's positions start at 0")
         if segments.shape != tokens.shape:
             raise ValueError(f"segments {segments.shape} and tokens {tokens.shape} differ in shape")
-        extra.append(Segments(segments))
+        mask = Segments(segments) if mask is None else mask & Segments(segments)
         token_positions = _within_segments(segments)
-    for other in extra:
-        mask = other if mask is None else mask & other
-    return token_positions, mask
+        if sinks is not None:
+            sinks = Padding(token_positions < config.sink_tokens)
+
+    def within(window: int | None) -> Mask | None:
+        if window is None:
+            return mask
+        near: Mask = Window(window, None if causal else window)
+        near = near if sinks is None else near | sinks
+        return near if mask is None else mask & near
+
+    return token_positions, tuple(map(within, config.windows))
 
 
 def _within_segments(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]
