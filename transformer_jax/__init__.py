@@ -25,6 +25,7 @@ from transformer_jax.config import (
     PRESETS,
     ConfigError,
     ModelConfig,
+    RecurrentConfig,
     RopeConfig,
     TrainConfig,
     preset,
@@ -56,6 +57,14 @@ from transformer_jax.positions import (
     shaw_values,
     sinusoidal,
 )
+from transformer_jax.recurrent import (
+    RecurrentLM,
+    RecurrentSeq2Seq,
+    RecurrentState,
+    RecurrentStep,
+    SourceMemory,
+    init_recurrent_state,
+)
 from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP
 from transformer_jax.transformer import (
     Decoder,
@@ -84,10 +93,16 @@ __all__ = [
     "Padding",
     "Predicate",
     "Prefix",
+    "RecurrentConfig",
+    "RecurrentLM",
+    "RecurrentSeq2Seq",
+    "RecurrentState",
+    "RecurrentStep",
     "RelativeBias",
     "RopeConfig",
     "Sample",
     "Segments",
+    "SourceMemory",
     "Temperature",
     "TopK",
     "TopP",
@@ -107,6 +122,7 @@ __all__ = [
     "generate",
     "init_cache",
     "init_params",
+    "init_recurrent_state",
     "layer_norm",
     "learned",
     "make_step",
