@@ -30,6 +30,7 @@ ORDER = [
     "attention",
     "layers",
     "transformer",
+    "recurrent",
     "models",
     "rows",
     "sampling",

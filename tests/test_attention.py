@@ -338,6 +338,15 @@ def test_additive_attention_matches_bahdanau_formula(rng):
     assert_near(weights, expected, 2 * FORWARD_F32)
     assert_near(context, expected @ values, 2 * FORWARD_F32)
     assert not np.asarray(context)[1].any()
+    again, _ = additive_attention(
+        arrays[0], jnp.asarray(keys @ w_key, jnp.float32), arrays[2], w_query=arrays[3],
+        w_key=None, v=arrays[5], mask=Padding(jnp.asarray(valid)),
+    )  # fmt: skip
+    assert_near(again, expected @ values, 2 * FORWARD_F32)
+    with pytest.raises(
+        ValueError, match=r"keys \(2, 7, 4\), v \(11,\): must be \[5, A\], \[B, S, A\]"
+    ):
+        additive_attention(*arrays[:3], w_query=arrays[3], w_key=None, v=arrays[5])
 
 
 @pytest.mark.parametrize("general", [False, True])

@@ -25,6 +25,7 @@ from transformer_jax.config import (
     PRESETS,
     ConfigError,
     ModelConfig,
+    RecurrentConfig,
     RopeConfig,
     TrainConfig,
     preset,
@@ -66,6 +67,14 @@ from transformer_jax.processors import (
     PresencePenalty,
     RepetitionPenalty,
 )
+from transformer_jax.recurrent import (
+    RecurrentLM,
+    RecurrentSeq2Seq,
+    RecurrentState,
+    RecurrentStep,
+    SourceMemory,
+    init_recurrent_state,
+)
 from transformer_jax.rows import fork
 from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP, Typical
 from transformer_jax.transformer import (
@@ -103,11 +112,17 @@ __all__ = [
     "Predicate",
     "Prefix",
     "PresencePenalty",
+    "RecurrentConfig",
+    "RecurrentLM",
+    "RecurrentSeq2Seq",
+    "RecurrentState",
+    "RecurrentStep",
     "RelativeBias",
     "RepetitionPenalty",
     "RopeConfig",
     "Sample",
     "Segments",
+    "SourceMemory",
     "Temperature",
     "TopK",
     "TopP",
@@ -130,6 +145,7 @@ __all__ = [
     "generate",
     "init_cache",
     "init_params",
+    "init_recurrent_state",
     "layer_norm",
     "learned",
     "make_step",

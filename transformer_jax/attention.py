@@ -185,7 +185,7 @@ def additive_attention(
     values: jax.Array,  # [B, S, Dv]
     *,
     w_query: jax.Array,  # [Dq, A]
-    w_key: jax.Array,  # [Dk, A]
+    w_key: jax.Array | None,  # [Dk, A]; None where keys are [B, S, A], multiplied once for all
     v: jax.Array,  # [A]
     mask: Mask | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # context [B, T, Dv], weights f32[B, T, S]
@@ -194,16 +194,20 @@ def additive_attention(
     Builds the hidden layer [B, T, S, A]; for the recurrent decoders it is from, T is 1.
     """
     check_states("keys", query, keys, values, mask)
-    attention, hidden = (w_query.shape, w_key.shape, v.shape), v.shape[-1:]
-    if attention != ((query.shape[2], *hidden), (keys.shape[2], *hidden), hidden):
+    hidden, key_shape = v.shape[-1:], keys.shape[2:] if w_key is None else w_key.shape
+    wanted = hidden if w_key is None else (keys.shape[2], *hidden)
+    if (w_query.shape, key_shape, v.shape) != ((query.shape[2], *hidden), wanted, hidden):
+        key_said = f"keys {keys.shape}" if w_key is None else f"w_key {w_key.shape}"
+        key_rule = "[B, S, A]" if w_key is None else f"[{keys.shape[2]}, A]"
         raise ValueError(
-            f"w_query {w_query.shape}, w_key {w_key.shape}, v {v.shape}: must be "
-            f"[{query.shape[2]}, A], [{keys.shape[2]}, A], [A]"
+            f"w_query {w_query.shape}, {key_said}, v {v.shape}: must be "
+            f"[{query.shape[2]}, A], {key_rule}, [A]"
         )
     heads = [x[:, :, None] for x in (query, keys, values)]
     visible = see(heads[0], heads[1], mask)
     q, k, heads_values, poison = clean(visible, *heads)
-    q, k = einsum("BTND,DA->BTNA", q, w_query), einsum("BSND,DA->BSNA", k, w_key)
+    q = einsum("BTND,DA->BTNA", q, w_query)
+    k = k if w_key is None else einsum("BSND,DA->BSNA", k, w_key)
     hidden_layer = jnp.tanh(q[:, :, None] + k[:, None])[:, :, :, 0]
     scores = einsum("BTSA,A->BTS", hidden_layer, v.astype(hidden_layer.dtype))
     result = softmax(scores[:, None], visible, poison)

@@ -28,6 +28,7 @@ from transformer_jax.processors import (
     apply_all,
     check_processors,
 )
+from transformer_jax.recurrent import RecurrentLM, RecurrentSeq2Seq, RecurrentStep
 from transformer_jax.sampling import Greedy, Sampler
 from transformer_jax.transformer import (
     Decoder,
@@ -86,8 +87,12 @@ class ModelStep:
             )
 
 
-def make_step(model: Decoder | EncoderDecoder) -> ModelStep:
+def make_step(
+    model: Decoder | EncoderDecoder | RecurrentLM | RecurrentSeq2Seq,
+) -> ModelStep | RecurrentStep:
     """The model as `step(params, tokens, state, valid=None) -> (logits, state)`."""
+    if isinstance(model, RecurrentLM | RecurrentSeq2Seq):
+        return RecurrentStep(model)
     return ModelStep(model)
 
 

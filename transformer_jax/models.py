@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 
 from transformer_jax.arguments import check_key
-from transformer_jax.config import ModelConfig
+from transformer_jax.config import ModelConfig, RecurrentConfig
+from transformer_jax.recurrent import RecurrentLM, RecurrentSeq2Seq
 from transformer_jax.transformer import (
     Decoder,
     Encoder,
@@ -20,10 +21,19 @@ from transformer_jax.transformer import (
 )
 
 Model = Encoder | Decoder | EncoderDecoder
+Recurrent = RecurrentLM | RecurrentSeq2Seq
+Config = ModelConfig | RecurrentConfig
 
 
-def build(config: ModelConfig) -> Model:
+@overload
+def build(config: ModelConfig) -> Model: ...
+@overload
+def build(config: RecurrentConfig) -> Recurrent: ...
+def build(config: Config) -> Model | Recurrent:
     """The linen module of a config; hashable, so a legal static argument of `jax.jit`."""
+    if isinstance(config, RecurrentConfig):
+        reads = config.source_vocab_size is not None
+        return RecurrentSeq2Seq(config) if reads else RecurrentLM(config)
     match config.kind:
         case "encoder":
             return Encoder(config)
@@ -33,19 +43,20 @@ def build(config: ModelConfig) -> Model:
             return EncoderDecoder(config)
 
 
-def init_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
+def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
     """Fresh f32 parameters as a nested dict."""
     check_key("key", key)
     return jax.jit(_init, static_argnums=0)(config, key)
 
 
-def _init(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    more: dict[str, Any] = {"source": tokens} if config.kind == "encoder-decoder" else {}
-    return build(config).init({"params": key}, tokens, **more)["params"]
+def _init(config: Config, key: jax.Array) -> dict[str, Any]:
+    model, tokens = build(config), jnp.zeros((1, 1), jnp.int32)
+    reads = isinstance(model, EncoderDecoder | RecurrentSeq2Seq)
+    more: dict[str, Any] = {"source": tokens} if reads else {}
+    return model.init({"params": key}, tokens, **more)["params"]
 
 
-def num_params(config: ModelConfig) -> int:
+def num_params(config: Config) -> int:
     """How many parameters a config has; nothing is allocated."""
     shapes = jax.eval_shape(lambda: _init(config, jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

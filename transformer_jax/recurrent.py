@@ -1,0 +1,427 @@
+"""Recurrent models: a language model, and an encoder-decoder with attention over its source.
+
+`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` is
+training, prefill and decoding alike, as it is with the transformers: any number of tokens at a
+time. A token that is not `valid` is padding: it leaves its row's state as it was.
+
+    LSTM   i, f, o = sigmoid(W x + U h + b);  g = tanh(W_g x + U_g h + b_g)
+           c' = f c + i g;  h' = o tanh(c')
+    GRU    r, z = sigmoid(W x + U h + b);  n = tanh(W_n x + b_n + r (U_n h + u_n))
+           h' = (1 - z) n + z h
+
+Layers stand on top of each other, with dropout between them only (Zaremba et al. 2014). With
+`additive` attention the top state behind the token before asks, and the context enters the first
+cell beside the token (Bahdanau et al. 2015); with `dot` and `general` the top state behind the
+token asks (Luong et al. 2015). Either way tanh(W_c [context; h]) is what the logits are read from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.attention import additive_attention, state_attention
+from transformer_jax.config import RecurrentConfig
+from transformer_jax.layers import dropout, lookup, split_key
+from transformer_jax.masks import Padding
+from transformer_jax.transformer import check_tokens
+
+F32 = jnp.float32
+
+Carry = tuple[Any, ...]
+"""Of each layer, h [B, H] of a GRU or (c, h) of an LSTM."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SourceMemory:
+    """An encoder's states, which the decoder's attention looks at."""
+
+    states: jax.Array  # [B, S, M]; zeros where padded
+    valid: jax.Array  # bool[B, S]
+    keys: jax.Array | None = None  # [B, S, A]: additive attention's states w_key, computed once
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RecurrentState:
+    """All a model remembers of the tokens so far; goes in and comes out, never mutated."""
+
+    carry: Carry
+    length: jax.Array  # i32[B]: tokens read
+    memory: SourceMemory | None = None
+    weights: jax.Array | None = None  # f32[B, S]: attention of the last token; zeros before any
+
+
+def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
+    """The state of a language model that has read nothing.
+
+    An encoder-decoder reads its source first: `model.apply(..., source, method="init_state")`.
+    """
+    if config.source_vocab_size is not None:
+        rule = "its state starts from a source: model.apply(..., source, method='init_state')"
+        raise ValueError(f"source_vocab_size is {config.source_vocab_size}: {rule}")
+    if batch < 0:
+        raise ValueError(f"batch is {batch}: must not be negative")
+    return RecurrentState(_zero_carry(config, batch), jnp.zeros((batch,), jnp.int32))
+
+
+class Vocabulary(nn.Module):
+    """Token vectors in, logits out."""
+
+    config: RecurrentConfig
+
+    def setup(self) -> None:
+        cfg = self.config
+        normal = nn.initializers.normal(cfg.init_std)
+        self.tokens = self.param("tokens", normal, (cfg.vocab_size, cfg.d_embed), F32)
+        if not cfg.tie_embeddings:
+            self.output = self.param("output", normal, (cfg.vocab_size, cfg.d_hidden), F32)
+        self.bias = self.param("bias", nn.initializers.zeros, (cfg.vocab_size,), F32)
+
+    def __call__(
+        self, tokens: jax.Array, valid: jax.Array, key: jax.Array | None
+    ) -> jax.Array:  # [B, T, E]
+        return _embed(self.tokens, tokens, valid, self.config.dropout, key)
+
+    def logits(self, x: jax.Array) -> jax.Array:  # [B, T, H] -> f32[B, T, V]
+        """x W^T + b."""
+        table = self.tokens if self.config.tie_embeddings else self.output
+        return jnp.einsum("BTH,VH->BTV", x, table) + self.bias[None, None]
+
+
+class RecurrentEncoder(nn.Module):
+    """The source's states, from one end or from both (Schuster & Paliwal 1997)."""
+
+    config: RecurrentConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        source: jax.Array,  # i32[B, S]
+        valid: jax.Array,  # bool[B, S]
+        key: jax.Array | None,
+    ) -> tuple[jax.Array, Carry]:  # [B, S, M], zeros where padded; the decoder's first carry
+        """Layer i of the decoder starts from the last states of layer i here: of one direction as
+        they are, of two as tanh(W [forward; backward] + b).
+        """
+        cfg, carry = self.config, []
+        normal = nn.initializers.normal(cfg.init_std)
+        table = self.param("tokens", normal, (cfg.source_vocab_size, cfg.d_embed), F32)
+        keys = split_key(key, cfg.num_layers)
+        x = _embed(table, source, valid, cfg.dropout, keys[0])
+        zero = _zero_carry(cfg, len(source))[0]
+        for i in range(cfg.num_layers):
+            if i > 0:
+                x = dropout(x, cfg.dropout, keys[i])
+            last, out = _run(_cell(cfg, f"cell_{i}"), zero, x, valid)
+            if cfg.bidirectional:
+                first, back = _run(_cell(cfg, f"back_{i}"), zero, x, valid, reverse=True)
+                out = jnp.concatenate([out, back], axis=-1)
+                ends = jnp.concatenate(jax.tree.leaves((last, first)), axis=-1)
+                parts, tree = jax.tree.flatten(last)
+                bridge = nn.Dense(len(parts) * cfg.d_hidden, name=f"bridge_{i}")
+                start = jnp.split(jnp.tanh(bridge(ends)), len(parts), axis=-1)
+                last = jax.tree.unflatten(tree, start)
+            x = jnp.where(valid[:, :, None], out, 0.0)
+            carry.append(last)
+        return x, tuple(carry)
+
+
+class RecurrentDecoder(nn.Module):
+    """Cells on top of each other, and their attention to a source."""
+
+    config: RecurrentConfig
+
+    def setup(self) -> None:
+        cfg = self.config
+        self.cell = [_cell(cfg) for _ in range(cfg.num_layers)]
+        if cfg.attention is None:
+            return
+        init = nn.initializers.lecun_normal()
+        if cfg.attention == "additive":
+            self.w_query = self.param("w_query", init, (cfg.d_hidden, cfg.attention_dim), F32)
+            self.w_key = self.param("w_key", init, (cfg.memory_dim, cfg.attention_dim), F32)
+            normal = nn.initializers.normal(cfg.attention_dim**-0.5)
+            self.v = self.param("v", normal, (cfg.attention_dim,), F32)
+        if cfg.attention == "general":
+            self.w = self.param("w", init, (cfg.d_hidden, cfg.memory_dim), F32)
+        self.read_out = nn.Dense(cfg.d_hidden, use_bias=False)
+
+    def remember(self, states: jax.Array, valid: jax.Array) -> SourceMemory:
+        """The encoder's states as attention reads them."""
+        if self.config.attention != "additive":
+            return SourceMemory(states, valid)
+        return SourceMemory(states, valid, jnp.einsum("BSM,MA->BSA", states, self.w_key))
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, E]
+        valid: jax.Array,  # bool[B, T]
+        state: RecurrentState,
+        key: jax.Array | None,
+    ) -> tuple[jax.Array, RecurrentState]:  # [B, T, H]
+        """What the logits are read from, and the state behind the tokens."""
+        cfg, memory = self.config, state.memory
+        between = key if cfg.num_layers > 1 and cfg.dropout > 0 else None
+        keys = None if between is None else jax.random.split(between, x.shape[1])
+        read = nn.scan(
+            RecurrentDecoder._read,
+            variable_broadcast="params",
+            split_rngs={"params": False},
+            in_axes=(1, 1, 0, nn.broadcast),
+            out_axes=1,
+        )
+        (carry, weights), (top, context) = read(
+            self, (state.carry, state.weights), x, valid, keys, memory
+        )
+        if context is not None:
+            top = jnp.tanh(self.read_out(jnp.concatenate([context, top], axis=-1)))
+        length = state.length + valid.sum(axis=1, dtype=jnp.int32)
+        return top, RecurrentState(carry, length, memory, weights)
+
+    def _read(
+        self,
+        before: tuple[Carry, jax.Array | None],
+        x: jax.Array,  # [B, E]
+        valid: jax.Array,  # bool[B]
+        key: jax.Array | None,
+        memory: SourceMemory | None,
+    ) -> tuple[tuple[Carry, jax.Array | None], tuple[jax.Array, jax.Array | None]]:
+        """One token of every row: the carry and weights behind it, the top state and context."""
+        cfg, (carry, weights) = self.config, before
+        context, new = None, []
+        if cfg.attention == "additive":
+            context, weights = self._attend(_hidden(carry[-1]), memory)
+            x = jnp.concatenate([x, context], axis=-1)
+        keys = split_key(key, cfg.num_layers)
+        for i, cell in enumerate(self.cell):
+            if i > 0:
+                x = dropout(x, cfg.dropout, keys[i])
+            layer, x = cell(carry[i], x)
+            new.append(layer)
+        if cfg.attention in ("dot", "general"):
+            context, weights = self._attend(x, memory)
+        return _keep(valid, (tuple(new), weights), before), (x, context)
+
+    def _attend(self, query: jax.Array, memory: Any) -> tuple[jax.Array, jax.Array]:
+        """Context [B, M] and weights f32[B, S] of one query [B, H] a row."""
+        query, mask = query[:, None], Padding(memory.valid)
+        if self.config.attention == "additive":
+            context, weights = additive_attention(
+                query, memory.keys, memory.states, w_query=self.w_query, w_key=None, v=self.v,
+                mask=mask,
+            )  # fmt: skip
+        else:
+            w = self.w if self.config.attention == "general" else None
+            context, weights = state_attention(query, memory.states, w=w, mask=mask)
+        return context[:, 0], weights[:, 0]
+
+
+class RecurrentLM(nn.Module):
+    """Language model (Mikolov et al. 2010; Zaremba et al. 2014)."""
+
+    config: RecurrentConfig
+
+    def setup(self) -> None:
+        self.embed = Vocabulary(self.config)
+        self.decoder = RecurrentDecoder(self.config)
+
+    def __call__(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        *,
+        state: RecurrentState | None = None,
+        valid: jax.Array | None = None,  # bool[B, T]; False is padding
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, RecurrentState]:
+        """Logits f32[B, T, V] of the next token, and the state behind these."""
+        check_tokens(tokens, self.config.vocab_size)
+        if state is None:
+            state = init_recurrent_state(self.config, len(tokens))
+        return read_tokens(self, tokens, state, valid, key)
+
+
+class RecurrentSeq2Seq(nn.Module):
+    """Source in, target out (Sutskever et al. 2014), with attention (Bahdanau et al. 2015)."""
+
+    config: RecurrentConfig
+
+    def setup(self) -> None:
+        self.encoder = RecurrentEncoder(self.config)
+        self.embed = Vocabulary(self.config)
+        self.decoder = RecurrentDecoder(self.config)
+
+    def init_state(
+        self,
+        source: jax.Array,  # i32[B, S]
+        *,
+        valid: jax.Array | None = None,  # bool[B, S]; False is padding
+        key: jax.Array | None = None,
+    ) -> RecurrentState:
+        """Read the source once: what the decoder starts from, and its attention looks at."""
+        vocab_size = self.config.source_vocab_size
+        assert vocab_size is not None
+        check_tokens(source, vocab_size)
+        valid = _valid("source", source, valid)
+        states, carry = self.encoder(source, valid, key)
+        start = jnp.zeros((len(source),), jnp.int32)
+        if self.config.attention is None:
+            return RecurrentState(carry, start)
+        memory = self.decoder.remember(states, valid)
+        return RecurrentState(carry, start, memory, jnp.zeros(source.shape, F32))
+
+    def __call__(
+        self,
+        tokens: jax.Array,  # i32[B, T]: the target
+        *,
+        source: jax.Array | None = None,  # i32[B, S]
+        source_valid: jax.Array | None = None,  # bool[B, S]; False is padding
+        state: RecurrentState | None = None,
+        valid: jax.Array | None = None,  # bool[B, T]; False is padding
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, RecurrentState]:
+        """Logits f32[B, T, V] of the next target token: from a `source`, or from a `state`."""
+        if (source is None) == (state is None):
+            raise ValueError("give either source or state: a state has already read its source")
+        if source is None and source_valid is not None:
+            raise ValueError("source_valid without a source: a state has already read it")
+        check_tokens(tokens, self.config.vocab_size)
+        encoder_key, key = split_key(key, 2)
+        if source is not None:
+            state = self.init_state(source, valid=source_valid, key=encoder_key)
+        assert state is not None
+        return read_tokens(self, tokens, state, valid, key)
+
+
+def read_tokens(
+    model: RecurrentLM | RecurrentSeq2Seq,
+    tokens: jax.Array,
+    state: RecurrentState,
+    valid: jax.Array | None,
+    key: jax.Array | None,
+) -> tuple[jax.Array, RecurrentState]:
+    """Embed, run the decoder's cells and read the logits; shared by both models."""
+    check_state(model.config, state, len(tokens))
+    valid = _valid("tokens", tokens, valid)
+    embed_key, cells_key, top_key = split_key(key, 3)
+    x = model.embed(tokens, valid, embed_key)
+    x, state = model.decoder(x, valid, state, cells_key)
+    return model.embed.logits(dropout(x, model.config.dropout, top_key)), state
+
+
+@dataclass(frozen=True)
+class RecurrentStep:
+    """`RecurrentLM` or `RecurrentSeq2Seq` as a step; the state is its `RecurrentState`."""
+
+    model: RecurrentLM | RecurrentSeq2Seq
+
+    def __call__(
+        self,
+        params: Any,
+        tokens: jax.Array,  # i32[B, T]
+        state: RecurrentState,
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]
+    ) -> tuple[jax.Array, RecurrentState]:  # f32[B, T, V]
+        result: Any = self.model.apply({"params": params}, tokens, state=state, valid=valid)
+        return result
+
+    def check(self, prompt: np.ndarray, state: RecurrentState, total: np.ndarray) -> None:
+        """ValueError where the prompt or the state is not this model's; no length is too long."""
+        check_tokens(prompt, self.model.config.vocab_size)
+        check_state(self.model.config, state, len(prompt), "prompt has")
+
+
+def check_state(
+    config: RecurrentConfig, state: RecurrentState, rows: int, said: str = "tokens have"
+) -> None:
+    """The state has the rows of the tokens, and the cells and the memory of the model."""
+    if not isinstance(state, RecurrentState):
+        raise ValueError(f"state is a {type(state).__name__}: must be a RecurrentState")
+    held = state.length.shape[0]
+    if held != rows:
+        raise ValueError(f"{said} {rows} rows, the state {held}")
+    wanted = jax.eval_shape(lambda: _zero_carry(config, rows))
+    given, needed = (jax.tree.map(lambda leaf: leaf.shape, c) for c in (state.carry, wanted))
+    if given != needed:
+        raise ValueError(f"state.carry has shapes {given}: this model's are {needed}")
+    memory = state.memory
+    if config.attention is None:
+        if memory is not None:
+            raise ValueError("state.memory is given, but attention is None")
+        return
+    if memory is None:
+        raise ValueError("state.memory is None: start it from a source, with method='init_state'")
+    if memory.states.shape[-1] != config.memory_dim:
+        raise ValueError(
+            f"state.memory is {memory.states.shape[-1]} wide: the model's is {config.memory_dim}"
+        )
+    width = None if memory.keys is None else memory.keys.shape[-1]
+    wide = config.attention_dim if config.attention == "additive" else None
+    if width != wide:
+        raise ValueError(f"state.memory.keys are {width} wide: attention needs {wide}")
+
+
+def _cell(config: RecurrentConfig, name: str | None = None) -> nn.RNNCellBase:
+    cell = nn.OptimizedLSTMCell if config.cell == "lstm" else nn.GRUCell
+    return cell(config.d_hidden, name=name)
+
+
+def _zero_carry(config: RecurrentConfig, rows: int) -> Carry:
+    zero = jnp.zeros((rows, config.d_hidden), F32)
+    return ((zero, zero) if config.cell == "lstm" else zero,) * config.num_layers
+
+
+def _hidden(layer: Any) -> jax.Array:  # [B, H]
+    """h of a layer's carry."""
+    return layer[1] if isinstance(layer, tuple) else layer
+
+
+def _keep(valid: jax.Array, new: Any, old: Any) -> Any:
+    """`new` in rows that are valid [B], `old` in the others."""
+    return jax.tree.map(lambda n, o: jnp.where(valid[:, None], n, o), new, old)
+
+
+def _run(
+    cell: nn.RNNCellBase,
+    carry: Any,
+    x: jax.Array,  # [B, S, D]
+    valid: jax.Array,  # bool[B, S]
+    reverse: bool = False,
+) -> tuple[Any, jax.Array]:  # [B, S, H]
+    """One cell over a sequence, if `reverse` from its end: its last carry, and all it gave."""
+
+    def read(cell, carry, x, valid):
+        new, out = cell(carry, x)
+        return _keep(valid, new, carry), out
+
+    scan = nn.scan(
+        read,
+        variable_broadcast="params",
+        split_rngs={"params": False},
+        in_axes=1,
+        out_axes=1,
+        reverse=reverse,
+    )
+    return scan(cell, carry, x, valid)
+
+
+def _embed(table, tokens, valid, rate: float, key: jax.Array | None) -> jax.Array:  # [B, T, E]
+    """Rows of the table, with dropout; zeros where padded, or 0 * NaN would enter gradients."""
+    return dropout(jnp.where(valid[:, :, None], lookup(table, tokens), 0.0), rate, key)
+
+
+def _valid(name: str, tokens: jax.Array, valid: jax.Array | None) -> jax.Array:  # bool[B, T]
+    if valid is None:
+        return jnp.ones(tokens.shape, bool)
+    valid = jnp.asarray(valid)
+    if valid.dtype != bool or valid.shape != tokens.shape:
+        rule = f"must be bool{list(tokens.shape)}, as {name} are"
+        raise ValueError(f"valid is {valid.dtype}{list(valid.shape)}: {rule}")
+    return valid
