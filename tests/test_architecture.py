@@ -31,6 +31,7 @@ ORDER = [
     "layers",
     "transformer",
     "models",
+    "streaming",
     "sampling",
     "decode",
     "losses",

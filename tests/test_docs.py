@@ -46,7 +46,9 @@ def test_the_readme_lists_every_page():
     assert len(PAGES) > 4
 
 
-@pytest.mark.parametrize(("page", "least"), [("lectures", 6), ("attention", 7), ("kernels", 3)])
+@pytest.mark.parametrize(
+    ("page", "least"), [("lectures", 6), ("attention", 7), ("kernels", 3), ("streaming", 6)]
+)
 def test_a_page_has_output_to_compare(page, least):
     pairs = blocks((ROOT / "docs" / f"{page}.md").read_text())
     assert sum(bool(out) for _, out in pairs) >= least

@@ -57,6 +57,14 @@ from transformer_jax.positions import (
     sinusoidal,
 )
 from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP
+from transformer_jax.streaming import (
+    StreamingEncoder,
+    chunk_mask,
+    rebase_cache,
+    rebase_state,
+    receptive_field,
+    stream_attention,
+)
 from transformer_jax.transformer import (
     Decoder,
     Encoder,
@@ -88,6 +96,7 @@ __all__ = [
     "RopeConfig",
     "Sample",
     "Segments",
+    "StreamingEncoder",
     "Temperature",
     "TopK",
     "TopP",
@@ -99,6 +108,7 @@ __all__ = [
     "bucket",
     "build",
     "cache",
+    "chunk_mask",
     "chunked_cross_entropy",
     "cross_entropy",
     "dot_product_attention",
@@ -113,6 +123,9 @@ __all__ = [
     "num_params",
     "prefill",
     "preset",
+    "rebase_cache",
+    "rebase_state",
+    "receptive_field",
     "relative_bucket",
     "rms_norm",
     "rope_frequencies",
@@ -122,6 +135,7 @@ __all__ = [
     "stack_layers",
     "state_attention",
     "stream",
+    "stream_attention",
     "train_preset",
     "unstack_layers",
 ]

@@ -188,7 +188,7 @@ class Encoder(nn.Module):
         check_tokens(tokens, cfg.vocab_size)
         if types is not None and cfg.type_vocab_size is None:
             raise ValueError("types are given, but type_vocab_size is None")
-        token_positions, mask = _place(cfg, tokens, positions, segments, mask)
+        token_positions, mask = place(cfg, tokens, positions, segments, mask)
         embed_key, stack_key = split_key(key, 2)
         x = self.embed(tokens, token_positions, types, embed_key)
         x, _ = self.encoder(
@@ -272,7 +272,7 @@ class EncoderDecoder(nn.Module):
     ) -> jax.Array:  # [B, S, D]
         """The encoder's output."""
         check_tokens(source, self.config.vocab_size)
-        token_positions, mask = _place(self.config, source, positions, None, mask)
+        token_positions, mask = place(self.config, source, positions, None, mask)
         embed_key, stack_key = split_key(key, 2)
         x = self.embed(source, token_positions, key=embed_key)
         x, _ = self.encoder(
@@ -336,15 +336,11 @@ def decode_tokens(
     check_tokens(tokens, cfg.vocab_size)
     overflow = None
     if cache is not None:
-        _check_cache(model, cache, tokens)
         if segments is not None:
             raise ValueError("segments with a cache: give each document a row of its own")
-        if positions is None:
-            positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
-        limit = cache_limit(cfg, cache.capacity)
-        if limit is not None:
-            positions, overflow = _refuse_overflow(positions, limit)
-    token_positions, placed = _place(cfg, tokens, positions, segments, mask, causal=True)
+        crossed = isinstance(model, EncoderDecoder)
+        positions, overflow = follow(cfg, cache, tokens, positions, crossed)
+    token_positions, placed = place(cfg, tokens, positions, segments, mask, causal=True)
     embed_key, stack_key = split_key(key, 2)
     x = model.embed(tokens, token_positions, key=embed_key)
     x, layers = model.decoder(
@@ -366,16 +362,37 @@ def decode_tokens(
     return logits, replace(cache, layers=layers)
 
 
-def _check_cache(model: Decoder | EncoderDecoder, cache: ModelCache, tokens: jax.Array) -> None:
+def follow(
+    config: ModelConfig,
+    cache: ModelCache,
+    tokens: jax.Array,  # [B, T]
+    positions: jax.Array | None,  # i32[B, T]; None is behind what the cache holds
+    crossed: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Positions of new tokens in a cache of this model, and the rows [B] whose cache has no room.
+
+    A known position past the end raises; a traced one becomes padding, and its row's result is to
+    be NaN. A ring ends only where int32 does.
+    """
+    _check_cache(config, cache, tokens, crossed)
+    _check_positions(tokens, positions)
+    if positions is None:
+        positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
+    limit = cache_limit(config, cache.capacity)
+    if limit is None:
+        return refuse_last(cache.length, positions)
+    return _refuse_overflow(positions, limit)
+
+
+def _check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, crossed: bool) -> None:
     """The cache has the layout, the depth and the rows of this model and these tokens."""
-    cfg, crossed = model.config, isinstance(model, EncoderDecoder)
     if crossed and cache.cross is None:
         raise ValueError("cache.cross is None: start it from a source, with method='init_cache'")
-    depth = cfg.decoder_layers if crossed else cfg.num_layers
+    depth = config.decoder_layers if crossed else config.num_layers
     for name in ("layers", "cross") if crossed else ("layers",):
         layers = getattr(cache, name)
-        if isinstance(layers, kv.KVCache) != cfg.scan_layers:
-            held, wanted = ("looped", "scanned") if cfg.scan_layers else ("scanned", "looped")
+        if isinstance(layers, kv.KVCache) != config.scan_layers:
+            held, wanted = ("looped", "scanned") if config.scan_layers else ("scanned", "looped")
             raise ValueError(f"cache.{name} is of a {held} stack, the model's is {wanted}")
         found = layers.length.shape[1] if isinstance(layers, kv.KVCache) else len(layers)
         if found != depth:
@@ -397,13 +414,33 @@ def _refuse_overflow(positions: jax.Array, limit: int) -> tuple[jax.Array, jax.A
     return jnp.where(beyond, -1, positions), beyond.any(axis=1)
 
 
+def refuse_last(
+    length: jax.Array,  # i32[B]: the next position of a ring
+    positions: jax.Array,  # i32[B, T]
+) -> tuple[jax.Array, jax.Array]:
+    """As `_refuse_overflow`, for a ring: rows that T more tokens may bring to 2^31 - 1.
+
+    `length` decides too: behind the last of int32 positions would be negative, which is padding,
+    and their tokens would vanish in silence.
+    """
+    last = np.iinfo(np.int32).max
+    beyond = (length > last - positions.shape[1]) | (positions >= last).any(axis=1)
+    if not isinstance(beyond, jax.core.Tracer) and bool(np.any(beyond)):
+        row = int(np.argmax(beyond))
+        raise ValueError(
+            f"row {row} of the cache has length {int(length[row])}: {positions.shape[1]} tokens "
+            f"more may pass {last - 1}, the last position: rebase it first"
+        )
+    return jnp.where(beyond[:, None], -1, positions), beyond
+
+
 def _default_positions(tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
     if positions is not None:
         return positions
     return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
 
-def _place(
+def place(
     config: ModelConfig,
     tokens: jax.Array,
     positions: jax.Array | None,
@@ -412,10 +449,7 @@ def _place(
     causal: bool = False,
 ) -> tuple[jax.Array, Mask | None]:
     """Positions for embeddings and rotation, and the mask with the config's window and segments."""
-    if positions is not None and not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise ValueError(f"positions are {positions.dtype}: must be integers")
-    if positions is not None and positions.shape != tokens.shape:
-        raise ValueError(f"positions {positions.shape} and tokens {tokens.shape} differ in shape")
+    _check_positions(tokens, positions)
     if config.positions == "learned" and positions is None and segments is None:
         if tokens.shape[1] > config.max_len:
             raise ValueError(f"{tokens.shape[1]} tokens are more than max_len {config.max_len}")
@@ -433,6 +467,13 @@ def _place(
     for other in extra:
         mask = other if mask is None else mask & other
     return token_positions, mask
+
+
+def _check_positions(tokens: jax.Array, positions: jax.Array | None) -> None:
+    if positions is not None and not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(f"positions are {positions.dtype}: must be integers")
+    if positions is not None and positions.shape != tokens.shape:
+        raise ValueError(f"positions {positions.shape} and tokens {tokens.shape} differ in shape")
 
 
 def _within_segments(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]
