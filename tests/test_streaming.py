@@ -295,7 +295,7 @@ def test_ragged_rows_equal_each_row_alone(rng):
     want = np.asarray(jit_apply(model, params, frames)[0])
     cache, compared = ring(model, capacity=11), 0
     for count in [19, 19, 19, 19, 19, 19]:
-        valid = rng.random((ROWS, count)) < [[0.4], [0.8]]
+        valid = rng.random((ROWS, count)) < [[0.25], [0.8]]
         positions = np.asarray(kv.next_positions(jnp.asarray(lengths), jnp.asarray(valid)))
         positions = np.where(positions < 67, positions, -1)
         chunk = np.full((ROWS, count, FRAME), np.nan, np.float32)
@@ -487,7 +487,7 @@ def test_a_stream_ends_by_name_or_in_nan_and_goes_on_moved_back(rng):
     want = layer_oracle("half", *arrays, WINDOW)
     early, late = ([x[:, at] for x in arrays] for at in (slice(61), slice(61, None)))
     _, state = feed_layer("half", layer_state(END - 100), early, [61])
-    with pytest.raises(ValueError, match=r"row 0 of the cache has length 2147483608: 61 tokens"):
+    with pytest.raises(ValueError, match="row 0 reaches position 2147483647: rebase"):
         stream_attention(state, *late, **LAYERS["half"])
     lost, kept = feed_layer("half", state, late, [61])
     assert np.isnan(lost).all() and kept.length.tolist() == state.length.tolist()
@@ -510,11 +510,11 @@ def test_a_decoder_too_ends_by_name_or_in_nan(rng):
     out, after = jit_apply(model, params, tokens, cache=after)
     assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
     assert after.length.tolist() == [END - 4, END]
-    with pytest.raises(ValueError, match="row 0 of the cache has length 2147483643: 5 tokens"):
+    with pytest.raises(ValueError, match="row 0 reaches position 2147483647: rebase"):
         apply(model, params, tokens, cache=after)
     out, after = jit_apply(model, params, tokens, cache=rebase_cache(after, model.config))
     assert np.isfinite(out).all() and max(after.length.tolist()) < 30
-    with pytest.raises(ValueError, match="rebase it first"):
+    with pytest.raises(ValueError, match="row 0 reaches position 2147483647: rebase"):
         apply(model, params, tokens, positions=jnp.full((2, 5), END), cache=ring(model, 2, 7))
 
 

@@ -172,7 +172,7 @@ def stream_attention(
     else:
         if positions is None:
             positions = kv.next_positions(state.length, jnp.ones((rows, count), bool))
-        placed, refused = refuse_last(state.length, positions)
+        placed, refused = refuse_last(positions)
     if rope is not None:
         query, key = (pos.apply_rope(x, placed, rope) for x in (query, key))
     seen = placed

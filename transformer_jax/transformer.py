@@ -380,7 +380,7 @@ def follow(
         positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
     limit = cache_limit(config, cache.capacity)
     if limit is None:
-        return refuse_last(cache.length, positions)
+        return refuse_last(positions)
     return _refuse_overflow(positions, limit)
 
 
@@ -415,22 +415,18 @@ def _refuse_overflow(positions: jax.Array, limit: int) -> tuple[jax.Array, jax.A
 
 
 def refuse_last(
-    length: jax.Array,  # i32[B]: the next position of a ring
     positions: jax.Array,  # i32[B, T]
 ) -> tuple[jax.Array, jax.Array]:
-    """As `_refuse_overflow`, for a ring: rows that T more tokens may bring to 2^31 - 1.
+    """As `_refuse_overflow`, for a ring: rows that reach 2^31 - 1 are padding as a whole.
 
-    `length` decides too: behind the last of int32 positions would be negative, which is padding,
-    and their tokens would vanish in silence.
+    Behind it positions would be negative, which is padding, and vanish in silence; a row that
+    counts past it holds it.
     """
     last = np.iinfo(np.int32).max
-    beyond = (length > last - positions.shape[1]) | (positions >= last).any(axis=1)
+    beyond = (positions >= last).any(axis=1)
     if not isinstance(beyond, jax.core.Tracer) and bool(np.any(beyond)):
         row = int(np.argmax(beyond))
-        raise ValueError(
-            f"row {row} of the cache has length {int(length[row])}: {positions.shape[1]} tokens "
-            f"more may pass {last - 1}, the last position: rebase it first"
-        )
+        raise ValueError(f"row {row} reaches position {last}: rebase the cache before it does")
     return jnp.where(beyond[:, None], -1, positions), beyond
 
 
