@@ -33,6 +33,7 @@ ORDER = [
     "recurrent",
     "models",
     "rows",
+    "streaming",
     "sampling",
     "processors",
     "decode",

@@ -15,7 +15,7 @@ from tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits,
 from transformer_jax import positions as pos
 from transformer_jax.config import RopeConfig
 
-FAR = np.array([0, 1, 255, 256, 257, 4095, 15_962, 131_071], np.int32)
+FAR = np.array([0, 1, 257, 4095, 131_071, 10**6, 10**7, 10**8 + 1, 2**31 - 1, -(10**7)], np.int32)
 B, T, S, N, H = 2, 5, 7, 3, 10
 LONG = dict(factor=8.0, original_len=4096)
 ROTATIONS = {
@@ -79,7 +79,7 @@ def inside_unit_circles(rng, *shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rotation_is_exact_to_the_rounding_of_the_angle(rng, pairing, dtype):
+def test_rotation_is_exact_at_every_position(rng, pairing, dtype):
     config = RopeConfig(pairing=pairing)
     x = jnp.asarray(inside_unit_circles(rng, 1, len(FAR), N, 64)).astype(dtype)
     actual = pos.apply_rope(x, jnp.asarray(FAR), config)
@@ -88,20 +88,20 @@ def test_rotation_is_exact_to_the_rounding_of_the_angle(rng, pairing, dtype):
     for t, position in enumerate(FAR.tolist()):
         rounding = 0.0 if dtype == "float32" else 2.0**-8 * np.abs(expected[:, t]).max()
         error = largest_error(actual[:, t], expected[:, t])
-        assert error <= position * 2.0**-23 + 1e-6 + rounding, f"position {position}: {error}"
+        assert error <= 1e-6 + rounding, f"position {position}: {error}"
 
 
-@pytest.mark.parametrize(("shift", "tolerance"), [(4_000, 1e-3), (100_000, 2e-2)])
-def test_scores_depend_only_on_the_distance(rng, shift, tolerance):
+@pytest.mark.parametrize("shift", [4_000, 100_000, 10**8, 2**31 - 12])
+def test_scores_depend_only_on_the_distance(rng, shift):
     q, k = (inside_unit_circles(rng, 1, 11, 1, 64) for _ in range(2))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
 
     def scores(start: int) -> np.ndarray:
-        positions = jnp.arange(start, start + 11)
+        positions = start + jnp.arange(11)
         rotate = [pos.apply_rope(jnp.asarray(x), positions, RopeConfig())[0, :, 0] for x in (q, k)]
         return np.asarray(rotate[0] @ rotate[1].T)
 
-    assert largest_error(scores(shift), scores(0)) <= tolerance
+    assert largest_error(scores(shift), scores(0)) <= 1e-6
     moved = pos.apply_rope(jnp.asarray(q), jnp.arange(3, 14), RopeConfig())
     assert largest_error(moved, pos.apply_rope(jnp.asarray(q), jnp.arange(11), RopeConfig())) > 0.1
 
@@ -284,7 +284,7 @@ def test_sinusoids_match_the_formula():
     for row, position in enumerate(FAR.tolist()):
         angles = [position / 10_000 ** (2 * i / 34) for i in range(17)]
         expected = [f(a) for a in angles for f in (math.sin, math.cos)]
-        assert largest_error(actual[row], expected) <= position * 2.0**-23 + 1e-6
+        assert largest_error(actual[row], expected) <= 1e-6
     with pytest.raises(ValueError, match="dim is 5"):
         pos.sinusoidal(jnp.arange(3), 5)
 

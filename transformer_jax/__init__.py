@@ -77,6 +77,14 @@ from transformer_jax.recurrent import (
 )
 from transformer_jax.rows import fork
 from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP, Typical
+from transformer_jax.streaming import (
+    StreamingEncoder,
+    chunk_mask,
+    rebase_cache,
+    rebase_state,
+    receptive_field,
+    stream_attention,
+)
 from transformer_jax.transformer import (
     Decoder,
     Encoder,
@@ -123,6 +131,7 @@ __all__ = [
     "Sample",
     "Segments",
     "SourceMemory",
+    "StreamingEncoder",
     "Temperature",
     "TopK",
     "TopP",
@@ -136,6 +145,7 @@ __all__ = [
     "build",
     "cache",
     "cache_bytes",
+    "chunk_mask",
     "chunked_cross_entropy",
     "cross_entropy",
     "dot_product_attention",
@@ -152,6 +162,9 @@ __all__ = [
     "num_params",
     "prefill",
     "preset",
+    "rebase_cache",
+    "rebase_state",
+    "receptive_field",
     "relative_bucket",
     "rewind_cache",
     "rms_norm",
@@ -162,6 +175,7 @@ __all__ = [
     "stack_layers",
     "state_attention",
     "stream",
+    "stream_attention",
     "train_preset",
     "unstack_layers",
 ]

@@ -1,8 +1,9 @@
 """How order enters a transformer: sinusoids, learned rows, rotations, and biases of a distance.
 
 Everything is a function of positions, integers that may start anywhere and differ between rows,
-so a cached step and a full pass agree. Angles are float32 whatever the compute dtype: bfloat16
-counts only to 256. A negative position is padding: nothing fails, and nobody attends to it.
+so a cached step and a full pass agree. Angles are float32 whatever the compute dtype, and lose
+their whole turns before they are rounded: they are as exact at position 2^31 - 1 as at 1. A
+negative position is padding: nothing fails, and nobody attends to it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def sinusoidal(
     """sin(p base^(-2i/dim)) at 2i, cos of the same angle at 2i + 1 (Vaswani et al. 2017, 3.5)."""
     if dim % 2 or dim < 2:
         raise ValueError(f"dim is {dim}: must be even and at least 2")
-    angles = _angles(positions, _inverse_frequencies(base, dim).astype(np.float32))
+    angles = _angles(positions, _inverse_frequencies(base, dim))
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*angles.shape[:-1], dim)
 
 
@@ -66,6 +67,12 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
 
     Computed in float64 and rounded once.
     """
+    frequencies, factor = _rope_frequencies(config, head_dim)
+    return frequencies.astype(np.float32), factor
+
+
+def _rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """As `rope_frequencies`, in float64."""
     dims = head_dim if config.dims is None else config.dims
     if dims > head_dim or dims % 2:
         raise ValueError(f"dims is {dims}: must be even and at most head_dim {head_dim}")
@@ -96,7 +103,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
         attention_factor = 0.1 * math.log(factor) + 1.0
         if config.attention_factor is not None:
             attention_factor = config.attention_factor
-    return w.astype(np.float32), attention_factor
+    return w, attention_factor
 
 
 def apply_rope(
@@ -109,9 +116,9 @@ def apply_rope(
     Scores of rotated queries and keys depend only on the difference of their positions.
     Dimensions behind the rotated ones pass through.
     """
-    inv_freq, factor = rope_frequencies(config, x.shape[-1])
-    dims = 2 * len(inv_freq)
-    angles = _angles(positions, inv_freq)
+    frequencies, factor = _rope_frequencies(config, x.shape[-1])
+    dims = 2 * len(frequencies)
+    angles = _angles(positions, frequencies)
     angles = angles[..., None, :] if angles.ndim == 3 else angles[None, :, None]
     cos, sin = factor * jnp.cos(angles), factor * jnp.sin(angles)  # [B or 1, T, 1, dims/2]
     rotated = x[..., :dims].astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -130,13 +137,27 @@ def _inverse_frequencies(base: float, dims: int) -> np.ndarray:
     return base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
 
 
-def _angles(positions: jax.Array, inv_freq: np.ndarray) -> jax.Array:  # f32[..., dims/2]
+def _angles(positions: jax.Array, frequencies: np.ndarray) -> jax.Array:  # f32[..., dims/2]
+    """p w less its whole turns, in [-pi, pi]; a product in f32 would be wrong by p w 2^-24.
+
+    A frequency is a 64-bit fraction of a turn, and its product with p wraps in uint32 as turns do:
+    the phase is exact to 2^-30 turns at every int32 position.
+    """
     positions = jnp.asarray(positions)
     if positions.dtype in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"positions are {positions.dtype}: such numbers cannot count; use int32")
-    return positions.astype(jnp.float32)[..., None] * jnp.asarray(inv_freq).reshape(
-        (1,) * positions.ndim + (-1,)
-    )
+    lead = (1,) * positions.ndim
+    if jnp.issubdtype(positions.dtype, jnp.floating):
+        w = jnp.asarray(frequencies, jnp.float32).reshape(*lead, -1)
+        return positions.astype(jnp.float32)[..., None] * w
+    turns = np.array([int(w / (2 * math.pi) % 1.0 * 2.0**64) for w in frequencies], np.uint64)
+    high, low = (jnp.asarray(x.astype(np.uint32)).reshape(*lead, -1) for x in divmod(turns, 2**32))
+    p = jnp.abs(positions.astype(jnp.int32)).astype(jnp.uint32)[..., None]
+    (p1, p0), (low1, low0) = ((x >> 16, x & 0xFFFF) for x in (p, low))
+    phase = p * high + p1 * low1 + (p1 * low0 >> 16) + (p0 * low1 >> 16)  # in 2^-32 turns
+    signed = jax.lax.bitcast_convert_type(phase, jnp.int32)
+    angles = signed.astype(jnp.float32) * np.float32(2 * math.pi / 2.0**32)
+    return jnp.where((positions < 0)[..., None], -angles, angles)
 
 
 # Biases of a distance: values with `.materialize`, added to the scores

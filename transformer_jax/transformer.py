@@ -260,7 +260,7 @@ class Encoder(nn.Module):
         check_tokens(tokens, cfg.vocab_size)
         if types is not None and cfg.type_vocab_size is None:
             raise ValueError("types are given, but type_vocab_size is None")
-        token_positions, masks = _place(cfg, tokens, positions, segments, mask)
+        token_positions, masks = place(cfg, tokens, positions, segments, mask)
         embed_key, stack_key = split_key(key, 2)
         x = self.embed(tokens, token_positions, types, embed_key)
         x, _ = self.encoder(
@@ -344,7 +344,7 @@ class EncoderDecoder(nn.Module):
     ) -> jax.Array:  # [B, S, D]
         """The encoder's output."""
         check_tokens(source, self.config.vocab_size)
-        token_positions, masks = _place(self.config, source, positions, None, mask)
+        token_positions, masks = place(self.config, source, positions, None, mask)
         embed_key, stack_key = split_key(key, 2)
         x = self.embed(source, token_positions, key=embed_key)
         x, _ = self.encoder(
@@ -415,15 +415,11 @@ def decode_tokens(
     check_tokens(tokens, cfg.vocab_size)
     overflow = None
     if cache is not None:
-        _check_cache(model, cache, tokens)
         if segments is not None:
             raise ValueError("segments with a cache: give each document a row of its own")
-        if positions is None:
-            positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
-        limit = cache_limit(cfg, cache.capacity)
-        if limit is not None:
-            positions, overflow = _refuse_overflow(positions, limit)
-    token_positions, masks = _place(cfg, tokens, positions, segments, mask, causal=True)
+        crossed = isinstance(model, EncoderDecoder)
+        positions, overflow = follow(cfg, cache, tokens, positions, crossed)
+    token_positions, masks = place(cfg, tokens, positions, segments, mask, causal=True)
     embed_key, stack_key = split_key(key, 2)
     x = model.embed(tokens, token_positions, key=embed_key)
     x, layers = model.decoder(
@@ -445,28 +441,49 @@ def decode_tokens(
     return logits, replace(cache, layers=layers)
 
 
-def _check_cache(model: Decoder | EncoderDecoder, cache: ModelCache, tokens: jax.Array) -> None:
+def follow(
+    config: ModelConfig,
+    cache: ModelCache,
+    tokens: jax.Array,  # [B, T]
+    positions: jax.Array | None,  # i32[B, T]; None is behind what the cache holds
+    crossed: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Positions of new tokens in a cache of this model, and the rows [B] whose cache has no room.
+
+    A known position past the end raises; a traced one becomes padding, and its row's result is to
+    be NaN. A ring ends only where int32 does.
+    """
+    _check_cache(config, cache, tokens, crossed)
+    _check_positions(tokens, positions)
+    if positions is None:
+        positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
+    limit = cache_limit(config, cache.capacity)
+    if limit is None:
+        return refuse_last(positions)
+    return _refuse_overflow(positions, limit)
+
+
+def _check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, crossed: bool) -> None:
     """The cache has the layout, the depth and the rows of this model and these tokens."""
-    cfg, crossed = model.config, isinstance(model, EncoderDecoder)
     if crossed and cache.cross is None:
         raise ValueError("cache.cross is None: start it from a source, with method='init_cache'")
-    depth = cfg.decoder_layers if crossed else cfg.num_layers
+    depth = config.decoder_layers if crossed else config.num_layers
     for name in ("layers", "cross") if crossed else ("layers",):
         layers = getattr(cache, name)
-        if isinstance(layers, kv.KVCache) != cfg.scan_layers:
-            held, wanted = ("looped", "scanned") if cfg.scan_layers else ("scanned", "looped")
+        if isinstance(layers, kv.KVCache) != config.scan_layers:
+            held, wanted = ("looped", "scanned") if config.scan_layers else ("scanned", "looped")
             raise ValueError(f"cache.{name} is of a {held} stack, the model's is {wanted}")
         found = layers.length.shape[1] if isinstance(layers, kv.KVCache) else len(layers)
         if found != depth:
             raise ValueError(f"cache.{name} has {found} layers, the model {depth}")
-    for i in range(1 if cfg.scan_layers else depth):
+    for i in range(1 if config.scan_layers else depth):
         if isinstance(cache.layers, kv.KVCache):
             slots, sinks = cache.capacity, cache.layers.sinks
         else:
             slots, sinks = cache.layers[i].capacity, cache.layers[i].sinks
-        least = _slots(cfg, i, cache.capacity)
-        if slots < least or sinks != _sinks(cfg, i, slots):
-            wants = f"the model wants {_sinks(cfg, i, slots)} and at least {least}"
+        least = _slots(config, i, cache.capacity)
+        if slots < least or sinks != _sinks(config, i, slots):
+            wants = f"the model wants {_sinks(config, i, slots)} and at least {least}"
             raise ValueError(f"cache.layers[{i}] has {sinks} sinks and {slots} slots, {wants}")
     if cache.length.shape[0] != tokens.shape[0]:
         raise ValueError(f"tokens have {tokens.shape[0]} rows, the cache {cache.length.shape[0]}")
@@ -485,13 +502,29 @@ def _refuse_overflow(positions: jax.Array, limit: int) -> tuple[jax.Array, jax.A
     return jnp.where(beyond, -1, positions), beyond.any(axis=1)
 
 
+def refuse_last(
+    positions: jax.Array,  # i32[B, T]
+) -> tuple[jax.Array, jax.Array]:
+    """As `_refuse_overflow`, for a ring: rows that reach 2^31 - 1 are padding as a whole.
+
+    Behind it positions would be negative, which is padding, and vanish in silence; a row that
+    counts past it holds it.
+    """
+    last = np.iinfo(np.int32).max
+    beyond = (positions >= last).any(axis=1)
+    if not isinstance(beyond, jax.core.Tracer) and bool(np.any(beyond)):
+        row = int(np.argmax(beyond))
+        raise ValueError(f"row {row} reaches position {last}: rebase the cache before it does")
+    return jnp.where(beyond[:, None], -1, positions), beyond
+
+
 def _default_positions(tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
     if positions is not None:
         return positions
     return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
 
-def _place(
+def place(
     config: ModelConfig,
     tokens: jax.Array,
     positions: jax.Array | None,
@@ -501,10 +534,7 @@ def _place(
 ) -> tuple[jax.Array, tuple[Mask | None, ...]]:
     """Positions for embeddings and rotation, and for each window of the config's pattern the mask
     with that window, the sinks and the segments."""
-    if positions is not None and not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise ValueError(f"positions are {positions.dtype}: must be integers")
-    if positions is not None and positions.shape != tokens.shape:
-        raise ValueError(f"positions {positions.shape} and tokens {tokens.shape} differ in shape")
+    _check_positions(tokens, positions)
     if config.positions == "learned" and positions is None and segments is None:
         if tokens.shape[1] > config.max_len:
             raise ValueError(f"{tokens.shape[1]} tokens are more than max_len {config.max_len}")
@@ -530,6 +560,13 @@ def _place(
         return near if mask is None else mask & near
 
     return token_positions, tuple(map(within, config.windows))
+
+
+def _check_positions(tokens: jax.Array, positions: jax.Array | None) -> None:
+    if positions is not None and not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(f"positions are {positions.dtype}: must be integers")
+    if positions is not None and positions.shape != tokens.shape:
+        raise ValueError(f"positions {positions.shape} and tokens {tokens.shape} differ in shape")
 
 
 def _within_segments(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]

@@ -1,0 +1,338 @@
+"""Windowed attention over an input that never ends: a chunk in, its result out, a state carried on.
+
+The numbers are those of windowed attention over the whole sequence, whatever the chunks; the state
+holds the last W keys. There are three ways in:
+
+    Decoder with a window       tokens; its ModelCache is the state
+    StreamingEncoder            vectors, such as speech frames; the same ModelCache
+    stream_attention            one layer, on arrays; the state is a KVCache
+
+Positions are int32, so a stream is moved back before 2^31 - 1 (248 days of 10 ms frames), by
+`rebase_cache` or `rebase_state`: what a window computes depends on differences only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax import cache as kv
+from transformer_jax import positions as pos
+from transformer_jax.attention import dot_product_attention
+from transformer_jax.config import ModelConfig, RopeConfig
+from transformer_jax.layers import Linear, Norm, dropout, split_key
+from transformer_jax.masks import Causal, Mask, Predicate, Window
+from transformer_jax.reference import Bias
+from transformer_jax.transformer import ModelCache, Stack, cache_limit, follow, place, refuse_last
+
+
+def receptive_field(config: ModelConfig) -> int:
+    """Inputs an output of a causal stack depends on, its own included: 1 + sum over layers (W - 1).
+
+    Sinks, which all outputs depend on, are not counted.
+    """
+    windows = [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
+    if None in windows:
+        raise ValueError(f"window is {config.window}: a layer without one sees everything")
+    return 1 + sum(window - 1 for window in windows if window is not None)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    chunk: int
+    history: int
+
+    def __call__(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        after = k - q // self.chunk * self.chunk  # no sum of positions, which might pass int32
+        return (after >= -self.history) & (after < self.chunk)
+
+
+def chunk_mask(chunk: int, history: int) -> Mask:
+    """A query sees its own chunk, the frames behind it included, and `history` frames before that.
+
+    chunk_mask(2, 1)
+
+    # # . .
+    # # . .
+    . # # #
+    . # # #
+    """
+    if chunk < 1 or history < 0:
+        raise ValueError(f"chunk is {chunk}, history {history}: must be at least 1 and 0")
+    return Predicate(_Chunks(chunk, history))
+
+
+class StreamingEncoder(nn.Module):
+    """A causal windowed stack over vectors: W_in x, then the blocks of the config.
+
+    With `chunk` C a frame sees all of its chunk (positions from a multiple of C on) and the
+    W - C frames before that chunk. A call then starts at a multiple of C in every row; one that
+    does not raises, or under trace gives NaN.
+    """
+
+    config: ModelConfig
+    frame_dim: int
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_encoder(self.config, self.frame_dim, self.chunk)
+        super().__post_init__()
+
+    def setup(self) -> None:
+        cfg = self.config
+        self.input = Linear(cfg, (cfg.d_model,), std=self.frame_dim**-0.5)
+        if cfg.embedding_norm:
+            self.input_norm = Norm(cfg)
+        self.encoder = Stack(cfg, cfg.num_layers)
+
+    def __call__(
+        self,
+        frames: jax.Array,  # [B, T, frame_dim]
+        *,
+        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        cache: ModelCache | None = None,
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, ModelCache | None]:
+        """Features [B, T, D] in the compute dtype, and the updated cache.
+
+        Without `positions`, frames stand at arange(T), or behind what the cache holds;
+        `cache.next_positions(state.length, valid)` places the valid ones of a ragged chunk.
+        """
+        cfg = self.config
+        _check_frames(frames, self.frame_dim, positions, cache)
+        places, refused = frames[:, :, 0], None
+        if cache is not None:
+            limit = cache_limit(cfg, cache.capacity)
+            if limit is not None:
+                raise ValueError(f"capacity is {limit}: must be at least window, {cfg.window}")
+            positions, refused = follow(cfg, cache, places, positions)
+        if self.chunk is not None and positions is not None:
+            astray = _astray(positions, self.chunk)
+            refused = astray if refused is None else refused | astray
+        token_positions, masks = place(cfg, places, positions, None, self._mask(), causal=True)
+        input_key, stack_key = split_key(key, 2)
+        x = self._embed(frames, token_positions, input_key)
+        x, layers = self.encoder(
+            x,
+            positions=positions,
+            token_positions=token_positions,
+            masks=masks,
+            layers=None if cache is None else cache.layers,
+            key=stack_key,
+        )
+        if refused is not None:
+            x = jnp.where(refused[:, None, None], jnp.nan, x)
+        return x, None if layers is None else ModelCache(layers)
+
+    def _mask(self) -> Mask:
+        if self.chunk is None:
+            return Causal()
+        return chunk_mask(self.chunk, _window(self.config) - self.chunk)
+
+    def _embed(self, frames, token_positions, key) -> jax.Array:  # [B, T, D]
+        cfg = self.config
+        if token_positions.ndim == 2:  # or 0 * NaN of a padding frame would enter gradients
+            frames = jnp.where((token_positions < 0)[:, :, None], 0.0, frames)
+        x = self.input(frames)
+        if cfg.positions == "sinusoidal":
+            added = pos.sinusoidal(token_positions, cfg.d_model).astype(x.dtype)
+            x = x + (added if added.ndim == 3 else added[None])
+        if cfg.embedding_norm:
+            x = self.input_norm(x)
+        return dropout(x, cfg.dropout, key)
+
+
+def stream_attention(
+    state: kv.KVCache | None,
+    query: jax.Array,  # [B, T, N, H]
+    key: jax.Array,  # [B, T, K, H]
+    value: jax.Array,  # [B, T, K, Hv]
+    *,
+    window: int | None = None,
+    positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+    mask: Mask | None = None,
+    rope: RopeConfig | None = None,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,  # [N]
+    implementation: str | None = None,
+) -> tuple[jax.Array, kv.KVCache | None]:  # [B, T, N, Hv]
+    """One layer of windowed attention: the result of T new tokens, and the state behind them.
+
+    A state is a ring, `cache.init(batch, window, num_kv_heads, head_dim)`; None is the whole
+    sequence at once. `window` None is the ring's capacity; a `mask` takes the place of Causal(),
+    and the window is added to it. With `rope`, queries and keys are rotated here. Without
+    `positions`, tokens stand behind those of the state.
+    """
+    rows, count = _check_attention(state, query, window, positions, bias)
+    refused, placed = None, positions
+    if state is None:
+        placed = jnp.arange(count)[None] if positions is None else positions
+        placed = jnp.broadcast_to(placed, (rows, count))
+    else:
+        if positions is None:
+            positions = kv.next_positions(state.length, jnp.ones((rows, count), bool))
+        placed, refused = refuse_last(positions)
+    if rope is not None:
+        query, key = (pos.apply_rope(x, placed, rope) for x in (query, key))
+    seen = placed
+    if state is not None:
+        window = state.capacity if window is None else window
+        state, key, value, seen = kv.extend(state, key, value, placed, window)
+    out = dot_product_attention(
+        query,
+        key,
+        value,
+        mask=(Causal() if mask is None else mask) & Window(window),
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        q_positions=placed,
+        k_positions=seen,
+        implementation=implementation,
+    )
+    if refused is not None:
+        out = jnp.where(refused[:, None, None, None], jnp.nan, out)
+    return out, state
+
+
+def rebase_state(
+    state: kv.KVCache, rope: RopeConfig | None = None, multiple: int = 1
+) -> kv.KVCache:
+    """The same stream at smaller positions: row b moves back by a multiple of S and `multiple`.
+
+    Keys rotated by `rope` are turned back by as much, R(p - shift) = R(-shift) R(p), one rounding
+    in their dtype. Mask, bias and rotation read differences of positions, so no result changes.
+    """
+    if multiple < 1:
+        raise ValueError(f"multiple is {multiple}: must be at least 1")
+    step = math.lcm(state.capacity, multiple)
+    shift = jnp.maximum(state.length - state.capacity, 0) // step * step  # [B]
+    k = state.k
+    if rope is not None:
+        if not jnp.issubdtype(k.dtype, jnp.floating):
+            raise ValueError(f"keys are {k.dtype}: must be floating to be rotated")
+        if rope.scaling == "yarn":
+            rope = replace(rope, attention_factor=1.0)  # the keys have been multiplied already
+        k = pos.apply_rope(k, jnp.broadcast_to(-shift[:, None], state.positions.shape), rope)
+    positions = state.positions - shift[:, None]
+    return replace(
+        state,
+        k=k,
+        positions=jnp.where(state.positions < shift[:, None], -1, positions),
+        length=state.length - shift,
+    )
+
+
+def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> ModelCache:
+    """`rebase_state` in every layer, for a Decoder or a StreamingEncoder with a window.
+
+    `multiple` is the StreamingEncoder's chunk, if it has one.
+    """
+    if config.positions in ("learned", "sinusoidal"):
+        rule = "they are absolute, and cannot be moved"
+        raise ValueError(f"positions is {config.positions!r}: {rule}")
+    if config.sink_tokens:
+        raise ValueError(f"sink_tokens is {config.sink_tokens}: sinks stay where they are")
+    _window(config)
+    limit = cache_limit(config, cache.capacity)
+    if limit is not None:
+        raise ValueError(f"capacity is {limit}, window {config.window}: not a ring of the window")
+    if cache.cross is not None:
+        raise ValueError("cache.cross is not None: a target has an end, and is not rebased")
+    rope = config.rope if config.positions == "rope" else None
+
+    def move(layer: kv.KVCache) -> kv.KVCache:
+        return rebase_state(layer, rope, multiple)
+
+    if isinstance(cache.layers, kv.KVCache):
+        return ModelCache(jax.vmap(move, in_axes=1, out_axes=1)(cache.layers))
+    return ModelCache(tuple(move(layer) for layer in cache.layers))
+
+
+def _window(config: ModelConfig) -> int:
+    if config.window is None:
+        raise ValueError("window is None: an endless input needs a window")
+    if isinstance(config.window, tuple):
+        raise ValueError(f"window is {config.window}: an endless input needs one for all layers")
+    return config.window
+
+
+def _check_encoder(config: ModelConfig, frame_dim: int, chunk: int | None) -> None:
+    window = _window(config)
+    if config.kind != "decoder":
+        raise ValueError(
+            f"kind is {config.kind!r}: a StreamingEncoder is a causal stack, 'decoder'"
+        )
+    if config.positions == "learned":
+        raise ValueError("positions is 'learned': a table ends; use 'rope', 'alibi', 't5', ...")
+    for name in ("scale_embeddings", "logit_bias", "logit_softcap"):
+        if getattr(config, name):
+            rule = "frames have no token table"
+            raise ValueError(f"{name} is {getattr(config, name)!r}: {rule}")
+    if frame_dim < 1:
+        raise ValueError(f"frame_dim is {frame_dim}: must be at least 1")
+    if chunk is not None and not 1 <= chunk <= window:
+        raise ValueError(f"chunk is {chunk}: must be from 1 to window, {window}")
+
+
+def _check_frames(frames, frame_dim: int, positions, cache: ModelCache | None) -> None:
+    shape, dtype = getattr(frames, "shape", None), getattr(frames, "dtype", None)
+    if shape is None or dtype is None:
+        raise ValueError(f"frames are a {type(frames).__name__}: must be an array [B, T, D_in]")
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    if len(shape) != 3 or shape[2] != frame_dim or not floating:
+        rule = f"must be floating [B, T, {frame_dim}]"
+        raise ValueError(f"frames are {dtype}{list(shape)}: {rule}")
+    _check_positions("frames", shape, positions)
+    if cache is not None and cache.length.shape[0] != shape[0]:
+        raise ValueError(f"frames have {shape[0]} rows, the cache {cache.length.shape[0]}")
+
+
+def _check_positions(name: str, shape: tuple[int, ...], positions) -> None:
+    if positions is None:
+        return
+    if positions.shape != shape[:2] or not jnp.issubdtype(positions.dtype, jnp.integer):
+        given = f"{positions.dtype}{list(positions.shape)}"
+        rule = f"must be integers {list(shape[:2])}, as {name} are"
+        raise ValueError(f"positions are {given}: {rule}")
+
+
+def _check_attention(state, query, window, positions, bias) -> tuple[int, int]:
+    if len(query.shape) != 4:
+        raise ValueError(f"query has shape {query.shape}: must be [B, T, N, H]")
+    _check_positions("queries", query.shape, positions)
+    if state is None and window is None:
+        raise ValueError("window is None without a state: give one of them")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}: must be at least 1")
+    if state is not None:
+        if window is not None and state.capacity < window:
+            raise ValueError(f"capacity is {state.capacity}: must be at least window, {window}")
+        if state.length.shape[0] != query.shape[0]:
+            raise ValueError(f"query has {query.shape[0]} rows, the state {state.length.shape[0]}")
+    if bias is not None and not isinstance(bias, Bias):
+        kind = type(bias).__name__
+        raise ValueError(f"bias is a {kind}: must be a value such as ALiBi or RelativeBias")
+    return query.shape[0], query.shape[1]
+
+
+def _astray(positions: jax.Array, chunk: int) -> jax.Array:  # bool[B]
+    """Rows whose first position is no multiple of `chunk`; known ones raise."""
+    first = jnp.where(positions < 0, np.iinfo(np.int32).max, positions).min(
+        axis=1, initial=np.iinfo(np.int32).max
+    )
+    astray = (first % chunk != 0) & (positions >= 0).any(axis=1)
+    if not isinstance(astray, jax.core.Tracer) and bool(np.any(astray)):
+        row = int(np.argmax(astray))
+        raise ValueError(
+            f"row {row} starts at position {int(first[row])}: must be a multiple of chunk {chunk}"
+        )
+    return astray
