@@ -35,6 +35,7 @@ ORDER = [
     "sampling",
     "processors",
     "decode",
+    "beam",
     "losses",
     "data",
     "completion",
