@@ -174,7 +174,7 @@ PENALTIES += [(None, lambda n: 1.0), (GNMTPenalty(0.6), lambda n: ((5 + n) / 6) 
 WIDE = [  # vocabulary, longest, stop tokens
     (3, 5, (0,)),
     (5, 4, (4, 2)),
-    (4, 3, (0, 1, 3)),
+    pytest.param((4, 3, (0, 1, 3)), marks=pytest.mark.slow),
     pytest.param((4, 4, ()), marks=pytest.mark.slow),
 ]
 
@@ -363,6 +363,12 @@ def test_broken_logits_break_their_row_alone(poison):
     assert (np.asarray(got.tokens)[row] == -1).all() and got.lengths[row].tolist() == [0, 0]
     assert np.isnan(np.asarray(got.scores)[row]).all()
     assert np.isnan(np.asarray(got.log_probs)[row]).all()
+    later = search(
+        dict(params, logits=params["logits"].at[5].set(poison)), state=states(),
+        length_penalty=LengthPenalty(2.0),
+    )  # fmt: skip
+    assert (np.asarray(later.tokens) == -1).all() and (np.asarray(later.lengths) == 0).all()
+    assert np.isnan(np.asarray(later.scores)).all()
     others = np.array([other for other in range(4) if other != row])
     assert_same(jax.tree.map(lambda x: x[others], got), jax.tree.map(lambda x: x[others], whole))
 
@@ -584,6 +590,7 @@ REFUSED = [
     (r"diversity is -1: must be at least 0", dict(groups=2, diversity=-1)),
     (r"diversity is 0.5 with 1 group", dict(diversity=0.5)),
     (r"stop has 5: must be in 0..4", dict(stop=(1, 5))),
+    (r"stop is None: must be a token id or several", dict(stop=None)),
     (r"stop have -1: must be token ids", dict(stop=-1)),
     (r"stop have 1.0: must be token ids", dict(stop=(1.0,))),
     (r"length_penalty is 1.0: must be a value", dict(length_penalty=1.0)),
@@ -638,11 +645,17 @@ def test_an_empty_batch_gives_no_results():
 
 
 def test_beam_search_is_clean():
-    """No leaked tracer, no NaN, no silent transfer."""
+    """No leaked tracer, no NaN, no silent transfer, no 64 bits where they are allowed."""
     params, state = automaton(1, 5), states()
-    with jax.checking_leaks(), jax.debug_nans(True), jax.transfer_guard("disallow"):
+    with (
+        jax.checking_leaks(),
+        jax.debug_nans(True),
+        jax.transfer_guard("disallow"),
+        jax.enable_x64(True),
+    ):
         got = beam_search(
-            STEP, params, prompts(5), state, num_tokens=2, num_beams=2, stop=1,
-            length_penalty=LengthPenalty(0.7), processors=(Force(3),),
+            STEP, params, prompts(5), state, num_tokens=2, num_beams=2, stop=1, groups=2,
+            diversity=0.5, length_penalty=LengthPenalty(0.7), processors=(Force(3),),
         )  # fmt: skip
     assert got.tokens[:, 0, 0].tolist() == [3] * 4
+    assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [jnp.int32] * 2 + [jnp.float32] * 2

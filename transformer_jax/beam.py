@@ -10,7 +10,7 @@ Ties go to the lower beam, then to the lower token id; of equal scores, to what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
@@ -203,13 +203,12 @@ def _search(step, params, prompt, lengths, state, weights, plan):
     search, _, _ = jax.lax.while_loop(lives, advance, (search, state, history))
     factor = weights.factors[-1]
     found = _keep(plan, search.found, search.tokens, plan.num_tokens, search.log_probs, factor)
-    none = (found.scores == -jnp.inf) | search.broken[:, None]
-    nothing = jnp.where(search.broken, jnp.nan, -jnp.inf)[:, None]
+    broken = search.broken[:, None]
     return Beams(
-        tokens=jnp.where(none[..., None], -1, found.tokens),
-        lengths=jnp.where(none, 0, found.lengths),
-        scores=jnp.where(none, nothing, found.scores),
-        log_probs=jnp.where(none, nothing, found.log_probs),
+        tokens=jnp.where(broken[..., None], -1, found.tokens),
+        lengths=jnp.where(broken, 0, found.lengths),
+        scores=jnp.where(broken, jnp.nan, found.scores),
+        log_probs=jnp.where(broken, jnp.nan, found.log_probs),
     ), read
 
 
@@ -308,7 +307,7 @@ def _best(
         group = totals[:, first : first + width]
         ranked = group - diversity * taken[:, None]
         rank, index = jax.lax.top_k(ranked.reshape(rows, width * vocab), many)
-        parent, token = first + jax.lax.div(index, vocab), jax.lax.rem(index, vocab)
+        parent, token = first + index // vocab, index % vocab
         total = _pick(group.reshape(rows, width * vocab), index)
         stops = (token[..., None] == np.array(plan.stop, np.int32)[None, None]).any(axis=2)
         best = _Chosen(parent, token, jnp.where(stops, total, -jnp.inf))
@@ -387,6 +386,8 @@ def _plan(num_tokens, num_beams, num_results, stop, processors, groups, chunk) -
         raise ValueError(f"num_results is {num_results}: must be at most num_beams, {num_beams}")
     if num_beams % groups:
         raise ValueError(f"groups {groups} does not divide num_beams {num_beams}")
+    if not isinstance(stop, Integral | Iterable):
+        raise ValueError(f"stop is {stop!r}: must be a token id or several")
     ids = (stop,) if isinstance(stop, Integral) else tuple(stop)
     return _Plan(
         stop=tuple(sorted(set(_ids("stop", ids)))) if ids else (),
