@@ -37,6 +37,7 @@ ORDER = [
     "sampling",
     "processors",
     "decode",
+    "beam",
     "losses",
     "data",
     "completion",

@@ -20,6 +20,7 @@ from transformer_jax.attention import (
     explain_attention,
     state_attention,
 )
+from transformer_jax.beam import Beams, GNMTPenalty, LengthPenalty, beam_search
 from transformer_jax.cache import KVCache
 from transformer_jax.config import (
     PRESETS,
@@ -99,6 +100,7 @@ __all__ = [
     "PRESETS",
     "ALiBi",
     "Ban",
+    "Beams",
     "Causal",
     "ConfigError",
     "Decoder",
@@ -107,9 +109,11 @@ __all__ = [
     "EncoderDecoder",
     "Force",
     "FrequencyPenalty",
+    "GNMTPenalty",
     "Greedy",
     "History",
     "KVCache",
+    "LengthPenalty",
     "Mask",
     "MinLength",
     "MinP",
@@ -141,6 +145,7 @@ __all__ = [
     "additive_attention",
     "alibi_slopes",
     "apply_rope",
+    "beam_search",
     "bucket",
     "build",
     "cache",
