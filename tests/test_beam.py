@@ -322,7 +322,7 @@ def test_one_beam_is_greedy():
     """Also where texts stop: without a penalty, what goes on can only be less likely."""
     params, prompt, stop = automaton(8, 7), prompts(7), (0, 3)
     got = beam_search(STEP, params, prompt, states(), num_tokens=11, num_beams=1, stop=stop)
-    greedy = np.asarray(generate(STEP, params, prompt, states(), num_tokens=11))
+    greedy = np.asarray(generate(STEP, params, prompt, states(), num_tokens=11).tokens)
     for row in range(4):
         ends = [n for n, token in enumerate(greedy[row]) if token in stop]
         length = ends[0] + 1 if ends else 11

@@ -20,20 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.decode import Step, _prepare, prefill
+from transformer_jax.decode import Step, check_prompt, prefill, ready
 from transformer_jax.processors import (
     History,
     HistoryProcessor,
-    _check_count,
-    _check_finite,
-    _ids,
     apply_all,
+    check_count,
+    check_finite,
     check_processors,
+    token_ids,
 )
 from transformer_jax.rows import count_rows, fork, gather
-
-_NO_KEY = np.zeros(2, np.uint32)
-"""Nothing is drawn."""
+from transformer_jax.sampling import has_maximum
 
 
 class Penalty(Protocol):
@@ -53,7 +51,7 @@ class LengthPenalty:
     alpha: float
 
     def __post_init__(self) -> None:
-        _check_finite("alpha", self.alpha)
+        check_finite("alpha", self.alpha)
 
     def __call__(self, length: np.ndarray) -> np.ndarray:
         return length**self.alpha
@@ -66,7 +64,7 @@ class GNMTPenalty:
     alpha: float
 
     def __post_init__(self) -> None:
-        _check_finite("alpha", self.alpha)
+        check_finite("alpha", self.alpha)
 
     def __call__(self, length: np.ndarray) -> np.ndarray:
         return ((5 + length) / 6) ** self.alpha
@@ -127,8 +125,8 @@ def beam_search(
     plan = _plan(num_tokens, num_beams, num_results, stop, processors, groups, chunk)
     _check_diversity(diversity, plan)
     weights = _Weights.of(_divisors(length_penalty, plan.num_tokens), diversity, early_exit)
-    state = _consumable(state)
-    prompt, lengths, _ = _prepare(step, prompt, state, lengths, num_tokens, None, _NO_KEY, chunk)
+    prompt, lengths = check_prompt(prompt, lengths)
+    prompt, lengths, state = ready(step, prompt, lengths, state, plan.num_tokens)
     if jax.tree.leaves(state) and count_rows(state) != len(prompt):
         raise ValueError(f"prompt has {len(prompt)} rows, the state {count_rows(state)}")
     return _search(step, params, prompt, lengths, state, weights, plan)[0]
@@ -274,9 +272,9 @@ def _log_probs(
     """
     logits = logits.astype(jnp.float32)
     processed = apply_all(processors, history, logits)
-    top = processed.max(axis=-1)
-    usable = jnp.isfinite(logits.max(axis=-1)) & (top < jnp.inf)  # false where top is NaN
-    finite = jnp.isfinite(top)[:, None]
+    nothing = (processed == -jnp.inf).all(axis=-1)
+    usable = has_maximum(logits) & (has_maximum(processed) | nothing)
+    finite = has_maximum(processed)[:, None]
     log_probs = jax.nn.log_softmax(jnp.where(finite, processed, 0.0), axis=-1)
     return jnp.where(finite, log_probs, -jnp.inf), usable
 
@@ -363,34 +361,23 @@ def _follow(old: Any, new: Any, rows: jax.Array) -> Any:
     return jax.tree.map(leaf, old, new)
 
 
-def _consumable(state: Any) -> Any:
-    """The state with memory of its own for every leaf, as donating it asks."""
-    leaves, structure = jax.tree.flatten(state)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
-            continue
-        if leaf.is_deleted():
-            raise ValueError("state was consumed by an earlier call: fork(state, 1) keeps one")
-        if any(leaf is other for other in leaves[:i]):
-            leaves[i] = jnp.array(leaf, copy=True)
-    return jax.tree.unflatten(structure, leaves)
-
-
 def _plan(num_tokens, num_beams, num_results, stop, processors, groups, chunk) -> _Plan:
     """Checked arguments; equal ones share a program."""
     counts = dict(num_tokens=num_tokens, num_beams=num_beams, num_results=num_results)
     counts["groups"] = groups
     for name, value in counts.items():
-        _check_count(name, value, 1)
+        check_count(name, value, 1)
     if num_results > num_beams:
         raise ValueError(f"num_results is {num_results}: must be at most num_beams, {num_beams}")
     if num_beams % groups:
         raise ValueError(f"groups {groups} does not divide num_beams {num_beams}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}: must be at least 1")
     if not isinstance(stop, Integral | Iterable):
         raise ValueError(f"stop is {stop!r}: must be a token id or several")
     ids = (stop,) if isinstance(stop, Integral) else tuple(stop)
     return _Plan(
-        stop=tuple(sorted(set(_ids("stop", ids)))) if ids else (),
+        stop=tuple(sorted(set(token_ids("stop", ids)))) if ids else (),
         processors=check_processors(processors),
         chunk=chunk,
         **{name: int(value) for name, value in counts.items()},
@@ -398,7 +385,7 @@ def _plan(num_tokens, num_beams, num_results, stop, processors, groups, chunk) -
 
 
 def _check_diversity(diversity: Any, plan: _Plan) -> None:
-    _check_finite("diversity", diversity)
+    check_finite("diversity", diversity)
     if diversity < 0:
         raise ValueError(f"diversity is {diversity}: must be at least 0")
     if diversity and plan.groups == 1:

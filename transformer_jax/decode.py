@@ -412,24 +412,34 @@ def _prepare(
     processors = check_processors(processors)
     stop = stop_tokens(stop)
     prompt, lengths = check_prompt(prompt, lengths)
-    rows, columns = prompt.shape
+    rows = prompt.shape[0]
     if key is None and not isinstance(sampler, Greedy):
         raise ValueError(f"key is None: {sampler!r} draws random numbers")
     keys = row_keys(key, rows)
     plan = Plan(sampler, processors, stop, bool(stop) or limits is not None, attention)
     limits = _limits(limits, rows, num_tokens)
-    state = own(state)
-    if hasattr(step, "check") and not _traced(prompt, lengths, limits):
-        step.check(prompt, state, np.asarray(lengths) + np.maximum(limits, 1) - 1)
+    prompt, lengths, state = ready(step, prompt, lengths, state, limits)
     if stop:
         vocab = jax.eval_shape(step, params, jnp.zeros((rows, 1), jnp.int32), state)[0].shape[-1]
         if max(stop) >= vocab:
             raise ValueError(f"stop is {max(stop)}: must be in 0..{vocab - 1}")
-    numpy = np if not _traced(prompt) else jnp
-    prompt = numpy.pad(prompt, ((0, 0), (0, bucket(columns) - columns)))
-    arrays = (jnp.asarray(x, jnp.int32) for x in (prompt, lengths, limits))
-    prompt, lengths, limits = arrays
-    return _Given(plan, (prompt, lengths, keys, limits, state))
+    return _Given(plan, (prompt, lengths, keys, jnp.asarray(limits, jnp.int32), state))
+
+
+def ready(
+    step: Step, prompt: Any, lengths: Any, state: Any, room: Any
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Of a checked prompt: i32[B, bucket], i32[B], and a state that holds them and can be donated.
+
+    `room` is how many new tokens a row may get, i32[B] or one for all; the last is not read.
+    """
+    state = own(state)
+    if hasattr(step, "check") and not _traced(prompt, lengths, room):
+        step.check(prompt, state, np.asarray(lengths) + np.maximum(room, 1) - 1)
+    fill = bucket(prompt.shape[1]) - prompt.shape[1]
+    numpy = jnp if _traced(prompt) else np
+    prompt = numpy.pad(prompt, ((0, 0), (0, fill)))
+    return jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32), state
 
 
 def check_prompt(prompt: Any, lengths: Any) -> tuple[Any, Any]:

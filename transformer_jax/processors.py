@@ -98,7 +98,7 @@ class PresencePenalty:
     prompt: bool = False
 
     def __post_init__(self) -> None:
-        _check_finite("a", self.a)
+        check_finite("a", self.a)
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         return logits - self.a * (history.counts(logits.shape[-1], prompt=self.prompt) > 0)
@@ -112,7 +112,7 @@ class FrequencyPenalty:
     prompt: bool = False
 
     def __post_init__(self) -> None:
-        _check_finite("a", self.a)
+        check_finite("a", self.a)
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         return logits - self.a * history.counts(logits.shape[-1], prompt=self.prompt)
@@ -125,7 +125,7 @@ class NoRepeatNGram:
     n: int
 
     def __post_init__(self) -> None:
-        _check_count("n", self.n, 1)
+        check_count("n", self.n, 1)
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         tokens, length = history.tokens, history.length
@@ -150,7 +150,7 @@ class Ban:
     tokens: tuple[int, ...]
 
     def __init__(self, *tokens: int) -> None:
-        object.__setattr__(self, "tokens", _ids("tokens", tokens))
+        object.__setattr__(self, "tokens", token_ids("tokens", tokens))
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         return _exclude(self, logits, self.tokens)
@@ -163,7 +163,7 @@ class Force:
     tokens: tuple[int, ...]
 
     def __init__(self, *tokens: int) -> None:
-        object.__setattr__(self, "tokens", _ids("tokens", tokens))
+        object.__setattr__(self, "tokens", token_ids("tokens", tokens))
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         vocab, count = logits.shape[-1], len(self.tokens)
@@ -181,10 +181,10 @@ class MinLength:
     stop: tuple[int, ...]
 
     def __init__(self, n: int, stop: int | Sequence[int]) -> None:
-        _check_count("n", n, 0)
+        check_count("n", n, 0)
         object.__setattr__(self, "n", int(n))
         ids = (stop,) if isinstance(stop, int) else tuple(stop)
-        object.__setattr__(self, "stop", _ids("stop", ids))
+        object.__setattr__(self, "stop", token_ids("stop", ids))
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         longer = (history.new >= self.n)[:, None]
@@ -236,7 +236,8 @@ def _check_vocab(value: Any, tokens: tuple[int, ...], vocab: int) -> None:
         raise ValueError(f"token {max(tokens)} of {value!r}: must be in 0..{vocab - 1}")
 
 
-def _ids(name: str, tokens: Sequence[Any]) -> tuple[int, ...]:
+def token_ids(name: str, tokens: Sequence[Any]) -> tuple[int, ...]:
+    """At least one token id, as ints."""
     for token in tokens:
         if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
             raise ValueError(f"{name} have {token!r}: must be token ids, integers from 0")
@@ -245,11 +246,13 @@ def _ids(name: str, tokens: Sequence[Any]) -> tuple[int, ...]:
     return tuple(int(token) for token in tokens)
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def check_count(name: str, value: Any, least: int) -> None:
+    """An integer of at least `least`."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} is {value!r}: must be an integer of at least {least}")
 
 
-def _check_finite(name: str, value: Any) -> None:
+def check_finite(name: str, value: Any) -> None:
+    """A finite number."""
     if not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}: must be finite")

@@ -194,8 +194,13 @@ def _checked(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
 
 def _poison(tokens: jax.Array, logits: jax.Array) -> jax.Array:  # i32[...]
     """-1 where the logits have no finite maximum."""
+    return jnp.where(has_maximum(logits), tokens, -1).astype(jnp.int32)
+
+
+def has_maximum(logits: jax.Array) -> jax.Array:  # [..., V] -> bool[...]
+    """Whether the largest logit is finite, which it is not beside a NaN."""
     whole = jnp.where(jnp.isnan(logits), jnp.inf, logits)  # XLA's maximum may lose a NaN
-    return jnp.where(jnp.isfinite(jnp.max(whole, axis=-1)), tokens, -1).astype(jnp.int32)
+    return jnp.isfinite(jnp.max(whole, axis=-1))
 
 
 def _keep_best(
