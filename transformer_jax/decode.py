@@ -235,7 +235,7 @@ def _choose(
     active, history = running.active, running.history
     processed = apply_all(plan.processors, history, logits)
     keys = jax.vmap(jax.random.fold_in)(running.keys, running.count)
-    token = jax.vmap(plan.sampler)(keys, processed)
+    token = jax.vmap(lambda key, row: plan.sampler(key, row[None])[0])(keys, processed)
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     log_prob = jnp.take_along_axis(log_probs, jnp.clip(token, 0)[:, None], axis=1)[:, 0]
     log_prob = jnp.where(token < 0, jnp.nan, log_prob)

@@ -1,0 +1,141 @@
+"""Text as it is decided: whole characters, stop strings that span tokens, and what comes before."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transformer_jax.completion import complete, pieces
+from transformer_jax.config import ModelConfig
+from transformer_jax.data import ByteTokenizer, CharTokenizer
+from transformer_jax.models import init_params
+from transformer_jax.processors import Ban, Force
+from transformer_jax.sampling import Sample, Temperature
+
+LETTERS = "aab\u00e9\u20ac\U0001f600"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A tokenizer whose token i is the i-th part of some bytes."""
+
+    parts: tuple[bytes, ...]
+
+    def to_bytes(self, ids) -> bytes:
+        return b"".join(self.parts[i] for i in ids)
+
+
+def before_stop(text: str, stop: list[str]) -> str:
+    """Read a character at a time; the first end of a stop string ends the text before it."""
+    for end in range(1, len(text) + 1):
+        found = [s for s in stop if text[:end].endswith(s)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+def split(data: bytes, cuts: list[int]) -> tuple[bytes, ...]:
+    edges = [0, *sorted(min(c, len(data)) for c in cuts), len(data)]
+    return tuple(data[a:b] for a, b in itertools.pairwise(edges))
+
+
+@given(
+    st.text(LETTERS, max_size=13),
+    st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 40), max_size=7),
+)
+def test_the_text_does_not_depend_on_where_tokens_end(text, stop, cuts):
+    parts = split(text.encode(), cuts)
+    out = list(pieces(Cut(parts), range(len(parts)), stop))
+    assert "".join(out) == before_stop(text, stop) and all(out)
+
+
+@given(
+    st.text(LETTERS, max_size=13), st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3)
+)
+def test_text_is_held_back_only_while_a_stop_string_may_follow(text, stop):
+    """Behind each character, all is out but the longest end that begins a stop string."""
+    tokenizer, seen = Cut(tuple(c.encode() for c in text)), []
+
+    def ids() -> Iterator[int]:
+        for i in range(len(text)):
+            yield i
+            seen.append("".join(out))
+
+    out: list[str] = []
+    for piece in pieces(tokenizer, ids(), stop):
+        out.append(piece)
+    kept = before_stop(text, stop)
+    for count, done in enumerate(seen, start=1):
+        so_far = text[:count]
+        ends = [so_far[-n:] for n in range(1, count + 1)]
+        held = max((len(e) for e in ends if any(s.startswith(e) for s in stop)), default=0)
+        assert done == so_far[: count - held] and kept.startswith(done)
+
+
+def test_no_token_is_drawn_behind_a_stop_string():
+    drawn = []
+
+    def ids() -> Iterator[int]:
+        for i, _ in enumerate("abcdef"):
+            drawn.append(i)
+            yield i
+
+    assert "".join(pieces(Cut((b"a", b"b", b"c", b"d", b"e", b"f")), ids(), ["cd"])) == "ab"
+    assert drawn == [0, 1, 2, 3]
+
+
+def test_bytes_that_are_no_text_show_as_such():
+    out = list(pieces(Cut((b"a\xe2\x82", b"\xacb\xff", b"c\xf0\x9f")), range(3), ["zz"]))
+    assert out == ["a", "\u20acb\ufffd", "c", "\ufffd"]
+
+
+CONFIG = ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, max_len=23)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(CONFIG, jax.random.key(0))
+
+
+def text(params, **change) -> str:
+    arguments = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0)) | change
+    return "".join(complete(CONFIG, params, ByteTokenizer(), "To be", 40, **arguments))
+
+
+def test_a_completion_stops_and_is_shaped(params):
+    """Past the model's length, too: the tokens after the model has read its own text anew."""
+    free = text(params)
+    assert len(free.encode("utf-8", "replace")) >= 40
+    forced = text(params, processors=(Force(*b"or not to"),))
+    assert forced.startswith("or not to")
+    assert text(params, processors=(Force(*b"or not to"),), stop="not") == "or "
+    assert text(params, processors=(Force(*b"or not to"),), stop=["t t", "nothing"]) == "or no"
+    banned = text(params, processors=(Ban(*set(free[:5].encode())),))
+    assert not set(free[:5]) & set(banned)
+    assert text(params, cache_dtype="int8") != ""
+
+
+def test_what_cannot_be_is_refused_by_name(params):
+    with pytest.raises(ValueError, match="stop has '': must be strings of at least one character"):
+        text(params, stop=["a", ""])
+    with pytest.raises(ValueError, match="processors is Ban"):
+        text(params, processors=Ban(3))
+    many = CharTokenizer("".join(map(chr, range(0x4E00, 0x4E00 + 301))))
+    with pytest.raises(ValueError, match="the tokenizer has 301 tokens: the model has 300"):
+        complete(CONFIG, params, many, "\u4e00", 3, sampler=Sample(), key=jax.random.key(0))
+
+
+def test_prompts_are_read_whole(params):
+    with pytest.raises(ValueError):
+        complete(
+            CONFIG, params, CharTokenizer("ab"), "c", 3, sampler=Sample(), key=jax.random.key(0)
+        )
+    assert np.asarray(ByteTokenizer().encode("\u20ac")).tolist() == [0xE2, 0x82, 0xAC]
