@@ -35,6 +35,7 @@ ORDER = [
     "sampling",
     "processors",
     "decode",
+    "speculative",
     "losses",
     "data",
     "completion",

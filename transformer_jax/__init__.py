@@ -68,6 +68,14 @@ from transformer_jax.processors import (
 )
 from transformer_jax.rows import fork
 from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP
+from transformer_jax.speculative import (
+    Draft,
+    PromptLookup,
+    Proposal,
+    Proposer,
+    Speculation,
+    speculate,
+)
 from transformer_jax.transformer import (
     Decoder,
     Encoder,
@@ -85,6 +93,7 @@ __all__ = [
     "ConfigError",
     "Decoder",
     "Dense",
+    "Draft",
     "Encoder",
     "EncoderDecoder",
     "Force",
@@ -102,11 +111,15 @@ __all__ = [
     "Predicate",
     "Prefix",
     "PresencePenalty",
+    "PromptLookup",
+    "Proposal",
+    "Proposer",
     "RelativeBias",
     "RepetitionPenalty",
     "RopeConfig",
     "Sample",
     "Segments",
+    "Speculation",
     "Temperature",
     "TopK",
     "TopP",
@@ -139,6 +152,7 @@ __all__ = [
     "shaw_scores",
     "shaw_values",
     "sinusoidal",
+    "speculate",
     "stack_layers",
     "state_attention",
     "stream",

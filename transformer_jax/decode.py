@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.arguments import check_key
-from transformer_jax.cache import next_positions
+from transformer_jax.cache import KVCache, next_positions
 from transformer_jax.processors import (
     History,
     HistoryProcessor,
@@ -42,7 +42,9 @@ class Step(Protocol):
     """A model as decoding sees it; hashable.
 
     It may also have `check(prompt, state, total_lengths)`, which raises ValueError where a known
-    prompt, or its length with the new tokens, cannot be served.
+    prompt, or its length with the new tokens, cannot be served; and `rewind(state, before, count)`,
+    the state as if of all it has read since `before` row b had read the first count[b] tokens only,
+    with `check_rewind(state, count)`, which raises where so many tokens cannot be taken back.
     """
 
     def __call__(
@@ -84,6 +86,31 @@ class ModelStep:
                 f"prompt and new tokens reach length {longest}: the limit is {limit} "
                 f"(cache capacity {state.capacity}, max_len {config.max_len})"
             )
+
+    def rewind(self, state: ModelCache, before: ModelCache, count: jax.Array) -> ModelCache:
+        return _rewind_cache(state, before.length + count)
+
+    def check_rewind(self, state: ModelCache, count: int) -> None:
+        """In a ring, a token that is taken back has overwritten the key `capacity` before it."""
+        window, capacity = self.model.config.window, state.capacity
+        if window is not None and window <= capacity < window + count:
+            raise ValueError(
+                f"cache capacity is {capacity}: a ring from which {count} tokens may be taken back "
+                f"must have at least window + {count} = {window + count} slots"
+            )
+
+
+def _rewind_cache(cache: ModelCache, length: jax.Array) -> ModelCache:  # i32[B]
+    """The cache without its tokens at positions from `length[b]` on; `cross` stays."""
+
+    def forget(layer: KVCache, length: jax.Array) -> KVCache:  # i32[B] or i32[B, L]
+        positions = jnp.where(layer.positions >= length[..., None], -1, layer.positions)
+        return replace(layer, positions=positions, length=jnp.minimum(layer.length, length))
+
+    if isinstance(cache.layers, KVCache):
+        lengths = jnp.broadcast_to(length[:, None], cache.layers.length.shape)
+        return replace(cache, layers=forget(cache.layers, lengths))
+    return replace(cache, layers=tuple(forget(layer, length) for layer in cache.layers))
 
 
 def make_step(model: Decoder | EncoderDecoder) -> ModelStep:
@@ -281,7 +308,7 @@ def generate(
     Under a trace of yours what is not known is not checked: a token outside the vocabulary and a
     position past the cache poison their row, which then has token -1 and log-probability NaN.
     """
-    given = _prepare(
+    given = prepare(
         step, params, prompt, state, num_tokens, lengths, sampler, key, processors, stop, limits,
         chunk, attention,
     )  # fmt: skip
@@ -346,14 +373,14 @@ def stream(
 
     A row that has ended gives -1; when all have, the iterator ends. The state is consumed.
     """
-    given = _prepare(
+    given = prepare(
         step, params, prompt, state, num_tokens, lengths, sampler, key, processors, stop, limits,
         chunk, False,
     )  # fmt: skip
     return _stream(given, step, params, num_tokens, chunk)
 
 
-def _stream(given: _Given, step: Step, params: Any, num_tokens: int, chunk: int | None):
+def _stream(given: Given, step: Step, params: Any, num_tokens: int, chunk: int | None):
     plan = given.plan
     running, token = _first(plan, step, params, *given.arrays, num_tokens, chunk)
     for n in range(1, num_tokens + 1):
@@ -381,7 +408,7 @@ def _next(plan, step, params, running):
     return running, chosen.token
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """Checked arguments."""
 
     plan: Plan
@@ -389,10 +416,11 @@ class _Given(NamedTuple):
     """Prompt, padded to its bucket; lengths, keys, limits and the state."""
 
 
-def _prepare(
+def prepare(
     step, params, prompt, state, num_tokens, lengths, sampler, key, processors, stop, limits,
     chunk, attention,
-) -> _Given:  # fmt: skip
+) -> Given:  # fmt: skip
+    """Check what `generate` was given, before anything is compiled."""
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}: must be at least 1")
     if chunk is not None and chunk < 1:
@@ -422,7 +450,7 @@ def _prepare(
     prompt = numpy.pad(prompt, ((0, 0), (0, bucket(columns) - columns)))
     arrays = (jnp.asarray(x, jnp.int32) for x in (prompt, lengths, limits))
     prompt, lengths, limits = arrays
-    return _Given(plan, (prompt, lengths, keys, limits, state))
+    return Given(plan, (prompt, lengths, keys, limits, state))
 
 
 def check_prompt(prompt: Any, lengths: Any) -> tuple[Any, Any]:
