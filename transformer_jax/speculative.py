@@ -441,7 +441,7 @@ def _round(
 
 def acceptance(p: jax.Array, q: jax.Array) -> jax.Array:
     """min(1, p / q): the chance that a token proposed with probability q stays."""
-    return jnp.where(q > p, p / jnp.where(q > p, q, 1), 1)
+    return jnp.where(p >= q, 1, p / jnp.where(q == 0, 1, q))  # of NaN: NaN, which nothing is below
 
 
 def residual(p: jax.Array, q: jax.Array) -> jax.Array:  # [..., V] -> [..., V]
@@ -520,7 +520,8 @@ def _uniform(key: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def _vocab_size(step: Step, params: Any, rows: int, state: Any) -> int:
-    return jax.eval_shape(step, params, jnp.zeros((rows, 1), jnp.int32), state)[0].shape[-1]
+    tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    return jax.eval_shape(step, params, tokens, state)[0].shape[-1]
 
 
 def _check_count(num_draft: Any) -> None:
