@@ -36,7 +36,7 @@ from transformer_jax.processors import (
     HistoryProcessor,
     apply_all,
 )
-from transformer_jax.sampling import Sample, Sampler
+from transformer_jax.sampling import Greedy, Sample, Sampler
 
 # Numbers no token has: a row's key folded with them gives keys that `generate` does not use.
 _PROPOSE, _ACCEPT = 2**32 - 1, 2**32 - 2
@@ -197,8 +197,8 @@ class Draft(Proposer):
             tokens = jnp.where(valid, tokens, 0)
             logits, state = self.step(self.params, tokens, state, valid=valid)
             logits = sampler.distribution(logits[:, -1])
-            keys = jax.vmap(jax.random.fold_in)(turn.keys, history.new + j)
-            return (jax.vmap(Sample())(keys, logits), state), (tokens, valid, logits)
+            token = _draw(sampler, _fold(turn.keys, history.new + j), logits)
+            return (token, state), (tokens, valid, logits)
 
         def again(carry, j):
             token, state = carry
@@ -210,10 +210,10 @@ class Draft(Proposer):
         carry, (tokens, valid, logits) = read(before, _at(history.tokens, at), valid, 0)
         (last, after), more = jax.lax.scan(again, carry, jnp.arange(1, turn.num_draft))
         later_tokens, later_valid, later_logits, proposed = (x.swapaxes(0, 1) for x in more)
-        proposal = Proposal(
-            jnp.concatenate([proposed, last[:, None]], axis=1),
-            jnp.concatenate([logits[:, None], later_logits], axis=1),
-        )
+        proposal = Proposal(jnp.concatenate([proposed, last[:, None]], axis=1))
+        if not isinstance(sampler, Greedy):
+            logits = jnp.concatenate([logits[:, None], later_logits], axis=1)
+            proposal = proposal._replace(logits=logits)
         tokens = jnp.concatenate([tokens, later_tokens[..., 0]], axis=1)
         valid = jnp.concatenate([valid, later_valid[..., 0]], axis=1)
         return proposal, _Drafted(before, after, pending, tokens, valid)
@@ -396,15 +396,17 @@ def _round(
     q = jax.nn.one_hot(tokens[:, 1:], vocab)
     if proposal.logits is not None:
         q = jax.nn.softmax(proposal.logits.astype(jnp.float32), axis=-1)
-    numbers = count[:, None] + jnp.arange(num_draft)[None]
-    chances = jax.vmap(jax.vmap(_uniform, (None, 0)))(_fold(running.keys, _ACCEPT), numbers)
-    stays = usable & (chances < acceptance(_at(p[:, :-1], tokens[:, 1:]), _at(q, tokens[:, 1:])))
+    dice = jnp.zeros(usable.shape)  # a greedy token is certain or impossible
+    if not isinstance(sampler, Greedy):
+        numbers = count[:, None] + jnp.arange(num_draft)[None]
+        dice = jax.vmap(jax.vmap(_uniform, (None, 0)))(_fold(running.keys, _ACCEPT), numbers)
+    stays = usable & (dice < acceptance(_at(p[:, :-1], tokens[:, 1:]), _at(q, tokens[:, 1:])))
     run = jnp.cumprod(stays, axis=1).sum(axis=1)  # [B]
 
     rest = residual(_of(p, run), _of(q, jnp.minimum(run, num_draft - 1)))
     rejected = run < usable.sum(axis=1)
     own = jnp.where(rejected[:, None], jnp.log(rest), _of(wanted, run))
-    own = jax.vmap(Sample())(_fold(running.keys, count + run), own)
+    own = _draw(sampler, _fold(running.keys, count + run), own)
 
     index = jnp.arange(num_draft + 1)[None]
     said = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
@@ -513,6 +515,11 @@ def _write(out: jax.Array, start: jax.Array, values: jax.Array, count: jax.Array
 def _fold(keys: jax.Array, number: Any) -> jax.Array:  # key[B], i32[B] or a number
     axes = (0, None) if isinstance(number, int) else (0, 0)
     return jax.vmap(jax.random.fold_in, axes)(keys, number)
+
+
+def _draw(sampler: Sampler, keys: jax.Array, logits: jax.Array) -> jax.Array:  # i32[B]
+    """From logits [B, V] that the sampler has processed; greedy ones need no random numbers."""
+    return jax.vmap(Greedy() if isinstance(sampler, Greedy) else Sample())(keys, logits)
 
 
 def _uniform(key: jax.Array, number: jax.Array) -> jax.Array:
