@@ -38,6 +38,7 @@ ORDER = [
     "processors",
     "decode",
     "beam",
+    "speculative",
     "losses",
     "data",
     "completion",

@@ -248,7 +248,7 @@ def test_greedy_tokens_are_the_best_of_the_full_pass(config):
     for seed in range(40):  # until no row runs into a cycle, which would hide a lost state
         params = parameters(config, seed, scale=3.0)
         state = begin(config, params)
-        tokens = np.asarray(generate(step, params, prompt, state, **arguments))
+        tokens = np.asarray(generate(step, params, prompt, state, **arguments).tokens)
         assert tokens.shape == (ROWS, new)
         if all(len(set(row.tolist())) > 3 for row in tokens):
             break
@@ -450,7 +450,7 @@ def test_a_translator_learns_to_reverse(fresh):
     word, valid, back = words(jax.random.key(5), 211)
     state = read_source(REVERSE, params, word, valid)
     begin = np.zeros((211, 1), np.int32)
-    tokens = generate(RecurrentStep(model), params, begin, state, num_tokens=LONGEST)
+    tokens = generate(RecurrentStep(model), params, begin, state, num_tokens=LONGEST).tokens
     right = (np.where(valid, tokens, 0) == np.asarray(back)).all(axis=1)
     assert right.mean() > 0.99
 

@@ -449,3 +449,22 @@ def test_a_pinned_key_gives_these_numbers_for_ever(name):
         assert_near(actual, expected, FORWARD_F32)
     else:
         assert actual.tolist() == expected
+
+
+def test_tokens_are_drawn_from_the_softmax_of_the_distribution(rng):
+    """`Sample`'s is that of its processors in turn, `Greedy`'s the best token alone."""
+    logits = distributions(rng)
+    actual = jax.nn.softmax(Sample(TopK(7), Temperature(0.5)).distribution(logits), axis=-1)
+    expected = np.zeros_like(logits)
+    for row, chances in zip(logits, expected, strict=True):
+        ids = sorted(top_k(row, 7))
+        chances[ids] = probabilities(oracle.double(row[ids]) / 0.5)
+    assert_near(actual, expected, 1e-5)
+    assert kept(Greedy().distribution, logits) == [{best_first(row)[0]} for row in logits]
+
+
+@pytest.mark.parametrize("sampler", [Greedy(), Sample(), Sample(lambda x: jnp.nan_to_num(x))])
+def test_a_distribution_of_logits_without_a_finite_maximum_is_none(sampler):
+    rows = jnp.asarray([[1.0, math.nan], [1.0, INFINITE], [-INFINITE, -INFINITE], [1.0, 2.0]])
+    chances = jax.nn.softmax(jax.jit(sampler.distribution)(rows), axis=-1)
+    assert np.isnan(chances).any(axis=1).tolist() == [True, True, True, False]

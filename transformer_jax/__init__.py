@@ -78,6 +78,14 @@ from transformer_jax.recurrent import (
 )
 from transformer_jax.rows import fork
 from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP, Typical
+from transformer_jax.speculative import (
+    Draft,
+    PromptLookup,
+    Proposal,
+    Proposer,
+    Speculation,
+    speculate,
+)
 from transformer_jax.streaming import (
     StreamingEncoder,
     chunk_mask,
@@ -105,6 +113,7 @@ __all__ = [
     "ConfigError",
     "Decoder",
     "Dense",
+    "Draft",
     "Encoder",
     "EncoderDecoder",
     "Force",
@@ -124,6 +133,9 @@ __all__ = [
     "Predicate",
     "Prefix",
     "PresencePenalty",
+    "PromptLookup",
+    "Proposal",
+    "Proposer",
     "RecurrentConfig",
     "RecurrentLM",
     "RecurrentSeq2Seq",
@@ -135,6 +147,7 @@ __all__ = [
     "Sample",
     "Segments",
     "SourceMemory",
+    "Speculation",
     "StreamingEncoder",
     "Temperature",
     "TopK",
@@ -177,6 +190,7 @@ __all__ = [
     "shaw_scores",
     "shaw_values",
     "sinusoidal",
+    "speculate",
     "stack_layers",
     "state_attention",
     "stream",

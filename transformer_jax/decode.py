@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.arguments import check_key
-from transformer_jax.cache import next_positions
+from transformer_jax.cache import KVCache, next_positions
 from transformer_jax.processors import (
     History,
     HistoryProcessor,
@@ -36,6 +36,7 @@ from transformer_jax.transformer import (
     ModelCache,
     cache_limit,
     check_tokens,
+    rewind_cache,
 )
 
 
@@ -43,7 +44,9 @@ class Step(Protocol):
     """A model as decoding sees it; hashable.
 
     It may also have `check(prompt, state, total_lengths)`, which raises ValueError where a known
-    prompt, or its length with the new tokens, cannot be served.
+    prompt, or its length with the new tokens, cannot be served; and `rewind(state, before, count)`,
+    the state as if of all it has read since `before` row b had read the first count[b] tokens only,
+    with `check_rewind(state, count)`, which raises where so many tokens cannot be taken back.
     """
 
     def __call__(
@@ -85,6 +88,25 @@ class ModelStep:
                 f"prompt and new tokens reach length {longest}: the limit is {limit} "
                 f"(cache capacity {state.capacity}, max_len {config.max_len})"
             )
+
+    def rewind(self, state: ModelCache, before: ModelCache, count: jax.Array) -> ModelCache:
+        return rewind_cache(state, before.length + count)
+
+    def check_rewind(self, state: ModelCache, count: int) -> None:
+        """In a ring, a token that is taken back has overwritten the key `capacity` before it."""
+        config, layers = self.model.config, state.layers
+        limit = cache_limit(config, state.capacity)
+        for i, window in enumerate(config.windows):
+            layer = layers if isinstance(layers, KVCache) else layers[i]
+            capacity = layer.positions.shape[-1]
+            slots = capacity - layer.sinks
+            turns = limit is None or capacity < limit
+            if window is not None and turns and slots < window + count:
+                raise ValueError(
+                    f"cache capacity is {capacity}: a ring from which {count} tokens may be taken "
+                    f"back must have at least window + {count} = {window + count} slots"
+                    f"{f' beside its {layer.sinks} sinks' if layer.sinks else ''}"
+                )
 
 
 def make_step(
@@ -286,7 +308,7 @@ def generate(
     Under a trace of yours what is not known is not checked: a token outside the vocabulary and a
     position past the cache poison their row, which then has token -1 and log-probability NaN.
     """
-    given = _prepare(
+    given = prepare(
         step, params, prompt, state, num_tokens, lengths, sampler, key, processors, stop, limits,
         chunk, attention,
     )  # fmt: skip
@@ -353,14 +375,14 @@ def stream(
 
     A row that has ended gives -1; when all have, the iterator ends. The state is consumed.
     """
-    given = _prepare(
+    given = prepare(
         step, params, prompt, state, num_tokens, lengths, sampler, key, processors, stop, limits,
         chunk, False,
     )  # fmt: skip
     return _stream(given, step, params, num_tokens, chunk)
 
 
-def _stream(given: _Given, step: Step, params: Any, num_tokens: int, chunk: int | None):
+def _stream(given: Given, step: Step, params: Any, num_tokens: int, chunk: int | None):
     plan = given.plan
     running, token = _first(plan, step, params, *given.arrays, num_tokens, chunk)
     for n in range(1, num_tokens + 1):
@@ -388,7 +410,7 @@ def _next(plan, step, params, running):
     return running, chosen.token
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """Checked arguments."""
 
     plan: Plan
@@ -396,10 +418,11 @@ class _Given(NamedTuple):
     """Prompt, padded to its bucket; lengths, keys, limits and the state."""
 
 
-def _prepare(
+def prepare(
     step, params, prompt, state, num_tokens, lengths, sampler, key, processors, stop, limits,
     chunk, attention,
-) -> _Given:  # fmt: skip
+) -> Given:  # fmt: skip
+    """Check what `generate` was given, before anything is compiled."""
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}: must be at least 1")
     if chunk is not None and chunk < 1:
@@ -423,7 +446,7 @@ def _prepare(
         vocab = jax.eval_shape(step, params, jnp.zeros((rows, 1), jnp.int32), state)[0].shape[-1]
         if max(stop) >= vocab:
             raise ValueError(f"stop is {max(stop)}: must be in 0..{vocab - 1}")
-    return _Given(plan, (prompt, lengths, keys, jnp.asarray(limits, jnp.int32), state))
+    return Given(plan, (prompt, lengths, keys, jnp.asarray(limits, jnp.int32), state))
 
 
 def ready(

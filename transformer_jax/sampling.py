@@ -33,7 +33,11 @@ class Processor(Protocol):
 
 
 class Sampler(Protocol):
-    """Picks a token of every row; hashable."""
+    """Picks a token of every row; hashable.
+
+    It may also have `distribution(logits) -> f32[..., V]`: its token is drawn from the softmax of
+    these. Speculative decoding needs it.
+    """
 
     def __call__(
         self,
@@ -151,6 +155,11 @@ class Greedy:
         x = _checked(logits)
         return _poison(jnp.argmax(x, axis=-1), x)
 
+    def distribution(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
+        """-inf for all but the best token, of whose softmax only that can be drawn."""
+        x = _checked(logits)
+        return _keep_best(x, jnp.max(x, axis=-1, keepdims=True), 1)
+
 
 @dataclass(frozen=True, init=False)
 class Sample:
@@ -165,12 +174,16 @@ class Sample:
         object.__setattr__(self, "processors", processors)
 
     def __call__(self, key: jax.Array, logits: jax.Array) -> jax.Array:
+        processed = self.distribution(logits)
+        return _poison(jax.random.categorical(key, processed, axis=-1), processed)
+
+    def distribution(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
+        """The processed logits, of whose softmax a token is drawn; NaN without a finite maximum."""
         given = processed = _checked(logits)
         for processor in self.processors:
             processed = processor(processed)
-        processed = _checked(processed)
-        drawn = jax.random.categorical(key, processed, axis=-1)
-        return _poison(_poison(drawn, given), processed)
+        finite = jnp.isfinite(jnp.max(given, axis=-1, keepdims=True))
+        return jnp.where(finite, _checked(processed), jnp.nan)
 
 
 def _check(name: str, value: float, low: float, high: float) -> None:

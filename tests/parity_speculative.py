@@ -1,0 +1,126 @@
+"""Speculative decoding says what plain decoding says, for every position kind and model kind.
+
+    python -m tests.parity_speculative
+
+Each case is measured with a draft of other parameters, with the model as its own draft, and with
+prompt lookup, on ragged prompts; a windowed cache is a ring of window + num_draft slots, which
+turns several times. Greedy tokens must be those of `generate`, all of them.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.parity_matrix import (
+    HEADS,
+    KINDS,
+    LENGTHS,
+    NEW,
+    POSITIONS,
+    PROMPT,
+    SOURCE,
+    VOCAB,
+    WINDOWS,
+    Case,
+)
+from transformer_jax.decode import generate, make_step
+from transformer_jax.models import build, init_cache, init_params
+from transformer_jax.rows import fork
+from transformer_jax.speculative import Draft, PromptLookup, speculate
+
+DRAFTED = 4
+
+
+def speculative_cases() -> Iterator[Case]:
+    """Every position kind in both kinds of model; heads and extents in turn."""
+    for k, kind in enumerate(KINDS):
+        for i, positions in enumerate(POSITIONS):
+            yield Case(positions, list(HEADS)[(i + k) % 3], WINDOWS[(i + i // 2 + k) % 2], kind)
+
+
+@dataclass(frozen=True)
+class Speculated:
+    case: Case
+    proposer: str
+    equal: int
+    tokens: int
+    accepted: int
+    proposed: int
+    calls: int
+
+    @property
+    def holds(self) -> bool:
+        return self.equal == self.tokens
+
+    def __str__(self) -> str:
+        return (
+            f"{self.case} {self.proposer:7} {self.equal}/{self.tokens} equal, "
+            f"{self.accepted}/{self.proposed} accepted, {self.calls} calls for {NEW - 1} tokens"
+            f"{'' if self.holds else '   FAILS'}"
+        )
+
+
+def measure_speculative(case: Case) -> list[Speculated]:
+    """Greedy tokens against those of `generate`, for each proposer."""
+    config = case.config
+    model = build(config)
+    params, other = (init_params(config, jax.random.key(seed)) for seed in (1, 2))
+    rng = np.random.default_rng(5)
+    lengths = np.array(LENGTHS["ragged"], np.int32)
+    prompt = rng.integers(0, VOCAB, (len(lengths), PROMPT), dtype=np.int32)
+    source = jnp.asarray(rng.integers(0, VOCAB, (len(lengths), SOURCE), dtype=np.int32))
+    places = np.tile(np.arange(SOURCE, dtype=np.int32), (len(lengths), 1))
+    places[1, 8:] = -1  # a padded source
+    capacity = PROMPT + NEW if case.window is None else case.window + DRAFTED
+
+    @jax.jit
+    def empty(params):
+        if case.kind == "decoder":
+            return init_cache(config, len(lengths), capacity)
+        return model.apply(
+            {"params": params}, source, capacity=capacity, positions=places, method="init_cache"
+        )
+
+    step = make_step(model)
+    arguments = dict(num_tokens=NEW, lengths=lengths)
+    state = empty(params)
+    want = np.asarray(generate(step, params, prompt, fork(state, 1), **arguments).tokens)
+    results = []
+    for name, proposer in (
+        ("other", Draft(step, other, empty(other))),
+        ("itself", Draft(step, params, empty(params))),
+        ("lookup", PromptLookup(2)),
+    ):
+        got = speculate(
+            step, params, prompt, fork(state, 1), proposer=proposer, num_draft=DRAFTED, **arguments
+        )
+        same = int((np.asarray(got.tokens) == want).sum())
+        counts = (int(x.sum()) for x in (got.accepted, got.proposed, got.calls))
+        results.append(Speculated(case, name, same, want.size, *counts))
+    return results
+
+
+def speculative_section() -> tuple[list[str], bool]:
+    """The lines of all cases with their summary, and whether all hold."""
+    results = []
+    for case in speculative_cases():
+        measured = measure_speculative(case)
+        print(*measured, sep="\n", flush=True)
+        results += measured
+    summary = (
+        f"{len(results)} combinations, {sum(r.holds for r in results)} hold: "
+        f"{sum(r.equal for r in results)}/{sum(r.tokens for r in results)} greedy tokens equal. "
+        f"f32, {jax.default_backend()}, jax {jax.__version__}, Python {platform.python_version()}."
+    )
+    print(summary)
+    return [*map(str, results), summary], all(r.holds for r in results)
+
+
+if __name__ == "__main__":
+    raise SystemExit(0 if speculative_section()[1] else 1)

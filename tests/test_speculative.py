@@ -1,0 +1,803 @@
+"""Speculative decoding: the tokens and the distribution of `generate`, whatever is proposed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from tests.test_decode import NEW, PAIR, PROMPT, VOCAB, CountingStep, prompts
+from tests.test_decode import ROPE as TWO_LAYERS
+from tests.test_decode import parameters as random_parameters
+from tests.tolerances import assert_near, assert_same_bits
+from transformer_jax.config import ModelConfig
+from transformer_jax.decode import generate, make_step, prefill
+from transformer_jax.models import build, init_cache
+from transformer_jax.processors import NoRepeatNGram, PresencePenalty
+from transformer_jax.rows import fork
+from transformer_jax.sampling import Greedy, Sample, Temperature, TopK
+from transformer_jax.speculative import (
+    Draft,
+    PromptLookup,
+    Proposal,
+    Proposer,
+    acceptance,
+    residual,
+    speculate,
+)
+from transformer_jax.transformer import stack_layers
+
+ROPE = dataclasses.replace(TWO_LAYERS, num_layers=1)
+RING = dataclasses.replace(ROPE, window=5)
+LENGTHS = np.array([11, 3, 7], np.int32)
+DRAFTED = 3
+SAMPLER = Sample(TopK(3), Temperature(0.7))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Small arrays, many programs: compiling costs more than running."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+# Proposers and models of the tests' own
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("text", "logits"), meta_fields=())
+@dataclass(frozen=True)
+class Scripted(Proposer):
+    """Proposes text[b, n] as row b's new token n."""
+
+    text: Any
+    logits: Any = None
+
+    def propose(self, memory, turn):
+        at = turn.history.new[:, None] + jnp.arange(turn.num_draft)[None]
+        tokens = jnp.take_along_axis(self.text, at, axis=1, mode="fill", fill_value=-1)
+        if self.logits is None:
+            return Proposal(tokens), memory
+        logits = jnp.take_along_axis(self.logits, at[..., None], axis=1, mode="clip")
+        return Proposal(tokens, logits), memory
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Logits params[the token before, this token]; the state is one token, and cannot go back."""
+
+    def __call__(self, params, tokens, state, *, valid=None):
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+
+        def read(before, x):
+            token, counts = x
+            return jnp.where(counts, token, before), params[before, token]
+
+        state, logits = jax.lax.scan(read, state, (tokens.T, valid.T))
+        return logits.swapaxes(0, 1), state
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """`Chain` with a state that can go back: all tokens so far, and how many they are."""
+
+    def __call__(self, params, tokens, state, *, valid=None):
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        rows = jnp.arange(len(tokens))
+
+        def read(state, x):
+            said, length = state
+            token, counts = x
+            logits = params[said[rows, length], token]
+            said = said.at[rows, length + 1].set(jnp.where(counts, token, said[rows, length + 1]))
+            return (said, length + counts), logits
+
+        state, logits = jax.lax.scan(read, state, (tokens.T, valid.T))
+        return logits.swapaxes(0, 1), state
+
+    def rewind(self, state, before, count):
+        length = before[1] + count
+        beyond = jnp.arange(state[0].shape[1])[None] > length[:, None]
+        return jnp.where(beyond, 0, state[0]), length
+
+
+def chain_state(rows: int):
+    return jnp.zeros((rows,), jnp.int32)
+
+
+def ledger_state(rows: int):
+    return jnp.zeros((rows, 13), jnp.int32), jnp.zeros((rows,), jnp.int32)
+
+
+def chain(seed: int, vocab: int = 5, scale: float = 1.5) -> jax.Array:
+    table = scale * np.random.default_rng(seed).normal(size=(vocab, vocab, vocab))
+    return jnp.asarray(table, jnp.float32)
+
+
+@dataclass(frozen=True)
+class GRU:
+    """A recurrent language model of linen's own cell (Cho et al. 2014)."""
+
+    vocab: int = VOCAB
+    width: int = 13
+
+    def init(self, seed: int):
+        rng = np.random.default_rng(seed)
+        cell = nn.GRUCell(self.width)
+        shapes = jax.eval_shape(
+            cell.init, jax.random.key(0), jnp.zeros((1, self.width)), jnp.zeros((1, self.width))
+        )
+        shapes = {
+            "cell": shapes["params"],
+            "embed": jax.ShapeDtypeStruct((self.vocab, self.width), jnp.float32),
+            "out": jax.ShapeDtypeStruct((self.width, self.vocab), jnp.float32),
+        }
+        draw = partial(jax.tree.map, lambda x: 0.3 * rng.normal(size=x.shape) * (x.ndim > 1))
+        return jax.tree.map(partial(jnp.asarray, dtype=jnp.float32), draw(shapes))
+
+    def __call__(self, params, tokens, state, *, valid=None):
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+
+        def read(hidden, x):
+            embedded, counts = x
+            new, out = nn.GRUCell(self.width).apply({"params": params["cell"]}, hidden, embedded)
+            return jnp.where(counts[:, None], new, hidden), out @ params["out"]
+
+        embedded = 30 * jnp.take(params["embed"], tokens, axis=0).swapaxes(0, 1)
+        state, logits = jax.lax.scan(read, state, (embedded, valid.T))
+        return logits.swapaxes(0, 1), state
+
+
+def counted(script, text, lengths, num_draft: int, num_tokens: int, vocab: int):
+    """Per row: proposed, accepted and rounds, followed token by token."""
+    out = []
+    for wanted, said, length in zip(np.asarray(script), np.asarray(text), lengths, strict=True):
+        n, proposed, accepted, rounds = min(1, length), 0, 0, 0
+        while n < length:
+            usable = 0
+            while usable < min(num_draft, num_tokens - n - 1) and 0 <= wanted[n + usable] < vocab:
+                usable += 1
+            run = 0
+            while run < usable and n + run < length and wanted[n + run] == said[n + run]:
+                run += 1
+            accepted += min(run, length - n)
+            proposed, rounds, n = proposed + usable, rounds + 1, n + run + 1
+        out.append((proposed, accepted, rounds))
+    return [list(x) for x in zip(*out, strict=True)]
+
+
+def scripts(text: np.ndarray, vocab: int, seed: int = 5) -> dict[str, np.ndarray]:
+    """What may be proposed for a text: the text, never the text, now and then, and no tokens."""
+    rng = np.random.default_rng(seed)
+    wrong = (np.maximum(text, 0) + 1) % vocab
+    mixed = np.where(rng.random(text.shape) < 0.3, wrong, text)
+    nothing = np.where(rng.random(text.shape) < 0.5, -1, vocab + 3)
+    some = np.where(rng.random(text.shape) < 0.2, nothing, mixed)
+    return dict(right=text, wrong=wrong, mixed=mixed, nothing=nothing, some=some)
+
+
+def assert_same_text(got, want, tolerance: float = 2e-5) -> None:
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_array_equal(got.lengths, want.lengths)
+    assert_near(got.log_probs, want.log_probs, tolerance)
+
+
+def assert_varied(text) -> None:
+    assert all(len(set(row.tolist())) > 2 for row in np.asarray(text))
+
+
+# Greedy tokens are those of `generate`
+
+
+@dataclass(frozen=True)
+class Model:
+    step: Any
+    params: Any
+    empty: Any
+    """Called with nothing: a state of three rows."""
+    prompt: np.ndarray
+    lengths: np.ndarray
+
+
+def decoder_model(config: ModelConfig, capacity: int, seed: int = 1) -> Model:
+    step, params = CountingStep(build(config)), random_parameters(config, seed)
+    empty = lambda: init_cache(config, 3, capacity)  # noqa: E731
+    return Model(step, params, empty, prompts(), LENGTHS)
+
+
+def pair_model() -> Model:
+    """An encoder-decoder, its layers scanned, one of its sources padded."""
+    model = build(dataclasses.replace(PAIR, scan_layers=True))
+    params = stack_layers(random_parameters(PAIR, 2))
+    source = np.random.default_rng(3).integers(0, VOCAB, (3, 7), dtype=np.int32)
+    places = np.tile(np.arange(7, dtype=np.int32), (3, 1))
+    places[1, 4:] = -1
+    state = jax.jit(partial(model.apply, method="init_cache", capacity=NEW + 1))(
+        {"params": params}, source, positions=places
+    )
+    prompt = np.array([[7, 2], [2, 0], [4, 2]], np.int32)
+    return Model(CountingStep(model), params, lambda: state, prompt, np.array([2, 1, 2]))
+
+
+def gru_model() -> Model:
+    step = GRU()
+    return Model(step, step.init(5), lambda: jnp.zeros((3, 13)), prompts(), LENGTHS)
+
+
+MODELS = {
+    "rope-gqa": lambda: decoder_model(ROPE, PROMPT + NEW - 1),
+    "ring": lambda: decoder_model(RING, RING.window + DRAFTED),
+    "encoder-decoder": pair_model,
+    "recurrent": gru_model,
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("rope-gqa", marks=pytest.mark.slow),  # the draft's model below is the same
+        "ring",
+        "encoder-decoder",
+        "recurrent",
+    ],
+)
+def model(request) -> Model:
+    return MODELS[request.param]()
+
+
+def test_greedy_tokens_are_those_of_generate_whatever_is_proposed(model):
+    """One program; each row follows its own script; the state has read what `generate`'s has."""
+    arguments = dict(num_tokens=NEW, lengths=model.lengths)
+    want = generate(model.step, model.params, model.prompt, fork(model.empty(), 1), **arguments)
+    assert_varied(want.tokens)
+    text = np.asarray(want.tokens)
+    texts = scripts(text, VOCAB)
+    texts["each its own"] = np.stack([texts["right"][0], texts["wrong"][1], texts["some"][2]])
+    traced = []
+    for name, script in texts.items():
+        got = speculate(
+            model.step, model.params, model.prompt, fork(model.empty(), 1),
+            proposer=Scripted(jnp.asarray(script)), num_draft=DRAFTED, **arguments,
+        )  # fmt: skip
+        assert_same_text(got, want)
+        if isinstance(model.step, CountingStep):
+            traced.append(len(model.step.calls))
+            assert_same_memory(got.state, want.state, model)
+        else:
+            chex.assert_trees_all_close(got.state, want.state, atol=1e-5)
+        proposed, accepted, rounds = counted(script, text, [NEW] * 3, DRAFTED, NEW, VOCAB)
+        assert got.proposed.tolist() == proposed and got.accepted.tolist() == accepted, name
+        assert int(got.calls) == max(rounds) * (2 if isinstance(model.step, GRU) else 1), name
+        assert_near(got.acceptance + 1, np.divide(accepted, np.maximum(proposed, 1)) + 1, 1e-6)
+        if name == "right":
+            assert accepted == proposed and rounds == [-(-(NEW - 1) // (DRAFTED + 1))] * 3
+        if name in ("wrong", "nothing"):
+            assert accepted == [0] * 3 and rounds == [NEW - 1] * 3
+    assert len(set(traced)) <= 1
+
+
+def assert_same_memory(got, want, model: Model) -> None:
+    """The same length, and at each position a query may still see, the same key."""
+    np.testing.assert_array_equal(got.length, want.length)
+    config = model.step.model.config
+
+    def keys(cache):
+        layers = cache.layers
+        if not isinstance(layers, tuple):
+            layers = [
+                jax.tree.map(lambda x, i=i: x[:, i], layers) for i in range(layers.k.shape[1])
+            ]
+        for layer, row in itertools.product(layers, range(3)):
+            positions = np.asarray(layer.positions[row])
+            oldest = 0 if config.window is None else cache.length[row] - config.window + 1
+            seen = [s for s in np.argsort(positions) if positions[s] >= max(oldest, 0)]
+            yield positions[seen], np.asarray(layer.k)[row, seen], np.asarray(layer.v)[row, seen]
+
+    pairs = list(zip(keys(got), keys(want), strict=True))
+    assert len(pairs) == 3
+    for one, two in pairs:
+        np.testing.assert_array_equal(one[0], two[0])
+        assert_near(one[1], two[1], 2e-5)
+        assert_near(one[2], two[2], 2e-5)
+    if want.cross is not None:
+        jax.tree.map(assert_same_bits, got.cross, want.cross)
+
+
+@pytest.fixture(scope="module")
+def drafted():
+    """A decoder as its own draft: the program serves drafts of other parameters too."""
+    step, params = CountingStep(build(ROPE)), random_parameters(ROPE)
+    empty = init_cache(ROPE, 3, PROMPT + NEW - 1)
+
+    def call(draft_params):
+        return speculate(
+            step, params, prompts(), fork(empty, 1), lengths=LENGTHS, num_tokens=NEW,
+            num_draft=DRAFTED, proposer=Draft(step, draft_params, empty),
+        )  # fmt: skip
+
+    want = generate(step, params, prompts(), fork(empty, 1), num_tokens=NEW, lengths=LENGTHS)
+    return step, params, call, want
+
+
+def test_a_draft_equal_to_the_model_is_always_right(drafted):
+    _, params, call, want = drafted
+    got = call(params)
+    assert_same_text(got, want)
+    assert got.proposed.tolist() == got.accepted.tolist() == [16, 16, 16]
+    assert int(got.calls) == 6  # 22 tokens, four a round
+    assert got.acceptance.tolist() == [1, 1, 1]
+    chex.assert_trees_all_close(got.memory, got.state, atol=1e-5)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["other", "nan"])
+def test_a_draft_of_other_parameters_changes_no_token(drafted, broken):
+    """Nor does one whose logits are NaN, of which nothing is proposed."""
+    step, params, call, want = drafted
+    other = jax.tree.map(lambda x: x * jnp.nan, params) if broken else random_parameters(ROPE, 9)
+    before = len(step.calls)
+    got = call(other)
+    assert len(step.calls) == before, "the draft's parameters are traced"
+    assert_same_text(got, want)
+    assert (got.proposed.sum() == 0) == broken
+    np.testing.assert_array_equal(got.memory.length, got.state.length)
+
+
+# Ends
+
+
+def test_rows_end_behind_stop_tokens_and_at_limits_as_in_generate():
+    """Also where a stop token stands in the middle of an accepted run; what follows it is lost."""
+    params, prompt = chain(1, 17, 3.0), prompts(7) % 17
+    arguments = dict(num_tokens=NEW, lengths=np.array([11, 3, 7, 1, 2, 5, 4]))
+    plain = generate(Chain(), params, prompt, chain_state(7), **arguments)
+    text = np.asarray(plain.tokens)
+    arguments |= dict(stop=(int(text[0, 3]), int(text[1, 9])))
+    arguments |= dict(limits=np.array([NEW, NEW, 0, 1, 2, NEW, 9]))
+    want = generate(Chain(), params, prompt, chain_state(7), **arguments)
+    lengths = want.lengths.tolist()
+    assert lengths[:5] == [*lengths[:2], 0, 1, 2] and 1 < lengths[0] <= 5 and len(set(lengths)) > 4
+    for name, script in scripts(text, 17).items():
+        got = speculate(
+            Chain(), params, prompt, chain_state(7), proposer=Scripted(jnp.asarray(script)),
+            num_draft=5, **arguments,
+        )  # fmt: skip
+        assert_same_text(got, want)
+        np.testing.assert_array_equal(got.state, want.state)
+        assert [len(row) for row in got.rows()] == lengths
+        assert (np.asarray(got.log_probs)[np.asarray(got.tokens) < 0] == 0).all()
+        ends = np.asarray(arguments["limits"])
+        for row in range(7):
+            _, accepted, _ = counted(
+                script[row : row + 1], text[row : row + 1], lengths[row : row + 1], 5, ends[row], 17
+            )
+            assert got.accepted[row] == accepted[0], (name, row)
+        if name == "right":
+            assert got.accepted[0] == lengths[0] - 1, "the stop token itself was accepted"
+
+
+def test_what_just_fits_the_cache_is_served_and_no_more():
+    """As in `generate`, 11 tokens and 23 new ones need 33 slots; proposals need none."""
+    step = CountingStep(build(ROPE))
+    with pytest.raises(ValueError, match=r"reach length 33: the limit is 32"):
+        speculate(step, {}, prompts(), init_cache(ROPE, 3, 32), proposer=PromptLookup(),
+                  num_tokens=NEW, num_draft=DRAFTED)  # fmt: skip
+    assert step.calls == []  # 33 slots are served by the test of a draft equal to the model
+
+
+def test_a_text_goes_on_from_the_states_of_the_last():
+    """The draft's and the model's, when they were behind by different amounts."""
+    params, other, prompt = chain(2), chain(3), prompts(31) % 5
+    call = partial(speculate, Chain(), params, num_draft=4)
+    whole = call(prompt, chain_state(31), num_tokens=24,
+                 proposer=Draft(Chain(), other, chain_state(31)))  # fmt: skip
+    first = call(prompt, chain_state(31), num_tokens=12,
+                 proposer=Draft(Chain(), other, chain_state(31)))  # fmt: skip
+    np.testing.assert_array_equal(first.tokens, whole.tokens[:, :12])
+    np.testing.assert_array_equal(first.memory, first.tokens[:, -2])
+    np.testing.assert_array_equal(first.state, first.tokens[:, -2])
+    then = call(first.tokens[:, -1:], first.state, num_tokens=12,
+                proposer=Draft(Chain(), other, first.memory))  # fmt: skip
+    np.testing.assert_array_equal(then.tokens, whole.tokens[:, 12:])
+    np.testing.assert_array_equal(then.memory, whole.tokens[:, -2])
+
+
+def test_processors_see_the_proposals_before_them():
+    params, prompt = chain(4), prompts(7) % 5
+    arguments = dict(num_tokens=NEW, processors=(NoRepeatNGram(3), PresencePenalty(0.7)))
+    want = generate(Chain(), params, prompt, chain_state(7), **arguments)
+    plain = generate(Chain(), params, prompt, chain_state(7), num_tokens=NEW)
+    assert (want.tokens != plain.tokens).any(axis=1).all()
+    for script in scripts(np.asarray(want.tokens), 5).values():
+        got = speculate(
+            Chain(), params, prompt, chain_state(7), proposer=Scripted(jnp.asarray(script)),
+            num_draft=DRAFTED, **arguments,
+        )  # fmt: skip
+        assert_same_text(got, want)
+
+
+def test_where_the_model_has_no_finite_logit_the_token_is_minus_one():
+    params = chain(1, 17, 3.0)
+    prompt = prompts(7) % 17
+    plain = np.asarray(generate(Chain(), params, prompt, chain_state(7), num_tokens=NEW).tokens)
+    params = params.at[plain[0, 4], plain[0, 5]].set(jnp.nan)
+    want = generate(Chain(), params, prompt, chain_state(7), num_tokens=NEW)
+    assert want.tokens[0, 6] == -1 and np.isnan(want.log_probs[0, 6])
+    got = speculate(
+        Chain(), params, prompt, chain_state(7), num_tokens=NEW, num_draft=5,
+        proposer=Scripted(jnp.asarray(plain)),
+    )  # fmt: skip
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_array_equal(np.isnan(got.log_probs), np.isnan(want.log_probs))
+    assert got.accepted[0] > 0 and int((want.tokens < 0).sum()) > 1
+
+
+# The distribution is that of plain sampling
+
+
+def test_a_proposal_that_stays_or_is_drawn_anew_has_the_models_distribution(rng):
+    """sum over x of q(x) (a(x) [x = y] + (1 - a(x)) r(y)) = p(y), in float64."""
+    p, q = (rng.dirichlet(np.full(7, 0.4), 100) for _ in range(2))
+    p[::3, 2], q[::3, 4], p[::4, :5] = 0, 0, 0
+    q[::10] = np.eye(7)[rng.integers(0, 7, 10)]  # proposals that are not drawn
+    p, q = (np.float32(x / x.sum(axis=1, keepdims=True)) for x in (p, q))
+    stay, rest = (np.asarray(f(p, q), np.float64) for f in (acceptance, residual))
+    p, q = np.float64(p), np.float64(q)
+    assert ((stay >= 0) & (stay <= 1) & (rest >= 0)).all()
+    np.testing.assert_allclose(rest.sum(axis=1), 1, rtol=0, atol=1e-6)
+    total = q * stay + (q * (1 - stay)).sum(axis=1, keepdims=True) * rest
+    np.testing.assert_allclose(total, p, rtol=0, atol=1e-6)
+    some = q > 0
+    np.testing.assert_allclose(stay[some], np.minimum(1, p[some] / q[some]), rtol=0, atol=1e-6)
+    assert total.shape == (100, 7) and some.sum() > 500
+
+
+def test_where_nothing_is_left_the_residual_is_the_distribution_itself():
+    p = np.float32([0.25, 0.75])
+    assert_same_bits(residual(p, p), p)
+    assert acceptance(p, p).tolist() == [1, 1]
+
+
+TEXT = 4
+ROWS = 30_000
+
+
+def chances(table: np.ndarray, before: int, last: int, sampler: bool = True) -> np.ndarray:
+    """What TopK(3) and a temperature of 0.7 make of the logits, in float64."""
+    logits = np.float64(table[before, last])
+    logits = np.where(logits >= np.sort(logits)[-3], logits, -np.inf)
+    x = np.exp((logits - logits.max()) / 0.7)
+    return x / x.sum()
+
+
+def enumerated(table, prompt) -> np.ndarray:  # [V, V, V, V]
+    out = np.zeros((5,) * TEXT)
+    for text in itertools.product(range(5), repeat=TEXT):
+        said, chance = list(prompt), 1.0
+        for token in text:
+            chance *= chances(table, said[-2], said[-1])[token]
+            said.append(token)
+        out[text] = chance
+    assert abs(out.sum() - 1) < 1e-9
+    return out
+
+
+def assert_drawn_from(want: np.ndarray, tokens) -> float:
+    """Chi-squared over all texts at the level 1e-4; what cannot be said never is."""
+    tokens = np.asarray(tokens)
+    seen = np.zeros(want.shape)
+    np.add.at(seen, tuple(tokens.T), 1)
+    assert seen.sum() == ROWS and (seen[want == 0] == 0).all()
+    expected = want * ROWS
+    often = expected >= 5
+    pairs = list(zip(seen[often], expected[often], strict=True))
+    pairs.append((seen[~often].sum(), expected[~often].sum()))
+    assert len(pairs) > 40
+    statistic = sum((s - e) ** 2 / e for s, e in pairs if e > 0)
+    level = float(chi2.sf(statistic, len(pairs) - 1))
+    assert level > 1e-4, f"chi-squared {statistic:.1f} of {len(pairs)} cells: {level:.1e}"
+    return level
+
+
+PROMPT_OF_CHAIN = [1, 3, 1, 0, 2, 1, 3]
+PROPOSERS = {
+    "draft": lambda step, state: Draft(step, chain(12), state),
+    "hot draft": lambda step, state: Draft(step, chain(11), state, Sample(Temperature(3.0))),
+    "lookup": lambda step, state: PromptLookup(1),
+    "equal draft": lambda step, state: Draft(step, chain(11), state),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["draft", "lookup", pytest.param("hot draft", marks=pytest.mark.slow), "equal draft"]
+)
+def test_sampled_texts_have_the_distribution_of_plain_sampling(name):
+    """30 000 rows of four tokens against the 81 texts that can be said, enumerated in float64."""
+    step, state = (Chain(), chain_state) if name == "hot draft" else (Ledger(), ledger_state)
+    got = speculate(
+        step, chain(11), np.tile(PROMPT_OF_CHAIN, (ROWS, 1)), state(ROWS), num_draft=2,
+        proposer=PROPOSERS[name](step, state(ROWS)), num_tokens=TEXT, sampler=SAMPLER,
+        key=jax.random.key(2),
+    )  # fmt: skip
+    assert_drawn_from(enumerated(np.asarray(chain(11)), PROMPT_OF_CHAIN), got.tokens)
+    rate = float(got.accepted.sum() / got.proposed.sum())
+    assert (rate == 1) == (name == "equal draft") and 0.01 < rate
+    np.testing.assert_array_equal(got.lengths, TEXT)
+    assert_near(got.log_probs, log_probs(np.asarray(chain(11)), got.tokens), 1e-5)
+    if isinstance(step, Ledger):
+        np.testing.assert_array_equal(got.state[1], len(PROMPT_OF_CHAIN) + TEXT - 1)
+        np.testing.assert_array_equal(got.state[0][:, 8:11], got.tokens[:, :3])
+        assert not got.state[0][:, 11:].any()
+    if name in ("draft", "equal draft"):
+        jax.tree.map(assert_same_bits, got.memory, got.state)
+
+
+def log_probs(table: np.ndarray, tokens) -> np.ndarray:
+    """Of the model's own distribution, before any processor."""
+    said = np.concatenate([np.tile(PROMPT_OF_CHAIN, (ROWS, 1)), tokens], axis=1)
+    logits = np.float64(table[said[:, -6:-2], said[:, -5:-1]])
+    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return np.take_along_axis(logits, said[:, -4:, None], axis=-1)[..., 0]
+
+
+def test_where_nothing_is_proposed_the_draws_are_those_of_generate():
+    prompt, arguments = prompts(7) % 5, dict(num_tokens=NEW, sampler=SAMPLER)
+    want = generate(Chain(), chain(1), prompt, chain_state(7), key=jax.random.key(5), **arguments)
+    got = speculate(
+        Chain(), chain(1), prompt, chain_state(7), key=jax.random.key(5), num_draft=DRAFTED,
+        proposer=Scripted(jnp.full((7, NEW), -1)), **arguments,
+    )  # fmt: skip
+    assert_same_text(got, want)
+
+
+def test_a_sampled_row_does_not_depend_on_the_others():
+    """Row 4 beside other prompts, lengths and keys: the same tokens, of proposals as many."""
+
+    def draw(prompt, lengths, keys):
+        return speculate(
+            Chain(), chain(1), prompt, chain_state(7), num_draft=DRAFTED, num_tokens=NEW,
+            proposer=Draft(Chain(), chain(6), chain_state(7)), sampler=SAMPLER, key=keys,
+            lengths=np.array(lengths),
+        )  # fmt: skip
+
+    one = prompts(7) % 5
+    two = (one + 1) % 5
+    two[4] = one[4]
+    keys, others = (jax.random.split(jax.random.key(seed), 7) for seed in (3, 4))
+    together = draw(one, [11, 3, 7, 1, 2, 5, 4], keys)
+    beside = draw(two, [2, 1, 5, 11, 2, 9, 3], others.at[4].set(keys[4]))
+    again = draw(one, [11, 3, 7, 1, 2, 5, 4], others)
+    for name in ("tokens", "proposed", "accepted", "state", "memory"):
+        np.testing.assert_array_equal(getattr(beside, name)[4], getattr(together, name)[4])
+    same = (together.tokens == beside.tokens).all(axis=1)
+    assert same.tolist() == [False] * 4 + [True] + [False] * 2
+    assert not (together.tokens == again.tokens).all(axis=1).any()
+
+
+# Prompt lookup
+
+
+def looked_up(said: list[int], ngram: int, count: int) -> list[int]:
+    """Search backwards for an earlier end of the last n-gram; copy on, also from what is copied."""
+    for end in range(len(said) - 1, ngram - 1, -1):
+        if said[end - ngram : end] == said[-ngram:]:
+            longer = list(said)
+            for i in range(count):
+                longer.append(longer[end + i])
+            return longer[len(said) :]
+    return [-1] * count
+
+
+@pytest.mark.parametrize("ngram", [1, 2, 3])
+def test_prompt_lookup_copies_what_followed_the_last_time(rng, ngram):
+    """Short texts of three letters, so that n-grams overlap themselves and often are not found."""
+    from transformer_jax.processors import History
+    from transformer_jax.speculative import Turn
+
+    rows = 211
+    lengths = rng.integers(1, 14, rows)
+    tokens = rng.integers(0, 3, (rows, 13))
+    history = History.of(jnp.asarray(tokens), jnp.asarray(lengths), 5)
+    some = jnp.zeros((rows,), jnp.int32)
+    turn = Turn(
+        history, some > -1, some + 4, jax.random.split(jax.random.key(0), rows), 4, Greedy()
+    )
+    proposal, memory = PromptLookup(ngram).propose((), turn)
+    want = [looked_up(t[:n].tolist(), ngram, 4) for t, n in zip(tokens, lengths, strict=True)]
+    np.testing.assert_array_equal(proposal.tokens, want)
+    assert proposal.logits is None and memory == ()
+    found = np.array(want)[:, 0] >= 0
+    assert 20 < found.sum() < rows - 20
+
+
+def test_prompt_lookup_continues_a_loop_as_a_loop():
+    """A greedy chain falls into a cycle; from then on all that is proposed is right."""
+    params, prompt = chain(8), prompts(7) % 5
+    want = generate(Chain(), params, prompt, chain_state(7), num_tokens=NEW)
+    got = speculate(Chain(), params, prompt, chain_state(7), num_tokens=NEW, num_draft=7,
+                    proposer=PromptLookup(2))  # fmt: skip
+    assert_same_text(got, want)
+    assert int(got.calls) < NEW and float(got.acceptance.min()) > 0.3
+
+
+# Proposals that are wrong in themselves
+
+
+def test_logits_of_a_proposal_that_are_not_finite_change_no_greedy_token():
+    prompt = prompts(7) % 5
+    want = generate(Chain(), chain(1), prompt, chain_state(7), num_tokens=NEW)
+    text = jnp.asarray(want.tokens)
+    logits = jnp.where((text % 2 == 0)[..., None], jnp.nan, jnp.zeros((7, NEW, 5)))
+    proposed = []
+    for script in ((text + 1) % 5, text):
+        got = speculate(Chain(), chain(1), prompt, chain_state(7), num_tokens=NEW, num_draft=2,
+                        proposer=Scripted(script, logits))  # fmt: skip
+        assert_same_text(got, want)
+        proposed.append(int(got.proposed.sum()))
+    assert min(proposed) > 0
+
+
+# Compilation
+
+
+@dataclass(frozen=True, eq=False)
+class Counting(Chain):
+    """Counts how often Python runs it, which is at tracing only."""
+
+    calls: list = dataclasses.field(default_factory=list)
+
+    def __call__(self, params, tokens, state, *, valid=None):
+        self.calls.append(tokens.shape)
+        return super().__call__(params, tokens, state, valid=valid)
+
+
+def test_one_program_serves_a_bucket_and_every_request():
+    """Prompts of 1 to 16 columns, other keys, limits, parameters and drafts: nothing new."""
+    step, sizes = Counting(), []
+    for columns, lengths in ((16, None), (1, None), (2, [2, 1, 2]), (13, [4, 13, 1])):
+        got = speculate(
+            step, chain(columns), prompts(3, columns) % 5, chain_state(3), num_tokens=NEW,
+            num_draft=4, lengths=lengths, key=jax.random.key(columns),
+            proposer=Draft(step, chain(columns + 1), chain_state(3)),
+        )  # fmt: skip
+        assert (np.asarray(got.tokens) >= 0).all()
+        programs = [shape for shape in step.calls if shape != (3, 1)]
+        sizes.append(len(programs))
+    assert sizes[0] > 0 and sizes == sizes[:1] * 4, "the vocabulary's size alone is asked again"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],
+    ids=["leaks", "nans", "transfers"],
+)
+def test_speculation_is_clean_under(setting):
+    params, state, prompt = chain(2), chain_state(31), prompts(31) % 5
+    draft, key = Draft(Chain(), chain(3), chain_state(31)), jax.random.key(3)
+    want = generate(Chain(), params, prompt, chain_state(31), num_tokens=12)
+    with setting():
+        got = speculate(
+            Chain(), params, prompt, state, num_tokens=12, num_draft=4, proposer=draft, key=key
+        )  # fmt: skip
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+
+
+def test_the_proposer_is_not_consumed_and_the_state_is():
+    state, draft = chain_state(31), Draft(Chain(), chain(3), chain_state(31))
+    call = partial(speculate, Chain(), chain(2), prompts(31) % 5, num_tokens=12, num_draft=4)
+    first, again = (call(chain_state(31), proposer=draft) for _ in range(2))
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert not draft.state.is_deleted() and not draft.params.is_deleted()
+    call(state, proposer=draft)
+    with pytest.raises(ValueError, match="state was consumed"):
+        call(state, proposer=draft)
+    with pytest.raises(ValueError, match="the draft's state was consumed"):
+        call(chain_state(31), proposer=dataclasses.replace(draft, state=state))
+    with pytest.raises(ValueError, match="state is also the proposer's"):
+        call(draft.state, proposer=draft)
+
+
+# Refusals
+
+
+@dataclass(frozen=True)
+class Unregistered(Proposer):
+    def propose(self, memory, turn):
+        return Proposal(jnp.zeros((3, turn.num_draft), jnp.int32)), memory
+
+
+def test_wrong_arguments_are_refused_before_compiling():
+    step = CountingStep(build(ROPE))
+    empty = init_cache(ROPE, 3, PROMPT + NEW)
+    params = jax.eval_shape(lambda: random_parameters(ROPE))
+    other = dataclasses.replace(ROPE, vocab_size=37)
+    draft = Draft(make_step(build(ROPE)), params, init_cache(ROPE, 3, PROMPT + NEW))
+    strange = Draft(
+        make_step(build(other)), jax.eval_shape(lambda: random_parameters(other)), draft.state
+    )
+    ring = CountingStep(build(RING))
+    key = jax.random.key(0)
+
+    def plain(key, logits):
+        return logits.argmax(-1)
+
+    cases = [
+        ("num_draft is 0: must be an integer of at least 1", dict(num_draft=0)),
+        (r"num_draft is 2.0", dict(num_draft=2.0)),
+        ("num_tokens is 0", dict(num_tokens=0)),
+        ("proposer is <class .*PromptLookup'>: must be a value", dict(proposer=PromptLookup)),
+        ("proposer is None: must be a value", dict(proposer=None)),
+        ("of Unregistered, which JAX does not know as a pytree", dict(proposer=Unregistered())),
+        ("sampler is <function .*plain.*`distribution", dict(sampler=plain, key=key)),
+        ("sampler is <class .*Sample'>: speculate needs a value", dict(sampler=Sample, key=key)),
+        ("key is None: Sample", dict(sampler=SAMPLER)),
+        (
+            "the draft's sampler is <function .*plain",
+            dict(proposer=dataclasses.replace(draft, sampler=plain)),
+        ),
+        ("the draft has 37 tokens, the model 31: must be equal", dict(proposer=strange)),
+        (
+            r"the draft's prompt and new tokens reach length 33: the limit is 32",
+            dict(proposer=dataclasses.replace(draft, state=init_cache(ROPE, 3, 32))),
+        ),
+        (
+            "the draft's prompt has 3 rows, the cache 2",
+            dict(proposer=dataclasses.replace(draft, state=init_cache(ROPE, 2, 40))),
+        ),
+        (
+            r"capacity is 7: a ring .* at least window \+ 3 = 8 slots",
+            dict(step=ring, state=init_cache(RING, 3, 7)),
+        ),
+        (
+            r"the draft's cache capacity is 7: a ring",
+            dict(
+                proposer=Draft(
+                    ring, jax.eval_shape(lambda: random_parameters(RING)), init_cache(RING, 3, 7)
+                )
+            ),
+        ),
+        (r"stop is 31: must be in 0..30", dict(stop=31)),
+        (r"limits are \[24, 1, 1\]", dict(limits=[24, 1, 1])),
+        (r"lengths are \[1, 0, 2\]", dict(lengths=[1, 0, 2])),
+    ]
+    for said, change in cases:
+        arguments = dict(
+            step=step, prompt=prompts(), state=empty, proposer=draft, num_tokens=NEW, num_draft=3
+        )
+        arguments |= change
+        call = [arguments.pop(name) for name in ("step", "prompt", "state")]
+        with pytest.raises(ValueError, match=said):
+            speculate(call[0], params, *call[1:], **arguments)
+        assert all(shape[1] == 1 for shape in step.calls), "nothing but the size of the vocabulary"
+    with pytest.raises(ValueError, match="ngram is 0: must be an integer of at least 1"):
+        PromptLookup(0)
+
+
+def test_a_short_window_of_a_cache_that_never_turns_is_no_ring():
+    """Fewer slots than the window: the cache cannot wrap, so any number may be taken back."""
+    step = make_step(build(dataclasses.replace(ROPE, window=50)))
+    step.check_rewind(init_cache(ROPE, 3, 40), 30)
+    with pytest.raises(ValueError, match=r"window \+ 30 = 80 slots"):
+        step.check_rewind(init_cache(ROPE, 3, 50), 30)
+
+
+def test_a_cache_is_taken_back_to_each_rows_own_length():
+    step, params = make_step(build(ROPE)), random_parameters(ROPE)
+    read = jax.jit(partial(prefill, step))
+    _, before = read(params, prompts()[:, :5], init_cache(ROPE, 3, 17), np.array([4, 2, 3]))
+    _, after = read(params, prompts()[:, 5:10], before, np.array([5, 5, 5]))
+    count = np.array([0, 5, 2])
+    back = step.rewind(after, before, jnp.asarray(count))
+    assert back.length.tolist() == [4, 7, 5]
+    for layer in back.layers:
+        for row, length in enumerate([4, 7, 5]):
+            assert layer.positions[row].tolist() == [*range(length), *[-1] * (17 - length)]
