@@ -35,6 +35,7 @@ ORDER = [
     "sampling",
     "processors",
     "decode",
+    "slots",
     "losses",
     "data",
     "completion",

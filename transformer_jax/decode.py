@@ -400,7 +400,7 @@ def _prepare(
     if attention and not hasattr(step, "attend"):
         raise ValueError(f"attention is True: {type(step).__name__} has no `attend`")
     if sampler is not None:
-        _check_sampler(sampler)
+        check_sampler(sampler)
     sampler = Greedy() if sampler is None else sampler
     processors = check_processors(processors)
     stop = stop_tokens(stop)
@@ -501,7 +501,7 @@ def _traced(*arrays: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
-def _check_sampler(sampler: Any) -> None:
+def check_sampler(sampler: Any) -> None:
     """A value that takes (key, logits)."""
     if isinstance(sampler, type):
         rule = "must be a value, such as Greedy() or Sample(TopK(40))"
