@@ -554,3 +554,9 @@ def test_serving_is_clean_under(setting, rope):
     with setting():
         got = {completion.id: completion for completion in running}
     assert_as_alone(rope, requests, GREEDY, got)
+
+
+def test_an_empty_cache_can_be_given_away():
+    """Each leaf has memory of its own: the same twice cannot be consumed."""
+    leaves = jax.tree.leaves(init_cache(ROPE, 2, 3))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves) == 8

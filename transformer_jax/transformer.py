@@ -57,12 +57,14 @@ def cache_limit(config: ModelConfig, capacity: int) -> int | None:
 
 def empty_layers(config: ModelConfig, depth: int, batch: int, capacity: int) -> Layers:
     """Empty self-attention caches of a stack."""
-    layer = kv.init(
-        batch, capacity, config.kv_heads, config.key_dim, config.value_dim, config.dtype
+    heads, dim, value_dim = config.kv_heads, config.key_dim, config.value_dim
+    # Each layer has memory of its own, which can be given away.
+    layers = tuple(
+        kv.init(batch, capacity, heads, dim, value_dim, config.dtype) for _ in range(depth)
     )
     if not config.scan_layers:
-        return (layer,) * depth
-    return jax.tree.map(lambda leaf: jnp.stack([leaf] * depth, axis=1), layer)
+        return layers
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *layers)
 
 
 class Stack(nn.Module):
