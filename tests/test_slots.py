@@ -427,13 +427,16 @@ def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
 
 
 def test_names_may_be_shared_and_what_just_fits_is_served(rope):
+    """A bucket may be wider than a slot, and the history still has its place."""
     step, params, empty = rope
-    requests = [Request([5] * (CAPACITY - n + 1), n, id="same") for n in (1, 2, 11)]
-    got = list(serve(step, params, requests, empty(1), slots=SLOTS, capacity=CAPACITY))
-    assert sorted((len(c.tokens), c.end, c.id) for c in got) == [
-        (n, "length", "same") for n in (1, 2, 11)
+    requests = [
+        Request([5] * (CAPACITY - n + 1), n, key=jax.random.key(n), id="same") for n in (1, 2, 2)
     ]
-    assert list(serve(step, params, [], empty(1), slots=2, capacity=CAPACITY)) == []
+    arguments = dict(slots=SLOTS, capacity=CAPACITY, **SAMPLED)
+    got = list(serve(step, params, requests, empty(1), **arguments))
+    assert sorted((len(c.tokens), c.id) for c in got) == [(1, "same"), (2, "same"), (2, "same")]
+    assert all(c.end in ("length", "stop") and (c.tokens >= 0).all() for c in got)
+    assert list(serve(step, params, [], empty(1), **arguments)) == []
 
 
 def test_wrong_arguments_are_refused_at_the_call(rope):
