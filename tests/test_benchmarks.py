@@ -160,23 +160,17 @@ def test_a_table_aligns_its_columns():
 
 
 def test_steps_of_batches_are_counted_from_their_lengths():
-    """Slot by slot: [4], [2, 3] of two slots; and of batches (4, 2), (3,) the longest rows."""
-    assert serve.continuous_steps([4, 2, 3], 2) == 3
+    """Slot by slot: [4], [2, 3] of two slots; of batches (4, 2), (3,) the longest rows."""
+    assert serve.pausing_steps([4, 2, 3], 2) == 3
     assert serve.static_steps([4, 2, 3], 2) == 3 + 2
-    assert serve.continuous_steps([7, 7, 7], 3) == serve.static_steps([7, 7, 7], 3) == 6
-    lengths = specs.SERVE[1].lengths()
-    slots = specs.SERVE[1].slots
-    running, steps, waiting = [], 0, [int(n) - 1 for n in lengths]
-    while running or waiting:
-        running = [n for n in running if n]
-        while waiting and len(running) < slots:
-            running = [n for n in [*running, waiting.pop(0)] if n]
-        steps += bool(running)
-        running = [n - 1 for n in running]
-    assert serve.continuous_steps(lengths, slots) == steps
-    assert (
-        lengths.sum() - len(lengths) <= slots * steps < slots * serve.static_steps(lengths, slots)
-    )
+    assert [serve.continuous_steps([4, 2, 3], 2, call) for call in (1, 2, 3)] == [3, 4, 5]
+    for equal in (serve.pausing_steps([7] * 3, 3), serve.continuous_steps([7] * 3, 3, 8)):
+        assert equal == serve.static_steps([7] * 3, 3) == 6
+    lengths, slots = specs.SERVE[1].lengths(), specs.SERVE[1].slots
+    pausing = serve.pausing_steps(lengths, slots)
+    calls = serve.continuous_steps(lengths, slots, 8)
+    assert lengths.sum() - len(lengths) <= slots * pausing
+    assert pausing < calls < serve.static_steps(lengths, slots)
 
 
 @pytest.fixture
@@ -193,7 +187,7 @@ def test_continuous_and_static_batching_answer_the_same_requests(busy):
     case = replace(specs.SERVE[0], model=small, busy=busy, requests=7)
     arrivals = case.arrivals(0.05)
     assert (np.diff(arrivals) >= 0).all() and (arrivals.max() > 0) == (busy is not None)
-    ours = serve.continuous(case, arrivals, time.perf_counter, 8)
+    ours = serve.continuous(case, arrivals, time.perf_counter, 8, pause=busy is None)
     static = serve.static(case, arrivals, time.perf_counter)
     for answers in (ours, static):
         assert [len(tokens) for tokens in answers.tokens] == case.lengths().tolist()

@@ -155,7 +155,7 @@ def arriving(requests):
     ],
 )
 def test_each_request_gets_what_it_gets_alone(kind, options):
-    """23 requests over 3 slots, arriving at random, in this order and in another."""
+    """23 requests over 3 slots, arriving at random, in this order and, with pauses, in another."""
     model, requests = MODELS[kind](), some_requests()
     got = served(model, arriving(requests), options)
     assert_as_alone(model, requests, options, got)
@@ -164,7 +164,7 @@ def test_each_request_gets_what_it_gets_alone(kind, options):
     distinct = {tuple(c.tokens.tolist()) for c in got.values() if len(c.tokens) > 3}
     assert len(distinct) > 9 and max(len(set(c)) for c in distinct) > 4
     order = np.random.default_rng(1).permutation(len(requests))
-    again = served(model, [requests[i] for i in order], options)
+    again = served(model, [requests[i] for i in order], options, pause=True)
     for name, completion in got.items():
         np.testing.assert_array_equal(again[name].tokens, completion.tokens, name)
     assert list(again) != list(got)

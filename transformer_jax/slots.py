@@ -230,6 +230,7 @@ def serve(
     slots: int,
     capacity: int,
     steps_per_call: int = 8,
+    pause: bool = False,
     sampler: Sampler | None = None,
     processors: Sequence[HistoryProcessor] = (),
     stop: int | Sequence[int] = (),
@@ -245,14 +246,16 @@ def serve(
     Requests are taken in order, one whenever a slot is free, and none overtakes another on its way
     into a slot. An iterator may yield None for "nothing yet": what runs goes on for up to
     `steps_per_call` tokens (for none, if nothing runs), then it is asked again. While it waits
-    inside `next`, nobody advances. A slot that is free costs its share of a step all the same.
+    inside `next`, nobody advances. A slot that is free costs its share of a step all the same: with
+    `pause`, a call ends as soon as a slot is free for who waits, which is fewer steps in more
+    calls, and pays where a step takes much longer than a call.
     """
     if steps_per_call < 1:
         raise ValueError(f"steps_per_call is {steps_per_call}: must be at least 1")
     held = init_slots(
         step, params, state, slots, capacity, sampler=sampler, processors=processors, stop=stop
     )
-    pieces = _pieces(held, params, iter(requests), state, steps_per_call, chunk)
+    pieces = _pieces(held, params, iter(requests), state, steps_per_call, pause, chunk)
     return (piece for _, piece in pieces) if stream else _whole(pieces)
 
 
@@ -298,6 +301,7 @@ def _pieces(
     requests: Iterator[Request | None],
     empty: Any,
     steps: int,
+    pause: bool,
     chunk: int | None,
 ) -> Iterator[tuple[int, Completion]]:
     stop, number, more = slots.plan.stop, 0, True
@@ -328,8 +332,8 @@ def _pieces(
             seats[row] = seat
         if not any(seats):
             continue
-        pause = jax.device_put(np.bool_(more and None not in seats))
-        slots, chosen = _advance(slots, params, pause, steps)
+        waiting = jax.device_put(np.bool_(pause and more and None not in seats))
+        slots, chosen = _advance(slots, params, waiting, steps)
         for row, one in first.items():  # read while the others advance
             tokens, log_probs = jax.device_get((one.token, one.log_prob))
             yield from _take(seats, row, tokens, log_probs, stop)
