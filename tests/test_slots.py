@@ -382,7 +382,9 @@ def test_nobody_is_overtaken_and_one_long_text_holds_nobody_up(rope):
     begun = list(dict.fromkeys(p.id for p in pieces))
     assert begun == [r.id for r in requests]
     ended = [p.id for p in pieces if p.end is not None]
-    assert sorted(ended) == sorted(begun) and ended.index(requests[1].id) > 5
+    assert sorted(ended) == sorted(begun)
+    before = ended[: ended.index(requests[1].id)]
+    assert {requests[3].id, requests[4].id} <= set(before), "who came later may end earlier"
 
 
 def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
