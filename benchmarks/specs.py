@@ -242,3 +242,57 @@ TRAIN: tuple[TrainCase, ...] = (
     TrainCase(name="small-b64", model=_SMALL, batch=64, tags=frozenset({"full"})),
     TrainCase(name="medium-b64", model=_MEDIUM, batch=64, tags=frozenset({"full"})),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCase:
+    """Requests of ragged prompts and lengths, answered by a decoder that runs `slots` at a time."""
+
+    name: str
+    model: ModelConfig
+    slots: int
+    requests: int
+    mean: int
+    """New tokens of a request: geometric around this."""
+    most: int
+    """New tokens of a request: never more."""
+    longest_prompt: int
+    busy: float | None = None
+    """How much of the slots' time arriving requests ask for; None: all are there at the start."""
+    tags: frozenset[str] = frozenset()
+
+    def prompts(self, seed: int = 0) -> list[np.ndarray]:
+        """Random tokens, from one to `longest_prompt` of them."""
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(1, self.longest_prompt + 1, self.requests)
+        return [rng.integers(0, self.model.vocab_size, n, dtype=np.int32) for n in lengths]
+
+    def lengths(self, seed: int = 1) -> np.ndarray:  # i64[requests]
+        """How many tokens each request gets."""
+        drawn = np.random.default_rng(seed).geometric(1 / self.mean, self.requests)
+        return np.minimum(drawn, self.most)
+
+    def arrivals(self, seconds: float, seed: int = 2) -> np.ndarray:  # f64[requests]
+        """When each comes: a Poisson process, for slots that need `seconds` for all of them."""
+        if self.busy is None:
+            return np.zeros(self.requests)
+        gap = seconds / self.busy / self.requests
+        return np.random.default_rng(seed).exponential(gap, self.requests).cumsum()
+
+
+_SERVED = replace(_SMALL, max_len=128)
+
+SERVE: tuple[ServeCase, ...] = (
+    ServeCase(
+        name="quick", model=preset("tiny"), slots=3, requests=11, mean=7, most=23,
+        longest_prompt=11, tags=frozenset({"quick"}),
+    ),
+    ServeCase(
+        name="small-8-slots", model=_SERVED, slots=8, requests=64, mean=24, most=100,
+        longest_prompt=16,
+    ),
+    ServeCase(
+        name="small-8-slots-arriving", model=_SERVED, slots=8, requests=64, mean=24, most=100,
+        longest_prompt=16, busy=0.7,
+    ),
+)  # fmt: skip

@@ -39,6 +39,7 @@ ORDER = [
     "decode",
     "beam",
     "speculative",
+    "slots",
     "losses",
     "data",
     "completion",

@@ -1,13 +1,15 @@
 """The table of shapes is sane, the clock is fair, and what is written can be read again."""
 
 import json
+import time
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import specs, timing
+from benchmarks import serve, specs, timing
 from benchmarks.timing import Contender
 from transformer_jax.models import num_params
 
@@ -155,3 +157,40 @@ def test_a_result_says_where_it_was_measured(tmp_path):
 def test_a_table_aligns_its_columns():
     text = timing.table(("", "ms"), [("ours", "1.5"), ("a peer", "12.25")])
     assert text == "           ms\nours      1.5\na peer  12.25"
+
+
+def test_steps_of_batches_are_counted_from_their_lengths():
+    """Slot by slot: [4], [2, 3] of two slots; of batches (4, 2), (3,) the longest rows."""
+    assert serve.pausing_steps([4, 2, 3], 2) == 3
+    assert serve.static_steps([4, 2, 3], 2) == 3 + 2
+    assert [serve.continuous_steps([4, 2, 3], 2, call) for call in (1, 2, 3)] == [3, 4, 5]
+    for equal in (serve.pausing_steps([7] * 3, 3), serve.continuous_steps([7] * 3, 3, 8)):
+        assert equal == serve.static_steps([7] * 3, 3) == 6
+    lengths, slots = specs.SERVE[1].lengths(), specs.SERVE[1].slots
+    pausing = serve.pausing_steps(lengths, slots)
+    calls = serve.continuous_steps(lengths, slots, 8)
+    assert lengths.sum() - len(lengths) <= slots * pausing
+    assert pausing < calls < serve.static_steps(lengths, slots)
+
+
+@pytest.fixture
+def quick_compiler():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize("busy", [None, 0.9])
+@pytest.mark.usefixtures("quick_compiler")
+def test_continuous_and_static_batching_answer_the_same_requests(busy):
+    small = replace(specs.SERVE[0].model, num_layers=1, d_model=32)
+    case = replace(specs.SERVE[0], model=small, busy=busy, requests=7)
+    arrivals = case.arrivals(0.05)
+    assert (np.diff(arrivals) >= 0).all() and (arrivals.max() > 0) == (busy is not None)
+    ours = serve.continuous(case, arrivals, time.perf_counter, 8, pause=busy is None)
+    static = serve.static(case, arrivals, time.perf_counter)
+    for answers in (ours, static):
+        assert [len(tokens) for tokens in answers.tokens] == case.lengths().tolist()
+        assert (answers.latencies > 0).all()
+    for mine, its in zip(ours.tokens, static.tokens, strict=True):
+        np.testing.assert_array_equal(mine, its)

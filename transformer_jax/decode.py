@@ -430,7 +430,7 @@ def prepare(
     if attention and not hasattr(step, "attend"):
         raise ValueError(f"attention is True: {type(step).__name__} has no `attend`")
     if sampler is not None:
-        _check_sampler(sampler)
+        check_sampler(sampler)
     sampler = Greedy() if sampler is None else sampler
     processors = check_processors(processors)
     stop = stop_tokens(stop)
@@ -515,16 +515,20 @@ def stop_tokens(stop: Any) -> tuple[int, ...]:
     return tuple(map(int, stop))
 
 
+def check_alive(state: Any) -> None:
+    """A state whose memory was handed on is refused by name."""
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array) and not _traced(leaf) and leaf.is_deleted():
+            raise ValueError("state was consumed by an earlier call: fork(state, 1) keeps a copy")
+
+
 def own(state: Any) -> Any:
     """The state, fit to be donated: none of it was before, and no array stands in it twice."""
+    check_alive(state)
     seen: set[int] = set()
 
     def leaf(x: Any) -> Any:
-        if not isinstance(x, jax.Array) or _traced(x):
-            return x
-        if x.is_deleted():
-            raise ValueError("state was consumed by an earlier call: fork(state, 1) keeps a copy")
-        twice = id(x) in seen
+        twice = isinstance(x, jax.Array) and id(x) in seen
         seen.add(id(x))
         return x.copy() if twice else x
 
@@ -550,7 +554,7 @@ def _traced(*arrays: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
-def _check_sampler(sampler: Any) -> None:
+def check_sampler(sampler: Any) -> None:
     """A value that takes (key, logits)."""
     if isinstance(sampler, type):
         rule = "must be a value, such as Greedy() or Sample(TopK(40))"

@@ -48,4 +48,9 @@ def choose(take: jax.Array, new: Any, old: Any) -> Any:
 
 def put(state: Any, rows: jax.Array, other: Any) -> Any:
     """Row b of `other` takes the place of row `rows[b]`; a row past the end is dropped."""
-    return jax.tree.map(lambda x, y: x.at[rows].set(y.astype(x.dtype), mode="drop"), state, other)
+
+    def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
+        y = y if y.dtype == x.dtype else y.astype(x.dtype)  # keys of random numbers have no astype
+        return x.at[rows].set(y, mode="drop")
+
+    return jax.tree.map(leaf, state, other)

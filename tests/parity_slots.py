@@ -1,0 +1,135 @@
+"""Continuous batching equals the full forward pass, whoever comes and goes.
+
+    python -m tests.parity_slots
+
+Of every decoder of the matrix, 23 requests of ragged prompts and lengths go through three slots,
+greedily and sampled, arriving at random. The full pass sees a request's prompt and tokens at once,
+without a cache and alone: the logits before a token must choose it, greedily or with the request's
+key folded with the token's number. A windowed case decodes from a ring of the window's length.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.parity_matrix import PROMPT, VOCAB, Case, cases
+from transformer_jax.decode import make_step
+from transformer_jax.models import build, init_cache, init_params
+from transformer_jax.sampling import Greedy, Sample, Sampler, Temperature
+from transformer_jax.slots import Request, serve
+
+COUNT, SLOTS, NEW = 23, 3, 29
+SAMPLERS: dict[str, Sampler] = {"greedy": Greedy(), "sampled": Sample(Temperature(1.3))}
+
+
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    sampler: str
+    tokens_equal: int
+    tokens: int
+    distinct: int
+    """Different tokens among them: a model that repeats one would prove nothing."""
+
+    @property
+    def holds(self) -> bool:
+        return 0 < self.tokens == self.tokens_equal and self.distinct > 5
+
+    def __str__(self) -> str:
+        line = f"{self.case} {self.sampler:7}  {self.tokens_equal}/{self.tokens}"
+        return line if self.holds else f"{line}   FAILS"
+
+
+def schedule(seed: int = 5) -> list[Request]:
+    """Requests with keys of their own; each has its place in the list as its name."""
+    rng = np.random.default_rng(seed)
+    return [
+        Request(
+            rng.integers(0, VOCAB, rng.integers(1, PROMPT + 1), dtype=np.int32),
+            int(rng.integers(1, NEW + 1)),
+            key=jax.random.key(1000 + number),
+            id=number,
+        )
+        for number in range(COUNT)
+    ]
+
+
+def arriving(requests: Sequence[Request], seed: int = 3) -> Iterator[Request | None]:
+    """One after the other, with calls between in which nobody comes."""
+    rng = np.random.default_rng(seed)
+    for request in requests:
+        yield from [None] * int(rng.integers(0, 3))
+        yield request
+
+
+def measure(case: Case, samplers: Sequence[str] = tuple(SAMPLERS)) -> list[Result]:
+    """Served against uncached, for one decoder."""
+    config = case.config
+    model = build(config)
+    params = init_params(config, jax.random.key(sum(map(ord, str(case)))))
+    requests, total = schedule(), PROMPT + NEW
+    empty = init_cache(config, 1, case.window or total)
+
+    @partial(jax.jit, static_argnames="sampler")
+    def chosen(text, starts, keys, sampler):
+        """What the full pass chooses as token n [requests, NEW] of each text [requests, total]."""
+        logits, _ = model.apply({"params": params}, text)
+        n = jnp.arange(NEW)
+        before = jnp.clip(starts[:, None] - 1 + n[None], 0, total - 1)
+        logits = jnp.take_along_axis(logits, before[:, :, None], axis=1)
+        fold = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)), in_axes=(0, None))
+        return jax.vmap(jax.vmap(sampler))(fold(keys, n), logits)
+
+    results = []
+    for name in samplers:
+        sampler = SAMPLERS[name]
+        answers = serve(
+            make_step(model), params, arriving(requests), empty, slots=SLOTS, capacity=total,
+            sampler=sampler,
+        )  # fmt: skip
+        got = {answer.id: answer.tokens for answer in answers}
+        assert sorted(got) == list(range(COUNT))
+        assert all(len(got[r.id]) == r.num_tokens for r in requests)
+        text = np.zeros((COUNT, total), np.int32)
+        for r in requests:
+            both = np.concatenate([r.prompt, got[r.id]])
+            text[r.id, : len(both)] = both
+        starts = np.array([len(r.prompt) for r in requests], np.int32)
+        keys = jnp.stack([r.key for r in requests])
+        want = np.asarray(chosen(text, starts, keys, sampler))
+        equal = sum(int((want[i, : len(t)] == t).sum()) for i, t in got.items())
+        tokens = np.concatenate(list(got.values()))
+        results.append(Result(case, name, equal, len(tokens), len(set(tokens.tolist()))))
+    return results
+
+
+def section(wanted: Sequence[Case] | None = None) -> tuple[list[str], list[Result]]:
+    """Lines of the matrix, and what they say."""
+    if wanted is None:
+        wanted = [case for case in cases() if case.kind == "decoder"]
+    results = [result for case in wanted for result in measure(case)]
+    header = f"{'model':15} {'positions':10} head extent    tokens   equal"
+    return [header, *map(str, results)], results
+
+
+def main() -> None:
+    lines, results = section()
+    print("\n".join(lines))
+    print(
+        f"{len(results)} combinations, {sum(r.holds for r in results)} hold: "
+        f"{sum(r.tokens_equal for r in results)} of {sum(r.tokens for r in results)} tokens of "
+        f"{COUNT} requests over {SLOTS} slots are those of the full pass. "
+        f"f32, {jax.default_backend()}, jax {jax.__version__}, Python {platform.python_version()}."
+    )
+    raise SystemExit(0 if all(r.holds for r in results) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,567 @@
+"""Continuous batching: what a request gets is what it would get alone, whoever comes and goes."""
+
+import dataclasses
+import re
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.test_decode import PAIR, RING, ROPE, VOCAB, CountingStep, make, parameters
+from tests.tolerances import assert_near, assert_same_bits
+from transformer_jax import slots as continuous
+from transformer_jax.decode import generate, make_step, prefill
+from transformer_jax.models import build, init_cache
+from transformer_jax.processors import MinLength, NoRepeatNGram, RepetitionPenalty
+from transformer_jax.rows import fork
+from transformer_jax.sampling import Sample, Temperature, TopK
+from transformer_jax.slots import (
+    Request,
+    admit,
+    advance_slots,
+    init_slots,
+    release,
+    serve,
+)
+
+SLOTS, CAPACITY, LONGEST = 3, 29, 17
+GREEDY: dict = {}
+SAMPLED: dict = dict(
+    sampler=Sample(Temperature(1.3)),
+    processors=(RepetitionPenalty(1.3), MinLength(2, (4, 9))),
+    stop=(4, 9),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Small arrays, many programs: compiling costs more than running."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@dataclasses.dataclass(frozen=True)
+class GruStep:
+    """Not a model of this library: no cache, no positions, no `check`; the state is the carry."""
+
+    def __call__(self, params, tokens, state, *, valid=None):
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+
+        def read(carry, now):
+            embedded, valid = now
+            new, out = nn.GRUCell(7).apply({"params": params["cell"]}, carry, embedded)
+            return jnp.where(valid[:, None], new, carry), out
+
+        embedded = jnp.take(params["embed"], tokens.T, axis=0)
+        state, outputs = jax.lax.scan(read, state, (embedded, valid.T))
+        return outputs.swapaxes(0, 1) @ params["embed"].T, state
+
+
+def make_gru():
+    @jax.jit
+    def init(key):
+        embed, cell = jax.random.split(key)
+        embed = 2 * jax.random.normal(embed, (VOCAB, 7))
+        cell = nn.GRUCell(7).init(cell, jnp.zeros((1, 7)), embed[:1])["params"]
+        return {"embed": embed, "cell": jax.tree.map(lambda leaf: 2 * leaf, cell)}
+
+    return GruStep(), init(jax.random.key(2)), lambda rows: jnp.zeros((rows, 7))
+
+
+def make_model(config):
+    step, params, empty = make(config)
+    capacity = CAPACITY if config.window is None else config.window
+    return step, params, partial(empty, capacity=capacity)
+
+
+ONE = dataclasses.replace(ROPE, num_layers=1)
+MODELS = {
+    "rope": partial(make_model, ONE),
+    "ring": partial(make_model, dataclasses.replace(RING, num_layers=1)),
+    "gru": make_gru,
+}
+
+
+@pytest.fixture(scope="module")
+def rope():
+    return MODELS["rope"]()
+
+
+def some_requests(count: int = 23, seed: int = 5) -> list[Request]:
+    """Of ragged prompts and lengths, each with a key of its own."""
+    rng = np.random.default_rng(seed)
+    return [
+        Request(
+            rng.integers(0, VOCAB, rng.integers(1, CAPACITY - LONGEST + 2)),
+            int(rng.integers(1, LONGEST + 1)),
+            key=jax.random.key(100 + number),
+            id=f"request {number}",
+        )
+        for number in range(count)
+    ]
+
+
+def alone(model, request: Request, options: dict, state=None):
+    """What `generate` gives it as the only row."""
+    step, params, empty = model
+    state = fork(empty(1) if state is None else state, 1)
+    return generate(
+        step, params, np.asarray(request.prompt)[None], state, num_tokens=LONGEST,
+        limits=[request.num_tokens], key=request.key[None], **options,
+    )  # fmt: skip
+
+
+def served(model, requests, options: dict | None = None, **more) -> dict:
+    step, params, empty = model
+    arguments = dict(slots=SLOTS, capacity=CAPACITY) | (options or {}) | more
+    return {c.id: c for c in serve(step, params, requests, empty(1), **arguments)}
+
+
+def assert_as_alone(model, requests, options: dict, got: dict) -> None:
+    assert len(got) == len(requests) > 0
+    for request in requests:
+        want, mine = alone(model, request, options), got[request.id]
+        np.testing.assert_array_equal(mine.tokens, want.rows()[0], str(request.id))
+        assert_near(mine.log_probs, np.asarray(want.log_probs)[0, : len(mine.tokens)], 1e-5)
+        stopped = mine.tokens[-1] in options.get("stop", ())
+        assert mine.end == ("stop" if stopped else "length") and mine.error is None
+        assert stopped or len(mine.tokens) == request.num_tokens
+
+
+def arriving(requests):
+    """Now and then nobody."""
+    rng = np.random.default_rng(3)
+    for request in requests:
+        yield from [None] * int(rng.geometric(0.5) - 1)
+        yield request
+
+
+# The same tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param("rope", GREEDY, id="rope-greedy"),
+        pytest.param("rope", SAMPLED, id="rope-sampled"),
+        pytest.param("ring", GREEDY, id="ring-greedy"),
+        pytest.param("gru", GREEDY, id="gru-greedy"),
+        pytest.param("ring", SAMPLED, id="ring-sampled", marks=pytest.mark.slow),
+        pytest.param("gru", SAMPLED, id="gru-sampled", marks=pytest.mark.slow),
+    ],
+)
+def test_each_request_gets_what_it_gets_alone(kind, options):
+    """23 requests over 3 slots, arriving at random, in this order and, with pauses, in another."""
+    model, requests = MODELS[kind](), some_requests()
+    got = served(model, arriving(requests), options)
+    assert_as_alone(model, requests, options, got)
+    ends = [c.end for c in got.values()]
+    assert "length" in ends and ("stop" in ends) == bool(options)
+    distinct = {tuple(c.tokens.tolist()) for c in got.values() if len(c.tokens) > 3}
+    assert len(distinct) > 9 and max(len(set(c)) for c in distinct) > 4
+    order = np.random.default_rng(1).permutation(len(requests))
+    again = served(model, [requests[i] for i in order], options, pause=True)
+    for name, completion in got.items():
+        np.testing.assert_array_equal(again[name].tokens, completion.tokens, name)
+    assert list(again) != list(got)
+
+
+def test_pieces_are_the_whole_as_it_comes(rope):
+    step, params, empty = rope
+    requests = some_requests(9)
+    whole = served(rope, requests, SAMPLED)
+    pieces = list(
+        serve(step, params, requests, empty(1), slots=SLOTS, capacity=CAPACITY, **SAMPLED,
+              stream=True)
+    )  # fmt: skip
+    for request in requests:
+        of = [p for p in pieces if p.id == request.id]
+        assert len(of[0].tokens) == 1, "the first token comes by itself"
+        assert [p.end is None for p in of] == [True] * (len(of) - 1) + [False]
+        joined = np.concatenate([p.tokens for p in of])
+        np.testing.assert_array_equal(joined, whole[request.id].tokens)
+        joined = np.concatenate([p.log_probs for p in of])
+        np.testing.assert_array_equal(joined, whole[request.id].log_probs)
+    assert len(pieces) > len(requests) + 5
+
+
+def test_several_prompts_join_at_once(rope):
+    """Rows of several lengths go into the slots that are named, from one program."""
+    step, params, empty = rope
+    requests = [dataclasses.replace(r, num_tokens=7) for r in some_requests(2)]
+    lengths = [len(r.prompt) for r in requests]
+    assert len(set(lengths)) == 2
+    prompt = np.stack([np.pad(r.prompt, (0, 13 - len(r.prompt))) for r in requests])
+    held = init_slots(step, params, empty(1), SLOTS, CAPACITY)
+    held, first = admit(held, params, [2, 0], prompt, empty(2), limits=[7, 7], lengths=lengths)
+    assert held.active.tolist() == [True, False, True]
+    held, rest = advance_slots(held, params, 8)
+    assert held.active.tolist() == [False] * 3
+    first, rest = jax.device_get((first, rest))
+    for i, row in enumerate([2, 0]):
+        got = [first.token[i], *rest.token[:6, row]]
+        assert got == alone(rope, requests[i], GREEDY).rows()[0].tolist()
+    assert (rest.token[6:] == -1).all() and (rest.log_prob[6:] == 0).all()
+    assert (rest.token[:, 1] == -1).all()
+
+
+def test_one_prefix_is_shared_by_many(rope):
+    step, params, empty = rope
+    prefix = np.array([[3, 1, 4, 1, 5]])
+    _, state = jax.jit(partial(prefill, step))(params, prefix, empty(1), np.array([5]))
+    before = jax.tree.map(np.array, state)
+    requests = [dataclasses.replace(r, num_tokens=6) for r in some_requests(7)]
+    requests = [dataclasses.replace(r, prompt=r.prompt[:7], state=state) for r in requests]
+    requests[3] = dataclasses.replace(requests[3], state=None)
+    got = served(rope, requests)
+    for request in requests:
+        read = [] if request.state is None else prefix[0]
+        whole = dataclasses.replace(request, prompt=np.concatenate([read, request.prompt]))
+        whole = dataclasses.replace(whole, prompt=whole.prompt.astype(int))
+        np.testing.assert_array_equal(got[request.id].tokens, alone(rope, whole, {}).rows()[0])
+    jax.tree.map(assert_same_bits, state, before)
+
+
+def test_an_encoder_decoder_serves_requests_that_bring_their_source():
+    """Sources of several lengths, padded to one; what stands behind a source's end is not read."""
+    config = dataclasses.replace(PAIR, d_ff=13)
+    params, model = parameters(config, 2), build(config)
+    rng = np.random.default_rng(7)
+
+    @jax.jit
+    def read(source, length):
+        places = jnp.where(jnp.arange(11) < length, jnp.arange(11), -1)[None]
+        return model.apply(
+            {"params": params}, source, positions=places, capacity=CAPACITY, method="init_cache"
+        )
+
+    empty = read(np.zeros((1, 11), np.int32), 1)
+    pair = make_step(model), params, lambda rows: empty
+    requests = []
+    for request in some_requests(8):
+        state = read(rng.integers(0, VOCAB, (1, 11)), int(rng.integers(1, 12)))
+        requests.append(dataclasses.replace(request, state=state, prompt=[2]))
+    got = served(pair, requests)
+    for request in requests:
+        want = alone(pair, request, {}, request.state).rows()[0]
+        np.testing.assert_array_equal(got[request.id].tokens, want)
+    assert len({tuple(c.tokens[:3]) for c in got.values()}) > 4
+
+
+# Slots that are free, taken, and taken again
+
+
+def begin_three(model, **options):
+    """Slots whose rows are in the middle of three requests, and those requests."""
+    step, params, empty = model
+    requests = [dataclasses.replace(r, num_tokens=LONGEST) for r in some_requests(3)]
+    held = init_slots(step, params, empty(1), SLOTS, CAPACITY, **options)
+    first = []
+    for row, r in enumerate(requests):
+        held, one = admit(
+            held, params, row, r.prompt[None], empty(1), limits=LONGEST, key=r.key[None]
+        )
+        first.append(int(one.token[0]))
+    held, chosen = advance_slots(held, params, 8)
+    return held, requests, np.concatenate([[first], chosen.token])
+
+
+def test_a_slot_taken_again_holds_nothing_of_the_row_before(rope):
+    """Bit for bit as if nobody had been there, in the cache and in the history."""
+    step, params, empty = rope
+
+    def key():
+        return jax.random.split(jax.random.key(8), 1)
+
+    held, _, _ = begin_three(rope, **SAMPLED)
+    fresh = init_slots(step, params, empty(1), SLOTS, CAPACITY, **SAMPLED)
+    fresh, one = admit(fresh, params, 1, [[7, 9]], empty(1), limits=5, key=key())
+    used, two = admit(release(held, 1), params, 1, [[7, 9]], empty(1), limits=5, key=key())
+    row = partial(jax.tree.map, lambda leaf: jax.random.key_data(leaf)[1]
+                  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf[1])  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, row(used.running), row(fresh.running))
+    assert used.running.state.layers[0].positions[1].tolist() == [0, 1] + [-1] * (CAPACITY - 2)
+    assert int(one.token[0]) == int(two.token[0])
+
+
+def poison(held, row: int):
+    """NaN in all that a row remembers, at positions that it would see."""
+
+    def leaf(x):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return x.at[row].set(jnp.nan)
+        return x.at[row].set(jnp.arange(x.shape[1])) if x.ndim == 2 else x
+
+    state = jax.tree.map(leaf, held.running.state)
+    return dataclasses.replace(held, running=dataclasses.replace(held.running, state=state))
+
+
+@pytest.mark.parametrize("kind", ["rope", "gru"])
+def test_nan_in_a_free_slot_reaches_nobody(kind):
+    """Neither the rows beside it nor the next one in it."""
+    model = MODELS[kind]()
+    _, params, empty = model
+    held, requests, tokens = begin_three(model)
+    held = poison(release(held, 1), 1)
+    held, beside = advance_slots(held, params, 8)
+    assert (np.asarray(beside.token)[:, 1] == -1).all()
+    assert np.isnan(np.asarray(jax.tree.leaves(held.running.state)[0][1])).any(), "still there"
+    for row in (0, 2):
+        got = np.concatenate([tokens[:, row], np.asarray(beside.token)[:, row]])
+        np.testing.assert_array_equal(got, alone(model, requests[row], {}).rows()[0])
+    held, one = admit(held, params, 1, requests[1].prompt[None], empty(1), limits=9)
+    held, rest = advance_slots(held, params, 8)
+    got = np.concatenate([one.token, np.asarray(rest.token)[:, 1]])
+    np.testing.assert_array_equal(got, alone(model, requests[1], {}).rows()[0][:9])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(held.running.state))
+
+
+def test_a_poisoned_row_ends_alone(rope):
+    """Its slot is taken by the next, and nobody else notices."""
+    _, params, empty = rope
+    held, requests, tokens = begin_three(rope)
+    held, rest = advance_slots(poison(held, 1), params, 8)
+    assert np.asarray(rest.token)[:, 1].tolist() == [-1] * 8
+    assert np.isnan(rest.log_prob[0, 1]) and (np.asarray(rest.log_prob)[1:, 1] == 0).all()
+    for row in (0, 2):
+        got = np.concatenate([tokens[:, row], np.asarray(rest.token)[:, row]])
+        np.testing.assert_array_equal(got, alone(rope, requests[row], {}).rows()[0])
+    requests = some_requests(11)
+    bad = jax.tree.map(lambda x: x + jnp.nan if x.dtype == jnp.float32 else x, empty(1))
+    bad = dataclasses.replace(
+        bad, layers=tuple(dataclasses.replace(x, positions=x.positions.at[0, 0].set(0),
+                                              length=x.length + 1) for x in bad.layers)
+    )  # fmt: skip
+    requests[4] = dataclasses.replace(requests[4], state=bad)
+    got = served(rope, requests)
+    sick = got.pop(requests[4].id)
+    assert sick.end == "poisoned" and len(sick.tokens) == len(sick.log_probs) == 0
+    assert_as_alone(rope, requests[:4] + requests[5:], GREEDY, got)
+
+
+def test_with_pause_no_step_is_taken_once_a_slot_is_free(rope):
+    _, params, _ = rope
+    held, _, _ = begin_three(rope)
+    running = dataclasses.replace(held.running, limits=jnp.array([15, 12, 14]))
+    held = dataclasses.replace(held, running=running)
+    held, chosen = advance_slots(held, params, 8, pause=True)
+    assert (np.asarray(chosen.token) >= 0).all(axis=1).tolist() == [True] * 3 + [False] * 5
+    assert held.active.tolist() == [True, False, True]
+    held, chosen = advance_slots(held, params, 8, pause=True)
+    assert (np.asarray(chosen.token) == -1).all() and held.running.count.tolist() == [12] * 3
+    held, chosen = advance_slots(held, params, 8)
+    assert held.running.count.tolist() == [15, 12, 14]
+
+
+# The queue
+
+
+def test_nobody_is_overtaken_and_one_long_text_holds_nobody_up(rope):
+    step, params, empty = rope
+    requests = some_requests(17)
+    requests[1] = dataclasses.replace(requests[1], num_tokens=CAPACITY - len(requests[1].prompt))
+    taken, pieces = [], []
+
+    def queue():
+        for request in requests:
+            taken.append(request.id)
+            yield request
+
+    running = serve(
+        step, params, queue(), empty(1), slots=SLOTS, capacity=CAPACITY, stream=True
+    )  # fmt: skip
+    assert taken == [], "nothing is asked before the first answer is"
+    for piece in running:
+        pieces.append(piece)
+        open_ = set(taken) - {p.id for p in pieces if p.end is not None}
+        assert len(open_) <= SLOTS, "a request is taken only when a slot is free"
+    begun = list(dict.fromkeys(p.id for p in pieces))
+    assert begun == [r.id for r in requests]
+    ended = [p.id for p in pieces if p.end is not None]
+    assert sorted(ended) == sorted(begun)
+    before = ended[: ended.index(requests[1].id)]
+    assert {requests[3].id, requests[4].id} <= set(before), "who came later may end earlier"
+
+
+def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
+    _, _, empty = rope
+    good = some_requests(6)
+    other = init_cache(dataclasses.replace(ONE, num_kv_heads=2), 1, CAPACITY)
+    consumed = empty(1)
+    consumed.layers[0].k.delete()
+    wrong = [
+        (Request(range(20), 11), r"reach length 30: the limit is 29, the capacity of a slot"),
+        (Request(range(30), 1), r"reach length 30: the limit is 29"),
+        (Request([1, VOCAB], 3), r"token 31 at \[0, 1\]: must be in 0..30"),
+        (Request([], 3), r"prompt has shape \(1, 0\)"),
+        (Request([[1, 2]], 3), r"prompt has shape \(1, 1, 2\)"),
+        (Request([0.5], 3), "prompt is float64: must be token ids"),
+        (Request([1], 0), "num_tokens is 0: must be at least 1"),
+        (Request([1], 2.5), "num_tokens is 2.5: must be an integer"),
+        (Request([1], 3, key=jax.random.split(jax.random.key(0))), "key is .*single key"),
+        (Request([1], 3, key=7), "key is 7: must be a single key"),
+        (
+            Request([1], 3, state=init_cache(ONE, 1, 31)),
+            r"state.layers\[0\].k is float32\[1, 31, 1, 6\]: the slots take float32\[1, 29, 1, 6\]",
+        ),
+        (Request([1], 3, state=other), r"the slots take float32\[1, 29, 1, 6\]"),
+        (Request([1], 3, state=empty(2)), r"state.layers\[0\].k is float32\[2, 29, 1, 6\]"),
+        (Request([1], 3, state=jnp.zeros((1, 7))), "state is PyTreeDef"),
+        (Request([1], 3, state=consumed), "state was consumed by an earlier call"),
+        ("text", "request is a str: must be a Request"),
+    ]
+    queue = [x for pair in zip(good, wrong[:6], strict=True) for x in (pair[0], pair[1][0])]
+    queue += [request for request, _ in wrong[6:]]
+    got = served(rope, queue)
+    assert len(got) == len(queue)
+    ours = [got[r.id] for r in good]
+    assert_as_alone(rope, good, GREEDY, {c.id: c for c in ours})
+    refused = [c for c in got.values() if c.end == "refused"]
+    assert len(refused) == len(wrong)
+    for completion, (_, said) in zip(refused, wrong, strict=True):
+        assert re.search(said, completion.error), completion.error
+        assert len(completion.tokens) == len(completion.log_probs) == 0
+    assert refused[0].id == 1 and refused[1].id == 3, "who has no name has its number"
+
+
+def test_names_may_be_shared_and_what_just_fits_is_served(rope):
+    """A bucket may be wider than a slot, and the history still has its place."""
+    step, params, empty = rope
+    requests = [
+        Request([5] * (CAPACITY - n + 1), n, key=jax.random.key(n), id="same") for n in (1, 2, 2)
+    ]
+    arguments = dict(slots=SLOTS, capacity=CAPACITY, **SAMPLED)
+    got = list(serve(step, params, requests, empty(1), **arguments))
+    assert sorted((len(c.tokens), c.id) for c in got) == [(1, "same"), (2, "same"), (2, "same")]
+    assert all(c.end in ("length", "stop") and (c.tokens >= 0).all() for c in got)
+    assert list(serve(step, params, [], empty(1), **arguments)) == []
+
+
+def test_wrong_arguments_are_refused_at_the_call(rope):
+    step, params, empty = rope
+    step = CountingStep(step.model)
+
+    def serving(**change):
+        arguments = dict(state=empty(1), slots=SLOTS, capacity=CAPACITY) | change
+        return partial(serve, step, params, [], **arguments)
+
+    sampled = init_slots(step, params, empty(1), SLOTS, CAPACITY, sampler=SAMPLED["sampler"])
+    held = init_slots(step, params, empty(1), SLOTS, CAPACITY)
+
+    def admitting(rows, count=1, limits=3, slots=held, **more):
+        prompt, state = [[1, 2]] * count, empty(count)
+        return partial(admit, slots, params, rows, prompt, state, limits=limits, **more)
+
+    cases = [
+        ("slots is 0: must be an integer of at least 1", serving(slots=0)),
+        ("slots is 2.0: must be an integer", serving(slots=2.0)),
+        ("capacity is 0: must be an integer of at least 1", serving(capacity=0)),
+        ("steps_per_call is 0: must be at least 1", serving(steps_per_call=0)),
+        ("state has 2 rows: must be one", serving(state=empty(2))),
+        ("stop is 31: must be in 0..30", serving(stop=31)),
+        ("sampler is TopK", serving(sampler=TopK(3))),
+        ("processors is .*: must be a tuple", serving(processors=RepetitionPenalty(1.2))),
+        (r"rows are \[3\]: must be in 0..2", admitting(3)),
+        (r"rows are \[-1\]: must be in 0..2", admitting(-1)),
+        (r"rows are \[0.5\]: must be integers", admitting(0.5)),
+        (r"rows are \[1, 1\]: must name a slot once", admitting([1, 1], 2, [3, 3])),
+        ("prompt has 1 rows for 2 slots", admitting([0, 1])),
+        (r"limits are \[3, 3\]: must be", admitting(0, 1, [3, 3])),
+        ("chunk is 0", admitting(0, chunk=0)),
+        ("key is None: Sample", admitting(0, slots=sampled)),
+        ("key is key<rbg>", admitting(0, key=jax.random.key(0, impl="rbg")[None])),
+        ("steps is 0: must be at least 1", partial(advance_slots, held, params, 0)),
+    ]
+    traced = len(step.calls)
+    for said, wrong in cases:
+        with pytest.raises(ValueError, match=said):
+            wrong()
+    assert len(step.calls) == traced + 1, "only to learn the vocabulary, for `stop`"
+
+
+def test_a_taken_slot_is_refused_and_consumed_slots_too(rope):
+    _, params, empty = rope
+    held, requests, _ = begin_three(rope)
+    with pytest.raises(ValueError, match=r"rows \[2\] are taken: release them"):
+        admit(held, params, 2, requests[0].prompt[None], empty(1), limits=3)
+    with pytest.raises(ValueError, match=r"rows are \[3\]"):
+        release(held, 3)
+    held2 = release(held, [2])
+    for call in (partial(release, held, 1), partial(advance_slots, held, params, 1)):
+        with pytest.raises(ValueError, match="slots were consumed by an earlier call"):
+            call()
+    assert held2.active.tolist() == [True, True, False]
+
+
+# Compilation and memory
+
+
+def test_fifty_rows_join_and_leave_without_compiling():
+    """One decoding program, and one for each bucket, whatever the lengths, keys and neighbours."""
+    options = dict(sampler=SAMPLED["sampler"], stop=(4, 9))
+    step = CountingStep(build(ONE))
+    model = step, parameters(ONE), partial(init_cache, ONE, capacity=CAPACITY)
+    served(model, some_requests(2, seed=1), options)
+    first = len(step.calls)
+    assert first > 0
+    got = served(model, arriving(some_requests(53)), options)
+    assert len(got) == 53 and len(step.calls) == first
+    long = Request([3] * 19, 4, key=jax.random.key(1))
+    served(model, [long], options)
+    second = len(step.calls)
+    assert second > first, "another bucket is another program"
+    served(model, [long, *some_requests(5), Request([3] * 27, 3, key=jax.random.key(1))], options)
+    assert len(step.calls) == second
+
+
+def test_the_cache_stays_where_it_is(rope):
+    """Each program gives its memory to its result, and none makes a second cache."""
+    step, params, empty = rope
+    held = init_slots(step, params, empty(1), SLOTS, CAPACITY, processors=(NoRepeatNGram(2),))
+    row, limits = jnp.array([1]), np.array([7])
+    arrays = continuous._arrange(held, np.ones((1, 11), int), None, empty(1), limits, None, None)
+    leaves = len(jax.tree.leaves(held))
+    jax.config.update("jax_disable_most_optimizations", False)
+    programs = [
+        continuous._advance.lower(held, params, jnp.array(True), 8).compile(),
+        continuous._admit.lower(held, params, row, *arrays, empty(1), None).compile(),
+        continuous._release.lower(held, row).compile(),
+    ]
+    jax.config.update("jax_disable_most_optimizations", True)
+    assert held.running.state.layers[0].k.shape == (3, 29, 1, 6)
+    shapes = {"f32[3,29,1,6]", "s32[3,29]"}
+    assert all(any(shape in p.as_text() for p in programs) for shape in shapes)
+    for program in programs:
+        text = program.as_text()
+        copied = re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", text)
+        assert not shapes & set(copied), copied
+        assert text.split("\n")[0].count("may-alias") == leaves
+    before = held.running.state.layers[0].k.unsafe_buffer_pointer()
+    held, _ = admit(held, params, 1, [[1, 2]], empty(1), limits=7)
+    held, _ = advance_slots(held, params, 8)
+    held = release(held, 1)
+    assert held.running.state.layers[0].k.unsafe_buffer_pointer() == before
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],
+    ids=["leaks", "nans", "transfers"],
+)
+def test_serving_is_clean_under(setting, rope):
+    step, params, empty = rope
+    requests = some_requests(7)
+    running = serve(step, params, requests, empty(1), slots=SLOTS, capacity=CAPACITY)
+    with setting():
+        got = {completion.id: completion for completion in running}
+    assert_as_alone(rope, requests, GREEDY, got)
+
+
+def test_an_empty_cache_can_be_given_away():
+    """Each leaf has memory of its own: the same twice cannot be consumed."""
+    leaves = jax.tree.leaves(init_cache(ROPE, 2, 3))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves) == 8
