@@ -253,6 +253,23 @@ def test_a_projection_from_wide_to_narrow_and_its_gradients(rng, rows):
         assert_near(got, want, FORWARD_F32)
 
 
+def test_a_projection_of_one_row_and_its_gradients(rng):
+    """Here the inputs are several axes, and 8 divides their number."""
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((1, 1, 3, 8), (3, 8, 5, 7)))
+    b, g = (rng.standard_normal(s).astype(np.float32) for s in ((5, 7), (1, 1, 5, 7)))
+    y, pull = jax.vjp(lambda *arrays: project(*arrays, contract=2), x, w, b)
+    dx, dw, db = pull(jnp.asarray(g))
+    x, w, b, g = (a.astype(np.float64) for a in (x, w, b, g))
+    wants = (
+        (y, np.einsum("BTNH,NHKO->BTKO", x, w) + b),
+        (dx, np.einsum("BTKO,NHKO->BTNH", g, w)),
+        (dw, np.einsum("BTNH,BTKO->NHKO", x, g)),
+        (db, g[0, 0]),
+    )
+    for got, want in wants:
+        assert_near(got, want, FORWARD_F32)
+
+
 def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):
     block = Block(dataclasses.replace(SMALL, dropout=0.25))
     x = jnp.asarray(rng.standard_normal((2, 31, 14)), jnp.float32)
