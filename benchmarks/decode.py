@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         params = weights(case)
         found.append(measure(case, params, options, clock))
         print(_report(found[-1]), flush=True)
-        if case.batch == 1 or options.quick:
+        if not options.skip_capacity and (case.batch == 1 or options.quick):
             growth.append(capacity_growth(case, params, options, clock))
             print(_growth_line(growth[-1]), flush=True)
     if options.out is not None:
@@ -300,7 +300,7 @@ def _reads(size: int, dtype: str) -> list[Contender]:
     except ImportError:
         return reads
     if jax.default_backend() == "cpu":
-        same = torch.from_numpy(np.array(numbers.astype(jnp.float32))).to(getattr(torch, dtype))
+        same = torch.from_dlpack(numbers)  # the same memory: its pages decide the rate
         reads.append(Contender("read by torch, sum", same.sum))
     return reads
 
@@ -381,6 +381,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add("--only", default="", metavar="TEXT", help="cases whose name contains this")
     add("--repeats", type=int, default=None, help="rounds (10, or 3 with --quick)")
     add("--seconds", type=float, default=120.0, help="about the longest one case may take")
+    add("--skip-capacity", action="store_true", help="leave out the larger cache")
     add("--one-core", action="store_true", help=timing.ONE_CORE)
     add("--out", type=Path, default=None, help="JSON to write")
     options = parser.parse_args(argv)
