@@ -296,3 +296,49 @@ SERVE: tuple[ServeCase, ...] = (
         longest_prompt=16, busy=0.7,
     ),
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCase:
+    """`new` greedy tokens behind a prompt of random ones."""
+
+    name: str
+    model: ModelConfig
+    batch: int
+    prompt: int
+    new: int = 64
+    capacity: int
+    """Slots of our cache and of a peer's static one."""
+    ragged: bool = False
+    """Prompts of prompt/2 to prompt tokens."""
+    tags: frozenset[str] = frozenset()
+
+    def tokens(self) -> np.ndarray:  # i32[B, P]
+        shape = self.batch, self.prompt
+        return np.random.default_rng(0).integers(0, self.model.vocab_size, shape, dtype=np.int32)
+
+    def lengths(self) -> np.ndarray:  # i32[B]
+        """How many tokens of a row count; the first row is full."""
+        if not self.ragged:
+            return np.full(self.batch, self.prompt, np.int32)
+        drawn = np.random.default_rng(1).integers(self.prompt // 2, self.prompt + 1, self.batch)
+        return np.where(np.arange(self.batch) == 0, self.prompt, drawn).astype(np.int32)
+
+
+def _decode() -> list[DecodeCase]:
+    small, tiny = preset("gpt2"), preset("tiny", max_len=128)
+    large = preset("gpt2-xl", max_len=2048, dtype="bfloat16")
+    gpu: dict = dict(model=large, prompt=1792, new=256, capacity=2048, ragged=True)
+    gpu["tags"] = frozenset({"gpu"})
+    cpu: dict = dict(model=small, prompt=16, capacity=128, tags=frozenset({"cpu"}))
+    quick: dict = dict(model=tiny, prompt=16, new=8, capacity=32, tags=frozenset({"quick"}))
+    return [
+        DecodeCase(name="tiny-b2", batch=2, ragged=True, **quick),
+        DecodeCase(name="gpt2-b1", batch=1, **cpu),
+        DecodeCase(name="gpt2-b8", batch=8, **cpu),
+        DecodeCase(name="gpt2-xl-b1", batch=1, **gpu),
+        DecodeCase(name="gpt2-xl-b64", batch=64, **gpu),
+    ]
+
+
+DECODE: tuple[DecodeCase, ...] = tuple(_decode())

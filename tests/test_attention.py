@@ -14,8 +14,14 @@ import pytest
 pytest.register_assert_rewrite("attention_suite", "tolerances")
 
 from attention_suite import AttentionSuite, draw, reference  # noqa: E402
-from tolerances import FORWARD_F32, assert_near, assert_same_bits  # noqa: E402
+from tolerances import (  # noqa: E402
+    FORWARD_F32,
+    GRADIENT_F32,
+    assert_near,
+    assert_same_bits,
+)
 
+from transformer_jax import cache  # noqa: E402
 from transformer_jax.attention import (  # noqa: E402
     additive_attention,
     dot_product_attention,
@@ -23,7 +29,7 @@ from transformer_jax.attention import (  # noqa: E402
     explain_attention,
     state_attention,
 )
-from transformer_jax.blockwise_tiles import Fixed, Sizes  # noqa: E402
+from transformer_jax.blockwise_tiles import Fixed, Sizes, visits_of  # noqa: E402
 from transformer_jax.masks import (  # noqa: E402
     Causal,
     Dense,
@@ -140,7 +146,92 @@ def test_dropout_rate_zero_needs_no_key_and_positive_rates_do(implementation):
             )  # fmt: skip
 
 
+# A few queries over a cache.
+
+
+def ragged_cache(slots: int) -> np.ndarray:  # i32[4, slots]
+    """Positions of rows that hold nothing, little, almost all, and a ring written twice over."""
+    slot = np.arange(slots)
+    filled = [np.where(slot < n, slot, -1) for n in (0, 5, slots - 3)]
+    return np.stack([*filled, (slot - 17) % slots + slots]).astype(np.int32)
+
+
+@pytest.mark.parametrize(("queries", "slots"), [(1, 192), (3, 131)])
+def test_a_few_queries_over_a_ragged_cache_match_the_oracle(rng, queries, slots):
+    arrays = draw(11, batch=4, queries=queries, keys=slots)
+    arrays["sinks"] = jnp.array([-1.0, 0.5, 1.0, 2.0])
+    arrays["bias"] = jnp.asarray(rng.normal(size=(1, 4, queries, slots)), jnp.float32)
+    held = ragged_cache(slots)
+    ends = held.max(axis=1, keepdims=True)
+    q_positions = np.maximum(ends, 0) + 1 - np.arange(queries)[None, ::-1]
+    seen = oracle.allowed(
+        oracle.both(oracle.causal(), oracle.window(slots // 2)), q_positions, held, batch=4
+    )
+    assert seen[1:].any() and not seen[0].any()
+    want = reference(arrays, seen, softcap=2.0)
+    for name in ("key", "value"):
+        arrays[name] = jnp.where(jnp.asarray(held < 0)[..., None, None], jnp.nan, arrays[name])
+    got = TestBlockwise().evaluate(
+        arrays, Causal() & Window(slots // 2), q_positions=jnp.asarray(q_positions, jnp.int32),
+        k_positions=jnp.asarray(held), softcap=2.0,
+    )  # fmt: skip
+    assert set(got) == set(want)
+    assert np.isneginf(got["lse"][0]).all() and np.isneginf(want["lse"][0]).all()
+    got["lse"], want["lse"] = got["lse"][1:], want["lse"][1:]
+    for name in want:
+        tolerance = GRADIENT_F32 if name.startswith("d") else FORWARD_F32
+        assert_near(got[name], want[name], tolerance, name)
+
+
+def test_a_few_queries_read_the_cache_as_far_as_it_is_filled():
+    query, key = jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 512, 2, 8))
+    lengths = jnp.array([[16], [70]])
+    held = jnp.where(jnp.arange(512)[None] < lengths, jnp.arange(512)[None], -1)
+    fixed = Fixed(Causal(), lengths, held, None)
+    sizes = Sizes.of(query, key, fixed)
+    assert (sizes.block_k, sizes.grid) == (64, (1, 8))
+    assert int(visits_of(sizes, fixed).seen.max()) == 2
+
+
+def decoding_program(implementation: str | None) -> str:
+    """Steps of writing one key and attending to the cache, compiled."""
+
+    def step(carry, _):
+        x, held = carry
+        position = held.length[:, None]
+        held = cache.update(held, x, x, position)
+        x = dot_product_attention(
+            x, held.k, held.v, mask=Causal(), q_positions=position, k_positions=held.positions,
+            implementation=implementation,
+        )  # fmt: skip
+        return (x, held), None
+
+    def run(x, held):
+        return jax.lax.scan(step, (x, held), None, length=5)[0]
+
+    carry = jnp.zeros((1, 1, 3, 8)), cache.init(1, 192, 3, 8)
+    return jax.jit(run, donate_argnums=1).lower(*carry).compile().as_text()
+
+
+def test_a_step_of_decoding_copies_no_cache():
+    if jax.default_backend() != "cpu":
+        pytest.skip("reads the program of XLA's CPU backend")
+    copied = re.compile(r"f32\[1,192,3,8\]\S* copy\(")
+    assert copied.search(decoding_program("xla")), "the test no longer finds copies"
+    assert not copied.search(decoding_program(None))
+
+
 # Choosing an implementation.
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "best"),
+    [(1, 63, "xla"), (1, 64, "blockwise"), (8, 128, "blockwise"), (9, 128, "xla")],
+)
+def test_on_a_cpu_a_few_queries_over_many_keys_take_tiles(queries, keys, best):
+    if jax.default_backend() != "cpu":
+        pytest.skip("this machine has an accelerator")
+    assert explain(draw(4, queries=queries, keys=keys)).chosen == best
 
 
 def call(arrays, **settings):

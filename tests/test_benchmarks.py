@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import serve, specs, timing
+from benchmarks import decode, serve, specs, timing
 from benchmarks.timing import Contender
-from transformer_jax.models import num_params
+from transformer_jax.models import init_params, num_params
 
 
 def shrunk(case: specs.AttentionCase) -> specs.AttentionCase:
@@ -26,7 +26,8 @@ def shrunk(case: specs.AttentionCase) -> specs.AttentionCase:
 
 
 def test_names_are_unique_and_every_case_is_asked_for():
-    names = [case.name for case in specs.ATTENTION] + [case.name for case in specs.TRAIN]
+    tables = specs.ATTENTION, specs.TRAIN, specs.DECODE
+    names = [case.name for cases in tables for case in cases]
     assert len(names) > 30
     assert len(set(names)) == len(names)
     assert all(case.tags for case in specs.ATTENTION)
@@ -83,6 +84,60 @@ def test_train_flops_are_six_per_weight_and_token_at_a_short_context():
     weights = num_params(case.model) - table
     assert case.matmul_flops() > 6 * weights * case.tokens * 0.99
     assert case.matmul_flops() < 6 * weights * case.tokens * 1.2
+
+
+def test_decoding_fits_the_cache_and_every_row_has_a_prompt():
+    for case in specs.DECODE:
+        assert case.prompt + case.new <= case.capacity <= case.model.max_len, case.name
+        assert 1 <= case.lengths().min() <= case.lengths().max() == case.prompt, case.name
+        assert case.ragged == (len(set(case.lengths())) > 1) or case.batch == 1, case.name
+        assert case.tokens().shape == (case.batch, case.prompt)
+
+
+def test_every_parameter_has_a_place_in_the_peers_gpt2():
+    config = next(case for case in specs.DECODE if "quick" in case.tags).model
+    params = init_params(config, jax.random.key(3))
+    state = decode.gpt2_state(params, config.num_layers)
+    head = state.pop("lm_head.weight")
+    np.testing.assert_array_equal(head, params["embed"]["tokens"])
+    assert sum(x.size for x in state.values()) == num_params(config)
+    attention, width = params["decoder"]["block_1"]["attention"], config.d_model
+    joined = state["transformer.h.1.attn.c_attn.weight"]
+    for i, name in enumerate(("query", "key", "value")):
+        mine = np.asarray(attention[name]["kernel"]).reshape(width, width)
+        np.testing.assert_array_equal(joined[:, i * width : (i + 1) * width], mine)
+
+
+def test_who_decodes_otherwise_is_no_peer():
+    case = next(case for case in specs.DECODE if "quick" in case.tags)
+    logits, tokens = np.zeros((2, 5), np.float32), np.zeros((2, case.new), np.int32)
+
+    def peer(more_logits: float, more_tokens: int) -> decode.Peer:
+        return decode.Peer(lambda new: tokens + more_tokens, lambda: logits + more_logits)
+
+    peers = {decode.OURS: peer(0, 0), "other": peer(5e-4, 0)}
+    assert decode.compare(case, peers)["other"] == pytest.approx(5e-4)
+    for wrong, message in (
+        (peer(2e-3, 0), "logits"),
+        (peer(np.nan, 0), "logits"),
+        (peer(0, 1), "tokens"),
+    ):
+        with pytest.raises(AssertionError, match=f"other.*{message}"):
+            decode.compare(case, {decode.OURS: peer(0, 0), "other": wrong})
+
+
+def test_a_token_of_decoding_leaves_out_the_prompt_and_the_first():
+    taken = {
+        "ours": timing.Timing((10.0, 12.0), first=99.0),
+        "ours" + decode.FIRST: timing.Timing((3.0, 2.0), first=99.0),
+    }
+    assert decode._per_token(taken, "ours", 8) == pytest.approx([1.0, 10 / 7])
+
+
+def test_the_limit_is_the_read_that_is_usually_fastest():
+    lucky = timing.Timing((5.0, 1.0, 5.0), first=9.0)
+    steady = timing.Timing((4.0, 4.0, 4.0), first=9.0)
+    assert decode._fastest([lucky, steady]) == (4.0, 4.0, 4.0)
 
 
 class Clock:

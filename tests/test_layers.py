@@ -231,6 +231,27 @@ def test_a_traced_token_outside_the_vocabulary_poisons_its_row_alone(key, positi
         assert_same_bits(got[1, :2], clean[1, :2])
 
 
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_logits_of_few_and_many_rows_and_their_gradients(rng, key, rows):
+    embed = Embed(dataclasses.replace(SMALL, positions="none", logit_softcap=None))
+    params = embed.init(key, jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))["params"]
+    table = params["tokens"]
+    x, g = (rng.standard_normal((rows, 1, n)) for n in (table.shape[1], table.shape[0]))
+
+    def logits(table, x):
+        return embed.apply({"params": {"tokens": table}}, x, method="logits")
+
+    y, pull = jax.vjp(logits, table, jnp.asarray(x, jnp.float32))
+    dtable, dx = pull(jnp.asarray(g, jnp.float32))
+    table = np.asarray(table, np.float64)
+    for got, want in (
+        (y, x @ table.T),
+        (dx, g @ table),
+        (dtable, np.einsum("XTV,XTD->VD", g, x)),
+    ):
+        assert_near(got, want, FORWARD_F32)
+
+
 def test_embeddings_are_dropped_where_a_key_is_given(key):
     embed = Embed(dataclasses.replace(SMALL, dropout=0.3, positions="none"))
     tokens, places = jnp.arange(31)[None], jnp.arange(31)
@@ -250,6 +271,23 @@ def test_a_projection_from_wide_to_narrow_and_its_gradients(rng, rows):
     x, w, g = (a.astype(np.float64) for a in (x, w, g))
     dx, dw = pull(jnp.asarray(g, jnp.float32))
     for got, want in ((y, x @ w), (dx, g @ w.T), (dw, x.T @ g)):
+        assert_near(got, want, FORWARD_F32)
+
+
+def test_a_projection_of_one_row_and_its_gradients(rng):
+    """Here the inputs are several axes, and 8 divides their number."""
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((1, 1, 3, 8), (3, 8, 5, 7)))
+    b, g = (rng.standard_normal(s).astype(np.float32) for s in ((5, 7), (1, 1, 5, 7)))
+    y, pull = jax.vjp(lambda *arrays: project(*arrays, contract=2), x, w, b)
+    dx, dw, db = pull(jnp.asarray(g))
+    x, w, b, g = (a.astype(np.float64) for a in (x, w, b, g))
+    wants = (
+        (y, np.einsum("BTNH,NHKO->BTKO", x, w) + b),
+        (dx, np.einsum("BTKO,NHKO->BTNH", g, w)),
+        (dw, np.einsum("BTNH,BTKO->NHKO", x, g)),
+        (db, g[0, 0]),
+    )
+    for got, want in wants:
         assert_near(got, want, FORWARD_F32)
 
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from transformer_jax.arguments import Call, Options, check, check_states
 from transformer_jax.blockwise import blockwise_attention
+from transformer_jax.blockwise_tiles import FEW_QUERIES
 from transformer_jax.kernels import target
 from transformer_jax.kernels.blocks import FASTEST
 from transformer_jax.masks import And, Causal, Mask, Window
@@ -252,12 +253,14 @@ def _best_first(call: Call) -> list[str]:
     """Fused where it may run, else by size; our kernels only on chips where they were measured.
 
     Measured on a CPU: a head of few scores is faster in one product than in tiles, while scores,
-    keys and values fit the cache. On an accelerator the scores may take a gibibyte.
+    keys and values fit the cache; but a few queries over a cache of keys are fastest in tiles,
+    which end where it is filled. On an accelerator the scores may take a gibibyte.
     """
     B, T, N, S = call.sizes
     keys, values = call.arrays["key"].size, call.arrays["value"].size
     if jax.default_backend() == "cpu":
         small = T * S < 128 * 128 and 4 * (B * T * N * S + keys + values) <= 2**23
+        small = small and not (T <= FEW_QUERIES and S >= 64)
     else:
         small = 4 * B * T * N * S <= 2**30
     fused = ["pallas"] if _pallas_is_fastest() else []

@@ -82,13 +82,21 @@ class Sizes:
         return -(-self.T // self.block_q), -(-self.S // self.block_k)
 
 
+FEW_QUERIES = 8
+
+
 def tile_sizes(B: int, T: int, S: int, N: int, K: int, apart: bool) -> tuple[int, int, int, int]:
     """(block_q, block_k, rows, heads): half a million scores, which two cores hold in L2.
 
     As many small tiles at once as there are: the less of a tile on the diagonal is empty. Batch
     rows that plan `apart` share a tile only where there is little to skip. Measurements are in
     benchmarks/NOTES.md.
+
+    A few queries, as in decoding, take every head of every row at once, as far as any row sees, in
+    tiles so narrow that little is read beyond, and that divide S: padding would copy the cache.
     """
+    if T <= FEW_QUERIES:
+        return T, _narrow(S), B, K
     length, most = max(T, S), B * K
     if not _SMALL_PRODUCTS_THREADED:
         side = 128 if length <= 256 else 512
@@ -101,6 +109,12 @@ def tile_sizes(B: int, T: int, S: int, N: int, K: int, apart: bool) -> tuple[int
     together = lanes // K if not apart or length <= 256 else 1
     rows = max(_divisors(B, max(1, together))) if heads == K else 1
     return block_q, block_k, rows, heads
+
+
+def _narrow(S: int) -> int:
+    """The most keys up to 64 that divide S; 64, with padding, where none above 15 does."""
+    widest = _divisors(S, 64)[-1]
+    return widest if widest == S or widest >= 16 else min(S, 64)
 
 
 # XLA of jax 0.10 computes a batch of products on one thread if each is small
