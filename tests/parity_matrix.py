@@ -20,7 +20,7 @@ import argparse
 import itertools
 import multiprocessing
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +116,13 @@ class Result:
     def holds(self) -> bool:
         return self.error <= self.tolerance and self.tokens_equal == self.tokens
 
+    def __str__(self) -> str:
+        chunk = "whole" if self.chunk is None else str(self.chunk)
+        return (
+            f"{self.case} {self.prompt:7} {chunk:5}   {self.error:.2e} of {self.scale:4.1f}  "
+            f"{self.tokens_equal}/{self.tokens}{'' if self.holds else '   FAILS'}"
+        )
+
     @property
     def tolerance(self) -> float:
         return TOLERANCE if self.case.dtype is None else INT8_TOLERANCE * self.scale
@@ -204,13 +211,33 @@ def measure(case: Case, prompts: tuple[str, ...] = tuple(LENGTHS), chunks=CHUNKS
     return results
 
 
-def in_parallel(wanted: list[Case], jobs: int) -> Iterator[list[Result]]:
-    """`measure` of each case, in order."""
+def sections(only: str) -> Iterator[tuple[str, Callable[[Any], list[Any]], list[Any]]]:
+    """Title, measure and cases of each part; a measure's results print themselves and may hold."""
+    from tests import parity_search, parity_slots, parity_speculative
+
+    def chosen(all_cases: Iterator[Case]) -> list[Case]:
+        return [case for case in all_cases if only in str(case)]
+
+    header = f"{'model':15} {'positions':10} head {'extent':20}"
+    yield f"{header} prompts chunk   largest error   equal", measure, chosen(cases())
+    yield "beams and forks", parity_search.measure_search, chosen(parity_search.search_cases())
+    measure_speculative = parity_speculative.measure_speculative
+    wanted = chosen(parity_speculative.speculative_cases())
+    yield "speculative decoding: equal to plain greedy decoding", measure_speculative, wanted
+    served = [c for c in cases() if c.kind == "decoder" and c.dtype is None and not c.sinks]
+    served = [c for c in served if not isinstance(c.window, tuple)]
+    yield "continuous batching: tokens of 23 requests", parity_slots.measure, chosen(iter(served))
+
+
+def in_parallel(
+    function: Callable[[Any], list[Any]], wanted: list[Any], jobs: int
+) -> Iterator[list[Any]]:
+    """The function of each case, in order."""
     if jobs == 1:
-        yield from map(measure, wanted)
+        yield from map(function, wanted)
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(measure, wanted)
+        yield from pool.map(function, wanted)
 
 
 def main() -> None:
@@ -219,46 +246,44 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only cases whose line contains this")
     parser.add_argument("--jobs", type=int, default=1, help="processes; each takes about a core")
     arguments = parser.parse_args()
-    header = (
-        f"{'model':15} {'positions':10} head {'extent':20} prompts chunk   largest error   equal"
-    )
-    lines, results = [header], []
-    print(header)
-    wanted = [case for case in cases() if arguments.only in str(case)]
-    for measured in in_parallel(wanted, arguments.jobs):
-        for result in measured:
-            chunk = "whole" if result.chunk is None else str(result.chunk)
-            line = (
-                f"{result.case} {result.prompt:7} {chunk:5}   {result.error:.2e} of "
-                f"{result.scale:4.1f}  {result.tokens_equal}/{result.tokens}"
-                f"{'' if result.holds else '   FAILS'}"
-            )
-            print(line, flush=True)
-            lines.append(line)
-            results.append(result)
-    parts = [f"{len(results)} combinations, {sum(r.holds for r in results)} hold"]
-    exact = [r for r in results if r.case.dtype is None]
-    if exact:
-        worst = max(exact, key=lambda r: r.error)
-        name = " ".join(str(worst.case).split())
-        parts.append(f"largest error {worst.error:.2e} ({name}), tolerance {TOLERANCE:.0e}")
-    rounded = [r for r in results if r.case.dtype is not None]
-    if rounded:
-        worst = max(rounded, key=lambda r: r.error / r.scale)
-        name, error = " ".join(str(worst.case).split()), worst.error / worst.scale
-        parts.append(f"int8: {error:.1e} of the largest ({name}), tolerance {INT8_TOLERANCE}")
-    summary = (
-        f"{'; '.join(parts)}; "
-        f"{NEW} greedy tokens a row equal in {sum(r.tokens_equal == r.tokens for r in results)}. "
+    text, failed = "", 0
+    setting = (
         f"f32, {jax.default_backend()}, jax {jax.__version__}, Python {platform.python_version()}."
     )
-    print(summary)
+    for title, function, wanted in sections(arguments.only):
+        print(title)
+        lines, results = [title], []
+        for measured in in_parallel(function, wanted, arguments.jobs):
+            for result in measured:
+                print(result, flush=True)
+                lines.append(str(result))
+                results.append(result)
+        holds = sum(result.holds for result in results)
+        failed += len(results) - holds
+        summary = f"{len(results)} combinations, {holds} hold; {_figures(results)}{setting}"
+        print(summary)
+        text += summary + "\n\n```\n" + "\n".join(lines) + "\n```\n\n"
     if arguments.write:
         command = "python -m tests.parity_matrix --write docs/parity_matrix.md"
-        text = f"# Cached decoding equals the full pass\n\n{summary}\n\nPrinted by `{command}`.\n\n"
-        arguments.write.write_text(text + "```\n" + "\n".join(lines) + "\n```\n")
-    raise SystemExit(0 if all(r.holds for r in results) else 1)
+        intro = f"# Cached decoding equals the full pass\n\nPrinted by `{command}`.\n\n"
+        arguments.write.write_text(intro + text.rstrip() + "\n")
+    raise SystemExit(1 if failed else 0)
+
+
+def _figures(results: list[Any]) -> str:
+    plain = [r for r in results if isinstance(r, Result) and r.case.dtype is None]
+    if not plain:
+        return ""
+    worst = max(plain, key=lambda r: r.error)
+    low = [r.error / r.scale for r in results if r.case.dtype is not None]
+    int8 = f", int8 {max(low):.1e} of the largest logit (at most {INT8_TOLERANCE})" if low else ""
+    return (
+        f"largest error {worst.error:.2e} ({' '.join(str(worst.case).split())}), "
+        f"tolerance {TOLERANCE:.0e}{int8}; {NEW} greedy tokens a row; "
+    )
 
 
 if __name__ == "__main__":
-    main()
+    from tests.parity_matrix import main as run  # so that workers and sections know one module
+
+    run()

@@ -1,6 +1,6 @@
 """Continuous batching equals the full forward pass, whoever comes and goes.
 
-    python -m tests.parity_slots
+    python -m tests.parity_matrix
 
 Of every decoder of the matrix, 23 requests of ragged prompts and lengths go through three slots,
 greedily and sampled, arriving at random. The full pass sees a request's prompt and tokens at once,
@@ -10,7 +10,6 @@ key folded with the token's number. A windowed case decodes from a ring of the w
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.parity_matrix import PROMPT, VOCAB, Case, cases
+from tests.parity_matrix import PROMPT, VOCAB, Case
 from transformer_jax.decode import make_step
 from transformer_jax.models import build, init_cache, init_params
 from transformer_jax.sampling import Greedy, Sample, Sampler, Temperature
@@ -108,28 +107,3 @@ def measure(case: Case, samplers: Sequence[str] = tuple(SAMPLERS)) -> list[Resul
         tokens = np.concatenate(list(got.values()))
         results.append(Result(case, name, equal, len(tokens), len(set(tokens.tolist()))))
     return results
-
-
-def section(wanted: Sequence[Case] | None = None) -> tuple[list[str], list[Result]]:
-    """Lines of the matrix, and what they say."""
-    if wanted is None:
-        wanted = [case for case in cases() if case.kind == "decoder"]
-    results = [result for case in wanted for result in measure(case)]
-    header = f"{'model':15} {'positions':10} head extent    tokens   equal"
-    return [header, *map(str, results)], results
-
-
-def main() -> None:
-    lines, results = section()
-    print("\n".join(lines))
-    print(
-        f"{len(results)} combinations, {sum(r.holds for r in results)} hold: "
-        f"{sum(r.tokens_equal for r in results)} of {sum(r.tokens for r in results)} tokens of "
-        f"{COUNT} requests over {SLOTS} slots are those of the full pass. "
-        f"f32, {jax.default_backend()}, jax {jax.__version__}, Python {platform.python_version()}."
-    )
-    raise SystemExit(0 if all(r.holds for r in results) else 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Speculative decoding says what plain decoding says, for every position kind and model kind.
 
-    python -m tests.parity_speculative
+    python -m tests.parity_matrix
 
 Each case is measured with a draft of other parameters, with the model as its own draft, and with
 prompt lookup, on ragged prompts; a windowed cache is a ring of window + num_draft slots, which
@@ -9,7 +9,6 @@ turns several times. Greedy tokens must be those of `generate`, all of them.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -104,23 +103,3 @@ def measure_speculative(case: Case) -> list[Speculated]:
         counts = (int(x.sum()) for x in (got.accepted, got.proposed, got.calls))
         results.append(Speculated(case, name, same, want.size, *counts))
     return results
-
-
-def speculative_section() -> tuple[list[str], bool]:
-    """The lines of all cases with their summary, and whether all hold."""
-    results = []
-    for case in speculative_cases():
-        measured = measure_speculative(case)
-        print(*measured, sep="\n", flush=True)
-        results += measured
-    summary = (
-        f"{len(results)} combinations, {sum(r.holds for r in results)} hold: "
-        f"{sum(r.equal for r in results)}/{sum(r.tokens for r in results)} greedy tokens equal. "
-        f"f32, {jax.default_backend()}, jax {jax.__version__}, Python {platform.python_version()}."
-    )
-    print(summary)
-    return [*map(str, results), summary], all(r.holds for r in results)
-
-
-if __name__ == "__main__":
-    raise SystemExit(0 if speculative_section()[1] else 1)
