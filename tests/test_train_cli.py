@@ -353,6 +353,35 @@ def test_a_text_is_continued_the_same_for_the_same_seed(capsys, trained):
     assert greedy == written(capsys, *arguments, "--top-p", "1e-9", "--seed", "5")
 
 
+def test_every_way_of_decoding_writes_texts(capsys, trained, tmp_path):
+    base = ["--run", trained, "--tokens", "9", "--prompt", "to"]
+    greedy = written(capsys, *base, "--temperature", "0")
+    assert written(capsys, *base, "--beams", "1").split("\n", 1)[1] == greedy
+    assert written(capsys, *base, "--temperature", "0", "--lookup", "3") == greedy
+    assert written(capsys, *base, "--temperature", "0", "--cache-dtype", "int8") == greedy
+    two = written(capsys, *base, "--temperature", "0", "--samples", "2")
+    assert two == f"--- 1\n{greedy}--- 2\n{greedy}"
+    (tmp_path / "prompts").write_text("to\n\nor\nto\n")
+    texts = written(capsys, *base[:4], "--prompts", str(tmp_path / "prompts"),
+                    "--temperature", "0", "--slots", "2")  # fmt: skip
+    parts = sorted(texts.split("--- ")[1:])
+    assert [part[:2] for part in parts] == ["1\n", "2\n", "3\n"]
+    assert parts[0][2:] == parts[2][2:] == greedy and parts[1][2:].startswith("or")
+    last = greedy.rstrip("\n")[-2:]
+    cut = written(capsys, *base, "--temperature", "0", "--stop", last, "--stop", "zzz")
+    assert cut == greedy[: greedy.index(last, 2)] + "\n"
+    scores = [
+        float(line.split()[2])
+        for line in written(capsys, *base, "--beams", "4", "--samples", "3").splitlines()
+        if line.startswith("--- score")
+    ]
+    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+    forced = written(capsys, *base, "--force", "be t", "--ban", "n", "--no-repeat-ngram", "2")
+    assert forced.startswith("tobe t") and "n" not in forced
+    for penalty in ("--repetition-penalty=3", "--presence-penalty=9", "--frequency-penalty=9"):
+        assert written(capsys, *base, "--temperature", "0", penalty) != greedy
+
+
 def test_a_prompt_may_look_like_a_flag_and_a_flag_be_spelled_as_in_python(capsys, trained):
     dashes = generate.spelled(["--prompt", "-- to be", "--top_k=3", "-x"], ["--prompt", "--top-k"])
     assert dashes == ["--prompt", "-- to be", "--top-k=3", "-x"]
@@ -389,6 +418,21 @@ def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_pa
         ("--temprature 1", "--temprature: no such flag, nearest: --temperature", 2),
         ("--top_kk=3", "--top_kk: no such flag, nearest: --top-k", 2),
         ("--zzzzzz", "--zzzzzz: no such flag\n", 2),
+        ("--min-p 2", "min_p is 2.0: must be from 0 to 1", 2),
+        ("--typical-p nan", "typical_p is nan: must be", 2),
+        ("--repetition-penalty 0", "repetition_penalty is 0.0: must be finite and above 0", 2),
+        ("--no-repeat-ngram 0", "no_repeat_ngram is 0: must be an integer", 2),
+        ("--ban é", "character 0 is U+00E9", 2),
+        ("--stop=", "stop has '': must be strings", 2),
+        ("--beams 0", "beams is 0: must be at least 1", 2),
+        ("--beams 2 --lookup 2", "beams and lookup: give one of them", 2),
+        ("--beams 2 --samples 3", "num_results is 3: must be at most num_beams, 2", 2),
+        ("--beams 2 --top-k 3", "top_k with beams: a beam search draws nothing", 2),
+        ("--length-penalty 1", "length_penalty is 1.0: needs beams", 2),
+        ("--samples 2 --tokens 400", "tokens is 400: ", 2),
+        ("--prompts /nonexistent", "/nonexistent", 1),
+        ("--prompts - --samples 2", "samples and prompts: give one of them", 2),
+        ("--cache-dtype int4", "--cache-dtype: invalid choice: 'int4'", 2),
     ],
 )
 def test_a_bad_wish_is_one_line(capsys, trained, argv, message, status):
@@ -438,10 +482,10 @@ def test_a_text_may_outgrow_the_model(key):
 
 def test_characters_of_several_bytes_come_whole():
     text = "aé漢\U0001f469‍é"
-    pieces = list(completion._pieces(ByteTokenizer(), text.encode()))
+    pieces = list(completion.pieces(ByteTokenizer(), text.encode()))
     assert pieces == list(text)
-    assert "".join(completion._pieces(ByteTokenizer(), b"a\xe6\xbcb\xff")) == "a\ufffdb\ufffd"
-    assert "".join(completion._pieces(ByteTokenizer(), b"a\xe6\xbc")) == "a\ufffd"
+    assert "".join(completion.pieces(ByteTokenizer(), b"a\xe6\xbcb\xff")) == "a\ufffdb\ufffd"
+    assert "".join(completion.pieces(ByteTokenizer(), b"a\xe6\xbc")) == "a\ufffd"
 
 
 def test_ids_beyond_the_tokenizer_are_never_drawn(key):

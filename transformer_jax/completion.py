@@ -15,13 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.beam import LengthPenalty, beam_search
 from transformer_jax.config import ModelConfig
 from transformer_jax.data import Tokenizer
-from transformer_jax.decode import make_step, stream
+from transformer_jax.decode import generate, make_step, stream
 from transformer_jax.models import init_cache
-from transformer_jax.processors import HistoryProcessor, check_processors
+from transformer_jax.processors import History, HistoryProcessor, check_processors
+from transformer_jax.rows import fork
 from transformer_jax.sampling import Sample
-from transformer_jax.transformer import Decoder
+from transformer_jax.slots import Request, serve
+from transformer_jax.speculative import PromptLookup, Speculation, speculate
+from transformer_jax.transformer import Decoder, rewind_cache
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,159 @@ def complete(
     sampler = Sample(*known_ids(config, tokenizer), *sampler.processors)
     ids = _ids(config, params, history, num_tokens, sampler, key, processors, cache_dtype)
     return pieces(tokenizer, ids, stop)
+
+
+def room(config: ModelConfig, tokenizer: Tokenizer, prompt: str) -> int:
+    """How many tokens fit behind a prompt without reading anything anew; the last is not read."""
+    return config.max_len + 1 - len(read_prompt(tokenizer, prompt))
+
+
+def samples(
+    config: ModelConfig,
+    params: Any,
+    tokenizer: Tokenizer,
+    prompt: str,
+    num_tokens: int,
+    *,
+    count: int,
+    sampler: Sample,
+    key: jax.Array,
+    processors: Sequence[HistoryProcessor] = (),
+    stop: str | Sequence[str] = (),
+    cache_dtype: jax.typing.DTypeLike | None = None,
+) -> list[str]:
+    """`count` texts behind one prompt, which is read once and forked."""
+    if count < 1:
+        raise ValueError(f"count is {count}: must be at least 1")
+    stop = check_stop_strings(stop)
+    step, read = make_step(Decoder(config)), jnp.asarray(read_prompt(tokenizer, prompt)[None])
+    sampler = Sample(*known_ids(config, tokenizer), *sampler.processors)
+    first, rest = jax.random.split(key)
+    begun = generate(
+        step, params, read, init_cache(config, 1, config.max_len, cache_dtype), num_tokens=1,
+        sampler=sampler, key=first, processors=processors,
+    )  # fmt: skip
+    # The prompt's last token is read again by each sample, so that each draws its own first token.
+    state = rewind_cache(begun.state, jnp.full((1,), read.shape[1] - 1))
+    out = generate(
+        step, params, jnp.repeat(read[:, -1:], count, axis=0), fork(state, count),
+        num_tokens=num_tokens, sampler=sampler, key=rest, processors=processors,
+    )  # fmt: skip
+    return ["".join(pieces(tokenizer, row.tolist(), stop)) for row in out.rows()]
+
+
+def search(
+    config: ModelConfig,
+    params: Any,
+    tokenizer: Tokenizer,
+    prompt: str,
+    num_tokens: int,
+    *,
+    beams: int,
+    results: int = 1,
+    length_penalty: float = 0.0,
+    processors: Sequence[HistoryProcessor] = (),
+    cache_dtype: jax.typing.DTypeLike | None = None,
+) -> list[tuple[float, str]]:
+    """The best texts of `num_tokens` tokens that beam search finds, and their scores."""
+    known = known_ids(config, tokenizer)
+    only_known = tuple(_WithoutHistory(processor) for processor in known)
+    found = beam_search(
+        make_step(Decoder(config)),
+        params,
+        jnp.asarray(read_prompt(tokenizer, prompt)[None]),
+        init_cache(config, 1, config.max_len, cache_dtype),
+        num_tokens=num_tokens,
+        num_beams=beams,
+        num_results=results,
+        processors=(*only_known, *processors),
+        length_penalty=LengthPenalty(length_penalty),
+    )
+    rows = zip(
+        *(np.asarray(x)[0] for x in (found.scores, found.tokens, found.lengths)), strict=True
+    )
+    return [
+        (float(score), "".join(pieces(tokenizer, tokens[:length].tolist())))
+        for score, tokens, length in rows
+        if length
+    ]
+
+
+def look_up(
+    config: ModelConfig,
+    params: Any,
+    tokenizer: Tokenizer,
+    prompt: str,
+    num_tokens: int,
+    *,
+    num_draft: int,
+    sampler: Sample,
+    key: jax.Array,
+    processors: Sequence[HistoryProcessor] = (),
+    stop: str | Sequence[str] = (),
+    cache_dtype: jax.typing.DTypeLike | None = None,
+) -> tuple[str, Speculation]:
+    """A text by speculative decoding, which proposes what followed the same words before."""
+    stop = check_stop_strings(stop)
+    out = speculate(
+        make_step(Decoder(config)),
+        params,
+        jnp.asarray(read_prompt(tokenizer, prompt)[None]),
+        init_cache(config, 1, config.max_len, cache_dtype),
+        proposer=PromptLookup(),
+        num_tokens=num_tokens,
+        num_draft=num_draft,
+        sampler=Sample(*known_ids(config, tokenizer), *sampler.processors),
+        key=key,
+        processors=processors,
+    )
+    return "".join(pieces(tokenizer, out.rows()[0].tolist(), stop)), out
+
+
+def answer(
+    config: ModelConfig,
+    params: Any,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    num_tokens: int,
+    *,
+    slots: int,
+    sampler: Sample,
+    key: jax.Array,
+    processors: Sequence[HistoryProcessor] = (),
+    stop: str | Sequence[str] = (),
+    cache_dtype: jax.typing.DTypeLike | None = None,
+) -> Iterator[tuple[int, str]]:
+    """The number of a prompt and the text behind it, as each is done: `slots` run at a time."""
+    stop = check_stop_strings(stop)
+    requests = [
+        Request(read_prompt(tokenizer, prompt), num_tokens, key=jax.random.fold_in(key, n), id=n)
+        for n, prompt in enumerate(prompts)
+    ]
+    done = serve(
+        make_step(Decoder(config)),
+        params,
+        requests,
+        init_cache(config, 1, config.max_len, cache_dtype),
+        slots=slots,
+        capacity=config.max_len,
+        sampler=Sample(*known_ids(config, tokenizer), *sampler.processors),
+        processors=processors,
+    )
+    for completion in done:
+        if completion.error is not None:
+            raise ValueError(f"prompt {completion.id}: {completion.error}")
+        yield completion.id, "".join(pieces(tokenizer, completion.tokens.tolist(), stop))
+
+
+@dataclass(frozen=True)
+class _WithoutHistory:
+    """A processor of logits alone, where one of (history, logits) is asked for."""
+
+    processor: FirstIds
+
+    def __call__(self, history: History, logits: jax.Array) -> jax.Array:
+        return self.processor(logits)
 
 
 def read_prompt(tokenizer: Tokenizer, prompt: str) -> np.ndarray:  # i32[P]
