@@ -87,6 +87,7 @@ from transformer_jax.streaming import (
     stream_attention,
 )
 from transformer_jax.transformer import (
+    AttentionWeights,
     Decoder,
     Encoder,
     EncoderDecoder,
@@ -99,6 +100,7 @@ from transformer_jax.transformer import (
 __all__ = [
     "PRESETS",
     "ALiBi",
+    "AttentionWeights",
     "Ban",
     "Beams",
     "Causal",
