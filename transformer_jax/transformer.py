@@ -77,7 +77,7 @@ def by_slot(weights: AttentionWeights, cache: ModelCache) -> AttentionWeights:
         own, slots = own[..., 0, :], held.shape[1]
         if own.shape[-1] == slots:
             return own
-        new = (held == seen[:, slots:]) & (held >= 0)  # [B, S]
+        new = held == seen[:, slots:]  # [B, S]; of a padding token all are 0
         new = new.reshape(len(new), *(1,) * (own.ndim - 2), slots)
         return own[..., :slots] + jnp.where(new, own[..., slots:], 0.0)
 
