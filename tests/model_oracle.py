@@ -47,15 +47,20 @@ def forward(
     types: np.ndarray | None = None,  # [B, T]
     source: np.ndarray | None = None,  # [B, S]
     source_positions: np.ndarray | None = None,  # [B, S]
+    record: list[np.ndarray] | None = None,
 ) -> np.ndarray:  # [B, T, V]
-    """Logits of any of the three kinds of model; those of padding tokens mean nothing."""
+    """Logits of any of the three kinds of model; those of padding tokens mean nothing.
+
+    `record` gains the weights [N, T, S] of every attention of the last stack: of row 0, of its
+    first block, to itself and then to the source; and so on.
+    """
     params = _double(params)
     embed = params["embed"]
     rows = []
     for b in range(len(tokens)):
         row = _sequence(tokens.shape[1], _row(positions, b), _row(segments, b))
         if config.kind == "encoder":
-            x = _encode(config, params, tokens[b], row, _row(types, b))
+            x = _encode(config, params, tokens[b], row, _row(types, b), record)
             if config.masked_token_head:
                 x = _affine(x, params["head_dense"])
                 x = _norm(config, params["head_norm"], ACTIVATIONS[config.activation](x))
@@ -66,7 +71,7 @@ def forward(
                 memory_row = _sequence(source.shape[1], _row(source_positions, b), None)
                 memory = _encode(config, params, source[b], memory_row, None)
             x = _embed(config, embed, tokens[b], row.token_place, None)
-            x = _stack(config, params["decoder"], x, row, True, memory, memory_row)
+            x = _stack(config, params["decoder"], x, row, True, memory, memory_row, record)
         table = embed["tokens"] if config.tie_embeddings else embed["output"]
         logits = x @ table.T
         if config.logit_bias:
@@ -94,9 +99,9 @@ def classify(
     return np.stack(rows)
 
 
-def _encode(config, params, tokens, row: Sequence, types) -> np.ndarray:
+def _encode(config, params, tokens, row: Sequence, types, record=None) -> np.ndarray:
     x = _embed(config, params["embed"], tokens, row.token_place, types)
-    return _stack(config, params["encoder"], x, row, False, None, None)
+    return _stack(config, params["encoder"], x, row, False, None, None, record)
 
 
 def _embed(config, params: Params, tokens, token_place: list[int], types) -> np.ndarray:
@@ -116,7 +121,7 @@ def _embed(config, params: Params, tokens, token_place: list[int], types) -> np.
     return _norm(config, params["norm"], x) if config.embedding_norm else x
 
 
-def _stack(config, params: Params, x, row: Sequence, causal: bool, memory, memory_row):
+def _stack(config, params: Params, x, row: Sequence, causal: bool, memory, memory_row, record):
     def visible(i: int, j: int, layer: int) -> bool:
         if row.place[j] < 0 or row.segment[i] != row.segment[j]:
             return False
@@ -143,16 +148,15 @@ def _stack(config, params: Params, x, row: Sequence, causal: bool, memory, memor
 
         def attend(x, p=block, layer=i):
             seen = partial(visible, layer=layer)
-            return _attention(
-                config, p["attention"], x, x, row, row, seen, position_bias, config.positions
-            )
+            p, kind = p["attention"], config.positions
+            return _attention(config, p, x, x, row, row, seen, position_bias, kind, record)
 
         def cross(x, p=block):
             def seen(_, j):
                 return memory_row.place[j] >= 0
 
             p = p["cross_attention"]
-            return _attention(config, p, x, memory, row, memory_row, seen, None, None)
+            return _attention(config, p, x, memory, row, memory_row, seen, None, None, record)
 
         def feed_forward(x, p=block):
             return _feed_forward(config, p["feed_forward"], x)
@@ -174,7 +178,9 @@ def _branch(config, block: Params, name: str, x: np.ndarray, function) -> np.nda
     return x + y
 
 
-def _attention(config, p: Params, x, context, row, context_row, visible, position_bias, kind):
+def _attention(
+    config, p: Params, x, context, row, context_row, visible, position_bias, kind, record
+):
     q, k, v = _affine(x, p["query"]), _affine(context, p["key"]), _affine(context, p["value"])
     if config.qk_norm:
         q = _rms(q, config.norm_eps) * p["query_scale"]
@@ -186,6 +192,7 @@ def _attention(config, p: Params, x, context, row, context_row, visible, positio
     group = heads // k.shape[1]
     scale = 1 / math.sqrt(width) if config.attention_scale is None else config.attention_scale
     out = np.zeros((queries, heads, v.shape[2]))
+    weights = np.zeros((heads, queries, len(k)))
     for n in range(heads):
         for i in range(queries):
             seen = [j for j in range(len(k)) if visible(i, j)]
@@ -206,7 +213,10 @@ def _attention(config, p: Params, x, context, row, context_row, visible, positio
                 values.append(value)
             total = np.exp(scores)
             sink = math.exp(p["sinks"][n]) if config.attention_sinks else 0.0
-            out[i, n] = (total / (total.sum() + sink)) @ np.stack(values)
+            weights[n, i, seen] = total / (total.sum() + sink)
+            out[i, n] = weights[n, i, seen] @ np.stack(values)
+    if record is not None:
+        record.append(weights)
     return _affine(out, p["out"])
 
 

@@ -105,6 +105,7 @@ from transformer_jax.streaming import (
     stream_attention,
 )
 from transformer_jax.transformer import (
+    AttentionWeights,
     Decoder,
     Encoder,
     EncoderDecoder,
@@ -117,6 +118,7 @@ from transformer_jax.transformer import (
 __all__ = [
     "PRESETS",
     "ALiBi",
+    "AttentionWeights",
     "Ban",
     "Beams",
     "Causal",

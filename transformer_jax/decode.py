@@ -29,12 +29,16 @@ from transformer_jax.processors import (
     check_processors,
 )
 from transformer_jax.recurrent import RecurrentLM, RecurrentSeq2Seq, RecurrentStep
+from transformer_jax.rows import choose
 from transformer_jax.sampling import Greedy, Sampler
 from transformer_jax.transformer import (
+    AttentionWeights,
     Decoder,
     EncoderDecoder,
     ModelCache,
+    by_slot,
     cache_limit,
+    check_one,
     check_tokens,
     rewind_cache,
 )
@@ -44,9 +48,11 @@ class Step(Protocol):
     """A model as decoding sees it; hashable.
 
     It may also have `check(prompt, state, total_lengths)`, which raises ValueError where a known
-    prompt, or its length with the new tokens, cannot be served; and `rewind(state, before, count)`,
+    prompt, or its length with the new tokens, cannot be served; `rewind(state, before, count)`,
     the state as if of all it has read since `before` row b had read the first count[b] tokens only,
-    with `check_rewind(state, count)`, which raises where so many tokens cannot be taken back.
+    with `check_rewind(state, count)`, which raises where so many tokens cannot be taken back; and
+    `attend`, with the arguments of a call and one token a row, which returns the weights of its
+    attention behind logits and state, a pytree whose leaves lead with B.
     """
 
     def __call__(
@@ -70,6 +76,22 @@ class ModelStep:
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
         positions = next_positions(state.length, valid)
         return self.model.apply({"params": params}, tokens, positions=positions, cache=state)
+
+    def attend(
+        self,
+        params: Any,
+        tokens: jax.Array,  # i32[B, 1]
+        state: ModelCache,
+        *,
+        valid: jax.Array | None = None,  # bool[B, 1]
+    ) -> tuple[jax.Array, ModelCache, AttentionWeights]:
+        """As a call with one token a row, and its weights [B, L, N, S] by slot of the cache."""
+        check_one(tokens)
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        arguments: dict[str, Any] = dict(positions=next_positions(state.length, valid), cache=state)
+        result: Any = self.model.apply({"params": params}, tokens, **arguments, method="attend")
+        logits, state, weights = result
+        return logits, state, by_slot(weights, state)
 
     def check(self, prompt: np.ndarray, state: ModelCache, total: np.ndarray) -> None:
         config = self.model.config
@@ -170,7 +192,8 @@ class Generation:
     state: Any
     """Has read all but each row's last token: generate on, from that token, or `fork` it."""
     attention: Any = None
-    """On request, `step.attend`'s weights [B, num_tokens, ...] of the query that chose token n."""
+    """On request, `step.attend`'s weights [B, num_tokens, ...] of the query that chose token n;
+    0 behind a row's end."""
 
     def rows(self) -> list[np.ndarray]:
         """Each row's tokens, without what stands behind its end."""
@@ -256,6 +279,8 @@ def _choose(
     """Processors, then the sampler; who has the last token of its kind ends."""
     active, history = running.active, running.history
     processed = apply_all(plan.processors, history, logits)
+    if plan.ends:
+        weights = choose(active, weights, jax.tree.map(jnp.zeros_like, weights))
     keys = jax.vmap(jax.random.fold_in)(running.keys, running.count)
     token = jax.vmap(lambda key, row: plan.sampler(key, row[None])[0])(keys, processed)
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)

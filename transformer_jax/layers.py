@@ -7,6 +7,7 @@ and hands the parts on, so a looped and a scanned stack draw the same numbers.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -215,8 +216,13 @@ class Attention(nn.Module):
         cache: kv.KVCache | None = None,
         context: kv.KVCache | None = None,
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, kv.KVCache | None]:  # [B, T, D]
-        """Attend to x itself, through `cache` if given, or to a `context` of keys and values."""
+        weights: bool = False,
+    ) -> tuple[Any, ...]:
+        """Attend to x itself, through `cache` if given, or to a `context` of keys and values.
+
+        The output [B, T, D] and the updated cache; behind them, if `weights`, the pair of them
+        f32[B, N, T, S] and the positions i32[B, S] of the keys (None is arange(S)).
+        """
         cfg = self.config
         q = self.query(x)
         if cfg.qk_norm:
@@ -234,8 +240,10 @@ class Attention(nn.Module):
                 cache, k, v, k_positions = kv.extend(cache, k, v, positions, self.window)
                 k, v = k.astype(cfg.dtype), v.astype(cfg.dtype)
         attend = self._shaw if cfg.positions == "shaw" and not self.cross else self._attend
-        out = attend(q, k, v, mask, bias, positions, k_positions, key)
-        return self.out(out), cache
+        out = self.out(attend(q, k, v, mask, bias, positions, k_positions, key))
+        if not weights:
+            return out, cache
+        return out, cache, self._seen(q, k, v, mask, bias, positions, k_positions)
 
     def _attend(self, q, k, v, mask, bias, q_positions, k_positions, key):
         cfg = self.config
@@ -258,28 +266,45 @@ class Attention(nn.Module):
     def _shaw(self, q, k, v, mask, bias, q_positions, k_positions, key):
         """Relative vectors join the keys and the values (Shaw et al. 2018); weights materialise."""
         cfg = self.config
-        scale = cfg.key_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
         q_positions = jnp.arange(q.shape[1]) if q_positions is None else q_positions
         k_positions = jnp.arange(k.shape[1]) if k_positions is None else k_positions
         finite = jnp.isfinite(v).all(axis=-1, keepdims=True)  # or a weight of 0 would not hide it
         k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
-        weights = dot_product_attention_weights(
-            q,
-            k,
-            mask=mask,
-            bias=scale * pos.shaw_scores(q, self.shaw_key, q_positions, k_positions),
-            scale=cfg.attention_scale,
-            softcap=cfg.attention_softcap,
-            sinks=self.sinks if cfg.attention_sinks else None,
-            q_positions=q_positions,
-            k_positions=k_positions,
-        )
+        weights = self._weights(q, k, mask, bias, q_positions, k_positions)
         weights = dropout(weights, cfg.attention_dropout, key)
         grouped = weights.reshape(q.shape[0], cfg.kv_heads, -1, *weights.shape[2:])
         out = jnp.einsum("BKGTS,BSKH->BTKGH", grouped, v.astype(jnp.float32))
         out = out.reshape(*q.shape[:3], -1)
         out = out + pos.shaw_values(weights, self.shaw_value, q_positions, k_positions)
         return out.astype(q.dtype)
+
+    def _weights(self, q, k, mask, bias, q_positions, k_positions) -> jax.Array:  # f32[B, N, T, S]
+        """What the values are weighed with, before dropout."""
+        cfg = self.config
+        if cfg.positions == "shaw" and not self.cross:
+            q_positions = jnp.arange(q.shape[1]) if q_positions is None else q_positions
+            k_positions = jnp.arange(k.shape[1]) if k_positions is None else k_positions
+            scale = cfg.key_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
+            bias = scale * pos.shaw_scores(q, self.shaw_key, q_positions, k_positions)
+        return dot_product_attention_weights(
+            q,
+            k,
+            mask=mask,
+            bias=bias,
+            scale=cfg.attention_scale,
+            softcap=cfg.attention_softcap,
+            sinks=self.sinks if cfg.attention_sinks else None,
+            q_positions=q_positions,
+            k_positions=k_positions,
+        )
+
+    def _seen(self, q, k, v, mask, bias, q_positions, k_positions):
+        """The weights, NaN where the output is and 0 for padding tokens; the keys' positions."""
+        k = jnp.where(jnp.isfinite(v).all(axis=-1, keepdims=True), k, jnp.nan)
+        weights = self._weights(q, k, mask, bias, q_positions, k_positions)
+        if q_positions is not None:
+            weights = jnp.where(q_positions[:, None, :, None] >= 0, weights, 0.0)
+        return weights, k_positions
 
 
 class FeedForward(nn.Module):
@@ -324,11 +349,11 @@ class Block(nn.Module):
     def _branch(self, name, x, key, function):
         """x + f(n(x)), n(x + f(x)) or x + n(f(n(x))), with dropout on the branch's output."""
         cfg, norm = self.config, self.norm[name]
-        y, state = function(x if cfg.norm_order == "post" else norm(x))
+        y, *more = function(x if cfg.norm_order == "post" else norm(x))
         if cfg.norm_order == "sandwich":
             y = self.out_norm[name](y)
         x = x + dropout(y, cfg.dropout, key)
-        return (norm(x) if cfg.norm_order == "post" else x), state
+        return (norm(x) if cfg.norm_order == "post" else x), *more
 
     def context_cache(
         self,
@@ -353,7 +378,7 @@ class Block(nn.Module):
         key: jax.Array | None,
         contexts: kv.KVCache | None,  # leaves [B, L, ...]
         *shared,
-    ) -> tuple[tuple[jax.Array, kv.KVCache | None], None]:
+    ) -> tuple[tuple[jax.Array, kv.KVCache | None], list[Any]]:
         """The block in the form of a scan's step, which reads and writes its part of all caches.
 
         They are carried, neither cut up beforehand nor gathered from the steps, so that a cache
@@ -368,9 +393,9 @@ class Block(nn.Module):
 
         x, caches = carry
         cache, context = jax.tree.map(part, (caches, contexts))
-        x, cache = self(x, cache, context, key, *shared)
+        x, cache, *seen = self(x, cache, context, key, *shared)
         caches = None if caches is None else jax.tree.map(write, caches, cache)
-        return (x, caches), None
+        return (x, caches), seen
 
     def __call__(
         self,
@@ -384,10 +409,12 @@ class Block(nn.Module):
         bias: pos.ALiBi | pos.RelativeBias | None = None,
         memory: jax.Array | None = None,  # [B, S, D]
         memory_positions: jax.Array | None = None,  # i32[B, S]
-    ) -> tuple[jax.Array, kv.KVCache | None]:
-        """The block's output [B, T, D] and its updated cache."""
+        weights: bool = False,
+    ) -> tuple[Any, ...]:
+        """The block's output [B, T, D] and its updated cache; if `weights`, those of `attention`
+        and of `cross_attention` behind them, as `Attention` gives them."""
         keys = split_key(key, 5)
-        x, cache = self._branch(
+        x, cache, *seen = self._branch(
             "attention",
             x,
             keys[0],
@@ -399,22 +426,24 @@ class Block(nn.Module):
                 bias=bias,
                 cache=cache,
                 key=keys[1],
+                weights=weights,
             ),
         )
         if self.cross:
             if context is None:
                 assert memory is not None and memory_positions is not None
                 context = self.context_cache(memory, memory_positions)
-            x, _ = self._branch(
+            x, _, *crossed = self._branch(
                 "cross_attention",
                 x,
                 keys[2],
                 lambda y: self.cross_attention(
-                    y, positions=positions, context=context, key=keys[3]
+                    y, positions=positions, context=context, key=keys[3], weights=weights
                 ),
             )
-        x, _ = self._branch("feed_forward", x, keys[4], lambda y: (self.feed_forward(y), None))
-        return x, cache
+            seen += crossed
+        (x,) = self._branch("feed_forward", x, keys[4], lambda y: (self.feed_forward(y),))
+        return x, cache, *seen
 
 
 class Embed(nn.Module):

@@ -29,7 +29,7 @@ from transformer_jax.attention import additive_attention, state_attention
 from transformer_jax.config import RecurrentConfig
 from transformer_jax.layers import dropout, lookup, split_key
 from transformer_jax.masks import Padding
-from transformer_jax.transformer import check_tokens
+from transformer_jax.transformer import check_one, check_tokens
 
 F32 = jnp.float32
 
@@ -331,6 +331,23 @@ class RecurrentStep:
     ) -> tuple[jax.Array, RecurrentState]:  # f32[B, T, V]
         result: Any = self.model.apply({"params": params}, tokens, state=state, valid=valid)
         return result
+
+    def attend(
+        self,
+        params: Any,
+        tokens: jax.Array,  # i32[B, 1]
+        state: RecurrentState,
+        *,
+        valid: jax.Array | None = None,  # bool[B, 1]
+    ) -> tuple[jax.Array, RecurrentState, jax.Array]:
+        """As a call with one token a row, and its weights f32[B, S]; 0 where it is not valid."""
+        check_one(tokens)
+        if self.model.config.attention is None:
+            raise ValueError("attention is None: this model has no attention weights")
+        logits, state = self(params, tokens, state, valid=valid)
+        assert state.weights is not None
+        weights = state.weights if valid is None else jnp.where(valid, state.weights, 0.0)
+        return logits, state, weights
 
     def check(self, prompt: np.ndarray, state: RecurrentState, total: np.ndarray) -> None:
         """ValueError where the prompt or the state is not this model's; no length is too long."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -48,6 +48,49 @@ class ModelCache:
         if isinstance(self.layers, kv.KVCache):
             return self.layers.k.shape[2]
         return max(layer.capacity for layer in self.layers)
+
+
+class AttentionWeights(NamedTuple):
+    """What each layer weighed the values with: after the softmax, before dropout.
+
+    A row sums to 1, to less by the share of `attention_sinks`, and to 0 where it sees nothing or is
+    of a padding token. Of one token, as `make_step(model).attend` gives them, there is no T, and S
+    are the slots of the cache: slot p of a full cache is position p.
+    """
+
+    self: jax.Array | tuple[jax.Array, ...]
+    """f32[B, L, N, T, S]; from caches of a window pattern f32[B, N, T, S] of each layer."""
+    positions: jax.Array | tuple[jax.Array, ...]
+    """i32[B, S]: where the keys of `self` stand, -1 what is empty; of a pattern, of each layer."""
+    cross: jax.Array | None = None
+    """f32[B, L, N, T, S] over the tokens of an encoder-decoder's source."""
+
+
+def by_slot(weights: AttentionWeights, cache: ModelCache) -> AttentionWeights:
+    """The weights of one token without T, in the slots of the `cache` that now holds it.
+
+    A cache shorter than its window was read with the new key behind it: that weight moves to the
+    slot of the key.
+    """
+
+    def fold(own: jax.Array, seen: jax.Array, held: jax.Array) -> jax.Array:
+        own, slots = own[..., 0, :], held.shape[1]
+        if own.shape[-1] == slots:
+            return own
+        new = held == seen[:, slots:]  # [B, S]; of a padding token all are 0
+        new = new.reshape(len(new), *(1,) * (own.ndim - 2), slots)
+        return own[..., :slots] + jnp.where(new, own[..., slots:], 0.0)
+
+    held: Any
+    if isinstance(weights.self, tuple):
+        held = tuple(layer.positions for layer in cast(tuple, cache.layers))
+    elif isinstance(cache.layers, kv.KVCache):
+        held = cache.layers.positions[:, 0]
+    else:
+        held = cache.layers[0].positions
+    cross = None if weights.cross is None else weights.cross[..., 0, :]
+    own = jax.tree.map(fold, weights.self, weights.positions, held)
+    return AttentionWeights(own, held, cross)
 
 
 def rewind_cache(
@@ -131,6 +174,10 @@ def _sinks(config: ModelConfig, i: int, slots: int) -> int:
     return config.sink_tokens if turns else 0
 
 
+_WEIGHTS = 11
+"""The argument of `Block` that asks for weights, and is known when tracing."""
+
+
 class Stack(nn.Module):
     """Blocks one after the other: a loop (`block_0`, ...) or a scan over stacked parameters."""
 
@@ -142,20 +189,22 @@ class Stack(nn.Module):
     def setup(self) -> None:
         cfg = self.config
         if cfg.scan_layers:
-            block = nn.remat(Block, prevent_cse=False) if cfg.remat else Block
+            block = Block
+            if cfg.remat:
+                block = nn.remat(Block, prevent_cse=False, static_argnums=_WEIGHTS)
             lifted: dict[str, Any] = dict(
                 variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
             )
-            shared = (nn.broadcast,) * 7
+            shared = (nn.broadcast,) * 8
             self.blocks = nn.scan(
                 block,
                 methods={
-                    "scan_step": dict(lifted, in_axes=(0, 0, *shared)),
+                    "scan_step": dict(lifted, in_axes=(0, 0, *shared), out_axes=1),
                     "scan_context": dict(lifted, in_axes=nn.broadcast, out_axes=1),
                 },
             )(cfg, self.cross, self.depth, _window(cfg, 0))
         else:
-            block = nn.remat(Block) if cfg.remat else Block
+            block = nn.remat(Block, static_argnums=_WEIGHTS) if cfg.remat else Block
             self.block = [
                 block(cfg, self.cross, self.depth, _window(cfg, i)) for i in range(self.depth)
             ]
@@ -204,29 +253,51 @@ class Stack(nn.Module):
         memory: jax.Array | None = None,  # [B, S, D]
         memory_positions: jax.Array | None = None,  # i32[B, S]
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, Layers | None]:
-        """The output [B, T, D], normalised unless post-norm, and the updated caches."""
+        weights: bool = False,
+    ) -> tuple[Any, ...]:
+        """The output [B, T, D], normalised unless post-norm, and the updated caches; behind them,
+        if `weights`, the AttentionWeights."""
         updated: Layers | None
 
         def shared(i: int):
             mask = masks[i % len(masks)]
-            return positions, token_positions, mask, self._bias(), memory, memory_positions
+            bias = self._bias()
+            return positions, token_positions, mask, bias, memory, memory_positions, weights
 
         if self.config.scan_layers:
             keys = None if key is None else jax.random.split(key, self.depth)
             numbers, blocks = jnp.arange(self.depth), cast(Any, self.blocks)
-            (x, updated), _ = blocks.scan_step((x, layers), numbers, keys, cross, *shared(0))
+            (x, updated), pairs = blocks.scan_step((x, layers), numbers, keys, cross, *shared(0))
         else:
-            new: list[Any] = []
+            new, pairs = [], []
             for i, (block, key_i) in enumerate(
                 zip(self.block, split_key(key, self.depth), strict=True)
             ):
                 layer = layers[i] if isinstance(layers, tuple) else None
                 context = cross[i] if isinstance(cross, tuple) else None
-                x, layer = block(x, layer, context, key_i, *shared(i))
+                x, layer, *seen = block(x, layer, context, key_i, *shared(i))
                 new.append(layer)
+                pairs.append(seen)
             updated = None if layers is None else tuple(new)
-        return (x if self.config.norm_order == "post" else self.norm(x)), updated
+        x = x if self.config.norm_order == "post" else self.norm(x)
+        return (x, updated, self._collect(pairs, layers, x)) if weights else (x, updated)
+
+    def _collect(self, pairs: Any, layers: Layers | None, x: jax.Array) -> AttentionWeights:
+        """The blocks' pairs of weights and positions, listed or scanned, as one value."""
+        cfg = self.config
+        if cfg.scan_layers:
+            (own, at), *crossed = pairs
+            at = None if at is None else at[:, 0]
+            cross = crossed[0][0] if self.cross else None
+        else:
+            own, places = zip(*(seen[0] for seen in pairs), strict=True)
+            cross = jnp.stack([seen[1][0] for seen in pairs], axis=1) if self.cross else None
+            if layers is not None and isinstance(cfg.window, tuple):
+                return AttentionWeights(own, places, cross)
+            own, at = jnp.stack(own, axis=1), places[0]
+        if at is None:
+            at = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+        return AttentionWeights(own, at, cross)
 
 
 class Encoder(nn.Module):
@@ -256,6 +327,22 @@ class Encoder(nn.Module):
         key: jax.Array | None = None,
     ) -> jax.Array:  # [B, T, D]
         """The hidden state of every token."""
+        return self._encode(tokens, positions, mask, segments, types, key)[0]
+
+    def attend(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        *,
+        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        mask: Mask | None = None,
+        segments: jax.Array | None = None,  # i32[B, T]
+        types: jax.Array | None = None,  # i32[B, T]
+    ) -> tuple[jax.Array, None, AttentionWeights]:
+        """As `__call__`, and what every layer weighed the tokens with."""
+        x, weights = self._encode(tokens, positions, mask, segments, types, None, True)
+        return self._logits(x), None, weights
+
+    def _encode(self, tokens, positions, mask, segments, types, key, weights=False) -> list[Any]:
         cfg = self.config
         check_tokens(tokens, cfg.vocab_size)
         if types is not None and cfg.type_vocab_size is None:
@@ -263,19 +350,27 @@ class Encoder(nn.Module):
         token_positions, masks = place(cfg, tokens, positions, segments, mask)
         embed_key, stack_key = split_key(key, 2)
         x = self.embed(tokens, token_positions, types, embed_key)
-        x, _ = self.encoder(
-            x, positions=positions, token_positions=token_positions, masks=masks, key=stack_key
+        x, _, *seen = self.encoder(
+            x,
+            positions=positions,
+            token_positions=token_positions,
+            masks=masks,
+            key=stack_key,
+            weights=weights,
         )
-        return x
+        return [x, *seen]
 
     def __call__(self, tokens: jax.Array, **arguments) -> tuple[jax.Array, None]:
         """Logits f32[B, T, V] for masked-token training; takes what `encode` takes."""
         x = self.encode(tokens, **arguments)
         if self.config.num_classes is not None and self.is_initializing():
             self._classes(x, None)
+        return self._logits(x), None
+
+    def _logits(self, x: jax.Array) -> jax.Array:
         if self.config.masked_token_head:
             x = self.head_norm(activate(self.head_dense(x), self.config.activation))
-        return self.embed.logits(x), None
+        return self.embed.logits(x)
 
     def classify(self, tokens: jax.Array, **arguments) -> jax.Array:  # f32[B, C]
         """Class logits of each row: W tanh(pool(its first token that is not padding))."""
@@ -318,9 +413,19 @@ class Decoder(nn.Module):
         packs documents: attention stays within one, and its positions start at 0 (padding may be
         a document of its own).
         """
-        return decode_tokens(
-            self, tokens, positions, Causal() if mask is None else mask, cache, segments, key
-        )
+        return decode_tokens(self, tokens, positions, mask, cache, segments, key)
+
+    def attend(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        *,
+        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        mask: Mask | None = None,  # None is Causal(); another mask replaces it
+        cache: ModelCache | None = None,
+        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
+    ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
+        """As `__call__`, and what every layer weighed the keys with."""
+        return decode_tokens(self, tokens, positions, mask, cache, segments, None, weights=True)
 
 
 class EncoderDecoder(nn.Module):
@@ -384,6 +489,24 @@ class EncoderDecoder(nn.Module):
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, ModelCache | None]:
         """Logits f32[B, T, V] of the next target token: from a `source`, or from a `cache`."""
+        return self._decode(tokens, source, source_positions, positions, mask, cache, key)
+
+    def attend(
+        self,
+        tokens: jax.Array,  # i32[B, T]: the target
+        *,
+        source: jax.Array | None = None,  # i32[B, S]
+        source_positions: jax.Array | None = None,  # i32[B, S]; negative is padding
+        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        mask: Mask | None = None,  # on the target; None is Causal()
+        cache: ModelCache | None = None,
+    ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
+        """As `__call__`, and what every layer of the decoder weighed target and source with."""
+        return self._decode(tokens, source, source_positions, positions, mask, cache, None, True)
+
+    def _decode(
+        self, tokens, source, source_positions, positions, mask, cache, key, weights=False
+    ) -> Any:
         if (source is None) == (cache is None):
             raise ValueError("give either source or cache: a cache already holds its source")
         if source is None and source_positions is not None:
@@ -393,9 +516,8 @@ class EncoderDecoder(nn.Module):
         if source is not None:
             memory = self.encode(source, positions=source_positions, key=encoder_key)
             source_positions = _default_positions(source, source_positions)
-        mask = Causal() if mask is None else mask
         return decode_tokens(
-            self, tokens, positions, mask, cache, None, key, memory, source_positions
+            self, tokens, positions, mask, cache, None, key, memory, source_positions, weights
         )
 
 
@@ -403,13 +525,14 @@ def decode_tokens(
     model: Decoder | EncoderDecoder,
     tokens: jax.Array,
     positions: jax.Array | None,
-    mask: Mask,
+    mask: Mask | None,
     cache: ModelCache | None,
     segments: jax.Array | None,
     key: jax.Array | None,
     memory: jax.Array | None = None,
     memory_positions: jax.Array | None = None,
-) -> tuple[jax.Array, ModelCache | None]:
+    weights: bool = False,
+) -> Any:
     """Embed, run the decoder stack and read the logits; shared by both causal models."""
     cfg = model.config
     check_tokens(tokens, cfg.vocab_size)
@@ -419,10 +542,11 @@ def decode_tokens(
             raise ValueError("segments with a cache: give each document a row of its own")
         crossed = isinstance(model, EncoderDecoder)
         positions, overflow = follow(cfg, cache, tokens, positions, crossed)
+    mask = Causal() if mask is None else mask
     token_positions, masks = place(cfg, tokens, positions, segments, mask, causal=True)
     embed_key, stack_key = split_key(key, 2)
     x = model.embed(tokens, token_positions, key=embed_key)
-    x, layers = model.decoder(
+    x, layers, *seen = model.decoder(
         x,
         positions=positions,
         token_positions=token_positions,
@@ -432,13 +556,14 @@ def decode_tokens(
         memory=memory,
         memory_positions=memory_positions,
         key=stack_key,
+        weights=weights,
     )
     logits = model.embed.logits(x)
     if overflow is not None:
         logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
     if cache is None or layers is None:
-        return logits, None
-    return logits, replace(cache, layers=layers)
+        return logits, None, *seen
+    return logits, replace(cache, layers=layers), *seen
 
 
 def follow(
@@ -591,6 +716,12 @@ def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
         raise ValueError(
             f"token {known[row, column]} at [{row}, {column}]: must be in 0..{vocab_size - 1}"
         )
+
+
+def check_one(tokens: jax.Array) -> None:
+    """One token a row."""
+    if tokens.ndim != 2 or tokens.shape[1] != 1:
+        raise ValueError(f"tokens have shape {tokens.shape}: attend reads one token a row, [B, 1]")
 
 
 def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:

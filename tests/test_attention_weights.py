@@ -1,0 +1,334 @@
+"""Attention weights on request: those of the formulas, whole and while decoding, layer by layer."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import model_oracle as oracle
+from tests import test_recurrent as recurrent
+from tests.test_decode import parameters
+from tests.tolerances import FORWARD_F32, assert_near, assert_same_bits
+from transformer_jax import decode
+from transformer_jax.config import ModelConfig
+from transformer_jax.decode import generate, make_step
+from transformer_jax.masks import Causal, Padding
+from transformer_jax.models import build, init_cache
+from transformer_jax.recurrent import RecurrentStep
+from transformer_jax.sampling import Sample, Temperature
+from transformer_jax.transformer import stack_layers
+
+VOCAB, ROWS, PROMPT, NEW, SOURCE = 31, 3, 5, 7, 11
+LENGTHS, LIMITS = np.array([5, 1, 3], np.int32), np.array([7, 5, 2], np.int32)
+SOURCE_PLACES = np.where(np.arange(SOURCE) < [[11], [3], [7]], np.arange(SOURCE), -1)
+SOURCE_PLACES = SOURCE_PLACES.astype(np.int32)
+
+WEIGHTS = 5 * FORWARD_F32
+"""Weights of the second of two layers, and logits, in f32 against float64."""
+
+ROPE = ModelConfig(
+    vocab_size=VOCAB, d_model=14, num_layers=2, num_heads=4, head_dim=6, num_kv_heads=2, d_ff=11,
+    max_len=37, positions="rope", tie_embeddings=False,
+)  # fmt: skip
+T5 = dict(positions="t5", relative_buckets=8, relative_max_distance=7)
+CONFIGS = {
+    name: dataclasses.replace(ROPE, **changes)
+    for name, changes in dict(
+        rope=dict(),
+        alibi=dict(positions="alibi", qk_norm=True),
+        shaw=dict(positions="shaw", relative_max_distance=3, attention_sinks=True),
+        capped=dict(attention_softcap=1.5, attention_sinks=True, attention_scale=0.7),
+        ring=dict(window=(5, 3), sink_tokens=2, **T5),
+        short=dict(window=29, num_layers=1),
+        pair=dict(kind="encoder-decoder", attention_sinks=True, **T5),
+        encoder=dict(kind="encoder", positions="learned", masked_token_head=True),
+    ).items()
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Small arrays, many programs: compiling costs more than running."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def draw(columns: int, rows: int = ROWS) -> np.ndarray:
+    return np.random.default_rng(17).integers(0, VOCAB, (rows, columns), dtype=np.int32)
+
+
+def by_formula(config, params, tokens, **more):
+    """Logits in float64, weights [B, L, N, T, S], and those of a source or None."""
+    record: list[np.ndarray] = []
+    logits = oracle.forward(config, params, tokens, record=record, **more)
+    every = 2 if config.kind == "encoder-decoder" else 1
+    own, *cross = (
+        np.stack(part).reshape(len(tokens), config.num_layers, *part[0].shape)
+        for part in (record[i::every] for i in range(every))
+    )
+    return logits, own, cross[0] if cross else None
+
+
+def attend(config, params, tokens, **arguments):
+    apply = jax.jit(partial(build(config).apply, method="attend"))
+    return apply({"params": params}, tokens, **arguments)
+
+
+def empty(config, params, capacity: int = PROMPT + NEW - 1, dtype=None):
+    if config.kind != "encoder-decoder":
+        return init_cache(config, ROWS, capacity, dtype)
+    read = jax.jit(partial(build(config).apply, capacity=capacity, method="init_cache"))
+    return read({"params": params}, draw(SOURCE), positions=SOURCE_PLACES)
+
+
+def produced(config, params, capacity: int = PROMPT + NEW - 1, **arguments):
+    arguments = dict(num_tokens=NEW, lengths=LENGTHS, attention=True) | arguments
+    state = empty(config, params, capacity)
+    return generate(make_step(build(config)), params, draw(PROMPT), state, **arguments)
+
+
+# Whole sequences
+
+
+@pytest.mark.parametrize("name", ["alibi", "shaw", "capped", "ring", "pair", "encoder"])
+def test_weights_of_whole_sequences_are_those_of_the_formulas(name):
+    """With padding inside; ring: windows of each layer, T5's bias and sink tokens."""
+    config = CONFIGS[name]
+    params, tokens = parameters(config), draw(PROMPT + NEW)
+    places = np.stack([np.arange(12), np.arange(-3, 9), np.arange(12)]).astype(np.int32)
+    places[1, :3], places[2, 4:9], places[2, 9:] = -1, -1, [4, 5, 6]
+    more = {}
+    if config.kind == "encoder-decoder":
+        more = dict(source=draw(SOURCE), source_positions=SOURCE_PLACES)
+    logits, cache, weights = attend(config, params, tokens, positions=places, **more)
+    assert cache is None
+    np.testing.assert_array_equal(weights.positions, places)
+    real = (places >= 0)[:, None, None, :, None]
+    want, own, cross = by_formula(config, params, tokens, positions=places, **more)
+    assert_near(logits[places >= 0], want[places >= 0], WEIGHTS)
+    assert own.std() > 0.1
+    assert_near(weights.self, np.where(real, own, 0.0), WEIGHTS)
+    assert not np.asarray(weights.self)[np.broadcast_to(~real, own.shape)].any()
+    assert (weights.cross is None) == (cross is None)
+    if cross is not None:
+        assert cross.shape[-1] == SOURCE and cross.std() > 0.1
+        assert_near(weights.cross, np.where(real, cross, 0.0), WEIGHTS)
+    total = np.asarray(weights.self).sum(axis=-1)[np.broadcast_to(real[..., 0], own.shape[:-1])]
+    if config.attention_sinks:
+        assert 0 < total.min() < 0.5 and total.max() <= 1
+    else:
+        assert_near(total, np.ones_like(total), WEIGHTS)
+
+
+def test_looped_scanned_and_rematerialised_stacks_have_the_same_weights():
+    config = CONFIGS["capped"]
+    params, tokens = parameters(config), draw(PROMPT)
+    _, _, want = attend(config, params, tokens)
+    assert want.self.shape == (ROWS, 2, 4, PROMPT, PROMPT)
+    np.testing.assert_array_equal(want.positions, np.tile(np.arange(PROMPT), (ROWS, 1)))
+    other = dataclasses.replace(config, scan_layers=True, remat=True)
+    _, _, got = attend(other, stack_layers(params), tokens)
+    np.testing.assert_array_equal(got.positions, want.positions)
+    assert_near(got.self, want.self, WEIGHTS)
+    other = dataclasses.replace(config, remat=True)
+    got = jax.eval_shape(partial(attend, other), params, tokens)[2]
+    assert got.self.shape == want.self.shape
+
+
+def test_a_query_that_sees_nothing_has_no_weights():
+    config = CONFIGS["rope"]
+    valid = np.arange(PROMPT) >= np.array([[0], [2], [5]])
+    mask = Causal() & Padding(jnp.asarray(valid))
+    _, _, weights = attend(config, parameters(config), draw(PROMPT), mask=mask)
+    total = np.asarray(weights.self).sum(axis=-1)
+    assert_near(total, np.broadcast_to(valid[:, None, None], total.shape), WEIGHTS)
+    assert not total[1, :, :, :2].any() and not total[2].any()
+
+
+def test_weights_are_nan_exactly_where_the_output_is():
+    """A value that is NaN in one slot of one row, though its key is not."""
+    config = CONFIGS["rope"]
+    params, cache = parameters(config), empty(CONFIGS["rope"], None)
+    _, cache, _ = attend(config, params, draw(PROMPT), cache=cache)
+    first = cache.layers[0]
+    first = dataclasses.replace(first, v=first.v.at[1, 2, 0, 3].set(jnp.nan))
+    cache = dataclasses.replace(cache, layers=(first, cache.layers[1]))
+    logits, _, weights = attend(config, params, draw(1), cache=cache)
+    assert np.isnan(logits).any(axis=(1, 2)).tolist() == [False, True, False]
+    broken = np.isnan(np.asarray(weights.self)[:, 0, :, 0]).all(axis=-1)  # [B, N]
+    assert broken.tolist() == [[False] * 4, [True, True, False, False], [False] * 4]
+
+
+# While decoding
+
+
+@pytest.mark.parametrize(
+    ("name", "scan"),
+    [
+        ("ring", False),
+        ("short", False),
+        ("pair", True),
+        pytest.param("shaw", False, marks=pytest.mark.slow),
+        pytest.param("capped", True, marks=pytest.mark.slow),
+    ],
+)
+def test_weights_of_generated_tokens_are_rows_of_the_whole_text(name, scan):
+    """Against the formulas; 0 behind a row's end. "short" is a cache below its window."""
+    config = CONFIGS[name]
+    params = parameters(config)
+    run = dataclasses.replace(config, scan_layers=scan)
+    capacity = 7 if name == "ring" else PROMPT + NEW - 1
+    out = produced(run, stack_layers(params) if scan else params, capacity, limits=LIMITS)
+    apart = name == "ring"
+    slots = (7, 5) if apart else (capacity,) * 2
+    for row, length in enumerate(LENGTHS):
+        count = LIMITS[row]
+        text = np.concatenate([draw(PROMPT)[row, :length], out.tokens[row, :count]])[None]
+        more = {}
+        if config.kind == "encoder-decoder":
+            keep = SOURCE_PLACES[row] >= 0
+            more = dict(source=draw(SOURCE)[row : row + 1, keep])
+        logits, own, cross = by_formula(config, params, text, **more)
+        np.testing.assert_array_equal(out.tokens[row, :count], logits[0, length - 1 : -1].argmax(1))
+        for layer in range(config.num_layers):
+            got = out.attention.self[layer][row] if apart else out.attention.self[row, :, layer]
+            places = out.attention.positions
+            places = np.asarray(places[layer] if apart else places)[row]
+            assert got.shape == (NEW, 4, slots[layer])
+            assert not np.asarray(got)[count:].any() and not places[count:].any()
+            for n in range(count):
+                at = length - 1 + n
+                held = places[n] >= 0
+                if not apart:
+                    now = np.where(np.arange(capacity) <= at, np.arange(capacity), -1)
+                    np.testing.assert_array_equal(places[n], now)
+                assert held.sum() == min(at + 1, slots[layer]) and places[n].max() == at
+                want = np.zeros((4, slots[layer]))
+                want[:, held] = own[0, layer, :, at, places[n][held]].T
+                assert_near(np.asarray(got)[n], want, WEIGHTS)
+                assert_near(want.sum(axis=-1), own[0, layer, :, at].sum(axis=-1), 1e-12)
+        if cross is not None:
+            got = np.asarray(out.attention.cross)[row]
+            want = np.moveaxis(cross[0][:, :, length - 1 : -1], 2, 0)  # [T, L, N, S]
+            assert_near(got[:count, ..., keep], want, WEIGHTS)
+            assert not got[..., ~keep].any() and not got[count:].any()
+
+
+def test_weights_of_a_quantised_cache_are_of_the_keys_it_holds():
+    """By formula from scale * q of one layer; those of float keys are elsewhere."""
+    config = dataclasses.replace(CONFIGS["alibi"], num_layers=1)
+    params, tokens = parameters(config), draw(PROMPT)
+    state = init_cache(config, ROWS, PROMPT, jnp.int8)
+    _, cache, weights = attend(config, params, tokens, cache=state)
+    held = cache.layers[0]
+    keys = np.asarray(held.k, np.float64) * np.asarray(held.k_scale, np.float64)[..., None]
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    block = p["decoder"]["block_0"]
+    x = oracle._norm(config, block["norm_attention"], p["embed"]["tokens"][tokens[:, -1]])
+    query = oracle._rms(oracle._affine(x, block["attention"]["query"]), config.norm_eps)
+    query = query * block["attention"]["query_scale"]
+    want = np.zeros((ROWS, 4, PROMPT))
+    for row in range(ROWS):
+        for n in range(4):
+            bias = oracle.alibi_slope(n, 4) * np.arange(1 - PROMPT, 1)
+            scores = keys[row, :, n // 2] @ query[row, n] / np.sqrt(6) + bias
+            want[row, n] = np.exp(scores) / np.exp(scores).sum()
+    assert_near(weights.self[:, 0, :, -1], want, WEIGHTS)
+    _, floats, _ = by_formula(config, params, tokens)
+    assert np.abs(floats[:, 0, :, -1] - want).max() > 100 * WEIGHTS
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(sampler=Sample(Temperature(1.3)), stop=(3, 11, 19, 23, 29)),
+        pytest.param(dict(), marks=pytest.mark.slow),
+    ],
+    ids=["sampled-stop", "greedy"],
+)
+def test_asking_for_weights_changes_no_token_and_compiles_once_more(arguments):
+    config = dataclasses.replace(CONFIGS["capped"], num_layers=1)
+    params = parameters(config)
+    arguments = dict(arguments, key=jax.random.key(3))
+    plain = produced(config, params, attention=False, **arguments)
+    before = decode._generate._cache_size()
+    out = produced(config, params, **arguments)
+    produced(config, params, **dict(arguments, lengths=LENGTHS[::-1].copy()))
+    assert decode._generate._cache_size() == before + 1
+    assert plain.attention is None
+    assert len(np.unique(out.tokens)) > 5
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    np.testing.assert_array_equal(out.lengths, plain.lengths)
+    assert_near(out.log_probs, plain.log_probs, WEIGHTS)
+
+
+def test_a_row_that_is_not_valid_has_no_weights():
+    config = dataclasses.replace(CONFIGS["pair"], num_layers=1)
+    params = parameters(config)
+    valid = np.array([[True], [False], [True]])
+    step = jax.jit(make_step(build(config)).attend)
+    _, cache, weights = step(params, draw(1), empty(config, params), valid=valid)
+    assert cache.length.tolist() == [1, 0, 1]
+    params = recurrent.parameters(recurrent.DOT)
+    step = jax.jit(RecurrentStep(build(recurrent.DOT)).attend)
+    _, state, _ = step(params, draw(1), recurrent.begin(recurrent.DOT, params))
+    _, after, recurrent_weights = step(params, draw(1), state, valid=valid)
+    assert_same_bits(after.weights[1], state.weights[1])
+    for leaf in (weights.self, weights.cross, recurrent_weights):
+        total = np.asarray(leaf).sum(axis=-1).reshape(ROWS, -1)
+        assert (total > 0).all(axis=1).tolist() == [True, False, True]
+        assert not np.asarray(leaf)[1].any()
+
+
+# Recurrent models
+
+
+@pytest.mark.parametrize(
+    ("config", "early_exit"),
+    [(recurrent.ADDITIVE, True), (recurrent.DOT, False)],
+    ids=["additive", "dot"],
+)
+def test_recurrent_weights_are_those_of_the_formulas(config, early_exit):
+    """And 0 behind a row's end, however the loop ends."""
+    params, step = recurrent.parameters(config), RecurrentStep(build(config))
+    prompt = draw(PROMPT)
+    out = generate(
+        step, params, prompt, recurrent.begin(config, params), num_tokens=NEW, lengths=LENGTHS,
+        limits=LIMITS, early_exit=early_exit, attention=True,
+    )  # fmt: skip
+    assert out.attention.shape == (ROWS, NEW, recurrent.SOURCE)
+    for row, length in enumerate(LENGTHS):
+        text = np.concatenate([prompt[row, :length], out.tokens[row, : LIMITS[row]]])
+        _, want = recurrent.oracle_row(config, params, text[:-1], row)
+        got = np.asarray(out.attention)[row]
+        source = recurrent.SOURCE_LENGTHS[row]
+        assert_near(got[: LIMITS[row], :source], want[length - 1 :], WEIGHTS)
+        assert not got[: LIMITS[row], source:].any() and not got[LIMITS[row] :].any()
+        assert_same_bits(out.state.weights[row], got[LIMITS[row] - 1])
+
+
+# Refusals
+
+
+def test_what_has_no_weights_is_refused_by_name():
+    config = CONFIGS["rope"]
+    step = make_step(build(config))
+    with pytest.raises(ValueError, match=r"tokens have shape \(3, 2\): attend reads one token a r"):
+        step.attend(parameters(config), draw(2), empty(config, None))
+    plain = RecurrentStep(build(recurrent.PLAIN))
+    params = recurrent.parameters(recurrent.PLAIN)
+    state = recurrent.begin(recurrent.PLAIN, params)
+    with pytest.raises(ValueError, match="attention is None: this model has no attention weights"):
+        generate(plain, params, draw(PROMPT), state, num_tokens=2, attention=True)
+    with pytest.raises(ValueError, match=r"attend reads one token a row, \[B, 1\]"):
+        step = RecurrentStep(build(recurrent.DOT))
+        params = recurrent.parameters(recurrent.DOT)
+        step.attend(params, draw(2), recurrent.begin(recurrent.DOT, params))
+    with pytest.raises(ValueError, match="attention is True: partial has no `attend`"):
+        produced_by = partial(make_step(build(config)))
+        generate(produced_by, parameters(config), draw(2), empty(config, None), num_tokens=2,
+                 attention=True)  # fmt: skip
