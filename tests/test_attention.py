@@ -50,15 +50,6 @@ class TestXla(AttentionSuite):
 class TestBlockwise(AttentionSuite):
     implementation = "blockwise"
     queries, span = 139, 251
-    known = {
-        f"test_an_infinity_that_is_seen_makes_its_rows_nan[{case}]": "an infinite query or key "
-        "that a softcap or the exponential makes finite goes unnoticed"
-        for case in ("key", "query", "score")
-    } | {
-        f"test_a_poisoned_key_that_all_see_passes_no_gradient_on[{sizes}]": "a tile that the mask "
-        "does not cut multiplies 0 by NaN"
-        for sizes in ("32-64", "32-128", "64-128", "5-128")
-    }  # fmt: skip
 
     def sizes(self, arrays, mask=None):
         fixed = Fixed(mask or Everything(), None, None, None)
@@ -76,6 +67,90 @@ class TestBlockwise(AttentionSuite):
             assert (sizes.rows, sizes.groups[0]) == (1, 3)
         else:
             assert (sizes.rows, sizes.heads, sizes.groups) == (1, 11, (2, 3))
+
+
+class TestXlaAcrossTiles(TestBlockwise):
+    """The reference at the other's sizes, for what both must have in common."""
+
+    implementation = "xla"
+    __test__ = False
+
+
+# What is not finite breaks the queries that see it and nobody else, in tiles full and partial.
+
+POISONS = {
+    "a key is NaN": ("key", (0, 120, 1, 3), math.nan),
+    "a key is inf": ("key", (0, 120, 1, 3), math.inf),
+    "a value is NaN": ("value", (0, 120, 1, 3), math.nan),
+    "a value is -inf": ("value", (0, 120, 1, 3), -math.inf),
+    "a query is NaN": ("query", (0, 70, 3, 5), math.nan),
+    "a query is -inf": ("query", (0, 70, 3, 5), -math.inf),
+    "a bias is NaN": ("bias", (0, 3, 70, 5), math.nan),
+    "a bias is inf": ("bias", (0, 3, 70, 5), math.inf),
+    "a hidden bias is NaN": ("bias", (0, 3, 0, 113), math.nan),
+}
+
+
+@pytest.mark.parametrize("options", [False, True], ids=["plain", "every option"])
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@pytest.mark.parametrize("poison", POISONS)
+def test_a_broken_query_is_nan_and_as_if_its_cotangent_were_zero(poison, implementation, options):
+    suite = {"xla": TestXlaAcrossTiles, "blockwise": TestBlockwise}[implementation]()
+    arrays = suite.draw(60)
+    rng = np.random.default_rng(60)
+    arrays["bias"] = jnp.asarray(rng.normal(size=(1, 4, 139, 251)), jnp.float32)
+    settings = dict(q_positions=jnp.arange(139) + 112)  # the 120th key is seen from the 8th on
+    if options:
+        arrays["sinks"] = jnp.array([-1.0, 0.5, 1.0, 2.0])
+        settings |= dict(softcap=5.0, dropout_rate=0.3, dropout_key=jax.random.key(61))
+    name, at, bad = POISONS[poison]
+    broken = np.zeros((2, 139, 4), bool)
+    if name in ("key", "value"):
+        broken[0, 8:, 2:] = True
+    elif name == "query":
+        broken[0, 70, 3] = True
+    elif "hidden" not in poison:
+        broken[:, 70, 3] = True
+    silent = {
+        "out_cotangent": jnp.where(broken[..., None], 0, arrays["out_cotangent"]),
+        "lse_cotangent": jnp.where(broken, 0, arrays["lse_cotangent"]),
+    }
+    clean = suite.evaluate(arrays | silent, Causal(), **settings)
+    poisoned = arrays | {name: arrays[name].at[at].set(bad)}
+    result = suite.evaluate(poisoned, Causal(), **settings)
+    for name, value in clean.items():
+        value, got = np.asarray(value), np.asarray(result[name])
+        assert np.isfinite(value).all() and value.any()
+        if name in ("out", "lse"):
+            assert np.isnan(got[broken]).all(), f"{name} of a broken query is not NaN"
+            value, got = value[~broken], got[~broken]
+        assert (got == value).all(), name
+
+
+def test_a_poisoned_call_of_a_vmap_leaves_the_others_alone():
+    arrays = draw(62, batch=3)
+    arrays = {name: x[:, None] for name, x in arrays.items()}
+
+    @jax.jit
+    @jax.vmap
+    def attend(query, key, value, cotangent):
+        def total(*inputs):
+            out = dot_product_attention(*inputs, mask=Causal(), implementation="blockwise")
+            return (out * cotangent).sum(), out
+
+        return jax.grad(total, (0, 1, 2), has_aux=True)(query, key, value)
+
+    def run(key):
+        gradients, out = attend(arrays["query"], key, arrays["value"], arrays["out_cotangent"])
+        return [np.asarray(x) for x in (out, *gradients)]
+
+    results = zip(run(arrays["key"]), run(arrays["key"].at[1, 0, 6].set(math.nan)), strict=True)
+    for clean, poisoned in results:
+        assert (poisoned[[0, 2]] == clean[[0, 2]]).all()
+        assert not np.array_equal(poisoned[1], clean[1], equal_nan=True)
+    out, query, *_ = run(arrays["key"].at[1, 0, 6].set(math.nan))
+    assert np.isnan(out[1, 0, 6:]).all() and np.isfinite(out[1, 0, :6]).all()
+    assert not query[1, 0, 6:].any()
 
 
 def test_the_oracle_gradients_are_central_differences(rng):
@@ -112,13 +187,6 @@ def test_the_oracle_gradients_are_central_differences(rng):
 
 
 # Dropout is the same whatever computes it.
-
-
-class TestXlaAcrossTiles(TestBlockwise):
-    """The reference at the other's sizes, for what both must have in common."""
-
-    implementation = "xla"
-    __test__ = False
 
 
 def test_dropout_does_not_depend_on_the_implementation():

@@ -18,6 +18,11 @@ those onto keys multiply from the left with transposes that are made once for a 
 other way round, a CPU is two to three times slower at one of the two. The query heads that share a
 key head lie side by side along the queries, so keys are never repeated. Only tiles that the mask's
 plan does not skip are visited, and only partial ones evaluate the mask.
+
+Of the rule in `reference` on what is not finite, nothing is computed while all is finite: one row
+and one column of the products of a tile, and one row of its output, tell. If they do, the forward
+pass begins again with care, and the backward pass takes the same care: rows that are not finite
+are read as zeros, and the maximum of a query that sees one is set to inf, which breaks it.
 """
 
 from __future__ import annotations
@@ -77,7 +82,8 @@ def blockwise_attention(
 
     A query that sees no key gets zeros, lse -inf and no gradient. A key or value that a query does
     not see does not reach it, NaN or not; one that is not finite makes every query that sees it
-    NaN. Differentiable in query, key, value, bias, sinks and scale. Arguments are taken as checked.
+    NaN, and such a query passes no gradient on. Differentiable in query, key, value, bias, sinks
+    and scale. Arguments are taken as checked.
     """
     if 0 in (*query.shape[:3], key.shape[1]):
         out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
@@ -150,38 +156,42 @@ def _scores(
     k: jax.Array,  # [lanes, block_k, H]
     options: Options,
     bias: jax.Array | None,
-    visible: Callable[[], jax.Array] | None,
-) -> tuple[jax.Array, jax.Array | None]:  # [lanes, G block_q, block_k]
-    """Scores, -inf where not visible, and tanh where capped."""
-    s, t = _dot(q, k, (2, 2)), None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # [lanes, G block_q, block_k]
+    """Products of queries and keys, scores, and tanh where capped."""
+    x = s = _dot(q, k, (2, 2))
+    t = None
     if options.softcap is not None:
         t = jnp.tanh(s / options.softcap)
         s = options.softcap * t
-    if bias is not None:
-        s = s + bias
-    return (s if visible is None else jnp.where(visible(), s, -jnp.inf)), t
+    return x, s if bias is None else s + bias, t
 
 
-def _weigh(
-    weights: jax.Array,  # [lanes, G block_q, block_k]
-    x: jax.Array,  # [lanes, block_k, d]
-    visible: Callable[[], jax.Array] | None,
-) -> jax.Array:  # [lanes, G block_q, d]
-    """The sum over keys of weights times x.
+# What is not finite
 
-    In a partial tile 0 * NaN must be 0 where the key is not seen, and NaN where it is. All of x
-    goes into the sum of the first query, so that one tells whether x is finite.
-    """
-    result = _dot(weights, x, (2, 1))
-    if visible is None:
-        return result
 
-    def careful():
-        good = jnp.isfinite(x)
-        seen = _dot(visible().astype(jnp.float32), (~good).astype(jnp.float32), (2, 1)) > 0
-        return jnp.where(seen, jnp.nan, _dot(weights, jnp.where(good, x, 0), (2, 1)))
+def _finite_rows(x: jax.Array) -> jax.Array:  # [lanes, rows, d] to bool[lanes, rows, 1]
+    """By a product with a vector: faster on a CPU than a reduction."""
+    weights = jnp.full((x.shape[0], x.shape[2], 1), 0.5 / x.shape[2], jnp.float32)
+    return jnp.isfinite(_dot(x, weights, (2, 1)))  # a sum that cannot overflow
 
-    return lax.cond(jnp.isfinite(result[:, 0]).all(), lambda: result, careful)
+
+def _clean_queries(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Queries without rows that are not finite, and which are: bool[lanes, G block_q, 1]."""
+    good = _finite_rows(q)
+    return jnp.where(good, q, 0), good
+
+
+def _clean_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys and values without rows that are not finite, and which are: bool[lanes, block_k, 1]."""
+    good = _finite_rows(k) & _finite_rows(v)
+    return jnp.where(good, k, 0), jnp.where(good, v, 0), good
+
+
+def _once(condition: jax.Array, change: Callable, x: Any) -> Any:
+    """`change(x)` where the condition holds, else x as it stands: a loop of one step or none,
+    because a conditional would copy it."""
+    step = lambda state: (jnp.zeros_like(state[0]), change(state[1]))  # noqa: E731
+    return lax.while_loop(lambda state: state[0], step, (condition, x))[1]
 
 
 # Forward and backward
@@ -193,8 +203,8 @@ def _attend(options, query, key, value, bias, sinks, fixed):
 
 
 def _attend_forward(options, query, key, value, bias, sinks, fixed):
-    out, high, log = _forward(options, query, key, value, bias, sinks, fixed)
-    return (out, high + log), (query, key, value, bias, sinks, fixed, out, high, log)
+    out, high, log, careful = _forward(options, query, key, value, bias, sinks, fixed)
+    return (out, high + log), (query, key, value, bias, sinks, fixed, out, high, log, careful)
 
 
 def _attend_backward(options, saved, cotangents):
@@ -213,7 +223,9 @@ def _visit(visits: Visits, at: Any, tile: Callable, state: Any) -> Any:
 
 
 def _forward(options, query, key, value, bias, sinks, fixed):
-    """(out, m, log l), one query tile of one group after the other; m is -inf in dead rows.
+    """(out, m, log l, whether care was taken), one query tile of one group after the other.
+
+    Where a row sees nothing, m is -inf; where it is broken, all three are NaN.
 
     lse is m + log l, but where scores are large the sum has no bits left for log l, so the backward
     pass takes the two apart.
@@ -222,43 +234,75 @@ def _forward(options, query, key, value, bias, sinks, fixed):
     visits = visits_of(sizes, fixed)
     q = pad(query, 1, sizes.grid[0] * sizes.block_q, 0)
     k, v = (pad(x, 1, sizes.grid[1] * sizes.block_k, 0) for x in (key, value))
+    row = sizes.lanes, sizes.G * sizes.block_q, 1
 
-    def tile(at, q_tile, partly, visits, n, state):
-        high, total, weighed = state
+    def tile(at, q_tile, careful, partly, visits, n, state):
+        high, total, weighed, rows_fine, columns_fine = state
         place = Place(sizes, at, visits[n])
         visible = partial(visible_at, place, fixed) if partly else None
-        s, _ = _scores(q_tile, place.keys(k), options, bias_tile(place, bias, fixed), visible)
+
+        def clean(tiles):
+            k, v, high = tiles
+            k, v, good = _clean_keys(k, v)
+            bad = ~good.swapaxes(1, 2)
+            seen = (bad if visible is None else bad & visible()).any(axis=2, keepdims=True)
+            return k, v, jnp.where(seen, jnp.inf, high)
+
+        k_tile, v_tile, high = _once(careful, clean, (place.keys(k), place.keys(v), high))
+        x, s, _ = _scores(q_tile, k_tile, options, bias_tile(place, bias, fixed, jnp.inf))
+        s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
         new = jnp.maximum(high, s.max(axis=2, keepdims=True))
         p, r = _exp(s - new), _exp(high - new)
         total = total * r + p.sum(axis=2, keepdims=True)
         if options.dropout_rate:
             p = p * dropout_factor(place, options.dropout_rate, fixed)
-        return new, total, weighed * r + _weigh(p, place.keys(v), visible)
+        weighed = weighed * r + _dot(p, v_tile, (2, 1))
+        rows_fine = rows_fine & jnp.isfinite(x[:, :, :1])
+        columns_fine = columns_fine & jnp.isfinite(x[:, :1])
+        return new, total, weighed, rows_fine, columns_fine
 
-    def query_tile(n, results):
+    def query_tile(careful, n, state):
+        *results, fine = state
         at = unravel(n, (*sizes.groups, sizes.grid[0]))
         place = Place(sizes, at, 0)
         q_tile = place.queries(q) * np.float32(options.scale)
-        row = sizes.lanes, sizes.G * sizes.block_q, 1
+        every = jnp.ones(row, bool)
+        clean = lambda tile: _clean_queries(tile[0])  # noqa: E731
+        q_tile, good = _once(careful, clean, (q_tile, every))
         state = (
             jnp.full(row, LOWEST, jnp.float32),
             _zeros(row),
             _zeros((*row[:2], v.shape[3])),
+            every,
+            jnp.ones((sizes.lanes, 1, sizes.block_k), bool),
         )
-        high, total, weighed = _visit(visits, at, partial(tile, at, q_tile), state)
-        dead = total == 0
+        state = _visit(visits, at, partial(tile, at, q_tile, careful), state)
+        high, total, weighed, *tiles_fine = state
+        for x in (*tiles_fine, jnp.isfinite(weighed[:, 0])):
+            fine = fine & x.all()
+        broken = jnp.isposinf(high) | jnp.isnan(total)
+        blind = (total == 0) & ~broken
+        broken = broken | ~(good | blind)
         if sinks is not None:
             high, total, weighed = _add_sink(sink_rows(place, sinks), high, total, weighed)
-        total = jnp.where(dead, 1, total)
-        high = jnp.where(dead, -jnp.inf, high)
+        total = jnp.where(blind, 1, total)
+        high = jnp.where(blind, -jnp.inf, high)
         parts = weighed / total, high, jnp.log(total)
-        return tuple(map(place.put_queries, results, parts))
+        marked = (jnp.where(broken, jnp.nan, x) for x in parts)
+        return *map(place.put_queries, results, marked), fine
 
-    results = tuple(_zeros((*q.shape[:3], d)) for d in (v.shape[3], 1, 1))
-    total = math.prod((*sizes.groups, sizes.grid[0]))
-    out, high, log = lax.fori_loop(np.int32(0), np.int32(total), query_tile, results)
-    out, high, log = (x[:, : sizes.T] for x in (out, high, log))
-    return out.astype(query.dtype), high[..., 0], log[..., 0]
+    def attempt(state):
+        _, careful, results = state
+        total = np.int32(math.prod((*sizes.groups, sizes.grid[0])))
+        state = *results, jnp.bool_(True)
+        *results, fine = lax.fori_loop(np.int32(0), total, partial(query_tile, careful), state)
+        return ~(fine | careful), ~fine | careful, results
+
+    results = [_zeros((*q.shape[:3], d)) for d in (v.shape[3], 1, 1)]
+    state = jnp.bool_(True), jnp.bool_(False), results  # whether to begin, and with care
+    _, careful, results = lax.while_loop(lambda state: state[0], attempt, state)
+    out, high, log = (x[:, : sizes.T] for x in results)
+    return out.astype(query.dtype), high[..., 0], log[..., 0], careful
 
 
 def _add_sink(sink, high, total, weighed):
@@ -271,7 +315,7 @@ def _zeros(shape: tuple[int, ...]) -> jax.Array:
     return jnp.zeros(shape, jnp.float32)
 
 
-def _backward(options, query, key, value, bias, sinks, fixed, out, high, log, dout, dlse):
+def _backward(options, query, key, value, bias, sinks, fixed, out, high, log, careful, dout, dlse):
     """Gradients, in the order of `_forward`; dk, dv and dbias are added up in place.
 
     A query that sees nothing, or something that is not finite, passes no gradient on.
@@ -297,10 +341,12 @@ def _backward(options, query, key, value, bias, sinks, fixed, out, high, log, do
         dq, dk, dv, dbias = state
         place = Place(sizes, at, visits[n])
         visible = partial(visible_at, place, fixed) if partly else None
-        k_tile = place.keys(k)
-        s, t = _scores(q, k_tile, options, bias_tile(place, bias, fixed), visible)
+        tiles = place.keys(k), place.keys(v)
+        k_tile, v_tile = _once(careful, lambda tiles: _clean_keys(*tiles)[:2], tiles)
+        _, s, t = _scores(q, k_tile, options, bias_tile(place, bias, fixed, -jnp.inf))
+        s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
         p = _exp(s - high - log)
-        dp = _dot(do, place.keys(v), (2, 2))
+        dp = _dot(do, v_tile, (2, 2))
         kept = p
         if options.dropout_rate:
             factor = dropout_factor(place, options.dropout_rate, fixed)
@@ -315,7 +361,7 @@ def _backward(options, query, key, value, bias, sinks, fixed, out, high, log, do
             ds = jnp.where(visible(), ds, 0)
         dv = place.add_keys(dv, _dot(do_across, kept, (2, 1)))
         dk = place.add_keys(dk, _dot(q_across, ds, (2, 1)))
-        return dq + _weigh(ds, k_tile, visible), dk, dv, dbias
+        return dq + _dot(ds, k_tile, (2, 1)), dk, dv, dbias
 
     def query_tile(n, results):
         dq, *sums = results

@@ -37,8 +37,8 @@ def _bias_slices(place: Place):
     )
 
 
-def bias_tile(place: Place, bias: Any, fixed: Fixed) -> jax.Array | None:
-    """f32[lanes, G block_q, block_k]"""
+def bias_tile(place: Place, bias: Any, fixed: Fixed, bad: float) -> jax.Array | None:
+    """f32[lanes, G block_q, block_k], with `bad` instead of NaN and inf"""
     if bias is None:
         return None
     if _is_array(bias):
@@ -47,7 +47,8 @@ def bias_tile(place: Place, bias: Any, fixed: Fixed) -> jax.Array | None:
         heads = place.sizes.heads * place.sizes.G
         part = bias.materialize(*place.positions(fixed))
         part = place.take(place.rows(part), 1, place.c * heads, heads)
-    return place.spread(part.astype(jnp.float32))
+    part = part.astype(jnp.float32)
+    return place.spread(jnp.where(part < jnp.inf, part, bad))
 
 
 def bias_zeros(bias: Any, sizes: Sizes) -> Any:
@@ -64,7 +65,7 @@ def bias_zeros(bias: Any, sizes: Sizes) -> Any:
 def bias_add(place: Place, total: Any, bias: Any, fixed: Fixed, ds: jax.Array) -> Any:
     """total + d(bias) of one tile."""
     if not _is_array(bias):
-        tile = lambda leaves: bias_tile(place, _replace(bias, leaves), fixed)  # noqa: E731
+        tile = lambda leaves: bias_tile(place, _replace(bias, leaves), fixed, 0.0)  # noqa: E731
         (gradient,) = jax.vjp(tile, _differentiable(bias))[1](ds)
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, gradient)
     starts = [0 if n == 1 else s[1] for n, s in zip(bias.shape, _bias_slices(place), strict=True)]
