@@ -509,7 +509,7 @@ class Embed(nn.Module):
 
 def _against(x: jax.Array, table: jax.Array) -> jax.Array:  # [X, D], [V, D] -> f32[X, V]
     """x E^T. On a CPU a few rows are taken as (E x^T)^T, which XLA may not turn back: E, the large
-    one, is then read as it lies, half as fast again."""
+    one, is then read as it lies: up to half as fast again (benchmarks/NOTES.md)."""
     if 1 < len(x) <= 16 and jax.default_backend() == "cpu":
         y = jnp.einsum("VD,XD->VX", table, x, preferred_element_type=F32)
         return jax.lax.optimization_barrier(y).T
