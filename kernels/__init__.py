@@ -45,7 +45,13 @@ class Target:
 
     @property
     def module(self) -> ModuleType:
-        return importlib.import_module(f"transformer_jax.kernels.{self.backend}")
+        name = f"transformer_jax.kernels.{self.backend}"
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            raise ValueError(f"backend is {self.backend!r}: must be 'tpu' or 'hopper'") from None
 
 
 _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)

@@ -295,3 +295,8 @@ def test_lists_that_do_not_fit_are_refused_beforehand():
         )
         half = jax.ShapeDtypeStruct((1, 2**17, 1, 64), jnp.float32)
         assert explain_attention(half, half, half)["pallas"] is None
+
+
+def test_a_target_that_is_none_is_refused_by_name():
+    with pytest.raises(ValueError, match="backend is 'gpu': must be 'tpu' or 'hopper'"):
+        _ = Target("gpu").module

@@ -5,6 +5,7 @@ import jax
 import pytest
 
 from tests.parity_matrix import HEADS, KINDS, MEMORY, POSITIONS, WINDOWS, Case, cases, measure
+from tests.parity_search import measure_search, search_cases
 
 SAMPLE = [
     Case(positions, list(HEADS)[i % 3], WINDOWS[(i + i // 2) % 2], KINDS[(i // 2) % 2])
@@ -39,3 +40,14 @@ def test_cached_decode_matches_full_forward(case):
     for result in results:
         assert result.scale > 0.5, "logits too small for the tolerance to mean anything"
         assert result.holds, result
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for i, c in enumerate(search_cases()) if i in (3, 13)],
+    ids=lambda c: "-".join(str(c).split()),
+)
+def test_beams_and_forks_match_the_full_forward(case):
+    (result,) = measure_search(case)
+    assert result.texts == 12 and result.tokens == 3 * 3 * 23
+    assert result.holds, result
