@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_jax.completion import complete, pieces
+from transformer_jax.completion import answer, complete, look_up, pieces, samples, search
 from transformer_jax.config import ModelConfig
 from transformer_jax.data import ByteTokenizer, CharTokenizer
 from transformer_jax.models import init_params
-from transformer_jax.processors import Ban, Force
+from transformer_jax.processors import Ban, Force, NoRepeatNGram
 from transformer_jax.sampling import Sample, Temperature
 
 LETTERS = "aab\u00e9\u20ac\U0001f600"
@@ -123,6 +123,54 @@ def test_a_completion_stops_and_is_shaped(params):
     banned = text(params, processors=(ascii_only, Ban(*map(ord, letters))))
     assert letters and len(banned) == 40 and not letters & set(banned)
     assert text(params, cache_dtype="int8") != ""
+
+
+def test_what_is_forced_is_written_once(params):
+    """Also where the model reads its own text anew, and the force is longer than one reading."""
+    words = "or not to be, that is the question: w"
+    first = text(params, processors=(Force(*words[:5].encode()),))
+    assert first.startswith("or no") and first.count("or no") == 1
+    whole = "".join(
+        complete(CONFIG, params, ByteTokenizer(), "To be", len(words), sampler=Sample(),
+                 key=jax.random.key(0), processors=(Force(*words.encode()),))
+    )  # fmt: skip
+    assert whole == words
+
+
+def test_every_way_gives_the_same_text_with_processors(params):
+    model = CONFIG, params, ByteTokenizer()
+    drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
+    shaped = dict(processors=(NoRepeatNGram(1), Ban(*range(128, 256))))
+    want = "".join(complete(*model, "abcdef", 9, **drawn, **shaped))
+    assert len(set("abcdef" + want)) == 15
+    assert samples(*model, "abcdef", 9, count=2, **drawn, **shaped) == [want, want]
+    assert look_up(*model, "abcdef", 9, num_draft=3, **drawn, **shaped)[0] == want
+    assert list(answer(*model, ["abcdef"], 9, slots=1, **drawn, **shaped)) == [(0, want)]
+    assert search(*model, "abcdef", 9, beams=1, **shaped)[0][1] == want
+
+
+def test_where_no_token_can_follow_every_way_says_so(params):
+    model = CONFIG, params, ByteTokenizer()
+    drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
+    nothing = dict(processors=(Ban(*range(256)),))
+    for call in (
+        lambda: list(complete(*model, "a", 3, **drawn, **nothing)),
+        lambda: samples(*model, "a", 3, count=2, **drawn, **nothing),
+        lambda: look_up(*model, "a", 3, num_draft=2, **drawn, **nothing),
+        lambda: list(answer(*model, ["a"], 3, slots=1, **drawn, **nothing)),
+        lambda: search(*model, "a", 3, beams=2, **nothing),
+    ):
+        with pytest.raises(ValueError, match="no token can follow"):
+            call()
+
+
+def test_look_up_makes_room_in_a_ring():
+    for window in (8, (5, None)):
+        config = dataclasses.replace(CONFIG, positions="rope", window=window, num_layers=2)
+        model = config, init_params(config, jax.random.key(0)), ByteTokenizer()
+        drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
+        want = "".join(complete(*model, "abcab", 17, **drawn))
+        assert look_up(*model, "abcab", 17, num_draft=4, **drawn)[0] == want
 
 
 def test_what_cannot_be_is_refused_by_name(params):

@@ -279,7 +279,7 @@ def test_rows_of_a_state_are_gathered_put_and_chosen(rope):
         np.testing.assert_array_equal(c, np.concatenate([leaf[:2], other_leaf[:1]]))
         np.testing.assert_array_equal(d[1], leaf[1])
         assert not np.asarray(d)[[0, 2]].any()
-    with pytest.raises(ValueError, match="copies is 0"):
+    with pytest.raises(ValueError, match="copies is 0: must be an integer"):
         fork(state, 0)
     with pytest.raises(ValueError, match="must be one B"):
         count_rows((jnp.zeros(3), jnp.zeros((2, 3))))

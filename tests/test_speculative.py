@@ -801,3 +801,23 @@ def test_a_cache_is_taken_back_to_each_rows_own_length():
     for layer in back.layers:
         for row, length in enumerate([4, 7, 5]):
             assert layer.positions[row].tolist() == [*range(length), *[-1] * (17 - length)]
+
+
+def test_sixty_four_bits_may_be_on():
+    """Counts stay i32 in the loop."""
+    import subprocess
+    import sys
+
+    code = """
+import jax
+jax.config.update("jax_enable_x64", True)
+from transformer_jax import *
+config = preset("tiny", vocab_size=17, positions="rope")
+step, params = make_step(build(config)), init_params(config, jax.random.key(0))
+prompt = jax.random.randint(jax.random.key(1), (2, 5), 0, 17)
+out = speculate(step, params, prompt, init_cache(config, 2, 24), proposer=PromptLookup(2),
+                num_tokens=9, num_draft=3)
+want = generate(step, params, prompt, init_cache(config, 2, 24), num_tokens=9, chunk=2)
+assert (out.tokens == want.tokens).all()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,14 +18,16 @@ import numpy as np
 from transformer_jax.beam import LengthPenalty, beam_search
 from transformer_jax.config import ModelConfig
 from transformer_jax.data import Tokenizer
-from transformer_jax.decode import generate, make_step, stream
+from transformer_jax.decode import generate, make_step, prefill, stream
 from transformer_jax.models import init_cache
-from transformer_jax.processors import History, HistoryProcessor, check_processors
+from transformer_jax.processors import Force, History, HistoryProcessor, check_processors
 from transformer_jax.rows import fork
 from transformer_jax.sampling import Sample
 from transformer_jax.slots import Request, serve
 from transformer_jax.speculative import PromptLookup, Speculation, speculate
-from transformer_jax.transformer import Decoder, rewind_cache
+from transformer_jax.transformer import Decoder
+
+_NO_TOKEN = "no token can follow: every one is excluded, or the logits are not finite"
 
 
 @dataclass(frozen=True)
@@ -85,22 +87,25 @@ def samples(
     stop: str | Sequence[str] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> list[str]:
-    """`count` texts behind one prompt, which is read once and forked."""
+    """`count` texts behind one prompt, which is read once and forked.
+
+    With `processors`, which have to see the prompt, it is read `count` times.
+    """
     if count < 1:
         raise ValueError(f"count is {count}: must be at least 1")
     stop = check_stop_strings(stop)
     step, read = make_step(Decoder(config)), jnp.asarray(read_prompt(tokenizer, prompt)[None])
-    sampler = Sample(*known_ids(config, tokenizer), *sampler.processors)
-    first, rest = jax.random.split(key)
-    begun = generate(
-        step, params, read, init_cache(config, 1, config.max_len, cache_dtype), num_tokens=1,
-        sampler=sampler, key=first, processors=processors,
-    )  # fmt: skip
-    # The prompt's last token is read again by each sample, so that each draws its own first token.
-    state = rewind_cache(begun.state, jnp.full((1,), read.shape[1] - 1))
+    empty = init_cache(config, 1, config.max_len, cache_dtype)
+    columns = read.shape[1]
+    if columns > 1 and not processors:
+        state = jax.jit(prefill, static_argnums=0)(
+            step, params, read[:, :-1], empty, jnp.full((1,), columns - 1)
+        )[1]
+        read, empty = read[:, -1:], state
     out = generate(
-        step, params, jnp.repeat(read[:, -1:], count, axis=0), fork(state, count),
-        num_tokens=num_tokens, sampler=sampler, key=rest, processors=processors,
+        step, params, jnp.repeat(read, count, axis=0), fork(empty, count), num_tokens=num_tokens,
+        sampler=Sample(*known_ids(config, tokenizer), *sampler.processors), key=key,
+        processors=processors,
     )  # fmt: skip
     return ["".join(pieces(tokenizer, row.tolist(), stop)) for row in out.rows()]
 
@@ -132,6 +137,8 @@ def search(
         processors=(*only_known, *processors),
         length_penalty=LengthPenalty(length_penalty),
     )
+    if not np.asarray(found.lengths)[0, 0]:
+        raise ValueError(_NO_TOKEN)
     rows = zip(
         *(np.asarray(x)[0] for x in (found.scores, found.tokens, found.lengths)), strict=True
     )
@@ -158,11 +165,16 @@ def look_up(
 ) -> tuple[str, Speculation]:
     """A text by speculative decoding, which proposes what followed the same words before."""
     stop = check_stop_strings(stop)
+    space: dict[str, Any] = dict(batch=1, capacity=config.max_len, dtype=cache_dtype)
+    if isinstance(config.window, int):
+        space["capacity"] += num_draft
+    elif config.window is not None:
+        space["slack"] = num_draft
     out = speculate(
         make_step(Decoder(config)),
         params,
         jnp.asarray(read_prompt(tokenizer, prompt)[None]),
-        init_cache(config, 1, config.max_len, cache_dtype),
+        init_cache(config, **space),
         proposer=PromptLookup(),
         num_tokens=num_tokens,
         num_draft=num_draft,
@@ -206,6 +218,8 @@ def answer(
     for completion in done:
         if completion.error is not None:
             raise ValueError(f"prompt {completion.id}: {completion.error}")
+        if completion.end == "poisoned":
+            raise ValueError(f"prompt {completion.id}: {_NO_TOKEN}")
         yield completion.id, "".join(pieces(tokenizer, completion.tokens.tolist(), stop))
 
 
@@ -252,7 +266,7 @@ def _ids(
     cache_dtype: jax.typing.DTypeLike | None,
 ) -> Iterator[int]:
     step, length = make_step(Decoder(config)), config.max_len
-    part = 0
+    part = written = 0
     while num_tokens > 0:
         read = history if len(history) < length else history[-max(1, length // 2) :]
         count = min(num_tokens, length - len(read) + 1)
@@ -264,14 +278,26 @@ def _ids(
             num_tokens=count,
             sampler=sampler,
             key=jax.random.fold_in(key, part),
-            processors=processors,
+            processors=tuple(_unsaid(processor, written) for processor in processors),
         )
         new = []
         for token in tokens:
             new.append(int(token[0]))
             yield new[-1]
         history = np.concatenate([read, np.array(new, read.dtype)])
-        num_tokens, part = num_tokens - count, part + 1
+        num_tokens, part, written = num_tokens - count, part + 1, written + count
+
+
+def _unsaid(processor: HistoryProcessor, written: int) -> HistoryProcessor:
+    """What is left to force behind so many new tokens; another processor as it is."""
+    if not isinstance(processor, Force) or not written:
+        return processor
+    left = processor.tokens[written:]
+    return Force(*left) if left else _keep
+
+
+def _keep(history: History, logits: jax.Array) -> jax.Array:
+    return logits
 
 
 def pieces(tokenizer: Tokenizer, ids: Iterable[int], stop: Sequence[str] = ()) -> Iterator[str]:
@@ -283,6 +309,8 @@ def pieces(tokenizer: Tokenizer, ids: Iterable[int], stop: Sequence[str] = ()) -
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     matcher = StopStrings(check_stop_strings(stop))
     for token in ids:
+        if token < 0:
+            raise ValueError(_NO_TOKEN)
         text, ended = matcher.feed(decoder.decode(tokenizer.to_bytes([token])))
         if text:
             yield text

@@ -10,7 +10,7 @@ loop. Prompts are padded to a bucket, so one compilation serves every length in 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
@@ -26,6 +26,7 @@ from transformer_jax.processors import (
     History,
     HistoryProcessor,
     apply_all,
+    check_count,
     check_processors,
 )
 from transformer_jax.recurrent import RecurrentLM, RecurrentSeq2Seq, RecurrentStep
@@ -172,7 +173,8 @@ def prefill(
         offset = lengths - 1 - start  # [B]
         here = (offset >= 0) & (offset < chunk)
         picked = jnp.take_along_axis(logits, jnp.clip(offset, 0, chunk - 1)[:, None, None], axis=1)
-        return (jnp.where(here[:, None], picked[:, 0], last), state), None
+        picked = picked[:, 0].astype(last.dtype)
+        return (jnp.where(here[:, None], picked, last), state), None
 
     vocab = jax.eval_shape(step, params, prompt[:, :1], state)[0].shape[-1]
     first = (jnp.full((rows, vocab), -jnp.inf, jnp.float32), state)
@@ -448,10 +450,9 @@ def prepare(
     chunk, attention,
 ) -> Given:  # fmt: skip
     """Check what `generate` was given, before anything is compiled."""
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens is {num_tokens}: must be at least 1")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is {chunk}: must be at least 1")
+    check_count("num_tokens", num_tokens, 1)
+    if chunk is not None:
+        check_count("chunk", chunk, 1)
     if attention and not hasattr(step, "attend"):
         raise ValueError(f"attention is True: {type(step).__name__} has no `attend`")
     if sampler is not None:
@@ -533,6 +534,8 @@ def _fold_rows(key, rows):
 
 def stop_tokens(stop: Any) -> tuple[int, ...]:
     """One id or several, as a tuple of ints."""
+    if not isinstance(stop, Integral | Iterable):
+        raise ValueError(f"stop is {stop!r}: must be a token id or several")
     stop = (stop,) if isinstance(stop, Integral) else tuple(stop)
     for token in stop:
         if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:

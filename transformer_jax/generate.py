@@ -90,7 +90,7 @@ def _write(arguments: argparse.Namespace) -> None:
         left = min(completion.room(config.model, tokenizer, prompt) for prompt in prompts)
         if left < 1 or (arguments.tokens or 1) > left:
             fits = f"{max(left, 0)} fit behind the prompt (max_len {config.model.max_len})"
-            raise ConfigError(f"tokens is {arguments.tokens}: {fits}")
+            raise ConfigError(f"tokens is {arguments.tokens or 1}: {fits}")
         return arguments.tokens or min(left, 400)
 
     prompt = arguments.prompt

@@ -155,6 +155,7 @@ class RecurrentDecoder(nn.Module):
 
     def remember(self, states: jax.Array, valid: jax.Array) -> SourceMemory:
         """The encoder's states as attention reads them."""
+        valid = jnp.array(valid, copy=True)  # a state is consumed by decoding, a caller's mask not
         if self.config.attention != "additive":
             return SourceMemory(states, valid)
         return SourceMemory(states, valid, jnp.einsum("BSM,MA->BSA", states, self.w_key))

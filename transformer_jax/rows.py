@@ -4,6 +4,7 @@ the best beams, let a row join a running batch."""
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -32,8 +33,8 @@ def fork(state: Any, copies: int) -> Any:
     The result owns its memory, so what is forked stays whole when the copy is donated;
     `fork(state, 1)` keeps a state that `generate` would consume.
     """
-    if copies < 1:
-        raise ValueError(f"copies is {copies}: must be at least 1")
+    if not isinstance(copies, Integral) or copies < 1:
+        raise ValueError(f"copies is {copies}: must be an integer of at least 1")
     return jax.tree.map(lambda leaf: jnp.array(jnp.repeat(leaf, copies, axis=0), copy=True), state)
 
 

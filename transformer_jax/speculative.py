@@ -220,7 +220,7 @@ class Draft(Proposer):
 
     def settle(self, memory: Any, history: History, gained: jax.Array) -> Any:
         before, after, pending, tokens, valid = memory
-        wanted, read = gained + (pending & (gained > 0)), valid.sum(axis=1)
+        wanted, read = gained + (pending & (gained > 0)), valid.sum(axis=1, dtype=jnp.int32)
         kept = jnp.minimum(wanted, read)
         state = _take_back(self.step, self.params, before, after, tokens, valid, kept)
         return _Behind(state, jnp.where(gained > 0, wanted > read, pending))
@@ -401,10 +401,10 @@ def _round(
         numbers = count[:, None] + jnp.arange(num_draft)[None]
         dice = jax.vmap(jax.vmap(_uniform, (None, 0)))(_fold(running.keys, _ACCEPT), numbers)
     stays = usable & (dice < acceptance(_at(p[:, :-1], tokens[:, 1:]), _at(q, tokens[:, 1:])))
-    run = jnp.cumprod(stays, axis=1).sum(axis=1)  # [B]
+    run = jnp.cumprod(stays, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)  # [B]
 
     rest = residual(_of(p, run), _of(q, jnp.minimum(run, num_draft - 1)))
-    rejected = run < usable.sum(axis=1)
+    rejected = run < usable.sum(axis=1, dtype=jnp.int32)
     own = jnp.where(rejected[:, None], jnp.log(rest), _of(wanted, run))
     own = _draw(sampler, _fold(running.keys, count + run), own)
 
@@ -412,7 +412,7 @@ def _round(
     said = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     said = jnp.where(index < run[:, None], said, own[:, None])
     stops = jnp.isin(said, jnp.asarray(plan.stop, jnp.int32)) & (index <= run[:, None])
-    gained = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1), run) + 1
+    gained = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1).astype(jnp.int32), run) + 1
     gained = jnp.where(active, gained, 0)
     log_probs = _at(jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1), jnp.clip(said, 0))
     log_probs = jnp.where(said < 0, jnp.nan, log_probs)
@@ -425,7 +425,7 @@ def _round(
     out = _Out(
         _write(out.tokens, count, said, gained),
         _write(out.log_probs, count, log_probs, gained),
-        out.proposed + usable.sum(axis=1),
+        out.proposed + usable.sum(axis=1, dtype=jnp.int32),
         out.accepted + jnp.minimum(run, gained),
         out.rounds + 1,
     )
