@@ -22,10 +22,52 @@ def key() -> jax.Array:
     return jax.random.key(7)
 
 
+SELDOM = (
+    "test_masks.py::test_every_window_over_every_pair",
+    "test_attention.py::TestBlockwise::test_runs_repeat_bit_for_bit[cap and sinks-dropout]",
+    "test_attention.py::TestBlockwise::test_low_precision_is_no_worse_than_a_plain_implementation[f",
+    "test_attention.py::TestBlockwise::test_low_precision_is_no_worse_than_a_plain_implementation[b"
+    "float16-True]",
+    "test_attention.py::TestBlockwise::test_vmap_over_any_argument_is_a_loop[('q",
+    "test_attention.py::TestBlockwise::test_vmap_over_any_argument_is_a_loop[('v",
+    "test_attention.py::TestBlockwise::test_many_rows_and_heads_each_have_their_own[rows apart]",
+    "test_attention.py::TestBlockwise::test_heads_of_any_number_and_width_match_the_oracle[(8",
+    "test_attention.py::test_blockwise_memory_grows_with_the_length_and_not_its_square[none",
+    "test_attention.py::test_blockwise_memory_grows_with_the_length_and_not_its_square[causal-F",
+    "test_docs.py::test_code_prints_what_the_page_says[streaming]",
+    "test_kernels.py::test_a_device_of_a_users_own_shard_map_runs_its_part[plain]",
+    "test_kernels.py::TestPlain::test_rematerialised",
+    "test_kernels_tpu.py::TestTpu::test_blind_rows",
+    "test_kernels_tpu.py::TestTpu::test_float32_stays",
+    "test_kernels_tpu.py::TestTpu::test_any_length",
+    "test_kernels_tpu.py::test_no_race_no_read_out_of_bounds_and_none_of_unwritten_memory[rows",
+    "test_kernels_tpu.py::test_kernels_match_the_formulas[rows",
+    "test_kernels_tpu.py::test_kernels_match_the_formulas[causal, one",
+    "test_parity.py::test_cached_decode_matches_full_forward[encoder-decoder-sinusoidal",
+    "test_parity.py::test_cached_decode_matches_full_forward[encoder-decoder-t5-MHA",
+    "test_parity.py::test_cached_decode_matches_full_forward[decoder-none",
+    "test_parity.py::test_cached_decode_matches_full_forward[decoder-learned",
+    "test_training.py::test_ten_steps_and_ten_more_are_twenty_bit_for_bit[tied",
+    "test_training.py::test_ten_steps_and_ten_more_are_twenty_bit_for_bit[untied",
+    "test_models.py::test_loop_scan_and_remat_agree_with_dropout_on[encoder-decoder]",
+    "test_models.py::test_initial_parameters_have_the_stated_spread[scan]",
+    "test_models.py::test_branches_start_at_the_depth_of_their_own_stack[loop]",
+    "test_models.py::test_padding_changes_nothing[learned]",
+    "test_models.py::test_padding_changes_nothing[shaw]",
+    "test_decode.py::test_one_program_serves_all_lengths",
+    "test_generation.py::test_requests_add_no_program",
+    "test_cache_memory.py::test_what_was_taken_back_was_never_read[ring-scan]",
+    "test_cache_memory.py::test_a_donated_cache_is_written_where_it_lies[encoder-decoder-True",
+)
+"""Compiles much, and has a neighbour that runs every time."""
+
+
 def pytest_collection_modifyitems(items):
-    """A class with `every_time` runs these tests of its suite; the others are `slow`. What it names
-    in `known` fails, with the reason."""
+    """A class with `every_time` runs these tests of its suite; the others are `slow`, as is what
+    stands in SELDOM. What a class names in `known` fails, with the reason."""
     for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(SELDOM):
+            item.add_marker("slow")
         known = getattr(item.cls, "known", {}).get(item.name)
         if known is not None:
             item.add_marker(pytest.mark.xfail(reason=known, strict=True))

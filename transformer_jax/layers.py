@@ -409,10 +409,11 @@ class Block(nn.Module):
         bias: pos.ALiBi | pos.RelativeBias | None = None,
         memory: jax.Array | None = None,  # [B, S, D]
         memory_positions: jax.Array | None = None,  # i32[B, S]
-        weights: bool = False,
+        attend: tuple[()] | None = None,  # () asks for weights: a tree, so known under any trace
     ) -> tuple[Any, ...]:
-        """The block's output [B, T, D] and its updated cache; if `weights`, those of `attention`
-        and of `cross_attention` behind them, as `Attention` gives them."""
+        """The block's output [B, T, D] and its updated cache; with `attend`, the weights of
+        `attention` and of `cross_attention` behind them, as `Attention` gives them."""
+        weights = attend is not None
         keys = split_key(key, 5)
         x, cache, *seen = self._branch(
             "attention",

@@ -174,10 +174,6 @@ def _sinks(config: ModelConfig, i: int, slots: int) -> int:
     return config.sink_tokens if turns else 0
 
 
-_WEIGHTS = 11
-"""The argument of `Block` that asks for weights, and is known when tracing."""
-
-
 class Stack(nn.Module):
     """Blocks one after the other: a loop (`block_0`, ...) or a scan over stacked parameters."""
 
@@ -189,9 +185,7 @@ class Stack(nn.Module):
     def setup(self) -> None:
         cfg = self.config
         if cfg.scan_layers:
-            block = Block
-            if cfg.remat:
-                block = nn.remat(Block, prevent_cse=False, static_argnums=_WEIGHTS)
+            block = nn.remat(Block, prevent_cse=False) if cfg.remat else Block
             lifted: dict[str, Any] = dict(
                 variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
             )
@@ -204,7 +198,7 @@ class Stack(nn.Module):
                 },
             )(cfg, self.cross, self.depth, _window(cfg, 0))
         else:
-            block = nn.remat(Block, static_argnums=_WEIGHTS) if cfg.remat else Block
+            block = nn.remat(Block) if cfg.remat else Block
             self.block = [
                 block(cfg, self.cross, self.depth, _window(cfg, i)) for i in range(self.depth)
             ]
@@ -261,8 +255,8 @@ class Stack(nn.Module):
 
         def shared(i: int):
             mask = masks[i % len(masks)]
-            bias = self._bias()
-            return positions, token_positions, mask, bias, memory, memory_positions, weights
+            bias, attend = self._bias(), () if weights else None
+            return positions, token_positions, mask, bias, memory, memory_positions, attend
 
         if self.config.scan_layers:
             keys = None if key is None else jax.random.split(key, self.depth)
