@@ -138,7 +138,6 @@ class NoRepeatNGram:
         for i in range(before):
             last = jnp.take_along_axis(tokens, jnp.clip(length - before + i, 0)[:, None], axis=1)
             again = again & (tokens[:, i : columns - before + i] == last)
-        again = again & (length >= before)[:, None]
         banned = jnp.where(again, tokens[:, before:], vocab)
         return logits.at[jnp.arange(rows)[:, None], banned].set(-jnp.inf, mode="drop")
 
