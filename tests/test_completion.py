@@ -81,6 +81,10 @@ def test_text_is_held_back_only_while_a_stop_string_may_follow(text, stop):
         assert done == so_far[: count - held] and kept.startswith(done)
 
 
+def test_of_stop_strings_that_end_together_the_longest_goes():
+    assert "".join(pieces(Cut((b"aa", b"bc")), range(2), ["b", "ab"])) == "a"
+
+
 def test_no_token_is_drawn_behind_a_stop_string():
     drawn = []
 
