@@ -3,6 +3,7 @@
     python train.py                                  Python's own documentation, about two minutes
     python train.py --data book.txt --out runs/book
     python train.py --preset shakespeare-cpu --out runs/shakespeare
+    python train.py --init-from gpt2-folder --data book.txt --out runs/tuned
     python train.py --out runs/book --resume         goes on where it stopped
 
 The run folder then holds the config, the tokenizer, the checkpoints, the curves and a sample. To
@@ -31,6 +32,7 @@ from transformer_jax.config import (
     ModelConfig,
     RopeConfig,
     TrainConfig,
+    fine_tuning,
     train_preset,
 )
 from transformer_jax.flags import spelled
@@ -139,10 +141,31 @@ def _config(given: argparse.Namespace) -> tuple[TrainConfig, int | None]:
         base = RunFolder(Path(out)).read_config()
         changes[("out",)] = out
         changes.setdefault(("model", "vocab_size"), base.model.vocab_size)
+    elif (begun := changes.get(("init_from",))) is not None:
+        if given.preset is not None:
+            raise ConfigError("preset and init_from: the model is that of init_from")
+        base = _fine_tuned(begun, changes)
     else:
         base = train_preset(given.preset)
     config = _changed(base, changes, ())
     return config, changes.get(("model", "vocab_size"))
+
+
+def _fine_tuned(init_from: str, changes: dict[tuple[str, ...], Any]) -> TrainConfig:
+    """What goes on with a published model, of which flags change only how it is run."""
+    from transformer_jax.pretrained import FREE, pretrained_config
+
+    model = pretrained_config(init_from)
+    for path, value in changes.items():
+        if path[:1] == ("model",) and path[-1] not in FREE:
+            own: Any = model
+            for name in path[1:]:
+                own = getattr(own, name)
+            if value != own:
+                raise ConfigError(f"{path[-1]} is {value!r}: {init_from} has {own!r}")
+    if model.dtype == "float16":  # whose gradients vanish where nothing scales the loss
+        model = dataclasses.replace(model, dtype="float32")
+    return fine_tuning(model, init_from)
 
 
 def _has(given: argparse.Namespace, path: tuple[str, ...]) -> bool:

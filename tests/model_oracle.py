@@ -8,11 +8,14 @@ time, one head at a time, one pair of positions at a time where that is clearest
     head      softmax over k of  cap(scale * <q, k>) + bias(q, k), and exp(sink) in the denominator
     q, k, v   x W + b, optionally RMS-normalised (q, k), then rotated (q, k)
     Shaw      scale * <q, a[k - q]> joins the bias, and the output gains sum_k weight * c[k - q]
-    logits    x E^T + b, capped
+    norm      scale, or 1 + scale, times the normalised
+    logits    (scale x) E^T + b, capped
+    pooled    act(P h + p) of the first token
 
 Sources: Vaswani et al. 2017, Shaw et al. 2018, Devlin et al. 2019, Radford et al. 2019, Zhang and
 Sennrich 2019, Raffel et al. 2020, Shazeer 2019 and 2020, Henry et al. 2020 (QK-norm), Su et al.
-2021, Press et al. 2022, Gemma Team 2024 (caps, sandwich norm), Xiao et al. 2024 (sinks of both
+2021, Press et al. 2022, Lewis et al. 2020 (a table and a norm of each side), Gemma Team 2024 (caps,
+sandwich norm, unit offset), Gemma Team 2025 (a base of windows), Xiao et al. 2024 (sinks of both
 kinds).
 """
 
@@ -48,11 +51,13 @@ def forward(
     source: np.ndarray | None = None,  # [B, S]
     source_positions: np.ndarray | None = None,  # [B, S]
     record: list[np.ndarray] | None = None,
+    hidden: list[np.ndarray] | None = None,
 ) -> np.ndarray:  # [B, T, V]
     """Logits of any of the three kinds of model; those of padding tokens mean nothing.
 
     `record` gains the weights [N, T, S] of every attention of the last stack: of row 0, of its
-    first block, to itself and then to the source; and so on.
+    first block, to itself and then to the source; and so on. `hidden` gains of row 0 the stream
+    [T, D] before each block of that stack and what the stack gives; and so on.
     """
     params = _double(params)
     embed = params["embed"]
@@ -60,7 +65,7 @@ def forward(
     for b in range(len(tokens)):
         row = _sequence(tokens.shape[1], _row(positions, b), _row(segments, b))
         if config.kind == "encoder":
-            x = _encode(config, params, tokens[b], row, _row(types, b), record)
+            x = _encode(config, params, tokens[b], row, _row(types, b), record, hidden)
             if config.masked_token_head:
                 x = _affine(x, params["head_dense"])
                 x = _norm(config, params["head_norm"], ACTIVATIONS[config.activation](x))
@@ -70,41 +75,49 @@ def forward(
                 assert source is not None
                 memory_row = _sequence(source.shape[1], _row(source_positions, b), None)
                 memory = _encode(config, params, source[b], memory_row, None)
-            x = _embed(config, embed, tokens[b], row.token_place, None)
-            x = _stack(config, params["decoder"], x, row, True, memory, memory_row, record)
+            side = "target_" if config.kind == "encoder-decoder" else ""
+            x = _embed(config, embed, tokens[b], row.token_place, None, side)
+            p = params["decoder"]
+            x = _stack(config, p, x, row, True, memory, memory_row, record, hidden)
         table = embed["tokens"] if config.tie_embeddings else embed["output"]
-        logits = x @ table.T
+        logits = (x if config.logit_scale is None else x * config.logit_scale) @ table.T
         if config.logit_bias:
             logits = logits + embed["bias"]
         rows.append(_cap(logits, config.logit_softcap))
     return np.stack(rows)
 
 
-def classify(
+def pool(
     config: Any,
     params: Params,
     tokens: np.ndarray,
     *,
     positions: np.ndarray | None = None,
     types: np.ndarray | None = None,
-) -> np.ndarray:  # [B, C]
-    """W tanh(P h_0 + p) + w of the first token's hidden state."""
+) -> np.ndarray:  # [B, D]
+    """act(P h + p) of the first token that is not padding."""
     params = _double(params)
     rows = []
     for b in range(len(tokens)):
         row = _sequence(tokens.shape[1], _row(positions, b), None)
-        first = _encode(config, params, tokens[b], row, _row(types, b))[:1]
-        pooled = np.tanh(_affine(first, params["pooler"]))
-        rows.append(_affine(pooled, params["classifier"])[0])
+        first = next(i for i, place in enumerate(row.place) if place >= 0)
+        x = _encode(config, params, tokens[b], row, _row(types, b))[first : first + 1]
+        x = _affine(x, params["pooler"])
+        rows.append((np.maximum(x, 0) if config.pooler == "relu" else np.tanh(x))[0])
     return np.stack(rows)
 
 
-def _encode(config, params, tokens, row: Sequence, types, record=None) -> np.ndarray:
+def classify(config: Any, params: Params, tokens: np.ndarray, **arguments) -> np.ndarray:  # [B, C]
+    """W x + w of what is pooled."""
+    return _affine(pool(config, params, tokens, **arguments), _double(params)["classifier"])
+
+
+def _encode(config, params, tokens, row: Sequence, types, record=None, hidden=None) -> np.ndarray:
     x = _embed(config, params["embed"], tokens, row.token_place, types)
-    return _stack(config, params["encoder"], x, row, False, None, None, record)
+    return _stack(config, params["encoder"], x, row, False, None, None, record, hidden)
 
 
-def _embed(config, params: Params, tokens, token_place: list[int], types) -> np.ndarray:
+def _embed(config, params: Params, tokens, token_place: list[int], types, side="") -> np.ndarray:
     x = params["tokens"][tokens]
     width = x.shape[1]
     if config.scale_embeddings:
@@ -113,24 +126,31 @@ def _embed(config, params: Params, tokens, token_place: list[int], types) -> np.
         if place < 0:
             continue  # padding: whatever stands here must reach nobody
         if config.positions == "learned":
-            x[i] += params["positions"][place]
+            x[i] += params[f"{side}positions"][config.position_offset + place]
         if config.positions == "sinusoidal":
-            x[i] += sinusoid(place, width)
+            angles = sinusoid(place, width)
+            if config.sinusoid == "halves":
+                angles = np.concatenate([angles[0::2], angles[1::2]])
+            x[i] += angles
     if config.type_vocab_size is not None:
         x = x + params["types"][np.zeros_like(tokens) if types is None else types]
-    return _norm(config, params["norm"], x) if config.embedding_norm else x
+    return _norm(config, params[f"{side}norm"], x) if config.embedding_norm else x
 
 
-def _stack(config, params: Params, x, row: Sequence, causal: bool, memory, memory_row, record):
+def _stack(
+    config, params: Params, x, row: Sequence, causal: bool, memory, memory_row, record, hidden=None
+):
+    def window_of(layer: int) -> int | None:
+        window = config.window
+        return window[layer % len(window)] if isinstance(window, tuple) else window
+
     def visible(i: int, j: int, layer: int) -> bool:
         if row.place[j] < 0 or row.segment[i] != row.segment[j]:
             return False
         ahead = row.place[j] - row.place[i]
         if causal and ahead > 0:
             return False
-        window = config.window
-        if isinstance(window, tuple):
-            window = window[layer % len(window)]
+        window = window_of(layer)
         return window is None or abs(ahead) < window or row.token_place[j] < config.sink_tokens
 
     def position_bias(i: int, j: int, n: int, heads: int) -> float:
@@ -143,13 +163,17 @@ def _stack(config, params: Params, x, row: Sequence, causal: bool, memory, memor
             return table[t5_bucket(ahead, len(table), longest, two_sided=not causal), n]
         return 0.0
 
+    stream = []
     for i in range(sum(name.startswith("block_") for name in params)):
         block = params[f"block_{i}"]
+        stream.append(x)
 
         def attend(x, p=block, layer=i):
             seen = partial(visible, layer=layer)
             p, kind = p["attention"], config.positions
-            return _attention(config, p, x, x, row, row, seen, position_bias, kind, record)
+            near = config.window_rope_base is not None and window_of(layer) is not None
+            base = config.window_rope_base if near else None
+            return _attention(config, p, x, x, row, row, seen, position_bias, kind, record, base)
 
         def cross(x, p=block):
             def seen(_, j):
@@ -165,7 +189,10 @@ def _stack(config, params: Params, x, row: Sequence, causal: bool, memory, memor
         if memory is not None:
             x = _branch(config, block, "cross_attention", x, cross)
         x = _branch(config, block, "feed_forward", x, feed_forward)
-    return x if config.norm_order == "post" else _norm(config, params["norm"], x)
+    x = x if config.norm_order == "post" else _norm(config, params["norm"], x)
+    if hidden is not None:
+        hidden.append(np.stack([*stream, x]))
+    return x
 
 
 def _branch(config, block: Params, name: str, x: np.ndarray, function) -> np.ndarray:
@@ -179,15 +206,15 @@ def _branch(config, block: Params, name: str, x: np.ndarray, function) -> np.nda
 
 
 def _attention(
-    config, p: Params, x, context, row, context_row, visible, position_bias, kind, record
+    config, p: Params, x, context, row, context_row, visible, position_bias, kind, record, base=None
 ):
     q, k, v = _affine(x, p["query"]), _affine(context, p["key"]), _affine(context, p["value"])
     if config.qk_norm:
-        q = _rms(q, config.norm_eps) * p["query_scale"]
-        k = _rms(k, config.norm_eps) * p["key_scale"]
+        q = _rms(q, config.norm_eps) * (config.norm_unit_offset + p["query_scale"])
+        k = _rms(k, config.norm_eps) * (config.norm_unit_offset + p["key_scale"])
     if kind == "rope":
-        q = _rotate(q, row.token_place, config.rope)
-        k = _rotate(k, context_row.token_place, config.rope)
+        q = _rotate(q, row.token_place, config.rope, base)
+        k = _rotate(k, context_row.token_place, config.rope, base)
     queries, heads, width = q.shape
     group = heads // k.shape[1]
     scale = 1 / math.sqrt(width) if config.attention_scale is None else config.attention_scale
@@ -238,11 +265,12 @@ def _affine(x: np.ndarray, p: Params) -> np.ndarray:
 
 
 def _norm(config, p: Params, x: np.ndarray) -> np.ndarray:
+    scale = config.norm_unit_offset + p["scale"]
     if config.norm == "rmsnorm":
-        return _rms(x, config.norm_eps) * p["scale"]
+        return _rms(x, config.norm_eps) * scale
     centred = x - x.mean(axis=-1, keepdims=True)
     deviation = np.sqrt((centred**2).mean(axis=-1, keepdims=True) + config.norm_eps)
-    y = centred / deviation * p["scale"]
+    y = centred / deviation * scale
     return y + p["bias"] if "bias" in p else y
 
 
@@ -250,15 +278,17 @@ def _rms(x: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
 
 
-def _rotate(x: np.ndarray, places: list[int], rope: Any) -> np.ndarray:  # [T, N, H]
-    """Pair k turns by place * base^(-2k/dims): one complex multiplication."""
-    assert rope.scaling is None, "stretched frequencies are not part of this oracle"
+def _rotate(x: np.ndarray, places: list[int], rope: Any, base=None) -> np.ndarray:  # [T, N, H]
+    """Pair k turns by place * base^(-2k/dims): one complex multiplication. A `base` of its own
+    stretches nothing, that of rope at most linearly."""
+    assert rope.scaling in (None, "linear"), "other frequencies are not part of this oracle"
+    base, stretch = (rope.base, rope.factor) if base is None else (base, 1.0)
     dims = x.shape[-1] if rope.dims is None else rope.dims
     y = x.copy()
     for k in range(dims // 2):
         one, two = (2 * k, 2 * k + 1) if rope.pairing == "interleaved" else (k, k + dims // 2)
         for i, place in enumerate(places):
-            turn = np.exp(1j * place * rope.base ** (-2 * k / dims))
+            turn = np.exp(1j * place / stretch * base ** (-2 * k / dims))
             z = (x[i, :, one] + 1j * x[i, :, two]) * turn
             y[i, :, one], y[i, :, two] = z.real, z.imag
     return y
@@ -352,7 +382,7 @@ def randomised(params: Params, rng: np.random.Generator) -> dict[str, Any]:
         elif name == "kernel":
             fan_in = math.prod(shape[:-1]) if len(shape) < 3 else shape[0]
             leaf = noise / math.sqrt(fan_in)
-        elif name in ("bias", "positions", "types", "shaw_key", "shaw_value"):
+        elif name in ("bias", "positions", "target_positions", "types", "shaw_key", "shaw_value"):
             leaf = 0.4 * noise
         else:
             leaf = noise * (0.3 if name in ("tokens", "output") else 1.0)

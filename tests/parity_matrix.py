@@ -5,13 +5,14 @@
 
 A case is position kind x heads x full or window x decoder-only or encoder-decoder; and, with GQA,
 position kind x model kind x what a cache may leave out: a window with sink tokens, a window of each
-layer, int8. Each is measured with equal and with ragged prompts, read whole and in chunks. The
-cache of a windowed case is a ring of exactly the window's length (and the sinks'), which turns
-several times. Keys and values in int8 move the logits: there the tolerance is another, relative to
-the largest logit, and a token counts as equal where the full pass's likeliest is ahead of it by no
-more than twice that. Greedy tokens come from `generate`; the
-full pass sees prompt and tokens at once, without a cache, and must name each of the 64 tokens as
-its likeliest; the cached logits of every position are compared with those of the full pass.
+layer, int8; and a window of each layer that turns with a base of its own. Each is measured with
+equal and with ragged prompts, read whole and in chunks. The cache of a windowed case is a ring of
+exactly the window's length (and the sinks'), which turns several times. Keys and values in int8
+move the logits: there the tolerance is another, relative to the largest logit, and a token counts
+as equal where the full pass's likeliest is ahead of it by no more than twice that. Greedy tokens
+come from `generate`; the full pass sees prompt and tokens at once, without a cache, and must name
+each of the 64 tokens as its likeliest; the cached logits of every position are compared with those
+of the full pass.
 """
 
 from __future__ import annotations
@@ -60,11 +61,13 @@ class Case:
     kind: str
     sinks: int = 0
     dtype: str | None = None
+    window_base: float | None = None
 
     def __str__(self) -> str:
         extent = "full" if self.window is None else f"window {self.window}"
         extent += f"+{self.sinks}" if self.sinks else ""
         extent += f" {self.dtype}" if self.dtype else ""
+        extent += f" base {self.window_base:g}" if self.window_base else ""
         return f"{self.kind:15} {self.positions:10} {self.heads} {extent:20}"
 
     @property
@@ -90,6 +93,7 @@ class Case:
             relative_buckets=distances[0],
             relative_max_distance=distances[1],
             window=self.window,
+            window_rope_base=self.window_base,
             sink_tokens=self.sinks,
             init_std=0.25,
         )
@@ -100,6 +104,8 @@ def cases() -> Iterator[Case]:
         yield Case(positions, heads, window, kind)
     for kind, positions, more in itertools.product(KINDS, POSITIONS, MEMORY):
         yield Case(positions, "GQA", kind=kind, **more)
+    for kind in KINDS:
+        yield Case("rope", "GQA", (5, None), kind, window_base=31.0)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from transformer_jax.recurrent import RecurrentStep
 from transformer_jax.sampling import Sample, Temperature
 from transformer_jax.transformer import stack_layers
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 VOCAB, ROWS, PROMPT, NEW, SOURCE = 31, 3, 5, 7, 11
 LENGTHS, LIMITS = np.array([5, 1, 3], np.int32), np.array([7, 5, 2], np.int32)
 SOURCE_PLACES = np.where(np.arange(SOURCE) < [[11], [3], [7]], np.arange(SOURCE), -1)
@@ -44,17 +46,11 @@ CONFIGS = {
         ring=dict(window=(5, 3), sink_tokens=2, **T5),
         short=dict(window=29, num_layers=1),
         pair=dict(kind="encoder-decoder", attention_sinks=True, **T5),
-        encoder=dict(kind="encoder", positions="learned", masked_token_head=True),
+        encoder=dict(
+            kind="encoder", positions="learned", masked_token_head=True, norm_order="post"
+        ),
     ).items()
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Small arrays, many programs: compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def draw(columns: int, rows: int = ROWS) -> np.ndarray:
@@ -108,8 +104,14 @@ def test_weights_of_whole_sequences_are_those_of_the_formulas(name):
     assert cache is None
     np.testing.assert_array_equal(weights.positions, places)
     real = (places >= 0)[:, None, None, :, None]
+    stream: list[np.ndarray] = []
+    more["hidden"] = stream
     want, own, cross = by_formula(config, params, tokens, positions=places, **more)
     assert_near(logits[places >= 0], want[places >= 0], WEIGHTS)
+    assert weights.hidden.shape == (ROWS, config.num_layers + 1, PROMPT + NEW, 14)
+    for layer in range(config.num_layers + 1):
+        hidden = np.stack(stream)[:, layer]
+        assert_near(weights.hidden[:, layer][places >= 0], hidden[places >= 0], WEIGHTS)
     assert own.std() > 0.1
     assert_near(weights.self, np.where(real, own, 0.0), WEIGHTS)
     assert not np.asarray(weights.self)[np.broadcast_to(~real, own.shape)].any()
@@ -134,9 +136,11 @@ def test_looped_scanned_and_rematerialised_stacks_have_the_same_weights():
     _, _, got = attend(other, stack_layers(params), tokens)
     np.testing.assert_array_equal(got.positions, want.positions)
     assert_near(got.self, want.self, WEIGHTS)
+    assert_near(got.hidden, want.hidden, WEIGHTS)
     other = dataclasses.replace(config, remat=True)
     got = jax.eval_shape(partial(attend, other), params, tokens)[2]
     assert got.self.shape == want.self.shape
+    assert got.hidden.shape == want.hidden.shape == (ROWS, 3, PROMPT, 14)
 
 
 def test_a_query_that_sees_nothing_has_no_weights():
@@ -177,12 +181,15 @@ def test_weights_are_nan_exactly_where_the_output_is():
     ],
 )
 def test_weights_of_generated_tokens_are_rows_of_the_whole_text(name, scan):
-    """Against the formulas; 0 behind a row's end. "short" is a cache below its window."""
+    """Against the formulas; 0 behind a row's end, however the loop ends. "short" is a cache below
+    its window."""
     config = CONFIGS[name]
     params = parameters(config)
     run = dataclasses.replace(config, scan_layers=scan)
     capacity = 7 if name == "ring" else PROMPT + NEW - 1
-    out = produced(run, stack_layers(params) if scan else params, capacity, limits=LIMITS)
+    given = stack_layers(params) if scan else params
+    out = produced(run, given, capacity, limits=LIMITS, early_exit=not scan)
+    assert out.attention.hidden.shape == (ROWS, NEW, config.num_layers + 1, 14)
     apart = name == "ring"
     slots = (7, 5) if apart else (capacity,) * 2
     for row, length in enumerate(LENGTHS):
@@ -192,7 +199,12 @@ def test_weights_of_generated_tokens_are_rows_of_the_whole_text(name, scan):
         if config.kind == "encoder-decoder":
             keep = SOURCE_PLACES[row] >= 0
             more = dict(source=draw(SOURCE)[row : row + 1, keep])
-        logits, own, cross = by_formula(config, params, text, **more)
+        stream: list[np.ndarray] = []
+        logits, own, cross = by_formula(config, params, text, hidden=stream, **more)
+        hidden = np.asarray(out.attention.hidden)[row]
+        states = stream[0].swapaxes(0, 1)[length - 1 : -1]  # [T, L + 1, D]
+        assert_near(hidden[:count], states, WEIGHTS)
+        assert not hidden[count:].any()
         np.testing.assert_array_equal(out.tokens[row, :count], logits[0, length - 1 : -1].argmax(1))
         for layer in range(config.num_layers):
             got = out.attention.self[layer][row] if apart else out.attention.self[row, :, layer]

@@ -23,18 +23,12 @@ from transformer_jax.models import build, init_cache, init_params
 from transformer_jax.processors import Force, MinLength, NoRepeatNGram, RepetitionPenalty
 from transformer_jax.rows import fork
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SUM_F32 = 3e-6
 """Of a sum of log-probabilities in float32, relative to the largest."""
 
 PLACES, MEMORIES = 19, 13
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Small arrays, many programs: compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 # A model without a network: a random automaton. What it has read so far decides where it stands.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import decode, serve, specs, timing
+from benchmarks import decode, load, serve, specs, timing
 from benchmarks.timing import Contender
 from transformer_jax.models import init_params, num_params
 
@@ -228,15 +228,8 @@ def test_steps_of_batches_are_counted_from_their_lengths():
     assert pausing < calls < serve.static_steps(lengths, slots)
 
 
-@pytest.fixture
-def quick_compiler():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize("busy", [None, 0.9])
-@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.usefixtures("quick_compilation")
 def test_continuous_and_static_batching_answer_the_same_requests(busy):
     small = replace(specs.SERVE[0].model, num_layers=1, d_model=32)
     case = replace(specs.SERVE[0], model=small, busy=busy, requests=7)
@@ -249,3 +242,19 @@ def test_continuous_and_static_batching_answer_the_same_requests(busy):
         assert (answers.latencies > 0).all()
     for mine, its in zip(ours.tokens, static.tokens, strict=True):
         np.testing.assert_array_equal(mine, its)
+
+
+def test_a_load_is_timed_and_its_memory_counted(tmp_path):
+    """All of the file arrives in memory, and what it takes beside is seen too."""
+    load._write(tmp_path / "model", 0.001)
+    size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+    assert size > 2**23
+    taken = load._in_a_process(load.OURS, tmp_path / "model")
+    assert taken["seconds"] > 0 and 0.5 * size < taken["peak_bytes"] < 8 * size
+
+
+def test_a_loads_ratio_is_of_the_same_round():
+    ours = [dict(seconds=s, peak_bytes=110) for s in (1.0, 2.0, 4.0)]
+    theirs = [dict(seconds=s, peak_bytes=200) for s in (3.0, 4.0, 4.0)]
+    row = load._summary("b", theirs, ours, 100)
+    assert (row["ours_is_faster"], row["peak_of_file"], row["rounds"]) == (2.0, 2.0, 3)

@@ -10,18 +10,12 @@ import pytest
 
 from transformer_jax import cache as kv
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
 
 jit_update = jax.jit(kv.update)
 jit_extend = jax.jit(kv.extend, static_argnames="window")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Small arrays, many programs: compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 class DictCache:

@@ -24,6 +24,8 @@ from transformer_jax.models import build, cache_bytes, init_cache, init_params
 from transformer_jax.tiles import SKIPPED
 from transformer_jax.transformer import cache_limit, rewind_cache, stack_layers
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 VOCAB, TOKENS = 31, 37
 
 CACHED = 1e-5
@@ -51,14 +53,6 @@ KINDS: dict[str, dict] = {
 }
 SELDOM = ("none", "sinusoidal")
 """To attention these are as "learned"."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Small arrays, many programs: compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
@@ -510,6 +504,7 @@ def test_rewinding_empties_slots_and_never_lengthens(rng):
 # Memory
 
 
+@pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize(
     ("kind", "scan", "dtype"),
     [
@@ -521,7 +516,6 @@ def test_rewinding_empties_slots_and_never_lengthens(rng):
 )
 def test_a_donated_cache_is_written_where_it_lies(kind, scan, dtype, rng):
     """Every leaf is given away and comes back in its place; none is copied."""
-    jax.config.update("jax_disable_most_optimizations", False)
     config, params, _ = make(kind=kind, scan_layers=scan)
     model = build(config)
     tokens = rng.integers(0, VOCAB, (2, 1), dtype=np.int32)
@@ -552,4 +546,3 @@ def test_a_donated_cache_is_written_where_it_lies(kind, scan, dtype, rng):
     assert all(leaf.is_deleted() for leaf in leaves)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(new)] == places
     assert new.length.tolist() == [1, 1]
-    jax.config.update("jax_disable_most_optimizations", True)

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.test_decode import quick_compilation  # noqa: F401
 from transformer_jax.completion import answer, complete, look_up, pieces, samples, search
 from transformer_jax.config import ModelConfig
 from transformer_jax.data import ByteTokenizer, CharTokenizer
 from transformer_jax.models import init_params
 from transformer_jax.processors import Ban, Force, NoRepeatNGram
 from transformer_jax.sampling import Sample, Temperature
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LETTERS = "aab\u00e9\u20ac\U0001f600"
 
@@ -112,19 +113,19 @@ def params():
 
 def text(params, **change) -> str:
     arguments = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0)) | change
-    return "".join(complete(CONFIG, params, ByteTokenizer(), "To be", 40, **arguments))
+    return "".join(complete(CONFIG, params, ByteTokenizer(), "To be", 29, **arguments))
 
 
 def test_a_completion_stops_and_is_shaped(params):
     """Past the model's length, too: the tokens after the model has read its own text anew."""
     forced = dict(processors=(Force(*b"or not to"), Ban(*range(128, 256))))
     free = text(params, **forced)
-    assert free.startswith("or not to") and len(free) == 40
+    assert free.startswith("or not to") and len(free) == 29
     assert text(params, **forced, stop="not") == "or "
     assert text(params, **forced, stop=["t t", "nothing"]) == "or no"
     letter = free[9]
     shaped = text(params, processors=(*forced["processors"], Ban(ord(letter))))
-    assert len(shaped) == 40 and shaped.startswith("or not to") and letter not in shaped[9:]
+    assert len(shaped) == 29 and shaped.startswith("or not to") and letter not in shaped[9:]
     assert text(params, cache_dtype="int8") != ""
 
 
@@ -168,8 +169,8 @@ def test_where_no_token_can_follow_every_way_says_so(params):
 
 
 def test_look_up_makes_room_in_a_ring():
-    for window in (8, (5, None)):
-        config = dataclasses.replace(CONFIG, positions="rope", window=window, num_layers=2)
+    for layers, window in ((1, 8), (2, (5, None))):
+        config = dataclasses.replace(CONFIG, positions="rope", window=window, num_layers=layers)
         model = config, init_params(config, jax.random.key(0)), ByteTokenizer()
         drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
         want = "".join(complete(*model, "abcab", 17, **drawn))

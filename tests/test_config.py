@@ -22,6 +22,9 @@ from transformer_jax.run_folder import config_from_json
 ROPE = dict(positions="rope")
 LINEAR = dict(scaling="linear", factor=2.0)
 YARN = dict(scaling="yarn", original_len=64)
+DYNAMIC = dict(scaling="dynamic", original_len=64)
+LONG = dict(scaling="longrope", original_len=64, short_factors=(1.0, 1.5), long_factors=(2.0, 3.0))
+PAIRS = dict(positions="rope", head_dim=4, rope=RopeConfig(**LONG))
 LLAMA = dict(scaling="llama3", original_len=64)
 
 # Rows: the class, a valid start, the one change that breaks it, the field the message must name,
@@ -76,6 +79,20 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(dropout=1.0), "dropout", "1.0", "below 1"),
     (ModelConfig, {}, dict(attention_dropout=-0.1), "attention_dropout", "-0.1", "at least 0"),
     # fields that contradict each other
+    (ModelConfig, {}, dict(position_offset=-1), "position_offset", "-1", "not be negative"),
+    (ModelConfig, {}, dict(logit_scale=0.0), "logit_scale", "0.0", "positive"),
+    (ModelConfig, {}, dict(ff_bias="no"), "ff_bias", "'no'", "bool or None"),
+    (ModelConfig, {}, dict(norm_unit_offset=1), "norm_unit_offset", "1", "bool"),
+    (ModelConfig, {}, dict(sinusoid="thirds"), "sinusoid", "'thirds'", "'halves'"),
+    (ModelConfig, dict(kind="encoder"), dict(pooler="gelu"), "pooler", "'gelu'", "'relu'"),
+    (
+        ModelConfig,
+        dict(positions="rope", window=3),
+        dict(window_rope_base=1.0),
+        "window_rope_base",
+        "1.0",
+        "above 1",
+    ),
     (ModelConfig, {}, dict(num_heads=3), "num_heads", "3", "does not divide d_model 128"),
     (ModelConfig, {}, dict(num_kv_heads=3), "num_kv_heads", "3", "does not divide num_heads 4"),
     (ModelConfig, {}, dict(num_kv_heads=8), "num_kv_heads", "8", "does not divide num_heads 4"),
@@ -116,6 +133,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     ),
     (ModelConfig, {}, dict(num_decoder_layers=2), "num_decoder_layers", "2", "'encoder-decoder'"),
     (ModelConfig, {}, dict(num_classes=3), "num_classes", "3", "'encoder'"),
+    (ModelConfig, {}, dict(pooler="tanh"), "pooler", "'tanh'", "'encoder'"),
     (ModelConfig, {}, dict(type_vocab_size=2), "type_vocab_size", "2", "'encoder'"),
     (ModelConfig, {}, dict(masked_token_head=True), "masked_token_head", "True", "'encoder'"),
     (ModelConfig, {}, dict(implementation="flash"), "implementation", "'flash'", "'blockwise'"),
@@ -138,8 +156,19 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
         "t5",
     ),
     (ModelConfig, ROPE, dict(relative_max_distance=64), "relative_max_distance", "64", "'shaw'"),
-    (RopeConfig, {}, dict(original_len=64), "original_len", "64", "'llama3' or 'yarn'"),
-    (RopeConfig, LINEAR, dict(original_len=64), "original_len", "64", "'llama3' or 'yarn'"),
+    (RopeConfig, {}, dict(original_len=64), "original_len", "64", "'yarn' or 'longrope'"),
+    (RopeConfig, LINEAR, dict(original_len=64), "original_len", "64", "'yarn' or 'longrope'"),
+    (RopeConfig, {}, dict(length=64), "length", "64", "'dynamic' or 'longrope'"),
+    (RopeConfig, YARN, dict(length=64), "length", "64", "'dynamic' or 'longrope'"),
+    (RopeConfig, LLAMA, dict(truncate=False), "truncate", "False", "'yarn'"),
+    (RopeConfig, LONG, dict(truncate=False), "truncate", "False", "'yarn'"),
+    (RopeConfig, DYNAMIC, dict(attention_factor=1.5), "attention_factor", "1.5", "or 'longrope'"),
+    (RopeConfig, {}, dict(short_factors=(1.0,)), "short_factors", "(1.0,)", "'longrope'"),
+    (RopeConfig, YARN, dict(long_factors=(1.0,)), "long_factors", "(1.0,)", "'longrope'"),
+    (ModelConfig, {}, dict(window_rope_base=7.0), "window_rope_base", "7.0", "'rope'"),
+    (ModelConfig, ROPE, dict(window_rope_base=7.0), "window_rope_base", "7.0", "needs a window"),
+    (ModelConfig, ROPE, dict(position_offset=2), "position_offset", "2", "'learned'"),
+    (ModelConfig, {}, dict(sinusoid="halves"), "sinusoid", "'halves'", "'sinusoidal'"),
     (RopeConfig, LINEAR, dict(low_freq_factor=2.0), "low_freq_factor", "2.0", "'llama3'"),
     (RopeConfig, YARN, dict(high_freq_factor=2.0), "high_freq_factor", "2.0", "'llama3'"),
     (RopeConfig, {}, dict(beta_fast=31), "beta_fast", "31", "'yarn'"),
@@ -153,7 +182,21 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (RopeConfig, {}, dict(dims=0), "dims", "0", "positive"),
     (RopeConfig, {}, dict(dims=7), "dims", "7", "even"),
     (RopeConfig, {}, dict(pairing="adjacent"), "pairing", "'adjacent'", "'interleaved'"),
-    (RopeConfig, {}, dict(scaling="dynamic"), "scaling", "'dynamic'", "'yarn'"),
+    (RopeConfig, {}, dict(scaling="cubic"), "scaling", "'cubic'", "'longrope'"),
+    (RopeConfig, {}, dict(scaling="dynamic"), "original_len", "None", "'dynamic'"),
+    (RopeConfig, DYNAMIC, dict(length=0), "length", "0", "positive"),
+    (RopeConfig, YARN, dict(truncate=1), "truncate", "1", "bool"),
+    (RopeConfig, LONG, dict(original_len=None), "original_len", "None", "'longrope'"),
+    (RopeConfig, LONG, dict(original_len=1), "original_len", "1", "above 1"),
+    (RopeConfig, LONG, dict(short_factors=None), "short_factors", "None", "'longrope' needs"),
+    (RopeConfig, LONG, dict(long_factors=None), "long_factors", "None", "'longrope' needs"),
+    (RopeConfig, LONG, dict(short_factors=()), "short_factors", "()", "one of each pair"),
+    (RopeConfig, LONG, dict(long_factors=(2.0, 0.0)), "long_factors", "(2.0, 0.0)", "positive"),
+    (RopeConfig, LONG, dict(long_factors=[2.0, 3.0]), "long_factors", "[2.0, 3.0]", "a tuple (a f"),
+    (RopeConfig, LONG, dict(short_factors=(1, "2")), "short_factors", "(1, '2')", "a tuple (a f"),
+    (RopeConfig, LONG, dict(long_factors=(2.0,)), "long_factors", "(2.0,)", "as pairs, 2"),
+    (RopeConfig, LONG, dict(dims=6), "short_factors", "(1.0, 1.5)", "as pairs, 3"),
+    (ModelConfig, PAIRS, dict(head_dim=6), "rope.short_factors", "(1.0, 1.5)", "as pairs, 3"),
     (RopeConfig, {}, dict(scaling="llama3"), "original_len", "None", "'llama3'"),
     (RopeConfig, {}, dict(scaling="yarn"), "original_len", "None", "'yarn'"),
     (RopeConfig, {}, dict(original_len=0), "original_len", "0", "positive"),
@@ -249,7 +292,13 @@ def test_a_field_that_one_choice_needs_is_read_by_it():
     ModelConfig(positions="t5", relative_buckets=16, relative_max_distance=64)
     ModelConfig(positions="shaw", relative_max_distance=64)
     RopeConfig(**LLAMA, low_freq_factor=2.0, high_freq_factor=3.0)
-    RopeConfig(**YARN, beta_fast=31, beta_slow=2, attention_factor=1.5)
+    RopeConfig(**YARN, beta_fast=31, beta_slow=2, attention_factor=1.5, truncate=False)
+    RopeConfig(**DYNAMIC, factor=2.0, length=128)
+    RopeConfig(**LONG, factor=2.0, length=128, attention_factor=1.5, dims=4)
+    ModelConfig(**PAIRS, window=(3, None), window_rope_base=7.0)
+    ModelConfig(position_offset=2)
+    ModelConfig(positions="sinusoidal", sinusoid="halves")
+    ModelConfig(kind="encoder", pooler="relu")
     TrainConfig(tokenizer="bpe", bpe_vocab_size=512)
 
 
@@ -282,6 +331,18 @@ def test_absent_sizes_follow_from_the_others():
     assert (config.ff_dim, config.num_layers, config.decoder_layers) == (31, 3, 2)
     assert ModelConfig(head_dim=5).value_dim == 5
     assert TrainConfig().sequence_len == 256 and TrainConfig(context=31).sequence_len == 31
+
+
+def test_the_pooler_and_the_rotation_of_a_layer_follow_from_the_others():
+    kinds = dict(pooler="relu", num_classes=None), dict(num_classes=3), {}
+    encoders = [ModelConfig(kind="encoder", **change) for change in kinds]
+    assert [c.pooling for c in encoders] == ["relu", "tanh", None]
+    rope = RopeConfig(base=99.0, dims=4, pairing="interleaved", scaling="linear", factor=2.0)
+    config = ModelConfig(positions="rope", rope=rope, window=(3, None))
+    assert config.layer_rope(3) == config.layer_rope(None) == rope
+    config = dataclasses.replace(config, window_rope_base=7.0)
+    assert config.layer_rope(3) == RopeConfig(base=7.0, dims=4, pairing="interleaved")
+    assert config.layer_rope(None) == rope
 
 
 def test_an_unknown_preset_suggests_the_nearest_name():

@@ -19,6 +19,8 @@ from transformer_jax.rows import fork
 from transformer_jax.sampling import Greedy, Sample, Temperature, TopK
 from transformer_jax.transformer import stack_layers
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 VOCAB, PROMPT, NEW = 31, 11, 23
 LENGTHS = np.array([11, 3, 7], np.int32)
 
@@ -41,14 +43,6 @@ def generate(step, params, prompt, state, **arguments) -> jax.Array:
 def stream(step, params, prompt, state, **arguments):
     """As `decode.stream`; the state outlives the call."""
     return decode.stream(step, params, prompt, fork(state, 1), **arguments)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Small arrays, many programs: compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def shapes(config: ModelConfig):

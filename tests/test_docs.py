@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -54,7 +56,10 @@ def test_the_readme_lists_every_page():
         ("cache", 5),
         ("decoding", 7),
         ("kernels", 3),
+        ("lora", 5),
+        ("pretrained", 7),
         ("streaming", 6),
+        ("tokenizers", 3),
     ],
 )
 def test_a_page_has_output_to_compare(page, least):

@@ -17,16 +17,14 @@ from tests.test_decode import (
     LENGTHS,
     NEW,
     PROMPT,
-    RING,
-    ROPE,
     SAMPLER,
     VOCAB,
     CountingStep,
     make,
     parameters,
     prompts,
-    quick_compilation,  # noqa: F401
 )
+from tests.test_decode import ROPE as TWO_LAYERS
 from tests.tolerances import assert_near
 from transformer_jax import decode
 from transformer_jax.decode import generate, prefill, stream
@@ -35,6 +33,10 @@ from transformer_jax.processors import Ban, Force, MinLength, NoRepeatNGram, Rep
 from transformer_jax.rows import choose, count_rows, fork, gather, put
 from transformer_jax.sampling import Greedy, Sample
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+ROPE = dataclasses.replace(TWO_LAYERS, num_layers=1)
+RING = dataclasses.replace(ROPE, window=5)
 STOP = (5, 11)
 
 
@@ -351,8 +353,8 @@ def test_bad_arguments_are_refused_before_compiling(rope):
     step = CountingStep(build(ROPE))
     state = init_cache(ROPE, 3, PROMPT + NEW)
     for rule, change in (
-        (r"stop has -1: must be token ids", dict(stop=-1)),
-        (r"stop has 2\.5", dict(stop=[2.5])),
+        (r"stop have -1: must be token ids", dict(stop=-1)),
+        (r"stop have 2\.5", dict(stop=[2.5])),
         (r"stop is 31: must be in 0\.\.30", dict(stop=[3, VOCAB])),
         (r"limits are float64\[3\]: must be integers \[3\]", dict(limits=[1.0, 2.0, 3.0])),
         (r"limits are int64\[2\]", dict(limits=[1, 2])),

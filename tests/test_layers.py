@@ -27,15 +27,9 @@ from transformer_jax.layers import (
 from transformer_jax.models import build, init_params
 from transformer_jax.transformer import check_tokens
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SMALL = ModelConfig(vocab_size=31, d_model=14, num_heads=2, head_dim=5, d_ff=11, num_layers=2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Small arrays, many programs: compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def float64_norm(x, scale, bias, eps, *, centre: bool):

@@ -22,6 +22,8 @@ from transformer_jax.masks import Causal, Prefix
 from transformer_jax.models import build, init_cache, init_params, num_params
 from transformer_jax.transformer import stack_layers, unstack_layers
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 MODEL_F32 = 5e-6
 """Logits in f32 against float64, relative to the largest: some forty roundings of 6e-8 one after
 the other. Measured: 2e-7 to 5e-7, and 9e-7 where softcaps flatten the largest logits."""
@@ -44,7 +46,7 @@ PACKED = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3], [5, 5, 5, 5, 5, 5, 5, 0, 0
 CASES: dict[str, dict] = {
     "gpt2": dict(),
     "padded-learned": dict(positions_=PADDED),
-    "packed-learned": dict(segments=PACKED),
+    "packed-learned": dict(segments=PACKED, position_offset=3),
     "llama": dict(
         positions="rope", norm="rmsnorm", activation="silu", glu=True, use_bias=False,
         num_heads=4, num_kv_heads=2, tie_embeddings=False, positions_=PADDED,
@@ -55,22 +57,30 @@ CASES: dict[str, dict] = {
     ),
     "rope-half-part-qk-norm": dict(
         positions="rope", rope=RopeConfig(dims=2, base=31.0), qk_norm=True, qkv_bias=True,
-        use_bias=False, value_head_dim=5,
+        use_bias=False, ff_bias=True, value_head_dim=5,
     ),
     "gemma": dict(
         positions="rope", norm="rmsnorm", norm_order="sandwich", activation="gelu_tanh", glu=True,
         use_bias=False, attention_softcap=1.3, logit_softcap=2.3, scale_embeddings=True,
         window=3, num_kv_heads=1, attention_scale=0.7,
     ),
+    "gemma3": dict(
+        positions="rope", rope=RopeConfig(base=1009.0, dims=4, scaling="linear", factor=4.0),
+        norm="rmsnorm", norm_order="sandwich", norm_unit_offset=True, qk_norm=True, glu=True,
+        use_bias=False, ff_bias=True, scale_embeddings=True, window=(3, 3, None), num_layers=3,
+        window_rope_base=13.0, num_kv_heads=1, positions_=PADDED,
+    ),
     "sinks-window-softcap": dict(
         positions="rope", attention_sinks=True, window=5, attention_softcap=0.9, num_heads=4,
-        num_kv_heads=2, positions_=PADDED, qkv_bias=False,
+        num_kv_heads=2, positions_=PADDED, qkv_bias=False, ff_bias=False,
     ),
     "sinusoidal-post-relu": dict(
         positions="sinusoidal", norm_order="post", activation="relu", scale_embeddings=True,
         logit_bias=True, positions_=PADDED,
     ),
-    "none-sandwich-layernorm": dict(positions="none", norm_order="sandwich", value_head_dim=3),
+    "none-sandwich-layernorm": dict(
+        positions="none", norm_order="sandwich", value_head_dim=3, norm_unit_offset=True,
+    ),
     "shaw": dict(positions="shaw", relative_max_distance=3, value_head_dim=5),
     "shaw-all": dict(
         positions="shaw", relative_max_distance=2, window=4, attention_sinks=True, num_heads=4,
@@ -98,7 +108,8 @@ CASES: dict[str, dict] = {
     ),
     "encoder-rope-window-packed": dict(
         kind="encoder", positions="rope", window=3, segments=PACKED, qk_norm=True,
-        masked_token_head=True, norm_order="sandwich",
+        masked_token_head=True, norm_order="sandwich", norm_unit_offset=True,
+        rope=RopeConfig(pairing="interleaved"), window_rope_base=7.0,
     ),
     "encoder-t5": dict(kind="encoder", **T5, positions_=PADDED, tie_embeddings=False),
     "window-pattern-sink-tokens": dict(
@@ -119,6 +130,15 @@ CASES: dict[str, dict] = {
         kind="encoder-decoder", positions="sinusoidal", norm_order="post", activation="relu",
         scale_embeddings=True, num_decoder_layers=1,
     ),
+    "bart": dict(
+        kind="encoder-decoder", norm_order="post", position_offset=2, embedding_norm=True,
+        activation="gelu", num_layers=1, positions_=PADDED, source_positions=True,
+    ),
+    "marian": dict(
+        kind="encoder-decoder", positions="sinusoidal", sinusoid="halves", norm_order="post",
+        activation="silu", scale_embeddings=True, logit_bias=True, num_layers=1,
+        positions_=PADDED,
+    ),
     "t5-encoder-decoder": dict(
         kind="encoder-decoder", **T5, norm="rmsnorm", use_bias=False, glu=True,
         activation="gelu_tanh", tie_embeddings=False, attention_scale=1.0, positions_=PADDED,
@@ -128,20 +148,13 @@ CASES: dict[str, dict] = {
         kind="encoder-decoder", positions="rope", num_heads=4, num_kv_heads=2, qk_norm=True,
         attention_sinks=True, attention_softcap=1.9, window=4, value_head_dim=5,
         norm_order="sandwich", source_positions=True, logit_bias=True, logit_softcap=3.1,
+        logit_scale=0.6, norm_unit_offset=True,
     ),
     "encoder-decoder-shaw": dict(
         kind="encoder-decoder", positions="shaw", relative_max_distance=3, num_layers=1,
         source_positions=True, embedding_norm=True,
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Small arrays, many programs: compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 INPUTS = ("positions_", "segments", "types", "source_positions")
@@ -193,6 +206,34 @@ def test_logits_equal_the_oracle(case, rng):
     assert_near(np.asarray(got)[real], want[real], MODEL_F32)
 
 
+@pytest.mark.parametrize("case", ["gemma3", "bart"])
+def test_logits_read_in_parts_through_a_cache_equal_the_oracle(case, rng):
+    """Keys are cached as their own layer turns them; a target is placed by its own table."""
+    config, tokens, arguments, params = prepared(case, rng)
+    want = oracle.forward(config, params, tokens, **arguments)
+    places, model = arguments["positions"], build(config)
+    if config.kind == "decoder":
+        cache = init_cache(config, 2, TOKENS)
+    else:
+        read = jax.jit(partial(model.apply, method="init_cache", capacity=TOKENS))
+        more = dict(positions=arguments["source_positions"])
+        cache = read({"params": params}, arguments["source"], **more)
+    apply, parts = jax.jit(model.apply), []
+    for at in (slice(0, 8), slice(8, TOKENS)):
+        logits, cache = apply(
+            {"params": params}, tokens[:, at], positions=places[:, at], cache=cache
+        )
+        parts.append(np.asarray(logits))
+    assert_near(np.concatenate(parts, axis=1)[places >= 0], want[places >= 0], MODEL_F32)
+
+
+ELSEWHERE = {
+    "vocab_size", "d_model", "head_dim", "d_ff", "max_len", "init_std", "dropout", "remat",
+    "attention_dropout", "dtype", "scan_layers", "implementation", "num_classes", "pooler",
+}  # fmt: skip
+"""Fields that other tests vary, or that size what all formulas read."""
+
+
 def test_the_cases_cover_every_option():
     seen = [dataclasses.replace(SMALL, **{k: v for k, v in c.items() if k not in INPUTS})
             for c in CASES.values()]  # fmt: skip
@@ -203,9 +244,14 @@ def test_the_cases_cover_every_option():
         literal = getattr(module, options)
         assert {getattr(c, name) for c in seen} == set(literal.__args__)
     for name in ("use_bias", "qk_norm", "attention_sinks", "scale_embeddings", "tie_embeddings",
-                 "logit_bias", "embedding_norm", "glu", "masked_token_head"):  # fmt: skip
+                 "logit_bias", "embedding_norm", "glu", "masked_token_head",
+                 "norm_unit_offset"):  # fmt: skip
         assert {getattr(c, name) for c in seen} == {True, False}, name
-    assert {c.qkv_bias for c in seen} == {None, True, False}
+    for name in ("qkv_bias", "ff_bias"):
+        assert {(c.use_bias, getattr(c, name)) for c in seen} >= {(True, False), (False, True)}
+    for field in dataclasses.fields(ModelConfig):
+        varied = len({getattr(c, field.name) for c in seen}) > 1
+        assert varied or field.name in ELSEWHERE, field.name
     heads = {(c.num_heads > c.kv_heads > 1, c.kv_heads == 1) for c in seen}
     assert heads >= {(False, False), (True, False), (False, True)}
     assert {c.rope.pairing for c in seen if c.positions == "rope"} == {"half", "interleaved"}
@@ -226,23 +272,43 @@ def test_parameters_may_be_numpy_arrays(kind, rng):
     assert_near(apply(tokens)[0], want, MODEL_F32)
 
 
-@pytest.mark.parametrize("classes", [1, 3])
-def test_class_logits_equal_the_oracle(rng, classes):
-    config = dataclasses.replace(SMALL, kind="encoder", num_classes=classes, type_vocab_size=2)
+def by_method(method: str, config, rng):
+    """A pooled result and the oracle's; of one row the first real token is not the first."""
     params = oracle.randomised(shapes(config), rng)
     tokens = random_tokens(rng, 2, TOKENS)
-    arguments = dict(positions=PADDED[[0, 0]].astype(np.int32), types=tokens % 2)
-    classify = jax.jit(partial(build(config).apply, method="classify"))
-    got = classify({"params": params}, tokens, **arguments)
-    want = oracle.classify(config, params, tokens, **arguments)
-    assert got.shape == (2, classes) and got.dtype == jnp.float32
+    arguments = dict(positions=PADDED.astype(np.int32), types=tokens % 2)
+    got = jax.jit(partial(build(config).apply, method=method))(
+        {"params": params}, tokens, **arguments
+    )
+    assert got.dtype == jnp.float32
+    want = getattr(oracle, method)(config, params, tokens, **arguments)
     assert_near(got, want, MODEL_F32)
+    return got
 
 
-def test_an_encoder_without_classes_says_so(rng):
+@pytest.mark.parametrize(("classes", "pooler"), [(1, None), (3, "relu")])
+def test_class_logits_equal_the_oracle(rng, classes, pooler):
+    config = dataclasses.replace(
+        SMALL, kind="encoder", num_classes=classes, pooler=pooler, type_vocab_size=2
+    )
+    assert by_method("classify", config, rng).shape == (2, classes)
+
+
+def test_what_is_pooled_equals_the_oracle(rng):
+    """Without classes; part of it is 0."""
+    config = dataclasses.replace(
+        SMALL, kind="encoder", pooler="relu", type_vocab_size=2, num_layers=1
+    )
+    pooled = np.asarray(by_method("pool", config, rng))
+    assert pooled.shape == (2, 26)
+    assert (pooled == 0).any() and pooled.max() > 0.5
+
+
+def test_an_encoder_without_such_a_head_says_so(rng):
     config = dataclasses.replace(SMALL, kind="encoder")
-    with pytest.raises(ValueError, match="num_classes is None"):
-        build(config).apply({"params": {}}, random_tokens(rng, 1, 3), method="classify")
+    for method, name in (("classify", "num_classes"), ("pool", "pooler")):
+        with pytest.raises(ValueError, match=f"{name} is None"):
+            build(config).apply({"params": {}}, random_tokens(rng, 1, 3), method=method)
 
 
 # What a token depends on
@@ -862,6 +928,8 @@ def test_parameters_are_plain_dicts_with_these_names():
     both = dataclasses.replace(FULL, kind="encoder-decoder", num_decoder_layers=2)
     assert names(shapes(both)) == {
         **EMBED,
+        "embed/target_positions": (41, 26),
+        **within("embed/target_norm", NORM),
         **block("encoder/block_0"),
         **within("encoder/norm", NORM),
         **block("decoder/block_0", cross=True),
@@ -878,6 +946,8 @@ def test_each_kind_of_position_has_these_parameters_of_its_own():
         return {k: v for k, v in names(shapes(config)).items() if k not in plain}
 
     assert own(positions="learned") == {"embed/positions": (41, 26)}
+    assert own(positions="learned", position_offset=2) == {"embed/positions": (43, 26)}
+    assert own(positions="rope", window=(3, None), window_rope_base=7.0) == {}
     assert own(positions="sinusoidal") == own(positions="rope") == own(positions="alibi") == {}
     assert own(**T5) == {"decoder/relative_bias": (8, 2)}
     assert own(positions="shaw", relative_max_distance=3, value_head_dim=6) == {
@@ -895,6 +965,25 @@ def test_no_bias_means_no_bias_anywhere():
     some = names(shapes(dataclasses.replace(SMALL, use_bias=False, qkv_bias=True)))
     extra = {name.split("/", 2)[2] for name in set(some) - set(bare)}
     assert extra == {"attention/query/bias", "attention/key/bias", "attention/value/bias"}
+    half = names(shapes(dataclasses.replace(SMALL, use_bias=False, ff_bias=True, glu=True)))
+    extra = {name.split("/", 2)[2] for name in half if "bias" in name}
+    assert extra == {f"feed_forward/{part}/bias" for part in ("up", "gate", "down")}
+    rest = names(shapes(dataclasses.replace(SMALL, ff_bias=False)))
+    assert [name for name in rest if "attention/out/bias" in name]
+    assert not [name for name in rest if "/feed_forward/" in name and "bias" in name]
+
+
+def test_a_pooler_is_there_where_it_or_classes_are_asked_for():
+    def own(**change) -> dict:
+        plain, more = (
+            names(shapes(dataclasses.replace(SMALL, kind="encoder", **c))) for c in ({}, change)
+        )
+        return {name: more[name] for name in more.keys() - plain}
+
+    pooler = {"pooler/kernel": (26, 26), "pooler/bias": (26,)}
+    assert own(pooler="tanh") == own(pooler="relu") == pooler
+    assert own(num_classes=3).items() > pooler.items()
+    assert own(num_classes=3) == own(num_classes=3, pooler="relu")
 
 
 def test_a_scanned_stack_has_its_layers_in_front():
@@ -902,6 +991,20 @@ def test_a_scanned_stack_has_its_layers_in_front():
     inner = {k: v for k, v in scanned.items() if k.startswith("decoder/blocks/")}
     assert inner == {k: (3, *v) for k, v in block("decoder/blocks").items()}
     assert not [k for k in scanned if "block_" in k]
+
+
+def test_norms_that_add_one_start_at_zero(key):
+    config = dataclasses.replace(
+        SMALL, num_layers=1, norm_unit_offset=True, qk_norm=True, norm_order="sandwich"
+    )
+    scales = {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(init_params(config, key))
+        if "scale" in jax.tree_util.keystr(path[-1:])
+    }
+    assert len(scales) == 2 * 2 + 2 + 1
+    for name, leaf in scales.items():
+        assert (leaf == 0).all(), name
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])

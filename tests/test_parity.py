@@ -1,11 +1,12 @@
 """Every position kind, head layout, extent and model kind at least once; all of them by
 `python -m tests.parity_matrix`."""
 
-import jax
 import pytest
 
 from tests.parity_matrix import HEADS, KINDS, MEMORY, POSITIONS, WINDOWS, Case, cases, measure
 from tests.parity_search import measure_search, search_cases
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SAMPLE = [
     Case(positions, list(HEADS)[i % 3], WINDOWS[(i + i // 2) % 2], KINDS[(i // 2) % 2])
@@ -16,24 +17,25 @@ SAMPLE += [
     Case("t5", "GQA", kind="encoder-decoder", **MEMORY[1]),
     Case("shaw", "GQA", kind="decoder", **MEMORY[3]),
 ]
-
-
-@pytest.fixture(autouse=True)
-def quick_compiler():
-    """Nearly all the time of a case is LLVM's; the matrix of all cases is compiled as usual."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+SLOW = [
+    Case("rope", "GQA", (5, None), "decoder", window_base=31.0),
+    Case("learned", "MHA", None, "encoder-decoder"),
+]
+"""Cheaper in `test_models`: read in two parts, against the formulas."""
 
 
 def test_the_sample_covers_every_option():
     assert {c.heads for c in SAMPLE} == set(HEADS)
     assert {(c.window, c.kind) for c in SAMPLE} >= {(w, k) for w in WINDOWS for k in KINDS}
     assert {bool(c.sinks) for c in SAMPLE} == {True, False}
-    assert {c.dtype for c in SAMPLE} == {None, "int8"} and set(SAMPLE) <= set(cases())
+    assert {c.dtype for c in SAMPLE} == {None, "int8"} and set(SAMPLE + SLOW) <= set(cases())
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=lambda c: "-".join(str(c).split()))
+@pytest.mark.parametrize(
+    "case",
+    [*SAMPLE, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda c: "-".join(str(c).split()),
+)
 def test_cached_decode_matches_full_forward(case):
     results = measure(case, prompts=("ragged",), chunks=(5,))
     assert len(results) == 1

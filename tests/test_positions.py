@@ -23,8 +23,10 @@ ROTATIONS = {
     "interleaved": RopeConfig(pairing="interleaved"),
     "linear": RopeConfig(scaling="linear", factor=4.0),
     "ntk": RopeConfig(scaling="ntk", factor=4.0),
+    "dynamic": RopeConfig(scaling="dynamic", length=9001, **LONG),
     "llama3": RopeConfig(scaling="llama3", base=500_000.0, factor=8.0, original_len=8192),
     "yarn": RopeConfig(scaling="yarn", **LONG),
+    "yarn-unrounded": RopeConfig(scaling="yarn", truncate=False, **LONG),
 }
 
 
@@ -32,6 +34,9 @@ def frequency(config: RopeConfig, k: int, dims: int) -> float:
     """Radians per position of pair k, from each paper's own formula, one pair at a time."""
     base, s, length = config.base, config.factor, config.original_len
     if config.scaling == "ntk":
+        return (base * s ** (dims / (dims - 2))) ** (-2 * k / dims)
+    if config.scaling == "dynamic":
+        s = s * max(length, config.length or 0) / length - (s - 1)
         return (base * s ** (dims / (dims - 2))) ** (-2 * k / dims)
     w = base ** (-2 * k / dims)
     if config.scaling == "linear":
@@ -50,14 +55,23 @@ def frequency(config: RopeConfig, k: int, dims: int) -> float:
         def pair_of(turns: float) -> float:
             return dims * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-        low, high = math.floor(pair_of(config.beta_fast)), math.ceil(pair_of(config.beta_slow))
+        low, high = pair_of(config.beta_fast), pair_of(config.beta_slow)
+        if config.truncate:
+            low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dims - 1)
         gamma = 1.0 if k <= low else 0.0 if k >= high else 1 - (k - low) / (high - low)
         return (1 - gamma) * w / s + gamma * w
+    if config.scaling == "longrope":
+        near = config.length is None or config.length <= length
+        return w / (config.short_factors if near else config.long_factors)[k]
     return w
 
 
 def magnitude(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.scaling == "longrope":
+        return math.sqrt(1 + math.log(config.factor) / math.log(config.original_len))
     return 0.1 * math.log(config.factor) + 1 if config.scaling == "yarn" else 1.0
 
 
@@ -120,8 +134,8 @@ def test_rotation_matches_its_paper(rng, name):
 @pytest.mark.parametrize("dims", [None, 2, 6])
 def test_frequencies_match_their_paper(name, dims):
     config = ROTATIONS[name]
-    if dims == 2 and config.scaling == "ntk":
-        assert pos.rope_frequencies(RopeConfig(scaling="ntk", factor=4.0, dims=2), H)[0] == [1.0]
+    if dims == 2 and config.scaling in ("ntk", "dynamic"):
+        assert pos.rope_frequencies(dataclasses.replace(config, dims=2), H)[0] == [1.0]
         return
     config = dataclasses.replace(config, dims=dims)
     w, factor = pos.rope_frequencies(config, 128)
@@ -153,6 +167,47 @@ def test_published_numbers_of_the_scalings():
         got = w(scaling="yarn", factor=factor, original_len=4096)[1]
         assert got == pytest.approx(magnitude_, abs=1e-7)
     assert w(scaling="yarn", attention_factor=1.5, **LONG)[1] == 1.5
+    # Phi-3 mini: 32 times 4096 = 2^12 positions, sqrt(1 + 5/12)
+    factors = dict(short_factors=(1.0,) * 64, long_factors=(2.0,) * 64)
+    phi = w(scaling="longrope", factor=32.0, original_len=4096, **factors)
+    assert phi[1] == pytest.approx(1.1902380714238083, abs=1e-15)
+    # dynamic: nothing up to the trained length, at twice it the base of ntk with 2 s - (s - 1)
+    dynamic = dict(scaling="dynamic", factor=3.0, original_len=4096)
+    for length in (None, 1, 4096):
+        assert_same_bits(w(**dynamic, length=length)[0], plain)
+    assert_same_bits(w(**dynamic, length=8192)[0], w(scaling="ntk", factor=4.0)[0])
+
+
+@pytest.mark.parametrize("length", [None, 97, 98])
+@pytest.mark.parametrize("given", [None, 1.7])
+def test_longrope_divides_each_pair_by_a_factor_of_its_own(rng, length, given):
+    """The long factors from the first length beyond the trained one on."""
+    short, long = (tuple(rng.uniform(1, top, 3).tolist()) for top in (2.0, 40.0))
+    config = RopeConfig(
+        scaling="longrope", dims=6, original_len=97, factor=5.0, length=length,
+        short_factors=short, long_factors=long, attention_factor=given,
+    )  # fmt: skip
+    w, factor = pos.rope_frequencies(config, H)
+    expected = np.array([frequency(config, k, 6) for k in range(3)])
+    assert (np.abs(w / expected - 1) <= 2.0**-24 * 1.001).all()
+    assert factor == pytest.approx(magnitude(config), abs=1e-12)
+    x = inside_unit_circles(rng, B, T, N, H)
+    positions = rng.integers(-1, 512, (B, T)).astype(np.int32)
+    actual = pos.apply_rope(jnp.asarray(x), jnp.asarray(positions), config)
+    assert largest_error(actual, rotated(x, positions, config)) <= 2e-6
+
+
+@pytest.mark.parametrize("length", [None, 98])
+@pytest.mark.parametrize("count", [1, 4])
+def test_longrope_counts_its_factors(length, count):
+    """One alone would divide every pair."""
+    factors = (2.0,) * count
+    config = RopeConfig(
+        scaling="longrope", original_len=97, length=length, short_factors=factors,
+        long_factors=factors,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"{count} factors of longrope: head_dim makes 5 pairs"):
+        pos.rope_frequencies(config, H)
 
 
 # Settings of released checkpoints: head width, and RopeConfig's fields.
@@ -170,6 +225,15 @@ RELEASED: dict[str, tuple[int, dict]] = {
     ),
     "yarn, base 150000": (64, dict(base=1.5e5, scaling="yarn", factor=32.0,
                                             original_len=4096)),
+    "gpt-oss": (
+        64, dict(base=1.5e5, scaling="yarn", factor=32.0, original_len=4096, truncate=False)
+    ),
+    "dynamic": (128, dict(base=1e6, scaling="dynamic", factor=2.0, original_len=32768,
+                          length=50021)),
+    "longrope": (
+        8, dict(scaling="longrope", factor=32.0, original_len=4096, length=131072,
+                short_factors=(1.0, 1.05, 1.3, 2.0), long_factors=(1.1, 3.7, 21.0, 64.5)),
+    ),
     "yarn, other edges": (
         40, dict(base=1e3, scaling="yarn", factor=3.0, original_len=509, beta_fast=7.0,
                  beta_slow=0.2),
@@ -183,6 +247,18 @@ def released_frequencies(width: int, config: RopeConfig) -> tuple[np.ndarray, fl
     plain = 1.0 / config.base ** (np.arange(0, width, 2, dtype=np.float64) / width)
     stretched = plain / config.factor
     assert config.original_len is not None
+    if config.scaling == "dynamic":
+        length = max(config.length, config.original_len)
+        base = config.base * (
+            (config.factor * length / config.original_len) - (config.factor - 1)
+        ) ** (width / (width - 2))
+        return 1.0 / base ** (np.arange(0, width, 2, dtype=np.float64) / width), 1.0
+    if config.scaling == "longrope":
+        beyond = config.length > config.original_len
+        factors = np.array(config.long_factors if beyond else config.short_factors)
+        magnitude = np.sqrt(1 + np.log(config.factor) / np.log(config.original_len))
+        exponents = np.arange(0, width, 2, dtype=np.float64) / width
+        return 1.0 / (factors * config.base**exponents), magnitude
     if config.scaling == "llama3":
         wavelength = 2 * np.pi / plain
         longest = config.original_len / config.low_freq_factor
@@ -197,7 +273,9 @@ def released_frequencies(width: int, config: RopeConfig) -> tuple[np.ndarray, fl
         width * np.log(config.original_len / (turns * 2 * np.pi)) / (2 * np.log(config.base))
         for turns in (config.beta_fast, config.beta_slow)
     ]
-    low, high = max(np.floor(edges[0]), 0), min(np.ceil(edges[1]), width - 1)
+    if config.truncate:
+        edges = [np.floor(edges[0]), np.ceil(edges[1])]
+    low, high = max(edges[0], 0), min(edges[1], width - 1)
     high = high + 0.001 if low == high else high
     ramp = np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
     extrapolated = 1 - ramp
@@ -289,21 +367,36 @@ def test_sinusoids_match_the_formula():
         pos.sinusoidal(jnp.arange(3), 5)
 
 
-def test_learned_positions_are_rows_and_padding_is_zero(rng):
-    table = rng.normal(size=(7, 3)).astype(np.float32)
+def test_sinusoids_in_halves_match_the_formula():
+    """Marian's: column j of the interleaved table goes to j / 2, or behind all sines."""
+    actual = pos.sinusoidal(jnp.asarray(FAR), 34, layout="halves")
+    assert actual.shape == (len(FAR), 34) and actual.dtype == jnp.float32
+    for row, position in enumerate(FAR.tolist()):
+        angles = [position / 10_000 ** (2 * (j // 2) / 34) for j in range(34)]
+        expected = [*map(math.sin, angles[0::2]), *map(math.cos, angles[1::2])]
+        assert largest_error(actual[row], expected) <= 1e-6
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_learned_positions_are_rows_and_padding_is_zero(rng, offset):
+    table = rng.normal(size=(offset + 7, 3)).astype(np.float32)
     positions = np.array([[0, 6, -1], [-100, 2, 2]], np.int32)
-    actual = pos.learned(jnp.asarray(table), jnp.asarray(positions))
-    expected = np.where(positions[..., None] < 0, 0, table[np.maximum(positions, 0)])
+    actual = pos.learned(jnp.asarray(table), jnp.asarray(positions), offset)
+    own = table[offset:]
+    expected = np.where(positions[..., None] < 0, 0, own[np.maximum(positions, 0)])
     assert_same_bits(actual, expected)
-    count = jax.grad(lambda table: pos.learned(table, jnp.asarray(positions)).sum())(table)
-    assert_same_bits(count, np.outer([1, 0, 2, 0, 0, 0, 1], np.ones(3)).astype(np.float32))
+    count = jax.grad(lambda table: pos.learned(table, jnp.asarray(positions), offset).sum())(table)
+    rows = [0] * offset + [1, 0, 2, 0, 0, 0, 1]
+    assert_same_bits(count, np.outer(rows, np.ones(3)).astype(np.float32))
 
 
-def test_a_position_outside_the_table_never_reads_another_row():
-    table, positions = jnp.ones((7, 3)), jnp.asarray([6, 7, -1])
-    with pytest.raises(ValueError, match=r"position 7 .* 7 rows"):
-        pos.learned(table, positions)
-    traced = np.asarray(jax.jit(pos.learned)(table, positions))
+@pytest.mark.parametrize("offset", [0, 2])
+def test_a_position_outside_the_table_never_reads_another_row(offset):
+    table, positions = jnp.ones((offset + 7, 3)), jnp.asarray([6, 7, -1])
+    said = "9 rows, 2 of them before 0" if offset else "7 rows"
+    with pytest.raises(ValueError, match=f"^position 7 is outside the table of {said}$"):
+        pos.learned(table, positions, offset)
+    traced = np.asarray(jax.jit(pos.learned, static_argnums=2)(table, positions, offset))
     assert np.isnan(traced[1]).all()
     assert_same_bits(traced[[0, 2]], np.outer([1, 0], np.ones(3)).astype(np.float32))
 

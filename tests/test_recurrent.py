@@ -20,6 +20,8 @@ from transformer_jax.recurrent import RecurrentStep, init_recurrent_state
 from transformer_jax.rows import fork
 from transformer_jax.sampling import Sample
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROWS, TOKENS, SOURCE, VOCAB, SOURCE_VOCAB = 3, 11, 7, 31, 23
 LENGTHS = np.array([11, 3, 7], np.int32)
 SOURCE_LENGTHS = np.array([4, 7, 1], np.int32)
@@ -41,14 +43,6 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 with_source = pytest.mark.parametrize(
     "config", [PLAIN, ADDITIVE, GENERAL, DOT], ids=["plain", "additive", "general", "dot"]
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Small arrays, many programs: compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def parameters(config: RecurrentConfig, seed: int = 1, scale: float = 1.5):

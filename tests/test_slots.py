@@ -27,6 +27,8 @@ from transformer_jax.slots import (
     serve,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SLOTS, CAPACITY, LONGEST = 3, 29, 17
 GREEDY: dict = {}
 SAMPLED: dict = dict(
@@ -34,14 +36,6 @@ SAMPLED: dict = dict(
     processors=(RepetitionPenalty(1.3), MinLength(2, (4, 9))),
     stop=(4, 9),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Small arrays, many programs: compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,7 +454,7 @@ def test_wrong_arguments_are_refused_at_the_call(rope):
         ("slots is 0: must be an integer of at least 1", serving(slots=0)),
         ("slots is 2.0: must be an integer", serving(slots=2.0)),
         ("capacity is 0: must be an integer of at least 1", serving(capacity=0)),
-        ("steps_per_call is 0: must be at least 1", serving(steps_per_call=0)),
+        ("steps_per_call is 0: must be an integer of at least 1", serving(steps_per_call=0)),
         ("state has 2 rows: must be one", serving(state=empty(2))),
         ("stop is 31: must be in 0..30", serving(stop=31)),
         ("sampler is TopK", serving(sampler=TopK(3))),
@@ -474,7 +468,7 @@ def test_wrong_arguments_are_refused_at_the_call(rope):
         ("chunk is 0", admitting(0, chunk=0)),
         ("key is None: Sample", admitting(0, slots=sampled)),
         ("key is key<rbg>", admitting(0, key=jax.random.key(0, impl="rbg")[None])),
-        ("steps is 0: must be at least 1", partial(advance_slots, held, params, 0)),
+        ("steps is 0: must be an integer of at least 1", partial(advance_slots, held, params, 0)),
     ]
     traced = len(step.calls)
     for said, wrong in cases:

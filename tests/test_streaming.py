@@ -15,7 +15,7 @@ from transformer_jax import cache as kv
 from transformer_jax.config import ModelConfig, RopeConfig
 from transformer_jax.masks import Causal, Window
 from transformer_jax.models import build, init_cache
-from transformer_jax.positions import ALiBi, RelativeBias, alibi_slopes
+from transformer_jax.positions import ALiBi, RelativeBias, alibi_slopes, apply_rope
 from transformer_jax.streaming import (
     StreamingEncoder,
     chunk_mask,
@@ -25,6 +25,8 @@ from transformer_jax.streaming import (
     stream_attention,
 )
 from transformer_jax.transformer import Decoder, ModelCache
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROWS, FRAME, WINDOW, LENGTH = 2, 5, 50, 127
 STREAMED = 1e-5
@@ -49,14 +51,6 @@ MIXES = {  # of four sizes only: one program each
     "longer than the window": [61, 61] + [1] * 5,
     "mixed": [1, 61, 7, 1, 50, 7],
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Small arrays, many programs: compiling costs more than running."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def slow(*values):
@@ -607,6 +601,26 @@ def test_a_layer_refuses_what_does_not_fit(state, change, said):
     with pytest.raises(ValueError) as caught:
         stream_attention(ready, **arrays, **change)
     assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize("scaling", ["yarn", "longrope", "window"])
+def test_keys_moved_back_are_those_of_the_smaller_positions(rng, scaling):
+    """Turned by the layer's own base, and not multiplied by the scaling's factor once more."""
+    factors = dict(short_factors=(1.5,) * 3, long_factors=(2.0,) * 3) if scaling != "yarn" else {}
+    name = "yarn" if scaling == "yarn" else "longrope"
+    rope = RopeConfig(scaling=name, factor=9.0, original_len=16, **factors)
+    config = settings(rope=rope, window=7, num_layers=1)
+    if scaling == "window":
+        config = dataclasses.replace(config, window_rope_base=31.0)
+        rope = RopeConfig(base=31.0)
+    keys = jnp.asarray(draw(rng, 1, 7, 1, 6))
+    places = jnp.array([[14, 15, 16, 17, 18, 19, 13]])
+    held = kv.KVCache(apply_rope(keys, places, rope), keys, places, jnp.array([20]))
+    (moved,) = rebase_cache(ModelCache((held,)), config).layers
+    assert moved.length.tolist() == [13]
+    want = jnp.where((places >= 7)[..., None, None], apply_rope(keys, places - 7, rope), 0)
+    assert_near(moved.k, want, STREAMED)
+    assert float(jnp.abs(moved.k - held.k).max()) > 0.1
 
 
 def test_a_chunked_stream_moves_back_by_whole_chunks():

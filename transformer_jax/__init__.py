@@ -25,6 +25,7 @@ from transformer_jax.cache import KVCache
 from transformer_jax.config import (
     PRESETS,
     ConfigError,
+    LoraConfig,
     ModelConfig,
     RecurrentConfig,
     RopeConfig,
@@ -33,7 +34,10 @@ from transformer_jax.config import (
     train_preset,
 )
 from transformer_jax.decode import bucket, generate, make_step, prefill, stream
+from transformer_jax.g2p import read_g2p
 from transformer_jax.layers import layer_norm, rms_norm
+from transformer_jax.lora import apply_lora, init_lora, lora_loss, merge_lora
+from transformer_jax.lora_files import load_lora, save_lora
 from transformer_jax.losses import chunked_cross_entropy, cross_entropy
 from transformer_jax.masks import (
     Causal,
@@ -58,6 +62,8 @@ from transformer_jax.positions import (
     shaw_values,
     sinusoidal,
 )
+from transformer_jax.pretrained import load_pretrained, save_pretrained, tensor_names
+from transformer_jax.pretrained_text import PretrainedTokenizer
 from transformer_jax.processors import (
     Ban,
     Force,
@@ -78,6 +84,7 @@ from transformer_jax.recurrent import (
 )
 from transformer_jax.rows import fork
 from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP, Typical
+from transformer_jax.sentences import SentenceEncoder, load_sentence_encoder, pool_sentences
 from transformer_jax.slots import (
     Completion,
     Request,
@@ -104,6 +111,7 @@ from transformer_jax.streaming import (
     receptive_field,
     stream_attention,
 )
+from transformer_jax.tokenizer_files import load_tokenizer_folder
 from transformer_jax.transformer import (
     AttentionWeights,
     Decoder,
@@ -136,6 +144,7 @@ __all__ = [
     "History",
     "KVCache",
     "LengthPenalty",
+    "LoraConfig",
     "Mask",
     "MinLength",
     "MinP",
@@ -146,6 +155,7 @@ __all__ = [
     "Predicate",
     "Prefix",
     "PresencePenalty",
+    "PretrainedTokenizer",
     "PromptLookup",
     "Proposal",
     "Proposer",
@@ -160,6 +170,7 @@ __all__ = [
     "RopeConfig",
     "Sample",
     "Segments",
+    "SentenceEncoder",
     "Slots",
     "SourceMemory",
     "Speculation",
@@ -174,6 +185,7 @@ __all__ = [
     "admit",
     "advance_slots",
     "alibi_slopes",
+    "apply_lora",
     "apply_rope",
     "beam_search",
     "bucket",
@@ -189,15 +201,24 @@ __all__ = [
     "fork",
     "generate",
     "init_cache",
+    "init_lora",
     "init_params",
     "init_recurrent_state",
     "init_slots",
     "layer_norm",
     "learned",
+    "load_lora",
+    "load_pretrained",
+    "load_sentence_encoder",
+    "load_tokenizer_folder",
+    "lora_loss",
     "make_step",
+    "merge_lora",
     "num_params",
+    "pool_sentences",
     "prefill",
     "preset",
+    "read_g2p",
     "rebase_cache",
     "rebase_state",
     "receptive_field",
@@ -206,6 +227,8 @@ __all__ = [
     "rewind_cache",
     "rms_norm",
     "rope_frequencies",
+    "save_lora",
+    "save_pretrained",
     "serve",
     "shaw_scores",
     "shaw_values",
@@ -215,6 +238,7 @@ __all__ = [
     "state_attention",
     "stream",
     "stream_attention",
+    "tensor_names",
     "train_preset",
     "unstack_layers",
 ]

@@ -1,8 +1,11 @@
-"""The arguments of one call of attention: checked once, with errors that say what was given."""
+"""Arguments checked once, with errors that say what was given: those of a call of attention, and
+keys and numbers anywhere."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -159,6 +162,18 @@ def check_states(name: str, query, keys, values, mask) -> None:
         shapes = f"query {query.shape}, {name} {keys.shape}, values {values.shape}"
         raise ValueError(f"{shapes}: batch rows or lengths differ")
     check_mask(mask, query.shape[0], 1)
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """An integer of at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}: must be an integer of at least {least}")
+
+
+def check_finite(name: str, value: Any) -> None:
+    """A finite number."""
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}: must be finite")
 
 
 def _array(x: Any) -> Any:

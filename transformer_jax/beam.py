@@ -10,25 +10,22 @@ Ties go to the lower beam, then to the lower token id; of equal scores, to what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.decode import Step, check_prompt, prefill, ready
+from transformer_jax.arguments import check_count, check_finite
+from transformer_jax.decode import Step, check_prompt, prefill, ready, stop_tokens
 from transformer_jax.processors import (
     History,
     HistoryProcessor,
     apply_all,
-    check_count,
-    check_finite,
     check_processors,
-    token_ids,
 )
 from transformer_jax.rows import count_rows, fork, gather
 from transformer_jax.sampling import has_maximum
@@ -371,13 +368,10 @@ def _plan(num_tokens, num_beams, num_results, stop, processors, groups, chunk) -
         raise ValueError(f"num_results is {num_results}: must be at most num_beams, {num_beams}")
     if num_beams % groups:
         raise ValueError(f"groups {groups} does not divide num_beams {num_beams}")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is {chunk}: must be at least 1")
-    if not isinstance(stop, Integral | Iterable):
-        raise ValueError(f"stop is {stop!r}: must be a token id or several")
-    ids = (stop,) if isinstance(stop, Integral) else tuple(stop)
+    if chunk is not None:
+        check_count("chunk", chunk, 1)
     return _Plan(
-        stop=tuple(sorted(set(token_ids("stop", ids)))) if ids else (),
+        stop=tuple(sorted(set(stop_tokens(stop)))),
         processors=check_processors(processors),
         chunk=chunk,
         **{name: int(value) for name, value in counts.items()},

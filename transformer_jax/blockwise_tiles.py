@@ -18,7 +18,7 @@ from jax import lax
 
 from transformer_jax.dropout import keep_tile
 from transformer_jax.masks import Dense, Mask
-from transformer_jax.tiles import FULL, PARTIAL, SKIPPED, BlockPlan, at_once
+from transformer_jax.tiles import FULL, PARTIAL, SKIPPED, at_once
 
 
 class Fixed(NamedTuple):
@@ -34,6 +34,10 @@ def _positions(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B 
     if positions is None:  # made here, where it is known when tracing, and so is the plan
         return jnp.arange(length, dtype=jnp.int32)[None]
     return positions if positions.ndim == 2 else positions[None]
+
+
+def _at(fixed: Fixed, T: int, S: int) -> tuple[jax.Array, jax.Array]:
+    return _positions(fixed.q_positions, T), _positions(fixed.k_positions, S)
 
 
 # Sizes, and the cutting into tiles
@@ -59,10 +63,10 @@ class Sizes:
         B, T, N, H = query.shape
         S, K = key.shape[1:3]
 
-        def plan():
-            return _plan(fixed, T, S, T, S).classes
+        def classes(mask, *at):
+            return mask.block_plan(*at, block_q=T, block_k=S).classes
 
-        apart = jax.eval_shape(plan).shape[0] > 1
+        apart = jax.eval_shape(classes, fixed.mask, *_at(fixed, T, S)).shape[0] > 1
         return cls(B, T, S, N, K, H, *tile_sizes(B, T, S, N, K, apart))
 
     @property
@@ -152,23 +156,23 @@ class Visits(NamedTuple):
         return self.order[b, c, i], self.full[b, c, i], self.seen[b, c, i]
 
 
-def _plan(fixed: Fixed, T: int, S: int, block_q: int, block_k: int) -> BlockPlan:
-    at = _positions(fixed.q_positions, T), _positions(fixed.k_positions, S)
-    return fixed.mask.block_plan(*at, block_q=block_q, block_k=block_k)
-
-
 def visits_of(sizes: Sizes, fixed: Fixed) -> Visits:
     with at_once(fixed.mask, fixed.q_positions, fixed.k_positions):
-        plan = _plan(fixed, sizes.T, sizes.S, sizes.block_q, sizes.block_k)
-        classes = jnp.asarray(plan.classes)
-        rows = sizes.rows if classes.shape[0] > 1 else 1
-        heads = sizes.heads * sizes.G if classes.shape[1] > 1 else 1
-        classes = rearrange(classes, "(b r) (c n) i j -> b c i j r n", r=rows, n=heads)
-        low, high = classes.min(axis=(-2, -1)), classes.max(axis=(-2, -1))
-        classes = jnp.where(high == SKIPPED, SKIPPED, jnp.where(low == FULL, FULL, PARTIAL))
-        order = jnp.argsort(-classes, axis=-1, stable=True).astype(jnp.int32)
-        count = partial(jnp.sum, axis=-1, dtype=jnp.int32)
-        return Visits(order, count(classes == FULL), count(classes != SKIPPED))
+        return _visits(sizes, fixed.mask, *_at(fixed, sizes.T, sizes.S))
+
+
+@partial(jax.jit, static_argnums=0)  # at once, each step would be a program of its own
+def _visits(sizes: Sizes, mask: Mask, q_positions: jax.Array, k_positions: jax.Array) -> Visits:
+    plan = mask.block_plan(q_positions, k_positions, block_q=sizes.block_q, block_k=sizes.block_k)
+    classes = plan.classes
+    rows = sizes.rows if classes.shape[0] > 1 else 1
+    heads = sizes.heads * sizes.G if classes.shape[1] > 1 else 1
+    classes = rearrange(classes, "(b r) (c n) i j -> b c i j r n", r=rows, n=heads)
+    low, high = classes.min(axis=(-2, -1)), classes.max(axis=(-2, -1))
+    classes = jnp.where(high == SKIPPED, SKIPPED, jnp.where(low == FULL, FULL, PARTIAL))
+    order = jnp.argsort(-classes, axis=-1, stable=True).astype(jnp.int32)
+    count = partial(jnp.sum, axis=-1, dtype=jnp.int32)
+    return Visits(order, count(classes == FULL), count(classes != SKIPPED))
 
 
 # What stands at a tile
@@ -243,7 +247,7 @@ class Place(NamedTuple):
     def positions(self, fixed: Fixed) -> tuple[jax.Array, jax.Array]:
         """Of the tile's queries [rows or 1, block_q] and keys [rows or 1, block_k]."""
         sizes = self.sizes
-        q, k = _positions(fixed.q_positions, sizes.T), _positions(fixed.k_positions, sizes.S)
+        q, k = _at(fixed, sizes.T, sizes.S)
         q = pad(q, 1, sizes.grid[0] * sizes.block_q, 0)
         k = pad(k, 1, sizes.grid[1] * sizes.block_k, -1)
         q = lax.dynamic_slice_in_dim(q, self.i * sizes.block_q, sizes.block_q, 1)

@@ -115,11 +115,11 @@ def save(folder: Path, step: int, tree: Any, metadata: Mapping[str, Any] | None 
             "keys": keys,
         }
         _write(partial / MANIFEST, [np.frombuffer(_sealed(content).encode(), np.uint8)])
-        _sync_folder(partial)
+        sync(partial)
         if final.exists():
             _remove(final)
         partial.rename(final)
-        _sync_folder(folder)
+        sync(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -236,7 +236,7 @@ def write_file(path: Path, content: str) -> None:
     try:
         _write(partial, [np.frombuffer(content.encode("utf-8", "surrogatepass"), np.uint8)])
         os.replace(partial, path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -272,7 +272,8 @@ def _write(path: Path, arrays: Any) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Return when a file's content, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

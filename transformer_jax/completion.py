@@ -20,12 +20,16 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.data import Tokenizer
 from transformer_jax.decode import generate, make_step, prefill, stream
 from transformer_jax.models import init_cache
+from transformer_jax.pretrained_text import PretrainedTokenizer
 from transformer_jax.processors import Force, History, HistoryProcessor, check_processors
 from transformer_jax.rows import fork
 from transformer_jax.sampling import Sample
 from transformer_jax.slots import Request, serve
 from transformer_jax.speculative import PromptLookup, Speculation, speculate
 from transformer_jax.transformer import Decoder
+
+Prompt = str | np.ndarray
+"""A text, or the ids i32[P] that stand for it."""
 
 _NO_TOKEN = "no token can follow: every one is excluded, or the logits are not finite"
 
@@ -45,30 +49,32 @@ def complete(
     config: ModelConfig,
     params: Any,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: Prompt,
     num_tokens: int,
     *,
     sampler: Sample,
     key: jax.Array,
     processors: Sequence[HistoryProcessor] = (),
     stop: str | Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> Iterator[str]:
     """The text behind `prompt`, a piece at a time; an empty prompt starts at a newline.
 
-    It ends in front of the first `stop` string, or after `num_tokens` tokens. Where the text
-    outgrows the model's max_len, the model reads its last max_len / 2 tokens anew and goes on, and
-    `processors` see those: a token costs one decode step, and now and then half a window.
+    It ends in front of the first `stop` string or token of `stop_ids`, or after `num_tokens`
+    tokens. Where the text outgrows the model's max_len, the model reads its last max_len / 2 tokens
+    anew and goes on, and `processors` see those: a token costs one decode step, and now and then
+    half a window.
     """
     stop = check_stop_strings(stop)
     processors = check_processors(processors)
     history = read_prompt(tokenizer, prompt)
     sampler = Sample(*known_ids(config, tokenizer), *sampler.processors)
-    ids = _ids(config, params, history, num_tokens, sampler, key, processors, cache_dtype)
-    return pieces(tokenizer, ids, stop)
+    ids = _ids(config, params, history, num_tokens, sampler, key, processors, stop_ids, cache_dtype)
+    return pieces(tokenizer, ids, stop, stop_ids)
 
 
-def room(config: ModelConfig, tokenizer: Tokenizer, prompt: str) -> int:
+def room(config: ModelConfig, tokenizer: Tokenizer, prompt: Prompt) -> int:
     """How many tokens fit behind a prompt without reading anything anew; the last is not read."""
     return config.max_len + 1 - len(read_prompt(tokenizer, prompt))
 
@@ -77,7 +83,7 @@ def samples(
     config: ModelConfig,
     params: Any,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: Prompt,
     num_tokens: int,
     *,
     count: int,
@@ -85,6 +91,7 @@ def samples(
     key: jax.Array,
     processors: Sequence[HistoryProcessor] = (),
     stop: str | Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> list[str]:
     """`count` texts behind one prompt, which is read once and forked.
@@ -105,27 +112,26 @@ def samples(
     out = generate(
         step, params, jnp.repeat(read, count, axis=0), fork(empty, count), num_tokens=num_tokens,
         sampler=Sample(*known_ids(config, tokenizer), *sampler.processors), key=key,
-        processors=processors,
+        processors=processors, stop=stop_ids,
     )  # fmt: skip
-    return ["".join(pieces(tokenizer, row.tolist(), stop)) for row in out.rows()]
+    return ["".join(pieces(tokenizer, row.tolist(), stop, stop_ids)) for row in out.rows()]
 
 
 def search(
     config: ModelConfig,
     params: Any,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: Prompt,
     num_tokens: int,
     *,
     beams: int,
     results: int = 1,
     length_penalty: float = 0.0,
     processors: Sequence[HistoryProcessor] = (),
+    stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> list[tuple[float, str]]:
-    """The best texts of `num_tokens` tokens that beam search finds, and their scores."""
-    known = known_ids(config, tokenizer)
-    only_known = tuple(_WithoutHistory(processor) for processor in known)
+    """The best texts of at most `num_tokens` tokens that beam search finds, and their scores."""
     found = beam_search(
         make_step(Decoder(config)),
         params,
@@ -134,7 +140,8 @@ def search(
         num_tokens=num_tokens,
         num_beams=beams,
         num_results=results,
-        processors=(*only_known, *processors),
+        stop=stop_ids,
+        processors=(*map(WithoutHistory, known_ids(config, tokenizer)), *processors),
         length_penalty=LengthPenalty(length_penalty),
     )
     if not np.asarray(found.lengths)[0, 0]:
@@ -143,7 +150,7 @@ def search(
         *(np.asarray(x)[0] for x in (found.scores, found.tokens, found.lengths)), strict=True
     )
     return [
-        (float(score), "".join(pieces(tokenizer, tokens[:length].tolist())))
+        (float(score), "".join(pieces(tokenizer, tokens[:length].tolist(), (), stop_ids)))
         for score, tokens, length in rows
         if length
     ]
@@ -153,7 +160,7 @@ def look_up(
     config: ModelConfig,
     params: Any,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: Prompt,
     num_tokens: int,
     *,
     num_draft: int,
@@ -161,6 +168,7 @@ def look_up(
     key: jax.Array,
     processors: Sequence[HistoryProcessor] = (),
     stop: str | Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[str, Speculation]:
     """A text by speculative decoding, which proposes what followed the same words before."""
@@ -181,15 +189,16 @@ def look_up(
         sampler=Sample(*known_ids(config, tokenizer), *sampler.processors),
         key=key,
         processors=processors,
+        stop=stop_ids,
     )
-    return "".join(pieces(tokenizer, out.rows()[0].tolist(), stop)), out
+    return "".join(pieces(tokenizer, out.rows()[0].tolist(), stop, stop_ids)), out
 
 
 def answer(
     config: ModelConfig,
     params: Any,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     num_tokens: int,
     *,
     slots: int,
@@ -197,6 +206,7 @@ def answer(
     key: jax.Array,
     processors: Sequence[HistoryProcessor] = (),
     stop: str | Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> Iterator[tuple[int, str]]:
     """The number of a prompt and the text behind it, as each is done: `slots` run at a time."""
@@ -214,17 +224,19 @@ def answer(
         capacity=config.max_len,
         sampler=Sample(*known_ids(config, tokenizer), *sampler.processors),
         processors=processors,
+        stop=stop_ids,
     )
     for completion in done:
         if completion.error is not None:
             raise ValueError(f"prompt {completion.id}: {completion.error}")
         if completion.end == "poisoned":
             raise ValueError(f"prompt {completion.id}: {_NO_TOKEN}")
-        yield completion.id, "".join(pieces(tokenizer, completion.tokens.tolist(), stop))
+        tokens = completion.tokens.tolist()
+        yield completion.id, "".join(pieces(tokenizer, tokens, stop, stop_ids))
 
 
 @dataclass(frozen=True)
-class _WithoutHistory:
+class WithoutHistory:
     """A processor of logits alone, where one of (history, logits) is asked for."""
 
     processor: FirstIds
@@ -233,14 +245,37 @@ class _WithoutHistory:
         return self.processor(logits)
 
 
-def read_prompt(tokenizer: Tokenizer, prompt: str) -> np.ndarray:  # i32[P]
-    """The prompt's tokens; of an empty one, those of a newline or of the first token there is."""
+def read_prompt(tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:  # i32[P]
+    """The prompt's tokens, behind those that a published tokenizer puts in front of any text.
+
+    Of an empty one, what begins a text, those of a newline, or the first token there is.
+    """
+    if not isinstance(prompt, str):
+        return prompt
+    if isinstance(tokenizer, PretrainedTokenizer):
+        text = tokenizer.encode(prompt, special_tokens=False)
+        ids = np.concatenate([_front(tokenizer), text])
+        starts = [tokenizer.special_ids[r] for r in ("bos", "eos") if r in tokenizer.special_ids]
+        if len(ids) or starts:
+            return ids if len(ids) else np.array(starts[:1], np.int32)
     return tokenizer.encode(prompt or _first_prompt(tokenizer))
 
 
+def _front(tokenizer: PretrainedTokenizer) -> np.ndarray:  # i32[n]
+    """<bos>, where it belongs in front of a text; what belongs behind it is left out."""
+    whole, text = (tokenizer.encode("a", special_tokens=add) for add in (True, False))
+    ends = range(len(whole) - len(text) + 1)
+    found = (at for at in ends if np.array_equal(whole[at : at + len(text)], text))
+    return whole[: next(found, 0)]
+
+
 def known_ids(config: ModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, ...]:
-    """What keeps a padded vocabulary to its tokenizer's ids."""
-    if tokenizer.vocab_size > config.vocab_size:
+    """What keeps a padded vocabulary to its tokenizer's ids.
+
+    A published tokenizer may have tokens that its model has not: ids are compared, not counts.
+    """
+    published = isinstance(tokenizer, PretrainedTokenizer)
+    if tokenizer.vocab_size > config.vocab_size and not published:
         rule = f"the model has {config.vocab_size}"
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens: {rule}")
     known = FirstIds(tokenizer.vocab_size)
@@ -263,6 +298,7 @@ def _ids(
     sampler: Sample,
     key: jax.Array,
     processors: Sequence[HistoryProcessor],
+    stop_ids: Sequence[int],
     cache_dtype: jax.typing.DTypeLike | None,
 ) -> Iterator[int]:
     step, length = make_step(Decoder(config)), config.max_len
@@ -279,11 +315,14 @@ def _ids(
             sampler=sampler,
             key=jax.random.fold_in(key, part),
             processors=tuple(_unsaid(processor, written) for processor in processors),
+            stop=stop_ids,
         )
         new = []
         for token in tokens:
             new.append(int(token[0]))
             yield new[-1]
+        if new and new[-1] in stop_ids:
+            return
         history = np.concatenate([read, np.array(new, read.dtype)])
         num_tokens, part, written = num_tokens - count, part + 1, written + count
 
@@ -300,17 +339,24 @@ def _keep(history: History, logits: jax.Array) -> jax.Array:
     return logits
 
 
-def pieces(tokenizer: Tokenizer, ids: Iterable[int], stop: Sequence[str] = ()) -> Iterator[str]:
+def pieces(
+    tokenizer: Tokenizer,
+    ids: Iterable[int],
+    stop: Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
+) -> Iterator[str]:
     """Text as soon as it is decided; what is no UTF-8 shows as U+FFFD.
 
     It ends in front of the stop string whose last character comes first, wherever tokens begin and
-    end; no id is taken from `ids` after that.
+    end, or of a token of `stop_ids`; no id is taken from `ids` after that.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     matcher = StopStrings(check_stop_strings(stop))
     for token in ids:
         if token < 0:
             raise ValueError(_NO_TOKEN)
+        if token in stop_ids:
+            break
         text, ended = matcher.feed(decoder.decode(tokenizer.to_bytes([token])))
         if text:
             yield text

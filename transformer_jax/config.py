@@ -18,10 +18,11 @@ Norm = Literal["layernorm", "rmsnorm"]
 NormOrder = Literal["pre", "post", "sandwich"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 DType = Literal["float32", "bfloat16", "float16"]
-RopeScaling = Literal["linear", "ntk", "llama3", "yarn"]
-Tokenizer = Literal["char", "byte", "bpe"]
+RopeScaling = Literal["linear", "ntk", "dynamic", "llama3", "yarn", "longrope"]
+Tokenizer = Literal["char", "byte", "bpe", "pretrained"]
 Cell = Literal["lstm", "gru"]
 StateAttention = Literal["dot", "general", "additive"]
+Pooler = Literal["tanh", "relu"]
 
 
 class ConfigError(ValueError):
@@ -45,7 +46,8 @@ def _fits(value: object, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return value in get_args(hint) and isinstance(value, str)
     if get_origin(hint) is tuple:
-        kinds = get_args(get_args(hint)[0])
+        item = get_args(hint)[0]
+        kinds = get_args(item) or (item,)
         return type(value) is tuple and all(any(_fits(v, k) for k in kinds) for v in value)
     if hint is float:
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
@@ -106,7 +108,10 @@ class RopeConfig:
     factor: float = 1.0
     """Stretch: the new length over `original_len`."""
     original_len: int | None = None
-    """Context length of pre-training; needed by llama3 and yarn."""
+    """Context length of pre-training; needed by dynamic, llama3, yarn and longrope."""
+    length: int | None = None
+    """dynamic, longrope: the length the rotation is made for; None is original_len, for which
+    dynamic stretches nothing. It is fixed, so that cached keys stay what they were."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original_len / low_freq_factor are stretched fully."""
     high_freq_factor: float = 4.0
@@ -116,33 +121,73 @@ class RopeConfig:
     beta_slow: float = 1.0
     """yarn: dimensions that turn less often than this are stretched fully."""
     attention_factor: float | None = None
-    """yarn: multiplier on the rotated vectors; None is 0.1 ln(factor) + 1."""
+    """yarn, longrope: multiplier on the rotated vectors; None is 0.1 ln(factor) + 1 of yarn and
+    sqrt(1 + ln(factor) / ln(original_len)) of longrope."""
+    truncate: bool = True
+    """yarn: the bounds that beta_fast and beta_slow give are rounded outwards to whole pairs."""
+    short_factors: tuple[float, ...] | None = None
+    """longrope: divisor of each pair's frequency up to original_len."""
+    long_factors: tuple[float, ...] | None = None
+    """longrope: the same beyond original_len."""
 
     def __post_init__(self) -> None:
         _check_types(self)
-        _positive(self, "base", "factor", "dims", "original_len", "attention_factor")
+        _positive(self, "base", "factor", "dims", "original_len", "length", "attention_factor")
         _positive(self, "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
         if self.base <= 1:
             _fail("base", self.base, "must be above 1")
         if self.dims is not None and self.dims % 2:
             _fail("dims", self.dims, "must be even")
-        if self.scaling in ("llama3", "yarn") and self.original_len is None:
+        trained = ("dynamic", "llama3", "yarn", "longrope")
+        if self.scaling in trained and self.original_len is None:
             _fail("original_len", None, f"scaling {self.scaling!r} needs the original length")
         if self.factor < 1:
             _fail("factor", self.factor, "must be at least 1")
         if self.scaling is None:
             _unread(self, "has no meaning while scaling is None", "factor")
-        if self.scaling not in ("llama3", "yarn"):
-            _unread(self, "needs scaling 'llama3' or 'yarn'", "original_len")
+        if self.scaling not in trained:
+            rule = "needs scaling 'dynamic', 'llama3', 'yarn' or 'longrope'"
+            _unread(self, rule, "original_len")
+        if self.scaling not in ("dynamic", "longrope"):
+            _unread(self, "needs scaling 'dynamic' or 'longrope'", "length")
         if self.scaling != "llama3":
             _unread(self, "needs scaling 'llama3'", "low_freq_factor", "high_freq_factor")
         if self.scaling != "yarn":
-            rule = "needs scaling 'yarn'"
-            _unread(self, rule, "beta_fast", "beta_slow", "attention_factor")
+            _unread(self, "needs scaling 'yarn'", "beta_fast", "beta_slow", "truncate")
+        if self.scaling not in ("yarn", "longrope"):
+            _unread(self, "needs scaling 'yarn' or 'longrope'", "attention_factor")
+        if (self.scaling, self.original_len, self.attention_factor) == ("longrope", 1, None):
+            _fail("original_len", 1, "must be above 1, or attention_factor be given")
+        self._check_factors()
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             _fail("high_freq_factor", self.high_freq_factor, "must be above low_freq_factor")
         if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
             _fail("beta_fast", self.beta_fast, "must be above beta_slow")
+
+    def _check_factors(self) -> None:
+        if self.scaling != "longrope":
+            _unread(self, "needs scaling 'longrope'", "short_factors", "long_factors")
+            return
+        if self.original_len == 1:
+            _fail("original_len", 1, "must be above 1 for scaling 'longrope'")
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self, name)
+            if factors is None:
+                _fail(name, None, "scaling 'longrope' needs one of each pair")
+            if not factors or not all(factor > 0 for factor in factors):
+                _fail(name, factors, "must be positive numbers, one of each pair")
+        _check_pairs(self, None if self.dims is None else self.dims // 2)
+
+
+def _check_pairs(rope: RopeConfig, pairs: int | None, path: str = "") -> None:
+    """The factors are as many as pairs; where that is not known, as one another."""
+    for name in ("short_factors", "long_factors"):
+        factors = getattr(rope, name)
+        if factors is None:
+            continue
+        pairs = len(factors) if pairs is None else pairs
+        if len(factors) != pairs:
+            _fail(f"{path}{name}", factors, f"must be as many as pairs, {pairs}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +219,14 @@ class ModelConfig:
 
     positions: Positions = "learned"
     """How order enters: added to embeddings (learned, sinusoidal) or in attention (the others)."""
+    position_offset: int = 0
+    """learned: rows of the table before that of position 0 (RoBERTa and BART have 2)."""
+    sinusoid: Literal["interleaved", "halves"] = "interleaved"
+    """sinusoidal: sines and cosines take turns (Vaswani et al.), or sines come first (Marian)."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary settings, used when positions is rope."""
+    window_rope_base: float | None = None
+    """rope: base of layers with a window, which then stretch nothing (Gemma 3); None is rope's."""
     relative_buckets: int = 32
     """t5: buckets of the bias table."""
     relative_max_distance: int = 128
@@ -191,6 +242,8 @@ class ModelConfig:
     """pre: x + f(n(x)) (GPT-2, Llama); post: n(x + f(x)) (Vaswani et al., GPT-1, BERT);
     sandwich: x + n(f(n(x)))."""
     norm_eps: float = 1e-5
+    norm_unit_offset: bool = False
+    """Norms multiply by 1 + scale (Gemma)."""
     embedding_norm: bool = False
     """Normalise the embeddings before the first block (BERT)."""
     activation: Activation = "gelu_tanh"
@@ -200,6 +253,8 @@ class ModelConfig:
     """Bias vectors in projections and in LayerNorm."""
     qkv_bias: bool | None = None
     """Biases of the query, key and value projections; None is use_bias."""
+    ff_bias: bool | None = None
+    """Biases of the feed-forward; None is use_bias."""
     qk_norm: bool = False
     """Normalise queries and keys over the head dimension (RMSNorm) before positions."""
     attention_softcap: float | None = None
@@ -213,12 +268,17 @@ class ModelConfig:
     """Multiply embeddings by sqrt(d_model) (Vaswani et al.)."""
     tie_embeddings: bool = True
     """The output matrix is the embedding matrix."""
+    logit_scale: float | None = None
+    """Multiplier on what the output matrix reads (T5: d_model^-0.5)."""
     logit_bias: bool = False
     logit_softcap: float | None = None
     type_vocab_size: int | None = None
     """Token types (BERT's sentence A and B); None has no table."""
     num_classes: int | None = None
     """encoder: classes of the classification head; None has no such head."""
+    pooler: Pooler | None = None
+    """encoder: activation of the dense layer over the first token, which the classification head
+    reads (BERT: tanh, DistilBERT: relu); None has tanh where there are classes, else no layer."""
     masked_token_head: bool = False
     """encoder: BERT's transform (dense, activation, norm) before the output matrix."""
 
@@ -242,9 +302,9 @@ class ModelConfig:
         _positive(self, "vocab_size", "d_model", "num_layers", "num_decoder_layers", "num_heads")
         _positive(self, "num_kv_heads", "head_dim", "value_head_dim", "d_ff", "max_len")
         _positive(self, "relative_buckets", "relative_max_distance", "norm_eps", "init_std")
-        _positive(self, "attention_softcap", "attention_scale", "logit_softcap")
+        _positive(self, "attention_softcap", "attention_scale", "logit_softcap", "logit_scale")
         _positive(self, "type_vocab_size", "num_classes")
-        _non_negative(self, "sink_tokens")
+        _non_negative(self, "sink_tokens", "position_offset")
         _fraction(self, "dropout", "attention_dropout")
         self._check_window()
         if self.head_dim is None and self.d_model % self.num_heads:
@@ -257,8 +317,19 @@ class ModelConfig:
             dims = self.key_dim if self.rope.dims is None else self.rope.dims
             if dims > self.key_dim or dims % 2:
                 _fail("rope.dims", dims, f"must be even and at most head_dim {self.key_dim}")
+            _check_pairs(self.rope, dims // 2, "rope.")
+            if self.window_rope_base is not None and self.window_rope_base <= 1:
+                _fail("window_rope_base", self.window_rope_base, "must be above 1")
+            if not any(self.windows):
+                _unread(self, "needs a window", "window_rope_base")
         elif self.rope != RopeConfig():
             _fail("rope", self.rope, f"has no meaning while positions is {self.positions!r}")
+        if self.positions != "rope":
+            _unread(self, "needs positions 'rope'", "window_rope_base")
+        if self.positions != "learned":
+            _unread(self, "needs positions 'learned'", "position_offset")
+        if self.positions != "sinusoidal":
+            _unread(self, "needs positions 'sinusoidal'", "sinusoid")
         if self.positions == "t5":
             smallest = 4 if self.kind != "decoder" else 2
             if self.relative_buckets < smallest or self.relative_buckets % 2:
@@ -274,7 +345,7 @@ class ModelConfig:
         if self.kind != "encoder-decoder":
             _unread(self, "needs kind 'encoder-decoder'", "num_decoder_layers")
         if self.kind != "encoder":
-            heads = "type_vocab_size", "num_classes", "masked_token_head"
+            heads = "type_vocab_size", "num_classes", "pooler", "masked_token_head"
             _unread(self, "needs kind 'encoder'", *heads)
         if self.implementation not in (None, "xla", "blockwise", "pallas", "cudnn"):
             rule = "must be one of 'xla', 'blockwise', 'pallas', 'cudnn' or None"
@@ -298,6 +369,18 @@ class ModelConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The pattern over the layers: layer i has windows[i % len(windows)]."""
         return self.window if isinstance(self.window, tuple) else (self.window,)
+
+    def layer_rope(self, window: int | None) -> RopeConfig:
+        """How a layer with this window turns its queries and keys."""
+        if window is None or self.window_rope_base is None:
+            return self.rope
+        base = self.window_rope_base
+        return RopeConfig(base=base, dims=self.rope.dims, pairing=self.rope.pairing)
+
+    @property
+    def pooling(self) -> Pooler | None:
+        """The pooler's activation, where there is a pooler."""
+        return "tanh" if self.pooler is None and self.num_classes is not None else self.pooler
 
     @property
     def kv_heads(self) -> int:
@@ -378,6 +461,37 @@ class RecurrentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters W + scale A B of a model's kernels (Hu et al. 2021)."""
+
+    rank: int = 8
+    """Columns of A and rows of B (r)."""
+    alpha: float = 16.0
+    """Numerator of the scale."""
+    targets: tuple[str, ...] | Literal["all-linear"] = ("query", "value")
+    """Modules with a kernel, by the end of their path: query, attention/query, encoder/block_0/
+    attention/query; "all-linear" is every kernel of every block. Paths are those of a looped stack,
+    whatever the parameters are."""
+    layers: tuple[int, ...] | None = None
+    """Only in these blocks of each stack; None is everywhere."""
+    rslora: bool = False
+    """Scale alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023)."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _positive(self, "rank", "alpha")
+        if not self.targets or "" in tuple(self.targets):
+            _fail("targets", self.targets, "must name at least one module, and none by ''")
+        if self.layers is not None:
+            if not self.layers or min(self.layers) < 0 or len({*self.layers}) < len(self.layers):
+                _fail("layers", self.layers, "must be different indices from 0, at least one")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run: what to read, how long, how fast, where to write."""
 
@@ -385,7 +499,10 @@ class TrainConfig:
     data: str = "python-docs"
     """A text file, a folder of them, - for standard input, python-docs, or shakespeare."""
     tokenizer: Tokenizer = "char"
-    """char: the text's own characters; byte: UTF-8 bytes; bpe: trained on the text."""
+    """char: the text's own characters; byte: UTF-8 bytes; bpe: trained on the text; pretrained:
+    that of init_from."""
+    init_from: str | None = None
+    """A published decoder to start from, a folder or an id; the model and its tokenizer are its."""
     bpe_vocab_size: int = 1024
     """bpe: token kinds."""
     text_errors: Literal["strict", "replace"] = "strict"
@@ -452,6 +569,9 @@ class TrainConfig:
         if self.bpe_vocab_size < 257:
             rule = "must be at least 257 (every byte, one merge)"
             _fail("bpe_vocab_size", self.bpe_vocab_size, rule)
+        if (self.tokenizer == "pretrained") != (self.init_from is not None):
+            rule = f"must be 'pretrained' where init_from is given, it is {self.init_from!r}"
+            _fail("tokenizer", self.tokenizer, rule)
         if self.tokenizer != "bpe":
             _unread(self, "needs tokenizer 'bpe'", "bpe_vocab_size")
 
@@ -539,3 +659,11 @@ def train_preset(name: str | None = None, **changes: Any) -> TrainConfig:
     recipe: dict[str, Any] = _TRAINING.get("default" if name is None else name, {})
     model = _SHAKESPEARE if name is None else _lookup(name)
     return _changed(TrainConfig(model=model, **recipe), changes)
+
+
+def fine_tuning(model: ModelConfig, init_from: str) -> TrainConfig:
+    """The recipe that goes on with the published `model` of `init_from`."""
+    return TrainConfig(
+        model=model, init_from=init_from, tokenizer="pretrained", context=min(model.max_len, 512),
+        batch_size=8, steps=500, learning_rate=5e-5, min_learning_rate=5e-6, warmup_steps=50,
+    )  # fmt: skip

@@ -21,6 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from transformer_jax.config import TrainConfig
+from transformer_jax.pretrained_text import pretrained_from_json
+from transformer_jax.text import DataError as DataError
+from transformer_jax.text import byte_letters, utf8
 
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -31,10 +34,6 @@ IGNORE = -100
 
 # Pieces a BPE merges within, as GPT-2's, but bounded: the time stays linear in any text.
 _PIECE = r" ?\p{L}{1,32}| ?\p{N}{1,8}| ?[^\s\p{L}\p{N}]{1,16}|\s{1,16}(?!\S)"
-
-
-class DataError(ValueError):
-    """Text that cannot be read, encoded or cut into windows."""
 
 
 class Tokenizer(Protocol):
@@ -99,7 +98,7 @@ class ByteTokenizer:
         return 256
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
+        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
         return bytes(list(ids))
@@ -159,12 +158,12 @@ class BPETokenizer:
 
     @cached_property
     def _bytes(self) -> list[bytes]:
-        letters = _byte_letters()
+        letters = byte_letters()
         pieces = (self._library.id_to_token(i) for i in range(self._library.get_vocab_size()))
         return [bytes(letters[letter] for letter in piece) for piece in pieces]
 
     def encode(self, text: str) -> np.ndarray:
-        _utf8(text)
+        utf8(text)
         parts = self._library.encode_batch_fast(_lines(text), add_special_tokens=False)
         return np.array([i for part in parts for i in part.ids], np.int32)
 
@@ -188,7 +187,10 @@ def tokenizer_from_json(text: str) -> Tokenizer:
             return ByteTokenizer()
         case {"kind": "bpe", "definition": dict(definition), **rest} if not rest:
             return BPETokenizer(_canonical(definition))
-    raise DataError("tokenizer: must have kind 'char', 'byte' or 'bpe', and what belongs to it")
+        case {"kind": "pretrained"}:
+            return pretrained_from_json(content)
+    kinds = "'char', 'byte', 'bpe' or 'pretrained'"
+    raise DataError(f"tokenizer: must have kind {kinds}, and what belongs to it")
 
 
 def _dump(content: dict[str, Any]) -> str:
@@ -203,15 +205,6 @@ def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        point = ord(text[error.start])
-        message = f"character {error.start} is U+{point:04X}, a lone surrogate: it has no UTF-8"
-        raise DataError(message) from None
-
-
 def _lines(text: str, size: int = 1 << 16) -> list[str]:
     """Parts of about `size` characters, cut behind a newline where there is one."""
     parts, start = [], 0
@@ -223,14 +216,6 @@ def _lines(text: str, size: int = 1 << 16) -> list[str]:
         parts.append(text[start:end])
         start = end
     return parts
-
-
-def _byte_letters() -> dict[str, int]:
-    """GPT-2's printable letter of every byte, as byte-level BPE files spell them."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    letters = {chr(byte): byte for byte in shown}
-    return letters | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 @dataclass(frozen=True)
@@ -359,9 +344,13 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
         cut = int(len(text) * kept)
         if tokenizer is None and config.tokenizer == "char":
             tokenizer = CharTokenizer.train(text)
+        elif tokenizer is None and config.tokenizer == "pretrained":
+            raise DataError("tokenizer is 'pretrained': none is given")
         elif tokenizer is None:
             tokenizer = BPETokenizer.train(text[:cut], config.bpe_vocab_size)
         train, val = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
+        if config.tokenizer == "pretrained":
+            _check_known(config, train, val)
         val_characters = len(text) - cut
     small = np.min_scalar_type(tokenizer.vocab_size - 1)
     dtype = small if small.itemsize < 4 else np.dtype(np.int32)
@@ -381,6 +370,14 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
         val_characters=val_characters,
         sha256=hashlib.sha256(content).hexdigest(),
     )
+
+
+def _check_known(config: TrainConfig, *parts: np.ndarray) -> None:
+    """A published tokenizer may have tokens that its model has not."""
+    largest = max(int(part.max(initial=0)) for part in parts)
+    if largest >= config.model.vocab_size:
+        rule = f"{config.init_from} has {config.model.vocab_size} tokens"
+        raise DataError(f"data is {config.data!r}: it has token {largest}: {rule}")
 
 
 def random_starts(

@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.arguments import check_key
+from transformer_jax.arguments import check_count, check_key
 from transformer_jax.cache import KVCache, next_positions
 from transformer_jax.processors import (
     History,
     HistoryProcessor,
     apply_all,
-    check_count,
     check_processors,
+    token_ids,
 )
 from transformer_jax.recurrent import RecurrentLM, RecurrentSeq2Seq, RecurrentStep
 from transformer_jax.rows import choose
@@ -536,11 +536,8 @@ def stop_tokens(stop: Any) -> tuple[int, ...]:
     """One id or several, as a tuple of ints."""
     if not isinstance(stop, Integral | Iterable):
         raise ValueError(f"stop is {stop!r}: must be a token id or several")
-    stop = (stop,) if isinstance(stop, Integral) else tuple(stop)
-    for token in stop:
-        if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
-            raise ValueError(f"stop has {token!r}: must be token ids, integers from 0")
-    return tuple(map(int, stop))
+    ids = (stop,) if isinstance(stop, Integral) else tuple(stop)
+    return token_ids("stop", ids) if ids else ()
 
 
 def check_alive(state: Any) -> None:

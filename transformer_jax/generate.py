@@ -1,7 +1,8 @@
-"""The command that continues a text with a trained run.
+"""The command that continues a text with a trained run or a published model.
 
 python -m transformer_jax.generate --run FOLDER --prompt TEXT
 python -m transformer_jax.generate --run FOLDER --prompts FILE --slots 8
+python -m transformer_jax.generate --model FOLDER_OR_ID --prompt TEXT --chat
 
 An import of `transformer_jax.generate`, in whichever way, gives the function (of decode.py).
 """
@@ -10,147 +11,221 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from transformer_jax.command import Parser, run
 from transformer_jax.config import ConfigError
-from transformer_jax.flags import spelled
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status: 0, 1 (the run cannot be read) or 2 (usage)."""
-    parser = _parser()
-    flags = [option for action in parser._actions for option in action.option_strings]
-    try:
-        arguments = parser.parse_args(spelled(sys.argv[1:] if argv is None else argv, flags))
-    except ConfigError as error:
-        parser.error(str(error))
-    try:
-        _write(arguments)
-        return 0
-    except BrokenPipeError:  # the reader had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        print()
-        return 130
-    except (ValueError, OSError) as error:
-        if arguments.debug:
-            raise
-        from transformer_jax.checkpoint import CheckpointError
-
-        print(f"generate: {_one_line(error)}", file=sys.stderr)
-        return 1 if isinstance(error, CheckpointError | OSError) else 2
+    return run(_parser(), argv, _write)
 
 
 def _write(arguments: argparse.Namespace) -> None:
-    if not 0 <= arguments.seed < 2**32:
+    if arguments.seed is not None and not 0 <= arguments.seed < 2**32:
         raise ConfigError(f"seed is {arguments.seed}: must be at least 0 and below 2**32")
     if arguments.tokens is not None and arguments.tokens < 1:
         raise ConfigError(f"tokens is {arguments.tokens}: must be positive")
     _one_way(arguments)
-    from pathlib import Path
-
-    import jax
-
-    from transformer_jax import checkpoint, completion
-    from transformer_jax.models import init_params
-    from transformer_jax.run_folder import RunFolder
+    from transformer_jax import completion
+    from transformer_jax.text_model import load_run, load_text_model
 
     sampler = _sampler(arguments)
     stop = completion.check_stop_strings(arguments.stop or ())
-    folder = RunFolder(Path(arguments.run))
-    config = folder.read_config()
-    steps = checkpoint.saved_steps(folder.checkpoints)
-    if not steps:
-        raise ConfigError(f"run is {arguments.run!r}: it has no checkpoint yet")
-    step = steps[-1]
-    if arguments.checkpoint == "best":
-        best = checkpoint.best_step(folder.checkpoints)
-        if best is None:
-            raise ConfigError("checkpoint is 'best': none was evaluated yet; 'last' is there")
-        step = best
-    path = checkpoint.step_path(folder.checkpoints, step)
-    metadata = checkpoint.read_manifest(path).metadata
-    tokenizer = folder.read_tokenizer(metadata["tokenizer_sha256"])
-    template = jax.eval_shape(lambda: init_params(config.model, jax.random.key(0)))
-    params = checkpoint.restore(path, {"params": template})["params"]
-    processors = _processors(arguments, tokenizer)
+    if arguments.run is not None:
+        model = load_run(arguments.run, arguments.checkpoint or "best")
+    else:
+        model = load_text_model(arguments.model, dtype=arguments.dtype, max_len=arguments.max_len)
+    processors = (*model.processors, *_processors(arguments, model.tokenizer))
     with contextlib.suppress(AttributeError):  # a replaced stdout may have no such method
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    model = config.model, params, tokenizer
-    common: dict[str, Any] = dict(processors=processors, cache_dtype=arguments.cache_dtype)
-    drawn = common | dict(sampler=sampler, key=jax.random.key(arguments.seed), stop=stop)
+    if model.config.kind == "encoder-decoder":
+        _translate(arguments, model, sampler, processors, stop)
+    else:
+        _continue(arguments, model, sampler, processors, stop)
 
-    def tokens_behind(*prompts: str) -> int:
+
+def _continue(
+    arguments: argparse.Namespace, given: Any, sampler: Any, processors: Any, stop: Any
+) -> None:
+    """Write with a decoder."""
+    import jax
+    import numpy as np
+
+    from transformer_jax import completion
+
+    texts = [arguments.prompt or ""]
+    if arguments.prompts is not None:
+        texts = _prompts(arguments.prompts)
+    read = given.chat if arguments.chat else partial(completion.read_prompt, given.tokenizer)
+    prompts: list[np.ndarray] = [_within(given.config, read(text)) for text in texts]
+    shown = ["" if arguments.chat else text for text in texts]
+    config = given.config
+    if arguments.max_len is None:
+        config = _shortened(config, max(map(len, prompts)) + (arguments.tokens or 400))
+    model = config, given.params, given.tokenizer
+    common: dict[str, Any] = dict(
+        processors=processors, cache_dtype=arguments.cache_dtype, stop_ids=given.stop_ids
+    )
+    drawn = common | dict(sampler=sampler, key=jax.random.key(arguments.seed or 0), stop=stop)
+    left = min(completion.room(config, given.tokenizer, prompt) for prompt in prompts)
+
+    def tokens_behind() -> int:
         """As many as asked for: without a wish, as many as fit, up to 400."""
-        left = min(completion.room(config.model, tokenizer, prompt) for prompt in prompts)
         if left < 1 or (arguments.tokens or 1) > left:
-            fits = f"{max(left, 0)} fit behind the prompt (max_len {config.model.max_len})"
+            fits = f"{max(left, 0)} fit behind the prompt (max_len {config.max_len})"
             raise ConfigError(f"tokens is {arguments.tokens or 1}: {fits}")
         return arguments.tokens or min(left, 400)
 
-    prompt = arguments.prompt
+    prompt, before = prompts[0], shown[0]
     if arguments.prompts is not None:
-        prompts = _prompts(arguments.prompts)
-        count = tokens_behind(*prompts)
         for number, text in completion.answer(
-            *model, prompts, count, slots=arguments.slots, **drawn
+            *model, prompts, tokens_behind(), slots=arguments.slots or 8, **drawn
         ):
-            print(f"--- {number + 1}\n{prompts[number]}{text}", flush=True)
+            print(f"--- {number + 1}\n{shown[number]}{_begun(arguments, text)}", flush=True)
     elif arguments.beams is not None:
         found = completion.search(
-            *model, prompt, tokens_behind(prompt), beams=arguments.beams,
-            results=arguments.samples or 1, length_penalty=arguments.length_penalty, **common,
+            *model, prompt, tokens_behind(), beams=arguments.beams, results=arguments.samples or 1,
+            length_penalty=arguments.length_penalty or 0.0, **common,
         )  # fmt: skip
         for score, text in found:
-            print(f"--- score {score:.4f}\n{prompt}{text}")
+            print(f"--- score {score:.4f}\n{before}{_begun(arguments, text)}")
     elif arguments.samples is not None:
-        count = tokens_behind(prompt)
-        texts = completion.samples(*model, prompt, count, count=arguments.samples, **drawn)
+        texts = completion.samples(
+            *model, prompt, tokens_behind(), count=arguments.samples, **drawn
+        )
         for number, text in enumerate(texts):
-            print(f"--- {number + 1}\n{prompt}{text}")
+            print(f"--- {number + 1}\n{before}{_begun(arguments, text)}")
     elif arguments.lookup is not None:
         text, out = completion.look_up(
-            *model, prompt, tokens_behind(prompt), num_draft=arguments.lookup, **drawn
+            *model, prompt, tokens_behind(), num_draft=arguments.lookup, **drawn
         )
-        print(f"{prompt}{text}")
+        print(f"{before}{_begun(arguments, text)}")
         print(
             f"{int(out.accepted.sum())} of {int(out.proposed.sum())} proposed tokens accepted, "
             f"{int(out.calls)} calls of the model for {int(out.lengths.sum())} tokens",
             file=sys.stderr,
         )
     else:
+        if left < 1 and arguments.chat:
+            tokens_behind()  # a longer text is read from its middle, which is no message
         pieces = completion.complete(*model, prompt, arguments.tokens or 400, **drawn)
-        sys.stdout.write(prompt)
-        for piece in pieces:
-            sys.stdout.write(piece)
+        sys.stdout.write(before)
+        for number, piece in enumerate(pieces):
+            sys.stdout.write(_begun(arguments, piece) if number == 0 else piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
 
 
+def _translate(
+    arguments: argparse.Namespace, model: Any, sampler: Any, processors: Any, stop: Any
+) -> None:
+    """Write with an encoder-decoder, to which a prompt is the source."""
+    import jax
+
+    from transformer_jax.processors import Force
+    from transformer_jax.translation import LastIs, search_translations, translate
+
+    for name in ("lookup", "chat", "slots"):
+        if getattr(arguments, name):
+            raise ConfigError(f"{name}: needs a decoder, {arguments.model} is an encoder-decoder")
+    config, count = model.config, arguments.tokens or min(400, model.config.max_len)
+    if config.positions in ("learned", "sinusoidal") and count > config.max_len:
+        raise ConfigError(f"tokens is {count}: {config.max_len} fit (max_len)")
+    if model.forced_bos_id is not None:
+        processors = (Force(model.forced_bos_id), *processors)
+    if model.forced_eos_id is not None:
+        processors = (*processors, LastIs(model.forced_eos_id, count))
+    common: dict[str, Any] = dict(
+        start=model.start_id, processors=processors, stop_ids=model.stop_ids,
+        cache_dtype=arguments.cache_dtype,
+    )  # fmt: skip
+    texts = [arguments.prompt or ""]
+    if arguments.prompts is not None:
+        texts = _prompts(arguments.prompts)
+    for number, text in enumerate(texts):
+        source = model.tokenizer.encode(text, special_tokens=True)
+        if not len(source):
+            raise ConfigError("prompt is '': an encoder-decoder needs a source")
+        known = config, model.params, model.tokenizer, source, count
+        if arguments.beams is not None:
+            found = search_translations(
+                *known, beams=arguments.beams, results=arguments.samples or 1,
+                length_penalty=arguments.length_penalty or 0.0, **common,
+            )  # fmt: skip
+            for score, target in found:
+                print(f"--- score {score:.4f}\n{target}", flush=True)
+            continue
+        key = jax.random.key(arguments.seed or 0)
+        key = key if arguments.prompts is None else jax.random.fold_in(key, number)
+        targets = translate(
+            *known, sampler=sampler, key=key, count=arguments.samples or 1, stop=stop, **common
+        )
+        for n, target in enumerate(targets):
+            many = arguments.samples is not None or arguments.prompts is not None
+            print(f"--- {number + n + 1}\n{target}" if many else target, flush=True)
+
+
+def _begun(arguments: argparse.Namespace, text: str) -> str:
+    """An answer begins a text of its own: without the space that a first word may bring."""
+    return text.removeprefix(" ") if arguments.chat else text
+
+
+def _within(config: Any, ids: Any) -> Any:
+    """The ids of a prompt, all of which the model knows."""
+    from transformer_jax.data import DataError
+
+    if len(ids) and ids.max() >= config.vocab_size:
+        rule = f"the model has {config.vocab_size} tokens"
+        raise DataError(f"the prompt has id {ids.max()}: {rule}")
+    return ids
+
+
+def _shortened(config: Any, needed: int) -> Any:
+    """A config with room for so many tokens: a published length may be larger than the memory."""
+    import dataclasses
+
+    if config.positions == "learned":
+        return config
+    return dataclasses.replace(config, max_len=min(config.max_len, -(-needed // 64) * 64))
+
+
 def _one_way(arguments: argparse.Namespace) -> None:
     """Ways of decoding that exclude each other, and flags that would not be read."""
+    if (arguments.run is None) == (arguments.model is None):
+        raise ConfigError("run and model: give one of them")
+    if arguments.run is not None:
+        unread = [name for name in ("dtype", "max_len") if getattr(arguments, name) is not None]
+        if unread:
+            raise ConfigError(f"{unread[0]} with run: a run has its own, it needs model")
+    elif arguments.checkpoint is not None:
+        raise ConfigError("checkpoint with model: needs run")
     ways = [name for name in ("prompts", "beams", "lookup") if getattr(arguments, name) is not None]
     if len(ways) > 1:
         raise ConfigError(f"{ways[0]} and {ways[1]}: give one of them")
     if arguments.samples is not None and ways and ways != ["beams"]:
         raise ConfigError(f"samples and {ways[0]}: give one of them")
-    for name, least in (("beams", 1), ("lookup", 1), ("samples", 1), ("slots", 1)):
+    for name in ("beams", "lookup", "samples", "slots"):
         value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name} is {value}: must be at least {least}")
-    if arguments.beams is None and arguments.length_penalty:
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}: must be at least 1")
+    if arguments.beams is None and arguments.length_penalty is not None:
         raise ConfigError(f"length_penalty is {arguments.length_penalty}: needs beams")
+    if arguments.prompts is None and arguments.slots is not None:
+        raise ConfigError(f"slots is {arguments.slots}: needs prompts")
     if arguments.beams is not None:
-        for name in ("top_k", "top_p", "min_p", "typical_p", "stop"):
+        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "seed"):
             if getattr(arguments, name) is not None:
-                raise ConfigError(f"{name} with beams: a beam search draws nothing and never stops")
-    if arguments.prompts is not None and arguments.prompt:
+                rule = "a beam search draws nothing and stops at no text"
+                raise ConfigError(f"{name} with beams: {rule}")
+    if arguments.prompts is not None and arguments.prompt is not None:
         raise ConfigError("prompt and prompts: give one of them")
+    if arguments.chat and arguments.prompts is None and not arguments.prompt:
+        raise ConfigError("chat: needs a prompt, the message")
 
 
 def _prompts(path: str) -> list[str]:
@@ -203,6 +278,8 @@ def _valued(name: str, value: Any, kind: Callable[[Any], Any]) -> Any:
 def _sampler(arguments: argparse.Namespace):
     from transformer_jax.sampling import MinP, Sample, Temperature, TopK, TopP, Typical
 
+    if arguments.temperature is None:
+        arguments.temperature = 0.8
     return Sample(
         *(
             _valued(name, getattr(arguments, name), kind)
@@ -218,22 +295,23 @@ def _sampler(arguments: argparse.Namespace):
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str):
-            self.exit(2, f"generate: {message}\n")
-
-    parser = Parser(
-        prog="python -m transformer_jax.generate",
-        description="Continue a text with a model that train.py trained.",
-        allow_abbrev=False,
-    )
+def _parser() -> Parser:
+    description = "Continue a text with a model that train.py trained, or a published one."
+    parser = Parser("generate", description)
     add = parser.add_argument
-    add("--run", required=True, metavar="FOLDER", help="the run folder that train.py wrote")
-    add("--prompt", default="", metavar="TEXT", help="the text to continue; default: a new line")
+    add("--run", metavar="FOLDER", help="the run folder that train.py wrote")
+    add(
+        "--model", metavar="FOLDER_OR_ID",
+        help="a published model instead: a folder of config.json, safetensors and its tokenizer",
+    )  # fmt: skip
+    add(
+        "--prompt", metavar="TEXT",
+        help="the text to continue, or an encoder-decoder's source; default: a new line",
+    )  # fmt: skip
+    add("--chat", action="store_true", help="the prompt is a message: answer it")
     add("--tokens", type=int, metavar="N", help="how many tokens; default: 400, or what fits")
     add(
-        "--temperature", type=float, default=0.8, metavar="T",
+        "--temperature", type=float, metavar="T",
         help="below 1 sharpens the distribution, 0 takes the likeliest token; default: 0.8",
     )  # fmt: skip
     add("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens")
@@ -250,29 +328,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--samples", type=int, metavar="N", help="N texts; the prompt is read once")
     add("--beams", type=int, metavar="N", help="search with N beams; --samples of them are shown")
     add(
-        "--length-penalty", type=float, default=0.0, metavar="A",
+        "--length-penalty", type=float, metavar="A",
         help="of a beam search: log p is divided by length^A; default: 0",
     )  # fmt: skip
     add("--lookup", type=int, metavar="N", help="propose N tokens at a time from the text so far")
     add("--prompts", metavar="FILE", help="continue every line of a file, or of - standard input")
-    add(
-        "--slots", type=int, default=8, metavar="N", help="--prompts that run at a time; default: 8"
-    )
+    add("--slots", type=int, metavar="N", help="--prompts that run at a time; default: 8")
     add(
         "--cache-dtype", choices=("float32", "bfloat16", "int8"),
         help="of keys and values; default: the model's; int8 takes a quarter of float32",
     )  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="all randomness follows from it")
     add(
-        "--checkpoint", choices=("best", "last"), default="best",
-        help="the lowest held-out loss (default), or the last step",
+        "--dtype", choices=("float32", "bfloat16", "float16"),
+        help="of --model: what its parameters become; default: what they are",
     )  # fmt: skip
-    add("--debug", action="store_true", help="show the traceback of an error")
+    add("--max-len", type=int, metavar="N", help="of --model: another longest text than its own")
+    add("--seed", type=int, metavar="N", help="all randomness follows from it; default: 0")
+    add(
+        "--checkpoint", choices=("best", "last"),
+        help="of --run: the lowest held-out loss (default), or the last step",
+    )  # fmt: skip
     return parser
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ and hands the parts on, so a looped and a scanned stack draw the same numbers.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -93,13 +94,23 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
         cfg = self.config
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), F32)
+        scale = _unit(cfg, self.param("scale", _unit_init(cfg), (x.shape[-1],), F32))
         if cfg.norm == "rmsnorm":
             return rms_norm(x, scale, cfg.norm_eps)
         bias = None
         if cfg.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), F32)
         return layer_norm(x, scale, bias, cfg.norm_eps)
+
+
+def _unit_init(config: ModelConfig) -> Any:
+    return nn.initializers.zeros if config.norm_unit_offset else nn.initializers.ones
+
+
+def _unit(config: ModelConfig, scale: jax.Array) -> jax.Array:
+    """What a norm multiplies by, of what it stores; in f32."""
+    scale = scale.astype(F32)
+    return 1.0 + scale if config.norm_unit_offset else scale
 
 
 def project(
@@ -179,10 +190,10 @@ class Attention(nn.Module):
         self.key = Linear(cfg, (cfg.kv_heads, cfg.key_dim), use_bias=qkv_bias)
         self.value = Linear(cfg, (cfg.kv_heads, cfg.value_dim), use_bias=qkv_bias)
         self.out = Linear(cfg, (cfg.d_model,), contract=2, std=branch_std(cfg, self.depth))
-        ones = nn.initializers.ones
         if cfg.qk_norm:
-            self.query_scale = self.param("query_scale", ones, (cfg.key_dim,), F32)
-            self.key_scale = self.param("key_scale", ones, (cfg.key_dim,), F32)
+            unit = _unit_init(cfg)
+            self.query_scale = self.param("query_scale", unit, (cfg.key_dim,), F32)
+            self.key_scale = self.param("key_scale", unit, (cfg.key_dim,), F32)
         if cfg.attention_sinks:
             self.sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), F32)
         if cfg.positions == "shaw" and not self.cross:
@@ -199,10 +210,10 @@ class Attention(nn.Module):
         cfg = self.config
         k, v = self.key(context), self.value(context)
         if cfg.qk_norm:
-            k = rms_norm(k, self.key_scale, cfg.norm_eps)
+            k = rms_norm(k, _unit(cfg, self.key_scale), cfg.norm_eps)
         if cfg.positions == "rope" and not self.cross:
             assert token_positions is not None
-            k = pos.apply_rope(k, token_positions, cfg.rope)
+            k = pos.apply_rope(k, token_positions, cfg.layer_rope(self.window))
         return k, v
 
     def __call__(
@@ -226,14 +237,14 @@ class Attention(nn.Module):
         cfg = self.config
         q = self.query(x)
         if cfg.qk_norm:
-            q = rms_norm(q, self.query_scale, cfg.norm_eps)
+            q = rms_norm(q, _unit(cfg, self.query_scale), cfg.norm_eps)
         k_positions = positions
         if context is not None:
             k, v, k_positions = context.k, context.v, context.positions
         else:
             if cfg.positions == "rope":
                 assert token_positions is not None
-                q = pos.apply_rope(q, token_positions, cfg.rope)
+                q = pos.apply_rope(q, token_positions, cfg.layer_rope(self.window))
             k, v = self.keys_values(x, token_positions)
             if cache is not None:
                 assert positions is not None
@@ -317,12 +328,13 @@ class FeedForward(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
         cfg = self.config
-        hidden = Linear(cfg, (cfg.ff_dim,), name="up")(x)
+        linear = partial(Linear, cfg, use_bias=cfg.ff_bias)
+        hidden = linear((cfg.ff_dim,), name="up")(x)
         if cfg.glu:
-            hidden = activate(Linear(cfg, (cfg.ff_dim,), name="gate")(x), cfg.activation) * hidden
+            hidden = activate(linear((cfg.ff_dim,), name="gate")(x), cfg.activation) * hidden
         else:
             hidden = activate(hidden, cfg.activation)
-        return Linear(cfg, (cfg.d_model,), name="down", std=branch_std(cfg, self.depth))(hidden)
+        return linear((cfg.d_model,), name="down", std=branch_std(cfg, self.depth))(hidden)
 
 
 class Block(nn.Module):
@@ -411,9 +423,10 @@ class Block(nn.Module):
         memory_positions: jax.Array | None = None,  # i32[B, S]
         attend: tuple[()] | None = None,  # () asks for weights: a tree, so known under any trace
     ) -> tuple[Any, ...]:
-        """The block's output [B, T, D] and its updated cache; with `attend`, the weights of
-        `attention` and of `cross_attention` behind them, as `Attention` gives them."""
+        """The block's output [B, T, D] and its updated cache; with `attend`, x itself and the
+        weights of `attention` and of `cross_attention` behind them, as `Attention` gives them."""
         weights = attend is not None
+        given = [x] if weights else []
         keys = split_key(key, 5)
         x, cache, *seen = self._branch(
             "attention",
@@ -444,11 +457,15 @@ class Block(nn.Module):
             )
             seen += crossed
         (x,) = self._branch("feed_forward", x, keys[4], lambda y: (self.feed_forward(y),))
-        return x, cache, *seen
+        return x, cache, *given, *seen
 
 
 class Embed(nn.Module):
-    """Token (and position, and type) vectors in, logits out."""
+    """Token (and position, and type) vectors in, logits out.
+
+    Both sides of an encoder-decoder share the tokens' vectors; the target has a table of positions
+    and a norm of its own (Lewis et al. 2020).
+    """
 
     config: ModelConfig
 
@@ -457,12 +474,14 @@ class Embed(nn.Module):
         std = cfg.d_model**-0.5 if cfg.scale_embeddings else cfg.init_std
         normal = nn.initializers.normal(std)
         self.tokens = self.param("tokens", normal, (cfg.vocab_size, cfg.d_model), F32)
+        sides = ("", "target_") if cfg.kind == "encoder-decoder" else ("",)
         if cfg.positions == "learned":
-            self.positions = self.param("positions", normal, (cfg.max_len, cfg.d_model), F32)
+            shape = cfg.max_len + cfg.position_offset, cfg.d_model
+            self.tables = [self.param(f"{side}positions", normal, shape, F32) for side in sides]
         if cfg.type_vocab_size is not None:
             self.types = self.param("types", normal, (cfg.type_vocab_size, cfg.d_model), F32)
         if cfg.embedding_norm:
-            self.norm = Norm(cfg)
+            self.norms = [Norm(cfg, name=f"{side}norm") for side in sides]
         if not cfg.tie_embeddings:
             self.output = self.param("output", normal, (cfg.vocab_size, cfg.d_model), F32)
         if cfg.logit_bias:
@@ -474,6 +493,7 @@ class Embed(nn.Module):
         token_positions: jax.Array,  # i32[B, T] or [T]
         types: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
+        target: bool = False,
     ) -> jax.Array:  # [B, T, D]
         """E[token] (times sqrt(D)), plus position and type vectors; zeros where padded."""
         cfg = self.config
@@ -482,22 +502,24 @@ class Embed(nn.Module):
             x = x * cfg.d_model**0.5
         if cfg.positions in ("learned", "sinusoidal"):
             if cfg.positions == "learned":
-                added = pos.learned(self.positions, token_positions)
+                added = pos.learned(self.tables[target], token_positions, cfg.position_offset)
             else:
-                added = pos.sinusoidal(token_positions, cfg.d_model)
+                added = pos.sinusoidal(token_positions, cfg.d_model, layout=cfg.sinusoid)
             x = x + (added if added.ndim == 3 else added[None])
         if cfg.type_vocab_size is not None:
             x = x + lookup(self.types, jnp.zeros_like(tokens) if types is None else types)
         if token_positions.ndim == 2:  # or 0 * NaN of a padding token would enter gradients
             x = jnp.where((token_positions < 0)[:, :, None], 0.0, x)
         if cfg.embedding_norm:
-            x = self.norm(x)
+            x = self.norms[target](x)
         return dropout(x, cfg.dropout, key).astype(cfg.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
-        """x E^T (+ bias), soft-capped; the sums are f32 whatever the compute dtype."""
+        """(scale) x E^T (+ bias), soft-capped; the sums are f32 whatever the compute dtype."""
         cfg = self.config
         table = self.tokens if cfg.tie_embeddings else self.output
+        if cfg.logit_scale is not None:
+            x = x * cfg.logit_scale
         rows = x.reshape(math.prod(x.shape[:2]), cfg.d_model)
         y = _against(rows, table.astype(cfg.dtype))
         y = y.reshape(*x.shape[:2], cfg.vocab_size)

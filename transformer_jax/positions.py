@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,28 +23,34 @@ def sinusoidal(
     positions: jax.Array,  # i32[...]
     dim: int,
     base: float = 10_000.0,
+    layout: Literal["interleaved", "halves"] = "interleaved",
 ) -> jax.Array:  # f32[..., dim]
-    """sin(p base^(-2i/dim)) at 2i, cos of the same angle at 2i + 1 (Vaswani et al. 2017, 3.5)."""
+    """sin(p base^(-2i/dim)) at 2i, cos of the same angle at 2i + 1 (Vaswani et al. 2017, 3.5);
+    in `halves`, at i and at dim/2 + i (Marian)."""
     if dim % 2 or dim < 2:
         raise ValueError(f"dim is {dim}: must be even and at least 2")
     angles = _angles(positions, _inverse_frequencies(base, dim))
+    if layout == "halves":
+        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*angles.shape[:-1], dim)
 
 
 def learned(
-    table: jax.Array,  # [L, D]
+    table: jax.Array,  # [offset + L, D]
     positions: jax.Array,  # i32[...]
+    offset: int = 0,
 ) -> jax.Array:  # [..., D]
-    """table[p], and zeros where p < 0.
+    """table[offset + p], and zeros where p < 0.
 
     A position from L on is a ValueError where it is known, and NaN under trace; never another row.
     """
     positions = jnp.asarray(positions)
     if not isinstance(positions, jax.core.Tracer) and positions.size:
         largest = int(positions.max())
-        if largest >= table.shape[0]:
-            raise ValueError(f"position {largest} is outside the table of {table.shape[0]} rows")
-    row = jnp.maximum(positions, 0)
+        if largest >= table.shape[0] - offset:
+            held = f"{table.shape[0]} rows" + (f", {offset} of them before 0" if offset else "")
+            raise ValueError(f"position {largest} is outside the table of {held}")
+    row = jnp.maximum(positions, 0) + offset
     rows = jnp.asarray(table).at[row].get(mode="fill", fill_value=jnp.nan)
     return jnp.where((positions < 0)[..., None], jnp.zeros_like(rows), rows)
 
@@ -59,11 +66,16 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
 
     - linear: w / s (Chen et al. 2023);
     - ntk: base' = base s^(d/(d-2)), so the fastest pair is kept and the slowest is divided by s;
+    - dynamic: ntk with s' = s n / original_len - (s - 1) for the length n the rotation is made for
+      (bloc97 and emozilla 2023), w itself up to original_len;
     - llama3: (1 - m) w / s + m w, m = clip((r - low) / (high - low), 0, 1) (Dubey et al. 2024);
     - yarn: the same blend, m falling from 1 to 0 linearly in k between the pairs that make
       beta_fast and beta_slow turns, rounded outwards as in the authors' code, which released
       checkpoints follow (the paper's text has m linear in r); vectors are multiplied by
-      attention_factor, 0.1 ln(s) + 1 unless given (Peng et al. 2023, 3.2 to 3.4).
+      attention_factor, 0.1 ln(s) + 1 unless given (Peng et al. 2023, 3.2 to 3.4);
+    - longrope: w_k / f_k, f the short factors up to original_len and the long ones beyond; vectors
+      are multiplied by attention_factor, sqrt(1 + ln(s) / ln(original_len)) unless given
+      (Ding et al. 2024).
 
     Computed in float64 and rounded once.
     """
@@ -77,8 +89,12 @@ def _rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
     if dims > head_dim or dims % 2:
         raise ValueError(f"dims is {dims}: must be even and at most head_dim {head_dim}")
     base, factor, original = config.base, config.factor, config.original_len
-    if config.scaling == "ntk" and dims > 2:  # a single pair has frequency 1 for every base
-        base = base * factor ** (dims / (dims - 2))
+    if config.scaling in ("ntk", "dynamic") and dims > 2:  # a single pair has frequency 1 always
+        stretch = factor
+        if config.scaling == "dynamic":
+            assert original is not None
+            stretch = factor * max(config.length or 0, original) / original - (factor - 1)
+        base = base * stretch ** (dims / (dims - 2))
     w = _inverse_frequencies(base, dims)
     attention_factor = 1.0
     if config.scaling == "linear":
@@ -95,14 +111,24 @@ def _rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
             """The index k, a fraction, of the pair that makes so many turns."""
             return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-        first = max(math.floor(pair(config.beta_fast)), 0)
-        last = min(math.ceil(pair(config.beta_slow)), dims - 1)
+        fast, slow = pair(config.beta_fast), pair(config.beta_slow)
+        if config.truncate:
+            fast, slow = math.floor(fast), math.ceil(slow)
+        first, last = max(fast, 0), min(slow, dims - 1)
         ramp = (np.arange(dims // 2) - first) / (last - first if last != first else 0.001)
         kept = 1 - np.clip(ramp, 0.0, 1.0)
         w = (1 - kept) * w / factor + kept * w
         attention_factor = 0.1 * math.log(factor) + 1.0
-        if config.attention_factor is not None:
-            attention_factor = config.attention_factor
+    elif config.scaling == "longrope":
+        assert original is not None and config.short_factors and config.long_factors
+        beyond = config.length is not None and config.length > original
+        factors = config.long_factors if beyond else config.short_factors
+        if len(factors) != len(w):
+            raise ValueError(f"{len(factors)} factors of longrope: head_dim makes {len(w)} pairs")
+        w = w / np.array(factors)
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+    if config.attention_factor is not None:
+        attention_factor = config.attention_factor
     return w, attention_factor
 
 

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.arguments import check_count, check_finite
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -243,15 +245,3 @@ def token_ids(name: str, tokens: Sequence[Any]) -> tuple[int, ...]:
     if not tokens:
         raise ValueError(f"{name} is empty: must name at least one token")
     return tuple(int(token) for token in tokens)
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    """An integer of at least `least`."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}: must be an integer of at least {least}")
-
-
-def check_finite(name: str, value: Any) -> None:
-    """A finite number."""
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}: must be finite")

@@ -4,11 +4,12 @@ the best beams, let a row join a running batch."""
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from transformer_jax.arguments import check_count
 
 
 def count_rows(state: Any) -> int:
@@ -33,8 +34,7 @@ def fork(state: Any, copies: int) -> Any:
     The result owns its memory, so what is forked stays whole when the copy is donated;
     `fork(state, 1)` keeps a state that `generate` would consume.
     """
-    if not isinstance(copies, Integral) or copies < 1:
-        raise ValueError(f"copies is {copies}: must be an integer of at least 1")
+    check_count("copies", copies, 1)
     return jax.tree.map(lambda leaf: jnp.array(jnp.repeat(leaf, copies, axis=0), copy=True), state)
 
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from transformer_jax.arguments import check_count
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
@@ -72,8 +74,7 @@ class TopK:
     k: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, Integral) or isinstance(self.k, bool) or self.k < 1:
-            raise ValueError(f"k is {self.k!r}: must be an integer of at least 1")
+        check_count("k", self.k, 1)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
         x = _checked(logits)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.arguments import check_key
+from transformer_jax.arguments import check_count, check_key
 from transformer_jax.decode import (
     Chosen,
     Plan,
@@ -72,9 +72,8 @@ def init_slots(
     stop: int | Sequence[int] = (),
 ) -> Slots:
     """So many free slots for states like `state`, which is one row and stays whole."""
-    for name, value in (("slots", slots), ("capacity", capacity)):
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r}: must be an integer of at least 1")
+    check_count("slots", slots, 1)
+    check_count("capacity", capacity, 1)
     if sampler is not None:
         check_sampler(sampler)
     processors, stop = check_processors(processors), stop_tokens(stop)
@@ -148,8 +147,7 @@ def advance_slots(
     are consumed.
     """
     _check_kept(slots)
-    if steps < 1:
-        raise ValueError(f"steps is {steps}: must be at least 1")
+    check_count("steps", steps, 1)
     return _advance(slots, params, jax.device_put(np.bool_(pause)), steps)
 
 
@@ -250,8 +248,7 @@ def serve(
     `pause`, a call ends as soon as a slot is free for who waits, which is fewer steps in more
     calls, and pays where a step takes much longer than a call.
     """
-    if steps_per_call < 1:
-        raise ValueError(f"steps_per_call is {steps_per_call}: must be at least 1")
+    check_count("steps_per_call", steps_per_call, 1)
     held = init_slots(
         step, params, state, slots, capacity, sampler=sampler, processors=processors, stop=stop
     )
@@ -381,8 +378,8 @@ def _arrange(
     slots: Slots, prompt: Any, lengths: Any, state: Any, limits: Any, key: Any, chunk: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Checked: i32[R, P] padded to its bucket, lengths, limits and keys, each of R rows."""
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is {chunk}: must be at least 1")
+    if chunk is not None:
+        check_count("chunk", chunk, 1)
     prompt, lengths = check_prompt(prompt, lengths)
     if not np.issubdtype(prompt.dtype, np.integer):
         raise ValueError(f"prompt is {prompt.dtype}: must be token ids, integers")

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.arguments import check_count
 from transformer_jax.decode import (
     Plan,
     Running,
@@ -117,8 +118,7 @@ class PromptLookup(Proposer):
     ngram: int = 3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ngram, int) or isinstance(self.ngram, bool) or self.ngram < 1:
-            raise ValueError(f"ngram is {self.ngram!r}: must be an integer of at least 1")
+        check_count("ngram", self.ngram, 1)
 
     def propose(self, memory: Any, turn: Turn) -> tuple[Proposal, Any]:
         tokens, length = turn.history.tokens, turn.history.length
@@ -286,7 +286,7 @@ def speculate(
     The state needs as much room as for `generate`; a ring must have num_draft slots more than its
     window. It is consumed, the proposer is not.
     """
-    _check_count(num_draft)
+    check_count("num_draft", num_draft, 1)
     _check_proposer(proposer)
     if sampler is not None:
         _check_distribution("sampler", sampler)
@@ -529,11 +529,6 @@ def _uniform(key: jax.Array, number: jax.Array) -> jax.Array:
 def _vocab_size(step: Step, params: Any, rows: int, state: Any) -> int:
     tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     return jax.eval_shape(step, params, tokens, state)[0].shape[-1]
-
-
-def _check_count(num_draft: Any) -> None:
-    if not isinstance(num_draft, int) or isinstance(num_draft, bool) or num_draft < 1:
-        raise ValueError(f"num_draft is {num_draft!r}: must be an integer of at least 1")
 
 
 def _check_proposer(proposer: Any) -> None:

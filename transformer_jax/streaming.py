@@ -219,7 +219,7 @@ def rebase_state(
     if rope is not None:
         if not jnp.issubdtype(k.dtype, jnp.floating):
             raise ValueError(f"keys are {k.dtype}: must be floating to be rotated")
-        if rope.scaling == "yarn":
+        if rope.scaling in ("yarn", "longrope"):
             rope = replace(rope, attention_factor=1.0)  # the keys have been multiplied already
         k = pos.apply_rope(k, jnp.broadcast_to(-shift[:, None], state.positions.shape), rope)
     positions = state.positions - shift[:, None]
@@ -241,13 +241,13 @@ def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> M
         raise ValueError(f"positions is {config.positions!r}: {rule}")
     if config.sink_tokens:
         raise ValueError(f"sink_tokens is {config.sink_tokens}: sinks stay where they are")
-    _window(config)
+    window = _window(config)
     limit = cache_limit(config, cache.capacity)
     if limit is not None:
         raise ValueError(f"capacity is {limit}, window {config.window}: not a ring of the window")
     if cache.cross is not None:
         raise ValueError("cache.cross is not None: a target has an end, and is not rebased")
-    rope = config.rope if config.positions == "rope" else None
+    rope = config.layer_rope(window) if config.positions == "rope" else None
 
     def move(layer: kv.KVCache) -> kv.KVCache:
         return rebase_state(layer, rope, multiple)
@@ -273,7 +273,7 @@ def _check_encoder(config: ModelConfig, frame_dim: int, chunk: int | None) -> No
         )
     if config.positions == "learned":
         raise ValueError("positions is 'learned': a table ends; use 'rope', 'alibi', 't5', ...")
-    for name in ("scale_embeddings", "logit_bias", "logit_softcap"):
+    for name in ("scale_embeddings", "logit_scale", "logit_bias", "logit_softcap"):
         if getattr(config, name):
             rule = "frames have no token table"
             raise ValueError(f"{name} is {getattr(config, name)!r}: {rule}")

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,7 +24,14 @@ from transformer_jax import checkpoint
 from transformer_jax.checkpoint import CheckpointError
 from transformer_jax.completion import complete
 from transformer_jax.config import ConfigError, TrainConfig
-from transformer_jax.data import Dataset, consecutive_starts, load_dataset, random_starts
+from transformer_jax.data import (
+    Dataset,
+    Tokenizer,
+    consecutive_starts,
+    load_dataset,
+    random_starts,
+)
+from transformer_jax.pretrained import FREE, load_pretrained, pretrained_config
 from transformer_jax.progress import Progress, Silent
 from transformer_jax.run_folder import (
     MAY_CHANGE,
@@ -37,6 +44,7 @@ from transformer_jax.run_folder import (
     tokenizer_sha256,
 )
 from transformer_jax.sampling import Sample, Temperature
+from transformer_jax.text_model import published_tokenizer
 from transformer_jax.training_state import (
     Metrics,
     TrainState,
@@ -46,9 +54,11 @@ from transformer_jax.training_state import (
     make_eval_step,
     make_optimizer,
     make_train_step,
+    split_seed,
     start_state,
     windows,
 )
+from transformer_jax.weights import open_folder
 
 __all__ = [
     "MOST_REJECTED",
@@ -102,6 +112,8 @@ def fit(
     """Train as `config` says, into the folder `config.out`.
 
     The model's vocab_size becomes the tokenizer's, or `vocab_size`, which may be larger. With
+    `config.init_from`, parameters and tokenizer start from that published model, whose config
+    `config.model` must be, but for `pretrained.FREE`; `fine_tuning` makes such a config. With
     `resume`, the run in that folder goes on from its last checkpoint, bit for bit as if it had
     never stopped; what `run_folder.MAY_CHANGE` lists may differ from it (with another `steps` the
     schedule follows the new one). `stop` is asked after every step: True saves and returns.
@@ -122,12 +134,14 @@ def fit(
             tokenizer = None
             if found is not None:
                 tokenizer = folder.read_tokenizer(found.metadata["tokenizer_sha256"])
+            elif config.init_from is not None:
+                tokenizer = folder.read_tokenizer()
             dataset = load_dataset(config, tokenizer)
             config = _resolved(config, dataset, vocab_size)
             _check_same(stored, config, found, dataset)
         else:
             check_unused(folder.path)
-            found, dataset = None, load_dataset(config)
+            found, dataset = None, load_dataset(config, _published(config))
             config = _resolved(config, dataset, vocab_size)
         run = _Run(config, folder, dataset, progress, stop)
         if not resume:
@@ -179,7 +193,11 @@ class _Run:
     def first_state(self) -> TrainState:
         config = self.config
         seed = jax.device_put(np.uint32(config.seed))
-        return init_state(config.model, self.optimizer, seed)
+        if config.init_from is None:
+            return init_state(config.model, self.optimizer, seed)
+        scanned = config.model.scan_layers
+        params = load_pretrained(config.init_from, dtype="float32", scan_layers=scanned)[1]
+        return start_state(params, self.optimizer, split_seed(seed)[1])
 
     def restored(self, found: checkpoint.Manifest) -> TrainState:
         if found.step > self.config.steps:
@@ -309,8 +327,11 @@ class _Run:
         return checkpoint.read_manifest(path).metadata["val_loss"]
 
     def _sample(self, params: Any) -> str:
+        model = self.config.model
+        if self.config.init_from is not None and model.positions != "learned":
+            model = replace(model, max_len=self.config.sequence_len)  # a cache of that length
         pieces = complete(
-            self.config.model,
+            model,
             params,
             self.dataset.tokenizer,
             "",
@@ -369,12 +390,26 @@ class _Clock:
 
 
 def _resolved(config: TrainConfig, dataset: Dataset, vocab_size: int | None) -> TrainConfig:
-    """`config` with the vocabulary its tokenizer turned out to have."""
+    """`config` with the vocabulary its tokenizer turned out to have; a published model has its."""
+    if config.init_from is not None:
+        return config
     needed = dataset.tokenizer.vocab_size
     size = needed if vocab_size is None else vocab_size
     if size < needed:
         raise ConfigError(f"vocab_size is {size}: the tokenizer has {needed} tokens")
     return replace(config, model=replace(config.model, vocab_size=size))
+
+
+def _published(config: TrainConfig) -> Tokenizer | None:
+    """The tokenizer of the model to start from, once that is what `config` says it is."""
+    if config.init_from is None:
+        return None
+    published = pretrained_config(config.init_from)
+    for field in fields(published):
+        one, two = getattr(config.model, field.name), getattr(published, field.name)
+        if field.name not in FREE and one != two:
+            raise ConfigError(f"{field.name} is {one!r}: {config.init_from} has {two!r}")
+    return published_tokenizer(open_folder(config.init_from))
 
 
 def _last_good(folder: RunFolder, progress: Progress) -> checkpoint.Manifest | None:

@@ -57,8 +57,8 @@ class Metrics:
     rejected_in_a_row: jax.Array  # i32[]
 
 
-Loss = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array]]
-"""`loss(params, batch, dropout_key) -> (mean, weight)`; no key is no dropout."""
+Loss = Callable[..., tuple[jax.Array, jax.Array]]
+"""`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; no key is no dropout."""
 
 
 def language_model_loss(config: ModelConfig, label_smoothing: float = 0.0) -> Loss:
@@ -123,7 +123,7 @@ def init_state(
     seed: jax.typing.ArrayLike,  # u32[]
 ) -> TrainState:
     """Step 0 with fresh parameters."""
-    init_key, key = _split(seed)
+    init_key, key = split_seed(seed)
     return start_state(init_params(config, init_key), optimizer, key)
 
 
@@ -133,7 +133,8 @@ def start_state(params: Any, optimizer: optax.GradientTransformation, key: jax.A
 
 
 @jax.jit
-def _split(seed: jax.Array) -> tuple[jax.Array, ...]:
+def split_seed(seed: jax.Array) -> tuple[jax.Array, ...]:
+    """The key of the parameters, and that of the steps."""
     return tuple(jax.random.split(jax.random.key(seed)))
 
 
@@ -169,19 +170,20 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     prepare: Callable[..., Batch] = lambda batches: batches,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """Jitted `step(state, *inputs) -> (state, metrics)`; the state is donated.
+    """Jitted `step(state, *inputs, frozen=()) -> (state, metrics)`; the state is donated.
 
     `prepare(*inputs)` gives micro-batches, leaves [A, B, T]. Their gradients are weighted by their
     tokens: with g_a the mean gradient of w_a tokens, the step uses sum(w_a g_a) / sum(w_a), that of
     the one big batch. Where the loss or the gradient is not finite, parameters and optimizer stay
-    as they were, and the step counts as rejected.
+    as they were, and the step counts as rejected. What is `frozen` goes to the loss behind its
+    other arguments, and has no gradient.
     """
 
-    def total(params, batch, key):
-        mean, weight = loss(params, batch, key)
-        return mean * weight, weight
+    def gradient(params, batches, key, frozen):
+        def total(params, batch, key):
+            mean, weight = loss(params, batch, key, *frozen)
+            return mean * weight, weight
 
-    def gradient(params, batches, key):
         def add(carry, micro):
             index, batch = micro
             found = jax.value_and_grad(total, has_aux=True)(
@@ -201,10 +203,10 @@ def make_train_step(
         divisor = jnp.where(weight > 0, weight, 1.0)
         return summed / divisor, weight, jax.tree.map(lambda g: g / divisor, grads)
 
-    def step(state, *inputs):
+    def step(state, *inputs, frozen=()):
         batches = prepare(*inputs)
         key = jax.random.fold_in(state.key, state.step)
-        mean, weight, grads = gradient(state.params, batches, key)
+        mean, weight, grads = gradient(state.params, batches, key, frozen)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
         accepted = jnp.isfinite(mean) & jnp.isfinite(norm)
 

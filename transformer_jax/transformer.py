@@ -51,7 +51,7 @@ class ModelCache:
 
 
 class AttentionWeights(NamedTuple):
-    """What each layer weighed the values with: after the softmax, before dropout.
+    """What each layer saw, and what it weighed the values with: after the softmax, before dropout.
 
     A row sums to 1, to less by the share of `attention_sinks`, and to 0 where it sees nothing or is
     of a padding token. Of one token, as `make_step(model).attend` gives them, there is no T, and S
@@ -64,6 +64,9 @@ class AttentionWeights(NamedTuple):
     """i32[B, S]: where the keys of `self` stand, -1 what is empty; of a pattern, of each layer."""
     cross: jax.Array | None = None
     """f32[B, L, N, T, S] over the tokens of an encoder-decoder's source."""
+    hidden: jax.Array | None = None
+    """[B, L + 1, T, D]: the stream before each block, and the stack's output, which is normalised
+    unless post-norm. Of one token [B, L + 1, D]. Padding tokens have some too; it means nothing."""
 
 
 def by_slot(weights: AttentionWeights, cache: ModelCache) -> AttentionWeights:
@@ -90,7 +93,8 @@ def by_slot(weights: AttentionWeights, cache: ModelCache) -> AttentionWeights:
         held = cache.layers[0].positions
     cross = None if weights.cross is None else weights.cross[..., 0, :]
     own = jax.tree.map(fold, weights.self, weights.positions, held)
-    return AttentionWeights(own, held, cross)
+    hidden = None if weights.hidden is None else weights.hidden[..., 0, :]
+    return AttentionWeights(own, held, cross, hidden)
 
 
 def rewind_cache(
@@ -277,21 +281,24 @@ class Stack(nn.Module):
         return (x, updated, self._collect(pairs, layers, x)) if weights else (x, updated)
 
     def _collect(self, pairs: Any, layers: Layers | None, x: jax.Array) -> AttentionWeights:
-        """The blocks' pairs of weights and positions, listed or scanned, as one value."""
+        """What the blocks saw, listed or scanned, and the stack's output x as one value."""
         cfg = self.config
         if cfg.scan_layers:
-            (own, at), *crossed = pairs
+            stream, (own, at), *crossed = pairs
             at = None if at is None else at[:, 0]
             cross = crossed[0][0] if self.cross else None
         else:
-            own, places = zip(*(seen[0] for seen in pairs), strict=True)
-            cross = jnp.stack([seen[1][0] for seen in pairs], axis=1) if self.cross else None
+            stream = jnp.stack([seen[0] for seen in pairs], axis=1)
+            own, places = zip(*(seen[1] for seen in pairs), strict=True)
+            cross = jnp.stack([seen[2][0] for seen in pairs], axis=1) if self.cross else None
+        hidden = jnp.concatenate([stream, x[:, None]], axis=1)
+        if not cfg.scan_layers:
             if layers is not None and isinstance(cfg.window, tuple):
-                return AttentionWeights(own, places, cross)
+                return AttentionWeights(own, places, cross, hidden)
             own, at = jnp.stack(own, axis=1), places[0]
         if at is None:
             at = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        return AttentionWeights(own, at, cross)
+        return AttentionWeights(own, at, cross, hidden)
 
 
 class Encoder(nn.Module):
@@ -306,8 +313,9 @@ class Encoder(nn.Module):
         if cfg.masked_token_head:
             self.head_dense = Linear(cfg, (cfg.d_model,))
             self.head_norm = Norm(cfg)
-        if cfg.num_classes is not None:
+        if cfg.pooling is not None:
             self.pooler = Linear(cfg, (cfg.d_model,))
+        if cfg.num_classes is not None:
             self.classifier = Linear(cfg, (cfg.num_classes,))
 
     def encode(
@@ -357,6 +365,8 @@ class Encoder(nn.Module):
     def __call__(self, tokens: jax.Array, **arguments) -> tuple[jax.Array, None]:
         """Logits f32[B, T, V] for masked-token training; takes what `encode` takes."""
         x = self.encode(tokens, **arguments)
+        if self.config.pooling is not None and self.is_initializing():
+            self._pool(x, None)
         if self.config.num_classes is not None and self.is_initializing():
             self._classes(x, None)
         return self._logits(x), None
@@ -367,17 +377,28 @@ class Encoder(nn.Module):
         return self.embed.logits(x)
 
     def classify(self, tokens: jax.Array, **arguments) -> jax.Array:  # f32[B, C]
-        """Class logits of each row: W tanh(pool(its first token that is not padding))."""
+        """Class logits of each row: W times what `pool` gives."""
         if self.config.num_classes is None:
             raise ValueError("num_classes is None: this encoder has no classification head")
         return self._classes(self.encode(tokens, **arguments), arguments.get("positions"))
 
-    def _classes(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
+    def pool(self, tokens: jax.Array, **arguments) -> jax.Array:  # f32[B, D]
+        """One vector a row: act(P h + p), h of its first token that is not padding."""
+        if self.config.pooling is None:
+            raise ValueError("pooler is None: this encoder has no such layer")
+        x = self._pool(self.encode(tokens, **arguments), arguments.get("positions"))
+        return x.astype(jnp.float32)
+
+    def _pool(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
         first = x[:, 0]
         if positions is not None:
             at = jnp.argmax(positions >= 0, axis=1)
             first = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
-        return self.classifier(jnp.tanh(self.pooler(first))).astype(jnp.float32)
+        pooled = self.pooler(first)
+        return jnp.tanh(pooled) if self.config.pooling == "tanh" else jax.nn.relu(pooled)
+
+    def _classes(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
+        return self.classifier(self._pool(x, positions)).astype(jnp.float32)
 
 
 class Decoder(nn.Module):
@@ -442,14 +463,33 @@ class EncoderDecoder(nn.Module):
         key: jax.Array | None = None,
     ) -> jax.Array:  # [B, S, D]
         """The encoder's output."""
+        return self._encode(source, positions, mask, key)[0]
+
+    def attend_source(
+        self,
+        source: jax.Array,  # i32[B, S]
+        *,
+        positions: jax.Array | None = None,  # i32[B, S]; negative is padding
+        mask: Mask | None = None,
+    ) -> tuple[jax.Array, AttentionWeights]:
+        """As `encode`, and what every layer of the encoder weighed the source with."""
+        x, weights = self._encode(source, positions, mask, None, weights=True)
+        return x, weights
+
+    def _encode(self, source, positions, mask, key, weights=False) -> list[Any]:
         check_tokens(source, self.config.vocab_size)
         token_positions, masks = place(self.config, source, positions, None, mask)
         embed_key, stack_key = split_key(key, 2)
         x = self.embed(source, token_positions, key=embed_key)
-        x, _ = self.encoder(
-            x, positions=positions, token_positions=token_positions, masks=masks, key=stack_key
+        x, _, *seen = self.encoder(
+            x,
+            positions=positions,
+            token_positions=token_positions,
+            masks=masks,
+            key=stack_key,
+            weights=weights,
         )
-        return x
+        return [x, *seen]
 
     def init_cache(
         self,
@@ -530,16 +570,15 @@ def decode_tokens(
     """Embed, run the decoder stack and read the logits; shared by both causal models."""
     cfg = model.config
     check_tokens(tokens, cfg.vocab_size)
-    overflow = None
+    overflow, crossed = None, isinstance(model, EncoderDecoder)
     if cache is not None:
         if segments is not None:
             raise ValueError("segments with a cache: give each document a row of its own")
-        crossed = isinstance(model, EncoderDecoder)
         positions, overflow = follow(cfg, cache, tokens, positions, crossed)
     mask = Causal() if mask is None else mask
     token_positions, masks = place(cfg, tokens, positions, segments, mask, causal=True)
     embed_key, stack_key = split_key(key, 2)
-    x = model.embed(tokens, token_positions, key=embed_key)
+    x = model.embed(tokens, token_positions, key=embed_key, target=crossed)
     x, layers, *seen = model.decoder(
         x,
         positions=positions,

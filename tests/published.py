@@ -1,0 +1,131 @@
+"""Published models beside ours: small random ones of `transformers`, saved and loaded.
+
+The oracle is the other library: torch on a CPU, its own attention, f32. What is compared is stated
+where it is compared; padding is compared nowhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.numpy import load_file  # noqa: E402
+
+from transformer_jax.models import build  # noqa: E402
+from transformer_jax.pretrained import load_pretrained, save_pretrained  # noqa: E402
+
+torch.set_num_threads(1)  # small sums, and others run beside
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+LOGITS = 1e-4
+"""Absolute, f32: other sums in another order."""
+GRADIENTS = 1e-3
+"""Of the largest gradient of a parameter."""
+
+
+def randomised(model: Any, seed: int, spread: float = 0.3) -> Any:
+    """The model with parameters far from their initial values, so that each of them matters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            width = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else spread
+            parameter.add_(noise * width)
+    return model.eval()
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def reopened(folder: Path, auto: Any) -> Any:
+    """As `transformers` loads it, with its plain attention."""
+    return auto.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def tokens(rng: np.random.Generator, vocab: int, rows: int, length: int) -> np.ndarray:
+    """Ids that are none of the special ones."""
+    return rng.integers(3, vocab - 1, (rows, length), dtype=np.int32)
+
+
+def positions(valid: np.ndarray) -> np.ndarray:  # bool[B, T] -> i32[B, T]
+    """Real tokens count from 0, padding is negative."""
+    return np.where(valid, np.cumsum(valid, axis=1) - 1, -1).astype(np.int32)
+
+
+def apply(config: Any, params: Any, method: str | None = None):
+    """The jitted model on its parameters."""
+    model = build(config)
+    return jax.jit(lambda *a, **k: model.apply({"params": params}, *a, **k, method=method))
+
+
+def assert_same_logits(got: Any, want: Any, real: np.ndarray | None = None) -> None:
+    """Within LOGITS, with the same likeliest token, at every real position."""
+    got, want = np.asarray(got), want.detach().numpy()
+    assert got.shape == want.shape
+    real = np.ones(got.shape[:2], bool) if real is None else real
+    got, want = got[real], want[real]
+    assert np.isfinite(want).all() and want.std() > 0.3, "logits too flat to tell anything"
+    assert np.abs(got - want).max() <= LOGITS
+    best = np.sort(want, axis=-1)
+    clear = best[..., -1] - best[..., -2] > 2 * LOGITS
+    assert clear.mean() > 0.95
+    assert (got.argmax(-1) == want.argmax(-1))[clear].all()
+
+
+def assert_round_trip(folder: Path, tmp_path: Path, auto: Any, **inputs: Any) -> None:
+    """Written and read again: the same bits, the names and shapes of the original, and logits that
+    `transformers` gives to the last bit from either."""
+    config, params = load_pretrained(folder)
+    again = tmp_path / "again"
+    save_pretrained(again, config, params)
+    one, two = load_file(folder / "model.safetensors"), load_file(again / "model.safetensors")
+    assert {k: (v.shape, v.dtype) for k, v in one.items()} == {
+        k: (v.shape, v.dtype) for k, v in two.items()
+    }
+    assert all(one[name].tobytes() == two[name].tobytes() for name in one)
+    back, loaded = load_pretrained(again)
+    assert back == config
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    with torch.no_grad():
+        first, second = (reopened(f, auto)(**inputs) for f in (folder, again))
+    key = "logits" if "logits" in first else "last_hidden_state"
+    assert torch.equal(first[key], second[key])
+
+
+def assert_same_gradients(
+    config: Any, params: Any, loss: Any, model: Any, want_loss: Any, lines: Any
+) -> None:
+    """d loss / d parameter of every tensor: ours written in their layout, against torch's.
+
+    `loss(params)` and the torch scalar `want_loss` are the same function; `lines` the table.
+    """
+    model.zero_grad()
+    want_loss.backward()
+    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+    assert abs(float(value) - float(want_loss.detach())) <= 1e-5 * max(1.0, abs(float(value)))
+    ours = flatten_dict(gradient, sep="/")
+    parts: dict[str, list[np.ndarray]] = {}
+    for line in lines:
+        parts.setdefault(line.theirs, []).append(line.layout.write(np.asarray(ours[line.ours])))
+    compared = 0
+    for name, pieces in parts.items():
+        if name not in theirs:
+            continue
+        got = np.concatenate(pieces, axis=-1) if len(pieces) > 1 else pieces[0]
+        want = theirs[name].numpy()
+        top = np.abs(want).max()
+        assert np.abs(got - want).max() <= GRADIENTS * max(top, 1e-3), name
+        compared += 1
+    assert compared == len(theirs)

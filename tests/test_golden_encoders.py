@@ -1,0 +1,59 @@
+"""Encoders that `transformers` saved, and what it computed of them: golden/write_encoders.py."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from transformer_jax import build, load_pretrained, save_pretrained
+
+GOLDEN = Path(__file__).parent / "golden"
+TOLERANCE = 1e-4
+
+
+def opened(name):
+    with np.load(GOLDEN / name / "golden.npz", allow_pickle=False) as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_masked_token_is_filled_as_transformers_does(scan):
+    golden = opened("bert_masked_lm")
+    config, params = load_pretrained(GOLDEN / "bert_masked_lm", scan_layers=scan)
+    at = golden["positions"]
+    logits, _ = jax.jit(build(config).apply)(
+        {"params": params}, golden["tokens"], positions=at, types=golden["types"]
+    )
+    got, want = np.asarray(logits)[at >= 0], golden["logits"][at >= 0]
+    assert want.shape == (29, 53) and want.std() > 0.3
+    assert np.abs(got - want).max() <= TOLERANCE
+    assert (got.argmax(-1) == want.argmax(-1)).all()
+
+
+def test_a_text_is_classified_as_transformers_does():
+    golden = opened("distilbert_classes")
+    config, params = load_pretrained(GOLDEN / "distilbert_classes")
+    got = np.asarray(
+        build(config).apply(
+            {"params": params}, golden["tokens"], positions=golden["positions"], method="classify"
+        )
+    )
+    want = golden["classes"]
+    assert want.shape == (3, 3) and np.ptp(want, axis=0).max() > 0.3
+    assert np.abs(got - want).max() <= TOLERANCE
+    assert (got.argmax(-1) == want.argmax(-1)).all()
+
+
+@pytest.mark.parametrize("name", ["bert_masked_lm", "distilbert_classes"])
+def test_what_is_saved_again_has_the_same_bytes(name, tmp_path):
+    config, params = load_pretrained(GOLDEN / name)
+    save_pretrained(tmp_path / "again", config, params, like=GOLDEN / name)
+    file = "model.safetensors"
+    assert (tmp_path / "again" / file).read_bytes() == (GOLDEN / name / file).read_bytes()
+    assert load_pretrained(tmp_path / "again")[0] == config
+
+
+def test_goldens_are_small():
+    for name in ("bert_masked_lm", "distilbert_classes"):
+        assert sum(file.stat().st_size for file in (GOLDEN / name).iterdir()) < 60_000

@@ -1,0 +1,523 @@
+"""LoRA: the formula against NumPy, what training moves and what it does not, PEFT's files.
+
+That PEFT itself computes the same and reads the files is tests/test_lora_peft.py.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.tolerances import assert_near, assert_same_bits
+from transformer_jax.checkpoint import CheckpointError
+from transformer_jax.config import ConfigError, LoraConfig, ModelConfig
+from transformer_jax.lora import apply_lora, flatten, init_lora, lora_loss, matrices, merge_lora
+from transformer_jax.lora_files import load_lora, save_lora
+from transformer_jax.models import build, init_params
+from transformer_jax.training_state import (
+    Batch,
+    language_model_loss,
+    make_train_step,
+    start_state,
+)
+from transformer_jax.transformer import stack_layers
+
+safetensors = pytest.importorskip("safetensors.numpy")
+
+D, N, K, H, HV, F = 14, 4, 2, 6, 3, 19
+MODEL = ModelConfig(
+    vocab_size=23, d_model=D, num_layers=2, num_heads=N, num_kv_heads=K, head_dim=H,
+    value_head_dim=HV, d_ff=F, max_len=17, positions="rope", glu=True, init_std=0.3,
+)  # fmt: skip
+SHAPES = {  # (inputs, outputs)
+    "attention/query": (D, N * H),
+    "attention/key": (D, K * H),
+    "attention/value": (D, K * HV),
+    "attention/out": (N * HV, D),
+    "feed_forward/up": (D, F),
+    "feed_forward/gate": (D, F),
+    "feed_forward/down": (F, D),
+}
+ALL = LoraConfig(rank=3, alpha=5.0, targets="all-linear")
+TOKENS = jnp.array(np.random.default_rng(5).integers(0, 23, (2, 13)), jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    rng = np.random.default_rng(3)
+    shapes = jax.eval_shape(lambda: init_params(MODEL, jax.random.key(3)))
+
+    def draw(path, x):
+        mean = 1.0 if "scale" in str(path[-1]) else 0.0
+        return jnp.array(mean + 0.3 * rng.normal(size=x.shape), x.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def trained(params, config=ALL, seed=11):
+    """Adapters with an A and a B that are not zero."""
+    adapters = init_lora(params, config, jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), adapters)
+
+
+def matrix(path, kernel):
+    """A kernel in f64 as [inputs, outputs]."""
+    return np.asarray(kernel, np.float64).reshape(SHAPES[path.split("/", 2)[2]])
+
+
+def kernel(params, path):
+    for name in path.split("/"):
+        params = params[name]
+    return params["kernel"]
+
+
+def test_fresh_adapters_change_no_bit(params):
+    adapters = init_lora(params, ALL, jax.random.key(1))
+    adapted = apply_lora(params, adapters, ALL)
+    jax.tree.map(assert_same_bits, adapted, params)
+    looped = flatten(adapters)
+    assert {path: x["a"].shape for path, x in looped.items()} == {
+        f"decoder/block_{i}/{path}": (inputs, 3)
+        for i in range(2)
+        for path, (inputs, _) in SHAPES.items()
+    }
+    for path, x in looped.items():
+        inputs, outputs = SHAPES[path.split("/", 2)[2]]
+        assert x["b"].shape == (3, outputs) and not np.any(x["b"])
+        assert 0.7 * inputs**-0.5 < np.abs(x["a"]).max() <= inputs**-0.5
+        assert abs(np.mean(x["a"])) < 0.4 * inputs**-0.5
+    assert len({x["a"].tobytes() for x in map(jax.device_get, looped.values())}) == 14
+
+
+def test_a_scanned_stack_draws_and_computes_what_a_looped_one_does(params):
+    stacked = stack_layers(params)
+    jax.tree.map(
+        assert_same_bits,
+        init_lora(stacked, ALL, jax.random.key(1)),
+        stack_layers(init_lora(params, ALL, jax.random.key(1))),
+    )
+    shapes = jax.eval_shape(lambda: stacked)
+    jax.tree.map(
+        assert_same_bits,
+        init_lora(shapes, ALL, jax.random.key(1)),
+        init_lora(stacked, ALL, jax.random.key(1)),
+    )
+    adapters = trained(params)
+    adapted = apply_lora(stacked, stack_layers(adapters), ALL)
+    jax.tree.map(assert_same_bits, adapted, stack_layers(apply_lora(params, adapters, ALL)))
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_kernel_is_w_plus_scale_a_b(params, rslora):
+    config = dataclasses.replace(ALL, rslora=rslora)
+    adapters = trained(params, config)
+    adapted = apply_lora(params, adapters, config)
+    scale = 5.0 / 3**0.5 if rslora else 5.0 / 3
+    for path, x in flatten(adapters).items():
+        a, b = np.asarray(x["a"], np.float64), np.asarray(x["b"], np.float64)
+        expected = matrix(path, kernel(params, path)) + scale * a @ b
+        assert_near(matrix(path, kernel(adapted, path)), expected, 1e-6, path)
+    untouched = adapted["decoder"]["block_0"]["attention"]["query"]["bias"]
+    assert untouched is params["decoder"]["block_0"]["attention"]["query"]["bias"]
+
+
+def test_the_gradient_is_the_chain_rules(params):
+    """With G the gradient of the adapted kernel: dA = s G B^T, dB = s A^T G."""
+    decoder = {name: params["decoder"][name] for name in ("block_0", "norm")}
+    params = {**params, "decoder": decoder}
+    model = build(dataclasses.replace(MODEL, num_layers=1))
+    adapters = trained(params)
+
+    def loss(params):
+        return jnp.square(model.apply({"params": params}, TOKENS)[0]).mean()
+
+    full = jax.jit(jax.grad(loss))(apply_lora(params, adapters, ALL))
+    found = jax.jit(jax.grad(lambda adapters: loss(apply_lora(params, adapters, ALL))))(adapters)
+    flat = flatten(adapters)
+    for path, gradient in flatten(found).items():
+        g = (5.0 / 3) * matrix(path, kernel(full, path))
+        a, b = (np.asarray(flat[path][x], np.float64) for x in "ab")
+        assert_near(gradient["a"], g @ b.T, 1e-5, f"{path} a")
+        assert_near(gradient["b"], a.T @ g, 1e-5, f"{path} b")
+
+
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_training_moves_adapters_and_no_bit_of_the_parameters(params, scan):
+    config = dataclasses.replace(MODEL, scan_layers=scan)
+    lora = LoraConfig(rank=2, alpha=8.0, targets=("query", "up"), layers=(1,))
+    params = jax.tree.map(jnp.copy, stack_layers(params) if scan else params)
+    before = jax.tree.map(np.array, params)
+    optimizer = optax.adamw(0.05, weight_decay=0.01)
+    adapters = init_lora(params, lora, jax.random.key(1))
+    state = start_state(adapters, optimizer, jax.random.key(2))
+    step = make_train_step(lora_loss(language_model_loss(config), lora), optimizer)
+    batch = Batch(TOKENS[None, :, :-1], TOKENS[None, :, 1:])
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, batch, frozen=(params,))
+        losses.append(float(metrics.loss))
+    assert losses[-1] < 0.8 * losses[0], losses
+    jax.tree.map(assert_same_bits, params, before)
+    looped = flatten(state.params)
+    moved = {path for path, x in looped.items() if np.any(x["b"])}
+    assert moved == {"decoder/block_1/attention/query", "decoder/block_1/feed_forward/up"}
+    still = {path for path, x in looped.items() if not np.any(x["a"]) and not np.any(x["b"])}
+    assert still == ({path.replace("block_1", "block_0") for path in moved} if scan else set())
+
+
+def test_merged_parameters_have_the_dtypes_they_had_and_one_rounding(params):
+    adapters = trained(params)
+    jax.tree.map(
+        assert_same_bits, merge_lora(params, adapters, ALL), apply_lora(params, adapters, ALL)
+    )
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    merged = merge_lora(low, adapters, ALL)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(merged)} == {"bfloat16"}
+    for path, x in flatten(adapters).items():
+        a, b = np.asarray(x["a"], np.float64), np.asarray(x["b"], np.float64)
+        exact = matrix(path, kernel(low, path)) + (5.0 / 3) * a @ b
+        error = np.abs(matrix(path, kernel(merged, path)) - exact)
+        assert (error <= 2.0**-8 * np.abs(exact) + 1e-6).all(), path  # half a step of 8 bits
+        summed = matrix(path, kernel(apply_lora(low, adapters, ALL), path))
+        assert_near(summed, exact, 1e-6, path)
+
+
+def test_targets_are_ends_of_paths(params):
+    def chosen(*targets, layers=None):
+        config = LoraConfig(targets=targets, layers=layers)
+        return set(flatten(init_lora(params, config, jax.random.key(0))))
+
+    both = {f"decoder/block_{i}/attention/query" for i in range(2)}
+    assert chosen("query") == chosen("attention/query") == both
+    assert (
+        chosen("query", layers=(1,))
+        == chosen("block_1/attention/query")
+        == both - chosen("decoder/block_0/attention/query")
+    )
+
+
+CONFIG_ERRORS = [
+    (dict(rank=0), "rank is 0"),
+    (dict(rank=2.5), "rank is 2.5"),
+    (dict(alpha=-1.0), "alpha is -1.0"),
+    (dict(targets=()), "targets is ()"),
+    (dict(targets="query"), "targets is 'query'"),
+    (dict(targets=("query", "")), "targets is ('query', '')"),
+    (dict(layers=()), "layers is ()"),
+    (dict(layers=(1, 1)), "layers is (1, 1)"),
+    (dict(layers=(-1,)), "layers is (-1,)"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), CONFIG_ERRORS, ids=lambda x: str(x))
+def test_a_config_that_means_nothing_is_refused(fields, message):
+    with pytest.raises(ConfigError) as error:
+        LoraConfig(**fields)
+    assert str(error.value).startswith(message + ":")
+
+
+def test_what_does_not_fit_the_parameters_is_refused(params):
+    key = jax.random.key(0)
+    with pytest.raises(ConfigError, match=r"targets has 'uery'.*attention/key, attention/out"):
+        init_lora(params, LoraConfig(targets=("query", "uery")), key)
+    with pytest.raises(ConfigError, match=r"layers is \(2,\): the stacks have 2 blocks"):
+        init_lora(params, LoraConfig(layers=(0, 2)[1:]), key)
+    with pytest.raises(ConfigError, match="no block with a kernel"):
+        init_lora({"embed": params["embed"]}, ALL, key)
+    adapters = trained(params)
+    with pytest.raises(ValueError, match="decoder/block_0: the parameters have no such module"):
+        apply_lora(stack_layers(params), adapters, ALL)
+    with pytest.raises(ValueError, match=r"block_0/attention/key: a \(14, 3\) and b \(3, 12\)"):
+        apply_lora(params, adapters, dataclasses.replace(ALL, rank=2))
+    wrong = {"decoder": {"norm": {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 2))}}}
+    with pytest.raises(ValueError, match="decoder/norm: the parameters have no kernel"):
+        apply_lora(params, wrong, ALL)
+
+
+# The two files.
+
+THEIRS = {
+    "attention/query": "self_attn.q_proj",
+    "attention/key": "self_attn.k_proj",
+    "attention/value": "self_attn.v_proj",
+    "attention/out": "self_attn.o_proj",
+    "feed_forward/up": "mlp.up_proj",
+    "feed_forward/gate": "mlp.gate_proj",
+    "feed_forward/down": "mlp.down_proj",
+}
+NAMES = {
+    f"model.layers.{i}.{theirs}.weight": (f"decoder/block_{i}/{ours}/kernel",)
+    for i in range(2)
+    for ours, theirs in THEIRS.items()
+} | {"model.norm.weight": ("decoder/norm/scale",)}
+FUSED = {
+    f"transformer.h.{i}.attn.c_attn.weight": tuple(
+        f"decoder/block_{i}/attention/{name}/kernel" for name in ("query", "key", "value")
+    )
+    for i in range(2)
+} | {
+    f"transformer.h.{i}.{theirs}.weight": (f"decoder/block_{i}/{ours}/kernel",)
+    for i in range(2)
+    for ours, theirs in {"attention/out": "attn.c_proj", "feed_forward/down": "mlp.c_proj"}.items()
+}
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def deltas(params, adapters, config):
+    """What an adapter adds to each kernel that it changes, in f64."""
+    found = {}
+    for path, x in flatten(adapters).items():
+        a, b = np.asarray(x["a"], np.float64), np.asarray(x["b"], np.float64)
+        if np.any(a @ b):
+            found[path] = config.scale * a @ b
+    return found
+
+
+def test_files_have_the_layout_of_peft(params, tmp_path):
+    config = LoraConfig(rank=3, alpha=6.0, targets=("query", "down"))
+    adapters = trained(params, config)
+    save_lora(tmp_path, params, adapters, config, NAMES, base_model="tiny")
+    content = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert content["target_modules"] == ["down_proj", "q_proj"]
+    expected = dict(
+        peft_type="LORA", r=3, lora_alpha=6, bias="none", task_type="CAUSAL_LM", use_rslora=False,
+        base_model_name_or_path="tiny", fan_in_fan_out=False,
+    )  # fmt: skip
+    assert content | expected == content
+    tensors = safetensors.load_file(tmp_path / "adapter_model.safetensors")
+    assert {name: x.shape for name, x in tensors.items()} == {
+        f"base_model.model.model.layers.{i}.{module}.lora_{x}.weight": shape
+        for i in range(2)
+        for module, x, shape in (
+            ("self_attn.q_proj", "A", (3, D)),
+            ("self_attn.q_proj", "B", (N * H, 3)),
+            ("mlp.down_proj", "A", (3, F)),
+            ("mlp.down_proj", "B", (D, 3)),
+        )
+    }
+    query = adapters["decoder"]["block_0"]["attention"]["query"]
+    assert_same_bits(tensors[f"{Q}.lora_A.weight"], np.asarray(query["a"]).T)
+    assert_same_bits(tensors[f"{Q}.lora_B.weight"], np.asarray(query["b"]).T)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(rank=3, alpha=2.5, targets=("query", "value")),
+        LoraConfig(rank=2, targets=("down", "gate"), layers=(1,), rslora=True),
+        LoraConfig(rank=2, targets=("block_0/attention/key", "block_1/attention/out")),
+    ],
+    ids=["two", "a layer", "mixed"],
+)
+def test_what_is_saved_is_loaded_bit_for_bit_looped_or_scanned(params, tmp_path, config):
+    adapters = trained(params, config)
+    assert save_lora(tmp_path, params, adapters, config, NAMES) == config
+    loaded, again = load_lora(tmp_path, params, NAMES)
+    assert loaded == config
+    jax.tree.map(assert_same_bits, again, adapters)
+    stacked = stack_layers(params)
+    loaded, again = load_lora(tmp_path, jax.eval_shape(lambda: stacked), NAMES)
+    assert loaded == config
+    looped = flatten(again)
+    for path, adapter in flatten(adapters).items():
+        jax.tree.map(assert_same_bits, looped.pop(path), adapter)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(looped))
+    jax.tree.map(
+        assert_same_bits,
+        apply_lora(stacked, again, config),
+        stack_layers(apply_lora(params, adapters, config)),
+    )
+    save_lora(tmp_path / "again", stacked, again, config, NAMES)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_fused_weight_has_one_a_or_stacks_those_that_differ(params, tmp_path, rslora):
+    config = LoraConfig(rank=2, alpha=3.0, targets=("query", "value", "out"), rslora=rslora)
+    adapters = trained(params, config)
+    written = save_lora(tmp_path, params, adapters, config, FUSED, fan_in_fan_out=True)
+    assert written.rank == 4
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == [
+        "attn.c_attn",
+        "attn.c_proj",
+    ]
+    loaded, again = load_lora(tmp_path, params, FUSED)
+    assert loaded == written and loaded.targets == ("key", "out", "query", "value")
+    wanted, given = deltas(params, adapters, config), deltas(params, again, loaded)
+    assert wanted.keys() == given.keys()
+    for path in wanted:
+        assert_near(given[path], wanted[path], 1e-6, path)
+    # As that are equal, as they now are, stay one A: the files do not grow.
+    twice = save_lora(tmp_path / "again", params, again, loaded, FUSED, fan_in_fan_out=True)
+    assert twice == written
+    name = "adapter_model.safetensors"
+    assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_what_cannot_be_saved_is_refused(params, tmp_path):
+    adapters = trained(params)
+    with pytest.raises(ValueError, match=r"block_0/feed_forward/gate: .* names says of no weight"):
+        save_lora(tmp_path, params, adapters, ALL, FUSED)
+    with pytest.raises(ValueError, match="rank 2 wants"):
+        save_lora(tmp_path, params, adapters, dataclasses.replace(ALL, rank=2), NAMES)
+    with pytest.raises(ValueError, match="nothing to save"):
+        save_lora(tmp_path, params, jax.tree.map(jnp.zeros_like, adapters), ALL, NAMES)
+    with pytest.raises(ValueError, match="names has decoder/block_7/x/kernel: the parameters"):
+        save_lora(tmp_path, params, adapters, ALL, {"x.weight": ("decoder/block_7/x/kernel",)})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def saved(params, tmp_path):
+    config = LoraConfig(rank=2, targets=("query", "value"))
+    save_lora(tmp_path, params, trained(params, config), config, NAMES)
+    return tmp_path
+
+
+def load(folder, params):
+    return load_lora(folder, params, NAMES)
+
+
+KEYS = [
+    ("peft_type", "IA3"),
+    ("peft_type", None),
+    ("r", 0),
+    ("r", True),
+    ("r", "8"),
+    ("lora_alpha", -1),
+    ("lora_alpha", [1]),
+    ("use_rslora", 1),
+    ("bias", "all"),
+    ("fan_in_fan_out", "yes"),
+    ("init_lora_weights", "pissa_niter_4"),
+    ("init_lora_weights", []),
+    ("modules_to_save", ["lm_head"]),
+    ("use_dora", True),
+    ("rank_pattern", {"q_proj": 4}),
+    ("alpha_pattern", {"q_proj": 4}),
+    ("layers_pattern", "blocks"),
+    ("layer_replication", [[0, 1]]),
+    ("target_parameters", ["x"]),
+    ("trainable_token_indices", [1]),
+    ("lora_bias", True),
+    ("what_nobody_knows", 1),
+    ("target_modules", [1]),
+    ("layers_to_transform", ["0"]),
+    ("exclude_modules", {"a": 1}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), KEYS, ids=lambda x: str(x))
+def test_a_key_of_the_config_is_read_or_refused_by_name(saved, params, key, value):
+    file = saved / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(CheckpointError) as error:
+        load(saved, params)
+    assert str(error.value).startswith(f"{file}: {key}") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(target_modules=["q_proj"]), "has an adapter of model.layers.0.self_attn.v_proj"),
+        (dict(target_modules=["q_proj", "v_proj", "up_proj"]), "lacks an adapter of model.layers"),
+        (dict(layers_to_transform=1), "has an adapter of model.layers.0.self_attn.q_proj"),
+        (dict(exclude_modules=["v_proj"]), "has an adapter of model.layers.0.self_attn.v_proj"),
+        (dict(r=3), "q_proj.lora_A.weight is [2, 14]: rank 3"),
+    ],
+    ids=lambda x: str(x),
+)
+def test_a_config_that_contradicts_the_tensors_is_refused(saved, params, changes, message):
+    file = saved / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(CheckpointError) as error:
+        load(saved, params)
+    assert message in str(error.value)
+
+
+def test_an_empty_key_a_pattern_and_either_fan_in_mean_what_they_did(saved, params):
+    expected = load(saved, params)
+    file = saved / "adapter_config.json"
+    changes = dict(
+        use_dora=False, rank_pattern={}, loftq_config={}, layers_to_transform=[0, 1],
+        modules_to_save=None, target_modules=".*[qv]_proj", fan_in_fan_out=True, lora_dropout=0.1,
+    )  # fmt: skip
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    config, adapters = load(saved, params)
+    assert config == expected[0]
+    jax.tree.map(assert_same_bits, adapters, expected[1])
+
+
+GOOD = b'{"peft_type": "LORA", "r": 2, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]'
+TEXTS = {
+    "no JSON": b"{",
+    "no object": b"[1]",
+    "NaN": GOOD + b', "lora_dropout": NaN}',
+    "twice": GOOD + b', "r": 2}',
+    "deep": b"[" * 200_000,
+    "no UTF-8": GOOD + b', "revision": "\xff"}',
+    "long": GOOD + b"}" + b" " * 2**20,
+    "a long number": GOOD + b', "lora_dropout": ' + b"9" * 10_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
+def test_a_damaged_config_is_refused(saved, params, text):
+    file = saved / "adapter_config.json"
+    file.write_bytes(GOOD + b"}")
+    load(saved, params)
+    file.write_bytes(text)
+    with pytest.raises(CheckpointError) as error:
+        load(saved, params)
+    assert str(error.value).startswith(f"{file}: ") and len(str(error.value)) < 400
+
+
+def test_damaged_tensors_are_refused_by_name(saved, params):
+    file = saved / "adapter_model.safetensors"
+    whole, tensors = file.read_bytes(), safetensors.load_file(file)
+    a, b = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
+
+    def refused(message):
+        with pytest.raises(CheckpointError) as error:
+            load(saved, params)
+        assert str(error.value).startswith(f"{file}: ") and message in str(error.value)
+
+    def changed(**changes):
+        named = {"a": a, "b": b}
+        new = tensors | {named.get(name, name): value for name, value in changes.items()}
+        safetensors.save_file({n: x for n, x in new.items() if x is not None}, file)
+
+    changed(b=None)
+    refused(f"{b} is missing")
+    changed(a=tensors[a].T.copy())
+    refused(f"{a} is [14, 2]: rank 2 of these parameters wants [2, 14]")
+    changed(b=np.ones((24, 2), np.int32))
+    refused(f"{b} is I32: must be F32, F16 or BF16")
+    changed(**{"base_model.model.lm_head.lora_A.weight": np.ones((2, 14), np.float32)})
+    refused("base_model.model.lm_head.lora_A.weight: is the adapter of no known kernel")
+    safetensors.save_file({}, file)
+    refused("has no adapter")
+    for damaged in (whole[:-1], whole[:50], b"", (2**60).to_bytes(8, "little") + whole[8:]):
+        file.write_bytes(damaged)
+        refused("cannot be read")
+    file.unlink()
+    refused("there is no such file")
+    (saved / "adapter_model.bin").write_bytes(b"cos\nsystem\n")
+    refused("adapter_model.bin is a pickle")
+
+
+def test_matrices_are_all_kernels_and_only_these(params):
+    assert matrices(params) == {
+        f"decoder/block_{i}/{path}": shape for i in range(2) for path, shape in SHAPES.items()
+    }
+    t5 = dataclasses.replace(MODEL, kind="encoder-decoder", num_layers=1, scan_layers=True)
+    found = matrices(jax.eval_shape(lambda: init_params(t5, jax.random.key(0))))
+    assert found["decoder/block_0/cross_attention/out"] == (N * HV, D)
+    assert found["encoder/block_0/attention/out"] == (N * HV, D)
+    assert len(found) == 18

@@ -1,0 +1,223 @@
+"""PEFT computes with our adapters what we do, reads our files, and we read its.
+
+Runs where torch, transformers and peft are installed.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of torch, transformers and peft
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+
+from transformer_jax.config import LoraConfig, ModelConfig  # noqa: E402
+from transformer_jax.lora import apply_lora, init_lora, merge_lora  # noqa: E402
+from transformer_jax.lora_files import load_lora, save_lora  # noqa: E402
+from transformer_jax.models import build, init_params  # noqa: E402
+from transformer_jax.transformer import stack_layers  # noqa: E402
+
+LOGITS = 1e-5
+TOKENS = np.random.default_rng(5).integers(0, 31, (2, 13))
+
+LLAMA = ModelConfig(
+    vocab_size=31, d_model=24, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=37, max_len=41,
+    positions="rope", norm="rmsnorm", norm_eps=1e-6, activation="silu", glu=True, use_bias=False,
+    tie_embeddings=False, init_std=0.1,
+)  # fmt: skip
+GPT2 = ModelConfig(
+    vocab_size=31, d_model=24, num_layers=2, num_heads=4, d_ff=37, max_len=41, init_std=0.1
+)
+
+LLAMA_NAMES = {
+    f"model.layers.{i}.{theirs}.weight": (f"decoder/block_{i}/{ours}/kernel",)
+    for i in range(2)
+    for ours, theirs in {
+        "attention/query": "self_attn.q_proj",
+        "attention/key": "self_attn.k_proj",
+        "attention/value": "self_attn.v_proj",
+        "attention/out": "self_attn.o_proj",
+        "feed_forward/up": "mlp.up_proj",
+        "feed_forward/gate": "mlp.gate_proj",
+        "feed_forward/down": "mlp.down_proj",
+    }.items()
+}
+GPT2_NAMES = {
+    f"transformer.h.{i}.{theirs}.weight": tuple(f"decoder/block_{i}/{o}/kernel" for o in ours)
+    for i in range(2)
+    for theirs, ours in {
+        "attn.c_attn": ("attention/query", "attention/key", "attention/value"),
+        "attn.c_proj": ("attention/out",),
+        "mlp.c_fc": ("feed_forward/up",),
+        "mlp.c_proj": ("feed_forward/down",),
+    }.items()
+}
+
+
+def tensor(x):
+    return torch.tensor(np.array(x, np.float32))
+
+
+def flat(kernel, inputs):
+    """A kernel as the matrix of `inputs` rows."""
+    return np.asarray(kernel).reshape(inputs, -1)
+
+
+def llama(params):
+    """transformers' Llama with our numbers."""
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=24, intermediate_size=37, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=41,
+        rms_norm_eps=1e-6, tie_word_embeddings=False,
+    )  # fmt: skip
+    state = {
+        "model.embed_tokens.weight": params["embed"]["tokens"],
+        "lm_head.weight": params["embed"]["output"],
+        "model.norm.weight": params["decoder"]["norm"]["scale"],
+    }
+    for i in range(2):
+        block, at = params["decoder"][f"block_{i}"], f"model.layers.{i}."
+        state[at + "input_layernorm.weight"] = block["norm_attention"]["scale"]
+        state[at + "post_attention_layernorm.weight"] = block["norm_feed_forward"]["scale"]
+    for theirs, (ours,) in LLAMA_NAMES.items():
+        _, block, part, name, _ = ours.split("/")
+        kernel = params["decoder"][block][part][name]["kernel"]
+        state[theirs] = flat(kernel, 37 if name == "down" else 24).T
+    return loaded(transformers.LlamaForCausalLM(config), state)
+
+
+def gpt2(params):
+    """transformers' GPT-2 with our numbers."""
+    config = transformers.GPT2Config(
+        vocab_size=31, n_embd=24, n_layer=2, n_head=4, n_inner=37, n_positions=41,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    state = {
+        "transformer.wte.weight": params["embed"]["tokens"],
+        "lm_head.weight": params["embed"]["tokens"],
+        "transformer.wpe.weight": params["embed"]["positions"],
+    }
+    norms = {"transformer.ln_f": params["decoder"]["norm"]}
+    for i in range(2):
+        block, at = params["decoder"][f"block_{i}"], f"transformer.h.{i}."
+        norms[at + "ln_1"], norms[at + "ln_2"] = block["norm_attention"], block["norm_feed_forward"]
+    for at, norm in norms.items():
+        state[f"{at}.weight"], state[f"{at}.bias"] = norm["scale"], norm["bias"]
+    for theirs, ours in GPT2_NAMES.items():
+        parts = []
+        for path in ours:
+            _, block, part, name, _ = path.split("/")
+            parts.append(params["decoder"][block][part][name])
+        rows = 37 if theirs.endswith("mlp.c_proj.weight") else 24
+        state[theirs] = np.concatenate([flat(p["kernel"], rows) for p in parts], axis=1)
+        bias = theirs.replace(".weight", ".bias")
+        state[bias] = np.concatenate([np.asarray(p["bias"]).reshape(-1) for p in parts])
+    return loaded(transformers.GPT2LMHeadModel(config), state)
+
+
+def loaded(model, state):
+    model.load_state_dict({name: tensor(x) for name, x in state.items()})
+    return model.eval()
+
+
+FAMILIES = {
+    "llama": (LLAMA, llama, LLAMA_NAMES, ("query", "out", "down")),
+    "gpt2": (GPT2, gpt2, GPT2_NAMES, ("query", "value", "out", "up", "down")),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    config, theirs, names, targets = FAMILIES[request.param]
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32),
+        init_params(config, jax.random.key(3)),
+    )
+    return config, params, theirs(params), names, targets
+
+
+def logits(config, params):
+    out = build(config).apply({"params": params}, jnp.array(TOKENS, jnp.int32))[0]
+    return np.asarray(out)
+
+
+def their_logits(model):
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)).logits.numpy()
+
+
+def equal(actual, expected):
+    assert np.isfinite(expected).all() and expected.shape == (2, 13, 31)
+    assert np.abs(actual - expected).max() <= LOGITS
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_loads_what_is_saved_and_computes_the_same(family, tmp_path, rslora):
+    config, params, model, names, targets = family
+    lora = LoraConfig(rank=3, alpha=5.0, targets=targets, rslora=rslora)
+    rng = np.random.default_rng(2)
+    adapters = jax.tree.map(
+        lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32),
+        init_lora(params, lora, jax.random.key(4)),
+    )
+    before = their_logits(model)
+    equal(logits(config, params), before)
+    save_lora(tmp_path, params, adapters, lora, names, fan_in_fan_out=config is GPT2)
+    expected = their_logits(peft.PeftModel.from_pretrained(model, tmp_path))
+    assert np.abs(expected - before).max() > 0.1
+    equal(logits(config, apply_lora(params, adapters, lora)), expected)
+    equal(logits(config, merge_lora(params, adapters, lora)), expected)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_what_peft_saves_is_loaded_and_computes_the_same(family, tmp_path, scan, layers):
+    config, params, model, names, _ = family
+    fused = config is GPT2
+    theirs = ["c_attn", "mlp.c_proj"] if fused else ["q_proj", "v_proj", "o_proj", "down_proj"]
+    adapted = peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            r=4, lora_alpha=6, target_modules=theirs, lora_dropout=0.1, task_type="CAUSAL_LM",
+            layers_to_transform=layers, fan_in_fan_out=fused, use_rslora=scan,
+        ),
+    ).eval()  # fmt: skip
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.1)
+    adapted.save_pretrained(tmp_path)
+    params = stack_layers(params) if scan else params
+    config = ModelConfig(**{**vars(config), "scan_layers": scan})
+    lora, adapters = load_lora(tmp_path, params, names)
+    wanted = ("down", "key", "query", "value") if fused else ("down", "out", "query", "value")
+    assert (lora.rank, lora.alpha, lora.rslora) == (4, 6.0, scan)
+    assert lora.targets == wanted and lora.layers == (None if layers is None else (1,))
+    expected = their_logits(adapted)
+    assert np.abs(expected - logits(config, params)).max() > 0.1
+    equal(logits(config, apply_lora(params, adapters, lora)), expected)
+
+
+def test_a_and_b_start_as_in_peft(family):
+    """Both draw A from U(-bound, bound) of the same bound."""
+    _, params, model, _, _ = family
+    if isinstance(model, transformers.GPT2LMHeadModel):
+        return
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=64, target_modules=["q_proj"]))
+    theirs = next(w for name, w in adapted.named_parameters() if "lora_A" in name).detach().numpy()
+    lora = LoraConfig(rank=64, targets=("query",))
+    ours = init_lora(params, lora, jax.random.key(1))["decoder"]["block_0"]["attention"]["query"]
+    for a in (theirs, np.asarray(ours["a"])):
+        assert a.size == 64 * 24
+        assert 0.99 * 24**-0.5 < np.abs(a).max() <= 24**-0.5
+        assert abs(a.std() * (3 * 24) ** 0.5 - 1) < 0.05

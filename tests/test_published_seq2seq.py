@@ -1,0 +1,407 @@
+"""T5, BART and Marian beside `transformers`: random ones of their published shapes.
+
+A source's positions are its columns, as they are there: behind padding on the left, the first token
+of BART and Marian stands where its column is, not at 0. So `source_positions` are the columns, and
+-1 where padded; T5, which has distances only, could as well count from 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.published import (
+    LOGITS,
+    apply,
+    assert_round_trip,
+    assert_same_gradients,
+    assert_same_logits,
+    positions,
+    randomised,
+    reopened,
+    saved,
+    tokens,
+    torch,
+    transformers,
+)
+from transformer_jax import (
+    Ban,
+    Force,
+    LengthPenalty,
+    NoRepeatNGram,
+    beam_search,
+    build,
+    fork,
+    generate,
+    make_step,
+)
+from transformer_jax.families import FAMILIES
+from transformer_jax.families.bart import sinusoids
+from transformer_jax.positions import sinusoidal
+from transformer_jax.pretrained import load_pretrained
+
+AUTO = transformers.AutoModelForSeq2SeqLM
+VOCAB, ROWS, NEW = 89, 3, 12
+TARGETS = np.array([11, 7, 2])
+
+T5 = dict(vocab_size=VOCAB, d_model=26, d_kv=5, d_ff=37, num_heads=3, decoder_start_token_id=0)
+SIZES = dict(
+    vocab_size=VOCAB, encoder_attention_heads=3, decoder_attention_heads=3,
+    encoder_ffn_dim=37, decoder_ffn_dim=37, max_position_embeddings=61,
+)  # fmt: skip
+
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+OUTPUTS = (".o.weight", ".wo.weight", ".out_proj.weight", ".fc2.weight")
+
+
+def lively(kind: Any, config: Any, seed: int) -> Any:
+    """Random, with branches that outweigh the stream: or the likeliest token is the last one."""
+    torch.manual_seed(seed)
+    model = randomised(kind(config), seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(OUTPUTS):
+                parameter *= 3.0
+    return model
+
+
+def t5(seed: int, ends: float, **options: Any) -> Any:
+    model = lively(
+        transformers.T5ForConditionalGeneration, transformers.T5Config(**T5, **options), seed
+    )
+    with torch.no_grad():
+        model.shared.weight[1] *= ends  # the end, so that texts do end
+    return model
+
+
+def flan(seed: int, ends: float, **options: Any) -> Any:
+    """With an output matrix of its own."""
+    model = t5(seed, 1.0, tie_word_embeddings=False, feed_forward_proj="gated-gelu", **options)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(model.shared.weight.shape, generator=generator) * 26**-0.5
+    rows[1] *= ends
+    model.lm_head.weight = torch.nn.Parameter(rows)
+    return model
+
+
+def published(folder: Path) -> None:
+    """config.json as Google's T5 1.1 and Flan-T5 have it: transformers 5 writes another."""
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    del content["scale_decoder_outputs"], content["dense_act_fn"], content["is_gated_act"]
+    content |= dict(tie_word_embeddings=False, n_positions=512, output_past=True)
+    path.write_text(json.dumps(content))
+
+
+def bart(seed: int, ends: float, **options: Any) -> Any:
+    config = transformers.BartConfig(d_model=27, **SIZES, **options)
+    return biased(transformers.BartForConditionalGeneration, config, seed, 2, ends)
+
+
+def marian(seed: int, ends: float, **options: Any) -> Any:
+    config = transformers.MarianConfig(
+        d_model=42, pad_token_id=VOCAB - 1, decoder_start_token_id=VOCAB - 1, **SIZES, **options
+    )
+    return biased(transformers.MarianMTModel, config, seed, 0, ends)
+
+
+def biased(kind: Any, config: Any, seed: int, end: int, ends: float) -> Any:
+    model = lively(kind, config, seed)
+    model.final_logits_bias.normal_(generator=torch.Generator().manual_seed(seed))
+    model.final_logits_bias[0, end] += ends
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[], Any]
+    source: int
+    start: int
+    end: int
+    edit: Callable[[Path], None] | None = None
+    options: Any = dataclasses.field(default_factory=dict)
+    """Of `transformers`' generate, beside the model's own."""
+    processors: tuple[Any, ...] = ()
+    """What they and the model's own mean."""
+
+
+@dataclass(frozen=True)
+class LastToken:
+    """New token number n is this one: forced_eos_token_id."""
+
+    n: int
+    token: int
+
+    def __call__(self, history: Any, logits: jax.Array) -> jax.Array:
+        alone = jnp.where(jnp.arange(logits.shape[-1])[None] == self.token, 0.0, -jnp.inf)
+        return jnp.where((history.new == self.n - 1)[:, None], alone, logits)
+
+
+# `transformers` has no cache for a T5 whose decoder is deeper than its encoder.
+CASES = {
+    "t5": Case(
+        lambda: t5(2, 3.0, num_layers=2, num_decoder_layers=1), source=600, start=0, end=1,
+    ),
+    "flan-t5": Case(
+        lambda: flan(
+            5, 3.0, num_layers=1, relative_attention_num_buckets=10,
+            relative_attention_max_distance=37, layer_norm_epsilon=1e-3,
+        ),
+        source=600, start=0, end=1, edit=published,
+    ),
+    "bart": Case(
+        lambda: bart(3, 3.5, encoder_layers=1, decoder_layers=2), source=61, start=2, end=2,
+        processors=(LastToken(NEW, 2),),
+    ),
+    "scaled bart": Case(
+        lambda: bart(
+            3, 5.0, encoder_layers=2, decoder_layers=1, scale_embedding=True,
+            activation_function="relu",
+        ),
+        source=53, start=2, end=2, options=dict(forced_bos_token_id=5),
+        processors=(Force(5), LastToken(NEW, 2)),
+    ),
+    "marian": Case(
+        lambda: marian(
+            4, 4.0, encoder_layers=2, decoder_layers=1, scale_embedding=True,
+            activation_function="swish",
+        ),
+        source=61, start=VOCAB - 1, end=0, options=dict(bad_words_ids=[[VOCAB - 1], [7]]),
+        processors=(Ban(VOCAB - 1, 7), LastToken(NEW, 0)),
+    ),
+    "plain marian": Case(
+        lambda: marian(3, 4.0, encoder_layers=1, decoder_layers=2, activation_function="relu"),
+        source=47, start=VOCAB - 1, end=0, options=dict(forced_eos_token_id=None),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Loaded:
+    folder: Path
+    model: Any
+    config: Any
+    quick: Any
+    """The config with the implementation that compiles soonest."""
+    params: Any
+    source: np.ndarray
+    at: np.ndarray  # i32[B, S]: its positions
+    valid: np.ndarray  # bool[B, S]: padded on the left, on the right, not at all
+    target: np.ndarray
+    real: np.ndarray  # bool[B, T]
+    state: Any
+
+    @property
+    def theirs(self) -> dict[str, Any]:
+        """The source, as `transformers` takes it."""
+        return dict(
+            input_ids=torch.tensor(self.source), attention_mask=torch.tensor(self.valid.astype(int))
+        )
+
+    @property
+    def both(self) -> dict[str, Any]:
+        return self.theirs | dict(
+            decoder_input_ids=torch.tensor(self.target),
+            decoder_attention_mask=torch.tensor(self.real.astype(int)),
+        )
+
+
+def begin(config: Any, params: Any, source: np.ndarray, at: np.ndarray) -> Any:
+    """The cache behind the source."""
+    model = build(config)
+
+    def read(params):
+        variables = {"params": params}
+        return model.apply(variables, source, positions=at, capacity=NEW + 1, method="init_cache")
+
+    return jax.jit(read)(params)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    @cache
+    def load(name: str) -> Loaded:
+        case, folder = CASES[name], tmp_path_factory.mktemp("model")
+        saved(case.build(), folder)
+        if case.edit is not None:
+            case.edit(folder)
+        rng = np.random.default_rng(list(CASES).index(name))
+        source = tokens(rng, VOCAB, ROWS, case.source)
+        columns = np.arange(case.source)[None]
+        third = case.source // 3
+        first, behind = np.array([third, 0, 0]), np.array([case.source, 2 * third, case.source])
+        valid = (columns >= first[:, None]) & (columns < behind[:, None])
+        real = np.arange(TARGETS.max())[None] < TARGETS[:, None]
+        target = tokens(rng, VOCAB, *real.shape)
+        config, params = load_pretrained(folder)
+        model = reopened(folder, AUTO)
+        at = np.where(valid, columns, -1).astype(np.int32)
+        quick = dataclasses.replace(config, implementation="xla")
+        state = begin(quick, params, source, at)
+        return Loaded(folder, model, config, quick, params, source, at, valid, target, real, state)
+
+    return load
+
+
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@every_case
+def test_logits_hidden_states_and_weights_are_theirs(name, loaded):
+    x = loaded(name)
+    with torch.no_grad():
+        want = x.model(**x.both, output_hidden_states=True, output_attentions=True)
+    config = x.config if name == "t5" else x.quick  # either implementation
+    logits, _, seen = apply(config, x.params, "attend")(
+        x.target, source=x.source, source_positions=x.at, positions=positions(x.real)
+    )
+    memory, read = apply(config, x.params, "attend_source")(x.source, positions=x.at)
+    assert_same_logits(logits, want.logits, x.real)
+    assert_same_layers(seen.hidden, want.decoder_hidden_states, x.real)
+    assert_same_layers(read.hidden, want.encoder_hidden_states, x.valid)
+    assert_same_layers(memory[:, None], (want.encoder_last_hidden_state,), x.valid)
+    assert_same_layers(
+        jnp.moveaxis(seen.self, 3, 2), their_weights(want.decoder_attentions), x.real
+    )
+    assert_same_layers(jnp.moveaxis(seen.cross, 3, 2), their_weights(want.cross_attentions), x.real)
+    assert_same_layers(
+        jnp.moveaxis(read.self, 3, 2), their_weights(want.encoder_attentions), x.valid
+    )
+
+
+def their_weights(layers: tuple[Any, ...]) -> list[Any]:  # [B, N, T, S] -> [B, T, N, S]
+    return [layer.movedim(2, 1) for layer in layers]
+
+
+def assert_same_layers(got: jax.Array, want: Any, real: np.ndarray) -> None:
+    """[B, L, T, ...] and L of [B, T, ...], at the real positions [B, T]."""
+    assert got.shape[1] == len(want) > 0
+    for i, layer in enumerate(want):
+        one, two = np.asarray(got[:, i])[real], layer.numpy()[real]
+        assert one.shape == two.shape and np.isfinite(two).all() and two.std() > 1e-4
+        assert np.abs(one - two).max() <= LOGITS
+
+
+@pytest.mark.parametrize("name", ["t5", "flan-t5", "bart", "marian"])
+def test_gradients_are_theirs(name, loaded):
+    x = loaded(name)
+    rng = np.random.default_rng(3)
+    labels = tokens(rng, VOCAB, *x.target.shape)
+    model = build(x.quick)
+
+    def loss(params):
+        logits, _ = model.apply(
+            {"params": params}, x.target, source=x.source, source_positions=x.at,
+            positions=positions(x.real),
+        )  # fmt: skip
+        log_probs = jax.nn.log_softmax(logits, axis=-1)
+        picked = jnp.take_along_axis(log_probs, labels[..., None], axis=-1)[..., 0]
+        return -jnp.where(x.real, picked, 0.0).sum() / x.real.sum()
+
+    logits = x.model(**x.both).logits[torch.tensor(x.real)]
+    want = torch.nn.functional.cross_entropy(logits, torch.tensor(labels[x.real]).long())
+    family = json.loads((x.folder / "config.json").read_text())["model_type"]
+    lines = FAMILIES[family].table(x.config)
+    assert_same_gradients(x.config, x.params, loss, x.model, want, lines)
+
+
+def new_tokens(sequence: Any, end: int) -> list[int]:
+    """A row of `generate` there, without its start and the padding behind its end."""
+    row = sequence.tolist()[1:]
+    return row[: row.index(end) + 1] if end in row else row
+
+
+@every_case
+def test_greedy_text_is_theirs(name, loaded):
+    x, case = loaded(name), CASES[name]
+    with torch.no_grad():
+        want = x.model.generate(
+            **x.theirs, max_new_tokens=NEW, num_beams=1, do_sample=False, no_repeat_ngram_size=3,
+            **case.options,
+        )  # fmt: skip
+    got = generate(
+        make_step(build(x.quick)), x.params, np.full((ROWS, 1), case.start), fork(x.state, 1),
+        num_tokens=NEW, stop=case.end, processors=(NoRepeatNGram(3), *case.processors),
+    )  # fmt: skip
+    rows = [new_tokens(row, case.end) for row in want]
+    assert [row.tolist() for row in got.rows()] == rows
+    assert len({tuple(row) for row in rows}) > 1 and max(map(len, rows)) > 3
+
+
+@every_case
+def test_beams_are_theirs(name, loaded):
+    """Their `length_penalty` is our `LengthPenalty`, of the new tokens with the end. The search is
+    the same where theirs is exact: `early_stopping="never"`, and processed scores normalised."""
+    x, case, seen = loaded(name), CASES[name], set()
+    for alpha in (0.0, 1.0):
+        with torch.no_grad():
+            want = x.model.generate(
+                **x.theirs, max_new_tokens=NEW, num_beams=4, num_return_sequences=3,
+                do_sample=False, early_stopping="never", length_penalty=alpha,
+                renormalize_logits=True, no_repeat_ngram_size=3, return_dict_in_generate=True,
+                output_scores=True, **case.options,
+            )  # fmt: skip
+        got = beam_search(
+            make_step(build(x.quick)), x.params, np.full((ROWS, 1), case.start), fork(x.state, 1),
+            num_tokens=NEW, num_beams=4, num_results=3, stop=case.end,
+            processors=(NoRepeatNGram(3), *case.processors), length_penalty=LengthPenalty(alpha),
+        )  # fmt: skip
+        lengths = np.asarray(got.lengths).reshape(-1)
+        texts = np.asarray(got.tokens).reshape(-1, NEW)
+        rows = [text[:length].tolist() for text, length in zip(texts, lengths, strict=True)]
+        assert rows == [new_tokens(row, case.end) for row in want.sequences]
+        scores = want.sequences_scores.numpy()
+        np.testing.assert_allclose(got.scores.reshape(-1), scores, atol=LOGITS, rtol=0)
+        seen |= set(lengths.tolist())
+    assert len(seen) > 1
+
+
+@every_case
+def test_round_trip(name, loaded, tmp_path):
+    x = loaded(name)
+    assert_round_trip(x.folder, tmp_path, AUTO, **x.both)
+
+
+def test_a_t5_of_either_style_has_the_output_that_transformers_gives_it(tmp_path):
+    """What transformers 5 writes: that they are tied, whether they are or not."""
+    rng = np.random.default_rng(0)
+    source, target = tokens(rng, VOCAB, 2, 13), tokens(rng, VOCAB, 2, 5)
+    both = dict(input_ids=torch.tensor(source), decoder_input_ids=torch.tensor(target))
+    tied = t5(8, 1.0, num_layers=1, num_decoder_layers=2, tie_word_embeddings=False)
+    with torch.no_grad():
+        tied.shared.weight *= 0.2  # logits are not scaled
+    for name, model in (("tied", tied), ("untied", flan(9, 1.0, num_layers=1))):
+        folder = saved(model, tmp_path / name)
+        content = json.loads((folder / "config.json").read_text())
+        assert content["tie_word_embeddings"] and not content["scale_decoder_outputs"]
+        config, params = load_pretrained(folder)
+        assert config.tie_embeddings == (name == "tied") and config.logit_scale is None
+        with torch.no_grad():
+            want = reopened(folder, AUTO)(**both).logits
+        assert_same_logits(apply(config, params)(target, source=source)[0], want)
+        assert_round_trip(folder, tmp_path / f"{name} again", AUTO, **both)
+
+
+def test_sinusoids_of_marian_are_ours(loaded):
+    x = loaded("marian")
+    table = x.model.model.encoder.embed_positions.weight.detach().numpy()
+    ours = sinusoidal(jnp.arange(61), x.config.d_model, layout="halves")
+    assert table.shape == (61, 42) and table.std() > 0.1
+    np.testing.assert_allclose(ours, table, atol=1e-6, rtol=0)
+    implied = sinusoids(x.config, (61, 42))
+    assert implied is not None and sinusoids(x.config, (61, 41)) is None
+    np.testing.assert_allclose(implied, table, atol=1e-6, rtol=0)
+    longer = dataclasses.replace(x.config, max_len=67)  # no table: any length
+    assert sinusoids(longer, (67, 42)) is not None

@@ -1,0 +1,311 @@
+"""Sentences as vectors: the pooling by its formula, the folder by what it says."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from transformer_jax import (
+    ConfigError,
+    ModelConfig,
+    SentenceEncoder,
+    build,
+    init_params,
+    load_sentence_encoder,
+    pool_sentences,
+    save_pretrained,
+)
+from transformer_jax.checkpoint import CheckpointError
+
+CONFIG = ModelConfig(
+    kind="encoder", vocab_size=31, d_model=6, num_layers=1, num_heads=2, d_ff=5, max_len=29,
+    norm_order="post", norm_eps=1e-12, embedding_norm=True, activation="gelu", type_vocab_size=2,
+)  # fmt: skip
+
+
+def plainly(hidden, valid, pooling, normalise):
+    """The same, row by row in float64."""
+    out = []
+    for row, keep in zip(np.asarray(hidden, np.float64), valid, strict=True):
+        real = row[keep]
+        if not len(real):
+            out.append(np.zeros(row.shape[1]))
+            continue
+        vector = {"mean": real.mean(0), "cls": real[0], "max": real.max(0)}[pooling]
+        out.append(vector / np.linalg.norm(vector) if normalise else vector)
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_a_sentence_is_its_real_tokens_and_nothing_else(pooling, normalise, rng):
+    hidden = rng.normal(size=(4, 7, 5)).astype(np.float32) - 1.0  # a 0 would be the largest
+    valid = np.ones((4, 7), bool)
+    valid[1, 3:] = valid[2, :2] = valid[3] = False
+    want = plainly(hidden, valid, pooling, normalise)
+    hidden = np.where(valid[..., None], hidden, np.nan)
+    got = np.asarray(pool_sentences(hidden, valid, pooling, normalise))
+    assert got.dtype == np.float32 and got.shape == (4, 5)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_a_row_of_padding_has_a_finite_gradient(pooling, rng):
+    hidden = rng.normal(size=(2, 3, 5)).astype(np.float32)
+    valid = np.array([[True, True, False], [False] * 3])
+
+    def total(hidden):
+        return (pool_sentences(hidden, valid, pooling, True) ** 3).sum()
+
+    gradient = np.asarray(jax.grad(total)(hidden))
+    assert np.isfinite(gradient).all() and np.abs(gradient[0, :2]).max() > 0
+    assert not gradient[1].any() and not gradient[0, 2].any()
+
+
+def test_a_vector_of_zeros_has_a_finite_gradient():
+    hidden, valid = np.zeros((1, 3, 5), np.float32), np.ones((1, 3), bool)
+    gradient = jax.grad(lambda hidden: pool_sentences(hidden, valid, normalise=True).sum())(hidden)
+    assert np.isfinite(np.asarray(gradient)).all()
+
+
+def test_what_is_wrong_is_named(rng):
+    hidden, valid = rng.normal(size=(2, 3, 5)), np.ones((2, 3), bool)
+    with pytest.raises(ConfigError, match="pooling is 'last': must be one of 'mean', 'cls', 'max'"):
+        pool_sentences(hidden, valid, "last")
+    with pytest.raises(ValueError, match=r"hidden has shape \(2, 3, 5\), valid \(2, 4\)"):
+        pool_sentences(hidden, np.ones((2, 4), bool))
+
+
+class Words:
+    """Numbers as tokens, 1 in front and 2 behind."""
+
+    def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
+        ids = [int(word) if word.isdigit() else 3 + ord(word[0]) % 20 for word in text.split()]
+        return np.array([1, *ids, 2] if special_tokens else ids, np.int32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    params = init_params(CONFIG, jax.random.key(3))
+    return jax.tree.map(
+        lambda leaf: leaf + 0.3 * np.cos(np.arange(leaf.size)).reshape(leaf.shape), params
+    )
+
+
+@pytest.fixture(scope="module")
+def encoder(params):
+    return SentenceEncoder(CONFIG, params, "mean", True, max_len=23)
+
+
+def test_padding_and_company_do_not_change_a_sentence(encoder, params):
+    tokens = np.array([[1, 9, 4, 2, 0], [1, 7, 2, 0, 0]], np.int32)
+    at = np.array([[0, 1, 2, 3, -1], [0, 1, 2, -1, -1]], np.int32)
+    got = np.asarray(encoder.encode(tokens, at))
+    for row, length in enumerate((4, 3)):
+        alone = tokens[row : row + 1, :length]
+        states = build(CONFIG).apply({"params": params}, alone, method="encode")
+        want = plainly(states, np.ones((1, length), bool), "mean", True)
+        np.testing.assert_allclose(got[row : row + 1], want, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(encoder.encode(alone), want, rtol=0, atol=1e-5)
+
+
+def test_texts_come_back_in_their_order(encoder):
+    texts = ["4 5 6 7 8", "9", "", "10 11 12", "5 4"]
+    want = [encoder.encode(Words().encode(text, special_tokens=True)[None]) for text in texts]
+    for size in (2, 32):
+        got = encoder.encode_texts(texts, Words(), batch_size=size)
+        np.testing.assert_allclose(got, np.concatenate(want), rtol=0, atol=1e-5)
+    assert encoder.encode_texts([], Words()).shape == (0, 6)
+
+
+def test_a_long_text_loses_its_end_and_keeps_what_stands_behind_it(encoder):
+    words = [str(3 + i % 17) for i in range(40)]
+    long = encoder.encode_texts([" ".join(words)], Words())
+    short = encoder.encode_texts([" ".join(words[:21])], Words())
+    np.testing.assert_array_equal(long, short)
+    assert len(Words().encode(" ".join(words[:21]), special_tokens=True)) == encoder.max_len
+    other = encoder.encode_texts([" ".join(words[:20])], Words())
+    assert np.abs(other - long).max() > 1e-4
+
+
+def test_lower_case_is_for_those_who_ask(encoder):
+    lower = dataclasses.replace(encoder, lower_case=True)
+    one, two = (e.encode_texts(["Apple", "apple"], Words()) for e in (encoder, lower))
+    assert np.abs(one[0] - one[1]).max() > 1e-4
+    np.testing.assert_array_equal(two[0], two[1])
+
+
+def test_calls_that_cannot_be_meant_are_refused(encoder):
+    with pytest.raises(ValueError, match="texts are one text"):
+        encoder.encode_texts("4 5", Words())
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        encoder.encode_texts(["4"], Words(), batch_size=0)
+    with pytest.raises(ValueError, match=r"token 31 at \[0, 1\]"):
+        encoder.encode(np.array([[1, 31]], np.int32))
+    narrow = dataclasses.replace(encoder, max_len=1)
+    with pytest.raises(ValueError, match="cannot cut a text to max_len 1"):
+        narrow.encode_texts(["4 5"], Words())
+
+
+LIBRARY = "sentence_transformers.models"
+OLD = {
+    "modules.json": [
+        {"idx": 0, "name": "0", "path": "", "type": f"{LIBRARY}.Transformer"},
+        {
+            "idx": 1,
+            "name": "1",
+            "path": "1_Pooling",
+            "type": f"{LIBRARY}.Pooling",
+        },
+        {"idx": 2, "name": "2", "path": "2_Norm", "type": f"{LIBRARY}.Normalize"},
+    ],
+    "1_Pooling/config.json": {
+        "word_embedding_dimension": 6,
+        "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": True,
+        "pooling_mode_max_tokens": False,
+        "pooling_mode_mean_sqrt_len_tokens": False,
+    },
+    "sentence_bert_config.json": {"max_seq_length": 23, "do_lower_case": False},
+}
+
+
+def lay(folder, files):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture
+def folder(params, tmp_path):
+    save_pretrained(tmp_path / "model", CONFIG, params, family="bert")
+    return lay(tmp_path / "model", OLD)
+
+
+def test_a_folder_says_how_sentences_are_made(folder, encoder):
+    found = load_sentence_encoder(folder)
+    tokens = np.array([[1, 9, 4, 2, 0]], np.int32)
+    for name in ("config", "pooling", "normalise", "max_len", "lower_case"):
+        assert getattr(found, name) == getattr(encoder, name), name
+    np.testing.assert_array_equal(found.encode(tokens), encoder.encode(tokens))
+
+    pooling = OLD["1_Pooling/config.json"] | {
+        "pooling_mode_mean_tokens": False,
+        "pooling_mode_max_tokens": True,
+    }
+    lay(folder, {"modules.json": OLD["modules.json"][:2], "1_Pooling/config.json": pooling})
+    lay(folder, {"sentence_bert_config.json": {"max_seq_length": None, "do_lower_case": True}})
+    found = load_sentence_encoder(folder, dtype="bfloat16")
+    assert (found.pooling, found.normalise, found.lower_case) == ("max", False, True)
+    assert (found.max_len, found.config.dtype) == (29, "bfloat16")
+    assert found.encode(tokens).dtype == np.float32
+
+
+def test_newer_folders_say_it_in_other_words(folder):
+    kinds = (
+        "sentence_transformers.base.modules.transformer.Transformer",
+        "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
+        "sentence_transformers.base.modules.normalize.Normalize",
+    )
+    parts = [part | {"type": kind} for part, kind in zip(OLD["modules.json"], kinds, strict=True)]
+    embedding = "sentence_embedding"
+    lay(folder, {
+        "modules.json": parts,
+        "1_Pooling/config.json": {"pooling_mode": "cls", "embedding_dimension": 6},
+        "2_Norm/config.json": {"module_input_name": embedding, "module_output_name": embedding},
+        "sentence_bert_config.json": {
+            "transformer_task": "feature-extraction",
+            "modality_config": {
+                "text": {"method": "forward", "method_output_name": "last_hidden_state"}
+            },
+            "module_output_name": "token_embeddings",
+        },
+        "tokenizer_config.json": {"model_max_length": 19},
+    })  # fmt: skip
+    found = load_sentence_encoder(folder)
+    assert (found.pooling, found.normalise, found.max_len) == ("cls", True, 19)
+    lay(folder, {"tokenizer_config.json": {"model_max_length": 1e30}})
+    assert load_sentence_encoder(folder).max_len == 29
+
+
+def part(number, **changes):
+    return [p | changes if i == number else p for i, p in enumerate(OLD["modules.json"])]
+
+
+POOLING = OLD["1_Pooling/config.json"]
+SEQUENCE = OLD["sentence_bert_config.json"]
+REFUSED = {
+    "a dense layer": (
+        "modules.json",
+        part(2, type="sentence_transformers.models.Dense"),
+        "part 2: type is 'sentence_transformers.models.Dense': must be .* Normalize",
+    ),
+    "another library": ("modules.json", part(0, type="mine.Transformer"), "type is 'mine.T"),
+    "four parts": ("modules.json", OLD["modules.json"] * 2, "parts are .*: must be Transformer"),
+    "no pooling": ("modules.json", OLD["modules.json"][:1], "parts are .*: must be Transformer"),
+    "a model elsewhere": ("modules.json", part(0, path="0_T"), "path is '0_T': must be ''"),
+    "a path outside": ("modules.json", part(1, path="../x"), "is no plain file name"),
+    "no path": ("modules.json", part(1, path=3), "path is 3: must be a folder's name"),
+    "an object": ("modules.json", {}, "must be a list of objects"),
+    "two poolings": (
+        "1_Pooling/config.json",
+        POOLING | {"pooling_mode_max_tokens": True},
+        r"pooling is \['mean', 'max'\]: must be one of",
+    ),
+    "no pooling at all": (
+        "1_Pooling/config.json",
+        POOLING | {"pooling_mode_mean_tokens": False},
+        r"pooling is \[\]: must be one of",
+    ),
+    "the last token": (
+        "1_Pooling/config.json",
+        POOLING | {"pooling_mode_lasttoken": True},
+        "pooling_mode_lasttoken is True: must be False",
+    ),
+    "weights": (
+        "1_Pooling/config.json",
+        {"pooling_mode": "weightedmean"},
+        "pooling_mode is 'weightedmean': must be one of 'mean', 'cls', 'max'",
+    ),
+    "without the prompt": (
+        "1_Pooling/config.json",
+        POOLING | {"include_prompt": False},
+        "include_prompt is False: must be True",
+    ),
+    "an unknown key": ("1_Pooling/config.json", POOLING | {"depth": 3}, "depth is 3: no such key"),
+    "longer than the table": (
+        "sentence_bert_config.json",
+        SEQUENCE | {"max_seq_length": 30},
+        "max_seq_length is 30: the encoder reads at most 29",
+    ),
+    "arguments": (
+        "sentence_bert_config.json",
+        SEQUENCE | {"model_args": {"trust_remote_code": True}},
+        "model_args is .*: must be {}",
+    ),
+    "a prompt": (
+        "config_sentence_transformers.json",
+        {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
+        "default_prompt_name is 'query': must be None",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_known_is_refused_by_name(name, folder):
+    file, content, message = REFUSED[name]
+    load_sentence_encoder(folder)
+    lay(folder, {file: content})
+    with pytest.raises((ConfigError, CheckpointError), match=message) as caught:
+        load_sentence_encoder(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["modules.json", "1_Pooling/config.json"])
+def test_a_folder_of_something_else_is_refused(file, folder):
+    (folder / file).unlink()
+    with pytest.raises(CheckpointError, match=file):
+        load_sentence_encoder(folder)

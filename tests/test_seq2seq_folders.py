@@ -1,0 +1,338 @@
+"""T5, BART and Marian from folders, without torch: goldens, what is refused, what may be left out.
+
+The goldens' logits and texts are those of `transformers`: see tests/golden/write_seq2seq.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from transformer_jax.beam import LengthPenalty, beam_search
+from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.decode import generate, make_step
+from transformer_jax.families import FAMILIES
+from transformer_jax.models import build, init_params
+from transformer_jax.positions import sinusoidal
+from transformer_jax.pretrained import load_pretrained, save_pretrained, write_config
+from transformer_jax.processors import NoRepeatNGram
+from transformer_jax.weights import CheckpointError
+
+GOLDEN = Path(__file__).parent / "golden"
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+TOLERANCE = 1e-4  # f32, of logits: other sums in another order
+
+every_golden = pytest.mark.parametrize("name", ["t5", "marian"])
+
+
+@cache
+def loaded(name: str) -> tuple[Any, Any, dict[str, np.ndarray]]:
+    config, params = load_pretrained(GOLDEN / name)
+    with np.load(GOLDEN / name / "case.npz") as case:
+        return config, params, dict(case)
+
+
+@every_golden
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_logits_are_those_of_transformers(name, scan_layers):
+    config, params, case = loaded(name)
+    if scan_layers:
+        config, params = load_pretrained(GOLDEN / name, scan_layers=True)
+    model = build(config)
+    logits, _ = jax.jit(model.apply)(
+        {"params": params}, case["target"], source=case["source"],
+        source_positions=case["source_positions"],
+    )  # fmt: skip
+    assert logits.shape == case["logits"].shape and case["logits"].std() > 0.5
+    assert np.abs(logits - case["logits"]).max() <= TOLERANCE
+    assert (logits.argmax(-1) == case["logits"].argmax(-1)).all()
+
+
+def begun(name: str) -> tuple[Any, ...]:
+    """What decoding starts from: step, parameters, prompt, state."""
+    config, params, case = loaded(name)
+    model = build(dataclasses.replace(config, implementation="xla"))  # compiles soonest
+
+    @jax.jit
+    def begin(params, source, positions):
+        arguments: dict[str, Any] = dict(positions=positions, capacity=10)
+        return model.apply({"params": params}, source, **arguments, method="init_cache")
+
+    state = begin(params, case["source"], case["source_positions"])
+    return make_step(model), params, np.full((len(case["source"]), 1), case["start"]), state
+
+
+def test_a_t5_s_greedy_text_is_that_of_transformers():
+    case = loaded("t5")[2]
+    options: Any = dict(num_tokens=9, stop=int(case["end"]), processors=(NoRepeatNGram(2),))
+    np.testing.assert_array_equal(generate(*begun("t5"), **options).tokens, case["greedy"])
+    assert len(set((case["greedy"] >= 0).sum(axis=1).tolist())) > 1
+
+
+def test_a_marian_s_beams_are_those_of_transformers():
+    case = loaded("marian")[2]
+    options: Any = dict(num_tokens=9, stop=int(case["end"]), processors=(NoRepeatNGram(2),))
+    beams = beam_search(*begun("marian"), num_beams=4, length_penalty=LengthPenalty(1.0), **options)
+    np.testing.assert_array_equal(beams.tokens[:, 0], case["beams"])
+    np.testing.assert_allclose(beams.scores[:, 0], case["scores"], atol=TOLERANCE)
+    assert (case["beams"] != case["greedy"]).any()
+
+
+def test_the_encoder_shows_what_it_encodes():
+    """`attend_source` is `encode`, and its weights are of the real source alone."""
+    config, params, case = loaded("t5")
+    model, variables = build(config), {"params": params}
+    given = (case["source"],), dict(positions=case["source_positions"])
+    memory = jax.jit(lambda: model.apply(variables, *given[0], **given[1], method="encode"))()
+    again, seen = jax.jit(
+        lambda: model.apply(variables, *given[0], **given[1], method="attend_source")
+    )()
+    np.testing.assert_array_equal(memory, again)
+    real = case["source_positions"] >= 0
+    assert seen.self.shape == (3, 2, 3, 23, 23) and seen.cross is None
+    assert seen.hidden.shape == (3, 3, 23, 14) and not real.all()
+    np.testing.assert_array_equal(seen.hidden[:, -1], memory)
+    np.testing.assert_allclose(
+        seen.self.sum(-1), np.broadcast_to(real[:, None, None], (3, 2, 3, 23)), atol=1e-5
+    )
+    hidden_keys = np.broadcast_to(~real[:, None, None, None], seen.self.shape)
+    assert (np.asarray(seen.self)[hidden_keys] == 0).all()
+
+
+@every_golden
+def test_saved_and_read_again_nothing_changes(name, tmp_path):
+    config, params, _ = loaded(name)
+    save_pretrained(tmp_path / "a", config, params, like=GOLDEN / name)
+    one = load_file(GOLDEN / name / "model.safetensors")
+    two = load_file(tmp_path / "a" / "model.safetensors")
+    assert one.keys() == two.keys() and len(one) > 30
+    assert all(one[k].tobytes() == two[k].tobytes() for k in one)
+    back, again = load_pretrained(tmp_path / "a")
+    assert back == config
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    content = json.loads((tmp_path / "a" / "config.json").read_text())
+    first = json.loads((GOLDEN / name / "config.json").read_text())
+    assert {key: content[key] for key in first} == first
+
+
+# What a folder may hold, and what not
+
+
+def changed(tmp_path: Path, name: str, tensors: Any = None, **keys: Any) -> Path:
+    """The golden with other keys of config.json (... removes one) and other tensors."""
+    folder = tmp_path / "changed"
+    shutil.copytree(GOLDEN / name, folder, dirs_exist_ok=True)
+    content = json.loads((folder / "config.json").read_text()) | keys
+    content = {key: value for key, value in content.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(content))
+    held = load_file(folder / "model.safetensors")
+    if tensors is not None:
+        save_file(tensors(held), folder / "model.safetensors")
+    return folder
+
+
+def head(held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return held | {"lm_head.weight": held["shared.weight"] + 1}
+
+
+def copies(held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    names = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"
+    return held | dict.fromkeys(names, held["shared.weight"])
+
+
+def renamed(old: str, new: str) -> Any:
+    return lambda held: {new if name == old else name: value for name, value in held.items()}
+
+
+def test_the_output_of_a_t5(tmp_path):
+    """As the table in families/t5.py says."""
+    absent: Any = dict(scale_decoder_outputs=...)
+    scale = 14**-0.5
+    for keys, tensors, want in (
+        (absent, None, (True, scale)),
+        (absent | dict(tie_word_embeddings=...), copies, (True, scale)),
+        (absent | dict(tie_word_embeddings=False), head, (False, None)),
+        (dict(scale_decoder_outputs=False), None, (True, None)),
+        (dict(scale_decoder_outputs=True), None, (True, scale)),
+        (dict(scale_decoder_outputs=False), head, (False, None)),
+        (dict(scale_decoder_outputs=True, tie_word_embeddings=False), head, (False, scale)),
+    ):
+        config, params = load_pretrained(changed(tmp_path, "t5", tensors, **keys))
+        assert (config.tie_embeddings, config.logit_scale) == want
+        assert ("output" in params["embed"]) == (not want[0])
+        content = write_config(FAMILIES["t5"], config)
+        assert content["tie_word_embeddings"] == want[0]
+        assert content["scale_decoder_outputs"] == (want[1] is not None)
+        shutil.rmtree(tmp_path / "changed")
+
+
+def test_a_t5_that_contradicts_itself_is_refused(tmp_path):
+    absent: Any = dict(scale_decoder_outputs=...)
+    for keys, tensors, says in (
+        (absent, head, "lm_head.weight differs from shared.weight, to which config.json ties it"),
+        (absent | dict(tie_word_embeddings=False), None, "tensor lm_head.weight is missing"),
+        (dict(tie_word_embeddings=False), None, "tensor lm_head.weight is missing"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            load_pretrained(changed(tmp_path, "t5", tensors, **keys))
+        shutil.rmtree(tmp_path / "changed")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("t5", "shared.weight", "decoder.embed_tokens.weight"),
+        ("marian", "model.shared.weight", "lm_head.weight"),
+        ("marian", "model.shared.weight", "model.encoder.embed_tokens.weight"),
+    ],
+)
+def test_a_copy_may_be_all_there_is_of_a_tied_tensor(name, old, new, tmp_path):
+    folder = changed(tmp_path, name, renamed(old, new))
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(folder)[1], loaded(name)[1])
+
+
+def test_copies_that_differ_are_refused(tmp_path):
+    name = "encoder.embed_tokens.weight"
+    folder = changed(tmp_path, "t5", lambda held: copies(held) | {name: -held["shared.weight"]})
+    with pytest.raises(CheckpointError, match=f"{name} differs from shared.weight"):
+        load_pretrained(folder)
+
+
+def test_bias_of_attention_to_the_source_is_not_used(tmp_path):
+    name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    folder = changed(tmp_path, "t5", lambda held: held | {name: np.ones((8, 3), np.float32)})
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(folder)[1], loaded("t5")[1])
+
+
+TABLES = "model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_tables_of_an_old_marian_are_the_sinusoids(dtype, tmp_path):
+    table = np.asarray(sinusoidal(jnp.arange(31), 18, layout="halves")).astype(dtype)
+    folder = changed(tmp_path, "marian", lambda held: held | dict.fromkeys(TABLES, table))
+    jax.tree.map(np.testing.assert_array_equal, load_pretrained(folder)[1], loaded("marian")[1])
+
+
+def test_other_tables_are_refused(tmp_path):
+    table = np.array(sinusoidal(jnp.arange(31), 18, layout="halves"))
+    turns = np.asarray(sinusoidal(jnp.arange(31), 18))
+    broken = table.copy()
+    broken[7, 3] = np.nan
+    for wrong in (turns, broken, table[:30], table[:, :17], table[0]):
+        for name in TABLES:
+            folder = changed(tmp_path, "marian", lambda held: held | {name: wrong})  # noqa: B023
+            with pytest.raises(CheckpointError, match=f"{name} is not what config.json makes it"):
+                load_pretrained(folder)
+            shutil.rmtree(folder)
+
+
+def test_a_model_without_its_head(tmp_path):
+    """As MarianModel is saved: no prefix, and no bias of the logits."""
+
+    def bare(held):
+        held.pop("final_logits_bias")
+        return {name.removeprefix("model."): value for name, value in held.items()}
+
+    config, params = load_pretrained(changed(tmp_path, "marian", bare))
+    assert not config.logit_bias and "bias" not in params["embed"]
+    want = {**loaded("marian")[1]["embed"]}
+    np.testing.assert_array_equal(params["embed"]["tokens"], want["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "says"),
+    [
+        ("t5", dict(is_encoder_decoder=False), "is_encoder_decoder is False: must be True"),
+        ("t5", dict(feed_forward_proj="gated-tanh"), "feed_forward_proj is 'gated-tanh': must be"),
+        ("t5", dict(dense_act_fn="silu"), "dense_act_fn is 'silu': feed_forward_proj is 'relu'"),
+        ("t5", dict(dense_act_fn=["relu"]), "dense_act_fn is .'relu'.: must be one of"),
+        ("t5", dict(is_gated_act=True), "is_gated_act is True: feed_forward_proj is 'relu'"),
+        ("t5", dict(scale_decoder_outputs=1), "scale_decoder_outputs is 1: must be true or false"),
+        ("t5", dict(d_kv=0), "d_kv is 0: must be an integer from 1"),
+        ("t5", dict(relative_attention_num_buckets=10**9), "_buckets is 1000000000: must be at"),
+        ("t5", dict(relative_attention_num_buckets=7), "relative_buckets is 7: must be even"),
+        ("t5", dict(relative_attention_max_distance=2**31 - 1, relative_attention_num_buckets=256),
+         r"relative_attention_bias.weight has shape \[8, 3\]: config.json makes it \[256, 3\]"),
+        ("t5", dict(num_decoder_layers="1"), "num_decoder_layers is '1': must be an integer"),
+        ("marian", dict(decoder_attention_heads=2), "decoder_attention_heads is 2: must be enc"),
+        ("marian", dict(decoder_ffn_dim=29), "decoder_ffn_dim is 29: must be encoder_ffn_dim, 23"),
+        ("marian", dict(normalize_before=True), "normalize_before is True: must be False"),
+        ("marian", dict(add_final_layer_norm=True), "add_final_layer_norm is True: must be False"),
+        ("marian", dict(normalize_embedding=True), "normalize_embedding is True: must be False"),
+        ("marian", dict(static_position_embeddings=False), "static_position_embeddings is False"),
+        ("marian", dict(share_encoder_decoder_embeddings=False), "share_encoder_decoder_embedding"),
+        ("marian", dict(decoder_vocab_size=43), "decoder_vocab_size is 43: must be None or 41"),
+        ("marian", dict(tie_word_embeddings=False), "tie_word_embeddings is False: must be True"),
+        ("marian", dict(model_type="bart", share_encoder_decoder_embeddings=...,
+                        decoder_vocab_size=...), "tensor model.encoder.embed_positions.weight is "),
+        ("marian", dict(model_type="bart", normalize_embedding=False), "normalize_embedding is F"),
+    ],
+)  # fmt: skip
+def test_what_the_models_here_have_not_is_refused_by_name(name, keys, says, tmp_path):
+    folder = changed(tmp_path, name, **keys)
+    with pytest.raises((ConfigError, CheckpointError), match=says) as error:
+        load_pretrained(folder)
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_encoder_alone_is_no_t5(tmp_path):
+    def half(held):
+        return {name: value for name, value in held.items() if not name.startswith("decoder.")}
+
+    folder = changed(tmp_path, "t5", half, architectures=["T5EncoderModel"])
+    with pytest.raises(ConfigError, match=r"T5EncoderModel.*there is no decoder"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("forward", "activation", "glu"),
+    [
+        ("relu", "relu", False),
+        ("gated-gelu", "gelu_tanh", True),
+        ("gated-silu", "silu", True),
+        ("gelu", "gelu", False),
+        ("gelu_new", "gelu_tanh", False),
+        ("gated-relu", "relu", True),
+    ],
+)
+def test_feed_forwards_of_a_t5_are_said_as_they_are_read(forward, activation, glu):
+    config = ModelConfig(
+        kind="encoder-decoder", positions="t5", norm="rmsnorm", norm_eps=1e-6, use_bias=False,
+        attention_scale=1.0, activation=activation, glu=glu, logit_scale=128**-0.5,
+    )  # fmt: skip
+    assert write_config(FAMILIES["t5"], config)["feed_forward_proj"] == forward
+
+
+def test_a_config_that_no_t5_has_is_refused():
+    config = ModelConfig(
+        kind="encoder-decoder", positions="t5", norm="rmsnorm", use_bias=False,
+        attention_scale=1.0, activation="gelu", glu=True,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="dense_act_fn is 'gelu': feed_forward_proj is"):
+        write_config(FAMILIES["t5"], config)
+
+
+def test_the_paper_s_transformer_has_no_family(tmp_path):
+    """Sines and cosines take turns in it, which no Marian has."""
+    config = ModelConfig(
+        kind="encoder-decoder", vocab_size=11, d_model=6, num_heads=3, num_layers=1, d_ff=5,
+        positions="sinusoidal", norm_order="post", scale_embeddings=True,
+    )  # fmt: skip
+    params = init_params(config, jax.random.key(0))
+    with pytest.raises(ConfigError, match="sinusoid is 'interleaved': a marian has 'halves'"):
+        save_pretrained(tmp_path / "a", config, params)
+    with pytest.raises(ConfigError, match="sinusoid is 'interleaved'"):
+        save_pretrained(tmp_path / "a", config, params, family="marian")

@@ -1,0 +1,400 @@
+"""Chat templates: Jinja that a stranger wrote, rendered in a sandbox that counts what it does.
+
+The environment is Hugging Face's: immutable and sandboxed, `trim_blocks`, `lstrip_blocks`, `break`
+and `continue`, `raise_exception`, `strftime_now`, and a `tojson` that leaves HTML as it is. A
+template sees plain data only, and a list of filters and methods; others do not exist. Every turn
+of a loop, call, operation and character written is paid for out of one budget before it is made, so
+a template ends, or fails, at the same place on every machine. What cannot be counted is the time
+inside one comparison or one filter; it is bounded by the size of what is compared, and a deadline
+stands behind the budget.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from types import CodeType
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Cycler, Namespace
+from jinja2.visitor import NodeTransformer
+
+from transformer_jax.text import DataError
+
+TEMPLATE_LIMIT = 2**17
+"""Characters of a template."""
+BUDGET = 2**22
+"""Units of one rendering, and 64 more for every character and value that it is given."""
+SECONDS = 10.0
+"""Of one rendering, whatever it counted."""
+
+_STEP = 64  # units of a turn, a call or an operation; a character is one
+_VALUE = 16  # of a value, alone or in a list
+_DEPTH = 64  # of what is rendered
+_DIGITS = 4096  # bits of a number
+_METHODS: tuple[tuple[type, frozenset[str]], ...] = (
+    (str, frozenset({
+        "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum",
+        "isalpha", "isascii", "isdecimal", "isdigit", "islower", "isnumeric", "isspace", "istitle",
+        "isupper", "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix",
+        "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines",
+        "startswith", "strip", "swapcase", "title", "upper",
+    })),
+    (dict, frozenset({"copy", "get", "items", "keys", "values"})),
+    (list, frozenset({"copy", "count", "index"})),
+    (tuple, frozenset({"count", "index"})),
+)  # fmt: skip
+_FILTERS = frozenset({
+    "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first",
+    "float", "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower", "map",
+    "max", "min", "reject", "rejectattr", "replace", "reverse", "safe", "select", "selectattr",
+    "sort", "string", "sum", "title", "trim", "unique", "upper", "wordcount",
+})  # fmt: skip
+
+
+def render(template: str, variables: Mapping[str, Any]) -> str:
+    """The text of a template; DataError says why there is none, `raise_exception`'s words too."""
+    if len(template) > TEMPLATE_LIMIT:
+        rule = f"at most {TEMPLATE_LIMIT} are read"
+        raise DataError(f"chat template: has {len(template)} characters, {rule}")
+    plain = {name: _plain(value, name) for name, value in variables.items()}
+    meter = _Meter(BUDGET)
+    meter.left += _STEP * meter.weight(plain, limit=2**31)
+    try:
+        sandbox = _Sandbox(meter)
+        code = _compiled(template)
+        loaded = jinja2.Template.from_code(sandbox, code, sandbox.make_globals(None))
+        return "".join(loaded.generate(plain))
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(f"chat template: line {error.lineno}: {_line(error.message)}") from None
+    except RecursionError:
+        raise DataError("chat template: calls itself, or is nested, too deep") from None
+    except Exception as error:  # it may fail as any program may
+        raise DataError(f"chat template: {_line(error) or type(error).__name__}") from None
+
+
+def literals(template: str) -> str:
+    """The text and the strings a template is written with, apart from each other."""
+    try:
+        tree = _Sandbox(_Meter(BUDGET)).parse(template[:TEMPLATE_LIMIT])
+    except (jinja2.TemplateError, RecursionError):
+        return ""
+    found = {node.data for node in tree.find_all(nodes.TemplateData)}
+    constants = (node.value for node in tree.find_all(nodes.Const))
+    return "\0".join(sorted(found | {value for value in constants if isinstance(value, str)}))
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> CodeType:
+    sandbox = _Sandbox(_Meter(BUDGET))
+    return sandbox.compile(_Metered().visit(sandbox.parse(template)))
+
+
+class _Meter:
+    """What a rendering may still do."""
+
+    def __init__(self, units: int) -> None:
+        self.left = units
+        self.end = time.monotonic() + SECONDS
+
+    def spend(self, units: int) -> None:
+        self.left -= units
+        if self.left < 0 or time.monotonic() > self.end:
+            raise jinja2.TemplateRuntimeError("does or writes more than a chat can need")
+
+    def pay(self, value: Any) -> Any:
+        """The value, and its weight is spent."""
+        self.spend(self.weight(value, limit=self.left))
+        return value
+
+    def weight(self, value: Any, limit: int) -> int:
+        """Of the characters and values in a value, as if printed; or a number above `limit`."""
+        total, stack = 0, [value]
+        while stack and total <= limit:
+            value = stack.pop()
+            total += _VALUE
+            if isinstance(value, str | bytes):
+                total += len(value)
+            elif isinstance(value, int):
+                total += value.bit_length() // 64
+            elif isinstance(value, list | tuple | set | frozenset):
+                total += len(value)
+                stack.extend(value)
+            elif isinstance(value, dict):
+                total += len(value)
+                stack.extend(value)
+                stack.extend(value.values())
+        return total
+
+
+class _Names(Namespace):
+    """Jinja's namespace without names that begin with an underscore, and printed as a word."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, args = args[0], args[1:]
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or name.startswith("_"):
+        raise jinja2.sandbox.SecurityError(f"namespace has no attribute {name!r}")
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which marks what an assistant wrote: its body, in a scope of its own."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _Metered(NodeTransformer):
+    """Makes every loop, literal, slice and concatenation a call of the sandbox, which counts."""
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        return nodes.Const(node.data, lineno=node.lineno)  # an expression: it is finalized
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _call("counted", node.iter)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("joined", *node.nodes)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        ends = (node.arg.start, node.arg.stop, node.arg.step)
+        return _call("sliced", node.node, *(end or nodes.Const(None) for end in ends))
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("built", node)
+
+    visit_Dict = visit_List
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("built", node) if node.ctx == "load" else node
+
+
+def _call(name: str, *arguments: Any) -> nodes.Call:
+    line = arguments[0].lineno if arguments else 1
+    function = nodes.EnvironmentAttribute(name, lineno=line)
+    return nodes.Call(function, list(arguments), [], None, None, lineno=line)
+
+
+@jinja2.pass_context  # which also keeps the compiler from folding it away
+def _written(context: Context, value: Any) -> Any:
+    sandbox: Any = context.environment
+    return sandbox.meter.pay(value)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """One rendering's environment."""
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+    def __init__(self, meter: _Meter) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,  # what is constant is computed where it is counted
+            finalize=_written,
+            extensions=[_Generation, loopcontrols],
+            cache_size=0,
+        )
+        self.meter = meter
+        kept = {name: f for name, f in self.filters.items() if name in _FILTERS}
+        kept["tojson"] = _tojson
+        self.filters = {name: self._paid(name, function) for name, function in kept.items()}
+        names = {name: self.globals[name] for name in ("range", "cycler", "joiner")}
+        self.globals = names | {
+            "dict": _dict,
+            "namespace": _Names,
+            "raise_exception": _raise,
+            "strftime_now": _strftime_now,
+        }
+
+    def counted(self, iterable: Iterable[Any]) -> Iterator[Any]:
+        for item in iterable:
+            self.meter.spend(_STEP)
+            yield item
+
+    def built(self, value: Any) -> Any:
+        return value
+
+    def joined(self, *parts: Any) -> str:
+        return "".join(str(self.meter.pay(part)) for part in parts)
+
+    def sliced(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+        return value[start:stop:step]
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.meter.spend(_STEP)
+        owner = getattr(function, "__self__", None)
+        if owner is not None and not isinstance(owner, _Sandbox | LoopContext | Cycler):
+            args = self._method(owner, getattr(function, "__name__", "?"), args, kwargs)
+        return self.meter.pay(super().call(context, function, *args, **kwargs))
+
+    def _method(self, owner: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
+        """Pays for a method of a plain value, and returns its arguments."""
+        allowed = next((names for kind, names in _METHODS if isinstance(owner, kind)), frozenset())
+        if name not in allowed:
+            raise jinja2.sandbox.SecurityError(f"no {type(owner).__name__}.{name} in a template")
+        if not isinstance(owner, str):
+            return args
+        self.meter.spend(len(owner))
+        if name == "join" and args:
+            args = (self._list_to_join(args[0], owner), *args[1:])
+        elif name == "replace":
+            self._replace(owner, *args[:2])
+        return args
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja's guarded `str.format`, paid for before."""
+        guarded = super().wrap_str_format(value)
+        if guarded is None:
+            return None
+
+        def paid(*args: Any, **kwargs: Any) -> str:
+            text = value.__self__
+            _check_format(r"\d{4}|\{[^{}]*\{", text)
+            self.meter.spend(text.count("{") * self.meter.weight([args, kwargs], self.meter.left))
+            return guarded(*args, **kwargs)
+
+        return paid
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        self.meter.spend(_STEP)
+        numbers = isinstance(left, int) and isinstance(right, int)
+        if operator == "**" and numbers and left.bit_length() * abs(right) > _DIGITS:
+            raise jinja2.TemplateRuntimeError(f"a power has more than {_DIGITS} bits")
+        if operator == "*" and numbers and left.bit_length() + right.bit_length() > _DIGITS:
+            raise jinja2.TemplateRuntimeError(f"a product has more than {_DIGITS} bits")
+        if operator == "*" and not numbers:
+            for value, count in ((left, right), (right, left)):
+                if isinstance(count, int):
+                    self.meter.spend(self.meter.weight(value, self.meter.left) * max(count, 0))
+        if operator == "%" and isinstance(left, str):
+            _check_format(r"%[^a-zA-Z%]*(\*|\d{4})", left)
+            self.meter.spend(left.count("%") * self.meter.weight(right, self.meter.left))
+        return self.meter.pay(super().call_binop(context, operator, left, right))
+
+    def _paid(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that pays for its result, and before it for what may be longer than its text."""
+        passes = hasattr(function, "jinja_pass_arg")
+
+        @functools.wraps(function)  # with the mark of what Jinja passes first
+        def paid(*args: Any, **kwargs: Any) -> Any:
+            self.meter.spend(_STEP)
+            first, rest = args[: passes + 1], args[passes + 1 :]
+            value = first[-1] if len(first) > passes else None
+            if name == "join":
+                separator = rest[0] if rest else kwargs.get("d", "")
+                first = (*first[:-1], self._list_to_join(value, separator))
+            elif name == "replace":
+                new = rest[1] if len(rest) > 1 else kwargs.get("new", "")
+                self._replace(str(value), rest[0] if rest else kwargs.get("old", ""), new)
+            elif name == "indent":
+                width = rest[0] if rest else kwargs.get("width", 4)
+                wide = width if isinstance(width, int) else len(str(width))
+                self.meter.spend((str(value).count("\n") + 1) * max(wide, 0))
+            elif name == "tojson":
+                self.meter.pay(value)
+            elif isinstance(value, str | list | tuple | dict):
+                self.meter.spend(len(value))
+            return self.meter.pay(function(*first, *rest, **kwargs))
+
+        return paid
+
+    def _list_to_join(self, items: Any, separator: Any) -> list[Any]:
+        found = list(self.counted(items))
+        self.meter.spend(len(found) * len(str(separator)))
+        return self.meter.pay(found)
+
+    def _replace(self, text: str, old: Any = "", new: Any = "") -> None:
+        self.meter.spend((text.count(str(old)) + 1) * len(str(new)))
+
+
+def _check_format(pattern: str, text: str) -> None:
+    if re.search(pattern, text):
+        raise jinja2.sandbox.SecurityError("a format with a computed or a very large width")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    if indent is not None and not (isinstance(indent, int) and indent <= 16):
+        raise jinja2.TemplateRuntimeError(f"tojson has indent {_line(indent)}: at most 16")
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _raise(message: Any) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    if len(format) > 100:
+        raise jinja2.TemplateRuntimeError("strftime_now has a format of more than 100 characters")
+    _check_format(r"%[^a-zA-Z%]*\d", format)
+    return datetime.now().strftime(format)
+
+
+def _plain(value: Any, path: str, depth: int = 0) -> Any:
+    """A copy of JSON's kinds alone: nothing a template could call."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if depth > _DEPTH:
+        raise DataError(f"{path}: nested more than {_DEPTH} deep")
+    if isinstance(value, Mapping):
+        for key in value:
+            if type(key) is not str:
+                raise DataError(f"{path} has the key {_line(repr(key))}: must be text")
+        items = value.items()
+        return {key: _plain(item, f"{path}.{_line(key)}", depth + 1) for key, item in items}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
+    kinds = "text, numbers, lists and objects of them"
+    raise DataError(f"{path} is of type {type(value).__name__}: must be {kinds}")
+
+
+def _line(message: Any) -> str:
+    words = " ".join(str(message)[:1000].split())
+    return words if len(words) <= 200 else words[:200] + "..."

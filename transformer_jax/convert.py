@@ -1,0 +1,214 @@
+"""The command that writes a folder of config.json, safetensors and a tokenizer, as Hugging Face's.
+
+python -m transformer_jax.convert --run RUN --to FOLDER              what train.py trained
+python -m transformer_jax.convert --model FOLDER_OR_ID --to FOLDER   a published model, saved anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformer_jax.command import Parser, run
+from transformer_jax.config import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status: 0, 1 (a model cannot be read) or 2 (usage)."""
+    return run(_parser(), argv, lambda arguments: print(*_convert(arguments), sep="\n"))
+
+
+def _convert(arguments: argparse.Namespace) -> list[str]:
+    """What was written, line by line."""
+    if (arguments.run is None) == (arguments.model is None):
+        raise ConfigError("run and model: give one of them")
+    if arguments.model is not None:
+        for name in ("family", "checkpoint"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError(f"{name} with model: needs run")
+    shard_bytes = _shard_bytes(arguments.shard_gb)
+    target = Path(arguments.to)
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"to is {str(target)!r}: must not exist, or be an empty folder")
+    if arguments.model is not None:
+        return _save_anew(arguments.model, target, arguments.dtype, shard_bytes)
+    return _export(arguments, target, shard_bytes)
+
+
+def _save_anew(model: str, target: Path, dtype: Any, shard_bytes: int) -> list[str]:
+    from transformer_jax.pretrained import load_pretrained, save_pretrained
+    from transformer_jax.weights import open_folder
+
+    folder = open_folder(model).path
+    config, params = load_pretrained(folder, dtype=dtype)
+    save_pretrained(target, config, params, like=folder, shard_bytes=shard_bytes)
+    return [_written(target, params)]
+
+
+def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> list[str]:
+    from transformer_jax.pretrained import save_pretrained, written_family
+    from transformer_jax.text_model import load_run, with_parameters_in
+
+    model = load_run(arguments.run, arguments.checkpoint or "best")
+    if arguments.dtype is not None:
+        model = with_parameters_in(model, arguments.dtype)
+    config, params, lines = model.config, model.params, []
+    try:
+        family = written_family(config, arguments.family)
+    except ConfigError as error:
+        biased = replace(config, use_bias=True)
+        if config.use_bias or arguments.family not in (None, "gpt2"):
+            raise
+        try:
+            family = written_family(biased, arguments.family)
+        except ConfigError:
+            raise error from None
+        config, params = biased, with_zero_biases(biased, params)
+        lines = [f"a {family} has biases: they are written as zeros"]
+    files, note = tokenizer_files(model.tokenizer)
+    save_pretrained(
+        target, config, params, family=family, files=files, keys=end_ids(model.tokenizer),
+        shard_bytes=shard_bytes,
+    )  # fmt: skip
+    return [_written(target, params, family), *lines, note]
+
+
+def with_zero_biases(config: Any, params: Any) -> Any:
+    """Parameters without biases as those of the same model with biases, which are zeros."""
+    import jax
+    import numpy as np
+    from flax.traverse_util import flatten_dict, unflatten_dict
+
+    from transformer_jax.models import init_params
+
+    shapes = flatten_dict(jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
+    given = flatten_dict(params)
+    dtype = jax.tree.leaves(params)[0].dtype
+    biases = {
+        path: np.zeros(shape.shape, dtype)
+        for path, shape in shapes.items()
+        if path[-1] == "bias" and path not in given
+    }
+    return unflatten_dict(given | biases)
+
+
+def end_ids(tokenizer: Any) -> dict[str, Any]:
+    """Keys of config.json; null where there is none, for which a family may have a default."""
+    from transformer_jax.pretrained_text import PretrainedTokenizer
+
+    if not isinstance(tokenizer, PretrainedTokenizer):
+        return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    bos, pad = (tokenizer.special_ids.get(role) for role in ("bos", "pad"))
+    stop = list(tokenizer.stop_ids)
+    eos = None if not stop else stop[0] if len(stop) == 1 else stop
+    return dict(bos_token_id=bos, eos_token_id=eos, pad_token_id=pad)
+
+
+def tokenizer_files(tokenizer: Any) -> tuple[dict[str, bytes], str]:
+    """Files that say the tokenizer to other libraries, and a line about what they say."""
+    from transformer_jax.data import BPETokenizer, ByteTokenizer, CharTokenizer
+    from transformer_jax.pretrained_text import PretrainedTokenizer
+
+    beside: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files: dict[str, Any] = {}
+    match tokenizer:
+        case PretrainedTokenizer():
+            definition = json.loads(tokenizer.definition)
+            beside |= {f"{role}_token": token for role, token in tokenizer.roles}
+            if templates := dict(tokenizer.chat_templates):
+                named = [{"name": n, "template": t} for n, t in templates.items()]
+                beside["chat_template"] = templates["default"] if len(named) == 1 else named
+            ids = end_ids(tokenizer)
+            files["generation_config.json"] = {k: i for k, i in ids.items() if i is not None}
+            note = "tokenizer.json: that of the model the run began with"
+        case BPETokenizer():
+            definition, note = json.loads(tokenizer.definition), "tokenizer.json: the run's BPE"
+        case ByteTokenizer():
+            definition = _byte_definition()
+            note = "tokenizer.json: one token a byte, as a BPE without merges"
+        case CharTokenizer():
+            definition = _char_definition(tokenizer.characters)
+            count = tokenizer.vocab_size
+            note = (
+                f"tokenizer.json: the run's {count} characters, as a BPE without merges; "
+                f"another one gets the id {count}, which the model does not have"
+            )
+        case _:
+            raise ConfigError(f"a {type(tokenizer).__name__} cannot be written")
+    files |= {"tokenizer.json": definition, "tokenizer_config.json": beside}
+    written = {name: json.dumps(content, ensure_ascii=False) for name, content in files.items()}
+    try:
+        return {name: f"{text}\n".encode() for name, text in written.items()}, note
+    except UnicodeEncodeError:
+        raise ConfigError(
+            "the run's characters hold a lone surrogate, which has no UTF-8"
+        ) from None
+
+
+def _byte_definition() -> dict[str, Any]:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from transformer_jax.text import byte_letters
+
+    library = Tokenizer(models.BPE(vocab=byte_letters(), merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    return json.loads(library.to_str())
+
+
+def _char_definition(characters: str) -> dict[str, Any]:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {character: i for i, character in enumerate([*characters, "<unk>"])}
+    library = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]{1,64}"), "isolated")
+    library.decoder = decoders.Fuse()
+    return json.loads(library.to_str())
+
+
+def _shard_bytes(gigabytes: float | None) -> int:
+    from transformer_jax.weights import SHARD_BYTES
+
+    if gigabytes is None:
+        return SHARD_BYTES
+    if not 0 < gigabytes < 10**6:
+        raise ConfigError(f"shard_gb is {gigabytes}: must be above 0 and below 10**6")
+    return max(int(gigabytes * 10**9), 1)
+
+
+def _written(target: Path, params: Any, family: str | None = None) -> str:
+    import jax
+
+    leaves = jax.tree.leaves(params)
+    count, kinds = sum(leaf.size for leaf in leaves), sorted({str(leaf.dtype) for leaf in leaves})
+    kind = f" as a {family}" if family else ""
+    return f"{target}: {count:,} parameters in {' and '.join(kinds)}{kind}"
+
+
+def _parser() -> Parser:
+    parser = Parser("convert", "Write a model as Hugging Face's libraries and this one read it.")
+    add = parser.add_argument
+    add("--run", metavar="FOLDER", help="the run folder that train.py wrote")
+    add("--model", metavar="FOLDER_OR_ID", help="a published model, to be saved anew")
+    add("--to", required=True, metavar="FOLDER", help="where to write; new, or empty")
+    add("--family", metavar="NAME", help="of --run: its model_type; default: the first that fits")
+    add(
+        "--checkpoint", choices=("best", "last"),
+        help="of --run: the lowest held-out loss (default), or the last step",
+    )  # fmt: skip
+    add(
+        "--dtype", choices=("float32", "bfloat16", "float16"),
+        help="what parameters become; default: what they are",
+    )  # fmt: skip
+    add("--shard-gb", type=float, metavar="N", help="largest file, in 10^9 bytes; default: 5")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

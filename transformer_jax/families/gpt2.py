@@ -1,0 +1,102 @@
+"""GPT-2 (Radford et al. 2019): learned positions, pre-norm, one matrix for query, key and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.families.table import (
+    ACTIVATIONS,
+    WRITTEN,
+    Family,
+    Keys,
+    Layout,
+    Line,
+    blocks,
+    norm,
+)
+
+
+def _conv(ours: str, theirs: str, inputs: int = 1, part: int = 0, parts: int = 1) -> list[Line]:
+    return [
+        Line(f"{ours}/kernel", f"{theirs}.weight", Layout("conv", inputs, part, parts)),
+        Line(f"{ours}/bias", f"{theirs}.bias", Layout("flat", part=part, parts=parts)),
+    ]
+
+
+def _table(config: ModelConfig) -> list[Line]:
+    block = "transformer.h.{i}"
+    return [
+        Line("embed/tokens", "transformer.wte.weight"),
+        Line("embed/positions", "transformer.wpe.weight"),
+        *blocks(
+            "decoder",
+            config.num_layers,
+            [
+                *norm("norm_attention", f"{block}.ln_1"),
+                *_conv("attention/query", f"{block}.attn.c_attn", part=0, parts=3),
+                *_conv("attention/key", f"{block}.attn.c_attn", part=1, parts=3),
+                *_conv("attention/value", f"{block}.attn.c_attn", part=2, parts=3),
+                *_conv("attention/out", f"{block}.attn.c_proj", inputs=2),
+                *norm("norm_feed_forward", f"{block}.ln_2"),
+                *_conv("feed_forward/up", f"{block}.mlp.c_fc"),
+                *_conv("feed_forward/down", f"{block}.mlp.c_proj"),
+            ],
+        ),
+        *norm("decoder/norm", "transformer.ln_f"),
+        *([] if config.tie_embeddings else [Line("embed/output", "lm_head.weight")]),
+    ]
+
+
+def _read(keys: Keys, names: frozenset[str]) -> ModelConfig:
+    keys.only("scale_attn_weights", True)
+    keys.only("scale_attn_by_inverse_layer_idx", False)
+    keys.only("reorder_and_upcast_attn", False, True)  # the same numbers in another precision
+    keys.unread("n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels")
+    keys.unread("summary_type", "summary_use_proj", "classifier_dropout")
+    dropout = keys.number("resid_pdrop", 0.1)
+    if keys.number("embd_pdrop", 0.1) != dropout:
+        keys.fail("embd_pdrop", keys.take("embd_pdrop"), f"must be resid_pdrop, {dropout}")
+    return ModelConfig(
+        vocab_size=keys.integer("vocab_size", 50257),
+        max_len=keys.integer("n_positions", 1024),
+        d_model=keys.integer("n_embd", 768),
+        num_layers=keys.integer("n_layer", 12),
+        num_heads=keys.integer("n_head", 12),
+        d_ff=keys.integer("n_inner", None),
+        activation=keys.text("activation_function", ACTIVATIONS, "gelu_new"),
+        norm_eps=keys.number("layer_norm_epsilon", 1e-5),
+        tie_embeddings=keys.flag("tie_word_embeddings", True),
+        dropout=dropout,
+        attention_dropout=keys.number("attn_pdrop", 0.1),
+    )
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return dict(
+        architectures=["GPT2LMHeadModel"],
+        vocab_size=config.vocab_size,
+        n_positions=config.max_len,
+        n_embd=config.d_model,
+        n_layer=config.num_layers,
+        n_head=config.num_heads,
+        n_inner=config.d_ff,
+        activation_function=WRITTEN[config.activation],
+        layer_norm_epsilon=config.norm_eps,
+        tie_word_embeddings=config.tie_embeddings,
+        resid_pdrop=config.dropout,
+        embd_pdrop=config.dropout,
+        attn_pdrop=config.attention_dropout,
+    )
+
+
+GPT2 = Family(
+    "gpt2",
+    _read,
+    _write,
+    _table,
+    prefix="transformer.",
+    unused=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+    copies={"lm_head.weight": "transformer.wte.weight"},
+    heads=("lm_head.*",),
+)

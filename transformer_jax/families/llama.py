@@ -1,0 +1,469 @@
+"""Llama (Touvron et al. 2023, Dubey et al. 2024) and its descendants, SmolLM among them: Mistral,
+Qwen 2 and 3, Gemma 1 to 3. One table of names; they differ in norms, biases and windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from transformer_jax.config import ModelConfig, RopeConfig
+from transformer_jax.families.table import (
+    ACTIVATIONS,
+    LINEAR_OUT,
+    WRITTEN,
+    Family,
+    Keys,
+    Line,
+    blocks,
+    linear,
+)
+
+
+def _table(config: ModelConfig) -> list[Line]:
+    qkv_bias = config.use_bias if config.qkv_bias is None else config.qkv_bias
+    ff_bias = config.use_bias if config.ff_bias is None else config.ff_bias
+    block = "model.layers.{i}"
+    attention, mlp = f"{block}.self_attn", f"{block}.mlp"
+    norms = [
+        Line("norm_attention/scale", f"{block}.input_layernorm.weight"),
+        Line("norm_feed_forward/scale", f"{block}.post_attention_layernorm.weight"),
+    ]
+    if config.norm_order == "sandwich":
+        norms = [
+            Line("norm_attention/scale", f"{block}.input_layernorm.weight"),
+            Line("out_norm_attention/scale", f"{block}.post_attention_layernorm.weight"),
+            Line("norm_feed_forward/scale", f"{block}.pre_feedforward_layernorm.weight"),
+            Line("out_norm_feed_forward/scale", f"{block}.post_feedforward_layernorm.weight"),
+        ]
+    if config.qk_norm:
+        norms += [
+            Line("attention/query_scale", f"{attention}.q_norm.weight"),
+            Line("attention/key_scale", f"{attention}.k_norm.weight"),
+        ]
+    return [
+        Line("embed/tokens", "model.embed_tokens.weight"),
+        *blocks(
+            "decoder",
+            config.num_layers,
+            [
+                *norms,
+                *linear("attention/query", f"{attention}.q_proj", bias=qkv_bias),
+                *linear("attention/key", f"{attention}.k_proj", bias=qkv_bias),
+                *linear("attention/value", f"{attention}.v_proj", bias=qkv_bias),
+                *linear("attention/out", f"{attention}.o_proj", LINEAR_OUT, config.use_bias),
+                *linear("feed_forward/gate", f"{mlp}.gate_proj", bias=ff_bias),
+                *linear("feed_forward/up", f"{mlp}.up_proj", bias=ff_bias),
+                *linear("feed_forward/down", f"{mlp}.down_proj", bias=ff_bias),
+            ],
+        ),
+        Line("decoder/norm/scale", "model.norm.weight"),
+        *([] if config.tie_embeddings else [Line("embed/output", "lm_head.weight")]),
+    ]
+
+
+# What all share
+
+
+def _common(
+    keys: Keys,
+    kv_heads: int | None = None,  # where config.json says nothing; None is num_attention_heads
+    activation: str = "silu",
+    name: str = "hidden_act",
+    tied: bool = False,
+) -> dict[str, Any]:
+    """Sizes, norm, activation and dropout, as fields of ModelConfig."""
+    heads = keys.integer("num_attention_heads")
+    return dict(
+        vocab_size=keys.integer("vocab_size"),
+        d_model=keys.integer("hidden_size"),
+        d_ff=keys.integer("intermediate_size"),
+        num_layers=keys.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=keys.optional("num_key_value_heads", kv_heads) or heads,
+        head_dim=keys.integer("head_dim", None),
+        max_len=keys.integer("max_position_embeddings"),
+        positions="rope",
+        norm="rmsnorm",
+        norm_eps=keys.number("rms_norm_eps", 1e-6),
+        activation=keys.text(name, ACTIVATIONS, activation),
+        glu=True,
+        use_bias=False,
+        tie_embeddings=keys.flag("tie_word_embeddings", tied),
+        attention_dropout=keys.number("attention_dropout", 0.0),
+    )
+
+
+def _write_common(config: ModelConfig) -> dict[str, Any]:
+    keys: dict[str, Any] = dict(
+        vocab_size=config.vocab_size,
+        hidden_size=config.d_model,
+        intermediate_size=config.ff_dim,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=config.max_len,
+        rms_norm_eps=config.norm_eps,
+        hidden_act="silu" if config.activation == "silu" else WRITTEN[config.activation],
+        tie_word_embeddings=config.tie_embeddings,
+        attention_dropout=config.attention_dropout,
+    )
+    if config.head_dim is not None:
+        keys["head_dim"] = config.head_dim
+    return keys | _write_rope(config)
+
+
+# Rotation
+
+SCALINGS: dict[str, str | None] = {
+    "default": None,
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",
+}
+"""Published names of the ways to stretch a rotation."""
+
+
+def _read_rope(
+    keys: Keys, fields: dict[str, Any], layer: str | None = None, default: float = 10_000.0
+) -> RopeConfig:
+    """`rope_theta` and `rope_scaling`, or the `rope_parameters` that hold both, of each kind of
+    `layer` where these differ.
+
+    Where the stretch depends on the length of a text (dynamic, longrope), max_len becomes the
+    trained length, for which nothing is stretched.
+    """
+    name, given = "rope_parameters", keys.take("rope_parameters", None)
+    older = keys.take("rope_scaling", None)
+    if given is not None and older is not None:
+        keys.fail("rope_scaling", older, "rope_parameters says it already")
+    if given is None:
+        name, given = "rope_scaling", older
+    elif layer is not None and isinstance(given, dict):
+        if unknown := sorted(set(given) - set(LAYER_TYPES)):
+            keys.fail(name, unknown[0], f"must be of {' and '.join(LAYER_TYPES)}")
+        name, given = f"{name}.{layer}", given.get(layer)
+    if given is not None and not isinstance(given, dict):
+        keys.fail(name, given, "must be an object or null")
+    inner = Keys(given or {}, f"{keys.where}: {name}")
+    base = inner.number("rope_theta", None) or keys.number("rope_theta", default)
+    keys.unread("rope_theta")
+    older_kind = inner.text("type", SCALINGS, "default")
+    scaling = inner.text("rope_type", SCALINGS, inner.take("type", "default"))
+    if "type" in (given or {}) and scaling != older_kind:
+        inner.fail("type", older_kind, f"rope_type is {scaling!r}")
+    for holder in (inner, keys):
+        holder.only("partial_rotary_factor", 1.0, 1, None)
+    options: dict[str, Any] = dict(base=float(base), scaling=scaling)
+    longest = fields["max_len"]
+    trained = inner.integer("original_max_position_embeddings", None)
+    trained = keys.integer("original_max_position_embeddings", None) or trained or longest
+    if scaling == "dynamic":
+        trained = longest
+    if scaling is not None:
+        factor = inner.number("factor", None)
+        if factor is None and scaling in ("yarn", "longrope"):
+            factor = longest / trained
+        if factor is None:
+            inner.fail("factor", None, f"{scaling} needs it")
+        options["factor"] = float(factor)
+    if scaling in ("dynamic", "llama3", "yarn", "longrope"):
+        options["original_len"] = trained
+    if scaling == "llama3":
+        options["low_freq_factor"] = inner.number("low_freq_factor")
+        options["high_freq_factor"] = inner.number("high_freq_factor")
+    if scaling in ("yarn", "longrope"):
+        options["attention_factor"] = inner.number("attention_factor", None)
+    if scaling == "yarn":
+        options["beta_fast"] = inner.number("beta_fast", None) or 32.0
+        options["beta_slow"] = inner.number("beta_slow", None) or 1.0
+        options["truncate"] = inner.flag("truncate", True)
+        one, two = inner.number("mscale", None), inner.number("mscale_all_dim", None)
+        if options["attention_factor"] is None and one and two:
+            options["attention_factor"] = _magnitude(factor, one) / _magnitude(factor, two)
+    if scaling == "longrope":
+        for ours, theirs in (("short_factors", "short_factor"), ("long_factors", "long_factor")):
+            listed = inner.take(theirs)
+            kinds = isinstance(listed, list) and all(type(f) in (int, float) for f in listed)
+            if not kinds or not all(abs(f) < 2**63 for f in listed):
+                inner.fail(theirs, listed, "must be a list of numbers")
+            options[ours] = tuple(map(float, listed))
+    if scaling in ("dynamic", "longrope"):
+        fields["max_len"] = trained
+    inner.finish()
+    return RopeConfig(**options)
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _write_rope(config: ModelConfig) -> dict[str, Any]:
+    rope = config.rope
+    keys: dict[str, Any] = dict(rope_theta=rope.base)
+    if rope.scaling is None:
+        return keys
+    scaling: dict[str, Any] = dict(rope_type=rope.scaling, factor=rope.factor)
+    if rope.original_len is not None and rope.scaling != "dynamic":
+        scaling["original_max_position_embeddings"] = rope.original_len
+    if rope.scaling == "llama3":
+        scaling["low_freq_factor"] = rope.low_freq_factor
+        scaling["high_freq_factor"] = rope.high_freq_factor
+    if rope.scaling == "yarn":
+        scaling |= dict(beta_fast=rope.beta_fast, beta_slow=rope.beta_slow, truncate=rope.truncate)
+    if rope.scaling == "longrope":
+        assert rope.short_factors and rope.long_factors and rope.original_len
+        scaling["short_factor"] = list(rope.short_factors)
+        scaling["long_factor"] = list(rope.long_factors)
+        keys["max_position_embeddings"] = round(rope.original_len * rope.factor)
+    if rope.attention_factor is not None:
+        scaling["attention_factor"] = rope.attention_factor
+    return keys | dict(rope_scaling=scaling)
+
+
+# Windows
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def _layer_types(keys: Keys, layers: int) -> list[str] | None:
+    """Which layers have a window, by name, where config.json lists them."""
+    types = keys.take("layer_types", None)
+    if types is None:
+        return None
+    known = isinstance(types, list) and all(kind in LAYER_TYPES for kind in types)
+    if not known or len(types) != layers:
+        rule = f"must be a list of {layers} (num_hidden_layers) of {' and '.join(LAYER_TYPES)}"
+        keys.fail("layer_types", types, rule)
+    return types
+
+
+def _pattern(types: list[str], window: int | None) -> int | tuple[int | None, ...] | None:
+    """The shortest pattern that repeats to these layers; one number where all have it."""
+    windows = [window if kind == "sliding_attention" else None for kind in types]
+    for period in range(1, len(windows) + 1):
+        if all(w == windows[i % period] for i, w in enumerate(windows)):
+            return windows[0] if period == 1 else tuple(windows[:period])
+    raise AssertionError
+
+
+def _write_windows(config: ModelConfig) -> dict[str, Any]:
+    windows = [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
+    names = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    width = next((window for window in windows if window is not None), None)
+    return dict(layer_types=names, sliding_window=width)
+
+
+# Each family
+
+
+def _read_llama(keys: Keys, names: frozenset[str]) -> ModelConfig:
+    fields = _common(keys)
+    keys.only("pretraining_tp", 1)
+    keys.only("rope_interleaved", False)
+    keys.unread("is_llama_config", "transformers.js_config")
+    attention_bias, mlp_bias = keys.flag("attention_bias", False), keys.flag("mlp_bias", False)
+    fields |= dict(use_bias=attention_bias)
+    if mlp_bias != attention_bias:
+        fields |= dict(ff_bias=mlp_bias)
+    rope = _read_rope(keys, fields)
+    return ModelConfig(**fields, rope=rope)
+
+
+def _write_llama(config: ModelConfig) -> dict[str, Any]:
+    ff_bias = config.use_bias if config.ff_bias is None else config.ff_bias
+    return dict(
+        architectures=["LlamaForCausalLM"],
+        **_write_common(config),
+        attention_bias=config.use_bias,
+        mlp_bias=ff_bias,
+    )
+
+
+def _read_mistral(keys: Keys, names: frozenset[str]) -> ModelConfig:
+    fields = _common(keys, 8)
+    window = keys.optional("sliding_window", 4096)
+    types = _layer_types(keys, fields["num_layers"])
+    rope = _read_rope(keys, fields)
+    pattern = window if types is None else _pattern(types, window)
+    return ModelConfig(**fields, rope=rope, window=pattern)
+
+
+def _write_mistral(config: ModelConfig) -> dict[str, Any]:
+    return dict(
+        architectures=["MistralForCausalLM"],
+        **_write_common(config),
+        sliding_window=config.window,
+    )
+
+
+def _qwen_window(keys: Keys, fields: dict[str, Any]) -> Any:
+    """Layers from max_window_layers on have a window, if any has."""
+    layers, used = fields["num_layers"], keys.flag("use_sliding_window", False)
+    first = keys.integer("max_window_layers", 28, least=0)
+    width = keys.optional("sliding_window", 4096)
+    types = _layer_types(keys, layers) or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+    ]
+    return _pattern(types, width) if used else None
+
+
+def _write_qwen(config: ModelConfig) -> dict[str, Any]:
+    keys = _write_windows(config)
+    used = keys["sliding_window"] is not None
+    first = keys["layer_types"].index("sliding_attention") if used else config.num_layers
+    return dict(_write_common(config), **keys, use_sliding_window=used, max_window_layers=first)
+
+
+def _read_qwen2(keys: Keys, names: frozenset[str]) -> ModelConfig:
+    fields = _common(keys, 32)
+    keys.only("use_mrope", False)
+    window = _qwen_window(keys, fields)
+    rope = _read_rope(keys, fields)
+    return ModelConfig(**fields, rope=rope, qkv_bias=True, window=window)
+
+
+def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
+    return dict(architectures=["Qwen2ForCausalLM"], **_write_qwen(config))
+
+
+def _read_qwen3(keys: Keys, names: frozenset[str]) -> ModelConfig:
+    fields = _common(keys, 32)
+    if fields["head_dim"] is None:
+        fields["head_dim"] = 128
+    fields |= dict(use_bias=keys.flag("attention_bias", False), qk_norm=True)
+    if fields["use_bias"]:
+        fields |= dict(ff_bias=False)
+    window = _qwen_window(keys, fields)
+    rope = _read_rope(keys, fields)
+    return ModelConfig(**fields, rope=rope, window=window)
+
+
+def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
+    keys = _write_qwen(config) | dict(head_dim=config.key_dim, attention_bias=config.use_bias)
+    return dict(architectures=["Qwen3ForCausalLM"], **keys)
+
+
+def _read_gemma(keys: Keys, names: frozenset[str]) -> ModelConfig:
+    name = "hidden_act" if keys.take("hidden_activation", None) is None else "hidden_activation"
+    fields = _gemma(keys, 16, name)
+    keys.unread("hidden_act")
+    if fields["activation"] == "gelu":  # the first configs say so; all were trained with tanh
+        fields["activation"] = "gelu_tanh"
+    rope = _read_rope(keys, fields)
+    return ModelConfig(**fields, rope=rope)
+
+
+def _gemma(keys: Keys, kv_heads: int, activation: str) -> dict[str, Any]:
+    fields = _common(keys, kv_heads, "gelu_pytorch_tanh", activation, tied=True)
+    keys.only("attention_bias", False)
+    keys.only("use_bidirectional_attention", None, False)
+    if fields["head_dim"] is None:
+        fields["head_dim"] = 256
+    return fields | dict(norm_unit_offset=True, scale_embeddings=True)
+
+
+def _write_gemma_common(config: ModelConfig) -> dict[str, Any]:
+    keys = _write_common(config) | dict(head_dim=config.key_dim)
+    keys["hidden_activation"] = keys.pop("hidden_act")
+    if config.activation == "gelu_tanh":
+        keys["hidden_activation"] = "gelu_pytorch_tanh"
+    return keys
+
+
+def _write_gemma(config: ModelConfig) -> dict[str, Any]:
+    keys = _write_gemma_common(config)
+    keys["hidden_act"] = keys["hidden_activation"]
+    return dict(architectures=["GemmaForCausalLM"], **keys, attention_bias=False)
+
+
+def _read_gemma2(keys: Keys, names: frozenset[str]) -> ModelConfig:
+    fields = _capped(keys, 50.0, 30.0)
+    types = _layer_types(keys, fields["num_layers"]) or [
+        "full_attention" if i % 2 else "sliding_attention" for i in range(fields["num_layers"])
+    ]
+    keys.unread("cache_implementation", "sliding_window_size")
+    window = _pattern(types, keys.integer("sliding_window", 4096))
+    rope = _read_rope(keys, fields)
+    return ModelConfig(**fields, rope=rope, window=window)
+
+
+def _capped(keys: Keys, scores: float | None, logits: float | None) -> dict[str, Any]:
+    """Gemma 2 and 3 add caps, a scale of their own and norms on either side."""
+    fields = _gemma(keys, 4, "hidden_activation")
+    keys.unread("hidden_act")  # named beside it, and without effect
+    scalar = keys.number("query_pre_attn_scalar", 256)
+    if not scalar > 0:
+        keys.fail("query_pre_attn_scalar", scalar, "must be positive")
+    scale = float(scalar) ** -0.5
+
+    def cap(name: str, default: float | None) -> float | None:
+        return None if keys.take(name, default) is None else keys.number(name, default)
+
+    return fields | dict(
+        attention_softcap=cap("attn_logit_softcapping", scores),
+        logit_softcap=cap("final_logit_softcapping", logits),
+        attention_scale=scale,
+        norm_order="sandwich",
+    )
+
+
+def _write_capped(config: ModelConfig) -> dict[str, Any]:
+    scale = config.key_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    scalar = round(scale**-2, 6)
+    return dict(
+        _write_gemma_common(config),
+        **_write_windows(config),
+        attn_logit_softcapping=config.attention_softcap,
+        final_logit_softcapping=config.logit_softcap,
+        query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,
+        attention_bias=False,
+    )
+
+
+def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
+    return dict(architectures=["Gemma2ForCausalLM"], **_write_capped(config))
+
+
+def _read_gemma3(keys: Keys, names: frozenset[str]) -> ModelConfig:
+    fields = _capped(keys, None, None) | dict(qk_norm=True)
+    layers = fields["num_layers"]
+    older = keys.integer("_sliding_window_pattern", 6)
+    every = keys.integer("sliding_window_pattern", older)
+    keys.unread("cache_implementation")
+    types = _layer_types(keys, layers) or [
+        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
+    ]
+    window = _pattern(types, keys.integer("sliding_window", 4096))
+    local = float(keys.number("rope_local_base_freq", 10_000.0))
+    if keys.take("rope_parameters", None) is not None:
+        near = _read_rope(keys, dict(fields), "sliding_attention", local)
+        if near.scaling is not None:
+            keys.fail("rope_parameters", near.scaling, "layers with a window stretch nothing")
+        local = near.base
+    rope = _read_rope(keys, fields, "full_attention", 1e6)
+    base = local if window is not None else None
+    return ModelConfig(**fields, rope=rope, window=window, window_rope_base=base)
+
+
+def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    keys = dict(_write_capped(config), rope_local_base_freq=config.window_rope_base or 10_000.0)
+    return dict(architectures=["Gemma3ForCausalLM"], **keys)
+
+
+def _family(name: str, read: Callable[..., ModelConfig], write: Callable[..., Any]) -> Family:
+    unused = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+    copies, heads = {"lm_head.weight": "model.embed_tokens.weight"}, ("lm_head.*",)
+    return Family(name, read, write, _table, "model.", unused, copies, heads)
+
+
+LLAMA = _family("llama", _read_llama, _write_llama)
+MISTRAL = _family("mistral", _read_mistral, _write_mistral)
+QWEN2 = _family("qwen2", _read_qwen2, _write_qwen2)
+QWEN3 = _family("qwen3", _read_qwen3, _write_qwen3)
+GEMMA = _family("gemma", _read_gemma, _write_gemma)
+GEMMA2 = _family("gemma2", _read_gemma2, _write_gemma2)
+GEMMA3 = _family("gemma3_text", _read_gemma3, _write_gemma3)

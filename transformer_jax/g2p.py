@@ -1,0 +1,121 @@
+"""English letters to sounds: the GRU encoder-decoder of g2pE (Park & Kim 2019, Apache-2.0).
+
+Its published weights are plain arrays as PyTorch keeps them. Of a cell of width H they hold
+
+    w_ih [3 H, E], w_hh [3 H, H], b_ih [3 H], b_hh [3 H], gates r, z, n one below the other
+
+and flax names the same `ir`, `iz`, `in` and `hr`, `hz`, `hn`, each with a kernel [inputs, H]. Of a
+gate r or z both biases are added, so one is left; of the candidate n = tanh(W x + b + r (U h + u))
+there are two, since u stands behind the gate.
+
+    with np.load("checkpoint20.npz") as arrays:
+        config, params = read_g2p(arrays)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from transformer_jax.config import RecurrentConfig
+from transformer_jax.weights import CheckpointError
+
+LETTERS = ("<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz")
+"""Of the source, by id; behind a word stands </s>."""
+
+SOUNDS = (
+    "<pad>", "<unk>", "<s>", "</s>", "AA0", "AA1", "AA2", "AE0", "AE1", "AE2", "AH0", "AH1", "AH2",
+    "AO0", "AO1", "AO2", "AW0", "AW1", "AW2", "AY0", "AY1", "AY2", "B", "CH", "D", "DH", "EH0",
+    "EH1", "EH2", "ER0", "ER1", "ER2", "EY0", "EY1", "EY2", "F", "G", "HH", "IH0", "IH1", "IH2",
+    "IY0", "IY1", "IY2", "JH", "K", "L", "M", "N", "NG", "OW0", "OW1", "OW2", "OY0", "OY1", "OY2",
+    "P", "R", "S", "SH", "T", "TH", "UH0", "UH1", "UH2", "UW", "UW0", "UW1", "UW2", "V", "W", "Y",
+    "Z", "ZH",
+)  # fmt: skip
+"""Of the target, by id: ARPAbet with stress (CMUdict)."""
+
+START, END = SOUNDS.index("<s>"), SOUNDS.index("</s>")
+"""What a target begins with, and ends with."""
+
+
+def read_g2p(arrays: Mapping[str, np.ndarray]) -> tuple[RecurrentConfig, dict[str, Any]]:
+    """The config and the parameters that `build(config)` runs on, of the published arrays.
+
+    They are enc_emb, dec_emb, fc_w and fc_b, and of the cells enc_* and dec_* what `gru_cell`
+    takes; CheckpointError names one that is missing or of another shape.
+    """
+    letters, embed = _shape(arrays, "enc_emb")
+    sounds, hidden = _shape(arrays, "fc_w")
+    _check(arrays, "dec_emb", (sounds, embed))
+    _check(arrays, "fc_b", (sounds,))
+    cells = {}
+    for side in ("enc", "dec"):
+        shapes = dict(
+            w_ih=(3 * hidden, embed), w_hh=(3 * hidden, hidden), b_ih=(3 * hidden,),
+            b_hh=(3 * hidden,),
+        )  # fmt: skip
+        for name, shape in shapes.items():
+            _check(arrays, f"{side}_{name}", shape)
+        cells[side] = gru_cell(*(arrays[f"{side}_{name}"] for name in shapes))
+    config = RecurrentConfig(
+        vocab_size=sounds, source_vocab_size=letters, d_embed=embed, d_hidden=hidden, cell="gru"
+    )
+    return config, {
+        "encoder": {"tokens": arrays["enc_emb"], "cell_0": cells["enc"]},
+        "embed": {"tokens": arrays["dec_emb"], "output": arrays["fc_w"], "bias": arrays["fc_b"]},
+        "decoder": {"cell_0": cells["dec"]},
+    }
+
+
+def gru_cell(
+    w_ih: np.ndarray,  # [3 H, E]
+    w_hh: np.ndarray,  # [3 H, H]
+    b_ih: np.ndarray,  # [3 H]
+    b_hh: np.ndarray,  # [3 H]
+) -> dict[str, dict[str, np.ndarray]]:
+    """Parameters of flax's GRUCell, of those of torch.nn.GRUCell."""
+    x, h = (dict(zip("rzn", np.split(w.T, 3, axis=1), strict=True)) for w in (w_ih, w_hh))
+    b, u = (dict(zip("rzn", np.split(bias, 3), strict=True)) for bias in (b_ih, b_hh))
+    return {
+        "ir": {"kernel": x["r"], "bias": b["r"] + u["r"]},
+        "iz": {"kernel": x["z"], "bias": b["z"] + u["z"]},
+        "in": {"kernel": x["n"], "bias": b["n"]},
+        "hr": {"kernel": h["r"]},
+        "hz": {"kernel": h["z"]},
+        "hn": {"kernel": h["n"], "bias": u["n"]},
+    }
+
+
+def letters(words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # i32[B, S], bool[B, S]
+    """A source of words with </s> behind each, and which of it are no padding."""
+    known = {letter: i for i, letter in enumerate(LETTERS)}
+    rows = [[*(known.get(c, 1) for c in word.lower()), known["</s>"]] for word in words]
+    source = np.zeros((len(rows), max(map(len, rows), default=1)), np.int32)
+    for row, ids in zip(source, rows, strict=True):
+        row[: len(ids)] = ids
+    lengths = np.array([len(ids) for ids in rows])[:, None]
+    return source, np.arange(source.shape[1])[None] < lengths
+
+
+def sounds(tokens: Sequence[int] | np.ndarray) -> list[str]:
+    """What a row of new tokens says, without </s>."""
+    return [SOUNDS[token] for token in tokens if token not in (END, -1)]
+
+
+def _shape(arrays: Mapping[str, np.ndarray], name: str) -> tuple[int, int]:
+    """Of a matrix."""
+    if name not in arrays:
+        raise CheckpointError(f"g2p: array {name} is missing")
+    shape = arrays[name].shape
+    if len(shape) != 2 or 0 in shape:
+        raise CheckpointError(f"g2p: {name} has shape {list(shape)}: must be a matrix")
+    return shape
+
+
+def _check(arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...]) -> None:
+    if name not in arrays:
+        raise CheckpointError(f"g2p: array {name} is missing")
+    if arrays[name].shape != shape:
+        found = list(arrays[name].shape)
+        raise CheckpointError(f"g2p: {name} has shape {found}: must be {list(shape)}")

@@ -1,0 +1,357 @@
+"""LoRA adapters in PEFT's layout: a folder that Hugging Face's PEFT writes and reads.
+
+    adapter_config.json         rank, alpha, the modules that have an adapter
+    adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, inputs]
+                                base_model.model.<module>.lora_B.weight [outputs, r]
+
+`names` says which of our kernels a Hugging Face weight is, by the paths of a looped stack:
+
+    {"model.layers.3.self_attn.q_proj.weight": ("decoder/block_3/attention/query/kernel",)}
+
+and, for one that holds several side by side, which, in the order of its outputs: GPT-2's `c_attn`
+is query, key and value. What else a table names (biases, norms) is passed over.
+
+A key of adapter_config.json is read, or changes nothing here, or must be empty: none is ignored.
+Sizes are compared with the parameters' before anything is read. Needs the package `safetensors`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.checkpoint import CheckpointError, write_file
+from transformer_jax.config import LoraConfig
+from transformer_jax.lora import Matrices, flatten, layer, matrices, nest, select
+from transformer_jax.untrusted import Untrusted
+
+Names = Mapping[str, Sequence[str]]
+"""Hugging Face weight to the kernels it holds, in the order of its outputs."""
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_LIMIT = 2**20
+"""Bytes; a longer adapter_config.json is not read."""
+
+_FILES = Untrusted(CheckpointError)
+
+_READ = {
+    "peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules",
+    "layers_to_transform", "bias", "fan_in_fan_out", "init_lora_weights",
+}  # fmt: skip
+_SAYS_NOTHING_HERE = {
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "inference_mode",
+    "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "task_type",
+}  # fmt: skip
+_KEEPS_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights; others (pissa, olora, loftq, ...) also change the base weights."""
+
+
+def save_lora(
+    path: str | os.PathLike[str],
+    params: Mapping[str, Any],
+    adapters: Mapping[str, Any],
+    config: LoraConfig,
+    names: Names,
+    *,
+    base_model: str | None = None,
+    task_type: str | None = "CAUSAL_LM",
+    fan_in_fan_out: bool = False,
+) -> LoraConfig:
+    """Write adapters, in f32, as a folder that PEFT loads; the config as it stands there.
+
+    Of `params` only the shapes are read. Where A and B are zero nothing is written.
+    `fan_in_fan_out` is for models of `Conv1D`, which is GPT-2: PEFT wants to be told.
+
+    A weight that holds several of our kernels has one A there. Where ours differ they are stacked,
+    which is exact: A is [A_1; A_2], B is block diagonal, rank and alpha are as many times as large;
+    all other adapters are padded with zeros to that rank.
+    """
+    from safetensors.numpy import save_file
+
+    found, flat = matrices(params), flatten(adapters)
+    modules = _modules(names, found)
+    ours = {kernel: module for module, kernels in modules.items() for kernel in kernels}
+    _check_shapes(flat, found, config)
+    kept = {p for p, x in flat.items() if np.any(x["a"]) or np.any(x["b"])}
+    if not kept:
+        raise ValueError("adapters: every A and B is zero, there is nothing to save")
+    for kernel in sorted(kept - set(ours)):
+        raise ValueError(f"{kernel}: has an adapter, and names says of no weight that it holds it")
+    pairs, times = {}, 1
+    for module in dict.fromkeys(ours[kernel] for kernel in sorted(kept)):
+        parts = [flat[k] if k in kept else None for k in modules[module]]
+        widths = [found[k][1] for k in modules[module]]
+        pairs[module] = _joined(parts, widths, config.rank)
+        times = max(times, pairs[module][0].shape[0] // config.rank)
+    rank = times * config.rank
+    tensors = {}
+    for module, (a, b) in pairs.items():
+        missing = rank - len(a)
+        tensors[_key(module, "A")] = np.ascontiguousarray(np.pad(a, ((0, missing), (0, 0))))
+        tensors[_key(module, "B")] = np.ascontiguousarray(np.pad(b, ((0, 0), (0, missing))))
+    alpha = config.alpha * (math.sqrt(times) if config.rslora else times)
+    content = {
+        "base_model_name_or_path": base_model,
+        "bias": "none",
+        "fan_in_fan_out": fan_in_fan_out,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "target_modules": _ends(list(pairs), list(modules)),
+        "task_type": task_type,
+        "use_dora": False,
+        "use_rslora": config.rslora,
+    }
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / (TENSORS + ".tmp")
+    try:
+        save_file(tensors, partial, metadata={"format": "pt"})
+        os.replace(partial, folder / TENSORS)
+    finally:
+        partial.unlink(missing_ok=True)
+    write_file(folder / CONFIG, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    kernels = {kernel for module in pairs for kernel in modules[module]}
+    return _config(kernels, found, rank, alpha, config.rslora)
+
+
+def load_lora(
+    path: str | os.PathLike[str], params: Mapping[str, Any], names: Names
+) -> tuple[LoraConfig, dict[str, Any]]:
+    """The config and the f32 adapters of a folder that PEFT, or `save_lora`, wrote.
+
+    `params` gives shapes and says whether stacks are looped or scanned; it may be shapes. A weight
+    that holds several of our kernels gives each a copy of its A and its part of B.
+
+    CheckpointError names the file and the key that is damaged, does not fit the parameters or means
+    what is not supported: DoRA, trained biases or whole modules, a rank or alpha of each module,
+    initialisations that change the base weights (PiSSA, ...), adapters of embeddings.
+    """
+    folder = Path(path)
+    content = _read_config(folder / CONFIG)
+    found = matrices(params)
+    modules = _modules(names, found)
+    rank, targeted = content["r"], _targeted(folder / CONFIG, content, list(modules))
+    flat, pairs = {}, _read_tensors(folder, modules, targeted, found, rank)
+    for module, (a, b) in pairs.items():
+        start = 0
+        for kernel in modules[module]:
+            stop = start + found[kernel][1]
+            flat[kernel] = {"a": jnp.array(a.T), "b": jnp.array(b[start:stop].T)}
+            start = stop
+    config = _config(set(flat), found, rank, float(content["lora_alpha"]), content["use_rslora"])
+    return config, nest(flat, params)
+
+
+def _modules(names: Names, found: Matrices) -> dict[str, tuple[str, ...]]:
+    """Hugging Face modules to the paths of our modules whose kernels they hold."""
+    modules = {}
+    for weight, kernels in names.items():
+        paths = tuple(k.removesuffix("/kernel") for k in kernels if k.endswith("/kernel"))
+        if not paths or len(paths) < len(kernels):
+            continue
+        for path in paths:
+            if path not in found:
+                raise ValueError(f"names has {path}/kernel: the parameters have no such kernel")
+            if found[path][0] != found[paths[0]][0]:
+                raise ValueError(f"names has {weight}: its kernels differ in inputs: {paths}")
+        modules[weight.removesuffix(".weight")] = paths
+    return modules
+
+
+def _check_shapes(flat: Mapping[str, Any], found: Matrices, config: LoraConfig) -> None:
+    for path, x in flat.items():
+        if path not in found:
+            raise ValueError(f"adapters have {path}: the parameters have no such kernel")
+        inputs, outputs = found[path]
+        wanted = (inputs, config.rank), (config.rank, outputs)
+        if (np.shape(x["a"]), np.shape(x["b"])) != wanted:
+            given = f"a {np.shape(x['a'])} and b {np.shape(x['b'])}"
+            rule = f"rank {config.rank} wants {wanted[0]} and {wanted[1]}"
+            raise ValueError(f"{path}: {given}: {rule}")
+
+
+def _joined(
+    parts: list[Any], widths: list[int], rank: int
+) -> tuple[np.ndarray, np.ndarray]:  # [R, inputs], [outputs, R]
+    """One A and one B for several kernels side by side; R is the rank if their As are equal."""
+    given = [None if x is None else (np.asarray(x["a"]), np.asarray(x["b"])) for x in parts]
+    present = [x for x in given if x is not None]
+    shared = all(np.array_equal(a, present[0][0]) for a, _ in present)
+    columns = rank if shared else rank * len(present)
+    a = present[0][0] if shared else np.concatenate([a for a, _ in present], axis=1)
+    b = np.zeros((sum(widths), columns), np.float32)
+    row = column = 0
+    for x, width in zip(given, widths, strict=True):
+        if x is not None:
+            b[row : row + width, column : column + rank] = x[1].T
+            column += 0 if shared else rank
+        row += width
+    return a.T.astype(np.float32), b
+
+
+def _config(paths: set[str], found: Matrices, rank: int, alpha: float, rslora: bool) -> LoraConfig:
+    """The shortest targets, and the layers, that mean these paths."""
+    blocks = {layer(path) for path in paths}
+    layers = None if None in blocks else tuple(sorted(b for b in blocks if b is not None))
+    for depth in range(1, 2 + max(path.count("/") for path in paths)):
+        targets = tuple(sorted({"/".join(path.split("/")[-depth:]) for path in paths}))
+        for within in (None, layers):
+            config = LoraConfig(
+                rank=rank, alpha=alpha, targets=targets, layers=within, rslora=rslora
+            )
+            if set(select(found, config)) == paths:
+                return config
+    raise AssertionError("whole paths mean themselves")
+
+
+def _key(module: str, matrix: str) -> str:
+    return f"base_model.model.{module}.lora_{matrix}.weight"
+
+
+def _ends(chosen: list[str], modules: list[str]) -> list[str]:
+    """The shortest ends of names that mean the chosen ones of the modules."""
+    for depth in range(1, 2 + max(name.count(".") for name in chosen)):
+        ends = sorted({".".join(name.split(".")[-depth:]) for name in chosen})
+        if set(_matching(ends, modules)) == set(chosen):
+            return ends
+    raise AssertionError("whole names mean themselves")
+
+
+def _matching(ends: list[str], modules: list[str]) -> list[str]:
+    return [m for m in modules if any(m == end or m.endswith(f".{end}") for end in ends)]
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """adapter_config.json: a LoRA of which no key means what is not supported."""
+    if not _FILES.there(file.parent, CONFIG):
+        raise CheckpointError(f"{file}: there is no such file")
+    content = _FILES.json_object(_FILES.inside(file.parent, CONFIG), CONFIG_LIMIT)
+
+    def fail(key: str, rule: str) -> None:
+        shown = json.dumps(content.get(key))
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        raise CheckpointError(f"{file}: {key} is {shown}: {rule}")
+
+    if content.get("peft_type") != "LORA":
+        fail("peft_type", "must be 'LORA'")
+    for key in sorted(content.keys() - _READ - _SAYS_NOTHING_HERE):
+        if content[key] not in (None, False, "", [], {}):
+            fail(key, "is not supported")
+    r, alpha = content.get("r"), content.get("lora_alpha")
+    if type(r) is not int or not 0 < r < 2**31:
+        fail("r", "must be a positive integer")
+    if type(alpha) not in (int, float) or not 0 < alpha < 2**63:  # type: ignore[operator]
+        fail("lora_alpha", "must be a positive number")
+    if content.get("bias", "none") != "none":
+        fail("bias", "trained biases are not supported")
+    for key in ("use_rslora", "fan_in_fan_out"):
+        if type(content.setdefault(key, False)) is not bool:
+            fail(key, "must be true or false")
+    initial = content.get("init_lora_weights", True)
+    if type(initial) not in (bool, str) or initial not in _KEEPS_THE_BASE:
+        fail("init_lora_weights", "changes the base weights, which is not supported")
+    return content
+
+
+def _targeted(file: Path, content: dict[str, Any], modules: list[str]) -> set[str] | None:
+    """The modules that the config means; None where a pattern says it, which is not run."""
+    targets, without = content.get("target_modules"), content.get("exclude_modules")
+    layers = content.get("layers_to_transform")
+    layers = [layers] if type(layers) is int else layers
+    for key, items, kind in (
+        ("target_modules", targets, str),
+        ("exclude_modules", without, str),
+        ("layers_to_transform", layers, int),
+    ):
+        listed = isinstance(items, list) and all(type(item) is kind for item in items)
+        if not (items is None or listed or (kind is str and isinstance(items, str))):
+            raise CheckpointError(f"{file}: {key}: must be a list of {kind.__name__}")
+    if not isinstance(targets, list) or isinstance(without, str):
+        return None
+    chosen = set(_matching(targets, modules)) - set(_matching(without or [], modules))
+    if layers:
+        chosen = {module for module in chosen if _layer(module) in layers}
+    return chosen
+
+
+def _layer(module: str) -> int | None:
+    """The number that PEFT takes for a module's layer."""
+    found = re.match(r".*\.[^.]*\.(\d+)\.", module)
+    return int(found[1]) if found else None
+
+
+def _read_tensors(
+    folder: Path,
+    modules: Mapping[str, tuple[str, ...]],
+    targeted: set[str] | None,
+    found: Matrices,
+    rank: int,
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:  # f32[r, inputs], f32[outputs, r]
+    """A and B of each module that has an adapter; all names and shapes are checked first."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ImportError("adapters are read by safetensors: pip install safetensors") from None
+    file = folder / TENSORS
+    if not _FILES.there(folder, TENSORS):
+        rule = "there is no such file"
+        if (folder / "adapter_model.bin").exists():
+            rule = "is not there; adapter_model.bin is a pickle, which is not read"
+        raise CheckpointError(f"{file}: {rule}")
+    file = _FILES.inside(folder, TENSORS)
+    try:
+        with safe_open(file, framework="np") as tensors:
+            adapted = _check_tensors(file, tensors, modules, found, rank)
+            if targeted is not None and adapted != targeted:
+                module = min(adapted ^ targeted)
+                verb = "has" if module in adapted else "lacks"
+                rule = f"target_modules of {CONFIG} says otherwise"
+                raise CheckpointError(f"{file}: {verb} an adapter of {module}: {rule}")
+            a, b = (
+                {m: tensors.get_tensor(_key(m, x)).astype(np.float32) for m in adapted}
+                for x in "AB"
+            )
+            return {module: (a[module], b[module]) for module in sorted(adapted)}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error})") from None
+
+
+def _check_tensors(
+    file: Path, tensors: Any, modules: Mapping[str, tuple[str, ...]], found: Matrices, rank: int
+) -> set[str]:
+    """The modules of which a file has A and B, of the right shapes, and it has nothing else."""
+    keys = set(tensors.keys())
+    adapted = {module for module in modules if keys & {_key(module, "A"), _key(module, "B")}}
+    known = {_key(module, x) for module in adapted for x in "AB"}
+    for key in sorted(keys - known):
+        raise CheckpointError(f"{file}: {key[:200]}: is the adapter of no known kernel")
+    for key in sorted(known - keys):
+        raise CheckpointError(f"{file}: {key} is missing")
+    if not adapted:
+        raise CheckpointError(f"{file}: has no adapter")
+    for module in sorted(adapted):
+        kernels = modules[module]
+        inputs, outputs = found[kernels[0]][0], sum(found[path][1] for path in kernels)
+        for x, wanted in (("A", [rank, inputs]), ("B", [outputs, rank])):
+            key, part = _key(module, x), tensors.get_slice(_key(module, x))
+            if part.get_shape() != wanted:
+                rule = f"rank {rank} of these parameters wants {wanted}"
+                raise CheckpointError(f"{file}: {key} is {part.get_shape()}: {rule}")
+            if part.get_dtype() not in ("F32", "F16", "BF16"):
+                rule = "must be F32, F16 or BF16"
+                raise CheckpointError(f"{file}: {key} is {part.get_dtype()}: {rule}")
+    return adapted

@@ -1,0 +1,536 @@
+"""The tokenizer of a published model, as a value: text to ids and back, special tokens, chats.
+
+The `tokenizers` library cuts the text; what an id means in bytes is read from the definition here,
+so that text can be put together a token at a time. `tokenizer_files.py` makes one from a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from transformer_jax.text import DataError, byte_letters, utf8
+from transformer_jax.untrusted import shown
+
+ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+MAX_IDS = 2**22
+"""Ids of a vocabulary are below it; the largest published ones have 2**18."""
+
+Written = Literal["parse", "text", "refuse"]
+"""What becomes of a special token that a text spells out."""
+
+_LETTERS = byte_letters()
+_NEVER_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
+_MAX_GROWTH = 1000  # of a text that is normalised
+
+
+@dataclass(frozen=True)
+class PretrainedTokenizer:
+    """A `Tokenizer` made of the JSON of the `tokenizers` library and of what stands beside it.
+
+    Plain `encode(text)` adds nothing unless `add_special_tokens` is set; a special token written
+    out in the text becomes its id, as in Hugging Face's library, unless told otherwise.
+    """
+
+    definition: str
+    roles: tuple[tuple[str, str], ...] = ()
+    """("bos", "<s>") and so on: names are those of ROLES."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a text the model writes."""
+    chat_templates: tuple[tuple[str, str], ...] = ()
+    """(name, Jinja source); the usual one is called "default"."""
+    add_special_tokens: bool = False
+    """What `encode` does unless it is told: <bos> in front, [CLS] and [SEP] around, </s> behind."""
+
+    def __post_init__(self) -> None:
+        content = _object(self.definition)
+        for name in ("truncation", "padding"):
+            if content.get(name) is not None:
+                raise DataError(f"{name} of a tokenizer: must be null")
+        _check_model(content)
+        _check_growth(content.get("normalizer"))
+        vocabulary, added = self._vocabulary, self._added
+        _check_added(content, added)
+        ids = list(vocabulary.values())
+        if len(set(ids)) != len(ids):
+            twice = min(i for i, count in Counter(ids).items() if count > 1)
+            tokens = sorted(token for token, i in vocabulary.items() if i == twice)
+            raise DataError(f"vocabulary: id {twice} is that of {shown(tokens)}")
+        if not ids and not added:
+            raise DataError("vocabulary: it is empty")
+        _ = self._spelling
+        for role, token in self.roles:
+            if role not in ROLES:
+                raise DataError(f"role is {role!r}: must be one of {', '.join(ROLES)}")
+            if _rust(f"{role}_token", self._library.token_to_id, token) is None:
+                raise DataError(f"{role}_token is {shown(token)}: not in the vocabulary")
+        for i in self.stop_ids:
+            if type(i) is not int or not 0 <= i < self.vocab_size:
+                rule = f"must be a number below {self.vocab_size}"
+                raise DataError(f"eos_token_id is {shown(i)}: {rule}")
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The largest id and one; an id in between that no token has is an empty piece."""
+        return max([*self._vocabulary.values(), *self._added]) + 1
+
+    @cached_property
+    def special_ids(self) -> Mapping[str, int]:
+        """Role to id: {"bos": 1, "eos": 2}."""
+        return {role: self._library.token_to_id(token) for role, token in self.roles}
+
+    def encode(
+        self,
+        text: str,
+        *,
+        special_tokens: bool | None = None,
+        written: Written = "parse",
+    ) -> np.ndarray:  # i32[n]
+        """Ids; `special_tokens` overrides `add_special_tokens`.
+
+        `written="text"` makes special tokens that the text spells out ordinary text; "refuse"
+        makes them a DataError. Text of a stranger should be read with one of them.
+        """
+        if written not in ("parse", "text", "refuse"):
+            raise DataError(f"written is {written!r}: must be 'parse', 'text' or 'refuse'")
+        utf8(text)
+        self._check_bytes(text)
+        if written == "refuse":
+            self._check_unspecial(text, self._control, "the text")
+        library = self._verbatim if written == "text" else self._library
+        add = self.add_special_tokens if special_tokens is None else special_tokens
+        (found,) = _rust("text", library.encode_batch_fast, [text], add_special_tokens=add)
+        return np.array(found.ids, np.int32)
+
+    def to_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes each id stands for, one behind the other, as they continue a text.
+
+        A SentencePiece or WordPiece word brings its space with it, the first one too; `decode`
+        knows that it begins a text.
+        """
+        pieces = self._pieces
+        return b"".join(pieces[self._checked(i)] for i in ids)
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        """A whole text; what is no UTF-8 shows as U+FFFD."""
+        skipped = self._special if skip_special_tokens else frozenset()
+        kept = [i for i in map(self._checked, ids) if i not in skipped]
+        spell, last = self._spelling, len(kept) - 1
+        pieces = [
+            self._piece(i, n == 0, n == last) if n in (0, last) else self._pieces[i]
+            for n, i in enumerate(kept)
+        ]
+        return spell.strip(b"".join(pieces).decode("utf-8", "replace"))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """The messages, `{"role": ..., "content": ...}`, as the model was trained to read them.
+
+        `template` names one where there are several. Special tokens are written out in the text;
+        `chat_ids` gives the ids, and looks out for those that a message holds.
+        """
+        try:
+            from transformer_jax.chat import render
+        except ModuleNotFoundError:
+            rule = "pip install 'transformer_jax[hf]'"
+            raise DataError(
+                f"a chat template needs jinja2, which is not installed: {rule}"
+            ) from None
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise DataError("messages: must be a list of at least one object")
+        given = {
+            "messages": [{k: v for k, v in m.items() if v is not None} for m in messages],
+            "tools": None if tools is None else list(tools),
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        names = {f"{role}_token": token for role, token in self.roles}
+        return render(self._template(template, tools is not None), names | given | variables)
+
+    def chat_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        written: Literal["parse", "refuse"] = "refuse",
+        **variables: Any,
+    ) -> np.ndarray:  # i32[n]
+        """Ids of `chat`; nothing is added to what the template wrote.
+
+        A message, tool or document that spells out a special token could end its turn and begin
+        another's: it is refused, and so is an added token that stands in the template, but for
+        what an assistant said. `written="parse"` takes every text as it is.
+        """
+        if written not in ("parse", "refuse"):
+            raise DataError(f"written is {written!r}: must be 'parse' or 'refuse'")
+        wanted: dict[str, Any] = dict(tools=tools, documents=documents, template=template)
+        text = self.chat(messages, **wanted, **variables)
+        if written == "refuse":
+            from transformer_jax.chat import literals
+
+            source = literals(self._template(template, tools is not None))
+            marks = {i for i, token in self._added.items() if token.content in source}
+            given = {f"messages[{n}]": message for n, message in enumerate(messages)}
+            for name, value in (given | {"tools": tools, "documents": documents}).items():
+                said = isinstance(value, Mapping) and value.get("role") == "assistant"
+                control = self._control if said else self._control | marks
+                for path, part in _strings(value, name):
+                    self._check_unspecial(part, control, path)
+        return self.encode(text, special_tokens=False)
+
+    def to_json(self) -> str:
+        content = {
+            "kind": "pretrained",
+            "definition": json.loads(self.definition),
+            "roles": dict(self.roles),
+            "stop_ids": list(self.stop_ids),
+            "chat_templates": dict(self.chat_templates),
+            "add_special_tokens": self.add_special_tokens,
+        }
+        return json.dumps(content, ensure_ascii=False) + "\n"
+
+    @cached_property
+    def _library(self) -> Any:
+        from tokenizers import Tokenizer as Library
+
+        return _rust("definition of a tokenizer", Library.from_str, self.definition)
+
+    @cached_property
+    def _verbatim(self) -> Any:
+        """The library's tokenizer that takes special tokens for text."""
+        from tokenizers import Tokenizer as Library
+
+        library = Library.from_str(self.definition)
+        library.encode_special_tokens = True
+        return library
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        """Without what was added."""
+        return self._library.get_vocab(with_added_tokens=False)
+
+    @cached_property
+    def _added(self) -> dict[int, Any]:
+        return self._library.get_added_tokens_decoder()
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(i for i, token in self._added.items() if token.special)
+
+    @cached_property
+    def _control(self) -> frozenset[int]:
+        """Special, and not what any unknown character becomes."""
+        others = {i for role, i in self.special_ids.items() if role != "unk"}
+        return self._special - ({self.special_ids.get("unk", -1)} - others)
+
+    @cached_property
+    def _spelling(self) -> _Spelling:
+        return _spelling(_object(self.definition).get("decoder"))
+
+    @cached_property
+    def _pieces(self) -> list[bytes]:
+        return [self._piece(i, False, False) for i in range(self.vocab_size)]
+
+    def _piece(self, i: int, first: bool, last: bool) -> bytes:
+        token = self._library.id_to_token(i)
+        if token is None:
+            return b""
+        if self._spelling.byte_level:
+            if i in self._added and token not in self._vocabulary:
+                return token.encode()
+            known = all(letter in _LETTERS for letter in token)
+            return bytes(_LETTERS[letter] for letter in token) if known else token.encode()
+        return self._spelling.piece(token, first, last)
+
+    def _checked(self, i: int) -> int:
+        if not 0 <= i < self.vocab_size:
+            raise DataError(f"id is {i}: must be at least 0 and below {self.vocab_size}")
+        return int(i)
+
+    @cached_property
+    def _missing_bytes(self) -> frozenset[int]:
+        """Bytes of UTF-8 that a byte-level vocabulary would leave out without a word."""
+        model = _object(self.definition).get("model", {})
+        if not self._spelling.byte_level or not isinstance(model.get("merges"), list):
+            return frozenset()
+        missing = {b for letter, b in _LETTERS.items() if letter not in self._vocabulary}
+        return frozenset() if model.get("unk_token") else frozenset(missing) - _NEVER_UTF8
+
+    def _check_bytes(self, text: str) -> None:
+        if self._missing_bytes and (lost := self._missing_bytes & set(text.encode())):
+            raise DataError(f"the text has the byte 0x{min(lost):02x}, for which there is no token")
+
+    def _check_unspecial(self, text: str, control: Iterable[int], path: str) -> None:
+        """DataError where the text, on its own, has one of these ids."""
+        control = frozenset(control)
+        utf8(text)
+        (found,) = _rust("text", self._library.encode_batch_fast, [text], add_special_tokens=False)
+        for i in found.ids:
+            if i in control:
+                token = self._library.id_to_token(i)
+                raise DataError(f"{path}: holds {shown(token)}, which is a token of its own")
+
+    def _template(self, name: str | None, tools: bool) -> str:
+        """Of that name; of none the one for tools, where tools are given, or the usual one."""
+        found = dict(self.chat_templates)
+        wanted = (name,) if name else ("tool_use", "default") if tools else ("default",)
+        for key in wanted:
+            if key in found:
+                return found[key]
+        have = ", ".join(sorted(found)) or "none"
+        raise DataError(f"chat template {shown(name or 'default')}: the tokenizer has {have}")
+
+
+def pretrained_from_json(content: Mapping[str, Any]) -> PretrainedTokenizer:
+    """The content that `to_json` wrote."""
+    match content:
+        case {
+            "kind": "pretrained",
+            "definition": dict(definition),
+            "roles": dict(roles),
+            "stop_ids": list(stop_ids),
+            "chat_templates": dict(templates),
+            "add_special_tokens": bool(add),
+            **rest,
+        } if not rest and all(isinstance(v, str) for v in [*roles.values(), *templates.values()]):
+            return PretrainedTokenizer(
+                canonical(definition), tuple(roles.items()), tuple(stop_ids),
+                tuple(templates.items()), add,
+            )  # fmt: skip
+    raise DataError("tokenizer of kind 'pretrained': must have what belongs to it, and no more")
+
+
+def canonical(definition: Mapping[str, Any]) -> str:
+    return json.dumps(definition, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class _Spelling:
+    """How the tokens of a decoder (of the `tokenizers` library) stand for text."""
+
+    byte_level: bool = False
+    byte_fallback: bool = False
+    steps: tuple[Callable[[str, bool, bool], str], ...] = ()
+    """Of (token, is the first one, is the last one), one behind the other."""
+    ends: tuple[tuple[str, int, int], ...] = ()
+    """(character, how many go at the start of a whole text, and at its end)."""
+
+    def piece(self, token: str, first: bool, last: bool) -> bytes:
+        if self.byte_fallback and (byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
+            return bytes.fromhex(byte[1])
+        for step in self.steps:
+            token = step(token, first, last)
+        return token.encode()
+
+    def strip(self, text: str) -> str:
+        for character, start, stop in self.ends:
+            while start and text.startswith(character):
+                text, start = text[len(character) :], start - 1
+            while stop and text.endswith(character):
+                text, stop = text[: -len(character)], stop - 1
+        return text
+
+
+def _spelling(decoder: Any) -> _Spelling:
+    """DataError names a decoder that is none of GPT-2's, SentencePiece's or BERT's kinds."""
+    if decoder is None:
+        return _Spelling(steps=(_spaced,))
+    if not isinstance(decoder, dict):
+        raise DataError(f"decoder is {shown(decoder)}: must be an object")
+    parts = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+    if not all(isinstance(part, dict) for part in parts):
+        raise DataError(f"decoder {shown(decoder)}: must be a sequence of objects")
+    kinds = [part.get("type") for part in parts]
+    if "ByteLevel" in kinds:
+        if set(kinds) <= {"ByteLevel", "Fuse"}:
+            return _Spelling(byte_level=True)
+        raise DataError(f"decoder is a sequence of {', '.join(map(str, kinds))}: not known")
+    steps: list[Callable[[str, bool, bool], str]] = []
+    ends: list[tuple[str, int, int]] = []
+    for n, part in enumerate(parts):
+        match part:
+            case {"type": "ByteFallback" | "Fuse"}:
+                pass
+            case {"type": "Strip", "content": str(c), "start": int(start), "stop": int(stop)} if (
+                "Fuse" in kinds[:n] and c
+            ):
+                ends.append((c, start, stop))
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if (
+                "Fuse" not in kinds[:n] and old
+            ):
+                steps.append(_Replace(old, new, new))
+            case {"type": "Metaspace", "replacement": str(mark), **rest}:
+                scheme = rest.get("prepend_scheme") or (
+                    "always" if rest.get("add_prefix_space", True) else "never"
+                )
+                steps.append(_Metaspace(mark, scheme != "never"))
+            case {"type": "WordPiece", "prefix": str(prefix), "cleanup": bool(cleanup)}:
+                steps.append(_WordPiece(prefix, cleanup))
+            case {"type": "BPEDecoder", "suffix": str(suffix)} if suffix:
+                steps.append(_Replace(suffix, " ", ""))
+            case _:
+                raise DataError(f"decoder {shown(part)}: not known")
+    return _Spelling(False, "ByteFallback" in kinds, tuple(steps), tuple(ends))
+
+
+def _spaced(token: str, first: bool, last: bool) -> str:
+    return token if first else " " + token
+
+
+@dataclass(frozen=True)
+class _Replace:
+    """One text for another, which may differ at the end."""
+
+    old: str
+    new: str
+    at_end: str
+
+    def __call__(self, token: str, first: bool, last: bool) -> str:
+        return token.replace(self.old, self.at_end if last else self.new)
+
+
+@dataclass(frozen=True)
+class _Metaspace:
+    """SentencePiece's words, which begin with a mark where there was a space."""
+
+    mark: str
+    prepends: bool
+
+    def __call__(self, token: str, first: bool, last: bool) -> str:
+        return token.replace(self.mark, "" if first and self.prepends else " ")
+
+
+@dataclass(frozen=True)
+class _WordPiece:
+    """BERT's words: a space in front of what does not continue one; before punctuation, none."""
+
+    prefix: str
+    cleanup: bool
+
+    def __call__(self, token: str, first: bool, last: bool) -> str:
+        if not first:
+            continues = token.startswith(self.prefix)
+            token = token[len(self.prefix) :] if continues else " " + token
+        if self.cleanup:
+            for old, new in (
+                (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
+                (" 'm", "'m"), (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"),
+                (" 're", "'re"),
+            ):  # fmt: skip
+                token = token.replace(old, new)
+        return token
+
+
+def _rust(what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result; the library's plain Exceptions, and its panics, are DataErrors here."""
+    try:
+        return call(*args, **kwargs)
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: {' '.join(str(error).split())[:300]}") from None
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"definition of a tokenizer: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise DataError("definition of a tokenizer: must be an object")
+    return content
+
+
+def _check_model(content: Mapping[str, Any]) -> None:
+    model = content.get("model")
+    if not isinstance(model, dict):
+        raise DataError("model: must be an object")
+    if model.get("dropout"):
+        raise DataError(f"model.dropout is {shown(model['dropout'])}: must be null")
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        unknown = model.get("unk_token")
+        if unknown is not None and not (isinstance(unknown, str) and unknown in vocabulary):
+            raise DataError(f"model.unk_token is {shown(unknown)}: not in the vocabulary")
+        for token, i in vocabulary.items():
+            if type(i) is not int or not 0 <= i < MAX_IDS:
+                rule = f"must be at least 0 and below {MAX_IDS}"
+                raise DataError(f"vocabulary: {shown(token)} has id {shown(i)}: {rule}")
+        merges = model.get("merges")
+        fallback = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+        if isinstance(merges, list) and not model.get("unk_token"):
+            if not (model.get("byte_fallback") and fallback) and "ByteLevel" not in _kinds(content):
+                rule = "must be byte-level, or fall back to bytes, or have an unk_token"
+                raise DataError(f"model: would leave out what it does not know: {rule}")
+
+
+def _kinds(content: Any) -> set[str]:
+    """Of the parts in front of the model."""
+    parts = [content.get("pre_tokenizer"), content.get("normalizer")]
+    found = set()
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            found.add(str(part.get("type")))
+            below = [part.get("pretokenizers"), part.get("normalizers")]
+            parts += [item for items in below if isinstance(items, list) for item in items]
+    return found
+
+
+def _check_growth(normalizer: Any) -> None:
+    """DataError where replacements behind each other could make a text a thousand times longer."""
+    growth, parts = 1.0, [normalizer]
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, dict):
+            continue
+        below = part.get("normalizers")
+        parts += below if isinstance(below, list) else []
+        content = part.get("content", part.get("prepend", ""))
+        if isinstance(content, str):
+            pattern = part.get("pattern")
+            old = str(pattern.get("String") or "") if isinstance(pattern, dict) else ""
+            growth *= max(1.0, len(content) / max(1, len(old)))
+        if growth > _MAX_GROWTH:
+            rule = f"replaces text by more than {_MAX_GROWTH} times as much"
+            raise DataError(f"normalizer: {rule}")
+
+
+def _check_added(content: Mapping[str, Any], added: Mapping[int, Any]) -> None:
+    """The library numbers added tokens itself; the file must agree."""
+    tokens = content.get("added_tokens") or []
+    for token in tokens:
+        i, text = token["id"], token["content"]
+        if i not in added or added[i].content != text:
+            have = [n for n, other in added.items() if other.content == text]
+            rule = f"its place in the vocabulary is {have[0] if have else 'taken'}"
+            raise DataError(f"added_tokens: {shown(text)} has id {i}: {rule}")
+
+
+def _strings(value: Any, path: str) -> Iterable[tuple[str, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield f"{path}.{key}"[:200], str(key)
+            yield from _strings(item, f"{path}.{key}"[:200])
+    elif isinstance(value, list | tuple):
+        for n, item in enumerate(value):
+            yield from _strings(item, f"{path}[{n}]")

@@ -1,0 +1,272 @@
+"""Texts as vectors (Reimers & Gurevych 2019): an encoder, its tokens' mean, unit length.
+
+    modules.json                the parts: Transformer, Pooling and perhaps Normalize
+    config.json, model*         the encoder
+    sentence_bert_config.json   how much of a text is read, and whether in lower case
+    1_Pooling/config.json       what becomes of the tokens' vectors
+
+as sentence-transformers lays it out. Of the parts it knows, others are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.config import ConfigError, DType, ModelConfig
+from transformer_jax.families import Keys
+from transformer_jax.models import build
+from transformer_jax.pretrained import load_pretrained
+from transformer_jax.transformer import check_tokens
+from transformer_jax.weights import CheckpointError, WeightFolder, open_folder
+
+Pooling = Literal["mean", "cls", "max"]
+
+
+class TextTokenizer(Protocol):
+    """What turns a text into ids."""
+
+    def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:  # i32[n]
+        """With those in front and behind that the model was trained with, or without."""
+
+
+def pool_sentences(
+    hidden: jax.Array,  # [B, T, D]
+    valid: jax.Array,  # bool[B, T]
+    pooling: Pooling = "mean",
+    normalise: bool = False,
+) -> jax.Array:  # f32[B, D]
+    """One vector s of the valid tokens h_t of each row; with `normalise` s / max(|s|, 1e-12).
+
+        mean: s = sum_t h_t / n,   cls: s = h of the first,   max: s_d = max_t h_td
+
+    A row without valid tokens is 0. What is not valid is not looked at, be it NaN.
+    """
+    if pooling not in get_args(Pooling):
+        raise ConfigError(f"pooling is {pooling!r}: must be one of 'mean', 'cls', 'max'")
+    if hidden.ndim != 3 or valid.shape != hidden.shape[:2]:
+        raise ValueError(
+            f"hidden has shape {hidden.shape}, valid {valid.shape}: must be [B, T, D] and [B, T]"
+        )
+    some = valid.any(axis=1)[:, None]
+    kept = jnp.where(valid[:, :, None], hidden.astype(jnp.float32), 0.0)
+    match pooling:
+        case "mean":
+            pooled = kept.sum(axis=1) / jnp.maximum(valid.sum(axis=1), 1)[:, None]
+        case "cls":
+            first = jnp.argmax(valid, axis=1)[:, None, None]
+            pooled = jnp.take_along_axis(kept, first, axis=1)[:, 0]
+        case "max":
+            pooled = jnp.where(valid[:, :, None], kept, -jnp.inf).max(axis=1, initial=-jnp.inf)
+            pooled = jnp.where(some, pooled, 0.0)
+    if normalise:  # a root has no gradient at 0
+        square = (pooled * pooled).sum(axis=1, keepdims=True)
+        length = jnp.sqrt(jnp.where(square > 0, square, 1.0))
+        pooled = pooled / jnp.maximum(length, 1e-12)
+    return pooled
+
+
+@dataclass(frozen=True, eq=False)
+class SentenceEncoder:
+    """An encoder with its parameters, and how its tokens become one vector."""
+
+    config: ModelConfig
+    params: Mapping[str, Any]
+    pooling: Pooling
+    normalise: bool
+    max_len: int
+    """Tokens of a text that are read, special ones included."""
+    lower_case: bool = False
+    """Texts are read in lower case."""
+
+    def encode(
+        self,
+        tokens: jax.Array | np.ndarray,  # i32[B, T]
+        positions: jax.Array | np.ndarray | None = None,  # i32[B, T]; negative is padding
+    ) -> jax.Array:  # f32[B, D]
+        """A vector for each row; compiled for each shape."""
+        check_tokens(tokens, self.config.vocab_size)
+        return _encode(self.config, self.params, tokens, positions, self.pooling, self.normalise)
+
+    def encode_texts(
+        self, texts: Sequence[str], tokenizer: TextTokenizer, *, batch_size: int = 32
+    ) -> np.ndarray:  # f32[n, D]
+        """A vector for each text, cut to `max_len` tokens.
+
+        Texts of like length share a batch, and sizes are powers of two: few programs are compiled.
+        """
+        if isinstance(texts, str):
+            raise ValueError("texts are one text: must be a list of them")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}: must be at least 1")
+        ids = [self._ids(text, tokenizer) for text in texts]
+        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+        out = np.zeros((len(ids), self.config.d_model), np.float32)
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            length = min(_power(max(len(ids[i]) for i in rows), 16), self.max_len)
+            shape = min(_power(len(rows)), batch_size), length
+            tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+            for row, i in enumerate(rows):
+                tokens[row, : len(ids[i])] = ids[i]
+                positions[row, : len(ids[i])] = np.arange(len(ids[i]))
+            out[rows] = np.asarray(self.encode(tokens, positions))[: len(rows)]
+        return out
+
+    def _ids(self, text: str, tokenizer: TextTokenizer) -> np.ndarray:  # i32[n]
+        """Cut where it is too long in the text itself: what stands behind it stays."""
+        text = text.lower() if self.lower_case else text
+        whole = np.asarray(tokenizer.encode(text, special_tokens=True), np.int32)
+        if len(whole) <= self.max_len:
+            return whole
+        plain = np.asarray(tokenizer.encode(text, special_tokens=False), np.int32)
+        room = self.max_len - (len(whole) - len(plain))
+        for front in range(len(whole) - len(plain) + 1):
+            behind = front + len(plain)
+            if room >= 0 and np.array_equal(whole[front:behind], plain):
+                return np.concatenate([whole[:front], plain[:room], whole[behind:]])
+        rule = "its special tokens must stand around the text, and leave room for it"
+        raise ValueError(f"tokenizer cannot cut a text to max_len {self.max_len}: {rule}")
+
+
+@partial(jax.jit, static_argnames=("config", "pooling", "normalise"))
+def _encode(config, params, tokens, positions, pooling, normalise):
+    hidden = build(config).apply({"params": params}, tokens, positions=positions, method="encode")
+    valid = jnp.ones(tokens.shape, bool) if positions is None else positions >= 0
+    return pool_sentences(hidden, valid, pooling, normalise)
+
+
+def _power(number: int, least: int = 1) -> int:
+    """The next power of two, from `least` on."""
+    return max(least, 1 << max(number - 1, 0).bit_length())
+
+
+def load_sentence_encoder(
+    path_or_id: str | Path, *, dtype: DType | None = None, revision: str | None = None
+) -> SentenceEncoder:
+    """The encoder of a folder, or of a repository, as sentence-transformers lays it out.
+
+    ConfigError names the file and what of it is not known: another pooling than mean, cls or max, a
+    part behind it that is not Normalize, a prompt that is put in front of every text.
+    """
+    folder = open_folder(path_or_id, revision=revision)
+    pooling_path, normalise = _parts(folder)
+    pooling = _pooling(folder, f"{pooling_path}/config.json")
+    _check_prompt(folder)
+    config, params = load_pretrained(folder.path, dtype=dtype)
+    if config.kind != "encoder":
+        raise ConfigError(f"{folder.path / 'config.json'}: is a {config.kind}, no encoder")
+    max_len, lower_case = _limits(folder, config)
+    return SentenceEncoder(config, params, pooling, normalise, max_len, lower_case)
+
+
+def _object(folder: WeightFolder, name: str) -> Keys | None:
+    """A JSON file of the folder; None if there is none."""
+    content = folder.read_json(name)
+    if content is None:
+        return None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{folder.path / name}: must be an object")
+    return Keys(content, str(folder.path / name))
+
+
+def _parts(folder: WeightFolder) -> tuple[str, bool]:
+    """Where the pooling is described, and whether vectors get unit length."""
+    where, parts = folder.path / "modules.json", folder.read_json("modules.json")
+    if parts is None:
+        raise CheckpointError(f"{folder.path}: there is no modules.json: no encoder of sentences")
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise CheckpointError(f"{where}: must be a list of objects")
+    found = [Keys(part, f"{where}: part {i}") for i, part in enumerate(parts)]
+    known = ("Transformer", "Pooling", "Normalize")
+    for keys, name in zip(found, known, strict=False):
+        kind = keys.take("type")
+        library = isinstance(kind, str) and kind.startswith("sentence_transformers.")
+        if not library or kind.rpartition(".")[2] != name:
+            keys.fail("type", kind, f"must be sentence_transformers' {name}")
+    if not 2 <= len(found) <= 3:
+        kinds = [keys.take("type") for keys in found]
+        raise ConfigError(f"{where}: parts are {kinds}: must be {', '.join(known)}")
+    found[0].only("path", "")
+    normalise = len(found) == 3
+    if normalise:
+        path = _path(found[2])
+        said = _object(folder, f"{path}/config.json")
+        if said is not None:
+            said.only("module_input_name", "sentence_embedding")
+            said.only("module_output_name", "sentence_embedding")
+            said.finish()
+    return _path(found[1]), normalise
+
+
+def _path(keys: Keys) -> str:
+    path = keys.take("path")
+    return path if isinstance(path, str) else keys.fail("path", path, "must be a folder's name")
+
+
+def _pooling(folder: WeightFolder, name: str) -> Pooling:
+    keys = _object(folder, name)
+    if keys is None:
+        raise CheckpointError(f"{folder.path / name}: is missing")
+    keys.unread("word_embedding_dimension", "embedding_dimension")
+    keys.only("include_prompt", True)
+    modes: dict[str, Any] = {
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_max_tokens": "max",
+    }
+    others = ("mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+    for other in others:
+        keys.only(f"pooling_mode_{other}", False)
+    on = [modes[mode] for mode in modes if keys.flag(mode, False)]
+    newer = keys.take("pooling_mode", None)
+    if newer is not None:
+        on = [keys.text("pooling_mode", {mode: mode for mode in get_args(Pooling)})]
+    if len(on) != 1:
+        raise ConfigError(f"{keys.where}: pooling is {on}: must be one of 'mean', 'cls', 'max'")
+    keys.finish()
+    return on[0]
+
+
+def _check_prompt(folder: WeightFolder) -> None:
+    keys = _object(folder, "config_sentence_transformers.json")
+    if keys is not None:
+        keys.only("default_prompt_name", None)
+        keys.only("model_type", "SentenceTransformer")
+
+
+def _limits(folder: WeightFolder, config: ModelConfig) -> tuple[int, bool]:
+    """How many tokens of a text are read, and whether in lower case."""
+    longest, lower = None, False
+    for name in ("bert", "roberta", "distilbert"):
+        keys = _object(folder, f"sentence_{name}_config.json")
+        if keys is None:
+            continue
+        longest, lower = keys.integer("max_seq_length", None), keys.flag("do_lower_case", False)
+        if longest is not None and longest > config.max_len:
+            keys.fail("max_seq_length", longest, f"the encoder reads at most {config.max_len}")
+        keys.only("transformer_task", "feature-extraction")
+        keys.only("module_output_name", "token_embeddings")
+        text = {"method": "forward", "method_output_name": "last_hidden_state"}
+        keys.only("modality_config", {"text": text})
+        for empty in ("model_args", "tokenizer_args", "config_args"):
+            keys.only(empty, {})
+        keys.finish()
+        break
+    if longest is None:  # newer folders say it here
+        said = _object(folder, "tokenizer_config.json")
+        longest = config.max_len
+        if said is not None:
+            limit = said.take("model_max_length", longest)  # 10^30 where there is none
+            if type(limit) not in (int, float) or limit < longest:
+                longest = said.integer("model_max_length", longest)
+    if longest < 1:
+        raise ConfigError(f"{folder.path}: model_max_length is {longest}: must be positive")
+    return longest, lower

@@ -1,0 +1,379 @@
+"""A tokenizer from the folder of a published model.
+
+tokenizer.json             the `tokenizers` library's own; or else
+vocab.json, merges.txt     GPT-2's byte-level BPE (encoder.json, vocab.bpe); or else
+vocab.txt                  BERT's WordPiece
+tokenizer_config.json      roles of special tokens, added tokens, chat templates
+special_tokens_map.json    roles that it does not name
+added_tokens.json          ids of tokens that were added
+generation_config.json     the tokens that end a text
+chat_template.jinja        before the config's (chat_template.json: behind it)
+
+Only these names are opened, and none that leads out of the folder. Nothing in them is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformer_jax.pretrained_text import ROLES, PretrainedTokenizer, canonical
+from transformer_jax.text import DataError, byte_letters
+from transformer_jax.untrusted import Untrusted, shown
+
+LIMITS = {
+    "tokenizer.json": 2**26,
+    "vocab.json": 2**24,
+    "encoder.json": 2**24,
+    "merges.txt": 2**24,
+    "vocab.bpe": 2**24,
+    "vocab.txt": 2**24,
+    "tokenizer_config.json": 2**22,
+    "special_tokens_map.json": 2**20,
+    "added_tokens.json": 2**20,
+    "generation_config.json": 2**20,
+    "chat_template.jinja": 2**20,
+    "chat_template.json": 2**20,
+}
+"""Bytes; a longer file is not read."""
+VALUES = 2**22
+"""In a JSON: a vocabulary of half a million tokens has two million."""
+
+_FILES = Untrusted(DataError)
+
+_WRAPPED = frozenset({"Roberta", "Bart", "Longformer", "LED"})
+"""Models whose byte-level text stands between <s> and </s>."""
+_BYTE_LEVEL = frozenset({"GPT2", "CodeGen"}) | _WRAPPED
+_WORD_PIECE = frozenset({"Bert", "DistilBert", "Electra"})
+
+
+def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
+    """The tokenizer of a model's folder; DataError names the file that is wrong, and the reason."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    config = _json(folder, "tokenizer_config.json") or {}
+    if (code := config.get("auto_map")) is not None:
+        rule = "it names Python code, which is never run; remove the key if the rest says it all"
+        raise DataError(f"{folder / 'tokenizer_config.json'}: auto_map is {shown(code)}: {rule}")
+    name, definition, usual = _definition(folder, config)
+    roles, extra = _roles(folder, config, usual)
+    templates = _templates(folder, config)
+    generation = _json(folder, "generation_config.json") or {}
+    try:
+        definition["added_tokens"] = _added(folder, config, definition, roles, extra)
+        _set_ends(config, definition, roles)
+        ids = {token["content"]: token["id"] for token in definition["added_tokens"]}
+        stop = generation.get("eos_token_id", ids.get(roles.get("eos", "")))
+        return PretrainedTokenizer(
+            canonical(definition | {"truncation": None, "padding": None}),
+            tuple(roles.items()),
+            tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
+            templates,
+        )
+    except DataError as error:
+        name = "generation_config.json" if str(error).startswith("eos_token_id") else name
+        raise DataError(f"{folder / name}: {error}") from None
+
+
+def _definition(
+    folder: Path, config: Mapping[str, Any]
+) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """(the file it came from, the library's JSON, roles where no file names them)."""
+    found = _json(folder, "tokenizer.json")
+    if found is not None:
+        return "tokenizer.json", found, {}
+    kind = str(config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
+    for vocabulary, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
+        content, rules = _json(folder, vocabulary), _read(folder, merges)
+        if content is not None and rules is not None:
+            if kind and kind not in _BYTE_LEVEL:
+                raise _other_class(folder, config, vocabulary)
+            return vocabulary, *_gpt2(folder, vocabulary, content, merges, rules, config, kind)
+    words = _read(folder, "vocab.txt")
+    if words is not None:
+        if kind and kind not in _WORD_PIECE:
+            raise _other_class(folder, config, "vocab.txt")
+        return "vocab.txt", *_bert(folder, words, config)
+    rule = "must have tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
+    raise DataError(f"{folder}: no tokenizer here: {rule}")
+
+
+def _other_class(folder: Path, config: Mapping[str, Any], file: str) -> DataError:
+    name = shown(config["tokenizer_class"])
+    rule = f"it does not say what {file} means, and there is no tokenizer.json"
+    return DataError(f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}: {rule}")
+
+
+def _gpt2(
+    folder: Path,
+    file: str,
+    vocabulary: dict[str, Any],
+    merges_file: str,
+    merges: str,
+    config: Mapping[str, Any],
+    kind: str,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers
+
+    _check_dense(folder / file, vocabulary)
+    if missing := [letter for letter in byte_letters() if letter not in vocabulary]:
+        raise DataError(f"{folder / file}: byte 0x{byte_letters()[missing[0]]:02x} has no token")
+    pairs = []
+    for number, line in enumerate(merges.split("\n"), 1):
+        line = line.removesuffix("\r")
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        parts = line.split(" ")
+        where = f"{folder / merges_file}: line {number}"
+        if len(parts) != 2:
+            raise DataError(f"{where} is {shown(line)}: must be two tokens and a space")
+        for token in (*parts, "".join(parts)):
+            if token not in vocabulary:
+                raise DataError(f"{where} names {shown(token)}: not in {file}")
+        pairs.append((parts[0], parts[1]))
+    library = Library(_made(folder / file, models.BPE, vocab=vocabulary, merges=pairs))
+    prefix = _flag(folder, config, "add_prefix_space", False)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    library.decoder = decoders.ByteLevel()
+    definition = json.loads(library.to_str())
+    if kind in _WRAPPED:
+        roles = dict(
+            bos="<s>", eos="</s>", unk="<unk>", sep="</s>", pad="<pad>", cls="<s>", mask="<mask>"
+        )
+        definition["post_processor"] = _around(vocabulary, "<s>", "</s>")
+    else:
+        roles = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>")
+    return definition, {role: token for role, token in roles.items() if token in vocabulary}
+
+
+def _bert(
+    folder: Path, words: str, config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    lines = [line.removesuffix("\r") for line in words.removesuffix("\n").split("\n")]
+    vocabulary: dict[str, int] = {}
+    for i, word in enumerate(lines):
+        if vocabulary.setdefault(word, i) != i:
+            first = vocabulary[word] + 1
+            raise DataError(f"{folder / 'vocab.txt'}: line {i + 1} is that of line {first} again")
+    roles = dict(unk="[UNK]", sep="[SEP]", pad="[PAD]", cls="[CLS]", mask="[MASK]")
+    unknown = _token(config.get("unk_token")) or roles["unk"]
+    if not isinstance(unknown, str) or unknown not in vocabulary:
+        raise DataError(f"{folder / 'vocab.txt'}: must have {shown(unknown)}, the unk_token")
+    library = Library(
+        _made(folder / "vocab.txt", models.WordPiece, vocab=vocabulary, unk_token=unknown)
+    )
+    strip = config.get("strip_accents")
+    library.normalizer = normalizers.BertNormalizer(
+        lowercase=_flag(folder, config, "do_lower_case", True),
+        strip_accents=None if strip is None else _flag(folder, config, "strip_accents", False),
+        handle_chinese_chars=_flag(folder, config, "tokenize_chinese_chars", True),
+    )
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library.decoder = decoders.WordPiece(prefix="##")
+    definition = json.loads(library.to_str())
+    roles = {role: token for role, token in roles.items() if token in vocabulary}
+    if {"cls", "sep"} <= roles.keys():
+        definition["post_processor"] = _around(vocabulary, roles["cls"], roles["sep"])
+    return definition, roles
+
+
+def _roles(
+    folder: Path, config: Mapping[str, Any], usual: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Role to token, and further special tokens."""
+    roles: dict[str, str] = {}
+    extra: list[str] = []
+    beside = _json(folder, "special_tokens_map.json") or {}
+    for file, content in (("tokenizer_config.json", config), ("special_tokens_map.json", beside)):
+        for role in ROLES:
+            value = content.get(f"{role}_token")
+            token = _token(value)
+            if token is not None and not isinstance(token, str):
+                raise DataError(f"{folder / file}: {role}_token is {shown(value)}: must be text")
+            if token:
+                roles.setdefault(role, token)
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            value = content.get(key) or []
+            items = list(value.values()) if isinstance(value, dict) else value
+            if not isinstance(items, list):
+                raise DataError(f"{folder / file}: {key} is {shown(value)}: must be a list")
+            for item in items:
+                token = _token(item)
+                if not isinstance(token, str) or not token:
+                    raise DataError(f"{folder / file}: {key} has {shown(item)}: must be text")
+                extra.append(token)
+    return {role: token for role in ROLES if (token := roles.get(role, usual.get(role)))}, extra
+
+
+def _added(
+    folder: Path,
+    config: Mapping[str, Any],
+    definition: Mapping[str, Any],
+    roles: Mapping[str, str],
+    extra: Sequence[str],
+) -> list[dict[str, Any]]:
+    """The definition's added tokens, those of the other files, and all that are special."""
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    listed = definition.get("added_tokens") or []
+    if not isinstance(listed, list):
+        raise DataError("added_tokens: must be a list")
+    found: dict[str, dict[str, Any]] = {}
+    taken: dict[int, str] = {}
+
+    def add(token: Any, i: Any, where: str) -> None:
+        text = _token(token)
+        if not isinstance(text, str) or not text or type(i) is not int or i < 0:
+            raise DataError(f"{where}: {shown(token)} with id {shown(i)}: no token with its id")
+        known = found.get(text)
+        if taken.setdefault(i, text) != text or (known and known["id"] != i):
+            other = f"id {known['id']}" if known else shown(taken[i])
+            raise DataError(f"{where}: {shown(text)} has id {i}: but {other} is there already")
+        said = {flag: token[flag] for flag in flags if isinstance(token, dict) and flag in token}
+        if not all(isinstance(value, bool) for value in said.values()):
+            raise DataError(f"{where}: {shown(token)}: {', '.join(flags)} must be true or false")
+        special = said.get("special", text in special_tokens)
+        base = dict.fromkeys(flags, False) | {"normalized": not special, "special": special}
+        found[text] = {"id": i, "content": text} | (known or base) | said
+
+    special_tokens = {*roles.values(), *extra}
+    for token in listed:
+        add(token, token.get("id") if isinstance(token, dict) else None, "added_tokens")
+    decoder = config.get("added_tokens_decoder") or {}
+    beside = _json(folder, "added_tokens.json") or {}
+    if not isinstance(decoder, dict):
+        raise DataError("added_tokens_decoder of tokenizer_config.json: must be an object")
+    for key, token in decoder.items():
+        i = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
+        add(token, i, "added_tokens_decoder of tokenizer_config.json")
+    for token, i in beside.items():
+        add(token, i, "added_tokens.json")
+    model = definition.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):
+        pieces = [item[0] for item in vocabulary if isinstance(item, list) and item]
+        vocabulary = {piece: i for i, piece in enumerate(pieces) if isinstance(piece, str)}
+    for token in dict.fromkeys([*roles.values(), *extra]):
+        if token in found:
+            found[token]["special"] = True
+        elif isinstance(vocabulary, dict) and token in vocabulary:
+            add(token, vocabulary[token], "vocabulary")
+        elif token in extra:
+            raise DataError(f"additional_special_tokens has {shown(token)}: not in the vocabulary")
+    return sorted(found.values(), key=lambda token: token["id"])
+
+
+def _token(value: Any) -> Any:
+    """The text of a token, which files write alone or with its flags."""
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _set_ends(
+    config: Mapping[str, Any], definition: dict[str, Any], roles: Mapping[str, str]
+) -> None:
+    """`add_bos_token` and `add_eos_token`, where given, say what stands around a text."""
+    wanted = [config.get(name) for name in ("add_bos_token", "add_eos_token")]
+    for name, value in zip(("add_bos_token", "add_eos_token"), wanted, strict=True):
+        if value not in (None, True, False):
+            raise DataError(f"{name} of tokenizer_config.json is {shown(value)}: true or false")
+    if wanted == [None, None]:
+        return
+    ids = {token["content"]: token["id"] for token in definition["added_tokens"]}
+    first, last = (
+        roles.get(role) if value and roles.get(role) in ids else None
+        for role, value in zip(("bos", "eos"), wanted, strict=True)
+    )
+    definition["post_processor"] = _around(ids, first, last)
+
+
+def _around(ids: Mapping[str, int], first: str | None, last: str | None) -> dict[str, Any]:
+    """The library's template of `first` text `last`."""
+
+    def text(name: str, kind: int) -> list[dict[str, Any]]:
+        before = [{"SpecialToken": {"id": first, "type_id": kind}}] if first else []
+        after = [{"SpecialToken": {"id": last, "type_id": kind}}] if last else []
+        return [*before, {"Sequence": {"id": name, "type_id": kind}}, *after]
+
+    used = {token: ids[token] for token in (first, last) if token}
+    return {
+        "type": "TemplateProcessing",
+        "single": text("A", 0),
+        "pair": text("A", 0) + text("B", 1),
+        "special_tokens": {t: {"id": t, "ids": [i], "tokens": [t]} for t, i in used.items()},
+    }
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """(name, source) of every chat template."""
+    where = folder / "tokenizer_config.json"
+    value = _read(folder, "chat_template.jinja") or config.get("chat_template")
+    if value is None and (beside := _json(folder, "chat_template.json")) is not None:
+        where, value = folder / "chat_template.json", beside.get("chat_template")
+    match value:
+        case None:
+            return ()
+        case str():
+            return (("default", value),)
+        case list() if all(
+            isinstance(t, dict) and isinstance(t.get("name"), str)
+            and isinstance(t.get("template"), str) for t in value
+        ) and len({t["name"] for t in value}) == len(value):  # fmt: skip
+            return tuple((t["name"], t["template"]) for t in value)
+    rule = "must be text, or a list of objects with a name of its own and a template"
+    raise DataError(f"{where}: chat_template: {rule}")
+
+
+def _check_dense(path: Path, vocabulary: Mapping[str, Any]) -> None:
+    """Every id from 0 on, each once."""
+    holders: dict[int, str] = {}
+    for token, i in vocabulary.items():
+        if type(i) is not int or i < 0:
+            raise DataError(f"{path}: {shown(token)} has id {shown(i)}: must be at least 0")
+        if holders.setdefault(i, token) != token:
+            raise DataError(f"{path}: {shown(token)} and {shown(holders[i])} have id {i}")
+    if not vocabulary:
+        raise DataError(f"{path}: it is empty")
+    largest = max(holders)
+    if largest >= len(holders):
+        hole = next(i for i in range(len(holders)) if i not in holders)
+        raise DataError(f"{path}: no token has id {hole}, but {shown(holders[largest])} {largest}")
+
+
+def _made(path: Path, model: Callable[..., Any], **arguments: Any) -> Any:
+    try:
+        return model(**arguments)
+    except Exception as error:  # the Rust library raises plain Exception
+        raise DataError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+
+
+def _flag(folder: Path, config: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        rule = "must be true or false"
+        raise DataError(f"{folder / 'tokenizer_config.json'}: {name} is {shown(value)}: {rule}")
+    return value
+
+
+def _json(folder: Path, name: str) -> dict[str, Any] | None:
+    """The object in a file, no key of it twice; None where there is no such file."""
+    if not _FILES.there(folder, name):
+        return None
+    return _FILES.json_object(_FILES.inside(folder, name), LIMITS[name], VALUES)
+
+
+def _read(folder: Path, name: str) -> str | None:
+    """A file's text; None where there is none."""
+    if not _FILES.there(folder, name):
+        return None
+    content = _FILES.content(_FILES.inside(folder, name), LIMITS[name])
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{folder / name}: byte {error.start} is not UTF-8") from None

@@ -1,0 +1,138 @@
+"""Texts that an encoder-decoder writes from a source: T5, BART, Marian.
+
+The source is read once; the target begins with the model's start token, and with the ids that are
+forced upon it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.beam import LengthPenalty, beam_search
+from transformer_jax.completion import StopStrings, WithoutHistory, check_stop_strings, known_ids
+from transformer_jax.config import ModelConfig
+from transformer_jax.data import Tokenizer
+from transformer_jax.decode import generate, make_step
+from transformer_jax.pretrained_text import PretrainedTokenizer
+from transformer_jax.processors import History, HistoryProcessor
+from transformer_jax.rows import fork
+from transformer_jax.sampling import Sample
+from transformer_jax.transformer import EncoderDecoder
+
+
+@dataclass(frozen=True)
+class LastIs:
+    """The `count`-th new token is `token`: a text that has not ended is ended there."""
+
+    token: int
+    count: int
+
+    def __call__(self, history: History, logits: jax.Array) -> jax.Array:  # f32[B, V] -> f32[B, V]
+        others = jnp.arange(logits.shape[-1])[None] != self.token
+        last = (history.new == self.count - 1)[:, None]
+        return jnp.where(last & others, -jnp.inf, logits)
+
+
+def translate(
+    config: ModelConfig,
+    params: Any,
+    tokenizer: Tokenizer,
+    source: np.ndarray,  # i32[S]
+    num_tokens: int,
+    *,
+    start: int,  # the target's first token, which is not part of the text
+    sampler: Sample,
+    key: jax.Array,
+    count: int = 1,
+    processors: Sequence[HistoryProcessor] = (),
+    stop: str | Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
+    cache_dtype: jax.typing.DTypeLike | None = None,
+) -> list[str]:
+    """`count` targets of one source, each of at most `num_tokens` tokens."""
+    stop = check_stop_strings(stop)
+    state = _read(config, params, source, num_tokens, cache_dtype)
+    known = known_ids(config, tokenizer)
+    out = generate(
+        make_step(EncoderDecoder(config)), params, jnp.full((count, 1), start, jnp.int32),
+        fork(state, count), num_tokens=num_tokens,
+        sampler=Sample(*known, *sampler.processors), key=key,
+        processors=processors, stop=stop_ids,
+    )  # fmt: skip
+    return [_text(tokenizer, row.tolist(), stop, stop_ids) for row in out.rows()]
+
+
+def search_translations(
+    config: ModelConfig,
+    params: Any,
+    tokenizer: Tokenizer,
+    source: np.ndarray,  # i32[S]
+    num_tokens: int,
+    *,
+    start: int,
+    beams: int,
+    results: int = 1,
+    length_penalty: float = 0.0,
+    processors: Sequence[HistoryProcessor] = (),
+    stop_ids: Sequence[int] = (),
+    cache_dtype: jax.typing.DTypeLike | None = None,
+) -> list[tuple[float, str]]:
+    """The best targets that beam search finds, and their scores."""
+    found = beam_search(
+        make_step(EncoderDecoder(config)),
+        params,
+        jnp.full((1, 1), start, jnp.int32),
+        _read(config, params, source, num_tokens, cache_dtype),
+        num_tokens=num_tokens,
+        num_beams=beams,
+        num_results=results,
+        stop=stop_ids,
+        processors=(*map(WithoutHistory, known_ids(config, tokenizer)), *processors),
+        length_penalty=LengthPenalty(length_penalty),
+    )
+    rows = (np.asarray(x)[0] for x in (found.scores, found.tokens, found.lengths))
+    return [
+        (float(score), _text(tokenizer, tokens[:length].tolist(), (), stop_ids))
+        for score, tokens, length in zip(*rows, strict=True)
+        if length
+    ]
+
+
+@partial(jax.jit, static_argnums=(0, 3, 4))
+def _state(config, params, source, capacity, dtype):
+    arguments = dict(capacity=capacity, dtype=dtype)
+    return EncoderDecoder(config).apply(
+        {"params": params}, source, method="init_cache", **arguments
+    )
+
+
+def _read(config: ModelConfig, params: Any, source: np.ndarray, num_tokens: int, dtype: Any) -> Any:
+    """The state behind one source, with room for `num_tokens`."""
+    if config.positions in ("learned", "sinusoidal") and len(source) > config.max_len:
+        raise ValueError(f"the source has {len(source)} tokens: max_len is {config.max_len}")
+    if wrong := [int(i) for i in source if not 0 <= i < config.vocab_size]:
+        raise ValueError(f"the source has id {wrong[0]}: the model has {config.vocab_size}")
+    return _state(config, params, jnp.asarray(source[None]), num_tokens, dtype)
+
+
+def _text(
+    tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str], stop_ids: Sequence[int]
+) -> str:
+    """A text from its beginning, without special tokens, up to its end."""
+    if any(i < 0 for i in ids):
+        raise ValueError("no token can follow: every one is excluded, or logits are not finite")
+    end = next((n for n, i in enumerate(ids) if i in stop_ids), len(ids))
+    if isinstance(tokenizer, PretrainedTokenizer):
+        text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+    else:
+        text = tokenizer.to_bytes(ids[:end]).decode("utf-8", "replace")
+    matcher = StopStrings(stop)
+    text, ended = matcher.feed(text)
+    return text if ended else text + matcher.held

@@ -1,0 +1,144 @@
+"""Files of a folder that is taken for hostile: found, read within limits, and parsed strictly.
+
+A name is plain, a link stays in the folder, and a size is known before anything is read. One
+exception: the cache of the Hugging Face hub, whose `models--ORG--NAME/snapshots/REVISION` is all
+links into `models--ORG--NAME/blobs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+DEPTH_LIMIT = 64
+"""Objects and lists within each other in any JSON."""
+VALUE_LIMIT = 2**17
+"""Values in a JSON, which take up to a hundred times their bytes, unless more are allowed."""
+
+_PLAIN = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
+_MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{},]', re.DOTALL)  # strings: to skip them
+
+
+@dataclass(frozen=True)
+class Untrusted:
+    """How such files are read by whoever raises `error`: one line that names file and rule."""
+
+    error: type[ValueError]
+
+    def there(self, folder: Path, name: str) -> bool:
+        """Whether there is such an entry, be it a link to nothing."""
+        if not is_plain(name):
+            raise self.error(f"{folder}: {shown(name)} is no plain file name")
+        return os.path.lexists(folder / name)
+
+    def inside(self, folder: Path, name: str) -> Path:
+        """The regular file of that name, links resolved; an error if they lead elsewhere."""
+        if not is_plain(name):
+            raise self.error(f"{folder}: {shown(name)} is no plain file name")
+        root = Path(os.path.realpath(folder))
+        path = Path(os.path.realpath(root / name))
+        cache = root.parents[1] if len(root.parents) > 1 else root
+        cached = root.parent.name == "snapshots" and cache.name.startswith("models--")
+        if not (path.is_relative_to(root) or (cached and path.is_relative_to(cache / "blobs"))):
+            raise self.error(f"{folder / name}: a link that leaves the folder")
+        try:
+            mode = path.lstat().st_mode
+        except OSError as error:
+            raise self.error(f"{folder / name}: cannot be read ({error.strerror})") from None
+        if not stat.S_ISREG(mode):
+            raise self.error(f"{folder / name}: not a regular file")
+        return path
+
+    @contextlib.contextmanager
+    def opened(self, path: Path) -> Iterator[BinaryIO]:
+        """A file to read, as it was found: whatever else has come there is not waited for."""
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise self.error(f"{path}: cannot be read ({error.strerror})") from None
+        with open(handle, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise self.error(f"{path}: not a regular file")
+            yield stream
+
+    def content(self, path: Path, limit: int) -> bytes:
+        """All of a file of at most `limit` bytes."""
+        with self.opened(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > limit:
+                raise self.error(f"{path}: has {size} bytes: at most {limit} are read")
+            return stream.read(limit)
+
+    def json(self, data: bytes, where: str, values: int = VALUE_LIMIT) -> Any:
+        """Strict JSON: UTF-8, no key twice, finite numbers, within the limits."""
+        self._check_limits(data, where, values)
+
+        def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+            found = dict(items)
+            if len(found) < len(items):
+                seen: set[str] = set()
+                twice = next(k for k, _ in items if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+                raise self.error(f"{where}: {shown(twice)} is there twice")
+            return found
+
+        def number(text: str) -> float:
+            if not math.isfinite(value := float(text)):
+                raise self.error(f"{where}: {shown(text)} is not a finite number")
+            return value
+
+        try:
+            return json.loads(
+                data.decode(), object_pairs_hook=pairs, parse_float=number, parse_constant=number
+            )
+        except self.error:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"{where}: not JSON ({brief(error)})") from None
+
+    def json_object(self, path: Path, limit: int, values: int = VALUE_LIMIT) -> dict[str, Any]:
+        """The object in a JSON file of at most `limit` bytes."""
+        content = self.json(self.content(path, limit), str(path), values)
+        if not isinstance(content, dict):
+            raise self.error(f"{path}: must be an object")
+        return content
+
+    def _check_limits(self, data: bytes, where: str, limit: int) -> None:
+        """Before the parser runs, whose own limits are the interpreter's stack and the memory."""
+        depth = values = 0
+        for match in _MARKS.finditer(data):
+            mark = match[0]
+            if mark in b"[{,":
+                values += 1
+            if mark in b"[{":
+                depth += 1
+            elif mark in b"]}":
+                depth -= 1
+            if depth > DEPTH_LIMIT:
+                raise self.error(f"{where}: nested deeper than {DEPTH_LIMIT}")
+            if values > limit:
+                raise self.error(f"{where}: has more than {limit} values")
+
+
+def is_plain(name: Any) -> bool:
+    """A file's name, or a path of such names, that leads nowhere else."""
+    return isinstance(name, str) and all(_PLAIN.fullmatch(part) for part in name.split("/"))
+
+
+def shown(value: Any) -> str:
+    """What a file says, for a message: no control characters, and not all of it."""
+    text = ascii(value[:80] if isinstance(value, str | list) else value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def brief(error: Exception) -> str:
+    """A library's message, for one of ours."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "".join(c if c.isprintable() else "?" for c in text[:200])

@@ -1,0 +1,480 @@
+"""Folders of weights as Hugging Face lays them out, in and out; no model is known here.
+
+    config.json
+    model.safetensors                  or model-00001-of-00003.safetensors, ... and then
+    model.safetensors.index.json       the file of every tensor
+
+The folder is taken for hostile. Sizes are compared before anything is allocated, names before
+anything is opened, and the bytes of a tensor come through the reader of the `safetensors` package
+alone, by `pread`: each tensor arrives in memory of its own, nothing of the file stays mapped, and
+a file that is cut short meanwhile is an error and no SIGBUS. No other loader stands behind it.
+What safetensors has no checksum for is not seen: other numbers in the place of a tensor's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.checkpoint import CheckpointError, sync
+from transformer_jax.untrusted import Untrusted, brief, is_plain, shown
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+CONFIG_LIMIT = 2**20
+"""Bytes; a longer config.json is not read."""
+JSON_LIMIT = 2**21
+"""Bytes of any other JSON and of the header of a safetensors file: some 15,000 tensors."""
+RANK_LIMIT = 32
+SHARD_BYTES = 5 * 10**9
+"""Of a file that is written, as Hugging Face's libraries have it."""
+
+_FILES = Untrusted(CheckpointError)
+
+_DTYPES = {
+    "BOOL": np.dtype(bool),
+    "I8": np.dtype(np.int8), "I16": np.dtype(np.int16),
+    "I32": np.dtype(np.int32), "I64": np.dtype(np.int64),
+    "U8": np.dtype(np.uint8), "U16": np.dtype(np.uint16),
+    "U32": np.dtype(np.uint32), "U64": np.dtype(np.uint64),
+    "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16),
+    "F32": np.dtype(np.float32), "F64": np.dtype(np.float64),
+}  # fmt: skip
+_NAMES = {dtype.name for dtype in _DTYPES.values()}
+
+_DOWNLOADED = ["*.json", "*.txt", "*.bpe", "*.jinja", "model*.safetensors"]
+_PLAIN = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors", re.ASCII)
+_REPOSITORY = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of one tensor."""
+
+    file: str
+    dtype: str
+    """NumPy's or ml_dtypes' name: "float32", "bfloat16"."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightFolder:
+    """An opened folder: everything that was promised about it, and no tensor yet."""
+
+    path: Path
+    config: dict[str, Any]
+    """The object in config.json, as it stands there."""
+    tensors: Mapping[str, TensorInfo]
+    """By name, in the order of the files and of their bytes."""
+    stamps: Mapping[str, tuple[int, ...]] = field(repr=False)
+    """Each file's identity when it was opened; tensors of a file that changed are not mixed in."""
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor; `read_all` opens each file only once for many."""
+        return next(self.read_all([name]))[1]
+
+    def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """Tensors one at a time, file by file, in the order of `names` within each.
+
+        Drop each before the next is asked for, and one at a time is all that is in memory.
+        """
+        files: dict[str, list[str]] = {}
+        for name in dict.fromkeys(names):
+            if name not in self.tensors:
+                raise CheckpointError(f"{self.path}: there is no tensor {shown(name)}")
+            files.setdefault(self.tensors[name].file, []).append(name)
+        # chain holds no value that it has passed on, which a generator's variable would
+        return itertools.chain.from_iterable(itertools.starmap(self._read, files.items()))
+
+    def file(self, name: str) -> Path | None:
+        """Where a file of the folder, "1_Pooling/config.json", lies; None if there is none.
+
+        CheckpointError if its name or a link would lead out of the folder.
+        """
+        return _FILES.inside(self.path, name) if _FILES.there(self.path, name) else None
+
+    def read_json(self, name: str) -> Any:
+        """The object or list in another JSON file of the folder; None if there is no such file."""
+        path = self.file(name)
+        if path is None:
+            return None
+        content = _FILES.json(_FILES.content(path, JSON_LIMIT), str(path))
+        if not isinstance(content, dict | list):
+            raise CheckpointError(f"{path}: must be an object or a list")
+        return content
+
+    def _read(self, file: str, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+        path = _FILES.inside(self.path, file)
+        if _stamp(path) != self.stamps[file]:
+            raise CheckpointError(f"{path}: has changed since the folder was opened")
+        with _opened(path) as reader:
+            for name in names:
+                yield name, _tensor(path, reader, name, self.tensors[name])
+
+
+def open_folder(path_or_id: str | Path, *, revision: str | None = None) -> WeightFolder:
+    """Check a folder's config.json and the header of each of its files; no tensor is read.
+
+    What exists is a folder, and is read without a network. Else "NAME" or "ORG/NAME" is a
+    repository at `revision`, which huggingface_hub downloads or finds in its cache; there
+    HF_HUB_OFFLINE=1 asks nobody. A link may lead to another place in the folder or, from
+    `models--ORG--NAME/snapshots/REVISION` as the cache has it, into `models--ORG--NAME/blobs`.
+    CheckpointError names the file, and the tensor where one is wrong.
+    """
+    folder = _located(path_or_id, revision)
+    path = _FILES.inside(folder, CONFIG)
+    config = _FILES.json_object(path, CONFIG_LIMIT)
+    listed = _listed(folder)
+    paths = {
+        file: _FILES.inside(folder, file) for file in listed
+    }  # all, before the first is opened
+    stamps = {file: _stamp(path) for file, path in paths.items()}
+    tensors: dict[str, TensorInfo] = {}
+    for file, names in listed.items():
+        found = _header(paths[file], file)
+        if names is not None:
+            _compare(paths[file], set(found), names)
+        tensors |= found
+    return WeightFolder(folder, config, MappingProxyType(tensors), MappingProxyType(stamps))
+
+
+def write_folder(
+    path: str | Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    files: Mapping[str, bytes] | None = None,  # more to write: "tokenizer.json"
+) -> None:
+    """Write a folder that `open_folder` and `transformers` read, whole or not at all.
+
+    Tensors of up to `shard_bytes` are one file, and are let go when it is written; one that is
+    larger is a file of its own. All is written into `NAME.*.tmp` beside the folder, synced, read
+    back as far as `open_folder` goes, and renamed. A folder that has nothing but what is now
+    written anew (config.json, the model's files, the index, `files`) is replaced, and whoever
+    has its files open keeps the old ones; any other file in it is somebody's, and refused. A
+    process killed between the two renames of a replacement leaves both, whole, as `NAME.*.tmp`.
+    """
+    final, files = Path(os.path.realpath(path)), dict(files or {})
+    for name in files:
+        if not is_plain(name) or _is_ours(name):
+            raise CheckpointError(f"files: {shown(name)} is no plain file name, or the weights'")
+    _check_replaceable(final, files)
+    partial = final.with_name(f"{final.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        partial.mkdir(parents=True)
+        _write(partial / CONFIG, _dump(config, CONFIG))
+        _write_tensors(partial, tensors, shard_bytes)
+        for name, content in files.items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            _write(partial / name, content)
+        for folder, _, _ in os.walk(partial):
+            sync(Path(folder))
+        open_folder(partial)
+        _check_replaceable(final, files)
+        _replace(final, partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _located(path_or_id: str | Path, revision: str | None) -> Path:
+    path, name = Path(path_or_id), shown(str(path_or_id))
+    if os.path.lexists(path_or_id):
+        if revision is not None:
+            raise CheckpointError(f"{name} is here: a revision {revision!r} is of a repository")
+        if not path.is_dir():
+            raise CheckpointError(f"{name} is not a folder")
+        return path
+    if isinstance(path_or_id, Path):
+        raise CheckpointError(f"{name}: there is no such folder")
+    if not _REPOSITORY.fullmatch(path_or_id):
+        raise CheckpointError(f"{name}: no such folder, and no repository id NAME or ORG/NAME")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        need = "a repository id needs huggingface_hub: pip install 'transformer_jax[hf]'"
+        raise CheckpointError(f"{name}: no such folder, and {need}") from None
+    try:
+        found = snapshot_download(path_or_id, revision=revision, allow_patterns=_DOWNLOADED)
+    except Exception as error:  # of any library below it
+        raise CheckpointError(f"{name}: no such folder, and {brief(error)}") from error
+    return Path(found)
+
+
+def _listed(folder: Path) -> dict[str, set[str] | None]:
+    """Each file of tensors with the names it must have; None for any, where no index says it."""
+    if _FILES.there(folder, SINGLE):
+        return {SINGLE: None}
+    if not _FILES.there(folder, INDEX):
+        pickles = any(
+            _FILES.there(folder, f"pytorch_model.bin{end}") for end in ("", ".index.json")
+        )
+        hint = "; pytorch_model.bin is a pickle, which is never read" if pickles else ""
+        raise CheckpointError(f"{folder}: there is no {SINGLE} and no {INDEX}{hint}")
+    path = _FILES.inside(folder, INDEX)
+    index = _FILES.json(_FILES.content(path, JSON_LIMIT), str(path))
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map must be an object of tensors and their files")
+    listed: dict[str, set[str] | None] = {}
+    for name, file in weight_map.items():
+        if not (isinstance(file, str) and _PLAIN.fullmatch(file) and file.endswith(".safetensors")):
+            raise CheckpointError(
+                f"{path}: {shown(name)} is in {shown(file)}: must be a plain *.safetensors name"
+            )
+        names = listed.setdefault(file, set())
+        assert names is not None
+        names.add(name)
+    if len({file.lower() for file in listed}) < len(listed):
+        clash = sorted(listed, key=str.lower)
+        a, b = next((a, b) for a, b in itertools.pairwise(clash) if a.lower() == b.lower())
+        raise CheckpointError(f"{path}: {shown(a)} and {shown(b)} differ in case only")
+    return listed
+
+
+def _compare(path: Path, found: set[str], listed: set[str]) -> None:
+    for names, say in ((listed - found, "is missing"), (found - listed, "is not in the index")):
+        if names:
+            more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(f"{path}: {shown(min(names))} {say}{more}")
+
+
+def _header(path: Path, file: str) -> dict[str, TensorInfo]:
+    """What a file of tensors holds, in the order of its bytes.
+
+    The header is read here to say which tensor is wrong and to refuse a name that is there
+    twice, and then by the library, which has the last word.
+    """
+    with _FILES.opened(path) as stream:
+        size, start = os.fstat(stream.fileno()).st_size, stream.read(9)
+        length = int.from_bytes(start[:8], "little")
+        if start[8:] != b"{":
+            raise CheckpointError(f"{path}: not a safetensors file")
+        if length > size - 8:
+            raise CheckpointError(
+                f"{path}: cut short, or not a safetensors file: "
+                f"a header of {length} bytes in a file of {size}"
+            )
+        if length > JSON_LIMIT:
+            raise CheckpointError(
+                f"{path}: a header of {length} bytes: at most {JSON_LIMIT} are read"
+            )
+        stream.seek(8)
+        content = _FILES.json(stream.read(length), f"{path}: header")
+    content.pop("__metadata__", None)
+    room = size - 8 - length
+    found = {name: _info(path, file, name, entry, room) for name, entry in content.items()}
+    del content
+    with _opened(path) as reader:
+        names = reader.offset_keys()
+    if set(names) != set(found):
+        raise CheckpointError(f"{path}: the header can be read in two ways")
+    return {name: found[name] for name in names}
+
+
+def _info(
+    path: Path,
+    file: str,
+    name: str,
+    entry: Any,
+    room: int,  # bytes behind the header
+) -> TensorInfo:
+    try:
+        code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype = _DTYPES.get(code)
+        rank = len(shape)
+        counts = [*shape, begin, end] if rank <= RANK_LIMIT else []
+        whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in counts)
+    except (TypeError, KeyError, ValueError):
+        raise CheckpointError(
+            f"{path}: {shown(name)}: must have a dtype, a shape and data_offsets"
+        ) from None
+    if dtype is None:
+        raise CheckpointError(
+            f"{path}: {shown(name)}: dtype {shown(code)}: must be one of {', '.join(_DTYPES)}"
+        )
+    if rank > RANK_LIMIT or not whole:
+        raise CheckpointError(
+            f"{path}: {shown(name)}: shape {shown(shape)}, data_offsets {shown([begin, end])}: "
+            f"must be at most {RANK_LIMIT} sizes, from 0"
+        )
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        raise CheckpointError(
+            f"{path}: {shown(name)}: {dtype.name}{shown(shape)} does not take "
+            f"the bytes {shown(begin)} to {shown(end)}"
+        )
+    if end > room:
+        raise CheckpointError(
+            f"{path}: {shown(name)}: ends with byte {shown(end)}, the file with {room}"
+        )
+    return TensorInfo(file, dtype.name, tuple(shape))
+
+
+def _tensor(path: Path, reader: Any, name: str, info: TensorInfo) -> np.ndarray:
+    try:
+        array = reader.get_tensor(name)
+    except (_library().SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: {shown(name)}: {brief(error)}") from None
+    if (array.dtype.name, array.shape) != (info.dtype, info.shape):
+        raise CheckpointError(
+            f"{path}: {shown(name)} is {array.dtype}{list(array.shape)}, "
+            f"not {info.dtype}{list(info.shape)}"
+        )
+    return array
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The library's reader of a file."""
+    library = _library()
+    try:
+        reader = library.safe_open(path, "numpy", backend="pread")
+    except (library.SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: {brief(error)}") from None
+    with reader:
+        yield reader
+
+
+def _library() -> Any:
+    try:
+        import safetensors
+    except ImportError:
+        need = "the package safetensors: pip install 'transformer_jax[hf]'"
+        raise CheckpointError(f"weights in safetensors need {need}") from None
+    version = safetensors.__version__
+    if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < (0, 8):
+        raise CheckpointError(f"safetensors {version} is installed: must be 0.8 or later")
+    return safetensors
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file of that name belongs to the weights."""
+    return name in (CONFIG, INDEX) or bool(_WEIGHTS.fullmatch(name))
+
+
+def _check_replaceable(path: Path, files: Mapping[str, bytes]) -> None:
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is not a folder")
+    for folder, names, found in os.walk(path):
+        links = [name for name in names if os.path.islink(os.path.join(folder, name))]
+        for name in sorted(found + links):
+            entry = Path(folder, name)
+            local = entry.relative_to(path).as_posix()
+            if not (_is_ours(local) or local in files) or entry.is_symlink():
+                raise CheckpointError(f"{path}: has {shown(local)}, which would be lost")
+
+
+def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Any]], shard_bytes: int) -> None:
+    """Shards as huggingface_hub cuts them: in order, and a tensor too large for one alone."""
+    shards: list[list[str]] = []  # the names in each
+    shard: dict[str, np.ndarray] = {}
+    seen: set[str] = set()
+    total = held = 0
+
+    def flush(content: dict[str, np.ndarray]) -> None:
+        shards.append(list(content))
+        _write_shard(folder / f"{len(shards)}.safetensors", content)
+
+    for name, value in tensors:
+        array = _checked(name, value, seen)
+        total += array.nbytes
+        if array.nbytes > shard_bytes:
+            flush({name: array})
+        else:
+            if held + array.nbytes > shard_bytes:
+                flush(shard)
+                shard, held = {}, 0
+            shard[name] = array
+            held += array.nbytes
+        del value, array  # while the next is made
+    if shard or not shards:
+        flush(shard)
+    if len(shards) == 1:
+        (folder / "1.safetensors").rename(folder / SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards, 1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{i}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write(folder / INDEX, _dump(index, INDEX))
+
+
+def _checked(name: str, value: Any, seen: set[str]) -> np.ndarray:
+    """A tensor as it is written: C order, native bytes, still a scalar if it was one."""
+    if not isinstance(name, str) or name == "__metadata__" or name in seen:
+        raise CheckpointError(f"tensor {shown(name)}: must be a string, once, not __metadata__")
+    seen.add(name)
+    array = np.asarray(value)
+    if array.dtype.name not in _NAMES:
+        raise CheckpointError(f"tensor {shown(name)}: dtype {array.dtype} cannot be saved")
+    return np.asarray(array, array.dtype.newbyteorder("="), order="C")
+
+
+def _write_shard(path: Path, content: dict[str, np.ndarray]) -> None:
+    library = _library()
+    from safetensors.numpy import save_file
+
+    try:
+        save_file(content, path, metadata={"format": "pt"})
+    except library.SafetensorError as error:
+        raise CheckpointError(f"{path}: cannot be written ({brief(error)})") from None
+    path.chmod(stat.S_IMODE(path.with_name(CONFIG).stat().st_mode))  # it had made it 0600
+    sync(path)
+
+
+def _dump(content: Mapping[str, Any], name: str) -> bytes:
+    try:
+        return (json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{name}: cannot be written ({brief(error)})") from None
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _replace(path: Path, partial: Path) -> None:
+    """Rename `partial` to `path`; what was there goes last, or comes back."""
+    old = partial.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    replaced = path.exists()
+    if replaced:
+        path.rename(old)
+    try:
+        partial.rename(path)
+    except BaseException:
+        if replaced:
+            old.rename(path)
+        raise
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
