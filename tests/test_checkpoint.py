@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from killed import Killed, killed_after
 
 from transformer_jax import checkpoint
 from transformer_jax.checkpoint import (
@@ -307,46 +308,22 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(tmp_path, tree)
     verify(path)
 
 
-class Killed(BaseException):
-    """What stands for the end of the process: no handler may tidy up behind it."""
-
-
-def test_a_process_that_ends_anywhere_in_a_save_leaves_whole_checkpoints(
-    tmp_path, tree, monkeypatch
-):
+def test_a_process_that_ends_anywhere_in_a_save_leaves_whole_checkpoints(tmp_path, tree):
     """Every call that changes the disk is in turn the last one; so is every fsync."""
     save(tmp_path / "start", 7, tree)
     newer = zeros(tree)
-    calls = ("mkdir", "open", "fsync", "rename", "rmdir", "unlink", "rmtree")
     ends = 0
     for fatal in range(1000):
         folder = tmp_path / f"run{fatal}"
         shutil.copytree(tmp_path / "start", folder)
-        count = 0
-
-        def dying(real, fatal=fatal):
-            def call(*args, **kwargs):
-                nonlocal count
-                count += 1
-                if count > fatal:
-                    raise Killed
-                return real(*args, **kwargs)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            for name in calls:
-                if hasattr(os, name):
-                    patch.setattr(os, name, dying(getattr(os, name)))
-            patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
-            patch.setattr(Path, "rename", dying(Path.rename))
-            try:
+        try:
+            with killed_after(fatal):
                 save(folder, 7, newer)
                 save(folder, 8, newer)
                 prune(folder, 1)
-                finished = True
-            except Killed:
-                finished = False
+            finished = True
+        except Killed:
+            finished = False
         for step in saved_steps(folder):
             found = restore(step_path(folder, step), tree)
             assert bits(found) in (bits(tree), bits(newer)), f"killed in call {fatal}"

@@ -109,7 +109,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         changed(vocab_size=10**400),
         f"vocab_size is 1000.*\\.\\.\\.: {INTEGER}",
     ),
-    "eps 0": (changed(rms_norm_eps=0), "norm_eps is 0: must be positive"),
+    "eps 0": (changed(rms_norm_eps=0), ": rms_norm_eps is 0: must be positive"),
     "unknown key": (changed(hidden_sizes=12), "hidden_sizes is 12: no such key"),
     "auto_map": (
         changed(auto_map={"AutoModel": "evil.Model"}),
@@ -126,7 +126,18 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "factor -1": (rope(factor=-1), "factor is -1"),
     "factor a list": (rope(factor=[2]), "rope_scaling: factor is \\[2\\]: must be a number"),
-    "factor null": (rope(factor=None), "rope_scaling: factor is None: linear needs it"),
+    "factor null": (rope(factor=None), "rope_scaling: factor is None: linear needs"),
+    "factor below 1": (rope(factor=0.5), "rope_scaling: factor is 0.5: .*at least 1"),
+    "factor of what is low": (
+        rope(rope_type="llama3", low_freq_factor=0, high_freq_factor=4.0),
+        "rope_scaling: low_freq_factor is 0: must be positive",
+    ),
+    "base 0 beside another": (
+        changed(rope_parameters=dict(rope_type="default", rope_theta=0.0)),
+        "rope_parameters: rope_theta is 0.0: must be above 1",
+    ),
+    "dropout 1": (changed(attention_dropout=1), ": attention_dropout is 1: must be at least 0"),
+    "cap 0": (gemma(attn_logit_softcapping=0), ": attn_logit_softcapping is 0: must be positive"),
     "scaling a text": (
         changed(rope_scaling="linear"),
         "rope_scaling is 'linear': must be an object",
@@ -135,7 +146,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         rope(rope_type="evil"),
         "rope_scaling: rope_type is 'evil': must be one of",
     ),
-    "base 0": (changed(rope_theta=-1.0), "base is -1.0: must be positive"),
+    "base 0": (changed(rope_theta=-1.0), "rope_theta is -1.0: must be above 1"),
     "rotated more than all": (
         changed(partial_rotary_factor=1e308),
         "partial_rotary_factor is 1e\\+308: must be",

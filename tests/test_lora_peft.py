@@ -22,6 +22,7 @@ from transformer_jax.config import LoraConfig, ModelConfig  # noqa: E402
 from transformer_jax.lora import apply_lora, init_lora, merge_lora  # noqa: E402
 from transformer_jax.lora_files import load_lora, save_lora  # noqa: E402
 from transformer_jax.models import build, init_params  # noqa: E402
+from transformer_jax.pretrained import load_pretrained, tensor_names  # noqa: E402
 from transformer_jax.transformer import stack_layers  # noqa: E402
 
 LOGITS = 1e-5
@@ -205,6 +206,45 @@ def test_what_peft_saves_is_loaded_and_computes_the_same(family, tmp_path, scan,
     expected = their_logits(adapted)
     assert np.abs(expected - logits(config, params)).max() > 0.1
     equal(logits(config, apply_lora(params, adapters, lora)), expected)
+
+
+def test_a_bare_encoder_has_names_without_its_prefix(tmp_path):
+    """A `BertModel` of one half, and what PEFT makes of it, is our encoder."""
+    theirs = transformers.BertConfig(
+        vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=37, max_position_embeddings=41,
+    )  # fmt: skip
+    torch.manual_seed(9)
+    model = transformers.BertModel(theirs).eval()
+    model.save_pretrained(tmp_path / "base")
+    config, params = load_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["query", "dense"]))
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.1)
+    adapted.save_pretrained(tmp_path / "peft")
+    names = tensor_names(config, "bert", bare=True)
+    lora, adapters = load_lora(tmp_path / "peft", params, names)
+    save_lora(tmp_path / "ours", params, adapters, lora, names, task_type=None)
+    again = transformers.BertModel.from_pretrained(tmp_path / "base").eval()
+    ours = encoded(config, params)
+    plain = their_states(again)
+    assert np.abs(ours - plain).max() <= LOGITS
+    ours = encoded(config, apply_lora(params, adapters, lora))
+    for peer in (adapted, peft.PeftModel.from_pretrained(again, tmp_path / "ours")):
+        wanted = their_states(peer.eval())
+        assert np.abs(wanted - plain).max() > 0.1
+        assert np.abs(ours - wanted).max() <= LOGITS
+
+
+def encoded(config, params):
+    return np.asarray(build(config).apply({"params": params}, TOKENS, method="encode"))
+
+
+def their_states(model):
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)).last_hidden_state.numpy()
 
 
 def test_a_and_b_start_as_in_peft(family):

@@ -519,6 +519,26 @@ def test_what_the_new_config_says_replaces_the_old_keys(tmp_path):
     assert_same_bits(loaded, params)
 
 
+@pytest.mark.parametrize(
+    ("folder", "keys"),
+    [
+        (GPT2, dict(n_ctx=48)),
+        (LLAMA3, dict(rope_parameters=dict(
+            rope_type="longrope", rope_theta=500.0, factor=2.5, short_factor=[1.0] * 4,
+            long_factor=[2.0] * 4, original_max_position_embeddings=400,
+        ))),
+        (LLAMA3, dict(model_type="mistral", sliding_window=None)),
+    ],
+)  # fmt: skip
+def test_a_config_that_did_not_change_is_written_as_it_stood(tmp_path, folder, keys):
+    """Where two spellings mean one config, that of the folder stays."""
+    before = changed(folder, tmp_path / "before", dict, **keys)
+    config, params = load_pretrained(before)
+    save_pretrained(tmp_path / "after", config, params, like=before)
+    old, new = (json.loads((tmp_path / n / "config.json").read_text()) for n in ("before", "after"))
+    assert new == old
+
+
 def double(scale: float) -> Any:
     def change(tensors):
         name = "model.embed_tokens.weight"
@@ -694,7 +714,7 @@ def test_a_length_of_ones_own(tmp_path):
     assert (config.max_len, config.rope) == (70, load_pretrained(LLAMA3)[0].rope)
     with pytest.raises(ConfigError, match="max_len is 49: the table of positions has 48"):
         load_pretrained(GPT2, max_len=49)
-    with pytest.raises(ConfigError, match="max_len is 0: must be positive"):
+    with pytest.raises(ConfigError, match="max_len is 0: must be a positive integer"):
         load_pretrained(LLAMA3, max_len=0)
 
 

@@ -14,7 +14,9 @@ from tolerances import assert_near
 
 from transformer_jax.processors import (
     Ban,
+    BanSequences,
     Force,
+    ForceLast,
     FrequencyPenalty,
     History,
     MinLength,
@@ -70,6 +72,8 @@ def no_repeat(prompt, new, x, n):
     return [-INFINITE if (*last, i) in grams else v for i, v in enumerate(x)]
 
 
+BANNED = [5, 3], [4], [1, 9, 6]
+
 CASES = [
     *((RepetitionPenalty(p), partial(repetition, p=p, whole=True)) for p in (0.6, 1.0, 1.7)),
     (RepetitionPenalty(1.7, prompt=False), partial(repetition, p=1.7, whole=False)),
@@ -85,6 +89,19 @@ CASES = [
             [0.0 if i == (4, 2, 4)[len(new)] else -INFINITE for i in range(V)]
             if len(new) < 3
             else list(x)
+        ),
+    ),
+    (
+        BanSequences((5, 3), (4,), (1, 9, 6)),
+        lambda p, new, x: [
+            -INFINITE if any([*(p + new), i][-len(s) :] == s for s in BANNED) else v
+            for i, v in enumerate(x)
+        ],
+    ),
+    (
+        ForceLast(3, 9),
+        lambda p, new, x: (
+            [0.0 if i == 9 else -INFINITE for i in range(V)] if len(new) == 2 else list(x)
         ),
     ),
     (
@@ -137,6 +154,11 @@ def test_bad_settings_are_refused_by_name():
         (lambda: Ban(3, -1), "tokens have -1: must be token ids"),
         (lambda: Force(True), "tokens have True"),
         (lambda: MinLength(-1, 2), "n is -1"),
+        (lambda: BanSequences(), "sequences is empty"),
+        (lambda: BanSequences((3,), ()), r"sequences\[1\] is empty"),
+        (lambda: BanSequences((3, -1)), r"sequences\[0\] have -1"),
+        (lambda: ForceLast(0, 3), "n is 0"),
+        (lambda: ForceLast(3, 1.0), "token have 1.0"),
         (lambda: MinLength(3, ()), "stop is empty"),
         (lambda: check_processors("abc"), "processors is 'abc'"),
         (lambda: check_processors([Ban]), "must be called with"),
@@ -146,7 +168,11 @@ def test_bad_settings_are_refused_by_name():
             call()
 
 
-@pytest.mark.parametrize("processor", [Ban(2, V), Force(V), MinLength(3, V)], ids=str)
+@pytest.mark.parametrize(
+    "processor",
+    [Ban(2, V), BanSequences((1, V)), Force(V), ForceLast(3, V), MinLength(3, V)],
+    ids=str,
+)
 def test_a_token_outside_the_vocabulary_is_refused(processor):
     made = history([[1]], [[2]])
     with pytest.raises(ValueError, match=rf"token {V} of .*: must be in 0..{V - 1}"):

@@ -155,7 +155,7 @@ def test_a_message_is_answered_through_the_chat_template(capsys, published):
             2,
         ),
         (f"--model {{model}} --chat --prompt {'a' * 60}", "0 fit behind the prompt", 2),
-        ("--model {model} --max-len 0", "max_len is 0: must be positive", 2),
+        ("--model {model} --max-len 0", "max_len is 0: must be a positive integer", 2),
         ("--model {model} --chat --prompt a<s>", "holds '<s>', which is a token of its own", 2),
     ],
 )

@@ -36,7 +36,9 @@ from tests.published import (
 )
 from transformer_jax import (
     Ban,
+    BanSequences,
     Force,
+    ForceLast,
     LengthPenalty,
     NoRepeatNGram,
     beam_search,
@@ -53,6 +55,7 @@ from transformer_jax.pretrained import load_pretrained
 AUTO = transformers.AutoModelForSeq2SeqLM
 VOCAB, ROWS, NEW = 89, 3, 12
 TARGETS = np.array([11, 7, 2])
+PAIRS = [(a, b) for a in range(0, VOCAB, 2) for b in range(1, VOCAB, 4)] + [(3, 1, 4), (17,)]
 
 T5 = dict(vocab_size=VOCAB, d_model=26, d_kv=5, d_ff=37, num_heads=3, decoder_start_token_id=0)
 SIZES = dict(
@@ -137,18 +140,6 @@ class Case:
     """What they and the model's own mean."""
 
 
-@dataclass(frozen=True)
-class LastToken:
-    """New token number n is this one: forced_eos_token_id."""
-
-    n: int
-    token: int
-
-    def __call__(self, history: Any, logits: jax.Array) -> jax.Array:
-        alone = jnp.where(jnp.arange(logits.shape[-1])[None] == self.token, 0.0, -jnp.inf)
-        return jnp.where((history.new == self.n - 1)[:, None], alone, logits)
-
-
 # `transformers` has no cache for a T5 whose decoder is deeper than its encoder.
 CASES = {
     "t5": Case(
@@ -163,7 +154,7 @@ CASES = {
     ),
     "bart": Case(
         lambda: bart(3, 3.5, encoder_layers=1, decoder_layers=2), source=61, start=2, end=2,
-        processors=(LastToken(NEW, 2),),
+        processors=(ForceLast(NEW, 2),),
     ),
     "scaled bart": Case(
         lambda: bart(
@@ -171,7 +162,7 @@ CASES = {
             activation_function="relu",
         ),
         source=53, start=2, end=2, options=dict(forced_bos_token_id=5),
-        processors=(Force(5), LastToken(NEW, 2)),
+        processors=(Force(5), ForceLast(NEW, 2)),
     ),
     "marian": Case(
         lambda: marian(
@@ -179,11 +170,13 @@ CASES = {
             activation_function="swish",
         ),
         source=61, start=VOCAB - 1, end=0, options=dict(bad_words_ids=[[VOCAB - 1], [7]]),
-        processors=(Ban(VOCAB - 1, 7), LastToken(NEW, 0)),
+        processors=(Ban(VOCAB - 1, 7), ForceLast(NEW, 0)),
     ),
     "plain marian": Case(
         lambda: marian(3, 4.0, encoder_layers=1, decoder_layers=2, activation_function="relu"),
-        source=47, start=VOCAB - 1, end=0, options=dict(forced_eos_token_id=None),
+        source=47, start=VOCAB - 1, end=0,
+        options=dict(forced_eos_token_id=None, bad_words_ids=[list(pair) for pair in PAIRS]),
+        processors=(BanSequences(*PAIRS),),
     ),
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 from hostile_weights import EIGHT, FILES, GOOD, entry, lay, raw
+from killed import Killed, killed_after
 
 from transformer_jax.checkpoint import CheckpointError
 from transformer_jax.weights import (
@@ -221,11 +222,7 @@ def test_a_full_disk_leaves_the_old_folder_and_nothing_else(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
-class Killed(BaseException):
-    """What stands for the end of the process: no handler may tidy up behind it."""
-
-
-def test_a_process_that_ends_anywhere_in_a_save_leaves_a_whole_folder(tmp_path, monkeypatch):
+def test_a_process_that_ends_anywhere_in_a_save_leaves_a_whole_folder(tmp_path):
     """Every call that changes the disk is in turn the last one; so is every fsync."""
     path = tmp_path / "m"
 
@@ -241,28 +238,12 @@ def test_a_process_that_ends_anywhere_in_a_save_leaves_a_whole_folder(tmp_path, 
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
         save(1)
-        count = 0
-
-        def dying(real, fatal=fatal):
-            def call(*args, **kwargs):
-                nonlocal count
-                count += 1
-                if count > fatal:
-                    raise Killed
-                return real(*args, **kwargs)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            for name in ("mkdir", "fsync", "rename", "rmdir", "unlink", "chmod"):
-                patch.setattr(os, name, dying(getattr(os, name)))
-            patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
-            patch.setattr(Path, "rename", dying(Path.rename))
-            try:
+        try:
+            with killed_after(fatal):
                 save(2)
-                break
-            except Killed:
-                ends += 1
+            break
+        except Killed:
+            ends += 1
         folders = sorted(tmp_path.iterdir())
         assert all(p == path or re.fullmatch(r"m\.[0-9a-f]{8}\.tmp", p.name) for p in folders)
         if path.exists():

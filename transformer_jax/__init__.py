@@ -66,7 +66,9 @@ from transformer_jax.pretrained import load_pretrained, save_pretrained, tensor_
 from transformer_jax.pretrained_text import PretrainedTokenizer
 from transformer_jax.processors import (
     Ban,
+    BanSequences,
     Force,
+    ForceLast,
     FrequencyPenalty,
     History,
     MinLength,
@@ -128,6 +130,7 @@ __all__ = [
     "ALiBi",
     "AttentionWeights",
     "Ban",
+    "BanSequences",
     "Beams",
     "Causal",
     "Completion",
@@ -138,6 +141,7 @@ __all__ = [
     "Encoder",
     "EncoderDecoder",
     "Force",
+    "ForceLast",
     "FrequencyPenalty",
     "GNMTPenalty",
     "Greedy",

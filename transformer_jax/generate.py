@@ -127,8 +127,8 @@ def _translate(
     """Write with an encoder-decoder, to which a prompt is the source."""
     import jax
 
-    from transformer_jax.processors import Force
-    from transformer_jax.translation import LastIs, search_translations, translate
+    from transformer_jax.processors import Force, ForceLast
+    from transformer_jax.translation import search_translations, translate
 
     for name in ("lookup", "chat", "slots"):
         if getattr(arguments, name):
@@ -139,7 +139,7 @@ def _translate(
     if model.forced_bos_id is not None:
         processors = (Force(model.forced_bos_id), *processors)
     if model.forced_eos_id is not None:
-        processors = (*processors, LastIs(model.forced_eos_id, count))
+        processors = (*processors, ForceLast(count, model.forced_eos_id))
     common: dict[str, Any] = dict(
         start=model.start_id, processors=processors, stop_ids=model.stop_ids,
         cache_dtype=arguments.cache_dtype,
@@ -213,6 +213,10 @@ def _one_way(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: must be at least 1")
+    if arguments.beams is not None and (arguments.samples or 1) > arguments.beams:
+        raise ConfigError(
+            f"samples is {arguments.samples}: must be at most beams, {arguments.beams}"
+        )
     if arguments.beams is None and arguments.length_penalty is not None:
         raise ConfigError(f"length_penalty is {arguments.length_penalty}: needs beams")
     if arguments.prompts is None and arguments.slots is not None:

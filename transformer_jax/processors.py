@@ -158,6 +158,32 @@ class Ban:
 
 
 @dataclass(frozen=True, init=False)
+class BanSequences:
+    """Excludes a token that would end one of these sequences, begun in the prompt or after it."""
+
+    sequences: tuple[tuple[int, ...], ...]
+
+    def __init__(self, *sequences: Sequence[int]) -> None:
+        if not sequences:
+            raise ValueError("sequences is empty: must name at least one")
+        ids = tuple(token_ids(f"sequences[{i}]", tuple(s)) for i, s in enumerate(sequences))
+        object.__setattr__(self, "sequences", ids)
+
+    def __call__(self, history: History, logits: jax.Array) -> jax.Array:
+        rows, vocab = logits.shape
+        _check_vocab(self, [max(sequence) for sequence in self.sequences], vocab)
+        for size in sorted({len(sequence) for sequence in self.sequences}):
+            banned = jnp.asarray([s for s in self.sequences if len(s) == size])  # [M, size]
+            at = history.length[:, None] + jnp.arange(1 - size, 0)[None]
+            last = jnp.take_along_axis(history.tokens, jnp.clip(at, 0), axis=1)  # [B, size - 1]
+            begun = (last[:, None] == banned[None, :, :-1]).all(-1)
+            begun &= (history.length >= size - 1)[:, None]
+            ends = jnp.where(begun, banned[None, :, -1], vocab)
+            logits = logits.at[jnp.arange(rows)[:, None], ends].set(-jnp.inf, mode="drop")
+        return logits
+
+
+@dataclass(frozen=True, init=False)
 class Force:
     """The first new tokens are these, whatever the model says."""
 
@@ -190,6 +216,23 @@ class MinLength:
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         longer = (history.new >= self.n)[:, None]
         return jnp.where(longer, logits, _exclude(self, logits, self.stop))
+
+
+@dataclass(frozen=True)
+class ForceLast:
+    """New token number n is `token`: a text that has not ended is ended there."""
+
+    n: int
+    token: int
+
+    def __post_init__(self) -> None:
+        check_count("n", self.n, 1)
+        token_ids("token", (self.token,))
+
+    def __call__(self, history: History, logits: jax.Array) -> jax.Array:
+        _check_vocab(self, (self.token,), logits.shape[-1])
+        alone = jnp.where(jnp.arange(logits.shape[-1])[None] == self.token, 0.0, -jnp.inf)
+        return jnp.where((history.new == self.n - 1)[:, None], alone, logits)
 
 
 def apply_all(
@@ -232,7 +275,7 @@ def _exclude(value: Any, logits: jax.Array, tokens: tuple[int, ...]) -> jax.Arra
     return logits.at[..., jnp.asarray(tokens)].set(-jnp.inf)
 
 
-def _check_vocab(value: Any, tokens: tuple[int, ...], vocab: int) -> None:
+def _check_vocab(value: Any, tokens: Sequence[int], vocab: int) -> None:
     if max(tokens) >= vocab:
         raise ValueError(f"token {max(tokens)} of {value!r}: must be in 0..{vocab - 1}")
 

@@ -17,7 +17,7 @@ from transformer_jax.data import Tokenizer
 from transformer_jax.models import init_params
 from transformer_jax.pretrained import load_pretrained
 from transformer_jax.pretrained_text import PretrainedTokenizer
-from transformer_jax.processors import Ban, HistoryProcessor
+from transformer_jax.processors import Ban, BanSequences, HistoryProcessor
 from transformer_jax.run_folder import RunFolder
 from transformer_jax.text import DataError
 from transformer_jax.tokenizer_files import load_tokenizer_folder
@@ -159,11 +159,12 @@ def _id(
 def _banned(
     folder: WeightFolder, content: Mapping[str, Any], config: ModelConfig
 ) -> tuple[HistoryProcessor, ...]:
-    """`bad_words_ids` of one token each; ConfigError for words of several, which are not banned."""
-    words = content.get("bad_words_ids")
-    if not words:
-        return ()
-    if not isinstance(words, list) or any(not isinstance(w, list) or len(w) != 1 for w in words):
-        raise ConfigError(f"{folder.path}: bad_words_ids is {words!r:.80}: must be lists of one id")
-    given = {"bad_words_ids": [word[0] for word in words]}
-    return (Ban(*_ids(folder, given, "bad_words_ids", config)),)
+    """`bad_words_ids`: lists of ids, none of which is written whole."""
+    name = "bad_words_ids"
+    words = content.get(name) or []
+    if not isinstance(words, list) or not all(isinstance(w, list) and w for w in words):
+        raise ConfigError(f"{folder.path}: {name} is {words!r:.80}: must be lists of ids")
+    words = [_ids(folder, {name: word}, name, config) for word in words]
+    single, longer = [w[0] for w in words if len(w) == 1], [w for w in words if len(w) > 1]
+    found: list[HistoryProcessor] = [Ban(*single)] if single else []
+    return (*found, BanSequences(*longer)) if longer else tuple(found)

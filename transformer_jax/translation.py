@@ -7,7 +7,6 @@ forced upon it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,23 +20,10 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.data import Tokenizer
 from transformer_jax.decode import generate, make_step
 from transformer_jax.pretrained_text import PretrainedTokenizer
-from transformer_jax.processors import History, HistoryProcessor
+from transformer_jax.processors import HistoryProcessor
 from transformer_jax.rows import fork
 from transformer_jax.sampling import Sample
 from transformer_jax.transformer import EncoderDecoder
-
-
-@dataclass(frozen=True)
-class LastIs:
-    """The `count`-th new token is `token`: a text that has not ended is ended there."""
-
-    token: int
-    count: int
-
-    def __call__(self, history: History, logits: jax.Array) -> jax.Array:  # f32[B, V] -> f32[B, V]
-        others = jnp.arange(logits.shape[-1])[None] != self.token
-        last = (history.new == self.count - 1)[:, None]
-        return jnp.where(last & others, -jnp.inf, logits)
 
 
 def translate(

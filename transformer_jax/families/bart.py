@@ -86,8 +86,8 @@ def _common(keys: Keys, names: frozenset[str]) -> dict[str, Any]:
         activation=keys.text("activation_function", ACTIVATIONS, "gelu"),
         scale_embeddings=keys.flag("scale_embedding", False),
         logit_bias=BIAS in names,
-        dropout=keys.number("dropout", 0.1),
-        attention_dropout=keys.number("attention_dropout", 0.0),
+        dropout=keys.rate("dropout", 0.1),
+        attention_dropout=keys.rate("attention_dropout", 0.0),
     )
 
 

@@ -124,9 +124,9 @@ def _bert_sizes(keys: Keys) -> dict[str, Any]:
         d_ff=keys.integer("intermediate_size", 3072),
         activation=keys.text("hidden_act", ACTIVATIONS, "gelu"),
         type_vocab_size=keys.integer("type_vocab_size", 2),
-        norm_eps=keys.number("layer_norm_eps", 1e-12),
-        dropout=keys.number("hidden_dropout_prob", 0.1),
-        attention_dropout=keys.number("attention_probs_dropout_prob", 0.1),
+        norm_eps=keys.positive("layer_norm_eps", 1e-12),
+        dropout=keys.rate("hidden_dropout_prob", 0.1),
+        attention_dropout=keys.rate("attention_probs_dropout_prob", 0.1),
     )
 
 
@@ -321,8 +321,8 @@ def _read_distilbert(keys: Keys, names: Names) -> ModelConfig:
         d_ff=keys.integer("hidden_dim", 3072),
         activation=keys.text("activation", ACTIVATIONS, "gelu"),
         norm_eps=1e-12,
-        dropout=keys.number("dropout", 0.1),
-        attention_dropout=keys.number("attention_dropout", 0.1),
+        dropout=keys.rate("dropout", 0.1),
+        attention_dropout=keys.rate("attention_dropout", 0.1),
     )
 
 

@@ -54,7 +54,7 @@ def _read(keys: Keys, names: frozenset[str]) -> ModelConfig:
     keys.only("reorder_and_upcast_attn", False, True)  # the same numbers in another precision
     keys.unread("n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels")
     keys.unread("summary_type", "summary_use_proj", "classifier_dropout")
-    dropout = keys.number("resid_pdrop", 0.1)
+    dropout = keys.rate("resid_pdrop", 0.1)
     if keys.number("embd_pdrop", 0.1) != dropout:
         keys.fail("embd_pdrop", keys.take("embd_pdrop"), f"must be resid_pdrop, {dropout}")
     return ModelConfig(
@@ -65,10 +65,10 @@ def _read(keys: Keys, names: frozenset[str]) -> ModelConfig:
         num_heads=keys.integer("n_head", 12),
         d_ff=keys.integer("n_inner", None),
         activation=keys.text("activation_function", ACTIVATIONS, "gelu_new"),
-        norm_eps=keys.number("layer_norm_epsilon", 1e-5),
+        norm_eps=keys.positive("layer_norm_epsilon", 1e-5),
         tie_embeddings=keys.flag("tie_word_embeddings", True),
         dropout=dropout,
-        attention_dropout=keys.number("attn_pdrop", 0.1),
+        attention_dropout=keys.rate("attn_pdrop", 0.1),
     )
 
 

@@ -85,12 +85,12 @@ def _common(
         max_len=keys.integer("max_position_embeddings"),
         positions="rope",
         norm="rmsnorm",
-        norm_eps=keys.number("rms_norm_eps", 1e-6),
+        norm_eps=keys.positive("rms_norm_eps", 1e-6),
         activation=keys.text(name, ACTIVATIONS, activation),
         glu=True,
         use_bias=False,
         tie_embeddings=keys.flag("tie_word_embeddings", tied),
-        attention_dropout=keys.number("attention_dropout", 0.0),
+        attention_dropout=keys.rate("attention_dropout", 0.0),
     )
 
 
@@ -104,7 +104,7 @@ def _write_common(config: ModelConfig) -> dict[str, Any]:
         num_key_value_heads=config.kv_heads,
         max_position_embeddings=config.max_len,
         rms_norm_eps=config.norm_eps,
-        hidden_act="silu" if config.activation == "silu" else WRITTEN[config.activation],
+        hidden_act=WRITTEN[config.activation],
         tie_word_embeddings=config.tie_embeddings,
         attention_dropout=config.attention_dropout,
     )
@@ -149,7 +149,9 @@ def _read_rope(
     if given is not None and not isinstance(given, dict):
         keys.fail(name, given, "must be an object or null")
     inner = Keys(given or {}, f"{keys.where}: {name}")
-    base = inner.number("rope_theta", None) or keys.number("rope_theta", default)
+    base = inner.positive("rope_theta", None, above=1)
+    if base is None:
+        base = keys.positive("rope_theta", default, above=1)
     keys.unread("rope_theta")
     older_kind = inner.text("type", SCALINGS, "default")
     scaling = inner.text("rope_type", SCALINGS, inner.take("type", "default"))
@@ -164,22 +166,22 @@ def _read_rope(
     if scaling == "dynamic":
         trained = longest
     if scaling is not None:
-        factor = inner.number("factor", None)
+        factor = inner.positive("factor", None)
         if factor is None and scaling in ("yarn", "longrope"):
             factor = longest / trained
-        if factor is None:
-            inner.fail("factor", None, f"{scaling} needs it")
+        if factor is None or factor < 1:
+            inner.fail("factor", factor, f"{scaling} needs one of at least 1")
         options["factor"] = float(factor)
     if scaling in ("dynamic", "llama3", "yarn", "longrope"):
         options["original_len"] = trained
     if scaling == "llama3":
-        options["low_freq_factor"] = inner.number("low_freq_factor")
-        options["high_freq_factor"] = inner.number("high_freq_factor")
+        options["low_freq_factor"] = inner.positive("low_freq_factor")
+        options["high_freq_factor"] = inner.positive("high_freq_factor")
     if scaling in ("yarn", "longrope"):
-        options["attention_factor"] = inner.number("attention_factor", None)
+        options["attention_factor"] = inner.positive("attention_factor", None)
     if scaling == "yarn":
-        options["beta_fast"] = inner.number("beta_fast", None) or 32.0
-        options["beta_slow"] = inner.number("beta_slow", None) or 1.0
+        options["beta_fast"] = inner.positive("beta_fast", None) or 32.0
+        options["beta_slow"] = inner.positive("beta_slow", None) or 1.0
         options["truncate"] = inner.flag("truncate", True)
         one, two = inner.number("mscale", None), inner.number("mscale_all_dim", None)
         if options["attention_factor"] is None and one and two:
@@ -395,13 +397,10 @@ def _capped(keys: Keys, scores: float | None, logits: float | None) -> dict[str,
     """Gemma 2 and 3 add caps, a scale of their own and norms on either side."""
     fields = _gemma(keys, 4, "hidden_activation")
     keys.unread("hidden_act")  # named beside it, and without effect
-    scalar = keys.number("query_pre_attn_scalar", 256)
-    if not scalar > 0:
-        keys.fail("query_pre_attn_scalar", scalar, "must be positive")
-    scale = float(scalar) ** -0.5
+    scale = float(keys.positive("query_pre_attn_scalar", 256)) ** -0.5
 
     def cap(name: str, default: float | None) -> float | None:
-        return None if keys.take(name, default) is None else keys.number(name, default)
+        return None if keys.take(name, default) is None else keys.positive(name, default)
 
     return fields | dict(
         attention_softcap=cap("attn_logit_softcapping", scores),
@@ -438,7 +437,7 @@ def _read_gemma3(keys: Keys, names: frozenset[str]) -> ModelConfig:
         "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
     ]
     window = _pattern(types, keys.integer("sliding_window", 4096))
-    local = float(keys.number("rope_local_base_freq", 10_000.0))
+    local = float(keys.positive("rope_local_base_freq", 10_000.0, above=1))
     if keys.take("rope_parameters", None) is not None:
         near = _read_rope(keys, dict(fields), "sliding_attention", local)
         if near.scaling is not None:

@@ -100,7 +100,7 @@ def _read(keys: Keys, names: frozenset[str]) -> ModelConfig:
     width, layers = keys.integer("d_model", 512), keys.integer("num_layers", 6)
     tied, scaled = _output(keys, names)
     activation, gated = _forward(keys)
-    dropout = keys.number("dropout_rate", 0.1)
+    dropout = keys.rate("dropout_rate", 0.1)
     buckets = keys.integer("relative_attention_num_buckets", 32)
     if buckets > BUCKETS:
         keys.fail("relative_attention_num_buckets", buckets, f"must be at most {BUCKETS}")
@@ -118,7 +118,7 @@ def _read(keys: Keys, names: frozenset[str]) -> ModelConfig:
         relative_buckets=buckets,
         relative_max_distance=keys.integer("relative_attention_max_distance", 128),
         norm="rmsnorm",
-        norm_eps=keys.number("layer_norm_epsilon", 1e-6),
+        norm_eps=keys.positive("layer_norm_epsilon", 1e-6),
         activation=activation,
         glu=gated,
         use_bias=False,

@@ -224,6 +224,20 @@ class Keys:
             self.fail(name, value, "must be a number between -2^63 and 2^63")
         return value
 
+    def positive(self, name: str, default: Any = _ABSENT, above: float = 0) -> Any:
+        """A number above 0, or above another limit."""
+        value = self.number(name, default)
+        if value is not None and not value > above:
+            self.fail(name, value, f"must be above {above}" if above else "must be positive")
+        return value
+
+    def rate(self, name: str, default: Any = _ABSENT) -> float:
+        """Of dropout."""
+        value = self.number(name, default)
+        if not 0 <= value < 1:
+            self.fail(name, value, "must be at least 0 and below 1")
+        return value
+
     def flag(self, name: str, default: Any = _ABSENT) -> bool:
         value = self.take(name, default)
         if type(value) is not bool:
