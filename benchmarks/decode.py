@@ -169,7 +169,7 @@ def ours(case: DecodeCase, params: dict[str, Any], capacity: int | None = None) 
         found = generate(
             step, params, tokens, empty(), num_tokens=new, lengths=lengths, chunk=chunk
         )
-        return np.asarray(found)
+        return np.asarray(found.tokens)
 
     return Peer(call, lambda: np.asarray(last(params, empty())))
 

@@ -62,9 +62,9 @@ def draw(
         "out_cotangent": (batch, queries, heads, value_dim),
         "lse_cotangent": (batch, queries, heads),
     }
-    arrays = {name: jnp.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()}
-    arrays["lse_cotangent"] = arrays["lse_cotangent"].astype(jnp.float32)
-    return arrays
+    dtypes = dict.fromkeys(shapes, jnp.dtype(dtype)) | {"lse_cotangent": jnp.dtype("float32")}
+    # cast here: on a device, each shape would be another program
+    return {k: jnp.asarray(rng.normal(size=s).astype(dtypes[k])) for k, s in shapes.items()}
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)

@@ -379,7 +379,7 @@ def after_prompt(params, row: int, prompt: np.ndarray) -> int:
 VOCAB, NEW = 31, 7
 STOP = tuple(range(0, VOCAB, 2))
 ROPE = ModelConfig(
-    vocab_size=VOCAB, d_model=26, num_layers=2, num_heads=2, head_dim=6, num_kv_heads=1, d_ff=19,
+    vocab_size=VOCAB, d_model=26, num_layers=1, num_heads=2, head_dim=6, num_kv_heads=1, d_ff=19,
     max_len=67, positions="rope", tie_embeddings=False,
 )  # fmt: skip
 PAIR = dataclasses.replace(

@@ -108,6 +108,18 @@ def test_every_parameter_has_a_place_in_the_peers_gpt2():
         np.testing.assert_array_equal(joined[:, i * width : (i + 1) * width], mine)
 
 
+@pytest.mark.usefixtures("quick_compilation")
+def test_our_decoding_is_timed_until_its_tokens_are_there():
+    case = next(case for case in specs.DECODE if "quick" in case.tags)
+    case = replace(case, model=replace(case.model, num_layers=1))
+    params = init_params(case.model, jax.random.key(3))
+    peer = decode.ours(case, params)
+    tokens = peer.generate(5)
+    assert (tokens.shape, tokens.dtype) == ((case.batch, 5), np.int32)
+    first = peer.logits().argmax(axis=-1)
+    np.testing.assert_array_equal(tokens[:, 0], first)
+
+
 def test_who_decodes_otherwise_is_no_peer():
     case = next(case for case in specs.DECODE if "quick" in case.tags)
     logits, tokens = np.zeros((2, 5), np.float32), np.zeros((2, case.new), np.int32)

@@ -25,7 +25,7 @@ VOCAB, PROMPT, NEW = 31, 11, 23
 LENGTHS = np.array([11, 3, 7], np.int32)
 
 ROPE = ModelConfig(
-    vocab_size=VOCAB, d_model=26, num_layers=2, num_heads=2, head_dim=6, num_kv_heads=1, d_ff=19,
+    vocab_size=VOCAB, d_model=26, num_layers=1, num_heads=2, head_dim=6, num_kv_heads=1, d_ff=19,
     max_len=67, positions="rope", tie_embeddings=False,
 )  # fmt: skip
 RING = dataclasses.replace(ROPE, window=5)
@@ -511,7 +511,7 @@ def test_a_cache_of_another_model_is_refused():
     for model, cached, rows, rule in (
         (ROPE, scanned, 3, "cache.layers is of a scanned stack, the model's is looped"),
         (scanned, ROPE, 3, "cache.layers is of a looped stack, the model's is scanned"),
-        (ROPE, deeper, 3, "cache.layers has 3 layers, the model 2"),
+        (ROPE, deeper, 3, "cache.layers has 3 layers, the model 1"),
         (ROPE, ROPE, 2, "tokens have 3 rows, the cache 2"),
         (PAIR, dataclasses.replace(PAIR, kind="decoder"), 3, "cache.cross is None"),
     ):

@@ -28,7 +28,10 @@ def words(text: str) -> list[str]:
     return re.findall(r"[A-Za-z]{2,}", text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+OWN_STEP = [pytest.param(page, marks=pytest.mark.slow) for page in PAGES[1:]]  # of .ci/run
+
+
+@pytest.mark.parametrize("page", [README, *OWN_STEP], ids=lambda p: p.stem)
 def test_code_prints_what_the_page_says(page):
     names: dict = {}
     for code, expected in blocks(page.read_text()):

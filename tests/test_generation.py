@@ -17,6 +17,7 @@ from tests.test_decode import (
     LENGTHS,
     NEW,
     PROMPT,
+    ROPE,
     SAMPLER,
     VOCAB,
     CountingStep,
@@ -24,7 +25,6 @@ from tests.test_decode import (
     parameters,
     prompts,
 )
-from tests.test_decode import ROPE as TWO_LAYERS
 from tests.tolerances import assert_near
 from transformer_jax import decode
 from transformer_jax.decode import generate, prefill, stream
@@ -35,7 +35,6 @@ from transformer_jax.sampling import Greedy, Sample
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ROPE = dataclasses.replace(TWO_LAYERS, num_layers=1)
 RING = dataclasses.replace(ROPE, window=5)
 STOP = (5, 11)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 
 from tests import model_oracle as oracle
 from tests.tolerances import FORWARD_F32, assert_near, assert_same_bits
@@ -361,3 +362,23 @@ def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
         else:
             want = want + norm(f"out_norm_{name}", f(norm(f"norm_{name}", want)))
     assert_near(got, want, FORWARD_F32)
+
+
+def test_parameters_are_held_to_their_shape_and_their_initialisers_left_alone(monkeypatch):
+    """By name, as flax does; but it would trace the initialiser of each."""
+    model, tokens = build(SMALL), jnp.zeros((1, 3), jnp.int32)
+    params = init_params(SMALL, jax.random.key(0))
+    query = params["decoder"]["block_1"]["attention"]["query"]
+    for kernel, error in ((jnp.zeros((14, 2, 4)), ScopeParamShapeError), (None, None)):
+        part = {"bias": query["bias"]} | ({} if kernel is None else {"kernel": kernel})
+        attention = params["decoder"]["block_1"]["attention"] | {"query": part}
+        block = params["decoder"]["block_1"] | {"attention": attention}
+        wrong = params | {"decoder": params["decoder"] | {"block_1": block}}
+        with pytest.raises(error or ScopeParamNotFoundError, match=r"kernel.*block_1/attention"):
+            model.apply({"params": wrong}, tokens)
+
+    def drawn(*arguments):
+        raise AssertionError("an initialiser was traced")
+
+    monkeypatch.setattr(jax.random, "normal", drawn)
+    jax.eval_shape(lambda params: model.apply({"params": params}, tokens)[0], params)

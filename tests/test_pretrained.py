@@ -393,7 +393,7 @@ def test_a_stretched_rotation_is_read(content, rope, max_len):
     ("content", "told"),
     [
         (scaled("ntk", factor=2.0), "rope_scaling: type is 'ntk': must be one of"),
-        (scaled("linear"), "rope_scaling: factor is None: linear needs it"),
+        (scaled("linear"), "rope_scaling: factor is None: linear needs one"),
         (scaled("llama3", factor=2.0), "low_freq_factor is missing"),
         (scaled("linear", factor=2.0, twist=1), "rope_scaling: twist is 1"),
         (small(rope_parameters={}, rope_scaling={}), "rope_parameters says it already"),
@@ -527,7 +527,7 @@ def test_what_the_new_config_says_replaces_the_old_keys(tmp_path):
             rope_type="longrope", rope_theta=500.0, factor=2.5, short_factor=[1.0] * 4,
             long_factor=[2.0] * 4, original_max_position_embeddings=400,
         ))),
-        (LLAMA3, dict(model_type="mistral", sliding_window=None)),
+        (GEMMA3, dict(sliding_window_pattern=2, hidden_act="gelu")),
     ],
 )  # fmt: skip
 def test_a_config_that_did_not_change_is_written_as_it_stood(tmp_path, folder, keys):

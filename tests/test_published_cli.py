@@ -19,11 +19,12 @@ from transformer_jax.convert import main as convert
 from transformer_jax.convert import tokenizer_files
 from transformer_jax.data import ByteTokenizer, CharTokenizer
 from transformer_jax.pretrained import load_pretrained, pretrained_config, save_pretrained
+from transformer_jax.processors import Ban, BanSequences, ForceLast
 from transformer_jax.sampling import Sample, Temperature
 from transformer_jax.text_model import TextModel, load_run, load_text_model
 from transformer_jax.tokenizer_files import load_tokenizer_folder
 from transformer_jax.training import fit
-from transformer_jax.translation import LastIs, search_translations, translate
+from transformer_jax.translation import search_translations, translate
 
 CONFIG = ModelConfig(
     vocab_size=258, d_model=14, num_layers=1, num_heads=1, d_ff=19, max_len=61, positions="rope",
@@ -124,6 +125,30 @@ def test_a_published_decoder_continues_a_text_behind_its_bos(capsys, published, 
     content = json.loads((ended / "config.json").read_text()) | {"eos_token_id": expected[last]}
     (ended / "config.json").write_text(json.dumps(content))
     assert load_text_model(ended).stop_ids == (expected[last],)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ([], ()),
+        ([[5], [7]], (Ban(5, 7),)),
+        ([[5], [3, 4, 4]], (Ban(5), BanSequences((3, 4, 4)))),
+        ([[3, 4]], (BanSequences((3, 4)),)),
+    ],
+)
+def test_words_that_a_folder_bans_are_not_written(published, tmp_path, words, meant):
+    shutil.copytree(published, tmp_path / "model")
+    beside = tmp_path / "model" / "generation_config.json"
+    beside.write_text(json.dumps({"bad_words_ids": words}))
+    assert load_text_model(tmp_path / "model").processors == meant
+    for wrong, rule in (
+        ([[]], "lists of ids"),
+        ([5], "lists of ids"),
+        ([[5, 999]], "ids below vocab"),
+    ):
+        beside.write_text(json.dumps({"bad_words_ids": wrong}))
+        with pytest.raises(ConfigError, match=f"bad_words_ids is .*: must be {rule}"):
+            load_text_model(tmp_path / "model")
 
 
 def test_a_message_is_answered_through_the_chat_template(capsys, published):
@@ -377,7 +402,7 @@ def test_an_encoder_decoder_writes_from_a_source(key):
     sampler = Sample(Temperature(0.0))
     common = dict(sampler=sampler, key=key)
     expected = tokenizer.to_bytes(seen[1:]).decode()
-    ended = common | dict(processors=(LastIs(6, 7),))
+    ended = common | dict(processors=(ForceLast(7, 6),))
     assert translate(*known, start=2, **ended) == [expected[:6] + "g"]
     assert translate(*known, start=2, stop=expected[2:4], **ended) == [expected[:2]]
     ((_, found),) = search_translations(*known, start=2, beams=1)

@@ -72,10 +72,9 @@ def make_model(config):
     return step, params, partial(empty, capacity=capacity)
 
 
-ONE = dataclasses.replace(ROPE, num_layers=1)
 MODELS = {
-    "rope": partial(make_model, ONE),
-    "ring": partial(make_model, dataclasses.replace(RING, num_layers=1)),
+    "rope": partial(make_model, ROPE),
+    "ring": partial(make_model, RING),
     "gru": make_gru,
 }
 
@@ -384,7 +383,7 @@ def test_nobody_is_overtaken_and_one_long_text_holds_nobody_up(rope):
 def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
     _, _, empty = rope
     good = some_requests(6)
-    other = init_cache(dataclasses.replace(ONE, num_kv_heads=2), 1, CAPACITY)
+    other = init_cache(dataclasses.replace(ROPE, num_kv_heads=2), 1, CAPACITY)
     consumed = empty(1)
     consumed.layers[0].k.delete()
     wrong = [
@@ -399,7 +398,7 @@ def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
         (Request([1], 3, key=jax.random.split(jax.random.key(0))), "key is .*single key"),
         (Request([1], 3, key=7), "key is 7: must be a single key"),
         (
-            Request([1], 3, state=init_cache(ONE, 1, 31)),
+            Request([1], 3, state=init_cache(ROPE, 1, 31)),
             r"state.layers\[0\].k is float32\[1, 31, 1, 6\]: the slots take float32\[1, 29, 1, 6\]",
         ),
         (Request([1], 3, state=other), r"the slots take float32\[1, 29, 1, 6\]"),
@@ -497,8 +496,8 @@ def test_a_taken_slot_is_refused_and_consumed_slots_too(rope):
 def test_fifty_rows_join_and_leave_without_compiling():
     """One decoding program, and one for each bucket, whatever the lengths, keys and neighbours."""
     options = dict(sampler=SAMPLED["sampler"], stop=(4, 9))
-    step = CountingStep(build(ONE))
-    model = step, parameters(ONE), partial(init_cache, ONE, capacity=CAPACITY)
+    step = CountingStep(build(ROPE))
+    model = step, parameters(ROPE), partial(init_cache, ROPE, capacity=CAPACITY)
     served(model, some_requests(2, seed=1), options)
     first = len(step.calls)
     assert first > 0
@@ -557,5 +556,5 @@ def test_serving_is_clean_under(setting, rope):
 
 def test_an_empty_cache_can_be_given_away():
     """Each leaf has memory of its own: the same twice cannot be consumed."""
-    leaves = jax.tree.leaves(init_cache(ROPE, 2, 3))
+    leaves = jax.tree.leaves(init_cache(dataclasses.replace(ROPE, num_layers=2), 2, 3))
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves) == 8

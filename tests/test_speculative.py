@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from tests.test_decode import NEW, PAIR, PROMPT, VOCAB, CountingStep, prompts
-from tests.test_decode import ROPE as TWO_LAYERS
+from tests.test_decode import NEW, PAIR, PROMPT, ROPE, VOCAB, CountingStep, prompts
 from tests.test_decode import parameters as random_parameters
 from tests.tolerances import assert_near, assert_same_bits
 from transformer_jax.config import ModelConfig
@@ -39,7 +38,6 @@ from transformer_jax.transformer import stack_layers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ROPE = dataclasses.replace(TWO_LAYERS, num_layers=1)
 RING = dataclasses.replace(ROPE, window=5)
 LENGTHS = np.array([11, 3, 7], np.int32)
 DRAFTED = 3

@@ -13,6 +13,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax.errors import ScopeParamShapeError
 
 from transformer_jax import cache as kv
 from transformer_jax import positions as pos
@@ -86,6 +88,22 @@ def split_key(key: jax.Array | None, parts: int) -> list[jax.Array | None]:
     return list(jax.random.split(key, parts))
 
 
+def parameter(
+    module: nn.Module, name: str, init: nn.initializers.Initializer, shape: tuple[int, ...]
+) -> jax.Array:
+    """`module.param` in f32; of one that is there, only the shape is looked at.
+
+    Flax would trace its initializer to compare them, which is half of all tracing.
+    """
+    if not module.has_variable("params", name):
+        return module.param(name, init, shape, F32)
+    value = nn.unbox(module.get_variable("params", name))
+    if np.shape(value) != shape:
+        path = "/".join(module.path)
+        raise ScopeParamShapeError(name, path, np.shape(value), shape)
+    return value
+
+
 class Norm(nn.Module):
     """The config's LayerNorm or RMSNorm, over the last axis."""
 
@@ -94,12 +112,12 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
         cfg = self.config
-        scale = _unit(cfg, self.param("scale", _unit_init(cfg), (x.shape[-1],), F32))
+        scale = _unit(cfg, parameter(self, "scale", _unit_init(cfg), (x.shape[-1],)))
         if cfg.norm == "rmsnorm":
             return rms_norm(x, scale, cfg.norm_eps)
         bias = None
         if cfg.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), F32)
+            bias = parameter(self, "bias", nn.initializers.zeros, (x.shape[-1],))
         return layer_norm(x, scale, bias, cfg.norm_eps)
 
 
@@ -161,10 +179,10 @@ class Linear(nn.Module):
         cfg = self.config
         std = cfg.init_std if self.std is None else self.std
         shape = (*x.shape[x.ndim - self.contract :], *self.features)
-        kernel = self.param("kernel", nn.initializers.normal(std), shape, F32).astype(cfg.dtype)
+        kernel = parameter(self, "kernel", nn.initializers.normal(std), shape).astype(cfg.dtype)
         bias = None
         if cfg.use_bias if self.use_bias is None else self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, self.features, F32).astype(cfg.dtype)
+            bias = parameter(self, "bias", nn.initializers.zeros, self.features).astype(cfg.dtype)
         return project(x.astype(cfg.dtype), kernel, bias, self.contract)
 
 
@@ -192,14 +210,14 @@ class Attention(nn.Module):
         self.out = Linear(cfg, (cfg.d_model,), contract=2, std=branch_std(cfg, self.depth))
         if cfg.qk_norm:
             unit = _unit_init(cfg)
-            self.query_scale = self.param("query_scale", unit, (cfg.key_dim,), F32)
-            self.key_scale = self.param("key_scale", unit, (cfg.key_dim,), F32)
+            self.query_scale = parameter(self, "query_scale", unit, (cfg.key_dim,))
+            self.key_scale = parameter(self, "key_scale", unit, (cfg.key_dim,))
         if cfg.attention_sinks:
-            self.sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), F32)
+            self.sinks = parameter(self, "sinks", nn.initializers.zeros, (cfg.num_heads,))
         if cfg.positions == "shaw" and not self.cross:
             rows, std = 2 * cfg.relative_max_distance + 1, nn.initializers.normal(cfg.init_std)
-            self.shaw_key = self.param("shaw_key", std, (rows, cfg.key_dim), F32)
-            self.shaw_value = self.param("shaw_value", std, (rows, cfg.value_dim), F32)
+            self.shaw_key = parameter(self, "shaw_key", std, (rows, cfg.key_dim))
+            self.shaw_value = parameter(self, "shaw_value", std, (rows, cfg.value_dim))
 
     def keys_values(
         self,
@@ -473,19 +491,19 @@ class Embed(nn.Module):
         cfg = self.config
         std = cfg.d_model**-0.5 if cfg.scale_embeddings else cfg.init_std
         normal = nn.initializers.normal(std)
-        self.tokens = self.param("tokens", normal, (cfg.vocab_size, cfg.d_model), F32)
+        self.tokens = parameter(self, "tokens", normal, (cfg.vocab_size, cfg.d_model))
         sides = ("", "target_") if cfg.kind == "encoder-decoder" else ("",)
         if cfg.positions == "learned":
             shape = cfg.max_len + cfg.position_offset, cfg.d_model
-            self.tables = [self.param(f"{side}positions", normal, shape, F32) for side in sides]
+            self.tables = [parameter(self, f"{side}positions", normal, shape) for side in sides]
         if cfg.type_vocab_size is not None:
-            self.types = self.param("types", normal, (cfg.type_vocab_size, cfg.d_model), F32)
+            self.types = parameter(self, "types", normal, (cfg.type_vocab_size, cfg.d_model))
         if cfg.embedding_norm:
             self.norms = [Norm(cfg, name=f"{side}norm") for side in sides]
         if not cfg.tie_embeddings:
-            self.output = self.param("output", normal, (cfg.vocab_size, cfg.d_model), F32)
+            self.output = parameter(self, "output", normal, (cfg.vocab_size, cfg.d_model))
         if cfg.logit_bias:
-            self.bias = self.param("bias", nn.initializers.zeros, (cfg.vocab_size,), F32)
+            self.bias = parameter(self, "bias", nn.initializers.zeros, (cfg.vocab_size,))
 
     def __call__(
         self,

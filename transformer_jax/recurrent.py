@@ -27,7 +27,7 @@ import numpy as np
 
 from transformer_jax.attention import additive_attention, state_attention
 from transformer_jax.config import RecurrentConfig
-from transformer_jax.layers import dropout, lookup, split_key
+from transformer_jax.layers import dropout, lookup, parameter, split_key
 from transformer_jax.masks import Padding
 from transformer_jax.transformer import check_one, check_tokens
 
@@ -79,10 +79,10 @@ class Vocabulary(nn.Module):
     def setup(self) -> None:
         cfg = self.config
         normal = nn.initializers.normal(cfg.init_std)
-        self.tokens = self.param("tokens", normal, (cfg.vocab_size, cfg.d_embed), F32)
+        self.tokens = parameter(self, "tokens", normal, (cfg.vocab_size, cfg.d_embed))
         if not cfg.tie_embeddings:
-            self.output = self.param("output", normal, (cfg.vocab_size, cfg.d_hidden), F32)
-        self.bias = self.param("bias", nn.initializers.zeros, (cfg.vocab_size,), F32)
+            self.output = parameter(self, "output", normal, (cfg.vocab_size, cfg.d_hidden))
+        self.bias = parameter(self, "bias", nn.initializers.zeros, (cfg.vocab_size,))
 
     def __call__(
         self, tokens: jax.Array, valid: jax.Array, key: jax.Array | None
@@ -112,7 +112,8 @@ class RecurrentEncoder(nn.Module):
         """
         cfg, carry = self.config, []
         normal = nn.initializers.normal(cfg.init_std)
-        table = self.param("tokens", normal, (cfg.source_vocab_size, cfg.d_embed), F32)
+        assert cfg.source_vocab_size is not None  # as in every config with a source
+        table = parameter(self, "tokens", normal, (cfg.source_vocab_size, cfg.d_embed))
         keys = split_key(key, cfg.num_layers)
         x = _embed(table, source, valid, cfg.dropout, keys[0])
         zero = _zero_carry(cfg, len(source))[0]
@@ -145,12 +146,12 @@ class RecurrentDecoder(nn.Module):
             return
         init = nn.initializers.lecun_normal()
         if cfg.attention == "additive":
-            self.w_query = self.param("w_query", init, (cfg.d_hidden, cfg.attention_dim), F32)
-            self.w_key = self.param("w_key", init, (cfg.memory_dim, cfg.attention_dim), F32)
+            self.w_query = parameter(self, "w_query", init, (cfg.d_hidden, cfg.attention_dim))
+            self.w_key = parameter(self, "w_key", init, (cfg.memory_dim, cfg.attention_dim))
             normal = nn.initializers.normal(cfg.attention_dim**-0.5)
-            self.v = self.param("v", normal, (cfg.attention_dim,), F32)
+            self.v = parameter(self, "v", normal, (cfg.attention_dim,))
         if cfg.attention == "general":
-            self.w = self.param("w", init, (cfg.d_hidden, cfg.memory_dim), F32)
+            self.w = parameter(self, "w", init, (cfg.d_hidden, cfg.memory_dim))
         self.read_out = nn.Dense(cfg.d_hidden, use_bias=False)
 
     def remember(self, states: jax.Array, valid: jax.Array) -> SourceMemory:

@@ -91,7 +91,8 @@ def load_text_model(
         raise ConfigError(f"{folder.path / CONFIG}: is an encoder's, which writes no text")
     generation = _generation(folder)
     stop = _ids(folder, generation, "eos_token_id", config) or tokenizer.stop_ids
-    found = TextModel(config, params, tokenizer, _within(stop, config))
+    banned = _banned(folder, generation, config)
+    found = TextModel(config, params, tokenizer, _within(stop, config), processors=banned)
     if config.kind == "decoder":
         return found
     start = _id(folder, generation, "decoder_start_token_id", config)
@@ -103,7 +104,6 @@ def load_text_model(
         start_id=start,
         forced_bos_id=_id(folder, generation, "forced_bos_token_id", config),
         forced_eos_id=_id(folder, generation, "forced_eos_token_id", config),
-        processors=_banned(folder, generation, config),
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from transformer_jax import cache as kv
 from transformer_jax import positions as pos
 from transformer_jax.config import ModelConfig
-from transformer_jax.layers import Block, Embed, Linear, Norm, activate, split_key
+from transformer_jax.layers import Block, Embed, Linear, Norm, activate, parameter, split_key
 from transformer_jax.masks import Causal, Mask, Padding, Prefix, Segments, Window
 
 Layers = tuple[kv.KVCache, ...] | kv.KVCache
@@ -207,12 +207,9 @@ class Stack(nn.Module):
                 block(cfg, self.cross, self.depth, _window(cfg, i)) for i in range(self.depth)
             ]
         if cfg.positions == "t5":
-            self.relative_bias = self.param(
-                "relative_bias",
-                nn.initializers.normal(cfg.init_std),
-                (cfg.relative_buckets, cfg.num_heads),
-                jnp.float32,
-            )
+            normal = nn.initializers.normal(cfg.init_std)
+            shape = cfg.relative_buckets, cfg.num_heads
+            self.relative_bias = parameter(self, "relative_bias", normal, shape)
         if cfg.norm_order != "post":
             self.norm = Norm(cfg)
 
