@@ -18,6 +18,7 @@ of the full pass.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import multiprocessing
 import platform
@@ -239,11 +240,20 @@ def in_parallel(
     function: Callable[[Any], list[Any]], wanted: list[Any], jobs: int
 ) -> Iterator[list[Any]]:
     """The function of each case, in order."""
+    alone = functools.partial(_alone, function)
     if jobs == 1:
-        yield from map(function, wanted)
+        yield from map(alone, wanted)
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(function, wanted)
+        yield from pool.map(alone, wanted)
+
+
+def _alone(function: Callable[[Any], list[Any]], case: Any) -> list[Any]:
+    """The programs of a case go with it: those of all are more than a process may map."""
+    try:
+        return function(case)
+    finally:
+        jax.clear_caches()
 
 
 def main() -> None:

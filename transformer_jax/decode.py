@@ -324,8 +324,9 @@ def generate(
     """Continue each row by up to `num_tokens` tokens; `sampler=None` takes the likeliest.
 
     Rows may have any length up to P: row b's prompt is its first `lengths[b]` tokens. A row ends
-    behind a `stop` token, which it keeps, or after `limits[b]` tokens. `processors` see the text so
-    far; the sampler draws from what they leave. Row b uses `fold_in(key, b)`, or `key[b]`, alone.
+    behind a `stop` token, which it keeps, or after `limits[b]` tokens: with 0 it has none, and its
+    state has read its prompt whole. `processors` see the text so far; the sampler draws from what
+    they leave. Row b uses `fold_in(key, b)`, or `key[b]`, alone.
 
     The state is consumed: its memory becomes the result's (`fork(state, 1)` keeps it). With
     `early_exit` the loop ends as soon as every row has (None: where a row may end at all); the
@@ -333,7 +334,8 @@ def generate(
     and processors that are equal.
 
     Under a trace of yours what is not known is not checked: a token outside the vocabulary and a
-    position past the cache poison their row, which then has token -1 and log-probability NaN.
+    position past the cache poison their row, which then has token -1 and log-probability NaN, and
+    limits are clipped to 0..num_tokens.
     """
     given = prepare(
         step, params, prompt, state, num_tokens, lengths, sampler, key, processors, stop, limits,

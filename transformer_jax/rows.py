@@ -24,7 +24,10 @@ def count_rows(state: Any) -> int:
 
 
 def gather(state: Any, rows: jax.Array) -> Any:  # i32[B'] -> a state of B' rows
-    """Row b of the result is row `rows[b]`; a row may be taken often, or not at all."""
+    """Row b of the result is row `rows[b]`; a row may be taken often, or not at all.
+
+    An index outside 0..B-1 means the nearest row: under a trace it cannot be refused.
+    """
     return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), state)
 
 
