@@ -16,7 +16,7 @@ from transformer_jax.completion import answer, complete, look_up, pieces, sample
 from transformer_jax.config import ModelConfig
 from transformer_jax.data import ByteTokenizer, CharTokenizer
 from transformer_jax.models import init_params
-from transformer_jax.processors import Ban, Force, NoRepeatNGram
+from transformer_jax.processors import Ban, Force, ForceLast, MinLength, NoRepeatNGram
 from transformer_jax.sampling import Sample, Temperature
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -129,6 +129,16 @@ def test_a_completion_stops_and_is_shaped(params):
     assert text(params, cache_dtype="int8") != ""
 
 
+def test_what_counts_new_tokens_counts_on_where_the_text_is_read_anew(params):
+    """After 19 of them CONFIG is full."""
+    mark, a = ord("!"), ord("a")
+    late = text(params, processors=(Ban(mark, *range(128, 256)), ForceLast(27, mark)))
+    assert (len(late), late.count("!"), late[26]) == (29, 1, "!")
+    others = [token for token in range(256) if token != a]
+    begun = text(params, processors=(ForceLast(26, mark), MinLength(25, others)))
+    assert begun[:26] == "a" * 25 + "!"
+
+
 def test_what_is_forced_is_written_once(params):
     """Also where the model reads its own text anew, and the force is longer than one reading."""
     words = "or not to be, that is the question: w"
@@ -168,13 +178,19 @@ def test_where_no_token_can_follow_every_way_says_so(params):
             call()
 
 
-def test_look_up_makes_room_in_a_ring():
-    for layers, window in ((1, 8), (2, (5, None))):
-        config = dataclasses.replace(CONFIG, positions="rope", window=window, num_layers=layers)
-        model = config, init_params(config, jax.random.key(0)), ByteTokenizer()
-        drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
-        want = "".join(complete(*model, "abcab", 17, **drawn))
-        assert look_up(*model, "abcab", 17, num_draft=4, **drawn)[0] == want
+@pytest.mark.parametrize(
+    ("layers", "window"),
+    [
+        pytest.param(1, 8, id="of one layer"),
+        pytest.param(2, (5, None), id="of two layers, one whole"),
+    ],
+)
+def test_look_up_makes_room_in_a_ring(layers, window):
+    config = dataclasses.replace(CONFIG, positions="rope", window=window, num_layers=layers)
+    model = config, init_params(config, jax.random.key(0)), ByteTokenizer()
+    drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
+    want = "".join(complete(*model, "abcab", 17, **drawn))
+    assert look_up(*model, "abcab", 17, num_draft=4, **drawn)[0] == want
 
 
 def test_what_cannot_be_is_refused_by_name(params):

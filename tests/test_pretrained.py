@@ -539,6 +539,18 @@ def test_a_config_that_did_not_change_is_written_as_it_stood(tmp_path, folder, k
     assert new == old
 
 
+def test_keys_cannot_change_what_a_config_means(tmp_path):
+    """Nor where the folder leaves the key to its default."""
+    before = changed(LLAMA3, tmp_path / "before", dict, rope_parameters=None)
+    config, params = load_pretrained(before)
+    for name, like in (("like", before), ("new", None)):
+        save_pretrained(tmp_path / name, config, params, like=like, keys=dict(rope_theta=5e5))
+        assert load_pretrained(tmp_path / name)[0] == config
+        with pytest.raises(ConfigError, match="keys have rope_scaling: the config would mean"):
+            linear = dict(rope_scaling=dict(rope_type="linear", factor=2.0))
+            save_pretrained(tmp_path / f"{name}2", config, params, like=like, keys=linear)
+
+
 def double(scale: float) -> Any:
     def change(tensors):
         name = "model.embed_tokens.weight"

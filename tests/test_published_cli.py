@@ -121,6 +121,10 @@ def test_a_published_decoder_continues_a_text_behind_its_bos(capsys, published, 
     assert written(capsys, "--model", ended, *base) == f"to be{cut}\n"
     base[-2:] = ["--beams", "1"]
     assert written(capsys, "--model", ended, *base).split("\n", 1)[1] == f"to be{cut}\n"
+    words = dict(eos_token_id=EOS, bad_words_ids=[expected[:1], [EOS], expected[1:4]])
+    (ended / "generation_config.json").write_text(json.dumps(words))
+    other = written(capsys, "--model", ended, *base[:-2], "--temperature", 0)
+    assert len(other) > len("to be\n") and not other.startswith(f"to be{spelled(expected[:1])}")
     (ended / "generation_config.json").write_text('{"max_length": 20}')
     content = json.loads((ended / "config.json").read_text()) | {"eos_token_id": expected[last]}
     (ended / "config.json").write_text(json.dumps(content))
@@ -133,13 +137,13 @@ def test_a_published_decoder_continues_a_text_behind_its_bos(capsys, published, 
         ([], ()),
         ([[5], [7]], (Ban(5, 7),)),
         ([[5], [3, 4, 4]], (Ban(5), BanSequences((3, 4, 4)))),
-        ([[3, 4]], (BanSequences((3, 4)),)),
+        ([[3, 4], [EOS]], (BanSequences((3, 4)),)),
     ],
 )
 def test_words_that_a_folder_bans_are_not_written(published, tmp_path, words, meant):
     shutil.copytree(published, tmp_path / "model")
     beside = tmp_path / "model" / "generation_config.json"
-    beside.write_text(json.dumps({"bad_words_ids": words}))
+    beside.write_text(json.dumps({"bad_words_ids": words, "eos_token_id": [EOS]}))
     assert load_text_model(tmp_path / "model").processors == meant
     for wrong, rule in (
         ([[]], "lists of ids"),

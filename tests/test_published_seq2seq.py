@@ -55,7 +55,7 @@ from transformer_jax.pretrained import load_pretrained
 AUTO = transformers.AutoModelForSeq2SeqLM
 VOCAB, ROWS, NEW = 89, 3, 12
 TARGETS = np.array([11, 7, 2])
-PAIRS = [(a, b) for a in range(VOCAB) for b in range(a % 7, VOCAB, 7)] + [(3, 1, 4), (17,)]
+PAIRS = [(a, b) for a in range(VOCAB - 1) for b in range(a % 7, VOCAB, 7)] + [(3, 1, 4), (17,)]
 
 T5 = dict(vocab_size=VOCAB, d_model=26, d_kv=5, d_ff=37, num_heads=3, decoder_start_token_id=0)
 SIZES = dict(

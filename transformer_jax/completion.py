@@ -21,7 +21,14 @@ from transformer_jax.data import Tokenizer
 from transformer_jax.decode import generate, make_step, prefill, stream
 from transformer_jax.models import init_cache
 from transformer_jax.pretrained_text import PretrainedTokenizer
-from transformer_jax.processors import Force, History, HistoryProcessor, check_processors
+from transformer_jax.processors import (
+    Force,
+    ForceLast,
+    History,
+    HistoryProcessor,
+    MinLength,
+    check_processors,
+)
 from transformer_jax.rows import fork
 from transformer_jax.sampling import Sample
 from transformer_jax.slots import Request, serve
@@ -328,11 +335,15 @@ def _ids(
 
 
 def _unsaid(processor: HistoryProcessor, written: int) -> HistoryProcessor:
-    """What is left to force behind so many new tokens; another processor as it is."""
-    if not isinstance(processor, Force) or not written:
-        return processor
-    left = processor.tokens[written:]
-    return Force(*left) if left else _keep
+    """What is left of one that counts new tokens behind so many; another processor as it is."""
+    match processor:
+        case Force(tokens) if written:
+            return Force(*tokens[written:]) if len(tokens) > written else _keep
+        case ForceLast(n, token) if written:
+            return ForceLast(n - written, token) if n > written else _keep
+        case MinLength(n, stop) if written:
+            return MinLength(max(0, n - written), stop)
+    return processor
 
 
 def _keep(history: History, logits: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from transformer_jax.families import FAMILIES, Family, Keys, Line
 from transformer_jax.families.table import UNREAD
 from transformer_jax.models import init_params
 from transformer_jax.weights import (
+    CONFIG,
     SHARD_BYTES,
     CheckpointError,
     WeightFolder,
@@ -153,6 +154,8 @@ def save_pretrained(
                 extra.setdefault(name, file.read_bytes())
     chosen = FAMILIES[written_family(config, family)]
     written = write_config(chosen, config)
+    more = {name: value for name, value in (keys or {}).items() if name not in written}
+    meant = read_config(written, (names := _names(chosen, config)), CONFIG)
     tensors = _tensors(chosen, config, flat, bare)
     if like_config is not None:
         kept = read.others()
@@ -166,7 +169,9 @@ def save_pretrained(
     name, other = ("torch_dtype", "dtype") if "dtype" not in kept else ("dtype", "torch_dtype")
     written[name] = np.dtype(given["embed/tokens"].dtype).name
     kept.pop(other, None)  # one of them, as newer or older files call it
-    content = kept | dict(keys or {}) | written
+    content = kept | more | written
+    if more and read_config(content, names, CONFIG) != meant:
+        raise ConfigError(f"keys have {', '.join(sorted(more))}: the config would mean another one")
     write_folder(Path(path), content, tensors, shard_bytes=shard_bytes, files=extra)
 
 
@@ -209,8 +214,7 @@ def write_config(family: Family, config: ModelConfig) -> dict[str, Any]:
         config = dataclasses.replace(config, rope=rope, max_len=rope.original_len or 1)
     content = {"model_type": family.name, **family.write(config)}
     try:
-        heads = frozenset(line.theirs for line in family.table(config))
-        back = read_config(content, heads, "config.json")
+        back = read_config(content, _names(family, config), CONFIG)
     except ConfigError as error:
         raise ConfigError(f"a {family.name} cannot say this config: {error}") from None
     for field in dataclasses.fields(ModelConfig):
@@ -219,6 +223,10 @@ def write_config(family: Family, config: ModelConfig) -> dict[str, Any]:
             rule = f"a {family.name} has {two!r}"
             raise ConfigError(f"{field.name} is {one!r}: {rule}")
     return content
+
+
+def _names(family: Family, config: ModelConfig) -> frozenset[str]:
+    return frozenset(line.theirs for line in family.table(config))
 
 
 def _meaning(config: ModelConfig, name: str) -> Any:
@@ -482,7 +490,10 @@ def tensor_names(
     chosen = FAMILIES[written_family(config, family)]
     names: dict[str, tuple[str, ...]] = {}
     for line in chosen.table(config):
-        name = line.theirs.removeprefix(chosen.prefix) if bare else line.theirs
+        name = line.theirs
+        if bare and any(fnmatch.fnmatchcase(name, head) for head in chosen.heads):
+            continue
+        name = name.removeprefix(chosen.prefix) if bare else name
         names[name] = (*names.get(name, ()), line.ours)
     return names
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -91,7 +91,7 @@ def load_text_model(
         raise ConfigError(f"{folder.path / CONFIG}: is an encoder's, which writes no text")
     generation = _generation(folder)
     stop = _ids(folder, generation, "eos_token_id", config) or tokenizer.stop_ids
-    banned = _banned(folder, generation, config)
+    banned = _banned(folder, generation, config, stop)
     found = TextModel(config, params, tokenizer, _within(stop, config), processors=banned)
     if config.kind == "decoder":
         return found
@@ -157,14 +157,15 @@ def _id(
 
 
 def _banned(
-    folder: WeightFolder, content: Mapping[str, Any], config: ModelConfig
+    folder: WeightFolder, content: Mapping[str, Any], config: ModelConfig, stop: Sequence[int]
 ) -> tuple[HistoryProcessor, ...]:
-    """`bad_words_ids`: lists of ids, none of which is written whole."""
+    """`bad_words_ids`: lists of ids, none of which is written whole; the end remains allowed."""
     name = "bad_words_ids"
     words = content.get(name) or []
     if not isinstance(words, list) or not all(isinstance(w, list) and w for w in words):
         raise ConfigError(f"{folder.path}: {name} is {words!r:.80}: must be lists of ids")
     words = [_ids(folder, {name: word}, name, config) for word in words]
+    words = [word for word in words if word not in {(end,) for end in stop}]
     single, longer = [w[0] for w in words if len(w) == 1], [w for w in words if len(w) > 1]
     found: list[HistoryProcessor] = [Ban(*single)] if single else []
     return (*found, BanSequences(*longer)) if longer else tuple(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformer_jax.config import ModelConfig, RopeConfig
@@ -169,6 +170,9 @@ def _read_rope(
         factor = inner.positive("factor", None)
         if factor is None and scaling in ("yarn", "longrope"):
             factor = longest / trained
+            if factor < 1:
+                rule = f"must be at most max_position_embeddings, {longest}"
+                inner.fail("original_max_position_embeddings", trained, rule)
         if factor is None or factor < 1:
             inner.fail("factor", factor, f"{scaling} needs one of at least 1")
         options["factor"] = float(factor)
@@ -180,8 +184,8 @@ def _read_rope(
     if scaling in ("yarn", "longrope"):
         options["attention_factor"] = inner.positive("attention_factor", None)
     if scaling == "yarn":
-        options["beta_fast"] = inner.positive("beta_fast", None) or 32.0
-        options["beta_slow"] = inner.positive("beta_slow", None) or 1.0
+        options["beta_fast"] = inner.number("beta_fast", None) or 32.0
+        options["beta_slow"] = inner.number("beta_slow", None) or 1.0
         options["truncate"] = inner.flag("truncate", True)
         one, two = inner.number("mscale", None), inner.number("mscale_all_dim", None)
         if options["attention_factor"] is None and one and two:
@@ -437,7 +441,8 @@ def _read_gemma3(keys: Keys, names: frozenset[str]) -> ModelConfig:
         "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
     ]
     window = _pattern(types, keys.integer("sliding_window", 4096))
-    local = float(keys.positive("rope_local_base_freq", 10_000.0, above=1))
+    read = keys.number if window is None else partial(keys.positive, above=1)
+    local = float(read("rope_local_base_freq", 10_000.0))
     if keys.take("rope_parameters", None) is not None:
         near = _read_rope(keys, dict(fields), "sliding_attention", local)
         if near.scaling is not None:
