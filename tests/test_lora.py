@@ -28,6 +28,8 @@ from transformer_jax.transformer import stack_layers
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 D, N, K, H, HV, F = 14, 4, 2, 6, 3, 19
 MODEL = ModelConfig(
     vocab_size=23, d_model=D, num_layers=2, num_heads=N, num_kv_heads=K, head_dim=H,

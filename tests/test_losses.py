@@ -14,6 +14,8 @@ from tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits
 
 from transformer_jax.losses import chunked_cross_entropy, cross_entropy
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 B, T, D, V = 3, 7, 5, 13
 IGNORE = -100
 OPTIONS = [

@@ -19,6 +19,8 @@ from transformer_jax import (
 )
 from transformer_jax.checkpoint import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = ModelConfig(
     kind="encoder", vocab_size=31, d_model=6, num_layers=1, num_heads=2, d_ff=5, max_len=29,
     norm_order="post", norm_eps=1e-12, embedding_norm=True, activation="gelu", type_vocab_size=2,

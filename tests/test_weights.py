@@ -628,7 +628,8 @@ def test_brackets_in_strings_are_not_depth(tmp_path):
     assert open_folder(lay(tmp_path, GOOD, json.dumps(config).encode())).config == config
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_what_is_missing_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="'no such/place/here': no such folder"):
         open_folder("no such/place/here")
     for path in (tmp_path / "nowhere", Path("org/name")):
