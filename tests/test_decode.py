@@ -1,6 +1,7 @@
 """Producing tokens: the same whole or streamed, cached or not, in any chunks and any company."""
 
 import dataclasses
+import re
 from functools import partial
 
 import chex
@@ -183,6 +184,34 @@ def test_prefill_returns_the_logits_behind_each_rows_last_token(rope):
         )
         assert_near(logits, want, 2e-5)
         np.testing.assert_array_equal(state.length, LENGTHS)
+
+
+def test_of_a_prompt_no_other_logits_are_computed(rope):
+    """Also in chunks; a step without `read`, or with a call of its own, is still what runs."""
+    step, params, empty = rope
+    wide = re.compile(rf"f32\[(3,{PROMPT}|3,5|{3 * PROMPT}|15),{VOCAB}\]")
+
+    class Doubled(decode.ModelStep):
+        def __call__(self, params, tokens, state, *, valid=None):
+            logits, state = super().__call__(params, tokens, state, valid=valid)
+            return 2 * logits, state
+
+    def program(step, chunk=None):
+        run = jax.jit(partial(prefill, step, chunk=chunk))
+        return run.lower(params, prompts(), empty(), jnp.asarray(LENGTHS)).compile()
+
+    whole = program(lambda *args, **kwargs: step(*args, **kwargs))
+    assert wide.search(whole.as_text())
+    arguments = params, prompts(), empty(), jnp.asarray(LENGTHS)
+    want, state = whole(*arguments)
+    for chunk in (None, 5):
+        alone = program(step, chunk)
+        assert not wide.search(alone.as_text())
+        got, read = alone(*arguments)
+        assert_near(got, want, 1e-6)
+        if chunk is None:
+            jax.tree.map(assert_same_bits, read, state)
+    assert_near(program(Doubled(step.model))(*arguments)[0], 2 * want, 1e-6)
 
 
 def test_rows_are_independent(rope, greedy):

@@ -227,6 +227,25 @@ def test_logits_read_in_parts_through_a_cache_equal_the_oracle(case, rng):
     assert_near(np.concatenate(parts, axis=1)[places >= 0], want[places >= 0], MODEL_F32)
 
 
+@pytest.mark.parametrize("case", ["gemma3", "bart"])
+def test_logits_of_some_tokens_equal_the_oracle(case, rng):
+    """Each row its own, in any order, some twice; where there is no such token they are NaN."""
+    config, tokens, arguments, params = prepared(case, rng)
+    want = oracle.forward(config, params, tokens, **arguments)
+    at = np.array([[TOKENS - 1, 5, 5], [0, TOKENS - 2, 7]], np.int32)
+    apply = jax.jit(build(config).apply)
+    got, _ = apply({"params": params}, tokens, at=at, **arguments)
+    assert got.shape == (2, 3, VOCAB) and got.dtype == jnp.float32
+    real = np.take_along_axis(arguments["positions"], at, axis=1) >= 0
+    assert real.sum() >= 4
+    picked = np.take_along_axis(want, at[:, :, None], axis=1)
+    assert_near(np.asarray(got)[real], picked[real], MODEL_F32)
+    nowhere = np.array([[TOKENS, 5, -1], [0, -TOKENS, 2**31 - 1]], np.int32)
+    got, _ = apply({"params": params}, tokens, at=nowhere, **arguments)
+    there = np.array([[False, True, False], [True, False, False]])
+    assert np.isnan(np.asarray(got)[~there]).all() and np.isfinite(np.asarray(got)[there]).all()
+
+
 ELSEWHERE = {
     "vocab_size", "d_model", "head_dim", "d_ff", "max_len", "init_std", "dropout", "remat",
     "attention_dropout", "dtype", "scan_layers", "implementation", "num_classes", "pooler",
@@ -795,6 +814,9 @@ def test_contradicting_arguments_are_refused(rng):
         apply(segments=ids, positions=ids)
     with pytest.raises(ValueError, match="segments with a cache"):
         apply(segments=ids, cache=init_cache(SMALL, 2, 5))
+    for at in (np.zeros((2, 1)), ids[:1], ids[0]):
+        with pytest.raises(ValueError, match=r"at is \w+\[.*\]: must be integers \[2, Q\]"):
+            apply(at=at)
     encoder = build(dataclasses.replace(SMALL, kind="encoder"))
     with pytest.raises(ValueError, match="types are given, but type_vocab_size is None"):
         encoder.apply({"params": {}}, tokens, types=ids)

@@ -208,6 +208,20 @@ def test_a_pass_matches_the_formulas(config):
 
 
 @every_config
+def test_logits_of_some_tokens_are_those_of_the_whole(config):
+    params, tokens = parameters(config), draw_tokens()
+    at = np.array([[TOKENS - 1], [2], [0]], np.int32)
+    step, state = RecurrentStep(build(config)), begin(config, params)
+    got, after = jax.jit(step.read)(params, tokens, state, at)
+    assert got.shape == (ROWS, 1, VOCAB)
+    for row in range(ROWS):
+        want, _ = oracle_row(config, params, tokens[row], row)
+        assert_near(got[row], want[at[row]], 3 * FORWARD_F32)
+    whole = run(config, params, tokens, state, np.ones(tokens.shape, bool))[1]
+    assert_near(jax.tree.leaves(after.carry)[0], jax.tree.leaves(whole.carry)[0], FORWARD_F32)
+
+
+@every_config
 def test_in_any_chunks_with_padding_anywhere_equals_the_whole(config):
     """Each row reads its own tokens at its own pace; padding changes no bit of its state."""
     params, rng = parameters(config), np.random.default_rng(23)

@@ -51,9 +51,11 @@ class Step(Protocol):
     It may also have `check(prompt, state, total_lengths)`, which raises ValueError where a known
     prompt, or its length with the new tokens, cannot be served; `rewind(state, before, count)`,
     the state as if of all it has read since `before` row b had read the first count[b] tokens only,
-    with `check_rewind(state, count)`, which raises where so many tokens cannot be taken back; and
-    `attend`, with the arguments of a call and one token a row, which returns the weights of its
-    attention behind logits and state, a pytree whose leaves lead with B.
+    with `check_rewind(state, count)`, which raises where so many tokens cannot be taken back;
+    `read(params, tokens, state, at, valid=...)`, a call that returns the logits f32[B, Q, V] behind
+    the tokens `at` i32[B, Q] alone, which is all that a prompt asks for; and `attend`, with the
+    arguments of a call and one token a row, which returns the weights of its attention behind
+    logits and state, a pytree whose leaves lead with B.
     """
 
     def __call__(
@@ -74,9 +76,22 @@ class ModelStep:
     model: Decoder | EncoderDecoder
 
     def __call__(self, params, tokens, state, *, valid=None):
+        return self.read(params, tokens, state, None, valid=valid)
+
+    def read(
+        self,
+        params: Any,
+        tokens: jax.Array,  # i32[B, T]
+        state: ModelCache,
+        at: jax.Array | None,  # i32[B, Q]
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]
+    ) -> tuple[jax.Array, ModelCache]:  # f32[B, Q, V]
+        """As a call, with the logits behind the tokens `at` alone."""
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        positions = next_positions(state.length, valid)
-        return self.model.apply({"params": params}, tokens, positions=positions, cache=state)
+        arguments: dict[str, Any] = dict(positions=next_positions(state.length, valid), cache=state)
+        result: Any = self.model.apply({"params": params}, tokens, at=at, **arguments)
+        return result
 
     def attend(
         self,
@@ -156,7 +171,8 @@ def prefill(
 ) -> tuple[jax.Array, Any]:  # f32[B, V], state
     """Logits behind each row's last prompt token, and the state after it; pure, jit it yourself.
 
-    `chunk` reads the prompt that many tokens at a time: the same numbers in less memory.
+    A step with `read` computes no others. `chunk` reads the prompt that many tokens at a time: the
+    same numbers in less memory.
     """
     prompt, lengths = jnp.asarray(prompt), jnp.asarray(lengths)
     rows, columns = prompt.shape
@@ -164,15 +180,21 @@ def prefill(
     padded = -columns % chunk
     prompt = jnp.pad(prompt, ((0, 0), (0, padded)))
     starts = jnp.arange(0, columns + padded, chunk)
+    model: Any = step
 
     def read(carry, start):
         last, state = carry
         tokens = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, axis=1)
         index = start + jnp.arange(chunk)
-        logits, state = step(params, tokens, state, valid=index[None] < lengths[:, None])
+        valid = index[None] < lengths[:, None]
         offset = lengths - 1 - start  # [B]
         here = (offset >= 0) & (offset < chunk)
-        picked = jnp.take_along_axis(logits, jnp.clip(offset, 0, chunk - 1)[:, None, None], axis=1)
+        at = jnp.clip(offset, 0, chunk - 1)[:, None]
+        if _reads(step):
+            picked, state = model.read(params, tokens, state, at, valid=valid)
+        else:
+            logits, state = step(params, tokens, state, valid=valid)
+            picked = jnp.take_along_axis(logits, at[:, :, None], axis=1)
         picked = picked[:, 0].astype(last.dtype)
         return (jnp.where(here[:, None], picked, last), state), None
 
@@ -181,6 +203,14 @@ def prefill(
     if len(starts) == 1:
         return read(first, 0)[0]
     return jax.lax.scan(read, first, starts)[0]
+
+
+def _reads(step: Step) -> bool:
+    """It has `read`, and not one that it inherits behind a call of its own."""
+    for kind in type(step).__mro__:
+        if "read" in vars(kind) or "__call__" in vars(kind):
+            return "read" in vars(kind)
+    return False
 
 
 @jax.tree_util.register_dataclass

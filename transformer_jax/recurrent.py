@@ -29,7 +29,7 @@ from transformer_jax.attention import additive_attention, state_attention
 from transformer_jax.config import RecurrentConfig
 from transformer_jax.layers import dropout, lookup, parameter, split_key
 from transformer_jax.masks import Padding
-from transformer_jax.transformer import check_one, check_tokens
+from transformer_jax.transformer import check_one, check_tokens, pick
 
 F32 = jnp.float32
 
@@ -240,13 +240,17 @@ class RecurrentLM(nn.Module):
         *,
         state: RecurrentState | None = None,
         valid: jax.Array | None = None,  # bool[B, T]; False is padding
+        at: jax.Array | None = None,  # i32[B, Q]; None is every token
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, RecurrentState]:
-        """Logits f32[B, T, V] of the next token, and the state behind these."""
+        """Logits f32[B, T, V] of the next token, and the state behind these.
+
+        `at` asks for the logits [B, Q, V] behind the tokens of these indices alone.
+        """
         check_tokens(tokens, self.config.vocab_size)
         if state is None:
             state = init_recurrent_state(self.config, len(tokens))
-        return read_tokens(self, tokens, state, valid, key)
+        return read_tokens(self, tokens, state, valid, at, key)
 
 
 class RecurrentSeq2Seq(nn.Module):
@@ -286,9 +290,13 @@ class RecurrentSeq2Seq(nn.Module):
         source_valid: jax.Array | None = None,  # bool[B, S]; False is padding
         state: RecurrentState | None = None,
         valid: jax.Array | None = None,  # bool[B, T]; False is padding
+        at: jax.Array | None = None,  # i32[B, Q]; None is every token
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, RecurrentState]:
-        """Logits f32[B, T, V] of the next target token: from a `source`, or from a `state`."""
+        """Logits f32[B, T, V] of the next target token: from a `source`, or from a `state`.
+
+        `at` asks for the logits [B, Q, V] behind the tokens of these indices alone.
+        """
         if (source is None) == (state is None):
             raise ValueError("give either source or state: a state has already read its source")
         if source is None and source_valid is not None:
@@ -298,7 +306,7 @@ class RecurrentSeq2Seq(nn.Module):
         if source is not None:
             state = self.init_state(source, valid=source_valid, key=encoder_key)
         assert state is not None
-        return read_tokens(self, tokens, state, valid, key)
+        return read_tokens(self, tokens, state, valid, at, key)
 
 
 def read_tokens(
@@ -306,6 +314,7 @@ def read_tokens(
     tokens: jax.Array,
     state: RecurrentState,
     valid: jax.Array | None,
+    at: jax.Array | None,
     key: jax.Array | None,
 ) -> tuple[jax.Array, RecurrentState]:
     """Embed, run the decoder's cells and read the logits; shared by both models."""
@@ -314,7 +323,8 @@ def read_tokens(
     embed_key, cells_key, top_key = split_key(key, 3)
     x = model.embed(tokens, valid, embed_key)
     x, state = model.decoder(x, valid, state, cells_key)
-    return model.embed.logits(dropout(x, model.config.dropout, top_key)), state
+    x = dropout(x, model.config.dropout, top_key)
+    return model.embed.logits(x if at is None else pick(x, at)), state
 
 
 @dataclass(frozen=True)
@@ -331,7 +341,19 @@ class RecurrentStep:
         *,
         valid: jax.Array | None = None,  # bool[B, T]
     ) -> tuple[jax.Array, RecurrentState]:  # f32[B, T, V]
-        result: Any = self.model.apply({"params": params}, tokens, state=state, valid=valid)
+        return self.read(params, tokens, state, None, valid=valid)
+
+    def read(
+        self,
+        params: Any,
+        tokens: jax.Array,  # i32[B, T]
+        state: RecurrentState,
+        at: jax.Array | None,  # i32[B, Q]
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]
+    ) -> tuple[jax.Array, RecurrentState]:  # f32[B, Q, V]
+        """As a call, with the logits behind the tokens `at` alone."""
+        result: Any = self.model.apply({"params": params}, tokens, state=state, valid=valid, at=at)
         return result
 
     def attend(

@@ -415,6 +415,7 @@ class Decoder(nn.Module):
         mask: Mask | None = None,  # None is Causal(); another mask replaces it
         cache: ModelCache | None = None,
         segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
+        at: jax.Array | None = None,  # i32[B, Q]; None is every token
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, ModelCache | None]:
         """Logits f32[B, T, V] of the next token, and the updated cache.
@@ -423,9 +424,11 @@ class Decoder(nn.Module):
         takes the place of `Causal()`: one that does not contain it, such as `Padding(valid)` alone,
         sees the future; the config's window and the segments are added to it. `segments`
         packs documents: attention stays within one, and its positions start at 0 (padding may be
-        a document of its own).
+        a document of its own). `at` asks for the logits [B, Q, V] behind the tokens of these
+        indices alone, NaN where there is no such token: a vocabulary is wide, and behind a prompt
+        one row of T counts.
         """
-        return decode_tokens(self, tokens, positions, mask, cache, segments, key)
+        return decode_tokens(self, tokens, positions, mask, cache, segments, key, at=at)
 
     def attend(
         self,
@@ -517,10 +520,14 @@ class EncoderDecoder(nn.Module):
         positions: jax.Array | None = None,  # i32[B, T]; negative is padding
         mask: Mask | None = None,  # on the target; None is Causal()
         cache: ModelCache | None = None,
+        at: jax.Array | None = None,  # i32[B, Q]; None is every token
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, ModelCache | None]:
-        """Logits f32[B, T, V] of the next target token: from a `source`, or from a `cache`."""
-        return self._decode(tokens, source, source_positions, positions, mask, cache, key)
+        """Logits f32[B, T, V] of the next target token: from a `source`, or from a `cache`.
+
+        `at` asks for the logits [B, Q, V] behind the tokens of these indices alone.
+        """
+        return self._decode(tokens, source, source_positions, positions, mask, cache, key, at=at)
 
     def attend(
         self,
@@ -536,7 +543,7 @@ class EncoderDecoder(nn.Module):
         return self._decode(tokens, source, source_positions, positions, mask, cache, None, True)
 
     def _decode(
-        self, tokens, source, source_positions, positions, mask, cache, key, weights=False
+        self, tokens, source, source_positions, positions, mask, cache, key, weights=False, at=None
     ) -> Any:
         if (source is None) == (cache is None):
             raise ValueError("give either source or cache: a cache already holds its source")
@@ -548,7 +555,7 @@ class EncoderDecoder(nn.Module):
             memory = self.encode(source, positions=source_positions, key=encoder_key)
             source_positions = _default_positions(source, source_positions)
         return decode_tokens(
-            self, tokens, positions, mask, cache, None, key, memory, source_positions, weights
+            self, tokens, positions, mask, cache, None, key, memory, source_positions, weights, at
         )
 
 
@@ -563,6 +570,7 @@ def decode_tokens(
     memory: jax.Array | None = None,
     memory_positions: jax.Array | None = None,
     weights: bool = False,
+    at: jax.Array | None = None,
 ) -> Any:
     """Embed, run the decoder stack and read the logits; shared by both causal models."""
     cfg = model.config
@@ -588,12 +596,20 @@ def decode_tokens(
         key=stack_key,
         weights=weights,
     )
-    logits = model.embed.logits(x)
+    logits = model.embed.logits(x if at is None else pick(x, at))
     if overflow is not None:
         logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
     if cache is None or layers is None:
         return logits, None, *seen
     return logits, replace(cache, layers=layers), *seen
+
+
+def pick(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B, Q] -> [B, Q, D]
+    """Of each row the tokens of these indices; NaN where there is no such token."""
+    if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or len(at) != len(x):
+        raise ValueError(f"at is {at.dtype}{list(at.shape)}: must be integers [{len(x)}, Q]")
+    index = jnp.where(at < 0, x.shape[1], at)[:, :, None]
+    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=jnp.nan)
 
 
 def follow(
