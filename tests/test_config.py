@@ -106,7 +106,14 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     ),
     (ModelConfig, ROPE, dict(head_dim=7), "rope.dims", "7", "at most head_dim 7"),
     (ModelConfig, ROPE, dict(rope=RopeConfig(dims=34)), "rope.dims", "34", "head_dim 32"),
-    (ModelConfig, {}, dict(rope=RopeConfig(base=7.0)), "rope", "base=7.0", "'learned'"),
+    (
+        ModelConfig,
+        {},
+        dict(rope=RopeConfig(base=7.0)),
+        "rope.base",
+        "7.0",
+        "needs positions 'rope'",
+    ),
     (
         ModelConfig,
         dict(positions="t5"),

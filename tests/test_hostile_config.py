@@ -137,7 +137,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "rope_parameters: rope_theta is 0.0: must be above 1",
     ),
     "dropout 1": (changed(attention_dropout=1), ": attention_dropout is 1: must be at least 0"),
-    "cap 0": (gemma(attn_logit_softcapping=0), ": attn_logit_softcapping is 0: must be positive"),
+    "cap 0": (gemma(final_logit_softcapping=0), ": final_logit_softcapping is 0: must be positive"),
     "scaling a text": (
         changed(rope_scaling="linear"),
         "rope_scaling is 'linear': must be an object",

@@ -27,6 +27,7 @@ from transformer_jax.pretrained import (
     save_pretrained,
     tensor_names,
     write_config,
+    written_family,
 )
 from transformer_jax.transformer import stack_layers
 from transformer_jax.weights import CheckpointError
@@ -549,6 +550,39 @@ def test_keys_cannot_change_what_a_config_means(tmp_path):
         with pytest.raises(ConfigError, match="keys have rope_scaling: the config would mean"):
             linear = dict(rope_scaling=dict(rope_type="linear", factor=2.0))
             save_pretrained(tmp_path / f"{name}2", config, params, like=like, keys=linear)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "told"),
+    [
+        ("gemma-2b", dict(hidden_activation="silu"),
+         "hidden_activation is 'silu': hidden_act means 'gelu_tanh', and this must mean the same"),
+        ("gemma-2b", dict(hidden_act="relu", hidden_activation="gelu"), "hidden_act means 'relu'"),
+        ("gemma-2b", dict(hidden_act=..., hidden_activation="relu"), "act means 'gelu_tanh'"),
+        ("gemma-3-1b-it", dict(attn_logit_softcapping=3.0),
+         "attn_logit_softcapping is 3.0: must be None"),
+        ("gemma-3-1b-it", dict(_sliding_window_pattern=3),
+         "_sliding_window_pattern is 3: must be 6"),
+    ],
+)  # fmt: skip
+def test_a_gemma_that_libraries_understand_differently_is_refused(name, keys, told):
+    content = {k: v for k, v in (PUBLISHED[name] | keys).items() if v is not ...}
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        read_config(content, (), "config.json")
+    for same in (dict(hidden_activation="gelu"), dict(hidden_activation=None)):
+        read_config(PUBLISHED["gemma-2b"] | same, (), "config.json")
+    listed = dict(layer_types=["full_attention"] * 26, _sliding_window_pattern=3)
+    read_config(PUBLISHED["gemma-3-1b-it"] | listed, (), "config.json")
+
+
+def test_what_no_gemma3_does_is_not_written_as_one():
+    config = read_config(PUBLISHED["gemma-3-1b-it"], (), "config.json")
+    assert written_family(config) == "gemma3_text"
+    capped = dataclasses.replace(config, attention_softcap=3.0)
+    with pytest.raises(ConfigError, match=r"attn_logit_softcapping is 3\.0: must be None"):
+        written_family(capped, "gemma3_text")
+    with pytest.raises(ConfigError):
+        written_family(capped)
 
 
 def double(scale: float) -> Any:

@@ -56,7 +56,7 @@ def published(tmp_path_factory) -> Path:
     """A small Llama that reads bytes, <s> in front; its likeliest texts are not of one letter."""
     folder = tmp_path_factory.mktemp("published") / "llama"
     params = parameters(CONFIG, 7)
-    files = tokenizer_files(ByteTokenizer())[0]
+    files = tokenizer_files(ByteTokenizer(), CONFIG.vocab_size)[0]
     definition = json.loads(files["tokenizer.json"])
     definition["added_tokens"] = [special("<s>", BOS), special("</s>", EOS)]
     definition["post_processor"] = {
@@ -349,7 +349,7 @@ def test_a_published_model_is_saved_anew(capsys, published, tmp_path):
 def test_a_run_tokenizer_is_written_as_one_that_others_read(tokenizer, tmp_path):
     from tokenizers import Tokenizer
 
-    files, note = tokenizer_files(tokenizer)
+    files, note = tokenizer_files(tokenizer, tokenizer.vocab_size)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     text, ids = "hélloö \n world", tokenizer.encode("hélloö \n world").tolist()
@@ -361,6 +361,18 @@ def test_a_run_tokenizer_is_written_as_one_that_others_read(tokenizer, tmp_path)
     assert loaded.vocab_size == tokenizer.vocab_size + unknown and "merges" in note
     if unknown:
         assert loaded.encode("hx").tolist() == [*tokenizer.encode("h"), tokenizer.vocab_size]
+
+
+def test_a_character_that_a_run_never_met_has_no_row_of_a_wider_model(tmp_path):
+    """A model of 100 tokens trained on 10 characters: id 10 is a row, and means nothing."""
+    tokenizer = CharTokenizer.train("héllo wörld\n")
+    files, note = tokenizer_files(tokenizer, 100)
+    assert "another one gets the id 100, which the model does not have" in note
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    loaded = load_tokenizer_folder(tmp_path)
+    assert loaded.encode("hx").tolist() == [*tokenizer.encode("h"), 100]
+    assert loaded.decode(tokenizer.encode("hold")) == "hold"
 
 
 def test_a_run_without_biases_is_written_with_zeros(capsys, monkeypatch, key, tmp_path):

@@ -24,7 +24,7 @@ from tests.test_training import assert_same_state
 from transformer_jax import checkpoint, completion, progress
 from transformer_jax.checkpoint import saved_steps
 from transformer_jax.config import ConfigError, ModelConfig, RopeConfig, TrainConfig
-from transformer_jax.data import ByteTokenizer, CharTokenizer
+from transformer_jax.data import ByteTokenizer, CharTokenizer, DataError
 from transformer_jax.flags import spelled
 from transformer_jax.models import build, init_params
 from transformer_jax.processors import (
@@ -389,6 +389,15 @@ def test_a_text_is_continued_the_same_for_the_same_seed(capsys, trained):
     assert written(capsys, *arguments, "--seed", "1") != first
     greedy = written(capsys, *arguments, "--temperature", "0")
     assert greedy == written(capsys, *arguments, "--top-k", "1", "--seed", "5")
+
+
+def test_a_prompt_ends_at_a_line_feed_and_nowhere_else(tmp_path):
+    file = tmp_path / "prompts"
+    file.write_bytes("a\u2028b\x0bc\r\n\n\x85d\re\n".encode())
+    assert generate._prompts(str(file)) == ["a\u2028b\x0bc", "\x85d\re"]
+    file.write_bytes(b"good\ncaf\xe9\n")
+    with pytest.raises(DataError, match=f"^{file}: byte 8 is 0xe9: not UTF-8"):
+        generate._prompts(str(file))
 
 
 def test_flags_are_samplers_and_processors():

@@ -323,7 +323,8 @@ class ModelConfig:
             if not any(self.windows):
                 _unread(self, "needs a window", "window_rope_base")
         elif self.rope != RopeConfig():
-            _fail("rope", self.rope, f"has no meaning while positions is {self.positions!r}")
+            name = next(n for n, x in vars(RopeConfig()).items() if getattr(self.rope, n) != x)
+            _fail(f"rope.{name}", getattr(self.rope, name), "needs positions 'rope'")
         if self.positions != "rope":
             _unread(self, "needs positions 'rope'", "window_rope_base")
         if self.positions != "learned":

@@ -71,7 +71,7 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
             raise error from None
         config, params = biased, with_zero_biases(biased, params)
         lines = [f"a {family} has biases: they are written as zeros"]
-    files, note = tokenizer_files(model.tokenizer)
+    files, note = tokenizer_files(model.tokenizer, config.vocab_size)
     save_pretrained(
         target, config, params, family=family, files=files, keys=end_ids(model.tokenizer),
         shard_bytes=shard_bytes,
@@ -110,8 +110,8 @@ def end_ids(tokenizer: Any) -> dict[str, Any]:
     return dict(bos_token_id=bos, eos_token_id=eos, pad_token_id=pad)
 
 
-def tokenizer_files(tokenizer: Any) -> tuple[dict[str, bytes], str]:
-    """Files that say the tokenizer to other libraries, and a line about what they say."""
+def tokenizer_files(tokenizer: Any, vocab_size: int) -> tuple[dict[str, bytes], str]:
+    """Files that say a model's tokenizer to other libraries, and a line about what they say."""
     from transformer_jax.data import BPETokenizer, ByteTokenizer, CharTokenizer
     from transformer_jax.pretrained_text import PretrainedTokenizer
 
@@ -133,11 +133,10 @@ def tokenizer_files(tokenizer: Any) -> tuple[dict[str, bytes], str]:
             definition = _byte_definition()
             note = "tokenizer.json: one token a byte, as a BPE without merges"
         case CharTokenizer():
-            definition = _char_definition(tokenizer.characters)
-            count = tokenizer.vocab_size
+            definition = _char_definition(tokenizer.characters, vocab_size)
             note = (
-                f"tokenizer.json: the run's {count} characters, as a BPE without merges; "
-                f"another one gets the id {count}, which the model does not have"
+                f"tokenizer.json: the run's {tokenizer.vocab_size} characters, as a BPE without "
+                f"merges; another one gets the id {vocab_size}, which the model does not have"
             )
         case _:
             raise ConfigError(f"a {type(tokenizer).__name__} cannot be written")
@@ -162,10 +161,10 @@ def _byte_definition() -> dict[str, Any]:
     return json.loads(library.to_str())
 
 
-def _char_definition(characters: str) -> dict[str, Any]:
+def _char_definition(characters: str, unknown: int) -> dict[str, Any]:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {character: i for i, character in enumerate([*characters, "<unk>"])}
+    vocabulary = {character: i for i, character in enumerate(characters)} | {"<unk>": unknown}
     library = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     library.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]{1,64}"), "isolated")
     library.decoder = decoders.Fuse()

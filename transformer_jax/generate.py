@@ -14,6 +14,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformer_jax.command import Parser, run
@@ -233,12 +234,14 @@ def _one_way(arguments: argparse.Namespace) -> None:
 
 
 def _prompts(path: str) -> list[str]:
-    """Every line of a file that is not empty; - is standard input."""
+    """Every line of a file that is not empty, up to its line feed; - is standard input."""
+    from transformer_jax.data import Source
+
     if path == "-":
-        lines = sys.stdin.read().splitlines()
+        source = Source("standard input", sys.stdin.buffer.read())
     else:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
+        source = Source(path, Path(path).read_bytes())
+    lines = source.text().replace("\r\n", "\n").split("\n")
     prompts = [line for line in lines if line]
     if not prompts:
         raise ConfigError(f"prompts is {path!r}: it has no line with text")

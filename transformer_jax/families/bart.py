@@ -73,11 +73,13 @@ def _common(keys: Keys, names: frozenset[str]) -> dict[str, Any]:
     keys.only("add_final_layer_norm", False)
     keys.only("add_bias_logits", False, True)  # said of the bias that is there either way
     keys.unread("activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
-    keys.unread("classif_dropout", "classifier_dropout", "init_std", "num_hidden_layers")
+    keys.unread("classif_dropout", "classifier_dropout", "init_std")
+    layers = keys.integer("encoder_layers", 12)
+    keys.only("num_hidden_layers", layers)  # another name of the same
     return dict(
         kind="encoder-decoder",
         d_model=keys.integer("d_model", 1024),
-        num_layers=keys.integer("encoder_layers", 12),
+        num_layers=layers,
         num_decoder_layers=keys.integer("decoder_layers", 12),
         num_heads=_both(keys, "attention_heads", 16),
         d_ff=_both(keys, "ffn_dim", 4096),

@@ -354,11 +354,14 @@ def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_gemma(keys: Keys, names: frozenset[str]) -> ModelConfig:
-    name = "hidden_act" if keys.take("hidden_activation", None) is None else "hidden_activation"
-    fields = _gemma(keys, 16, name)
-    keys.unread("hidden_act")
+    fields = _gemma(keys, 16, "hidden_act")
     if fields["activation"] == "gelu":  # the first configs say so; all were trained with tanh
         fields["activation"] = "gelu_tanh"
+    if keys.take("hidden_activation", None) is not None:  # some read this one, some the other
+        also = keys.text("hidden_activation", ACTIVATIONS)
+        if ("gelu_tanh" if also == "gelu" else also) != fields["activation"]:
+            rule = f"hidden_act means {fields['activation']!r}, and this must mean the same"
+            keys.fail("hidden_activation", keys.take("hidden_activation"), rule)
     rope = _read_rope(keys, fields)
     return ModelConfig(**fields, rope=rope)
 
@@ -432,14 +435,18 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_gemma3(keys: Keys, names: frozenset[str]) -> ModelConfig:
+    keys.only("attn_logit_softcapping", None)  # transformers has the key, and caps nothing
     fields = _capped(keys, None, None) | dict(qk_norm=True)
     layers = fields["num_layers"]
-    older = keys.integer("_sliding_window_pattern", 6)
-    every = keys.integer("sliding_window_pattern", older)
+    every = keys.integer("sliding_window_pattern", 6)
     keys.unread("cache_implementation")
-    types = _layer_types(keys, layers) or [
-        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
-    ]
+    types = _layer_types(keys, layers)
+    if types is None:
+        keys.only("_sliding_window_pattern", every)
+        types = [
+            "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
+        ]
+    keys.unread("_sliding_window_pattern")  # what layer_types were once made from
     window = _pattern(types, keys.integer("sliding_window", 4096))
     read = keys.number if window is None else partial(keys.positive, above=1)
     local = float(read("rope_local_base_freq", 10_000.0))

@@ -104,6 +104,12 @@ def _read(keys: Keys, names: frozenset[str]) -> ModelConfig:
     buckets = keys.integer("relative_attention_num_buckets", 32)
     if buckets > BUCKETS:
         keys.fail("relative_attention_num_buckets", buckets, f"must be at most {BUCKETS}")
+    if buckets % 2 or buckets < 4:
+        keys.fail("relative_attention_num_buckets", buckets, "must be even and at least 4")
+    farthest = keys.integer("relative_attention_max_distance", 128)
+    if farthest <= buckets // 2:
+        rule = f"must be above relative_attention_num_buckets / 2 = {buckets // 2}"
+        keys.fail("relative_attention_max_distance", farthest, rule)
     return ModelConfig(
         kind="encoder-decoder",
         vocab_size=keys.integer("vocab_size", 32128),
@@ -116,7 +122,7 @@ def _read(keys: Keys, names: frozenset[str]) -> ModelConfig:
         max_len=keys.integer("n_positions", 512),
         positions="t5",
         relative_buckets=buckets,
-        relative_max_distance=keys.integer("relative_attention_max_distance", 128),
+        relative_max_distance=farthest,
         norm="rmsnorm",
         norm_eps=keys.positive("layer_norm_epsilon", 1e-6),
         activation=activation,
