@@ -575,6 +575,28 @@ def test_a_gemma_that_libraries_understand_differently_is_refused(name, keys, to
     read_config(PUBLISHED["gemma-3-1b-it"] | listed, (), "config.json")
 
 
+@pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-1b-it"])
+def test_a_gemma_without_windows_is_written(name):
+    """Its sliding_window is a number all the same, which no layer has."""
+    full = dict(layer_types=["full_attention"] * PUBLISHED[name]["num_hidden_layers"])
+    config = read_config(PUBLISHED[name] | full | dict(sliding_window=5), (), "config.json")
+    assert config.window is None
+    written = write_config(FAMILIES[PUBLISHED[name]["model_type"]], config)
+    assert written["sliding_window"] == 4096 and written["layer_types"] == full["layer_types"]
+    assert read_config(written, (), "config.json") == config
+
+
+@pytest.mark.parametrize("head", ["TokenClassification", "QuestionAnswering", "MultipleChoice"])
+def test_heads_that_are_not_here_are_refused_by_their_name(head):
+    """Also where their tensors are named as those of a head that is."""
+    content = dict(model_type="bert", num_hidden_layers=1, architectures=[f"BertFor{head}"])
+    tensors = ("classifier.weight", "bert.pooler.dense.weight")
+    with pytest.raises(ConfigError, match=rf"architectures is \['BertFor{head}'\]: classes of"):
+        read_config(content, tensors, "config.json")
+    content["architectures"] = ["BertForSequenceClassification"]
+    assert read_config(content, tensors, "config.json").num_classes == 2
+
+
 def test_what_no_gemma3_does_is_not_written_as_one():
     config = read_config(PUBLISHED["gemma-3-1b-it"], (), "config.json")
     assert written_family(config) == "gemma3_text"

@@ -300,13 +300,24 @@ class TestSentencePiece:
         assert read_prompt(asking, "hello").tolist() == [1, *plain]
         assert asking.encode("hello", special_tokens=False).tolist() == plain
 
-    def test_add_bos_token_and_add_eos_token_say_what_is_added(self, tmp_path):
-        for bos, eos, expected in ((True, True, [1, 2]), (False, None, []), (None, True, [2])):
+    def test_the_ends_of_tokenizer_json_stand_whatever_the_config_would_add(self, tmp_path):
+        for bos, eos in ((True, True), (False, None), (None, True), (None, False)):
             config = dict(bos_token="<s>", eos_token="</s>", add_bos_token=bos, add_eos_token=eos)
             files = dict(tokenizer_json=llama(), tokenizer_config_json=config)
             tokenizer = load_tokenizer_folder(write(tmp_path / "ends", **files))
             ids = tokenizer.encode("hello", special_tokens=True).tolist()
-            assert [i for i in ids if i < 3] == expected
+            assert [i for i in ids if i < 3] == [1]
+
+    def test_without_it_add_bos_token_and_add_eos_token_say_what_is_added(self, tmp_path):
+        for bos, eos, expected in ((True, True, "12"), (False, None, ""), (None, True, "2")):
+            config = dict(bos_token=MERGES[0].replace(" ", ""), eos_token=END)
+            config |= dict(add_bos_token=bos, add_eos_token=eos)
+            files = gpt2_files("\n".join(MERGES)) | dict(tokenizer_config_json=config)
+            tokenizer = load_tokenizer_folder(write(tmp_path / "ends", **files))
+            plain = tokenizer.encode("x").tolist()
+            ends = {"1": [tokenizer.special_ids["bos"]], "2": [tokenizer.special_ids["eos"]]}
+            first, last = (ends[end] if end in expected else [] for end in "12")
+            assert tokenizer.encode("x", special_tokens=True).tolist() == [*first, *plain, *last]
 
     def test_t5_has_its_end_behind(self, tmp_path):
         config = dict(eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
@@ -380,11 +391,71 @@ class TestFolder:
             special_tokens_map_json=dict(bos_token="<s>", eos_token="<unk>", pad_token="[P]"),
             generation_config_json=dict(eos_token_id=[2, 5]),
         )
-        tokenizer = load_tokenizer_folder(folder)
+        tokenizer = load_tokenizer_folder(folder)  # an older folder: its map comes first
+        assert tokenizer.special_ids == {"bos": 1, "eos": 0, "pad": 272}
+        newer = dict(eos_token="</s>", added_tokens_decoder={"1": dict(content="<s>")})
+        tokenizer = load_tokenizer_folder(write(folder, tokenizer_config_json=newer))
         assert tokenizer.special_ids == {"bos": 1, "eos": 2, "pad": 272}
         assert tokenizer.stop_ids == (2, 5)
         assert tokenizer.decode([272, 1], skip_special_tokens=True) == ""
         assert len(tokenizer.encode("hello hello hello")) > 1  # nothing is truncated
+
+    def test_what_the_class_takes_from_the_config_overrules_tokenizer_json(self, tmp_path, gpt2):
+        """BERT's normaliser, the space in front of a byte-level text; other classes take none."""
+        bert = load_tokenizer_folder(write(tmp_path / "b", vocab_txt="\n".join(BERT) + "\n"))
+        for said, kind, ids in (
+            (dict(do_lower_case=False), "BertTokenizer", [1]),
+            (dict(strip_accents=False), "BertTokenizerFast", [1]),
+            (dict(do_lower_case=True), "BertTokenizer", [17]),
+            (dict(do_lower_case=False), "PreTrainedTokenizerFast", [17]),
+        ):
+            config = said | dict(tokenizer_class=kind)
+            files = dict(tokenizer_json=bert.definition, tokenizer_config_json=config)
+            found = load_tokenizer_folder(write(tmp_path / "bert", **files))
+            assert found.encode("Résumé").tolist() == ids, (said, kind)
+        for said, kind, spaced in (
+            (dict(add_prefix_space=True), "GPT2TokenizerFast", True),
+            (dict(add_prefix_space=False), "GPT2Tokenizer", False),
+            (dict(add_prefix_space=True), "PreTrainedTokenizerFast", False),
+        ):
+            config = said | dict(tokenizer_class=kind)
+            files = dict(tokenizer_json=gpt2.definition, tokenizer_config_json=config)
+            found = load_tokenizer_folder(write(tmp_path / "gpt", **files))
+            want = gpt2.encode(" hello" if spaced else "hello").tolist()
+            assert found.encode("hello").tolist() == want, (said, kind)
+        definition = json.loads(gpt2.definition)
+        two = [dict(type="Digits", individual_digits=True), definition["pre_tokenizer"]]
+        definition["pre_tokenizer"] = dict(type="Sequence", pretokenizers=two)
+        said = dict(add_prefix_space=True, tokenizer_class="Qwen2Tokenizer")
+        files = dict(tokenizer_json=definition, tokenizer_config_json=said)
+        found = load_tokenizer_folder(write(tmp_path / "qwen", **files))
+        assert found.encode("hello").tolist() == gpt2.encode(" hello").tolist()
+
+    def test_a_wish_to_split_special_tokens_is_refused_by_name(self, tmp_path):
+        files = gpt2_files() | dict(tokenizer_config_json=dict(split_special_tokens=True))
+        with pytest.raises(DataError, match=r"split_special_tokens is true: must be false: encode"):
+            load_tokenizer_folder(write(tmp_path / "x", **files))
+
+    def test_templates_call_more_tokens_by_their_names(self, tmp_path):
+        """A run's folder keeps the names; a token that is no special one stays so."""
+        tool = dict(id=269, content="<tool>") | dict.fromkeys(
+            ("single_word", "lstrip", "rstrip", "normalized", "special"), False
+        )
+        config = dict(
+            added_tokens_decoder={"269": tool}, image_token="<tool>", eos_token=END,
+            extra_special_tokens={"boi_token": "<tool>"},
+            chat_template="{{ image_token }}|{{ boi_token }}|{{ eos_token }}|{{ other_token }}",
+        )  # fmt: skip
+        folder = write(tmp_path / "x", **gpt2_files(), tokenizer_config_json=config)
+        tokenizer = load_tokenizer_folder(folder)
+        said = f"<tool>|<tool>|{END}|"
+        assert tokenizer.chat([dict(role="user", content="a")]) == said
+        assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
+        assert tokenizer.decode([97, 269, 98], skip_special_tokens=True) == "a<tool>b"
+        with pytest.raises(DataError, match="continue_final_message: transformers takes it"):
+            tokenizer.chat([dict(role="user", content="a")], continue_final_message=True)
+        (folder / "chat_template.jinja").write_text("")
+        assert load_tokenizer_folder(folder).chat([dict(role="user", content="a")]) == ""
 
     def test_tokens_that_were_added_beside_the_vocabulary(self, tmp_path):
         folder = write(
@@ -582,12 +653,13 @@ def places(content, path=()):
 
 def test_a_folder_with_anything_anywhere_is_read_or_refused(tmp_path, capfd):
     rng, outcomes = random.Random(23), {"read": 0, "refused": 0}
-    config = dict(bos_token={"content": "<s>"}, eos_token="</s>", add_bos_token=True,
-                  additional_special_tokens=["<unk>"], added_tokens_decoder={"1": {
-                      "content": "<s>", "special": True}}, chat_template=[
-                          {"name": "default", "template": "a"}])  # fmt: skip
+    config = dict(eos_token="</s>", add_bos_token=True, additional_special_tokens=["<unk>"],
+                  chat_template=[{"name": "default", "template": "a"}])  # fmt: skip
     for _ in range(200):
-        files = dict(tokenizer_json=rng.choice([llama, t5])(), tokenizer_config_json=config)
+        layout, first = rng.choice([(llama, "<s>"), (t5, "</s>")])
+        config |= dict(bos_token={"content": first})
+        config |= dict(added_tokens_decoder={"1": {"content": first, "special": True}})
+        files = dict(tokenizer_json=layout(), tokenizer_config_json=config)
         files = json.loads(json.dumps(files | dict(generation_config_json={"eos_token_id": [1]})))
         *path, last = rng.choice([place for place in places(files) if len(place) > 1])
         part = files

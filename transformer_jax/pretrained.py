@@ -186,6 +186,10 @@ def family_of(content: Mapping[str, Any], where: str) -> Family:
     return FAMILIES[kind]
 
 
+OTHER_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+"""Their tensors may be named as those of a head that is known."""
+
+
 def read_config(content: Mapping[str, Any], names: Iterable[str], where: str) -> ModelConfig:
     """The config that a config.json means, in a folder with tensors of these names."""
     return _read_keys(content, names, where)[0]
@@ -196,6 +200,12 @@ def _read_keys(
 ) -> tuple[ModelConfig, Keys]:
     family, names = family_of(content, where), frozenset(names)
     keys = Keys(content, where, len(names) or None)
+    said = keys.take("architectures", None)
+    keys.unread("architectures")
+    for name in said if isinstance(said, list) else ():
+        if isinstance(name, str) and name.endswith(OTHER_HEADS):
+            rule = "classes of single tokens, spans and choices are not known here"
+            keys.fail("architectures", said, rule)
     try:
         config = family.read(keys, names)
     except ArithmeticError as error:

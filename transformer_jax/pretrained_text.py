@@ -23,6 +23,14 @@ ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 MAX_IDS = 2**22
 """Ids of a vocabulary are below it; the largest published ones have 2**18."""
 
+RESERVED = frozenset(
+    """
+    chat_template conversation continue_final_message max_length padding
+    return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs truncation
+    """.split()
+)
+"""Arguments of transformers' `apply_chat_template` that are no variables of a template."""
+
 Written = Literal["parse", "text", "refuse"]
 """What becomes of a special token that a text spells out."""
 
@@ -48,6 +56,8 @@ class PretrainedTokenizer:
     """(name, Jinja source); the usual one is called "default"."""
     add_special_tokens: bool = False
     """What `encode` does unless it is told: <bos> in front, [CLS] and [SEP] around, </s> behind."""
+    named_tokens: tuple[tuple[str, str], ...] = ()
+    """("image_token", "<img>") and so on: what chat templates call more tokens."""
 
     def __post_init__(self) -> None:
         content = _object(self.definition)
@@ -159,7 +169,10 @@ class PretrainedTokenizer:
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        names = {f"{role}_token": token for role, token in self.roles}
+        if reserved := sorted(RESERVED & variables.keys()):
+            rule = "transformers takes it for itself, and a template is not to see it"
+            raise DataError(f"{reserved[0]}: {rule}")
+        names = dict(self.named_tokens) | {f"{role}_token": token for role, token in self.roles}
         return render(self._template(template, tools is not None), names | given | variables)
 
     def chat_ids(
@@ -204,6 +217,8 @@ class PretrainedTokenizer:
             "chat_templates": dict(self.chat_templates),
             "add_special_tokens": self.add_special_tokens,
         }
+        if self.named_tokens:
+            content["named_tokens"] = dict(self.named_tokens)
         return json.dumps(content, ensure_ascii=False) + "\n"
 
     @cached_property
@@ -309,11 +324,13 @@ def pretrained_from_json(content: Mapping[str, Any]) -> PretrainedTokenizer:
             "chat_templates": dict(templates),
             "add_special_tokens": bool(add),
             **rest,
-        } if not rest and all(isinstance(v, str) for v in [*roles.values(), *templates.values()]):
-            return PretrainedTokenizer(
-                canonical(definition), tuple(roles.items()), tuple(stop_ids),
-                tuple(templates.items()), add,
-            )  # fmt: skip
+        } if isinstance(named := rest.pop("named_tokens", {}), dict) and not rest:
+            texts = [*roles.values(), *templates.values(), *named.values()]
+            if all(isinstance(text, str) for text in texts):
+                return PretrainedTokenizer(
+                    canonical(definition), tuple(roles.items()), tuple(stop_ids),
+                    tuple(templates.items()), add, tuple(named.items()),
+                )  # fmt: skip
     raise DataError("tokenizer of kind 'pretrained': must have what belongs to it, and no more")
 
 

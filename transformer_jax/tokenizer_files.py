@@ -59,13 +59,18 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
     if (code := config.get("auto_map")) is not None:
         rule = "it names Python code, which is never run; remove the key if the rest says it all"
         raise DataError(f"{folder / 'tokenizer_config.json'}: auto_map is {shown(code)}: {rule}")
+    if _flag(folder, config, "split_special_tokens", False):
+        rule = "encode(text, written='text') reads special tokens as text"
+        where = f"{folder / 'tokenizer_config.json'}: split_special_tokens is true"
+        raise DataError(f"{where}: must be false: {rule}")
     name, definition, usual = _definition(folder, config)
-    roles, extra = _roles(folder, config, usual)
+    roles, extra, named = _roles(folder, config, usual)
     templates = _templates(folder, config)
     generation = _json(folder, "generation_config.json") or {}
     try:
         definition["added_tokens"] = _added(folder, config, definition, roles, extra)
-        _set_ends(config, definition, roles)
+        if name != "tokenizer.json" and definition.get("post_processor") is None:
+            _set_ends(config, definition, roles)
         ids = {token["content"]: token["id"] for token in definition["added_tokens"]}
         stop = generation.get("eos_token_id", ids.get(roles.get("eos", "")))
         return PretrainedTokenizer(
@@ -73,6 +78,7 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
             tuple(roles.items()),
             tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
             templates,
+            named_tokens=tuple(named.items()),
         )
     except DataError as error:
         name = "generation_config.json" if str(error).startswith("eos_token_id") else name
@@ -84,9 +90,9 @@ def _definition(
 ) -> tuple[str, dict[str, Any], dict[str, str]]:
     """(the file it came from, the library's JSON, roles where no file names them)."""
     found = _json(folder, "tokenizer.json")
-    if found is not None:
-        return "tokenizer.json", found, {}
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
+    if found is not None:
+        return "tokenizer.json", _overruled(folder, config, kind, found), {}
     for vocabulary, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
         content, rules = _json(folder, vocabulary), _read(folder, merges)
         if content is not None and rules is not None:
@@ -100,6 +106,40 @@ def _definition(
         return "vocab.txt", *_bert(folder, words, config)
     rule = "must have tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
     raise DataError(f"{folder}: no tokenizer here: {rule}")
+
+
+def _overruled(
+    folder: Path, config: Mapping[str, Any], kind: str, definition: dict[str, Any]
+) -> dict[str, Any]:
+    """The library's JSON with what the tokenizer of this class takes from tokenizer_config.json,
+    where that says it. `add_bos_token` and `add_eos_token` are not among it: the JSON's ends stand,
+    as in transformers 5."""
+    normalizer, splitter = definition.get("normalizer"), definition.get("pre_tokenizer")
+    if kind in _WORD_PIECE and isinstance(normalizer, dict):
+        names = dict(
+            do_lower_case="lowercase",
+            strip_accents="strip_accents",
+            tokenize_chinese_chars="handle_chinese_chars",
+        )
+        if normalizer.get("type") == "BertNormalizer":
+            said = {
+                theirs: _flag(folder, config, name, False)
+                for name, theirs in names.items()
+                if config.get(name) is not None
+            }
+            definition = definition | {"normalizer": normalizer | said}
+    if kind in _BYTE_LEVEL | {"Qwen2"} and config.get("add_prefix_space") is not None:
+        prefix = {"add_prefix_space": _flag(folder, config, "add_prefix_space", False)}
+
+        def told(part: Any) -> Any:
+            if not isinstance(part, dict):
+                return part
+            if isinstance(below := part.get("pretokenizers"), list):
+                return part | {"pretokenizers": [told(item) for item in below]}
+            return part | prefix if part.get("type") == "ByteLevel" else part
+
+        definition = definition | {"pre_tokenizer": told(splitter)}
+    return definition
 
 
 def _other_class(folder: Path, config: Mapping[str, Any], file: str) -> DataError:
@@ -187,12 +227,23 @@ def _bert(
 
 def _roles(
     folder: Path, config: Mapping[str, Any], usual: Mapping[str, str]
-) -> tuple[dict[str, str], list[str]]:
-    """Role to token, and further special tokens."""
+) -> tuple[dict[str, str], list[str], dict[str, str]]:
+    """Role to token, further special tokens, and what templates call more of them.
+
+    The map comes first where the config has no `added_tokens_decoder`: such folders are older.
+    """
     roles: dict[str, str] = {}
     extra: list[str] = []
+    named: dict[str, str] = {}
     beside = _json(folder, "special_tokens_map.json") or {}
-    for file, content in (("tokenizer_config.json", config), ("special_tokens_map.json", beside)):
+    files = [("tokenizer_config.json", config), ("special_tokens_map.json", beside)]
+    if config.get("added_tokens_decoder") is None:
+        files.reverse()
+    for file, content in files:
+        for name, value in content.items():
+            token = _token(value)
+            if name.endswith("_token") and isinstance(token, str) and token:
+                named.setdefault(name, token)
         for role in ROLES:
             value = content.get(f"{role}_token")
             token = _token(value)
@@ -203,6 +254,9 @@ def _roles(
         for key in ("additional_special_tokens", "extra_special_tokens"):
             value = content.get(key) or []
             items = list(value.values()) if isinstance(value, dict) else value
+            if isinstance(value, dict):
+                texts = {n: _token(item) for n, item in value.items()}
+                named |= {n: text for n, text in texts.items() if isinstance(text, str)}
             if not isinstance(items, list):
                 raise DataError(f"{folder / file}: {key} is {shown(value)}: must be a list")
             for item in items:
@@ -210,7 +264,10 @@ def _roles(
                 if not isinstance(token, str) or not token:
                     raise DataError(f"{folder / file}: {key} has {shown(item)}: must be text")
                 extra.append(token)
-    return {role: token for role in ROLES if (token := roles.get(role, usual.get(role)))}, extra
+    named = {
+        name: token for name, token in named.items() if name.removesuffix("_token") not in ROLES
+    }
+    return {r: token for r in ROLES if (token := roles.get(r, usual.get(r)))}, extra, named
 
 
 def _added(
@@ -262,7 +319,7 @@ def _added(
         vocabulary = {piece: i for i, piece in enumerate(pieces) if isinstance(piece, str)}
     for token in dict.fromkeys([*roles.values(), *extra]):
         if token in found:
-            found[token]["special"] = True
+            found[token]["special"] |= token in roles.values()
         elif isinstance(vocabulary, dict) and token in vocabulary:
             add(token, vocabulary[token], "vocabulary")
         elif token in extra:
@@ -313,7 +370,8 @@ def _around(ids: Mapping[str, int], first: str | None, last: str | None) -> dict
 def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """(name, source) of every chat template."""
     where = folder / "tokenizer_config.json"
-    value = _read(folder, "chat_template.jinja") or config.get("chat_template")
+    file = _read(folder, "chat_template.jinja")
+    value: Any = config.get("chat_template") if file is None else file
     if value is None and (beside := _json(folder, "chat_template.json")) is not None:
         where, value = folder / "chat_template.json", beside.get("chat_template")
     match value:

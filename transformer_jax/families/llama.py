@@ -420,9 +420,12 @@ def _capped(keys: Keys, scores: float | None, logits: float | None) -> dict[str,
 def _write_capped(config: ModelConfig) -> dict[str, Any]:
     scale = config.key_dim**-0.5 if config.attention_scale is None else config.attention_scale
     scalar = round(scale**-2, 6)
+    windows = _write_windows(config)
+    if windows["sliding_window"] is None:  # of no layer; null is not a number for them
+        windows["sliding_window"] = 4096
     return dict(
         _write_gemma_common(config),
-        **_write_windows(config),
+        **windows,
         attn_logit_softcapping=config.attention_softcap,
         final_logit_softcapping=config.logit_softcap,
         query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,
