@@ -540,6 +540,16 @@ def test_a_config_that_did_not_change_is_written_as_it_stood(tmp_path, folder, k
     assert new == old
 
 
+def test_all_chat_templates_go_along(tmp_path):
+    before = changed(GEMMA3, tmp_path / "before", dict)
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (before / name).parent.mkdir(exist_ok=True)
+        (before / name).write_text(name)
+    save_pretrained(tmp_path / "after", *load_pretrained(before), like=before)
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        assert (tmp_path / "after" / name).read_text() == name
+
+
 def test_keys_cannot_change_what_a_config_means(tmp_path):
     """Nor where the folder leaves the key to its default."""
     before = changed(LLAMA3, tmp_path / "before", dict, rope_parameters=None)

@@ -454,6 +454,11 @@ class TestFolder:
         assert tokenizer.decode([97, 269, 98], skip_special_tokens=True) == "a<tool>b"
         with pytest.raises(DataError, match="continue_final_message: transformers takes it"):
             tokenizer.chat([dict(role="user", content="a")], continue_final_message=True)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T{{ tools|length }}")
+        more = load_tokenizer_folder(folder)
+        assert more.chat([dict(role="user", content="a")], tools=[{}]) == "T1"
+        assert more.chat([dict(role="user", content="a")]) == said
         (folder / "chat_template.jinja").write_text("")
         assert load_tokenizer_folder(folder).chat([dict(role="user", content="a")]) == ""
 

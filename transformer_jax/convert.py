@@ -123,7 +123,9 @@ def tokenizer_files(tokenizer: Any, vocab_size: int) -> tuple[dict[str, bytes], 
             beside |= {f"{role}_token": token for role, token in tokenizer.roles}
             if templates := dict(tokenizer.chat_templates):
                 named = [{"name": n, "template": t} for n, t in templates.items()]
-                beside["chat_template"] = templates["default"] if len(named) == 1 else named
+                beside["chat_template"] = (
+                    templates["default"] if list(templates) == ["default"] else named
+                )
             ids = end_ids(tokenizer)
             files["generation_config.json"] = {k: i for k, i in ids.items() if i is not None}
             note = "tokenizer.json: that of the model the run began with"

@@ -22,6 +22,7 @@ from transformer_jax.config import ConfigError, DType, ModelConfig
 from transformer_jax.families import FAMILIES, Family, Keys, Line
 from transformer_jax.families.table import UNREAD
 from transformer_jax.models import init_params
+from transformer_jax.tokenizer_files import more_templates
 from transformer_jax.weights import (
     CONFIG,
     SHARD_BYTES,
@@ -149,7 +150,7 @@ def save_pretrained(
         source = _Source(model, found)
         family, bare = found.name, source.bare
         like_config, read = _read_keys(model.config, source.names, where)
-        for name in TEXT_FILES:
+        for name in (*TEXT_FILES, *more_templates(model.path)):
             if (file := model.file(name)) is not None:
                 extra.setdefault(name, file.read_bytes())
     chosen = FAMILIES[written_family(config, family)]

@@ -8,6 +8,7 @@ special_tokens_map.json    roles that it does not name
 added_tokens.json          ids of tokens that were added
 generation_config.json     the tokens that end a text
 chat_template.jinja        before the config's (chat_template.json: behind it)
+additional_chat_templates  NAME.jinja, beside either
 
 Only these names are opened, and none that leads out of the folder. Nothing in them is executed.
 """
@@ -367,8 +368,23 @@ def _around(ids: Mapping[str, int], first: str | None, last: str | None) -> dict
     }
 
 
+def more_templates(folder: Path) -> list[str]:
+    """The files of `additional_chat_templates`."""
+    below = folder / "additional_chat_templates"
+    if below.is_symlink() or not below.is_dir():
+        return []
+    return sorted(f"{below.name}/{path.name}" for path in below.glob("*.jinja"))
+
+
 def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """(name, source) of every chat template."""
+    found = dict(_usual_templates(folder, config))
+    for file in more_templates(folder):
+        found[Path(file).stem] = _read(folder, file, LIMITS["chat_template.jinja"]) or ""
+    return tuple(found.items())
+
+
+def _usual_templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     where = folder / "tokenizer_config.json"
     file = _read(folder, "chat_template.jinja")
     value: Any = config.get("chat_template") if file is None else file
@@ -426,11 +442,11 @@ def _json(folder: Path, name: str) -> dict[str, Any] | None:
     return _FILES.json_object(_FILES.inside(folder, name), LIMITS[name], VALUES)
 
 
-def _read(folder: Path, name: str) -> str | None:
+def _read(folder: Path, name: str, limit: int | None = None) -> str | None:
     """A file's text; None where there is none."""
     if not _FILES.there(folder, name):
         return None
-    content = _FILES.content(_FILES.inside(folder, name), LIMITS[name])
+    content = _FILES.content(_FILES.inside(folder, name), limit or LIMITS[name])
     try:
         return content.decode()
     except UnicodeDecodeError as error:
