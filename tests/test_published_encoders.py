@@ -480,15 +480,29 @@ def test_what_would_change_the_numbers_is_refused_by_name(
 @pytest.mark.parametrize("family", ["bert", "distilbert"])
 def test_classes_of_tokens_are_no_classes_of_texts(family, tmp_path):
     model, _ = make(family, "ForTokenClassification")
-    with pytest.raises(ConfigError, match=r"architectures is .*TokenClassification.*: without"):
-        load_pretrained(saved(model, tmp_path / "model"))
+    folder = saved(model, tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"architectures is .*TokenClassification.*: classes of"):
+        load_pretrained(folder)
+    nameless(folder)
+    with pytest.raises(ConfigError, match=r"architectures is None: without .* of tokens"):
+        load_pretrained(folder)
+
+
+def nameless(folder):
+    content = json.loads((folder / "config.json").read_text())
+    del content["architectures"]
+    (folder / "config.json").write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize("head", ["ForTokenClassification", "ForQuestionAnswering"])
-def test_other_heads_are_refused_by_their_tensors(head, tmp_path):
+def test_other_heads_are_refused_by_name_and_by_their_tensors(head, tmp_path):
     model, _ = make("roberta", head)
+    folder = saved(model, tmp_path / "model")
+    with pytest.raises(ConfigError, match=f"architectures is .*{head}.*: classes of"):
+        load_pretrained(folder)
+    nameless(folder)
     with pytest.raises(CheckpointError, match=r"(classifier|qa_outputs)\.\w+: a roberta of this"):
-        load_pretrained(saved(model, tmp_path / "model"))
+        load_pretrained(folder)
 
 
 @pytest.mark.parametrize(
