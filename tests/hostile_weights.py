@@ -202,12 +202,12 @@ def resident() -> int:
 
 
 def measured(call) -> tuple[float, int]:
-    """Seconds, and by how much the resident set was larger at its peak than before."""
+    """Seconds of this process, and by how much the resident set was larger at its peak than before."""
     ctypes.CDLL(None).malloc_trim(0)  # what is free and kept would hide what is taken
     Path("/proc/self/clear_refs").write_text("5")
-    before, start = resident(), time.perf_counter()
+    before, start = resident(), time.process_time()
     call()
-    return time.perf_counter() - start, peak() - before
+    return time.process_time() - start, peak() - before
 
 
 def main(folder: Path) -> None:

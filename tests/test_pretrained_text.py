@@ -637,10 +637,10 @@ HOSTILE = {
 def test_a_hostile_folder_is_refused_with_its_reason(name, tmp_path):
     files, message = HOSTILE[name]
     folder = write(tmp_path / "hostile", **files)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(DataError, match=message) as caught:
         load_tokenizer_folder(folder)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     assert str(caught.value).startswith(str(folder))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
 
@@ -711,10 +711,10 @@ def test_a_pattern_that_never_ends_is_an_error_of_its_text(tmp_path, capfd):
     splitting = dict(type="Split", pattern={"Regex": "(a+)+$"}, behavior="Isolated", invert=False)
     folder = write(tmp_path / "x", tokenizer_json=llama() | dict(pre_tokenizer=splitting))
     tokenizer = load_tokenizer_folder(folder)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(DataError, match=r"text: .*retry-limit"):
         tokenizer.encode("a" * 50 + "b")
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     assert "panicked" in capfd.readouterr().err  # the library says so itself
 
 

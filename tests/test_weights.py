@@ -300,8 +300,8 @@ print(json.dumps([written, grown]))
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     written, read = json.loads(out.stdout)
-    assert 2**24 <= read <= 24 * 2**20
-    assert 2**25 <= written <= 56 * 2**20
+    assert 15 * 2**20 <= read <= 24 * 2**20  # the kernel counts pages in batches
+    assert 30 * 2**20 <= written <= 56 * 2**20
 
 
 @pytest.mark.parametrize("name", FILES)
