@@ -202,7 +202,7 @@ def resident() -> int:
 
 
 def measured(call) -> tuple[float, int]:
-    """Seconds of this process, and by how much the resident set was larger at its peak than before."""
+    """Seconds of CPU time, and by how much the resident set was larger at its peak."""
     ctypes.CDLL(None).malloc_trim(0)  # what is free and kept would hide what is taken
     Path("/proc/self/clear_refs").write_text("5")
     before, start = resident(), time.process_time()
