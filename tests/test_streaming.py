@@ -12,8 +12,9 @@ import pytest
 from tolerances import assert_near, assert_same_bits, largest_error
 
 from transformer_jax import cache as kv
+from transformer_jax.attention import dot_product_attention
 from transformer_jax.config import ModelConfig, RopeConfig
-from transformer_jax.masks import Causal, Window
+from transformer_jax.masks import Causal, Prefix, Window
 from transformer_jax.models import build, init_cache
 from transformer_jax.positions import ALiBi, RelativeBias, alibi_slopes, apply_rope
 from transformer_jax.streaming import (
@@ -223,6 +224,21 @@ def test_a_ring_may_be_longer_than_the_window(rng):
     assert_near(got, want, STREAMED)
 
 
+def test_a_ring_keeps_its_sinks_beside_the_window(rng):
+    query, key, value = layer_inputs(rng, 1, 29)
+    mask = Causal() & (Window(7) | Prefix(jnp.array([3])))
+    want = jax.jit(dot_product_attention)(query, key, value, mask=mask)
+    for window, capacity in ((None, 10), (7, 13)):
+        state, out = kv.init(1, capacity, KV_HEADS, DIM, VALUE, sinks=3), []
+        for at in (slice(0, 13), slice(13, 26), slice(26, 29)):
+            arrays = (x[:, at] for x in (query, key, value))
+            y, state = layer_step("none", state, *arrays, window=window)
+            out.append(y)
+        assert_near(np.concatenate(out, axis=1), want, STREAMED)
+    with pytest.raises(ValueError, match="capacity is 7 beside 3 sinks: must be at least window, "):
+        stream_attention(kv.init(1, 10, KV_HEADS, DIM, VALUE, sinks=3), query, key, value, window=8)
+
+
 def test_gradients_flow_through_the_state(rng):
     """Of keys too that are read from the ring only, chunks later."""
     arrays, weight = layer_inputs(rng, 1, 37), draw(rng, 1, 37, HEADS, VALUE)
@@ -421,6 +437,28 @@ def test_a_chunk_sees_itself_and_its_history():
     ).tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 1]]
     model = encoder("none", chunk=7, num_layers=2, window=10)
     np.testing.assert_array_equal(reach(model, 28, 15), np.arange(14 - 3 - 7, 21))
+
+
+def test_a_chunk_sees_the_sinks_that_are_not_behind_it(rng):
+    places = jnp.arange(6)
+    assert chunk_mask(2, 0, 3).materialize(places, places)[0, 0].astype(int).tolist() == [
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 0, 1, 1],
+        [1, 1, 1, 0, 1, 1],
+    ]
+    model = encoder("none", chunk=3, num_layers=1, window=5, sink_tokens=4)
+    frames = draw(rng, 1, 18, FRAME)
+    params = parameters(model, frames)
+    want, _ = jit_apply(model, params, frames)
+    for at, told in ((3, True), (4, False), (12, False), (13, True)):
+        changed = frames + np.float32(np.arange(18) == at)[None, :, None]
+        changed, _ = jit_apply(model, params, changed)
+        assert told == (largest_error(changed[:, 15], want[:, 15]) > 1e-3)
+    got, _ = feed(model, params, frames, [9, 9], ring(model, 1, 9))
+    assert_near(got, want, STREAMED)
 
 
 def test_chunks_of_one_are_a_causal_window():
@@ -641,8 +679,12 @@ def test_what_cannot_be_moved_back_is_refused():
         rebase_cache(ring(model), model.config, multiple=0)
     with pytest.raises(ValueError, match="keys are int8: must be floating"):
         rebase_state(kv.init(1, 3, 1, 4, dtype=jnp.int8), RopeConfig())
+    with pytest.raises(ValueError, match="sinks is 2: sinks stay where they are"):
+        rebase_state(kv.init(1, 7, 1, 4, sinks=2))
     with pytest.raises(ValueError, match="chunk is 0, history 3: must be at least 1 and 0"):
         chunk_mask(0, 3)
+    with pytest.raises(ValueError, match="sinks is -1: must be at least 0"):
+        chunk_mask(2, 3, -1)
 
 
 def test_low_precision_streams_in_its_own_dtype(rng):

@@ -26,7 +26,7 @@ from transformer_jax import positions as pos
 from transformer_jax.attention import dot_product_attention
 from transformer_jax.config import ModelConfig, RopeConfig
 from transformer_jax.layers import Linear, Norm, dropout, split_key
-from transformer_jax.masks import Causal, Mask, Predicate, Window
+from transformer_jax.masks import Causal, Mask, Predicate, Prefix, Window
 from transformer_jax.reference import Bias
 from transformer_jax.transformer import ModelCache, Stack, cache_limit, follow, place, refuse_last
 
@@ -46,14 +46,18 @@ def receptive_field(config: ModelConfig) -> int:
 class _Chunks:
     chunk: int
     history: int
+    sinks: int
 
     def __call__(self, q: jax.Array, k: jax.Array) -> jax.Array:
         after = k - q // self.chunk * self.chunk  # no sum of positions, which might pass int32
-        return (after >= -self.history) & (after < self.chunk)
+        kept = (k >= 0) & (k < self.sinks)
+        return (kept | (after >= -self.history)) & (after < self.chunk)
 
 
-def chunk_mask(chunk: int, history: int) -> Mask:
+def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
     """A query sees its own chunk, the frames behind it included, and `history` frames before that.
+
+    Of the first `sinks` frames it sees those that are not behind its chunk.
 
     chunk_mask(2, 1)
 
@@ -64,15 +68,17 @@ def chunk_mask(chunk: int, history: int) -> Mask:
     """
     if chunk < 1 or history < 0:
         raise ValueError(f"chunk is {chunk}, history {history}: must be at least 1 and 0")
-    return Predicate(_Chunks(chunk, history))
+    if sinks < 0:
+        raise ValueError(f"sinks is {sinks}: must be at least 0")
+    return Predicate(_Chunks(chunk, history, sinks))
 
 
 class StreamingEncoder(nn.Module):
     """A causal windowed stack over vectors: W_in x, then the blocks of the config.
 
-    With `chunk` C a frame sees all of its chunk (positions from a multiple of C on) and the
-    W - C frames before that chunk. A call then starts at a multiple of C in every row; one that
-    does not raises, or under trace gives NaN.
+    With `chunk` C a frame sees all of its chunk (positions from a multiple of C on), the W - C
+    frames before that chunk, and of the sinks those that are not behind it. A call then starts at a
+    multiple of C in every row; one that does not raises, or under trace gives NaN.
     """
 
     config: ModelConfig
@@ -132,7 +138,8 @@ class StreamingEncoder(nn.Module):
     def _mask(self) -> Mask:
         if self.chunk is None:
             return Causal()
-        return chunk_mask(self.chunk, _window(self.config) - self.chunk)
+        cfg = self.config
+        return chunk_mask(self.chunk, _window(cfg) - self.chunk, cfg.sink_tokens)
 
     def _embed(self, frames, token_positions, key) -> jax.Array:  # [B, T, D]
         cfg = self.config
@@ -166,9 +173,10 @@ def stream_attention(
     """One layer of windowed attention: the result of T new tokens, and the state behind them.
 
     A state is a ring, `cache.init(batch, window, num_kv_heads, head_dim)`; None is the whole
-    sequence at once. `window` None is the ring's capacity; a `mask` takes the place of Causal(),
-    and the window is added to it. With `rope`, queries and keys are rotated here. Without
-    `positions`, tokens stand behind those of the state.
+    sequence at once. `window` None is the ring's capacity less its sinks; a `mask` takes the place
+    of Causal(), and the window is added to it. A ring with n sinks needs window + n slots and shows
+    the first n positions too: Window(window) | Prefix([n]). With `rope`, queries and keys are
+    rotated here. Without `positions`, tokens stand behind those of the state.
     """
     rows, count = _check_attention(state, query, window, positions, bias)
     refused, placed = None, positions
@@ -181,15 +189,19 @@ def stream_attention(
         placed, refused = refuse_last(positions)
     if rope is not None:
         query, key = (pos.apply_rope(x, placed, rope) for x in (query, key))
-    seen = placed
+    seen, sinks_kept = placed, 0
     if state is not None:
-        window = state.capacity if window is None else window
+        sinks_kept = state.sinks
+        window = state.capacity - sinks_kept if window is None else window
         state, key, value, seen = kv.extend(state, key, value, placed, window)
+    near: Mask = Window(window)
+    if sinks_kept:
+        near = near | Prefix(np.full(1, sinks_kept, np.int32))  # type: ignore[arg-type]
     out = dot_product_attention(
         query,
         key,
         value,
-        mask=(Causal() if mask is None else mask) & Window(window),
+        mask=(Causal() if mask is None else mask) & near,
         bias=bias,
         scale=scale,
         softcap=softcap,
@@ -210,7 +222,10 @@ def rebase_state(
 
     Keys rotated by `rope` are turned back by as much, R(p - shift) = R(-shift) R(p), one rounding
     in their dtype. Mask, bias and rotation read differences of positions, so no result changes.
+    A state with sinks is refused: they stay where they are.
     """
+    if state.sinks:
+        raise ValueError(f"sinks is {state.sinks}: sinks stay where they are")
     if multiple < 1:
         raise ValueError(f"multiple is {multiple}: must be at least 1")
     step = math.lcm(state.capacity, multiple)
@@ -314,8 +329,10 @@ def _check_attention(state, query, window, positions, bias) -> tuple[int, int]:
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: must be at least 1")
     if state is not None:
-        if window is not None and state.capacity < window:
-            raise ValueError(f"capacity is {state.capacity}: must be at least window, {window}")
+        if window is not None and state.capacity - state.sinks < window:
+            beside = f" beside {state.sinks} sinks" if state.sinks else ""
+            given = f"capacity is {state.capacity - state.sinks}{beside}"
+            raise ValueError(f"{given}: must be at least window, {window}")
         if state.length.shape[0] != query.shape[0]:
             raise ValueError(f"query has {query.shape[0]} rows, the state {state.length.shape[0]}")
     if bias is not None and not isinstance(bias, Bias):
