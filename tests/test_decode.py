@@ -433,7 +433,10 @@ def test_wrong_arguments_are_refused_before_compiling(call):
         (r"token 31 at \[1, 2\]", dict(prompt=wrong)),
         (r"prompt has shape \(3, 0\)", dict(prompt=prompts()[:, :0])),
         (r"prompt has shape \(11,\)", dict(prompt=prompts()[0])),
-        (r"float32\[3, 11\]", dict(prompt=prompts().astype(np.float32))),
+        (
+            r"prompt is float32\[3, 11\]: must be token ids",
+            dict(prompt=prompts().astype(np.float32)),
+        ),
         (r"prompt has 2 rows, the cache 3", dict(prompt=prompts(2))),
         (r"num_tokens is 0", dict(num_tokens=0)),
         (r"chunk is 0", dict(chunk=0)),
@@ -548,6 +551,38 @@ def test_a_cache_of_another_model_is_refused():
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes(model))
         with pytest.raises(ValueError, match=rule):
             build(model).apply({"params": params}, tokens, cache=init_cache(cached, rows, 8))
+
+
+def double(params, tokens, state, *, valid=None):
+    """A step without a `check`: token t is followed by 2 t."""
+    logits = jax.nn.one_hot(tokens * 2, VOCAB, dtype=state.dtype)
+    return logits, state
+
+
+def test_prompts_that_are_no_ids_are_refused_for_any_step():
+    state = jnp.zeros((1,))
+    for wrong in (np.array([[1.7, 2.2]]), np.array([[True, False]])):
+        said = rf"prompt is {wrong.dtype}\[1, 2\]: must be token ids, integers"
+        with pytest.raises(ValueError, match=said):
+            generate(double, {}, wrong, state, num_tokens=2)
+    with pytest.raises(ValueError, match=r"prompt is float32.*: must be token ids"):
+        jax.jit(lambda x: generate(double, {}, x, state, num_tokens=2))(jnp.ones((1, 2)))
+    for wrong in (2**40, -(2**31) - 1):
+        with pytest.raises(ValueError, match=f"prompt has {wrong}: token ids are int32"):
+            generate(double, {}, np.array([[1, wrong]]), state, num_tokens=2)
+    padded = np.array([[3, 2**40]])  # what stands behind a row's length is not read
+    assert generate(double, {}, padded, state, num_tokens=2, lengths=[1]).tolist() == [[6, 12]]
+
+
+def test_one_stop_token_may_be_an_array_without_axes():
+    got = generate(double, {}, [[1]], jnp.zeros((1,)), num_tokens=4, stop=np.array(4))
+    assert got.tolist() == [[2, 4, -1, -1]]
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2.0])
+def test_a_prompt_is_not_read_in_chunks_of_nothing(chunk):
+    with pytest.raises(ValueError, match=f"chunk is {chunk}: must be an integer of at least 1"):
+        prefill(double, {}, jnp.array([[1, 2]]), jnp.zeros((1,)), jnp.array([2]), chunk)
 
 
 def test_a_plain_function_is_a_step():

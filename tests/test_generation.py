@@ -29,9 +29,17 @@ from tests.tolerances import assert_near
 from transformer_jax import decode
 from transformer_jax.decode import generate, prefill, stream
 from transformer_jax.models import build, init_cache
-from transformer_jax.processors import Ban, Force, MinLength, NoRepeatNGram, RepetitionPenalty
+from transformer_jax.processors import (
+    Ban,
+    Force,
+    MinLength,
+    NoRepeatNGram,
+    PresencePenalty,
+    RepetitionPenalty,
+)
 from transformer_jax.rows import choose, count_rows, fork, gather, put
 from transformer_jax.sampling import Greedy, Sample
+from transformer_jax.speculative import PromptLookup, speculate
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -182,6 +190,23 @@ def test_processors_shape_what_is_generated(rope, call):
         assert len(set(mine)) == len(mine)
     free = np.asarray(run(rope, sampler=None).tokens)
     assert any(row != free[i, : len(row)].tolist() for i, row in enumerate(rows))
+
+
+def test_processors_see_float32_whatever_the_step_computes_in():
+    """A penalty that a bfloat16 of 8 would swallow; tokens 0 to 2 are equally likely."""
+
+    def step(params, tokens, state, *, valid=None):
+        logits = jnp.array([8, 8, 8, 1, 1], state.dtype)
+        return jnp.broadcast_to(logits, (*tokens.shape, 5)), state
+
+    def state():
+        return jnp.zeros((1,), jnp.bfloat16)
+
+    shaped: dict = dict(num_tokens=3, processors=(PresencePenalty(0.01, prompt=True),))
+    prompt = [[0, 3]]
+    assert generate(step, {}, prompt, state(), **shaped).tokens.tolist() == [[1, 2, 0]]
+    out = speculate(step, {}, prompt, state(), **shaped, num_draft=1, proposer=PromptLookup(1))
+    assert out.tokens.tolist() == [[1, 2, 0]]
 
 
 def test_a_stream_ends_as_generate_does(rope):

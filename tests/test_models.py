@@ -817,6 +817,8 @@ def test_contradicting_arguments_are_refused(rng):
     for at in (np.zeros((2, 1)), ids[:1], ids[0]):
         with pytest.raises(ValueError, match=r"at is \w+\[.*\]: must be integers \[2, Q\]"):
             apply(at=at)
+    with pytest.raises(ValueError, match=r"at is a list: must be an array \[B, Q\]"):
+        apply(at=[[1], [1]])
     encoder = build(dataclasses.replace(SMALL, kind="encoder"))
     with pytest.raises(ValueError, match="types are given, but type_vocab_size is None"):
         encoder.apply({"params": {}}, tokens, types=ids)

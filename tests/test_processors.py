@@ -160,6 +160,7 @@ def test_bad_settings_are_refused_by_name():
         (lambda: ForceLast(0, 3), "n is 0"),
         (lambda: ForceLast(3, 1.0), "token have 1.0"),
         (lambda: MinLength(3, ()), "stop is empty"),
+        (lambda: MinLength(3, 2.5), "stop is 2.5: must be a token id or several"),
         (lambda: check_processors("abc"), "processors is 'abc'"),
         (lambda: check_processors([Ban]), "must be called with"),
         (lambda: check_processors([lambda x: x]), r"one of logits alone goes into Sample"),
@@ -181,4 +182,5 @@ def test_a_token_outside_the_vocabulary_is_refused(processor):
 
 def test_processors_are_values():
     assert Ban(1, 2) == Ban(1, 2) and hash(MinLength(3, 5)) == hash(MinLength(3, (5,)))
+    assert MinLength(3, np.int64(5)) == MinLength(3, np.array(5)) == MinLength(3, 5)
     assert RepetitionPenalty(1.2) != RepetitionPenalty(1.2, prompt=False)

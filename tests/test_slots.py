@@ -392,7 +392,8 @@ def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
         (Request([1, VOCAB], 3), r"token 31 at \[0, 1\]: must be in 0..30"),
         (Request([], 3), r"prompt has shape \(1, 0\)"),
         (Request([[1, 2]], 3), r"prompt has shape \(1, 1, 2\)"),
-        (Request([0.5], 3), "prompt is float64: must be token ids"),
+        (Request([0.5], 3), r"prompt is float64\[1, 1\]: must be token ids"),
+        (Request([2**40], 3), f"prompt has {2**40}: token ids are int32"),
         (Request([1], 0), "num_tokens is 0: must be at least 1"),
         (Request([1], 2.5), "num_tokens is 2.5: must be an integer"),
         (Request([1], 3, key=jax.random.split(jax.random.key(0))), "key is .*single key"),
@@ -419,6 +420,47 @@ def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
         assert re.search(said, completion.error), completion.error
         assert len(completion.tokens) == len(completion.log_probs) == 0
     assert refused[0].id == 1 and refused[1].id == 3, "who has no name has its number"
+
+
+def follow(params, tokens, state, *, valid=None):
+    """A step whose token t is followed by any, most likely by t + 1."""
+    valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+    return jax.nn.one_hot(tokens + 1, 29), state + valid.sum(axis=1)
+
+
+def test_raw_words_are_a_key():
+    key = jax.random.key(5)
+    requests = [Request([3], 9, key=key), Request([3], 9, key=jax.random.key_data(key))]
+    empty = jnp.zeros((1,), jnp.int32)
+    arguments: dict = dict(slots=2, capacity=16, sampler=Sample())
+    one, two = serve(follow, {}, requests, empty, **arguments)
+    assert len(one.tokens) == 9 and one.tokens.tolist() == two.tokens.tolist()
+    held = init_slots(follow, {}, empty, 2, 16, sampler=Sample())
+    held, first = admit(held, {}, 0, [[3]], empty, limits=9, key=key)
+    held, again = admit(held, {}, 1, [[3]], empty, limits=9, key=jax.random.key_data(key))
+    assert first.token.tolist() == again.token.tolist()
+
+
+def test_slots_go_through_a_trace():
+    """Limits that are traced are clipped to what a slot holds."""
+
+    @jax.jit
+    def go(held, rows, prompt, lengths, limits):
+        held, first = admit(held, {}, rows, prompt, empty, limits=limits, lengths=lengths)
+        held, rest = advance_slots(held, {}, 2)
+        return held, release(held, rows[1:]), first.token, rest.token
+
+    empty = jnp.zeros((2,), jnp.int32)
+    held = init_slots(follow, {}, empty[:1], 3, 5)
+    arguments = jnp.array([2, 0]), jnp.array([[1, 2, 3], [7, 0, 0]]), jnp.array([3, 1])
+    after, released, first, rest = go(held, *arguments, jnp.array([99, 9]))
+    assert first.tolist() == [4, 8]
+    assert rest.tolist() == [[9, -1, 5], [10, -1, 6]]
+    assert after.active.tolist() == [True, False, False]
+    assert after.running.limits.tolist() == [5, 0, 3]
+    assert released.active.tolist() == [False, False, False]
+    with pytest.raises(ValueError, match="reach length 6: the limit is 5"):
+        jax.jit(lambda held: admit(held, {}, [1], [[5]], empty[:1], limits=6)[0])(held)
 
 
 def test_names_may_be_shared_and_what_just_fits_is_served(rope):

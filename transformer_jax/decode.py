@@ -10,10 +10,9 @@ loop. Prompts are padded to a bucket, so one compilation serves every length in 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -27,6 +26,7 @@ from transformer_jax.processors import (
     HistoryProcessor,
     apply_all,
     check_processors,
+    one_or_more,
     token_ids,
 )
 from transformer_jax.recurrent import RecurrentLM, RecurrentSeq2Seq, RecurrentStep
@@ -174,6 +174,8 @@ def prefill(
     A step with `read` computes no others. `chunk` reads the prompt that many tokens at a time: the
     same numbers in less memory.
     """
+    if chunk is not None:
+        check_count("chunk", chunk, 1)
     prompt, lengths = jnp.asarray(prompt), jnp.asarray(lengths)
     rows, columns = prompt.shape
     chunk = columns if chunk is None else chunk
@@ -310,12 +312,13 @@ def _choose(
 ) -> tuple[Running, Chosen]:
     """Processors, then the sampler; who has the last token of its kind ends."""
     active, history = running.active, running.history
+    logits = logits.astype(jnp.float32)
     processed = apply_all(plan.processors, history, logits)
     if plan.ends:
         weights = choose(active, weights, jax.tree.map(jnp.zeros_like, weights))
     keys = jax.vmap(jax.random.fold_in)(running.keys, running.count)
     token = jax.vmap(lambda key, row: plan.sampler(key, row[None])[0])(keys, processed)
-    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    log_probs = jax.nn.log_softmax(logits, axis=-1)
     log_prob = jnp.take_along_axis(log_probs, jnp.clip(token, 0)[:, None], axis=1)[:, 0]
     log_prob = jnp.where(token < 0, jnp.nan, log_prob)
     chosen = Chosen(
@@ -365,7 +368,8 @@ def generate(
 
     Under a trace of yours what is not known is not checked: a token outside the vocabulary and a
     position past the cache poison their row, which then has token -1 and log-probability NaN, and
-    limits are clipped to 0..num_tokens.
+    limits are clipped to 0..num_tokens. A token that has left every window before the prompt ends
+    poisons nothing.
     """
     given = prepare(
         step, params, prompt, state, num_tokens, lengths, sampler, key, processors, stop, limits,
@@ -534,9 +538,12 @@ def check_prompt(prompt: Any, lengths: Any) -> tuple[Any, Any]:
             ) from None
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt has shape {prompt.shape}: must be [B, P] with P at least 1")
+    if not jnp.issubdtype(prompt.dtype, jnp.integer):
+        given = f"{prompt.dtype}{list(prompt.shape)}"
+        raise ValueError(f"prompt is {given}: must be token ids, integers")
     rows, columns = prompt.shape
     if lengths is None:
-        return prompt, np.full(rows, columns, np.int32)
+        return _fitting(prompt), np.full(rows, columns, np.int32)
     lengths = lengths if _traced(lengths) else np.asarray(lengths)
     if lengths.shape != (rows,):
         raise ValueError(f"lengths have shape {lengths.shape}: must be ({rows},)")
@@ -546,7 +553,18 @@ def check_prompt(prompt: Any, lengths: Any) -> tuple[Any, Any]:
         return jnp.where(jnp.arange(columns)[None] < lengths[:, None], prompt, 0), lengths
     if rows and not 1 <= lengths.min() <= lengths.max() <= columns:
         raise ValueError(f"lengths are {lengths.tolist()}: must be from 1 to {columns}")
-    return np.where(np.arange(columns)[None] < lengths[:, None], prompt, 0), lengths
+    return _fitting(np.where(np.arange(columns)[None] < lengths[:, None], prompt, 0)), lengths
+
+
+def _fitting(prompt: Any) -> Any:
+    """Ids that int32 holds, in which they are read."""
+    if not _traced(prompt) and prompt.size:
+        least, most = int(prompt.min()), int(prompt.max())
+        ends = np.iinfo(np.int32)
+        if least < ends.min or most > ends.max:
+            wrong = least if least < ends.min else most
+            raise ValueError(f"prompt has {wrong}: token ids are int32")
+    return prompt
 
 
 def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B]
@@ -566,9 +584,7 @@ def _fold_rows(key, rows):
 
 def stop_tokens(stop: Any) -> tuple[int, ...]:
     """One id or several, as a tuple of ints."""
-    if not isinstance(stop, Integral | Iterable):
-        raise ValueError(f"stop is {stop!r}: must be a token id or several")
-    ids = (stop,) if isinstance(stop, Integral) else tuple(stop)
+    ids = one_or_more("stop", stop)
     return token_ids("stop", ids) if ids else ()
 
 

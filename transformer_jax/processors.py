@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Protocol
@@ -210,8 +210,7 @@ class MinLength:
     def __init__(self, n: int, stop: int | Sequence[int]) -> None:
         check_count("n", n, 0)
         object.__setattr__(self, "n", int(n))
-        ids = (stop,) if isinstance(stop, int) else tuple(stop)
-        object.__setattr__(self, "stop", token_ids("stop", ids))
+        object.__setattr__(self, "stop", token_ids("stop", one_or_more("stop", stop)))
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         longer = (history.new >= self.n)[:, None]
@@ -278,6 +277,15 @@ def _exclude(value: Any, logits: jax.Array, tokens: tuple[int, ...]) -> jax.Arra
 def _check_vocab(value: Any, tokens: Sequence[int], vocab: int) -> None:
     if max(tokens) >= vocab:
         raise ValueError(f"token {max(tokens)} of {value!r}: must be in 0..{vocab - 1}")
+
+
+def one_or_more(name: str, ids: Any) -> tuple[Any, ...]:
+    """A token id, also as an array without axes, or several of them."""
+    if getattr(ids, "ndim", None) == 0:
+        ids = ids.item()
+    if not isinstance(ids, Integral | Iterable):
+        raise ValueError(f"{name} is {ids!r}: must be a token id or several")
+    return (ids,) if isinstance(ids, Integral) else tuple(ids)
 
 
 def token_ids(name: str, tokens: Sequence[Any]) -> tuple[int, ...]:

@@ -3,9 +3,10 @@
 Both are frozen, hashable values, so a jitted function takes them as static arguments and a
 configuration compares by content. All of it is float32.
 
-A processor maps logits [..., V] to logits where what it excludes is -inf; the best token always
-stays. Of equal logits the lower id counts as better. `Sample` applies its processors from left to
-right, so `Sample(Temperature(0.8), TopP(0.95))` cuts what the temperature has already sharpened.
+A processor maps logits [..., V] to logits where what it excludes is -inf; the best token stays,
+unless `Typical` finds it too sure. Of equal logits the lower id counts as better. `Sample` applies
+its processors from left to right, so `Sample(Temperature(0.8), TopP(0.95))` cuts what the
+temperature has already sharpened.
 
 Logits have to have a finite maximum: a row with NaN, +inf, or nothing but -inf is a ValueError
 where it is known, and token -1 under trace, whose embedding is NaN.

@@ -3,9 +3,10 @@
 `Slots` is a `Running` of B rows: what a request needs is one row of it. `admit` reads a prompt
 beside the batch and writes that row, `advance_slots` chooses the next tokens of all rows, and a row
 that has ended stands still until the next request takes its place. Shapes never change, so there is
-one decoding program, and one for each bucket of prompts; both consume the slots they are given.
-`serve` is the loop around them. A request's tokens are those of `generate` for it alone with
-`key=request.key[None]`, whoever else is there (Yu et al. 2022, Orca, section 3.2).
+one decoding program, and one for each bucket of prompts; both consume the slots they are given,
+unless a trace of yours goes through. `serve` is the loop around them. A request's tokens are those
+of `generate` for it alone with `key=request.key[None]`, whoever else is there (Yu et al. 2022,
+Orca, section 3.2).
 
 An encoder-decoder's requests, and those that go on from a prefix, bring a state of one row. All
 slots have the same shapes, so sources are padded to one length, with position -1 behind their ends.
@@ -115,13 +116,19 @@ def admit(
 
     `state` has R rows, which the prompts go on from; it is not consumed, so many may share a
     prefix. The slots are consumed.
+
+    Under a trace of yours nobody sees whether a slot is taken: what it held is lost. Rows that are
+    traced have to be different slots, from 0 on; one past the last is dropped. Where limits or
+    lengths are traced, limits are clipped to what a slot holds.
     """
     _check_kept(slots)
     places = _rows(slots, rows)
-    taken = places[jax.device_get(slots.active)[places]].tolist()
-    if taken:
-        raise ValueError(f"rows {taken} are taken: release them, or wait for their end")
-    arrays = _arrange(slots, prompt, lengths, state, np.atleast_1d(limits), key, chunk)
+    if not _traced(slots.active, places):
+        taken = places[jax.device_get(slots.active)[places]].tolist()
+        if taken:
+            raise ValueError(f"rows {taken} are taken: release them, or wait for their end")
+    numpy: Any = jnp if _traced(limits) else np
+    arrays = _arrange(slots, prompt, lengths, state, numpy.atleast_1d(limits), key, chunk)
     if len(arrays[1]) != len(places):
         raise ValueError(f"prompt has {len(arrays[1])} rows for {len(places)} slots")
     return _admit(slots, params, jnp.asarray(places, jnp.int32), *arrays, state, chunk)
@@ -367,8 +374,7 @@ def _arrange_one(
         raise ValueError(f"num_tokens is {limit!r}: must be an integer")
     key = request.key
     if key is not None:
-        check_key("key", key)
-        key = key[None]
+        key = _typed(key)[None]
     prompt = np.asarray(request.prompt)[None]
     state = empty if request.state is None else request.state
     return _arrange(slots, prompt, None, state, np.array([limit]), key, chunk), state
@@ -381,34 +387,47 @@ def _arrange(
     if chunk is not None:
         check_count("chunk", chunk, 1)
     prompt, lengths = check_prompt(prompt, lengths)
-    if not np.issubdtype(prompt.dtype, np.integer):
-        raise ValueError(f"prompt is {prompt.dtype}: must be token ids, integers")
     rows, columns = prompt.shape
     if limits.shape != (rows,) or not np.issubdtype(limits.dtype, np.integer):
-        raise ValueError(f"limits are {limits.tolist()}: must be integers, one for each prompt")
-    if limits.min() < 1:
+        given = f"{limits.dtype}{list(limits.shape)}" if _traced(limits) else limits.tolist()
+        raise ValueError(f"limits are {given}: must be integers, one for each prompt")
+    if not _traced(limits) and limits.min() < 1:
         raise ValueError(f"num_tokens is {limits.min()}: must be at least 1")
     total = lengths + limits - 1
-    if total.max() > slots.capacity:
+    if _traced(total):
+        limits = jnp.clip(limits, 1, slots.capacity + 1 - lengths)
+    elif total.max() > slots.capacity:
         raise ValueError(
             f"prompt and new tokens reach length {total.max()}: "
             f"the limit is {slots.capacity}, the capacity of a slot"
         )
     if key is None and not isinstance(slots.plan.sampler, Greedy):
         raise ValueError(f"key is None: {slots.plan.sampler!r} draws random numbers")
+    if getattr(key, "dtype", None) == jnp.uint32:
+        key = _typed(key)
     keys, held = row_keys(key, rows), slots.running.keys
     if keys.dtype != held.dtype:
         raise ValueError(f"key is {keys.dtype}: the slots hold {held.dtype}")
     check_alive(state)
     _check_state(slots.running.state, state, rows)
-    if hasattr(slots.step, "check"):
+    if hasattr(slots.step, "check") and not _traced(prompt, total):
         slots.step.check(prompt, state, total)
     width = min(bucket(columns), slots.capacity)
-    prompt = np.pad(prompt, ((0, 0), (0, max(0, width - columns))))[:, :width]
-    prompt, lengths, limits = jax.device_put(
-        tuple(np.asarray(x, np.int32) for x in (prompt, lengths, limits))
-    )
+    numpy: Any = jnp if _traced(prompt) else np
+    prompt = numpy.pad(prompt, ((0, 0), (0, max(0, width - columns))))[:, :width]
+    arrays = prompt, lengths, limits
+    if _traced(*arrays):
+        prompt, lengths, limits = (jnp.asarray(x, jnp.int32) for x in arrays)
+    else:
+        prompt, lengths, limits = jax.device_put(tuple(np.asarray(x, np.int32) for x in arrays))
     return prompt, lengths, limits, keys
+
+
+def _typed(key: Any) -> jax.Array:  # key[]
+    """Raw words, as older JAX has them, as the key they are: slots hold keys of one type."""
+    check_key("key", key)
+    raw = key.dtype == jnp.uint32
+    return jax.random.wrap_key_data(jnp.asarray(key)) if raw else key
 
 
 def _check_state(held: Any, state: Any, rows: int) -> None:
@@ -426,10 +445,14 @@ def _check_state(held: Any, state: Any, rows: int) -> None:
             )
 
 
-def _rows(slots: Slots, rows: Any) -> np.ndarray:  # [R]
-    places, count = np.atleast_1d(rows), len(slots.active)
+def _rows(slots: Slots, rows: Any) -> Any:  # [R]
+    places = jnp.atleast_1d(rows) if _traced(rows) else np.atleast_1d(rows)
+    count = len(slots.active)
     if places.ndim != 1 or not np.issubdtype(places.dtype, np.integer):
-        raise ValueError(f"rows are {places.tolist()}: must be integers")
+        given = f"{places.dtype}{list(places.shape)}" if _traced(places) else places.tolist()
+        raise ValueError(f"rows are {given}: must be integers")
+    if _traced(places):
+        return places
     if len(set(places.tolist())) < len(places):
         raise ValueError(f"rows are {places.tolist()}: must name a slot once")
     if not ((places >= 0) & (places < count)).all():
@@ -438,5 +461,9 @@ def _rows(slots: Slots, rows: Any) -> np.ndarray:  # [R]
 
 
 def _check_kept(slots: Slots) -> None:
-    if slots.active.is_deleted():
+    if not _traced(slots.active) and slots.active.is_deleted():
         raise ValueError("slots were consumed by an earlier call: use those it returned")
+
+
+def _traced(*arrays: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in arrays)

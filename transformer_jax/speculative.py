@@ -468,6 +468,7 @@ def _usable(proposal: Proposal, room: jax.Array, vocab: int) -> jax.Array:  # bo
 
 def _processed(plan: Plan, history: History, tokens: jax.Array, logits: jax.Array) -> jax.Array:
     """Each position's logits [B, T, V] as the processors make them behind the tokens before it."""
+    logits = logits.astype(jnp.float32)
     if not plan.processors:
         return logits
     out = []

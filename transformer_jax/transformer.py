@@ -606,6 +606,8 @@ def decode_tokens(
 
 def pick(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B, Q] -> [B, Q, D]
     """Of each row the tokens of these indices; NaN where there is no such token."""
+    if not hasattr(at, "ndim"):
+        raise ValueError(f"at is a {type(at).__name__}: must be an array [B, Q]")
     if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or len(at) != len(x):
         raise ValueError(f"at is {at.dtype}{list(at.shape)}: must be integers [{len(x)}, Q]")
     index = jnp.where(at < 0, x.shape[1], at)[:, :, None]
