@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from transformer_jax.data import ByteTokenizer, CharTokenizer
 from transformer_jax.models import init_params
 from transformer_jax.processors import Ban, Force, ForceLast, MinLength, NoRepeatNGram
 from transformer_jax.sampling import Sample, Temperature
+from transformer_jax.translation import search_translations
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -139,6 +141,21 @@ def test_what_counts_new_tokens_counts_on_where_the_text_is_read_anew(params):
     assert begun[:26] == "a" * 25 + "!"
 
 
+def spell(history, logits):
+    """The letter whose number is that of the new tokens that a penalty counts."""
+    vocab = logits.shape[-1]
+    wanted = ord("A") + history.counts(vocab, prompt=False).sum(axis=1)
+    return jnp.where(jnp.arange(vocab)[None] == wanted[:, None], 0.0, -jnp.inf)
+
+
+def test_what_was_written_stays_new_where_it_is_read_anew(params):
+    """11 tokens are: two of the prompt, and the nine that were written behind it."""
+    drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
+    model = CONFIG, params, ByteTokenizer()
+    whole = "".join(complete(*model, "To be or not to", 13, **drawn, processors=(spell,)))
+    assert whole == "ABCDEFGHI" + "JKLM"
+
+
 def test_what_is_forced_is_written_once(params):
     """Also where the model reads its own text anew, and the force is longer than one reading."""
     words = "or not to be, that is the question: w"
@@ -198,6 +215,15 @@ def test_what_cannot_be_is_refused_by_name(params):
         text(params, stop=["a", ""])
     with pytest.raises(ValueError, match="processors is Ban"):
         text(params, processors=Ban(3))
+    ring = dataclasses.replace(CONFIG, window=4), params, ByteTokenizer()
+    common = dict(count=2, sampler=Sample(), key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"token 300 at \[0, 0\]: must be in 0..299"):
+        samples(*ring, np.array([300] + [98] * 12), 3, **common)
+    with pytest.raises(ValueError, match="new tokens reach length 32: the limit is 23"):
+        samples(CONFIG, params, ByteTokenizer(), "a" * 30, 3, **common)
+    pair, nothing = dataclasses.replace(CONFIG, kind="encoder-decoder"), np.zeros(0, np.int32)
+    with pytest.raises(ValueError, match="the source has no tokens: must have at least one"):
+        search_translations(pair, params, ByteTokenizer(), nothing, 3, start=1, beams=2)
     many = CharTokenizer("".join(map(chr, range(0x4E00, 0x4E00 + 301))))
     with pytest.raises(ValueError, match="the tokenizer has 301 tokens: the model has 300"):
         complete(CONFIG, params, many, "\u4e00", 3, sampler=Sample(), key=jax.random.key(0))

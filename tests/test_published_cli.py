@@ -428,3 +428,6 @@ def test_an_encoder_decoder_writes_from_a_source(key):
     assert cut == [expected[:last]] * 2
     with pytest.raises(ValueError, match="the source has id 13"):
         translate(config, params, tokenizer, np.array([13]), 7, start=2, **common)
+    poisoned = jax.tree.map(lambda leaf: leaf * np.nan, params)
+    with pytest.raises(ValueError, match="no token can follow"):
+        search_translations(config, poisoned, tokenizer, source, 7, start=2, beams=1)

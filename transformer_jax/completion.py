@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.arguments import check_count
 from transformer_jax.beam import LengthPenalty, beam_search
 from transformer_jax.config import ModelConfig
 from transformer_jax.data import Tokenizer
@@ -38,7 +39,7 @@ from transformer_jax.transformer import Decoder
 Prompt = str | np.ndarray
 """A text, or the ids i32[P] that stand for it."""
 
-_NO_TOKEN = "no token can follow: every one is excluded, or the logits are not finite"
+NO_TOKEN = "no token can follow: every one is excluded, or the logits are not finite"
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ def complete(
 
     It ends in front of the first `stop` string or token of `stop_ids`, or after `num_tokens`
     tokens. Where the text outgrows the model's max_len, the model reads its last max_len / 2 tokens
-    anew and goes on, and `processors` see those: a token costs one decode step, and now and then
-    half a window.
+    anew and goes on: a token costs one decode step, and now and then half a window. `processors`
+    see what the model has read: a penalty still counts a token that was written and is read anew,
+    and none that is out of sight. `Force`, `ForceLast` and `MinLength` count all that was written.
     """
     stop = check_stop_strings(stop)
     processors = check_processors(processors)
@@ -108,9 +110,13 @@ def samples(
     if count < 1:
         raise ValueError(f"count is {count}: must be at least 1")
     stop = check_stop_strings(stop)
-    step, read = make_step(Decoder(config)), jnp.asarray(read_prompt(tokenizer, prompt)[None])
+    check_count("num_tokens", num_tokens, 1)
+    step: Any = make_step(Decoder(config))
+    read: Any = read_prompt(tokenizer, prompt)[None]
     empty = init_cache(config, 1, config.max_len, cache_dtype)
     columns = read.shape[1]
+    step.check(read, empty, np.array([columns + num_tokens - 1]))
+    read = jnp.asarray(read)
     if columns > 1 and not processors:
         state = jax.jit(prefill, static_argnums=0)(
             step, params, read[:, :-1], empty, jnp.full((1,), columns - 1)
@@ -152,7 +158,7 @@ def search(
         length_penalty=LengthPenalty(length_penalty),
     )
     if not np.asarray(found.lengths)[0, 0]:
-        raise ValueError(_NO_TOKEN)
+        raise ValueError(NO_TOKEN)
     rows = zip(
         *(np.asarray(x)[0] for x in (found.scores, found.tokens, found.lengths)), strict=True
     )
@@ -237,7 +243,7 @@ def answer(
         if completion.error is not None:
             raise ValueError(f"prompt {completion.id}: {completion.error}")
         if completion.end == "poisoned":
-            raise ValueError(f"prompt {completion.id}: {_NO_TOKEN}")
+            raise ValueError(f"prompt {completion.id}: {NO_TOKEN}")
         tokens = completion.tokens.tolist()
         yield completion.id, "".join(pieces(tokenizer, tokens, stop, stop_ids))
 
@@ -309,10 +315,12 @@ def _ids(
     cache_dtype: jax.typing.DTypeLike | None,
 ) -> Iterator[int]:
     step, length = make_step(Decoder(config)), config.max_len
-    part = written = 0
+    part, written, given = 0, 0, len(history)
     while num_tokens > 0:
         read = history if len(history) < length else history[-max(1, length // 2) :]
         count = min(num_tokens, length - len(read) + 1)
+        given = max(0, given - (len(history) - len(read)))  # of what is read, the prompt's
+        gone = written - (len(read) - given)
         tokens = stream(
             step,
             params,
@@ -321,7 +329,10 @@ def _ids(
             num_tokens=count,
             sampler=sampler,
             key=jax.random.fold_in(key, part),
-            processors=tuple(_unsaid(processor, written) for processor in processors),
+            processors=tuple(
+                _Resumed(_unsaid(processor, gone), given) if part else processor
+                for processor in processors
+            ),
             stop=stop_ids,
         )
         new = []
@@ -334,15 +345,27 @@ def _ids(
         num_tokens, part, written = num_tokens - count, part + 1, written + count
 
 
-def _unsaid(processor: HistoryProcessor, written: int) -> HistoryProcessor:
-    """What is left of one that counts new tokens behind so many; another processor as it is."""
+@dataclass(frozen=True)
+class _Resumed:
+    """A processor where some of what is read anew was written: all behind `given` tokens."""
+
+    processor: HistoryProcessor
+    given: int
+
+    def __call__(self, history: History, logits: jax.Array) -> jax.Array:
+        prompt = jnp.full_like(history.prompt, self.given)
+        return self.processor(replace(history, prompt=prompt), logits)
+
+
+def _unsaid(processor: HistoryProcessor, gone: int) -> HistoryProcessor:
+    """What is left of one that counts new tokens when so many are out of sight; others as is."""
     match processor:
-        case Force(tokens) if written:
-            return Force(*tokens[written:]) if len(tokens) > written else _keep
-        case ForceLast(n, token) if written:
-            return ForceLast(n - written, token) if n > written else _keep
-        case MinLength(n, stop) if written:
-            return MinLength(max(0, n - written), stop)
+        case Force(tokens) if gone:
+            return Force(*tokens[gone:]) if len(tokens) > gone else _keep
+        case ForceLast(n, token) if gone:
+            return ForceLast(n - gone, token) if n > gone else _keep
+        case MinLength(n, stop) if gone:
+            return MinLength(max(0, n - gone), stop)
     return processor
 
 
@@ -365,7 +388,7 @@ def pieces(
     matcher = StopStrings(check_stop_strings(stop))
     for token in ids:
         if token < 0:
-            raise ValueError(_NO_TOKEN)
+            raise ValueError(NO_TOKEN)
         if token in stop_ids:
             break
         text, ended = matcher.feed(decoder.decode(tokenizer.to_bytes([token])))

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.beam import LengthPenalty, beam_search
-from transformer_jax.completion import StopStrings, WithoutHistory, check_stop_strings, known_ids
+from transformer_jax.completion import (
+    NO_TOKEN,
+    StopStrings,
+    WithoutHistory,
+    check_stop_strings,
+    known_ids,
+)
 from transformer_jax.config import ModelConfig
 from transformer_jax.data import Tokenizer
 from transformer_jax.decode import generate, make_step
@@ -83,6 +89,8 @@ def search_translations(
         processors=(*map(WithoutHistory, known_ids(config, tokenizer)), *processors),
         length_penalty=LengthPenalty(length_penalty),
     )
+    if not np.asarray(found.lengths)[0, 0]:
+        raise ValueError(NO_TOKEN)
     rows = (np.asarray(x)[0] for x in (found.scores, found.tokens, found.lengths))
     return [
         (float(score), _text(tokenizer, tokens[:length].tolist(), (), stop_ids))
@@ -101,6 +109,8 @@ def _state(config, params, source, capacity, dtype):
 
 def _read(config: ModelConfig, params: Any, source: np.ndarray, num_tokens: int, dtype: Any) -> Any:
     """The state behind one source, with room for `num_tokens`."""
+    if not len(source):
+        raise ValueError("the source has no tokens: must have at least one")
     if config.positions in ("learned", "sinusoidal") and len(source) > config.max_len:
         raise ValueError(f"the source has {len(source)} tokens: max_len is {config.max_len}")
     if wrong := [int(i) for i in source if not 0 <= i < config.vocab_size]:
@@ -113,7 +123,7 @@ def _text(
 ) -> str:
     """A text from its beginning, without special tokens, up to its end."""
     if any(i < 0 for i in ids):
-        raise ValueError("no token can follow: every one is excluded, or logits are not finite")
+        raise ValueError(NO_TOKEN)
     end = next((n for n, i in enumerate(ids) if i in stop_ids), len(ids))
     if isinstance(tokenizer, PretrainedTokenizer):
         text = tokenizer.decode(ids[:end], skip_special_tokens=True)
