@@ -73,6 +73,11 @@ def chunked_cross_entropy(
         )
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}: must be at least 1")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}: must be above 0, or None")
+    if logit_bias is not None and logit_bias.shape != output_weights.shape[:1]:
+        rule = f"must be {output_weights.shape[:1]}, [V]"
+        raise ValueError(f"logit_bias has shape {logit_bias.shape}: {rule}")
     labels, weights = _count(labels, weights, ignore_label, output_weights.shape[0])
     chunk_size = min(chunk_size, max(hidden.shape[1], 1))
     total = _chunked_sum(
