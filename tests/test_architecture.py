@@ -18,6 +18,7 @@ ORDER = [
     "families",
     "flags",
     "tiles",
+    "integers",
     "masks",
     "positions",
     "cache",

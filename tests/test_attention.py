@@ -22,7 +22,7 @@ from tolerances import (  # noqa: E402
     assert_same_bits,
 )
 
-from transformer_jax import cache  # noqa: E402
+from transformer_jax import arguments, attention, cache  # noqa: E402
 from transformer_jax.attention import (  # noqa: E402
     additive_attention,
     dot_product_attention,
@@ -37,6 +37,7 @@ from transformer_jax.masks import (  # noqa: E402
     Everything,
     Padding,
     Predicate,
+    Prefix,
     Window,
 )
 from transformer_jax.positions import ALiBi, alibi_slopes  # noqa: E402
@@ -358,6 +359,22 @@ def test_an_implementation_that_cannot_run_on_a_cpu_says_so(name):
     assert len(str(error.value)) > len(name) + 10, "the message names no condition"
 
 
+@pytest.mark.parametrize(("left", "said"), [(16, (15, 0)), (17, None), (2**31, None)])
+def test_cudnn_is_told_of_no_window_as_long_as_the_keys(monkeypatch, left, said):
+    told = []
+
+    def attend(query, key, value, *, local_window_size, **settings):
+        told.append(local_window_size)
+        return query
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    arrays = draw(5, queries=17, keys=17)
+    given = dict.fromkeys(("query", "key", "value"), arrays["query"])
+    options = arguments.Options(None, None, 0.0)
+    out = attention._cudnn(options, given | {"mask": Causal() & Window(left)})
+    assert told == [said] and not np.isnan(np.asarray(out)).any()
+
+
 @pytest.mark.parametrize("settings", ["plain", "window", "alibi"])
 def test_no_name_runs_what_the_explanation_chooses(settings):
     arrays, settings = draw(6), SETTINGS[settings]
@@ -375,6 +392,39 @@ def test_a_sequence_falls_through_what_cannot_run():
     with pytest.raises(NotImplementedError) as error:
         call(arrays, implementation=("pallas", "cudnn"))
     assert "pallas" in str(error.value) and "cudnn" in str(error.value)
+
+
+def test_positions_of_any_integer_dtype_mean_the_same():
+    arrays, at = draw(17, queries=5, keys=7), (np.arange(5), np.arange(7))
+    window = dict(mask=Window(5, 3), bias=ALiBi(alibi_slopes(4)), implementation="xla")
+    out = [
+        call(
+            arrays, q_positions=jnp.asarray(at[0], dtype), k_positions=at[1].astype(dtype), **window
+        )
+        for dtype in ("int32", "uint8", "uint32")
+    ]
+    assert_same_bits(out[1], out[0])
+    assert_same_bits(out[2], out[0])
+    with pytest.raises(ValueError, match="k_positions holds 4294967296"):
+        call(arrays, k_positions=at[1] + 2**32)
+
+
+def test_a_predicate_may_read_traced_values_in_the_gradient():
+    """A threshold and a table, next to what leads with batch rows."""
+    arrays = draw(18, queries=5, keys=7)
+
+    def loss(query, width, table, implementation):
+        near = Predicate(lambda q, k: (q - k < 2 * width) & table[k % 2])
+        mask = near | Prefix(jnp.array([2, 1]))
+        out = call(arrays | {"query": query}, mask=mask, implementation=implementation)
+        return (out**2).sum()
+
+    slopes = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=3)
+    given = arrays["query"], 1.5, jnp.array([True, False])
+    expected, actual = slopes(*given, "xla"), slopes(*given, "blockwise")
+    assert np.abs(np.asarray(expected[0])).max() > 0.01
+    assert_near(actual[0], expected[0], GRADIENT_F32)
+    assert actual[1] == expected[1] == 0
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, TypeError, FloatingPointError])

@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 
+from transformer_jax.mask_vectors import MaskVectors
 from transformer_jax.masks import Causal, Dense, Padding, Predicate, Prefix, Segments, Window
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -46,6 +47,46 @@ def two_sided():
     for right in range(10):
         yield Window(None, right), oracle.window(None, right)
         yield Window(3, right), oracle.window(3, right)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint32"])
+def test_positions_of_any_integer_dtype_mean_the_same(dtype):
+    """Near the ends of the dtype, where differences would wrap."""
+    last = min(int(np.iinfo(dtype).max), 1000)
+    q_positions, k_positions = np.arange(last - T + 1, last + 1), np.arange(S)
+    k_positions[3:] += last - S + 1
+    at = q_positions.astype(dtype), k_positions.astype(dtype)
+    for mask in (Window(3, 2), Window(last - 2), Window(last + 73)):
+        assert (seen(mask, *at) == seen(mask, q_positions, k_positions)).all(), mask
+    traced = jax.jit(Window(3, 2).materialize)(*at)
+    assert (np.asarray(traced) == seen(Window(3, 2), *at)).all()
+
+
+@pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**40])
+def test_a_window_may_be_wider_than_int32(far):
+    """From one end of the positions to the other, q - k is 2^31 - 1."""
+    ends = np.array([0, 2**31 - 1], np.int32)
+    past = np.array([[True, True], [far > 2**31 - 1, True]])
+    for mask, expected in ((Window(far), past), (Window(None, far), past.T)):
+        assert (seen(mask, ends, ends)[0, 0] == expected).all(), mask
+        assert set(check_sound(mask, ends, ends, 1, 1)) <= {SKIPPED, FULL}
+        vectors = MaskVectors.of(mask, ends[None], ends[None], False)
+        at = [x[:, :, None] for x in vectors.q], [x[:, None, :] for x in vectors.k]
+        assert (np.asarray(vectors.visible(*at))[0] == expected).all(), mask
+
+
+def test_unsigned_ids_stay_apart_and_are_planned():
+    """Traced, they may be beyond int32."""
+    ids = np.array([[1, 1, 2**31 + 1, 2**31 + 1, 2**32 - 1]], np.uint32)
+
+    @jax.jit
+    def classes(ids):
+        return Segments(ids).block_plan(jnp.arange(5), jnp.arange(5), block_q=2, block_k=2).classes
+
+    plan = [[FULL, SKIPPED, SKIPPED], [SKIPPED, FULL, SKIPPED], [SKIPPED, SKIPPED, PARTIAL]]
+    assert np.asarray(classes(ids))[0, 0].tolist() == plan
+    visible = jax.jit(lambda ids: Segments(ids).materialize(jnp.arange(5), jnp.arange(5)))(ids)
+    assert (np.asarray(visible)[0, 0] == (ids.T == ids)).all()
 
 
 def test_every_window_over_every_pair_of_lengths_up_to_nine():
@@ -407,6 +448,11 @@ BAD = [
     (lambda: Segments(jnp.zeros((3, 7), jnp.int32), jnp.zeros((2, 7), jnp.int32)), r"3.*2|2.*3"),
     (lambda: Prefix(jnp.zeros((3, 7), jnp.int32)), r"\(3, 7\)"),
     (lambda: Prefix(jnp.zeros(3, jnp.float32)), "float32"),
+    (lambda: Prefix(np.array([4, 2**32])), "Prefix: lengths holds 4294967296"),
+    (lambda: Segments(np.array([[1, 2**32 + 1]])), "Segments: q_ids holds 4294967297"),
+    (lambda: Segments(jnp.array([[2**31]], jnp.uint32)), "Segments: q_ids holds 2147483648"),
+    (lambda: Causal().materialize([0, 2**32], jnp.arange(7)), "q_positions holds 4294967296"),
+    (lambda: Causal().materialize([0], jnp.array([2**31], jnp.uint32)), "k_positions holds 21474"),
     (lambda: Dense(jnp.ones((3, 5, 7), bool)), r"\(3, 5, 7\)"),
     (lambda: Dense(jnp.ones((5, 7), jnp.float32)), "float32"),
     (lambda: Predicate("k <= q"), "k <= q"),

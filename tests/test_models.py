@@ -20,7 +20,7 @@ from tests.tolerances import assert_near, assert_same_bits, largest_error
 from transformer_jax.config import ModelConfig, RopeConfig
 from transformer_jax.masks import Causal, Prefix
 from transformer_jax.models import build, init_cache, init_params, num_params
-from transformer_jax.transformer import stack_layers, unstack_layers
+from transformer_jax.transformer import follow, place, stack_layers, unstack_layers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -822,6 +822,21 @@ def test_contradicting_arguments_are_refused(rng):
     encoder = build(dataclasses.replace(SMALL, kind="encoder"))
     with pytest.raises(ValueError, match="types are given, but type_vocab_size is None"):
         encoder.apply({"params": {}}, tokens, types=ids)
+
+
+def test_positions_of_any_integer_dtype_are_int32_inside():
+    tokens, positions = np.zeros((1, 3), np.int32), np.array([[0, 1, 250]])
+    state = init_cache(SMALL, 1, 255)
+    for dtype in (np.uint8, np.int64):
+        given = jnp.asarray(positions, dtype) if dtype == np.uint8 else positions.astype(dtype)
+        held = (
+            place(SMALL, tokens, given, None, None)[0],
+            follow(SMALL, state, tokens, given)[0],
+        )
+        for x in held:
+            assert x.dtype == np.int32 and (np.asarray(x) == positions).all()
+    with pytest.raises(ValueError, match="positions holds 4294967296"):
+        place(SMALL, tokens, positions + 2**32, None, None)
 
 
 def test_a_position_past_the_learned_table_is_refused(rng):

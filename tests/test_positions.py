@@ -446,6 +446,20 @@ def test_alibi_is_minus_slope_times_distance(name):
     assert_near(actual, expected, FORWARD_F32)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint32"])
+def test_distances_of_any_integer_dtype_are_the_same(dtype):
+    q, k = np.array([0, 3, 127]), np.array([127, 100, 2, 0])
+    at = q.astype(dtype), jnp.asarray(k, dtype)
+    assert (np.asarray(pos._distances(*at))[0] == k - q[:, None]).all()
+
+
+def test_positions_beyond_int32_are_refused():
+    with pytest.raises(ValueError, match="k_positions holds 4294967296"):
+        pos.ALiBi(pos.alibi_slopes(N)).materialize(np.arange(3), np.array([2**32]))
+    with pytest.raises(ValueError, match="positions holds -2147483649"):
+        pos.sinusoidal(np.array([-(2**31) - 1]), 4)
+
+
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (64, 256), (8, 20), (32, 1024)])
 def test_buckets_are_those_of_t5(bidirectional, buckets, longest):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.integers import as_int32
 from transformer_jax.masks import Mask
 from transformer_jax.reference import Bias
 
@@ -42,6 +43,8 @@ def check(
     query, key, value, mask, bias, scale, softcap, sinks, q_positions, k_positions,
     dropout_rate, dropout_key, return_lse,
 ) -> Call:  # fmt: skip
+    q_positions = as_int32("q_positions", q_positions)
+    k_positions = as_int32("k_positions", k_positions)
     query, key, value, sinks, q_positions, k_positions = map(
         _array, (query, key, value, sinks, q_positions, k_positions)
     )

@@ -374,6 +374,7 @@ def _cudnn(options: Options, arrays: dict[str, Any]) -> jax.Array:  # [B, T, N, 
     if mask is None:
         return attend(query, key, value)
     (left,) = _causal_window(mask) or (None,)
+    left = None if left is None or left >= key.shape[1] else left
     good_query = finite_rows(query)
     good_key = finite_rows(key) & finite_rows(value)  # [B, S, K]
     query = jnp.where(good_query[..., None], query, 0)

@@ -58,7 +58,7 @@ from transformer_jax.blockwise_tiles import (
     visits_of,
 )
 from transformer_jax.dropout import key_words
-from transformer_jax.masks import Everything, Mask
+from transformer_jax.masks import Everything, Mask, close
 
 LOWEST = float(np.finfo(np.float32).min)  # where a running maximum starts: finite, so no inf - inf
 
@@ -97,7 +97,7 @@ def blockwise_attention(
         dropout_rate=float(dropout_rate) if dropout_key is not None else 0.0,
     )
     fixed = Fixed(
-        Everything() if mask is None else mask,
+        Everything() if mask is None else close(mask),
         q_positions,
         k_positions,
         None if dropout_key is None or not options.dropout_rate else key_words(dropout_key),

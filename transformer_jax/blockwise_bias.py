@@ -103,5 +103,7 @@ def bias_gradient(bias: Any, total: Any) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def no_gradient(x: Any) -> np.ndarray:
+def no_gradient(x: Any) -> Any:
+    if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        return jnp.zeros_like(x)
     return np.zeros(jnp.shape(x), jax.dtypes.float0)

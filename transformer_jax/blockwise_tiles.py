@@ -17,12 +17,12 @@ from einops import rearrange
 from jax import lax
 
 from transformer_jax.dropout import keep_tile
-from transformer_jax.masks import Dense, Mask
+from transformer_jax.masks import Closed, Dense, Mask
 from transformer_jax.tiles import FULL, PARTIAL, SKIPPED, at_once
 
 
 class Fixed(NamedTuple):
-    """Integers and booleans, which have no gradient."""
+    """What has no gradient."""
 
     mask: Mask
     q_positions: jax.Array | None  # i32[T] or [B, T]
@@ -265,7 +265,9 @@ def visible_at(place: Place, fixed: Fixed) -> jax.Array:  # bool[lanes, G block_
     sizes = place.sizes
     heads = sizes.heads * sizes.G
 
-    def pick(node):  # every leaf but Dense's leads with batch rows
+    def pick(node):  # every leaf but these leads with batch rows
+        if isinstance(node, Closed):
+            return node
         if not isinstance(node, Dense):
             return place.rows(node)
         if node.array.ndim == 2:
@@ -273,7 +275,7 @@ def visible_at(place: Place, fixed: Fixed) -> jax.Array:  # bool[lanes, G block_
         take = lambda x: place.take(place.rows(x), 1, place.c * heads, heads)  # noqa: E731
         return jax.tree.map(take, node)
 
-    mask = jax.tree.map(pick, fixed.mask, is_leaf=lambda node: isinstance(node, Dense))
+    mask = jax.tree.map(pick, fixed.mask, is_leaf=lambda node: isinstance(node, Closed | Dense))
     q, k = place.positions(fixed)
     real = place.indices()[0] < sizes.T
     sees = mask.allows(q, k) & (k >= 0)[:, None, None, :] & real[None, None, :, None]

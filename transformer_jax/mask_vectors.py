@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.integers import INT32
 from transformer_jax.masks import (
     And,
     Causal,
@@ -78,8 +79,8 @@ class Positions:
             return k[0] <= q[0]
         left, right = self.mask.left, self.mask.right
         distance = q[0] - k[0]
-        sides = [] if left is None else [distance < left]
-        sides += [] if right is None else [distance > -right]
+        sides = [] if left is None else [distance <= min(left - 1, INT32.max)]
+        sides += [] if right is None else [distance >= max(1 - right, INT32.min)]
         return sides[0] if len(sides) == 1 else sides[0] & sides[1]
 
 

@@ -19,6 +19,8 @@ Every mask below draws what it means for positions 0..3, queries in rows and key
 
 A key at a negative position is an empty slot, which nobody attends to, not even under `~`: that
 rule is applied last, by `materialize` and `block_plan`. A look-up outside an array is False.
+Positions, ids and lengths may be of any integer dtype; one that is known and does not fit int32 is
+a ValueError.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from transformer_jax.integers import INT32, as_int32, check_int32
 from transformer_jax.tiles import BlockPlan, Tiles, at_once, register
 
 
@@ -196,8 +200,10 @@ class Window(Mask):
 
     def _within(self, low, high):
         """-right < high and low < left."""
-        past = jnp.bool_(True) if self.left is None else low < self.left
-        return past if self.right is None else past & (high > -self.right)
+        past = jnp.bool_(True)
+        if self.left is not None:
+            past = low <= min(self.left - 1, INT32.max)
+        return past if self.right is None else past & (high >= max(1 - self.right, INT32.min))
 
 
 @register(arrays=("valid",))
@@ -343,6 +349,8 @@ class Dense(Mask):
 class Predicate(Mask):
     """fn(q, k), any comparison of positions [..., T, 1] and [..., 1, S]; no tile is ever skipped.
 
+    It compares pair by pair, and may read other arrays, traced ones too.
+
     Predicate(lambda q, k: (q - k) % 2 == 0)
 
     # . # .
@@ -365,6 +373,40 @@ class Predicate(Mask):
 
     def _tiles(self, tiles):
         return jnp.ones((1, 1, 1, 1), bool), jnp.zeros((1, 1, 1, 1), bool)
+
+
+@register(arrays=("constants",), static=("jaxpr",))
+@dataclass(frozen=True, repr=False, eq=False)
+class Closed(Mask):
+    """A Predicate traced for one pair, with the arrays that it reads as leaves; see `close`."""
+
+    constants: tuple[jax.Array, ...]
+    jaxpr: Jaxpr
+
+    def _sees(self, q, k):
+        one = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.constants))
+        at = lambda position: jnp.reshape(position, (1, 1, 1, 1))  # noqa: E731
+        return jnp.vectorize(lambda q, k: one(at(q), at(k))[0].reshape(()))(q, k)
+
+    def _tiles(self, tiles):
+        return jnp.ones((1, 1, 1, 1), bool), jnp.zeros((1, 1, 1, 1), bool)
+
+
+def close(mask: Mask) -> Mask:
+    """The mask with the traced values that its predicates read as leaves of it: a derivative
+    written by hand may read no other."""
+
+    def closed(node: Any) -> Any:
+        if not isinstance(node, Predicate):
+            return node
+        at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
+        traced = jax.make_jaxpr(node._sees)(at, at)
+        reads = any(isinstance(x, jax.core.Tracer) for x in traced.consts)
+        if not reads or traced.out_avals[0].shape != at.shape:
+            return node
+        return Closed(tuple(traced.consts), traced.jaxpr)
+
+    return jax.tree.map(closed, mask, is_leaf=lambda node: isinstance(node, Predicate))
 
 
 class _Pair(Mask):
@@ -498,7 +540,7 @@ def _look_up_pairs(
 
 def _rows(name: str, positions: Any) -> jax.Array:
     """Positions as [B or 1, length]."""
-    positions = jnp.asarray(positions)
+    positions = jnp.asarray(as_int32(name, positions))
     if positions.ndim not in (1, 2) or not jnp.issubdtype(positions.dtype, jnp.integer):
         given = f"{positions.dtype}{positions.shape}"
         raise ValueError(f"{name} is {given}: must be integers [length] or [B, length]")
@@ -513,6 +555,8 @@ def _check(
         raise ValueError(f"{mask}: {name} is a {type(value).__name__}: must be an array {wanted}")
     if len(shape) not in ranks or not jnp.issubdtype(dtype, kind):
         raise ValueError(f"{mask}: {name} is {dtype}{tuple(shape)}: must be {wanted}")
+    if kind is np.integer:
+        check_int32(f"{mask}: {name}", value)
 
 
 def _brief(value: Any) -> str:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.config import RopeConfig
+from transformer_jax.integers import as_int32
 
 
 def sinusoidal(
@@ -169,7 +170,7 @@ def _angles(positions: jax.Array, frequencies: np.ndarray) -> jax.Array:  # f32[
     A frequency is a 64-bit fraction of a turn, and its product with p wraps in uint32 as turns do:
     the phase is exact to 2^-30 turns at every int32 position.
     """
-    positions = jnp.asarray(positions)
+    positions = jnp.asarray(as_int32("positions", positions))
     if positions.dtype in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"positions are {positions.dtype}: such numbers cannot count; use int32")
     lead = (1,) * positions.ndim
@@ -178,7 +179,7 @@ def _angles(positions: jax.Array, frequencies: np.ndarray) -> jax.Array:  # f32[
         return positions.astype(jnp.float32)[..., None] * w
     turns = np.array([int(w / (2 * math.pi) % 1.0 * 2.0**64) for w in frequencies], np.uint64)
     high, low = (jnp.asarray(x.astype(np.uint32)).reshape(*lead, -1) for x in divmod(turns, 2**32))
-    p = jnp.abs(positions.astype(jnp.int32)).astype(jnp.uint32)[..., None]
+    p = jnp.abs(positions).astype(jnp.uint32)[..., None]
     (p1, p0), (low1, low0) = ((x >> 16, x & 0xFFFF) for x in (p, low))
     phase = p * high + p1 * low1 + (p1 * low0 >> 16) + (p0 * low1 >> 16)  # in 2^-32 turns
     signed = jax.lax.bitcast_convert_type(phase, jnp.int32)
@@ -193,9 +194,9 @@ def _distances(
     q_positions: jax.Array,  # i32[T] or [B, T]
     k_positions: jax.Array,  # i32[S] or [B, S]
 ) -> jax.Array:  # i32[B or 1, T, S]: key minus query
-    q_positions, k_positions = jnp.asarray(q_positions), jnp.asarray(k_positions)
-    q = q_positions if q_positions.ndim == 2 else q_positions[None]
-    k = k_positions if k_positions.ndim == 2 else k_positions[None]
+    q = jnp.asarray(as_int32("q_positions", q_positions))
+    k = jnp.asarray(as_int32("k_positions", k_positions))
+    q, k = (x if x.ndim == 2 else x[None] for x in (q, k))
     return k[:, None, :] - q[:, :, None]
 
 
@@ -251,7 +252,7 @@ def relative_bucket(
             f"num_buckets {num_buckets}, max_distance {max_distance}: must be even and at least "
             f"{4 if bidirectional else 2}, and above {exact}"
         )
-    distance = jnp.asarray(distance)
+    distance = jnp.asarray(as_int32("distance", distance))
     n = jnp.abs(distance) if bidirectional else jnp.maximum(-distance, 0)
     bucket = jnp.minimum(n, exact)
     for i in range(1, b - exact):

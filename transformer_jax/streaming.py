@@ -25,6 +25,7 @@ from transformer_jax import cache as kv
 from transformer_jax import positions as pos
 from transformer_jax.attention import dot_product_attention
 from transformer_jax.config import ModelConfig, RopeConfig
+from transformer_jax.integers import as_int32
 from transformer_jax.layers import Linear, Norm, dropout, split_key
 from transformer_jax.masks import Causal, Mask, Predicate, Prefix, Window
 from transformer_jax.reference import Bias
@@ -111,6 +112,7 @@ class StreamingEncoder(nn.Module):
         """
         cfg = self.config
         _check_frames(frames, self.frame_dim, positions, cache)
+        positions = as_int32("positions", positions)
         places, refused = frames[:, :, 0], None
         if cache is not None:
             limit = cache_limit(cfg, cache.capacity)
@@ -179,6 +181,7 @@ def stream_attention(
     rotated here. Without `positions`, tokens stand behind those of the state.
     """
     rows, count = _check_attention(state, query, window, positions, bias)
+    positions = as_int32("positions", positions)
     refused, placed = None, positions
     if state is None:
         placed = jnp.arange(count)[None] if positions is None else positions

@@ -171,6 +171,7 @@ def _cut(x: jax.Array, block: int, fill: Any) -> jax.Array:
 
 
 def _range(values: jax.Array, where: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    limits = np.iinfo(values.dtype)
-    low = _cut(jnp.where(where, values, limits.max), block, limits.max).min(axis=-1)
-    return low, _cut(jnp.where(where, values, limits.min), block, limits.min).max(axis=-1)
+    limits = jnp.iinfo(values.dtype)
+    least, most = (np.array(x, values.dtype) for x in (limits.min, limits.max))
+    low = _cut(jnp.where(where, values, most), block, most).min(axis=-1)
+    return low, _cut(jnp.where(where, values, least), block, least).max(axis=-1)

@@ -19,6 +19,7 @@ import numpy as np
 from transformer_jax import cache as kv
 from transformer_jax import positions as pos
 from transformer_jax.config import ModelConfig
+from transformer_jax.integers import as_int32
 from transformer_jax.layers import Block, Embed, Linear, Norm, activate, parameter, split_key
 from transformer_jax.masks import Causal, Mask, Padding, Prefix, Segments, Window
 
@@ -627,7 +628,7 @@ def follow(
     be NaN. A ring ends only where int32 does.
     """
     _check_cache(config, cache, tokens, crossed)
-    _check_positions(tokens, positions)
+    positions = _check_positions(tokens, positions)
     if positions is None:
         positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
     limit = cache_limit(config, cache.capacity)
@@ -693,7 +694,7 @@ def refuse_last(
 
 def _default_positions(tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
     if positions is not None:
-        return positions
+        return as_int32("positions", positions)
     return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
 
@@ -707,7 +708,7 @@ def place(
 ) -> tuple[jax.Array, tuple[Mask | None, ...]]:
     """Positions for embeddings and rotation, and for each window of the config's pattern the mask
     with that window, the sinks and the segments."""
-    _check_positions(tokens, positions)
+    positions = _check_positions(tokens, positions)
     if config.positions == "learned" and positions is None and segments is None:
         if tokens.shape[1] > config.max_len:
             raise ValueError(f"{tokens.shape[1]} tokens are more than max_len {config.max_len}")
@@ -735,11 +736,15 @@ def place(
     return token_positions, tuple(map(within, config.windows))
 
 
-def _check_positions(tokens: jax.Array, positions: jax.Array | None) -> None:
-    if positions is not None and not jnp.issubdtype(positions.dtype, jnp.integer):
+def _check_positions(tokens: jax.Array, positions: jax.Array | None) -> jax.Array | None:
+    """Positions as i32[B, T]."""
+    if positions is None:
+        return None
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"positions are {positions.dtype}: must be integers")
-    if positions is not None and positions.shape != tokens.shape:
+    if positions.shape != tokens.shape:
         raise ValueError(f"positions {positions.shape} and tokens {tokens.shape} differ in shape")
+    return as_int32("positions", positions)
 
 
 def _within_segments(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]
