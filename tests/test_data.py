@@ -1,8 +1,10 @@
 """Text, tokenizers and windows against their own definitions, spelled out in plain Python."""
 
+import errno
 import hashlib
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -162,6 +164,47 @@ def test_a_folder_is_read_in_order_of_path_without_hidden_files(tmp_path):
         (tmp_path / folder).mkdir()
         write(tmp_path / folder, b"three\r\n", "d.txt")
     assert b"".join(s.content for s in read(str(tmp_path))) == b"one\ntwo\nthree\r\n"
+
+
+def test_folders_of_runs_and_links_to_folders_are_not_read(tmp_path):
+    texts, elsewhere = tmp_path / "texts", tmp_path / "elsewhere"
+    for folder in (texts, texts / "model", texts / "run", texts / "mine", elsewhere):
+        folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "metrics.jsonl"):
+        write(texts / "run", b"no", name)
+    for name in ("config.json", "tokenizer.json"):
+        write(texts / "model", b"yes", name)
+    write(texts / "mine", b"out")
+    write(elsewhere, b"no")
+    (texts / "link").symlink_to(elsewhere)
+    found = read(str(texts), str(tmp_path / "elsewhere" / ".." / "texts" / "mine"))
+    assert b"".join(s.content for s in found) == b"yes\nyes\n"
+    assert b"out\n" in [s.content for s in read(str(texts), "runs/other")]
+
+
+def test_what_cannot_be_read_in_a_folder_is_named(tmp_path, monkeypatch):
+    write(tmp_path, b"one")
+    (tmp_path / "z.txt").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"z\.txt: cannot be read \(No such file"):
+        read(str(tmp_path))
+    (tmp_path / "z.txt").unlink()
+    (tmp_path / "inner").mkdir()
+    scan = os.scandir
+
+    def closed(path):
+        if os.path.basename(path) == "inner":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(DataError, match=r"inner: cannot be read \(Permission denied"):
+        read(str(tmp_path))
+
+
+def test_closed_standard_input_is_named(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(DataError, match="data is '-': standard input is closed"):
+        read("-")
 
 
 def test_nothing_is_translated_or_dropped(tmp_path):

@@ -236,12 +236,15 @@ class Source:
             ) from None
 
 
-def read(data: str) -> list[Source]:
+def read(data: str, out: str | None = None) -> list[Source]:
     """What `TrainConfig.data` names: a file, a folder's files in order of path, `-`, or a set.
 
-    A folder's hidden files are left out, and files that end in no newline get one.
+    Left out of a folder are hidden files, links to folders, and the folders of runs, `out` first
+    of all. Its files that end in no newline get one.
     """
     if data == "-":
+        if sys.stdin is None:
+            raise DataError("data is '-': standard input is closed")
         return [Source("standard input", sys.stdin.buffer.read())]
     if data == "python-docs":
         return [Source(data, _python_docs().encode())]
@@ -253,24 +256,45 @@ def read(data: str) -> list[Source]:
             raise FileNotFoundError
         if not path.is_dir():
             return [Source(data, path.read_bytes())]
-        files = [
-            Path(folder, name)
-            for folder, folders, names in os.walk(path)
-            for name in names
-            if not any(part.startswith(".") for part in Path(folder, name).relative_to(path).parts)
-        ]
-        contents = ((str(file), file.read_bytes()) for file in sorted(files))
-        return [
-            Source(name, content if content.endswith(b"\n") else content + b"\n")
-            for name, content in contents
-            if content
-        ]
     except FileNotFoundError:
         rule = "no such file or folder (or - for standard input, python-docs, shakespeare)"
         raise DataError(f"data is {data!r}: {rule}") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"data is {data!r}: cannot be read ({reason})") from None
+    file = path
+    try:
+        sources = []
+        for file in _files(path, out):
+            if content := file.read_bytes():
+                whole = content if content.endswith(b"\n") else content + b"\n"
+                sources.append(Source(str(file), whole))
+        return sources
+    except OSError as error:
+        where = error.filename or file
+        raise DataError(f"data is {data!r}: {where}: cannot be read ({error.strerror})") from None
+
+
+def _files(path: Path, out: str | None) -> list[Path]:
+    """The files to read in a folder and below; OSError for a folder that cannot be listed."""
+
+    def unreadable(error: OSError) -> None:
+        raise error
+
+    found = []
+    for folder, folders, names in os.walk(path, onerror=unreadable):
+        shown = [Path(folder, name) for name in folders if not name.startswith(".")]
+        folders[:] = [inner.name for inner in shown if not _is_run(inner, out)]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _is_run(folder: Path, out: str | None) -> bool:
+    """Whether this is `out`, or holds what every run folder does."""
+    if out is not None and os.path.realpath(folder) == os.path.realpath(out):
+        return True
+    names = "config.json", "tokenizer.json", "metrics.jsonl"
+    return all(os.path.isfile(folder / name) for name in names)
 
 
 def _python_docs() -> str:
@@ -328,7 +352,7 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
     The split is by characters (bytes for `byte`): the last `val_fraction` is held out. `char`
     takes its characters from the whole text, `bpe` learns its merges from the training part.
     """
-    sources = read(config.data)
+    sources = read(config.data, config.out)
     content = b"".join(source.content for source in sources)
     if not content:
         raise DataError(f"data is {config.data!r}: it is empty")
