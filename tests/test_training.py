@@ -15,16 +15,18 @@ from tests.tolerances import assert_near, assert_same_bits
 from transformer_jax import checkpoint, training
 from transformer_jax.checkpoint import CheckpointError, saved_steps
 from transformer_jax.config import PRESETS, ConfigError, ModelConfig, TrainConfig, train_preset
-from transformer_jax.data import IGNORE, DataError, consecutive_starts, random_starts
+from transformer_jax.data import IGNORE, DataError, consecutive_starts, load_dataset, random_starts
 from transformer_jax.models import build, init_params
 from transformer_jax.progress import Silent
 from transformer_jax.run_folder import (
     RunError,
     RunFolder,
     _smooth,
+    check_unused,
     config_from_json,
     config_to_json,
     locked,
+    plot_losses,
 )
 from transformer_jax.training import fit
 from transformer_jax.training_state import (
@@ -136,9 +138,8 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(config, monkeypatch, vari
     assert read == order
     assert_same_state(resumed.state, whole.state)
     assert (resumed.val_loss, resumed.best_step) == (whole.val_loss, whole.best_step)
-    # At step 10 the straight run also evaluated; a run that is told to stop does not.
-    left_out = [{k: v for k, v in m.items() if k != "val_loss"} for m in metrics(straight)]
-    assert [{k: v for k, v in m.items() if k != "val_loss"} for m in metrics(parts)] == left_out
+    assert half.val_loss is not None  # it was told to stop where an evaluation is due
+    assert metrics(parts) == metrics(straight)
     for step in (15, 20):
         files = {
             p.name: p.read_bytes()
@@ -556,8 +557,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_continues(config):
     content[99] ^= 16
     file.write_bytes(content)
     told = Told()
-    resumed = fit(parts, resume=True, progress=told)
+    fit(replace(parts, keep=1), resume=True, progress=told, stop=after(1))
     assert f"{file}: sha256 mismatch; trying the checkpoint before" in told.lines
+    assert saved_steps(folder)[-1] == 11
+    assert (folder / "step-00000013.damaged" / "opt_state.bin").read_bytes() == content
+    resumed = fit(parts, resume=True)
     assert_same_state(resumed.state, whole.state)
 
 
@@ -568,6 +572,61 @@ def test_without_a_good_checkpoint_a_run_does_not_go_on(started):
     with pytest.raises(CheckpointError, match=r"params\.bin: has 0 bytes"):
         fit(started, resume=True)
     assert contents(started.out) == before
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(started):
+    for path in Path(started.out).glob("checkpoints/step-*"):
+        path.rename(path.with_name("elsewhere-" + path.name))
+    before = contents(started.out)
+    with pytest.raises(CheckpointError, match=r"left .*reaches step 7, step 5 was saved"):
+        fit(started, resume=True)
+    assert contents(started.out) == before
+
+
+def test_damaged_lines_of_the_metrics_are_left_out(started):
+    folder = RunFolder(Path(started.out))
+    good = metrics(started)
+    damaged = [
+        "\0\0\0",
+        "",
+        "5",
+        '{"a": 1}',
+        '{"step": 2.5}',
+        '{"step": 2, "loss": "x"}',
+        "[" * 99_999,
+    ]
+    first, *rest = folder.metrics_file.read_text().splitlines()
+    folder.metrics_file.write_text("\n".join([first, *damaged, *rest, ""]))
+    told = Told()
+    fit(started, resume=True, progress=told, stop=after(1))
+    assert f"{folder.metrics_file}: damaged lines left out: 7" in told.lines
+    assert metrics(started)[:-1] == good
+
+
+def test_a_run_in_its_own_data_folder_goes_on(config, text, tmp_path):
+    (tmp_path / "texts").mkdir()
+    content = text.read_bytes()[:-1]  # what is read of it ends in a newline
+    (tmp_path / "texts" / "a.txt").write_bytes(content)
+    inside = replace(config, data=str(tmp_path / "texts"), out=str(tmp_path / "texts" / "one"))
+    fit(inside, stop=after(2))
+    assert fit(inside, resume=True, stop=after(1)).step == 3
+    other = load_dataset(replace(inside, out=str(tmp_path / "texts" / "two")))
+    assert other.sha256 == load_dataset(replace(inside, out=str(tmp_path / "two"))).sha256
+    assert len(other.train) + len(other.val) == len(content) + 1
+
+
+def test_a_folder_with_only_the_lock_of_a_dead_process_is_unused(tmp_path):
+    (tmp_path / "lock").write_text("1\n")
+    check_unused(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_of_any_name_is_drawn(tmp_path):
+    folder = RunFolder(tmp_path / "f$_$x")
+    folder.path.mkdir()
+    folder.metrics_file.write_text('{"step": 1, "loss": 2.5}\n')
+    plot_losses(folder)
+    assert (folder.path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_changed_tokenizer_is_seen(started):

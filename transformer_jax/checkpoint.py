@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,6 +224,16 @@ def prune(folder: Path, keep: int) -> None:
             _remove(step_path(folder, step))
 
 
+def set_aside(folder: Path, step: int) -> None:
+    """Rename what is later than `step`, and damaged: `step-N` becomes `step-N.damaged`."""
+    for later in saved_steps(folder):
+        if later > step:
+            path = step_path(folder, later)
+            aside = path.with_name(path.name + ".damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
 def remove_partial(folder: Path) -> None:
     """Remove what a killed process left half-written or half-removed."""
     for path in folder.glob("step-*.tmp"):
@@ -261,7 +271,7 @@ def _check_name(name: str) -> None:
 
 def _write(path: Path, arrays: Any) -> dict[str, Any]:
     digest, size = hashlib.sha256(), 0
-    with open(path, "wb") as stream:
+    with naming(path), open(path, "wb") as stream:
         for array in arrays:
             data = array.reshape(-1).view(np.uint8).data
             digest.update(data)
@@ -276,9 +286,21 @@ def sync(path: Path) -> None:
     """Return when a file's content, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of writing, which knows no name, gets that of the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _remove(path: Path) -> None:

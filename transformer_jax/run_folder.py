@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from transformer_jax.checkpoint import CheckpointError, write_file
+from transformer_jax.checkpoint import CheckpointError, naming, write_file
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.data import Tokenizer, tokenizer_from_json
 
@@ -96,22 +96,41 @@ class RunFolder:
         write_file(self.config_file, config_to_json(config))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; a torn last one is left out."""
+        """The lines of metrics.jsonl; damaged ones and a torn last one are left out."""
+        return [line for line in self._metrics() if line is not None]
+
+    def cut_metrics(self, step: int) -> int:
+        """Forget what was measured after `step`, by a run that continued further and was lost.
+
+        Damaged lines go too; returns how many they were.
+        """
+        lines = self._metrics()
+        kept = [line for line in lines if line is not None and line["step"] <= step]
+        write_file(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+        return lines.count(None)
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        with naming(self.metrics_file), open(self.metrics_file, "a") as log:
+            log.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def _metrics(self) -> list[dict[str, Any] | None]:
+        """The whole lines of metrics.jsonl, None for a damaged one."""
         if not self.metrics_file.is_file():
             return []
         lines = self.metrics_file.read_text(errors="replace").split("\n")[:-1]
-        found = []
-        for number, line in enumerate(lines, 1):
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                raise RunError(f"{self.metrics_file}: line {number} is not JSON") from None
-        return found
+        return [_measurement(line) for line in lines]
 
-    def cut_metrics(self, step: int) -> None:
-        """Forget what was measured after `step`, by a run that continued further and was lost."""
-        kept = [line for line in self.read_metrics() if line["step"] <= step]
-        write_file(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+
+def _measurement(text: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl: an object with an integer `step`, whose losses are numbers."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return None
+    losses = line.get("loss"), line.get("val_loss")
+    return line if all(type(loss) in (int, float, type(None)) for loss in losses) else None
 
 
 def config_to_json(config: TrainConfig) -> str:
@@ -213,10 +232,10 @@ def check_unused(path: Path) -> None:
     """ConfigError where a new run would write between files that are there already."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"out is {str(path)!r}: not a folder")
+    if (path / "lock").exists():
+        with locked(path):  # RunError names a live run; the lock of a dead one goes
+            pass
     if path.is_dir() and any(path.iterdir()):
-        if (path / "lock").exists():
-            with locked(path):  # RunError names a live run
-                pass
         what = "holds a run" if (path / "config.json").exists() else "is not empty"
         rule = "--resume continues it, --out FOLDER starts another"
         raise ConfigError(f"out is {str(path)!r}: the folder {what} ({rule})")
@@ -237,7 +256,7 @@ def plot_losses(folder: RunFolder) -> None:
     from matplotlib.figure import Figure
 
     lines = folder.read_metrics()
-    train = [(m["step"], m["loss"]) for m in lines if m["loss"] is not None]
+    train = [(m["step"], m["loss"]) for m in lines if m.get("loss") is not None]
     held_out = [(m["step"], m["val_loss"]) for m in lines if m.get("val_loss") is not None]
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -257,7 +276,7 @@ def plot_losses(folder: RunFolder) -> None:
         )  # fmt: skip
     axes.set_xlabel("step", color=ink)
     axes.set_ylabel("loss (nats per token)", color=ink)
-    axes.set_title(folder.path.name, loc="left", color=ink)
+    axes.set_title(folder.path.name, loc="left", color=ink, parse_math=False)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

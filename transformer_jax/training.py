@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -14,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -93,7 +92,8 @@ class Result:
     interrupted: bool
     """`stop` asked for it before the last step."""
     val_loss: float | None
-    """At the last step, nats per token; None when interrupted."""
+    """At `step`, nats per token; None where it is not finite, or where the run stopped between two
+    evaluations."""
     val_loss_per_character: float | None
     best_step: int | None
     sample: str
@@ -134,7 +134,9 @@ def fit(
             tokenizer = None
             if found is not None:
                 tokenizer = folder.read_tokenizer(found.metadata["tokenizer_sha256"])
-            elif config.init_from is not None:
+            else:
+                _check_none_lost(folder, stored.checkpoint_every)
+            if found is None and config.init_from is not None:
                 tokenizer = folder.read_tokenizer()
             dataset = load_dataset(config, tokenizer)
             config = _resolved(config, dataset, vocab_size)
@@ -150,9 +152,12 @@ def fit(
             if any(entry.name != "lock" for entry in folder.path.iterdir()):
                 raise RunError(f"{folder.path}: another run has just started here")
         state = run.first_state() if found is None else run.restored(found)
+        if found is not None:
+            checkpoint.set_aside(folder.checkpoints, found.step)
         folder.write_config(config)
         folder.write_tokenizer(dataset.tokenizer)
-        folder.cut_metrics(int(state.step))
+        if damaged := folder.cut_metrics(int(state.step)):
+            progress.say(f"{folder.metrics_file}: damaged lines left out: {damaged}")
         with _closing(progress):
             return run.train(state)
 
@@ -217,31 +222,30 @@ class _Run:
         clock = _Clock(config.accumulation * config.batch_size * config.sequence_len)
         interrupted, pending = False, None
         self.progress.start(done, config.steps)
-        with open(self.folder.metrics_file, "a") as log:
-            while done < config.steps and not interrupted:
-                starts = random_starts(config.seed, done, shape, count)
-                state, metrics = self.train_step(state, corpus, jax.device_put(starts))
-                if pending is not None:  # its numbers are read while this step runs
-                    self._write(log, self._read(*pending, clock))
-                done += 1
-                pending = (done, metrics)
-                interrupted, last = self.stop(), done == config.steps
-                evaluated = last or (done % config.eval_every == 0 and not interrupted)
-                kept = last or interrupted or done % config.checkpoint_every == 0
-                if not (evaluated or kept):
-                    continue
-                line, pending, val_loss = self._read(*pending, clock), None, None
-                with clock.paused():
-                    if evaluated:
-                        val_loss = self._evaluate(state.params)
-                    self._write(log, line, val_loss)
-                    if val_loss is not None and (best_loss is None or val_loss < best_loss):
-                        best_loss, kept = val_loss, True
-                    if kept:
-                        self._save(state, val_loss)
-                interrupted = interrupted and not last
-            if val_loss is None and not interrupted:  # the run was complete before
-                val_loss = self._evaluate(state.params)
+        while done < config.steps and not interrupted:
+            starts = random_starts(config.seed, done, shape, count)
+            state, metrics = self.train_step(state, corpus, jax.device_put(starts))
+            if pending is not None:  # its numbers are read while this step runs
+                self._write(self._read(*pending, clock))
+            done += 1
+            pending = (done, metrics)
+            interrupted, last = self.stop(), done == config.steps
+            evaluated = last or done % config.eval_every == 0
+            kept = last or interrupted or done % config.checkpoint_every == 0
+            if not (evaluated or kept):
+                continue
+            line, pending, val_loss = self._read(*pending, clock), None, None
+            with clock.paused():
+                if evaluated:
+                    val_loss = self._evaluate(state.params)
+                self._write(line, val_loss)
+                if val_loss is not None and (best_loss is None or val_loss < best_loss):
+                    best_loss, kept = val_loss, True
+                if kept:
+                    self._save(state, val_loss)
+            interrupted = interrupted and not last
+        if val_loss is None and not interrupted:  # the run was complete before
+            val_loss = self._evaluate(state.params)
         return self._finish(state, val_loss, interrupted)
 
     def _finish(self, state: TrainState, val_loss: float | None, interrupted: bool) -> Result:
@@ -283,15 +287,14 @@ class _Run:
             "tokens_per_second": clock.tokens_per_second,
         }
 
-    def _write(self, log: TextIO, line: dict[str, Any], val_loss: float | None = None) -> None:
+    def _write(self, line: dict[str, Any], val_loss: float | None = None) -> None:
         step = line["step"]
         if val_loss is not None:
             line["val_loss"] = val_loss
             self.progress.say(f"step {step}: held-out loss {val_loss:.4f}")
         elif step % self.config.log_every and step not in (1, self.config.steps):
             return
-        log.write(json.dumps(line, allow_nan=False) + "\n")
-        log.flush()
+        self.folder.append_metrics(line)
 
     def _evaluate(self, params: Any) -> float | None:
         return _finite(evaluate(self.eval_step, params, self.held_out, self.eval_starts))
@@ -425,6 +428,17 @@ def _last_good(folder: RunFolder, progress: Progress) -> checkpoint.Manifest | N
     if first is not None:
         raise first
     return None
+
+
+def _check_none_lost(folder: RunFolder, checkpoint_every: int) -> None:
+    """CheckpointError where none is left, but metrics.jsonl goes on behind where one was saved."""
+    lines = folder.read_metrics()
+    evaluated = [line["step"] for line in lines if line.get("val_loss") is not None]
+    first = min([checkpoint_every, *evaluated])  # the first evaluation is the best so far
+    last = max((line["step"] for line in lines), default=0)
+    if last > first:
+        rule = f"metrics.jsonl reaches step {last}, step {first} was saved"
+        raise CheckpointError(f"{folder.checkpoints}: no checkpoint is left ({rule})")
 
 
 def _check_same(
