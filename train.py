@@ -12,6 +12,11 @@ write with the model: python -m transformer_jax.generate --run runs/book --promp
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C ends the imports too, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import ast
 import contextlib
@@ -20,7 +25,6 @@ import dataclasses
 import inspect
 import itertools
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -87,7 +91,7 @@ def _status(error: Exception) -> int:
 
 def _train(given: argparse.Namespace) -> int:
     config, vocab_size = _config(given)
-    from transformer_jax.progress import progress_for_output
+    from transformer_jax.progress import progress_for_output, show
     from transformer_jax.training import fit
 
     with contextlib.suppress(AttributeError):  # a replaced stdout may have no such method
@@ -104,12 +108,14 @@ def _train(given: argparse.Namespace) -> int:
     out = config.out
     resume = f"python train.py --out {_quoted(out)} --resume"
     if result.interrupted:
-        print(f"stopped at step {result.step}; to go on:\n  {resume}")
+        show(f"stopped at step {result.step}; to go on:\n  {resume}")
         return 128 + received[0]
-    print(_report(result))
-    print("Write with the model, or train on:")
-    print(f'  python -m transformer_jax.generate --run {_quoted(out)} --prompt "{_start(result)}"')
-    print(f"  {resume} --steps {2 * config.steps}")
+    start = _start(result)
+    prompt = f' --prompt "{start}"' if start else ""
+    show(_report(result))
+    show("Write with the model, or train on:")
+    show(f"  python -m transformer_jax.generate --run {_quoted(out)}{prompt}")
+    show(f"  {resume} --steps {2 * config.steps}")
     return 0
 
 
@@ -323,9 +329,16 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _start(result: Any) -> str:
-    """A few words of the sample, as a prompt to try."""
+    """A few words of the sample, or one, as a prompt to try; "" where its tokenizer has none."""
+    from transformer_jax.run_folder import RunFolder
+
+    tokenizer = RunFolder(Path(result.config.out)).read_tokenizer()
     words = [word for word in result.sample.split() if word.isascii() and word.isalpha()]
-    return " ".join(words[:3]) or "The"
+    for start in (" ".join(words[:3]), *words[:1], "The"):
+        with contextlib.suppress(ValueError):
+            if len(tokenizer.encode(start)):
+                return start
+    return ""
 
 
 def _quoted(text: str) -> str:

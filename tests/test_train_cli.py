@@ -21,7 +21,7 @@ import pytest
 
 import train
 from tests.test_training import assert_same_state
-from transformer_jax import checkpoint, completion, progress
+from transformer_jax import checkpoint, command, completion, progress, training
 from transformer_jax.checkpoint import saved_steps
 from transformer_jax.config import ConfigError, ModelConfig, RopeConfig, TrainConfig
 from transformer_jax.data import ByteTokenizer, CharTokenizer, DataError
@@ -262,6 +262,53 @@ def test_the_text_comes_from_standard_input(capsys, flags, monkeypatch):
     flags[flags.index("--data") + 1] = "-"
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
     assert train.main([*flags, "--sample-tokens", "0"]) == 0
+
+
+def test_only_a_prompt_that_the_tokenizer_can_read_is_suggested(tmp_path):
+    def start(characters: str, sample: str) -> str:
+        RunFolder(tmp_path).write_tokenizer(CharTokenizer.train(characters))
+        return train._start(SimpleNamespace(sample=sample, config=SimpleNamespace(out=tmp_path)))
+
+    assert start("to be or", "to be or to") == "to be or"
+    assert start("emma\nava", "emma\nava\n") == "emma"
+    assert start("Them", "") == "The"
+    assert start("0123456789\n", "12\n3") == ""
+    assert start("日本語です。", "日本語") == ""
+
+
+def test_a_reader_that_has_had_enough_does_not_end_the_run(flags, tmp_path, monkeypatch):
+    def fit(config, progress, **kwargs):
+        for line in "one", "two":
+            progress.say(line)
+        return SimpleNamespace(
+            config=config, sample="to be", val_loss_per_character=1.0, rejected=0, interrupted=False
+        )
+
+    (tmp_path / "run").mkdir()
+    RunFolder(tmp_path / "run").write_tokenizer(ByteTokenizer())
+    monkeypatch.setattr(training, "fit", fit)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        assert train.main(flags) == 0
+
+
+def test_an_interrupt_during_the_imports_shows_no_traceback(tmp_path):
+    (tmp_path / "transformer_jax.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
+    )
+    run = f"import runpy; runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
+    out = subprocess.run([sys.executable, "-c", run], cwd=tmp_path, capture_output=True, text=True)
+    assert (out.returncode, out.stdout, out.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_what_is_not_available_here_is_one_line(capsys):
+    def work(arguments):
+        raise NotImplementedError("pallas: needs a GPU\nor a TPU")
+
+    assert command.run(command.Parser("write", ""), [], work) == 2
+    assert capsys.readouterr().err == "write: pallas: needs a GPU or a TPU\n"
 
 
 class Signals(progress.Silent):

@@ -44,7 +44,7 @@ def run(
     except KeyboardInterrupt:
         print()
         return 130
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         if arguments.debug:
             raise
         from transformer_jax.checkpoint import CheckpointError

@@ -79,6 +79,13 @@ def _non_negative(config: Any, *names: str) -> None:
             _fail(name, getattr(config, name), "must not be negative")
 
 
+def _int32(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value >= 2**31:
+            _fail(name, value, "must be below 2**31")
+
+
 def _fraction(config: Any, *names: str) -> None:
     for name in names:
         if not 0.0 <= getattr(config, name) < 1.0:
@@ -305,6 +312,10 @@ class ModelConfig:
         _positive(self, "attention_softcap", "attention_scale", "logit_softcap", "logit_scale")
         _positive(self, "type_vocab_size", "num_classes")
         _non_negative(self, "sink_tokens", "position_offset")
+        _int32(self, "vocab_size", "d_model", "num_layers", "num_decoder_layers", "num_heads")
+        _int32(self, "num_kv_heads", "head_dim", "value_head_dim", "d_ff", "max_len")
+        _int32(self, "relative_buckets", "relative_max_distance", "type_vocab_size", "num_classes")
+        _int32(self, "sink_tokens", "position_offset")
         _fraction(self, "dropout", "attention_dropout")
         self._check_window()
         if self.head_dim is None and self.d_model % self.num_heads:
@@ -557,6 +568,9 @@ class TrainConfig:
         _positive(self, "clip_norm", "eval_every", "eval_batches", "checkpoint_every", "keep")
         _positive(self, "log_every", "bpe_vocab_size")
         _non_negative(self, "min_learning_rate", "warmup_steps", "weight_decay", "sample_tokens")
+        _int32(self, "steps", "batch_size", "accumulation", "warmup_steps", "eval_every")
+        _int32(self, "eval_batches", "checkpoint_every", "keep", "log_every", "bpe_vocab_size")
+        _int32(self, "sample_tokens")
         _fraction(self, "beta1", "beta2", "label_smoothing")
         if not 0.0 < self.val_fraction < 1.0:
             _fail("val_fraction", self.val_fraction, "must be between 0 and 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Protocol
@@ -54,7 +55,7 @@ class Lines:
         self.say(f"step {step:{width}}/{self._steps}  loss {loss:.4f}{rate}  {left} left")
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        show(line)
 
     def stop(self) -> None: ...
 
@@ -97,7 +98,15 @@ class Bar:
 
 def progress_for_output() -> Progress:
     """What suits standard output."""
-    return Bar() if sys.stdout.isatty() else Lines()
+    return Bar() if sys.stdout is not None and sys.stdout.isatty() else Lines()
+
+
+def show(line: str) -> None:
+    """Print a line; once the reader has had enough (`| head`), nothing is shown any more."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _clock(seconds: float) -> str:
