@@ -17,6 +17,7 @@ ORDER = [
     "untrusted",
     "families",
     "flags",
+    "meshes",
     "tiles",
     "integers",
     "masks",

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from transformer_jax.arguments import Call, Options, check, check_states
 from transformer_jax.blockwise import blockwise_attention
@@ -30,6 +31,7 @@ from transformer_jax.blockwise_tiles import FEW_QUERIES
 from transformer_jax.kernels import target
 from transformer_jax.kernels.blocks import FASTEST
 from transformer_jax.masks import And, Causal, Mask, Window
+from transformer_jax.meshes import by_compiler, split
 from transformer_jax.reference import (
     Bias,
     clean,
@@ -351,17 +353,24 @@ def _pallas() -> ModuleType:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(name: str, options: Options, where: Any, arrays: dict[str, Any]) -> tuple[jax.Array, Any]:
-    if name == "cudnn":
-        return _cudnn(options, arrays), None
-    if name == "pallas":
-        return _pallas().pallas_attention(where, options, **arrays)
-    attend = {"xla": reference_attention, "blockwise": blockwise_attention}[name]
-    return attend(**dataclasses.asdict(options) | arrays)  # arrays may hold a scale
+    def run(arrays):
+        if name == "cudnn":
+            return _cudnn(options, arrays), None
+        if name == "pallas":
+            return _pallas().pallas_attention(where, options, **arrays)
+        attend = {"xla": reference_attention, "blockwise": blockwise_attention}[name]
+        return attend(**dataclasses.asdict(options) | arrays)  # arrays may hold a scale
+
+    return by_compiler(run, [arrays], split(arrays["query"], slice(3)))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _weights(scale: float | None, softcap: float | None, arrays: dict[str, Any]) -> jax.Array:
-    return reference_weights(**dict(scale=scale, softcap=softcap) | arrays)
+    def run(arrays):
+        return reference_weights(**dict(scale=scale, softcap=softcap) | arrays)
+
+    rows, tokens, heads, _ = split(arrays["query"])
+    return by_compiler(run, [arrays], PartitionSpec(rows, heads, tokens))
 
 
 def _cudnn(options: Options, arrays: dict[str, Any]) -> jax.Array:  # [B, T, N, H]

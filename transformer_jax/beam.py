@@ -21,6 +21,7 @@ import numpy as np
 
 from transformer_jax.arguments import check_count, check_finite
 from transformer_jax.decode import Step, check_prompt, prefill, ready, stop_tokens
+from transformer_jax.meshes import by_compiler, split, split_rows
 from transformer_jax.processors import (
     History,
     HistoryProcessor,
@@ -177,6 +178,12 @@ class _Search:
 @partial(jax.jit, static_argnames=("step", "plan"), donate_argnames="state")
 def _search(step, params, prompt, lengths, state, weights, plan):
     """The result; and the state behind the prompt, written where the given one was."""
+    arrays = [params, prompt, lengths, state, weights]
+    results = split_rows(state), jax.tree.map(split, state)
+    return by_compiler(partial(_beams, step, plan), arrays, results)
+
+
+def _beams(step, plan, params, prompt, lengths, state, weights):
     logits, read = prefill(step, params, prompt, state, lengths, plan.chunk)
     if plan.stop and plan.stop[-1] >= logits.shape[-1]:
         raise ValueError(f"stop has {plan.stop[-1]}: must be in 0..{logits.shape[-1] - 1}")

@@ -59,6 +59,7 @@ from transformer_jax.blockwise_tiles import (
 )
 from transformer_jax.dropout import key_words
 from transformer_jax.masks import Everything, Mask, close
+from transformer_jax.meshes import vary
 
 LOWEST = float(np.finfo(np.float32).min)  # where a running maximum starts: finite, so no inf - inf
 
@@ -102,7 +103,7 @@ def blockwise_attention(
         k_positions,
         None if dropout_key is None or not options.dropout_rate else key_words(dropout_key),
     )
-    out, lse = _attend(options, query, key, value, bias, sinks, fixed)
+    out, lse = _attend(options, *vary((query, key, value, bias, sinks, fixed)))
     return out.astype(dtype), lse
 
 
@@ -266,7 +267,7 @@ def _forward(options, query, key, value, bias, sinks, fixed):
         at = unravel(n, (*sizes.groups, sizes.grid[0]))
         place = Place(sizes, at, 0)
         q_tile = place.queries(q) * np.float32(options.scale)
-        every = jnp.ones(row, bool)
+        every = vary(jnp.ones(row, bool), q)
         clean = lambda tile: _clean_queries(tile[0])  # noqa: E731
         q_tile, good = _once(careful, clean, (q_tile, every))
         state = (
@@ -276,7 +277,7 @@ def _forward(options, query, key, value, bias, sinks, fixed):
             every,
             jnp.ones((sizes.lanes, 1, sizes.block_k), bool),
         )
-        state = _visit(visits, at, partial(tile, at, q_tile, careful), state)
+        state = _visit(visits, at, partial(tile, at, q_tile, careful), vary(state, q))
         high, total, weighed, *tiles_fine = state
         for x in (*tiles_fine, jnp.isfinite(weighed[:, 0])):
             fine = fine & x.all()
@@ -294,13 +295,13 @@ def _forward(options, query, key, value, bias, sinks, fixed):
     def attempt(state):
         _, careful, results = state
         total = np.int32(math.prod((*sizes.groups, sizes.grid[0])))
-        state = *results, jnp.bool_(True)
+        state = vary((*results, jnp.bool_(True)), q)
         *results, fine = lax.fori_loop(np.int32(0), total, partial(query_tile, careful), state)
         return ~(fine | careful), ~fine | careful, results
 
     results = [_zeros((*q.shape[:3], d)) for d in (v.shape[3], 1, 1)]
     state = jnp.bool_(True), jnp.bool_(False), results  # whether to begin, and with care
-    _, careful, results = lax.while_loop(lambda state: state[0], attempt, state)
+    _, careful, results = lax.while_loop(lambda state: state[0], attempt, vary(state, q))
     out, high, log = (x[:, : sizes.T] for x in results)
     return out.astype(query.dtype), high[..., 0], log[..., 0], careful
 
@@ -377,7 +378,7 @@ def _backward(options, query, key, value, bias, sinks, fixed, out, high, log, ca
 
     keys = *sizes.groups, sizes.grid[1], sizes.lanes
     sums = (_zeros((*keys, x.shape[3], sizes.block_k)) for x in (k, v))  # adding is contiguous
-    results = _zeros(q.shape), *sums, bias_zeros(bias, sizes)
+    results = vary((_zeros(q.shape), *sums, bias_zeros(bias, sizes)), q)
     total = math.prod((*sizes.groups, sizes.grid[0]))
     dq, dk, dv, dbias = lax.fori_loop(np.int32(0), np.int32(total), query_tile, results)
     return (

@@ -15,9 +15,12 @@ scale = max|x| / 127 and q = round(x / scale): the error of an element is at mos
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from transformer_jax.meshes import by_compiler, split
 
 
 @jax.tree_util.register_dataclass
@@ -92,13 +95,15 @@ def update(
     keep = (positions < sinks) | (positions > newest[:, None] - turning)
     slots = jnp.where(positions < sinks, positions, sinks + (positions - sinks) % turning)
     slots = jnp.where(keep & (positions >= 0), slots, cache.capacity)  # S itself is dropped
-    rows = jnp.arange(k.shape[0])[:, None]
-
-    def write(held: jax.Array, token: jax.Array) -> jax.Array:
-        return held.at[rows, slots].set(token, mode="drop")
-
-    written = jax.tree.map(write, _leaves(cache), _leaves(_held(cache, k, v, positions)))
+    held, new = _leaves(cache), _leaves(_held(cache, k, v, positions))
+    written = by_compiler(_write, [held, new, slots], jax.tree.map(split, held))
     return replace(cache, **written, length=jnp.maximum(cache.length, newest + 1))
+
+
+def _write(held: dict[str, Any], new: dict[str, Any], slots: jax.Array) -> dict[str, Any]:
+    """Token t of row b into slot `slots[b, t]`, if there is one."""
+    rows = jnp.arange(slots.shape[0])[:, None]
+    return jax.tree.map(lambda x, token: x.at[rows, slots].set(token, mode="drop"), held, new)
 
 
 def extend(

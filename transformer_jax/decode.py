@@ -21,6 +21,7 @@ import numpy as np
 
 from transformer_jax.arguments import check_count, check_key
 from transformer_jax.cache import KVCache, next_positions
+from transformer_jax.meshes import by_compiler, split, split_rows, vary
 from transformer_jax.processors import (
     History,
     HistoryProcessor,
@@ -177,6 +178,7 @@ def prefill(
     if chunk is not None:
         check_count("chunk", chunk, 1)
     prompt, lengths = jnp.asarray(prompt), jnp.asarray(lengths)
+    state = vary(state, (params, prompt))
     rows, columns = prompt.shape
     chunk = columns if chunk is None else chunk
     padded = -columns % chunk
@@ -201,7 +203,7 @@ def prefill(
         return (jnp.where(here[:, None], picked, last), state), None
 
     vocab = jax.eval_shape(step, params, prompt[:, :1], state)[0].shape[-1]
-    first = (jnp.full((rows, vocab), -jnp.inf, jnp.float32), state)
+    first = vary((jnp.full((rows, vocab), -jnp.inf, jnp.float32), state))
     if len(starts) == 1:
         return read(first, 0)[0]
     return jax.lax.scan(read, first, starts)[0]
@@ -385,6 +387,14 @@ def generate(
 def _generate_all(
     plan, step, params, prompt, lengths, keys, limits, state, num_tokens, chunk, early_exit
 ):
+    loop = partial(_loop, plan, step, num_tokens, chunk, early_exit)
+    rows = split_rows(state)
+    weights = rows if plan.attention else None
+    results = Generation(rows, rows, rows, jax.tree.map(split, state), weights)
+    return by_compiler(loop, [params, prompt, lengths, keys, limits, state], results)
+
+
+def _loop(plan, step, num_tokens, chunk, early_exit, params, prompt, lengths, keys, limits, state):
     running, chosen = begin(
         plan, step, params, prompt, lengths, state, keys, limits, num_tokens, chunk
     )
@@ -461,16 +471,26 @@ def _stream(given: Given, step: Step, params: Any, num_tokens: int, chunk: int |
 
 @partial(jax.jit, static_argnames=("plan", "step", "num_tokens", "chunk"), donate_argnames="state")
 def _first(plan, step, params, prompt, lengths, keys, limits, state, num_tokens, chunk):
-    running, chosen = begin(
-        plan, step, params, prompt, lengths, state, keys, limits, num_tokens, chunk
-    )
-    return running, chosen.token
+    def first(params, prompt, lengths, keys, limits, state):
+        running, chosen = begin(
+            plan, step, params, prompt, lengths, state, keys, limits, num_tokens, chunk
+        )
+        return running, chosen.token
+
+    rows = split_rows(state)
+    history = rows if plan.processors else None
+    running = Running(rows, rows, rows, rows, rows, jax.tree.map(split, state), history)
+    return by_compiler(first, [params, prompt, lengths, keys, limits, state], (running, rows))
 
 
 @partial(jax.jit, static_argnames=("plan", "step"), donate_argnames="running")
 def _next(plan, step, params, running):
-    running, chosen = advance(plan, step, params, running)
-    return running, chosen.token
+    def following(params, running):
+        running, chosen = advance(plan, step, params, running)
+        return running, chosen.token
+
+    results = jax.tree.map(split, running), split(running.token)
+    return by_compiler(following, [params, running], results)
 
 
 class Given(NamedTuple):

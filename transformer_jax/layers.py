@@ -22,6 +22,7 @@ from transformer_jax.arguments import check_key
 from transformer_jax.attention import dot_product_attention, dot_product_attention_weights
 from transformer_jax.config import Activation, ModelConfig
 from transformer_jax.masks import Mask
+from transformer_jax.meshes import by_compiler, split
 
 F32 = jnp.float32
 
@@ -33,10 +34,14 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> jax.Array:
     """(x - mean) / sqrt(var + eps) * scale + bias over the last axis, in f32 (Ba et al. 2016)."""
-    y = x.astype(jnp.float32)
-    y = y - y.mean(axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
-    return _affine(y, scale, bias).astype(x.dtype)
+
+    def normalise(x, scale, bias):
+        y = x.astype(jnp.float32)
+        y = y - y.mean(axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
+        return _affine(y, scale, bias).astype(x.dtype)
+
+    return by_compiler(normalise, [x, scale, bias], split(x))
 
 
 def rms_norm(
@@ -45,9 +50,13 @@ def rms_norm(
     eps: float = 1e-5,
 ) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * scale over the last axis, in f32 (Zhang & Sennrich 2019)."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
-    return _affine(y, scale, None).astype(x.dtype)
+
+    def normalise(x, scale):
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
+        return _affine(y, scale, None).astype(x.dtype)
+
+    return by_compiler(normalise, [x, scale], split(x))
 
 
 def _affine(y: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
@@ -76,8 +85,12 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """x / (1 - rate) where kept, 0 elsewhere; x itself without a key (Srivastava et al. 2014)."""
     if key is None or rate == 0.0:
         return x
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+    def drop(x, key):
+        keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+        return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+    return by_compiler(drop, [x, key], split(x))
 
 
 def split_key(key: jax.Array | None, parts: int) -> list[jax.Array | None]:
@@ -148,6 +161,12 @@ def project(
     One row, there, is 8 products side by side and their sum: W is read at the memory's rate, where
     one product uses a core and a half.
     """
+    lead = slice(x.ndim - contract)
+    outputs = split(kernel, slice(contract, None))
+    return by_compiler(partial(_project, contract), [x, kernel, bias], split(x, lead, outputs))
+
+
+def _project(contract, x, kernel, bias):
     lead, outputs = x.shape[: x.ndim - contract], kernel.shape[contract:]
     inputs, width, rows = math.prod(kernel.shape[:contract]), math.prod(outputs), math.prod(lead)
     x, kernel = x.reshape(rows, inputs), kernel.reshape(inputs, width)
@@ -301,11 +320,16 @@ class Attention(nn.Module):
         k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
         weights = self._weights(q, k, mask, bias, q_positions, k_positions)
         weights = dropout(weights, cfg.attention_dropout, key)
-        grouped = weights.reshape(q.shape[0], cfg.kv_heads, -1, *weights.shape[2:])
-        out = jnp.einsum("BKGTS,BSKH->BTKGH", grouped, v.astype(jnp.float32))
-        out = out.reshape(*q.shape[:3], -1)
-        out = out + pos.shaw_values(weights, self.shaw_value, q_positions, k_positions)
-        return out.astype(q.dtype)
+
+        def average(weights, v, table, q_positions, k_positions):
+            grouped = weights.reshape(q.shape[0], cfg.kv_heads, -1, *weights.shape[2:])
+            out = jnp.einsum("BKGTS,BSKH->BTKGH", grouped, v.astype(jnp.float32))
+            out = out.reshape(*q.shape[:3], -1)
+            out = out + pos.shaw_values(weights, table, q_positions, k_positions)
+            return out.astype(q.dtype)
+
+        arrays = [weights, v, self.shaw_value, q_positions, k_positions]
+        return by_compiler(average, arrays, split(q, slice(3)))
 
     def _weights(self, q, k, mask, bias, q_positions, k_positions) -> jax.Array:  # f32[B, N, T, S]
         """What the values are weighed with, before dropout."""
@@ -538,27 +562,37 @@ class Embed(nn.Module):
         table = self.tokens if cfg.tie_embeddings else self.output
         if cfg.logit_scale is not None:
             x = x * cfg.logit_scale
-        rows = x.reshape(math.prod(x.shape[:2]), cfg.d_model)
-        y = _against(rows, table.astype(cfg.dtype))
-        y = y.reshape(*x.shape[:2], cfg.vocab_size)
-        if cfg.logit_bias:
-            y = y + self.bias[None, None]
+        arrays = [x, table.astype(cfg.dtype), self.bias if cfg.logit_bias else None]
+        y = by_compiler(_against, arrays, split(x, slice(2), split(table, slice(1))))
         if cfg.logit_softcap is not None:
             y = cfg.logit_softcap * jnp.tanh(y / cfg.logit_softcap)
         return y
 
 
-def _against(x: jax.Array, table: jax.Array) -> jax.Array:  # [X, D], [V, D] -> f32[X, V]
-    """x E^T. On a CPU a few rows are taken as (E x^T)^T, which XLA may not turn back: E, the large
-    one, is then read as it lies: up to half as fast again (benchmarks/NOTES.md)."""
-    if 1 < len(x) <= 16 and jax.default_backend() == "cpu":
-        y = jnp.einsum("VD,XD->VX", table, x, preferred_element_type=F32)
-        return jax.lax.optimization_barrier(y).T
-    return jnp.einsum("XD,VD->XV", x, table, preferred_element_type=F32)
+def _against(
+    x: jax.Array,  # [B, T, D]
+    table: jax.Array,  # [V, D]
+    bias: jax.Array | None,  # [V]
+) -> jax.Array:  # f32[B, T, V]
+    """x E^T + b. On a CPU a few rows are taken as (E x^T)^T, which XLA may not turn back: E, the
+    large one, is then read as it lies: up to half as fast again (benchmarks/NOTES.md)."""
+    rows = x.reshape(math.prod(x.shape[:2]), x.shape[2])
+    if 1 < len(rows) <= 16 and jax.default_backend() == "cpu":
+        y = jnp.einsum("VD,XD->VX", table, rows, preferred_element_type=F32)
+        y = jax.lax.optimization_barrier(y).T
+    else:
+        y = jnp.einsum("XD,VD->XV", rows, table, preferred_element_type=F32)
+    y = y.reshape(*x.shape[:2], len(table))
+    return y if bias is None else y + bias[None, None]
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], i32[...] -> [..., D]
     """Rows of a table; an id outside it gives NaN, never another row."""
     if ids.dtype.itemsize < 4:  # too narrow, perhaps, for the table's length
         ids = ids.astype(jnp.int32)
-    return jnp.take(table, jnp.where(ids < 0, table.shape[0], ids), axis=0, mode="fill")
+    ids = jnp.where(ids < 0, table.shape[0], ids)
+    return by_compiler(_take, [table, ids], split(ids))
+
+
+def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.take(table, ids, axis=0, mode="fill")

@@ -16,6 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
+from jax.sharding import PartitionSpec
+
+from transformer_jax.meshes import by_compiler, vary
 
 
 def cross_entropy(
@@ -38,6 +41,10 @@ def cross_entropy(
             f"logits have shape {logits.shape}, labels {labels.shape}: must be [..., V] and [...]"
         )
     labels, weights = _count(labels, weights, ignore_label, logits.shape[-1])
+    return by_compiler(partial(_weighted_mean, terms), [logits, labels, weights], PartitionSpec())
+
+
+def _weighted_mean(terms, logits, labels, weights) -> tuple[jax.Array, jax.Array]:
     loss = _token_loss(terms, logits, labels, weights != 0)
     return _mean(jnp.sum(weights * loss), weights)
 
@@ -80,10 +87,9 @@ def chunked_cross_entropy(
         raise ValueError(f"logit_bias has shape {logit_bias.shape}: {rule}")
     labels, weights = _count(labels, weights, ignore_label, output_weights.shape[0])
     chunk_size = min(chunk_size, max(hidden.shape[1], 1))
-    total = _chunked_sum(
-        _Head(terms, chunk_size, softcap), hidden, output_weights, logit_bias, labels, weights
-    )
-    return _mean(total, weights)
+    head = _Head(terms, chunk_size, softcap)
+    arrays = vary((hidden, output_weights, logit_bias, labels, weights))
+    return _mean(by_compiler(partial(_chunked_sum, head), arrays, PartitionSpec()), weights)
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,8 @@ def _chunked_sum(head, hidden, table, bias, labels, weights) -> jax.Array:  # f3
         hidden, labels, weights = chunk
         return total + _chunk_sum(head, hidden, table, bias, labels, weights), None
 
-    return jax.lax.scan(add, jnp.float32(0), _split(head.chunk_size, hidden, labels, weights))[0]
+    chunks = _split(head.chunk_size, hidden, labels, weights)
+    return jax.lax.scan(add, vary(jnp.float32(0), hidden), chunks)[0]
 
 
 def _chunked_sum_fwd(head, hidden, table, bias, labels, weights):
@@ -215,7 +222,7 @@ def _chunked_sum_fwd(head, hidden, table, bias, labels, weights):
             ),
             hidden, table, bias, weights,
         )  # fmt: skip
-        d_hidden, d_table, d_bias, d_weights = vjp(jnp.float32(1))
+        d_hidden, d_table, d_bias, d_weights = vjp(vary(jnp.float32(1), total))
         sums = jax.tree.map(
             lambda total, part: total + part.astype(jnp.float32), sums, (total, d_table, d_bias)
         )
@@ -223,7 +230,7 @@ def _chunked_sum_fwd(head, hidden, table, bias, labels, weights):
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (jnp.float32(0), table, bias))
     (total, d_table, d_bias), (d_hidden, d_weights) = jax.lax.scan(
-        add, zeros, _split(head.chunk_size, hidden, labels, weights)
+        add, vary(zeros, hidden), _split(head.chunk_size, hidden, labels, weights)
     )
     length = hidden.shape[1]
     gradients = (_join(d_hidden, length), d_table, d_bias, _join(d_weights, length))

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from transformer_jax.arguments import Call, Options
 from transformer_jax.blockwise_tiles import pad
@@ -19,6 +18,7 @@ from transformer_jax.kernels.contract import Blocks, Lists, Problem, lists_of
 from transformer_jax.kernels.fused import Fixed, Plan, Visits, attend
 from transformer_jax.mask_vectors import MaskVectors, not_vectors
 from transformer_jax.masks import Everything, Mask
+from transformer_jax.meshes import vary
 from transformer_jax.positions import ALiBi
 from transformer_jax.tiles import SKIPPED, at_once
 
@@ -131,21 +131,8 @@ def pallas_attention(
         None if sinks is None else sinks.astype(jnp.float32)[None],
         Fixed(q_vectors, k_vectors, words, visits),
     )
-    out, lse = attend(plan, *_varying_alike(inputs))
+    out, lse = attend(plan, *vary(inputs))
     return out[:, :T], jnp.moveaxis(lse[:, :, :T], 1, 2)
-
-
-def _varying_alike(tree: Any) -> Any:
-    """Inside a `shard_map`, what is the same on all devices as varying like the rest, so that its
-    gradient is summed over them."""
-    axes = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)]
-    every = frozenset().union(*axes)
-
-    def vary(x):
-        missing = every - jax.typeof(x).manual_axis_type.varying
-        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-    return jax.tree.map(vary, tree) if every else tree
 
 
 def _problem(options: Options, visible: Any, where: Target, H: int = 1) -> Problem:

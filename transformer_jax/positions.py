@@ -15,9 +15,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from transformer_jax.config import RopeConfig
 from transformer_jax.integers import as_int32
+from transformer_jax.meshes import by_compiler, split, vary
 
 
 def sinusoidal(
@@ -52,8 +54,12 @@ def learned(
             held = f"{table.shape[0]} rows" + (f", {offset} of them before 0" if offset else "")
             raise ValueError(f"position {largest} is outside the table of {held}")
     row = jnp.maximum(positions, 0) + offset
-    rows = jnp.asarray(table).at[row].get(mode="fill", fill_value=jnp.nan)
+    rows = by_compiler(_rows, [jnp.asarray(table), row], split(row))
     return jnp.where((positions < 0)[..., None], jnp.zeros_like(rows), rows)
+
+
+def _rows(table: jax.Array, row: jax.Array) -> jax.Array:
+    return table.at[row].get(mode="fill", fill_value=jnp.nan)
 
 
 # Rotary positions (Su et al. 2021)
@@ -307,8 +313,14 @@ def shaw_scores(
 
     All 2 clip + 1 products of a query are formed first and then picked from, so no [T, S, H].
     """
-    products = jnp.einsum("BTNH,RH->BNTR", query, key_table, preferred_element_type=jnp.float32)
-    return _pick(products, _shaw_rows(key_table, q_positions, k_positions))
+
+    def scores(query, key_table, q_positions, k_positions):
+        products = jnp.einsum("BTNH,RH->BNTR", query, key_table, preferred_element_type=jnp.float32)
+        return _pick(products, _shaw_rows(key_table, q_positions, k_positions))
+
+    rows, tokens, heads, _ = split(query)
+    arrays = [query, key_table, q_positions, k_positions]
+    return by_compiler(scores, arrays, PartitionSpec(rows, heads, tokens))
 
 
 def shaw_values(
@@ -321,11 +333,17 @@ def shaw_values(
 
     Weights of equal clipped distance are added up first, which is the transpose of picking.
     """
-    rows = _shaw_rows(value_table, q_positions, k_positions)
-    like = jax.ShapeDtypeStruct((*weights.shape[:3], value_table.shape[0]), jnp.float32)
-    add_up = jax.linear_transpose(lambda x: _pick(x, rows), like)
-    (sums,) = add_up(weights.astype(jnp.float32))
-    return jnp.einsum("BNTR,RH->BTNH", sums, value_table).astype(weights.dtype)
+
+    def values(weights, value_table, q_positions, k_positions):
+        rows = _shaw_rows(value_table, q_positions, k_positions)
+        zeros = jnp.zeros((*weights.shape[:3], value_table.shape[0]), jnp.float32)
+        _, add_up = jax.vjp(lambda x: _pick(x, rows), vary(zeros, weights))
+        (sums,) = add_up(weights.astype(jnp.float32))
+        return jnp.einsum("BNTR,RH->BTNH", sums, value_table).astype(weights.dtype)
+
+    rows, heads, tokens, _ = split(weights)
+    arrays = [weights, value_table, q_positions, k_positions]
+    return by_compiler(values, arrays, PartitionSpec(rows, tokens, heads))
 
 
 def _shaw_rows(table, q_positions, k_positions) -> jax.Array:  # i32[B or 1, 1, T, S]

@@ -4,12 +4,14 @@ the best beams, let a row join a running batch."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from transformer_jax.arguments import check_count
+from transformer_jax.meshes import by_compiler, split
 
 
 def count_rows(state: Any) -> int:
@@ -28,7 +30,11 @@ def gather(state: Any, rows: jax.Array) -> Any:  # i32[B'] -> a state of B' rows
 
     An index outside 0..B-1 means the nearest row: under a trace it cannot be refused.
     """
-    return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), state)
+
+    def take(state, rows):
+        return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), state)
+
+    return by_compiler(take, [state, rows], jax.tree.map(split, state))
 
 
 def fork(state: Any, copies: int) -> Any:
@@ -38,7 +44,11 @@ def fork(state: Any, copies: int) -> Any:
     `fork(state, 1)` keeps a state that `generate` would consume.
     """
     check_count("copies", copies, 1)
-    return jax.tree.map(lambda leaf: jnp.array(jnp.repeat(leaf, copies, axis=0), copy=True), state)
+
+    def repeat(state):
+        return jax.tree.map(lambda x: jnp.array(jnp.repeat(x, copies, axis=0), copy=True), state)
+
+    return by_compiler(repeat, [state], jax.tree.map(split, state))
 
 
 def choose(take: jax.Array, new: Any, old: Any) -> Any:
@@ -53,8 +63,11 @@ def choose(take: jax.Array, new: Any, old: Any) -> Any:
 def put(state: Any, rows: jax.Array, other: Any) -> Any:
     """Row b of `other` takes the place of row `rows[b]`; a row past the end is dropped."""
 
-    def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
+    def leaf(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
         y = y if y.dtype == x.dtype else y.astype(x.dtype)  # keys of random numbers have no astype
         return x.at[rows].set(y, mode="drop")
 
-    return jax.tree.map(leaf, state, other)
+    def every(state, rows, other):
+        return jax.tree.map(partial(leaf, rows), state, other)
+
+    return by_compiler(every, [state, rows, other], jax.tree.map(split, state))

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from transformer_jax.arguments import check_count, check_key
 from transformer_jax.decode import (
@@ -39,6 +40,7 @@ from transformer_jax.decode import (
     row_keys,
     stop_tokens,
 )
+from transformer_jax.meshes import by_compiler, split, split_rows
 from transformer_jax.processors import History, HistoryProcessor, check_processors
 from transformer_jax.rows import count_rows, fork, put
 from transformer_jax.sampling import Greedy, Sampler
@@ -137,11 +139,16 @@ def admit(
 @partial(jax.jit, static_argnames="chunk", donate_argnames="slots")
 def _admit(slots, params, rows, prompt, lengths, limits, keys, state, chunk):
     room = slots.capacity - prompt.shape[1]
-    new, chosen = begin(
-        slots.plan, slots.step, params, prompt, lengths, state, keys, limits, room, chunk
-    )
-    running = put(slots.running, rows, _end_poisoned(new, chosen))
-    return replace(slots, running=running), chosen
+
+    def enter(slots, params, rows, prompt, lengths, limits, keys, state):
+        new, chosen = begin(
+            slots.plan, slots.step, params, prompt, lengths, state, keys, limits, room, chunk
+        )
+        running = put(slots.running, rows, _end_poisoned(new, chosen))
+        return replace(slots, running=running), chosen
+
+    arrays = [slots, params, rows, prompt, lengths, limits, keys, state]
+    return by_compiler(enter, arrays, (jax.tree.map(split, slots), split_rows(state)))
 
 
 def advance_slots(
@@ -160,6 +167,11 @@ def advance_slots(
 
 @partial(jax.jit, static_argnames="steps", donate_argnames="slots")
 def _advance(slots, params, pause, steps):
+    results = jax.tree.map(split, slots), PartitionSpec(None, *split(slots.active))
+    return by_compiler(partial(_loop, steps), [slots, params, pause], results)
+
+
+def _loop(steps, slots, params, pause):
     rows = len(slots.active)
 
     def more(carry):

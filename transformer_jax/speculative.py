@@ -32,6 +32,7 @@ from transformer_jax.decode import (
     prefill,
     prepare,
 )
+from transformer_jax.meshes import by_compiler, split, split_rows
 from transformer_jax.processors import (
     History,
     HistoryProcessor,
@@ -332,6 +333,17 @@ class _Out(NamedTuple):
 def _speculate(
     plan, step, params, proposer, prompt, lengths, keys, limits, state, num_tokens, num_draft,
     vocab, chunk,
+):  # fmt: skip
+    rounds = partial(_rounds, plan, step, num_tokens, num_draft, vocab, chunk)
+    arrays = [params, proposer, prompt, lengths, keys, limits, state]
+    rows, held, calls = split_rows(state), jax.tree.map(split, state), split(0)
+    results = Speculation(rows, rows, rows, held, rows, rows, rows, calls)
+    return by_compiler(rounds, arrays, results)
+
+
+def _rounds(
+    plan, step, num_tokens, num_draft, vocab, chunk, params, proposer, prompt, lengths, keys,
+    limits, state,
 ):  # fmt: skip
     running, chosen = begin(
         plan, step, params, prompt, lengths, state, keys, limits, num_tokens, chunk

@@ -1,0 +1,252 @@
+"""Run by test_meshes.py with four devices: what a mesh of 2 x 2 computes, and how it is split.
+
+Prints JSON: for each case the largest error against one device, relative to each array's largest
+value, and what the case tells beside.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_suite import draw
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from plain_kernels import Plain
+
+from transformer_jax import (
+    ModelConfig,
+    PresencePenalty,
+    PromptLookup,
+    Request,
+    beam_search,
+    build,
+    chunked_cross_entropy,
+    cross_entropy,
+    dot_product_attention,
+    dot_product_attention_weights,
+    fork,
+    generate,
+    init_cache,
+    init_params,
+    make_step,
+    serve,
+    speculate,
+    stream,
+)
+from transformer_jax.kernels import using
+from transformer_jax.masks import Causal, Segments
+
+SMALL = ModelConfig(vocab_size=24, max_len=32, num_layers=2, num_heads=4, d_model=16)
+MODELS = {
+    "learned": SMALL,
+    "rope": replace(
+        SMALL, positions="rope", num_kv_heads=2, glu=True, norm="rmsnorm", tie_embeddings=False,
+        qk_norm=True, attention_sinks=True, logit_bias=True, scan_layers=True,
+    ),
+    "shaw": replace(SMALL, positions="shaw", implementation="xla"),
+    "t5": replace(SMALL, positions="t5", remat=True, implementation="blockwise"),
+    "dropout": replace(SMALL, positions="alibi", dropout=0.1, attention_dropout=0.1),
+    "encoder": replace(SMALL, kind="encoder"),
+    "encoder-decoder": replace(SMALL, kind="encoder-decoder", num_layers=1),
+}  # fmt: skip
+LAYOUTS = "whole", "split like the batch", "split by heads and widths"
+
+
+def explicit() -> Any:
+    """jax's default."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    assert mesh.axis_types == (AxisType.Explicit,) * 2
+    return mesh
+
+
+def largest_error(actual: Any, expected: Any) -> float:
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
+    return max(float(abs(x - y).max() / max(abs(y).max(), 1e-3)) for x, y in pairs)
+
+
+def attention(implementation: str) -> dict[str, Any]:
+    """Output, lse and gradients with heads and rows split; and that no large array moves."""
+    arrays = draw(3, batch=4, queries=150, keys=150, heads=4, kv_heads=2)
+    arrays["bias"] = jnp.linspace(-1, 1, 4 * 150).reshape(1, 4, 1, 150)
+    arrays["sinks"] = jnp.linspace(-1, 1, 4)
+    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (4, 150)), 1), jnp.int32)
+    named = "query", "key", "value", "bias", "sinks"
+
+    def gradients(arrays, ids):
+        def loss(inputs):
+            with using(Plain()):
+                out, lse = dot_product_attention(
+                    inputs["query"], inputs["key"], inputs["value"], bias=inputs["bias"],
+                    sinks=inputs["sinks"], mask=Causal() & Segments(ids), return_lse=True,
+                    dropout_rate=0.2, dropout_key=jax.random.key(1), implementation=implementation,
+                )  # fmt: skip
+            loss = (out * arrays["out_cotangent"]).sum() + (lse * arrays["lse_cotangent"]).sum()
+            return loss, (out, lse)
+
+        return jax.grad(loss, has_aux=True)({name: arrays[name] for name in named})
+
+    mesh, heads = explicit(), P("data", None, "model")
+    specs = dict.fromkeys(arrays, heads) | dict(bias=P(None, "model"), sinks=P())
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    placed = {name: place(x, specs[name]) for name, x in arrays.items()}, place(ids, P("data"))
+    compiled = jax.jit(gradients).lower(*placed).compile()
+    moved = re.findall(
+        r" = \(?(f32\[[0-9,]*\])\S* (?:all-gather|all-to-all|collective-permute)(?:-start)?\(",
+        compiled.as_text(),
+    )
+    actual, expected = compiled(*placed), jax.jit(gradients)(arrays, ids)
+    specs_found = [list(x.sharding.spec) for x in (*actual[1], actual[0]["query"])]
+    return dict(error=largest_error(actual, expected), moved=moved, specs=specs_found)
+
+
+def weights() -> dict[str, Any]:
+    arrays = draw(3, batch=4, queries=9, keys=9, heads=4, kv_heads=4)
+    mesh = explicit()
+    whole = arrays["query"], arrays["key"]
+    placed = [jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))) for x in whole]
+    found = dot_product_attention_weights(*placed, mask=Causal())
+    expected = dot_product_attention_weights(*whole, mask=Causal())
+    return dict(error=largest_error(found, expected), specs=[list(found.sharding.spec)])
+
+
+def place_params(params: Any, layout: str, mesh: Any) -> Any:
+    """As a user may split them; what does not divide stays whole."""
+
+    def place(path, x):
+        names, axes = [part.key for part in path], [None] * x.ndim
+        behind = dict(query=-2, key=-2, value=-2, up=-1, gate=-1, out=-3, down=-2)
+        if layout == LAYOUTS[1]:
+            axis = max((i for i, n in enumerate(x.shape) if n % 2 == 0), default=None)
+            if axis is not None:
+                axes[axis] = "data"
+        elif layout == LAYOUTS[2] and names[-1] == "kernel" and names[-2] in behind:
+            axes[behind[names[-2]]] = "model"
+        elif layout == LAYOUTS[2] and names[-1] in ("tokens", "output"):
+            axes[0] = "model"
+        return jax.device_put(x, NamedSharding(mesh, P(*axes)))
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def training(name: str, layout: str, context: bool) -> dict[str, Any]:
+    """The loss and its gradients, which are split as the parameters are."""
+    config = MODELS[name]
+    model, params = build(config), init_params(config, jax.random.key(0))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 24, (4, 9)))
+    key = jax.random.key(1) if name == "dropout" else None
+
+    def loss(params, tokens):
+        source = dict(source=tokens[:, 1:]) if name == "encoder-decoder" else {}
+        logits, _ = model.apply({"params": params}, tokens[:, :-1], key=key, **source)
+        return cross_entropy(logits, tokens[:, 1:])[0]
+
+    expected = jax.jit(jax.value_and_grad(loss))(params, tokens)
+    mesh = explicit()
+    with jax.set_mesh(mesh) if context else nullcontext():
+        placed = place_params(params, layout, mesh)
+        rows = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+        actual = jax.jit(jax.value_and_grad(loss))(placed, rows)
+    pairs = zip(jax.tree.leaves(actual[1]), jax.tree.leaves(placed), strict=True)
+    alike = all(x.sharding.spec == y.sharding.spec for x, y in pairs)
+    return dict(error=largest_error(actual, expected), alike=alike)
+
+
+def decoding(name: str, layout: str, context: bool) -> dict[str, Any]:
+    """Tokens of everything that decodes, with rows of the state split."""
+    config = MODELS[name]
+    params = init_params(config, jax.random.key(0))
+    params = jax.tree.map(lambda x: 3 * x, params)  # or all tokens are alike
+    prompt = np.random.default_rng(0).integers(0, 24, (4, 5))
+    step = make_step(build(config))
+    again = (PresencePenalty(0.5),)
+
+    def tokens(params, place):
+        state = lambda n=4: place(init_cache(config, n, 32))  # noqa: E731
+        yield generate(step, params, prompt, state(), num_tokens=6, chunk=3).tokens
+        yield np.stack(
+            list(stream(step, params, prompt, state(), num_tokens=6, processors=again)), 1
+        )
+        one = fork(place(init_cache(config, 2, 32)), 2)
+        yield generate(step, params, prompt, one, num_tokens=6, lengths=[5, 3, 1, 2]).tokens
+        yield beam_search(step, params, prompt, state(), num_tokens=4, num_beams=2).tokens
+        yield speculate(
+            step, params, PromptLookup(), prompt, state(), num_tokens=6, num_draft=2
+        ).tokens
+        requests = [Request(row, 3) for row in prompt]
+        slots = serve(step, params, requests, init_cache(config, 1, 32), slots=2, capacity=32)
+        yield np.stack([answer.tokens for answer in sorted(slots, key=lambda x: x.id)])
+
+    expected = [np.asarray(x) for x in tokens(params, lambda state: state)]
+    mesh = explicit()
+    with jax.set_mesh(mesh) if context else nullcontext():
+        rows = NamedSharding(mesh, P("data"))
+        placed = place_params(params, layout, mesh)
+        actual = [np.asarray(x) for x in tokens(placed, lambda state: jax.device_put(state, rows))]
+    different = max(len(set(row)) for row in expected[0].tolist())
+    return dict(error=largest_error(actual, expected), different=different)
+
+
+def inside(what: str) -> dict[str, Any]:
+    """In a user's `shard_map`, which checks what varies: gradients are summed over devices."""
+    config = MODELS["t5"] if what == "model" else SMALL
+    model, params = build(config), init_params(config, jax.random.key(0))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 24, (4, 9)))
+
+    def loss(params, tokens):
+        if what == "model":
+            logits = model.apply({"params": params}, tokens[:, :-1])[0]
+            return cross_entropy(logits, tokens[:, 1:])[0]
+        table = params["embed"]["tokens"]
+        hidden = table[tokens[:, :-1]]
+        return chunked_cross_entropy(hidden, table, tokens[:, 1:], chunk_size=3)[0]
+
+    def tokens_of(params, tokens):
+        state = init_cache(config, len(tokens), 16)
+        return generate(make_step(model), params, tokens, state, num_tokens=4, chunk=4).tokens
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    split = partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")))
+    if what == "tokens":
+        mapped, function = split(tokens_of, out_specs=P("data")), tokens_of
+    else:
+        mean = split(lambda *x: jax.lax.pmean(loss(*x), "data"), out_specs=P())
+        mapped, function = (jax.value_and_grad(f) for f in (mean, loss))
+    actual, expected = (jax.jit(f)(params, tokens) for f in (mapped, function))
+    return dict(error=largest_error(actual, expected))
+
+
+CASES: dict[str, Any] = {
+    **{f"attention, {name}": partial(attention, name) for name in ("xla", "blockwise", "pallas")},
+    "attention weights": weights,
+    **{
+        f"training, {name}, {layout}{', set' if context else ''}": partial(
+            training, name, layout, context
+        )
+        for name in MODELS
+        for layout in LAYOUTS
+        for context in (False, True)
+    },
+    **{
+        f"decoding, {name}, {layout}{', set' if context else ''}": partial(
+            decoding, name, layout, context
+        )
+        for name in ("learned", "rope")
+        for layout in (LAYOUTS[0], LAYOUTS[2])
+        for context in (False, True)
+    },
+    **{f"inside, {what}": partial(inside, what) for what in ("model", "loss", "tokens")},
+}
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == 4
+    print(json.dumps({name: CASES[name]() for name in sys.argv[1:] or CASES}))

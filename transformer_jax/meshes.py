@@ -1,0 +1,60 @@
+"""Device meshes: axes that are explicit, as `jax.make_mesh` makes them, and `shard_map`.
+
+On a mesh of explicit axes an array's type says how it is split, and an operation must say how its
+result is, unless its inputs leave no choice. The functions of this library say it once, for their
+results; inside, splitting is left to the compiler, as it is on a mesh of automatic axes. Elsewhere
+nothing here does anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def split(x: Any, axes: slice = slice(None), behind: Any = ()) -> Any:  # PartitionSpec
+    """How some axes of an array are split, by its type; then `behind`, of others, where it may be.
+
+    No axis of a mesh splits an array twice: what the first have taken is left out of `behind`.
+    """
+    first = tuple(jax.typeof(x).sharding.spec)[axes]
+    taken = {name for one in first for name in _names(one)}
+    return PartitionSpec(*first, *(None if taken & set(_names(one)) else one for one in behind))
+
+
+def split_rows(state: Any) -> Any:  # PartitionSpec
+    """How the rows of a state are split, with which all of its arrays begin."""
+    leaves = jax.tree.leaves(state)
+    return split(leaves[0], slice(1)) if leaves else PartitionSpec()
+
+
+def by_compiler(function: Callable, arguments: Sequence[Any], results: Any) -> Any:
+    """`function(*arguments)`, with results split as a tree of specs, or a prefix of one, says."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments))
+    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    if mesh is None:
+        return function(*arguments)
+    wanted = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results)
+    left = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=wanted)
+    return left(*arguments)
+
+
+def vary(tree: Any, like: Any = None) -> Any:
+    """Inside a `shard_map`, arrays that are the same on all devices as different ones on each, if
+    others of `tree` and `like` are: as loops want what they carry. Gradients are then summed."""
+    leaves = jax.tree.leaves((tree, like))
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+    def one(x):
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(one, tree) if axes else tree
+
+
+def _names(one: Any) -> tuple[Any, ...]:
+    """The axes of a mesh that split one axis of an array."""
+    return one if isinstance(one, tuple) else () if one is None else (one,)
