@@ -180,7 +180,7 @@ def decoding(name: str, layout: str, context: bool) -> dict[str, Any]:
         yield generate(step, params, prompt, one, num_tokens=6, lengths=[5, 3, 1, 2]).tokens
         yield beam_search(step, params, prompt, state(), num_tokens=4, num_beams=2).tokens
         yield speculate(
-            step, params, PromptLookup(), prompt, state(), num_tokens=6, num_draft=2
+            step, params, prompt, state(), proposer=PromptLookup(), num_tokens=6, num_draft=2
         ).tokens
         requests = [Request(row, 3) for row in prompt]
         slots = serve(step, params, requests, init_cache(config, 1, 32), slots=2, capacity=32)

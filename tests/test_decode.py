@@ -504,8 +504,7 @@ def test_past_the_end_under_trace_no_slot_is_overwritten_and_no_token_made_up():
     tokens, states = unchecked(prompts(), LENGTHS, empty(3, 13))
     assert (np.asarray(tokens)[0] >= 0).tolist() == [True, True, True, False, False]
     assert (np.asarray(tokens)[1:] >= 0).all()
-    for layer in range(2):
-        full, last = states[2].layers[layer], states[-1].layers[layer]
+    for full, last in zip(states[2].layers, states[-1].layers, strict=True):
         assert full.positions[0].tolist() == list(range(13))
         assert_same_bits(last.positions[0], full.positions[0])
         assert_same_bits(last.k[0], full.k[0])
