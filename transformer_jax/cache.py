@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.integers import as_int32
 from transformer_jax.meshes import by_compiler, split
 
 
@@ -88,6 +89,7 @@ def update(
     overwriting is an error checks `positions < S` first (`transformer.Decoder` does).
     """
     _check_update(cache, k, v, positions)
+    positions = as_int32("positions", positions)
     if k.shape[1] == 0:
         return cache
     sinks, turning = cache.sinks, cache.capacity - cache.sinks

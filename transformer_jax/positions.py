@@ -47,7 +47,7 @@ def learned(
 
     A position from L on is a ValueError where it is known, and NaN under trace; never another row.
     """
-    positions = jnp.asarray(positions)
+    positions = jnp.asarray(as_int32("positions", positions))
     if not isinstance(positions, jax.core.Tracer) and positions.size:
         largest = int(positions.max())
         if largest >= table.shape[0] - offset:
