@@ -47,7 +47,7 @@ from transformer_jax.masks import Causal, Segments
 
 SMALL = ModelConfig(vocab_size=24, max_len=32, num_layers=2, num_heads=4, d_model=16)
 MODELS = {
-    "learned": SMALL,
+    "learned": replace(SMALL, tie_embeddings=False),
     "rope": replace(
         SMALL, positions="rope", num_kv_heads=2, glu=True, norm="rmsnorm", tie_embeddings=False,
         qk_norm=True, attention_sinks=True, logit_bias=True, scan_layers=True,
@@ -75,7 +75,7 @@ def largest_error(actual: Any, expected: Any) -> float:
 
 
 def attention(implementation: str) -> dict[str, Any]:
-    """Output, lse and gradients with heads and rows split; and that no large array moves."""
+    """Output, lse and gradients with heads and rows split; and which arrays move, not vectors."""
     arrays = draw(3, batch=4, queries=150, keys=150, heads=4, kv_heads=2)
     arrays["bias"] = jnp.linspace(-1, 1, 4 * 150).reshape(1, 4, 1, 150)
     arrays["sinks"] = jnp.linspace(-1, 1, 4)
@@ -101,7 +101,7 @@ def attention(implementation: str) -> dict[str, Any]:
     placed = {name: place(x, specs[name]) for name, x in arrays.items()}, place(ids, P("data"))
     compiled = jax.jit(gradients).lower(*placed).compile()
     moved = re.findall(
-        r" = \(?(f32\[[0-9,]*\])\S* (?:all-gather|all-to-all|collective-permute)(?:-start)?\(",
+        r" = \(?(f32\[\d+,[\d,]+\])\S* (?:all-gather|all-to-all|collective-permute)(?:-start)?\(",
         compiled.as_text(),
     )
     actual, expected = compiled(*placed), jax.jit(gradients)(arrays, ids)
@@ -176,6 +176,7 @@ def decoding(name: str, layout: str, context: bool) -> dict[str, Any]:
         yield np.stack(
             list(stream(step, params, prompt, state(), num_tokens=6, processors=again)), 1
         )
+        yield generate(step, params, prompt, init_cache(config, 4, 32), num_tokens=6).tokens
         one = fork(place(init_cache(config, 2, 32)), 2)
         yield generate(step, params, prompt, one, num_tokens=6, lengths=[5, 3, 1, 2]).tokens
         yield beam_search(step, params, prompt, state(), num_tokens=4, num_beams=2).tokens

@@ -37,9 +37,14 @@ def by_compiler(function: Callable, arguments: Sequence[Any], results: Any) -> A
     mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
     if mesh is None:
         return function(*arguments)
+
+    def placed(x):  # or the compiler would split what is nowhere, and donated, as it likes
+        whole = NamedSharding(mesh, PartitionSpec())
+        return jax.sharding.reshard(x, whole) if jax.typeof(x).sharding.mesh.empty else x
+
     wanted = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results)
     left = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=wanted)
-    return left(*arguments)
+    return left(*jax.tree.map(placed, arguments))
 
 
 def vary(tree: Any, like: Any = None) -> Any:
