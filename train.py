@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import signal
 
-if __name__ == "__main__":  # Ctrl-C ends the imports too, without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports too, without a traceback
 
 import argparse
 import ast

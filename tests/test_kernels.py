@@ -6,12 +6,6 @@ a kernel's fault; the kernels themselves are in test_kernels_tpu.py and test_ker
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +14,7 @@ import pytest
 pytest.register_assert_rewrite("attention_suite", "tolerances")
 
 from attention_suite import AttentionSuite, draw  # noqa: E402
+from devices import on_devices  # noqa: E402
 from plain_kernels import Plain, visited  # noqa: E402
 from tolerances import GRADIENT_F32, assert_near, assert_same_bits  # noqa: E402
 
@@ -39,8 +34,6 @@ from transformer_jax.masks import (  # noqa: E402
 )
 from transformer_jax.pallas import _lists, _tiles  # noqa: E402
 from transformer_jax.positions import ALiBi, RelativeBias  # noqa: E402
-
-ROOT = Path(__file__).parent.parent
 
 
 class TestPlain(AttentionSuite):
@@ -249,17 +242,7 @@ def test_a_bias_that_is_not_mapped_has_a_gradient_for_each_mapped_call(rows):
     ],
 )
 def test_a_mesh_computes_the_same_and_gathers_nothing(cases):
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "tests/kernels_on_eight.py", *cases],
-        capture_output=True, text=True, cwd=ROOT, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
+    results = on_devices(8, "tests/kernels_on_eight.py", *cases, optimise=False)
     assert len(results) >= (len(cases) or 3)
     for case, result in results.items():
         assert result["error"] < 2 * GRADIENT_F32, (case, result)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from devices import on_devices
 
-ROOT = Path(__file__).parent.parent
 ROWS_HEADS = ["data", None, "model"]
 
 
@@ -30,17 +24,7 @@ ROWS_HEADS = ["data", None, "model"]
 )
 def test_four_devices_compute_what_one_does(cases):
     """Where rows, heads or parameters are split by type, and inside a `shard_map`."""
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "tests/meshes_on_four.py", *cases],
-        capture_output=True, text=True, cwd=ROOT, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
+    results = on_devices(4, "tests/meshes_on_four.py", *cases, optimise=False)
     assert len(results) == len(cases) or len(results) > 50
     for case, result in results.items():
         tokens = case.startswith("decoding") or case == "inside, tokens"

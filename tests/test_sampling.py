@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from devices import on_devices
 from scipy.stats import chi2
 from tolerances import FORWARD_F32, assert_near, assert_same_bits
 
@@ -394,16 +390,7 @@ sharded = jax.jit(all_made_from, out_shardings=rows)(pinned(), placed)
 assert all(x.addressable_shards[3].data.shape[0] == 1 for x in sharded.values())
 print(json.dumps(as_bits(sharded)))
 """
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    sharded, here = json.loads(done.stdout), as_bits(compiled_here())
+    sharded, here = on_devices(8, "-c", code), as_bits(compiled_here())
     assert all(here.values()) and sharded.keys() == here.keys()
     for name, value in here.items():
         assert sharded[name] == value, name

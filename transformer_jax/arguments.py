@@ -167,6 +167,11 @@ def check_states(name: str, query, keys, values, mask) -> None:
     check_mask(mask, query.shape[0], 1)
 
 
+def traced(*arrays: Any) -> bool:
+    """Whether the values of one of these are not known yet."""
+    return any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
 def check_count(name: str, value: Any, least: int) -> None:
     """An integer of at least `least`."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.arguments import check_count, check_key
+from transformer_jax.arguments import check_count, check_key, traced
 from transformer_jax.cache import KVCache, next_positions
+from transformer_jax.integers import as_int32
 from transformer_jax.meshes import by_compiler, split, split_rows, vary
 from transformer_jax.processors import (
     History,
@@ -379,7 +380,7 @@ def generate(
     )  # fmt: skip
     if early_exit is None:
         early_exit = given.plan.ends
-    inside = _traced(*jax.tree.leaves((params, given.arrays)))  # a trace that donates by itself
+    inside = traced(*jax.tree.leaves((params, given.arrays)))  # a trace that donates by itself
     loop = _generate_within if inside else _generate
     return loop(given.plan, step, params, *given.arrays, num_tokens, chunk, early_exit)
 
@@ -539,17 +540,17 @@ def ready(
     `room` is how many new tokens a row may get, i32[B] or one for all; the last is not read.
     """
     state = own(state)
-    if hasattr(step, "check") and not _traced(prompt, lengths, room):
+    if hasattr(step, "check") and not traced(prompt, lengths, room):
         step.check(prompt, state, np.asarray(lengths) + np.maximum(room, 1) - 1)
     fill = bucket(prompt.shape[1]) - prompt.shape[1]
-    numpy = jnp if _traced(prompt) else np
+    numpy = jnp if traced(prompt) else np
     prompt = numpy.pad(prompt, ((0, 0), (0, fill)))
     return jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32), state
 
 
 def check_prompt(prompt: Any, lengths: Any) -> tuple[Any, Any]:
     """i32[B, P] and i32[B]; zeros behind a row's end. What is traced keeps its values unchecked."""
-    if not _traced(prompt):
+    if not traced(prompt):
         try:
             prompt = np.asarray(prompt)
         except ValueError:
@@ -563,28 +564,18 @@ def check_prompt(prompt: Any, lengths: Any) -> tuple[Any, Any]:
         raise ValueError(f"prompt is {given}: must be token ids, integers")
     rows, columns = prompt.shape
     if lengths is None:
-        return _fitting(prompt), np.full(rows, columns, np.int32)
-    lengths = lengths if _traced(lengths) else np.asarray(lengths)
+        return as_int32("prompt", prompt), np.full(rows, columns, np.int32)
+    lengths = lengths if traced(lengths) else np.asarray(lengths)
     if lengths.shape != (rows,):
         raise ValueError(f"lengths have shape {lengths.shape}: must be ({rows},)")
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths are {lengths.dtype}: must be integers")
-    if _traced(prompt, lengths):
+    if traced(prompt, lengths):
         return jnp.where(jnp.arange(columns)[None] < lengths[:, None], prompt, 0), lengths
     if rows and not 1 <= lengths.min() <= lengths.max() <= columns:
         raise ValueError(f"lengths are {lengths.tolist()}: must be from 1 to {columns}")
-    return _fitting(np.where(np.arange(columns)[None] < lengths[:, None], prompt, 0)), lengths
-
-
-def _fitting(prompt: Any) -> Any:
-    """Ids that int32 holds, in which they are read."""
-    if not _traced(prompt) and prompt.size:
-        least, most = int(prompt.min()), int(prompt.max())
-        ends = np.iinfo(np.int32)
-        if least < ends.min or most > ends.max:
-            wrong = least if least < ends.min else most
-            raise ValueError(f"prompt has {wrong}: token ids are int32")
-    return prompt
+    prompt = np.where(np.arange(columns)[None] < lengths[:, None], prompt, 0)
+    return as_int32("prompt", prompt), lengths
 
 
 def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B]
@@ -611,7 +602,7 @@ def stop_tokens(stop: Any) -> tuple[int, ...]:
 def check_alive(state: Any) -> None:
     """A state whose memory was handed on is refused by name."""
     for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array) and not _traced(leaf) and leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and not traced(leaf) and leaf.is_deleted():
             raise ValueError("state was consumed by an earlier call: fork(state, 1) keeps a copy")
 
 
@@ -631,20 +622,16 @@ def own(state: Any) -> Any:
 def _limits(limits: Any, rows: int, num_tokens: int) -> Any:
     if limits is None:
         return np.full(rows, num_tokens, np.int32)
-    limits = limits if _traced(limits) else np.asarray(limits)
+    limits = limits if traced(limits) else np.asarray(limits)
     if limits.shape != (rows,) or not jnp.issubdtype(limits.dtype, jnp.integer):
         raise ValueError(
             f"limits are {limits.dtype}{list(limits.shape)}: must be integers [{rows}]"
         )
-    if _traced(limits):
+    if traced(limits):
         return jnp.clip(limits, 0, num_tokens)
     if rows and not 0 <= limits.min() <= limits.max() <= num_tokens:
         raise ValueError(f"limits are {limits.tolist()}: must be from 0 to {num_tokens}")
     return limits
-
-
-def _traced(*arrays: Any) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
 def check_sampler(sampler: Any) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.integers import INT32
 from transformer_jax.masks import (
     And,
     Causal,
@@ -77,11 +76,7 @@ class Positions:
             return self.mask.fn(q[0], k[0])
         if isinstance(self.mask, Causal):
             return k[0] <= q[0]
-        left, right = self.mask.left, self.mask.right
-        distance = q[0] - k[0]
-        sides = [] if left is None else [distance <= min(left - 1, INT32.max)]
-        sides += [] if right is None else [distance >= max(1 - right, INT32.min)]
-        return sides[0] if len(sides) == 1 else sides[0] & sides[1]
+        return self.mask.within(q[0] - k[0], q[0] - k[0])
 
 
 @dataclass(frozen=True)

@@ -189,21 +189,20 @@ class Window(Mask):
             object.__setattr__(self, name, operator.index(value))
 
     def _sees(self, q, k):
-        return self._within(q - k, q - k)
+        return self.within(q - k, q - k)
 
     def _tiles(self, tiles):
         nearest, farthest = tiles.q_low - tiles.k_high, tiles.q_high - tiles.k_low
-        every = self._within(farthest, nearest)
+        every = self.within(farthest, nearest)
         if self.left is not None and self.right is not None and self.left + self.right < 2:
             return jnp.zeros_like(every), every
-        return self._within(nearest, farthest), every
+        return self.within(nearest, farthest), every
 
-    def _within(self, low, high):
-        """-right < high and low < left."""
-        past = jnp.bool_(True)
-        if self.left is not None:
-            past = low <= min(self.left - 1, INT32.max)
-        return past if self.right is None else past & (high >= max(1 - self.right, INT32.min))
+    def within(self, low: jax.Array, high: jax.Array) -> jax.Array:
+        """-right < high and low < left, of distances from a key to a query."""
+        sides = [] if self.left is None else [low <= min(self.left - 1, INT32.max)]
+        sides += [] if self.right is None else [high >= max(1 - self.right, INT32.min)]
+        return sides[0] if len(sides) == 1 else sides[0] & sides[1]
 
 
 @register(arrays=("valid",))

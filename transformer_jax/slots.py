@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from transformer_jax.arguments import check_count, check_key
+from transformer_jax.arguments import check_count, check_key, traced
 from transformer_jax.decode import (
     Chosen,
     Plan,
@@ -125,11 +125,11 @@ def admit(
     """
     _check_kept(slots)
     places = _rows(slots, rows)
-    if not _traced(slots.active, places):
+    if not traced(slots.active, places):
         taken = places[jax.device_get(slots.active)[places]].tolist()
         if taken:
             raise ValueError(f"rows {taken} are taken: release them, or wait for their end")
-    numpy: Any = jnp if _traced(limits) else np
+    numpy: Any = jnp if traced(limits) else np
     arrays = _arrange(slots, prompt, lengths, state, numpy.atleast_1d(limits), key, chunk)
     if len(arrays[1]) != len(places):
         raise ValueError(f"prompt has {len(arrays[1])} rows for {len(places)} slots")
@@ -401,12 +401,12 @@ def _arrange(
     prompt, lengths = check_prompt(prompt, lengths)
     rows, columns = prompt.shape
     if limits.shape != (rows,) or not np.issubdtype(limits.dtype, np.integer):
-        given = f"{limits.dtype}{list(limits.shape)}" if _traced(limits) else limits.tolist()
+        given = f"{limits.dtype}{list(limits.shape)}" if traced(limits) else limits.tolist()
         raise ValueError(f"limits are {given}: must be integers, one for each prompt")
-    if not _traced(limits) and limits.min() < 1:
+    if not traced(limits) and limits.min() < 1:
         raise ValueError(f"num_tokens is {limits.min()}: must be at least 1")
     total = lengths + limits - 1
-    if _traced(total):
+    if traced(total):
         limits = jnp.clip(limits, 1, slots.capacity + 1 - lengths)
     elif total.max() > slots.capacity:
         raise ValueError(
@@ -422,13 +422,13 @@ def _arrange(
         raise ValueError(f"key is {keys.dtype}: the slots hold {held.dtype}")
     check_alive(state)
     _check_state(slots.running.state, state, rows)
-    if hasattr(slots.step, "check") and not _traced(prompt, total):
+    if hasattr(slots.step, "check") and not traced(prompt, total):
         slots.step.check(prompt, state, total)
     width = min(bucket(columns), slots.capacity)
-    numpy: Any = jnp if _traced(prompt) else np
+    numpy: Any = jnp if traced(prompt) else np
     prompt = numpy.pad(prompt, ((0, 0), (0, max(0, width - columns))))[:, :width]
     arrays = prompt, lengths, limits
-    if _traced(*arrays):
+    if traced(*arrays):
         prompt, lengths, limits = (jnp.asarray(x, jnp.int32) for x in arrays)
     else:
         prompt, lengths, limits = jax.device_put(tuple(np.asarray(x, np.int32) for x in arrays))
@@ -458,12 +458,12 @@ def _check_state(held: Any, state: Any, rows: int) -> None:
 
 
 def _rows(slots: Slots, rows: Any) -> Any:  # [R]
-    places = jnp.atleast_1d(rows) if _traced(rows) else np.atleast_1d(rows)
+    places = jnp.atleast_1d(rows) if traced(rows) else np.atleast_1d(rows)
     count = len(slots.active)
     if places.ndim != 1 or not np.issubdtype(places.dtype, np.integer):
-        given = f"{places.dtype}{list(places.shape)}" if _traced(places) else places.tolist()
+        given = f"{places.dtype}{list(places.shape)}" if traced(places) else places.tolist()
         raise ValueError(f"rows are {given}: must be integers")
-    if _traced(places):
+    if traced(places):
         return places
     if len(set(places.tolist())) < len(places):
         raise ValueError(f"rows are {places.tolist()}: must name a slot once")
@@ -473,9 +473,5 @@ def _rows(slots: Slots, rows: Any) -> Any:  # [R]
 
 
 def _check_kept(slots: Slots) -> None:
-    if not _traced(slots.active) and slots.active.is_deleted():
+    if not traced(slots.active) and slots.active.is_deleted():
         raise ValueError("slots were consumed by an earlier call: use those it returned")
-
-
-def _traced(*arrays: Any) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in arrays)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.arguments import check_count
+from transformer_jax.arguments import check_count, traced
 from transformer_jax.decode import (
     Plan,
     Running,
@@ -298,7 +298,7 @@ def speculate(
     _check_rewind(step, state, num_draft)
     prompt, lengths, _, limits, _ = given.arrays
     total = None
-    if not any(isinstance(x, jax.core.Tracer) for x in (prompt, lengths, limits)):
+    if not traced(prompt, lengths, limits):
         known = jax.device_get((prompt, lengths, limits))
         total = known[1] + np.maximum(known[2], 1) - 1
         prompt = known[0]

@@ -136,8 +136,8 @@ def fit(
                 tokenizer = folder.read_tokenizer(found.metadata["tokenizer_sha256"])
             else:
                 _check_none_lost(folder, stored.checkpoint_every)
-            if found is None and config.init_from is not None:
-                tokenizer = folder.read_tokenizer()
+                if config.init_from is not None:
+                    tokenizer = folder.read_tokenizer()
             dataset = load_dataset(config, tokenizer)
             config = _resolved(config, dataset, vocab_size)
             _check_same(stored, config, found, dataset)

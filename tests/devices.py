@@ -1,0 +1,27 @@
+"""Programs that need several devices, in a process of their own: a CPU cut into so many."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def on_devices(count: int, *command: str, optimise: bool = True) -> Any:
+    """The JSON that Python prints, given a script or `-c` and a program."""
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    if not optimise:
+        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
