@@ -1,6 +1,7 @@
 """Producing tokens: the same whole or streamed, cached or not, in any chunks and any company."""
 
 import dataclasses
+import itertools
 import re
 from functools import partial
 
@@ -566,9 +567,9 @@ def test_prompts_that_are_no_ids_are_refused_for_any_step():
             generate(double, {}, wrong, state, num_tokens=2)
     with pytest.raises(ValueError, match=r"prompt is float32.*: must be token ids"):
         jax.jit(lambda x: generate(double, {}, x, state, num_tokens=2))(jnp.ones((1, 2)))
-    for wrong in (2**40, -(2**31) - 1):
+    for wrong, lengths in itertools.product((2**40, -(2**31) - 1), (None, [2])):
         with pytest.raises(ValueError, match=f"prompt holds {wrong}: must be from -{2**31} to"):
-            generate(double, {}, np.array([[1, wrong]]), state, num_tokens=2)
+            generate(double, {}, np.array([[1, wrong]]), state, num_tokens=2, lengths=lengths)
     padded = np.array([[3, 2**40]])  # what stands behind a row's length is not read
     assert generate(double, {}, padded, state, num_tokens=2, lengths=[1]).tolist() == [[6, 12]]
 
