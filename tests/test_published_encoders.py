@@ -477,31 +477,29 @@ def test_what_would_change_the_numbers_is_refused_by_name(
     assert str(folder / "config.json") in str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["bert", "distilbert"])
-def test_classes_of_tokens_are_no_classes_of_texts(family, tmp_path):
-    model, _ = make(family, "ForTokenClassification")
-    folder = saved(model, tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"architectures is .*TokenClassification.*: classes of"):
-        load_pretrained(folder)
-    nameless(folder)
-    with pytest.raises(ConfigError, match=r"architectures is None: without .* of tokens"):
-        load_pretrained(folder)
+OF_TOKENS = ConfigError, r"architectures is None: without .* of tokens"
+OF_ROBERTA = CheckpointError, r"(classifier|qa_outputs)\.\w+: a roberta of this"
 
 
-def nameless(folder):
-    content = json.loads((folder / "config.json").read_text())
-    del content["architectures"]
-    (folder / "config.json").write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize("head", ["ForTokenClassification", "ForQuestionAnswering"])
-def test_other_heads_are_refused_by_name_and_by_their_tensors(head, tmp_path):
-    model, _ = make("roberta", head)
+@pytest.mark.parametrize(
+    ("family", "head", "nameless"),
+    [
+        ("bert", "ForTokenClassification", OF_TOKENS),
+        ("distilbert", "ForTokenClassification", OF_TOKENS),
+        ("roberta", "ForTokenClassification", OF_ROBERTA),
+        ("roberta", "ForQuestionAnswering", OF_ROBERTA),
+    ],
+)
+def test_other_heads_are_refused_by_name_and_by_their_tensors(family, head, nameless, tmp_path):
+    model, _ = make(family, head)
     folder = saved(model, tmp_path / "model")
     with pytest.raises(ConfigError, match=f"architectures is .*{head}.*: classes of"):
         load_pretrained(folder)
-    nameless(folder)
-    with pytest.raises(CheckpointError, match=r"(classifier|qa_outputs)\.\w+: a roberta of this"):
+    content = json.loads((folder / "config.json").read_text())
+    del content["architectures"]
+    (folder / "config.json").write_text(json.dumps(content))
+    error, message = nameless
+    with pytest.raises(error, match=message):
         load_pretrained(folder)
 
 
