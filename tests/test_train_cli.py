@@ -294,13 +294,21 @@ def test_a_reader_that_has_had_enough_does_not_end_the_run(flags, tmp_path, monk
         assert train.main(flags) == 0
 
 
-def test_an_interrupt_during_the_imports_shows_no_traceback(tmp_path):
+@pytest.mark.parametrize(
+    ("inherited", "status", "printed"),
+    [("default_int_handler", -signal.SIGINT, ""), ("SIG_IGN", 0, "on\n")],
+)
+def test_an_interrupt_during_the_imports_shows_no_traceback(inherited, status, printed, tmp_path):
+    """And where it was ignored before, as in a shell's background job, it stays so."""
     (tmp_path / "transformer_jax.py").write_text(
-        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
+        "import os, signal, sys\nos.kill(os.getpid(), signal.SIGINT)\nprint('on')\nsys.exit()\n"
     )
-    run = f"import runpy; runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
+    run = (
+        f"import runpy, signal\nsignal.signal(signal.SIGINT, signal.{inherited})\n"
+        f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
+    )
     out = subprocess.run([sys.executable, "-c", run], cwd=tmp_path, capture_output=True, text=True)
-    assert (out.returncode, out.stdout, out.stderr) == (-signal.SIGINT, "", "")
+    assert (out.returncode, out.stdout, out.stderr) == (status, printed, "")
 
 
 def test_what_is_not_available_here_is_one_line(capsys):
