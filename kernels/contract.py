@@ -117,6 +117,19 @@ def result(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtyp
     )
 
 
+def vary(tree: Any, like: Any = None) -> Any:
+    """Inside a `shard_map`, arrays that are the same on all devices as different ones on each, if
+    others of `tree` and `like` are: as loops want what they carry. Gradients are then summed."""
+    leaves = jax.tree.leaves((tree, like))
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+    def one(x):
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(one, tree) if axes else tree
+
+
 # Arithmetic of a tile that both backends share
 
 

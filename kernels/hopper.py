@@ -31,6 +31,7 @@ from transformer_jax.kernels.contract import (
     mix,
     result,
     threshold,
+    vary,
 )
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200 SXM: as many programs stay resident
@@ -319,6 +320,15 @@ def each_item(items: Any, body: Callable, carry: Any) -> Any:
     return lax.fori_loop(0, mine, lambda turn, carry: body(items[position(turn)], carry), carry)
 
 
+def each_tile(full: Any, seen: Any, body: Callable, carry: Any) -> Any:
+    """`carry = body(j, carry, partial)` for the tiles of a list: full ones, then partial ones. Both
+    loops count from 0: what is read of memory varies over a mesh, what is computed of it does not,
+    and a loop's counter must stay of one type."""
+    carry = lax.fori_loop(0, full, functools.partial(body, partial=False), carry)
+    partial = functools.partial(body, partial=True)
+    return lax.fori_loop(0, seen - full, lambda j, carry: partial(full + j, carry), carry)
+
+
 def registers(consumers: int) -> tuple[int, int] | None:
     """Registers a thread of a consumer and of the producer may hold; None leaves them equal."""
     return {1: None, 2: (240, 24), 3: (160, 32)}[consumers]
@@ -326,7 +336,7 @@ def registers(consumers: int) -> tuple[int, int] | None:
 
 def launch(problem: Problem, body: Callable, consumers: int, items: int, **options: Any) -> Any:
     interpret = {"interpret": problem.interpret} if problem.interpret else {}
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         grid=(min(items, PROGRAMS),),
         grid_names=("program",),
@@ -338,6 +348,11 @@ def launch(problem: Problem, body: Callable, consumers: int, items: int, **optio
         **interpret,
         **options,
     )
+
+    def call(*arguments):  # Mosaic GPU forgets that results vary over a mesh as arguments do
+        return vary(kernel(*arguments), like=arguments)
+
+    return call
 
 
 def specialise(consumers: int, produce: Callable[[], None], consume: Callable[[Any], None]) -> None:
@@ -483,9 +498,7 @@ def _forward(
             plgpu.barrier_wait(q_full.at[w])
             pl.when(w == 1)(take_turns)
             carry = filled((ROWS, Hv), 0), filled((ROWS,), LOWEST), filled((ROWS,), 0), step
-            carry = lax.fori_loop(0, full, functools.partial(tile, partial=False), carry)
-            carry = lax.fori_loop(full, seen, functools.partial(tile, partial=True), carry)
-            acc, high, total, step = carry
+            acc, high, total, step = each_tile(full, seen, tile, carry)
             if out_tile is not None:
                 plgpu.barrier_arrive(q_empty.at[w])
             pl.when(w == 0)(take_turns)
@@ -667,9 +680,7 @@ def _gradient_queries(
 
             plgpu.barrier_wait(q_full.at[w])
             carry = filled((ROWS, H), 0), filled((ROWS,), 0), step
-            carry = lax.fori_loop(0, full, functools.partial(tile, partial=False), carry)
-            carry = lax.fori_loop(full, seen, functools.partial(tile, partial=True), carry)
-            acc, slope, step = carry
+            acc, slope, step = each_tile(full, seen, tile, carry)
             if dq_tile is not None:
                 plgpu.barrier_arrive(q_empty.at[w])
             staged = q_tile if dq_tile is None else dq_tile
@@ -809,9 +820,7 @@ def _gradient_keys(
             def one_head(g, carry):
                 n = head * G + g
                 full, seen = at(lists.full, b, n, row)[...], at(lists.seen, b, n, row)[...]
-                visit = functools.partial(tile, n=n)
-                carry = lax.fori_loop(0, full, functools.partial(visit, partial=False), carry)
-                return lax.fori_loop(full, seen, functools.partial(visit, partial=True), carry)
+                return each_tile(full, seen, functools.partial(tile, n=n), carry)
 
             plgpu.barrier_wait(k_full.at[part])
             widths = {"dk": H, "dv": Hv}

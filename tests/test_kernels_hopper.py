@@ -16,7 +16,8 @@ pytest.register_assert_rewrite("attention_suite", "tolerances")
 from attention_suite import AttentionSuite  # noqa: E402
 from tolerances import FORWARD_BF16, GRADIENT_BF16, largest_error  # noqa: E402
 
-from transformer_jax.kernels import Target, hopper  # noqa: E402
+from transformer_jax import Causal, dot_product_attention  # noqa: E402
+from transformer_jax.kernels import Target, hopper, using  # noqa: E402
 from transformer_jax.kernels.contract import (  # noqa: E402
     Blocks,
     Lists,
@@ -376,6 +377,30 @@ def test_every_head_dim_has_tiles_that_divide_128(kind):
         for Hv in hopper.HEAD_DIMS:
             plan = hopper.blocks(kind, H, Hv)
             assert isinstance(plan, Blocks) and 128 % plan.q == 0 == 128 % plan.k
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": (1, 4, 256, 1)}], ids=["plain", "bias"])
+def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(options):
+    """Traced, not run: `shard_map` compares types."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    query, key = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
+
+    def gradients(*inputs):
+        bias = jnp.zeros(options["bias"]) if options else None
+
+        def loss(query, key, value):
+            settings = dict(mask=Causal(), bias=bias, implementation="pallas")
+            return dot_product_attention(query, key, value, **settings).astype(jnp.float32).sum()
+
+        found = jax.grad(loss, (0, 1, 2))(*inputs)
+        assert all(jax.typeof(x).manual_axis_type.varying == {"data"} for x in found)
+        return found
+
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    with using(Target("hopper")):
+        shapes = jax.eval_shape(mapped, query, key, key)
+    assert [x.shape for x in shapes] == [query.shape, key.shape, key.shape]
 
 
 @pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))

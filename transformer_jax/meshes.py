@@ -14,6 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from transformer_jax.kernels.contract import vary
+
+__all__ = ["by_compiler", "split", "split_rows", "vary"]
+
 
 def split(x: Any, axes: slice = slice(None), behind: Any = ()) -> Any:  # PartitionSpec
     """How some axes of an array are split, by its type; then `behind`, of others, where it may be.
@@ -45,19 +49,6 @@ def by_compiler(function: Callable, arguments: Sequence[Any], results: Any) -> A
     wanted = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results)
     left = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=wanted)
     return left(*jax.tree.map(placed, arguments))
-
-
-def vary(tree: Any, like: Any = None) -> Any:
-    """Inside a `shard_map`, arrays that are the same on all devices as different ones on each, if
-    others of `tree` and `like` are: as loops want what they carry. Gradients are then summed."""
-    leaves = jax.tree.leaves((tree, like))
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
-
-    def one(x):
-        missing = axes - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-    return jax.tree.map(one, tree) if axes else tree
 
 
 def _names(one: Any) -> tuple[Any, ...]:
