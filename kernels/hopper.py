@@ -199,9 +199,9 @@ def scores(
     q, k = shape[q_axis], shape[1 - q_axis]
     s, tanh = raw, None
     if problem.softcap is not None:
-        # tanh.approx has 11 bits; this form has the 22 of exp2
-        grown = jnp.exp2(raw * (2 * LOG2E * problem.scale / problem.softcap))
-        tanh = 1.0 - 2.0 / (1.0 + grown)
+        # tanh.approx has 11 bits; this form has the 22 of exp2 and rsqrt, which is one instruction
+        grown = 1.0 + jnp.exp2(raw * (2 * LOG2E * problem.scale / problem.softcap))
+        tanh = 1.0 - 2.0 * lax.rsqrt(grown * grown)
         s = tanh * (problem.softcap * LOG2E)
     elif not plain(problem, operands):
         s = raw * (problem.scale * LOG2E)
@@ -380,6 +380,8 @@ def forward(
     problem: Problem, operands: Operands, lists: Lists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Output [B, T, N, Hv], and f32[B, N, T] each of the rows' maximum m and log l."""
+    if blocks.stages < 2:
+        raise ValueError(f"stages is {blocks.stages}: the forward kernel needs at least 2")
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
@@ -549,22 +551,24 @@ def weights(
     q_axis: int,
     partial: bool,
 ) -> tuple[jax.Array, Callable]:  # p f, and (do . v, D) -> ds, du
+    # One number per pair lives until `differentiate`: what dropout leaves out is negative, and what
+    # is not visible 0, as exp2(-inf) is.
     s, tanh = scores(problem, operands, raw, place, q_axis, partial)
-    p = dropped = jnp.exp2(s * unit(problem, operands) - base)
+    weight = dropped = jnp.exp2(s * unit(problem, operands) - base)
+    grow = 1 / (1 - problem.dropout_rate)
     if problem.dropout_rate:
-        keep, grow = kept(problem, operands, place, p.shape, q_axis), 1 / (1 - problem.dropout_rate)
-        dropped = jnp.where(keep, p * grow, 0)
+        keep = kept(problem, operands, place, weight.shape, q_axis)
+        weight = jnp.where(keep, weight, -weight)
+        dropped = jnp.maximum(weight, 0) * grow
+    capped = weight if tanh is None else weight * (1 - tanh * tanh)
 
     def differentiate(dp, D):
-        if problem.dropout_rate:
-            dp = jnp.where(keep, dp * grow, 0)
-        ds = p * (dp - D)
-        du = ds if tanh is None else ds * (1 - tanh * tanh)
-        if partial:  # what overflowed behind the mask stays there
-            seen = s > -jnp.inf
-            du = jnp.where(seen, du, 0)
-            ds = du if tanh is None else jnp.where(seen, ds, 0)
-        return ds, du
+        def times(weight):
+            d = jnp.where(weight < 0, 0, dp * grow) if problem.dropout_rate else dp
+            ds = (jnp.abs(weight) if problem.dropout_rate else weight) * (d - D)
+            return jnp.where(weight == 0, 0, ds) if partial else ds  # dp may have overflowed
+
+        return times(weight), times(capped)
 
     return dropped, differentiate
 
