@@ -2,17 +2,17 @@
 
     python -m benchmarks.compile_gpu            # equal head dims, and 192 with 128
     python -m benchmarks.compile_gpu --all      # all 36 pairs
-    python -m benchmarks.compile_gpu --options  # head dims 64 and 128, with bias, softcap, ...
+    python -m benchmarks.compile_gpu --options  # with bias, softcap, a mask of many vectors, ...
 
 Needs `pip install "jax[cuda13]==0.11.2"` and no GPU. Registers are per thread at launch; a consumer
 raises its share to 240 of them and the producer drops to 24. Spills are bytes stored and loaded.
+A note such as (C7513) at the end of a line is ptxas saying that it waits for each product at once.
 Exits with 1 if a kernel does not compile.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -25,9 +25,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental import topologies
+from jax.experimental.mosaic.gpu import core as mosaic
 
 from transformer_jax.kernels import hopper
 from transformer_jax.kernels.contract import Lists, Operands, Problem, Saved
@@ -67,7 +67,15 @@ def causal(q: tuple, k: tuple) -> jax.Array:
     return (k[0] >= 0) & (q[0] >= k[0])
 
 
-def structs(kind: str, H: int, Hv: int, sharding: Any, **options: Any) -> tuple:
+def seven(q: tuple, k: tuple) -> jax.Array:
+    """A mask of seven vectors for queries and seven for keys, more than are copied with a tile."""
+    seen = causal(q, k)
+    for i in range(1, 7):
+        seen = seen & (q[i] == k[i])
+    return seen
+
+
+def structs(problem: Problem, kind: str, H: int, Hv: int, sharding: Any, **options: Any) -> tuple:
     """Shapes of a kernel's arguments after the problem; `options` are fields of Operands."""
     plan = hopper.blocks(kind, H, Hv)
 
@@ -76,7 +84,10 @@ def structs(kind: str, H: int, Hv: int, sharding: Any, **options: Any) -> tuple:
 
     if kind == "bias":
         options = {"bias": ((1, N, T, T), jnp.bfloat16)} | options
-    positions = (struct((1, T), jnp.int32),)
+    if problem.visible is seven:
+        positions = (struct((1, T), jnp.int32), *(struct((B, T), jnp.int32),) * 6)
+    else:
+        positions = (struct((1, T), jnp.int32),)
     operands = Operands(
         query=struct((B, T, N, H), jnp.bfloat16),
         key=struct((B, T, K, H), jnp.bfloat16),
@@ -95,32 +106,26 @@ def structs(kind: str, H: int, Hv: int, sharding: Any, **options: Any) -> tuple:
     return (operands, lists, plan) if kind == "forward" else (operands, lists, plan, saved)
 
 
-def shared_memory(scratch: Any) -> int:
-    """Bytes that Mosaic lays out for these scratch types, and 2 KiB of its own."""
-    total = 2048
-    for ref in jax.tree.leaves(scratch, is_leaf=lambda x: hasattr(x, "get_ref_aval")):
-        if isinstance(ref, plgpu.Barrier):
-            count = ref.num_barriers  # an int in jax 0.10, a shape since
-            total += 8 * (count if isinstance(count, int) else math.prod(count))
-        else:
-            size = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
-            total += -(-size // 1024) * 1024
-    return total
-
-
 def compile_one(kind: str, H: int, Hv: int, problem: Problem, device: Any, **options: Any) -> str:
     """One row of the table."""
     function = getattr(hopper, kind if kind == "forward" else f"gradient_{kind}")
     sharding = jax.sharding.SingleDeviceSharding(device)
-    operands, lists, plan, *saved = structs(kind, H, Hv, sharding, **options)
+    operands, lists, plan, *saved = structs(problem, kind, H, Hv, sharding, **options)
     chip = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh(
         (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=chip
     )
+    sizes: list[int] = []
+    size_of = mosaic._smem_tree_size
+
+    def measured(buffers: Any) -> int:  # of shared memory, all that Mosaic lays out
+        sizes.append(size_of(buffers))
+        return sizes[-1]
+
     start = time.perf_counter()
     with (
         tempfile.TemporaryFile() as log,
-        mock.patch.object(plgpu, "kernel", wraps=plgpu.kernel) as kernel,
+        mock.patch.object(mosaic, "_smem_tree_size", measured),
         jax.sharding.use_abstract_mesh(mesh),
     ):
         kept = [os.dup(stream) for stream in (1, 2)]  # ptxas's report is printed from C++
@@ -135,7 +140,7 @@ def compile_one(kind: str, H: int, Hv: int, problem: Problem, device: Any, **opt
                 os.close(original)
         log.seek(0)
         report = log.read().decode()
-        memory = shared_memory(kernel.call_args.kwargs["scratch_types"])
+        memory = max(sizes)
     [registers] = re.findall(r"Used (\d+) registers", report)
     [spills] = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads\n", report)[-1:]
     notes = set(re.findall(r"\(C\d+\)", report))
@@ -161,6 +166,9 @@ def configurations(arguments: argparse.Namespace):
             for H in (64, 128):
                 for kind in KINDS:
                     yield name, kind, H, H, Problem(H**-0.5, visible=causal, **fields), options
+        for H in dims:
+            for kind in KINDS:
+                yield "7 vectors", kind, H, H, Problem(H**-0.5, visible=seven), {}
         return
     pairs = [(H, H) for H in dims] + [(192, 128)]
     if arguments.all:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -36,11 +36,13 @@ from transformer_jax.kernels.contract import (
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200 SXM: as many programs stay resident
 ROWS = 64  # rows of a tile that one warpgroup multiplies
+COPIED = 4  # vectors of a mask that are copied with a tile; more are read of memory, one by one
 LEVELS = 8  # of how heavy an item is; few keep heads together, many share the work out evenly
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 ROW, COLUMN = 0, 1  # the axis of a tile along which a vector lies
+WGMMA = plgpu.Layout.WGMMA  # how the registers of a warpgroup hold a tile
 
 HAS_JAX_11 = hasattr(plgpu, "InterpretGPUParams")
 HAS_INTERPRETER = hasattr(plgpu, "store")  # that of jax 0.12; the one of jax 0.11 fails here
@@ -111,7 +113,7 @@ def fresh(slot: Any) -> jax.Array:
 
 def spread(ref: Any, shape: tuple[int, ...], axis: int) -> jax.Array:
     """A vector of memory along one axis of a tile, repeated over the other."""
-    vector = load(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
+    vector = load(ref, WGMMA.reduce(1 - axis))
     return lax.broadcast_in_dim(vector, shape, [axis])
 
 
@@ -127,7 +129,7 @@ def over(rows: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def filled(shape: tuple[int, ...], value: float) -> jax.Array:
-    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    layout = WGMMA if len(shape) == 2 else WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, f32), layout)
 
 
@@ -159,6 +161,32 @@ def add_products(problem: Problem, *sums: tuple[jax.Array, Any, Any]) -> list[ja
     return pl.run_state(multiply)([plgpu.ACC.init(acc) for acc, _, _ in sums])
 
 
+def products(
+    problem: Problem,
+    scored: tuple[Any, Any],
+    summed: tuple[jax.Array, Any, Any],
+    after: Callable[[], None],
+    meanwhile: Callable[[jax.Array], Any],
+) -> tuple[jax.Array, Any]:
+    """acc + p @ v, and `meanwhile(q @ k)`, which is evaluated while the tensor cores do the former;
+    `after` runs once they are busy with both."""
+    (q, k), (acc, p, v) = scored, summed
+    if problem.interpret:
+        [acc] = add_products(problem, summed)
+        return acc, meanwhile(product(q, k, after))
+
+    def multiply(raw_ref, acc_ref):
+        acc_ref[...] = acc
+        plgpu.wgmma(raw_ref, q, k)
+        plgpu.wgmma(acc_ref, p, v)
+        after()
+        found = meanwhile(plgpu.wgmma_accumulator_load(raw_ref, wait_n=1))
+        return acc_ref[...], found
+
+    raw = plgpu.ACC((q.shape[0], k.shape[1]), f32)
+    return pl.run_scoped(multiply, raw, plgpu.ACC(acc.shape, f32))
+
+
 # Scores of a tile
 
 
@@ -177,26 +205,32 @@ def unit(problem: Problem, operands: Operands) -> float:
     return problem.scale * LOG2E if plain(problem, operands) else 1.0
 
 
-def distance(operands: Operands, place: tuple, shape: tuple[int, ...], q_axis: int) -> jax.Array:
+class Place(NamedTuple):
+    """Where a tile is, and the vectors of its rows and columns: None for one that nothing reads."""
+
+    b: Any
+    n: Any
+    q0: Any  # the first query
+    k0: Any  # the first key
+    rows: tuple[jax.Array | None, ...] = ()  # i32[rows], in registers
+    columns: tuple[Any, ...] = ()  # references to i32[columns], in shared memory where copied
+
+
+def distance(place: Place, shape: tuple[int, ...]) -> jax.Array:
     """|q position - k position|."""
-    b, _, q0, k0 = place
-    q, k = (shape[q_axis], shape[1 - q_axis])
-    q_positions = spread(at(operands.q_vectors[0], b, pl.ds(q0, q)), shape, q_axis)
-    k_positions = spread(at(operands.k_vectors[0], b, pl.ds(k0, k)), shape, 1 - q_axis)
-    return jnp.abs((q_positions - k_positions).astype(f32))
+    rows = lax.broadcast_in_dim(place.rows[0], shape, [ROW])
+    return jnp.abs((rows - spread(place.columns[0], shape, COLUMN)).astype(f32))
 
 
 def scores(
     problem: Problem,
     operands: Operands,  # references to memory
     raw: jax.Array,  # [rows, columns], q . k
-    place: tuple,  # b, n, first query, first key
+    place: Place,
     q_axis: int,  # which axis of the tile is queries
     partial: bool,
 ) -> tuple[jax.Array, jax.Array | None]:  # the scores over `unit`, and softcap's tanh
-    b, n, q0, k0 = place
     shape = raw.shape
-    q, k = shape[q_axis], shape[1 - q_axis]
     s, tanh = raw, None
     if problem.softcap is not None:
         # tanh.approx has 11 bits; this form has the 22 of exp2 and rsqrt, which is one instruction
@@ -210,16 +244,27 @@ def scores(
         # the lowest finite number, which some write for a mask, stays finite
         s = s + jnp.where(bias > -jnp.inf, jnp.maximum(bias * LOG2E, LOWEST), -jnp.inf)
     if operands.slopes is not None:
-        slope = at(operands.slopes, b, n)[...] * LOG2E
-        s = s - distance(operands, place, shape, q_axis) * slope
+        slope = at(operands.slopes, place.b, place.n)[...] * LOG2E
+        s = s - distance(place, shape) * slope
     if partial and problem.visible is not None:
-        q_vectors = [spread(at(v, b, pl.ds(q0, q)), shape, q_axis) for v in operands.q_vectors]
-        k_vectors = [spread(at(v, b, pl.ds(k0, k)), shape, 1 - q_axis) for v in operands.k_vectors]
-        s = jnp.where(visible(problem, q_vectors, k_vectors), s, -jnp.inf)
+        rows = [x if x is None else lax.broadcast_in_dim(x, shape, [ROW]) for x in place.rows]
+        columns = [x if x is None else spread(x, shape, COLUMN) for x in place.columns]
+        ordered = (rows, columns) if q_axis == ROW else (columns, rows)
+        s = jnp.where(visible(problem, operands, *ordered, shape), s, -jnp.inf)
     return s, tanh
 
 
-def visible(problem: Problem, q_vectors: list, k_vectors: list) -> jax.Array:
+def traced(problem: Problem, operands: Operands, shape: tuple[int, ...]) -> Any:  # ClosedJaxpr
+    """`problem.visible` of vectors spread over a tile."""
+    vector = jax.ShapeDtypeStruct(shape, i32)
+    sides = operands.q_vectors, operands.k_vectors
+    assert problem.visible is not None
+    return jax.make_jaxpr(problem.visible)(*((vector,) * len(side) for side in sides))
+
+
+def visible(
+    problem: Problem, operands: Operands, q_vectors: list, k_vectors: list, shape: tuple[int, ...]
+) -> jax.Array:
     """`problem.visible`, with its `~` written as a comparison of integers: Mosaic GPU's own goes by
     way of a cast to bool that it lacks."""
 
@@ -238,35 +283,97 @@ def visible(problem: Problem, q_vectors: list, k_vectors: list) -> jax.Array:
             known.update(zip(step.outvars, results, strict=True))
         return [v.val if hasattr(v, "val") else known[v] for v in jaxpr.outvars]
 
-    assert problem.visible is not None
-    traced = jax.make_jaxpr(problem.visible)(tuple(q_vectors), tuple(k_vectors))
-    [seen] = evaluate(traced.jaxpr, traced.consts, *q_vectors, *k_vectors)
+    program = traced(problem, operands, shape)
+    [seen] = evaluate(program.jaxpr, program.consts, *q_vectors, *k_vectors)
     return seen
 
 
-def bias_tile(bias: Any, place: tuple, shape: tuple[int, ...], q_axis: int) -> jax.Array:
+class Vectors:
+    """The vectors of a mask beside a tile: those of its rows are loaded once for all tiles of the
+    row, those of its columns are copied into shared memory with the tile."""
+
+    def __init__(self, problem: Problem, operands: Operands, q_axis: int, *, copies: bool = True):
+        queries, keys = operands.q_vectors, operands.k_vectors
+        self.rows, self.columns = (queries, keys) if q_axis == ROW else (keys, queries)
+        needed = self._read(problem, operands)
+        self._rows, self._columns = needed if q_axis == ROW else needed[::-1]
+        self.copied = sorted(self._columns)[: COPIED * copies]
+        self._every_tile = operands.slopes is not None
+
+    @staticmethod
+    def _read(problem: Problem, operands: Operands) -> tuple[set[int], set[int]]:
+        """Which vectors of queries and of keys some tile reads."""
+        found: tuple[set[int], set[int]] = (set(), set())
+        if operands.slopes is not None:
+            found[0].add(0), found[1].add(0)
+        if problem.visible is not None:
+            jaxpr = traced(problem, operands, (1, 1)).jaxpr
+            used = {id(v) for step in jaxpr.eqns for v in step.invars}
+            every = [(0, i) for i in range(len(operands.q_vectors))]
+            every += [(1, i) for i in range(len(operands.k_vectors))]
+            for (side, i), v in zip(every, jaxpr.invars, strict=True):
+                if id(v) in used:
+                    found[side].add(i)
+        return found
+
+    def slots(self, count: int, width: int) -> dict[str, Any]:
+        """Shared memory for `count` tiles in flight, if any."""
+        rows = count * len(self.copied)
+        return {"columns": plgpu.SMEM((rows, width), i32)} if rows else {}
+
+    def copy(self, columns: Any, slot: Any, barrier: Any, b: Any, start: Any) -> None:
+        """Start the copies for a tile; each, `len(copied)` of them, arrives at the barrier."""
+        for i, index in enumerate(self.copied):
+            source = at(self.columns[index], b, pl.ds(start, columns.shape[1]))
+            plgpu.copy_gmem_to_smem(source, columns.at[slot * len(self.copied) + i], barrier)
+
+    def of_rows(self, b: Any, start: Any) -> tuple[jax.Array | None, ...]:
+        """Those of a warpgroup's rows, in registers."""
+        layout = WGMMA.reduce(1)
+        return tuple(
+            load(at(vector, b, pl.ds(start, ROWS)), layout) if i in self._rows else None
+            for i, vector in enumerate(self.rows)
+        )
+
+    def of_columns(self, columns: Any, slot: Any, b: Any, start: Any, width: int) -> tuple:
+        """References to those of a tile's columns."""
+
+        def one(index, vector):
+            if index in self.copied:
+                return columns.at[slot * len(self.copied) + self.copied.index(index)]
+            return at(vector, b, pl.ds(start, width)) if index in self._columns else None
+
+        return tuple(one(*each) for each in enumerate(self.columns))
+
+    def late(self, partial: bool) -> bool:
+        """Whether the scores of a tile read what was copied: its slot is then released behind them
+        and a `commit_smem`, so that the next copy comes after these plain reads."""
+        return bool(self.copied) and (partial or self._every_tile)
+
+
+def bias_tile(bias: Any, place: Place, shape: tuple[int, ...], q_axis: int) -> jax.Array:
     """The bias of a tile; with queries as columns, `bias` is [B or 1, N or 1, S or 1, T or 1]."""
-    b, n, q0, k0 = place
+    b, n, q0, k0 = place[:4]
     starts = (q0, k0) if q_axis == ROW else (k0, q0)
     has_rows, has_columns = (size > 1 for size in bias.shape[2:])
     rows = pl.ds(starts[0], shape[0]) if has_rows else 0
     columns = pl.ds(starts[1], shape[1]) if has_columns else 0
     tile = at(bias, b, n, rows, columns)
     if has_rows and has_columns:
-        return load(tile, plgpu.Layout.WGMMA).astype(f32)
+        return load(tile, WGMMA).astype(f32)
     if has_rows or has_columns:
         return spread(tile, shape, ROW if has_rows else COLUMN).astype(f32)
     return jnp.full(shape, tile[...].astype(f32))
 
 
 def kept(
-    problem: Problem, operands: Operands, place: tuple, shape: tuple[int, ...], q_axis: int
+    problem: Problem, operands: Operands, place: Place, shape: tuple[int, ...], q_axis: int
 ) -> jax.Array:
     """`contract.keep` of a tile, mixing each row and column once."""
-    b, n, q0, k0 = place
+    b, n, q0, k0 = place[:4]
 
     def indices(start, axis):
-        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+        layout = WGMMA.reduce(1 - axis)
         count = plgpu.broadcasted_iota(jnp.uint32, (shape[axis],), 0, layout=layout)
         return count + start.astype(jnp.uint32)
 
@@ -386,6 +493,7 @@ def forward(
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
     items = query_items(operands, lists)
+    vectors = Vectors(problem, operands, ROW)
     in_place = {} if shares(H, Hv) else {"out_tile": tiles(consumers, ROWS, Hv, dtype)}
     return launch(
         problem,
@@ -403,11 +511,12 @@ def forward(
             v_tile=tiles(stages, blocks.k, Hv, dtype),
             q_full=plgpu.Barrier(num_barriers=consumers),
             q_empty=plgpu.Barrier(num_barriers=consumers),
-            k_full=plgpu.Barrier(num_barriers=stages),
+            k_full=plgpu.Barrier(num_arrivals=1 + len(vectors.copied), num_barriers=stages),
             k_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             v_full=plgpu.Barrier(num_barriers=stages),
             v_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-            turn=plgpu.Barrier(num_arrivals=consumers),
+            turn=plgpu.Barrier(num_barriers=2),
+            **vectors.slots(stages, blocks.k),
             **in_place,
         ),
     )(items, lists, operands)
@@ -421,11 +530,12 @@ def shares(H: int, Hv: int) -> bool:
 def _forward(
     problem, blocks, items, lists, operands, out, high_out, log_out, *,
     q_tile, k_tile, v_tile,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out_tile=None,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, columns=None, out_tile=None,
 ):  # fmt: skip
     (_, T, N, _), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     consumers, stages = blocks.q // ROWS, blocks.stages
     rows = T // blocks.q
+    vectors = Vectors(problem, operands, ROW)
 
     def place(item):
         return item // (N * rows), item // rows % N, item % rows
@@ -440,13 +550,14 @@ def _forward(
                 plgpu.copy_gmem_to_smem(source, q_tile.at[w], q_full.at[w])
 
             def load(j, step):
-                columns = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.k, blocks.k)
+                keys = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.k, blocks.k)
                 slot = lax.rem(step, stages)
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
-                k = operands.key.at[b, columns, n // (N // K)]
+                k = operands.key.at[b, keys, n // (N // K)]
                 plgpu.copy_gmem_to_smem(k, k_tile.at[slot], k_full.at[slot])
+                vectors.copy(columns, slot, k_full.at[slot], b, keys.start)
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
-                v = operands.value.at[b, columns, n // (N // K)]
+                v = operands.value.at[b, keys, n // (N // K)]
                 plgpu.copy_gmem_to_smem(v, v_tile.at[slot], v_full.at[slot])
                 return step + 1
 
@@ -454,56 +565,81 @@ def _forward(
 
         each_item(items, tile_item, (jnp.int32(0), jnp.int32(0)))
 
-    def take_turns():
-        if consumers == 2:
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
-
     def consume(w):
         def attend(item, step):
             b, n, row = place(item)
             q0 = row * blocks.q + w * ROWS
             full, seen = at(lists.full, b, n, row)[...], at(lists.seen, b, n, row)[...]
+            query_vectors = vectors.of_rows(b, q0)
 
-            def tile(j, carry, partial):
-                acc, high, total, step = carry
-                slot = lax.rem(step, stages)
-                where = (b, n, q0, at(lists.order, b, n, row, j)[...] * blocks.k)
+            def tile(j, carry, partial, first=False):
+                """The products of this tile's keys and of the last one's values; beside the latter,
+                this tile's softmax."""
+                acc, high, total, p, step = carry
+                slot, last = lax.rem(step, stages), lax.rem(step + stages - 1, stages)
+                late = vectors.late(partial)
+                k0 = at(lists.order, b, n, row, j)[...] * blocks.k
+                beside = vectors.of_columns(columns, slot, b, k0, blocks.k)
+                where = Place(b, n, q0, k0, query_vectors, beside)
+
+                def turn_over():
+                    if consumers == 2:
+                        plgpu.barrier_arrive(turn.at[1 - w])
+
+                def softmax(raw):
+                    if not late:
+                        plgpu.barrier_arrive(k_empty.at[slot])
+                    # a product that is not finite marks its row: 0 * it is NaN
+                    marked = total + (raw * 0).sum(axis=1) if problem.mark else total
+                    s, _ = scores(problem, operands, raw, where, ROW, partial)
+                    one = unit(problem, operands)
+                    grown = jnp.maximum(high, s.max(axis=1) * one)
+                    shrink = jnp.exp2(high - grown)
+                    p = jnp.exp2(s * one - over(grown, s))
+                    if late:
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(k_empty.at[slot])
+                    summed = marked * shrink + p.sum(axis=1)
+                    if problem.dropout_rate:
+                        p = jnp.where(kept(problem, operands, where, p.shape, ROW), p, 0)
+                    found = lax.optimization_barrier((p, grown, summed, shrink))
+                    plgpu.barrier_wait(v_full.at[slot])  # for the next; and nothing sinks below
+                    return found
+
                 plgpu.barrier_wait(k_full.at[slot])
-                raw = product(q_tile.at[fresh(w)], k_tile.at[slot].transpose((1, 0)), take_turns)
-                plgpu.barrier_arrive(k_empty.at[slot])
-
-                if problem.mark:  # a product that is not finite marks its row: 0 * it is NaN
-                    total = total + (raw * 0).sum(axis=1)
-                s, _ = scores(problem, operands, raw, where, ROW, partial)
-                one = unit(problem, operands)
-                grown = jnp.maximum(high, s.max(axis=1) * one)
-                shrink = jnp.exp2(high - grown)
-                p = jnp.exp2(s * one - over(grown, s))
-                total = total * shrink + p.sum(axis=1)
-                acc = acc * over(shrink, acc)
-                if problem.dropout_rate:
-                    p = jnp.where(kept(problem, operands, where, p.shape, ROW), p, 0)
-                p = p.astype(v_tile.dtype)
-                # the softmax is done before the other's turn ends, not where its result is used
-                acc, grown, total, p = lax.optimization_barrier((acc, grown, total, p))
-
                 if consumers == 2:
-                    plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(v_full.at[slot])
-                if consumers == 2:
-                    plgpu.barrier_wait(turn)
+                    plgpu.barrier_wait(turn.at[w])
+                q, k = q_tile.at[fresh(w)], k_tile.at[slot].transpose((1, 0))
+                if first:
+                    p, high, total, _ = softmax(product(q, k, turn_over))
+                else:
+                    acc, (p, high, total, shrink) = products(
+                        problem, (q, k), (acc, p, v_tile.at[last]), turn_over, softmax
+                    )
+                    plgpu.barrier_arrive(v_empty.at[last])
+                    acc = acc * over(shrink, acc)
+                # not before: the tensor cores read the last tile's until they are done
+                return acc, high, total, p.astype(v_tile.dtype), step + 1
+
+            def every_tile(carry):
+                carry = tile(jnp.int32(0), carry, True, first=True)
+                ahead = jnp.maximum(full, 1)
+                visit = functools.partial(lax.fori_loop, 0)
+                carry = visit(ahead - 1, lambda j, c: tile(j + 1, c, False), carry)
+                carry = visit(seen - ahead, lambda j, c: tile(j + ahead, c, True), carry)
+                acc, high, total, p, step = carry
+                slot = lax.rem(step + stages - 1, stages)
                 [acc] = add_products(problem, (acc, p, v_tile.at[slot]))
                 plgpu.barrier_arrive(v_empty.at[slot])
-                return acc, grown, total, step + 1
+                return acc, high, total, p, step
 
             plgpu.barrier_wait(q_full.at[w])
-            pl.when(w == 1)(take_turns)
-            carry = filled((ROWS, Hv), 0), filled((ROWS,), LOWEST), filled((ROWS,), 0), step
-            acc, high, total, step = each_tile(full, seen, tile, carry)
+            nothing = plgpu.layout_cast(jnp.zeros((ROWS, blocks.k), v_tile.dtype), WGMMA)
+            carry = filled((ROWS, Hv), 0), filled((ROWS,), LOWEST), filled((ROWS,), 0), nothing
+            carry = lax.cond(seen > 0, every_tile, lambda carry: carry, (*carry, step))
+            acc, high, total, _, step = carry
             if out_tile is not None:
                 plgpu.barrier_arrive(q_empty.at[w])
-            pl.when(w == 0)(take_turns)
 
             live = total != 0
             shrink = filled((ROWS,), 1)
@@ -529,7 +665,11 @@ def _forward(
                 plgpu.barrier_arrive(q_empty.at[w])
             return step
 
+        if consumers == 2:  # the turns of the first begin and end with an arrival of the second
+            pl.when(w == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
         each_item(items, attend, jnp.int32(0))
+        if consumers == 2:
+            pl.when(w == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
 
     specialise(consumers, produce, consume)
 
@@ -547,7 +687,7 @@ def weights(
     operands: Operands,  # references to memory
     raw: jax.Array,  # [rows, columns], q . k
     base: jax.Array,  # [rows, columns]
-    place: tuple,
+    place: Place,
     q_axis: int,
     partial: bool,
 ) -> tuple[jax.Array, Callable]:  # p f, and (do . v, D) -> ds, du
@@ -584,6 +724,7 @@ def gradient_queries(
     rows = result((B, N, T), f32, operands.query)
     has_slopes = operands.slopes is not None
     slots = value_slots(blocks, H, Hv)
+    vectors = Vectors(problem, operands, ROW, copies=roomy(H, Hv))
     in_place = {} if H + Hv > 256 else {"dq_tile": tiles(consumers, ROWS, H, dtype)}
     results = launch(
         problem,
@@ -598,10 +739,11 @@ def gradient_queries(
             v_tile=tiles(slots, blocks.k, Hv, dtype),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=consumers),
             q_empty=plgpu.Barrier(num_barriers=consumers),
-            k_full=plgpu.Barrier(num_barriers=stages),
+            k_full=plgpu.Barrier(num_arrivals=1 + len(vectors.copied), num_barriers=stages),
             k_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             v_full=plgpu.Barrier(num_barriers=slots),
             v_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=slots),
+            **vectors.slots(stages, blocks.k),
             **in_place,
         ),
     )(items, lists, operands, saved.do, base(saved), saved.D)
@@ -610,18 +752,24 @@ def gradient_queries(
 
 def value_slots(blocks: Blocks, H: int, Hv: int) -> int:
     """Slots for the values of `gradient_queries`, which leave sooner than the keys."""
-    return 1 if H + Hv > 384 else blocks.stages
+    return blocks.stages if roomy(H, Hv) else 1
+
+
+def roomy(H: int, Hv: int) -> bool:
+    """Whether shared memory holds more than what `gradient_queries` multiplies."""
+    return H + Hv <= 384
 
 
 def _gradient_queries(
     problem, blocks, items, lists, operands, do, base, D, dq, slope_out=None, *,
     q_tile, do_tile, k_tile, v_tile,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, dq_tile=None,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, columns=None, dq_tile=None,
 ):  # fmt: skip
-    (_, T, N, H), K = operands.query.shape, operands.key.shape[2]
+    (_, T, N, H), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     consumers, stages = blocks.q // ROWS, blocks.stages
     slots = v_tile.shape[0]
     rows = T // blocks.q
+    vectors = Vectors(problem, operands, ROW, copies=roomy(H, Hv))
 
     def place(item):
         return item // (N * rows), item // rows % N, item % rows
@@ -637,14 +785,15 @@ def _gradient_queries(
                 plgpu.copy_gmem_to_smem(do.at[queries], do_tile.at[w], q_full.at[w])
 
             def load(j, step):
-                columns = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.k, blocks.k)
+                keys = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.k, blocks.k)
                 slot = lax.rem(step, stages)
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
-                k = operands.key.at[b, columns, n // (N // K)]
+                k = operands.key.at[b, keys, n // (N // K)]
                 plgpu.copy_gmem_to_smem(k, k_tile.at[slot], k_full.at[slot])
+                vectors.copy(columns, slot, k_full.at[slot], b, keys.start)
                 slot = lax.rem(step, slots)
                 pl.when(step >= slots)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
-                v = operands.value.at[b, columns, n // (N // K)]
+                v = operands.value.at[b, keys, n // (N // K)]
                 plgpu.copy_gmem_to_smem(v, v_tile.at[slot], v_full.at[slot])
                 return step + 1
 
@@ -658,14 +807,17 @@ def _gradient_queries(
             q0 = row * blocks.q + w * ROWS
             queries = b, n, pl.ds(q0, ROWS)
             full, seen = at(lists.full, b, n, row)[...], at(lists.seen, b, n, row)[...]
-            base_rows = load(base.at[queries], plgpu.Layout.WGMMA.reduce(1))
-            D_rows = load(D.at[queries], plgpu.Layout.WGMMA.reduce(1))
+            base_rows = load(base.at[queries], WGMMA.reduce(1))
+            D_rows = load(D.at[queries], WGMMA.reduce(1))
+            query_vectors = vectors.of_rows(b, q0)
 
             def tile(j, carry, partial):
                 acc, slope, step = carry
                 k_slot, v_slot = lax.rem(step, stages), lax.rem(step, slots)
                 k = k_tile.at[k_slot]
-                where = (b, n, q0, at(lists.order, b, n, row, j)[...] * blocks.k)
+                k0 = at(lists.order, b, n, row, j)[...] * blocks.k
+                beside = vectors.of_columns(columns, k_slot, b, k0, blocks.k)
+                where = Place(b, n, q0, k0, query_vectors, beside)
                 plgpu.barrier_wait(k_full.at[k_slot])
                 raw = product(q_tile.at[fresh(w)], k.transpose((1, 0)))
                 _, differentiate = weights(
@@ -677,8 +829,10 @@ def _gradient_queries(
                 ds, du = differentiate(dp, over(D_rows, dp))
                 plgpu.barrier_arrive(v_empty.at[v_slot])
                 if slope_out is not None:
-                    slope -= (ds * distance(operands, where, ds.shape, ROW)).sum(axis=1)
+                    slope -= (ds * distance(where, ds.shape)).sum(axis=1)
                 [acc] = add_products(problem, (acc, du.astype(k_tile.dtype), k))
+                if vectors.late(partial):
+                    plgpu.commit_smem()
                 plgpu.barrier_arrive(k_empty.at[k_slot])
                 return acc, slope, step + 1
 
@@ -712,6 +866,7 @@ def gradient_keys(
     parts = blocks.k // ROWS
     consumers = max(2, parts)
     items = key_items(operands, lists)
+    vectors = Vectors(problem, operands, COLUMN)
     if operands.bias is not None:
         operands = operands._replace(bias=operands.bias.swapaxes(2, 3))
     return launch(
@@ -732,9 +887,10 @@ def gradient_keys(
             D_columns=plgpu.SMEM((stages, blocks.q), f32),
             k_full=plgpu.Barrier(num_arrivals=2, num_barriers=parts),
             k_empty=plgpu.Barrier(num_arrivals=consumers // parts, num_barriers=parts),
-            q_full=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+            q_full=plgpu.Barrier(num_arrivals=4 + len(vectors.copied), num_barriers=stages),
             q_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             both=plgpu.Barrier(num_arrivals=consumers),
+            **vectors.slots(stages, blocks.q),
         ),
     )(items, lists, operands, saved.do, base(saved), saved.D)
 
@@ -742,7 +898,7 @@ def gradient_keys(
 def _gradient_keys(
     problem, blocks, items, lists, operands, do, base, D, dk_out, dv_out, *,
     k_tile, v_tile, q_tile, do_tile, base_columns, D_columns,
-    k_full, k_empty, q_full, q_empty, both,
+    k_full, k_empty, q_full, q_empty, both, columns=None,
 ):  # fmt: skip
     """Two warpgroups hold 64 keys each, or, where their dk and dv are too many registers for one,
     the same 64: the first sums dv, the second dk."""
@@ -751,6 +907,7 @@ def _gradient_keys(
     bare = plain(problem, operands) and not problem.dropout_rate
     consumers = max(2, parts)
     rows = S // blocks.k
+    vectors = Vectors(problem, operands, COLUMN)
 
     def place(item):
         return item // (K * rows), item // rows % K, item % rows
@@ -779,6 +936,7 @@ def _gradient_keys(
                         (D.at[b, n, queries], D_columns),
                     ):
                         plgpu.copy_gmem_to_smem(source, target.at[slot], q_full.at[slot])
+                    vectors.copy(columns, slot, q_full.at[slot], b, queries.start)
                     return step + 1
 
                 return lax.fori_loop(0, at(lists.seen, b, n, row)[...], load_tile, step)
@@ -793,18 +951,21 @@ def _gradient_keys(
         def walk(item, step):
             b, head, row = place(item)
             k0 = row * blocks.k + part * ROWS
+            key_vectors = vectors.of_rows(b, k0)
 
             def tile(j, carry, partial, n):
                 sums, step = dict(carry[0]), carry[1]
                 slot = lax.rem(step, stages)
                 q, do = q_tile.at[slot], do_tile.at[slot]
-                where = (b, n, at(lists.order, b, n, row, j)[...] * blocks.q, k0)
+                q0 = at(lists.order, b, n, row, j)[...] * blocks.q
+                beside = vectors.of_columns(columns, slot, b, q0, blocks.q)
+                where = Place(b, n, q0, k0, key_vectors, beside)
                 shape = (ROWS, blocks.q)
                 plgpu.barrier_wait(q_full.at[slot])
 
                 raw = product(k_tile.at[fresh(part)], q.transpose((1, 0)))
-                columns = spread(base_columns.at[slot], shape, COLUMN)
-                p, differentiate = weights(problem, operands, raw, columns, where, COLUMN, partial)
+                bases = spread(base_columns.at[slot], shape, COLUMN)
+                p, differentiate = weights(problem, operands, raw, bases, where, COLUMN, partial)
                 p = p.astype(q_tile.dtype)
                 v, do_columns = v_tile.at[fresh(part)], do.transpose((1, 0))
                 if len(wanted) == 2 and bare and not partial:
@@ -818,6 +979,7 @@ def _gradient_keys(
                 if "dk" in wanted:
                     _, du = differentiate(dp, spread(D_columns.at[slot], shape, COLUMN))
                     [sums["dk"]] = add_products(problem, (sums["dk"], du.astype(q_tile.dtype), q))
+                plgpu.commit_smem()  # the next copies come after plain reads of the slot
                 plgpu.barrier_arrive(q_empty.at[slot])
                 return sums, step + 1
 
@@ -864,6 +1026,7 @@ def gradient_bias(
     dtype, shape = operands.query.dtype, operands.bias.shape
     consumers, stages = blocks.q // ROWS, blocks.stages
     visits = visited(lists)
+    vectors = Vectors(problem, operands, ROW)
     # An item is one tile of the sum. Along T or S a bias without that axis is summed in registers
     # and then once more here, over the rows or columns of one tile; one without both keeps T.
     T_out = T if shape[2] > 1 or shape[3] == 1 else blocks.q
@@ -881,8 +1044,11 @@ def gradient_bias(
             k_tile=tiles(stages, blocks.k, H, dtype),
             v_tile=tiles(stages, blocks.k, Hv, dtype),
             out_tile=tiles(consumers, ROWS, blocks.k, f32),
-            filled_slot=plgpu.Barrier(num_arrivals=2 + 2 * consumers, num_barriers=stages),
+            filled_slot=plgpu.Barrier(
+                num_arrivals=2 + 2 * consumers + len(vectors.copied), num_barriers=stages
+            ),
             empty_slot=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            **vectors.slots(stages, blocks.k),
         ),
     )(jnp.arange(math.prod(outer), dtype=i32), visits, operands, saved.do, base(saved), saved.D)
     lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
@@ -898,11 +1064,12 @@ def visited(lists: Lists) -> jax.Array:  # i32[B or 1, N or 1, query tiles, key 
 
 def _gradient_bias(
     problem, blocks, outer, items, visits, operands, do, base, D, out, *,
-    q_tile, do_tile, k_tile, v_tile, out_tile, filled_slot, empty_slot,
+    q_tile, do_tile, k_tile, v_tile, out_tile, filled_slot, empty_slot, columns=None,
 ):  # fmt: skip
     """Masks every tile it visits: that of a full one is true, and this kernel is short."""
     (B, T, N, _), (_, S, K, _) = operands.query.shape, operands.value.shape
     consumers, stages = blocks.q // ROWS, blocks.stages
+    vectors = Vectors(problem, operands, ROW)
     inner = tuple(
         size // o for size, o in zip((B, N, T // blocks.q, S // blocks.k), outer, strict=True)
     )
@@ -931,6 +1098,7 @@ def _gradient_bias(
             keys = b, pl.ds(column * blocks.k, blocks.k), n // (N // K)
             plgpu.copy_gmem_to_smem(operands.key.at[keys], k_tile.at[slot], filled_slot.at[slot])
             plgpu.copy_gmem_to_smem(operands.value.at[keys], v_tile.at[slot], filled_slot.at[slot])
+            vectors.copy(columns, slot, filled_slot.at[slot], b, keys[1].start)
             for w in range(consumers):
                 queries = b, pl.ds(row * blocks.q + w * ROWS, ROWS), n
                 place = slot * consumers + w
@@ -948,9 +1116,11 @@ def _gradient_bias(
             slot = lax.rem(step, stages)
             place = slot * consumers + w
             q0 = row * blocks.q + w * ROWS
-            where = (b, n, q0, column * blocks.k)
+            k0 = column * blocks.k
+            beside = vectors.of_columns(columns, slot, b, k0, blocks.k)
+            where = Place(b, n, q0, k0, vectors.of_rows(b, q0), beside)
             rows = b, n, pl.ds(q0, ROWS)
-            layout = plgpu.Layout.WGMMA.reduce(1)
+            layout = WGMMA.reduce(1)
             base_rows, D_rows = load(base.at[rows], layout), load(D.at[rows], layout)
             plgpu.barrier_wait(filled_slot.at[slot])
             raw = product(q_tile.at[fresh(place)], k_tile.at[fresh(slot)].transpose((1, 0)))
@@ -958,6 +1128,8 @@ def _gradient_bias(
                 problem, operands, raw, over(base_rows, raw), where, ROW, True
             )
             dp = product(do_tile.at[fresh(place)], v_tile.at[fresh(slot)].transpose((1, 0)))
+            if vectors.late(True):
+                plgpu.commit_smem()
             plgpu.barrier_arrive(empty_slot.at[slot])
             return total + differentiate(dp, over(D_rows, dp))[0], step + 1
 

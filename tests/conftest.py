@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("PJRT_NPROC", "8")  # Mosaic GPU's interpreter holds one thread for each warpgroup
+os.environ.setdefault(
+    "PJRT_NPROC", "8"
+)  # Mosaic GPU's interpreter holds one thread for each warpgroup
 
 import jax
 import numpy as np
