@@ -206,8 +206,8 @@ def oracle(case, operands, do):
     return results, saved
 
 
-def run_forward(case, operands):
-    plan = hopper.blocks("forward", case.H, case.Hv)
+def run_forward(case, operands, plan=None):
+    plan = plan or hopper.blocks("forward", case.H, case.Hv)
     lists = lists_of(seen_by(case, operands), plan.q, plan.k)
     forward = jax.jit(functools.partial(hopper.forward, case.problem, blocks=plan))
     return dict(zip(("out", "high", "log"), forward(operands, lists), strict=True))
@@ -268,6 +268,35 @@ def test_forward_and_gradients_match_the_dense_oracle(case):
         tolerance = EXACT if name in ("high", "log", "slope_rows") else NEAR
         assert_near(value, expected[name], tolerance, name)
     assert got["out"].dtype == got["dk"].dtype == operands.query.dtype
+
+
+@needs_interpreter
+def test_vectors_that_are_not_copied_with_a_tile_are_read(monkeypatch):
+    monkeypatch.setattr(hopper, "COPIED", 1)
+    case = Case(visible=window_in_document, slopes=True)
+    operands, do = draw(case)
+    expected, saved = oracle(case, operands, do)
+    got = run_forward(case, operands) | run_gradients(case, operands, saved._replace(do=do))
+    for name in ("out", "dq", "dk", "dv"):
+        assert_near(got[name], expected[name], NEAR, name)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("plan", [Blocks(64, 64, 2), Blocks(192, 64, 3)], ids=["one", "three"])
+def test_one_or_three_warpgroups_multiply_without_turns(plan):
+    case = Case(T=384, S=130, visible=window_in_document)
+    operands, do = draw(case)
+    expected = oracle(case, operands, do)[0]
+    got = run_forward(case, operands, plan)
+    for name in ("out", "high", "log"):
+        assert_near(got[name], expected[name], NEAR if name == "out" else EXACT, name)
+
+
+def test_the_forward_kernel_needs_two_tiles_in_flight():
+    case = Case(T=128, S=128)
+    operands, _ = draw(case)
+    with pytest.raises(ValueError, match="stages is 1: the forward kernel needs at least 2"):
+        run_forward(case, operands, Blocks(128, 128, 1))
 
 
 @needs_interpreter
