@@ -53,6 +53,10 @@ def window_in_document(q, k):
     return causal(q, k) & (q[0] - k[0] < 101) & (q[1] == k[1])
 
 
+def without_a_key(q, k):
+    return (k[0] >= 0) & (k[0] != 50) & (q[0] > -1000)
+
+
 def prefix_or_causal(q, k):
     return (k[0] >= 0) & ((k[0] < 71) | ~(q[0] < k[0]))
 
@@ -268,6 +272,20 @@ def test_forward_and_gradients_match_the_dense_oracle(case):
         tolerance = EXACT if name in ("high", "log", "slope_rows") else NEAR
         assert_near(value, expected[name], tolerance, name)
     assert got["out"].dtype == got["dk"].dtype == operands.query.dtype
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_what_overflows_behind_a_mask_stays_there(rate):
+    case = Case(T=128, S=128, N=1, visible=without_a_key, dropout_rate=rate)
+    operands, do = draw(case)
+    expected, saved = oracle(case, operands, do)
+    hidden = operands._replace(value=operands.value.at[:, 50].set(3e38))
+    assert not jnp.isfinite((hidden.value[:, 50:51] * do).astype(jnp.float32).sum(-1)).all()
+    got = run_gradients(case, hidden, saved._replace(do=do))
+    for name in ("dq", "dk", "dv"):
+        assert_near(got[name], expected[name], NEAR, name)
 
 
 @needs_interpreter
