@@ -304,11 +304,11 @@ def key_items(operands: Operands, lists: Lists) -> jax.Array:
     return schedule(weight.reshape(B, K, N // K, -1).sum(axis=2))
 
 
-def each_item(items: Any, body: Callable, carry: Any) -> Any:
+def each_item(items: Any, body: Callable, carry: Any, programs: int | None = None) -> Any:
     """`carry = body(item, carry)` for the items of this program: every `PROGRAMS`th of the list,
     back and forth, so that the heavy ones are shared out evenly."""
     total = items.shape[0]
-    programs = min(total, PROGRAMS)
+    programs = min(total, programs or PROGRAMS)
     program = lax.axis_index("program")
 
     def position(turn):
