@@ -60,7 +60,8 @@ device_description_str: "NVIDIA H200"
 """
 LIMIT = 232448  # bytes of shared memory a block may ask for
 B, T, N, K = 2, 2048, 4, 2
-KINDS = ("forward", "queries", "keys", "bias")
+KINDS = ("forward", "queries", "keys", "bias", "unordered")
+BY_KEY = ("keys", "unordered")  # whose lists have a row for each tile of keys
 
 
 def causal(q: tuple, k: tuple) -> jax.Array:
@@ -86,7 +87,7 @@ def structs(kind: str, H: int, Hv: int, sharding: Any, **options: Any) -> tuple:
         **{name: struct(*option) for name, option in options.items()},
     )
     rows, columns = T // plan.q, T // plan.k
-    if kind == "keys":
+    if kind in BY_KEY:
         rows, columns = columns, rows
     count = struct((1, 1, rows), jnp.int32)
     lists = Lists(struct((1, 1, rows, columns), jnp.int32), count, count)

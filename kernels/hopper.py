@@ -54,7 +54,7 @@ SHORTEST = None  # short sequences are padded to whole tiles
 
 
 def blocks(kind: str, H: int, Hv: int, itemsize: int = 2) -> Blocks:
-    """Tile sizes of a kernel: "forward", "queries", "keys" or "bias". What fits 227 KiB of shared
+    """Tile sizes of a kernel: "forward", "queries", "keys", "bias" or "unordered". What fits 227 KiB of shared
     memory and, at 240 registers a thread, spills none or little; see benchmarks/compile_gpu.py."""
     del itemsize  # 2: `refuse` lets through nothing else
     wide = max(H, Hv) > 128
@@ -68,6 +68,8 @@ def blocks(kind: str, H: int, Hv: int, itemsize: int = 2) -> Blocks:
             return Blocks(q=64, k=128 if narrow else 64, stages=3 if narrow else 2)
         case "bias":
             return Blocks(q=128, k=64, stages=1 if wide else 2)
+        case "unordered":
+            return Blocks(q=128 if max(H, Hv) <= 64 else 64, k=128, stages=2)
     raise ValueError(f"no kernel {kind!r}")
 
 
@@ -88,10 +90,10 @@ def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
 # Memory
 
 
-def tiles(slots: int, rows: int, width: int, dtype: Any) -> Any:
+def tiles(slots: int, rows: int, width: int, dtype: Any, swizzle: int | None = None) -> Any:
     """Slots in shared memory as wgmma and TMA want them."""
     size = jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if width * size % s == 0)
+    swizzle = swizzle or next(s for s in (128, 64, 32) if width * size % s == 0)
     layout = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
     return plgpu.SMEM((slots, rows, width), dtype, transforms=layout)
 
@@ -840,6 +842,15 @@ def _gradient_keys(
         pl.when(w == 1)(lambda: consume(w, ("dk",)))
 
     specialise(consumers, produce, consume if parts == consumers else consume_half)
+
+
+def gradient_unordered(
+    problem: Problem, operands: Operands, lists: Lists, blocks: Blocks, saved: Saved
+) -> tuple[jax.Array, ...]:
+    """`gradient_queries` and `gradient_keys` in one: see hopper_fused.py."""
+    from transformer_jax.kernels import hopper_fused  # which imports this file
+
+    return hopper_fused.gradients(problem, operands, lists, blocks, saved)
 
 
 def gradient_bias(

@@ -7,14 +7,14 @@ there, so two runs may differ in the last bits: `implementation="pallas_unordere
 
     S^T = k q^T    dv += p do    dp^T = v do^T    dk += du q    dq[tile] += du^T^T k
 
-Two warpgroups hold 64 keys each. Both write du to shared memory, and each sums half of dq's columns
+Two warpgroups hold 64 keys each. Both write du to shared memory, and each sums half of dq's tile
 over the keys of both.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -54,7 +54,8 @@ def gradients(
     are key tiles."""
     (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
     dtype, stages = operands.key.dtype, blocks.stages
-    assert blocks.k == PARTS * ROWS and blocks.q == ROWS
+    assert blocks.k == PARTS * ROWS and blocks.q in (ROWS, PARTS * ROWS), blocks
+    side = swizzle(blocks, H)
     items = key_items(operands, lists)
     if operands.bias is not None:
         operands = operands._replace(bias=operands.bias.swapaxes(2, 3))
@@ -68,12 +69,12 @@ def gradients(
         1 if problem.interpret else items.size,  # see `add_rows`
         out_type=(result((B, S, K, H), dtype, like), result((B, S, K, Hv), dtype, like), *slopes),
         scratch_types=dict(
-            k_tile=tiles(PARTS, ROWS, H, dtype),
+            k_tile=tiles(PARTS, ROWS, H, dtype, side),
             v_tile=tiles(PARTS, ROWS, Hv, dtype),
-            q_tile=tiles(stages, blocks.q, H, dtype),
+            q_tile=tiles(stages, blocks.q, H, dtype, side),
             do_tile=tiles(stages, blocks.q, Hv, dtype),
-            du_tile=tiles(2 * PARTS, ROWS, blocks.q, dtype),
-            dq_tile=[tiles(1, blocks.q, width, f32) for _, width in columns(H)],
+            du_tile=tiles(2 * PARTS, ROWS, blocks.q, dtype, side),
+            dq_tile=[tiles(1, s.rows, s.columns, f32) for s in shares(blocks, H)],
             base_columns=plgpu.SMEM((stages, blocks.q), f32),
             D_columns=plgpu.SMEM((stages, blocks.q), f32),
             k_full=plgpu.Barrier(num_arrivals=2 * PARTS),
@@ -87,12 +88,29 @@ def gradients(
     return dq, dk, dv, *slopes
 
 
-def columns(H: int) -> list[tuple[int, int]]:
-    """(first, how many) columns of dq that each warpgroup sums: whole ones of the 32 or 64 that the
-    keys lie in side by side in shared memory, so of three it is two and one."""
-    side = next(side for side in (64, 32) if H % side == 0)
-    first = -(-H // side // PARTS) * side if H > side else H // PARTS
-    return [(0, first), (first, H - first)]
+class Share(NamedTuple):
+    """What one warpgroup sums of a tile of dq."""
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+
+def swizzle(blocks: Blocks, H: int) -> int:
+    """Bytes of a row that lie together in shared memory, in tiles of width H and in du's, which are
+    multiplied with them. A tile of 64 queries is shared by columns, and so lies in two or more."""
+    least = 1 if blocks.q > ROWS else 2
+    return next(s for s in (128, 64, 32) if 2 * H % s == 0 and 2 * H // s >= least)
+
+
+def shares(blocks: Blocks, H: int) -> list[Share]:
+    """Of 128 queries each warpgroup sums 64, of 64 both sum some of the columns."""
+    if blocks.q > ROWS:
+        return [Share(part * ROWS, ROWS, 0, H) for part in range(PARTS)]
+    side = swizzle(blocks, H) // 2
+    first = -(-H // side // PARTS) * side
+    return [Share(0, ROWS, 0, first), Share(0, ROWS, first, H - first)]
 
 
 def add_rows(problem: Problem, tile: Any, target: Any) -> None:
@@ -157,20 +175,21 @@ def _gradients(
         plgpu.barrier_wait(both)
 
     def consume(w):
-        def sum_columns(first, width, out, buffer, b, q0, n):
-            """This warpgroup's columns of dq, of one tile and over the keys of both."""
+        def add_share(share, out, buffer, b, q0, n):
+            """Part of a tile of dq, over the keys of both warpgroups."""
+            columns = pl.ds(share.column, share.columns)
 
             def multiply(acc):
                 for part in range(PARTS):
-                    du = du_tile.at[buffer * PARTS + part].transpose((1, 0))
-                    plgpu.wgmma(acc, du, k_tile.at[part, :, pl.ds(first, width)])
+                    du = du_tile.at[buffer * PARTS + part, :, pl.ds(share.row, share.rows)]
+                    plgpu.wgmma(acc, du.transpose((1, 0)), k_tile.at[part, :, columns])
                 return acc[...]
 
-            summed = pl.run_scoped(multiply, plgpu.ACC((blocks.q, width), f32))
+            summed = pl.run_scoped(multiply, plgpu.ACC((share.rows, share.columns), f32))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was added before
             out[0] = summed
             plgpu.commit_smem()
-            add_rows(problem, out.at[0], dq.at[b, pl.ds(q0, blocks.q), n, pl.ds(first, width)])
+            add_rows(problem, out.at[0], dq.at[b, pl.ds(q0 + share.row, share.rows), n, columns])
 
         def walk(item, step):
             b, head, row = place(item)
@@ -212,11 +231,9 @@ def _gradients(
                 # Both have written du. None writes this buffer again before both are here once
                 # more, and so are done with it.
                 meet()
-                for part, (first, width) in enumerate(columns(H)):
-                    out = dq_tile[part]
-                    pl.when(w == part)(
-                        functools.partial(sum_columns, first, width, out, buffer, b, q0, n)
-                    )
+                for part, share in enumerate(shares(blocks, H)):
+                    add = functools.partial(add_share, share, dq_tile[part])
+                    pl.when(w == part)(functools.partial(add, buffer, b, q0, n))
                 return dk, dv, slope, step + 1
 
             def one_head(g, carry):
