@@ -182,7 +182,7 @@ def _gradients(
             def multiply(acc):
                 for part in range(PARTS):
                     du = du_tile.at[buffer * PARTS + part, :, pl.ds(share.row, share.rows)]
-                    plgpu.wgmma(acc, du.transpose((1, 0)), k_tile.at[part, :, columns])
+                    plgpu.wgmma(acc, du.transpose((1, 0)), k_tile.at[fresh(part), :, columns])
                 return acc[...]
 
             summed = pl.run_scoped(multiply, plgpu.ACC((share.rows, share.columns), f32))
@@ -205,27 +205,21 @@ def _gradients(
                 shape = (ROWS, blocks.q)
                 plgpu.barrier_wait(q_full.at[slot])
 
+                v, do_columns = v_tile.at[fresh(w)], do.transpose((1, 0))
                 raw = product(k_tile.at[fresh(w)], q.transpose((1, 0)))
+                dp = product(v, do_columns)
                 base_tile = spread(base_columns.at[slot], shape, COLUMN)
                 p, differentiate = weights(
                     problem, operands, raw, base_tile, where, COLUMN, partial
                 )
                 p = p.astype(q_tile.dtype)
-                v, do_columns = v_tile.at[fresh(w)], do.transpose((1, 0))
-                if bare and not partial:
-                    dv, dp = add_products(
-                        problem, (dv, p, do), (filled(shape, 0), v, do_columns)
-                    )
-                else:  # fewer registers at a time, for what a mask or an option needs
-                    [dv] = add_products(problem, (dv, p, do))
-                    dp = product(v, do_columns)
                 ds, du = differentiate(dp, spread(D_columns.at[slot], shape, COLUMN))
                 if slope_out is not None:
                     slope -= (ds * distance(operands, where, shape, COLUMN)).sum(axis=1)
                 du = du.astype(q_tile.dtype)
                 buffer = lax.rem(step, 2)
                 du_tile[buffer * PARTS + w] = du
-                [dk] = add_products(problem, (dk, du, q))
+                dv, dk = add_products(problem, (dv, p, do), (dk, du, q))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(q_empty.at[slot])
                 # Both have written du. None writes this buffer again before both are here once
@@ -241,7 +235,7 @@ def _gradients(
                 dk, dv, step = carry
                 full, seen = at(lists.full, b, n, row)[...], at(lists.seen, b, n, row)[...]
                 visit = functools.partial(tile, n=n)
-                carry = dk, dv, filled((ROWS,), 0), step
+                carry = dk, dv, filled((ROWS,), 0) if slope_out is not None else None, step
                 carry = lax.fori_loop(0, full, functools.partial(visit, partial=False), carry)
                 carry = lax.fori_loop(full, seen, functools.partial(visit, partial=True), carry)
                 dk, dv, slope, step = carry
