@@ -5,7 +5,8 @@ memory (TMA, on barriers), the others, `Blocks.q / 64` or `Blocks.k / 64` of the
 the scores each and multiply (wgmma). In the forward pass two of them take turns at the tensor
 cores, so that the softmax of one hides behind the products of the other (FlashAttention-3, Shah et
 al. 2024, section 3.1). Scores are kept in base 2. The backward pass is two kernels, for dq and for
-dk and dv, so that no sum depends on the order in which programs finish.
+dk and dv, so that no sum depends on the order in which programs finish; one kernel for all three,
+without that promise, is in hopper_fused.py.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def blocks(kind: str, H: int, Hv: int, itemsize: int = 2) -> Blocks:
         case "bias":
             return Blocks(q=128, k=64, stages=1 if wide else 2)
         case "unordered":
-            return Blocks(q=128 if max(H, Hv) <= 64 else 64, k=128, stages=2)
+            return Blocks(q=128 if max(H, Hv) == 32 else 64, k=128, stages=2)
     raise ValueError(f"no kernel {kind!r}")
 
 
@@ -82,6 +83,10 @@ def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
         return f"query {query.dtype}, key {key.dtype} and value {value.dtype} differ in dtype"
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
         return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
+    if problem.unordered and not HAS_JAX_11:
+        return f"hopper: unordered needs jax 0.11 or later, this is {jax.__version__}"
+    if problem.unordered and H + Hv > 256:
+        return f"hopper: unordered with H + Hv {H} + {Hv}: must be at most 256"
     if problem.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None

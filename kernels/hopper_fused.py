@@ -206,8 +206,12 @@ def _gradients(
                 plgpu.barrier_wait(q_full.at[slot])
 
                 v, do_columns = v_tile.at[fresh(w)], do.transpose((1, 0))
-                raw = product(k_tile.at[fresh(w)], q.transpose((1, 0)))
-                dp = product(v, do_columns)
+                zeros = filled(shape, 0)
+                raw, dp = add_products(
+                    problem,
+                    (zeros, k_tile.at[fresh(w)], q.transpose((1, 0))),
+                    (zeros, v, do_columns),
+                )
                 base_tile = spread(base_columns.at[slot], shape, COLUMN)
                 p, differentiate = weights(
                     problem, operands, raw, base_tile, where, COLUMN, partial
