@@ -168,6 +168,8 @@ def configurations(arguments: argparse.Namespace):
         pairs = [(H, Hv) for H in dims for Hv in dims]
     for H, Hv in pairs:
         for kind in KINDS:
+            if kind == "unordered" and H + Hv > 256:  # refused
+                continue
             for name, visible in (("full", None), ("causal", causal)):
                 yield name, kind, H, Hv, Problem(H**-0.5, visible=visible), {}
 
@@ -180,11 +182,11 @@ def main() -> None:
     device = topologies.get_topology_desc(
         "", platform="cuda", target_config=H200, topology="1x1x1"
     ).devices[0]
-    print("kernel      H   Hv  tile    scores    registers  spills     shared memory    time")
+    print("kernel       H   Hv  tile    scores    registers  spills     shared memory    time")
     failures = 0
     for name, kind, H, Hv, problem, options in configurations(arguments):
         plan = hopper.blocks(kind, H, Hv)
-        print(f"{kind:8} {H:4} {Hv:4}  {plan.q:3}x{plan.k:<3} {name:9}", end="", flush=True)
+        print(f"{kind:9} {H:4} {Hv:4}  {plan.q:3}x{plan.k:<3} {name:9}", end="", flush=True)
         try:
             print(compile_one(kind, H, Hv, problem, device, **options), flush=True)
         except Exception as error:

@@ -20,6 +20,7 @@ def kinds(unordered: bool) -> tuple[Kind, ...]:
     gradients: tuple[Kind, ...] = ("unordered",) if unordered else ("queries", "keys")
     return ("forward", *gradients, "bias")
 
+
 TABLE: dict[tuple[str, Kind, int, int, int], Blocks] = {}
 """(chip as JAX names it, kernel, H, Hv, bytes of a number) to tiles; none measured yet."""
 

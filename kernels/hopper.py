@@ -55,8 +55,9 @@ SHORTEST = None  # short sequences are padded to whole tiles
 
 
 def blocks(kind: str, H: int, Hv: int, itemsize: int = 2) -> Blocks:
-    """Tile sizes of a kernel: "forward", "queries", "keys", "bias" or "unordered". What fits 227 KiB of shared
-    memory and, at 240 registers a thread, spills none or little; see benchmarks/compile_gpu.py."""
+    """Tile sizes of a kernel: "forward", "queries", "keys", "bias" or "unordered". What fits
+    227 KiB of shared memory and, at 240 registers a thread, spills none or little; see
+    benchmarks/compile_gpu.py."""
     del itemsize  # 2: `refuse` lets through nothing else
     wide = max(H, Hv) > 128
     match kind:
@@ -83,10 +84,10 @@ def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
         return f"query {query.dtype}, key {key.dtype} and value {value.dtype} differ in dtype"
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
         return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
-    if problem.unordered and not HAS_JAX_11:
-        return f"hopper: unordered needs jax 0.11 or later, this is {jax.__version__}"
     if problem.unordered and H + Hv > 256:
         return f"hopper: unordered with H + Hv {H} + {Hv}: must be at most 256"
+    if problem.unordered and not HAS_JAX_11:
+        return f"hopper: unordered needs jax 0.11 or later, this is {jax.__version__}"
     if problem.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None

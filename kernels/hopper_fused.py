@@ -36,8 +36,6 @@ from transformer_jax.kernels.hopper import (
     fresh,
     key_items,
     launch,
-    plain,
-    product,
     specialise,
     spread,
     tiles,
@@ -132,7 +130,6 @@ def _gradients(
 ):  # fmt: skip
     (_, _, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
     stages, G, rows = blocks.stages, N // K, S // blocks.k
-    bare = plain(problem, operands) and not problem.dropout_rate
     programs = 1 if problem.interpret else None  # see `add_rows`
 
     def place(item):

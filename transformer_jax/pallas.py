@@ -138,7 +138,7 @@ def pallas_attention(
 
 
 def _problem(
-    options: Options, visible: Any, where: Target, unordered: bool, H: int = 1
+    options: Options, visible: Any, where: Target, unordered: bool = False, H: int = 1
 ) -> Problem:
     scale = 1 / math.sqrt(H) if options.scale is None else options.scale
     fields = options.softcap, options.dropout_rate, visible
