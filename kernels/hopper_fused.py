@@ -82,8 +82,11 @@ def gradients(
             both=plgpu.Barrier(num_arrivals=PARTS),
         ),
     )(items, lists, operands, saved.do, base(saved), saved.D, dq)
-    dq = (jax.freeze(dq) * problem.scale).astype(operands.query.dtype)
-    return dq, dk, dv, *slopes
+    total = (jax.freeze(dq) * problem.scale).astype(operands.query.dtype)
+    missing = jax.typeof(like).manual_axis_type.varying - jax.typeof(total).manual_axis_type.varying
+    if missing:  # inside a `shard_map`, as in `contract.result`
+        total = lax.pcast(total, tuple(sorted(missing)), to="varying")
+    return total, dk, dv, *slopes
 
 
 class Share(NamedTuple):

@@ -34,18 +34,12 @@ from test_kernels_hopper import (  # noqa: E402
     seen_by,
     window_in_document,
 )
-from tolerances import (  # noqa: E402
-    FORWARD_BF16,
-    GRADIENT_BF16,
-    GRADIENT_F32,
-    largest_error,
-)
+from tolerances import FORWARD_BF16, GRADIENT_BF16, GRADIENT_F32  # noqa: E402
 
 from transformer_jax import attention  # noqa: E402
 from transformer_jax.attention import dot_product_attention, explain_attention  # noqa: E402
 from transformer_jax.kernels import Target, hopper, using  # noqa: E402
 from transformer_jax.kernels.contract import Blocks  # noqa: E402
-from transformer_jax.masks import Causal  # noqa: E402
 from transformer_jax.positions import ALiBi  # noqa: E402
 
 if hopper.HAS_JAX_11:
@@ -171,7 +165,7 @@ def test_a_backend_without_tiles_gives_the_gradients_of_pallas(mapped):
         def loss(query, key, value, slopes):
             bias = dict(bias=ALiBi(slopes), sinks=jnp.ones(4))
             out, lse = dot_product_attention(
-                query, key, value, mask=Causal(), **bias, return_lse=True, implementation=name
+                query, key, value, **bias, return_lse=True, implementation=name
             )
             return (out * arrays["out_cotangent"]).sum() + (lse * arrays["lse_cotangent"]).sum()
 
@@ -182,10 +176,10 @@ def test_a_backend_without_tiles_gives_the_gradients_of_pallas(mapped):
         return jax.jit(jax.vmap(slope, (0, None, None, None)))(queries, *inputs[1:])
 
     with using(Plain()):
-        pairs = zip(gradients("pallas_unordered"), gradients("pallas"), strict=True)
-        for x, y in pairs:
-            assert float(jnp.abs(y).max()) > 0
-            assert largest_error(x, np.asarray(y)) <= GRADIENT_F32
+        got, expected = gradients("pallas_unordered"), gradients("pallas")
+    for name, x, y in zip(("query", "key", "value", "slopes"), got, expected, strict=True):
+        assert float(jnp.abs(y).max()) > 0, name
+        assert_near(x, np.asarray(y), GRADIENT_F32, name)
 
 
 @pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))
@@ -201,7 +195,7 @@ class TestUnordered(AttentionSuite):
     dtype = "bfloat16"
     forward_tolerance = FORWARD_BF16
     gradient_tolerance = GRADIENT_BF16
-    every_time = frozenset({"test_an_infinity_that_is_seen_makes_its_rows_nan[value]"})
+    every_time = frozenset({"test_slopes_of_many_heads_are_each_their_own"})
     known = {  # noqa: RUF012
         "test_scores_of_a_hundred_thousand_are_finite_and_right[float16]": "as in TestHopper",
         "test_array_bias_of_any_broadcast_shape_and_its_gradient[]": "as in TestHopper",
