@@ -5,10 +5,10 @@ it with the keys: five products a tile instead of the seven of two kernels. Each
 part of dq to device memory (a reduction by TMA), in the order in which programs happen to get
 there, so two runs may differ in the last bits: `implementation="pallas_unordered"` asks for it.
 
-    S^T = k q^T    dv += p do    dp^T = v do^T    dk += du q    dq[tile] += du^T^T k
+    s = k q^T    dp = v do^T    dv += p do    dk += du q    dq[tile] += du^T k
 
-Two warpgroups hold 64 keys each. Both write du to shared memory, and each sums half of dq's tile
-over the keys of both.
+with keys as rows. Two warpgroups hold 64 of them each. Both write du to shared memory, and each
+sums half of dq's tile over the keys of both.
 """
 
 from __future__ import annotations
