@@ -3,9 +3,10 @@
     python -m benchmarks.tune_attention
     python -m benchmarks.tune_attention --heads 16:4 --dims 128:128 --lengths 8192 --dtype bfloat16
 
-One kernel after the other ("forward", then "queries" and "keys" of the backward pass), the others
-at their present sizes: every candidate is compiled, checked against the present one, and timed in
-turns with the rest. A candidate that does not compile is named with the reason.
+One kernel after the other ("forward", then "queries" and "keys" of the backward pass, then the
+"unordered" one that stands for both), the others at their present sizes: every candidate is
+compiled, checked against the present one, and timed in turns with the rest. A candidate that does
+not compile is named with the reason.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import jax.numpy as jnp
 
 from benchmarks import timing
 from benchmarks.timing import Contender
-from transformer_jax import dot_product_attention
+from transformer_jax import dot_product_attention, explain_attention
 from transformer_jax.kernels import Target, target, using
 from transformer_jax.kernels.blocks import Kind, blocks
 from transformer_jax.kernels.contract import Blocks
 from transformer_jax.masks import Causal
 
-SEARCHED: tuple[Kind, ...] = ("forward", "queries", "keys")
+SEARCHED: tuple[Kind, ...] = ("forward", "queries", "keys", "unordered")
 CANDIDATES = {
     "tpu": [Blocks(q, k) for q in (256, 512, 1024) for k in (256, 512, 1024, 2048)],
     "hopper": [
@@ -50,9 +51,28 @@ def main(argv: list[str] | None = None) -> None:
         best = where
         for kind in SEARCHED:
             print(f"# {kind}, causal S {length}, heads {options.heads}, {options.dtype}")
+            if reason := refused(best, kind, length, H, Hv, options):
+                print(f"#   {reason}")
+                continue
             for line, found in search(best, kind, length, H, Hv, options):
                 print(line, flush=True)
                 best = found or best
+
+
+def refused(
+    where: Target, kind: Kind, length: int, H: int, Hv: int, options: argparse.Namespace
+) -> str | None:
+    N, K = options.heads
+    inputs = [
+        jax.ShapeDtypeStruct((options.batch, length, heads, width), options.dtype)
+        for heads, width in ((N, H), (K, H), (K, Hv))
+    ]
+    with using(where):
+        return explain_attention(*inputs, mask=Causal())[_implementation(kind)]
+
+
+def _implementation(kind: Kind) -> str:
+    return "pallas_unordered" if kind == "unordered" else "pallas"
 
 
 def search(
@@ -112,7 +132,9 @@ def _call(where: Target, kind: Kind, inputs: tuple[jax.Array, ...]) -> Callable[
 
     def attend(query, key, value):
         with using(where):
-            return dot_product_attention(query, key, value, mask=Causal(), implementation="pallas")
+            return dot_product_attention(
+                query, key, value, mask=Causal(), implementation=_implementation(kind)
+            )
 
     def both(query, key, value, cotangent):
         out, pull = jax.vjp(attend, query, key, value)

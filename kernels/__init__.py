@@ -4,6 +4,7 @@
     blocks.py     tile sizes by chip and shape
     tpu.py        TPU, Pallas on Mosaic TPU
     hopper.py     NVIDIA Hopper, Pallas on Mosaic GPU
+    hopper_fused.py  its backward pass as one kernel, whose sums have no fixed order
     layout.py     `vmap` and device meshes
     fused.py      the gradient, and what is not finite
 
@@ -59,7 +60,7 @@ _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target"
 
 @contextlib.contextmanager
 def using(chosen: Target) -> Iterator[None]:
-    """Inside, `implementation="pallas"` runs on this target."""
+    """Inside, `implementation="pallas"` and "pallas_unordered" run on this target."""
     token = _chosen.set(chosen)
     try:
         yield

@@ -12,8 +12,14 @@ from typing import Literal
 from transformer_jax.kernels import Target
 from transformer_jax.kernels.contract import Blocks
 
-Kind = Literal["forward", "queries", "keys", "bias"]
-KINDS: tuple[Kind, ...] = ("forward", "queries", "keys", "bias")
+Kind = Literal["forward", "queries", "keys", "bias", "unordered"]
+
+
+def kinds(unordered: bool) -> tuple[Kind, ...]:
+    """The kernels of a call."""
+    gradients: tuple[Kind, ...] = ("unordered",) if unordered else ("queries", "keys")
+    return ("forward", *gradients, "bias")
+
 
 TABLE: dict[tuple[str, Kind, int, int, int], Blocks] = {}
 """(chip as JAX names it, kernel, H, Hv, bytes of a number) to tiles; none measured yet."""

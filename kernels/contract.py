@@ -16,7 +16,8 @@ Where a pair is not visible, p, ds and du are selected to be 0, not multiplied: 
 do_i . v_j may overflow there.
 
 Every backend is a module with `refuse`, `forward`, `gradient_queries`, `gradient_keys` and
-`gradient_bias`; `transformer_jax.kernels.fused` calls them.
+`gradient_bias`; `transformer_jax.kernels.fused` calls them. One that does not refuse a problem that
+is `unordered` has `gradient_unordered`, of dq, dk and dv together.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Problem:
     mark: bool = True
     """Whether log is NaN in rows whose out is not finite, or that met a product q_i . k_j that is
     not, seen or unseen: the caller then repeats on cleaned inputs, without marks."""
+    unordered: bool = False
+    """Whether dq may be summed in the order in which programs finish, never twice the same."""
     interpret: Any = False
     """False on the device; on a CPU what the backend's interpreter takes."""
 
@@ -77,7 +80,8 @@ class Operands(NamedTuple):
 class Lists(NamedTuple):
     """For each row of tiles, those to visit: order[..., :full] without a mask, then to [:seen].
 
-    Rows are query tiles and columns key tiles, or the other way round in `gradient_keys`. Behind
+    Rows are query tiles and columns key tiles, or the other way round in `gradient_keys` and
+    `gradient_unordered`. Behind
     `seen`, `order` repeats the last visited column (0 without one), so that a pipeline which
     prefetches it loads nothing new.
     """

@@ -22,28 +22,26 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from transformer_jax.kernels.blocks import Kind
 from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved
 from transformer_jax.kernels.layout import KEYS, QUERIES, ROWS, TILES, mapped
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known when tracing: which kernels, and the tiles of each."""
+    """What is known when tracing: which kernels, and the tiles of each that is called."""
 
     backend: ModuleType
     problem: Problem
-    forward: Blocks
-    queries: Blocks
-    keys: Blocks
-    bias: Blocks
+    blocks: tuple[tuple[Kind, Blocks], ...]
 
 
 class Visits(NamedTuple):
     """The tiles that each kernel visits."""
 
     forward: Lists
-    queries: Lists
-    keys: Lists  # rows are key tiles
+    queries: Lists | None  # of two kernels
+    keys: Lists  # rows are key tiles; of the second or the only one
     bias: Lists | None
 
 
@@ -123,12 +121,7 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _kernel(plan: Plan, name: str, results, *, of_bias: bool = False) -> Callable:
-    blocks = dict(
-        forward=plan.forward,
-        gradient_queries=plan.queries,
-        gradient_keys=plan.keys,
-        gradient_bias=plan.bias,
-    )[name]
+    blocks = {k if k == "forward" else f"gradient_{k}": b for k, b in plan.blocks}[name]
     function = getattr(plan.backend, name)
 
     def kernel(operands, lists, *saved):
@@ -144,9 +137,14 @@ def _kernel(plan: Plan, name: str, results, *, of_bias: bool = False) -> Callabl
 def _gradients(plan: Plan, operands: Operands, visits: Visits, rows: Saved) -> tuple:
     """Of query, key, value, bias, slopes and sinks; None where there is none."""
     slopes, sinks, bias = operands.slopes, operands.sinks, operands.bias
-    results = (QUERIES,) if slopes is None else (QUERIES, ROWS)
-    dq, *slope_rows = _kernel(plan, "gradient_queries", results)(operands, visits.queries, rows)
-    dk, dv = _kernel(plan, "gradient_keys", (KEYS, KEYS))(operands, visits.keys, rows)
+    per_row = () if slopes is None else (ROWS,)  # of dslopes; per key where unordered
+    if plan.problem.unordered:
+        every = _kernel(plan, "gradient_unordered", (QUERIES, KEYS, KEYS, *per_row))
+        dq, dk, dv, *slope_rows = every(operands, visits.keys, rows)
+    else:
+        by_query = _kernel(plan, "gradient_queries", (QUERIES, *per_row))
+        dq, *slope_rows = by_query(operands, visits.queries, rows)
+        dk, dv = _kernel(plan, "gradient_keys", (KEYS, KEYS))(operands, visits.keys, rows)
     dbias = dslopes = dsinks = None
     if bias is not None:
         (dbias,) = _kernel(plan, "gradient_bias", (TILES,), of_bias=True)(

@@ -5,7 +5,8 @@ memory (TMA, on barriers), the others, `Blocks.q / 64` or `Blocks.k / 64` of the
 the scores each and multiply (wgmma). In the forward pass two of them take turns at the tensor
 cores, so that the softmax of one hides behind the products of the other (FlashAttention-3, Shah et
 al. 2024, section 3.1). Scores are kept in base 2. The backward pass is two kernels, for dq and for
-dk and dv, so that no sum depends on the order in which programs finish.
+dk and dv, so that no sum depends on the order in which programs finish; one kernel for all three,
+without that promise, is in hopper_fused.py.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ SHORTEST = None  # short sequences are padded to whole tiles
 
 
 def blocks(kind: str, H: int, Hv: int, itemsize: int = 2) -> Blocks:
-    """Tile sizes of a kernel: "forward", "queries", "keys" or "bias". What fits 227 KiB of shared
-    memory and, at 240 registers a thread, spills none or little; see benchmarks/compile_gpu.py."""
+    """Tile sizes of a kernel: "forward", "queries", "keys", "bias" or "unordered". What fits
+    227 KiB of shared memory and, at 240 registers a thread, spills none or little; see
+    benchmarks/compile_gpu.py."""
     del itemsize  # 2: `refuse` lets through nothing else
     wide = max(H, Hv) > 128
     match kind:
@@ -71,6 +73,8 @@ def blocks(kind: str, H: int, Hv: int, itemsize: int = 2) -> Blocks:
             return Blocks(q=64, k=128 if narrow else 64, stages=3 if narrow else 2)
         case "bias":
             return Blocks(q=128, k=64, stages=1 if wide else 2)
+        case "unordered":
+            return Blocks(q=128 if max(H, Hv) == 32 else 64, k=128, stages=2)
     raise ValueError(f"no kernel {kind!r}")
 
 
@@ -83,6 +87,10 @@ def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
         return f"query {query.dtype}, key {key.dtype} and value {value.dtype} differ in dtype"
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
         return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
+    if problem.unordered and H + Hv > 256:
+        return f"hopper: unordered with H + Hv {H} + {Hv}: must be at most 256"
+    if problem.unordered and not HAS_JAX_11:
+        return f"hopper: unordered needs jax 0.11 or later, this is {jax.__version__}"
     if problem.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None
@@ -91,10 +99,10 @@ def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
 # Memory
 
 
-def tiles(slots: int, rows: int, width: int, dtype: Any) -> Any:
+def tiles(slots: int, rows: int, width: int, dtype: Any, swizzle: int | None = None) -> Any:
     """Slots in shared memory as wgmma and TMA want them."""
     size = jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if width * size % s == 0)
+    swizzle = swizzle or next(s for s in (128, 64, 32) if width * size % s == 0)
     layout = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
     return plgpu.SMEM((slots, rows, width), dtype, transforms=layout)
 
@@ -412,11 +420,11 @@ def key_items(operands: Operands, lists: Lists) -> jax.Array:
     return schedule(weight.reshape(B, K, N // K, -1).sum(axis=2))
 
 
-def each_item(items: Any, body: Callable, carry: Any) -> Any:
+def each_item(items: Any, body: Callable, carry: Any, programs: int | None = None) -> Any:
     """`carry = body(item, carry)` for the items of this program: every `PROGRAMS`th of the list,
     back and forth, so that the heavy ones are shared out evenly."""
     total = items.shape[0]
-    programs = min(total, PROGRAMS)
+    programs = min(total, programs or PROGRAMS)
     program = lax.axis_index("program")
 
     def position(turn):
@@ -1015,6 +1023,15 @@ def _gradient_keys(
         pl.when(w == 1)(lambda: consume(w, ("dk",)))
 
     specialise(consumers, produce, consume if parts == consumers else consume_half)
+
+
+def gradient_unordered(
+    problem: Problem, operands: Operands, lists: Lists, blocks: Blocks, saved: Saved
+) -> tuple[jax.Array, ...]:
+    """`gradient_queries` and `gradient_keys` in one: see hopper_fused.py."""
+    from transformer_jax.kernels import hopper_fused  # which imports this file
+
+    return hopper_fused.gradients(problem, operands, lists, blocks, saved)
 
 
 def gradient_bias(

@@ -54,6 +54,8 @@ def refuse(
     for name, size in (("H", query.shape[-1]), ("Hv", value.shape[-1])):
         if size % 8 or not 0 < size <= 512:
             return f"{name} {size}: must be a multiple of 8 up to 512"
+    if problem.unordered:
+        return "tpu: unordered True: must be False, these kernels add in one order"
     return None
 
 

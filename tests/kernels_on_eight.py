@@ -26,6 +26,7 @@ CASES = {
     "a bias of all rows": dict(heads=8, kv_heads=8, bias=(1, 8, 1, 37)),
     "two parts of a key head": dict(heads=8, kv_heads=2),
     "three key heads for four devices": dict(heads=12, kv_heads=3),
+    "unordered": dict(heads=8, kv_heads=2, implementation="pallas_unordered"),
 }
 
 
@@ -45,7 +46,8 @@ def run(case: str, manual: bool = False) -> dict:
                 out, lse = dot_product_attention(
                     inputs["query"], inputs["key"], inputs["value"],
                     mask=Causal() & Segments(arrays["ids"]), bias=inputs.get("bias"),
-                    sinks=inputs["sinks"], return_lse=True, implementation="pallas",
+                    sinks=inputs["sinks"], return_lse=True,
+                    implementation=CASES[case].get("implementation", "pallas"),
                     dropout_rate=0.2, dropout_key=jax.random.key(1),
                 )  # fmt: skip
             return (out * arrays["out_cotangent"]).sum() + (lse * arrays["lse_cotangent"]).sum()

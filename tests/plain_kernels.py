@@ -142,10 +142,23 @@ def _differences(problem, operands, seen, full, saved: Saved):
 def gradient_queries(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
     _, ds, du, distance = _differences(problem, operands, seen, full, saved)
+    dq = _times_keys(operands, du, seen)
+    return dq, None if operands.slopes is None else -(ds * distance).sum(axis=-1)
+
+
+def _times_keys(operands: Operands, du: jax.Array, seen: jax.Array) -> jax.Array:
     G = operands.query.shape[2] // operands.key.shape[2]
     key = jnp.repeat(operands.key.astype(jnp.float32), G, 2)
-    dq = _weigh(du, key, seen).swapaxes(1, 2).astype(operands.query.dtype)
-    return dq, None if operands.slopes is None else -(ds * distance).sum(axis=-1)
+    return _weigh(du, key, seen).swapaxes(1, 2).astype(operands.query.dtype)
+
+
+@apart
+def gradient_unordered(problem, operands, lists, blocks, saved):
+    seen, full = visited(lists, (blocks.k, blocks.q), False)
+    _, ds, du, distance = _differences(problem, operands, seen, full, saved)
+    slopes = () if operands.slopes is None else (-(ds * distance).sum(axis=-2),)
+    dk, dv = gradient_keys(problem, operands, lists, blocks, saved)
+    return _times_keys(operands, du, seen), dk, dv, *slopes
 
 
 @apart

@@ -44,7 +44,7 @@ from transformer_jax.positions import ALiBi, alibi_slopes  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-NAMES = ("xla", "blockwise", "pallas", "cudnn")
+NAMES = ("xla", "blockwise", "pallas", "pallas_unordered", "cudnn")
 
 
 class TestXla(AttentionSuite):
@@ -350,7 +350,7 @@ def test_explanation_says_what_a_named_implementation_will_do(settings):
                 run(arrays)
 
 
-@pytest.mark.parametrize("name", ["pallas", "cudnn"])
+@pytest.mark.parametrize("name", ["pallas", "pallas_unordered", "cudnn"])
 def test_an_implementation_that_cannot_run_on_a_cpu_says_so(name):
     if jax.default_backend() != "cpu":
         pytest.skip("this machine has an accelerator")

@@ -86,9 +86,10 @@ def dot_product_attention(
 
     `implementation` is "xla" (materialises the scores, any option, forward mode too), "blockwise"
     (memory O(T + S); the gradient, but neither forward mode nor a gradient of the gradient),
-    "pallas" (the same, fused, on a TPU or an NVIDIA Hopper GPU), "cudnn", None for the best that
-    runs here, or a sequence that is tried in order. A named one runs or raises NotImplementedError
-    with the reason.
+    "pallas" (the same, fused, on a TPU or an NVIDIA Hopper GPU), "pallas_unordered" (on Hopper: a
+    backward pass of fewer products, whose last bits differ from run to run), "cudnn", None for the
+    best that runs here, or a sequence that is tried in order. A named one runs or raises
+    NotImplementedError with the reason.
     ValueError where the arguments do not fit together.
     """
     call = check(
@@ -100,7 +101,7 @@ def dot_product_attention(
         reason = _REFUSALS[name](call)
         if reason is None:
             try:
-                where = target() if name == "pallas" else None
+                where = target() if name in _PALLAS else None
                 out, lse = _run(name, call.options, where, call.arrays)
                 return (out, lse) if return_lse else out
             except NotImplementedError as error:
@@ -289,6 +290,10 @@ def _refuse_pallas(call: Call) -> str | None:
     return _pallas().refuse(call)
 
 
+def _refuse_pallas_unordered(call: Call) -> str | None:
+    return _pallas().refuse(call, unordered=True)
+
+
 def _refuse_cudnn(call: Call) -> str | None:
     """cuDNN as jax.nn offers it; what it would ignore, round or get wrong is refused."""
     query, value = call.arrays["query"], call.arrays["value"]
@@ -327,8 +332,10 @@ _REFUSALS: dict[str, Callable[[Call], str | None]] = {
     "xla": _refuse_xla,
     "blockwise": _refuse_blockwise,
     "pallas": _refuse_pallas,
+    "pallas_unordered": _refuse_pallas_unordered,
     "cudnn": _refuse_cudnn,
 }
+_PALLAS = ("pallas", "pallas_unordered")
 
 
 def _causal_window(mask: Mask) -> tuple[int | None] | None:
@@ -356,8 +363,8 @@ def _run(name: str, options: Options, where: Any, arrays: dict[str, Any]) -> tup
     def run(arrays):
         if name == "cudnn":
             return _cudnn(options, arrays), None
-        if name == "pallas":
-            return _pallas().pallas_attention(where, options, **arrays)
+        if name in _PALLAS:
+            return _pallas().pallas_attention(where, options, name == "pallas_unordered", **arrays)
         attend = {"xla": reference_attention, "blockwise": blockwise_attention}[name]
         return attend(**dataclasses.asdict(options) | arrays)  # arrays may hold a scale
 

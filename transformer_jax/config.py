@@ -359,8 +359,9 @@ class ModelConfig:
         if self.kind != "encoder":
             heads = "type_vocab_size", "num_classes", "pooler", "masked_token_head"
             _unread(self, "needs kind 'encoder'", *heads)
-        if self.implementation not in (None, "xla", "blockwise", "pallas", "cudnn"):
-            rule = "must be one of 'xla', 'blockwise', 'pallas', 'cudnn' or None"
+        names = "xla", "blockwise", "pallas", "pallas_unordered", "cudnn"
+        if self.implementation not in (None, *names):
+            rule = f"must be one of {', '.join(map(repr, names))} or None"
             _fail("implementation", self.implementation, rule)
         if self.positions == "shaw" and self.implementation not in (None, "xla"):
             _fail("implementation", self.implementation, "positions 'shaw' needs 'xla' or None")

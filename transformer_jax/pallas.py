@@ -12,8 +12,8 @@ from transformer_jax.arguments import Call, Options
 from transformer_jax.blockwise_tiles import pad
 from transformer_jax.dropout import head_words, key_words
 from transformer_jax.kernels import Target, target
-from transformer_jax.kernels.blocks import KINDS
 from transformer_jax.kernels.blocks import blocks as blocks_of
+from transformer_jax.kernels.blocks import kinds
 from transformer_jax.kernels.contract import Blocks, Lists, Problem, lists_of
 from transformer_jax.kernels.fused import Fixed, Plan, Visits, attend
 from transformer_jax.mask_vectors import MaskVectors, not_vectors
@@ -23,7 +23,7 @@ from transformer_jax.positions import ALiBi
 from transformer_jax.tiles import SKIPPED, at_once
 
 
-def refuse(call: Call) -> str | None:
+def refuse(call: Call, unordered: bool = False) -> str | None:
     """Why the kernels would not run these arguments, or None."""
     where = target()
     if isinstance(where, str):
@@ -40,7 +40,7 @@ def refuse(call: Call) -> str | None:
     mask = call.arrays["mask"]
     reason = None if mask is None else not_vectors(mask)
     if reason is None:
-        problem = _problem(call.options, None, where)
+        problem = _problem(call.options, None, where, unordered)
         reason = where.module.refuse(problem, query, key, value)
     return reason or _refuse_lists(call, where)
 
@@ -56,7 +56,7 @@ def _refuse_lists(call: Call, where: Target) -> str | None:
     leads = [mask.lead[0] if mask is not None else 1]
     leads += [p.shape[0] for p in places if p is not None and len(p.shape) == 2]
     sizes = query.shape[3], value.shape[3], query.dtype.itemsize, T, S
-    for kind in KINDS:
+    for kind in kinds(unordered=False):
         b = blocks_of(where, kind, *sizes)
         rows, columns = -(-T // b.q), -(-S // b.k)
         dense = kind == "bias" and isinstance(call.arrays["bias"], jax.Array | jax.ShapeDtypeStruct)
@@ -72,6 +72,7 @@ def _refuse_lists(call: Call, where: Target) -> str | None:
 def pallas_attention(
     where: Target,
     options: Options,
+    unordered: bool,
     *,
     query: jax.Array,  # [B, T, N, H]
     key: jax.Array,  # [B, S, K, H]
@@ -86,7 +87,7 @@ def pallas_attention(
     """`dot_product_attention` and its lse by the fused kernels; arguments are taken as checked."""
     (B, T, N, H), (_, S, _, Hv) = query.shape, value.shape
     width = query.dtype.itemsize
-    blocks = {kind: blocks_of(where, kind, H, Hv, width, T, S) for kind in KINDS}
+    blocks = {kind: blocks_of(where, kind, H, Hv, width, T, S) for kind in kinds(unordered)}
     rows = math.lcm(*(b.q for b in blocks.values()))
     columns = math.lcm(*(b.k for b in blocks.values()))
     padded_T, padded_S = _round_up(T, rows), _round_up(S, columns)
@@ -103,7 +104,8 @@ def pallas_attention(
             for b in blocks.values()
         }
     by_query = {kind: _lists(lists[b.q, b.k]) for kind, b in blocks.items()}
-    by_key = _lists(lists[blocks["keys"].q, blocks["keys"].k].swapaxes(-1, -2))
+    of_keys = blocks["unordered" if unordered else "keys"]
+    by_key = _lists(lists[of_keys.q, of_keys.k].swapaxes(-1, -2))
     everywhere = isinstance(mask, Everything) and k_positions is None and S == padded_S
     slopes, dense = None, None
     if isinstance(bias, ALiBi):
@@ -118,10 +120,10 @@ def pallas_attention(
         words = jnp.stack(head_words(key_words(dropout_key), B, N))
     plan = Plan(
         where.module,
-        _problem(options, None if everywhere else vectors.visible, where, H),
-        *(blocks[kind] for kind in KINDS),
+        _problem(options, None if everywhere else vectors.visible, where, unordered, H),
+        tuple(blocks.items()),
     )
-    visits = Visits(by_query["forward"], by_query["queries"], by_key, by_query["bias"])
+    visits = Visits(by_query["forward"], by_query.get("queries"), by_key, by_query["bias"])
     inputs = (
         pad(query, 1, padded_T, 0),
         pad(key, 1, padded_S, 0),
@@ -135,9 +137,12 @@ def pallas_attention(
     return out[:, :T], jnp.moveaxis(lse[:, :, :T], 1, 2)
 
 
-def _problem(options: Options, visible: Any, where: Target, H: int = 1) -> Problem:
+def _problem(
+    options: Options, visible: Any, where: Target, unordered: bool = False, H: int = 1
+) -> Problem:
     scale = 1 / math.sqrt(H) if options.scale is None else options.scale
-    return Problem(scale, options.softcap, options.dropout_rate, visible, interpret=where.interpret)
+    fields = options.softcap, options.dropout_rate, visible
+    return Problem(scale, *fields, unordered=unordered, interpret=where.interpret)
 
 
 def _positions(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B or 1, length]

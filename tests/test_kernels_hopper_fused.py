@@ -1,0 +1,229 @@
+"""The backward pass on Hopper as one kernel, in the interpreter, against NumPy in float64.
+
+The instruction that adds to device memory is not interpreted: a read, a sum and a write stand for
+it, in one program. tests/test_kernels_attached.py runs the instruction itself.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.register_assert_rewrite("attention_suite", "tolerances")
+
+from attention_suite import AttentionSuite  # noqa: E402
+from attention_suite import draw as draw_arrays  # noqa: E402
+from plain_kernels import Plain  # noqa: E402
+from test_kernels_hopper import (  # noqa: E402
+    EXACT,
+    INTERPRETS,
+    NEAR,
+    Case,
+    assert_near,
+    causal,
+    draw,
+    lists_of,
+    needs_interpreter,
+    oracle,
+    prefix_or_causal,
+    seen_by,
+    window_in_document,
+)
+from tolerances import FORWARD_BF16, GRADIENT_BF16, GRADIENT_F32  # noqa: E402
+
+from transformer_jax import attention  # noqa: E402
+from transformer_jax.attention import dot_product_attention, explain_attention  # noqa: E402
+from transformer_jax.kernels import Target, hopper, using  # noqa: E402
+from transformer_jax.kernels.contract import Blocks  # noqa: E402
+from transformer_jax.masks import Causal  # noqa: E402
+from transformer_jax.positions import ALiBi  # noqa: E402
+
+if hopper.HAS_JAX_11:
+    from transformer_jax.kernels import hopper_fused
+needs_jax_11 = pytest.mark.skipif(not hopper.HAS_JAX_11, reason="jax 0.11")
+
+
+def run(case, blocks=None):
+    """(results, what they should be): dq, dk, dv, and the slopes' gradient by key."""
+    operands, do = draw(case)
+    expected, saved = oracle(case, operands, do)
+    blocks = blocks or hopper.blocks("unordered", case.H, case.Hv)
+    lists = lists_of(seen_by(case, operands).swapaxes(2, 3), blocks.k, blocks.q)
+    kernel = jax.jit(functools.partial(hopper.gradient_unordered, case.problem, blocks=blocks))
+    dq, dk, dv, *slopes = kernel(operands, lists, saved=saved._replace(do=do))
+    results = dict(dq=dq, dk=dk, dv=dv) | dict(zip(["slopes"], slopes, strict=False))
+    positions = np.asarray(operands.q_vectors[0]), np.asarray(operands.k_vectors[0])
+    far = np.abs(positions[0][:, None, :, None] - positions[1][:, None, None])
+    return results, expected | {"slopes": -(expected["ds"] * far).sum(axis=2)}
+
+
+CASES = {
+    "causal, grouped": Case(N=4, K=2),
+    "window in documents, three columns of tiles": Case(
+        B=2, T=263, H=96, Hv=32, visible=window_in_document, sinks=True
+    ),
+    "no mask, float16, narrow": Case(
+        T=128, S=256, H=32, Hv=32, visible=None, scale=-0.1, dtype="float16"
+    ),
+    "prefix, cap and dense bias": Case(
+        H=128, Hv=128, visible=prefix_or_causal, softcap=2.5, scale=0.09,
+        bias=(1, 2, 167, 211), bias_dtype="bfloat16",
+    ),
+    "slopes, dropout and key bias": Case(
+        N=4, K=2, slopes=True, dropout_rate=0.3, bias=(1, 1, 1, 211), sinks=True
+    ),
+    "slopes behind a cap, wide keys": Case(H=192, slopes=True, softcap=2.5, scale=0.07),
+}  # fmt: skip
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_match_the_dense_oracle(case):
+    results, expected = run(case)
+    assert ("slopes" in results) == case.slopes and {"dq", "dk", "dv"} <= results.keys()
+    for name, value in results.items():
+        assert_near(value, expected[name], EXACT if name == "slopes" else NEAR, name)
+    assert {results[name].dtype for name in ("dq", "dk", "dv")} == {jnp.dtype(case.dtype)}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("blocks", [Blocks(128, 128, 2), Blocks(64, 128, 3)], ids=str)
+def test_tiles_of_other_sizes_give_the_same(blocks):
+    results, expected = run(Case(visible=causal), blocks)
+    for name, value in results.items():
+        assert_near(value, expected[name], NEAR, name)
+
+
+@needs_jax_11
+@pytest.mark.parametrize("q", [64, 128])
+@pytest.mark.parametrize("H", hopper.HEAD_DIMS)
+def test_two_warpgroups_sum_every_number_of_a_tile_once(H, q):
+    blocks, times = Blocks(q, 128), np.zeros((q, H), int)
+    side = hopper_fused.swizzle(blocks, H) // 2
+    for share in hopper_fused.shares(blocks, H):
+        assert share.column % side == 0 == share.columns % side and share.columns > 0
+        columns = slice(share.column, share.column + share.columns)
+        times[share.row : share.row + share.rows, columns] += 1
+    assert (times == 1).all()
+
+
+# What is chosen and refused
+
+
+def structs(H=64, Hv=64, dtype="bfloat16"):
+    return [jax.ShapeDtypeStruct((1, 128, 2, h), dtype) for h in (H, H, Hv)]
+
+
+@needs_jax_11
+def test_heads_that_are_too_wide_together_are_refused_by_name():
+    with using(Target("hopper")):
+        assert explain_attention(*structs(128, 128))["pallas_unordered"] is None
+        said = explain_attention(*structs(192, 128))
+        assert said["pallas"] is None
+        assert said["pallas_unordered"] == (
+            "hopper: unordered with H + Hv 192 + 128: must be at most 256"
+        )
+        inputs = [jnp.zeros(x.shape, x.dtype) for x in structs(192, 128)]
+        with pytest.raises(NotImplementedError, match=r"pallas_unordered: hopper: .* 192 \+ 128"):
+            dot_product_attention(*inputs, implementation="pallas_unordered")
+
+
+def test_jax_without_the_instruction_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(hopper, "HAS_JAX_11", False)
+    with using(Target("hopper")):
+        said = explain_attention(*structs())
+    assert "needs jax 0.11" in str(said["pallas_unordered"]) and said["pallas"] is None
+
+
+def test_a_tpu_refuses_it_by_name():
+    with using(Target("tpu")):
+        said = explain_attention(*structs())
+    assert said["pallas"] is None
+    assert "tpu: unordered True: must be False" in str(said["pallas_unordered"])
+
+
+def test_nothing_chooses_it_but_its_name(monkeypatch):
+    monkeypatch.setattr(attention, "FASTEST", frozenset({"a chip"}))
+    with using(Target("hopper", chip="a chip")):
+        assert explain_attention(*structs()).chosen == "pallas"
+
+
+# Around the kernel
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "vmap"])
+def test_a_backend_without_tiles_gives_the_gradients_of_pallas(mapped):
+    """Of slopes too, which come by key and not by query."""
+    arrays = draw_arrays(3)
+    inputs = arrays["query"], arrays["key"], arrays["value"], jnp.linspace(0.1, 0.5, 4)
+
+    def gradients(name):
+        def loss(query, key, value, slopes):
+            bias = dict(bias=ALiBi(slopes), sinks=jnp.ones(4))
+            out, lse = dot_product_attention(
+                query, key, value, **bias, return_lse=True, implementation=name
+            )
+            return (out * arrays["out_cotangent"]).sum() + (lse * arrays["lse_cotangent"]).sum()
+
+        slope = jax.grad(loss, (0, 1, 2, 3))
+        if not mapped:
+            return jax.jit(slope)(*inputs)
+        queries = jnp.stack([inputs[0], -inputs[0]])
+        return jax.jit(jax.vmap(slope, (0, None, None, None)))(queries, *inputs[1:])
+
+    with using(Plain()):
+        got, expected = gradients("pallas_unordered"), gradients("pallas")
+    for name, x, y in zip(("query", "key", "value", "slopes"), got, expected, strict=True):
+        assert float(jnp.abs(y).max()) > 0, name
+        assert_near(x, np.asarray(y), GRADIENT_F32, name)
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on NaN
+def test_a_poisoned_key_changes_no_gradient_of_queries_that_do_not_see_it():
+    """By way of the call that is repeated on cleaned inputs."""
+    sizes = dict(batch=1, queries=128, keys=128, heads=1, kv_heads=1, dim=32, value_dim=32)
+    arrays = draw_arrays(4, **sizes, dtype="bfloat16")
+    do = arrays["out_cotangent"].at[:, 90:].set(0)
+
+    @jax.jit
+    def gradients(query, key, value):
+        def attend(query, key, value):
+            return dot_product_attention(
+                query, key, value, mask=Causal(), implementation="pallas_unordered"
+            )
+
+        return jax.vjp(attend, query, key, value)[1](do)
+
+    inputs = [arrays[name] for name in ("query", "key", "value")]
+    with using(TestUnordered.target):
+        clean = gradients(*inputs)
+        poisoned = gradients(inputs[0], inputs[1].at[0, 90, 0, 3].set(jnp.nan), inputs[2])
+    for name, x, y in zip(("query", "key", "value"), poisoned, clean, strict=True):
+        assert np.asarray(y).any(), name
+        np.testing.assert_array_equal(*(np.asarray(z, np.float32) for z in (x, y)), name)
+
+
+@pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
+class TestUnordered(AttentionSuite):
+    """The kernel behind `dot_product_attention`, in the interpreter."""
+
+    implementation = "pallas_unordered"
+    target = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
+    may_refuse = True
+    queries, span = 139, 251
+    dim = 64
+    dtype = "bfloat16"
+    forward_tolerance = FORWARD_BF16
+    gradient_tolerance = GRADIENT_BF16
+    every_time: frozenset[str] = frozenset()
+    known = {  # noqa: RUF012
+        "test_scores_of_a_hundred_thousand_are_finite_and_right[float16]": "as in TestHopper",
+        "test_array_bias_of_any_broadcast_shape_and_its_gradient[]": "as in TestHopper",
+    }
