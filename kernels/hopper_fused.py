@@ -22,15 +22,18 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved, result
+from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved, result, vary
 from transformer_jax.kernels.hopper import (
     COLUMN,
     ROWS,
+    Place,
+    Vectors,
     add_products,
     at,
     base,
     distance,
     each_item,
+    each_tile,
     f32,
     filled,
     fresh,
@@ -54,6 +57,7 @@ def gradients(
     dtype, stages = operands.key.dtype, blocks.stages
     assert blocks.k == PARTS * ROWS and blocks.q in (ROWS, PARTS * ROWS), blocks
     side = swizzle(blocks, H)
+    vectors = Vectors(problem, operands, COLUMN)
     items = key_items(operands, lists)
     if operands.bias is not None:
         operands = operands._replace(bias=operands.bias.swapaxes(2, 3))
@@ -77,16 +81,14 @@ def gradients(
             D_columns=plgpu.SMEM((stages, blocks.q), f32),
             k_full=plgpu.Barrier(num_arrivals=2 * PARTS),
             k_empty=plgpu.Barrier(num_arrivals=PARTS),
-            q_full=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+            q_full=plgpu.Barrier(num_arrivals=4 + len(vectors.copied), num_barriers=stages),
             q_empty=plgpu.Barrier(num_arrivals=PARTS, num_barriers=stages),
             both=plgpu.Barrier(num_arrivals=PARTS),
+            **vectors.slots(stages, blocks.q),
         ),
     )(items, lists, operands, saved.do, base(saved), saved.D, dq)
     total = (jax.freeze(dq) * problem.scale).astype(operands.query.dtype)
-    missing = jax.typeof(like).manual_axis_type.varying - jax.typeof(total).manual_axis_type.varying
-    if missing:  # inside a `shard_map`, as in `contract.result`
-        total = lax.pcast(total, tuple(sorted(missing)), to="varying")
-    return total, dk, dv, *slopes
+    return vary(total, like), dk, dv, *slopes
 
 
 class Share(NamedTuple):
@@ -129,10 +131,11 @@ def add_rows(problem: Problem, tile: Any, target: Any) -> None:
 def _gradients(
     problem, blocks, items, lists, operands, do, base, D, dq, dk_out, dv_out, slope_out=None, *,
     k_tile, v_tile, q_tile, do_tile, du_tile, dq_tile, base_columns, D_columns,
-    k_full, k_empty, q_full, q_empty, both,
+    k_full, k_empty, q_full, q_empty, both, columns=None,
 ):  # fmt: skip
     (_, _, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
     stages, G, rows = blocks.stages, N // K, S // blocks.k
+    vectors = Vectors(problem, operands, COLUMN)
     programs = 1 if problem.interpret else None  # see `add_rows`
 
     def place(item):
@@ -162,6 +165,7 @@ def _gradients(
                         (D.at[b, n, queries], D_columns),
                     ):
                         plgpu.copy_gmem_to_smem(source, target.at[slot], q_full.at[slot])
+                    vectors.copy(columns, slot, q_full.at[slot], b, queries.start)
                     return step + 1
 
                 return lax.fori_loop(0, at(lists.seen, b, n, row)[...], load_tile, step)
@@ -195,13 +199,15 @@ def _gradients(
             b, head, row = place(item)
             k0 = row * blocks.k + w * ROWS
             keys = pl.ds(k0, ROWS)
+            key_vectors = vectors.of_rows(b, k0)
 
             def tile(j, carry, partial, n):
                 dk, dv, slope, step = carry
                 slot = lax.rem(step, stages)
                 q, do = q_tile.at[slot], do_tile.at[slot]
                 q0 = at(lists.order, b, n, row, j)[...] * blocks.q
-                where = (b, n, q0, k0)
+                beside = vectors.of_columns(columns, slot, b, q0, blocks.q)
+                where = Place(b, n, q0, k0, key_vectors, beside)
                 shape = (ROWS, blocks.q)
                 plgpu.barrier_wait(q_full.at[slot])
 
@@ -219,7 +225,7 @@ def _gradients(
                 p = p.astype(q_tile.dtype)
                 ds, du = differentiate(dp, spread(D_columns.at[slot], shape, COLUMN))
                 if slope_out is not None:
-                    slope -= (ds * distance(operands, where, shape, COLUMN)).sum(axis=1)
+                    slope -= (ds * distance(where, shape)).sum(axis=1)
                 du = du.astype(q_tile.dtype)
                 buffer = lax.rem(step, 2)
                 du_tile[buffer * PARTS + w] = du
@@ -238,11 +244,8 @@ def _gradients(
                 n = head * G + g
                 dk, dv, step = carry
                 full, seen = at(lists.full, b, n, row)[...], at(lists.seen, b, n, row)[...]
-                visit = functools.partial(tile, n=n)
                 carry = dk, dv, filled((ROWS,), 0) if slope_out is not None else None, step
-                carry = lax.fori_loop(0, full, functools.partial(visit, partial=False), carry)
-                carry = lax.fori_loop(full, seen, functools.partial(visit, partial=True), carry)
-                dk, dv, slope, step = carry
+                dk, dv, slope, step = each_tile(full, seen, functools.partial(tile, n=n), carry)
                 if slope_out is not None:
                     slope_out[b, n, keys] = slope
                 return dk, dv, step

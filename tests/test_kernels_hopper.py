@@ -310,6 +310,7 @@ def test_one_or_three_warpgroups_multiply_without_turns(plan):
         assert_near(got[name], expected[name], NEAR if name == "out" else EXACT, name)
 
 
+@needs_interpreter
 def test_the_forward_kernel_needs_two_tiles_in_flight():
     case = Case(T=128, S=128)
     operands, _ = draw(case)
@@ -427,7 +428,8 @@ def test_every_head_dim_has_tiles_that_divide_128(kind):
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": (1, 4, 256, 1)}], ids=["plain", "bias"])
-def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(options):
+@pytest.mark.parametrize("name", ["pallas"] + ["pallas_unordered"] * hopper.HAS_JAX_11)
+def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(name, options):
     """Traced, not run: `shard_map` compares types."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
@@ -437,7 +439,7 @@ def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(options):
         bias = jnp.zeros(options["bias"]) if options else None
 
         def loss(query, key, value):
-            settings = dict(mask=Causal(), bias=bias, implementation="pallas")
+            settings = dict(mask=Causal(), bias=bias, implementation=name)
             return dot_product_attention(query, key, value, **settings).astype(jnp.float32).sum()
 
         found = jax.grad(loss, (0, 1, 2))(*inputs)
