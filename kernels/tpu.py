@@ -55,7 +55,7 @@ def refuse(
         if size % 8 or not 0 < size <= 512:
             return f"{name} {size}: must be a multiple of 8 up to 512"
     if problem.unordered:
-        return "tpu: unordered True: must be False, these kernels add in one order"
+        return "tpu: 'pallas_unordered' needs a Hopper GPU"
     return None
 
 

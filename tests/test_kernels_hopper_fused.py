@@ -144,7 +144,7 @@ def test_a_tpu_refuses_it_by_name():
     with using(Target("tpu")):
         said = explain_attention(*structs())
     assert said["pallas"] is None
-    assert "tpu: unordered True: must be False" in str(said["pallas_unordered"])
+    assert "tpu: 'pallas_unordered' needs a Hopper GPU" in str(said["pallas_unordered"])
 
 
 def test_nothing_chooses_it_but_its_name(monkeypatch):
