@@ -4,7 +4,8 @@
     blocks.py     tile sizes by chip and shape
     tpu.py        TPU, Pallas on Mosaic TPU
     hopper.py     NVIDIA Hopper, Pallas on Mosaic GPU
-    layout.py     `vmap` and device meshes
+    layout.py     `vmap`, and which axis of an array means what
+    parts.py      device meshes
     fused.py      the gradient, and what is not finite
 
 `target()` is the backend of this process; `using` takes another one, for the interpreters of the

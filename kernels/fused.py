@@ -23,7 +23,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved
-from transformer_jax.kernels.layout import KEYS, QUERIES, ROWS, TILES, mapped
+from transformer_jax.kernels.layout import ROWS, mapped
+from transformer_jax.kernels.parts import KEYS, QUERIES, TILES
 
 
 @dataclass(frozen=True)
