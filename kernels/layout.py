@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from transformer_jax.kernels.parts import (
@@ -18,7 +19,6 @@ from transformer_jax.kernels.parts import (
     QUERIES,
     TILES,
     Roles,
-    fold,
     no_rows,
     partitioned,
 )
@@ -48,7 +48,7 @@ def mapped(
         leaves, structure = jax.tree.flatten(tree)
         flags = jax.tree.leaves(batched)
         folded = [
-            fold(x, flag, roles, size, B, apart=of_bias and x is tree[0].bias)
+            _fold(x, flag, roles, size, B, apart=of_bias and x is tree[0].bias)
             for x, flag, roles in zip(leaves, flags, _roles(tree), strict=True)
         ]
         again = mapped(kernel, results, of_bias=of_bias, splits=splits)
@@ -59,6 +59,20 @@ def mapped(
         return out, (True,) * len(out)
 
     return call
+
+
+def _fold(
+    x: jax.Array, is_mapped: bool, roles: Roles, size: int, B: int, *, apart: bool = False
+) -> jax.Array:
+    """[V, .., B or 1, ..] to [.., V B, ..]; what all rows share stays of size 1, unless `apart`."""
+    axis = roles.index("b")
+    if not is_mapped:
+        if x.shape[axis] == 1 and B > 1 and not apart:
+            return x
+        x = jnp.broadcast_to(x[None], (size, *x.shape))
+    shape = (*x.shape[: axis + 1], B, *x.shape[axis + 2 :])
+    x = jnp.moveaxis(jnp.broadcast_to(x, shape), 0, axis)
+    return x.reshape(*x.shape[:axis], size * B, *x.shape[axis + 2 :])
 
 
 def _roles(tree: tuple[Any, ...]) -> list[Roles]:

@@ -23,8 +23,9 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 Roles = tuple[str | None, ...]
-"""What each axis is: "b" batch rows, "n" query heads, "k" key heads; of size 1 where shared. An
-array without any is whole on every device, and as a result a sum over all of them."""
+"""What each axis is: "b" batch rows, "n" query heads, "k" key heads; of size 1 where shared. Other
+names are of axes that are all independent, as those of `vmap` are. An array without rows and heads
+is whole on every device, and as a result a sum over all of them."""
 
 HEADS: Roles = ("b", "n")
 QUERIES: Roles = ("b", None, "n", None)
@@ -44,83 +45,89 @@ class Parts:
 
     mesh: Any
     full: dict[str, int]  # how many rows and heads there are, by role
-    b: tuple[str, ...] = ()
-    n: tuple[str, ...] = ()
-    k: tuple[str, ...] = ()
+    axes: dict[str, tuple[str, ...]]  # by role
 
     @classmethod
-    def of(cls, mesh: Any, spec: Any, full: dict[str, int]) -> Parts:
-        """From how the query [B, T, N, H] is split; what does not divide evenly is not split."""
-        given: list[tuple[str, ...]] = [(), (), (), ()]
-        for i, names in enumerate(spec):
-            given[i] = () if names is None else (names,) if isinstance(names, str) else tuple(names)
-        rows, heads = (math.prod(mesh.shape[name] for name in given[i]) for i in (0, 2))
-        b = given[0] if full["b"] % rows == 0 else ()
-        if full["k"] % heads == 0:
-            return cls(mesh, full, b, given[2], given[2])
-        divides = heads % full["k"] == 0 == full["n"] % heads
-        return cls(mesh, full, b, given[2] if divides else ())
+    def of(
+        cls, mesh: Any, specs: Sequence[Any], roles: Sequence[Roles], full: dict[str, int]
+    ) -> Parts:
+        """From how arrays are split, of which the first that has a role decides, the query first;
+        what does not divide evenly is not split."""
+        axes: dict[str, tuple[str, ...]] = {}
+        for spec, given in zip(specs, roles, strict=True):
+            for names, role in zip(spec, given, strict=False):
+                if role is not None and role != "k" and role not in axes:
+                    axes[role] = _names(names)
+        taken: set[str] = set()
+        for role, names in axes.items():
+            number = math.prod(mesh.shape[name] for name in names)
+            if role == "n" and full["k"] % number and number % full["k"]:
+                names = ()
+            axes[role] = names = names if not taken & {*names} and full[role] % number == 0 else ()
+            taken |= {*names}
+        number = math.prod(mesh.shape[name] for name in axes["n"])
+        return cls(mesh, full, axes | dict(k=axes["n"] if full["k"] % number == 0 else ()))
 
     def spec(self, shape: Sequence[int], roles: Roles) -> PartitionSpec:
         """How an array is split."""
         return PartitionSpec(
             *(
-                getattr(self, role) or None
-                if role is not None and size == self.full[role]
-                else None
+                self.axes[role] or None if role is not None and size == self.full[role] else None
                 for size, role in zip(shape, roles, strict=True)
             )
         )
 
     def summed(self, shape: Sequence[int], roles: Roles) -> tuple[str, ...]:
         """The mesh axes over whose devices a result is still to be summed."""
-        if not any(roles):
-            return self.b + self.n
-        names = () if "k" not in roles or self.k else self.n
+        if not {"b", "n", "k"} & {*roles}:
+            return self.axes["b"] + self.axes["n"]
+        names = () if "k" not in roles or self.axes["k"] else self.axes["n"]
         for size, role in zip(shape, roles, strict=True):
             if role in ("b", "n") and size != self.full[role]:
-                names = names + getattr(self, role)
+                names = names + self.axes[role]
         return names
 
     # On a device
 
     def first(self) -> First:
         """The row and the head with which this device's part begins."""
-        return self._first(self.b, self.full["b"]), self._first(self.n, self.full["n"])
+        return self._first("b"), self._first("n")
 
     def read(self, arrays: Sequence[jax.Array], roles: Sequence[Roles]) -> list[jax.Array]:
         """The arrays, of the key heads the one that is read here if this device holds them all."""
-        at = self._key_head()
-        return [
-            x if at is None or r != KEYS else lax.dynamic_slice_in_dim(x, at, 1, 2)
-            for x, r in zip(arrays, roles, strict=True)
-        ]
+        return self._of_key_heads(lax.dynamic_slice_in_dim, arrays, roles, 1)
 
     def write(self, arrays: Sequence[jax.Array], roles: Sequence[Roles]) -> list[jax.Array]:
         """The results, where one key head was read that one of all, and zeros."""
-        at = self._key_head()
+        return self._of_key_heads(_one_of, arrays, roles, self.full["k"])
+
+    def _of_key_heads(self, change, arrays, roles, number: int) -> list[jax.Array]:
+        n, k = self.axes["n"], self.axes["k"]
+        if n == k:
+            return list(arrays)
+        at = lax.axis_index(n) // (self._number("n") // self.full["k"])
         return [
-            x if at is None or r != KEYS else _one_of(x, at, self.full["k"])
+            change(x, at, number, r.index("k")) if "k" in r else x
             for x, r in zip(arrays, roles, strict=True)
         ]
 
-    def _first(self, names: tuple[str, ...], size: int) -> Any:
-        return lax.axis_index(names) * (size // self._number(names)) if names else 0
+    def _first(self, role: str) -> Any:
+        names = self.axes[role]
+        return lax.axis_index(names) * (self.full[role] // self._number(role)) if names else 0
 
-    def _key_head(self) -> jax.Array | None:
-        """Which key head this device reads, if it holds all of them and reads one."""
-        if self.n == self.k:
-            return None
-        return lax.axis_index(self.n) // (self._number(self.n) // self.full["k"])
-
-    def _number(self, names: tuple[str, ...]) -> int:
-        return math.prod(self.mesh.shape[name] for name in names)
+    def _number(self, role: str) -> int:
+        return math.prod(self.mesh.shape[name] for name in self.axes[role])
 
 
-def _one_of(x: jax.Array, at: jax.Array, K: int) -> jax.Array:
-    """[B, S, 1, d] as one head of [B, S, K, d], and zeros."""
-    zeros = jnp.zeros((*x.shape[:2], K, x.shape[3]), x.dtype)
-    return lax.dynamic_update_slice_in_dim(zeros, x, at, 2)
+def _names(one: Any) -> tuple[str, ...]:
+    """The axes of a mesh that split one axis of an array."""
+    return () if one is None else (one,) if isinstance(one, str) else tuple(one)
+
+
+def _one_of(x: jax.Array, at: jax.Array, number: int, axis: int) -> jax.Array:
+    """What is one head as one of so many, and zeros."""
+    zeros = jnp.zeros((*x.shape[:axis], number, *x.shape[axis + 1 :]), x.dtype)
+    return lax.dynamic_update_slice_in_dim(zeros, x, at, axis)
 
 
 def partitioned(
@@ -145,7 +152,8 @@ def partitioned(
     arrays = [*constants, *arrays]
 
     def partition(mesh, arguments, _):
-        parts = Parts.of(mesh, arguments[len(constants)].sharding.spec, full)
+        specs = [x.sharding.spec for x in arguments[len(constants) :]]
+        parts = Parts.of(mesh, specs, roles[len(constants) :], full)
 
         def lower(*arrays):
             inner = parts.read(arrays, roles)[len(constants) :]
@@ -177,7 +185,7 @@ def _rule(mesh, shapes, roles, result_shapes, results, full) -> tuple[str, dict[
     group = full["n"] // full["k"]
     together = all(full["k"] % size == 0 for size in mesh.shape.values())
     heads = "n" if not together else "k" if group == 1 else "(k g)"
-    names = dict(b="b", n=heads, k="k")
+    names = {role: role for role in full} | dict(n=heads)
     fresh = itertools.count()
 
     def axis(size: int, role: str | None) -> str:
@@ -191,20 +199,6 @@ def _rule(mesh, shapes, roles, result_shapes, results, full) -> tuple[str, dict[
         for side in ((shapes, roles), (result_shapes, results))
     ]
     return " -> ".join(sides), dict(g=group) if heads == "(k g)" else {}
-
-
-def fold(
-    x: jax.Array, is_mapped: bool, roles: Roles, size: int, B: int, *, apart: bool = False
-) -> jax.Array:
-    """[V, .., B or 1, ..] to [.., V B, ..]; what all rows share stays of size 1, unless `apart`."""
-    axis = roles.index("b")
-    if not is_mapped:
-        if x.shape[axis] == 1 and B > 1 and not apart:
-            return x
-        x = jnp.broadcast_to(x[None], (size, *x.shape))
-    shape = (*x.shape[: axis + 1], B, *x.shape[axis + 2 :])
-    x = jnp.moveaxis(jnp.broadcast_to(x, shape), 0, axis)
-    return x.reshape(*x.shape[:axis], size * B, *x.shape[axis + 2 :])
 
 
 def no_rows(function: Callable[..., Any], tree: tuple[Any, ...], batched: tuple[Any, ...]) -> Any:

@@ -27,9 +27,9 @@ from transformer_jax.kernels.parts import (
     QUERIES,
     TILES,
     First,
+    Function,
     Parts,
     Roles,
-    fold,
     no_rows,
     partitioned,
 )
@@ -111,8 +111,8 @@ def parts_of_types(query: jax.Array, key: jax.Array, mask: Any, bias: Any) -> Pa
         return None
     if any(isinstance(node, Closed | Predicate) for node in _nodes(mask)):
         return None
-    parts = Parts.of(mesh, split(query), _full(query, key))
-    return parts if parts.b or parts.n else None
+    parts = Parts.of(mesh, [split(query)], [QUERIES], _full(query, key))
+    return parts if parts.axes["b"] or parts.axes["n"] else None
 
 
 def _full(query: jax.Array, key: jax.Array) -> dict[str, int]:
@@ -134,47 +134,35 @@ def by_compiler(function: Callable, results: Sequence[Roles], *tree: Any) -> tup
     tree = inputs._replace(fixed=fixed), *saved
     leaves, structure = jax.tree.flatten(tree)
 
-    def flat(full, first, *leaves):
+    full = _full(inputs.query, inputs.key)
+
+    def flat(first, *leaves):
         inputs, *saved = jax.tree.unflatten(structure, leaves)
         return tuple(function(_part(inputs, first, full), *saved))
 
-    return _mapped(flat, _roles(tree), results)(*leaves)
+    return _mapped(flat, _roles(tree), results, full)(*leaves)
 
 
-def _mapped(function: Callable, roles: Sequence[Roles], results: Sequence[Roles]) -> Callable:
-    """With a rule for `vmap` too: its axis joins the rows, where all that it maps has these."""
-
-    def whole(*leaves):
-        return function(_full(*leaves[:2]), (0, 0), *leaves)
+def _mapped(function: Function, roles: Sequence[Roles], results: Sequence[Roles], full: dict):
+    """With a rule for `vmap` too: its axis is one more that a mesh may split."""
 
     @custom_vmap
     def call(*leaves):
-        full = _full(*leaves[:2])
-        return partitioned(partial(function, full), leaves, roles, results, full)
+        return partitioned(function, leaves, roles, results, full)
 
     @call.def_vmap
     def rule(size, batched, *leaves):
-        if size == 0:
-            return no_rows(whole, leaves, tuple(batched))
         axes = tuple(0 if is_mapped else None for is_mapped in batched)
-        B = leaves[0].shape[1 if batched[0] else 0]
-        apart = jax.vmap(whole, axes)
-        rows = [
-            x.shape[1 + r.index("b")] if "b" in r else None
-            for x, r in zip(jax.eval_shape(apart, *leaves), results, strict=True)
-        ]
-        if any(n != B for n in rows) or any(
-            f and "b" not in r for f, r in zip(batched, roles, strict=True)
-        ):
-            out = apart(*leaves)
-        else:
-            folded = [
-                fold(x, f, r, size, B) if "b" in r else x
-                for x, f, r in zip(leaves, batched, roles, strict=True)
-            ]
-            out = _mapped(function, roles, results)(*folded)
-            out = tuple(x.reshape(size, B, *x.shape[1:]) for x in out)
-        return out, (True,) * len(out)
+        if size == 0:
+            return no_rows(partial(function, (0, 0)), leaves, tuple(batched))
+        role = f"v{len(full)}"  # a new one
+
+        def mapped(first, *leaves):
+            return jax.vmap(partial(function, first), axes)(*leaves)
+
+        given = [(role, *r) if f else r for r, f in zip(roles, batched, strict=True)]
+        again = _mapped(mapped, given, [(role, *r) for r in results], full | {role: size})
+        return again(*leaves), (True,) * len(results)
 
     return call
 
