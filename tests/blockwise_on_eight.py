@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,21 +27,37 @@ from transformer_jax.positions import RelativeBias
 AXES = "explicit", "automatic"
 WHOLE = P("data", None, "model")
 CASES: dict[str, dict[str, Any]] = {
+    "all at once": dict(
+        kv_heads=2, mask="packed", bias=(1, 8, 1, 150), softcap=2.0, dropout_rate=0.3,
+    ),
     "packed": dict(mask="packed"),
-    "padded": dict(mask="padded", heads=8, kv_heads=4),
-    "two parts of a key head": dict(kv_heads=2, mask="packed", bias=(1, 8, 1, 150)),
-    "a bias of all heads": dict(bias=(4, 1, 150, 150), softcap=2.0),
-    "a bias of all": dict(bias=(1, 1, 150, 150), dtype="bfloat16"),
+    "padded": dict(mask="padded", kv_heads=4),
+    "two parts of a key head": dict(kv_heads=2, mask="packed"),
+    "a bias of all heads": dict(bias=(4, 1, 150, 150)),
+    "sums of bfloat16": dict(bias=(1, 1, 150, 150), kv_heads=2, dtype="bfloat16"),
     "slopes": dict(bias="slopes", mask="prefix"),
     "buckets": dict(bias="buckets", kv_heads=2),
     "positions": dict(mask="causal", positions=True, dropout_rate=0.3),
     "a mask of heads": dict(mask="dense", scale=True),
-    "a mask that reads": dict(mask="reads"),
-    "a query that is not finite": dict(mask="packed", poison=True),
+    "a mask that reads": dict(mask="reads", bias="of a user"),
+    "what is not finite": dict(mask="packed", poison=True, kv_heads=2),
     "three rows": dict(batch=3, mask="padded"),
     "six heads": dict(heads=6, kv_heads=6, mask="packed"),
-    "three key heads": dict(heads=12, kv_heads=3, gathers=True),
-}
+    "three key heads": dict(heads=12, kv_heads=3),
+    "mapped": dict(mask="packed", mapped=3, bias=(1, 8, 1, 150)),
+}  # fmt: skip
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Steep:
+    """A bias of a user's, of which nothing is known: every row and head has its own slope."""
+
+    slopes: jax.Array  # [B, N]
+
+    def materialize(self, q_positions, k_positions):
+        distance = jnp.abs(k_positions[:, None] - q_positions[:, :, None])
+        return self.slopes[:, :, None, None] * distance[:, None].astype(jnp.float32)
 
 
 def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
@@ -65,7 +82,8 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
         reach=jnp.int32(31),
         allowed=jnp.asarray(rng.random((B, N, 150, 150)) < 0.5),
     )
-    specs |= dict(ids=rows, lengths=rows, start=rows, sinks=P(), scale=P(), reach=P())
+    specs |= dict(ids=rows, lengths=rows, start=rows, scale=P(), reach=P())
+    specs["sinks"] = P("model") if N % 4 == 0 else P()
     specs["allowed"] = P(*rows, *[None] * (1 - len(rows)), "model") if N % 4 == 0 else rows
     if options.get("poison"):
         arrays["key"] = arrays["key"].at[1, 3, 2].set(jnp.nan)
@@ -74,7 +92,9 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
         arrays["bias"] = jnp.asarray(rng.normal(size=bias), options["dtype"])
         specs["bias"] = P(rows[0] if bias[0] > 1 else None, "model" if bias[1] > 1 else None)
     elif bias is not None:
-        arrays["bias"] = alibi_slopes(N) if bias == "slopes" else jnp.zeros((8, N))
+        table = jnp.asarray(rng.normal(size=(8, N)), jnp.float32)
+        slopes = jnp.linspace(-0.1, 0.1, B * N).reshape(B, N)
+        arrays["bias"] = dict(slopes=alibi_slopes(N), buckets=table).get(bias, slopes)
         specs["bias"] = P()
 
     def gradients(arrays):
@@ -96,6 +116,8 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
                 given = ALiBi(given)
             elif bias == "buckets":
                 given = RelativeBias(given, bidirectional=True, max_distance=50)
+            elif bias == "of a user":
+                given = Steep(given)
             out, lse = dot_product_attention(
                 inputs["query"], inputs["key"], inputs["value"], mask=mask, bias=given,
                 sinks=inputs["sinks"], scale=inputs["scale"] if options.get("scale") else None,
@@ -109,7 +131,14 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
             return value + (seen * arrays["lse_cotangent"]).sum(), (out, lse)
 
         named = "query", "key", "value", "bias", "sinks", "scale"
-        return jax.grad(loss, has_aux=True)({n: arrays[n] for n in named if n in arrays})
+        differentiated = {n: arrays[n] for n in named if n in arrays}
+        if not options.get("mapped"):
+            return jax.grad(loss, has_aux=True)(differentiated)
+        shared = dict.fromkeys(differentiated, None) | dict(query=0)
+        several = differentiated | dict(
+            query=arrays["query"] * jnp.arange(1.0, 1.0 + options["mapped"]).reshape(-1, *[1] * 4)
+        )
+        return jax.vmap(jax.grad(loss, has_aux=True), (shared,))(several)
 
     return arrays, specs, gradients
 

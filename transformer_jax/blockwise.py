@@ -113,9 +113,14 @@ def blockwise_attention(
         None if k_positions is None else jnp.atleast_2d(k_positions),
         None if not options.dropout_rate else _dropout_words(dropout_key, query),
     )
-    inputs = Inputs(query, key, value, bias, None if sinks is None else sinks[None], fixed)
-    out, lse = by_types(lambda inputs: _attend(options, *vary(inputs)), inputs)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    out, lse = by_types(partial(_of_part, options), Inputs(query, key, value, bias, sinks, fixed))
     return out.astype(dtype), lse
+
+
+def _of_part(options: Options, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    sinks = None if inputs.sinks is None else inputs.sinks[None]
+    return _attend(options, *vary(inputs._replace(sinks=sinks)))
 
 
 def _dropout_words(key: Any, query: jax.Array) -> jax.Array:  # u32[2, B, N]
@@ -234,8 +239,8 @@ def _attend_backward(options, saved, cotangents):
     high, log = jnp.where(dead, jnp.inf, high), jnp.where(dead, 0, log)
     dsinks = None
     if inputs.sinks is not None:
-        weights = jnp.exp(inputs.sinks.astype(jnp.float32)[None] - high - log)
-        dsinks = -(weights * D).sum(axis=(0, 1))[None].astype(inputs.sinks.dtype)
+        weights = jnp.exp(inputs.sinks[None] - high - log)
+        dsinks = -(weights * D).sum(axis=(0, 1))[None]
     roles = *BACKWARD, *bias_roles(inputs.bias, of_gradient=True)
     rows = Saved(dout, D, high, log, careful)
     dq, dk, dv, *dbias = by_compiler(partial(_backward, options), roles, inputs, rows)

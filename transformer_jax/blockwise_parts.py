@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
     key: jax.Array  # [B, S, K, H]
     value: jax.Array  # [B, S, K, Hv]
     bias: Any
-    sinks: jax.Array | None  # [1, N]
+    sinks: jax.Array | None  # f32[N], f32[1, N] on a part
     fixed: Fixed
 
 
@@ -174,7 +174,7 @@ def _roles(tree: tuple[Any, ...]) -> list[Roles]:
     """The roles of the leaves of (Inputs[, Saved]), in their order."""
     inputs, fixed = tree[0], tree[0].fixed
     roles = [QUERIES, KEYS, KEYS, *bias_roles(inputs.bias)]
-    roles += [] if inputs.sinks is None else [HEADS]
+    roles += [] if inputs.sinks is None else [HEADS[-inputs.sinks.ndim :]]
     for node in _nodes(fixed.mask):
         if isinstance(node, Dense):
             roles.append(TILES if node.array.ndim == 4 else (None, None))

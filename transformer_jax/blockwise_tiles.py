@@ -296,10 +296,10 @@ def dropout_factor(place: Place, rate: float, fixed: Fixed) -> jax.Array:
     return place.spread(jnp.where(kept, jnp.float32(factor), jnp.float32(0)))
 
 
-def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # [1, N] to f32[lanes, G block_q, 1]
+def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[1, N] to f32[lanes, G block_q, 1]
     sizes = place.sizes
     heads = sizes.heads * sizes.G
-    sinks = lax.dynamic_slice_in_dim(sinks[0].astype(jnp.float32), place.c * heads, heads)
+    sinks = lax.dynamic_slice_in_dim(sinks[0], place.c * heads, heads)
     full = jnp.broadcast_to(sinks[None, :, None], (sizes.rows, heads, sizes.block_q))
     return rearrange(full, "r (h G) t -> (r h) (G t) 1", G=sizes.G)
 
