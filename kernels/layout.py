@@ -43,7 +43,7 @@ def mapped(
     @call.def_vmap
     def rule(size, batched, *tree):
         if size == 0:
-            return no_rows(kernel, tree, batched)
+            return no_rows(kernel, tree, tuple(batched))
         B = tree[0].query.shape[1 if batched[0].query else 0]
         leaves, structure = jax.tree.flatten(tree)
         flags = jax.tree.leaves(batched)

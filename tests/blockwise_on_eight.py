@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from attention_suite import draw
@@ -158,7 +159,22 @@ def run(case: str, kind: str) -> dict[str, Any]:
     return dict(error=largest_error(actual, expected), gathered=gathered)
 
 
+def exported() -> dict[str, Any]:
+    """As a program apart, on explicit axes."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    query = draw(3, batch=4, queries=37, keys=37, heads=8, kv_heads=8)["query"]
+    placed = jax.device_put(query, NamedSharding(mesh, WHOLE))
+
+    @jax.jit
+    def attend(x):
+        return dot_product_attention(x, x, x, mask=Causal(), implementation="blockwise")
+
+    actual = jax.export.export(attend)(placed).call(placed)
+    return dict(error=largest_error(actual, attend(query)), gathered=[])
+
+
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    names = sys.argv[1:] or [f"{case}, {kind}" for case in CASES for kind in AXES]
-    print(json.dumps({name: run(*name.split(", ")) for name in names}))
+    names = sys.argv[1:] or [*(f"{case}, {kind}" for case in CASES for kind in AXES), "exported"]
+    found = {n: exported() if n == "exported" else run(*n.split(", ")) for n in names}
+    print(json.dumps(found))

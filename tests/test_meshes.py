@@ -42,8 +42,8 @@ def test_four_devices_compute_what_one_does(cases):
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(["all at once, explicit", "all at once, automatic"], id="some"),
-        pytest.param([], marks=pytest.mark.slow, id="all"),
+        pytest.param(["all at once, explicit", "all at once, automatic", "exported"], id="some"),
+        pytest.param([], marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="all"),
     ],
 )
 def test_tiles_of_rows_and_heads_are_of_one_device_and_nothing_is_gathered(cases):
