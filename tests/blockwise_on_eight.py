@@ -160,7 +160,7 @@ def run(case: str, kind: str) -> dict[str, Any]:
 
 
 def exported() -> dict[str, Any]:
-    """As a program apart, on explicit axes."""
+    """As a program apart, on explicit axes that are those of the context too."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     query = draw(3, batch=4, queries=37, keys=37, heads=8, kv_heads=8)["query"]
     placed = jax.device_put(query, NamedSharding(mesh, WHOLE))
@@ -169,7 +169,8 @@ def exported() -> dict[str, Any]:
     def attend(x):
         return dot_product_attention(x, x, x, mask=Causal(), implementation="blockwise")
 
-    actual = jax.export.export(attend)(placed).call(placed)
+    with jax.set_mesh(mesh):
+        actual = jax.export.export(attend)(placed).call(placed)
     return dict(error=largest_error(actual, attend(query)), gathered=[])
 
 
