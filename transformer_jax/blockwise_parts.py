@@ -133,7 +133,6 @@ def by_compiler(function: Callable, results: Sequence[Roles], *tree: Any) -> tup
     fixed = inputs.fixed._replace(q_positions=at[0], k_positions=at[1])
     tree = inputs._replace(fixed=fixed), *saved
     leaves, structure = jax.tree.flatten(tree)
-
     full = _full(inputs.query, inputs.key)
 
     def flat(first, *leaves):
