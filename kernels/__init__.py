@@ -5,7 +5,8 @@
     tpu.py        TPU, Pallas on Mosaic TPU
     hopper.py     NVIDIA Hopper, Pallas on Mosaic GPU
     hopper_fused.py  its backward pass as one kernel, whose sums have no fixed order
-    layout.py     `vmap` and device meshes
+    layout.py     `vmap`, and which axis of an array means what
+    parts.py      device meshes
     fused.py      the gradient, and what is not finite
 
 `target()` is the backend of this process; `using` takes another one, for the interpreters of the

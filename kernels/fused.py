@@ -24,7 +24,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from transformer_jax.kernels.blocks import Kind
 from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved
-from transformer_jax.kernels.layout import KEYS, QUERIES, ROWS, TILES, mapped
+from transformer_jax.kernels.layout import ROWS, mapped
+from transformer_jax.kernels.parts import KEYS, QUERIES, TILES
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def products(
         return acc_ref[...], found
 
     raw = plgpu.ACC((q.shape[0], k.shape[1]), f32)
-    return pl.run_scoped(multiply, raw, plgpu.ACC(acc.shape, f32))
+    return pl.run_scoped(multiply, raw, plgpu.ACC((acc.shape[0], acc.shape[1]), f32))
 
 
 # Scores of a tile
@@ -226,6 +226,7 @@ class Place(NamedTuple):
 
 def distance(place: Place, shape: tuple[int, ...]) -> jax.Array:
     """|q position - k position|."""
+    assert place.rows[0] is not None
     rows = lax.broadcast_in_dim(place.rows[0], shape, [ROW])
     return jnp.abs((rows - spread(place.columns[0], shape, COLUMN)).astype(f32))
 
@@ -311,9 +312,8 @@ class Vectors:
     @staticmethod
     def _read(problem: Problem, operands: Operands) -> tuple[set[int], set[int]]:
         """Which vectors of queries and of keys some tile reads."""
-        found: tuple[set[int], set[int]] = (set(), set())
-        if operands.slopes is not None:
-            found[0].add(0), found[1].add(0)
+        positions = {0} if operands.slopes is not None else set()
+        found = set(positions), set(positions)
         if problem.visible is not None:
             jaxpr = traced(problem, operands, (1, 1)).jaxpr
             used = {id(v) for step in jaxpr.eqns for v in step.invars}

@@ -580,6 +580,14 @@ class AttentionSuite:
             for name, value in result.items():
                 assert name == "lse" or not np.asarray(value).any()
 
+    def test_vmap_over_no_rows_is_empty(self):
+        arrays = self.draw(19, queries=5)
+        inputs = [jnp.zeros((0, *arrays[name].shape)) for name in ("query", "key", "value")]
+        attend = jax.vmap(lambda *x: self.attend(*x, mask=Causal()))
+        gradients = jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2))(*inputs)
+        for x, y in zip((attend(*inputs), *gradients), (inputs[0], *inputs), strict=True):
+            assert x.shape == y.shape
+
     # What is masked out has no influence.
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3.4e38], ids=str)

@@ -27,10 +27,11 @@ from jax.sharding import PartitionSpec
 
 from transformer_jax.arguments import Call, Options, check, check_states
 from transformer_jax.blockwise import blockwise_attention
+from transformer_jax.blockwise_parts import parts_of_types
 from transformer_jax.blockwise_tiles import FEW_QUERIES
 from transformer_jax.kernels import target
 from transformer_jax.kernels.blocks import FASTEST
-from transformer_jax.masks import And, Causal, Mask, Window
+from transformer_jax.masks import And, Causal, Mask, Window, close
 from transformer_jax.meshes import by_compiler, split
 from transformer_jax.reference import (
     Bias,
@@ -368,6 +369,12 @@ def _run(name: str, options: Options, where: Any, arrays: dict[str, Any]) -> tup
         attend = {"xla": reference_attention, "blockwise": blockwise_attention}[name]
         return attend(**dataclasses.asdict(options) | arrays)  # arrays may hold a scale
 
+    if name == "blockwise":
+        called = (arrays[name] for name in ("query", "key", "mask", "bias"))
+        if parts_of_types(*called) is not None:
+            return run(arrays)
+    if arrays["mask"] is not None:
+        arrays = arrays | dict(mask=close(arrays["mask"]))
     return by_compiler(run, [arrays], split(arrays["query"], slice(3)))
 
 

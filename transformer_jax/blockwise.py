@@ -40,9 +40,19 @@ from jax import lax
 from transformer_jax.blockwise_bias import (
     bias_add,
     bias_gradient,
+    bias_sums,
     bias_tile,
     bias_zeros,
     no_gradient,
+)
+from transformer_jax.blockwise_parts import (
+    BACKWARD,
+    FORWARD,
+    Inputs,
+    Saved,
+    bias_roles,
+    by_compiler,
+    by_types,
 )
 from transformer_jax.blockwise_tiles import (
     Fixed,
@@ -57,7 +67,7 @@ from transformer_jax.blockwise_tiles import (
     visible_at,
     visits_of,
 )
-from transformer_jax.dropout import key_words
+from transformer_jax.dropout import head_words, key_words
 from transformer_jax.masks import Everything, Mask, close
 from transformer_jax.meshes import vary
 
@@ -99,12 +109,22 @@ def blockwise_attention(
     )
     fixed = Fixed(
         Everything() if mask is None else close(mask),
-        q_positions,
-        k_positions,
-        None if dropout_key is None or not options.dropout_rate else key_words(dropout_key),
+        None if q_positions is None else jnp.atleast_2d(q_positions),
+        None if k_positions is None else jnp.atleast_2d(k_positions),
+        None if not options.dropout_rate else _dropout_words(dropout_key, query),
     )
-    out, lse = _attend(options, *vary((query, key, value, bias, sinks, fixed)))
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    out, lse = by_types(partial(_of_part, options), Inputs(query, key, value, bias, sinks, fixed))
     return out.astype(dtype), lse
+
+
+def _of_part(options: Options, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    sinks = None if inputs.sinks is None else inputs.sinks[None]
+    return _attend(options, *vary(inputs._replace(sinks=sinks)))
+
+
+def _dropout_words(key: Any, query: jax.Array) -> jax.Array:  # u32[2, B, N]
+    return jnp.stack(head_words(key_words(key), query.shape[0], query.shape[2]))
 
 
 def _scaled(query: jax.Array, scale: jax.Array) -> jax.Array:  # f32[B, T, N, H]
@@ -203,14 +223,33 @@ def _attend(options, query, key, value, bias, sinks, fixed):
     return _attend_forward(options, query, key, value, bias, sinks, fixed)[0]
 
 
-def _attend_forward(options, query, key, value, bias, sinks, fixed):
-    out, high, log, careful = _forward(options, query, key, value, bias, sinks, fixed)
-    return (out, high + log), (query, key, value, bias, sinks, fixed, out, high, log, careful)
+def _attend_forward(options, *inputs):
+    inputs = Inputs(*inputs)
+    out, high, log, careful = by_compiler(partial(_forward, options), FORWARD, inputs)
+    return (out, high + log), (inputs, out, high, log, careful)
 
 
 def _attend_backward(options, saved, cotangents):
-    gradients = _backward(options, *saved, *cotangents)
-    return (*gradients, jax.tree.map(no_gradient, saved[5]))
+    """A query that sees nothing, or something that is not finite, passes no gradient on."""
+    inputs, out, high, log, careful = saved
+    dout, dlse = cotangents
+    dead = jnp.isneginf(high) | jnp.isnan(high) | jnp.isnan(out).any(axis=-1)
+    dout = jnp.where(dead[..., None], 0, dout.astype(jnp.float32))
+    D = jnp.where(dead, 0, (dout * out.astype(jnp.float32)).sum(axis=-1) - dlse)
+    high, log = jnp.where(dead, jnp.inf, high), jnp.where(dead, 0, log)
+    dsinks = None
+    if inputs.sinks is not None:
+        weights = jnp.exp(inputs.sinks[None] - high - log)
+        dsinks = -(weights * D).sum(axis=(0, 1))[None]
+    roles = *BACKWARD, *bias_roles(inputs.bias, of_gradient=True)
+    rows = Saved(dout, D, high, log, careful)
+    dq, dk, dv, *dbias = by_compiler(partial(_backward, options), roles, inputs, rows)
+    return (
+        *(dx.astype(x.dtype) for dx, x in zip((dq, dk, dv), inputs, strict=False)),
+        bias_gradient(inputs.bias, dbias),
+        dsinks,
+        jax.tree.map(no_gradient, inputs.fixed),
+    )
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -223,14 +262,15 @@ def _visit(visits: Visits, at: Any, tile: Callable, state: Any) -> Any:
     return lax.fori_loop(full, seen, partial(tile, True, order), state)
 
 
-def _forward(options, query, key, value, bias, sinks, fixed):
-    """(out, m, log l, whether care was taken), one query tile of one group after the other.
+def _forward(options, inputs):
+    """(out, m, log l, whether care was taken [B, N]), one query tile of one group after the other.
 
     Where a row sees nothing, m is -inf; where it is broken, all three are NaN.
 
     lse is m + log l, but where scores are large the sum has no bits left for log l, so the backward
     pass takes the two apart.
     """
+    query, key, value, bias, sinks, fixed = inputs
     sizes = Sizes.of(query, key, fixed)
     visits = visits_of(sizes, fixed)
     q = pad(query, 1, sizes.grid[0] * sizes.block_q, 0)
@@ -303,6 +343,7 @@ def _forward(options, query, key, value, bias, sinks, fixed):
     state = jnp.bool_(True), jnp.bool_(False), results  # whether to begin, and with care
     _, careful, results = lax.while_loop(lambda state: state[0], attempt, vary(state, q))
     out, high, log = (x[:, : sizes.T] for x in results)
+    careful = jnp.broadcast_to(careful, (sizes.B, sizes.N))  # so that it is split as all else
     return out.astype(query.dtype), high[..., 0], log[..., 0], careful
 
 
@@ -316,21 +357,15 @@ def _zeros(shape: tuple[int, ...]) -> jax.Array:
     return jnp.zeros(shape, jnp.float32)
 
 
-def _backward(options, query, key, value, bias, sinks, fixed, out, high, log, careful, dout, dlse):
-    """Gradients, in the order of `_forward`; dk, dv and dbias are added up in place.
-
-    A query that sees nothing, or something that is not finite, passes no gradient on.
-    """
+def _backward(options, inputs, saved):
+    """(dq, dk, dv, *dbias) in float32, in the order of `_forward`; all but dq are added up in
+    place."""
+    query, key, value, bias, _, fixed = inputs
+    dout, D, high, log, careful = saved
+    careful = careful.any()
     sizes = Sizes.of(query, key, fixed)
     visits = visits_of(sizes, fixed)
-    dead = jnp.isneginf(high) | jnp.isnan(high) | jnp.isnan(out).any(axis=-1)
-    dout = jnp.where(dead[..., None], 0, dout.astype(jnp.float32))
-    D = jnp.where(dead, 0, (dout * out.astype(jnp.float32)).sum(axis=-1) - dlse)
-    high, log = jnp.where(dead, jnp.inf, high), jnp.where(dead, 0, log)
-    dsinks = None
-    if sinks is not None:
-        weights = jnp.exp(sinks.astype(jnp.float32)[None, None, :] - high - log)
-        dsinks = -(weights * D).sum(axis=(0, 1)).astype(sinks.dtype)
+    dead = jnp.isposinf(high)
 
     length = sizes.grid[0] * sizes.block_q
     q, do = (pad(x, 1, length, 0) for x in (jnp.where(dead[..., None], 0, query), dout))
@@ -382,9 +417,7 @@ def _backward(options, query, key, value, bias, sinks, fixed, out, high, log, ca
     total = math.prod((*sizes.groups, sizes.grid[0]))
     dq, dk, dv, dbias = lax.fori_loop(np.int32(0), np.int32(total), query_tile, results)
     return (
-        dq[:, : sizes.T].astype(query.dtype),
-        join_keys(dk, sizes).astype(key.dtype),
-        join_keys(dv, sizes).astype(value.dtype),
-        bias_gradient(bias, dbias),
-        dsinks,
+        dq[:, : sizes.T],
+        *(join_keys(dx, sizes) for dx in (dk, dv)),
+        *bias_sums(bias, dbias),
     )

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from transformer_jax.blockwise_tiles import Fixed, Place, Sizes, int32, pad
+from transformer_jax.meshes import vary
 
 
 def _is_array(bias: Any) -> bool:
@@ -56,7 +57,7 @@ def bias_zeros(bias: Any, sizes: Sizes) -> Any:
     if bias is None:
         return None
     if not _is_array(bias):
-        return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), _differentiable(bias))
+        return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), differentiable(bias))
     whole = (None, None, sizes.grid[0] * sizes.block_q, sizes.grid[1] * sizes.block_k)
     shape = [n if n == 1 or w is None else w for n, w in zip(bias.shape, whole, strict=True)]
     return jnp.zeros(shape, jnp.float32)
@@ -66,17 +67,17 @@ def bias_add(place: Place, total: Any, bias: Any, fixed: Fixed, ds: jax.Array) -
     """total + d(bias) of one tile."""
     if not _is_array(bias):
         tile = lambda leaves: bias_tile(place, _replace(bias, leaves), fixed, 0.0)  # noqa: E731
-        (gradient,) = jax.vjp(tile, _differentiable(bias))[1](ds)
+        (gradient,) = jax.vjp(tile, differentiable(bias))[1](ds)
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, gradient)
     starts = [0 if n == 1 else s[1] for n, s in zip(bias.shape, _bias_slices(place), strict=True)]
     shape = [1 if n == 1 else s[2] for n, s in zip(bias.shape, _bias_slices(place), strict=True)]
-    like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
-    (gradient,) = jax.linear_transpose(place.spread, like)(ds)
+    zeros = vary(jnp.zeros(shape, jnp.float32), ds)
+    (gradient,) = jax.vjp(place.spread, zeros)[1](ds)
     at = int32(starts)
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, shape) + gradient, at)
 
 
-def _differentiable(tree: Any) -> list:
+def differentiable(tree: Any) -> list:
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
 
 
@@ -87,12 +88,19 @@ def _replace(tree: Any, leaves: list) -> Any:
     return jax.tree.map(lambda x: next(new) if floating(x) else x, tree)
 
 
-def bias_gradient(bias: Any, total: Any) -> Any:
-    """The sum as a cotangent of the bias: its shape, its dtypes, nothing for integers."""
+def bias_sums(bias: Any, total: Any) -> list[jax.Array]:
+    """The sum as a list of arrays, without what lies behind the end."""
+    if bias is None or not _is_array(bias):
+        return list(total or ())
+    return [total[tuple(slice(n) for n in bias.shape)]]
+
+
+def bias_gradient(bias: Any, total: list[jax.Array]) -> Any:
+    """The sums as a cotangent of the bias: its dtypes, nothing for integers."""
     if bias is None:
         return None
     if _is_array(bias):
-        return total[tuple(slice(n) for n in bias.shape)].astype(bias.dtype)
+        return total[0].astype(bias.dtype)
     leaves, structure = jax.tree.flatten(bias)
     sums = iter(total)
     floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from transformer_jax.dropout import keep_tile
+from transformer_jax.kernels.contract import keep
 from transformer_jax.masks import Closed, Dense, Mask
 from transformer_jax.tiles import FULL, PARTIAL, SKIPPED, at_once
 
@@ -27,7 +27,7 @@ class Fixed(NamedTuple):
     mask: Mask
     q_positions: jax.Array | None  # i32[T] or [B, T]
     k_positions: jax.Array | None  # i32[S] or [B, S]
-    dropout_key: jax.Array | None  # u32[2]
+    dropout: jax.Array | None  # u32[2, B, N]: words a and b of `dropout.head_words`
 
 
 def _positions(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B or 1, length]
@@ -36,7 +36,8 @@ def _positions(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B 
     return positions if positions.ndim == 2 else positions[None]
 
 
-def _at(fixed: Fixed, T: int, S: int) -> tuple[jax.Array, jax.Array]:
+def positions_at(fixed: Fixed, T: int, S: int) -> tuple[jax.Array, jax.Array]:
+    """Of queries and of keys."""
     return _positions(fixed.q_positions, T), _positions(fixed.k_positions, S)
 
 
@@ -66,7 +67,7 @@ class Sizes:
         def classes(mask, *at):
             return mask.block_plan(*at, block_q=T, block_k=S).classes
 
-        apart = jax.eval_shape(classes, fixed.mask, *_at(fixed, T, S)).shape[0] > 1
+        apart = jax.eval_shape(classes, fixed.mask, *positions_at(fixed, T, S)).shape[0] > 1
         return cls(B, T, S, N, K, H, *tile_sizes(B, T, S, N, K, apart))
 
     @property
@@ -158,7 +159,7 @@ class Visits(NamedTuple):
 
 def visits_of(sizes: Sizes, fixed: Fixed) -> Visits:
     with at_once(fixed.mask, fixed.q_positions, fixed.k_positions):
-        return _visits(sizes, fixed.mask, *_at(fixed, sizes.T, sizes.S))
+        return _visits(sizes, fixed.mask, *positions_at(fixed, sizes.T, sizes.S))
 
 
 @partial(jax.jit, static_argnums=0)  # at once, each step would be a program of its own
@@ -247,7 +248,7 @@ class Place(NamedTuple):
     def positions(self, fixed: Fixed) -> tuple[jax.Array, jax.Array]:
         """Of the tile's queries [rows or 1, block_q] and keys [rows or 1, block_k]."""
         sizes = self.sizes
-        q, k = _at(fixed, sizes.T, sizes.S)
+        q, k = positions_at(fixed, sizes.T, sizes.S)
         q = pad(q, 1, sizes.grid[0] * sizes.block_q, 0)
         k = pad(k, 1, sizes.grid[1] * sizes.block_k, -1)
         q = lax.dynamic_slice_in_dim(q, self.i * sizes.block_q, sizes.block_q, 1)
@@ -284,26 +285,21 @@ def visible_at(place: Place, fixed: Fixed) -> jax.Array:  # bool[lanes, G block_
 
 def dropout_factor(place: Place, rate: float, fixed: Fixed) -> jax.Array:
     """Dropout: what each weight is multiplied by, f32[lanes, G block_q, block_k]."""
-    assert fixed.dropout_key is not None
+    assert fixed.dropout is not None
     sizes = place.sizes
     heads = sizes.heads * sizes.G
-    row = place.b * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)
-    head = place.c * heads + jnp.arange(heads, dtype=jnp.int32)
-    keep = keep_tile(
-        fixed.dropout_key,
-        rate,
-        head_index=row[:, None] * sizes.N + head[None, :],
-        q_index=place.indices()[0],
-        k_index=place.indices()[1],
-    )
+    words = place.take(fixed.dropout, 1, place.b * sizes.rows, sizes.rows)
+    a, b = place.take(words, 2, place.c * heads, heads)[..., None, None]
+    q, k = (index.astype(jnp.uint32) for index in place.indices())
+    kept = keep(a, b, q[None, None, :, None], k[None, None, None], rate)
     factor = 0.0 if rate == 1 else 1 / (1 - rate)
-    return place.spread(jnp.where(keep, jnp.float32(factor), jnp.float32(0)))
+    return place.spread(jnp.where(kept, jnp.float32(factor), jnp.float32(0)))
 
 
-def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[lanes, G block_q, 1]
+def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[1, N] to f32[lanes, G block_q, 1]
     sizes = place.sizes
     heads = sizes.heads * sizes.G
-    sinks = lax.dynamic_slice_in_dim(sinks.astype(jnp.float32), place.c * heads, heads)
+    sinks = lax.dynamic_slice_in_dim(sinks[0], place.c * heads, heads)
     full = jnp.broadcast_to(sinks[None, :, None], (sizes.rows, heads, sizes.block_q))
     return rearrange(full, "r (h G) t -> (r h) (G t) 1", G=sizes.G)
 

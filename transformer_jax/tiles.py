@@ -157,8 +157,10 @@ class Tiles:
 
 
 def at_once(*trees: Any) -> contextlib.AbstractContextManager:
-    """Computes inside a trace, as constants, what depends on no traced value."""
+    """Computes inside a trace, as constants, what depends on no traced value; not in a `shard_map`,
+    where jax has no mesh to do so."""
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
+    traced = traced or bool(jax.sharding.get_abstract_mesh().manual_axes)
     return contextlib.nullcontext() if traced else jax.ensure_compile_time_eval()
 
 

@@ -1,0 +1,181 @@
+"""Run by test_meshes.py with eight devices: what blockwise attention computes on a mesh, in parts.
+
+Prints JSON: for each case the largest error against one device, relative to each array's largest
+value, and the arrays of more than one axis that the optimised program gathers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from attention_suite import draw
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes_on_four import largest_error
+
+from transformer_jax import ALiBi, alibi_slopes, dot_product_attention
+from transformer_jax.masks import Causal, Dense, Padding, Predicate, Prefix, Segments, Window
+from transformer_jax.positions import RelativeBias
+
+AXES = "explicit", "automatic"
+WHOLE = P("data", None, "model")
+CASES: dict[str, dict[str, Any]] = {
+    "all at once": dict(
+        kv_heads=2, mask="packed", bias=(1, 8, 1, 150), softcap=2.0, dropout_rate=0.3,
+    ),
+    "packed": dict(mask="packed"),
+    "padded": dict(mask="padded", kv_heads=4),
+    "two parts of a key head": dict(kv_heads=2, mask="packed"),
+    "a bias of all heads": dict(bias=(4, 1, 150, 150)),
+    "sums of bfloat16": dict(bias=(1, 1, 150, 150), kv_heads=2, dtype="bfloat16"),
+    "slopes": dict(bias="slopes", mask="prefix"),
+    "buckets": dict(bias="buckets", kv_heads=2),
+    "positions": dict(mask="causal", positions=True, dropout_rate=0.3),
+    "a mask of heads": dict(mask="dense", scale=True),
+    "a mask that reads": dict(mask="reads", bias="of a user"),
+    "what is not finite": dict(mask="packed", poison=True, kv_heads=2),
+    "three rows": dict(batch=3, mask="padded"),
+    "six heads": dict(heads=6, kv_heads=6, mask="packed"),
+    "three key heads": dict(heads=12, kv_heads=3),
+    "mapped": dict(mask="packed", mapped=3, bias=(1, 8, 1, 150)),
+}  # fmt: skip
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Steep:
+    """A bias of a user's, of which nothing is known: every row and head has its own slope."""
+
+    slopes: jax.Array  # [B, N]
+
+    def materialize(self, q_positions, k_positions):
+        distance = jnp.abs(k_positions[:, None] - q_positions[:, :, None])
+        return self.slopes[:, :, None, None] * distance[:, None].astype(jnp.float32)
+
+
+def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
+    """Arrays, how they lie on the mesh, and the function of them that is differentiated."""
+    options = dict(batch=4, heads=8, kv_heads=8, dtype="float32") | CASES[case]
+    B, N = options["batch"], options["heads"]
+    sizes = {name: options[name] for name in ("batch", "heads", "kv_heads", "dtype")}
+    arrays = draw(3, queries=150, keys=150, **sizes)
+    rng = np.random.default_rng(0)
+    rows = P("data") if B % 2 == 0 else P()
+    heads = P(*rows, *[None] * (2 - len(rows)), "model") if N % 4 == 0 else rows
+    specs = dict.fromkeys(arrays, heads)
+    if options["kv_heads"] % 4:
+        specs |= dict(key=rows, value=rows)
+    ids = np.sort(rng.integers(0, 3, (B, 150)), 1)
+    arrays |= dict(
+        ids=jnp.asarray(ids, jnp.int32),
+        lengths=jnp.arange(B, dtype=jnp.int32) * 40 + 20,
+        start=jnp.arange(B, dtype=jnp.int32) * 7,
+        sinks=jnp.linspace(-1, 1, N),
+        scale=jnp.float32(0.4),
+        reach=jnp.int32(31),
+        allowed=jnp.asarray(rng.random((B, N, 150, 150)) < 0.5),
+    )
+    specs |= dict(ids=rows, lengths=rows, start=rows, scale=P(), reach=P())
+    specs["sinks"] = P("model") if N % 4 == 0 else P()
+    specs["allowed"] = P(*rows, *[None] * (1 - len(rows)), "model") if N % 4 == 0 else rows
+    if options.get("poison"):
+        arrays["key"] = arrays["key"].at[1, 3, 2].set(jnp.nan)
+    bias = options.get("bias")
+    if isinstance(bias, tuple):
+        arrays["bias"] = jnp.asarray(rng.normal(size=bias), options["dtype"])
+        specs["bias"] = P(rows[0] if bias[0] > 1 else None, "model" if bias[1] > 1 else None)
+    elif bias is not None:
+        table = jnp.asarray(rng.normal(size=(8, N)), jnp.float32)
+        slopes = jnp.linspace(-0.1, 0.1, B * N).reshape(B, N)
+        arrays["bias"] = dict(slopes=alibi_slopes(N), buckets=table).get(bias, slopes)
+        specs["bias"] = P()
+
+    def gradients(arrays):
+        ids, valid = arrays["ids"], jnp.arange(150)[None] < arrays["lengths"][:, None]
+        mask = dict(
+            packed=Causal() & Window(60) & Segments(ids),
+            padded=Padding(valid),
+            prefix=Causal() | Prefix(arrays["lengths"]),
+            causal=Causal(),
+            dense=Dense(arrays["allowed"]),
+            reads=Predicate(lambda q, k: q - k < arrays["reach"]),
+        ).get(options.get("mask", ""))
+        at = jnp.arange(150, dtype=jnp.int32)[None] + arrays["start"][:, None]
+        places = dict(q_positions=at, k_positions=jnp.where(valid, at, -1))
+
+        def loss(inputs):
+            given = inputs.get("bias")
+            if bias == "slopes":
+                given = ALiBi(given)
+            elif bias == "buckets":
+                given = RelativeBias(given, bidirectional=True, max_distance=50)
+            elif bias == "of a user":
+                given = Steep(given)
+            out, lse = dot_product_attention(
+                inputs["query"], inputs["key"], inputs["value"], mask=mask, bias=given,
+                sinks=inputs["sinks"], scale=inputs["scale"] if options.get("scale") else None,
+                softcap=options.get("softcap"), return_lse=True, implementation="blockwise",
+                dropout_rate=options.get("dropout_rate", 0.0), dropout_key=jax.random.key(1),
+                **places if options.get("positions") else {},
+            )  # fmt: skip
+            seen = jnp.where(jnp.isfinite(lse), lse, 0)
+            out = jnp.nan_to_num(out, nan=7.0) if options.get("poison") else out
+            value = (out * arrays["out_cotangent"]).sum(dtype=jnp.float32)
+            return value + (seen * arrays["lse_cotangent"]).sum(), (out, lse)
+
+        named = "query", "key", "value", "bias", "sinks", "scale"
+        differentiated = {n: arrays[n] for n in named if n in arrays}
+        if not options.get("mapped"):
+            return jax.grad(loss, has_aux=True)(differentiated)
+        shared = dict.fromkeys(differentiated, None) | dict(query=0)
+        several = differentiated | dict(
+            query=arrays["query"] * jnp.arange(1.0, 1.0 + options["mapped"]).reshape(-1, *[1] * 4)
+        )
+        return jax.vmap(jax.grad(loss, has_aux=True), (shared,))(several)
+
+    return arrays, specs, gradients
+
+
+def run(case: str, kind: str) -> dict[str, Any]:
+    arrays, specs, gradients = made(case)
+    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis,) * 2)
+    placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
+    compiled = jax.jit(gradients).lower(placed).compile()
+    found = re.findall(r"\[([\d,]+)\]\S* all-gather(?:-start)?\(", compiled.as_text())
+    shapes = [[int(n) for n in shape.split(",") if n != "1"] for shape in found]
+    gathered = [shape for shape in shapes if len(shape) > 1]  # not vectors
+    actual, expected = compiled(placed), jax.jit(gradients)(arrays)
+    finite = lambda x: jnp.where(jnp.isfinite(x), x, -99.0)  # noqa: E731
+    actual, expected = jax.tree.map(finite, (jax.device_get(actual), expected))
+    return dict(error=largest_error(actual, expected), gathered=gathered)
+
+
+def exported() -> dict[str, Any]:
+    """As a program apart, on explicit axes that are those of the context too."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    query = draw(3, batch=4, queries=37, keys=37, heads=8, kv_heads=8)["query"]
+    placed = jax.device_put(query, NamedSharding(mesh, WHOLE))
+
+    @jax.jit
+    def attend(x):
+        return dot_product_attention(x, x, x, mask=Causal(), implementation="blockwise")
+
+    with jax.set_mesh(mesh):
+        actual = jax.export.export(attend)(placed).call(placed)
+    return dict(error=largest_error(actual, attend(query)), gathered=[])
+
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == 8
+    names = sys.argv[1:] or [*(f"{case}, {kind}" for case in CASES for kind in AXES), "exported"]
+    found = {n: exported() if n == "exported" else run(*n.split(", ")) for n in names}
+    print(json.dumps(found))
