@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-pytest.register_assert_rewrite("published")
+pytest.register_assert_rewrite("attention_suite", "published", "tolerances")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)

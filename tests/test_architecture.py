@@ -28,6 +28,7 @@ ORDER = [
     "arguments",
     "blockwise_tiles",
     "blockwise_bias",
+    "blockwise_parts",
     "blockwise",
     "mask_vectors",
     "pallas",
