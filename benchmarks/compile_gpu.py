@@ -151,6 +151,11 @@ def compile_one(kind: str, H: int, Hv: int, problem: Problem, device: Any, **opt
     )
 
 
+def kernels(H: int, Hv: int) -> tuple[str, ...]:
+    """Those that these widths have."""
+    return tuple(kind for kind in KINDS if kind != "unordered" or H + Hv <= 256)
+
+
 def configurations(arguments: argparse.Namespace):
     """(name, kind, H, Hv, problem, fields of Operands)"""
     dims = hopper.HEAD_DIMS
@@ -168,16 +173,14 @@ def configurations(arguments: argparse.Namespace):
                 for kind in KINDS:
                     yield name, kind, H, H, Problem(H**-0.5, visible=causal, **fields), options
         for H in dims:
-            for kind in KINDS:
+            for kind in kernels(H, H):
                 yield "7 vectors", kind, H, H, Problem(H**-0.5, visible=seven), {}
         return
     pairs = [(H, H) for H in dims] + [(192, 128)]
     if arguments.all:
         pairs = [(H, Hv) for H in dims for Hv in dims]
     for H, Hv in pairs:
-        for kind in KINDS:
-            if kind == "unordered" and H + Hv > 256:  # refused
-                continue
+        for kind in kernels(H, Hv):
             for name, visible in (("full", None), ("causal", causal)):
                 yield name, kind, H, Hv, Problem(H**-0.5, visible=visible), {}
 
