@@ -1,6 +1,6 @@
 """Compile the Hopper kernels for an H200 that is not there, and print what they take.
 
-    python -m benchmarks.compile_gpu            # equal head dims, and 192 with 128
+    python -m benchmarks.compile_gpu            # equal head dims, 192 with 128, 256 with 192
     python -m benchmarks.compile_gpu --all      # all 36 pairs
     python -m benchmarks.compile_gpu --options  # with bias, softcap, a mask of many vectors, ...
 
@@ -176,7 +176,7 @@ def configurations(arguments: argparse.Namespace):
             for kind in kernels(H, H):
                 yield "7 vectors", kind, H, H, Problem(H**-0.5, visible=seven), {}
         return
-    pairs = [(H, H) for H in dims] + [(192, 128)]
+    pairs = [(H, H) for H in dims] + [(192, 128), (256, 192)]
     if arguments.all:
         pairs = [(H, Hv) for H in dims for Hv in dims]
     for H, Hv in pairs:

@@ -245,13 +245,20 @@ def scores(
         # tanh.approx has 11 bits; this form has the 22 of exp2 and rsqrt, which is one instruction
         grown = 1.0 + jnp.exp2(raw * (2 * LOG2E * problem.scale / problem.softcap))
         tanh = 1.0 - 2.0 * lax.rsqrt(grown * grown)
+        if (
+            problem.softcap > 256
+        ):  # whose multiple of a rounding counts: the series where x is small
+            x = raw * (problem.scale / problem.softcap)
+            square = x * x
+            series = x - x * square * (1 / 3 - square * (2 / 15))
+            tanh = jnp.where(square < 0.01, series, tanh)
         s = tanh * (problem.softcap * LOG2E)
     elif not plain(problem, operands):
         s = raw * (problem.scale * LOG2E)
     if operands.bias is not None:
         bias = bias_tile(operands.bias, place, shape, q_axis)
         # the lowest finite number, which some write for a mask, stays finite
-        s = s + jnp.where(bias > -jnp.inf, jnp.maximum(bias * LOG2E, LOWEST), -jnp.inf)
+        s = s + jnp.where(bias == -jnp.inf, -jnp.inf, jnp.maximum(bias * LOG2E, LOWEST))
     if operands.slopes is not None:
         slope = at(operands.slopes, place.b, place.n)[...] * LOG2E
         s = s - distance(place, shape) * slope
@@ -357,6 +364,11 @@ class Vectors:
         """Whether the scores of a tile read what was copied: its slot is then released behind them
         and a `commit_smem`, so that the next copy comes after these plain reads."""
         return bool(self.copied) and (partial or self._every_tile)
+
+
+def roomy(H: int, Hv: int) -> bool:
+    """Whether shared memory holds more than what `forward` and `gradient_queries` multiply."""
+    return H + Hv <= 384
 
 
 def bias_tile(bias: Any, place: Place, shape: tuple[int, ...], q_axis: int) -> jax.Array:
@@ -501,7 +513,7 @@ def forward(
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
     items = query_items(operands, lists)
-    vectors = Vectors(problem, operands, ROW)
+    vectors = Vectors(problem, operands, ROW, copies=roomy(H, Hv) or shares(H, Hv))
     in_place = {} if shares(H, Hv) else {"out_tile": tiles(consumers, ROWS, Hv, dtype)}
     return launch(
         problem,
@@ -540,10 +552,10 @@ def _forward(
     q_tile, k_tile, v_tile,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, columns=None, out_tile=None,
 ):  # fmt: skip
-    (_, T, N, _), (_, _, K, Hv) = operands.query.shape, operands.value.shape
+    (_, T, N, H), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     consumers, stages = blocks.q // ROWS, blocks.stages
     rows = T // blocks.q
-    vectors = Vectors(problem, operands, ROW)
+    vectors = Vectors(problem, operands, ROW, copies=roomy(H, Hv) or shares(H, Hv))
 
     def place(item):
         return item // (N * rows), item // rows % N, item % rows
@@ -761,11 +773,6 @@ def gradient_queries(
 def value_slots(blocks: Blocks, H: int, Hv: int) -> int:
     """Slots for the values of `gradient_queries`, which leave sooner than the keys."""
     return blocks.stages if roomy(H, Hv) else 1
-
-
-def roomy(H: int, Hv: int) -> bool:
-    """Whether shared memory holds more than what `gradient_queries` multiplies."""
-    return H + Hv <= 384
 
 
 def _gradient_queries(

@@ -898,6 +898,20 @@ class AttentionSuite:
         for name, total in sums.items():
             assert_near(gradients[name], total, self.gradient_tolerance, name)
 
+    def test_a_nan_in_a_bias_makes_the_row_that_sees_it_nan(self):
+        arrays = self.draw(40, queries=13, keys=13)
+        bias = np.zeros((1, 1, 13, 13), np.float32)
+        bias[..., 7, 2] = bias[..., 3, 9] = np.nan  # the second stands behind a causal mask
+        inputs = arrays["query"], arrays["key"], arrays["value"]
+        out = self.attend(*inputs, mask=Causal(), bias=jnp.asarray(bias))
+        rows = np.isnan(np.asarray(out, np.float32)).all((0, 2, 3))
+        assert np.flatnonzero(rows).tolist() == [7]
+
+    def test_a_softcap_far_above_the_scores_changes_nothing(self):
+        arrays = self.draw(41, queries=13, keys=17)
+        inputs = arrays["query"], arrays["key"], arrays["value"]
+        assert_near(self.attend(*inputs, softcap=1e7), self.attend(*inputs), self.forward_tolerance)
+
     def test_scan_over_calls_is_a_loop(self):
         arrays = self.draw(35, queries=13, keys=17)
         queries = jnp.stack([arrays["query"] * s for s in (1.0, 0.5, 2.0)])
