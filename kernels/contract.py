@@ -81,9 +81,8 @@ class Lists(NamedTuple):
     """For each row of tiles, those to visit: order[..., :full] without a mask, then to [:seen].
 
     Rows are query tiles and columns key tiles, or the other way round in `gradient_keys` and
-    `gradient_unordered`. Behind
-    `seen`, `order` repeats the last visited column (0 without one), so that a pipeline which
-    prefetches it loads nothing new.
+    `gradient_unordered`. Behind `seen`, `order` repeats the last visited column (0 without one), so
+    that a pipeline which prefetches it loads nothing new.
     """
 
     order: jax.Array  # i32[B or 1, N or 1, rows, columns]

@@ -361,9 +361,14 @@ class Vectors:
         return tuple(one(*each) for each in enumerate(self.columns))
 
     def late(self, partial: bool) -> bool:
-        """Whether the scores of a tile read what was copied: its slot is then released behind them
-        and a `commit_smem`, so that the next copy comes after these plain reads."""
+        """Whether the scores of a tile read what was copied, and so its slot is released after."""
         return bool(self.copied) and (partial or self._every_tile)
+
+    def release(self, barrier: Any, partial: bool) -> None:
+        """Let the producer have a tile's slot, whose next copy comes after plain reads of it."""
+        if self.late(partial):
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
 
 
 def roomy(H: int, Hv: int) -> bool:
@@ -617,8 +622,7 @@ def _forward(
                     shrink = jnp.exp2(high - grown)
                     p = jnp.exp2(s * one - over(grown, s))
                     if late:
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(k_empty.at[slot])
+                        vectors.release(k_empty.at[slot], partial)
                     summed = marked * shrink + p.sum(axis=1)
                     if problem.dropout_rate:
                         p = jnp.where(kept(problem, operands, where, p.shape, ROW), p, 0)
@@ -846,9 +850,7 @@ def _gradient_queries(
                 if slope_out is not None:
                     slope -= (ds * distance(where, ds.shape)).sum(axis=1)
                 [acc] = add_products(problem, (acc, du.astype(k_tile.dtype), k))
-                if vectors.late(partial):
-                    plgpu.commit_smem()
-                plgpu.barrier_arrive(k_empty.at[k_slot])
+                vectors.release(k_empty.at[k_slot], partial)
                 return acc, slope, step + 1
 
             plgpu.barrier_wait(q_full.at[w])
@@ -910,6 +912,33 @@ def gradient_keys(
     )(items, lists, operands, saved.do, base(saved), saved.D)
 
 
+def copy_queries(
+    lists: Lists, vectors: Vectors, item: tuple, G: int,
+    sources: tuple, slots: tuple, columns: Any, full: Any, empty: Any, step: Any,
+) -> Any:  # fmt: skip
+    """Copy what a tile of keys is multiplied with, for every query head of its key head and every
+    tile of its list: of the query, do, base and D a tile each into the next slot."""
+    b, head, row = item
+    stages, width = slots[0].shape[:2]
+
+    def of_head(g, step):
+        n = head * G + g
+
+        def tile(j, step):
+            queries = pl.ds(at(lists.order, b, n, row, j)[...] * width, width)
+            slot = lax.rem(step, stages)
+            pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            for i, (source, target) in enumerate(zip(sources, slots, strict=True)):
+                place = (b, queries, n) if i < 2 else (b, n, queries)
+                plgpu.copy_gmem_to_smem(source.at[place], target.at[slot], full.at[slot])
+            vectors.copy(columns, slot, full.at[slot], b, queries.start)
+            return step + 1
+
+        return lax.fori_loop(0, at(lists.seen, b, n, row)[...], tile, step)
+
+    return lax.fori_loop(0, G, of_head, step)
+
+
 def _gradient_keys(
     problem, blocks, items, lists, operands, do, base, D, dk_out, dv_out, *,
     k_tile, v_tile, q_tile, do_tile, base_columns, D_columns,
@@ -937,26 +966,12 @@ def _gradient_keys(
                 plgpu.copy_gmem_to_smem(operands.key.at[keys], k_tile.at[w], k_full.at[w])
                 plgpu.copy_gmem_to_smem(operands.value.at[keys], v_tile.at[w], k_full.at[w])
 
-            def load_head(g, step):
-                n = head * G + g
-
-                def load_tile(j, step):
-                    queries = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.q, blocks.q)
-                    slot = lax.rem(step, stages)
-                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
-                    for source, target in (
-                        (operands.query.at[b, queries, n], q_tile),
-                        (do.at[b, queries, n], do_tile),
-                        (base.at[b, n, queries], base_columns),
-                        (D.at[b, n, queries], D_columns),
-                    ):
-                        plgpu.copy_gmem_to_smem(source, target.at[slot], q_full.at[slot])
-                    vectors.copy(columns, slot, q_full.at[slot], b, queries.start)
-                    return step + 1
-
-                return lax.fori_loop(0, at(lists.seen, b, n, row)[...], load_tile, step)
-
-            return done + 1, lax.fori_loop(0, G, load_head, step)
+            sources = operands.query, do, base, D
+            slots = q_tile, do_tile, base_columns, D_columns
+            step = copy_queries(
+                lists, vectors, (b, head, row), G, sources, slots, columns, q_full, q_empty, step
+            )
+            return done + 1, step
 
         each_item(items, tile_item, (jnp.int32(0), jnp.int32(0)))
 
@@ -1152,9 +1167,7 @@ def _gradient_bias(
                 problem, operands, raw, over(base_rows, raw), where, ROW, True
             )
             dp = product(do_tile.at[fresh(place)], v_tile.at[fresh(slot)].transpose((1, 0)))
-            if vectors.late(True):
-                plgpu.commit_smem()
-            plgpu.barrier_arrive(empty_slot.at[slot])
+            vectors.release(empty_slot.at[slot], True)
             return total + differentiate(dp, over(D_rows, dp))[0], step + 1
 
         def sum_item(item, step):

@@ -31,6 +31,7 @@ from transformer_jax.kernels.hopper import (
     add_products,
     at,
     base,
+    copy_queries,
     distance,
     each_item,
     each_tile,
@@ -151,26 +152,12 @@ def _gradients(
                 plgpu.copy_gmem_to_smem(operands.key.at[keys], k_tile.at[w], k_full)
                 plgpu.copy_gmem_to_smem(operands.value.at[keys], v_tile.at[w], k_full)
 
-            def load_head(g, step):
-                n = head * G + g
-
-                def load_tile(j, step):
-                    queries = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.q, blocks.q)
-                    slot = lax.rem(step, stages)
-                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
-                    for source, target in (
-                        (operands.query.at[b, queries, n], q_tile),
-                        (do.at[b, queries, n], do_tile),
-                        (base.at[b, n, queries], base_columns),
-                        (D.at[b, n, queries], D_columns),
-                    ):
-                        plgpu.copy_gmem_to_smem(source, target.at[slot], q_full.at[slot])
-                    vectors.copy(columns, slot, q_full.at[slot], b, queries.start)
-                    return step + 1
-
-                return lax.fori_loop(0, at(lists.seen, b, n, row)[...], load_tile, step)
-
-            return done + 1, lax.fori_loop(0, G, load_head, step)
+            sources = operands.query, do, base, D
+            slots = q_tile, do_tile, base_columns, D_columns
+            step = copy_queries(
+                lists, vectors, (b, head, row), G, sources, slots, columns, q_full, q_empty, step
+            )
+            return done + 1, step
 
         each_item(items, tile_item, (jnp.int32(0), jnp.int32(0)), programs)
 

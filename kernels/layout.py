@@ -61,9 +61,7 @@ def mapped(
     return call
 
 
-def _fold(
-    x: jax.Array, is_mapped: bool, roles: Roles, size: int, B: int, *, apart: bool = False
-) -> jax.Array:
+def _fold(x, is_mapped: bool, roles: Roles, size: int, B: int, *, apart: bool) -> jax.Array:
     """[V, .., B or 1, ..] to [.., V B, ..]; what all rows share stays of size 1, unless `apart`."""
     axis = roles.index("b")
     if not is_mapped:

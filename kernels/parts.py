@@ -165,7 +165,8 @@ def partitioned(
             return NamedSharding(mesh, parts.spec(shape, roles))
 
         found = tuple(map(place, shapes, results))
-        return mesh, lower, found, tuple(place(x.shape, r) for x, r in zip(arguments, roles))  # noqa: B905
+        given = tuple(place(x.shape, r) for x, r in zip(arguments, roles, strict=True))
+        return mesh, lower, found, given
 
     def rule(mesh, *_):
         return _rule(mesh, [jnp.shape(x) for x in arrays], roles, shapes, results, full)

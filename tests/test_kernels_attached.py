@@ -51,9 +51,10 @@ def gradients(
 ) -> tuple:
     """(out, lse, dq, dk, dv)."""
     inputs = [arrays[name] for name in ("query", "key", "value")]
-    reason = explain_attention(*inputs, mask=mask, return_lse=True, **settings)[implementation]
-    if reason is not None:
-        pytest.skip(reason)
+    if implementation == "pallas_unordered":  # of narrow heads on Hopper alone
+        reason = explain_attention(*inputs, mask=mask, return_lse=True, **settings)[implementation]
+        if reason is not None:
+            pytest.skip(reason)
 
     @jax.jit
     def run(query, key, value):
