@@ -14,7 +14,7 @@ import pytest
 
 pytest.register_assert_rewrite("attention_suite", "tolerances")
 
-from attention_suite import AttentionSuite, draw, reference  # noqa: E402
+from attention_suite import Bfloat16Suite, draw, reference  # noqa: E402
 from tolerances import FORWARD_BF16, GRADIENT_BF16, assert_near, assert_same_bits  # noqa: E402
 
 from benchmarks import specs  # noqa: E402
@@ -27,14 +27,8 @@ pytestmark = pytest.mark.skipif(isinstance(WHERE, str), reason=f"the kernels: {W
 REPEATS = 250
 
 
-class TestAttached(AttentionSuite):
+class TestAttached(Bfloat16Suite):
     implementation = "pallas"
-    may_refuse = True
-    queries, span = 139, 251
-    dim = 64
-    dtype = "bfloat16"
-    forward_tolerance = FORWARD_BF16
-    gradient_tolerance = GRADIENT_BF16
 
 
 class TestAttachedUnordered(TestAttached):

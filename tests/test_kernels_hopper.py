@@ -13,8 +13,8 @@ import pytest
 
 pytest.register_assert_rewrite("attention_suite", "tolerances")
 
-from attention_suite import AttentionSuite  # noqa: E402
-from tolerances import FORWARD_BF16, GRADIENT_BF16, largest_error  # noqa: E402
+from attention_suite import Bfloat16Suite  # noqa: E402
+from tolerances import largest_error  # noqa: E402
 
 from transformer_jax import Causal, dot_product_attention  # noqa: E402
 from transformer_jax.kernels import Target, hopper, using  # noqa: E402
@@ -454,24 +454,10 @@ def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(name, option
 
 @pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
-class TestHopper(AttentionSuite):
-    """The kernels behind `dot_product_attention`, in the interpreter."""
+class InInterpreter(Bfloat16Suite):
+    """Kernels behind `dot_product_attention`, in the interpreter."""
 
-    implementation = "pallas"
     target = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
-    may_refuse = True
-    queries, span = 139, 251
-    dim = 64
-    dtype = "bfloat16"
-    forward_tolerance = FORWARD_BF16
-    gradient_tolerance = GRADIENT_BF16
-    every_time = frozenset(
-        {
-            "test_an_infinity_that_is_seen_makes_its_rows_nan[key]",
-            "test_every_mask_matches_the_oracle[window]",
-            "test_masked_keys_and_values_have_no_influence[padding-3.4e+38]",
-        }
-    )
     known = {  # noqa: RUF012
         "test_scores_of_a_hundred_thousand_are_finite_and_right[float16]": "the product of a score "
         "with log2(e) is rounded before the maximum is subtracted: 0.4 % of a weight at 6e4",
@@ -480,3 +466,14 @@ class TestHopper(AttentionSuite):
         "test_rematerialised_gradients_are_the_same_with_dropout_on": "the interpreter's callbacks "
         "are effects, which jax.checkpoint does not take",
     }
+
+
+class TestHopper(InInterpreter):
+    implementation = "pallas"
+    every_time = frozenset(
+        {
+            "test_an_infinity_that_is_seen_makes_its_rows_nan[key]",
+            "test_every_mask_matches_the_oracle[window]",
+            "test_masked_keys_and_values_have_no_influence[padding-3.4e+38]",
+        }
+    )

@@ -9,21 +9,19 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.register_assert_rewrite("attention_suite", "tolerances")
 
-from attention_suite import AttentionSuite  # noqa: E402
 from attention_suite import draw as draw_arrays  # noqa: E402
 from plain_kernels import Plain  # noqa: E402
 from test_kernels_hopper import (  # noqa: E402
     EXACT,
-    INTERPRETS,
     NEAR,
     Case,
+    InInterpreter,
     assert_near,
     causal,
     draw,
@@ -34,7 +32,7 @@ from test_kernels_hopper import (  # noqa: E402
     seen_by,
     window_in_document,
 )
-from tolerances import FORWARD_BF16, GRADIENT_BF16, GRADIENT_F32  # noqa: E402
+from tolerances import GRADIENT_F32  # noqa: E402
 
 from transformer_jax import attention  # noqa: E402
 from transformer_jax.attention import dot_product_attention, explain_attention  # noqa: E402
@@ -209,21 +207,6 @@ def test_a_poisoned_key_changes_no_gradient_of_queries_that_do_not_see_it():
         np.testing.assert_array_equal(*(np.asarray(z, np.float32) for z in (x, y)), name)
 
 
-@pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
-class TestUnordered(AttentionSuite):
-    """The kernel behind `dot_product_attention`, in the interpreter."""
-
+class TestUnordered(InInterpreter):
     implementation = "pallas_unordered"
-    target = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
-    may_refuse = True
-    queries, span = 139, 251
-    dim = 64
-    dtype = "bfloat16"
-    forward_tolerance = FORWARD_BF16
-    gradient_tolerance = GRADIENT_BF16
     every_time: frozenset[str] = frozenset()
-    known = {  # noqa: RUF012
-        "test_scores_of_a_hundred_thousand_are_finite_and_right[float16]": "as in TestHopper",
-        "test_array_bias_of_any_broadcast_shape_and_its_gradient[]": "as in TestHopper",
-    }
