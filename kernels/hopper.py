@@ -112,6 +112,11 @@ def at(ref: Any, *index: Any) -> Any:
     return ref.at[tuple(0 if size == 1 else i for size, i in zip(ref.shape, index, strict=True))]
 
 
+def turn_of(step: Any, slots: int) -> jax.Array:
+    """Which of some slots a step uses; i32 also where Python's integers are taken for i64."""
+    return lax.rem(step, i32(slots))
+
+
 def fresh(slot: Any) -> jax.Array:
     """The slot, as a number that the compiler knows nothing of. wgmma takes a descriptor for every
     16 columns of a tile; those of a slot that stays are kept in registers from step to step, up to
@@ -576,7 +581,7 @@ def _forward(
 
             def load(j, step):
                 keys = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.k, blocks.k)
-                slot = lax.rem(step, stages)
+                slot = turn_of(step, stages)
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
                 k = operands.key.at[b, keys, n // (N // K)]
                 plgpu.copy_gmem_to_smem(k, k_tile.at[slot], k_full.at[slot])
@@ -601,7 +606,7 @@ def _forward(
                 """The products of this tile's keys and of the last one's values; beside the latter,
                 this tile's softmax."""
                 acc, high, total, p, step = carry
-                slot, last = lax.rem(step, stages), lax.rem(step + stages - 1, stages)
+                slot, last = turn_of(step, stages), turn_of(step + stages - 1, stages)
                 late = vectors.late(partial)
                 k0 = at(lists.order, b, n, row, j)[...] * blocks.k
                 beside = vectors.of_columns(columns, slot, b, k0, blocks.k)
@@ -652,7 +657,7 @@ def _forward(
                 carry = visit(ahead - 1, lambda j, c: tile(j + 1, c, False), carry)
                 carry = visit(seen - ahead, lambda j, c: tile(j + ahead, c, True), carry)
                 acc, high, total, p, step = carry
-                slot = lax.rem(step + stages - 1, stages)
+                slot = turn_of(step + stages - 1, stages)
                 [acc] = add_products(problem, (acc, p, v_tile.at[slot]))
                 plgpu.barrier_arrive(v_empty.at[slot])
                 return acc, high, total, p, step
@@ -805,12 +810,12 @@ def _gradient_queries(
 
             def load(j, step):
                 keys = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.k, blocks.k)
-                slot = lax.rem(step, stages)
+                slot = turn_of(step, stages)
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
                 k = operands.key.at[b, keys, n // (N // K)]
                 plgpu.copy_gmem_to_smem(k, k_tile.at[slot], k_full.at[slot])
                 vectors.copy(columns, slot, k_full.at[slot], b, keys.start)
-                slot = lax.rem(step, slots)
+                slot = turn_of(step, slots)
                 pl.when(step >= slots)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
                 v = operands.value.at[b, keys, n // (N // K)]
                 plgpu.copy_gmem_to_smem(v, v_tile.at[slot], v_full.at[slot])
@@ -832,7 +837,7 @@ def _gradient_queries(
 
             def tile(j, carry, partial):
                 acc, slope, step = carry
-                k_slot, v_slot = lax.rem(step, stages), lax.rem(step, slots)
+                k_slot, v_slot = turn_of(step, stages), turn_of(step, slots)
                 k = k_tile.at[k_slot]
                 k0 = at(lists.order, b, n, row, j)[...] * blocks.k
                 beside = vectors.of_columns(columns, k_slot, b, k0, blocks.k)
@@ -926,7 +931,7 @@ def copy_queries(
 
         def tile(j, step):
             queries = pl.ds(at(lists.order, b, n, row, j)[...] * width, width)
-            slot = lax.rem(step, stages)
+            slot = turn_of(step, stages)
             pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
             for i, (source, target) in enumerate(zip(sources, slots, strict=True)):
                 place = (b, queries, n) if i < 2 else (b, n, queries)
@@ -985,7 +990,7 @@ def _gradient_keys(
 
             def tile(j, carry, partial, n):
                 sums, step = dict(carry[0]), carry[1]
-                slot = lax.rem(step, stages)
+                slot = turn_of(step, stages)
                 q, do = q_tile.at[slot], do_tile.at[slot]
                 q0 = at(lists.order, b, n, row, j)[...] * blocks.q
                 beside = vectors.of_columns(columns, slot, b, q0, blocks.q)
@@ -1132,7 +1137,7 @@ def _gradient_bias(
 
     def produce():
         def copy(b, n, row, column, step):
-            slot = lax.rem(step, stages)
+            slot = turn_of(step, stages)
             pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty_slot.at[slot]))
             keys = b, pl.ds(column * blocks.k, blocks.k), n // (N // K)
             plgpu.copy_gmem_to_smem(operands.key.at[keys], k_tile.at[slot], filled_slot.at[slot])
@@ -1152,7 +1157,7 @@ def _gradient_bias(
     def consume(w):
         def add(b, n, row, column, carry):
             total, step = carry
-            slot = lax.rem(step, stages)
+            slot = turn_of(step, stages)
             place = slot * consumers + w
             q0 = row * blocks.q + w * ROWS
             k0 = column * blocks.k

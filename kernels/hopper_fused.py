@@ -43,6 +43,7 @@ from transformer_jax.kernels.hopper import (
     specialise,
     spread,
     tiles,
+    turn_of,
     weights,
 )
 
@@ -190,7 +191,7 @@ def _gradients(
 
             def tile(j, carry, partial, n):
                 dk, dv, slope, step = carry
-                slot = lax.rem(step, stages)
+                slot = turn_of(step, stages)
                 q, do = q_tile.at[slot], do_tile.at[slot]
                 q0 = at(lists.order, b, n, row, j)[...] * blocks.q
                 beside = vectors.of_columns(columns, slot, b, q0, blocks.q)
@@ -214,7 +215,7 @@ def _gradients(
                 if slope_out is not None:
                     slope -= (ds * distance(where, shape)).sum(axis=1)
                 du = du.astype(q_tile.dtype)
-                buffer = lax.rem(step, 2)
+                buffer = turn_of(step, 2)
                 du_tile[buffer * PARTS + w] = du
                 dv, dk = add_products(problem, (dv, p, do), (dk, du, q))
                 plgpu.commit_smem()

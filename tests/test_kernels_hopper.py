@@ -16,7 +16,7 @@ pytest.register_assert_rewrite("attention_suite", "tolerances")
 from attention_suite import Bfloat16Suite  # noqa: E402
 from tolerances import largest_error  # noqa: E402
 
-from transformer_jax import Causal, dot_product_attention  # noqa: E402
+from transformer_jax import ALiBi, Causal, dot_product_attention  # noqa: E402
 from transformer_jax.kernels import Target, hopper, using  # noqa: E402
 from transformer_jax.kernels.contract import (  # noqa: E402
     Blocks,
@@ -452,19 +452,38 @@ def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(name, option
     assert [x.shape for x in shapes] == [query.shape, key.shape, key.shape]
 
 
+@pytest.mark.parametrize("name", ["pallas"] + ["pallas_unordered"] * hopper.HAS_JAX_11)
+def test_the_kernels_trace_where_python_integers_have_64_bits(name):
+    query, key = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
+
+    def loss(query, key, value):
+        settings = dict(mask=Causal(), bias=ALiBi(jnp.ones(4, jnp.float32)), implementation=name)
+        return dot_product_attention(query, key, value, **settings).astype(jnp.float32).sum()
+
+    with jax.enable_x64(True), using(Target("hopper")):
+        shapes = jax.eval_shape(jax.grad(loss, (0, 1, 2)), query, key, key)
+    assert {x.dtype for x in shapes} == {jnp.dtype("bfloat16")}
+
+
 @pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
 class InInterpreter(Bfloat16Suite):
     """Kernels behind `dot_product_attention`, in the interpreter."""
 
     target = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
-    known = {  # noqa: RUF012
+    known = {
         "test_scores_of_a_hundred_thousand_are_finite_and_right[float16]": "the product of a score "
         "with log2(e) is rounded before the maximum is subtracted: 0.4 % of a weight at 6e4",
         "test_array_bias_of_any_broadcast_shape_and_its_gradient[]": "the sum of all differences, "
         "nearly 0, is the rounding of 280,000 numbers in bfloat16",
         "test_rematerialised_gradients_are_the_same_with_dropout_on": "the interpreter's callbacks "
         "are effects, which jax.checkpoint does not take",
+        "test_float32_stays_float32_when_x64_is_on": "the interpreter's threads are outside of the "
+        "context that turns x64 on",
+    } | {
+        f"test_vmap_over_any_argument_is_a_loop[{stacked}]": "the interpreter's callbacks are "
+        "effects, which jax.vmap does not take"
+        for stacked in (("query",), ("key", "value"), ("valid", "bias"))
     }
 
 
