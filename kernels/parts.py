@@ -17,10 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 Roles = tuple[str | None, ...]
 """What each axis is: "b" batch rows, "n" query heads, "k" key heads; of size 1 where shared. Other
@@ -145,19 +146,25 @@ def partitioned(
 
     traced = jax.make_jaxpr(whole)(*arrays)
     constants = tuple(traced.consts)  # an operation may have none: they are operands, unused
-    if any(isinstance(x, jax.core.Tracer) for x in constants):
+    is_closed = not any(isinstance(x, jax.core.Tracer) for x in constants)
+    if not is_closed or not jax.config.jax_use_shardy_partitioner:
         return whole(*arrays)
     shapes = [x.shape for x in traced.out_avals]
     roles = [(None,) * jnp.ndim(x) for x in constants] + list(roles)
     arrays = [*constants, *arrays]
+    precision = jax.config.jax_default_matmul_precision
 
     def partition(mesh, arguments, _):
-        specs = [x.sharding.spec for x in arguments[len(constants) :]]
+        given = arguments[len(constants) :]
+        if mesh.empty:
+            mesh = Mesh([*given[0].sharding.devices_indices_map(given[0].shape)], "devices")
+        specs = [_spec(mesh, x.sharding, x.shape) for x in given]
         parts = Parts.of(mesh, specs, roles[len(constants) :], full)
 
         def lower(*arrays):
             inner = parts.read(arrays, roles)[len(constants) :]
-            out = parts.write(function(parts.first(), *inner), results)
+            with jax.default_matmul_precision(precision):  # of the caller, not of this thread
+                out = parts.write(function(parts.first(), *inner), results)
             names = [parts.summed(*each) for each in zip(shapes, results, strict=True)]
             return tuple(lax.psum(x, n) if n else x for x, n in zip(out, names, strict=True))
 
@@ -176,8 +183,34 @@ def partitioned(
         given = ClosedJaxpr(traced.jaxpr, arrays[: len(constants)])
         return tuple(jaxpr_as_fun(given)(*arrays[len(constants) :]))
 
-    outlined.def_partition(partition, sharding_rule=rule)
+    # jax decodes a sharding into whole axes of a mesh or raises
+    outlined.def_partition(partition, sharding_rule=rule, decode_shardings=False)
     return outlined(*arrays)
+
+
+def _spec(mesh: Mesh, sharding: Sharding, shape: Sequence[int]) -> list[tuple[str, ...]]:
+    """Which axes of a mesh split each axis of an array, the slowest first; none where only a part
+    of one does, as where a compiler splits two heads over four devices."""
+    places = sharding.devices_indices_map(tuple(shape))
+    numbers = list(mesh.shape.values())
+
+    def of_axis(axis: int) -> tuple[str, ...]:
+        first = [places[device][axis].start or 0 for device in mesh.devices.flat]
+        starts = np.reshape(first, numbers)
+        steps = {  # from one device to the next along each axis of the mesh
+            name: int(np.diff(starts, axis=at).max(initial=0))
+            for at, name in enumerate(mesh.axis_names)
+        }
+        names = sorted(filter(steps.get, steps), key=lambda name: -steps[name])
+        index = np.zeros(numbers, int)
+        for name in names:
+            at = mesh.axis_names.index(name)
+            own = np.arange(numbers[at]).reshape([-1 if i == at else 1 for i in range(len(numbers))])
+            index = index * numbers[at] + own
+        parts = math.prod(mesh.shape[name] for name in names)
+        return tuple(names) if (starts * parts == index * shape[axis]).all() else ()
+
+    return [of_axis(axis) for axis in range(len(shape))]
 
 
 def _rule(mesh, shapes, roles, result_shapes, results, full) -> tuple[str, dict[str, int]]:

@@ -20,7 +20,7 @@ ROWS_HEADS = ["data", None, "model"]
             ],
             id="some",
         ),
-        pytest.param([], marks=pytest.mark.slow, id="all"),
+        pytest.param([], marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="all"),
     ],
 )
 def test_four_devices_compute_what_one_does(cases):

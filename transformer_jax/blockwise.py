@@ -145,6 +145,7 @@ class Options(NamedTuple):
 # Arithmetic of one tile
 
 
+@jax.custom_jvp
 def _exp(x: jax.Array) -> jax.Array:
     """e^x for x <= 0 within 2 ulp, exactly 0 at -inf, in half the time of XLA's on a CPU.
 
@@ -164,6 +165,14 @@ def _exp(x: jax.Array) -> jax.Array:
 
 # minimax in relative error on [-1/2, 1/2] with 2^0 = 1 exactly: 1.1e-7
 _EXP2 = [np.float32(x) for x in (0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147, 1.0)]
+
+
+@_exp.defjvp
+def _exp_tangent(primals, tangents):
+    """Of no use to `_attend`, whose backward pass is written by hand; but that may be differentiated
+    forwards."""
+    result = _exp(*primals)
+    return result, result * tangents[0]
 
 
 def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
@@ -192,7 +201,7 @@ def _scores(
 
 def _finite_rows(x: jax.Array) -> jax.Array:  # [lanes, rows, d] to bool[lanes, rows, 1]
     """By a product with a vector: faster on a CPU than a reduction."""
-    weights = jnp.full((x.shape[0], x.shape[2], 1), 0.5 / x.shape[2], jnp.float32)
+    weights = jnp.full((x.shape[0], x.shape[2], 1), 0.5 / max(x.shape[2], 1), jnp.float32)
     return jnp.isfinite(_dot(x, weights, (2, 1)))  # a sum that cannot overflow
 
 

@@ -81,8 +81,9 @@ def by_types(attend: Callable, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     results = [(inputs.query.shape, QUERIES), (inputs.query.shape[:3], ROWS)]
 
     def local(*leaves):
-        given = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
-        inner = jax.tree.unflatten(structure, parts.read(vary(given, parts.first()), roles))
+        varied = vary(leaves, parts.first())  # here gradients are added up: before rounding
+        given = [x.astype(dtype) for x, dtype in zip(varied, dtypes, strict=True)]
+        inner = jax.tree.unflatten(structure, parts.read(given, roles))
         return attend(_part(inner, parts.first(), parts.full))
 
     def placed(x, roles, spec):
