@@ -15,6 +15,7 @@ import argparse
 import itertools
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from benchmarks import specs, timing
 from benchmarks.specs import AttentionCase
@@ -43,33 +45,41 @@ class Absent(Exception):
 
 def main(argv: list[str] | None = None) -> None:
     options = _options(argv)
+    start = time.perf_counter()
     clock = timing.prepare(one_core=options.one_core)
     before = timing.environment()
     print(timing.headline(before))
     selected = _selected(options, before["platform"])
     if not selected:
         raise SystemExit(f"no case's name contains {options.only!r}")
-    limit = timing.matmul_rate(selected[0].dtype, clock=clock)
+    size = 2048 if before["platform"] == "cpu" else 8192
+    limit = timing.matmul_rate(selected[0].dtype, size, clock=clock)
     print(f"one {selected[0].dtype} matmul: {limit / 1e9:.0f} GFLOP/s")
-    cases = []
-    for case in selected:
-        for direction in DIRECTIONS:
+    results: dict[str, Any] = {"matmul_flops_per_s": limit, "cases": []}
+
+    def write(**more: Any) -> None:
+        results.update(more)
+        if options.out is not None:
+            timing.write(options.out, QUESTION, before, results)
+
+    for case, direction in itertools.product(selected, DIRECTIONS):
+        if time.perf_counter() - start > 60 * options.minutes:
+            print(f"\n{case.name} {direction} and what follows: left out, the minutes are over")
+            break
+        try:
             found = measure(case, direction, options, clock)
-            cases.append(found)
-            print(_line(found, limit), flush=True)
-    means = geometric_means(cases)
+        except Exception as error:
+            print(f"\n{case.name} {direction}: {timing.brief(error)}", flush=True)
+            continue
+        results["cases"].append(found)
+        write()  # each time: a run may be cut short
+        print(_line(found, limit), flush=True)
+    means = geometric_means(results["cases"])
     print(_means_table(means))
     memory = [] if options.skip_memory else list(memory_growth(options))
     if memory:
         print(_memory_table(memory))
-    if options.out is not None:
-        results = {
-            "matmul_flops_per_s": limit,
-            "cases": cases,
-            "geometric_means": means,
-            "memory": memory,
-        }
-        timing.write(options.out, QUESTION, before, results)
+    write(geometric_means=means, memory=memory)
 
 
 def measure(
@@ -80,6 +90,8 @@ def measure(
     reference: list[np.ndarray] = []
     for name, build in builders(case, direction, options).items():
         try:
+            if name in options.without:
+                raise Absent("left out")
             call = build()
             outputs = [np.asarray(leaf, np.float32) for leaf in call()]
             reference = reference or outputs
@@ -87,6 +99,10 @@ def measure(
             contenders.append(Contender(name, call))
         except Absent as reason:
             absent[name] = str(reason)
+        except Exception as error:
+            if name == OURS:
+                raise
+            absent[name] = timing.brief(error)  # whatever one of them lacks
     taken = timing.interleave(
         contenders, rounds=options.repeats, seconds=options.seconds, clock=clock
     )
@@ -109,26 +125,24 @@ def builders(
     """For each contender what builds its call, or raises Absent."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.eval_shape(case.inputs)]
     explained = explain_attention(*shapes, mask=case.mask())
-    calls: dict[str, Callable[[], Callable[[], Any]]] = {
-        OURS: partial(_jax_call, case, direction, _ours(case, None), options, explained.chosen)
-    }
+
+    def jax_call(attend: Callable[..., Any], *arguments: Any, runs: str) -> Callable[[], Any]:
+        return partial(_jax_call, case, direction, options, partial(attend, case, *arguments), runs)
+
+    calls = {OURS: jax_call(_ours, None, runs=explained.chosen)}
     for name, reason in explained.items():
-        if reason is None and name != explained.chosen:
-            attend = _ours(case, name)
-            calls[f"{OURS} {name}"] = partial(_jax_call, case, direction, attend, options, name)
-    calls["torch"] = partial(_torch_call, case, direction)
-    calls["jax.nn"] = lambda: _jax_call(case, direction, _jax_nn(case, "xla"), options, "xla")
-    if jax.default_backend() == "gpu":
-        calls["jax.nn cudnn"] = lambda: _jax_call(
-            case, direction, _jax_nn(case, "cudnn"), options, "cudnn"
-        )
+        same = name == "pallas_unordered" and direction == "forward"  # as pallas: another backward
+        if reason is None and name != explained.chosen and not same:
+            calls[f"{OURS} {name}"] = jax_call(_ours, name, runs=name)
+    calls["torch"] = partial(_torch_call, case, direction, options)
+    calls["jax.nn"] = jax_call(_jax_nn, "xla", runs="xla")
+    if jax.default_backend() in ("gpu", "cuda"):
+        calls["jax.nn cudnn"] = jax_call(_jax_nn, "cudnn", runs="cudnn")
         for name in ("flash", "cudnn", "flex"):
-            calls[f"torch {name}"] = partial(_torch_call, case, direction, name)
-        calls["tokamax"] = lambda: _jax_call(case, direction, _tokamax(case), options, "tokamax")
-        calls["jax pallas"] = lambda: _jax_call(
-            case, direction, _jax_pallas(case), options, "pallas"
-        )
-    calls["flax"] = lambda: _jax_call(case, direction, _flax(case), options, "xla")
+            calls[f"torch {name}"] = partial(_torch_call, case, direction, options, name)
+        calls["tokamax"] = jax_call(_tokamax, runs="tokamax")
+        calls["jax pallas"] = jax_call(_jax_pallas, runs="pallas")
+    calls["flax"] = jax_call(_flax, runs="xla")
     return calls
 
 
@@ -137,15 +151,18 @@ def _ours(case: AttentionCase, name: str | None) -> Callable[..., jax.Array]:
 
 
 def _jax_nn(case: AttentionCase, implementation: str) -> Callable[..., jax.Array]:
+    mask = None
     arguments: dict[str, Any] = dict(is_causal=case.causal, implementation=implementation)
     if case.window is not None:
         arguments["local_window_size"] = (case.window - 1, 0 if case.causal else case.window - 1)
     if case.documents is not None:
-        mask = replace(case, causal=False, window=None, padded=False).dense_mask()
-        arguments["mask"] = mask[:, None]
+        documents = replace(case, causal=False, window=None, padded=False)
+        mask = jnp.asarray(documents.dense_mask()[:, None])
     if case.padded:
         arguments["key_value_seq_lengths"] = case.valid().sum(axis=1)
-    return partial(jax.nn.dot_product_attention, **arguments)
+    attend = partial(jax.nn.dot_product_attention, **arguments)
+    # an argument: as a constant of the program, a large mask would be folded by the compiler
+    return Partial(lambda mask, *inputs: attend(*inputs, mask=mask), mask)
 
 
 def _flax(case: AttentionCase) -> Callable[..., jax.Array]:
@@ -193,27 +210,30 @@ def _jax_pallas(case: AttentionCase) -> Callable[..., jax.Array]:
 def _jax_call(
     case: AttentionCase,
     direction: str,
-    attend: Callable[..., jax.Array],
     options: argparse.Namespace,
-    name: str | None,
+    build: Callable[[], Callable[..., jax.Array]],
+    runs: str,
 ) -> Callable[[], Any]:
-    if name == "xla":
+    if runs == "xla":
         # forward the scores and their exponentials, backward their gradients too
         needed = case.score_bytes() * (2 if direction == "forward" else 4)
         if needed > options.memory * 2**30:
             raise Absent(f"materialised scores need {needed / 2**30:.1f} GiB")
+    attend = build()
+    if not isinstance(attend, Partial):  # whose arguments are arrays
+        attend = Partial(attend)
     query, key, value = case.inputs()
     shape = (*query.shape[:-1], case.value_dim)
     cotangent = jax.random.normal(jax.random.key(3), shape, query.dtype)
-    function = jax.jit(attend if direction == "forward" else _with_gradients(attend))
-    inputs = (query, key, value, *(() if direction == "forward" else (cotangent,)))
-    try:
-        jax.block_until_ready(function(*inputs))
-    except (NotImplementedError, ValueError, RuntimeError) as error:
-        raise Absent(" ".join(str(error).split())[:200]) from error
+
+    @jax.jit
+    def run(attend, *inputs):
+        return (attend if direction == "forward" else _with_gradients(attend))(*inputs)
+
+    inputs = (attend, query, key, value, *(() if direction == "forward" else (cotangent,)))
 
     def call():
-        return jax.block_until_ready(_leaves(function(*inputs)))
+        return jax.block_until_ready(_leaves(run(*inputs)))
 
     return call
 
@@ -230,7 +250,9 @@ def _leaves(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _torch_call(case: AttentionCase, direction: str, name: str = "") -> Callable[[], Any]:
+def _torch_call(
+    case: AttentionCase, direction: str, options: argparse.Namespace, name: str = ""
+) -> Callable[[], Any]:
     """torch in its own layout [B, N, T, H]; the transposition is not timed.
 
     `name` asks for one of its kernels ("flash", "cudnn", "flex"), else torch chooses.
@@ -247,19 +269,23 @@ def _torch_call(case: AttentionCase, direction: str, name: str = "") -> Callable
     else:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     dtype = getattr(torch, case.dtype)
+    arguments: dict[str, Any] = dict(is_causal=case.causal, enable_gqa=case.heads != case.kv_heads)
+    if case.is_dense and name == "flash":
+        raise Absent("takes no mask as an array")
+    if case.is_dense and name != "flex":
+        needed = 3 * case.queries * case.keys  # while it is made
+        if needed > options.memory * 2**30:
+            raise Absent(f"the mask as an array needs {needed / 2**30:.1f} GiB")
+        mask = torch.from_numpy(case.dense_mask()[:, None]).to(device)
+        arguments.update(attn_mask=mask, is_causal=False)
 
     def tensor(x: jax.Array) -> Any:
-        array = np.asarray(x, np.float32).swapaxes(1, 2).copy()
-        return torch.from_numpy(array).to(device=device, dtype=dtype)
+        given = torch.from_numpy(np.array(x, np.float32)).to(device=device, dtype=dtype)
+        return given.transpose(1, 2).contiguous()
 
     query, key, value = map(tensor, case.inputs())
     shape = (case.batch, case.queries, case.heads, case.value_dim)
     cotangent = tensor(jax.random.normal(jax.random.key(3), shape, case.dtype))
-    arguments: dict[str, Any] = dict(is_causal=case.causal, enable_gqa=case.heads != case.kv_heads)
-    dense = case.dense_mask()
-    if dense is not None:
-        mask = torch.from_numpy(np.ascontiguousarray(dense[:, None])).to(device)
-        arguments.update(attn_mask=mask, is_causal=False)
     attend = partial(torch.nn.functional.scaled_dot_product_attention, **arguments)
     if name == "flex":
         attend = _flex(torch, case, device)
@@ -278,10 +304,6 @@ def _torch_call(case: AttentionCase, direction: str, name: str = "") -> Callable
             torch.cuda.synchronize()
         return _Torch(results)
 
-    try:
-        call()
-    except RuntimeError as error:
-        raise Absent(" ".join(str(error).split())[:200]) from error
     return call
 
 
@@ -298,9 +320,10 @@ def _one_kernel(torch: Any, attend: Callable[..., Any], name: str) -> Callable[.
 
 
 def _flex(torch: Any, case: AttentionCase, device: str) -> Callable[..., Any]:
-    """FlexAttention, compiled, with the case's mask as blocks."""
+    """FlexAttention, compiled for this case alone, with its mask as blocks."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.reset()  # or the eighth case would run uncompiled
     ids = valid = None
     if case.documents is not None:
         ids = torch.from_numpy(case.document_ids()).to(device)
@@ -310,14 +333,16 @@ def _flex(torch: Any, case: AttentionCase, device: str) -> Callable[..., Any]:
     def sees(b, h, q, k):
         result = q >= k if case.causal else q == q
         if case.window is not None:
-            result = result & (q - k < case.window) & (k - q < case.window)
+            # no differences: of all pairs, these would be integers
+            result = result & (q - case.window < k) & (q + case.window > k)
         if ids is not None:
             result = result & (ids[b, q] == ids[b, k])
         return result if valid is None else result & valid[b, k]
 
     blocks = create_block_mask(sees, case.batch, None, case.queries, case.keys, device=device)
     grouped = case.heads != case.kv_heads
-    return partial(torch.compile(flex_attention), block_mask=blocks, enable_gqa=grouped)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return partial(compiled, block_mask=blocks, enable_gqa=grouped)
 
 
 class _Torch(tuple):
@@ -329,10 +354,10 @@ class _Torch(tuple):
 
 def _difference(ours: list[np.ndarray], other: list[np.ndarray]) -> float | None:
     """Largest of |other - ours| / max |ours| over output and gradients; None where not finite."""
-    pairs = list(zip(ours, other, strict=True))
-    if not all(np.isfinite(theirs).all() for _, theirs in pairs):
-        return None
-    return max(float(np.abs(mine - theirs).max() / np.abs(mine).max()) for mine, theirs in pairs)
+    with np.errstate(invalid="ignore"):
+        pairs = zip(ours, other, strict=True)
+        found = [float(np.abs(mine - x).max() / np.abs(mine).max()) for mine, x in pairs]
+    return max(found) if all(map(math.isfinite, found)) else None
 
 
 def geometric_means(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -447,9 +472,11 @@ def _memory_table(memory: list[dict[str, Any]]) -> str:
 
 
 def _selected(options: argparse.Namespace, platform: str) -> list[AttentionCase]:
-    tags = ["quick"] if options.quick else ["gpu" if platform == "gpu" else "cpu"]
-    cases = specs.attention_cases(*tags)
-    return [case for case in cases if options.only in case.name]
+    tag = "quick" if options.quick else "cpu" if platform == "cpu" else "gpu"
+    cases = [case for case in specs.attention_cases(tag) if options.only in case.name]
+    if platform == "cpu":
+        return cases
+    return [replace(case, dtype="bfloat16") for case in cases]  # also the quick ones
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -460,6 +487,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=None, help="rounds (20, or 3 with --quick)")
     add("--seconds", type=float, default=30.0, help="about the longest one case may take")
     add("--memory", type=float, default=8.0, metavar="GiB", help="for materialised scores")
+    add("--without", nargs="+", default=[], metavar="NAME", help="contenders to leave out")
+    add("--minutes", type=float, default=math.inf, help="begin no case after so many")
     add("--skip-memory", action="store_true", help="leave out the table of memory")
     add("--one-core", action="store_true", help=timing.ONE_CORE)
     add("--out", type=Path, default=None, help="JSON to write")

@@ -17,7 +17,7 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,22 @@ def main(argv: list[str] | None = None) -> None:
     clock = timing.prepare(one_core=options.one_core)
     before = timing.environment()
     print(timing.headline(before), flush=True)
-    found, growth = [], []
+    found: list[dict[str, Any]] = []
+    growth: list[dict[str, Any]] = []
+
+    def write() -> None:  # after each case: a run may be cut short
+        if options.out is not None:
+            timing.write(options.out, QUESTION, before, {"cases": found, "capacity": growth})
+
     for case in _selected(options, before["platform"]):
         params = weights(case)
         found.append(measure(case, params, options, clock))
+        write()
         print(_report(found[-1]), flush=True)
         if not options.skip_capacity and (case.batch == 1 or options.quick):
             growth.append(capacity_growth(case, params, options, clock))
+            write()
             print(_growth_line(growth[-1]), flush=True)
-    if options.out is not None:
-        results = {"cases": found, "capacity": growth}
-        timing.write(options.out, QUESTION, before, results)
 
 
 def weights(case: DecodeCase) -> dict[str, Any]:
@@ -95,13 +100,23 @@ def measure(
     }
     if jax.default_backend() != "cpu":
         builders["Hugging Face, compiled"] = partial(hugging_face, compiled=True)
-    peers, absent = {}, {}
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    reads = _reads(size, case.model.dtype)  # before a peer takes what is left of the memory
+    peers: dict[str, Peer] = {}
+    absent, differs = {}, {}
+    expected = None
     for name, make in builders.items():
         try:
-            peers[name] = make(case, params)
+            peer = make(case, params)
+            expected = expected or Peer(cache(peer.generate), cache(peer.logits))
+            differs |= compare(case, {name: peer, OURS: expected})
+            peers[name] = peer
         except Absent as reason:
             absent[name] = str(reason)
-    differs = compare(case, peers)
+        except Exception as error:
+            if name == OURS:
+                raise
+            absent[name] = timing.brief(error)
     contenders = [
         contender
         for name, peer in peers.items()
@@ -110,8 +125,6 @@ def measure(
             Contender(name + FIRST, partial(peer.generate, 1)),
         )
     ]
-    size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    reads = _reads(size, case.model.dtype)
     taken = timing.interleave(
         [*contenders, *reads], rounds=options.repeats, seconds=options.seconds, clock=clock
     )
@@ -189,13 +202,13 @@ def hugging_face(case: DecodeCase, params: dict[str, Any], compiled: bool = Fals
     elif hasattr(os, "sched_getaffinity"):
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     cfg = case.model
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=cfg.vocab_size, n_positions=cfg.max_len, n_embd=cfg.d_model,
-            n_layer=cfg.num_layers, n_head=cfg.num_heads, n_inner=cfg.ff_dim,
-            layer_norm_epsilon=cfg.norm_eps, bos_token_id=None, eos_token_id=None,
-        )
+    config = GPT2Config(
+        vocab_size=cfg.vocab_size, n_positions=cfg.max_len, n_embd=cfg.d_model,
+        n_layer=cfg.num_layers, n_head=cfg.num_heads, n_inner=cfg.ff_dim,
+        layer_norm_epsilon=cfg.norm_eps, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
+    with torch.device(device):  # drawing 1.5 billion numbers takes a processor half a minute
+        model = GPT2LMHeadModel(config)
     state = {name: torch.from_numpy(x) for name, x in gpt2_state(params, cfg.num_layers).items()}
     model.load_state_dict(state, strict=False)
     dtype = getattr(torch, cfg.dtype)

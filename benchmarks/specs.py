@@ -67,22 +67,35 @@ class AttentionCase:
             parts.append(Padding(jnp.asarray(self.valid())))
         return functools.reduce(lambda a, b: a & b, parts) if parts else None
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether peers that know no other mask than `causal` need it as an array."""
+        return self.window is not None or self.documents is not None or self.padded
+
     def dense_mask(self) -> np.ndarray | None:  # bool[B or 1, T, S]
         """The same as an array, for peers that know no other; None where `causal` says it all."""
-        if self.window is None and self.documents is None and not self.padded:
+        if not self.is_dense:
             return None
-        distance = np.arange(self.queries)[:, None] - np.arange(self.keys)[None]
-        sees = np.ones((1, self.queries, self.keys), bool)
+        first, end = (x[..., None].astype(np.int32) for x in self.ranges())
+        place = np.arange(self.keys, dtype=np.int32)
+        return (first <= place) & (place < end)
+
+    def ranges(self) -> tuple[np.ndarray, np.ndarray]:  # int[B or 1, T]
+        """The first key that each query sees and the one behind the last: every mask is a range."""
+        place = np.arange(self.queries)
+        first, end = np.zeros((1, self.queries), int), np.full((1, self.queries), self.keys)
         if self.causal:
-            sees = sees & (distance >= 0)
+            end = np.minimum(end, place + 1)
         if self.window is not None:
-            sees = sees & (distance < self.window) & (-distance < self.window)
+            first = np.maximum(first, place - self.window + 1)
+            end = np.minimum(end, place + self.window)
         if self.documents is not None:
             ids = self.document_ids()
-            sees = sees & (ids[:, :, None] == ids[:, None])
+            first = np.maximum(first, [np.searchsorted(row, row, "left") for row in ids])
+            end = np.minimum(end, [np.searchsorted(row, row, "right") for row in ids])
         if self.padded:
-            sees = sees & self.valid()[:, None]
-        return sees
+            end = np.minimum(end, self.valid().sum(axis=1)[:, None])
+        return first, end
 
     def document_ids(self) -> np.ndarray:  # i32[B, S]
         assert self.documents is not None and self.queries == self.keys
@@ -102,12 +115,9 @@ class AttentionCase:
 
     def pairs(self) -> int:
         """Query-key pairs that are seen, over all rows of the batch."""
-        dense = self.dense_mask()
-        if dense is not None:
-            return int(dense.sum()) * (self.batch // dense.shape[0])
-        if not self.causal:
-            return self.batch * self.queries * self.keys
-        return self.batch * int(np.minimum(np.arange(1, self.queries + 1), self.keys).sum())
+        first, end = self.ranges()
+        seen = np.maximum(end - first, 0)
+        return int(seen.sum()) * (self.batch // len(seen))
 
     def flops(self, backward: bool) -> int:
         """Of the products, over the seen pairs: 2 forward, 5 more backward (FlashAttention)."""

@@ -154,6 +154,11 @@ def prepare(*, one_core: bool = False) -> Callable[[], float]:
     return time.process_time
 
 
+def brief(error: BaseException) -> str:
+    """An error in a line, for a contender that fails: it must not cost the others their results."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def headline(environment: Mapping[str, Any]) -> str:
     """The machine in a line, and a warning where it is busy."""
     cores, busy = environment["cores"] or 1, environment["load"] or 0.0

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,18 +31,28 @@ from transformer_jax.kernels.contract import Blocks
 from transformer_jax.masks import Causal
 
 SEARCHED: tuple[Kind, ...] = ("forward", "queries", "keys", "unordered")
-CANDIDATES = {
-    "tpu": [Blocks(q, k) for q in (256, 512, 1024) for k in (256, 512, 1024, 2048)],
-    "hopper": [
-        Blocks(q, k, stages)
-        for q, k, stages in itertools.product((64, 128, 192), (64, 96, 128, 176), (2, 3, 4))
-    ],
+_TPU = [Blocks(q, k) for q in (256, 512, 1024) for k in (256, 512, 1024, 2048)]
+
+
+def _hopper(queries: tuple[int, ...], keys: tuple[int, ...]) -> list[Blocks]:
+    return [Blocks(*sizes) for sizes in itertools.product(queries, keys, (2, 3))]
+
+
+CANDIDATES: dict[str, dict[Kind, list[Blocks]]] = {
+    "tpu": dict.fromkeys(SEARCHED, _TPU),
+    "hopper": {  # multiples of 64: other numbers of keys do not compile, and leave keys out
+        "forward": _hopper((64, 128, 192), (64, 128, 192)),
+        "queries": _hopper((64, 128, 192), (64, 128)),
+        "keys": _hopper((64, 128), (64, 128)),
+        "unordered": _hopper((64, 128), (128,)),
+    },
 }
 TOLERANCE = 0.05  # of the largest value: another order of summation, not another result
 
 
 def main(argv: list[str] | None = None) -> None:
     options = _options(argv)
+    end = time.perf_counter() + 60 * options.minutes
     where = target()
     if isinstance(where, str):
         raise SystemExit(f"nothing to tune: {where}")
@@ -54,9 +65,12 @@ def main(argv: list[str] | None = None) -> None:
             if reason := refused(best, kind, length, H, Hv, options):
                 print(f"#   {reason}")
                 continue
-            for line, found in search(best, kind, length, H, Hv, options):
-                print(line, flush=True)
-                best = found or best
+            try:
+                for line, found in search(best, kind, length, H, Hv, options, end):
+                    print(line, flush=True)
+                    best = found or best
+            except Exception as error:
+                print(f"#   {timing.brief(error)}", flush=True)
 
 
 def refused(
@@ -76,24 +90,28 @@ def _implementation(kind: Kind) -> str:
 
 
 def search(
-    where: Target, kind: Kind, length: int, H: int, Hv: int, options: argparse.Namespace
+    where: Target, kind: Kind, length: int, H: int, Hv: int, options: argparse.Namespace, end: float
 ) -> Iterator[tuple[str, Target | None]]:
-    """Lines to print; the last comes with the target that has the fastest tiles."""
+    """Lines to print; the last comes with the target that has the fastest tiles. No candidate is
+    begun after `end`."""
     N, K = options.heads
     inputs = _inputs(options.batch, length, N, K, H, Hv, options.dtype)
     width = jnp.dtype(options.dtype).itemsize
     present = blocks(where, kind, H, Hv, width, length, length)
-    others = [b for b in options.candidates or CANDIDATES[where.backend] if b != present]
+    others = [b for b in options.candidates or CANDIDATES[where.backend][kind] if b != present]
     targets = {b: _with(where, kind, b) for b in (present, *others)}
     contenders, expected = [], None
     for tiles, chosen in targets.items():
+        if contenders and time.perf_counter() > end:
+            yield f"#   {tiles} and what follows: left out, the minutes are over", None
+            break
         call = _call(chosen, kind, inputs)
         try:
             result = call()
         except Exception as error:  # what a compiler says to sizes that do not fit
             if tiles == present:
                 raise
-            yield f"#   {tiles}: {type(error).__name__}: {str(error).splitlines()[0][:120]}", None
+            yield f"#   {tiles}: {timing.brief(error)}", None
             continue
         expected = result if expected is None else expected
         wrong = _difference(result, expected)
@@ -168,6 +186,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--candidates", type=tiles, nargs="+", metavar="Q:K:STAGES")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="for all searches, about")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=30.0, help="for one search, about")
     return parser.parse_args(argv)

@@ -105,7 +105,7 @@ def pallas_attention(
         }
     by_query = {kind: _lists(lists[b.q, b.k]) for kind, b in blocks.items()}
     of_keys = blocks["unordered" if unordered else "keys"]
-    by_key = _lists(lists[of_keys.q, of_keys.k].swapaxes(-1, -2))
+    by_key = _lists(lists[of_keys.q, of_keys.k], by_key=True)
     everywhere = isinstance(mask, Everything) and k_positions is None and S == padded_S
     slopes, dense = None, None
     if isinstance(bias, ALiBi):
@@ -157,9 +157,9 @@ def _tiles(mask: Mask, q: jax.Array, k: jax.Array, blocks: Blocks, grid: tuple[i
     return pad(pad(jnp.asarray(classes), 2, grid[0], SKIPPED), 3, grid[1], SKIPPED)
 
 
-def _lists(classes: jax.Array) -> Lists:
-    with at_once(classes):
-        return lists_of(classes)
+def _lists(classes: jax.Array, by_key: bool = False) -> Lists:
+    with at_once(classes):  # the transposition too: else XLA folds a sort, for up to half a minute
+        return lists_of(classes.swapaxes(-1, -2) if by_key else classes)
 
 
 def _round_up(n: int, multiple: int) -> int:
