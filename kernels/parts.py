@@ -146,13 +146,14 @@ def partitioned(
 
     traced = jax.make_jaxpr(whole)(*arrays)
     constants = tuple(traced.consts)  # an operation may have none: they are operands, unused
+    config: Any = jax.config  # whose fields are not declared
     is_closed = not any(isinstance(x, jax.core.Tracer) for x in constants)
-    if not is_closed or not jax.config.jax_use_shardy_partitioner:
+    if not is_closed or not config.jax_use_shardy_partitioner:
         return whole(*arrays)
     shapes = [x.shape for x in traced.out_avals]
     roles = [(None,) * jnp.ndim(x) for x in constants] + list(roles)
     arrays = [*constants, *arrays]
-    precision = jax.config.jax_default_matmul_precision
+    precision = config.jax_default_matmul_precision
 
     def partition(mesh, arguments, _):
         given = arguments[len(constants) :]
@@ -163,17 +164,21 @@ def partitioned(
 
         def lower(*arrays):
             inner = parts.read(arrays, roles)[len(constants) :]
-            with jax.default_matmul_precision(precision):  # of the caller, not of this thread
-                out = parts.write(function(parts.first(), *inner), results)
+            out = parts.write(function(parts.first(), *inner), results)
             names = [parts.summed(*each) for each in zip(shapes, results, strict=True)]
             return tuple(lax.psum(x, n) if n else x for x, n in zip(out, names, strict=True))
+
+        def in_context(*arrays):  # the caller's precision, which another thread has not; no mesh
+            nowhere = jax.sharding.AbstractMesh((), ())
+            with jax.default_matmul_precision(precision), jax.sharding.use_abstract_mesh(nowhere):
+                return lower(*arrays)
 
         def place(shape, roles):
             return NamedSharding(mesh, parts.spec(shape, roles))
 
         found = tuple(map(place, shapes, results))
         given = tuple(place(x.shape, r) for x, r in zip(arguments, roles, strict=True))
-        return mesh, lower, found, given
+        return mesh, in_context, found, given
 
     def rule(mesh, *_):
         return _rule(mesh, [jnp.shape(x) for x in arrays], roles, shapes, results, full)
@@ -205,7 +210,9 @@ def _spec(mesh: Mesh, sharding: Sharding, shape: Sequence[int]) -> list[tuple[st
         index = np.zeros(numbers, int)
         for name in names:
             at = mesh.axis_names.index(name)
-            own = np.arange(numbers[at]).reshape([-1 if i == at else 1 for i in range(len(numbers))])
+            own = np.arange(numbers[at]).reshape(
+                [-1 if i == at else 1 for i in range(len(numbers))]
+            )
             index = index * numbers[at] + own
         parts = math.prod(mesh.shape[name] for name in names)
         return tuple(names) if (starts * parts == index * shape[axis]).all() else ()

@@ -6,6 +6,7 @@ value, and the arrays of more than one axis that the optimised program gathers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -146,17 +147,55 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
 
 def run(case: str, kind: str) -> dict[str, Any]:
     arrays, specs, gradients = made(case)
-    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    axis = AxisType.Auto if kind == "automatic" else AxisType.Explicit
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis,) * 2)
     placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
-    compiled = jax.jit(gradients).lower(placed).compile()
+    with jax.set_mesh(mesh) if kind == "set" else contextlib.nullcontext():
+        traced = jax.jit(gradients).trace(placed)
+        compiled = traced.lower().compile()
+    rounded = re.findall(r"f16\[[\d,]*\]\S* = psum", str(traced.jaxpr))
     found = re.findall(r"\[([\d,]+)\]\S* all-gather(?:-start)?\(", compiled.as_text())
     shapes = [[int(n) for n in shape.split(",") if n != "1"] for shape in found]
     gathered = [shape for shape in shapes if len(shape) > 1]  # not vectors
     actual, expected = compiled(placed), jax.jit(gradients)(arrays)
     finite = lambda x: jnp.where(jnp.isfinite(x), x, -99.0)  # noqa: E731
     actual, expected = jax.tree.map(finite, (jax.device_get(actual), expected))
-    return dict(error=largest_error(actual, expected), gathered=gathered)
+    return dict(error=largest_error(actual, expected), gathered=gathered, rounded=rounded)
+
+
+def projected() -> dict[str, Any]:
+    """Heads of a product whose columns lie on eight devices: the compiler splits four heads over a
+    part of the mesh's axis, and two key heads over a smaller one."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 150, 32)), jnp.float32)
+    weights = [jnp.asarray(rng.normal(size=(32, n * 8)) / 6, jnp.float32) for n in (4, 2, 2)]
+
+    @jax.jit
+    @jax.grad
+    def gradients(weights):
+        heads = [(x @ w).reshape(2, 150, -1, 8) for w in weights]
+        out = dot_product_attention(*heads, mask=Causal(), implementation="blockwise")
+        return (out**2).sum()
+
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    placed = jax.device_put(weights, NamedSharding(mesh, P(None, "model")))
+    return dict(error=largest_error(gradients(placed), gradients(weights)), gathered=[])
+
+
+def precise() -> dict[str, Any]:
+    """How products are computed under `jax.default_matmul_precision`, which belongs to a thread."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    query = draw(3, batch=4, queries=37, keys=37, heads=8, kv_heads=8, dtype="bfloat16")["query"]
+    placed = jax.device_put(query, NamedSharding(mesh, WHOLE))
+
+    def attend(x):
+        return dot_product_attention(x, x, x, implementation="blockwise")
+
+    with jax.default_matmul_precision("highest"):
+        text = jax.jit(attend).lower(placed).compile().as_text()
+    products = re.findall(r" dot\(.*", text)
+    assert products
+    return dict(error=sum("={highest,highest}" not in x for x in products), gathered=[])
 
 
 def exported() -> dict[str, Any]:
@@ -176,6 +215,8 @@ def exported() -> dict[str, Any]:
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    names = sys.argv[1:] or [*(f"{case}, {kind}" for case in CASES for kind in AXES), "exported"]
-    found = {n: exported() if n == "exported" else run(*n.split(", ")) for n in names}
+    others = dict(exported=exported, projected=projected, precise=precise)
+    names = [f"{case}, {kind}" for case in CASES for kind in AXES]
+    names = sys.argv[1:] or [*names, "a mask that reads, set", *others]
+    found = {n: others[n]() if n in others else run(*n.split(", ")) for n in names}
     print(json.dumps(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -635,3 +636,72 @@ def test_the_reference_does_build_the_square():
     program = jax.jit(lambda *x: dot_product_attention(*x, implementation="xla"))
     compiled = program.lower(array, array, array).compile()
     assert compiled.memory_analysis().temp_size_in_bytes >= 1024 * 1024 * 4
+
+
+def test_blockwise_gradients_have_derivatives_forwards():
+    """The backward pass is plain code: forward mode goes through it, and may not go wrong."""
+    arrays = draw(2, queries=150, keys=150, kv_heads=2)
+
+    def curvature(implementation):
+        def loss(query, key):
+            out = dot_product_attention(
+                query, key, key, mask=Causal(), softcap=3.0, implementation=implementation
+            )
+            return (out**3).sum()
+
+        at = arrays["query"], arrays["key"]
+        along = arrays["out_cotangent"], arrays["value"]
+        return jax.jit(lambda *x: jax.jvp(jax.grad(loss, (0, 1)), x, along)[1])(*at)
+
+    for x, y in zip(curvature("blockwise"), curvature("xla"), strict=True):
+        assert jnp.abs(x - y).max() <= 1e-5 * jnp.abs(y).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blockwise_products_of_float32_are_of_float32_on_every_device(dtype):
+    """As those of "xla": an accelerator may compute them in fewer bits unless it is told."""
+    arrays = draw(1, queries=150, keys=150, dtype=dtype)
+    inputs = [arrays[name] for name in ("query", "key", "value")]
+
+    def loss(*inputs):
+        return dot_product_attention(*inputs, implementation="blockwise").sum(dtype=jnp.float32)
+
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*inputs).as_text()
+    products = [
+        line for line in text.splitlines() if "dot_general" in line and "x1xf32>" not in line
+    ]
+    assert len(products) == 14  # with a mask and without
+    assert all(("HIGHEST" in line) == (dtype == "float32") for line in products)
+
+
+def test_a_bias_with_rows_of_its_own_and_positions_with_rows():
+    """Of which a tile would have some rows, and the other all."""
+    arrays = draw(1, batch=4, queries=130, keys=130)
+    inputs = [arrays[name] for name in ("query", "key", "value")]
+    places = jnp.arange(130)[None] + jnp.zeros((4, 1), jnp.int32)
+    rows = RowSlopes(jnp.linspace(0, 1, 4))
+    assert explain_attention(*inputs, bias=rows)["blockwise"] is None
+    explained = explain_attention(*inputs, bias=rows, k_positions=places)
+    assert explained["blockwise"] == "bias and positions differ by batch row: one of them may"
+    alibi = ALiBi(alibi_slopes(inputs[0].shape[2]))
+    assert explain_attention(*inputs, bias=alibi, k_positions=places)["blockwise"] is None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowSlopes:
+    slopes: jax.Array  # [B]
+
+    def materialize(self, q_positions, k_positions):
+        q, k = (jnp.atleast_2d(x) for x in (q_positions, k_positions))
+        distance = jnp.abs(k[:, None] - q[:, :, None]).astype(jnp.float32)
+        return (self.slopes[:, None, None] * distance)[:, None]
+
+
+def test_values_of_no_width():
+    x = jnp.ones((1, 3, 2, 4))
+    for implementation in ("xla", "blockwise"):
+        out, lse = dot_product_attention(
+            x, x, x[..., :0], return_lse=True, implementation=implementation
+        )
+        assert out.shape == (1, 3, 2, 0) and jnp.allclose(lse, 2 + math.log(3))

@@ -20,7 +20,7 @@ ROWS_HEADS = ["data", None, "model"]
             ],
             id="some",
         ),
-        pytest.param([], marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="all"),
+        pytest.param([], marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="all"),
     ],
 )
 def test_four_devices_compute_what_one_does(cases):
@@ -42,8 +42,11 @@ def test_four_devices_compute_what_one_does(cases):
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(["all at once, explicit", "all at once, automatic", "exported"], id="some"),
-        pytest.param([], marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="all"),
+        pytest.param(
+            ["all at once, explicit", "all at once, automatic", "exported", "projected", "precise"],
+            id="some",
+        ),
+        pytest.param([], marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="all"),
     ],
 )
 def test_tiles_of_rows_and_heads_are_of_one_device_and_nothing_is_gathered(cases):
@@ -54,3 +57,4 @@ def test_tiles_of_rows_and_heads_are_of_one_device_and_nothing_is_gathered(cases
         rounded = case.startswith("sums of bfloat16")
         assert result["error"] <= (2**-7 if rounded else 2 * GRADIENT_F32), (case, result)
         assert bool(result["gathered"]) == case.startswith("three key heads"), (case, result)
+        assert not result.get("rounded"), (case, result)  # before they are added up

@@ -133,7 +133,7 @@ def _check_bias(bias: Any, full: tuple[int, ...], q_positions, k_positions) -> A
             jax.ShapeDtypeStruct((1, n), jnp.int32) if p is None else p
             for p, n in ((q_positions, full[2]), (k_positions, full[3]))
         ]
-        result = jax.eval_shape(lambda b, q, k: b.materialize(q, k), bias, *positions)
+        result = bias_shape(bias, *positions)
     else:
         bias = result = _array(bias)
     pairs = zip(result.shape[::-1], full[::-1], strict=False)
@@ -146,6 +146,13 @@ def _check_bias(bias: Any, full: tuple[int, ...], q_positions, k_positions) -> A
     if isinstance(bias, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((1,) * (4 - bias.ndim) + bias.shape, bias.dtype)
     return bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+
+
+def bias_shape(bias: Bias, q_positions: Any, k_positions: Any) -> jax.ShapeDtypeStruct:
+    """Of what it materializes, on whatever devices its arrays are."""
+    bare = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))  # noqa: E731
+    given = jax.tree.map(bare, (bias, q_positions, k_positions))
+    return jax.eval_shape(lambda bias, q, k: bias.materialize(q, k), *given)
 
 
 def check_key(name: str, key: Any) -> None:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from transformer_jax.arguments import Call, Options, check, check_states
+from transformer_jax.arguments import Call, Options, bias_shape, check, check_states
 from transformer_jax.blockwise import blockwise_attention
 from transformer_jax.blockwise_parts import parts_of_types
 from transformer_jax.blockwise_tiles import FEW_QUERIES
@@ -284,6 +284,13 @@ def _refuse_xla(call: Call) -> str | None:
 def _refuse_blockwise(call: Call) -> str | None:
     if call.arrays["query"].dtype == np.float64:
         return "computes in float32, the inputs are float64"
+    bias, (_, T, _, S) = call.arrays["bias"], call.sizes
+    positions = call.arrays["q_positions"], call.arrays["k_positions"]
+    if isinstance(bias, Bias) and any(p is not None and p.shape[:-1] > (1,) for p in positions):
+        # tiles of some rows have the positions of these; the bias cannot know which they are
+        one_row = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (T, S))
+        if bias_shape(bias, *one_row).shape[:-3] > (1,):
+            return "bias and positions differ by batch row: one of them may"
     return None
 
 

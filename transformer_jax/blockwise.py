@@ -106,6 +106,7 @@ def blockwise_attention(
         scale=1 / math.sqrt(query.shape[3]) if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
         dropout_rate=float(dropout_rate) if dropout_key is not None else 0.0,
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
     )
     fixed = Fixed(
         Everything() if mask is None else close(mask),
@@ -140,6 +141,7 @@ class Options(NamedTuple):
     scale: float
     softcap: float | None
     dropout_rate: float
+    precision: lax.Precision | None  # of products: an accelerator's float32 may be less
 
 
 # Arithmetic of one tile
@@ -169,16 +171,17 @@ _EXP2 = [np.float32(x) for x in (0.0013264727, 0.009671513, 0.055507336, 0.24022
 
 @_exp.defjvp
 def _exp_tangent(primals, tangents):
-    """Of no use to `_attend`, whose backward pass is written by hand; but that may be differentiated
-    forwards."""
+    """The backward pass of `_attend` is written by hand, but may itself be differentiated."""
     result = _exp(*primals)
     return result, result * tangents[0]
 
 
-def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
+def _dot(
+    x: jax.Array, y: jax.Array, axes: tuple[int, int], precision: lax.Precision | None = None
+) -> jax.Array:
     """Of matrices led by lanes."""
     dims = (((axes[0],), (axes[1],)), ((0,), (0,)))
-    return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
+    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _scores(
@@ -188,7 +191,7 @@ def _scores(
     bias: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # [lanes, G block_q, block_k]
     """Products of queries and keys, scores, and tanh where capped."""
-    x = s = _dot(q, k, (2, 2))
+    x = s = _dot(q, k, (2, 2), options.precision)
     t = None
     if options.softcap is not None:
         t = jnp.tanh(s / options.softcap)
@@ -306,7 +309,7 @@ def _forward(options, inputs):
         total = total * r + p.sum(axis=2, keepdims=True)
         if options.dropout_rate:
             p = p * dropout_factor(place, options.dropout_rate, fixed)
-        weighed = weighed * r + _dot(p, v_tile, (2, 1))
+        weighed = weighed * r + _dot(p, v_tile, (2, 1), options.precision)
         rows_fine = rows_fine & jnp.isfinite(x[:, :, :1])
         columns_fine = columns_fine & jnp.isfinite(x[:, :1])
         return new, total, weighed, rows_fine, columns_fine
@@ -391,7 +394,7 @@ def _backward(options, inputs, saved):
         _, s, t = _scores(q, k_tile, options, bias_tile(place, bias, fixed, -jnp.inf))
         s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
         p = _exp(s - high - log)
-        dp = _dot(do, v_tile, (2, 2))
+        dp = _dot(do, v_tile, (2, 2), options.precision)
         kept = p
         if options.dropout_rate:
             factor = dropout_factor(place, options.dropout_rate, fixed)
@@ -404,9 +407,9 @@ def _backward(options, inputs, saved):
             ds = ds * (1 - t * t)
         if visible is not None and (bias is None or t is not None):
             ds = jnp.where(visible(), ds, 0)
-        dv = place.add_keys(dv, _dot(do_across, kept, (2, 1)))
-        dk = place.add_keys(dk, _dot(q_across, ds, (2, 1)))
-        return dq + _dot(ds, k_tile, (2, 1)), dk, dv, dbias
+        dv = place.add_keys(dv, _dot(do_across, kept, (2, 1), options.precision))
+        dk = place.add_keys(dk, _dot(q_across, ds, (2, 1), options.precision))
+        return dq + _dot(ds, k_tile, (2, 1), options.precision), dk, dv, dbias
 
     def query_tile(n, results):
         dq, *sums = results

@@ -399,7 +399,9 @@ def close(mask: Mask) -> Mask:
         if not isinstance(node, Predicate):
             return node
         at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
-        traced = jax.make_jaxpr(node._sees)(at, at)
+        # or each operation would insist on the mesh of `jax.set_mesh`, as it is here
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            traced = jax.make_jaxpr(node._sees)(at, at)
         reads = any(isinstance(x, jax.core.Tracer) for x in traced.consts)
         if not reads or traced.out_avals[0].shape != at.shape:
             return node
