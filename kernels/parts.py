@@ -158,8 +158,8 @@ def partitioned(
     def partition(mesh, arguments, _):
         given = arguments[len(constants) :]
         if mesh.empty:
-            mesh = Mesh([*given[0].sharding.devices_indices_map(given[0].shape)], "devices")
-        specs = [_spec(mesh, x.sharding, x.shape) for x in given]
+            mesh = Mesh([*_places(given[0].sharding, given[0].ndim)], "devices")
+        specs = [_spec(mesh, x.sharding, x.ndim) for x in given]
         parts = Parts.of(mesh, specs, roles[len(constants) :], full)
 
         def lower(*arrays):
@@ -193,10 +193,16 @@ def partitioned(
     return outlined(*arrays)
 
 
-def _spec(mesh: Mesh, sharding: Sharding, shape: Sequence[int]) -> list[tuple[str, ...]]:
+def _places(sharding: Sharding, ndim: int) -> dict[Any, Any]:
+    """What each device holds of an array whose axes are as long as there are devices: of another,
+    which a compiler may have split unevenly, it could not be asked."""
+    return dict(sharding.devices_indices_map((len(sharding.device_set),) * ndim))
+
+
+def _spec(mesh: Mesh, sharding: Sharding, ndim: int) -> list[tuple[str, ...]]:
     """Which axes of a mesh split each axis of an array, the slowest first; none where only a part
     of one does, as where a compiler splits two heads over four devices."""
-    places = sharding.devices_indices_map(tuple(shape))
+    places = _places(sharding, ndim)
     numbers = list(mesh.shape.values())
 
     def of_axis(axis: int) -> tuple[str, ...]:
@@ -215,9 +221,9 @@ def _spec(mesh: Mesh, sharding: Sharding, shape: Sequence[int]) -> list[tuple[st
             )
             index = index * numbers[at] + own
         parts = math.prod(mesh.shape[name] for name in names)
-        return tuple(names) if (starts * parts == index * shape[axis]).all() else ()
+        return tuple(names) if (starts * parts == index * len(places)).all() else ()
 
-    return [of_axis(axis) for axis in range(len(shape))]
+    return [of_axis(axis) for axis in range(ndim)]
 
 
 def _rule(mesh, shapes, roles, result_shapes, results, full) -> tuple[str, dict[str, int]]:

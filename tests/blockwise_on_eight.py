@@ -182,6 +182,28 @@ def projected() -> dict[str, Any]:
     return dict(error=largest_error(gradients(placed), gradients(weights)), gathered=[])
 
 
+def cut() -> dict[str, Any]:
+    """Lengths, heads and rows that are cut behind, which a compiler leaves split unevenly."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    whole = draw(3, batch=4, queries=152, keys=152, heads=8, kv_heads=8)["query"]
+    found = []
+    for spec, end in (
+        (P("data", "model"), (4, 150, 8)),
+        (WHOLE, (4, 150, 6)),
+        (WHOLE, (3, 150, 8)),
+    ):
+
+        @jax.jit
+        @jax.grad
+        def gradients(x, end=end):
+            x = jnp.sin(x[: end[0], : end[1], : end[2]])
+            return (dot_product_attention(x, x, x, implementation="blockwise") ** 2).sum()
+
+        placed = jax.device_put(whole, NamedSharding(mesh, spec))
+        found.append(largest_error(gradients(placed), gradients(whole)))
+    return dict(error=max(found), gathered=[])
+
+
 def precise() -> dict[str, Any]:
     """How products are computed under `jax.default_matmul_precision`, which belongs to a thread."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -215,7 +237,7 @@ def exported() -> dict[str, Any]:
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    others = dict(exported=exported, projected=projected, precise=precise)
+    others = dict(exported=exported, projected=projected, cut=cut, precise=precise)
     names = [f"{case}, {kind}" for case in CASES for kind in AXES]
     names = sys.argv[1:] or [*names, "a mask that reads, set", *others]
     found = {n: others[n]() if n in others else run(*n.split(", ")) for n in names}
