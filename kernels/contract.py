@@ -22,6 +22,7 @@ is `unordered` has `gradient_unordered`, of dq, dk and dv together.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -131,6 +132,11 @@ def vary(tree: Any, like: Any = None) -> Any:
         return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
     return jax.tree.map(one, tree) if axes else tree
+
+
+def no_mesh() -> contextlib.AbstractContextManager:
+    """Outside of `jax.set_mesh`: what is traced here fits into a program of any mesh."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 # Arithmetic of a tile that both backends share

@@ -23,6 +23,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from transformer_jax.kernels.contract import no_mesh
+
 Roles = tuple[str | None, ...]
 """What each axis is: "b" batch rows, "n" query heads, "k" key heads; of size 1 where shared. Other
 names are of axes that are all independent, as those of `vmap` are. An array without rows and heads
@@ -146,9 +148,9 @@ def partitioned(
 
     traced = jax.make_jaxpr(whole)(*arrays)
     constants = tuple(traced.consts)  # an operation may have none: they are operands, unused
-    config: Any = jax.config  # whose fields are not declared
     is_closed = not any(isinstance(x, jax.core.Tracer) for x in constants)
-    if not is_closed or not config.jax_use_shardy_partitioner:
+    config: Any = jax.config  # whose fields are not declared
+    if not is_closed or not getattr(config, "jax_use_shardy_partitioner", True):
         return whole(*arrays)
     shapes = [x.shape for x in traced.out_avals]
     roles = [(None,) * jnp.ndim(x) for x in constants] + list(roles)
@@ -162,23 +164,19 @@ def partitioned(
         specs = [_spec(mesh, x.sharding, x.ndim) for x in given]
         parts = Parts.of(mesh, specs, roles[len(constants) :], full)
 
-        def lower(*arrays):
-            inner = parts.read(arrays, roles)[len(constants) :]
-            out = parts.write(function(parts.first(), *inner), results)
-            names = [parts.summed(*each) for each in zip(shapes, results, strict=True)]
-            return tuple(lax.psum(x, n) if n else x for x, n in zip(out, names, strict=True))
-
-        def in_context(*arrays):  # the caller's precision, which another thread has not; no mesh
-            nowhere = jax.sharding.AbstractMesh((), ())
-            with jax.default_matmul_precision(precision), jax.sharding.use_abstract_mesh(nowhere):
-                return lower(*arrays)
+        def lower(*arrays):  # maybe in another thread, which has not the caller's precision
+            with jax.default_matmul_precision(precision), no_mesh():
+                inner = parts.read(arrays, roles)[len(constants) :]
+                out = parts.write(function(parts.first(), *inner), results)
+                names = [parts.summed(*each) for each in zip(shapes, results, strict=True)]
+                return tuple(lax.psum(x, n) if n else x for x, n in zip(out, names, strict=True))
 
         def place(shape, roles):
             return NamedSharding(mesh, parts.spec(shape, roles))
 
         found = tuple(map(place, shapes, results))
         given = tuple(place(x.shape, r) for x, r in zip(arguments, roles, strict=True))
-        return mesh, in_context, found, given
+        return mesh, lower, found, given
 
     def rule(mesh, *_):
         return _rule(mesh, [jnp.shape(x) for x in arrays], roles, shapes, results, full)
@@ -200,28 +198,17 @@ def _places(sharding: Sharding, ndim: int) -> dict[Any, Any]:
 
 
 def _spec(mesh: Mesh, sharding: Sharding, ndim: int) -> list[tuple[str, ...]]:
-    """Which axes of a mesh split each axis of an array, the slowest first; none where only a part
-    of one does, as where a compiler splits two heads over four devices."""
+    """Which axes of a mesh split each axis of an array, the slowest first; also where only a part
+    of one does, as where a compiler splits four heads over eight devices."""
     places = _places(sharding, ndim)
-    numbers = list(mesh.shape.values())
 
     def of_axis(axis: int) -> tuple[str, ...]:
         first = [places[device][axis].start or 0 for device in mesh.devices.flat]
-        starts = np.reshape(first, numbers)
+        starts = np.reshape(first, mesh.devices.shape)
         steps = {  # from one device to the next along each axis of the mesh
-            name: int(np.diff(starts, axis=at).max(initial=0))
-            for at, name in enumerate(mesh.axis_names)
+            name: np.diff(starts, axis=at).max(initial=0) for at, name in enumerate(mesh.axis_names)
         }
-        names = sorted(filter(steps.get, steps), key=lambda name: -steps[name])
-        index = np.zeros(numbers, int)
-        for name in names:
-            at = mesh.axis_names.index(name)
-            own = np.arange(numbers[at]).reshape(
-                [-1 if i == at else 1 for i in range(len(numbers))]
-            )
-            index = index * numbers[at] + own
-        parts = math.prod(mesh.shape[name] for name in names)
-        return tuple(names) if (starts * parts == index * len(places)).all() else ()
+        return tuple(sorted(filter(steps.get, steps), key=steps.__getitem__, reverse=True))
 
     return [of_axis(axis) for axis in range(ndim)]
 

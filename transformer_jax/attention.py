@@ -285,13 +285,19 @@ def _refuse_blockwise(call: Call) -> str | None:
     if call.arrays["query"].dtype == np.float64:
         return "computes in float32, the inputs are float64"
     bias, (_, T, _, S) = call.arrays["bias"], call.sizes
-    positions = call.arrays["q_positions"], call.arrays["k_positions"]
-    if isinstance(bias, Bias) and any(p is not None and p.shape[:-1] > (1,) for p in positions):
+    if isinstance(bias, Bias) and any(
+        _differs_by_row(call.arrays[name], 2) for name in ("q_positions", "k_positions")
+    ):
         # tiles of some rows have the positions of these; the bias cannot know which they are
         one_row = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (T, S))
-        if bias_shape(bias, *one_row).shape[:-3] > (1,):
+        if _differs_by_row(bias_shape(bias, *one_row), 4):
             return "bias and positions differ by batch row: one of them may"
     return None
+
+
+def _differs_by_row(x: Any, ndim: int) -> bool:
+    """Whether what has batch rows in front, if it has so many axes, has more than one."""
+    return x is not None and x.ndim == ndim and x.shape[0] > 1
 
 
 def _refuse_pallas(call: Call) -> str | None:

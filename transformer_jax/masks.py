@@ -37,6 +37,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from transformer_jax.integers import INT32, as_int32, check_int32
+from transformer_jax.meshes import no_mesh
 from transformer_jax.tiles import BlockPlan, Tiles, at_once, register
 
 
@@ -400,7 +401,7 @@ def close(mask: Mask) -> Mask:
             return node
         at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
         # or each operation would insist on the mesh of `jax.set_mesh`, as it is here
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        with no_mesh():
             traced = jax.make_jaxpr(node._sees)(at, at)
         reads = any(isinstance(x, jax.core.Tracer) for x in traced.consts)
         if not reads or traced.out_avals[0].shape != at.shape:

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer_jax.kernels.contract import vary
+from transformer_jax.kernels.contract import no_mesh, vary
 
-__all__ = ["by_compiler", "split", "split_rows", "vary"]
+__all__ = ["by_compiler", "no_mesh", "split", "split_rows", "vary"]
 
 
 def split(x: Any, axes: slice = slice(None), behind: Any = ()) -> Any:  # PartitionSpec

@@ -27,7 +27,10 @@ from transformer_jax.masks import Mask
 
 @runtime_checkable
 class Bias(Protocol):
-    """A pytree that adds to the scores as a function of positions: ALiBi, T5's relative bias."""
+    """A pytree that adds to the scores as a function of positions: ALiBi, T5's relative bias.
+
+    Where its own arrays differ by batch row and the positions do too, "blockwise" refuses it.
+    """
 
     def materialize(
         self,
