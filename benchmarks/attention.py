@@ -52,10 +52,19 @@ def main(argv: list[str] | None = None) -> None:
     selected = _selected(options, before["platform"])
     if not selected:
         raise SystemExit(f"no case's name contains {options.only!r}")
-    size = 2048 if before["platform"] == "cpu" else 8192
-    limit = timing.matmul_rate(selected[0].dtype, size, clock=clock)
-    print(f"one {selected[0].dtype} matmul: {limit / 1e9:.0f} GFLOP/s")
-    results: dict[str, Any] = {"matmul_flops_per_s": limit, "cases": []}
+    results: dict[str, Any] = {"limits": {}, "cases": [], "failed": {}}
+
+    def limits(when: str) -> float:
+        found = results["limits"][when] = timing.limits(selected[0].dtype, clock)
+        matmul, copy = found["matmul_flops_per_s"], found["copy_bytes_per_s"]
+        print(
+            f"{when}: one {selected[0].dtype} matmul {matmul / 1e9:.0f} GFLOP/s, "
+            f"one copy {copy / 1e9:.1f} GB/s",
+            flush=True,
+        )
+        return matmul
+
+    limit = limits("before")
 
     def write(**more: Any) -> None:
         results.update(more)
@@ -63,23 +72,29 @@ def main(argv: list[str] | None = None) -> None:
             timing.write(options.out, QUESTION, before, results)
 
     for case, direction in itertools.product(selected, DIRECTIONS):
-        if time.perf_counter() - start > 60 * options.minutes:
-            print(f"\n{case.name} {direction} and what follows: left out, the minutes are over")
-            break
         try:
+            if time.perf_counter() - start > 60 * options.minutes:
+                raise TimeoutError(f"not begun: {options.minutes:g} minutes are over")
             found = measure(case, direction, options, clock)
-        except Exception as error:
+        except Exception as error:  # which must not cost the others their results
+            results["failed"][f"{case.name} {direction}"] = timing.brief(error)
             print(f"\n{case.name} {direction}: {timing.brief(error)}", flush=True)
-            continue
-        results["cases"].append(found)
+        else:
+            results["cases"].append(found)
+            print(_line(found, limit), flush=True)
         write()  # each time: a run may be cut short
-        print(_line(found, limit), flush=True)
+    print(flush=True)
+    limits("after")
     means = geometric_means(results["cases"])
     print(_means_table(means))
     memory = [] if options.skip_memory else list(memory_growth(options))
     if memory:
         print(_memory_table(memory))
     write(geometric_means=means, memory=memory)
+    if options.out is not None and results["cases"]:
+        plot(results["cases"], limit, before["device"], options.out.with_suffix(".png"))
+    if results["failed"]:
+        raise SystemExit(f"not measured: {', '.join(results['failed'])}")
 
 
 def measure(
@@ -471,6 +486,41 @@ def _memory_table(memory: list[dict[str, Any]]) -> str:
     return "\n" + timing.table(header, rows)
 
 
+def plot(cases: list[dict[str, Any]], limit: float, device: str, path: Path) -> None:
+    """Each contender's rate as a part of a matmul's: a row for each case and direction."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for found in cases for name in found["timings"]))
+    labels = [f"{found['case']}, {found['direction']}" for found in cases]
+    figure = Figure(figsize=(9, 1.6 + 0.34 * len(cases)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, ink = figure.add_subplot(), "#444444"
+    colors = ("#e07b39", "#3b6fb6", "#5b9a5b", "#9566a8", "#b04a5a", "#7f7f7f")
+    for index, name in enumerate(names):
+        rates = {
+            row: found["flops"] / found["timings"][name]["median_s"] / limit
+            for row, found in enumerate(cases)
+            if name in found["timings"]
+        }
+        axes.plot(
+            list(rates.values()), list(rates), "osDv^P"[index // len(colors)],
+            color=colors[index % len(colors)], ms=9 if name == OURS else 5, alpha=0.85, label=name,
+        )  # fmt: skip
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("rate over the pairs that are seen, one matmul is 1", color=ink)
+    axes.set_title(device, loc="left", color=ink, parse_math=False)
+    axes.grid(color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#bbbbbb")
+    axes.tick_params(colors=ink)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, labelcolor=ink)
+    figure.savefig(path)
+
+
 def _selected(options: argparse.Namespace, platform: str) -> list[AttentionCase]:
     tag = "quick" if options.quick else "cpu" if platform == "cpu" else "gpu"
     cases = [case for case in specs.attention_cases(tag) if options.only in case.name]
@@ -491,7 +541,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=math.inf, help="begin no case after so many")
     add("--skip-memory", action="store_true", help="leave out the table of memory")
     add("--one-core", action="store_true", help=timing.ONE_CORE)
-    add("--out", type=Path, default=None, help="JSON to write")
+    add("--out", type=Path, default=None, help="JSON to write, and a PNG beside it")
     options = parser.parse_args(argv)
     if options.repeats is None:
         options.repeats = 3 if options.quick else 20

@@ -137,6 +137,26 @@ def matmul_rate(
     return 2 * size**3 / min(taken["matmul"].samples)
 
 
+def copy_rate(
+    size: int = 2**26, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Bytes a second that a program reads and writes, of an array of so many bytes."""
+    x = jax.random.normal(jax.random.key(0), (size // 4,))
+    copy = jax.jit(jnp.negative)
+    contender = Contender("copy", lambda: copy(x).block_until_ready())
+    taken = interleave([contender], rounds=rounds, clock=clock)
+    return 2 * x.nbytes / min(taken["copy"].samples)
+
+
+def limits(dtype: str, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+    """What this machine reaches at this moment, with arrays that keep it busy."""
+    on_cpu = jax.default_backend() == "cpu"
+    return {
+        "matmul_flops_per_s": matmul_rate(dtype, 2048 if on_cpu else 8192, clock=clock),
+        "copy_bytes_per_s": copy_rate(2**26 if on_cpu else 2**30, clock=clock),
+    }
+
+
 ONE_CORE = "stay on one core and count its CPU time: for a machine that others use too"
 
 

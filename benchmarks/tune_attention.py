@@ -58,6 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"nothing to tune: {where}")
     before = timing.environment()
     print(timing.headline(before))
+    failed = []
     for length, (H, Hv) in itertools.product(options.lengths, options.dims):
         best = where
         for kind in SEARCHED:
@@ -69,8 +70,11 @@ def main(argv: list[str] | None = None) -> None:
                 for line, found in search(best, kind, length, H, Hv, options, end):
                     print(line, flush=True)
                     best = found or best
-            except Exception as error:
+            except Exception as error:  # which must not cost the other searches their time
                 print(f"#   {timing.brief(error)}", flush=True)
+                failed.append(f"{kind} {H} {length}")
+    if failed:
+        raise SystemExit(f"not searched: {', '.join(failed)}")
 
 
 def refused(

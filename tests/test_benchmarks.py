@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import decode, load, serve, specs, timing
+from benchmarks import attention, decode, load, serve, specs, timing
 from benchmarks.timing import Contender
 from transformer_jax.models import init_params, num_params
 
@@ -270,3 +270,64 @@ def test_a_loads_ratio_is_of_the_same_round():
     theirs = [dict(seconds=s, peak_bytes=200) for s in (3.0, 4.0, 4.0)]
     row = load._summary("b", theirs, ours, 100)
     assert (row["ours_is_faster"], row["peak_of_file"], row["rounds"]) == (2.0, 2.0, 3)
+
+
+@pytest.fixture
+def two_cases(monkeypatch):
+    """Of `benchmarks.attention`, tiny, on a machine whose limits are known."""
+    quick = specs.attention_cases("quick")[0]
+    cases = [replace(shrunk(quick), name=name, batch=1, heads=1, kv_heads=1) for name in "ab"]
+    monkeypatch.setattr(specs, "attention_cases", lambda *tags: cases)
+    found = dict(matmul_flops_per_s=1e9, copy_bytes_per_s=1e9)
+    monkeypatch.setattr(timing, "limits", lambda dtype, clock: found)
+
+
+def measured(path, *options):
+    """What `benchmarks.attention` leaves and says at its end."""
+    arguments = ["--quick", "--skip-memory", "--seconds", "1", "--without", "torch", *options]
+    try:
+        attention.main([*arguments, "--out", str(path)])
+    except SystemExit as end:
+        return json.loads(path.read_text())["results"], end.code
+    return json.loads(path.read_text())["results"], 0
+
+
+def test_a_case_or_contender_that_fails_is_named_and_costs_no_other(
+    tmp_path, monkeypatch, two_cases
+):
+    def break_case(case, name, original=attention._ours):
+        if case.name == "b":
+            raise RuntimeError("no such\nkernel")
+        return original(case, name)
+
+    def broken(case):
+        raise AssertionError("flax is broken")
+
+    monkeypatch.setattr(attention, "_ours", break_case)
+    monkeypatch.setattr(attention, "_flax", broken)
+    results, status = measured(tmp_path / "found.json")
+    assert [found["case"] for found in results["cases"]] == ["a", "a"]
+    assert {*results["failed"].values()} == {"RuntimeError: no such kernel"}
+    assert status == "not measured: b forward, b forward+backward"
+    absent = results["cases"][0]["absent"]
+    assert absent == {"torch": "left out", "flax": "AssertionError: flax is broken"}
+    assert results["limits"].keys() == {"before", "after"}
+    assert (tmp_path / "found.png").stat().st_size > 10_000
+
+
+def test_no_case_is_begun_once_the_minutes_are_over(tmp_path, two_cases):
+    results, status = measured(tmp_path / "found.json", "--minutes", "0")
+    assert results["cases"] == [] and len(results["failed"]) == 4
+    assert status.startswith("not measured: a forward, a forward+backward, b")
+
+
+def test_limits_are_those_of_this_machine(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    found = timing.limits("float32")
+    x = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)
+    x @ x
+    start = time.perf_counter()
+    x @ x
+    alike = 2 * 1024**3 / (time.perf_counter() - start)
+    assert alike / 20 < found["matmul_flops_per_s"] < alike * 20
+    assert 1e8 < found["copy_bytes_per_s"] < 1e12
