@@ -1,7 +1,7 @@
 """Run by test_meshes.py with eight devices: what blockwise attention computes on a mesh, in parts.
 
-Prints JSON: for each case the largest error against one device, relative to each array's largest
-value, and the arrays of more than one axis that the optimised program gathers.
+Prints JSON: for each case the largest error against "xla" on one device, relative to each array's
+largest value, and the arrays of more than one axis that the optimised program gathers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -99,7 +100,7 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
         arrays["bias"] = dict(slopes=alibi_slopes(N), buckets=table).get(bias, slopes)
         specs["bias"] = P()
 
-    def gradients(arrays):
+    def gradients(arrays, implementation="blockwise"):
         ids, valid = arrays["ids"], jnp.arange(150)[None] < arrays["lengths"][:, None]
         mask = dict(
             packed=Causal() & Window(60) & Segments(ids),
@@ -123,7 +124,7 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
             out, lse = dot_product_attention(
                 inputs["query"], inputs["key"], inputs["value"], mask=mask, bias=given,
                 sinks=inputs["sinks"], scale=inputs["scale"] if options.get("scale") else None,
-                softcap=options.get("softcap"), return_lse=True, implementation="blockwise",
+                softcap=options.get("softcap"), return_lse=True, implementation=implementation,
                 dropout_rate=options.get("dropout_rate", 0.0), dropout_key=jax.random.key(1),
                 **places if options.get("positions") else {},
             )  # fmt: skip
@@ -157,7 +158,7 @@ def run(case: str, kind: str) -> dict[str, Any]:
     found = re.findall(r"\[([\d,]+)\]\S* all-gather(?:-start)?\(", compiled.as_text())
     shapes = [[int(n) for n in shape.split(",") if n != "1"] for shape in found]
     gathered = [shape for shape in shapes if len(shape) > 1]  # not vectors
-    actual, expected = compiled(placed), jax.jit(gradients)(arrays)
+    actual, expected = compiled(placed), jax.jit(partial(gradients, implementation="xla"))(arrays)
     finite = lambda x: jnp.where(jnp.isfinite(x), x, -99.0)  # noqa: E731
     actual, expected = jax.tree.map(finite, (jax.device_get(actual), expected))
     return dict(error=largest_error(actual, expected), gathered=gathered, rounded=rounded)
@@ -170,38 +171,61 @@ def projected() -> dict[str, Any]:
     x = jnp.asarray(rng.normal(size=(2, 150, 32)), jnp.float32)
     weights = [jnp.asarray(rng.normal(size=(32, n * 8)) / 6, jnp.float32) for n in (4, 2, 2)]
 
-    @jax.jit
-    @jax.grad
-    def gradients(weights):
+    def loss(weights, implementation):
         heads = [(x @ w).reshape(2, 150, -1, 8) for w in weights]
-        out = dot_product_attention(*heads, mask=Causal(), implementation="blockwise")
+        out = dot_product_attention(*heads, mask=Causal(), implementation=implementation)
         return (out**2).sum()
 
+    gradients = jax.jit(jax.grad(loss), static_argnums=1)
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     placed = jax.device_put(weights, NamedSharding(mesh, P(None, "model")))
-    return dict(error=largest_error(gradients(placed), gradients(weights)), gathered=[])
+    error = largest_error(gradients(placed, "blockwise"), gradients(weights, "xla"))
+    return dict(error=error, gathered=[])
 
 
 def cut() -> dict[str, Any]:
     """Lengths, heads and rows that are cut behind, which a compiler leaves split unevenly."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     whole = draw(3, batch=4, queries=152, keys=152, heads=8, kv_heads=8)["query"]
-    found = []
-    for spec, end in (
-        (P("data", "model"), (4, 150, 8)),
-        (WHOLE, (4, 150, 6)),
-        (WHOLE, (3, 150, 8)),
-    ):
 
-        @jax.jit
-        @jax.grad
-        def gradients(x, end=end):
-            x = jnp.sin(x[: end[0], : end[1], : end[2]])
-            return (dot_product_attention(x, x, x, implementation="blockwise") ** 2).sum()
+    def loss(x, end, implementation):
+        rows, length, heads = end
+        x = jnp.sin(x[:rows, :length, :heads])
+        return (dot_product_attention(x, x, x, implementation=implementation) ** 2).sum()
 
-        placed = jax.device_put(whole, NamedSharding(mesh, spec))
-        found.append(largest_error(gradients(placed), gradients(whole)))
+    gradients = jax.jit(jax.grad(loss), static_argnums=(1, 2))
+    cases = {(4, 150, 8): P("data", "model"), (4, 150, 6): WHOLE, (3, 150, 8): WHOLE}
+    found = [
+        largest_error(
+            gradients(jax.device_put(whole, NamedSharding(mesh, spec)), end, "blockwise"),
+            gradients(whole, end, "xla"),
+        )
+        for end, spec in cases.items()
+    ]
     return dict(error=max(found), gathered=[])
+
+
+def ordered() -> dict[str, Any]:
+    """Heads over two axes, the second one first: nothing moves."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    query = draw(3, batch=4, queries=37, keys=37, heads=8, kv_heads=8)["query"]
+    placed = jax.device_put(query, NamedSharding(mesh, P(None, None, ("model", "data"))))
+
+    def attend(x, implementation):
+        return dot_product_attention(x, x, x, mask=Causal(), implementation=implementation)
+
+    compiled = jax.jit(attend, static_argnums=1).lower(placed, "blockwise").compile()
+    moved = re.findall(r"all-gather|all-to-all|collective-permute|all-reduce", compiled.as_text())
+    return dict(error=largest_error(compiled(placed), attend(query, "xla")), gathered=moved)
+
+
+def unasked() -> dict[str, Any]:
+    """Where jax's older partitioner would not ask for the rule, it splits the tiles itself."""
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        return run("packed", "automatic") | dict(gathered=[])
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
 
 
 def precise() -> dict[str, Any]:
@@ -237,7 +261,8 @@ def exported() -> dict[str, Any]:
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    others = dict(exported=exported, projected=projected, cut=cut, precise=precise)
+    functions = exported, projected, ordered, cut, precise, unasked
+    others = {function.__name__: function for function in functions}
     names = [f"{case}, {kind}" for case in CASES for kind in AXES]
     names = sys.argv[1:] or [*names, "a mask that reads, set", *others]
     found = {n: others[n]() if n in others else run(*n.split(", ")) for n in names}

@@ -640,21 +640,28 @@ def test_the_reference_does_build_the_square():
 
 def test_blockwise_gradients_have_derivatives_forwards():
     """The backward pass is plain code: forward mode goes through it, and may not go wrong."""
+    names = "query", "key", "value"
     arrays = draw(2, queries=150, keys=150, kv_heads=2)
+    directions = draw(3, queries=150, keys=150, kv_heads=2)
+    inputs, along = ([x[name] for name in names] for x in (arrays, directions))
 
-    def curvature(implementation):
-        def loss(query, key):
-            out = dot_product_attention(
-                query, key, key, mask=Causal(), softcap=3.0, implementation=implementation
-            )
-            return (out**3).sum()
+    def loss(*inputs):
+        out, lse = dot_product_attention(
+            *inputs, mask=Causal(), softcap=3.0, return_lse=True, implementation="blockwise"
+        )
+        return (out * arrays["out_cotangent"]).sum() + (lse * arrays["lse_cotangent"]).sum()
 
-        at = arrays["query"], arrays["key"]
-        along = arrays["out_cotangent"], arrays["value"]
-        return jax.jit(lambda *x: jax.jvp(jax.grad(loss, (0, 1)), x, along)[1])(*at)
+    actual = jax.jit(lambda x, v: jax.jvp(jax.grad(loss, (0, 1, 2)), x, v)[1])
+    seen, step = np.tri(150, dtype=bool)[None, None], 1e-5
 
-    for x, y in zip(curvature("blockwise"), curvature("xla"), strict=True):
-        assert jnp.abs(x - y).max() <= 1e-5 * jnp.abs(y).max()
+    def gradients(sign):  # in float64
+        ahead = {n: oracle.double(arrays[n]) + sign * oracle.double(directions[n]) for n in names}
+        return reference(arrays | ahead, seen, softcap=3.0)
+
+    after, before = gradients(step), gradients(-step)
+    for name, x in zip(names, actual(tuple(inputs), tuple(along)), strict=True):
+        expected = (after[f"d{name}"] - before[f"d{name}"]) / (2 * step)
+        assert np.abs(x - expected).max() <= 1e-5 * np.abs(expected).max(), name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -291,3 +291,20 @@ def test_lists_that_do_not_fit_are_refused_beforehand():
 def test_a_target_that_is_none_is_refused_by_name():
     with pytest.raises(ValueError, match="backend is 'gpu': must be 'tpu' or 'hopper'"):
         _ = Target("gpu").module
+
+
+def test_tiles_of_a_mask_without_arrays_are_sorted_before_the_program():
+    """Or the compiler does, for up to half a minute: lists by query and by key."""
+    shape = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.float32)
+    ids = jnp.arange(512, dtype=jnp.int32)[None] // 100
+
+    def sorts(mask):
+        def loss(*inputs):
+            return dot_product_attention(*inputs, mask=mask, implementation="pallas").sum()
+
+        with using(Target("tpu")):
+            program = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(shape, shape, shape))
+        assert "pallas_call[" in program
+        return program.count(" sort[")
+
+    assert sorts(Causal() & Window(100)) == 0 < sorts(Segments(ids))

@@ -45,7 +45,7 @@ def test_four_devices_compute_what_one_does(cases):
         pytest.param(
             [
                 *("all at once, explicit", "all at once, automatic"),
-                *("exported", "projected", "cut", "precise"),
+                *("exported", "projected", "ordered", "cut", "precise", "unasked"),
             ],
             id="some",
         ),
