@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ import numpy as np
 
 from transformer_jax.config import ModelConfig, preset
 from transformer_jax.masks import Causal, Mask, Padding, Segments, Window
+from transformer_jax.positions import alibi_slopes
+
+Direction = Literal["forward", "backward", "forward+backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +41,43 @@ class AttentionCase:
     """Documents packed in a row, of uneven length; attention stays within one."""
     padded: bool = False
     """Rows of S/2 to S real keys."""
+    bias: Literal["alibi", "dense"] | None = None
+    """ALiBi with the slopes of its paper, or a learned array [1, N, T, S]."""
+    softcap: float | None = None
+    sinks: bool = False
+    """A learned number for each head."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     tags: frozenset[str] = frozenset()
 
-    def inputs(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Standard normal query, key and value: products of zeros run faster than real ones."""
-        keys = jax.random.split(jax.random.key(seed), 3)
-        shapes = (
+    def inputs(self, seed: int = 0) -> tuple[jax.Array, ...]:
+        """All that is differentiated: query, key, value, and the arrays of `learned`.
+
+        Standard normal: products of zeros run faster than real ones.
+        """
+        shapes = [
             (self.batch, self.queries, self.heads, self.head_dim),
             (self.batch, self.keys, self.kv_heads, self.head_dim),
             (self.batch, self.keys, self.kv_heads, self.value_dim),
-        )
+        ]
+        if self.bias == "dense":
+            shapes.append((1, self.heads, self.queries, self.keys))
+        if self.sinks:
+            shapes.append((self.heads,))
+        keys = jax.random.split(jax.random.key(seed), len(shapes))
         return tuple(
             jax.random.normal(key, shape, self.dtype)
             for key, shape in zip(keys, shapes, strict=True)
-        )  # type: ignore[return-value]
+        )
+
+    def learned(self, *more: Any) -> dict[str, Any]:
+        """By name what `inputs` returns behind query, key and value."""
+        names = ["bias"] * (self.bias == "dense") + ["sinks"] * self.sinks
+        return dict(zip(names, more, strict=True))
+
+    def slopes(self) -> jax.Array:  # f32[N]
+        """Of ALiBi, known when tracing."""
+        with jax.ensure_compile_time_eval():
+            return alibi_slopes(self.heads)
 
     def mask(self) -> Mask | None:
         """The case's mask in our algebra; None sees all."""
@@ -74,8 +99,10 @@ class AttentionCase:
 
     def dense_mask(self) -> np.ndarray | None:  # bool[B or 1, T, S]
         """The same as an array, for peers that know no other; None where `causal` says it all."""
-        if not self.is_dense:
-            return None
+        return self.seen() if self.is_dense else None
+
+    def seen(self) -> np.ndarray:  # bool[B or 1, T, S]
+        """Every pair, for peers to whom a mask is part of a bias."""
         first, end = (x[..., None].astype(np.int32) for x in self.ranges())
         place = np.arange(self.keys, dtype=np.int32)
         return (first <= place) & (place < end)
@@ -119,10 +146,10 @@ class AttentionCase:
         seen = np.maximum(end - first, 0)
         return int(seen.sum()) * (self.batch // len(seen))
 
-    def flops(self, backward: bool) -> int:
-        """Of the products, over the seen pairs: 2 forward, 5 more backward (FlashAttention)."""
-        forward = 2 * self.heads * self.pairs() * (self.head_dim + self.value_dim)
-        return forward + 5 * forward // 2 if backward else forward
+    def flops(self, direction: Direction) -> int:
+        """Of the products, over the seen pairs: 2 forward, 5 backward (FlashAttention)."""
+        product = self.heads * self.pairs() * (self.head_dim + self.value_dim)
+        return product * {"forward": 2, "backward": 5, "forward+backward": 7}[direction]
 
     def score_bytes(self) -> int:
         """One materialised f32[B, N, T, S]."""
@@ -159,6 +186,11 @@ def _cpu() -> list[AttentionCase]:
         "padding": dict(padded=True),
         "gqa": dict(causal=True, kv_heads=2),
         "gqa-window256-documents": dict(causal=True, window=256, documents=8, kv_heads=2),
+        "alibi": dict(causal=True, bias="alibi"),
+        "bias": dict(causal=True, bias="dense"),
+        "everything": dict(
+            causal=True, window=256, documents=8, kv_heads=2, softcap=30.0, sinks=True
+        ),
     }
     for label, rest in masked.items():
         for length in (512, 4096):
@@ -188,6 +220,20 @@ def _gpu() -> list[AttentionCase]:
     for length in (8192, 32768):
         name = f"documents12-h128-s{length}"
         cases.append(_case(name, 1, length, 16, 128, *tags, causal=True, documents=12))
+    for length in (4096, 16384):
+        name = f"alibi-16k-h128-s{length}"
+        cases.append(
+            _case(name, 16384 // length, length, 16, 128, *tags, causal=True, bias="alibi")
+        )
+    for length in (2048, 4096):
+        name = f"bias-16k-h128-s{length}"
+        cases.append(
+            _case(name, 16384 // length, length, 16, 128, *tags, causal=True, bias="dense")
+        )
+    for length in (8192, 32768):
+        name = f"everything-gqa-h128-s{length}"
+        rest = dict(causal=True, window=1024, documents=12, kv_heads=8, softcap=30.0, sinks=True)
+        cases.append(_case(name, 1, length, 64, 128, *tags, **rest))
     return [replace(case, dtype="bfloat16") for case in cases]
 
 
@@ -207,6 +253,9 @@ def _edge() -> list[AttentionCase]:
             name="edge-everything", tags=edge, causal=True, window=29, documents=5, padded=True,
             **square,
         ),
+        AttentionCase(name="edge-alibi", tags=edge, causal=True, bias="alibi", **prime),
+        AttentionCase(name="edge-bias", tags=edge, causal=True, bias="dense", **prime),
+        AttentionCase(name="edge-capped", tags=edge, padded=True, softcap=3.0, sinks=True, **prime),
         AttentionCase(name="edge-values", tags=edge, causal=True, **dict(prime, value_dim=128)),
         AttentionCase(name="edge-one-query", tags=edge, **dict(prime, queries=1)),
     ]  # fmt: skip

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, decode, load, serve, specs, timing
+from benchmarks import attention, contenders, decode, goals, load, serve, specs, timing
 from benchmarks.timing import Contender
 from transformer_jax.models import init_params, num_params
 
@@ -74,8 +74,9 @@ def test_flops_count_the_seen_pairs_of_each_product():
     case = shrunk(next(c for c in specs.ATTENTION if c.name == "edge-values"))
     pairs = sum(min(t + 1, case.keys) for t in range(case.queries))
     forward = sum(2 * case.batch * case.heads * pairs * d for d in (case.head_dim, case.value_dim))
-    assert case.flops(backward=False) == forward > 0
-    assert 2 * case.flops(backward=True) == 7 * forward
+    assert case.flops("forward") == forward > 0
+    assert 2 * case.flops("backward") == 5 * forward
+    assert case.flops("forward+backward") == case.flops("forward") + case.flops("backward")
 
 
 def test_train_flops_are_six_per_weight_and_token_at_a_short_context():
@@ -295,7 +296,7 @@ def measured(path, *options):
 def test_a_case_or_contender_that_fails_is_named_and_costs_no_other(
     tmp_path, monkeypatch, two_cases
 ):
-    def break_case(case, name, original=attention._ours):
+    def break_case(case, name, original=contenders.ours):
         if case.name == "b":
             raise RuntimeError("no such\nkernel")
         return original(case, name)
@@ -303,8 +304,8 @@ def test_a_case_or_contender_that_fails_is_named_and_costs_no_other(
     def broken(case):
         raise AssertionError("flax is broken")
 
-    monkeypatch.setattr(attention, "_ours", break_case)
-    monkeypatch.setattr(attention, "_flax", broken)
+    monkeypatch.setattr(contenders, "ours", break_case)
+    monkeypatch.setattr(contenders, "_flax", broken)
     results, status = measured(tmp_path / "found.json")
     assert [found["case"] for found in results["cases"]] == ["a", "a"]
     assert {*results["failed"].values()} == {"RuntimeError: no such kernel"}
@@ -319,6 +320,95 @@ def test_no_case_is_begun_once_the_minutes_are_over(tmp_path, two_cases):
     results, status = measured(tmp_path / "found.json", "--minutes", "0")
     assert results["cases"] == [] and len(results["failed"]) == 4
     assert status.startswith("not measured: a forward, a forward+backward, b")
+
+
+def contender(timings, *, direction="backward", case="a", **absent):
+    """What `benchmarks.attention` says of a case in which each took so many seconds."""
+    summaries = {name: {"median_s": seconds} for name, seconds in timings.items()}
+    ratios = {name: seconds / timings["ours"] for name, seconds in timings.items()}
+    return dict(
+        case=case, direction=direction, flops=6e9, timings=summaries, speedup_of_ours=ratios,
+        absent=absent,
+    )  # fmt: skip
+
+
+def test_a_goal_is_a_ratio_to_peers_a_matmul_or_the_rate_of_another_case():
+    cell = contender({"ours": 2.0, "ours pallas_unordered": 1.0, "tokamax": 3.0, "torch": 5.0})
+    dense = contender({"ours": 3.0}, case="b")
+
+    def ratio(*than, of="ours", cells=(cell, dense)):
+        goal = goals.Goal(case="a", direction="backward", ratio=1.5, than=than, of=of)
+        [row] = goals.reached(cells, 12e9, [goal])
+        return row["ratio"], row["than"]
+
+    assert ratio("tokamax") == (1.5, "tokamax")
+    assert ratio(*contenders.PEERS) == (1.5, "best peer, tokamax")
+    assert ratio("torch", "jax.nn") == (2.5, "torch, torch")
+    assert ratio("tokamax", of="ours pallas_unordered") == (3.0, "tokamax")
+    assert ratio(goals.MATMUL) == (0.25, goals.MATMUL)
+    assert ratio(goals.MATMUL, of="ours pallas_unordered") == (0.5, goals.MATMUL)
+    assert ratio("b") == (1.5, "rate of b")
+    assert ratio("b", cells=(cell,)) == (None, "b")
+
+
+def test_a_goal_that_was_not_measured_says_why():
+    cell = contender({"ours": 2.0}, flax="broken")
+    wanted = [
+        goals.Goal(case="a", direction="backward", ratio=1.5, than=("flax",)),
+        goals.Goal(case="a", direction="backward", ratio=1.5, than=(goals.MATMUL,), of="other"),
+        goals.Goal(case="a", direction="backward", ratio=0.25, than=(goals.MATMUL,)),
+        goals.Goal(case="a", direction="backward", ratio=0.26, than=(goals.MATMUL,)),
+        goals.Goal(case="a", direction="forward", ratio=1.5, than=("flax",)),
+    ]
+    rows = goals.reached([cell], 12e9, wanted)
+    said = [line.rsplit("  ", 1)[-1] for line in goals.table(rows).splitlines()[2:]]
+    assert said == ["flax: broken", "other: does not run", "reached", "missed"]
+
+
+def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
+    """The names are those that run on a GPU."""
+    cases = {case.name: case for case in specs.attention_cases("gpu")}
+    monkeypatch.setattr(jax, "default_backend", lambda: "cuda")
+    options = attention._options(["--goals", "--ours", "pallas"])
+    for (name, direction), who in goals.cells().items():
+        there = contenders.builders(cases[name], direction, options)
+        assert who - {goals.UNORDERED} <= there.keys(), name
+    chosen = attention._selected(options, "gpu")
+    assert [(case.name, d, who) for case, d, who in chosen] == [
+        (*cell, who) for cell, who in goals.cells().items()
+    ]
+    assert {case.dtype for case, _, _ in chosen} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
+@pytest.mark.parametrize("name", ["edge-alibi", "edge-bias", "edge-capped", "edge-documents"])
+@pytest.mark.usefixtures("quick_compilation")
+def test_contenders_compute_the_same_or_say_why_not(name, direction):
+    """As many key heads as flax has, and with torch where it is installed."""
+    case = shrunk(next(c for c in specs.ATTENTION if c.name == name))
+    case = replace(case, batch=2, heads=2, kv_heads=2, head_dim=16, value_dim=16)
+    options = attention._options(["--quick", "--ours", "xla", "--seconds", "0", "--repeats", "1"])
+    found = attention.measure(case, direction, options, time.perf_counter)
+    absent, capped = found["absent"], case.softcap is not None
+    absent.pop("torch", None)
+    assert absent == (
+        dict.fromkeys(["jax.nn", "flax"], "no softcap and no sinks") if capped else {}
+    )
+    there = {"ours", "ours blockwise"} | (set() if capped else {"jax.nn", "flax"})
+    assert found["difference"].keys() - {"torch"} == there
+    assert all(x is not None and x < 2e-5 for x in found["difference"].values())
+    assert (contenders.WITHOUT in found["timings"]) == capped
+
+
+def test_a_learned_bias_and_sinks_are_differentiated():
+    case = replace(specs.attention_cases("quick")[0], bias="dense", sinks=True, queries=5, keys=5)
+    inputs = case.inputs()
+    results = contenders.with_gradients(
+        contenders.ours(case, "xla"), contenders.cotangent_of(case), *inputs
+    )
+    assert [x.shape for x in results[1:]] == [x.shape for x in inputs]
+    assert results[4].shape == (1, case.heads, 5, 5) and results[5].shape == (case.heads,)
+    assert all(float(jnp.abs(x).max()) > 1e-3 for x in results)
 
 
 def test_limits_are_those_of_this_machine(monkeypatch):

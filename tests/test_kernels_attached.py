@@ -18,7 +18,7 @@ pytest.register_assert_rewrite("attention_suite", "tolerances")
 from attention_suite import Bfloat16Suite, draw, reference  # noqa: E402
 from tolerances import FORWARD_BF16, GRADIENT_BF16, assert_near, assert_same_bits  # noqa: E402
 
-from benchmarks import specs  # noqa: E402
+from benchmarks import contenders, specs  # noqa: E402
 from transformer_jax.attention import dot_product_attention, explain_attention  # noqa: E402
 from transformer_jax.kernels import target  # noqa: E402
 from transformer_jax.masks import Causal, Mask, Segments, Window  # noqa: E402
@@ -115,11 +115,16 @@ def test_long_odd_lengths_of_every_width_match_the_oracle(H, lengths, implementa
 
 @pytest.mark.parametrize("case", specs.attention_cases("edge"), ids=lambda case: case.name)
 def test_edge_cases_of_the_benchmarks_match_the_reference(case):
-    query, key, value = (x.astype(jnp.bfloat16) for x in case.inputs())
-    settings = dict(mask=case.mask(), return_lse=True)
-    out, lse = dot_product_attention(query, key, value, implementation="pallas", **settings)
-    wide = (x.astype(jnp.float32) for x in (query, key, value))
-    expected, expected_lse = dot_product_attention(*wide, implementation="xla", **settings)
+    narrow = [x.astype(jnp.bfloat16) for x in case.inputs()]
+
+    def run(implementation, query, key, value, *more):
+        settings = contenders.settings(case) | case.learned(*more)
+        return dot_product_attention(
+            query, key, value, implementation=implementation, return_lse=True, **settings
+        )
+
+    out, lse = run("pallas", *narrow)
+    expected, expected_lse = run("xla", *(x.astype(jnp.float32) for x in narrow))
     live = ~np.isneginf(np.asarray(expected_lse))
     assert (np.isneginf(np.asarray(lse)) == ~live).all()
     assert_near(np.asarray(out)[live], np.asarray(expected)[live], FORWARD_BF16)

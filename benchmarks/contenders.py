@@ -1,0 +1,378 @@
+"""Who computes attention: ours, and each peer in the layout and with the options that suit it best.
+
+`builders` has, for each contender, what builds its call. A contender that is not installed, cannot
+express a case, or would not fit raises `Absent` with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
+
+from benchmarks.specs import AttentionCase, Direction
+from transformer_jax import ALiBi, dot_product_attention, explain_attention
+
+OURS = "ours"
+WITHOUT = "ours without softcap and sinks"
+IN_JAX = ("jax.nn", "jax.nn cudnn", "flax", "tokamax", "jax pallas")
+PEERS = (*IN_JAX, "torch", "torch flash", "torch cudnn", "torch flex")
+
+Attend = Callable[..., Any]
+"""Of a case's inputs."""
+
+
+class Absent(Exception):
+    """Why a contender does not take part in a case."""
+
+
+def builders(
+    case: AttentionCase, direction: Direction, options: argparse.Namespace
+) -> dict[str, Callable[[], Callable[[], Any]]]:
+    """For each contender what builds its call, or raises Absent."""
+
+    def jax_call(attend: Attend, case: AttentionCase, *arguments: Any, runs: str) -> Any:
+        return partial(_jax_call, case, direction, options, partial(attend, case, *arguments), runs)
+
+    explained = explain(case)
+    chosen = options.ours or explained.chosen
+    calls = {OURS: jax_call(ours, case, options.ours, runs=chosen)}
+    if case.softcap is not None or case.sinks:
+        calls[WITHOUT] = jax_call(ours, plain(case), options.ours, runs=chosen)
+    for name, reason in explained.items():
+        same = name == "pallas_unordered" and direction == "forward"  # as pallas: another backward
+        if reason is None and name != chosen and not same:
+            calls[f"{OURS} {name}"] = jax_call(ours, case, name, runs=name)
+    calls["torch"] = partial(_torch_call, case, direction, options)
+    calls["jax.nn"] = jax_call(jax_nn, case, "xla", runs="xla")
+    if jax.default_backend() in ("gpu", "cuda"):
+        calls["jax.nn cudnn"] = jax_call(jax_nn, case, "cudnn", runs="cudnn")
+        for name in ("flash", "cudnn", "flex"):
+            calls[f"torch {name}"] = partial(_torch_call, case, direction, options, name)
+        calls["tokamax"] = jax_call(_tokamax, case, runs="tokamax")
+        calls["jax pallas"] = jax_call(_jax_pallas, case, runs="pallas")
+    calls["flax"] = jax_call(_flax, case, runs="xla")
+    return calls
+
+
+def explain(case: AttentionCase) -> Any:
+    """Which implementations of ours would run."""
+    inputs = jax.eval_shape(case.inputs)
+    return explain_attention(*inputs[:3], **settings(case) | case.learned(*inputs[3:]))
+
+
+def plain(case: AttentionCase) -> AttentionCase:
+    """The case without softcap and sinks."""
+    return replace(case, softcap=None, sinks=False)
+
+
+# In JAX
+
+
+def ours(case: AttentionCase, name: str | None) -> Attend:
+    """Ours, by the name of an implementation or as `None` chooses."""
+
+    fixed = dict(settings(case), implementation=name)
+
+    def attend(query, key, value, *more):
+        return dot_product_attention(query, key, value, **fixed | case.learned(*more))
+
+    return attend
+
+
+def settings(case: AttentionCase) -> dict[str, Any]:
+    """What `dot_product_attention` takes besides the case's inputs."""
+    bias = ALiBi(case.slopes()) if case.bias == "alibi" else None
+    return dict(mask=case.mask(), bias=bias, softcap=case.softcap)
+
+
+def jax_nn(case: AttentionCase, implementation: str) -> Attend:
+    """jax.nn's function: its own flag, window and lengths, an array only for documents."""
+    if case.softcap is not None or case.sinks:
+        raise Absent("no softcap and no sinks")
+    mask = None
+    arguments = _lengths(case) | _window(case)
+    arguments.update(is_causal=case.causal, implementation=implementation)
+    if case.documents is not None:
+        documents = replace(case, causal=False, window=None, padded=False)
+        mask = jnp.asarray(documents.dense_mask()[:, None])
+    attend = partial(jax.nn.dot_product_attention, **arguments)
+
+    def call(mask, query, key, value, *bias):
+        return attend(query, key, value, *_bias(case, query.dtype, *bias), mask=mask)
+
+    # an argument: as a constant of the program, a large mask would be folded by the compiler
+    return Partial(call, mask)
+
+
+def _flax(case: AttentionCase) -> Attend:
+    import flax.linen as nn
+
+    if case.heads != case.kv_heads:
+        raise Absent("flax's function has no grouped heads")
+    if case.softcap is not None or case.sinks:
+        raise Absent("no softcap and no sinks")
+    dense = case.dense_mask()
+
+    def attend(query, key, value, *bias):
+        mask = None if dense is None else jnp.asarray(dense[:, None])
+        if mask is None and case.causal:
+            mask = jnp.tril(jnp.ones((1, 1, case.queries, case.keys), bool))
+        bias = _bias(case, query.dtype, *bias)
+        return nn.dot_product_attention(query, key, value, *bias, mask=mask, deterministic=True)
+
+    return attend
+
+
+def _tokamax(case: AttentionCase) -> Attend:
+    try:
+        import tokamax
+    except ImportError as error:
+        raise Absent("tokamax is not installed") from error
+    if case.documents is not None:
+        raise Absent("no documents, but as an array")
+    if case.sinks:
+        raise Absent("no sinks")
+    arguments = _lengths(case) | _window(case)
+    arguments.update(is_causal=case.causal, logits_soft_cap=case.softcap)
+    attend = partial(tokamax.dot_product_attention, **arguments)
+    return lambda query, *inputs: attend(query, *inputs[:2], *_bias(case, query.dtype, *inputs[2:]))
+
+
+def _jax_pallas(case: AttentionCase) -> Attend:
+    """jax's own Pallas-Triton kernel; its Mosaic kernel has no causal backward."""
+    try:
+        from jax.experimental.pallas.ops.gpu import attention
+    except ImportError as error:
+        raise Absent("jax has no Pallas kernel here") from error
+    if case.heads != case.kv_heads or case.window is not None or case.padded:
+        raise Absent("no grouped heads, windows or lengths")
+    if case.bias is not None or case.softcap is not None or case.sinks:
+        raise Absent("no bias, softcap or sinks")
+    ids = None if case.documents is None else jnp.asarray(case.document_ids())
+    scale = 1 / math.sqrt(case.head_dim)
+    return lambda q, k, v: attention.mha(q, k, v, ids, sm_scale=scale, causal=case.causal)
+
+
+def _lengths(case: AttentionCase) -> dict[str, Any]:
+    return dict(key_value_seq_lengths=case.valid().sum(axis=1)) if case.padded else {}
+
+
+def _window(case: AttentionCase) -> dict[str, Any]:
+    if case.window is None:
+        return {}
+    return dict(local_window_size=(case.window - 1, 0 if case.causal else case.window - 1))
+
+
+def _bias(case: AttentionCase, dtype: Any, *learned: jax.Array) -> tuple[jax.Array, ...]:
+    """The bias, if any, as the array [1, N, T, S] that all these want."""
+    if case.bias != "alibi":
+        return learned
+    positions = (jnp.arange(n, dtype=jnp.int32) for n in (case.queries, case.keys))
+    return (ALiBi(case.slopes()).materialize(*positions).astype(dtype),)
+
+
+def _jax_call(
+    case: AttentionCase,
+    direction: Direction,
+    options: argparse.Namespace,
+    build: Callable[[], Attend],
+    runs: str,
+) -> Callable[[], Any]:
+    if runs == "xla":
+        # forward the scores and their exponentials, backward their gradients too
+        needed = case.score_bytes() * (2 if direction == "forward" else 4)
+        if needed > options.memory * 2**30:
+            raise Absent(f"materialised scores need {needed / 2**30:.1f} GiB")
+    attend = build()
+    if not isinstance(attend, Partial):  # whose arguments are arrays
+        attend = Partial(attend)
+    inputs = case.inputs()
+    cotangent = cotangent_of(case)
+    run: Callable[..., Any]
+    if direction == "forward":
+        run = partial(jax.jit(lambda attend, *inputs: attend(*inputs)), attend, *inputs)
+    elif direction == "backward":
+        _, pull = jax.jit(lambda attend, *inputs: jax.vjp(attend, *inputs))(attend, *inputs)
+        run = partial(jax.jit(lambda pull, cotangent: pull(cotangent)), pull, cotangent)
+    else:
+        run = partial(jax.jit(with_gradients), attend, cotangent, *inputs)
+
+    def call():
+        result = jax.block_until_ready(run())
+        return result if isinstance(result, tuple) else (result,)
+
+    return call
+
+
+def cotangent_of(case: AttentionCase) -> jax.Array:
+    """A gradient of the output, drawn like the inputs."""
+    shape = case.batch, case.queries, case.heads, case.value_dim
+    return jax.random.normal(jax.random.key(3), shape, case.dtype)
+
+
+def with_gradients(attend: Attend, cotangent: jax.Array, *inputs: jax.Array) -> tuple[Any, ...]:
+    """The output and the gradients of all inputs."""
+    out, pull = jax.vjp(attend, *inputs)
+    return (out, *pull(cotangent.astype(out.dtype)))
+
+
+# In torch
+
+
+def _torch_call(
+    case: AttentionCase, direction: Direction, options: argparse.Namespace, name: str = ""
+) -> Callable[[], Any]:
+    """torch in its own layout [B, N, T, H]; the transposition is not timed.
+
+    `name` asks for one of its kernels ("flash", "cudnn", "flex"), else torch chooses.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise Absent("torch is not installed") from error
+    device = "cpu"
+    if jax.default_backend() != "cpu":
+        if not torch.cuda.is_available():
+            raise Absent("this torch has no GPU")
+        device = "cuda"
+    else:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    attend = (
+        _flex(torch, case, device) if name == "flex" else _sdpa(torch, case, device, options, name)
+    )
+
+    def tensor(x: jax.Array, transposed: bool = True) -> Any:
+        given = torch.from_numpy(np.array(x, np.float32)).to(device, getattr(torch, case.dtype))
+        return given.transpose(1, 2).contiguous() if transposed else given
+
+    inputs = [tensor(x, index < 3) for index, x in enumerate(case.inputs())]
+    cotangent = tensor(cotangent_of(case))
+    if direction != "forward":
+        inputs = [x.requires_grad_() for x in inputs]
+    once = attend(*inputs) if direction == "backward" else None
+
+    def call():
+        if direction == "forward":
+            with torch.no_grad():
+                outputs, gradients = (attend(*inputs),), ()
+        else:
+            out = attend(*inputs) if once is None else once
+            outputs = (out.detach(),) if once is None else ()
+            gradients = torch.autograd.grad(out, inputs, cotangent, retain_graph=once is not None)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return _Torch((*outputs, *gradients[:3]), gradients[3:])
+
+    return call
+
+
+def _sdpa(
+    torch: Any, case: AttentionCase, device: str, options: argparse.Namespace, name: str
+) -> Attend:
+    """scaled_dot_product_attention: what is no causal flag is an array, a bias of floats."""
+    if case.softcap is not None or case.sinks:
+        raise Absent("no softcap and no sinks")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    if name:
+        attend = _one_kernel(torch, attend, name)
+    attend = partial(attend, enable_gqa=case.heads != case.kv_heads)
+    if not case.is_dense and case.bias is None:
+        return partial(attend, is_causal=case.causal)
+    if name == "flash":
+        raise Absent("takes no mask and no bias as an array")
+    size = case.queries * case.keys
+    needed = size * (3 if case.bias is None else 3 + 8 * case.heads)  # while it is made
+    if needed > options.memory * 2**30:
+        raise Absent(f"the mask or bias as an array needs {needed / 2**30:.1f} GiB")
+    seen = torch.from_numpy(case.seen()[:, None]).to(device)
+    if case.bias is None:
+        return partial(attend, attn_mask=seen)
+    if case.bias == "dense":
+        return lambda q, k, v, bias: attend(q, k, v, bias.masked_fill(~seen, -math.inf))
+    bias = torch.from_numpy(np.array(*_bias(case, np.float32))).to(device)
+    bias = bias.masked_fill(~seen, -math.inf).to(getattr(torch, case.dtype))
+    return partial(attend, attn_mask=bias)
+
+
+def _one_kernel(torch: Any, attend: Attend, name: str) -> Attend:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[name]
+
+    def only(*inputs, **arguments):
+        with sdpa_kernel(backend):
+            return attend(*inputs, **arguments)
+
+    return only
+
+
+def _flex(torch: Any, case: AttentionCase, device: str) -> Attend:
+    """FlexAttention, compiled for this case alone, with its mask as blocks.
+
+    A sink is a factor of what has no sink: l / (l + e^sink).
+    """
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    torch._dynamo.reset()  # or the eighth case would run uncompiled
+    ids = valid = slopes = None
+    if case.documents is not None:
+        ids = torch.from_numpy(case.document_ids()).to(device)
+    if case.padded:
+        valid = torch.from_numpy(case.valid()).to(device)
+    if case.bias == "alibi":
+        slopes = torch.from_numpy(np.array(case.slopes())).to(device)
+
+    def sees(b, h, q, k):
+        result = q >= k if case.causal else q == q
+        if case.window is not None:
+            # no differences: of all pairs, these would be integers
+            result = result & (q - case.window < k) & (q + case.window > k)
+        if ids is not None:
+            result = result & (ids[b, q] == ids[b, k])
+        return result if valid is None else result & valid[b, k]
+
+    blocks = create_block_mask(sees, case.batch, None, case.queries, case.keys, device=device)
+
+    def attend(query, key, value, *more):
+        learned = case.learned(*more)
+
+        def change(score, b, h, q, k):
+            if case.softcap is not None:
+                score = case.softcap * torch.tanh(score / case.softcap)
+            if slopes is not None:
+                score = score - slopes[h] * (q - k).abs()
+            return score + learned["bias"][0, h, q, k] if "bias" in learned else score
+
+        unchanged = case.softcap is None and case.bias is None
+        arguments = dict(block_mask=blocks, enable_gqa=case.heads != case.kv_heads)
+        arguments["score_mod"] = None if unchanged else change
+        if not case.sinks:
+            return flex_attention(query, key, value, **arguments)
+        arguments["return_aux"] = AuxRequest(lse=True)
+        out, found = flex_attention(query, key, value, **arguments)
+        share = torch.sigmoid(found.lse - learned["sinks"][:, None].float())
+        return (out * share[..., None]).to(out.dtype)
+
+    return torch.compile(attend, dynamic=False)
+
+
+@dataclass(frozen=True)
+class _Torch:
+    """torch's results, which become arrays only when looked at."""
+
+    heads: Sequence[Any]  # [B, N, T, H], given as [B, T, N, H]
+    others: Sequence[Any]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        arrays = (x.float().cpu().numpy() for x in (*self.heads, *self.others))
+        return (x.swapaxes(1, 2) if i < len(self.heads) else x for i, x in enumerate(arrays))

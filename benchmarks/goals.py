@@ -1,0 +1,155 @@
+"""What the kernels are to reach on an H200 in bfloat16, and how far a run of them came.
+
+`python -m benchmarks.attention --goals` measures the cells of `GOALS`, each with the contenders its
+goals name, and prints this table at its end. Any run prints the goals of the cells it measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import timing
+from benchmarks.contenders import IN_JAX, OURS, PEERS, WITHOUT
+from benchmarks.specs import Direction
+
+MATMUL = "a matmul"
+"""Of 8192 x 8192 in the same run: its rate."""
+UNORDERED = f"{OURS} pallas_unordered"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A ratio of speeds: of ours in a cell, to contenders in it or to another rate."""
+
+    case: str
+    direction: Direction
+    ratio: float
+    than: tuple[str, ...]
+    """Contenders, of whom the fastest counts; `MATMUL`; or another case, whose rate counts."""
+    of: str = OURS
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The contenders it compares with."""
+        return tuple(name for name in self.than if name in (*PEERS, WITHOUT))
+
+    @property
+    def rate(self) -> str | None:
+        """The case whose rate it compares with."""
+        return None if self.peers or self.than == (MATMUL,) else self.than[0]
+
+
+def _goals() -> tuple[Goal, ...]:
+    both: Direction = "forward+backward"
+    dense, best = "causal-gqa-h128-s8192", PEERS
+    cells: list[tuple[str, Direction, list[tuple[float, tuple[str, ...]]]]] = [
+        ("causal-16k-h128-s8192", "forward", [(1.05, best), (0.87, (MATMUL,))]),
+        ("causal-16k-h64-s4096", "forward", [(1.10, best), (0.60, (MATMUL,))]),
+        ("causal-16k-h128-s8192", "backward",
+         [(1.00, ("jax.nn cudnn",)), (1.30, ("tokamax",)), (0.55, (MATMUL,))]),
+        ("causal-16k-h256-s4096", "backward", [(2.5, IN_JAX), (0.48, (MATMUL,))]),
+        ("window1024-gqa-h128-s8192", both,
+         [(1.15, ("jax.nn cudnn",)), (2.0, ("tokamax",)), (0.75, (dense,))]),
+        ("window1024-gqa-h128-s32768", both,
+         [(1.15, ("jax.nn cudnn",)), (2.0, ("tokamax",)), (0.9, ("window1024-gqa-h128-s8192",))]),
+        ("documents12-h128-s8192", both, [(1.5, ("torch flex",)), (0.85, (dense,))]),
+        ("alibi-16k-h128-s4096", both, [(2.0, ("tokamax",))]),
+        ("bias-16k-h128-s2048", both, [(2.0, ("tokamax",))]),
+        ("everything-gqa-h128-s8192", both, [(1 / 1.10, (WITHOUT,))]),
+        (dense, both, []),
+    ]  # fmt: skip
+    goals = [
+        Goal(case=case, direction=direction, ratio=ratio, than=than)
+        for case, direction, wanted in cells
+        for ratio, than in wanted
+    ]
+    fused = Goal(
+        case="causal-16k-h128-s8192", direction="backward", ratio=0.73, than=(MATMUL,), of=UNORDERED
+    )
+    return (*goals, fused)
+
+
+GOALS = _goals()
+
+
+def cells(goals: Sequence[Goal] = GOALS) -> dict[tuple[str, Direction], set[str]]:
+    """What has to be measured, and who takes part in it."""
+    found: dict[tuple[str, Direction], set[str]] = {}
+    for goal in goals:
+        found.setdefault((goal.case, goal.direction), {OURS}).update({goal.of, *goal.peers})
+        if goal.rate is not None:
+            found.setdefault((goal.rate, goal.direction), {OURS})
+    return found
+
+
+def reached(
+    cases: Sequence[dict[str, Any]], matmul: float, goals: Sequence[Goal] = GOALS
+) -> list[dict[str, Any]]:
+    """For each goal of a measured cell its ratio, or None and the reason why it has none."""
+    measured = {(found["case"], found["direction"]): found for found in cases}
+    rows = []
+    for goal in goals:
+        if (cell := measured.get((goal.case, goal.direction))) is None:
+            continue
+        other = measured.get((goal.rate, goal.direction))
+        than, ratio, reason = _compared(goal, cell, other, matmul)
+        rows.append(
+            {
+                "case": goal.case,
+                "direction": goal.direction,
+                "of": goal.of,
+                "than": than,
+                "goal": goal.ratio,
+                "ratio": ratio,
+                "reason": reason,
+            }
+        )
+    return rows
+
+
+def _compared(
+    goal: Goal, cell: dict[str, Any], other: dict[str, Any] | None, matmul: float
+) -> tuple[str, float | None, str | None]:  # than what, ratio, why none
+    than = {PEERS: "best peer", IN_JAX: "best in JAX"}.get(goal.than, goal.than[0])
+    if goal.of not in cell["timings"]:
+        return than, None, f"{goal.of}: {cell['absent'].get(goal.of, 'does not run')}"
+    if goal.peers:
+        ratios = {n: _speedup(cell, goal.of, n) for n in goal.peers if n in cell["timings"]}
+        if not ratios:
+            return than, None, "; ".join(f"{n}: {why}" for n, why in cell["absent"].items())
+        fastest = min(ratios, key=ratios.__getitem__)
+        than += f", {fastest}" if len(goal.than) > 1 else ""
+        return than, ratios[fastest], None
+    if goal.rate is None:
+        return than, _rate(cell, goal.of) / matmul, None
+    if other is None:
+        return than, None, f"{goal.rate} was not measured"
+    return f"rate of {than}", _rate(cell, goal.of) / _rate(other, goal.of), None
+
+
+def _speedup(cell: dict[str, Any], of: str, peer: str) -> float:
+    if of == OURS:
+        return cell["speedup_of_ours"][peer]
+    timings = cell["timings"]
+    return timings[peer]["median_s"] / timings[of]["median_s"]
+
+
+def _rate(cell: dict[str, Any], name: str) -> float:
+    return cell["flops"] / cell["timings"][name]["median_s"]
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """One line a goal."""
+    rows = [
+        (
+            f"{row['case']} {row['direction']}, {row['of']}",
+            row["than"],
+            f"{row['goal']:.2f}",
+            "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
+            row["reason"] or ("reached" if row["ratio"] >= row["goal"] else "missed"),
+        )
+        for row in found
+    ]
+    return "\n" + timing.table(("goal", "speed against", "wanted", "found", ""), rows)
