@@ -95,7 +95,7 @@ class Saved(NamedTuple):
     """What the backward kernels read of the forward pass, besides the operands."""
 
     do: jax.Array  # [B, T, N, Hv]
-    high: jax.Array  # f32[B, N, T]: m, +inf in rows that pass no gradient on
+    high: jax.Array  # f32[B, N, T]: m; +inf in rows of p 0, also where s is NaN or inf by a bias
     log: jax.Array  # f32[B, N, T]: log l
     D: jax.Array  # f32[B, N, T]
 

@@ -108,10 +108,7 @@ def _attend_backward(plan, saved, cotangents):
             jnp.where(lost, 0, log),
             jnp.where(lost, 0, D),
         )
-        clean, bias = _cleaned(operands)[0], operands.bias
-        if bias is not None:
-            clean = clean._replace(bias=jnp.where(jnp.isnan(bias) | jnp.isposinf(bias), 0, bias))
-        return _gradients(plan, clean, fixed.visits, rows)
+        return _gradients(plan, _cleaned(operands)[0], fixed.visits, rows)
 
     dq, dk, dv, dbias, dslopes, dsinks = _once(marked, careful, results)
     integers = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), fixed)
@@ -196,13 +193,12 @@ def _careful_forward(plan: Plan, operands: Operands, lists: Lists) -> tuple:
     """
     clean, bad_query, bad_key = _cleaned(operands)
     results = QUERIES, ROWS, ROWS
-    zero = lambda x: None if x is None else jnp.zeros_like(x)  # noqa: E731
     marks = clean._replace(
         query=jnp.zeros_like(clean.query),
         key=jnp.zeros_like(clean.key),
         value=jnp.broadcast_to(bad_key[..., None], clean.value.shape).astype(clean.value.dtype),
-        bias=zero(clean.bias),
-        slopes=zero(clean.slopes),
+        bias=None,
+        slopes=None,
         sinks=None,
         dropout=None,
     )

@@ -723,6 +723,8 @@ def weights(
     # One number per pair lives until `differentiate`: what dropout leaves out is negative, and what
     # is not visible 0, as exp2(-inf) is.
     s, tanh = scores(problem, operands, raw, place, q_axis, partial)
+    if operands.bias is not None:  # of a row that is lost to a bias that is not finite
+        s = jnp.where(base == jnp.inf, -jnp.inf, s)
     weight = dropped = jnp.exp2(s * unit(problem, operands) - base)
     grow = 1 / (1 - problem.dropout_rate)
     if problem.dropout_rate:

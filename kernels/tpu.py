@@ -285,6 +285,8 @@ def score_gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [block_k, block_q]
     """(p after dropout, ds, du)."""
     s, tanh, _ = scores(problem, x, step, masked)
+    if x.bias is not None:  # of a row that is lost to a bias that is not finite
+        s = jnp.where(x.high[...] == jnp.inf, -jnp.inf, s)
     p = jnp.exp(s - x.high[...] - x.log[...])
     dp = dropped(problem, dot(x.value[...], x.do[...], 1, 1), x, step)
     ds = p * (dp - x.D[...])

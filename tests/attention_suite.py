@@ -447,15 +447,18 @@ class AttentionSuite:
     # Bias.
 
     @pytest.mark.parametrize("axes", ["BNTS", "_N_S", "B_T_", "TS", ""])
-    def test_array_bias_of_any_broadcast_shape_and_its_gradient(self, axes):
+    def test_array_bias_of_any_broadcast_shape_and_its_gradient(self, axes, dtype="float32"):
         sizes = {"B": 2, "N": 4, "T": self.queries, "S": self.span, "_": 1}
         shape = tuple(sizes[axis] for axis in axes)
         arrays = self.draw(10)
-        arrays["bias"] = jnp.asarray(np.random.default_rng(11).normal(size=shape), jnp.float32)
+        arrays["bias"] = jnp.asarray(np.random.default_rng(11).normal(size=shape), dtype)
         mask, seen = self.causal_tail()
         result = self.evaluate(arrays, mask)
-        assert result["dbias"].shape == shape
+        assert (result["dbias"].shape, result["dbias"].dtype) == (shape, dtype)
         self.check(result, reference(arrays, seen))
+
+    def test_array_bias_in_the_inputs_dtype(self):
+        self.test_array_bias_of_any_broadcast_shape_and_its_gradient("_NTS", self.dtype)
 
     def test_alibi_is_the_same_as_its_array(self):
         slopes, arrays = alibi_slopes(4), self.draw(12)
@@ -908,6 +911,26 @@ class AttentionSuite:
         out = self.attend(*inputs, mask=Causal(), bias=jnp.asarray(bias))
         rows = np.isnan(np.asarray(out, np.float32)).all((0, 2, 3))
         assert np.flatnonzero(rows).tolist() == [7]
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+    def test_a_row_broken_by_its_bias_passes_no_gradient_on(self, bad):
+        arrays = self.draw(41, queries=13, keys=13)
+        inputs = arrays["query"], arrays["key"], arrays["value"]
+        bias = np.random.default_rng(41).normal(size=(1, 4, 13, 13)).astype(np.float32)
+        broken = bias.copy()
+        broken[..., 7, 2] = broken[..., 3, 9] = bad
+
+        def gradients(bias, cotangent):
+            def attend(query, key, value, bias):
+                return self.attend(query, key, value, bias=bias, mask=Causal())
+
+            return jax.vjp(attend, *inputs, bias)[1](cotangent)
+
+        cotangent = arrays["out_cotangent"]
+        found = gradients(jnp.asarray(broken), cotangent)
+        expected = gradients(jnp.asarray(bias), cotangent.at[:, 7].set(0))
+        for x, y in zip(found, expected, strict=True):
+            assert_near(x, np.asarray(y, np.float64), self.gradient_tolerance)
 
     def test_a_softcap_far_above_the_scores_changes_nothing(self):
         arrays = self.draw(41, queries=13, keys=17)

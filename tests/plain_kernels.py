@@ -127,7 +127,8 @@ def _weigh(weights: jax.Array, x: jax.Array, seen: jax.Array) -> jax.Array:  # [
 
 def _differences(problem, operands, seen, full, saved: Saved):
     _, t, s, factor, distance = _scores(problem, operands, seen, full)
-    p = jnp.exp(s - saved.high[..., None] - saved.log[..., None])
+    lost = jnp.isposinf(saved.high)[..., None]
+    p = jnp.where(lost, 0, jnp.exp(s - saved.high[..., None] - saved.log[..., None]))
     G = operands.query.shape[2] // operands.key.shape[2]
     value = jnp.repeat(operands.value.astype(jnp.float32), G, 2)
     do = saved.do.astype(jnp.float32)

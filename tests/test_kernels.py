@@ -293,6 +293,46 @@ def test_a_target_that_is_none_is_refused_by_name():
         _ = Target("gpu").module
 
 
+@pytest.mark.parametrize("backend", ["hopper", "tpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_a_bias_nothing_is_made_but_its_gradient(backend, dtype):
+    """In the caller's program: no copy in another dtype, no other values for rows that broke.
+
+    Hopper turns it for the kernel that walks over queries; what starts at zero is added to."""
+    T = 1024
+    queries = jax.ShapeDtypeStruct((1, T, 2, 64), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((1, 2, T, T), dtype)
+
+    def gradients(query, bias, cotangent):
+        def attend(query, bias):
+            return dot_product_attention(
+                query, query, query, mask=Causal(), bias=bias, implementation="pallas"
+            )
+
+        return jax.vjp(attend, query, bias)[1](cotangent)
+
+    found = set()
+
+    def read(jaxpr):
+        for step in jaxpr.eqns:
+            inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(step.params)]
+            inner = [x for x in inner if hasattr(x, "eqns")]
+            for x in inner:
+                read(x)
+            for v in step.outvars:
+                if not inner and getattr(v.aval, "size", 0) == 2 * T * T:
+                    found.add((step.primitive.name, str(v.aval.dtype)))
+
+    with using(Target(backend)):
+        read(jax.make_jaxpr(gradients)(queries, bias, queries).jaxpr)
+    rounded = {("convert_element_type", dtype)} if dtype == "bfloat16" else set()
+    there = {
+        "hopper": {("transpose", dtype), ("reduce_sum", "float32")},  # over no axis
+        "tpu": {("broadcast_in_dim", "float32")},
+    }
+    assert found == there[backend] | rounded
+
+
 def test_tiles_of_a_mask_without_arrays_are_sorted_before_the_program():
     """Or the compiler does, for up to half a minute: lists by query and by key."""
     shape = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.float32)

@@ -110,10 +110,8 @@ def draw(case: Case) -> tuple[Operands, np.ndarray, np.ndarray, np.ndarray]:
 
     bias = None
     if case.bias is not None:
-        bias = normal(
-            *(size if has else 1 for size, has in zip((B, N, T, S), case.bias, strict=True)),
-            dtype=jnp.float32,
-        )
+        axes = zip((B, N, T, S), case.bias, strict=True)
+        bias = normal(*(size if has else 1 for size, has in axes))
     slopes = jnp.asarray(rng.random((B if case.per_head else 1, N)) / 9, jnp.float32)
     words = jnp.asarray(rng.integers(0, 2**32, (2, B, N), dtype=np.uint32))
     operands = Operands(
@@ -271,7 +269,7 @@ CASES = {
     "bias of keys, tiles in parts": Case(
         B=1, T=21, S=391, blocks=Blocks(16, 256), bias=(False, True, False, True)
     ),
-    "bfloat16": Case(dtype=jnp.bfloat16, H=16),
+    "bfloat16": Case(dtype=jnp.bfloat16, H=16, bias=(False, True, True, True)),
 }
 
 
@@ -391,7 +389,7 @@ def compiled(case: Case, kernel: str, topology: str) -> Any:
         struct((B, S, case.K, case.Hv), case.dtype),
         tuple(vectors(T)),
         tuple(vectors(S)),
-        None if case.bias is None else struct((1, N, T, S), jnp.float32),
+        None if case.bias is None else struct((1, N, T, S), case.dtype),
         struct((1, N), jnp.float32) if case.slopes else None,
         struct((1, N), jnp.float32) if case.sinks else None,
         struct((2, B, N), jnp.uint32) if case.rate else None,
