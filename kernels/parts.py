@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +42,10 @@ Function = Callable[..., tuple[jax.Array, ...]]  # of First, and of arrays
 
 @dataclass(frozen=True)
 class Parts:
-    """The axes of a mesh that split batch rows, query heads and key heads.
+    """The axes of a mesh that split batch rows, query heads and key heads: of those that split
+    query heads the first ones, as many as the key heads allow.
 
-    More parts than key heads: each device computes on the one key head that its queries read.
+    Where others are left, each device computes on the one key head that its queries read.
     """
 
     mesh: Any
@@ -68,8 +70,9 @@ class Parts:
                 names = ()
             axes[role] = names = names if not taken & {*names} and full[role] % number == 0 else ()
             taken |= {*names}
-        number = math.prod(mesh.shape[name] for name in axes["n"])
-        return cls(mesh, full, axes | dict(k=axes["n"] if full["k"] % number == 0 else ()))
+        sizes = itertools.accumulate((mesh.shape[name] for name in axes["n"]), operator.mul)
+        of_keys = sum(full["k"] % size == 0 for size in sizes)
+        return cls(mesh, full, axes | dict(k=axes["n"][:of_keys]))
 
     def spec(self, shape: Sequence[int], roles: Roles) -> PartitionSpec:
         """How an array is split."""
@@ -84,7 +87,7 @@ class Parts:
         """The mesh axes over whose devices a result is still to be summed."""
         if not {"b", "n", "k"} & {*roles}:
             return self.axes["b"] + self.axes["n"]
-        names = () if "k" not in roles or self.axes["k"] else self.axes["n"]
+        names = self._beyond_keys() if "k" in roles else ()
         for size, role in zip(shape, roles, strict=True):
             if role in ("b", "n") and size != self.full[role]:
                 names = names + self.axes[role]
@@ -102,17 +105,21 @@ class Parts:
 
     def write(self, arrays: Sequence[jax.Array], roles: Sequence[Roles]) -> list[jax.Array]:
         """The results, where one key head was read that one of all, and zeros."""
-        return self._of_key_heads(_one_of, arrays, roles, self.full["k"])
+        return self._of_key_heads(_one_of, arrays, roles, self.full["k"] // self._number("k"))
 
     def _of_key_heads(self, change, arrays, roles, number: int) -> list[jax.Array]:
-        n, k = self.axes["n"], self.axes["k"]
-        if n == k:
+        beyond = self._beyond_keys()
+        if not beyond:
             return list(arrays)
-        at = lax.axis_index(n) // (self._number("n") // self.full["k"])
+        at = lax.axis_index(beyond) // (self._number("n") // self.full["k"])
         return [
             change(x, at, number, r.index("k")) if "k" in r else x
             for x, r in zip(arrays, roles, strict=True)
         ]
+
+    def _beyond_keys(self) -> tuple[str, ...]:
+        """The axes that split query heads and not key heads."""
+        return self.axes["n"][len(self.axes["k"]) :]
 
     def _first(self, role: str) -> Any:
         names = self.axes[role]

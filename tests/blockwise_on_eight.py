@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "three rows": dict(batch=3, mask="padded"),
     "six heads": dict(heads=6, kv_heads=6, mask="packed"),
     "three key heads": dict(heads=12, kv_heads=3),
+    "key heads on one of two axes": dict(both=True, kv_heads=4, mask="packed", dropout_rate=0.3),
     "mapped": dict(mask="packed", mapped=3, bias=(1, 8, 1, 150)),
 }  # fmt: skip
 
@@ -70,10 +71,13 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
     sizes = {name: options[name] for name in ("batch", "heads", "kv_heads", "dtype")}
     arrays = draw(3, queries=150, keys=150, **sizes)
     rng = np.random.default_rng(0)
-    rows = P("data") if B % 2 == 0 else P()
-    heads = P(*rows, *[None] * (2 - len(rows)), "model") if N % 4 == 0 else rows
+    rows = P("data") if B % 2 == 0 and not options.get("both") else P()
+    parts = ("data", "model") if options.get("both") else "model"
+    heads = P(*rows, *[None] * (2 - len(rows)), parts) if N % 4 == 0 else rows
     specs = dict.fromkeys(arrays, heads)
-    if options["kv_heads"] % 4:
+    if options.get("both"):
+        specs |= dict.fromkeys(("key", "value"), P(None, None, "data"))
+    elif options["kv_heads"] % 4:
         specs |= dict(key=rows, value=rows)
     ids = np.sort(rng.integers(0, 3, (B, 150)), 1)
     arrays |= dict(
@@ -86,8 +90,8 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
         allowed=jnp.asarray(rng.random((B, N, 150, 150)) < 0.5),
     )
     specs |= dict(ids=rows, lengths=rows, start=rows, scale=P(), reach=P())
-    specs["sinks"] = P("model") if N % 4 == 0 else P()
-    specs["allowed"] = P(*rows, *[None] * (1 - len(rows)), "model") if N % 4 == 0 else rows
+    specs["sinks"] = P(parts) if N % 4 == 0 else P()
+    specs["allowed"] = P(*rows, *[None] * (1 - len(rows)), parts) if N % 4 == 0 else rows
     if options.get("poison"):
         arrays["key"] = arrays["key"].at[1, 3, 2].set(jnp.nan)
     bias = options.get("bias")
