@@ -51,6 +51,8 @@ class Problem:
     not, seen or unseen: the caller then repeats on cleaned inputs, without marks."""
     unordered: bool = False
     """Whether dq may be summed in the order in which programs finish, never twice the same."""
+    fixed_slopes: bool = False
+    """Whether nobody asks for the gradient of slopes, as where they are those of ALiBi's paper."""
     interpret: Any = False
     """False on the device; on a CPU what the backend's interpreter takes."""
 
@@ -76,6 +78,11 @@ class Operands(NamedTuple):
     slopes: jax.Array | None = None  # f32[B or 1, N]: ALiBi, s -= slope |q - k| of the positions
     sinks: jax.Array | None = None  # f32[B or 1, N]
     dropout: jax.Array | None = None  # u32[2, B, N]: words a and b of transformer_jax.dropout
+
+
+def learns_slopes(problem: Problem, operands: Operands) -> bool:
+    """Whether a backward kernel returns what the slopes' gradient is summed of."""
+    return operands.slopes is not None and not problem.fixed_slopes
 
 
 class Lists(NamedTuple):

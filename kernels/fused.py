@@ -20,10 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from transformer_jax.kernels.blocks import Kind
-from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved
+from transformer_jax.kernels.contract import (
+    Blocks,
+    Lists,
+    Operands,
+    Problem,
+    Saved,
+    learns_slopes,
+)
 from transformer_jax.kernels.layout import ROWS, mapped
 from transformer_jax.kernels.parts import KEYS, QUERIES, TILES
 
@@ -55,6 +63,14 @@ class Fixed(NamedTuple):
     visits: Visits
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Asked:
+    """Whose gradient is asked for, of those that are not free."""
+
+    slopes: bool
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
     plan: Plan,
@@ -67,10 +83,16 @@ def attend(
     fixed: Fixed,
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T]
     """Attention and the logarithm of its denominator; T and S are multiples of every tile."""
-    return _attend_forward(plan, query, key, value, bias, slopes, sinks, fixed)[0]
+    return _forward(plan, query, key, value, bias, slopes, sinks, fixed)[0]
 
 
-def _attend_forward(plan, query, key, value, bias, slopes, sinks, fixed):
+def _attend_forward(plan, *primals):
+    slopes = primals[4]
+    results, saved = _forward(plan, *custom_vjp_primal_tree_values(primals))
+    return results, (*saved, Asked(slopes is not None and slopes.perturbed))
+
+
+def _forward(plan, query, key, value, bias, slopes, sinks, fixed):
     operands = Operands(
         query, key, value, fixed.q_vectors, fixed.k_vectors, bias, slopes, sinks, fixed.dropout
     )
@@ -89,8 +111,12 @@ def _attend_forward(plan, query, key, value, bias, slopes, sinks, fixed):
 
 
 def _attend_backward(plan, saved, cotangents):
-    operands, fixed, out, high, log, marked = saved
-    do, dlse = cotangents
+    operands, fixed, out, high, log, marked, asked = saved
+    do, dlse = (
+        jnp.zeros_like(x) if isinstance(given, SymbolicZero) else given
+        for given, x in zip(cotangents, (out, high), strict=True)
+    )
+    plan = _with(plan, dataclasses.replace(plan.problem, fixed_slopes=not asked.slopes))
     if plan.backend.HEADS_FIRST:  # else XLA makes do as the next weight gradient likes, and copies
         do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
     D = _row_dot(do, out) - dlse  # [B, N, T]
@@ -115,7 +141,7 @@ def _attend_backward(plan, saved, cotangents):
     return dq, dk, dv, dbias, dslopes, dsinks, integers
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def _kernel(plan: Plan, name: str, results, *, of_bias: bool = False) -> Callable:
@@ -133,9 +159,10 @@ def _kernel(plan: Plan, name: str, results, *, of_bias: bool = False) -> Callabl
 
 
 def _gradients(plan: Plan, operands: Operands, visits: Visits, rows: Saved) -> tuple:
-    """Of query, key, value, bias, slopes and sinks; None where there is none."""
-    slopes, sinks, bias = operands.slopes, operands.sinks, operands.bias
-    per_row = () if slopes is None else (ROWS,)  # of dslopes; per key where unordered
+    """Of query, key, value, bias, slopes and sinks; None where there is none, or nobody asks."""
+    sinks, bias = operands.sinks, operands.bias
+    learns = learns_slopes(plan.problem, operands)
+    per_row = (ROWS,) if learns else ()  # of dslopes; per key where unordered
     if plan.problem.unordered:
         every = _kernel(plan, "gradient_unordered", (QUERIES, KEYS, KEYS, *per_row))
         dq, dk, dv, *slope_rows = every(operands, visits.keys, rows)
@@ -149,7 +176,7 @@ def _gradients(plan: Plan, operands: Operands, visits: Visits, rows: Saved) -> t
             operands, visits.bias, rows
         )
         dbias = dbias.astype(bias.dtype)
-    if slopes is not None:
+    if learns:
         dslopes = slope_rows[0].sum(axis=(0, 2))[None]
     if sinks is not None:
         weights = jnp.exp(sinks[..., None] - rows.high - rows.log)

@@ -29,6 +29,7 @@ from transformer_jax.kernels.contract import (
     Operands,
     Problem,
     Saved,
+    learns_slopes,
     mix,
     result,
     threshold,
@@ -747,13 +748,13 @@ def weights(
 def gradient_queries(
     problem: Problem, operands: Operands, lists: Lists, blocks: Blocks, saved: Saved
 ) -> tuple[jax.Array, jax.Array | None]:
-    """dq [B, T, N, H], and with slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|."""
+    """dq [B, T, N, H], and with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|."""
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
     items = query_items(operands, lists)
     rows = result((B, N, T), f32, operands.query)
-    has_slopes = operands.slopes is not None
+    has_slopes = learns_slopes(problem, operands)
     slots = value_slots(blocks, H, Hv)
     vectors = Vectors(problem, operands, ROW, copies=roomy(H, Hv))
     in_place = {} if H + Hv > 256 else {"dq_tile": tiles(consumers, ROWS, H, dtype)}

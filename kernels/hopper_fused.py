@@ -22,7 +22,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved, result, vary
+from transformer_jax.kernels.contract import (
+    Blocks,
+    Lists,
+    Operands,
+    Problem,
+    Saved,
+    learns_slopes,
+    result,
+    vary,
+)
 from transformer_jax.kernels.hopper import (
     COLUMN,
     ROWS,
@@ -53,8 +62,8 @@ PARTS = 2  # warpgroups that multiply
 def gradients(
     problem: Problem, operands: Operands, lists: Lists, blocks: Blocks, saved: Saved
 ) -> tuple[jax.Array, ...]:
-    """dq, dk and dv, and with slopes f32[B, N, S] of -sum_i ds_ij |q_i - k_j|; the rows of `lists`
-    are key tiles."""
+    """dq, dk and dv, and with learned slopes f32[B, N, S] of -sum_i ds_ij |q_i - k_j|; the rows of
+    `lists` are key tiles."""
     (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
     dtype, stages = operands.key.dtype, blocks.stages
     assert blocks.k == PARTS * ROWS and blocks.q in (ROWS, PARTS * ROWS), blocks
@@ -64,7 +73,7 @@ def gradients(
     if operands.bias is not None:
         operands = operands._replace(bias=operands.bias.swapaxes(2, 3))
     like = operands.query
-    slopes = (result((B, N, S), f32, like),) * (operands.slopes is not None)
+    slopes = (result((B, N, S), f32, like),) * learns_slopes(problem, operands)
     dq = jax.new_ref(jnp.zeros((B, T, N, H), f32))
     dk, dv, *slopes = launch(
         problem,

@@ -32,6 +32,7 @@ from transformer_jax.kernels.contract import (
     Problem,
     Saved,
     keep,
+    learns_slopes,
     lists_of,
     result,
 )
@@ -134,9 +135,9 @@ def forward(
 def gradient_queries(
     problem: Problem, operands: Operands, lists: Lists, blocks: Blocks, saved: Saved
 ) -> tuple[jax.Array, jax.Array | None]:  # [B, T, N, H], f32[B, N, T]
-    """(dq, -sum_j ds_ij |q_i - k_j|), the second only with slopes."""
+    """(dq, -sum_j ds_ij |q_i - k_j|), the second only with learned slopes."""
     B, T, N, H = operands.query.shape
-    sloped = operands.slopes is not None
+    sloped = learns_slopes(problem, operands)
 
     def kernel(step, x, *refs):
         (dq, *slope_rows), (acc, *slope_acc) = refs[: 1 + sloped], refs[1 + sloped :]

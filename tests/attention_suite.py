@@ -476,6 +476,21 @@ class AttentionSuite:
         by_head = (dscores * distance).sum(axis=(0, 2, 3))
         assert_near(slopes_gradient, by_head, self.gradient_tolerance, "slopes")
 
+    def test_slopes_that_nobody_learns_give_the_same_gradients(self):
+        slopes, arrays = alibi_slopes(4), self.draw(13)
+        seen = oracle.allowed(oracle.causal(), np.arange(self.queries), np.arange(self.span))
+        array = oracle.alibi(np.asarray(slopes), np.arange(self.queries), np.arange(self.span))
+        inputs = arrays["query"], arrays["key"], arrays["value"]
+
+        def attend(*inputs):
+            return self.attend(*inputs, mask=Causal(), bias=ALiBi(slopes))
+
+        found = jax.vjp(attend, *inputs)[1](arrays["out_cotangent"])
+        silent = jnp.zeros_like(arrays["lse_cotangent"])
+        expected = reference(arrays | {"bias": array, "lse_cotangent": silent}, seen)
+        for name, x in zip(("dquery", "dkey", "dvalue"), found, strict=True):
+            assert_near(x, expected[name], self.gradient_tolerance, name)
+
     def test_relative_bias_table_gradient_sums_its_buckets(self):
         arrays = self.draw(13)
         table = np.random.default_rng(14).normal(size=(8, 4)).astype(np.float32)

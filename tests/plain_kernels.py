@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from transformer_jax.kernels import Target
-from transformer_jax.kernels.contract import Blocks, Lists, Operands, Problem, Saved, keep
+from transformer_jax.kernels.contract import (
+    Blocks,
+    Lists,
+    Operands,
+    Problem,
+    Saved,
+    keep,
+    learns_slopes,
+)
 
 LIST_BYTES = None
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
@@ -144,7 +152,7 @@ def gradient_queries(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
     _, ds, du, distance = _differences(problem, operands, seen, full, saved)
     dq = _times_keys(operands, du, seen)
-    return dq, None if operands.slopes is None else -(ds * distance).sum(axis=-1)
+    return dq, None if not learns_slopes(problem, operands) else -(ds * distance).sum(axis=-1)
 
 
 def _times_keys(operands: Operands, du: jax.Array, seen: jax.Array) -> jax.Array:
@@ -157,7 +165,7 @@ def _times_keys(operands: Operands, du: jax.Array, seen: jax.Array) -> jax.Array
 def gradient_unordered(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.k, blocks.q), False)
     _, ds, du, distance = _differences(problem, operands, seen, full, saved)
-    slopes = () if operands.slopes is None else (-(ds * distance).sum(axis=-2),)
+    slopes = () if not learns_slopes(problem, operands) else (-(ds * distance).sum(axis=-2),)
     dk, dv = gradient_keys(problem, operands, lists, blocks, saved)
     return _times_keys(operands, du, seen), dk, dv, *slopes
 

@@ -13,6 +13,7 @@ import pytest
 
 pytest.register_assert_rewrite("attention_suite", "tolerances")
 
+import plain_kernels  # noqa: E402
 from attention_suite import AttentionSuite, draw  # noqa: E402
 from devices import on_devices  # noqa: E402
 from plain_kernels import Plain, visited  # noqa: E402
@@ -291,6 +292,40 @@ def test_lists_that_do_not_fit_are_refused_beforehand():
 def test_a_target_that_is_none_is_refused_by_name():
     with pytest.raises(ValueError, match="backend is 'gpu': must be 'tpu' or 'hopper'"):
         _ = Target("gpu").module
+
+
+def test_slopes_have_a_gradient_only_where_somebody_asks(monkeypatch):
+    """In a kernel it costs a sum over every tile."""
+    arrays, asked = draw(0, queries=16, keys=16), []
+
+    def spied(problem, *rest, original=plain_kernels.gradient_queries):
+        asked.append(not problem.fixed_slopes)
+        return original(problem, *rest)
+
+    monkeypatch.setattr(plain_kernels, "gradient_queries", spied)
+
+    def loss(query, slopes):
+        with using(Plain()):
+            out = dot_product_attention(
+                query, arrays["key"], arrays["value"], bias=ALiBi(slopes), implementation="pallas"
+            )
+        return out.sum()
+
+    def scanned(query, slopes):
+        def step(query, _):
+            return query * loss(query, slopes), None
+
+        return jax.lax.scan(step, query, length=2)[0].sum()
+
+    query, slopes = arrays["query"], jnp.ones(4)
+    wrappers = (loss, jax.jit(loss), jax.checkpoint(loss), scanned)
+    for wrapped in wrappers:
+        jax.grad(wrapped)(query, slopes)
+    assert set(asked) == {False} and len(asked) >= len(wrappers)
+    asked.clear()
+    for wrapped in wrappers:
+        jax.grad(wrapped, (0, 1))(query, slopes)
+    assert set(asked) == {True} and len(asked) >= len(wrappers)
 
 
 @pytest.mark.parametrize("backend", ["hopper", "tpu"])
