@@ -7,6 +7,7 @@ width it supports, and that nothing was measured for.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 from transformer_jax.kernels import Target
@@ -35,7 +36,7 @@ def blocks(where: Target, kind: Kind, H: int, Hv: int, width: int, T: int, S: in
     found = found or where.module.blocks(kind, H, Hv, width)
     least = where.module.SHORTEST
     q, k = (_at_most(n, length, least) for n, length in ((found.q, T), (found.k, S)))
-    return Blocks(q, k, found.stages)
+    return dataclasses.replace(found, q=q, k=k)
 
 
 def _at_most(block: int, length: int, least: int | None) -> int:

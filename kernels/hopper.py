@@ -4,9 +4,10 @@ Every kernel is persistent and warp-specialised: one warpgroup copies tiles into
 memory (TMA, on barriers), the others, `Blocks.q / 64` or `Blocks.k / 64` of them, hold 64 rows of
 the scores each and multiply (wgmma). In the forward pass two of them take turns at the tensor
 cores, so that the softmax of one hides behind the products of the other (FlashAttention-3, Shah et
-al. 2024, section 3.1). Scores are kept in base 2. The backward pass is two kernels, for dq and for
-dk and dv, so that no sum depends on the order in which programs finish; one kernel for all three,
-without that promise, is in hopper_fused.py.
+al. 2024, section 3.1), and with some `Blocks.slack` a warp rescales its sums only where a maximum
+has risen by more than that (FlashAttention-4, Zadouri et al. 2026). Scores are kept in base 2. The
+backward pass is two kernels, for dq and for dk and dv, so that no sum depends on the order in which
+programs finish; one kernel for all three, without that promise, is in hopper_fused.py.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from transformer_jax.kernels.contract import (
     LOWEST,
@@ -517,7 +521,8 @@ def specialise(consumers: int, produce: Callable[[], None], consume: Callable[[A
 def forward(
     problem: Problem, operands: Operands, lists: Lists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Output [B, T, N, Hv], and f32[B, N, T] each of the rows' maximum m and log l."""
+    """Output [B, T, N, Hv], and f32[B, N, T] each of m, the rows' maximum but for some slack, and
+    log l."""
     if blocks.stages < 2:
         raise ValueError(f"stages is {blocks.stages}: the forward kernel needs at least 2")
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
@@ -553,6 +558,30 @@ def forward(
     )(items, lists, operands)
 
 
+def any_of_warp(rows: jax.Array) -> jax.Array:  # bool[rows] -> bool[]
+    """Whether one of a warp's own rows is true. Warps may differ, so what depends on it may hold no
+    barrier and no wgmma."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA.reduce(1),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def vote(_, rows):
+        own = vector.extract(functools.reduce(arith.ori, rows.registers.flat), [], [0])
+        every_lane = mgpu.c(-1, ir.IntegerType.get_signless(32))
+        found = nvvm.vote_sync(every_lane, own, "any")
+        return mgpu.FragmentedArray.splat(found, (), is_signed=False)
+
+    return vote(rows)
+
+
+def rescaled(acc: jax.Array, shrink: jax.Array, risen: jax.Array | None) -> jax.Array:
+    """acc times the factor of its row, which is 1 everywhere in a warp that has not `risen`."""
+    if risen is None:
+        return acc * over(shrink, acc)
+    return lax.cond(risen, lambda: acc * over(shrink, acc), lambda: acc)
+
+
 def shares(H: int, Hv: int) -> bool:
     """Whether the output leaves through the query's slot, where memory is short."""
     return H == Hv > 128
@@ -567,6 +596,9 @@ def _forward(
     consumers, stages = blocks.q // ROWS, blocks.stages
     rows = T // blocks.q
     vectors = Vectors(problem, operands, ROW, copies=roomy(H, Hv) or shares(H, Hv))
+    # beyond 2^27, high + 8 may be rounded to high + 16, and 2^16 is infinite in float16
+    slack = blocks.slack * (1 - 2**-20)
+    branches = slack > 0 and HAS_JAX_11 and not problem.interpret
 
     def place(item):
         return item // (N * rows), item // rows % N, item % rows
@@ -624,7 +656,12 @@ def _forward(
                     marked = total + (raw * 0).sum(axis=1) if problem.mark else total
                     s, _ = scores(problem, operands, raw, where, ROW, partial)
                     one = unit(problem, operands)
-                    grown = jnp.maximum(high, s.max(axis=1) * one)
+                    top = s.max(axis=1) * one
+                    if slack:  # LOWEST + slack is LOWEST: any score is above it
+                        grown = jnp.where(top > high + slack, top, high)
+                    else:
+                        grown = jnp.maximum(high, top)
+                    risen = any_of_warp(grown > high) if branches else None
                     shrink = jnp.exp2(high - grown)
                     p = jnp.exp2(s * one - over(grown, s))
                     if late:
@@ -634,20 +671,20 @@ def _forward(
                         p = jnp.where(kept(problem, operands, where, p.shape, ROW), p, 0)
                     found = lax.optimization_barrier((p, grown, summed, shrink))
                     plgpu.barrier_wait(v_full.at[slot])  # for the next; and nothing sinks below
-                    return found
+                    return *found, risen
 
                 plgpu.barrier_wait(k_full.at[slot])
                 if consumers == 2:
                     plgpu.barrier_wait(turn.at[w])
                 q, k = q_tile.at[fresh(w)], k_tile.at[slot].transpose((1, 0))
                 if first:
-                    p, high, total, _ = softmax(product(q, k, turn_over))
+                    p, high, total, _, _ = softmax(product(q, k, turn_over))
                 else:
-                    acc, (p, high, total, shrink) = products(
+                    acc, (p, high, total, shrink, risen) = products(
                         problem, (q, k), (acc, p, v_tile.at[last]), turn_over, softmax
                     )
                     plgpu.barrier_arrive(v_empty.at[last])
-                    acc = acc * over(shrink, acc)
+                    acc = rescaled(acc, shrink, risen)
                 # not before: the tensor cores read the last tile's until they are done
                 return acc, high, total, p.astype(v_tile.dtype), step + 1
 

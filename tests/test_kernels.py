@@ -6,6 +6,8 @@ a kernel's fault; the kernels themselves are in test_kernels_tpu.py and test_ker
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ from tolerances import GRADIENT_F32, assert_near, assert_same_bits  # noqa: E402
 
 from transformer_jax.attention import dot_product_attention, explain_attention  # noqa: E402
 from transformer_jax.kernels import Target, target, using  # noqa: E402
+from transformer_jax.kernels.blocks import blocks  # noqa: E402
 from transformer_jax.kernels.contract import Blocks  # noqa: E402
 from transformer_jax.mask_vectors import MaskVectors, not_vectors  # noqa: E402
 from transformer_jax.masks import (  # noqa: E402
@@ -166,6 +169,13 @@ def test_behind_the_last_tile_a_list_repeats_it():
     lists = _lists(classes)
     assert lists.order[0, 0].tolist() == [[0, 3, 2, 2], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert lists.full[0, 0].tolist() == [2, 0, 0] and lists.seen[0, 0].tolist() == [3, 0, 1]
+
+
+def test_short_sequences_take_shorter_tiles_and_keep_the_rest():
+    tiles = Blocks(512, 1024, 3, slack=8.0)
+    where = Target("tpu", blocks=(("forward", tiles),))
+    assert blocks(where, "forward", 64, 64, 2, 2000, 2000) == tiles
+    assert blocks(where, "forward", 64, 64, 2, 200, 1000) == replace(tiles, q=256)
 
 
 # Choosing and refusing

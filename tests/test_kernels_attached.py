@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from tolerances import FORWARD_BF16, GRADIENT_BF16, assert_near, assert_same_bit
 
 from benchmarks import contenders, specs  # noqa: E402
 from transformer_jax.attention import dot_product_attention, explain_attention  # noqa: E402
-from transformer_jax.kernels import target  # noqa: E402
+from transformer_jax.kernels import Target, target, using  # noqa: E402
 from transformer_jax.masks import Causal, Mask, Segments, Window  # noqa: E402
 
 WHERE = target()
@@ -111,6 +112,28 @@ def test_long_odd_lengths_of_every_width_match_the_oracle(H, lengths, implementa
     for name, x in zip(names, program(arrays, Causal(), implementation)(), strict=True):
         limit = FORWARD_BF16 if name in ("out", "lse") else GRADIENT_BF16
         assert_near(x, expected[name], limit, name)
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_warps_that_rescale_beside_warps_that_do_not_match_the_oracle(H):
+    """Of every other 16 rows, the maximum rises by more than the slack with each tile of keys."""
+    assert isinstance(WHERE, Target)
+    if WHERE.backend != "hopper":
+        pytest.skip("on Hopper alone")
+    tiles = replace(WHERE.module.blocks("forward", H, H), slack=8.0)
+    S = 5 * tiles.k + 7
+    arrays = draw(
+        H, batch=1, queries=S, keys=S, heads=2, kv_heads=1, dim=H, value_dim=H, dtype="bfloat16"
+    )
+    rows = jnp.arange(S)[:, None]
+    steps = (rows // tiles.k * 0.125 * H**0.5).astype(jnp.bfloat16)
+    arrays["query"] = arrays["query"].at[..., 0].set(jnp.where(rows // 16 % 2, 0, 64))
+    arrays["key"] = arrays["key"].at[..., 0].set(steps)
+    expected = reference(arrays, np.tri(S, dtype=bool)[None, None])
+    with using(replace(WHERE, blocks=(("forward", tiles),))):
+        out, lse, *_ = program(arrays, Causal())()
+    assert_near(out, expected["out"], FORWARD_BF16)
+    assert_near(lse, expected["lse"], FORWARD_BF16)
 
 
 @pytest.mark.parametrize("case", specs.attention_cases("edge"), ids=lambda case: case.name)

@@ -349,6 +349,67 @@ def test_a_row_that_sees_nothing_is_zero_and_passes_nothing_on():
         assert_near(got[name], expected[name], NEAR, name)
 
 
+LAZY = Blocks(128, 64, 2, slack=8.0)
+RISING = {  # by how much, in base 2, from one tile of keys to the next
+    "within the slack": (Case(S=331), [5, 5, 5, 5, 5]),
+    "at once, float16, cap and sinks": (
+        Case(S=331, N=4, K=2, dtype="float16", softcap=40.0, sinks=True), [0, 3, 30, -30, 2]
+    ),
+    "at once, window in documents": (
+        Case(B=2, T=263, S=263, visible=window_in_document), [5, 40, 7, 7]
+    ),
+}  # fmt: skip
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("case", "steps"), RISING.values(), ids=RISING)
+def test_a_maximum_that_is_kept_while_the_slack_lasts_changes_no_result(case, steps):
+    operands, do = draw(case)
+    levels = np.cumsum([0, *steps]).repeat(LAZY.k)[: case.S] * np.log(2) / case.scale / 32
+    levels = jnp.asarray(np.pad(levels, (0, operands.key.shape[1] - case.S)), case.dtype)
+    operands = operands._replace(
+        query=operands.query.at[..., 0].set(32), key=operands.key.at[..., 0].set(levels[:, None])
+    )
+    expected, saved = oracle(case, operands, do)
+    got = run_forward(case, operands, LAZY)
+    live = np.isfinite(expected["high"])
+    behind = (expected["high"][live] - np.asarray(got["high"], np.float64)[live]) / np.log(2)
+    assert 1 < behind.max() < LAZY.slack + 0.01 and behind.min() > -0.01
+    high = jnp.where(jnp.isneginf(got["high"]), jnp.inf, got["high"])
+    saved = saved._replace(do=do, high=high, log=got["log"])
+    got |= run_gradients(case, operands, saved) | {"lse": got["high"] + got["log"]}
+    expected["lse"] = expected["high"] + expected["log"]
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        assert_near(got[name], expected[name], EXACT if name == "lse" else NEAR, name)
+
+
+@needs_interpreter
+def test_the_first_score_is_the_maximum_however_low_and_however_much_slack():
+    case = Case(T=256, S=256, bias=(1, 1, 1, 256))
+    operands, do = draw(case)
+    low = operands.bias.at[..., :64].set(-1.8e38).at[..., 64:128].set(-np.inf)
+    operands = operands._replace(bias=low)
+    expected, _ = oracle(case, operands, do)
+    got = run_forward(case, operands, LAZY)
+    assert (np.asarray(got["high"])[:, :, :128] < -1.7e38).all()
+    assert_near(got["out"], expected["out"], NEAR, "out")
+    for rows in (np.s_[:, :, :128], np.s_[:, :, 128:]):
+        lse = (np.asarray(x["high"] + x["log"])[rows] for x in (got, expected))
+        assert_near(*lse, EXACT, "lse")
+
+
+@needs_interpreter
+def test_a_rounded_sum_of_maximum_and_slack_lets_no_weight_overflow_in_float16():
+    case = Case(T=128, S=128, N=1, visible=None, scale=np.log(2), dtype="float16")
+    operands, do = draw(case)
+    query = jnp.zeros_like(operands.query).at[..., 0].set(2**13).at[..., 1].set(4)
+    key = jnp.zeros_like(operands.key).at[..., 0].set(2**14).at[..., 1].set(4)
+    operands = operands._replace(query=query, key=key.at[:, 64:, :, 1].set(8))
+    assert np.float32(2**27 + 16) + np.float32(LAZY.slack) == 2**27 + 32, "the scores of both tiles"
+    got = run_forward(case, operands, LAZY)
+    assert_near(got["out"], oracle(case, operands, do)[0]["out"], NEAR, "out")
+
+
 @needs_interpreter
 def test_very_low_scores_that_are_visible_count():
     case = Case(S=167, bias=(1, 1, 167, 1))
@@ -361,13 +422,19 @@ def test_very_low_scores_that_are_visible_count():
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("array", "poison"), [("key", np.inf), ("value", np.nan)])
-def test_what_is_not_finite_is_marked_where_a_partial_tile_holds_it_and_nowhere_else(array, poison):
+@pytest.mark.parametrize(
+    ("array", "poison", "plan"),
+    [("key", np.inf, None), ("value", np.nan, None), ("key", np.inf, LAZY)],
+    ids=["key", "value", "slack"],
+)
+def test_what_is_not_finite_is_marked_where_a_partial_tile_holds_it_and_nowhere_else(
+    array, poison, plan
+):
     case = Case(T=256, S=256, N=1)
     operands, _ = draw(case)
-    clean = run_forward(case, operands)
+    clean = run_forward(case, operands, plan)
     poisoned = getattr(operands, array).at[0, 200, 0, 5].set(poison)
-    got = run_forward(case, operands._replace(**{array: poisoned}))
+    got = run_forward(case, operands._replace(**{array: poisoned}), plan)
     marked = np.isnan(np.asarray(got["log"]))[0, 0]
     assert marked[128:].all(), "the rows of the tile with key 200"
     assert not marked[:128].any(), "rows that skip it"
@@ -427,9 +494,13 @@ def test_every_head_dim_has_tiles_that_divide_128(kind):
             assert isinstance(plan, Blocks) and 128 % plan.q == 0 == 128 % plan.k
 
 
+WITH_SLACK = Target("hopper", blocks=(("forward", LAZY),))
+
+
+@pytest.mark.parametrize("where", [Target("hopper"), WITH_SLACK], ids=["", "slack"])
 @pytest.mark.parametrize("options", [{}, {"bias": (1, 4, 256, 1)}], ids=["plain", "bias"])
 @pytest.mark.parametrize("name", ["pallas"] + ["pallas_unordered"] * hopper.HAS_JAX_11)
-def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(name, options):
+def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(name, options, where):
     """Traced, not run: `shard_map` compares types."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
@@ -447,20 +518,21 @@ def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(name, option
         return found
 
     mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    with using(Target("hopper")):
+    with using(where):
         shapes = jax.eval_shape(mapped, query, key, key)
     assert [x.shape for x in shapes] == [query.shape, key.shape, key.shape]
 
 
+@pytest.mark.parametrize("where", [Target("hopper"), WITH_SLACK], ids=["", "slack"])
 @pytest.mark.parametrize("name", ["pallas"] + ["pallas_unordered"] * hopper.HAS_JAX_11)
-def test_the_kernels_trace_where_python_integers_have_64_bits(name):
+def test_the_kernels_trace_where_python_integers_have_64_bits(name, where):
     query, key = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
 
     def loss(query, key, value):
         settings = dict(mask=Causal(), bias=ALiBi(jnp.ones(4, jnp.float32)), implementation=name)
         return dot_product_attention(query, key, value, **settings).astype(jnp.float32).sum()
 
-    with jax.enable_x64(True), using(Target("hopper")):
+    with jax.enable_x64(True), using(where):
         shapes = jax.eval_shape(jax.grad(loss, (0, 1, 2)), query, key, key)
     assert {x.dtype for x in shapes} == {jnp.dtype("bfloat16")}
 
