@@ -2,6 +2,7 @@
 
     python -m benchmarks.tune_attention
     python -m benchmarks.tune_attention --heads 16:4 --dims 128:128 --lengths 8192 --dtype bfloat16
+    python -m benchmarks.tune_attention --candidates 128:128:2 128:128:2:8  # tiles, stages, slack
 
 One kernel after the other ("forward", then "queries" and "keys" of the backward pass, then the
 "unordered" one that stands for both), the others at their present sizes: every candidate is
@@ -34,14 +35,14 @@ SEARCHED: tuple[Kind, ...] = ("forward", "queries", "keys", "unordered")
 _TPU = [Blocks(q, k) for q in (256, 512, 1024) for k in (256, 512, 1024, 2048)]
 
 
-def _hopper(queries: tuple[int, ...], keys: tuple[int, ...]) -> list[Blocks]:
-    return [Blocks(*sizes) for sizes in itertools.product(queries, keys, (2, 3))]
+def _hopper(queries: tuple[int, ...], keys: tuple[int, ...], slack: float = 0.0) -> list[Blocks]:
+    return [Blocks(*sizes, slack) for sizes in itertools.product(queries, keys, (2, 3))]
 
 
 CANDIDATES: dict[str, dict[Kind, list[Blocks]]] = {
     "tpu": dict.fromkeys(SEARCHED, _TPU),
     "hopper": {  # multiples of 64: other numbers of keys do not compile, and leave keys out
-        "forward": _hopper((64, 128, 192), (64, 128, 192)),
+        "forward": _hopper((128, 192), (64, 128), 8.0) + _hopper((64, 128, 192), (64, 128, 192)),
         "queries": _hopper((64, 128, 192), (64, 128)),
         "keys": _hopper((64, 128), (64, 128)),
         "unordered": _hopper((64, 128), (128,)),
@@ -139,7 +140,8 @@ def _with(where: Target, kind: Kind, tiles: Blocks) -> Target:
 
 
 def _written(tiles: Blocks) -> str:
-    return f"Blocks({tiles.q}, {tiles.k}, {tiles.stages})"
+    slack = f", slack={tiles.slack}" if tiles.slack else ""
+    return f"Blocks({tiles.q}, {tiles.k}, {tiles.stages}{slack})"
 
 
 def _inputs(B: int, S: int, N: int, K: int, H: int, Hv: int, dtype: str) -> tuple[jax.Array, ...]:
@@ -181,7 +183,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
         return int(first), int(second or first)
 
     def tiles(text: str) -> Blocks:
-        return Blocks(*map(int, text.split(":")))
+        numbers = text.split(":")
+        return Blocks(*map(int, numbers[:3]), *map(float, numbers[3:]))
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=4)
@@ -189,7 +192,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dims", type=pair, nargs="+", default=[(64, 64), (128, 128)], metavar="H")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--candidates", type=tiles, nargs="+", metavar="Q:K:STAGES")
+    parser.add_argument("--candidates", type=tiles, nargs="+", metavar="Q:K:STAGES[:SLACK]")
     parser.add_argument("--minutes", type=float, default=math.inf, help="for all searches, about")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=30.0, help="for one search, about")

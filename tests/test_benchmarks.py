@@ -9,8 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, contenders, decode, goals, load, serve, specs, timing
+from benchmarks import (
+    attention,
+    contenders,
+    decode,
+    goals,
+    load,
+    serve,
+    specs,
+    timing,
+    tune_attention,
+)
 from benchmarks.timing import Contender
+from transformer_jax.kernels.contract import Blocks
 from transformer_jax.models import init_params, num_params
 
 
@@ -421,3 +432,11 @@ def test_limits_are_those_of_this_machine(monkeypatch):
     alike = 2 * 1024**3 / (time.perf_counter() - start)
     assert alike / 20 < found["matmul_flops_per_s"] < alike * 20
     assert 1e8 < found["copy_bytes_per_s"] < 1e12
+
+
+def test_tiles_are_read_and_written_with_their_slack():
+    texts = "128:64:2", "64:192:3:8"
+    tiles = tune_attention._options(["--candidates", *texts]).candidates
+    assert tiles == [Blocks(128, 64, 2), Blocks(64, 192, 3, slack=8.0)]
+    written = [tune_attention._written(t) for t in tiles]
+    assert written == ["Blocks(128, 64, 2)", "Blocks(64, 192, 3, slack=8.0)"]
