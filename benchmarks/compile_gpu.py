@@ -164,6 +164,7 @@ def configurations(arguments: argparse.Namespace):
             "bias": ({}, {"bias": ((B, N, T, T), jnp.bfloat16)}),
             "key bias": ({}, {"bias": ((1, N, 1, T), jnp.float32)}),
             "slopes": ({}, {"slopes": ((1, N), jnp.float32)}),
+            "fixed": ({"fixed_slopes": True}, {"slopes": ((1, N), jnp.float32)}),
             "softcap": ({"softcap": 30.0}, {}),
             "sinks": ({}, {"sinks": ((1, N), jnp.float32)}),
             "dropout": ({"dropout_rate": 0.1}, {"dropout": ((2, B, N), jnp.uint32)}),
