@@ -17,6 +17,7 @@ from benchmarks.specs import Direction
 MATMUL = "a matmul"
 """Of 8192 x 8192 in the same run: its rate."""
 UNORDERED = f"{OURS} pallas_unordered"
+TOLERANCE = 0.1  # of the largest value: bfloat16 in another order, not another result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +114,13 @@ def _compared(
     goal: Goal, cell: dict[str, Any], other: dict[str, Any] | None, matmul: float
 ) -> tuple[str, float | None, str | None]:  # than what, ratio, why none
     than = {PEERS: "best peer", IN_JAX: "best in JAX"}.get(goal.than, goal.than[0])
-    if goal.of not in cell["timings"]:
-        return than, None, f"{goal.of}: {cell['absent'].get(goal.of, 'does not run')}"
+    if why := _trouble(cell, goal.of):
+        return than, None, f"{goal.of}: {why}"
     if goal.peers:
-        ratios = {n: _speedup(cell, goal.of, n) for n in goal.peers if n in cell["timings"]}
+        troubles = {name: _trouble(cell, name) for name in goal.peers}
+        ratios = {n: _speedup(cell, goal.of, n) for n, why in troubles.items() if why is None}
         if not ratios:
-            return than, None, "; ".join(f"{n}: {why}" for n, why in cell["absent"].items())
+            return than, None, "; ".join(f"{name}: {why}" for name, why in troubles.items())
         fastest = min(ratios, key=ratios.__getitem__)
         than += f", {fastest}" if len(goal.than) > 1 else ""
         return than, ratios[fastest], None
@@ -127,6 +129,16 @@ def _compared(
     if other is None:
         return than, None, f"{goal.rate} was not measured"
     return f"rate of {than}", _rate(cell, goal.of) / _rate(other, goal.of), None
+
+
+def _trouble(cell: dict[str, Any], name: str) -> str | None:
+    """Why a contender's time does not count."""
+    if name not in cell["timings"]:
+        return cell["absent"].get(name, "does not run")
+    difference = cell["difference"].get(name, 0.0)  # none is taken where it is another function
+    if difference is None:
+        return "not finite"
+    return f"differs by {difference:.2g}" if difference > TOLERANCE else None
 
 
 def _speedup(cell: dict[str, Any], of: str, peer: str) -> float:

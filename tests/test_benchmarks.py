@@ -339,7 +339,7 @@ def contender(timings, *, direction="backward", case="a", **absent):
     ratios = {name: seconds / timings["ours"] for name, seconds in timings.items()}
     return dict(
         case=case, direction=direction, flops=6e9, timings=summaries, speedup_of_ours=ratios,
-        absent=absent,
+        absent=absent, difference=dict.fromkeys(timings, 0.01),
     )  # fmt: skip
 
 
@@ -366,6 +366,7 @@ def test_a_goal_that_was_not_measured_says_why():
     cell = contender({"ours": 2.0}, flax="broken")
     wanted = [
         goals.Goal(case="a", direction="backward", ratio=1.5, than=("flax",)),
+        goals.Goal(case="a", direction="backward", ratio=1.5, than=("flax", "torch")),
         goals.Goal(case="a", direction="backward", ratio=1.5, than=(goals.MATMUL,), of="other"),
         goals.Goal(case="a", direction="backward", ratio=0.25, than=(goals.MATMUL,)),
         goals.Goal(case="a", direction="backward", ratio=0.26, than=(goals.MATMUL,)),
@@ -373,7 +374,28 @@ def test_a_goal_that_was_not_measured_says_why():
     ]
     rows = goals.reached([cell], 12e9, wanted)
     said = [line.rsplit("  ", 1)[-1] for line in goals.table(rows).splitlines()[2:]]
-    assert said == ["flax: broken", "other: does not run", "reached", "missed"]
+    assert said == [
+        "flax: broken",
+        "flax: broken; torch: does not run",
+        "other: does not run",
+        "reached",
+        "missed",
+    ]
+
+
+def test_who_computes_something_else_counts_in_no_goal():
+    goal = goals.Goal(case="a", direction="backward", ratio=1.5, than=("flax", "torch"))
+    cell = contender({"ours": 2.0, "flax": 1.0, "torch": 3.0})
+
+    def reached(**differences):
+        cell["difference"] |= differences
+        [row] = goals.reached([cell], 12e9, [goal])
+        return row["ratio"], row["reason"]
+
+    assert reached() == (0.5, None)
+    assert reached(flax=0.3) == (1.5, None)
+    assert reached(torch=None) == (None, "flax: differs by 0.3; torch: not finite")
+    assert reached(torch=0.0, ours=0.5) == (None, "ours: differs by 0.5")
 
 
 def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
