@@ -414,9 +414,19 @@ def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
-@pytest.mark.parametrize("name", ["edge-alibi", "edge-bias", "edge-capped", "edge-documents"])
+@pytest.mark.parametrize("name", ["edge-alibi", "edge-bias", "edge-capped"])
 @pytest.mark.usefixtures("quick_compilation")
-def test_contenders_compute_the_same_or_say_why_not(name, direction):
+def test_contenders_differentiate_the_same_or_say_why_not(name, direction):
+    compare_contenders(name, direction)
+
+
+@pytest.mark.parametrize("name", ["edge-documents", "edge-window", "edge-band", "edge-padding"])
+@pytest.mark.usefixtures("quick_compilation")
+def test_contenders_see_the_same(name):
+    compare_contenders(name, "forward")
+
+
+def compare_contenders(name, direction):
     """As many key heads as flax has, and with torch where it is installed."""
     case = shrunk(next(c for c in specs.ATTENTION if c.name == name))
     case = replace(case, batch=2, heads=2, kv_heads=2, head_dim=16, value_dim=16)
@@ -431,6 +441,57 @@ def test_contenders_compute_the_same_or_say_why_not(name, direction):
     assert found["difference"].keys() - {"torch"} == there
     assert all(x is not None and x < 2e-5 for x in found["difference"].values())
     assert (contenders.WITHOUT in found["timings"]) == capped
+
+
+def test_the_backward_pass_is_timed_without_the_forward_pass():
+    case = replace(specs.attention_cases("quick")[0], queries=5, keys=5)
+    options, passes = attention._options(["--quick"]), []
+
+    def attend(query, key, value):
+        jax.debug.callback(lambda: passes.append("forward"))
+        return jnp.einsum("BTNH,BSNH->BTNH", query + value, key)
+
+    def forward_passes(direction):
+        passes.clear()
+        call = contenders._jax_call(case, direction, options, lambda: attend, "blockwise")
+        found = [np.shape(x) for _ in range(3) for x in call()]
+        jax.effects_barrier()
+        return len(passes), len(found) // 3
+
+    assert forward_passes("forward") == (3, 1)
+    assert forward_passes("backward") == (1, 3)
+    assert forward_passes("forward+backward") == (3, 4)
+
+
+def test_ours_is_what_was_asked_for_and_without_is_the_same_without_softcap_and_sinks(monkeypatch):
+    case = shrunk(next(c for c in specs.ATTENTION if c.name == "edge-capped"))
+    options, asked = attention._options(["--quick", "--ours", "xla"]), []
+
+    def spied(case, name, original=contenders.ours):
+        asked.append((name, case.softcap, case.sinks, case.padded))
+        return original(case, name)
+
+    monkeypatch.setattr(contenders, "ours", spied)
+    calls = contenders.builders(case, "forward", options)
+    outputs = {name: calls[name]()() for name in (contenders.OURS, contenders.WITHOUT)}
+    assert asked == [("xla", 3.0, True, True), ("xla", None, False, True)]
+    assert not np.allclose(*(np.asarray(out[0]) for out in outputs.values()))
+    assert "ours xla" not in calls and "ours blockwise" in calls
+
+
+def test_the_cells_of_goals_have_whom_they_compare_and_the_cases_of_other_rates():
+    both = "forward+backward"
+    wanted = [
+        goals.Goal(case="a", direction=both, ratio=1.0, than=("flax", "torch")),
+        goals.Goal(case="a", direction=both, ratio=1.0, than=("b",)),
+        goals.Goal(case="a", direction="forward", ratio=1.0, than=(goals.MATMUL,), of="other"),
+    ]
+    assert goals.cells(wanted) == {
+        ("a", both): {"ours", "flax", "torch"},
+        ("b", both): {"ours"},
+        ("a", "forward"): {"ours", "other"},
+    }
+    assert {goal.of for goal in goals.GOALS} == {"ours", goals.UNORDERED}
 
 
 def test_a_learned_bias_and_sinks_are_differentiated():
