@@ -495,6 +495,7 @@ class TestTpu(AttentionSuite):
     every_time = frozenset(
         {
             "test_an_infinity_that_is_seen_makes_its_rows_nan[key]",
+            "test_a_row_broken_by_its_bias_passes_no_gradient_on[nan]",
             "test_any_length_matches_the_oracle[129x2]",
             "test_every_mask_matches_the_oracle[window]",
             "test_slopes_of_many_heads_are_each_their_own",

@@ -49,7 +49,10 @@ SUGGESTED = "key heads on one of two axes, automatic"
         pytest.param(
             [
                 *("all at once, explicit", "all at once, automatic"),
-                "key heads on one of two axes, explicit",
+                *(
+                    "key heads on one of two axes, explicit",
+                    "key heads on one of two axes, automatic",
+                ),
                 *("exported", "projected", "ordered", "cut", "precise", "unasked"),
             ],
             id="some",
