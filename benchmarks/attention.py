@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     clock = timing.prepare(one_core=options.one_core)
     before = timing.environment()
     print(timing.headline(before))
+    if options.goals and before["platform"] != "cpu":
+        options.ours = options.ours or "pallas"  # of which they are
     selected = _selected(options, before["platform"])
     if not selected:
         raise SystemExit(f"no case's name contains {options.only!r}")
@@ -81,7 +83,8 @@ def main(argv: list[str] | None = None) -> None:
     memory = [] if options.skip_memory else list(memory_growth(options))
     if memory:
         print(_memory_table(memory))
-    if reached := goals.reached(results["cases"], limit):
+    reached = goals.reached(results["cases"], limit) if options.goals else []
+    if reached:
         print(goals.table(reached))
     write(geometric_means=means, memory=memory, goals=reached)
     if options.out is not None and results["cases"]:
@@ -123,6 +126,7 @@ def measure(
     return {
         "case": case.name,
         "direction": direction,
+        "ours": options.ours or contenders.explain(case).chosen,
         "flops": case.flops(direction),
         "timings": {name: t.summary() for name, t in taken.items()},
         "speedup_of_ours": {

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "torch", "transformers")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "torch", "transformers", "tokamax")
 
 
 @dataclass(frozen=True)

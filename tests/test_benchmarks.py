@@ -371,7 +371,9 @@ def test_a_goal_that_was_not_measured_says_why():
         goals.Goal(case="a", direction="backward", ratio=0.25, than=(goals.MATMUL,)),
         goals.Goal(case="a", direction="backward", ratio=0.26, than=(goals.MATMUL,)),
         goals.Goal(case="a", direction="forward", ratio=1.5, than=("flax",)),
+        goals.Goal(case="a", direction="backward", ratio=1.0, than=("torch", "tokamax")),
     ]
+    cell["timings"]["tokamax"], cell["speedup_of_ours"]["tokamax"] = {"median_s": 2.0}, 1.0
     rows = goals.reached([cell], 12e9, wanted)
     said = [line.rsplit("  ", 1)[-1] for line in goals.table(rows).splitlines()[2:]]
     assert said == [
@@ -380,6 +382,7 @@ def test_a_goal_that_was_not_measured_says_why():
         "other: does not run",
         "reached",
         "missed",
+        "reached, without torch",
     ]
 
 
@@ -393,7 +396,7 @@ def test_who_computes_something_else_counts_in_no_goal():
         return row["ratio"], row["reason"]
 
     assert reached() == (0.5, None)
-    assert reached(flax=0.3) == (1.5, None)
+    assert reached(flax=0.3) == (1.5, "without flax")
     assert reached(torch=None) == (None, "flax: differs by 0.3; torch: not finite")
     assert reached(torch=0.0, ours=0.5) == (None, "ours: differs by 0.5")
 
