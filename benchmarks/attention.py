@@ -25,7 +25,8 @@ import jax
 import numpy as np
 
 from benchmarks import contenders, goals, specs, timing
-from benchmarks.contenders import OURS, PEERS, WITHOUT, Absent
+from benchmarks.contenders import OURS, PEERS, WITHOUT
+from benchmarks.peers import Absent
 from benchmarks.specs import AttentionCase, Direction
 from benchmarks.timing import Contender
 
@@ -176,10 +177,10 @@ def memory_growth(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if jax.default_backend() != "cpu":
         base = replace(base, dtype="bfloat16")
     lengths = (512, 1024, 2048) if options.quick else (2048, 4096, 8192, 16384)
-    masks: dict[str, dict[str, Any]] = {
+    variants: dict[str, dict[str, Any]] = {
         "window256": dict(window=256), "causal": {}, "alibi": dict(bias="alibi"),
     }  # fmt: skip
-    for label, changes in masks.items():
+    for label, changes in variants.items():
         cases = [replace(base, queries=n, keys=n, **changes) for n in lengths]
         attends = {"jax.nn": lambda case: contenders.jax_nn(case, "xla")}
         for name, reason in contenders.explain(cases[0]).items():
@@ -211,17 +212,19 @@ def _line(found: dict[str, Any], limit: float) -> str:
         f"\n{found['case']} {found['direction']}: {rate / 1e9:.0f} GFLOP/s, "
         f"{rate / limit:.2f} of a matmul"
     ]
+    differs = {
+        name: "not finite" if x is None else f"{x:.0e}" for name, x in found["difference"].items()
+    }
     rows = []
     for name, taken in timings.items():
         low, high = taken["quartiles_s"]
-        difference = found["difference"].get(name, math.nan)
         rows.append(
             (
                 name,
                 f"{1e3 * taken['median_s']:.2f}",
                 f"{1e3 * low:.2f}-{1e3 * high:.2f}",
                 f"{ratios[name]:.2f}x" if name in ratios else "",
-                "not finite" if difference is None else f"{difference:.0e}".replace("nan", ""),
+                differs.get(name, ""),
             )
         )
     lines.append(timing.table(("", "ms", "middle half", "ours is", "differs"), rows))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
+from benchmarks.peers import Absent, torch_and_device
 from benchmarks.specs import AttentionCase, Direction
 from transformer_jax import ALiBi, dot_product_attention, explain_attention
 
@@ -29,10 +29,6 @@ PEERS = (*IN_JAX, "torch", "torch flash", "torch cudnn", "torch flex")
 
 Attend = Callable[..., Any]
 """Of a case's inputs."""
-
-
-class Absent(Exception):
-    """Why a contender does not take part in a case."""
 
 
 def builders(
@@ -80,7 +76,6 @@ def plain(case: AttentionCase) -> AttentionCase:
 
 def ours(case: AttentionCase, name: str | None) -> Attend:
     """Ours, by the name of an implementation or as `None` chooses."""
-
     fixed = dict(settings(case), implementation=name)
 
     def attend(query, key, value, *more):
@@ -236,17 +231,7 @@ def _torch_call(
 
     `name` asks for one of its kernels ("flash", "cudnn", "flex"), else torch chooses.
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise Absent("torch is not installed") from error
-    device = "cpu"
-    if jax.default_backend() != "cpu":
-        if not torch.cuda.is_available():
-            raise Absent("this torch has no GPU")
-        device = "cuda"
-    else:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch, device = torch_and_device()
     attend = (
         _flex(torch, case, device) if name == "flex" else _sdpa(torch, case, device, options, name)
     )

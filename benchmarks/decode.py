@@ -13,7 +13,6 @@ The last line asks what four times the cache's capacity costs while it holds the
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import specs, timing
+from benchmarks.peers import Absent, torch_and_device
 from benchmarks.specs import DecodeCase
 from benchmarks.timing import Contender, Timing
 from transformer_jax.decode import generate, make_step, prefill
@@ -36,10 +36,6 @@ FIRST = ", first token"
 QUESTION = "decoding: seconds per greedy generate call of ours, its peers and the memory's limit"
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 """Largest difference of a logit from ours; the logits of these weights are within 3 or so."""
-
-
-class Absent(Exception):
-    """Why a contender does not take part."""
 
 
 @dataclass(frozen=True)
@@ -189,18 +185,11 @@ def ours(case: DecodeCase, params: dict[str, Any], capacity: int | None = None) 
 
 def hugging_face(case: DecodeCase, params: dict[str, Any], compiled: bool = False) -> Peer:
     """`GPT2LMHeadModel.generate` with our weights; shorter rows are padded on the left."""
+    torch, device = torch_and_device()
     try:
-        import torch
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError as error:
         raise Absent(f"{error.name} is not installed") from error
-    device = "cpu"
-    if jax.default_backend() != "cpu":
-        if not torch.cuda.is_available():
-            raise Absent("this torch has no GPU")
-        device = "cuda"
-    elif hasattr(os, "sched_getaffinity"):
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
     cfg = case.model
     config = GPT2Config(
         vocab_size=cfg.vocab_size, n_positions=cfg.max_len, n_embd=cfg.d_model,

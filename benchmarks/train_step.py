@@ -11,7 +11,6 @@ eager and compiled, with its fused attention and optimizer. First losses must ag
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 import optax
 
 from benchmarks import specs, timing
+from benchmarks.peers import Absent, torch_and_device
 from benchmarks.specs import TrainCase
 from benchmarks.timing import Contender
 from transformer_jax.config import ModelConfig, TrainConfig
@@ -31,10 +31,6 @@ OURS = "ours"
 QUESTION = "training: seconds per optimizer step of ours and its peers"
 RECIPE = TrainConfig(warmup_steps=0, learning_rate=3e-4)
 """Learning rate, betas, decay and clipping of every contender."""
-
-
-class Absent(Exception):
-    """Why a contender does not take part."""
 
 
 Step = Callable[[], float]
@@ -216,21 +212,12 @@ def torch_compiled(case: TrainCase) -> Step:
 
 
 def _torch_model(cfg: ModelConfig) -> tuple[Any, str]:
-    try:
-        import torch
-    except ImportError as error:
-        raise Absent("torch is not installed") from error
+    torch, device = torch_and_device()
     from torch import nn
     from torch.nn import functional as F
 
-    device = "cpu"
-    if jax.default_backend() != "cpu":
-        if not torch.cuda.is_available():
-            raise Absent("this torch has no GPU")
-        device = "cuda"
+    if device == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, as XLA takes there
-    elif hasattr(os, "sched_getaffinity"):
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
 
     class Block(nn.Module):

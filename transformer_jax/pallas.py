@@ -111,8 +111,9 @@ def pallas_attention(
     if isinstance(bias, ALiBi):
         slopes = jnp.broadcast_to(jnp.asarray(bias.slopes, jnp.float32), (1, N))
     elif bias is not None:
-        large = min(bias.shape[2:]) > 1 and bias.dtype == query.dtype  # not worth a copy
-        dense = bias if large else bias.astype(jnp.float32)
+        # [.., T, S] is read in its own dtype; what is smaller costs nothing to copy
+        as_given = min(bias.shape[2:]) > 1 and bias.dtype == query.dtype
+        dense = bias if as_given else bias.astype(jnp.float32)
         for axis, given, length in ((2, T, padded_T), (3, S, padded_S)):
             if dense.shape[axis] == given and given != 1:
                 dense = pad(dense, axis, length, 0)
