@@ -78,18 +78,19 @@ def main(argv: list[str] | None = None) -> None:
             print(_line(found, limit), flush=True)
         write()  # each time: a run may be cut short
     print(flush=True)
-    limits("after")
+    fastest = max(limit, limits("after"))
     means = geometric_means(results["cases"])
     print(_means_table(means))
     memory = [] if options.skip_memory else list(memory_growth(options))
     if memory:
         print(_memory_table(memory))
-    reached = goals.reached(results["cases"], limit) if options.goals else []
-    if reached:
+    reached = []
+    if options.goals:
+        reached = goals.reached(results["cases"], fastest, results["failed"])
         print(goals.table(reached))
     write(geometric_means=means, memory=memory, goals=reached)
     if options.out is not None and results["cases"]:
-        plot(results["cases"], limit, before["device"], options.out.with_suffix(".png"))
+        plot(results["cases"], fastest, before["device"], options.out.with_suffix(".png"))
     if results["failed"]:
         raise SystemExit(f"not measured: {', '.join(results['failed'])}")
 
@@ -103,9 +104,11 @@ def measure(
 ) -> dict[str, Any]:
     """One case in one direction: timings, ratios to ours, largest difference from ours. `who` are
     those that take part, all of them by default."""
-    present, differences, absent = [], {}, {}
+    builders = contenders.builders(case, direction, options)
+    present, differences = [], {}
+    absent = {name: contenders.lacking(case, name) for name in sorted((who or set()) - {*builders})}
     reference: list[np.ndarray] = []
-    for name, build in contenders.builders(case, direction, options).items():
+    for name, build in builders.items():
         if who is not None and name not in who:
             continue
         try:
@@ -187,7 +190,7 @@ def memory_growth(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if reason is None:
                 attends[f"{OURS} {name}"] = partial(contenders.ours, name=name)
         for name, attend in attends.items():
-            sizes = [_temporary_bytes(case, attend(case)) for case in cases]
+            sizes = [_temporary_bytes(case, attend) for case in cases]
             steps = itertools.pairwise(sizes)
             yield {
                 "mask": label,
@@ -198,11 +201,13 @@ def memory_growth(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             }
 
 
-def _temporary_bytes(case: AttentionCase, attend: contenders.Attend) -> int:
-    inputs = jax.eval_shape(case.inputs)
-    given = jax.eval_shape(lambda: contenders.cotangent_of(case)), *inputs
-    run = jax.jit(partial(contenders.with_gradients, attend))
-    return int(run.lower(*given).compile().memory_analysis().temp_size_in_bytes)
+def _temporary_bytes(
+    case: AttentionCase, attend: Callable[[AttentionCase], contenders.Attend]
+) -> int:
+    attends, cotangent = jax.eval_shape(lambda: (attend(case), contenders.cotangent_of(case)))
+    given = attends, cotangent, *jax.eval_shape(case.inputs)
+    lowered = jax.jit(contenders.with_gradients).lower(*given)
+    return int(lowered.compile().memory_analysis().temp_size_in_bytes)
 
 
 def _line(found: dict[str, Any], limit: float) -> str:
@@ -317,14 +322,17 @@ def _selected(
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--quick", action="store_true", help="a few short cases, to see that it runs")
-    add("--goals", action="store_true", help="the cells of our goals for an H200, and a table")
-    add("--ours", default=None, metavar="NAME", help="our implementation (what None chooses)")
+    cases = parser.add_mutually_exclusive_group().add_argument
+    cases("--quick", action="store_true", help="a few short cases, to see that it runs")
+    cases("--goals", action="store_true", help="the cells of our goals for an H200, and a table")
+    names = contenders.IMPLEMENTATIONS
+    add("--ours", choices=names, default=None, help="our implementation (what None chooses)")
     add("--only", default="", metavar="TEXT", help="cases whose name contains this")
     add("--repeats", type=int, default=None, help="rounds (20, or 3 with --quick)")
     add("--seconds", type=float, default=30.0, help="about the longest one case may take")
     add("--memory", type=float, default=8.0, metavar="GiB", help="for materialised scores")
-    add("--without", nargs="+", default=[], metavar="NAME", help="contenders to leave out")
+    others = (*PEERS, WITHOUT, *(f"{OURS} {name}" for name in names))
+    add("--without", nargs="+", default=[], choices=others, metavar="NAME", help="to leave out")
     add("--minutes", type=float, default=math.inf, help="begin no case after so many")
     add("--skip-memory", action="store_true", help="leave out the table of memory")
     add("--one-core", action="store_true", help=timing.ONE_CORE)

@@ -21,14 +21,18 @@ from jax.tree_util import Partial
 from benchmarks.peers import Absent, torch_and_device
 from benchmarks.specs import AttentionCase, Direction
 from transformer_jax import ALiBi, dot_product_attention, explain_attention
+from transformer_jax.attention import Explanation
 
 OURS = "ours"
+IMPLEMENTATIONS = ("xla", "blockwise", "pallas", "pallas_unordered", "cudnn")
+"""Of ours, by name."""
 WITHOUT = "ours without softcap and sinks"
 IN_JAX = ("jax.nn", "jax.nn cudnn", "flax", "tokamax", "jax pallas")
 PEERS = (*IN_JAX, "torch", "torch flash", "torch cudnn", "torch flex")
 
 Attend = Callable[..., Any]
-"""Of a case's inputs."""
+"""Of a case's inputs. In JAX a `Partial`, whose arrays are arguments of the program: a large mask
+would be folded by the compiler as a constant, and made inside it would cost its time."""
 
 
 def builders(
@@ -60,7 +64,13 @@ def builders(
     return calls
 
 
-def explain(case: AttentionCase) -> Any:
+def lacking(case: AttentionCase, name: str) -> str:
+    """Why `builders` has no such contender."""
+    reason = explain(case).get(name.removeprefix(f"{OURS} "))
+    return reason or f"does not run on {jax.default_backend()}, or is {OURS} already"
+
+
+def explain(case: AttentionCase) -> Explanation:
     """Which implementations of ours would run."""
     inputs = jax.eval_shape(case.inputs)
     return explain_attention(*inputs[:3], **settings(case) | case.learned(*inputs[3:]))
@@ -78,10 +88,11 @@ def ours(case: AttentionCase, name: str | None) -> Attend:
     """Ours, by the name of an implementation or as `None` chooses."""
     fixed = dict(settings(case), implementation=name)
 
-    def attend(query, key, value, *more):
-        return dot_product_attention(query, key, value, **fixed | case.learned(*more))
+    def attend(mask, query, key, value, *more):
+        arguments = fixed | case.learned(*more) | dict(mask=mask)
+        return dot_product_attention(query, key, value, **arguments)
 
-    return attend
+    return Partial(attend, fixed.pop("mask"))
 
 
 def settings(case: AttentionCase) -> dict[str, Any]:
@@ -101,12 +112,7 @@ def jax_nn(case: AttentionCase, implementation: str) -> Attend:
         documents = replace(case, causal=False, window=None, padded=False)
         mask = jnp.asarray(documents.dense_mask()[:, None])
     attend = partial(jax.nn.dot_product_attention, **arguments)
-
-    def call(mask, query, key, value, *bias):
-        return attend(query, key, value, *_bias(case, query.dtype, *bias), mask=mask)
-
-    # an argument: as a constant of the program, a large mask would be folded by the compiler
-    return Partial(call, mask)
+    return Partial(lambda more, *inputs: attend(*inputs, **more), _arrays(case, mask))
 
 
 def _flax(case: AttentionCase) -> Attend:
@@ -116,16 +122,9 @@ def _flax(case: AttentionCase) -> Attend:
         raise Absent("flax's function has no grouped heads")
     if case.softcap is not None or case.sinks:
         raise Absent("no softcap and no sinks")
-    dense = case.dense_mask()
-
-    def attend(query, key, value, *bias):
-        mask = None if dense is None else jnp.asarray(dense[:, None])
-        if mask is None and case.causal:
-            mask = jnp.tril(jnp.ones((1, 1, case.queries, case.keys), bool))
-        bias = _bias(case, query.dtype, *bias)
-        return nn.dot_product_attention(query, key, value, *bias, mask=mask, deterministic=True)
-
-    return attend
+    mask = jnp.asarray(case.seen()[:, None]) if case.causal or case.is_dense else None
+    attend = partial(nn.dot_product_attention, deterministic=True)
+    return Partial(lambda more, *inputs: attend(*inputs, **more), _arrays(case, mask))
 
 
 def _tokamax(case: AttentionCase) -> Attend:
@@ -137,10 +136,13 @@ def _tokamax(case: AttentionCase) -> Attend:
         raise Absent("no documents, but as an array")
     if case.sinks:
         raise Absent("no sinks")
+    if case.softcap is not None and case.bias is not None:
+        raise Absent("its softcap is of the scores with their bias")
     arguments = _lengths(case) | _window(case)
     arguments.update(is_causal=case.causal, logits_soft_cap=case.softcap)
+    arguments.update(implementation=("mosaic", "triton"))  # by itself it may take XLA, unsaid
     attend = partial(tokamax.dot_product_attention, **arguments)
-    return lambda query, *inputs: attend(query, *inputs[:2], *_bias(case, query.dtype, *inputs[2:]))
+    return Partial(lambda more, *inputs: attend(*inputs, **more), _arrays(case))
 
 
 def _jax_pallas(case: AttentionCase) -> Attend:
@@ -154,8 +156,8 @@ def _jax_pallas(case: AttentionCase) -> Attend:
     if case.bias is not None or case.softcap is not None or case.sinks:
         raise Absent("no bias, softcap or sinks")
     ids = None if case.documents is None else jnp.asarray(case.document_ids())
-    scale = 1 / math.sqrt(case.head_dim)
-    return lambda q, k, v: attention.mha(q, k, v, ids, sm_scale=scale, causal=case.causal)
+    attend = partial(attention.mha, sm_scale=1 / math.sqrt(case.head_dim), causal=case.causal)
+    return Partial(lambda ids, *inputs: attend(*inputs, ids), ids)
 
 
 def _lengths(case: AttentionCase) -> dict[str, Any]:
@@ -168,12 +170,15 @@ def _window(case: AttentionCase) -> dict[str, Any]:
     return dict(local_window_size=(case.window - 1, 0 if case.causal else case.window - 1))
 
 
-def _bias(case: AttentionCase, dtype: Any, *learned: jax.Array) -> tuple[jax.Array, ...]:
-    """The bias, if any, as the array [1, N, T, S] that all these want."""
-    if case.bias != "alibi":
-        return learned
+def _arrays(case: AttentionCase, mask: jax.Array | None = None) -> dict[str, jax.Array]:
+    """What is no input of the case: a mask, and ALiBi as the array that all these want."""
+    found = {} if mask is None else dict(mask=mask)
+    return found | (dict(bias=_alibi(case).astype(case.dtype)) if case.bias == "alibi" else {})
+
+
+def _alibi(case: AttentionCase) -> jax.Array:  # f32[1, N, T, S]
     positions = (jnp.arange(n, dtype=jnp.int32) for n in (case.queries, case.keys))
-    return (ALiBi(case.slopes()).materialize(*positions).astype(dtype),)
+    return ALiBi(case.slopes()).materialize(*positions)
 
 
 def _jax_call(
@@ -189,8 +194,6 @@ def _jax_call(
         if needed > options.memory * 2**30:
             raise Absent(f"materialised scores need {needed / 2**30:.1f} GiB")
     attend = build()
-    if not isinstance(attend, Partial):  # whose arguments are arrays
-        attend = Partial(attend)
     inputs = case.inputs()
     cotangent = cotangent_of(case)
     run: Callable[..., Any]
@@ -284,7 +287,7 @@ def _sdpa(
         return partial(attend, attn_mask=seen)
     if case.bias == "dense":
         return lambda q, k, v, bias: attend(q, k, v, bias.masked_fill(~seen, -math.inf))
-    bias = torch.from_numpy(np.array(*_bias(case, np.float32))).to(device)
+    bias = torch.from_numpy(np.array(_alibi(case))).to(device)
     bias = bias.masked_fill(~seen, -math.inf).to(getattr(torch, case.dtype))
     return partial(attend, attn_mask=bias)
 

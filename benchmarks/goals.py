@@ -6,7 +6,7 @@ goals name, and prints this table at its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,16 +88,24 @@ def cells(goals: Sequence[Goal] = GOALS) -> dict[tuple[str, Direction], set[str]
 
 
 def reached(
-    cases: Sequence[dict[str, Any]], matmul: float, goals: Sequence[Goal] = GOALS
+    cases: Sequence[dict[str, Any]],
+    matmul: float,
+    failed: Mapping[str, str],
+    goals: Sequence[Goal] = GOALS,
 ) -> list[dict[str, Any]]:
-    """For each goal of a measured cell its ratio, with who is missing; or None and the reason."""
+    """For each goal its ratio, with who is missing; or None and the reason.
+
+    `cases` are what was measured, `failed` has why others were not, `matmul` is FLOP/s.
+    """
     measured = {(found["case"], found["direction"]): found for found in cases}
     rows = []
     for goal in goals:
-        if (cell := measured.get((goal.case, goal.direction))) is None:
-            continue
-        other = measured.get((goal.rate, goal.direction))
-        than, ratio, reason = _compared(goal, cell, other, matmul)
+        cell, other = (measured.get((name, goal.direction)) for name in (goal.case, goal.rate))
+        if cell is None:
+            than, ratio = _name(goal), None
+            reason = failed.get(f"{goal.case} {goal.direction}", "not asked for")
+        else:
+            than, ratio, reason = _compared(goal, cell, other, matmul)
         rows.append(
             {
                 "case": goal.case,
@@ -115,7 +123,7 @@ def reached(
 def _compared(
     goal: Goal, cell: dict[str, Any], other: dict[str, Any] | None, matmul: float
 ) -> tuple[str, float | None, str | None]:  # than what, ratio, why none or who is missing
-    than = {PEERS: "best peer", NATIVE: "best native to JAX"}.get(goal.than, goal.than[0])
+    than = _name(goal)
     if why := _trouble(cell, goal.of):
         return than, None, f"{goal.of}: {why}"
     if goal.peers:
@@ -131,7 +139,13 @@ def _compared(
         return than, _rate(cell, goal.of) / matmul, None
     if other is None:
         return than, None, f"{goal.rate} was not measured"
-    return f"rate of {than}", _rate(cell, goal.of) / _rate(other, goal.of), None
+    return than, _rate(cell, goal.of) / _rate(other, goal.of), None
+
+
+def _name(goal: Goal) -> str:
+    """What it compares with."""
+    than = {PEERS: "best peer", NATIVE: "best native to JAX"}.get(goal.than, goal.than[0])
+    return than if goal.rate is None else f"rate of {than}"
 
 
 def _trouble(cell: dict[str, Any], name: str) -> str | None:

@@ -5,15 +5,11 @@ import time
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import (
-    attention,
-    contenders,
     decode,
-    goals,
     load,
     serve,
     specs,
@@ -25,17 +21,6 @@ from transformer_jax.kernels.contract import Blocks
 from transformer_jax.models import init_params, num_params
 
 
-def shrunk(case: specs.AttentionCase) -> specs.AttentionCase:
-    """The case with the same mask over a few tokens."""
-    return replace(
-        case,
-        queries=case.queries if case.queries == 1 else 31 if case.queries == case.keys else 23,
-        keys=31,
-        window=None if case.window is None else 7,
-        documents=None if case.documents is None else 5,
-    )
-
-
 def test_names_are_unique_and_every_case_is_asked_for():
     tables = specs.ATTENTION, specs.TRAIN, specs.DECODE
     names = [case.name for cases in tables for case in cases]
@@ -43,51 +28,6 @@ def test_names_are_unique_and_every_case_is_asked_for():
     assert len(set(names)) == len(names)
     assert all(case.tags for case in specs.ATTENTION)
     assert all(specs.attention_cases(tag) for tag in ("cpu", "gpu", "tpu", "quick", "edge"))
-
-
-def test_heads_divide_and_a_batch_of_masks_fits_its_inputs():
-    for case in specs.ATTENTION:
-        assert case.heads % case.kv_heads == 0, case.name
-        assert min(case.batch, case.queries, case.keys, case.head_dim, case.value_dim) > 0
-        assert case.documents is None or case.queries == case.keys, case.name
-
-
-def test_quick_cases_materialise_little():
-    assert all(case.score_bytes() <= 2**26 for case in specs.attention_cases("quick"))
-
-
-@pytest.mark.parametrize("name", ["edge-everything", "edge-band", "edge-padding", "edge-causal"])
-def test_a_case_says_its_mask_the_same_way_to_everyone(name):
-    case = shrunk(next(c for c in specs.ATTENTION if c.name == name))
-    ours = case.mask().materialize(jnp.arange(case.queries), jnp.arange(case.keys))
-    shape = (case.batch, 1, case.queries, case.keys)
-    ours = np.broadcast_to(np.asarray(ours), shape)
-    assert ours.any() and not ours.all()
-    dense = case.dense_mask()
-    if dense is None:
-        dense = np.tril(np.ones((1, case.queries, case.keys), bool))
-    np.testing.assert_array_equal(ours, np.broadcast_to(dense[:, None], shape))
-    assert case.pairs() == ours.sum()
-
-
-def test_documents_are_of_uneven_length_and_all_there():
-    case = next(c for c in specs.ATTENTION if c.name == "edge-documents")
-    ids = case.document_ids()
-    assert ids.shape == (case.batch, case.keys)
-    for row in ids:
-        found, lengths = np.unique(row, return_counts=True)
-        np.testing.assert_array_equal(found, np.arange(case.documents))
-        assert len(set(lengths)) > 1
-        assert (np.diff(row) >= 0).all()
-
-
-def test_flops_count_the_seen_pairs_of_each_product():
-    case = shrunk(next(c for c in specs.ATTENTION if c.name == "edge-values"))
-    pairs = sum(min(t + 1, case.keys) for t in range(case.queries))
-    forward = sum(2 * case.batch * case.heads * pairs * d for d in (case.head_dim, case.value_dim))
-    assert case.flops("forward") == forward > 0
-    assert 2 * case.flops("backward") == 5 * forward
-    assert case.flops("forward+backward") == case.flops("forward") + case.flops("backward")
 
 
 def test_train_flops_are_six_per_weight_and_token_at_a_short_context():
@@ -282,230 +222,6 @@ def test_a_loads_ratio_is_of_the_same_round():
     theirs = [dict(seconds=s, peak_bytes=200) for s in (3.0, 4.0, 4.0)]
     row = load._summary("b", theirs, ours, 100)
     assert (row["ours_is_faster"], row["peak_of_file"], row["rounds"]) == (2.0, 2.0, 3)
-
-
-@pytest.fixture
-def two_cases(monkeypatch):
-    """Of `benchmarks.attention`, tiny, on a machine whose limits are known."""
-    quick = specs.attention_cases("quick")[0]
-    cases = [replace(shrunk(quick), name=name, batch=1, heads=1, kv_heads=1) for name in "ab"]
-    monkeypatch.setattr(specs, "attention_cases", lambda *tags: cases)
-    found = dict(matmul_flops_per_s=1e9, copy_bytes_per_s=1e9)
-    monkeypatch.setattr(timing, "limits", lambda dtype, clock: found)
-
-
-def measured(path, *options):
-    """What `benchmarks.attention` leaves and says at its end."""
-    arguments = ["--quick", "--skip-memory", "--seconds", "1", "--without", "torch", *options]
-    try:
-        attention.main([*arguments, "--out", str(path)])
-    except SystemExit as end:
-        return json.loads(path.read_text())["results"], end.code
-    return json.loads(path.read_text())["results"], 0
-
-
-def test_a_case_or_contender_that_fails_is_named_and_costs_no_other(
-    tmp_path, monkeypatch, two_cases
-):
-    def break_case(case, name, original=contenders.ours):
-        if case.name == "b":
-            raise RuntimeError("no such\nkernel")
-        return original(case, name)
-
-    def broken(case):
-        raise AssertionError("flax is broken")
-
-    monkeypatch.setattr(contenders, "ours", break_case)
-    monkeypatch.setattr(contenders, "_flax", broken)
-    results, status = measured(tmp_path / "found.json")
-    assert [found["case"] for found in results["cases"]] == ["a", "a"]
-    assert {*results["failed"].values()} == {"RuntimeError: no such kernel"}
-    assert status == "not measured: b forward, b forward+backward"
-    absent = results["cases"][0]["absent"]
-    assert absent == {"torch": "left out", "flax": "AssertionError: flax is broken"}
-    assert results["limits"].keys() == {"before", "after"}
-    assert (tmp_path / "found.png").stat().st_size > 10_000
-
-
-def test_no_case_is_begun_once_the_minutes_are_over(tmp_path, two_cases):
-    results, status = measured(tmp_path / "found.json", "--minutes", "0")
-    assert results["cases"] == [] and len(results["failed"]) == 4
-    assert status.startswith("not measured: a forward, a forward+backward, b")
-
-
-def contender(timings, *, direction="backward", case="a", **absent):
-    """What `benchmarks.attention` says of a case in which each took so many seconds."""
-    summaries = {name: {"median_s": seconds} for name, seconds in timings.items()}
-    ratios = {name: seconds / timings["ours"] for name, seconds in timings.items()}
-    return dict(
-        case=case, direction=direction, flops=6e9, timings=summaries, speedup_of_ours=ratios,
-        absent=absent, difference=dict.fromkeys(timings, 0.01),
-    )  # fmt: skip
-
-
-def test_a_goal_is_a_ratio_to_peers_a_matmul_or_the_rate_of_another_case():
-    cell = contender({"ours": 2.0, "ours pallas_unordered": 1.0, "tokamax": 3.0, "torch": 5.0})
-    dense = contender({"ours": 3.0}, case="b")
-
-    def ratio(*than, of="ours", cells=(cell, dense)):
-        goal = goals.Goal(case="a", direction="backward", ratio=1.5, than=than, of=of)
-        [row] = goals.reached(cells, 12e9, [goal])
-        return row["ratio"], row["than"]
-
-    assert ratio("tokamax") == (1.5, "tokamax")
-    assert ratio(*contenders.PEERS) == (1.5, "best peer, tokamax")
-    assert ratio("torch", "jax.nn") == (2.5, "torch, torch")
-    assert ratio("tokamax", of="ours pallas_unordered") == (3.0, "tokamax")
-    assert ratio(goals.MATMUL) == (0.25, goals.MATMUL)
-    assert ratio(goals.MATMUL, of="ours pallas_unordered") == (0.5, goals.MATMUL)
-    assert ratio("b") == (1.5, "rate of b")
-    assert ratio("b", cells=(cell,)) == (None, "b")
-
-
-def test_a_goal_that_was_not_measured_says_why():
-    cell = contender({"ours": 2.0}, flax="broken")
-    wanted = [
-        goals.Goal(case="a", direction="backward", ratio=1.5, than=("flax",)),
-        goals.Goal(case="a", direction="backward", ratio=1.5, than=("flax", "torch")),
-        goals.Goal(case="a", direction="backward", ratio=1.5, than=(goals.MATMUL,), of="other"),
-        goals.Goal(case="a", direction="backward", ratio=0.25, than=(goals.MATMUL,)),
-        goals.Goal(case="a", direction="backward", ratio=0.26, than=(goals.MATMUL,)),
-        goals.Goal(case="a", direction="forward", ratio=1.5, than=("flax",)),
-        goals.Goal(case="a", direction="backward", ratio=1.0, than=("torch", "tokamax")),
-    ]
-    cell["timings"]["tokamax"], cell["speedup_of_ours"]["tokamax"] = {"median_s": 2.0}, 1.0
-    rows = goals.reached([cell], 12e9, wanted)
-    said = [line.rsplit("  ", 1)[-1] for line in goals.table(rows).splitlines()[2:]]
-    assert said == [
-        "flax: broken",
-        "flax: broken; torch: does not run",
-        "other: does not run",
-        "reached",
-        "missed",
-        "reached, without torch",
-    ]
-
-
-def test_who_computes_something_else_counts_in_no_goal():
-    goal = goals.Goal(case="a", direction="backward", ratio=1.5, than=("flax", "torch"))
-    cell = contender({"ours": 2.0, "flax": 1.0, "torch": 3.0})
-
-    def reached(**differences):
-        cell["difference"] |= differences
-        [row] = goals.reached([cell], 12e9, [goal])
-        return row["ratio"], row["reason"]
-
-    assert reached() == (0.5, None)
-    assert reached(flax=0.3) == (1.5, "without flax")
-    assert reached(torch=None) == (None, "flax: differs by 0.3; torch: not finite")
-    assert reached(torch=0.0, ours=0.5) == (None, "ours: differs by 0.5")
-
-
-def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
-    """The names are those that run on a GPU."""
-    cases = {case.name: case for case in specs.attention_cases("gpu")}
-    monkeypatch.setattr(jax, "default_backend", lambda: "cuda")
-    options = attention._options(["--goals", "--ours", "pallas"])
-    for (name, direction), who in goals.cells().items():
-        there = contenders.builders(cases[name], direction, options)
-        assert who - {goals.UNORDERED} <= there.keys(), name
-    chosen = attention._selected(options, "gpu")
-    assert [(case.name, d, who) for case, d, who in chosen] == [
-        (*cell, who) for cell, who in goals.cells().items()
-    ]
-    assert {case.dtype for case, _, _ in chosen} == {"bfloat16"}
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
-@pytest.mark.parametrize("name", ["edge-alibi", "edge-bias", "edge-capped"])
-@pytest.mark.usefixtures("quick_compilation")
-def test_contenders_differentiate_the_same_or_say_why_not(name, direction):
-    compare_contenders(name, direction)
-
-
-@pytest.mark.parametrize("name", ["edge-documents", "edge-window", "edge-band", "edge-padding"])
-@pytest.mark.usefixtures("quick_compilation")
-def test_contenders_see_the_same(name):
-    compare_contenders(name, "forward")
-
-
-def compare_contenders(name, direction):
-    """As many key heads as flax has, and with torch where it is installed."""
-    case = shrunk(next(c for c in specs.ATTENTION if c.name == name))
-    case = replace(case, batch=2, heads=2, kv_heads=2, head_dim=16, value_dim=16)
-    options = attention._options(["--quick", "--ours", "xla", "--seconds", "0", "--repeats", "1"])
-    found = attention.measure(case, direction, options, time.perf_counter)
-    absent, capped = found["absent"], case.softcap is not None
-    absent.pop("torch", None)
-    assert absent == (
-        dict.fromkeys(["jax.nn", "flax"], "no softcap and no sinks") if capped else {}
-    )
-    there = {"ours", "ours blockwise"} | (set() if capped else {"jax.nn", "flax"})
-    assert found["difference"].keys() - {"torch"} == there
-    assert all(x is not None and x < 2e-5 for x in found["difference"].values())
-    assert (contenders.WITHOUT in found["timings"]) == capped
-
-
-def test_the_backward_pass_is_timed_without_the_forward_pass():
-    case = replace(specs.attention_cases("quick")[0], queries=5, keys=5)
-    options, passes = attention._options(["--quick"]), []
-
-    def attend(query, key, value):
-        jax.debug.callback(lambda: passes.append("forward"))
-        return jnp.einsum("BTNH,BSNH->BTNH", query + value, key)
-
-    def forward_passes(direction):
-        passes.clear()
-        call = contenders._jax_call(case, direction, options, lambda: attend, "blockwise")
-        found = [np.shape(x) for _ in range(3) for x in call()]
-        jax.effects_barrier()
-        return len(passes), len(found) // 3
-
-    assert forward_passes("forward") == (3, 1)
-    assert forward_passes("backward") == (1, 3)
-    assert forward_passes("forward+backward") == (3, 4)
-
-
-def test_ours_is_what_was_asked_for_and_without_is_the_same_without_softcap_and_sinks(monkeypatch):
-    case = shrunk(next(c for c in specs.ATTENTION if c.name == "edge-capped"))
-    options, asked = attention._options(["--quick", "--ours", "xla"]), []
-
-    def spied(case, name, original=contenders.ours):
-        asked.append((name, case.softcap, case.sinks, case.padded))
-        return original(case, name)
-
-    monkeypatch.setattr(contenders, "ours", spied)
-    calls = contenders.builders(case, "forward", options)
-    outputs = {name: calls[name]()() for name in (contenders.OURS, contenders.WITHOUT)}
-    assert asked == [("xla", 3.0, True, True), ("xla", None, False, True)]
-    assert not np.allclose(*(np.asarray(out[0]) for out in outputs.values()))
-    assert "ours xla" not in calls and "ours blockwise" in calls
-
-
-def test_the_cells_of_goals_have_whom_they_compare_and_the_cases_of_other_rates():
-    both = "forward+backward"
-    wanted = [
-        goals.Goal(case="a", direction=both, ratio=1.0, than=("flax", "torch")),
-        goals.Goal(case="a", direction=both, ratio=1.0, than=("b",)),
-        goals.Goal(case="a", direction="forward", ratio=1.0, than=(goals.MATMUL,), of="other"),
-    ]
-    assert goals.cells(wanted) == {
-        ("a", both): {"ours", "flax", "torch"},
-        ("b", both): {"ours"},
-        ("a", "forward"): {"ours", "other"},
-    }
-    assert {goal.of for goal in goals.GOALS} == {"ours", goals.UNORDERED}
-
-
-def test_a_learned_bias_and_sinks_are_differentiated():
-    case = replace(specs.attention_cases("quick")[0], bias="dense", sinks=True, queries=5, keys=5)
-    inputs = case.inputs()
-    results = contenders.with_gradients(
-        contenders.ours(case, "xla"), contenders.cotangent_of(case), *inputs
-    )
-    assert [x.shape for x in results[1:]] == [x.shape for x in inputs]
-    assert results[4].shape == (1, case.heads, 5, 5) and results[5].shape == (case.heads,)
-    assert all(float(jnp.abs(x).max()) > 1e-3 for x in results)
 
 
 def test_limits_are_those_of_this_machine(monkeypatch):
