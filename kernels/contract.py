@@ -66,8 +66,8 @@ class Blocks:
     stages: int = 2
     slack: float = 0.0
     """How far, in base 2, a row's maximum may rise above the m that a forward kernel subtracts
-    before it takes the new one and rescales what it has summed; 0: not at all. The results are the
-    same: m is at most so much less, and log l more. Only the Hopper kernel knows of it."""
+    before it takes the new one and rescales what it has summed, up to 15; 0: not at all. The
+    results are the same: m is at most so much less, and log l more. Only Hopper's kernel has it."""
 
 
 class Operands(NamedTuple):

@@ -525,6 +525,8 @@ def forward(
     log l."""
     if blocks.stages < 2:
         raise ValueError(f"stages is {blocks.stages}: the forward kernel needs at least 2")
+    if not 0 <= blocks.slack <= 15:
+        raise ValueError(f"slack is {blocks.slack}: must be from 0 to 15, as float16 ends at 2^16")
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages

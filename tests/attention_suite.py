@@ -928,6 +928,18 @@ class AttentionSuite:
         assert np.flatnonzero(rows).tolist() == [7]
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+    @pytest.mark.parametrize("kind", ["array", "slopes"])
+    def test_a_bias_hides_nothing_that_the_mask_shows(self, kind, bad):
+        """-inf is no mask: a score that is not finite stays so, and its row is NaN."""
+        arrays = self.draw(42, queries=13, keys=13)
+        key = arrays["key"].at[:, 5].set(bad)
+        hides = jnp.zeros((1, 4, 13, 13)).at[..., 5].set(-math.inf)
+        bias = hides if kind == "array" else ALiBi(jnp.full(4, 1e4))
+        out = self.attend(arrays["query"], key, arrays["value"], mask=Causal(), bias=bias)
+        rows = np.isnan(np.asarray(out, np.float32))
+        assert rows[:, 5:].all() and not rows[:, :5].any()
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
     def test_a_row_broken_by_its_bias_passes_no_gradient_on(self, bad):
         arrays = self.draw(41, queries=13, keys=13)
         inputs = arrays["query"], arrays["key"], arrays["value"]

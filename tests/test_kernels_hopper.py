@@ -319,6 +319,15 @@ def test_the_forward_kernel_needs_two_tiles_in_flight():
 
 
 @needs_interpreter
+@pytest.mark.parametrize("slack", [-1.0, 16.0, float("nan")])
+def test_a_slack_that_would_overflow_is_refused(slack):
+    case = Case(T=128, S=128)
+    operands, _ = draw(case)
+    with pytest.raises(ValueError, match=f"slack is {slack}: must be from 0 to 15"):
+        run_forward(case, operands, Blocks(128, 128, slack=slack))
+
+
+@needs_interpreter
 @pytest.mark.parametrize("shape", [(2, 2, 167, 211), (1, 2, 1, 211), (1, 1, 167, 1), (2, 1, 1, 1)])
 def test_gradient_of_a_bias_has_its_shape_and_sums(shape):
     case = Case(B=2, bias=shape, softcap=3.0, sinks=True)
