@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks import contenders, goals, specs, timing
 from benchmarks.contenders import OURS, PEERS, WITHOUT
+from benchmarks.goals import trouble
 from benchmarks.peers import Absent
 from benchmarks.specs import AttentionCase, Direction
 from benchmarks.timing import Contender
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     reached = []
     if options.goals:
         reached = goals.reached(results["cases"], fastest, results["failed"])
-        print(goals.table(reached))
+        print(goals.table(reached, options.ours or "what None chooses"))
     write(geometric_means=means, memory=memory, goals=reached)
     if options.out is not None and results["cases"]:
         plot(results["cases"], fastest, before["device"], options.out.with_suffix(".png"))
@@ -121,6 +122,8 @@ def measure(
                 differences[name] = _difference(reference, outputs)
             present.append(Contender(name, call))
         except Absent as reason:
+            if name == OURS:
+                raise
             absent[name] = str(reason)
         except Exception as error:
             if name == OURS:
@@ -150,17 +153,18 @@ def _difference(ours: list[np.ndarray], other: list[np.ndarray]) -> float | None
 
 
 def geometric_means(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Per direction and contender: the mean speedup of ours, the worst cell, how many cells."""
+    """Per direction and contender: the mean speedup of ours, the worst cell, how many cells. Who
+    computed something else in a cell does not count there."""
     means: dict[str, dict[str, Any]] = {}
     for direction in get_args(Direction):
         ratios: dict[str, dict[str, float]] = {}
         for found in cases:
             if found["direction"] != direction:
                 continue
-            for name, ratio in found["speedup_of_ours"].items():
+            same = {n: r for n, r in found["speedup_of_ours"].items() if not trouble(found, n)}
+            for name, ratio in same.items():
                 ratios.setdefault(name, {})[found["case"]] = ratio
-            peers = [r for n, r in found["speedup_of_ours"].items() if n in PEERS]
-            if peers:
+            if peers := [ratio for name, ratio in same.items() if name in PEERS]:
                 ratios.setdefault("best peer", {})[found["case"]] = min(peers)
         means[direction] = {
             name: {

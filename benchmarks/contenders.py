@@ -66,8 +66,9 @@ def builders(
 
 def lacking(case: AttentionCase, name: str) -> str:
     """Why `builders` has no such contender."""
-    reason = explain(case).get(name.removeprefix(f"{OURS} "))
-    return reason or f"does not run on {jax.default_backend()}, or is {OURS} already"
+    if name in PEERS:
+        return f"does not run on {jax.default_backend()}"
+    return explain(case).get(name.removeprefix(f"{OURS} ")) or f"is {OURS}, by another name"
 
 
 def explain(case: AttentionCase) -> Explanation:
@@ -173,12 +174,15 @@ def _window(case: AttentionCase) -> dict[str, Any]:
 def _arrays(case: AttentionCase, mask: jax.Array | None = None) -> dict[str, jax.Array]:
     """What is no input of the case: a mask, and ALiBi as the array that all these want."""
     found = {} if mask is None else dict(mask=mask)
-    return found | (dict(bias=_alibi(case).astype(case.dtype)) if case.bias == "alibi" else {})
+    return found | (dict(bias=_alibi(case, case.dtype)) if case.bias == "alibi" else {})
 
 
-def _alibi(case: AttentionCase) -> jax.Array:  # f32[1, N, T, S]
-    positions = (jnp.arange(n, dtype=jnp.int32) for n in (case.queries, case.keys))
-    return ALiBi(case.slopes()).materialize(*positions)
+def _alibi(case: AttentionCase, dtype: str) -> jax.Array:  # [1, N, T, S]
+    def make(slopes):
+        positions = (jnp.arange(n, dtype=jnp.int32) for n in (case.queries, case.keys))
+        return ALiBi(slopes).materialize(*positions).astype(dtype)
+
+    return jax.jit(make)(case.slopes())  # at once: in float32 it may not fit
 
 
 def _jax_call(
@@ -244,6 +248,8 @@ def _torch_call(
         return given.transpose(1, 2).contiguous() if transposed else given
 
     inputs = [tensor(x, index < 3) for index, x in enumerate(case.inputs())]
+    if case.bias == "dense" and name != "flex":
+        inputs[3] = _hiding(torch, case, inputs[3])
     cotangent = tensor(cotangent_of(case))
     if direction != "forward":
         inputs = [x.requires_grad_() for x in inputs]
@@ -278,18 +284,24 @@ def _sdpa(
         return partial(attend, is_causal=case.causal)
     if name == "flash":
         raise Absent("takes no mask and no bias as an array")
-    size = case.queries * case.keys
+    rows = max(map(len, case.ranges()))
+    if case.bias == "dense" and rows > 1:
+        raise Absent("its bias says the mask too, here of each row another")
+    size = rows * case.queries * case.keys
     needed = size * (3 if case.bias is None else 3 + 8 * case.heads)  # while it is made
     if needed > options.memory * 2**30:
         raise Absent(f"the mask or bias as an array needs {needed / 2**30:.1f} GiB")
-    seen = torch.from_numpy(case.seen()[:, None]).to(device)
     if case.bias is None:
-        return partial(attend, attn_mask=seen)
+        return partial(attend, attn_mask=torch.from_numpy(case.seen()[:, None]).to(device))
     if case.bias == "dense":
-        return lambda q, k, v, bias: attend(q, k, v, bias.masked_fill(~seen, -math.inf))
-    bias = torch.from_numpy(np.array(_alibi(case))).to(device)
-    bias = bias.masked_fill(~seen, -math.inf).to(getattr(torch, case.dtype))
-    return partial(attend, attn_mask=bias)
+        return attend
+    bias = torch.from_numpy(np.array(_alibi(case, "float32"))).to(device)
+    return partial(attend, attn_mask=_hiding(torch, case, bias.to(getattr(torch, case.dtype))))
+
+
+def _hiding(torch: Any, case: AttentionCase, bias: Any) -> Any:
+    """The bias, -inf where nothing is seen."""
+    return bias.masked_fill(~torch.from_numpy(case.seen()[:, None]).to(bias.device), -math.inf)
 
 
 def _one_kernel(torch: Any, attend: Attend, name: str) -> Attend:

@@ -17,6 +17,8 @@ from benchmarks.specs import Direction
 MATMUL = "a matmul"
 """Of 8192 x 8192 in the same run: its rate."""
 UNORDERED = f"{OURS} pallas_unordered"
+WITNESS = "jax.nn cudnn"
+"""Who takes part where nobody else does, to hold ours against."""
 NATIVE = tuple(name for name in IN_JAX if name != "jax.nn cudnn")
 """In JAX, without NVIDIA's closed kernel."""
 TOLERANCE = 0.1  # of the largest value: bfloat16 in another order, not another result
@@ -83,7 +85,7 @@ def cells(goals: Sequence[Goal] = GOALS) -> dict[tuple[str, Direction], set[str]
     for goal in goals:
         found.setdefault((goal.case, goal.direction), {OURS}).update({goal.of, *goal.peers})
         if goal.rate is not None:
-            found.setdefault((goal.rate, goal.direction), {OURS})
+            found.setdefault((goal.rate, goal.direction), {OURS}).add(WITNESS)
     return found
 
 
@@ -98,13 +100,26 @@ def reached(
     `cases` are what was measured, `failed` has why others were not, `matmul` is FLOP/s.
     """
     measured = {(found["case"], found["direction"]): found for found in cases}
+
+    def trouble_in(name: str | None) -> str | None:
+        if name is None:
+            return None
+        cell = measured.get((name, goal.direction))
+        if cell is None:
+            return failed.get(f"{name} {goal.direction}", "not asked for")
+        why = trouble(cell, goal.of)
+        return why and f"{goal.of}: {why}"
+
     rows = []
     for goal in goals:
         cell, other = (measured.get((name, goal.direction)) for name in (goal.case, goal.rate))
-        if cell is None:
-            than, ratio = _name(goal), None
-            reason = failed.get(f"{goal.case} {goal.direction}", "not asked for")
+        ratio: float | None = None
+        if reason := trouble_in(goal.case):
+            than = _name(goal)
+        elif reason := trouble_in(goal.rate):
+            than, reason = _name(goal), f"{goal.rate}: {reason}"
         else:
+            assert cell is not None
             than, ratio, reason = _compared(goal, cell, other, matmul)
         rows.append(
             {
@@ -124,10 +139,8 @@ def _compared(
     goal: Goal, cell: dict[str, Any], other: dict[str, Any] | None, matmul: float
 ) -> tuple[str, float | None, str | None]:  # than what, ratio, why none or who is missing
     than = _name(goal)
-    if why := _trouble(cell, goal.of):
-        return than, None, f"{goal.of}: {why}"
     if goal.peers:
-        troubles = {name: _trouble(cell, name) for name in goal.peers}
+        troubles = {name: trouble(cell, name) for name in goal.peers}
         ratios = {n: _speedup(cell, goal.of, n) for n, why in troubles.items() if why is None}
         if not ratios:
             return than, None, "; ".join(f"{name}: {why}" for name, why in troubles.items())
@@ -137,8 +150,7 @@ def _compared(
         return than, ratios[fastest], f"without {', '.join(missing)}" if missing else None
     if goal.rate is None:
         return than, _rate(cell, goal.of) / matmul, None
-    if other is None:
-        return than, None, f"{goal.rate} was not measured"
+    assert other is not None
     return than, _rate(cell, goal.of) / _rate(other, goal.of), None
 
 
@@ -148,14 +160,22 @@ def _name(goal: Goal) -> str:
     return than if goal.rate is None else f"rate of {than}"
 
 
-def _trouble(cell: dict[str, Any], name: str) -> str | None:
+def trouble(cell: dict[str, Any], name: str) -> str | None:
     """Why a contender's time does not count."""
     if name not in cell["timings"]:
         return cell["absent"].get(name, "does not run")
-    difference = cell["difference"].get(name, 0.0)  # none is taken where it is another function
-    if difference is None:
-        return "not finite"
-    return f"differs by {difference:.2g}" if difference > TOLERANCE else None
+    differences = cell["difference"]  # from ours; none is taken of another function
+    peers = [differences[peer] for peer in PEERS if peer in differences]
+    if name not in PEERS and peers and all(map(_too_large, peers)):
+        return "differs from everyone"
+    if name in differences and _too_large(differences[name]):
+        x = differences[name]
+        return "not finite" if x is None else f"differs by {x:.2g}"
+    return None
+
+
+def _too_large(difference: float | None) -> bool:
+    return difference is None or difference > TOLERANCE
 
 
 def _speedup(cell: dict[str, Any], of: str, peer: str) -> float:
@@ -176,8 +196,8 @@ def _verdict(row: dict[str, Any]) -> str:
     return said if row["reason"] is None else f"{said}, {row['reason']}"
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
-    """One line a goal."""
+def table(found: Sequence[dict[str, Any]], ours: str) -> str:
+    """One line a goal; `ours` is the name of our implementation."""
     rows = [
         (
             f"{row['case']} {row['direction']}, {row['of']}",
@@ -188,4 +208,6 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         )
         for row in found
     ]
-    return "\n" + timing.table(("goal", "speed against", "wanted", "found", ""), rows)
+    return f"\nours is {ours}\n" + timing.table(
+        ("goal", "speed against", "wanted", "found", ""), rows
+    )

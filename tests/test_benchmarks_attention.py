@@ -1,5 +1,6 @@
 """A case of attention is the same to everyone, contenders compute the same, goals are judged."""
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -170,7 +171,7 @@ def test_a_goal_that_was_not_measured_says_why():
     failed = {"b backward": "not begun: 8 minutes are over"}
     cell["timings"]["tokamax"], cell["speedup_of_ours"]["tokamax"] = {"median_s": 2.0}, 1.0
     rows = goals.reached([cell], 12e9, failed, wanted)
-    said = [line.rsplit("  ", 1)[-1] for line in goals.table(rows).splitlines()[2:]]
+    said = [line.rsplit("  ", 1)[-1] for line in goals.table(rows, "pallas").splitlines()[3:]]
     assert said == [
         "flax: broken",
         "flax: broken; torch: does not run",
@@ -180,7 +181,7 @@ def test_a_goal_that_was_not_measured_says_why():
         "not asked for",
         "reached, without torch",
         "not begun: 8 minutes are over",
-        "b was not measured",
+        "b: not begun: 8 minutes are over",
     ]
 
 
@@ -195,8 +196,60 @@ def test_who_computes_something_else_counts_in_no_goal():
 
     assert reached() == (0.5, None)
     assert reached(flax=0.3) == (1.5, "without flax")
-    assert reached(torch=None) == (None, "flax: differs by 0.3; torch: not finite")
-    assert reached(torch=0.0, ours=0.5) == (None, "ours: differs by 0.5")
+    assert reached(torch=None) == (None, "ours: differs from everyone")
+    assert reached(torch=0.0, ours=None) == (None, "ours: not finite")
+
+
+def test_a_rate_counts_only_where_both_are_right():
+    goal = goals.Goal(case="a", direction="backward", ratio=1.5, than=("b",))
+    cells = [
+        contender({"ours": 2.0, "torch": 1.0}),
+        contender({"ours": 3.0, "flax": 1.0}, case="b"),
+    ]
+
+    def reached():
+        [row] = goals.reached(cells, 12e9, {}, [goal])
+        return row["ratio"], row["reason"]
+
+    assert reached() == (1.5, None)
+    cells[1]["difference"]["flax"] = 0.9
+    assert reached() == (None, "b: ours: differs from everyone")
+    cells[0]["difference"]["ours"] = None
+    assert reached() == (None, "ours: not finite")
+
+
+def test_who_computes_something_else_counts_in_no_mean():
+    cells = [contender({"ours": 2.0, "torch": 1.0, "flax": 8.0}) for _ in range(2)]
+    cells[1] |= {"case": "b", "direction": "backward"}
+    cells[1]["difference"]["torch"] = None
+    means = attention.geometric_means(cells)["backward"]
+    assert (means["torch"]["cells"], means["flax"]["cells"]) == (1, 2)
+    assert (means["torch"]["mean"], means["flax"]["mean"]) == (0.5, 4.0)
+    assert means["best peer"]["mean"] == pytest.approx(2**0.5)
+    assert means["best peer"]["worst_case"] == "a"
+
+
+def test_the_table_of_goals_says_whose_it_is():
+    row = dict(case="a", direction="forward", of="ours", than="x", goal=1.0, ratio=2.0, reason=None)
+    lines = goals.table([row], "pallas").splitlines()
+    assert lines[1] == "ours is pallas" and lines[3].split()[-1] == "reached"
+
+
+def test_the_goals_are_of_pallas_where_nothing_else_is_named(monkeypatch):
+    asked = []
+
+    def selected(options, platform):
+        asked.append((options.ours, platform))
+        return []
+
+    found = timing.environment()
+    monkeypatch.setattr(attention, "_selected", selected)
+    for platform in ("gpu", "cpu"):
+        monkeypatch.setattr(timing, "environment", lambda p=platform: found | {"platform": p})
+        for arguments in (["--goals"], ["--goals", "--ours", "xla"], ["--quick"]):
+            with pytest.raises(SystemExit, match="no case"):
+                attention.main(arguments)
+    assert [ours for ours, _ in asked] == ["pallas", "xla", None, None, "xla", None]
 
 
 def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
@@ -354,7 +407,9 @@ def test_flex_attention_is_asked_for_the_same(monkeypatch, name, changes):
     assert_near(out, in_float64(case)[0], FORWARD_F32)
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "padding", "documents", "alibi", "bias"])
+@pytest.mark.parametrize(
+    "name", ["one-query", "causal", "window", "padding", "documents", "alibi", "bias"]
+)
 @pytest.mark.parametrize("direction", ["backward", "forward+backward"])
 def test_torchs_attention_is_asked_for_the_same(name, direction):
     pytest.importorskip("torch")
@@ -401,6 +456,77 @@ def test_what_would_not_fit_is_absent():
         assert not absent
 
 
+def test_a_gradient_of_materialised_scores_needs_twice_as_much():
+    case = small("edge-causal")
+    room = ["--memory", str(3 * case.score_bytes() / 2**30)]
+    options = attention._options(["--quick", "--ours", "xla", *room])
+    contenders.builders(case, "forward", options)["ours"]()
+    for direction in ("backward", "forward+backward"):
+        with pytest.raises(Absent, match="materialised scores need"):
+            contenders.builders(case, direction, options)["ours"]()
+
+
+def test_a_case_that_would_not_fit_costs_no_other(tmp_path, two_cases):
+    results, status = measured(tmp_path / "found.json", "--ours", "xla", "--memory", "0")
+    assert results["cases"] == [] and status.startswith("not measured: a forward, a")
+    assert len(results["failed"]) == 4
+    assert all("materialised scores need" in why for why in results["failed"].values())
+
+
+def test_jaxs_own_kernel_is_asked_for_the_same(monkeypatch):
+    from jax.experimental.pallas.ops.gpu import attention as theirs
+
+    def mha(query, key, value, ids, *, sm_scale, causal):
+        scores = sm_scale * jnp.einsum("BTNH,BSNH->BNTS", query, key)
+        if causal:
+            scores += jnp.where(np.tri(*scores.shape[2:], dtype=bool), 0, -1e30)[None, None]
+        if ids is not None:
+            scores += jnp.where(ids[:, None, :, None] == ids[:, None, None], 0, -1e30)
+        return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(scores, axis=-1), value)
+
+    monkeypatch.setattr(theirs, "mha", mha)
+    options = attention._options(["--quick"])
+    for name in ("edge-causal", "edge-documents"):
+        case = small(name)
+        build = functools.partial(contenders._jax_pallas, case)
+        call = contenders._jax_call(case, "forward+backward", options, build, "pallas")
+        for found, expected in zip(call(), in_float64(case), strict=True):
+            assert_near(found, expected, GRADIENT_F32)
+    for name in ("edge-window", "edge-padding", "edge-alibi", "edge-capped"):
+        with pytest.raises(Absent, match=r"^no "):
+            contenders._jax_pallas(small(name))
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_torchs_kernels_are_asked_for_by_name(monkeypatch, name):
+    torch = pytest.importorskip("torch")
+    asked = []
+
+    @contextlib.contextmanager
+    def only(backend):
+        asked.append(backend.name)
+        yield
+
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", only)
+    options = attention._options(["--quick"])
+    contenders._torch_call(small("edge-causal"), "forward", options, name)()
+    assert asked == [{"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}[name]]
+
+
+def test_torchs_bias_says_the_mask_before_the_time_runs(monkeypatch):
+    torch = pytest.importorskip("torch")
+    case, options = small("edge-bias"), attention._options(["--quick"])
+    call = contenders._torch_call(case, "forward+backward", options)
+    monkeypatch.setattr(torch.Tensor, "masked_fill", None, raising=False)
+    results = [*call()]
+    for found, expected in zip(results, in_float64(case), strict=True):
+        assert_near(found, expected, GRADIENT_F32)
+    monkeypatch.undo()
+    rows = replace(case, padded=True)
+    with pytest.raises(Absent, match="of each row another"):
+        contenders._torch_call(rows, "forward", options)
+
+
 def test_the_gradient_of_the_output_is_no_constant():
     cotangent = np.asarray(contenders.cotangent_of(small("edge-causal")))
     assert len(np.unique(cotangent)) > 0.9 * cotangent.size and 0.8 < cotangent.std() < 1.2
@@ -415,8 +541,8 @@ def test_who_is_asked_for_and_is_not_there_is_absent_with_the_reason():
     assert found["timings"].keys() == {"ours"}
     assert found["absent"] == {
         "ours pallas": contenders.explain(case)["pallas"],
-        "ours xla": "does not run on cpu, or is ours already",
-        "torch flex": "does not run on cpu, or is ours already",
+        "ours xla": "is ours, by another name",
+        "torch flex": "does not run on cpu",
     }
     assert found["absent"]["ours pallas"]
 
@@ -531,7 +657,7 @@ def test_the_cells_of_goals_have_whom_they_compare_and_the_cases_of_other_rates(
     ]
     assert goals.cells(wanted) == {
         ("a", both): {"ours", "flax", "torch"},
-        ("b", both): {"ours"},
+        ("b", both): {"ours", goals.WITNESS},
         ("a", "forward"): {"ours", "other"},
     }
     assert {goal.of for goal in goals.GOALS} == {"ours", goals.UNORDERED}
