@@ -76,6 +76,11 @@ def seven(q: tuple, k: tuple) -> jax.Array:
     return seen
 
 
+def in_matrix(q: tuple, k: tuple) -> jax.Array:
+    """A Dense mask among causal ones."""
+    return causal(q, k) & ((k[-1] & 1) != 0)
+
+
 def structs(problem: Problem, kind: str, H: int, Hv: int, sharding: Any, **options: Any) -> tuple:
     """Shapes of a kernel's arguments after the problem; `options` are fields of Operands."""
     plan = hopper.blocks(kind, H, Hv)
@@ -173,6 +178,10 @@ def configurations(arguments: argparse.Namespace):
             for H in (64, 128):
                 for kind in KINDS:
                     yield name, kind, H, H, Problem(H**-0.5, visible=causal, **fields), options
+        matrix = {"pairs": ((1, 1, T, T), jnp.int8)}
+        for H in dims:
+            for kind in kernels(H, H):
+                yield "matrix", kind, H, H, Problem(H**-0.5, visible=in_matrix), matrix
         for H in dims:
             for kind in kernels(H, H):
                 yield "7 vectors", kind, H, H, Problem(H**-0.5, visible=seven), {}

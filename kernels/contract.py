@@ -44,8 +44,9 @@ class Problem:
     dropout_rate: float = 0.0
     visible: Callable[[Vectors, Vectors], jax.Array] | None = None
     """(query vectors, key vectors), of shapes that broadcast to a tile, to bool: elementwise, and
-    with the rule that a key at a negative position (key vector 0) is never seen. None: every tile
-    visited is full."""
+    with the rule that a key at a negative position (key vector 0) is never seen. Where there are
+    `Operands.pairs`, their tile is given as one more key vector. None: every tile visited is full.
+    """
     mark: bool = True
     """Whether log is NaN in rows whose out is not finite, or that met a product q_i . k_j that is
     not, seen or unseen: the caller then repeats on cleaned inputs, without marks."""
@@ -78,6 +79,7 @@ class Operands(NamedTuple):
     value: jax.Array  # [B, S, K, Hv]; zeros behind the end
     q_vectors: Vectors = ()  # i32[B or 1, T] each; vector 0 is the positions
     k_vectors: Vectors = ()  # i32[B or 1, S] each; vector 0 is the positions, -1 behind the end
+    pairs: jax.Array | None = None  # i8[B or 1, N or 1, T, S]: what a mask reads of each pair
     bias: jax.Array | None = None  # [B or 1, N or 1, T or 1, S or 1], f32 or the query's dtype
     slopes: jax.Array | None = None  # f32[B or 1, N]: ALiBi, s -= slope |q - k| of the positions
     sinks: jax.Array | None = None  # f32[B or 1, N]

@@ -59,6 +59,7 @@ class Fixed(NamedTuple):
 
     q_vectors: tuple[jax.Array, ...]
     k_vectors: tuple[jax.Array, ...]
+    pairs: jax.Array | None
     dropout: jax.Array | None
     visits: Visits
 
@@ -93,18 +94,17 @@ def _attend_forward(plan, *primals):
 
 
 def _forward(plan, query, key, value, bias, slopes, sinks, fixed):
-    operands = Operands(
-        query, key, value, fixed.q_vectors, fixed.k_vectors, bias, slopes, sinks, fixed.dropout
-    )
+    *vectors, pairs, dropout, visits = fixed
+    operands = Operands(query, key, value, *vectors, pairs, bias, slopes, sinks, dropout)
     forward = _kernel(plan, "forward", (QUERIES, ROWS, ROWS))
-    results = forward(operands, fixed.visits.forward)
+    results = forward(operands, visits.forward)
     marked = jnp.isnan(results[2]).any()
 
     def turned(out, *rows):  # a loop keeps what passes it in the kernel's own order
         return (out.swapaxes(1, 2) if plan.backend.HEADS_FIRST else out, *rows)
 
     def careful(_):
-        return turned(*_careful_forward(plan, operands, fixed.visits.forward))
+        return turned(*_careful_forward(plan, operands, visits.forward))
 
     out, high, log = turned(*_once(marked, careful, turned(*results)))
     return (out, high + log), (operands, fixed, out, high, log, marked)

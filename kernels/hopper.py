@@ -266,7 +266,7 @@ def scores(
     elif not plain(problem, operands):
         s = raw * (problem.scale * LOG2E)
     if operands.bias is not None:
-        bias = bias_tile(operands.bias, place, shape, q_axis)
+        bias = tile_of(operands.bias, place, shape, q_axis).astype(f32)
         # the lowest finite number, which some write for a mask, stays finite
         s = s + jnp.where(bias == -jnp.inf, -jnp.inf, jnp.maximum(bias * LOG2E, LOWEST))
     if operands.slopes is not None:
@@ -275,17 +275,19 @@ def scores(
     if partial and problem.visible is not None:
         rows = [x if x is None else lax.broadcast_in_dim(x, shape, [ROW]) for x in place.rows]
         columns = [x if x is None else spread(x, shape, COLUMN) for x in place.columns]
-        ordered = (rows, columns) if q_axis == ROW else (columns, rows)
-        s = jnp.where(visible(problem, operands, *ordered, shape), s, -jnp.inf)
+        queries, keys = (rows, columns) if q_axis == ROW else (columns, rows)
+        if operands.pairs is not None:
+            keys.append(tile_of(operands.pairs, place, shape, q_axis).astype(i32))
+        s = jnp.where(visible(problem, operands, queries, keys, shape), s, -jnp.inf)
     return s, tanh
 
 
 def traced(problem: Problem, operands: Operands, shape: tuple[int, ...]) -> Any:  # ClosedJaxpr
     """`problem.visible` of vectors spread over a tile."""
     vector = jax.ShapeDtypeStruct(shape, i32)
-    sides = operands.q_vectors, operands.k_vectors
+    of_keys = len(operands.k_vectors) + (operands.pairs is not None)
     assert problem.visible is not None
-    return jax.make_jaxpr(problem.visible)(*((vector,) * len(side) for side in sides))
+    return jax.make_jaxpr(problem.visible)((vector,) * len(operands.q_vectors), (vector,) * of_keys)
 
 
 def visible(
@@ -336,7 +338,7 @@ class Vectors:
             used = {id(v) for step in jaxpr.eqns for v in step.invars}
             every = [(0, i) for i in range(len(operands.q_vectors))]
             every += [(1, i) for i in range(len(operands.k_vectors))]
-            for (side, i), v in zip(every, jaxpr.invars, strict=True):
+            for (side, i), v in zip(every, jaxpr.invars, strict=False):  # behind them the pairs
                 if id(v) in used:
                     found[side].add(i)
         return found
@@ -386,19 +388,28 @@ def roomy(H: int, Hv: int) -> bool:
     return H + Hv <= 384
 
 
-def bias_tile(bias: Any, place: Place, shape: tuple[int, ...], q_axis: int) -> jax.Array:
-    """The bias of a tile; with queries as columns, `bias` is [B or 1, N or 1, S or 1, T or 1]."""
+def turned(operands: Operands) -> Operands:
+    """With arrays of pairs as kernels want them that hold queries as columns."""
+    arrays = {name: getattr(operands, name) for name in ("pairs", "bias")}
+    return operands._replace(
+        **{name: x.swapaxes(2, 3) for name, x in arrays.items() if x is not None}
+    )
+
+
+def tile_of(array: Any, place: Place, shape: tuple[int, ...], q_axis: int) -> jax.Array:
+    """A tile of an array of pairs [B or 1, N or 1, T or 1, S or 1]; with queries as columns, of
+    [B or 1, N or 1, S or 1, T or 1]."""
     b, n, q0, k0 = place[:4]
     starts = (q0, k0) if q_axis == ROW else (k0, q0)
-    has_rows, has_columns = (size > 1 for size in bias.shape[2:])
+    has_rows, has_columns = (size > 1 for size in array.shape[2:])
     rows = pl.ds(starts[0], shape[0]) if has_rows else 0
     columns = pl.ds(starts[1], shape[1]) if has_columns else 0
-    tile = at(bias, b, n, rows, columns)
+    tile = at(array, b, n, rows, columns)
     if has_rows and has_columns:
-        return load(tile, WGMMA).astype(f32)
+        return load(tile, WGMMA)
     if has_rows or has_columns:
-        return spread(tile, shape, ROW if has_rows else COLUMN).astype(f32)
-    return jnp.full(shape, tile[...].astype(f32))
+        return spread(tile, shape, ROW if has_rows else COLUMN)
+    return jnp.full(shape, tile[...])
 
 
 def kept(
@@ -931,8 +942,7 @@ def gradient_keys(
     consumers = max(2, parts)
     items = key_items(operands, lists)
     vectors = Vectors(problem, operands, COLUMN)
-    if operands.bias is not None:
-        operands = operands._replace(bias=operands.bias.swapaxes(2, 3))
+    operands = turned(operands)
     return launch(
         problem,
         functools.partial(_gradient_keys, problem, blocks),

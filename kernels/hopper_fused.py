@@ -53,6 +53,7 @@ from transformer_jax.kernels.hopper import (
     spread,
     tiles,
     turn_of,
+    turned,
     weights,
 )
 
@@ -70,8 +71,7 @@ def gradients(
     side = swizzle(blocks, H)
     vectors = Vectors(problem, operands, COLUMN)
     items = key_items(operands, lists)
-    if operands.bias is not None:
-        operands = operands._replace(bias=operands.bias.swapaxes(2, 3))
+    operands = turned(operands)
     like = operands.query
     slopes = (result((B, N, S), f32, like),) * learns_slopes(problem, operands)
     dq = jax.new_ref(jnp.zeros((B, T, N, H), f32))

@@ -77,7 +77,7 @@ def _roles(tree: tuple[Any, ...]) -> list[Roles]:
     """The roles of the leaves of (Operands, Lists[, Saved]), in their order."""
     operands = tree[0]
     vectors = [VECTOR] * len(operands.q_vectors + operands.k_vectors)
-    optional = dict(bias=TILES, slopes=HEADS, sinks=HEADS, dropout=(None, "b", "n"))
+    optional = dict(pairs=TILES, bias=TILES, slopes=HEADS, sinks=HEADS, dropout=(None, "b", "n"))
     given = [roles for name, roles in optional.items() if getattr(operands, name) is not None]
     saved = [QUERIES, ROWS, ROWS, ROWS] * (len(tree) - 2)
     return [QUERIES, KEYS, KEYS, *vectors, *given, TILES, ROWS, ROWS, *saved]

@@ -277,6 +277,8 @@ def scores(
         assert problem.visible is not None
         queries = tuple(vector[...] for vector in x.q_vectors)
         keys = tuple(column(vector[...]) for vector in x.k_vectors)
+        if x.pairs is not None:
+            keys += (x.pairs[...].astype(jnp.int32),)
         s = jnp.where(problem.visible(queries, keys), s, -jnp.inf)
     return s, tanh, raw
 
@@ -328,6 +330,7 @@ class Reads(NamedTuple):
     value: Any
     q_vectors: Any
     k_vectors: Any
+    pairs: Any  # [B, N, S, T]
     bias: Any
     slopes: Any
     sinks: Any
@@ -373,6 +376,7 @@ class Step(NamedTuple):
             key=x.key.at[here],
             value=x.value.at[here],
             k_vectors=tuple(vector.at[:, here] for vector in x.k_vectors),
+            pairs=None if x.pairs is None else x.pairs.at[here],
             bias=x.bias.at[:, here] if by_key else x.bias,
         )
 
@@ -490,6 +494,7 @@ def _walk(
                 "query row": (b, h, 0, i),
                 "key row": (b, h, 0, j),
                 "pairs": (b, h, i, j),
+                "turned pairs": (b, h, j, i),
                 "one": (b, h, 0, 0),
             }[kind]
 
@@ -499,6 +504,7 @@ def _walk(
             "query row": (1, blocks.q),
             "key row": (1, blocks.k),
             "pairs": (blocks.q, blocks.k),
+            "turned pairs": (blocks.k, blocks.q),
             "one": (1, 1),
         }[kind]
         return pl.BlockSpec((None, None, *tile), index)
@@ -597,6 +603,7 @@ def reads(operands: Operands, saved: Saved | None) -> tuple[Reads, Reads]:
         value=operands.value.swapaxes(1, 2),
         q_vectors=vectors(operands.q_vectors),
         k_vectors=vectors(operands.k_vectors),
+        pairs=None if operands.pairs is None else operands.pairs.swapaxes(2, 3),
         bias=bias,
         slopes=None if operands.slopes is None else operands.slopes.reshape(-1),
         sinks=None if operands.sinks is None else operands.sinks.reshape(-1),
@@ -607,8 +614,8 @@ def reads(operands: Operands, saved: Saved | None) -> tuple[Reads, Reads]:
         D=None if saved is None else rows(saved.D),
     )
     kinds = Reads(
-        "query", "key", "key", "query row", "key row", kind, "scalars", "scalars", "scalars",
-        "query", "query row", "query row", "query row",
+        "query", "key", "key", "query row", "key row", "turned pairs", kind,
+        "scalars", "scalars", "scalars", "query", "query row", "query row", "query row",
     )  # fmt: skip
     for_each = zip(kinds, arrays, strict=True)
     return arrays, Reads(*(jax.tree.map(lambda _, kind=kind: kind, x) for kind, x in for_each))

@@ -918,6 +918,48 @@ class AttentionSuite:
         for name, total in sums.items():
             assert_near(gradients[name], total, self.gradient_tolerance, name)
 
+    def test_a_matrix_of_tiles_differs_from_head_to_head(self):
+        """Skipped, cut and whole ones: each head of each row has its own."""
+        rng = np.random.default_rng(39)
+        arrays = self.draw(39, queries=257, keys=271)
+        tiles = rng.random((2, 4, 3, 3)) < 0.5
+        tiles[0, 2, 1] = False
+        seen = np.kron(tiles, np.ones((1, 1, 128, 128), bool))[:, :, :257, :271]
+        seen[..., 0] ^= rng.random(seen.shape[:3]) < 0.5
+        result = self.evaluate(arrays, Dense(jnp.asarray(seen)))
+        self.check(result, reference(arrays, seen))
+
+    def test_vmap_over_a_matrix_is_a_loop(self):
+        rng = np.random.default_rng(37)
+        arrays = self.draw(37, queries=13, keys=17)
+        matrices = rng.random((3, 2, 1, 13, 17)) < 0.6
+        cotangents = rng.normal(size=(3, *arrays["out_cotangent"].shape))
+
+        def attend(matrix, *inputs):
+            mask = ~Dense(matrix) & Causal() | Dense(matrix[:, :, ::-1])
+            return self.attend(*inputs, mask=mask)
+
+        @jax.jit
+        def mapped(matrices, inputs):
+            def total(inputs):
+                out = jax.vmap(attend, (0, None, None, None))(matrices, *inputs)
+                return (out * cotangents.astype(out.dtype)).sum(), out
+
+            return jax.grad(total, has_aux=True)(inputs)
+
+        inputs = arrays["query"], arrays["key"], arrays["value"]
+        gradients, out = mapped(jnp.asarray(matrices), inputs)
+        sums = [np.zeros(x.shape) for x in inputs]
+        silent = {"lse_cotangent": np.zeros((2, 13, 4))}
+        for i, matrix in enumerate(matrices):
+            seen = (~matrix & np.tri(13, 17, dtype=bool)) | matrix[:, :, ::-1]
+            expected = reference(arrays | silent | {"out_cotangent": cotangents[i]}, seen)
+            assert_near(out[i], expected["out"], self.forward_tolerance)
+            for total, name in zip(sums, ("query", "key", "value"), strict=True):
+                total += expected[f"d{name}"]
+        for found, total in zip(gradients, sums, strict=True):
+            assert_near(found, total, self.gradient_tolerance)
+
     def test_a_nan_in_a_bias_makes_the_row_that_sees_it_nan(self):
         arrays = self.draw(40, queries=13, keys=13)
         bias = np.zeros((1, 1, 13, 13), np.float32)

@@ -19,13 +19,15 @@ from plain_kernels import Plain
 
 from transformer_jax.attention import dot_product_attention
 from transformer_jax.kernels import using
-from transformer_jax.masks import Causal, Segments
+from transformer_jax.masks import Causal, Dense, Segments
 
 MOVES = ("all-gather", "all-to-all", "collective-permute")
 CASES = {
     "a bias of all rows": dict(heads=8, kv_heads=8, bias=(1, 8, 1, 37)),
     "two parts of a key head": dict(heads=8, kv_heads=2),
     "three key heads for four devices": dict(heads=12, kv_heads=3),
+    "a matrix of rows and heads": dict(heads=8, kv_heads=8, matrix=(4, 8, 33, 37)),
+    "a matrix of all": dict(heads=8, kv_heads=2, matrix=(33, 37)),
     "unordered": dict(heads=8, kv_heads=2, implementation="pallas_unordered"),
 }
 
@@ -36,16 +38,22 @@ def run(case: str, manual: bool = False) -> dict:
     arrays = draw(3, batch=4, queries=33, keys=37, heads=heads, kv_heads=kv_heads)
     if "bias" in CASES[case]:
         arrays["bias"] = jnp.asarray(rng.normal(size=CASES[case]["bias"]), jnp.float32)
+    if "matrix" in CASES[case]:
+        own = np.eye(33, 37, dtype=bool)  # or the lse of a row would be -inf
+        arrays["matrix"] = jnp.asarray((rng.random(CASES[case]["matrix"]) < 0.7) | own)
     arrays["sinks"] = jnp.linspace(-1, 1, heads)
     arrays["ids"] = jnp.asarray(np.sort(rng.integers(0, 3, (4, 37)), 1), jnp.int32)
-    floating = [name for name in arrays if name not in ("ids", "out_cotangent", "lse_cotangent")]
+    fixed = "ids", "matrix", "out_cotangent", "lse_cotangent"
+    floating = [name for name in arrays if name not in fixed]
 
     def gradients(arrays):
         def loss(inputs):
+            mask = Causal() & Segments(arrays["ids"])
+            mask = mask & Dense(arrays["matrix"]) if "matrix" in arrays else mask
             with using(Plain()):
                 out, lse = dot_product_attention(
                     inputs["query"], inputs["key"], inputs["value"],
-                    mask=Causal() & Segments(arrays["ids"]), bias=inputs.get("bias"),
+                    mask=mask, bias=inputs.get("bias"),
                     sinks=inputs["sinks"], return_lse=True,
                     implementation=CASES[case].get("implementation", "pallas"),
                     dropout_rate=0.2, dropout_key=jax.random.key(1),
@@ -59,7 +67,8 @@ def run(case: str, manual: bool = False) -> dict:
     whole = P("data", None, "model")
     keys = whole if kv_heads % 4 == 0 else P("data")
     specs = dict(query=whole, key=keys, value=keys, sinks=P("model"), bias=P(), ids=P("data"))
-    specs |= dict(out_cotangent=whole, lse_cotangent=whole)
+    matrix = P("data", "model") if len(CASES[case].get("matrix", ())) == 4 else P()
+    specs |= dict(out_cotangent=whole, lse_cotangent=whole, matrix=matrix)
     placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
     compiled = jax.jit(gradients).lower(placed).compile()
     text = compiled.as_text()

@@ -88,6 +88,8 @@ def _scores(problem: Problem, operands: Operands, seen: jax.Array, full: jax.Arr
     if operands.slopes is not None:
         s = s - operands.slopes[:, :, None, None] * distance
     partial = seen & ~full
+    if operands.pairs is not None:
+        k += (operands.pairs.astype(jnp.int32),)
     visible = full if problem.visible is None else full | (partial & problem.visible(q, k))
     factor = jnp.float32(1)
     if operands.dropout is not None and problem.dropout_rate:

@@ -6,6 +6,8 @@ a kernel's fault; the kernels themselves are in test_kernels_tpu.py and test_ker
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import replace
 
 import jax
@@ -58,6 +60,9 @@ class TestPlain(AttentionSuite):
             "test_poisoned_query_that_sees_nothing_has_no_influence",
             "test_a_poisoned_key_head_breaks_the_query_heads_of_its_group",
             "test_vmap_over_any_argument_is_a_loop",
+            "test_vmap_over_a_matrix_is_a_loop",
+            "test_every_mask_matches_the_oracle[dense]",
+            "test_every_mask_matches_the_oracle[composition]",
             "test_scan_over_calls_is_a_loop",
             "test_rematerialised_gradients_are_the_same_with_dropout_on",
         }
@@ -71,6 +76,7 @@ def masks_of_vectors(rng: np.random.Generator) -> dict:
     valid, lengths = jnp.asarray(rng.random((2, 19)) < 0.7), jnp.array([0, 6])
     q_ids, k_ids = (jnp.asarray(rng.integers(0, 3, (2, n))) for n in (13, 19))
     short = jnp.asarray(rng.integers(0, 2, (2, 5)))
+    matrix, other = (Dense(jnp.asarray(rng.random(n) < 0.6)) for n in ((13, 19), (2, 1, 29, 31)))
     return {
         "everything": Everything(),
         "causal": Causal(),
@@ -84,6 +90,9 @@ def masks_of_vectors(rng: np.random.Generator) -> dict:
         "segments of a short table": Segments(short),
         "predicate": Predicate(lambda q, k: (q ^ k) & 3 == 1),
         "not everything": ~Everything(),
+        "matrix": matrix,
+        "matrices": Causal() & ~matrix | Padding(valid) & other,
+        "eight matrices": functools.reduce(operator.or_, [*[matrix & other] * 3, matrix, ~other]),
         "prefix language model": Causal() | Prefix(lengths),
         "all at once": (~Causal() & Window(None, 7)) | (Padding(valid) & ~Segments(q_ids, k_ids)),
     }
@@ -97,8 +106,10 @@ def test_vectors_say_what_the_mask_says(name, ragged, rng):
     if ragged:
         q, k = q + jnp.array([[2], [9]]), jnp.where(jnp.arange(19) % 5 == 4, -1, k + 3)
     vectors = MaskVectors.of(mask, q, k, not ragged)
+    pairs = () if vectors.pairs() is None else (vectors.pairs().astype(jnp.int32),)
     sees = vectors.visible(
-        tuple(x[:, None, :, None] for x in vectors.q), tuple(x[:, None, None, :] for x in vectors.k)
+        tuple(x[:, None, :, None] for x in vectors.q),
+        (*(x[:, None, None, :] for x in vectors.k), *pairs),
     )
     expected = mask.materialize(q, k)
     full = (2, 1, 13, 19)
@@ -119,9 +130,11 @@ def test_equal_masks_compare_equal_as_vectors():
     assert first != other
 
 
-def test_a_matrix_is_not_made_of_vectors():
+def test_what_no_kernel_evaluates_is_said():
     table = jnp.ones((4, 4), bool)
-    assert "Dense" in str(not_vectors(Causal() & ~Dense(table)))
+    eight = functools.reduce(operator.or_, [~Dense(table)] * 8)
+    assert not_vectors(Causal() & eight) is None
+    assert not_vectors(~eight & Dense(table)) == "takes at most 8 Dense masks, not 9"
     assert "other arrays" in str(not_vectors(Predicate(lambda q, k: table[q, k])))
     assert "returns bool" in str(not_vectors(Predicate(lambda q, k: q - k)))
     assert "32 bits" in str(not_vectors(Causal() & Segments(np.zeros((1, 4), np.int64))))
@@ -196,17 +209,20 @@ def test_a_target_holds_inside_its_context_only():
     assert isinstance(target(), str)
 
 
+PARITY = jnp.arange(17) % 2
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (dict(mask=Dense(jnp.ones((13, 17), bool))), "Dense"),
+        (dict(mask=Predicate(lambda q, k: PARITY[k] <= q)), "reads other arrays"),
         (dict(scale=jnp.float32(0.5)), "scale that is an array"),
         (
             dict(bias=RelativeBias(jnp.ones((8, 4)), max_distance=16, bidirectional=True)),
             "Relative",
         ),
     ],
-    ids=["dense", "scale", "bias"],
+    ids=["predicate", "scale", "bias"],
 )
 def test_what_no_kernel_takes_is_refused_by_name(options, reason):
     arrays = draw(0)

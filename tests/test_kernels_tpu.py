@@ -30,7 +30,7 @@ from transformer_jax.kernels.contract import (  # noqa: E402
     Saved,
     keep,
 )
-from transformer_jax.masks import Causal, Segments, Window  # noqa: E402
+from transformer_jax.masks import Causal, Dense, Segments, Window  # noqa: E402
 
 
 def everything(q, k):
@@ -120,10 +120,10 @@ def draw(case: Case) -> tuple[Operands, np.ndarray, np.ndarray, np.ndarray]:
         rows(normal(B, S, case.K, case.Hv), case.S),
         tuple(jnp.asarray(x, jnp.int32) for x in q_vectors),
         tuple(jnp.asarray(x, jnp.int32) for x in k_vectors),
-        bias,
-        slopes if case.slopes else None,
-        normal(1, N, dtype=jnp.float32) if case.sinks else None,
-        words if case.rate else None,
+        bias=bias,
+        slopes=slopes if case.slopes else None,
+        sinks=normal(1, N, dtype=jnp.float32) if case.sinks else None,
+        dropout=words if case.rate else None,
     )
     return operands, sees, normal(B, T, N, case.Hv), rng.normal(size=(B, N, T))
 
@@ -389,10 +389,10 @@ def compiled(case: Case, kernel: str, topology: str) -> Any:
         struct((B, S, case.K, case.Hv), case.dtype),
         tuple(vectors(T)),
         tuple(vectors(S)),
-        None if case.bias is None else struct((1, N, T, S), case.dtype),
-        struct((1, N), jnp.float32) if case.slopes else None,
-        struct((1, N), jnp.float32) if case.sinks else None,
-        struct((2, B, N), jnp.uint32) if case.rate else None,
+        bias=None if case.bias is None else struct((1, N, T, S), case.dtype),
+        slopes=struct((1, N), jnp.float32) if case.slopes else None,
+        sinks=struct((1, N), jnp.float32) if case.sinks else None,
+        dropout=struct((2, B, N), jnp.uint32) if case.rate else None,
     )
     rows, columns = T // blocks.q, S // blocks.k
     rows, columns = (columns, rows) if kind == "keys" else (rows, columns)
@@ -460,6 +460,35 @@ def test_a_program_around_the_kernels_moves_none_of_their_arrays():
     assert not re.search(rf"\[(\d+,)*{S},{S}\]", text)
 
 
+@pytest.mark.parametrize(
+    "topology",
+    ["v6e:2x2", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("v5e:2x2", "v5p:2x2x1"))],
+)
+def test_a_matrix_compiles_for_a_tpu(topology):
+    """And is read as bytes, of which there are a few copies: nothing of S x S is wider."""
+    pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
+    S, place = 2048, chip(topology)
+
+    def loss(inputs, matrix, bias):
+        with using(Target("tpu")):
+            mask = Causal() & ~Dense(matrix) | Dense(matrix[:, :, ::-1])
+            settings = dict(mask=mask, bias=bias, implementation="pallas")
+            out = dot_product_attention(*inputs, **settings)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    def struct(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    inputs = [struct((1, S, n, 128), jnp.bfloat16) for n in (4, 2, 2)]
+    others = struct((1, 4, S, S), bool), struct((1, 1, 1, S), jnp.float32)
+    lowered = jax.jit(jax.grad(loss, (0, 2))).lower(inputs, *others)
+    text = lowered.as_text()
+    for kernel in ("forward", "gradient_queries", "gradient_keys", "gradient_bias"):
+        assert f"attention_{kernel}" in text
+    assert {*re.findall(rf"x{S}x{S}x(\w+)>", text)} == {"i1", "i8"}
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 8 * 4 * S * S
+
+
 def test_four_chips_run_their_parts_of_a_shard_map():
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
     mesh = jax.sharding.Mesh(np.array(chips("v5e:2x2")).reshape(2, 2), ("data", "model"))
@@ -498,6 +527,7 @@ class TestTpu(AttentionSuite):
             "test_a_row_broken_by_its_bias_passes_no_gradient_on[nan]",
             "test_any_length_matches_the_oracle[129x2]",
             "test_every_mask_matches_the_oracle[window]",
+            "test_every_mask_matches_the_oracle[composition]",
             "test_slopes_of_many_heads_are_each_their_own",
             "test_scale_softcap_and_sinks_match_the_oracle[2.0]",
             "test_blind_rows_stay_zero_with_every_option_on",

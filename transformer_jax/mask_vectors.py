@@ -3,11 +3,13 @@
     Causal() & Segments(ids)    vectors q: positions, ids    k: positions, ids
                                 visible: (k[0] <= q[0]) & (q[1] == k[1]) & (k[0] >= 0)
 
-Every mask is one except `Dense`, which is a matrix, and a `Predicate` that reads other arrays.
+A `Dense` mask is an integer per pair, of which each has a bit. Every mask is one of these except a
+`Predicate` that reads other arrays.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -63,6 +65,16 @@ class Same:
 
     def __call__(self, q: Vectors, k: Vectors) -> jax.Array:
         return q[self.q] == k[self.k]
+
+
+@dataclass(frozen=True)
+class PairIs:
+    """The integer of the pair, given behind the vectors of the keys, has this bit."""
+
+    bit: int
+
+    def __call__(self, q: Vectors, k: Vectors) -> jax.Array:
+        return (k[-1] & (1 << self.bit)) != 0
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,8 @@ class MaskVectors:
     every_index: bool
     """Positions are indices, so that a table as long as the array holds them all."""
     visible: Comparison = field(default_factory=Real)
+    matrices: list[jax.Array] = field(default_factory=list)
+    """bool[B or 1, N or 1, T, S] each: of `Dense` masks."""
 
     @classmethod
     def of(cls, mask: Mask, q_positions: jax.Array, k_positions: jax.Array, every_index: bool):
@@ -130,6 +144,11 @@ class MaskVectors:
         if not isinstance(seen, Real):
             vectors.visible = Both(seen, Real())
         return vectors
+
+    def pairs(self) -> jax.Array | None:  # i8[B or 1, N or 1, T, S]
+        """The matrices as bits of one, if any."""
+        bits = (matrix.astype(jnp.int8) << bit for bit, matrix in enumerate(self.matrices))
+        return functools.reduce(jnp.bitwise_or, bits) if self.matrices else None
 
     def _compare(self, mask: Mask) -> Comparison:
         match mask:
@@ -144,6 +163,9 @@ class MaskVectors:
                 return self._key_is(self.k[0] < mask.lengths[:, None])
             case Segments():
                 return self._segments(mask)
+            case Dense():
+                self.matrices.append(self._matrix(mask))
+                return PairIs(len(self.matrices) - 1)
             case And():
                 return Both(self._compare(mask.left), self._compare(mask.right))
             case Or():
@@ -164,6 +186,12 @@ class MaskVectors:
             seen = Both(seen, QueryIs(_append(self.q, q_inside)))
         return seen
 
+    def _matrix(self, mask: Dense) -> jax.Array:  # bool[B or 1, N or 1, T, S]
+        T, S = self.q[0].shape[1], self.k[0].shape[1]
+        if self.every_index and mask.array.shape[-2:] == (T, S):
+            return jnp.asarray(mask.array).reshape(*mask.lead, T, S)
+        return mask.materialize(self.q[0], self.k[0])
+
     def _key_is(self, holds: jax.Array) -> Comparison:
         return KeyIs(_append(self.k, holds))
 
@@ -173,11 +201,27 @@ def _append(vectors: list[jax.Array], vector: jax.Array) -> int:
     return len(vectors) - 1
 
 
+MATRICES = 8  # bits of an integer
+
+
 def not_vectors(mask: Mask) -> str | None:
-    """Why a mask cannot be evaluated from vectors, or None."""
+    """Why a mask cannot be evaluated by a kernel, or None."""
+    if (count := _count(mask)) > MATRICES:
+        return f"takes at most {MATRICES} Dense masks, not {count}"
+    return _not_vectors(mask)
+
+
+def _count(mask: Mask) -> int:
     match mask:
-        case Dense():
-            return "takes no Dense mask, which is a matrix of T x S"
+        case And() | Or():
+            return _count(mask.left) + _count(mask.right)
+        case Not():
+            return _count(mask.mask)
+    return int(isinstance(mask, Dense))
+
+
+def _not_vectors(mask: Mask) -> str | None:
+    match mask:
         case Predicate():
             at = jax.ShapeDtypeStruct((1, 1), jnp.int32)
             try:
@@ -193,7 +237,7 @@ def not_vectors(mask: Mask) -> str | None:
         ):
             return f"takes segment ids of 32 bits, {mask!r} has more"
         case And() | Or():
-            return not_vectors(mask.left) or not_vectors(mask.right)
+            return _not_vectors(mask.left) or _not_vectors(mask.right)
         case Not():
-            return not_vectors(mask.mask)
+            return _not_vectors(mask.mask)
     return None

@@ -53,7 +53,7 @@ def _refuse_lists(call: Call, where: Target) -> str | None:
     query, value, mask = (call.arrays[name] for name in ("query", "value", "mask"))
     _, T, _, S = call.sizes
     places = [call.arrays[name] for name in ("q_positions", "k_positions")]
-    leads = [mask.lead[0] if mask is not None else 1]
+    leads, heads = ([1], 1) if mask is None else ([mask.lead[0]], mask.lead[1])
     leads += [p.shape[0] for p in places if p is not None and len(p.shape) == 2]
     sizes = query.shape[3], value.shape[3], query.dtype.itemsize, T, S
     for kind in kinds(unordered=False):
@@ -62,9 +62,10 @@ def _refuse_lists(call: Call, where: Target) -> str | None:
         dense = kind == "bias" and isinstance(call.arrays["bias"], jax.Array | jax.ShapeDtypeStruct)
         if kind == "bias" and not dense:
             continue
-        size = 4 * max(leads) * ((1 + dense) * rows * columns + 2 * max(rows, columns))
+        lead = max(leads) * heads
+        size = 4 * lead * ((1 + dense) * rows * columns + 2 * max(rows, columns))
         if size > most:
-            tiles = f"{max(leads)} x {rows} x {columns}"
+            tiles = f"{lead} x {rows} x {columns}"
             return f"lists of {tiles} tiles take {size} bytes: at most {most}"
     return None
 
@@ -99,6 +100,9 @@ def pallas_attention(
         vectors = MaskVectors.of(mask, *at, every_index)
         q_vectors = tuple(pad(x, 1, padded_T, 0) for x in vectors.q)
         k_vectors = tuple(pad(x, 1, padded_S, -1 if i == 0 else 0) for i, x in enumerate(vectors.k))
+        pairs = vectors.pairs()
+        if pairs is not None:
+            pairs = pad(pad(pairs, 2, padded_T, 0), 3, padded_S, 0)
         lists = {
             (b.q, b.k): _tiles(mask, *at, b, (padded_T // b.q, padded_S // b.k))
             for b in blocks.values()
@@ -133,7 +137,7 @@ def pallas_attention(
         dense,
         slopes,
         None if sinks is None else sinks.astype(jnp.float32)[None],
-        Fixed(q_vectors, k_vectors, words, visits),
+        Fixed(q_vectors, k_vectors, pairs, words, visits),
     )
     out, lse = attend(plan, *vary(inputs))
     return out[:, :T], jnp.moveaxis(lse[:, :, :T], 1, 2)
