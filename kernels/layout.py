@@ -47,8 +47,13 @@ def mapped(
         B = tree[0].query.shape[1 if batched[0].query else 0]
         leaves, structure = jax.tree.flatten(tree)
         flags = jax.tree.leaves(batched)
+        bias, pairs = tree[0].bias, tree[0].pairs
+
+        def shared(x):  # lists must all have as many rows, and the others cost little to copy
+            return x is pairs or ((B > 1 or x is bias) and not (of_bias and x is bias))
+
         folded = [
-            _fold(x, flag, roles, size, B, apart=of_bias and x is tree[0].bias)
+            _fold(x, flag, roles, size, B, shared=shared(x))
             for x, flag, roles in zip(leaves, flags, _roles(tree), strict=True)
         ]
         again = mapped(kernel, results, of_bias=of_bias, splits=splits)
@@ -61,11 +66,11 @@ def mapped(
     return call
 
 
-def _fold(x, is_mapped: bool, roles: Roles, size: int, B: int, *, apart: bool) -> jax.Array:
-    """[V, .., B or 1, ..] to [.., V B, ..]; what all rows share stays of size 1, unless `apart`."""
+def _fold(x, is_mapped: bool, roles: Roles, size: int, B: int, *, shared: bool) -> jax.Array:
+    """[V, .., B or 1, ..] to [.., V B, ..]; where rows that share it may, it stays of size 1."""
     axis = roles.index("b")
     if not is_mapped:
-        if x.shape[axis] == 1 and B > 1 and not apart:
+        if x.shape[axis] == 1 and shared:
             return x
         x = jnp.broadcast_to(x[None], (size, *x.shape))
     shape = (*x.shape[: axis + 1], B, *x.shape[axis + 2 :])

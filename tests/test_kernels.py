@@ -21,7 +21,7 @@ import plain_kernels  # noqa: E402
 from attention_suite import AttentionSuite, draw  # noqa: E402
 from devices import on_devices  # noqa: E402
 from plain_kernels import Plain, visited  # noqa: E402
-from tolerances import GRADIENT_F32, assert_near, assert_same_bits  # noqa: E402
+from tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits  # noqa: E402
 
 from transformer_jax.attention import dot_product_attention, explain_attention  # noqa: E402
 from transformer_jax.kernels import Target, target, using  # noqa: E402
@@ -237,10 +237,10 @@ def test_what_no_kernel_takes_is_refused_by_name(options, reason):
 # vmap
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_bias_that_is_not_mapped_has_a_gradient_for_each_mapped_call(rows):
+@pytest.mark.parametrize(("batch", "rows"), [(2, 1), (2, 2), (1, 1)])
+def test_a_bias_that_is_not_mapped_has_a_gradient_for_each_mapped_call(batch, rows):
     """Where the bias is one for all batch rows, and where each has its own."""
-    arrays = draw(2, batch=2)
+    arrays = draw(2, batch=batch)
     bias = jnp.asarray(np.random.default_rng(3).normal(size=(rows, 4, 1, 17)), jnp.float32)
     queries = jnp.stack([arrays["query"], 2 * arrays["query"], -arrays["query"]])
 
@@ -257,6 +257,22 @@ def test_a_bias_that_is_not_mapped_has_a_gradient_for_each_mapped_call(rows):
         expected = jnp.stack([slope(query, bias) for query in queries])
     assert mapped.shape == (3, *bias.shape)
     assert_near(mapped, expected, GRADIENT_F32)
+
+
+def test_calls_of_one_row_share_a_matrix_that_is_not_mapped():
+    arrays, matrix = draw(4, batch=1), jnp.asarray(np.random.default_rng(4).random((13, 17)) < 0.6)
+    queries = jnp.stack([arrays["query"] * s for s in (1.0, 0.5, 2.0, -1.0, 3.0)])
+
+    def attend(query):
+        inputs = query, arrays["key"], arrays["value"]
+        mask = Dense(matrix) | Causal()
+        return dot_product_attention(*inputs, mask=mask, implementation="pallas")
+
+    with using(Plain()):
+        text = str(jax.make_jaxpr(jax.vmap(attend))(queries))
+        found, expected = jax.vmap(attend)(queries), [attend(query) for query in queries]
+    assert "i8[1,1,32,32]" in text and "i8[5" not in text
+    assert_near(found, np.stack(expected), FORWARD_F32)
 
 
 # A device mesh
@@ -314,6 +330,10 @@ def test_lists_that_do_not_fit_are_refused_beforehand():
         )
         half = jax.ShapeDtypeStruct((1, 2**17, 1, 64), jnp.float32)
         assert explain_attention(half, half, half)["pallas"] is None
+        heads = jax.ShapeDtypeStruct((1, 2**15, 64, 64), jnp.float32)
+        mask = Dense(jax.ShapeDtypeStruct((1, 64, 2**15, 2**15), jnp.bool_))
+        reason = explain_attention(heads, heads, heads, mask=mask)["pallas"]
+        assert "lists of 64 x 64 x 64 tiles" in str(reason)
 
 
 def test_a_target_that_is_none_is_refused_by_name():
