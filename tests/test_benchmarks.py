@@ -8,14 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import (
-    decode,
-    load,
-    serve,
-    specs,
-    timing,
-    tune_attention,
-)
+from benchmarks import decode, load, serve, specs, timing, tune_attention
 from benchmarks.timing import Contender
 from transformer_jax.kernels.contract import Blocks
 from transformer_jax.models import init_params, num_params
