@@ -473,6 +473,7 @@ def test_a_case_that_would_not_fit_costs_no_other(tmp_path, two_cases):
     assert all("materialised scores need" in why for why in results["failed"].values())
 
 
+@pytest.mark.filterwarnings("ignore:.*ops.gpu.attention is deprecated:DeprecationWarning")
 def test_jaxs_own_kernel_is_asked_for_the_same(monkeypatch):
     from jax.experimental.pallas.ops.gpu import attention as theirs
 
