@@ -189,12 +189,12 @@ def memory_growth(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
     for label, changes in variants.items():
         cases = [replace(base, queries=n, keys=n, **changes) for n in lengths]
-        attends = {"jax.nn": lambda case: contenders.jax_nn(case, "xla")}
+        builders = {"jax.nn": lambda case: contenders.jax_nn(case, "xla")}
         for name, reason in contenders.explain(cases[0]).items():
             if reason is None:
-                attends[f"{OURS} {name}"] = partial(contenders.ours, name=name)
-        for name, attend in attends.items():
-            sizes = [_temporary_bytes(case, attend) for case in cases]
+                builders[f"{OURS} {name}"] = partial(contenders.ours, name=name)
+        for name, build in builders.items():
+            sizes = [_temporary_bytes(case, build) for case in cases]
             steps = itertools.pairwise(sizes)
             yield {
                 "mask": label,
@@ -206,10 +206,10 @@ def memory_growth(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _temporary_bytes(
-    case: AttentionCase, attend: Callable[[AttentionCase], contenders.Attend]
+    case: AttentionCase, build: Callable[[AttentionCase], contenders.Attend]
 ) -> int:
-    attends, cotangent = jax.eval_shape(lambda: (attend(case), contenders.cotangent_of(case)))
-    given = attends, cotangent, *jax.eval_shape(case.inputs)
+    attend, cotangent = jax.eval_shape(lambda: (build(case), contenders.cotangent_of(case)))
+    given = attend, cotangent, *jax.eval_shape(case.inputs)
     lowered = jax.jit(contenders.with_gradients).lower(*given)
     return int(lowered.compile().memory_analysis().temp_size_in_bytes)
 

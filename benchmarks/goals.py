@@ -101,26 +101,21 @@ def reached(
     """
     measured = {(found["case"], found["direction"]): found for found in cases}
 
-    def trouble_in(name: str | None) -> str | None:
-        if name is None:
-            return None
-        cell = measured.get((name, goal.direction))
+    def trouble_in(goal: Goal, case: str) -> str | None:
+        cell = measured.get((case, goal.direction))
         if cell is None:
-            return failed.get(f"{name} {goal.direction}", "not asked for")
+            return failed.get(f"{case} {goal.direction}", "not asked for")
         why = trouble(cell, goal.of)
         return why and f"{goal.of}: {why}"
 
     rows = []
     for goal in goals:
-        cell, other = (measured.get((name, goal.direction)) for name in (goal.case, goal.rate))
-        ratio: float | None = None
-        if reason := trouble_in(goal.case):
-            than = _name(goal)
-        elif reason := trouble_in(goal.rate):
-            than, reason = _name(goal), f"{goal.rate}: {reason}"
-        else:
-            assert cell is not None
-            than, ratio, reason = _compared(goal, cell, other, matmul)
+        why = trouble_in(goal, goal.case)
+        if why is None and goal.rate is not None and (missing := trouble_in(goal, goal.rate)):
+            why = f"{goal.rate}: {missing}"
+        than, ratio, reason = (
+            _compared(goal, measured, matmul) if why is None else (_name(goal), None, why)
+        )
         rows.append(
             {
                 "case": goal.case,
@@ -136,9 +131,9 @@ def reached(
 
 
 def _compared(
-    goal: Goal, cell: dict[str, Any], other: dict[str, Any] | None, matmul: float
+    goal: Goal, measured: Mapping[tuple[str, str], dict[str, Any]], matmul: float
 ) -> tuple[str, float | None, str | None]:  # than what, ratio, why none or who is missing
-    than = _name(goal)
+    cell, than = measured[goal.case, goal.direction], _name(goal)
     if goal.peers:
         troubles = {name: trouble(cell, name) for name in goal.peers}
         ratios = {n: _speedup(cell, goal.of, n) for n, why in troubles.items() if why is None}
@@ -150,7 +145,7 @@ def _compared(
         return than, ratios[fastest], f"without {', '.join(missing)}" if missing else None
     if goal.rate is None:
         return than, _rate(cell, goal.of) / matmul, None
-    assert other is not None
+    other = measured[goal.rate, goal.direction]
     return than, _rate(cell, goal.of) / _rate(other, goal.of), None
 
 

@@ -49,8 +49,10 @@ def mapped(
         flags = jax.tree.leaves(batched)
         bias, pairs = tree[0].bias, tree[0].pairs
 
-        def shared(x):  # lists must all have as many rows, and the others cost little to copy
-            return x is pairs or ((B > 1 or x is bias) and not (of_bias and x is bias))
+        def shared(x):
+            if x is bias:
+                return not of_bias
+            return x is pairs or B > 1  # what is small is copied: lists must all have as many rows
 
         folded = [
             _fold(x, flag, roles, size, B, shared=shared(x))

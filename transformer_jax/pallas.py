@@ -53,8 +53,8 @@ def _refuse_lists(call: Call, where: Target) -> str | None:
     query, value, mask = (call.arrays[name] for name in ("query", "value", "mask"))
     _, T, _, S = call.sizes
     places = [call.arrays[name] for name in ("q_positions", "k_positions")]
-    leads, heads = ([1], 1) if mask is None else ([mask.lead[0]], mask.lead[1])
-    leads += [p.shape[0] for p in places if p is not None and len(p.shape) == 2]
+    batch, heads = (1, 1) if mask is None else mask.lead
+    leads = [batch, *(p.shape[0] for p in places if p is not None and len(p.shape) == 2)]
     sizes = query.shape[3], value.shape[3], query.dtype.itemsize, T, S
     for kind in kinds(unordered=False):
         b = blocks_of(where, kind, *sizes)
