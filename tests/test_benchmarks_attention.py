@@ -531,9 +531,8 @@ def test_torchs_bias_says_the_mask_before_the_time_runs(monkeypatch):
 def test_temporaries_are_those_of_materialised_scores_and_of_their_gradient():
     case = replace(small("edge-alibi"), queries=256, keys=256)
     nn = functools.partial(contenders.jax_nn, implementation="xla")
-    for build in (nn, functools.partial(contenders.ours, name="xla")):
-        forward_and_backward = attention._temporary_bytes(case, build) / case.score_bytes()
-        assert 2 <= forward_and_backward < 12
+    for build, least in ((nn, 3), (functools.partial(contenders.ours, name="xla"), 2)):
+        assert least <= attention._temporary_bytes(case, build) / case.score_bytes() < 12
 
 
 def test_the_gradient_of_the_output_is_no_constant():
