@@ -30,7 +30,7 @@ from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import core as mosaic
 
 from transformer_jax.kernels import hopper
-from transformer_jax.kernels.contract import Lists, Operands, Problem, Saved
+from transformer_jax.kernels.contract import Operands, Problem, Saved, TileLists
 
 # An H200 SXM as XLA wants a target described (GpuTargetConfigProto, text format)
 H200 = """
@@ -60,8 +60,8 @@ device_description_str: "NVIDIA H200"
 """
 LIMIT = 232448  # bytes of shared memory a block may ask for
 B, T, N, K = 2, 2048, 4, 2
-KINDS = ("forward", "queries", "keys", "bias", "unordered")
-BY_KEY = ("keys", "unordered")  # whose lists have a row for each tile of keys
+KINDS = ("forward", "dq", "dkdv", "bias", "single_pass")
+BY_KEY = ("dkdv", "single_pass")  # whose lists have a row for each tile of keys
 
 
 def causal(q: tuple, k: tuple) -> jax.Array:
@@ -106,7 +106,7 @@ def structs(problem: Problem, kind: str, H: int, Hv: int, sharding: Any, **optio
     if kind in BY_KEY:
         rows, columns = columns, rows
     count = struct((1, 1, rows), jnp.int32)
-    lists = Lists(struct((1, 1, rows, columns), jnp.int32), count, count)
+    lists = TileLists(struct((1, 1, rows, columns), jnp.int32), count, count)
     vector = struct((B, N, T), jnp.float32)
     saved = Saved(struct((B, T, N, Hv), jnp.bfloat16), vector, vector, vector)
     return (operands, lists, plan) if kind == "forward" else (operands, lists, plan, saved)
@@ -114,7 +114,7 @@ def structs(problem: Problem, kind: str, H: int, Hv: int, sharding: Any, **optio
 
 def compile_one(kind: str, H: int, Hv: int, problem: Problem, device: Any, **options: Any) -> str:
     """One row of the table."""
-    function = getattr(hopper, kind if kind == "forward" else f"gradient_{kind}")
+    function = getattr(hopper, kind if kind == "forward" else f"backward_{kind}")
     sharding = jax.sharding.SingleDeviceSharding(device)
     operands, lists, plan, *saved = structs(problem, kind, H, Hv, sharding, **options)
     chip = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
@@ -158,7 +158,7 @@ def compile_one(kind: str, H: int, Hv: int, problem: Problem, device: Any, **opt
 
 def kernels(H: int, Hv: int) -> tuple[str, ...]:
     """Those that these widths have."""
-    return tuple(kind for kind in KINDS if kind != "unordered" or H + Hv <= 256)
+    return tuple(kind for kind in KINDS if kind != "single_pass" or H + Hv <= 256)
 
 
 def configurations(arguments: argparse.Namespace):
@@ -203,11 +203,11 @@ def main() -> None:
     device = topologies.get_topology_desc(
         "", platform="cuda", target_config=H200, topology="1x1x1"
     ).devices[0]
-    print("kernel       H   Hv  tile    scores    registers  spills     shared memory    time")
+    print("kernel         H   Hv  tile    scores    registers  spills     shared memory    time")
     failures = 0
     for name, kind, H, Hv, problem, options in configurations(arguments):
         plan = hopper.blocks(kind, H, Hv)
-        print(f"{kind:9} {H:4} {Hv:4}  {plan.q:3}x{plan.k:<3} {name:9}", end="", flush=True)
+        print(f"{kind:11} {H:4} {Hv:4}  {plan.q:3}x{plan.k:<3} {name:9}", end="", flush=True)
         try:
             print(compile_one(kind, H, Hv, problem, device, **options), flush=True)
         except Exception as error:

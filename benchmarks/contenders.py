@@ -21,7 +21,7 @@ from jax.tree_util import Partial
 from benchmarks.peers import Absent, torch_and_device
 from benchmarks.specs import AttentionCase, Direction
 from transformer_jax import ALiBi, dot_product_attention, explain_attention
-from transformer_jax.attention import Explanation
+from transformer_jax.attention.api import Explanation
 
 OURS = "ours"
 IMPLEMENTATIONS = ("xla", "blockwise", "pallas", "pallas_unordered", "cudnn")

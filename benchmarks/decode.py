@@ -28,8 +28,9 @@ from benchmarks import specs, timing
 from benchmarks.peers import Absent, torch_and_device
 from benchmarks.specs import DecodeCase
 from benchmarks.timing import Contender, Timing
-from transformer_jax.decode import generate, make_step, prefill
-from transformer_jax.models import build, init_cache, init_params
+from transformer_jax.decoding.generation import generate, prefill
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache, init_params
 
 OURS = "ours"
 FIRST = ", first token"

@@ -75,7 +75,8 @@ def _write(folder: Path, gigabytes: float) -> None:
     from flax.traverse_util import unflatten_dict
 
     from transformer_jax.config import ModelConfig
-    from transformer_jax.pretrained import parameter_shapes, save_pretrained
+    from transformer_jax.pretrained.save import save_pretrained
+    from transformer_jax.pretrained.tensors import parameter_shapes
 
     width = 64 * max(1, round(1024 / 64 * min(1.0, math.sqrt(gigabytes))))
     config = ModelConfig(
@@ -127,7 +128,7 @@ def _ours(folder: Path) -> Callable[[], Any]:
     import jax
     import jax.numpy as jnp
 
-    from transformer_jax.pretrained import load_pretrained
+    from transformer_jax.pretrained.load import load_pretrained
 
     jnp.zeros(3).block_until_ready()
     return lambda: jax.block_until_ready(load_pretrained(folder))

@@ -26,9 +26,10 @@ import numpy as np
 from benchmarks import specs, timing
 from benchmarks.specs import ServeCase
 from benchmarks.timing import Contender
-from transformer_jax.decode import generate, make_step
-from transformer_jax.models import build, init_cache, init_params
-from transformer_jax.slots import Request, serve
+from transformer_jax.decoding.continuous_batching import Request, serve
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache, init_params
 
 QUESTION = "serving: seconds and latency of continuous and of static batching"
 CONTINUOUS, PAUSING, STATIC = "continuous", "pausing", "static"

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.attention.biases import alibi_slopes
+from transformer_jax.attention.masks import Causal, Mask, Padding, Segments, Window
 from transformer_jax.config import ModelConfig, preset
-from transformer_jax.masks import Causal, Mask, Padding, Segments, Window
-from transformer_jax.positions import alibi_slopes
 
 Direction = Literal["forward", "backward", "forward+backward"]
 

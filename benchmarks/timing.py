@@ -24,6 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.cli.process import keep_freed_memory
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "torch", "transformers", "tokamax")
 
@@ -165,9 +167,7 @@ def prepare(*, one_core: bool = False) -> Callable[[], float]:
 
     On one core there is nobody to wait for, so CPU time is work done, whoever else is running.
     """
-    import train
-
-    train.keep_freed_memory()
+    keep_freed_memory()
     if not one_core:
         return time.perf_counter
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -105,7 +105,7 @@ def tokens(case: TrainCase) -> np.ndarray:  # i32[B, T + 1]
 
 def ours(case: TrainCase) -> Step:
     """This library, as train.py runs it."""
-    from transformer_jax import training_state as training
+    from transformer_jax.training import step as training
 
     text = jnp.asarray(tokens(case))
     batch = training.Batch(text[None, :, :-1], text[None, :, 1:])
@@ -295,7 +295,7 @@ def _torch_step(case: TrainCase, model: Any, forward: Callable[..., Any], device
 
 def _check_size(cfg: ModelConfig, found: int) -> None:
     """A peer that is a different model would be no peer."""
-    from transformer_jax.models import num_params
+    from transformer_jax.models.factory import num_params
 
     if found != num_params(cfg):
         raise AssertionError(f"the peer has {found} parameters, ours {num_params(cfg)}")

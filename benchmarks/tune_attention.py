@@ -1,11 +1,11 @@
-"""Which tile sizes are fastest on the attached chip? Prints rows for `kernels/blocks.py`.
+"""Which tile sizes are fastest on the attached chip? Prints rows for `kernels/chips.py`.
 
     python -m benchmarks.tune_attention
     python -m benchmarks.tune_attention --heads 16:4 --dims 128:128 --lengths 8192 --dtype bfloat16
     python -m benchmarks.tune_attention --candidates 128:128:2 128:128:2:8  # tiles, stages, slack
 
-One kernel after the other ("forward", then "queries" and "keys" of the backward pass, then the
-"unordered" one that stands for both), the others at their present sizes: every candidate is
+One kernel after the other ("forward", then "dq" and "dkdv" of the backward pass, then the
+"single_pass" that stands for both), the others at their present sizes: every candidate is
 compiled, checked against the present one, and timed in turns with the rest. A candidate that does
 not compile is named with the reason.
 """
@@ -26,12 +26,12 @@ import jax.numpy as jnp
 from benchmarks import timing
 from benchmarks.timing import Contender
 from transformer_jax import dot_product_attention, explain_attention
+from transformer_jax.attention.masks import Causal
 from transformer_jax.kernels import Target, target, using
-from transformer_jax.kernels.blocks import Kind, blocks
+from transformer_jax.kernels.chips import Kind, blocks
 from transformer_jax.kernels.contract import Blocks
-from transformer_jax.masks import Causal
 
-SEARCHED: tuple[Kind, ...] = ("forward", "queries", "keys", "unordered")
+SEARCHED: tuple[Kind, ...] = ("forward", "dq", "dkdv", "single_pass")
 _TPU = [Blocks(q, k) for q in (256, 512, 1024) for k in (256, 512, 1024, 2048)]
 
 
@@ -43,9 +43,9 @@ CANDIDATES: dict[str, dict[Kind, list[Blocks]]] = {
     "tpu": dict.fromkeys(SEARCHED, _TPU),
     "hopper": {  # multiples of 64: other numbers of keys do not compile, and leave keys out
         "forward": _hopper((128, 192), (64, 128), 8.0) + _hopper((64, 128, 192), (64, 128, 192)),
-        "queries": _hopper((64, 128, 192), (64, 128)),
-        "keys": _hopper((64, 128), (64, 128)),
-        "unordered": _hopper((64, 128), (128,)),
+        "dq": _hopper((64, 128, 192), (64, 128)),
+        "dkdv": _hopper((64, 128), (64, 128)),
+        "single_pass": _hopper((64, 128), (128,)),
     },
 }
 TOLERANCE = 0.05  # of the largest value: another order of summation, not another result
@@ -91,7 +91,7 @@ def refused(
 
 
 def _implementation(kind: Kind) -> str:
-    return "pallas_unordered" if kind == "unordered" else "pallas"
+    return "pallas_unordered" if kind == "single_pass" else "pallas"
 
 
 def search(

@@ -1,15 +1,18 @@
-"""Fused attention kernels, one file per backend; imported as `transformer_jax.kernels`.
+"""Fused attention kernels, imported as `transformer_jax.kernels`; nothing here imports but jax.
 
-    contract.py   what a kernel computes and is given
-    blocks.py     tile sizes by chip and shape
-    tpu.py        TPU, Pallas on Mosaic TPU
-    hopper.py     NVIDIA Hopper, Pallas on Mosaic GPU
-    hopper_fused.py  its backward pass as one kernel, whose sums have no fixed order
-    layout.py     `vmap`, and which axis of an array means what
-    parts.py      device meshes
-    fused.py      the gradient, and what is not finite
+A backend is a module that keeps the contract: `hopper` (NVIDIA, Pallas on Mosaic GPU) and `tpu`
+(Pallas on Mosaic TPU). What attention means (masks, arguments, the choice of an implementation) is
+in `transformer_jax.attention`, which calls `gradient.attend`.
 
-`target()` is the backend of this process; `using` takes another one, for the interpreters of the
+    contract   what a kernel computes and is given
+    dropout    which weights dropout keeps, on every backend
+    chips      facts about chips: limits, tile sizes, where the kernels are fastest
+    gradient   the backward pass, and the repair pass for what is not finite
+    batching   `vmap`
+    sharding   device meshes
+    hopper/, tpu/   the kernels
+
+`target()` is the backend of this process. `using` takes another one: for the interpreters of the
 backends on a CPU, and for compiling for a device that is not attached.
 """
 
@@ -33,7 +36,7 @@ __all__ = ["Target", "target", "using"]
 
 @dataclass(frozen=True)
 class Target:
-    """A backend, and how it runs."""
+    """Name a backend, and say how it runs."""
 
     backend: Literal["tpu", "hopper"]
     interpret: Any = False
@@ -47,6 +50,7 @@ class Target:
 
     @property
     def module(self) -> ModuleType:
+        """The backend; a ValueError names one that does not exist."""
         name = f"transformer_jax.kernels.{self.backend}"
         try:
             return importlib.import_module(name)
@@ -61,7 +65,7 @@ _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target"
 
 @contextlib.contextmanager
 def using(chosen: Target) -> Iterator[None]:
-    """Inside, `implementation="pallas"` and "pallas_unordered" run on this target."""
+    """Run `implementation="pallas"` and "pallas_unordered" on this target in a `with` block."""
     token = _chosen.set(chosen)
     try:
         yield
@@ -70,7 +74,7 @@ def using(chosen: Target) -> Iterator[None]:
 
 
 def target() -> Target | str:
-    """Where a kernel would run, or why none would."""
+    """Return where a kernel would run, or why none would."""
     return _chosen.get() or _attached()
 
 

@@ -1,4 +1,4 @@
-"""What a fused kernel computes, and what it is given: one contract for every backend.
+"""Define what a fused kernel computes and what it is given: one contract for every backend.
 
 With scores s_ij of one head, over the tiles that the lists name (base 2 or e, as a backend likes):
 
@@ -6,7 +6,7 @@ With scores s_ij of one head, over the tiles that the lists name (base 2 or e, a
     m_i = max_j s_ij      l_i = sum_j exp(s_ij - m_i)      p_ij = exp(s_ij - m_i - log l_i)
     out_i = sum_j p_ij f_ij v_j                            f_ij, of dropout, is 0 or 1/(1 - rate)
 
-A sink joins m and l once the keys are done, unless the row has seen none. Backward, with
+A sink joins m and l once all keys are summed, unless the row is fully masked. Backward, with
 D_i = do_i . out_i - dlse_i, which the caller computes:
 
     ds_ij = p_ij (f_ij do_i . v_j - D_i)                   du_ij = ds_ij (1 - tanh^2)
@@ -15,9 +15,16 @@ D_i = do_i . out_i - dlse_i, which the caller computes:
 Where a pair is not visible, p, ds and du are selected to be 0, not multiplied: q_i . k_j and
 do_i . v_j may overflow there.
 
-Every backend is a module with `refuse`, `forward`, `gradient_queries`, `gradient_keys` and
-`gradient_bias`; `transformer_jax.kernels.fused` calls them. One that does not refuse a problem that
-is `unordered` has `gradient_unordered`, of dq, dk and dv together.
+Every backend is a module with `refuse`, `blocks` and these kernels, one for each of `chips.Kind`:
+
+    forward(problem, operands, lists, blocks)                     out, m, log l
+    backward_dq(problem, operands, lists, blocks, saved)          dq, and rows of dslopes or None
+    backward_dkdv(problem, operands, lists, blocks, saved)        dk, dv
+    backward_bias(problem, operands, lists, blocks, saved)        dbias
+    backward_single_pass(problem, operands, lists, blocks, saved) dq, dk, dv[, rows of dslopes]
+
+The last one is only called where the backend does not refuse a problem that is `nondeterministic`.
+`transformer_jax.kernels.gradient` calls them all.
 """
 
 from __future__ import annotations
@@ -25,42 +32,44 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 LOWEST = -3.4028235e38  # where a running maximum starts: finite, so never inf - inf
 
 Vectors = tuple[jax.Array, ...]
+Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is known when tracing; hashable."""
+    """Say what is known of a call when tracing; hashable."""
 
     scale: float
     softcap: float | None = None
     dropout_rate: float = 0.0
     visible: Callable[[Vectors, Vectors], jax.Array] | None = None
-    """(query vectors, key vectors), of shapes that broadcast to a tile, to bool: elementwise, and
-    with the rule that a key at a negative position (key vector 0) is never seen. Where there are
-    `Operands.pairs`, their tile is given as one more key vector. None: every tile visited is full.
+    """The mask, from (query vectors, key vectors), of shapes that broadcast to a tile, to bool. It
+    is elementwise, and never shows a key at a negative position (key vector 0). Where there are
+    `Operands.pairs`, their tile is given as one more key vector. None: every listed tile is full.
     """
-    mark: bool = True
-    """Whether log is NaN in rows whose out is not finite, or that met a product q_i . k_j that is
-    not, seen or unseen: the caller then repeats on cleaned inputs, without marks."""
-    unordered: bool = False
-    """Whether dq may be summed in the order in which programs finish, never twice the same."""
+    detect_nonfinite: bool = True
+    """Whether log l is NaN in rows whose output is not finite, or that met a product q_i . k_j that
+    is not, visible or not: the caller then runs the repair pass, which detects nothing again."""
+    nondeterministic: bool = False
+    """Whether dq may be summed in the order in which programs finish: other bits in every run."""
     fixed_slopes: bool = False
-    """Whether nobody asks for the gradient of slopes, as where they are those of ALiBi's paper."""
+    """Whether the gradient of slopes is left out, as where they are those of ALiBi's paper."""
     interpret: Any = False
-    """False on the device; on a CPU what the backend's interpreter takes."""
+    """False on the device; on a CPU the argument of the backend's interpreter."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tile sizes of one kernel; `stages` tiles are in flight."""
+    """Give the tile sizes of one kernel; `stages` tiles are in flight."""
 
     q: int
     k: int
@@ -72,31 +81,32 @@ class Blocks:
 
 
 class Operands(NamedTuple):
-    """Arrays, already padded: T and S are multiples of the tile sizes of every kernel."""
+    """Hold the arrays of a call, padded: T and S are multiples of every kernel's tile sizes."""
 
-    query: jax.Array  # [B, T, N, H]; zeros behind the end
-    key: jax.Array  # [B, S, K, H]; zeros behind the end
-    value: jax.Array  # [B, S, K, Hv]; zeros behind the end
+    query: jax.Array  # [B, T, N, H]; zeros after the end
+    key: jax.Array  # [B, S, K, H]; zeros after the end
+    value: jax.Array  # [B, S, K, Hv]; zeros after the end
     q_vectors: Vectors = ()  # i32[B or 1, T] each; vector 0 is the positions
-    k_vectors: Vectors = ()  # i32[B or 1, S] each; vector 0 is the positions, -1 behind the end
+    k_vectors: Vectors = ()  # i32[B or 1, S] each; vector 0 is the positions, -1 after the end
     pairs: jax.Array | None = None  # i8[B or 1, N or 1, T, S]: what a mask reads of each pair
     bias: jax.Array | None = None  # [B or 1, N or 1, T or 1, S or 1], f32 or the query's dtype
     slopes: jax.Array | None = None  # f32[B or 1, N]: ALiBi, s -= slope |q - k| of the positions
     sinks: jax.Array | None = None  # f32[B or 1, N]
-    dropout: jax.Array | None = None  # u32[2, B, N]: words a and b of transformer_jax.dropout
+    dropout: jax.Array | None = None  # u32[2, B, N]: the words a and b of kernels/dropout.py
 
 
 def learns_slopes(problem: Problem, operands: Operands) -> bool:
-    """Whether a backward kernel returns what the slopes' gradient is summed of."""
+    """Return whether a backward kernel returns the rows that the slopes' gradient sums."""
     return operands.slopes is not None and not problem.fixed_slopes
 
 
-class Lists(NamedTuple):
-    """For each row of tiles, those to visit: order[..., :full] without a mask, then to [:seen].
+class TileLists(NamedTuple):
+    """List for each row of tiles those to visit: the full ones first, then those that are masked.
 
-    Rows are query tiles and columns key tiles, or the other way round in `gradient_keys` and
-    `gradient_unordered`. Behind `seen`, `order` repeats the last visited column (0 without one), so
-    that a pipeline which prefetches it loads nothing new.
+    Rows are query tiles and columns key tiles; in `backward_dkdv` and `backward_single_pass` they
+    are the other way round. `order[..., :full]` needs no mask, `order[..., full:seen]` does. After
+    `seen`, `order` repeats the last visited column (0 without one), so that a pipeline which
+    prefetches it loads nothing new.
     """
 
     order: jax.Array  # i32[B or 1, N or 1, rows, columns]
@@ -105,42 +115,49 @@ class Lists(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward kernels read of the forward pass, besides the operands."""
+    """Hold what the backward kernels read of the forward pass, besides the operands."""
 
     do: jax.Array  # [B, T, N, Hv]
-    high: jax.Array  # f32[B, N, T]: m; +inf in rows of p 0, also where s is NaN or inf by a bias
-    log: jax.Array  # f32[B, N, T]: log l
+    row_max: jax.Array  # f32[B, N, T]: m; +inf in rows of p 0, also where a bias makes s nonfinite
+    log_sum: jax.Array  # f32[B, N, T]: log l
     D: jax.Array  # f32[B, N, T]
 
 
-SKIPPED, PARTIAL, FULL = 0, 1, 2  # classes of tiles, as in transformer_jax.tiles
+class Refused(NotImplementedError):
+    """Say why an implementation does not run a call; any other error inside one goes through."""
 
 
-def lists_of(classes: jax.Array) -> Lists:  # of [B or 1, N or 1, rows, columns]
-    """Full tiles first, then partial ones, then the last of these once more."""
+SKIPPED, PARTIAL, FULL = 0, 1, 2  # classes of tiles, as in transformer_jax.attention.block_plan
+
+
+def tile_lists(classes: jax.Array) -> TileLists:  # of [B or 1, N or 1, rows, columns]
+    """Return the lists of tiles of some classes: full, then partial, then the last one repeated."""
     full = (classes == FULL).sum(axis=-1, dtype=jnp.int32)
     seen = (classes != SKIPPED).sum(axis=-1, dtype=jnp.int32)
     order = jnp.argsort(-classes, axis=-1, stable=True).astype(jnp.int32)
     last = jnp.take_along_axis(order, jnp.maximum(seen - 1, 0)[..., None], axis=-1)
     steps = jnp.arange(order.shape[-1], dtype=jnp.int32)[None, None, None]
-    return Lists(jnp.where(steps < jnp.maximum(seen, 1)[..., None], order, last), full, seen)
+    return TileLists(jnp.where(steps < jnp.maximum(seen, 1)[..., None], order, last), full, seen)
 
 
-def result(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """What a kernel returns: inside a `shard_map`, varying over the mesh as its inputs do."""
+def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return the type of a kernel's result: in a `shard_map`, it varies over the mesh as `like`."""
     axes = jax.typeof(like).manual_axis_type
     return jax.ShapeDtypeStruct(
         shape, dtype, **({"manual_axis_type": axes} if axes.varying else {})
     )
 
 
-def vary(tree: Any, like: Any = None) -> Any:
-    """Inside a `shard_map`, arrays that are the same on all devices as different ones on each, if
-    others of `tree` and `like` are: as loops want what they carry. Gradients are then summed."""
+def vary(tree: Tree, like: Any = None) -> Tree:
+    """Mark arrays as different on each device of a `shard_map`, if others of `like` or `tree` are.
+
+    A loop wants what it carries to be of one kind. Gradients of what was the same on all devices
+    are then summed over them. Outside of a `shard_map` nothing happens.
+    """
     leaves = jax.tree.leaves((tree, like))
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
 
-    def one(x):
+    def one(x: jax.Array) -> jax.Array:
         missing = axes - jax.typeof(x).manual_axis_type.varying
         return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
@@ -148,33 +165,5 @@ def vary(tree: Any, like: Any = None) -> Any:
 
 
 def no_mesh() -> contextlib.AbstractContextManager:
-    """Outside of `jax.set_mesh`: what is traced here fits into a program of any mesh."""
+    """Return a context without the mesh of `jax.set_mesh`: programs traced in it fit any mesh."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-
-
-# Arithmetic of a tile that both backends share
-
-
-def mix(x: jax.Array) -> jax.Array:
-    """lowbias32, as in transformer_jax.dropout."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
-
-
-def threshold(rate: float) -> int:
-    """A weight is kept where its 32 bits are at least this."""
-    return min(round(rate * 2**32), 2**32 - 1)
-
-
-def keep(
-    a: jax.Array,  # u32[], of the batch row and head
-    b: jax.Array,  # u32[]
-    q_index: jax.Array,  # u32[block_q, 1] or broadcast: indices in the array, not positions
-    k_index: jax.Array,  # u32[1, block_k] or broadcast
-    rate: float,
-) -> jax.Array:  # bool[block_q, block_k]
-    """Which weights dropout keeps: the bits of transformer_jax.dropout.keep_tile."""
-    a = mix(a ^ q_index)
-    b = mix(b + a)
-    return mix((mix(k_index) ^ a) + b) >= jnp.uint32(threshold(rate))

@@ -1,8 +1,8 @@
-"""Dropout bits that depend on the place in the attention matrix, not on who computes it.
+"""Decide which weights dropout keeps, by a hash of their place in the attention matrix.
 
-Each bit is a hash of (key, batch row and head, query index, key index), so the materialised, the
-blockwise and the fused attention drop the same weights, forward and backward, without a buffer of
-T x S bits. Integer operations only: a kernel in any language can repeat them.
+Each decision hashes (key, batch row and head, query index, key index). So every implementation
+drops the same weights, forward and backward, without a buffer of T x S bits, whoever computes a
+tile and in which order. Only integer operations occur: a kernel in any language can repeat them.
 
     mix(x)            x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16
     absorb(a, b, w)   a = mix(a ^ w); b = mix(b + a)
@@ -18,17 +18,37 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.kernels.contract import keep, mix
-
 _START = 0x9E3779B9, 0x85EBCA6B  # the golden ratio, and a constant of murmur3
 
 
-def key_words(key: jax.Array) -> jax.Array:  # u32[words]
-    """The words of a PRNG key, typed or raw; two for JAX's default generator."""
-    data = jax.random.key_data(key)
-    if data.ndim != 1:
-        raise ValueError(f"dropout_key has shape {key.shape}: must be a single key")
-    return data
+def mix(x: jax.Array) -> jax.Array:  # u32[...] -> u32[...]
+    """Scramble 32 bits."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def threshold(rate: float) -> int:
+    """Return the least 32 bits with which a weight is kept."""
+    return min(round(rate * 2**32), 2**32 - 1)
+
+
+def head_words(key_data: jax.Array, B: int, N: int) -> tuple[jax.Array, jax.Array]:  # u32[B, N]
+    """Return a and b of every batch row and head: the key and the head are absorbed."""
+    return _head_words(key_data, jnp.arange(B * N, dtype=jnp.int32).reshape(B, N))
+
+
+def keep(
+    a: jax.Array,  # u32[], of the batch row and head
+    b: jax.Array,  # u32[]
+    q_index: jax.Array,  # u32[block_q, 1] or broadcast: indices in the array, not positions
+    k_index: jax.Array,  # u32[1, block_k] or broadcast
+    rate: float,
+) -> jax.Array:  # bool[block_q, block_k]
+    """Return which weights of a tile are kept, given the words of its head."""
+    a = mix(a ^ q_index)
+    b = mix(b + a)
+    return mix((mix(k_index) ^ a) + b) >= jnp.uint32(threshold(rate))
 
 
 def keep_tile(
@@ -39,16 +59,11 @@ def keep_tile(
     q_index: jax.Array,  # i32[T], indices of queries in the array, not positions
     k_index: jax.Array,  # i32[S]
 ) -> jax.Array:  # bool[..., T, S]
-    """True with probability 1 - rate, independently for each head, query and key of a tile."""
+    """Return True with probability 1 - rate, independently for each head, query and key."""
     a, b = _head_words(key_data, head_index)
     rows = q_index.astype(jnp.uint32).reshape((1,) * a.ndim + (-1, 1))
     columns = k_index.astype(jnp.uint32).reshape((1,) * a.ndim + (1, -1))
     return keep(a[..., None, None], b[..., None, None], rows, columns, rate)
-
-
-def head_words(key_data: jax.Array, B: int, N: int) -> tuple[jax.Array, jax.Array]:  # u32[B, N]
-    """a and b once the key and the head are absorbed: where a kernel goes on from."""
-    return _head_words(key_data, jnp.arange(B * N, dtype=jnp.int32).reshape(B, N))
 
 
 def _head_words(key_data: jax.Array, head_index: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,10 +1,10 @@
-"""A function of arrays on each device's part of batch rows and heads: which axis of each array
-means what, and which axes of a mesh split it.
+"""Run a function of arrays on each device's part of the batch rows and heads.
 
 What a function computes of one batch row and one key head it computes of that alone. So every
 device computes its own part, and only what a whole array sums over (the gradient of a shared bias)
 is reduced. Nothing is gathered, unless neither the parts divide the key heads nor the key heads the
-parts.
+parts. For that, this file says what each axis of an array means (`AxisNames`) and which axes of a
+mesh split it (`Parts`).
 """
 
 from __future__ import annotations
@@ -26,116 +26,129 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from transformer_jax.kernels.contract import no_mesh
 
-Roles = tuple[str | None, ...]
-"""What each axis is: "b" batch rows, "n" query heads, "k" key heads; of size 1 where shared. Other
-names are of axes that are all independent, as those of `vmap` are. An array without rows and heads
-is whole on every device, and as a result a sum over all of them."""
+AxisNames = tuple[str | None, ...]
+"""The names of an array's axes: "b" batch rows, "n" query heads, "k" key heads; size 1 is shared.
+Other names are of axes that are all independent, as those of `vmap` are. An array without rows and
+heads is whole on every device, and as a result a sum over all of them."""
 
-HEADS: Roles = ("b", "n")
-QUERIES: Roles = ("b", None, "n", None)
-KEYS: Roles = ("b", None, "k", None)
-TILES: Roles = ("b", "n", None, None)
+HEADS: AxisNames = ("b", "n")
+QUERIES: AxisNames = ("b", None, "n", None)
+KEYS: AxisNames = ("b", None, "k", None)
+TILES: AxisNames = ("b", "n", None, None)
+VECTORS: AxisNames = ("b", None)
+ROWS: AxisNames = ("b", "n", None)
 
+Spec = Sequence[Any]  # for each axis of an array the axes of a mesh that split it, or None
 First = tuple[Any, Any]  # the batch row and the query head with which a part begins
 Function = Callable[..., tuple[jax.Array, ...]]  # of First, and of arrays
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The axes of a mesh that split batch rows, query heads and key heads: of those that split
-    query heads the first ones, as many as the key heads allow.
+    """Say which axes of a mesh split batch rows, query heads and key heads.
 
+    Key heads are split by the first of the axes that split query heads, by as many as divide them.
     Where others are left, each device computes on the one key head that its queries read.
     """
 
     mesh: Any
-    full: dict[str, int]  # how many rows and heads there are, by role
-    axes: dict[str, tuple[str, ...]]  # by role
+    full: dict[str, int]  # how many rows and heads there are, by name
+    axes: dict[str, tuple[str, ...]]  # of the mesh, by name
 
     @classmethod
     def of(
-        cls, mesh: Any, specs: Sequence[Any], roles: Sequence[Roles], full: dict[str, int]
+        cls, mesh: Any, specs: Sequence[Spec], names: Sequence[AxisNames], full: dict[str, int]
     ) -> Parts:
-        """From how arrays are split, of which the first that has a role decides, the query first;
-        what does not divide evenly is not split."""
+        """Choose the parts by how arrays are split, the query first.
+
+        The first array that has an axis of a name decides for it. What does not divide evenly is
+        not split.
+        """
         axes: dict[str, tuple[str, ...]] = {}
-        for spec, given in zip(specs, roles, strict=True):
-            for names, role in zip(spec, given, strict=False):
-                if role is not None and role != "k" and role not in axes:
-                    axes[role] = _names(names)
+        for spec, array_names in zip(specs, names, strict=True):
+            for splitting, name in zip(spec, array_names, strict=False):
+                if name is not None and name != "k" and name not in axes:
+                    axes[name] = _mesh_axes(splitting)
         taken: set[str] = set()
-        for role, names in axes.items():
-            number = math.prod(mesh.shape[name] for name in names)
-            if role == "n" and full["k"] % number and number % full["k"]:
-                names = ()
-            axes[role] = names = names if not taken & {*names} and full[role] % number == 0 else ()
-            taken |= {*names}
-        sizes = itertools.accumulate((mesh.shape[name] for name in axes["n"]), operator.mul)
+        for name, splitting in axes.items():
+            number = math.prod(mesh.shape[axis] for axis in splitting)
+            fits = full[name] % number == 0 and not taken & {*splitting}
+            if name == "n" and full["k"] % number and number % full["k"]:
+                fits = False
+            axes[name] = splitting if fits else ()
+            taken |= {*axes[name]}
+        sizes = itertools.accumulate((mesh.shape[axis] for axis in axes["n"]), operator.mul)
         of_keys = sum(full["k"] % size == 0 for size in sizes)
         return cls(mesh, full, axes | dict(k=axes["n"][:of_keys]))
 
-    def spec(self, shape: Sequence[int], roles: Roles) -> PartitionSpec:
-        """How an array is split."""
+    def spec(self, shape: Sequence[int], names: AxisNames) -> PartitionSpec:
+        """Return how an array is split."""
         return PartitionSpec(
             *(
-                self.axes[role] or None if role is not None and size == self.full[role] else None
-                for size, role in zip(shape, roles, strict=True)
+                self.axes[name] or None if name is not None and size == self.full[name] else None
+                for size, name in zip(shape, names, strict=True)
             )
         )
 
-    def summed(self, shape: Sequence[int], roles: Roles) -> tuple[str, ...]:
-        """The mesh axes over whose devices a result is still to be summed."""
-        if not {"b", "n", "k"} & {*roles}:
+    def summed(self, shape: Sequence[int], names: AxisNames) -> tuple[str, ...]:
+        """Return the mesh axes over whose devices a result is still to be summed."""
+        if not {"b", "n", "k"} & {*names}:
             return self.axes["b"] + self.axes["n"]
-        names = self._beyond_keys() if "k" in roles else ()
-        for size, role in zip(shape, roles, strict=True):
-            if role in ("b", "n") and size != self.full[role]:
-                names = names + self.axes[role]
-        return names
+        axes = self._beyond_keys() if "k" in names else ()
+        for size, name in zip(shape, names, strict=True):
+            if name in ("b", "n") and size != self.full[name]:
+                axes = axes + self.axes[name]
+        return axes
 
     # On a device
 
     def first(self) -> First:
-        """The row and the head with which this device's part begins."""
+        """Return the row and the head with which this device's part begins."""
         return self._first("b"), self._first("n")
 
-    def read(self, arrays: Sequence[jax.Array], roles: Sequence[Roles]) -> list[jax.Array]:
-        """The arrays, of the key heads the one that is read here if this device holds them all."""
-        return self._of_key_heads(lax.dynamic_slice_in_dim, arrays, roles, 1)
+    def read(self, arrays: Sequence[jax.Array], names: Sequence[AxisNames]) -> list[jax.Array]:
+        """Return the arrays with the one key head that is read here, if a device holds them all."""
+        return self._change_keys(lax.dynamic_slice_in_dim, arrays, names, 1)
 
-    def write(self, arrays: Sequence[jax.Array], roles: Sequence[Roles]) -> list[jax.Array]:
-        """The results, where one key head was read that one of all, and zeros."""
-        return self._of_key_heads(_one_of, arrays, roles, self.full["k"] // self._number("k"))
+    def write(self, arrays: Sequence[jax.Array], names: Sequence[AxisNames]) -> list[jax.Array]:
+        """Return the results with all key heads, zeros in those that were not read here."""
+        return self._change_keys(_embed, arrays, names, self.full["k"] // self._number("k"))
 
-    def _of_key_heads(self, change, arrays, roles, number: int) -> list[jax.Array]:
+    def _change_keys(
+        self,
+        change: Callable[[jax.Array, jax.Array, int, int], jax.Array],
+        arrays: Sequence[jax.Array],
+        names: Sequence[AxisNames],
+        number: int,
+    ) -> list[jax.Array]:
         beyond = self._beyond_keys()
         if not beyond:
             return list(arrays)
         at = lax.axis_index(beyond) // (self._number("n") // self.full["k"])
         return [
-            change(x, at, number, r.index("k")) if "k" in r else x
-            for x, r in zip(arrays, roles, strict=True)
+            change(x, at, number, own.index("k")) if "k" in own else x
+            for x, own in zip(arrays, names, strict=True)
         ]
 
     def _beyond_keys(self) -> tuple[str, ...]:
-        """The axes that split query heads and not key heads."""
+        """Return the mesh axes that split query heads and not key heads."""
         return self.axes["n"][len(self.axes["k"]) :]
 
-    def _first(self, role: str) -> Any:
-        names = self.axes[role]
-        return lax.axis_index(names) * (self.full[role] // self._number(role)) if names else 0
+    def _first(self, name: str) -> Any:
+        axes = self.axes[name]
+        return lax.axis_index(axes) * (self.full[name] // self._number(name)) if axes else 0
 
-    def _number(self, role: str) -> int:
-        return math.prod(self.mesh.shape[name] for name in self.axes[role])
+    def _number(self, name: str) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.axes[name])
 
 
-def _names(one: Any) -> tuple[str, ...]:
-    """The axes of a mesh that split one axis of an array."""
+def _mesh_axes(one: Any) -> tuple[str, ...]:
+    """Return the axes of a mesh that split one axis of an array."""
     return () if one is None else (one,) if isinstance(one, str) else tuple(one)
 
 
-def _one_of(x: jax.Array, at: jax.Array, number: int, axis: int) -> jax.Array:
-    """What is one head as one of so many, and zeros."""
+def _embed(x: jax.Array, at: jax.Array, number: int, axis: int) -> jax.Array:
+    """Put one head among so many, the others zeros."""
     zeros = jnp.zeros((*x.shape[:axis], number, *x.shape[axis + 1 :]), x.dtype)
     return lax.dynamic_update_slice_in_dim(zeros, x, at, axis)
 
@@ -143,14 +156,16 @@ def _one_of(x: jax.Array, at: jax.Array, number: int, axis: int) -> jax.Array:
 def partitioned(
     function: Function,
     arrays: Sequence[jax.Array],  # the first is the query
-    roles: Sequence[Roles],
-    results: Sequence[Roles],
+    names: Sequence[AxisNames],
+    results: Sequence[AxisNames],
     full: dict[str, int],
 ) -> tuple[jax.Array, ...]:
-    """`function((0, 0), *arrays)`, which the compiler splits as it has split the query: it sees one
-    operation, with a rule of how its operands and results lie together."""
+    """Return `function((0, 0), *arrays)`, which the compiler splits as it has split the query.
 
-    def whole(*arrays):
+    The compiler sees one operation, with a rule of how its operands and results lie together.
+    """
+
+    def whole(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return function((0, 0), *arrays)
 
     traced = jax.make_jaxpr(whole)(*arrays)
@@ -160,36 +175,37 @@ def partitioned(
     if not is_closed or not getattr(config, "jax_use_shardy_partitioner", True):
         return whole(*arrays)
     shapes = [x.shape for x in traced.out_avals]
-    roles = [(None,) * jnp.ndim(x) for x in constants] + list(roles)
+    names = [(None,) * jnp.ndim(x) for x in constants] + list(names)
     arrays = [*constants, *arrays]
     precision = config.jax_default_matmul_precision
 
-    def partition(mesh, arguments, _):
+    def partition(mesh: Any, arguments: Any, _: Any) -> tuple[Any, ...]:
         given = arguments[len(constants) :]
         if mesh.empty:
-            mesh = Mesh([*_places(given[0].sharding, given[0].ndim)], "devices")
+            mesh = Mesh([*_slices(given[0].sharding, given[0].ndim)], "devices")
         specs = [_spec(mesh, x.sharding, x.ndim) for x in given]
-        parts = Parts.of(mesh, specs, roles[len(constants) :], full)
+        parts = Parts.of(mesh, specs, names[len(constants) :], full)
 
-        def lower(*arrays):  # maybe in another thread, which has not the caller's precision
+        def lower(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            # maybe in another thread, which has not the caller's precision
             with jax.default_matmul_precision(precision), no_mesh():
-                inner = parts.read(arrays, roles)[len(constants) :]
+                inner = parts.read(arrays, names)[len(constants) :]
                 out = parts.write(function(parts.first(), *inner), results)
-                names = [parts.summed(*each) for each in zip(shapes, results, strict=True)]
-                return tuple(lax.psum(x, n) if n else x for x, n in zip(out, names, strict=True))
+                axes = [parts.summed(*each) for each in zip(shapes, results, strict=True)]
+                return tuple(lax.psum(x, n) if n else x for x, n in zip(out, axes, strict=True))
 
-        def place(shape, roles):
-            return NamedSharding(mesh, parts.spec(shape, roles))
+        def sharding(shape: tuple[int, ...], names: AxisNames) -> NamedSharding:
+            return NamedSharding(mesh, parts.spec(shape, names))
 
-        found = tuple(map(place, shapes, results))
-        given = tuple(place(x.shape, r) for x, r in zip(arguments, roles, strict=True))
+        found = tuple(map(sharding, shapes, results))
+        given = tuple(sharding(x.shape, own) for x, own in zip(arguments, names, strict=True))
         return mesh, lower, found, given
 
-    def rule(mesh, *_):
-        return _rule(mesh, [jnp.shape(x) for x in arrays], roles, shapes, results, full)
+    def rule(mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
+        return _rule(mesh, [jnp.shape(x) for x in arrays], names, shapes, results, full)
 
     @custom_partitioning
-    def outlined(*arrays):
+    def outlined(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         given = ClosedJaxpr(traced.jaxpr, arrays[: len(constants)])
         return tuple(jaxpr_as_fun(given)(*arrays[len(constants) :]))
 
@@ -198,19 +214,24 @@ def partitioned(
     return outlined(*arrays)
 
 
-def _places(sharding: Sharding, ndim: int) -> dict[Any, Any]:
-    """What each device holds of an array whose axes are as long as there are devices: of another,
-    which a compiler may have split unevenly, it could not be asked."""
+def _slices(sharding: Sharding, ndim: int) -> dict[Any, Any]:
+    """Return what each device holds of an array whose axes are as long as there are devices.
+
+    Of another array, which a compiler may have split unevenly, a sharding could not be asked.
+    """
     return dict(sharding.devices_indices_map((len(sharding.device_set),) * ndim))
 
 
 def _spec(mesh: Mesh, sharding: Sharding, ndim: int) -> list[tuple[str, ...]]:
-    """Which axes of a mesh split each axis of an array, the slowest first; also where only a part
-    of one does, as where a compiler splits four heads over eight devices."""
-    places = _places(sharding, ndim)
+    """Return which axes of a mesh split each axis of an array, the slowest first.
+
+    Also where only a part of a mesh axis does, as where a compiler splits four heads over eight
+    devices.
+    """
+    slices = _slices(sharding, ndim)
 
     def of_axis(axis: int) -> tuple[str, ...]:
-        first = [places[device][axis].start or 0 for device in mesh.devices.flat]
+        first = [slices[device][axis].start or 0 for device in mesh.devices.flat]
         starts = np.reshape(first, mesh.devices.shape)
         steps = {  # from one device to the next along each axis of the mesh
             name: np.diff(starts, axis=at).max(initial=0) for at, name in enumerate(mesh.axis_names)
@@ -220,34 +241,45 @@ def _spec(mesh: Mesh, sharding: Sharding, ndim: int) -> list[tuple[str, ...]]:
     return [of_axis(axis) for axis in range(ndim)]
 
 
-def _rule(mesh, shapes, roles, result_shapes, results, full) -> tuple[str, dict[str, int]]:
-    """How a sharding spreads from array to array, as `custom_partitioning` writes it. Query heads
-    spread to key heads where any axis of the mesh can split these."""
+def _rule(
+    mesh: Any,
+    shapes: Sequence[tuple[int, ...]],
+    names: Sequence[AxisNames],
+    result_shapes: Sequence[tuple[int, ...]],
+    results: Sequence[AxisNames],
+    full: dict[str, int],
+) -> tuple[str, dict[str, int]]:
+    """Return how a sharding spreads from array to array, as `custom_partitioning` writes it.
+
+    Query heads spread to key heads where any axis of the mesh can split these.
+    """
     group = full["n"] // full["k"]
     together = all(full["k"] % size == 0 for size in mesh.shape.values())
     heads = "n" if not together else "k" if group == 1 else "(k g)"
-    names = {role: role for role in full} | dict(n=heads)
+    factors = {name: name for name in full} | dict(n=heads)
     fresh = itertools.count()
 
-    def axis(size: int, role: str | None) -> str:
-        return f"x{next(fresh)}" if role is None or size != full[role] else names[role]
+    def axis(size: int, name: str | None) -> str:
+        return f"x{next(fresh)}" if name is None or size != full[name] else factors[name]
 
-    def array(shape, roles):
-        return " ".join(axis(*each) for each in zip(shape, roles, strict=True))
+    def array(shape: tuple[int, ...], names: AxisNames) -> str:
+        return " ".join(axis(*each) for each in zip(shape, names, strict=True))
 
     sides = [
         ", ".join(array(*each) for each in zip(*side, strict=True))
-        for side in ((shapes, roles), (result_shapes, results))
+        for side in ((shapes, names), (result_shapes, results))
     ]
     return " -> ".join(sides), dict(g=group) if heads == "(k g)" else {}
 
 
-def no_rows(function: Callable[..., Any], tree: tuple[Any, ...], batched: tuple[Any, ...]) -> Any:
-    """What a rule for `vmap` over an axis of length 0 returns."""
+def empty_batch(
+    function: Callable[..., Any], tree: tuple[Any, ...], mapped: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """Return what a rule for `vmap` over an axis of length 0 returns."""
 
-    def one(x, is_mapped):
+    def one(x: jax.Array, is_mapped: bool) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape[1:] if is_mapped else x.shape, x.dtype)
 
-    shapes = jax.eval_shape(function, *jax.tree.map(one, tree, batched))
+    shapes = jax.eval_shape(function, *jax.tree.map(one, tree, mapped))
     empty = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), shapes)
     return empty, jax.tree.map(lambda _: True, shapes)

@@ -1,10 +1,13 @@
-"""nanoGPT's small CPU recipe on tiny Shakespeare: 4 layers, 4 heads, 128 wide, context 64.
+"""Train nanoGPT's small CPU model on tiny Shakespeare, at three times its learning rate.
 
     python -m reproduce.shakespeare_cpu --data input.txt --out benchmarks/results/shakespeare.json
 
-Trains 2000 steps from each seed and reports the loss over the whole held-out tenth of the text, in
-nats per character, beside the wall and CPU time of the run, evaluations included. Without --data
-the text is downloaded once. The published figure, an estimate from 20 random batches, is 1.88.
+The model, the batches and the schedule are nanoGPT's (4 layers, 4 heads, 128 wide, context 64,
+12 sequences a step, 2000 steps); the peak of the rate is 3e-3 where nanoGPT has 1e-3, which is
+better by 0.1 nats. Trains from each seed and reports the loss over the whole held-out tenth of the
+text, in nats per character, beside the wall and CPU time of the run, evaluations included. Without
+--data the text is downloaded once. nanoGPT's figure at its own rate, an estimate from 20 random
+batches, is 1.88.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import time
 from pathlib import Path
 
 from benchmarks.timing import environment
-from train import keep_freed_memory
+from transformer_jax.cli.process import keep_freed_memory
 from transformer_jax.config import train_preset
-from transformer_jax.training import fit
+from transformer_jax.training.loop import fit
 
 
 def main() -> None:
+    """Run the command: one training for each seed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -47,7 +51,9 @@ def main() -> None:
             result = fit(config)
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         runs.append({"seed": seed, "val_loss": result.val_loss, "wall_s": wall, "cpu_s": cpu})
-        print(f"seed {seed}: {result.val_loss:.4f} nats a character, {wall:.0f} s, {cpu:.0f} s CPU")
+        print(
+            f"seed {seed}: {result.val_loss:.4f} nats per character, {wall:.0f} s, {cpu:.0f} s CPU"
+        )
     losses = [run["val_loss"] for run in runs]
     print(f"mean {statistics.mean(losses):.4f}, worst {max(losses):.4f}")
     if arguments.out:

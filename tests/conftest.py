@@ -1,9 +1,9 @@
 """Strict settings for the whole suite: a leak of rank, key or dtype is an error, not a warning."""
 
+import functools
 import gc
 import os
 import sys
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if sys.version_info >= (3, 12):  # jax 0.12, whose interpreter of Mosaic GPU holds one of XLA's
@@ -12,8 +12,9 @@ if sys.version_info >= (3, 12):  # jax 0.12, whose interpreter of Mosaic GPU hol
 import jax
 import numpy as np
 import pytest
+from jax._src import compiler
 
-pytest.register_assert_rewrite("attention_suite", "published", "tolerances")
+pytest.register_assert_rewrite("tests.support")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
@@ -47,12 +48,49 @@ def own_programs():
     gc.collect()
 
 
+OLDER_LOOPS = {"xla_cpu_use_fusion_emitters": False}
+"""XLA's older way of writing fused loops for a CPU, which compiles in half the time."""
+
+usual_options = compiler.get_compile_options
+
+
+@functools.cache
+def has_older_loops() -> bool:
+    """Return whether this version of XLA can still be asked for them."""
+    try:
+        jax.jit(lambda x: x).lower(1.0).compile(compiler_options=OLDER_LOOPS)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def options_with_older_loops(*arguments, **settings):
+    """Return the options of a compilation as JAX makes them, with the older loops."""
+    options = usual_options(*arguments, **settings)
+    if jax.config.read("jax_disable_most_optimizations"):
+        options.env_option_overrides = [*options.env_option_overrides, *OLDER_LOOPS.items()]
+    return options
+
+
 @pytest.fixture(scope="module")
-def quick_compilation():
-    """For small arrays and many programs, where compiling costs more than running."""
+def unoptimised_compilation():
+    """Compile without XLA's optimisations: for small arrays and many programs."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation(unoptimised_compilation):
+    """Compile without optimisations and with the older loops, where XLA still has them.
+
+    Two programs that compute the same may then differ in their last bits; where a module's tests
+    say that they do not, it takes `unoptimised_compilation`.
+    """
+    if has_older_loops():
+        compiler.get_compile_options = options_with_older_loops
+    yield
+    compiler.get_compile_options = usual_options
 
 
 @pytest.fixture
@@ -68,27 +106,31 @@ def usual_compilation():
         jax.clear_caches()
 
 
-SELDOM = tuple(
-    line
-    for line in Path(__file__).with_name("seldom.txt").read_text().splitlines()
-    if not line.startswith("#")
-)
-
-
 def pytest_collection_modifyitems(config, items):
-    """A class with `every_time` runs these tests of its suite; the others are `slow`, as is what
-    stands in SELDOM. What a class names in `known` fails, with the reason."""
-    names = [item.nodeid.removeprefix("tests/") for item in items]
-    if not any("::" in argument for argument in config.args):
-        files = {name.partition("::")[0] for name in names}
-        for line in SELDOM:
-            if line.partition("::")[0] in files and not any(n.startswith(line) for n in names):
-                raise pytest.UsageError(f"tests/seldom.txt: no test begins with {line!r}")
-    for item, name in zip(items, names, strict=True):
+    """Mark slow tests, and tests that are known to fail.
+
+    `@pytest.mark.slow_cases(...)` names beginnings of the ids of a test's slow cases; a class with
+    a shared suite names them by test in `slow_cases`, or in `every_time` the tests that are not
+    slow, and in `known` those that fail, with the reason.
+    """
+    unused: dict[tuple[str, str], bool] = {}
+    for item in items:
         known = getattr(item.cls, "known", {}).get(item.name)
         if known is not None:
             item.add_marker(pytest.mark.xfail(reason=known, strict=True))
         chosen = getattr(item.cls, "every_time", None)
-        left = chosen is not None and not {item.name, item.originalname} & chosen
-        if left or item.name in getattr(item.cls, "seldom", ()) or name.startswith(SELDOM):
+        slow = chosen is not None and not {item.name, item.originalname} & chosen
+        marked = [b for mark in item.iter_markers("slow_cases") for b in mark.args]
+        suite = getattr(item.cls, "slow_cases", {}).get(item.originalname, ())
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        for beginning in (*marked, *suite):
+            found = f"{case}]".startswith(beginning)
+            slow |= found
+            if beginning in marked:
+                test = item.nodeid.partition("[")[0], beginning
+                unused[test] = unused.get(test, True) and not found
+        if slow:
             item.add_marker("slow")
+    wrong = [f"{test}: no case begins with {case!r}" for (test, case), no in unused.items() if no]
+    if wrong and not any("[" in argument for argument in config.args):
+        raise pytest.UsageError("; ".join(wrong))

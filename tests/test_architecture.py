@@ -1,6 +1,7 @@
 """The shape of the whole: which file may import which, and what importing the library costs."""
 
 import ast
+import itertools
 import json
 import subprocess
 import sys
@@ -8,113 +9,97 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.structure.imports import FLOORS, read, violations
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "transformer_jax"
 
-# A module may import those before it, never those behind it.
-ORDER = [
-    "config",
-    "untrusted",
-    "families",
-    "flags",
-    "meshes",
-    "tiles",
-    "integers",
-    "masks",
-    "positions",
-    "cache",
-    "dropout",
-    "reference",
-    "arguments",
-    "blockwise_tiles",
-    "blockwise_bias",
-    "blockwise_parts",
-    "blockwise",
-    "mask_vectors",
-    "pallas",
-    "attention",
-    "layers",
-    "transformer",
-    "recurrent",
-    "models",
-    "lora",
-    "rows",
-    "streaming",
-    "sampling",
-    "processors",
-    "decode",
-    "beam",
-    "speculative",
-    "slots",
-    "losses",
-    "text",
-    "chat",
-    "pretrained_text",
-    "tokenizer_files",
-    "data",
-    "completion",
-    "translation",
-    "checkpoint",
-    "command",
-    "weights",
-    "lora_files",
-    "pretrained",
-    "g2p",
-    "progress",
-    "run_folder",
-    "text_model",
-    "training_state",
-    "training",
-    "pretrained",
-    "sentences",
-    "generate",
-    "convert",
-]
 CONFIG_MAY = {"__future__", "dataclasses", "difflib", "math", "typing", "collections"}
 FORBIDDEN = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "torch", "tensorflow", "yaml"}
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names a file imports; of `from transformer_jax import x`, `transformer_jax.x`."""
+    """Return the dotted names of the modules that a file imports, other libraries included."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}: relative import"
             found.add(str(node.module))
-            if node.module == "transformer_jax":
-                found |= {f"transformer_jax.{alias.name}" for alias in node.names}
     return found
 
 
-MODULES = sorted(p for p in PACKAGE.glob("*.py") if p.stem not in ("__init__", "__main__"))
-MODULES += sorted((PACKAGE / "families").glob("*.py"))
+def test_imports_go_strictly_down_the_floors():
+    assert len(read(ROOT)) > 80
+    assert violations(ROOT) == []
 
 
-def place(path: Path) -> str:
-    """Its name in the order; the files of a folder have one place."""
-    return path.stem if path.parent == PACKAGE else path.parent.name
+def test_floors_list_every_place_once():
+    listed = [place for places in FLOORS for place in places]
+    there = {m.place for m in read(ROOT).values() if m.name.startswith("transformer_jax")}
+    assert sorted(listed) == sorted(there)
 
 
-def test_every_module_has_its_place_in_the_order():
-    assert len(MODULES) > 10
-    assert {place(p) for p in MODULES} <= set(ORDER)
+@pytest.fixture
+def small_house(tmp_path):
+    """Write a project of a few empty files, and return a function that fills one of them."""
+
+    def fill(path: str, text: str) -> Path:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return tmp_path
+
+    for place in itertools.chain(*FLOORS):
+        if place == "kernels":
+            fill("kernels/__init__.py", "")
+        elif place.startswith("__"):
+            fill(f"transformer_jax/{place}.py", "")
+        else:
+            fill(f"transformer_jax/{place}/__init__.py", "")
+    fill("train.py", "")
+    return fill
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
-def test_imports_go_strictly_downwards(path):
-    before = set(ORDER[: ORDER.index(place(path))])
-    before |= {place(path)} - {path.stem}
-    for name in imports(path):
-        first, _, rest = name.partition(".")
-        assert first not in ("train", "benchmarks", "tests"), name
-        if first == "transformer_jax" and rest:
-            assert rest.split(".")[0] in before | {"kernels"}, f"{path.stem} imports {rest}"
+@pytest.mark.parametrize(
+    ("path", "text", "said"),
+    [
+        ("transformer_jax/cache/a.py", "import transformer_jax.models", "models is above cache"),
+        (
+            "transformer_jax/cache/a.py",
+            "def f():\n    from transformer_jax.attention import x",
+            "attention is on the same floor as cache",
+        ),
+        (
+            "transformer_jax/cache/a.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+            "    from transformer_jax.training import x",
+            "imports transformer_jax.training for its types: training is above cache",
+        ),
+        ("transformer_jax/cli/a.py", "import train", "the package imports nothing outside it"),
+        ("transformer_jax/cli/a.py", "from . import b", "relative import"),
+        ("transformer_jax/cli/a.py", "import transformer_jax.none", "no such module"),
+        ("kernels/a.py", "import transformer_jax.config", "kernels imports nothing of the package"),
+        ("transformer_jax/new/__init__.py", "", "new: has no floor in FLOORS"),
+    ],
+)
+def test_an_import_that_does_not_go_down_is_named(small_house, path, text, said):
+    assert (
+        violations(small_house("transformer_jax/text/a.py", "import transformer_jax.cache")) == []
+    )
+    (only,) = violations(small_house(path, text))
+    assert said in only
+
+
+def test_imports_in_a_circle_are_named(small_house):
+    small_house("transformer_jax/cli/a.py", "import transformer_jax.cli.b")
+    (only,) = violations(small_house("transformer_jax/cli/b.py", "import transformer_jax.cli.a"))
+    assert only == ("cli: circular imports between transformer_jax.cli.a, transformer_jax.cli.b")
 
 
 def test_kernels_import_only_jax():
-    files = list((ROOT / "kernels").glob("*.py"))
+    files = list((ROOT / "kernels").rglob("*.py"))
     assert files
     for path in files:
         for name in imports(path):
@@ -124,10 +109,15 @@ def test_kernels_import_only_jax():
 
 
 def test_config_needs_the_standard_library_only():
-    assert {name.split(".")[0] for name in imports(PACKAGE / "config.py")} <= CONFIG_MAY
+    for path in (PACKAGE / "config").glob("*.py"):
+        for name in imports(path):
+            own = name.startswith("transformer_jax.config")
+            assert own or name.split(".")[0] in CONFIG_MAY, f"{path.name} imports {name}"
 
 
-@pytest.mark.parametrize("path", [*MODULES, ROOT / "train.py"], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [*MODULES, ROOT / "train.py"], ids=lambda p: ".".join(p.parts[-2:])[:-3]
+)
 def test_nothing_unpickles_or_evaluates(path):
     assert not {name.split(".")[0] for name in imports(path)} & FORBIDDEN
     for node in ast.walk(ast.parse(path.read_text())):
@@ -135,27 +125,6 @@ def test_nothing_unpickles_or_evaluates(path):
             assert node.func.id not in ("eval", "exec"), f"{path.name}:{node.lineno}"
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             assert isinstance(node.value, ast.Constant) and node.value.value is False
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        "import transformer_jax.generate",
-        "import importlib; importlib.import_module('transformer_jax.generate')",
-        "from transformer_jax.generate import __name__",
-    ],
-)
-def test_generate_is_the_function_whatever_was_imported(before):
-    """There is a module of that name too, for `python -m transformer_jax.generate`."""
-    code = f"""
-{before}
-import transformer_jax
-from transformer_jax import decode, generate
-assert generate is transformer_jax.generate is decode.generate, generate
-import transformer_jax.generate as again
-assert again is generate, again
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_import_is_light_and_starts_no_backend():

@@ -13,33 +13,20 @@ Training imports what it needs (optax and more) from `transformer_jax.training`,
 """
 
 from transformer_jax import cache
-from transformer_jax.attention import (
-    additive_attention,
+from transformer_jax.attention.additive import additive_attention, state_attention
+from transformer_jax.attention.api import (
     dot_product_attention,
     dot_product_attention_weights,
     explain_attention,
-    state_attention,
 )
-from transformer_jax.beam import Beams, GNMTPenalty, LengthPenalty, beam_search
-from transformer_jax.cache import KVCache
-from transformer_jax.config import (
-    PRESETS,
-    ConfigError,
-    LoraConfig,
-    ModelConfig,
-    RecurrentConfig,
-    RopeConfig,
-    TrainConfig,
-    preset,
-    train_preset,
+from transformer_jax.attention.biases import (
+    ALiBi,
+    Bias,
+    RelativeBias,
+    alibi_slopes,
+    relative_bucket,
 )
-from transformer_jax.decode import bucket, generate, make_step, prefill, stream
-from transformer_jax.g2p import read_g2p
-from transformer_jax.layers import layer_norm, rms_norm
-from transformer_jax.lora import apply_lora, init_lora, lora_loss, merge_lora
-from transformer_jax.lora_files import load_lora, save_lora
-from transformer_jax.losses import chunked_cross_entropy, cross_entropy
-from transformer_jax.masks import (
+from transformer_jax.attention.masks import (
     Causal,
     Dense,
     Mask,
@@ -49,22 +36,38 @@ from transformer_jax.masks import (
     Segments,
     Window,
 )
-from transformer_jax.models import build, cache_bytes, init_cache, init_params, num_params
-from transformer_jax.positions import (
-    ALiBi,
-    RelativeBias,
-    alibi_slopes,
-    apply_rope,
-    learned,
-    relative_bucket,
-    rope_frequencies,
-    shaw_scores,
-    shaw_values,
-    sinusoidal,
+from transformer_jax.cache.kv_cache import KVCache
+from transformer_jax.cache.model_cache import ModelCache, rewind_cache
+from transformer_jax.config import (
+    PRESETS,
+    ConfigError,
+    Learned,
+    LoraConfig,
+    ModelConfig,
+    RecurrentConfig,
+    Rope,
+    RopeConfig,
+    Shaw,
+    Sinusoidal,
+    T5Buckets,
+    TrainConfig,
+    preset,
+    train_preset,
 )
-from transformer_jax.pretrained import load_pretrained, save_pretrained, tensor_names
-from transformer_jax.pretrained_text import PretrainedTokenizer
-from transformer_jax.processors import (
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.beams import Beams, GNMTPenalty, LengthPenalty, beam_search
+from transformer_jax.decoding.continuous_batching import (
+    Completion,
+    Request,
+    Slots,
+    admit,
+    advance_slots,
+    init_slots,
+    release,
+    serve,
+)
+from transformer_jax.decoding.generation import bucket, generate, prefill, stream
+from transformer_jax.decoding.logit_processors import (
     Ban,
     BanSequences,
     Force,
@@ -76,28 +79,8 @@ from transformer_jax.processors import (
     PresencePenalty,
     RepetitionPenalty,
 )
-from transformer_jax.recurrent import (
-    RecurrentLM,
-    RecurrentSeq2Seq,
-    RecurrentState,
-    RecurrentStep,
-    SourceMemory,
-    init_recurrent_state,
-)
-from transformer_jax.rows import fork
-from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP, Typical
-from transformer_jax.sentences import SentenceEncoder, load_sentence_encoder, pool_sentences
-from transformer_jax.slots import (
-    Completion,
-    Request,
-    Slots,
-    admit,
-    advance_slots,
-    init_slots,
-    release,
-    serve,
-)
-from transformer_jax.speculative import (
+from transformer_jax.decoding.samplers import Greedy, MinP, Sample, Temperature, TopK, TopP, Typical
+from transformer_jax.decoding.speculative import (
     Draft,
     PromptLookup,
     Proposal,
@@ -105,7 +88,28 @@ from transformer_jax.speculative import (
     Speculation,
     speculate,
 )
-from transformer_jax.streaming import (
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, cache_bytes, init_cache, init_params, num_params
+from transformer_jax.models.functional import layer_norm, rms_norm
+from transformer_jax.models.lora import apply_lora, init_lora, lora_loss, merge_lora
+from transformer_jax.models.positions import (
+    apply_rope,
+    learned,
+    rope_frequencies,
+    shaw_scores,
+    shaw_values,
+    sinusoidal,
+)
+from transformer_jax.models.recurrent import (
+    RecurrentLM,
+    RecurrentSeq2Seq,
+    RecurrentState,
+    RecurrentStep,
+    SourceMemory,
+    init_recurrent_state,
+)
+from transformer_jax.models.stack import AttentionWeights, stack_layers, unstack_layers
+from transformer_jax.models.streaming import (
     StreamingEncoder,
     chunk_mask,
     rebase_cache,
@@ -113,17 +117,20 @@ from transformer_jax.streaming import (
     receptive_field,
     stream_attention,
 )
-from transformer_jax.tokenizer_files import load_tokenizer_folder
-from transformer_jax.transformer import (
-    AttentionWeights,
-    Decoder,
-    Encoder,
-    EncoderDecoder,
-    ModelCache,
-    rewind_cache,
-    stack_layers,
-    unstack_layers,
+from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
+from transformer_jax.pretrained.g2p import read_g2p
+from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.peft import load_lora, save_lora
+from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.pretrained.sentences import (
+    SentenceEncoder,
+    load_sentence_encoder,
+    pool_sentences,
 )
+from transformer_jax.pretrained.tensors import tensor_names
+from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 
 __all__ = [
     "PRESETS",
@@ -132,6 +139,7 @@ __all__ = [
     "Ban",
     "BanSequences",
     "Beams",
+    "Bias",
     "Causal",
     "Completion",
     "ConfigError",
@@ -147,6 +155,7 @@ __all__ = [
     "Greedy",
     "History",
     "KVCache",
+    "Learned",
     "LengthPenalty",
     "LoraConfig",
     "Mask",
@@ -171,14 +180,18 @@ __all__ = [
     "RelativeBias",
     "RepetitionPenalty",
     "Request",
+    "Rope",
     "RopeConfig",
     "Sample",
     "Segments",
     "SentenceEncoder",
+    "Shaw",
+    "Sinusoidal",
     "Slots",
     "SourceMemory",
     "Speculation",
     "StreamingEncoder",
+    "T5Buckets",
     "Temperature",
     "TopK",
     "TopP",

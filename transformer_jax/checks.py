@@ -1,20 +1,22 @@
-"""Integers in int32: narrower or unsigned ones would wrap in a difference, wider ones are cut."""
+"""Check single arguments: integers that must fit int32, counts, finite numbers, PRNG keys."""
 
 from __future__ import annotations
 
+import math
+from numbers import Integral, Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.tiles import at_once
+from transformer_jax.tracing import at_once
 
 INT32 = np.iinfo(np.int32)
 
 
 def as_int32(name: str, values: Any) -> Any:
-    """Integers as i32, NumPy's as NumPy's; anything else as it is.
+    """Return integers as i32, NumPy's as NumPy's; anything else as it is.
 
     ValueError where a value does not fit and is known; a traced one becomes the nearest that does.
     """
@@ -36,7 +38,7 @@ def as_int32(name: str, values: Any) -> Any:
 
 
 def check_int32(name: str, values: Any) -> None:
-    """ValueError where an integer is known and does not fit int32."""
+    """Raise ValueError where an integer is known and does not fit int32."""
     if isinstance(values, jax.core.Tracer | jax.ShapeDtypeStruct):
         return
     if np.can_cast(values.dtype, np.int32) or not getattr(values, "is_fully_addressable", True):
@@ -45,3 +47,24 @@ def check_int32(name: str, values: Any) -> None:
     beyond = known[(known < INT32.min) | (known > INT32.max)]
     if beyond.size:
         raise ValueError(f"{name} holds {beyond[0]}: must be from {INT32.min} to {INT32.max}")
+
+
+def check_key(name: str, key: Any) -> None:
+    """Raise ValueError unless this is a single PRNG key: typed, or raw words as in older JAX."""
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", ())
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (len(shape) == 0 if typed else dtype == jnp.uint32 and len(shape) == 1):
+        given = repr(key) if dtype is None else f"{dtype}{tuple(shape)}"
+        raise ValueError(f"{name} is {given}: must be a single key, as jax.random.key(0) is")
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raise ValueError unless this is an integer of at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}: must be an integer of at least {least}")
+
+
+def check_finite(name: str, value: Any) -> None:
+    """Raise ValueError unless this is a finite number."""
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}: must be finite")

@@ -42,7 +42,8 @@ def by_compiler(function: Callable, arguments: Sequence[Any], results: Any) -> A
     if mesh is None:
         return function(*arguments)
 
-    def placed(x):  # or the compiler would split what is nowhere, and donated, as it likes
+    # without this the compiler would split an array that is nowhere, and donated, as it likes
+    def placed(x: jax.Array) -> jax.Array:
         whole = NamedSharding(mesh, PartitionSpec())
         return jax.sharding.reshard(x, whole) if jax.typeof(x).sharding.mesh.empty else x
 
@@ -52,5 +53,5 @@ def by_compiler(function: Callable, arguments: Sequence[Any], results: Any) -> A
 
 
 def _names(one: Any) -> tuple[Any, ...]:
-    """The axes of a mesh that split one axis of an array."""
+    """Return the axes of a mesh that split one axis of an array."""
     return one if isinstance(one, tuple) else () if one is None else (one,)

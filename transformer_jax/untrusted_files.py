@@ -40,7 +40,7 @@ class Untrusted:
         return os.path.lexists(folder / name)
 
     def inside(self, folder: Path, name: str) -> Path:
-        """The regular file of that name, links resolved; an error if they lead elsewhere."""
+        """Return the regular file of that name, links resolved; an error if they lead elsewhere."""
         if not is_plain(name):
             raise self.error(f"{folder}: {shown(name)} is no plain file name")
         root = Path(os.path.realpath(folder))
@@ -59,7 +59,7 @@ class Untrusted:
 
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[BinaryIO]:
-        """A file to read, as it was found: whatever else has come there is not waited for."""
+        """Open a file to read, as it was found: whatever else has come there is not waited for."""
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -104,7 +104,7 @@ class Untrusted:
             raise self.error(f"{where}: not JSON ({brief(error)})") from None
 
     def json_object(self, path: Path, limit: int, values: int = VALUE_LIMIT) -> dict[str, Any]:
-        """The object in a JSON file of at most `limit` bytes."""
+        """Read the object in a JSON file of at most `limit` bytes."""
         content = self.json(self.content(path, limit), str(path), values)
         if not isinstance(content, dict):
             raise self.error(f"{path}: must be an object")
@@ -128,17 +128,17 @@ class Untrusted:
 
 
 def is_plain(name: Any) -> bool:
-    """A file's name, or a path of such names, that leads nowhere else."""
+    """Tell whether this is a file's name, or a path of such names, that leads nowhere else."""
     return isinstance(name, str) and all(_PLAIN.fullmatch(part) for part in name.split("/"))
 
 
 def shown(value: Any) -> str:
-    """What a file says, for a message: no control characters, and not all of it."""
+    """Show what a file says, for a message: no control characters, and not all of it."""
     text = ascii(value[:80] if isinstance(value, str | list) else value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def brief(error: Exception) -> str:
-    """A library's message, for one of ours."""
+    """Shorten a library's message, for one of ours."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(c if c.isprintable() else "?" for c in text[:200])

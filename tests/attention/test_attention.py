@@ -10,38 +10,33 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+
+from tests.support import oracle
 
 pytest.register_assert_rewrite("attention_suite", "tolerances")
 
-from attention_suite import AttentionSuite, draw, reference  # noqa: E402
-from tolerances import (  # noqa: E402
-    FORWARD_F32,
-    GRADIENT_F32,
-    assert_near,
-    assert_same_bits,
-)
-
-from transformer_jax import arguments, attention, cache  # noqa: E402
-from transformer_jax.attention import (  # noqa: E402
-    additive_attention,
+from tests.support.attention_suite import AttentionSuite, draw, reference  # noqa: E402
+from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits  # noqa: E402
+from transformer_jax import cache  # noqa: E402
+from transformer_jax.attention.additive import additive_attention, state_attention  # noqa: E402
+from transformer_jax.attention.api import (  # noqa: E402
     dot_product_attention,
     dot_product_attention_weights,
     explain_attention,
-    state_attention,
 )
-from transformer_jax.blockwise_tiles import Fixed, Sizes, visits_of  # noqa: E402
-from transformer_jax.masks import (  # noqa: E402
+from transformer_jax.attention.arguments import AttentionCall  # noqa: E402
+from transformer_jax.attention.biases import ALiBi, alibi_slopes  # noqa: E402
+from transformer_jax.attention.blockwise.tiles import Sizes, visited_tiles  # noqa: E402
+from transformer_jax.attention.cudnn import Cudnn  # noqa: E402
+from transformer_jax.attention.masks import (  # noqa: E402
     Causal,
     Dense,
-    Everything,
     Padding,
     Predicate,
     Prefix,
     Window,
 )
-from transformer_jax.positions import ALiBi, alibi_slopes  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -49,16 +44,53 @@ NAMES = ("xla", "blockwise", "pallas", "pallas_unordered", "cudnn")
 
 
 class TestXla(AttentionSuite):
+    slow_cases = AttentionSuite.slow_cases | {
+        "test_a_poisoned_key_that_all_see_passes_no_gradient_on": ("32", "64-128"),
+        "test_any_length_matches_the_oracle": ("127x3]", "2x129]", "3x127]", "64x17]", "7x65]"),
+        "test_heads_of_any_number_and_width_match_the_oracle": ("(4", "(8, 1"),
+        "test_many_rows_and_heads_each_have_their_own": (
+            "rows apart",
+            "rows together, masks of heads",
+        ),
+        "test_runs_repeat_bit_for_bit": ("-", "cap and sinks-]", "cap and"),
+        "test_scores_of_a_hundred_thousand_are_finite_and_right": ("bf", "float16"),
+    }
     implementation = "xla"
 
 
 class TestBlockwise(AttentionSuite):
+    slow_cases = AttentionSuite.slow_cases | {
+        "test_a_poisoned_key_that_all_see_passes_no_gradient_on": ("32", "64-128"),
+        "test_any_length_matches_the_oracle": (
+            "127x3]",
+            "257x1",
+            "2x129]",
+            "3x127]",
+            "63x63",
+            "64x17]",
+            "7x65]",
+        ),
+        "test_array_bias_of_any_broadcast_shape_and_its_gradient": ("BNTS", "B_T_", "_N_S]"),
+        "test_every_mask_matches_the_oracle": ("causal", "dense]", "prefix"),
+        "test_heads_of_any_number_and_width_match_the_oracle": ("(3", "(4", "(8"),
+        "test_low_precision_is_no_worse_than_a_plain_implementation": ("bfloat16-True]", "f"),
+        "test_many_rows_and_heads_each_have_their_own": (
+            "groups",
+            "rows apart]",
+            "rows together, masks of heads",
+        ),
+        "test_rematerialised_gradients_are_the_same_with_dropout_on": ("",),
+        "test_runs_repeat_bit_for_bit": ("-", "cap and sinks-]", "cap and sinks-dropout]"),
+        "test_scale_softcap_and_sinks_match_the_oracle": ("2.0",),
+        "test_scores_of_a_hundred_thousand_are_finite_and_right": ("b", "float16"),
+        "test_vmap_over_any_argument_is_a_loop": ("('q", "('v"),
+    }
     implementation = "blockwise"
     queries, span = 139, 251
 
     def sizes(self, arrays, mask=None):
-        fixed = Fixed(mask or Everything(), None, None, None)
-        return Sizes.of(arrays["query"], arrays["key"], fixed)
+        inputs = {name: arrays[name] for name in ("query", "key", "value")}
+        return Sizes.of(AttentionCall(mask=mask, **inputs))
 
     def test_a_usual_test_has_several_tiles(self):
         assert min(self.sizes(self.draw(0)).grid) > 1
@@ -96,6 +128,7 @@ POISONS = {
 }
 
 
+@pytest.mark.slow_cases("a key is NaN-blockwise-plain", "a key is NaN-xla-every")
 @pytest.mark.parametrize("options", [False, True], ids=["plain", "every option"])
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("poison", POISONS)
@@ -229,6 +262,7 @@ def ragged_cache(slots: int) -> np.ndarray:  # i32[4, slots]
     return np.stack([*filled, (slot - 17) % slots + slots]).astype(np.int32)
 
 
+@pytest.mark.slow_cases("3")
 @pytest.mark.parametrize(("queries", "slots"), [(1, 192), (3, 131)])
 def test_a_few_queries_over_a_ragged_cache_match_the_oracle(rng, queries, slots):
     arrays = draw(11, batch=4, queries=queries, keys=slots)
@@ -260,10 +294,12 @@ def test_a_few_queries_read_the_cache_as_far_as_it_is_filled():
     query, key = jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 512, 2, 8))
     lengths = jnp.array([[16], [70]])
     held = jnp.where(jnp.arange(512)[None] < lengths, jnp.arange(512)[None], -1)
-    fixed = Fixed(Causal(), lengths, held, None)
-    sizes = Sizes.of(query, key, fixed)
+    call = AttentionCall(
+        query=query, key=key, value=key, mask=Causal(), q_positions=lengths, k_positions=held
+    )
+    sizes = Sizes.of(call)
     assert (sizes.block_k, sizes.grid) == (64, (1, 8))
-    assert int(visits_of(sizes, fixed).seen.max()) == 2
+    assert int(visited_tiles(sizes, call).seen.max()) == 2
 
 
 def decoding_program(implementation: str | None) -> str:
@@ -371,8 +407,7 @@ def test_cudnn_is_told_of_no_window_as_long_as_the_keys(monkeypatch, left, said)
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
     arrays = draw(5, queries=17, keys=17)
     given = dict.fromkeys(("query", "key", "value"), arrays["query"])
-    options = arguments.Options(None, None, 0.0)
-    out = attention._cudnn(options, given | {"mask": Causal() & Window(left)})
+    out, _ = Cudnn().attend(AttentionCall(mask=Causal() & Window(left), **given))
     assert told == [said] and not np.isnan(np.asarray(out)).any()
 
 
@@ -608,6 +643,7 @@ def attention_program(length: int, setting: str, *, backward: bool):
     return jax.jit(program).lower(array, array, array).compile()
 
 
+@pytest.mark.slow_cases("alibi", "causal-F", "causal-True", "dropout", "none")
 @pytest.mark.parametrize(
     ("setting", "backward"),
     [

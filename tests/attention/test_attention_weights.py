@@ -8,18 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import model_oracle as oracle
-from tests import test_recurrent as recurrent
-from tests.test_decode import parameters
-from tests.tolerances import FORWARD_F32, assert_near, assert_same_bits
-from transformer_jax import decode
-from transformer_jax.config import ModelConfig
-from transformer_jax.decode import generate, make_step
-from transformer_jax.masks import Causal, Padding
-from transformer_jax.models import build, init_cache
-from transformer_jax.recurrent import RecurrentStep
-from transformer_jax.sampling import Sample, Temperature
-from transformer_jax.transformer import stack_layers
+from tests.decoding.test_decode import parameters
+from tests.models import test_recurrent as recurrent
+from tests.support import model_oracle as oracle
+from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
+from transformer_jax.attention.masks import Causal, Padding
+from transformer_jax.config import ModelConfig, Shaw, T5Buckets
+from transformer_jax.decoding import generation as decode
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache
+from transformer_jax.models.recurrent import RecurrentStep
+from transformer_jax.models.stack import stack_layers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -35,13 +36,13 @@ ROPE = ModelConfig(
     vocab_size=VOCAB, d_model=14, num_layers=2, num_heads=4, head_dim=6, num_kv_heads=2, d_ff=11,
     max_len=37, positions="rope", tie_embeddings=False,
 )  # fmt: skip
-T5 = dict(positions="t5", relative_buckets=8, relative_max_distance=7)
+T5 = dict(positions=T5Buckets(buckets=8, max_distance=7))
 CONFIGS = {
     name: dataclasses.replace(ROPE, **changes)
     for name, changes in dict(
         rope=dict(),
         alibi=dict(positions="alibi", qk_norm=True),
-        shaw=dict(positions="shaw", relative_max_distance=3, attention_sinks=True),
+        shaw=dict(positions=Shaw(max_distance=3), attention_sinks=True),
         capped=dict(attention_softcap=1.5, attention_sinks=True, attention_scale=0.7),
         ring=dict(window=(5, 3), sink_tokens=2, **T5),
         short=dict(window=29, num_layers=1),
@@ -90,6 +91,7 @@ def produced(config, params, capacity: int = PROMPT + NEW - 1, **arguments):
 # Whole sequences
 
 
+@pytest.mark.slow_cases("alibi", "capped", "encoder")
 @pytest.mark.parametrize("name", ["alibi", "shaw", "capped", "ring", "pair", "encoder"])
 def test_weights_of_whole_sequences_are_those_of_the_formulas(name):
     """With padding inside; ring: windows of each layer, T5's bias and sink tokens."""
@@ -126,6 +128,7 @@ def test_weights_of_whole_sequences_are_those_of_the_formulas(name):
         assert_near(total, np.ones_like(total), WEIGHTS)
 
 
+@pytest.mark.slow
 def test_looped_scanned_and_rematerialised_stacks_have_the_same_weights():
     config = CONFIGS["capped"]
     params, tokens = parameters(config), draw(PROMPT)
@@ -170,6 +173,7 @@ def test_weights_are_nan_exactly_where_the_output_is():
 # While decoding
 
 
+@pytest.mark.slow_cases("pair", "short")
 @pytest.mark.parametrize(
     ("name", "scan"),
     [
@@ -299,6 +303,7 @@ def test_a_row_that_is_not_valid_has_no_weights():
 # Recurrent models
 
 
+@pytest.mark.slow_cases("dot")
 @pytest.mark.parametrize(
     ("config", "early_exit"),
     [(recurrent.ADDITIVE, True), (recurrent.DOT, False)],

@@ -8,11 +8,19 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
-from transformer_jax.mask_vectors import MaskVectors
-from transformer_jax.masks import Causal, Dense, Padding, Predicate, Prefix, Segments, Window
+from tests.support import oracle
+from transformer_jax.attention.mask_vectors import MaskVectors
+from transformer_jax.attention.masks import (
+    Causal,
+    Dense,
+    Padding,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -89,6 +97,7 @@ def test_unsigned_ids_stay_apart_and_are_planned():
     assert (np.asarray(visible)[0, 0] == (ids.T == ids)).all()
 
 
+@pytest.mark.slow
 def test_every_window_over_every_pair_of_lengths_up_to_nine():
     count = 0
     for mask, predicate in sliding():
@@ -233,6 +242,7 @@ def random_positions(rng: np.random.Generator, length: int, *, keys: bool) -> np
     return positions.astype(np.int32)
 
 
+@pytest.mark.slow
 def test_random_compositions_mean_what_their_predicates_say():
     rng = np.random.default_rng(11)
     some, density = 0, 0.0
@@ -289,6 +299,7 @@ def check_sound(mask, q_positions, k_positions, block_q: int, block_k: int) -> l
     return found
 
 
+@pytest.mark.slow_cases("40")
 @pytest.mark.parametrize("cases", [40, pytest.param(150, marks=pytest.mark.slow)])
 def test_skipped_tiles_see_nothing_and_full_tiles_everything(cases):
     rng = np.random.default_rng(13)
@@ -322,7 +333,7 @@ def test_traced_plans_are_the_static_ones():
 
 
 def test_tile_lists_name_what_is_not_skipped():
-    """By key tiles for each query tile and the other way round, ascending."""
+    """By key tiles for each query tile and the other way round: full ones first, then ascending."""
     rng = np.random.default_rng(16)
     array = rng.random((B, N, 2 * T, S)) < 0.1
     plan = Dense(jnp.asarray(array)).block_plan(
@@ -334,12 +345,14 @@ def test_tile_lists_name_what_is_not_skipped():
         (plan.key_tiles(), classes),
         (plan.query_tiles(), classes.swapaxes(2, 3)),
     ):
-        indices, counts = np.asarray(lists.indices), np.asarray(lists.counts)
-        assert indices.shape == grid.shape and counts.shape == grid.shape[:3]
-        for at in np.ndindex(counts.shape):
-            visited = np.flatnonzero(grid[at] != SKIPPED).tolist()
-            assert indices[at][: counts[at]].tolist() == visited
-            assert sorted(indices[at].tolist()) == list(range(grid.shape[3]))
+        order, full, seen = map(np.asarray, lists)
+        assert order.shape == grid.shape and full.shape == seen.shape == grid.shape[:3]
+        for at in np.ndindex(seen.shape):
+            kinds = (np.flatnonzero(grid[at] == kind).tolist() for kind in (FULL, PARTIAL))
+            visited = [*next(kinds), *next(kinds)]
+            assert full[at] == (grid[at] == FULL).sum() and seen[at] == len(visited)
+            assert order[at][: seen[at]].tolist() == visited
+            assert set(order[at][seen[at] :].tolist()) <= {visited[-1] if visited else 0}
 
 
 def exact_cases():
@@ -355,6 +368,7 @@ def exact_cases():
     yield "prefix", Prefix(jnp.array([0, 1, 8, 20, 37, 90], jnp.int32))
 
 
+@pytest.mark.slow_cases("blocks0", "blocks1")
 @pytest.mark.parametrize("blocks", [(8, 8), (16, 5)])
 def test_no_tile_of_a_plain_mask_is_partial_without_need(blocks):
     for name, mask in exact_cases():

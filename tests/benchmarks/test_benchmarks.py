@@ -11,7 +11,7 @@ import pytest
 from benchmarks import decode, load, serve, specs, timing, tune_attention
 from benchmarks.timing import Contender
 from transformer_jax.kernels.contract import Blocks
-from transformer_jax.models import init_params, num_params
+from transformer_jax.models.factory import init_params, num_params
 
 
 def test_names_are_unique_and_every_case_is_asked_for():

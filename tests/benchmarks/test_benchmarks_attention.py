@@ -12,13 +12,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from jax.tree_util import Partial
-from tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 
 from benchmarks import attention, contenders, goals, specs, timing
 from benchmarks.peers import Absent
+from tests.support import oracle
+from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 
 
 def shrunk(case: specs.AttentionCase) -> specs.AttentionCase:
@@ -267,6 +267,7 @@ def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
     assert {case.dtype for case, _, _ in chosen} == {"bfloat16"}
 
 
+@pytest.mark.slow_cases("edge-alibi-forward", "edge-bias-forward", "edge-capped-forward")
 @pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
 @pytest.mark.parametrize("name", ["edge-alibi", "edge-bias", "edge-capped"])
 @pytest.mark.usefixtures("quick_compilation")

@@ -14,15 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import model_oracle as oracle
-from tests.tolerances import assert_near, largest_error
-from transformer_jax import cache as kv
-from transformer_jax.config import ConfigError, ModelConfig
-from transformer_jax.decode import generate, make_step
-from transformer_jax.masks import Causal, Prefix, Window
-from transformer_jax.models import build, cache_bytes, init_cache, init_params
-from transformer_jax.tiles import SKIPPED
-from transformer_jax.transformer import cache_limit, rewind_cache, stack_layers
+from tests.support import model_oracle as oracle
+from tests.support.tolerances import assert_near, largest_error
+from transformer_jax.attention.block_plan import SKIPPED
+from transformer_jax.attention.masks import Causal, Prefix, Window
+from transformer_jax.cache import kv_cache as kv
+from transformer_jax.cache.model_cache import cache_limit, rewind_cache
+from transformer_jax.config import ConfigError, ModelConfig, Shaw, T5Buckets
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, cache_bytes, init_cache, init_params
+from transformer_jax.models.stack import stack_layers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -47,8 +49,8 @@ KINDS: dict[str, dict] = {
     "learned": dict(positions="learned"),
     "sinusoidal": dict(positions="sinusoidal"),
     "rope": dict(),
-    "shaw": dict(positions="shaw", relative_max_distance=29),
-    "t5": dict(positions="t5", relative_buckets=8, relative_max_distance=17),
+    "shaw": dict(positions=Shaw(max_distance=29)),
+    "t5": dict(positions=T5Buckets(buckets=8, max_distance=17)),
     "alibi": dict(positions="alibi"),
 }
 SELDOM = ("none", "sinusoidal")
@@ -118,6 +120,7 @@ def test_sinks_are_the_first_positions_and_tiles_between_are_skipped(rng, shuffl
         assert 2 * rows <= visited.sum() <= 5 * rows < rows * columns / 4
 
 
+@pytest.mark.slow_cases("alibi", "learned", "shaw", "t5")
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SELDOM)) for kind in KINDS],
@@ -137,6 +140,7 @@ def test_rings_with_sinks_decode_as_the_full_pass(kind, rng):
         assert {0, 1} <= set(np.asarray(layer.positions[0]).tolist())
 
 
+@pytest.mark.slow_cases("int8", "pattern")
 @pytest.mark.parametrize(
     ("changes", "capacity", "dtype"),
     [
@@ -361,6 +365,7 @@ def test_nan_in_a_small_cache_is_seen_by_whom_it_should(dtype, rng):
     np.testing.assert_array_equal(got[~reached], want[~reached])
 
 
+@pytest.mark.slow_cases("shaw")
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("rope", "int8"), ("learned", "int8"), ("shaw", "int8"), ("rope", "bfloat16")],
@@ -457,6 +462,7 @@ def test_bytes_need_a_source_length_exactly_where_there_is_a_source():
 # Taking tokens back
 
 
+@pytest.mark.slow_cases("ring-scan]")
 @pytest.mark.parametrize(
     ("changes", "capacity", "more"),
     [
@@ -488,6 +494,27 @@ def test_what_was_taken_back_was_never_read(changes, capacity, more, rng):
         assert after.length.tolist() == (kept + 6).tolist()
 
 
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_rewinding_keeps_exactly_the_positions_below_the_length(rng, sinks):
+    """At every length: none, the last position alone, exactly the length held, and one more."""
+    held, capacity = 7, 11
+    k, v = rng.standard_normal((2, 1, held, 1, 3)).astype(np.float32)
+    cache = kv.init(1, capacity, 1, 3, sinks=sinks)
+    cache = kv.update(cache, k, v, np.arange(held, dtype=np.int32)[None])
+    for length in range(held + 2):
+        back = kv.rewind(cache, np.array([length], np.int32))
+        kept = min(length, held)
+        assert back.length.tolist() == [kept]
+        assert sorted(p for p in back.positions[0].tolist() if p >= 0) == list(range(kept))
+        assert (np.asarray(back.positions[0, kept:]) == -1).all()
+        on = kv.update(
+            back, k[:, :1], v[:, :1], kv.next_positions(back.length, np.ones((1, 1), bool))
+        )
+        assert on.length.tolist() == [kept + 1]
+        np.testing.assert_array_equal(on.k[0, kept], k[0, 0])
+    chex.assert_trees_all_equal(kv.rewind(cache, cache.length), cache, strict=True)
+
+
 def test_rewinding_empties_slots_and_never_lengthens(rng):
     cache = kv.init(3, 7, 1, 3)
     k = rng.standard_normal((3, 5, 1, 3)).astype(np.float32)
@@ -504,6 +531,7 @@ def test_rewinding_empties_slots_and_never_lengthens(rng):
 # Memory
 
 
+@pytest.mark.slow_cases("encoder-decoder-True")
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize(
     ("kind", "scan", "dtype"),

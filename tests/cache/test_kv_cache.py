@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax import cache as kv
+from transformer_jax.cache import kv_cache as kv
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

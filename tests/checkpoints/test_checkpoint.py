@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from killed import Killed, killed_after
 
-from transformer_jax import checkpoint
-from transformer_jax.checkpoint import (
+from tests.support.killed import Killed, killed_after
+from transformer_jax.checkpoints import checkpoint
+from transformer_jax.checkpoints.checkpoint import (
     CheckpointError,
     best_step,
     prune,
@@ -337,7 +337,7 @@ def test_a_process_that_ends_anywhere_in_a_save_leaves_whole_checkpoints(tmp_pat
     assert saved_steps(folder) == [8]
 
 
-def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, tree, monkeypatch):
+def test_everything_is_synced_before_the_rename(tmp_path, tree, monkeypatch):
     done = []
     fsync, rename = os.fsync, Path.rename
 
@@ -370,7 +370,7 @@ def test_the_best_and_the_last_stay(tmp_path):
     assert saved_steps(tmp_path) == [2, 6, 7]
 
 
-def test_a_damaged_manifest_is_nobodys_best(tmp_path):
+def test_a_damaged_checkpoint_is_never_the_best(tmp_path):
     for step, loss in enumerate([2.0, 1.0], 1):
         save(tmp_path, step, {"a": np.zeros(1)}, {"val_loss": loss})
     (tmp_path / "step-00000002" / "manifest.json").write_text("{}")

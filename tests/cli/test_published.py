@@ -1,7 +1,6 @@
 """Commands on published models: write with one, fine-tune it, and convert both ways."""
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -12,19 +11,23 @@ import numpy as np
 import pytest
 
 import train
-from tests.test_decode import parameters
-from transformer_jax import build, checkpoint, init_params, text_model
+from tests.decoding.test_decode import parameters
+from transformer_jax import build, init_params
+from transformer_jax.cli import generate as cli_generate
+from transformer_jax.cli.convert import main as convert
+from transformer_jax.cli.convert import tokenizer_files
+from transformer_jax.cli.run_flags import parse
 from transformer_jax.config import ConfigError, ModelConfig, fine_tuning
-from transformer_jax.convert import main as convert
-from transformer_jax.convert import tokenizer_files
-from transformer_jax.data import ByteTokenizer, CharTokenizer
-from transformer_jax.pretrained import load_pretrained, pretrained_config, save_pretrained
-from transformer_jax.processors import Ban, BanSequences, ForceLast
-from transformer_jax.sampling import Sample, Temperature
-from transformer_jax.text_model import TextModel, load_run, load_text_model
-from transformer_jax.tokenizer_files import load_tokenizer_folder
-from transformer_jax.training import fit
-from transformer_jax.translation import search_translations, translate
+from transformer_jax.decoding.logit_processors import Ban, BanSequences, ForceLast
+from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.pretrained.load import load_pretrained, pretrained_config
+from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.text import text_model
+from transformer_jax.text.text_model import TextModel, load_run, load_text_model
+from transformer_jax.text.translation import search_translations, translate
+from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
+from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
+from transformer_jax.training.loop import fit
 
 CONFIG = ModelConfig(
     vocab_size=258, d_model=14, num_layers=1, num_heads=1, d_ff=19, max_len=61, positions="rope",
@@ -34,16 +37,7 @@ BOS, EOS = 256, 257
 TEXT = "to be or not to be that is the question\n" * 9
 
 
-def _generate():
-    """The command, not the function of that name."""
-    path = Path(checkpoint.__file__).with_name("generate.py")
-    spec = importlib.util.spec_from_file_location("command_generate", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
-
-
-generate = _generate()
+generate = cli_generate.main
 
 
 def special(text: str, i: int) -> dict:
@@ -109,6 +103,7 @@ def with_stop(folder: Path, to: Path, *ids: int) -> Path:
     return to
 
 
+@pytest.mark.slow
 def test_a_published_decoder_continues_a_text_behind_its_bos(capsys, published, tmp_path):
     expected = greedy(published, [BOS, *b"to be"], 9)
     assert len(set(expected)) > 3 and max(expected) < BOS
@@ -155,6 +150,7 @@ def test_words_that_a_folder_bans_are_not_written(published, tmp_path, words, me
             load_text_model(tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_a_message_is_answered_through_the_chat_template(capsys, published):
     expected = greedy(published, [*b"[be]"], 5)
     assert expected != greedy(published, [BOS, *b"[be]"], 5)
@@ -180,10 +176,10 @@ def test_a_message_is_answered_through_the_chat_template(capsys, published):
         ("--model {bare} --prompt a", "no usable tokenizer: ", 1),
         (
             "--model {model} --prompt a --samples 2 --tokens 99",
-            "tokens is 99: 60 fit behind the prompt",
+            "tokens is 99: 60 fit after the prompt",
             2,
         ),
-        (f"--model {{model}} --chat --prompt {'a' * 60}", "0 fit behind the prompt", 2),
+        (f"--model {{model}} --chat --prompt {'a' * 60}", "0 fit after the prompt", 2),
         ("--model {model} --max-len 0", "max_len is 0: must be a positive integer", 2),
         ("--model {model} --chat --prompt a<s>", "holds '<s>', which is a token of its own", 2),
     ],
@@ -220,10 +216,11 @@ def tuned(published, text, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_run_begins_with_the_published_parameters(published, text, tuned):
     """Its first loss is that of the published model on the same windows."""
-    from transformer_jax.data import load_dataset, random_starts
-    from transformer_jax.run_folder import RunFolder
+    from transformer_jax.checkpoints.run_folder import RunFolder
+    from transformer_jax.training.data import load_dataset, random_starts
 
     config = RunFolder(tuned).read_config()
     assert (config.init_from, config.tokenizer) == (str(published), "pretrained")
@@ -240,13 +237,14 @@ def test_a_fine_tuned_run_begins_with_the_published_parameters(published, text, 
     assert last["loss"] < first["loss"] - 0.1
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_run_resumes_bitwise_without_the_published_folder(
     published, text, tuned, tmp_path
 ):
     folder = Path(shutil.copytree(published, tmp_path / "gone"))
-    given = train._parse(flags(folder, text, tmp_path / "run"))
+    config, _ = train.configure(parse(flags(folder, text, tmp_path / "run"), None))
     stops = iter([False, True])
-    assert fit(train._config(given)[0], stop=lambda: next(stops)).interrupted
+    assert fit(config, stop=lambda: next(stops)).interrupted
     shutil.rmtree(folder)
     assert train.main(["--resume", "--out", str(tmp_path / "run")]) == 0
     one, two = (load_run(run, "last").params for run in (tuned, tmp_path / "run"))
@@ -274,7 +272,7 @@ def test_what_contradicts_the_published_model_is_refused(
 
 def test_how_it_is_run_may_change(published, text, tmp_path):
     more = "--dropout 0.1 --remat True --scan-layers True --dtype bfloat16"
-    config, _ = train._config(train._parse(flags(published, text, tmp_path, *more.split())))
+    config, _ = train.configure(parse(flags(published, text, tmp_path, *more.split()), None))
     model = config.model
     assert (model.dropout, model.remat, model.scan_layers) == (0.1, True, True)
     assert model.dtype == "bfloat16"
@@ -297,6 +295,7 @@ def test_a_text_with_tokens_the_model_has_not_is_refused(capsys, published, tmp_
     assert "the prompt has id 258: the model has 258 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_converted_run_writes_what_the_run_writes(capsys, published, tuned, tmp_path):
     base = ["--prompt", "to be", "--tokens", 9, "--temperature", 0]
     from_run = written(capsys, "--run", tuned, "--checkpoint", "last", *base)
@@ -375,6 +374,7 @@ def test_a_character_that_a_run_never_met_has_no_row_of_a_wider_model(tmp_path):
     assert loaded.decode(tokenizer.encode("hold")) == "hold"
 
 
+@pytest.mark.slow
 def test_a_run_without_biases_is_written_with_zeros(capsys, monkeypatch, key, tmp_path):
     config = ModelConfig(
         vocab_size=13, d_model=14, num_heads=2, num_layers=1, max_len=11, use_bias=False
@@ -397,6 +397,7 @@ def test_a_run_without_biases_is_written_with_zeros(capsys, monkeypatch, key, tm
     assert "a llama" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_writes_from_a_source(key):
     config = ModelConfig(
         kind="encoder-decoder", vocab_size=13, d_model=14, num_heads=2, num_layers=1, d_ff=17,

@@ -1,7 +1,6 @@
 """The two commands: what they say, how they end, and that a kill at any moment loses nothing."""
 
 import dataclasses
-import importlib.util
 import io
 import os
 import re
@@ -20,14 +19,18 @@ import numpy as np
 import pytest
 
 import train
-from tests.test_training import assert_same_state
-from transformer_jax import checkpoint, command, completion, progress, training
-from transformer_jax.checkpoint import saved_steps
-from transformer_jax.config import ConfigError, ModelConfig, RopeConfig, TrainConfig
-from transformer_jax.data import ByteTokenizer, CharTokenizer, DataError
-from transformer_jax.flags import spelled
-from transformer_jax.models import build, init_params
-from transformer_jax.processors import (
+from tests.training.test_training import assert_same_state
+from transformer_jax.__main__ import main as run_command
+from transformer_jax.checkpoints import checkpoint
+from transformer_jax.checkpoints.checkpoint import saved_steps
+from transformer_jax.checkpoints.run_folder import RunFolder, locked
+from transformer_jax.cli import command, generate
+from transformer_jax.cli.flags import spelled
+from transformer_jax.cli.report import suggested_prompt, summary
+from transformer_jax.cli.run_flags import FLAGS, parse
+from transformer_jax.config import ConfigError, ModelConfig, Rope, TrainConfig, train_preset
+from transformer_jax.config.positions import KINDS
+from transformer_jax.decoding.logit_processors import (
     Ban,
     Force,
     FrequencyPenalty,
@@ -35,9 +38,14 @@ from transformer_jax.processors import (
     PresencePenalty,
     RepetitionPenalty,
 )
-from transformer_jax.run_folder import RunFolder, locked
-from transformer_jax.sampling import MinP, Sample, Temperature, TopK, TopP, Typical
-from transformer_jax.training import fit
+from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
+from transformer_jax.models.factory import build, init_params
+from transformer_jax.text import completion
+from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
+from transformer_jax.training import loop as training
+from transformer_jax.training import progress
+from transformer_jax.training.data import DataError
+from transformer_jax.training.loop import fit
 
 ROOT = Path(train.__file__).parent
 SMALL = (
@@ -47,18 +55,7 @@ SMALL = (
 TEXT = "to be or not to be that is the question\n" * 23
 
 
-def _command(name: str):
-    """A command's file, not imported: transformer_jax.generate is the function of that name."""
-    spec = importlib.util.spec_from_file_location(f"command_{name}", PACKAGE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-PACKAGE = Path(checkpoint.__file__).parent
-generate = _command("generate")
+pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
 
 
 @pytest.fixture
@@ -66,6 +63,11 @@ def flags(tmp_path) -> list[str]:
     (tmp_path / "text.txt").write_text(TEXT)
     files = f"--data {tmp_path / 'text.txt'} --out {tmp_path / 'run'}"
     return f"{SMALL} {files} --steps 8 --eval-every 4 --sample-tokens 9".split()
+
+
+def configured(argv: list[str]) -> tuple[TrainConfig, int | None]:
+    """The config of these flags, and the vocabulary size they ask for."""
+    return train.configure(parse(argv, None))
 
 
 def refused(capsys, argv: list[str]) -> tuple[int, str]:
@@ -95,10 +97,21 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         (f"--seed {2**70}", "seed is 1180591620717411303424: must be at least 0"),
         ("--d-model 30 --num-heads 4", "num_heads is 4: does not divide d_model 30"),
         ("--tokenizer word", "tokenizer is 'word': must be char|byte|bpe"),
-        ("--scaling linaer", "scaling is 'linaer': must be None|linear|ntk|dynamic|llama3|yarn|lo"),
-        ("--preset gtp2", "preset is 'gtp2': must be one of"),
-        ("--short-factors 1,x", "short_factors is 'x': must be NUMBER"),
-        ("--short-factors 1,2", "short_factors is (1.0, 2.0): needs scaling 'longrope'"),
+        ("--scaling linear", "scaling is 'linear': needs --model.positions rope, it is learned"),
+        (
+            "--positions rope --scaling linaer",
+            "scaling is 'linaer': must be None|linear|ntk|dynamic|llama3|yarn|lo",
+        ),
+        ("--preset gtp2", "preset is 'gtp2': must be one of tiny, "),
+        ("--preset gtp2", ", nearest: gpt2"),
+        ("--preset bert-base", "preset is 'bert-base': an encoder; this trains decoders: tiny, "),
+        ("--preset=transformer-base --steps 3", "an encoder-decoder; this trains decoders: tiny"),
+        ("--preset bert-large --help", "preset is 'bert-large': an encoder; this trains decoders"),
+        ("--positions rope --short-factors 1,x", "short_factors is 'x': must be NUMBER"),
+        (
+            "--positions rope --short-factors 1,2",
+            "short_factors is (1.0, 2.0): needs scaling 'longrope'",
+        ),
         ("--context 9999", "context is 9999: exceeds the model's max_len"),
         ("stray", "unrecognized arguments: stray"),
         ("--kind encoder", "kind is 'encoder': text is trained on with a 'decoder'"),
@@ -151,25 +164,26 @@ def test_every_field_is_a_flag_and_means_what_it_says():
     def flat(cls, *skipped):
         return {f.name for f in dataclasses.fields(cls)} - {*skipped}
 
-    expected = flat(TrainConfig, "model") | flat(ModelConfig, "rope") | flat(RopeConfig)
-    assert {path[-1] for path in train._FIELDS} == expected
+    expected = flat(TrainConfig, "model") | flat(ModelConfig)
+    expected = expected.union(*map(flat, KINDS.values()))
+    assert {path[-1] for path in FLAGS.fields} == expected
     argv = (
         "--positions rope --base 500 --scaling yarn --original-len 64 --factor 2 --glu True "
         "--use-bias=False --num_kv_heads 1 --window None --d-ff 99 --context 32 --data - "
         "--dtype bfloat16 --eval-batches 3 --min-learning-rate 1e-5"
     )
-    config, vocab_size = train._config(train._parse(argv.split()))
-    rope = RopeConfig(base=500.0, scaling="yarn", original_len=64, factor=2.0)
+    config, vocab_size = configured(argv.split())
+    rope = Rope(base=500.0, scaling="yarn", original_len=64, factor=2.0)
     model = ModelConfig(
-        positions="rope", rope=rope, glu=True, use_bias=False, num_kv_heads=1, d_ff=99,
+        positions=rope, glu=True, use_bias=False, num_kv_heads=1, d_ff=99,
         dtype="bfloat16",
     )  # fmt: skip
-    default = train.train_preset(None)
+    default = train_preset(None)
     model = dataclasses.replace(
         model, **{n: getattr(default.model, n) for n in ("d_model", "num_layers", "max_len")}
     )
     model = dataclasses.replace(model, num_heads=default.model.num_heads)
-    for name in ("rope", "glu", "use_bias", "num_kv_heads", "window", "d_ff", "dtype"):
+    for name in ("positions", "glu", "use_bias", "num_kv_heads", "window", "d_ff", "dtype"):
         assert getattr(config.model, name) == getattr(model, name), name
     assert (config.context, config.data, config.eval_batches) == (32, "-", 3)
     assert config.min_learning_rate == 1e-5
@@ -179,38 +193,36 @@ def test_every_field_is_a_flag_and_means_what_it_says():
 def test_factors_of_pairs_are_flags_and_survive_a_run_folder(tmp_path):
     argv = (
         "--positions rope --head-dim 4 --scaling longrope --original-len 16 --length 32 "
-        "--short-factors 1,1.25 --long_factors=2.5,3e0 --window 3,none --window-rope-base 31"
+        "--short-factors 1,1.25 --long_factors=2.5,3e0 --window 3,none --window-base 31"
     )
-    config, _ = train._config(train._parse(argv.split()))
-    rope = config.model.rope
+    config, _ = configured(argv.split())
+    rope = config.model.positions
     assert (rope.short_factors, rope.long_factors) == ((1.0, 1.25), (2.5, 3.0))
     assert {type(factor) for factor in rope.short_factors + rope.long_factors} == {float}
-    assert (config.model.window, config.model.window_rope_base) == ((3, None), 31.0)
+    assert (config.model.window, rope.window_base) == ((3, None), 31.0)
     folder = RunFolder(tmp_path)
     folder.write_config(config)
     assert folder.read_config() == config and hash(folder.read_config()) == hash(config)
 
 
 def test_fields_of_tables_and_norms_are_flags():
-    argv = "--position-offset 2 --norm-unit-offset True --ff-bias False --logit-scale 0.5"
-    model = train._config(train._parse(argv.split()))[0].model
-    assert (model.position_offset, model.norm_unit_offset) == (2, True)
+    argv = "--offset 2 --norm-unit-offset True --ff-bias False --logit-scale 0.5"
+    model = configured(argv.split())[0].model
+    assert (model.positions.offset, model.norm_unit_offset) == (2, True)
     assert (model.ff_bias, model.logit_scale) == (False, 0.5)
-    argv = "--positions sinusoidal --sinusoid halves"
-    assert train._config(train._parse(argv.split()))[0].model.sinusoid == "halves"
+    argv = "--positions sinusoidal --layout halves"
+    assert configured(argv.split())[0].model.positions.layout == "halves"
     argv = "--positions rope --scaling yarn --original-len 64 --truncate False"
-    assert train._config(train._parse(argv.split()))[0].model.rope.truncate is False
+    assert configured(argv.split())[0].model.positions.truncate is False
 
 
 def test_no_flag_at_all_is_the_default_run():
-    config, vocab_size = train._config(train._parse([]))
-    assert (config, vocab_size) == (train.train_preset(None), None)
+    config, vocab_size = configured([])
+    assert (config, vocab_size) == (train_preset(None), None)
 
 
 def test_a_preset_is_the_start_and_flags_change_it():
-    config, vocab_size = train._config(
-        train._parse("--data x.txt --preset=shakespeare-cpu --vocab-size 99".split())
-    )
+    config, vocab_size = configured("--data x.txt --preset=shakespeare-cpu --vocab-size 99".split())
     assert (config.model.d_model, config.model.max_len, config.data) == (128, 64, "x.txt")
     assert vocab_size == 99
 
@@ -220,15 +232,17 @@ def test_help_explains_every_flag(capsys):
         train.main(["--preset", "shakespeare-gpu", "--help"])
     assert caught.value.code == 0
     out = capsys.readouterr().out
-    for path in train._FIELDS:
-        flag = f"--{path[-1].replace('_', '-')}"
+    for path in FLAGS.fields:
+        flag = f"--{'.'.join(path).replace('_', '-')}"
         text = re.search(rf"^  {flag} (.*?)(?=^  --|\Z|\n\n)", out, re.MULTILINE | re.DOTALL)
         assert text, flag
         assert "[" in text[1], f"{flag} shows no default"
     assert "Optimizer steps. [5000]" in " ".join(out.split())
     assert "--preset" in out and "--resume" in out and "--debug" in out
+    assert "gpt2-xl" in out and "bert" not in out and "transformer-base" not in out
 
 
+@pytest.mark.slow
 def test_a_run_says_what_to_type_next_and_those_commands_work(capsys, flags, tmp_path):
     assert train.main(flags) == 0
     out = capsys.readouterr().out
@@ -238,9 +252,9 @@ def test_a_run_says_what_to_type_next_and_those_commands_work(capsys, flags, tmp
     assert (tmp_path / "run" / "sample.txt").read_text().strip("\n") in out
     commands = [line.strip() for line in out.splitlines() if line.startswith("  python")]
     assert len(commands) == 2
-    assert commands[0].startswith("python -m transformer_jax.generate --run ")
+    assert commands[0].startswith("python -m transformer_jax generate --run ")
     assert commands[1].startswith("python train.py --out ")
-    assert generate.main([*shlex.split(commands[0])[3:], "--tokens", "5"]) == 0
+    assert run_command([*shlex.split(commands[0])[3:], "--tokens", "5"]) == 0
     prompt = shlex.split(commands[0])[-1]
     written = capsys.readouterr().out
     assert written.startswith(prompt)
@@ -258,16 +272,37 @@ def test_a_run_says_what_to_type_next_and_those_commands_work(capsys, flags, tmp
     assert "model.d_model: 14 -> 16" in line
 
 
-def test_the_text_comes_from_standard_input(capsys, flags, monkeypatch):
+def piped(monkeypatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+def test_a_text_from_standard_input_is_asked_for_again(capsys, flags, tmp_path, monkeypatch):
+    """The line that is printed goes on, in a shell in which TEXT is the same text."""
     flags[flags.index("--data") + 1] = "-"
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
-    assert train.main([*flags, "--sample-tokens", "0"]) == 0
+    flags += ["--sample-tokens", "0", "--steps", "50", "--eval-every", "50"]
+    monkeypatch.setattr(progress, "progress_for_output", lambda: Signals(2, signal.SIGINT))
+    piped(monkeypatch, TEXT)
+    assert train.main(flags) == 130
+    out = capsys.readouterr().out
+    assert "to go on (TEXT: a file of what came from standard input):" in out
+    *command, sign, name = shlex.split(out.splitlines()[-1])
+    assert (command[:2], sign, name) == (["python", "train.py"], "<", "TEXT")
+    piped(monkeypatch, "")
+    assert refused(capsys, command[2:]) == (
+        2, "train.py: data is '-': it is empty; pipe a text into the command\n",
+    )  # fmt: skip
+    piped(monkeypatch, TEXT)
+    monkeypatch.setattr(progress, "progress_for_output", progress.Silent)
+    assert train.main([*command[2:], "--steps", "5"]) == 0
+    assert "train on (TEXT: a file of what came from standard input):" in capsys.readouterr().out
 
 
 def test_only_a_prompt_that_the_tokenizer_can_read_is_suggested(tmp_path):
     def start(characters: str, sample: str) -> str:
         RunFolder(tmp_path).write_tokenizer(CharTokenizer.train(characters))
-        return train._start(SimpleNamespace(sample=sample, config=SimpleNamespace(out=tmp_path)))
+        return suggested_prompt(
+            SimpleNamespace(sample=sample, config=SimpleNamespace(out=tmp_path))
+        )
 
     assert start("to be or", "to be or to") == "to be or"
     assert start("emma\nava", "emma\nava\n") == "emma"
@@ -311,6 +346,29 @@ def test_an_interrupt_during_the_imports_shows_no_traceback(inherited, status, p
     assert (out.returncode, out.stdout, out.stderr) == (status, printed, "")
 
 
+@pytest.mark.parametrize(
+    ("argv", "status", "out", "err"),
+    [
+        ("--help", 0, "generate ", ""),
+        ("", 2, "", "usage: python -m transformer_jax COMMAND"),
+        ("generat", 2, "", "transformer_jax: command is 'generat': must be generate or convert, n"),
+        ("convert --to x", 2, "", "convert: run and model: give one of them\n"),
+        ("generate --modle x", 2, "", "generate: --modle: no such flag, nearest: --model\n"),
+        ("generate --help", 0, "usage: python -m transformer_jax generate [--FLAG VALUE ...]", ""),
+    ],
+)
+def test_a_command_is_named_by_the_first_word(capsys, argv, status, out, err):
+    try:
+        found = run_command(argv.split())
+    except SystemExit as ended:
+        found = ended.code
+    printed = capsys.readouterr()
+    assert found == status
+    assert (out in printed.out, bool(printed.out)) == (True, bool(out))
+    assert printed.err.startswith(err) and bool(printed.err) == bool(err)
+    assert status == 0 or "usage" in err or printed.err.count("\n") == 1
+
+
 def test_what_is_not_available_here_is_one_line(capsys):
     def work(arguments):
         raise NotImplementedError("pallas: needs a GPU\nor a TPU")
@@ -345,6 +403,59 @@ def test_a_signal_saves_the_step_and_ends(capsys, flags, tmp_path, monkeypatch, 
     assert f"stopped at step {step}; to go on:" in out
     assert "--resume" in out
     assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_a_run_stopped_before_its_first_evaluation_is_written_with(
+    capsys, flags, tmp_path, monkeypatch
+):
+    """There is no best checkpoint: the last one is taken, and a line says so."""
+    monkeypatch.setattr(progress, "progress_for_output", lambda: Signals(1, signal.SIGTERM))
+    assert train.main([*flags, "--eval-every", "8"]) == 143
+    run, out = str(tmp_path / "run"), str(tmp_path / "made")
+    (step,) = saved_steps(tmp_path / "run" / "checkpoints")
+    capsys.readouterr()
+    said = f"no step was evaluated yet: this is the last one saved, step {step}\n"
+    arguments = ["--run", run, "--prompt", "to", "--tokens", "3"]
+    assert generate.main(arguments) == 0
+    printed = capsys.readouterr()
+    assert (len(printed.out), printed.err) == (len("to") + 3 + 1, f"generate: {said}")
+    assert generate.main([*arguments, "--checkpoint", "last"]) == 0
+    assert capsys.readouterr() == (printed.out, "")
+    assert generate.main([*arguments, "--checkpoint", "best"]) == 2
+    assert "none was evaluated yet; 'last' is there" in capsys.readouterr().err
+    assert run_command(["convert", "--run", run, "--to", out]) == 0
+    assert capsys.readouterr().err == f"convert: {said}"
+
+
+def test_a_run_first_says_what_it_trains(capsys, flags, tmp_path):
+    """In two lines, before any step; a resumed run says where it goes on."""
+    assert train.main([*flags, "--sample-tokens", "0"]) == 0
+    model, text, *_ = capsys.readouterr().out.splitlines()
+    tokens = int(len(TEXT) * 0.9)
+    letters = len(set(TEXT))
+    params = fit_parameters(tmp_path / "run")
+    assert model == f"model: {params:,} parameters, vocabulary of {letters}, on cpu"
+    assert text == f"text: {tokens} tokens and {len(TEXT) - tokens} held out, 22 in a step"
+    assert train.main(["--resume", "--out", str(tmp_path / "run"), "--steps", "9"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [model, f"{text}, from step 8 on"]
+
+
+def fit_parameters(run: Path) -> int:
+    """Numbers in the parameters that a run saved."""
+    return sum(file.stat().st_size for file in run.rglob("step-00000008/params.bin")) // 4
+
+
+def test_a_loss_per_byte_is_called_so():
+    def said(tokenizer: str) -> str:
+        config = dataclasses.replace(train_preset(None), tokenizer=tokenizer)
+        result = SimpleNamespace(
+            config=config, sample="", rejected=0, val_loss=1.5, val_loss_per_character=2.0
+        )
+        return summary(result).splitlines()[0]
+
+    assert said("byte") == "held-out loss: 1.5000 nats per byte = 2.1640 bits"
+    assert said("char") == "held-out loss: 2.0000 nats per character = 2.8854 bits"
 
 
 def test_a_second_signal_ends_at_once(flags, tmp_path, monkeypatch):
@@ -408,7 +519,7 @@ def test_a_kill_at_any_moment_loses_no_more_than_a_save_interval(flags, tmp_path
             checkpoint.verify(checkpoint.step_path(folder, step))
         reached = steps[-1]
     assert reached < 150
-    config, _ = train._config(train._parse([*flags, "--resume"]))
+    config, _ = configured([*flags, "--resume"])
     rest = dataclasses.replace(config, checkpoint_every=100)
     finished = fit(rest, resume=True, vocab_size=config.model.vocab_size)
     whole = fit(dataclasses.replace(rest, out=str(tmp_path / "whole")))
@@ -422,7 +533,7 @@ def trained(tmp_path_factory) -> str:
     """A run of two evaluations, of which the first is the better one."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text(TEXT)
-    config, _ = train._config(train._parse(SMALL.split()))
+    config, _ = configured(SMALL.split())
     out = str(folder / "run")
     config = dataclasses.replace(
         config, data=str(folder / "text.txt"), out=out, steps=4, eval_every=2, sample_tokens=0
@@ -475,6 +586,7 @@ def test_flags_are_samplers_and_processors():
     assert generate._processors(asked(""), ByteTokenizer()) == ()
 
 
+@pytest.mark.slow
 def test_every_way_of_decoding_writes_texts(capsys, trained, tmp_path):
     base = ["--run", trained, "--tokens", "9", "--prompt", "to"]
     greedy = written(capsys, *base, "--temperature", "0")
@@ -502,7 +614,8 @@ def test_every_way_of_decoding_writes_texts(capsys, trained, tmp_path):
 
 
 def test_a_prompt_may_look_like_a_flag_and_a_flag_be_spelled_as_in_python(capsys, trained):
-    dashes = spelled(["--prompt", "-- to be", "--top_k=3", "-x"], ["--prompt", "--top-k"])
+    names = {name: name for name in ("--prompt", "--top-k")}
+    dashes = spelled(["--prompt", "-- to be", "--top_k=3", "-x"], names)
     assert dashes == ["--prompt", "-- to be", "--top-k=3", "-x"]
     assert written(capsys, "--run", trained, "--tokens", "3", "--top_k", "1")
 
@@ -574,6 +687,7 @@ def test_a_damaged_checkpoint_is_not_written_with(capsys, trained, tmp_path):
     assert "params.bin: sha256 mismatch" in err
 
 
+@pytest.mark.slow
 def test_a_text_may_outgrow_the_model(key):
     """Each token is the likeliest of a full pass over what the model still sees."""
     config = ModelConfig(vocab_size=29, d_model=14, num_heads=2, num_layers=1, max_len=11)

@@ -7,24 +7,31 @@ import sys
 
 import pytest
 
+import transformer_jax
+from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json, differences
 from transformer_jax.config import (
     PRESETS,
+    Alibi,
     ConfigError,
+    Learned,
     ModelConfig,
+    Rope,
     RopeConfig,
+    Shaw,
+    Sinusoidal,
+    T5Buckets,
     TrainConfig,
     preset,
     train_preset,
 )
-from transformer_jax.models import num_params
-from transformer_jax.run_folder import config_from_json
+from transformer_jax.models.factory import num_params
 
 ROPE = dict(positions="rope")
 LINEAR = dict(scaling="linear", factor=2.0)
 YARN = dict(scaling="yarn", original_len=64)
 DYNAMIC = dict(scaling="dynamic", original_len=64)
 LONG = dict(scaling="longrope", original_len=64, short_factors=(1.0, 1.5), long_factors=(2.0, 3.0))
-PAIRS = dict(positions="rope", head_dim=4, rope=RopeConfig(**LONG))
+PAIRS = dict(head_dim=4, positions=Rope(**LONG))
 LLAMA = dict(scaling="llama3", original_len=64)
 
 # Rows: the class, a valid start, the one change that breaks it, the field the message must name,
@@ -40,7 +47,8 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(norm_eps=float("inf")), "norm_eps", "inf", "finite"),
     (ModelConfig, {}, dict(window=7.5), "window", "7.5", "int or None"),
     (ModelConfig, {}, dict(max_len=None), "max_len", "None", "int"),
-    (ModelConfig, {}, dict(rope={"base": 2.0}), "rope", "{'base': 2.0}", "RopeConfig"),
+    (ModelConfig, {}, dict(positions={"base": 2.0}), "positions", "{'base': 2.0}", "or Rope or"),
+    (ModelConfig, {}, dict(positions=3), "positions", "3", "or None"),
     (ModelConfig, {}, dict(kind="decoder-only"), "kind", "'decoder-only'", "'encoder-decoder'"),
     (ModelConfig, {}, dict(positions="rotary"), "positions", "'rotary'", "'rope'"),
     (ModelConfig, {}, dict(norm="batchnorm"), "norm", "'batchnorm'", "'rmsnorm'"),
@@ -67,8 +75,11 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(d_ff=0), "d_ff", "0", "positive"),
     (ModelConfig, {}, dict(max_len=0), "max_len", "0", "positive"),
     (ModelConfig, {}, dict(window=0), "window", "0", "positive"),
-    (ModelConfig, {}, dict(relative_buckets=0), "relative_buckets", "0", "positive"),
-    (ModelConfig, {}, dict(relative_max_distance=0), "relative_max_distance", "0", "positive"),
+    (T5Buckets, {}, dict(buckets=0), "buckets", "0", "positive"),
+    (T5Buckets, {}, dict(max_distance=0), "max_distance", "0", "positive"),
+    (Shaw, {}, dict(max_distance=0), "max_distance", "0", "positive"),
+    (Shaw, {}, dict(max_distance=2**31), "max_distance", str(2**31), "below 2**31"),
+    (T5Buckets, {}, dict(max_distance=2**31), "max_distance", str(2**31), "below 2**31"),
     (ModelConfig, {}, dict(norm_eps=0.0), "norm_eps", "0.0", "positive"),
     (ModelConfig, {}, dict(init_std=-0.1), "init_std", "-0.1", "positive"),
     (ModelConfig, {}, dict(attention_softcap=0.0), "attention_softcap", "0.0", "positive"),
@@ -79,20 +90,13 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(dropout=1.0), "dropout", "1.0", "below 1"),
     (ModelConfig, {}, dict(attention_dropout=-0.1), "attention_dropout", "-0.1", "at least 0"),
     # fields that contradict each other
-    (ModelConfig, {}, dict(position_offset=-1), "position_offset", "-1", "not be negative"),
+    (Learned, {}, dict(offset=-1), "offset", "-1", "not be negative"),
     (ModelConfig, {}, dict(logit_scale=0.0), "logit_scale", "0.0", "positive"),
     (ModelConfig, {}, dict(ff_bias="no"), "ff_bias", "'no'", "bool or None"),
     (ModelConfig, {}, dict(norm_unit_offset=1), "norm_unit_offset", "1", "bool"),
-    (ModelConfig, {}, dict(sinusoid="thirds"), "sinusoid", "'thirds'", "'halves'"),
+    (Sinusoidal, {}, dict(layout="thirds"), "layout", "'thirds'", "'halves'"),
     (ModelConfig, dict(kind="encoder"), dict(pooler="gelu"), "pooler", "'gelu'", "'relu'"),
-    (
-        ModelConfig,
-        dict(positions="rope", window=3),
-        dict(window_rope_base=1.0),
-        "window_rope_base",
-        "1.0",
-        "above 1",
-    ),
+    (Rope, {}, dict(window_base=1.0), "window_base", "1.0", "above 1"),
     (ModelConfig, {}, dict(num_heads=3), "num_heads", "3", "does not divide d_model 128"),
     (ModelConfig, {}, dict(num_kv_heads=3), "num_kv_heads", "3", "does not divide num_heads 4"),
     (ModelConfig, {}, dict(num_kv_heads=8), "num_kv_heads", "8", "does not divide num_heads 4"),
@@ -104,40 +108,18 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
         "127",
         "even",
     ),
-    (ModelConfig, ROPE, dict(head_dim=7), "rope.dims", "7", "at most head_dim 7"),
-    (ModelConfig, ROPE, dict(rope=RopeConfig(dims=34)), "rope.dims", "34", "head_dim 32"),
-    (
-        ModelConfig,
-        {},
-        dict(rope=RopeConfig(base=7.0)),
-        "rope.base",
-        "7.0",
-        "needs positions 'rope'",
-    ),
-    (
-        ModelConfig,
-        dict(positions="t5"),
-        dict(relative_buckets=7),
-        "relative_buckets",
-        "7",
-        "even and at least 2",
-    ),
+    (ModelConfig, ROPE, dict(head_dim=7), "positions.dims", "7", "at most head_dim 7"),
+    (ModelConfig, ROPE, dict(positions=Rope(dims=34)), "positions.dims", "34", "head_dim 32"),
+    (T5Buckets, {}, dict(buckets=7), "buckets", "7", "even and at least 2"),
     (
         ModelConfig,
         dict(positions="t5", kind="encoder"),
-        dict(relative_buckets=2),
-        "relative_buckets",
+        dict(positions=T5Buckets(buckets=2)),
+        "positions.buckets",
         "2",
         "even and at least 4",
     ),
-    (
-        ModelConfig,
-        dict(positions="t5"),
-        dict(relative_max_distance=16),
-        "relative_max_distance",
-        "16",
-        "above relative_buckets / 2 = 16",
-    ),
+    (T5Buckets, {}, dict(max_distance=16), "max_distance", "16", "above buckets / 2 = 16"),
     (ModelConfig, {}, dict(num_decoder_layers=2), "num_decoder_layers", "2", "'encoder-decoder'"),
     (ModelConfig, {}, dict(num_classes=3), "num_classes", "3", "'encoder'"),
     (ModelConfig, {}, dict(pooler="tanh"), "pooler", "'tanh'", "'encoder'"),
@@ -153,83 +135,77 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
         "'shaw'",
     ),
     # fields that nothing reads
-    (ModelConfig, {}, dict(relative_buckets=16), "relative_buckets", "16", "'t5'"),
+    (Rope, {}, dict(original_len=64), "original_len", "64", "'yarn' or 'longrope'"),
+    (Rope, LINEAR, dict(original_len=64), "original_len", "64", "'yarn' or 'longrope'"),
+    (Rope, {}, dict(length=64), "length", "64", "'dynamic' or 'longrope'"),
+    (Rope, YARN, dict(length=64), "length", "64", "'dynamic' or 'longrope'"),
+    (Rope, LLAMA, dict(truncate=False), "truncate", "False", "'yarn'"),
+    (Rope, LONG, dict(truncate=False), "truncate", "False", "'yarn'"),
+    (Rope, DYNAMIC, dict(attention_factor=1.5), "attention_factor", "1.5", "or 'longrope'"),
+    (Rope, {}, dict(short_factors=(1.0,)), "short_factors", "(1.0,)", "'longrope'"),
+    (Rope, YARN, dict(long_factors=(1.0,)), "long_factors", "(1.0,)", "'longrope'"),
     (
         ModelConfig,
-        dict(positions="shaw"),
-        dict(relative_buckets=16),
-        "relative_buckets",
-        "16",
-        "t5",
+        ROPE,
+        dict(positions=Rope(window_base=7.0)),
+        "positions.window_base",
+        "7.0",
+        "needs a window",
     ),
-    (ModelConfig, ROPE, dict(relative_max_distance=64), "relative_max_distance", "64", "'shaw'"),
-    (RopeConfig, {}, dict(original_len=64), "original_len", "64", "'yarn' or 'longrope'"),
-    (RopeConfig, LINEAR, dict(original_len=64), "original_len", "64", "'yarn' or 'longrope'"),
-    (RopeConfig, {}, dict(length=64), "length", "64", "'dynamic' or 'longrope'"),
-    (RopeConfig, YARN, dict(length=64), "length", "64", "'dynamic' or 'longrope'"),
-    (RopeConfig, LLAMA, dict(truncate=False), "truncate", "False", "'yarn'"),
-    (RopeConfig, LONG, dict(truncate=False), "truncate", "False", "'yarn'"),
-    (RopeConfig, DYNAMIC, dict(attention_factor=1.5), "attention_factor", "1.5", "or 'longrope'"),
-    (RopeConfig, {}, dict(short_factors=(1.0,)), "short_factors", "(1.0,)", "'longrope'"),
-    (RopeConfig, YARN, dict(long_factors=(1.0,)), "long_factors", "(1.0,)", "'longrope'"),
-    (ModelConfig, {}, dict(window_rope_base=7.0), "window_rope_base", "7.0", "'rope'"),
-    (ModelConfig, ROPE, dict(window_rope_base=7.0), "window_rope_base", "7.0", "needs a window"),
-    (ModelConfig, ROPE, dict(position_offset=2), "position_offset", "2", "'learned'"),
-    (ModelConfig, {}, dict(sinusoid="halves"), "sinusoid", "'halves'", "'sinusoidal'"),
-    (RopeConfig, LINEAR, dict(low_freq_factor=2.0), "low_freq_factor", "2.0", "'llama3'"),
-    (RopeConfig, YARN, dict(high_freq_factor=2.0), "high_freq_factor", "2.0", "'llama3'"),
-    (RopeConfig, {}, dict(beta_fast=31), "beta_fast", "31", "'yarn'"),
-    (RopeConfig, LLAMA, dict(beta_slow=2.0), "beta_slow", "2.0", "'yarn'"),
-    (RopeConfig, LLAMA, dict(attention_factor=1.5), "attention_factor", "1.5", "'yarn'"),
+    (Rope, LINEAR, dict(low_freq_factor=2.0), "low_freq_factor", "2.0", "'llama3'"),
+    (Rope, YARN, dict(high_freq_factor=2.0), "high_freq_factor", "2.0", "'llama3'"),
+    (Rope, {}, dict(beta_fast=31), "beta_fast", "31", "'yarn'"),
+    (Rope, LLAMA, dict(beta_slow=2.0), "beta_slow", "2.0", "'yarn'"),
+    (Rope, LLAMA, dict(attention_factor=1.5), "attention_factor", "1.5", "'yarn'"),
     (TrainConfig, {}, dict(bpe_vocab_size=512), "bpe_vocab_size", "512", "tokenizer 'bpe'"),
     # rotary
-    (RopeConfig, {}, dict(base="1e4"), "base", "'1e4'", "finite"),
-    (RopeConfig, {}, dict(base=1.0), "base", "1.0", "above 1"),
-    (RopeConfig, {}, dict(base=-3.0), "base", "-3.0", "positive"),
-    (RopeConfig, {}, dict(dims=0), "dims", "0", "positive"),
-    (RopeConfig, {}, dict(dims=7), "dims", "7", "even"),
-    (RopeConfig, {}, dict(pairing="adjacent"), "pairing", "'adjacent'", "'interleaved'"),
-    (RopeConfig, {}, dict(scaling="cubic"), "scaling", "'cubic'", "'longrope'"),
-    (RopeConfig, {}, dict(scaling="dynamic"), "original_len", "None", "'dynamic'"),
-    (RopeConfig, DYNAMIC, dict(length=0), "length", "0", "positive"),
-    (RopeConfig, YARN, dict(truncate=1), "truncate", "1", "bool"),
-    (RopeConfig, LONG, dict(original_len=None), "original_len", "None", "'longrope'"),
-    (RopeConfig, LONG, dict(original_len=1), "original_len", "1", "above 1"),
-    (RopeConfig, LONG, dict(short_factors=None), "short_factors", "None", "'longrope' needs"),
-    (RopeConfig, LONG, dict(long_factors=None), "long_factors", "None", "'longrope' needs"),
-    (RopeConfig, LONG, dict(short_factors=()), "short_factors", "()", "one of each pair"),
-    (RopeConfig, LONG, dict(long_factors=(2.0, 0.0)), "long_factors", "(2.0, 0.0)", "positive"),
-    (RopeConfig, LONG, dict(long_factors=[2.0, 3.0]), "long_factors", "[2.0, 3.0]", "a tuple (a f"),
-    (RopeConfig, LONG, dict(short_factors=(1, "2")), "short_factors", "(1, '2')", "a tuple (a f"),
-    (RopeConfig, LONG, dict(long_factors=(2.0,)), "long_factors", "(2.0,)", "as pairs, 2"),
-    (RopeConfig, LONG, dict(dims=6), "short_factors", "(1.0, 1.5)", "as pairs, 3"),
-    (ModelConfig, PAIRS, dict(head_dim=6), "rope.short_factors", "(1.0, 1.5)", "as pairs, 3"),
-    (RopeConfig, {}, dict(scaling="llama3"), "original_len", "None", "'llama3'"),
-    (RopeConfig, {}, dict(scaling="yarn"), "original_len", "None", "'yarn'"),
-    (RopeConfig, {}, dict(original_len=0), "original_len", "0", "positive"),
-    (RopeConfig, dict(scaling="linear"), dict(factor=0.5), "factor", "0.5", "at least 1"),
-    (RopeConfig, dict(scaling="linear"), dict(factor=0.0), "factor", "0.0", "positive"),
-    (RopeConfig, {}, dict(factor=2.0), "factor", "2.0", "scaling is None"),
+    (Rope, {}, dict(base="1e4"), "base", "'1e4'", "finite"),
+    (Rope, {}, dict(base=1.0), "base", "1.0", "above 1"),
+    (Rope, {}, dict(base=-3.0), "base", "-3.0", "positive"),
+    (Rope, {}, dict(dims=0), "dims", "0", "positive"),
+    (Rope, {}, dict(dims=7), "dims", "7", "even"),
+    (Rope, {}, dict(pairing="adjacent"), "pairing", "'adjacent'", "'interleaved'"),
+    (Rope, {}, dict(scaling="cubic"), "scaling", "'cubic'", "'longrope'"),
+    (Rope, {}, dict(scaling="dynamic"), "original_len", "None", "'dynamic'"),
+    (Rope, DYNAMIC, dict(length=0), "length", "0", "positive"),
+    (Rope, YARN, dict(truncate=1), "truncate", "1", "bool"),
+    (Rope, LONG, dict(original_len=None), "original_len", "None", "'longrope'"),
+    (Rope, LONG, dict(original_len=1), "original_len", "1", "above 1"),
+    (Rope, LONG, dict(short_factors=None), "short_factors", "None", "'longrope' needs"),
+    (Rope, LONG, dict(long_factors=None), "long_factors", "None", "'longrope' needs"),
+    (Rope, LONG, dict(short_factors=()), "short_factors", "()", "one of each pair"),
+    (Rope, LONG, dict(long_factors=(2.0, 0.0)), "long_factors", "(2.0, 0.0)", "positive"),
+    (Rope, LONG, dict(long_factors=[2.0, 3.0]), "long_factors", "[2.0, 3.0]", "a tuple (a f"),
+    (Rope, LONG, dict(short_factors=(1, "2")), "short_factors", "(1, '2')", "a tuple (a f"),
+    (Rope, LONG, dict(long_factors=(2.0,)), "long_factors", "(2.0,)", "as pairs, 2"),
+    (Rope, LONG, dict(dims=6), "short_factors", "(1.0, 1.5)", "as pairs, 3"),
+    (ModelConfig, PAIRS, dict(head_dim=6), "positions.short_factors", "(1.0, 1.5)", "as pairs, 3"),
+    (Rope, {}, dict(scaling="llama3"), "original_len", "None", "'llama3'"),
+    (Rope, {}, dict(scaling="yarn"), "original_len", "None", "'yarn'"),
+    (Rope, {}, dict(original_len=0), "original_len", "0", "positive"),
+    (Rope, dict(scaling="linear"), dict(factor=0.5), "factor", "0.5", "at least 1"),
+    (Rope, dict(scaling="linear"), dict(factor=0.0), "factor", "0.0", "positive"),
+    (Rope, {}, dict(factor=2.0), "factor", "2.0", "scaling is None"),
     (
-        RopeConfig,
+        Rope,
         dict(scaling="llama3", original_len=64),
         dict(high_freq_factor=1.0),
         "high_freq_factor",
         "1.0",
         "above low_freq_factor",
     ),
-    (RopeConfig, {}, dict(low_freq_factor=0.0), "low_freq_factor", "0.0", "positive"),
+    (Rope, {}, dict(low_freq_factor=0.0), "low_freq_factor", "0.0", "positive"),
     (
-        RopeConfig,
+        Rope,
         dict(scaling="yarn", original_len=64),
         dict(beta_fast=0.5),
         "beta_fast",
         "0.5",
         "above beta_slow",
     ),
-    (RopeConfig, {}, dict(beta_slow=-1.0), "beta_slow", "-1.0", "positive"),
-    (RopeConfig, {}, dict(attention_factor=0.0), "attention_factor", "0.0", "positive"),
-    (RopeConfig, {}, dict(attention_factor=1.5), "attention_factor", "1.5", "'yarn'"),
+    (Rope, {}, dict(beta_slow=-1.0), "beta_slow", "-1.0", "positive"),
+    (Rope, {}, dict(attention_factor=0.0), "attention_factor", "0.0", "positive"),
+    (Rope, {}, dict(attention_factor=1.5), "attention_factor", "1.5", "'yarn'"),
     # training
     (TrainConfig, {}, dict(model="gpt2"), "model", "'gpt2'", "ModelConfig"),
     (TrainConfig, {}, dict(data=3), "data", "3", "str"),
@@ -238,7 +214,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (TrainConfig, {}, dict(steps=-1), "steps", "-1", "positive"),
     (TrainConfig, {}, dict(steps=2**31), "steps", str(2**31), "below 2**31"),
     (TrainConfig, {}, dict(sample_tokens=2**31), "sample_tokens", str(2**31), "below 2**31"),
-    (ModelConfig, {}, dict(position_offset=2**31), "position_offset", str(2**31), "below 2**31"),
+    (Learned, {}, dict(offset=2**31), "offset", str(2**31), "below 2**31"),
     (TrainConfig, {}, dict(batch_size=0), "batch_size", "0", "positive"),
     (TrainConfig, {}, dict(context=0), "context", "0", "positive"),
     (TrainConfig, {}, dict(accumulation=0), "accumulation", "0", "positive"),
@@ -289,36 +265,173 @@ def test_values_at_the_edge_of_a_rule_are_allowed():
     ModelConfig(dropout=0.0, attention_dropout=0.999, window=1, num_kv_heads=1, num_layers=1)
     ModelConfig(norm_eps=1, init_std=1)  # an integer is a number
     ModelConfig(d_model=7, num_heads=2, head_dim=3, positions="none")
-    ModelConfig(positions="rope", head_dim=8, rope=RopeConfig(dims=8))
-    ModelConfig(positions="t5", relative_buckets=2, relative_max_distance=2)
-    ModelConfig(kind="encoder", positions="t5", relative_buckets=4, relative_max_distance=3)
+    ModelConfig(head_dim=8, positions=Rope(dims=8))
+    ModelConfig(positions=T5Buckets(buckets=2, max_distance=2))
+    ModelConfig(kind="encoder", positions=T5Buckets(buckets=4, max_distance=3))
     ModelConfig(positions="shaw", implementation="xla")
-    RopeConfig(scaling="yarn", original_len=1, factor=1.0)
+    Rope(scaling="yarn", original_len=1, factor=1.0)
     TrainConfig(seed=2**32 - 1, context=256, beta1=0.0, warmup_steps=0, min_learning_rate=1e-3)
 
 
 def test_a_field_that_one_choice_needs_is_read_by_it():
     """Another value is legal exactly there; `test_a_broken_rule_...` has the other choices."""
-    ModelConfig(positions="t5", relative_buckets=16, relative_max_distance=64)
-    ModelConfig(positions="shaw", relative_max_distance=64)
-    RopeConfig(**LLAMA, low_freq_factor=2.0, high_freq_factor=3.0)
-    RopeConfig(**YARN, beta_fast=31, beta_slow=2, attention_factor=1.5, truncate=False)
-    RopeConfig(**DYNAMIC, factor=2.0, length=128)
-    RopeConfig(**LONG, factor=2.0, length=128, attention_factor=1.5, dims=4)
-    ModelConfig(**PAIRS, window=(3, None), window_rope_base=7.0)
-    ModelConfig(position_offset=2)
-    ModelConfig(positions="sinusoidal", sinusoid="halves")
+    Rope(**LLAMA, low_freq_factor=2.0, high_freq_factor=3.0)
+    Rope(**YARN, beta_fast=31, beta_slow=2, attention_factor=1.5, truncate=False)
+    Rope(**DYNAMIC, factor=2.0, length=128)
+    Rope(**LONG, factor=2.0, length=128, attention_factor=1.5, dims=4)
+    ModelConfig(head_dim=4, positions=Rope(**LONG, window_base=7.0), window=(3, None))
     ModelConfig(kind="encoder", pooler="relu")
     TrainConfig(tokenizer="bpe", bpe_vocab_size=512)
+
+
+SHORT = {
+    "none": None, "learned": Learned(), "sinusoidal": Sinusoidal(), "rope": Rope(), "shaw": Shaw(),
+    "t5": T5Buckets(), "t5buckets": T5Buckets(), "alibi": Alibi(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_name_is_short_for_positions_with_their_defaults(name):
+    config = ModelConfig(positions=name)
+    assert config == ModelConfig(positions=SHORT[name]) and config.positions == SHORT[name]
+    assert preset("tiny", positions=name).positions == SHORT[name]
+    assert hash(config) == hash(ModelConfig(positions=SHORT[name]))
+
+
+def test_positions_print_what_differs_from_their_defaults():
+    values = Alibi(), Learned(offset=2), Rope(base=500.0, dims=4), T5Buckets(buckets=8)
+    assert [repr(value) for value in values] == [
+        "Alibi()", "Learned(offset=2)", "Rope(base=500.0, dims=4)", "T5Buckets(buckets=8)",
+    ]  # fmt: skip
+    assert all(eval(repr(value)) == value for value in values)
+
+
+def test_the_older_name_of_rope_is_the_same_class():
+    assert RopeConfig is Rope and transformer_jax.RopeConfig is Rope
+
+
+# Files
+
+
+def model_of(**content) -> ModelConfig:
+    """The model of a run folder's config.json with these keys."""
+    return config_from_json(json.dumps({"model": content})).model
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_resolved_config_is_read_back_from_json(name):
     config = train_preset(name)
-    assert config_from_json(json.dumps(dataclasses.asdict(config)).encode()) == config
+    assert config_from_json(config_to_json(config)) == config
 
 
-@pytest.mark.parametrize("kind", [ModelConfig, RopeConfig, TrainConfig])
+@pytest.mark.parametrize("positions", SHORT.values(), ids=SHORT)
+def test_positions_are_an_object_with_a_kind_in_json(positions):
+    config = TrainConfig(model=ModelConfig(positions=positions))
+    stored = json.loads(config_to_json(config))["model"]["positions"]
+    if positions is None:
+        assert stored is None
+    else:
+        assert stored == {"kind": positions.kind, **dataclasses.asdict(positions)}
+        assert positions.kind == type(positions).__name__.lower()
+    assert config_from_json(config_to_json(config)) == config
+
+
+OLD = dict(
+    position_offset=0, sinusoid="interleaved", rope=dict(base=10_000.0, dims=None, factor=1.0),
+    window_rope_base=None, relative_buckets=32, relative_max_distance=128,
+)  # fmt: skip
+"""What every config said beside the name of its positions, before positions were one value."""
+
+
+@pytest.mark.parametrize(
+    ("stored", "positions"),
+    [
+        ({}, Learned()),
+        (dict(positions="learned", position_offset=2), Learned(offset=2)),
+        (dict(position_offset=2), Learned(offset=2)),
+        (dict(positions="none"), None),
+        (dict(positions="alibi"), Alibi()),
+        (dict(positions="sinusoidal", sinusoid="halves"), Sinusoidal(layout="halves")),
+        (dict(positions="shaw", relative_max_distance=64), Shaw(max_distance=64)),
+        (dict(positions="t5", relative_buckets=8), T5Buckets(buckets=8)),
+        (
+            dict(positions="t5", relative_buckets=8, relative_max_distance=64),
+            T5Buckets(buckets=8, max_distance=64),
+        ),
+        (
+            dict(positions="rope", rope=dict(base=7.0, dims=4), window=3, window_rope_base=31.0),
+            Rope(base=7.0, dims=4, window_base=31.0),
+        ),
+        (
+            dict(positions="rope", head_dim=4, rope={**LONG, "short_factors": [1.0, 1.5]}),
+            Rope(**LONG),
+        ),
+    ],
+)
+def test_an_older_config_has_the_same_positions(stored, positions):
+    if "long_factors" in stored.get("rope", {}):
+        stored["rope"]["long_factors"] = [2.0, 3.0]  # JSON has no tuples
+    assert model_of(**stored).positions == positions
+    assert model_of(**OLD | stored).positions == positions
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (dict(rope=dict(base=7.0)), "model.rope.base is 7.0: needs positions 'rope'"),
+        (dict(rope=dict(theta=7.0)), "model.rope.theta: unknown key"),
+        (dict(rope=3), "model.rope is 3: must be an object"),
+        (dict(positions="rope", rope=dict(base=0)), "model.positions.base is 0: must be positive"),
+        (dict(positions="rope", rope=dict(theta=0)), "model.rope.theta: unknown key"),
+        (
+            dict(positions="rope", window_rope_base=7.0),
+            "model.positions.window_base is 7.0: needs a window",
+        ),
+        (
+            dict(window_rope_base=7.0, window=3),
+            "model.window_rope_base is 7.0: needs positions 'rope'",
+        ),
+        (
+            dict(positions="rope", position_offset=2),
+            "model.position_offset is 2: needs positions 'learned'",
+        ),
+        (dict(sinusoid="halves"), "model.sinusoid is 'halves': needs positions 'sinusoidal'"),
+        (
+            dict(positions="shaw", relative_buckets=8),
+            "model.relative_buckets is 8: needs positions 't5'",
+        ),
+        (
+            dict(positions="rope", relative_max_distance=64),
+            "model.relative_max_distance is 64: needs positions 't5' or 'shaw'",
+        ),
+        (dict(positions="rotary"), "model.positions is 'rotary': must be one of 'none'"),
+        (dict(positions="rotary", rope={}), "model.rope is {}: is a field of positions now"),
+        (dict(positions=dict(kind="rope"), rope={}), "model.rope is {}: is a field of positions"),
+        (dict(positions=dict(base=7.0)), "model.positions.kind is None: must be one of learned"),
+        (dict(positions=dict(kind="ropes")), "model.positions.kind is 'ropes': must be one of"),
+        (dict(positions=dict(kind="rope", theta=1)), "model.positions.theta: unknown key"),
+        (dict(positions=dict(kind="rope", base=0)), "model.positions.base is 0: must be positive"),
+        (dict(positions=7), "model.positions is 7: must be of type Learned"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_positions_of_a_file_are_refused_by_their_path(stored, message):
+    with pytest.raises(ConfigError) as caught:
+        model_of(**stored)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_resumed_run_is_told_how_its_positions_differ():
+    learned, rope = TrainConfig(), TrainConfig(model=ModelConfig(positions=Rope(base=500.0)))
+    assert differences(learned, learned) == []
+    assert differences(learned, rope) == ["model.positions: Learned() -> Rope(base=500.0)"]
+    other = TrainConfig(model=ModelConfig(positions="rope"), steps=7)
+    assert differences(rope, other) == ["model.positions.base: 500.0 -> 10000.0"]
+    nowhere = TrainConfig(model=ModelConfig(positions=None))
+    assert differences(nowhere, rope) == ["model.positions: None -> Rope(base=500.0)"]
+
+
+@pytest.mark.parametrize("kind", [ModelConfig, Rope, T5Buckets, TrainConfig])
 def test_configs_are_frozen_hashable_and_keyword_only(kind):
     one = kind()
     assert one == kind() and hash(one) == hash(kind())
@@ -347,12 +460,11 @@ def test_the_pooler_and_the_rotation_of_a_layer_follow_from_the_others():
     kinds = dict(pooler="relu", num_classes=None), dict(num_classes=3), {}
     encoders = [ModelConfig(kind="encoder", **change) for change in kinds]
     assert [c.pooling for c in encoders] == ["relu", "tanh", None]
-    rope = RopeConfig(base=99.0, dims=4, pairing="interleaved", scaling="linear", factor=2.0)
-    config = ModelConfig(positions="rope", rope=rope, window=(3, None))
-    assert config.layer_rope(3) == config.layer_rope(None) == rope
-    config = dataclasses.replace(config, window_rope_base=7.0)
-    assert config.layer_rope(3) == RopeConfig(base=7.0, dims=4, pairing="interleaved")
-    assert config.layer_rope(None) == rope
+    rope = Rope(base=99.0, dims=4, pairing="interleaved", scaling="linear", factor=2.0)
+    assert rope.in_layer(3) == rope.in_layer(None) == rope
+    rope = dataclasses.replace(rope, window_base=7.0)
+    assert rope.in_layer(3) == Rope(base=7.0, dims=4, pairing="interleaved")
+    assert rope.in_layer(None) == rope
 
 
 def test_an_unknown_preset_suggests_the_nearest_name():
@@ -430,6 +542,7 @@ def bert_size(layers: int, width: int) -> int:
     return embedding + layers * layer + head
 
 
+@pytest.mark.slow_cases("gpt2-xl", "llama3")
 @pytest.mark.parametrize(
     ("name", "size"),
     [

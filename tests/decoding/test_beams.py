@@ -13,15 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import model_oracle as oracle
-from tests.tolerances import assert_near, assert_same_bits
-from transformer_jax import beam
-from transformer_jax.beam import Beams, GNMTPenalty, LengthPenalty, beam_search
-from transformer_jax.config import ModelConfig
-from transformer_jax.decode import generate, make_step
-from transformer_jax.models import build, init_cache, init_params
-from transformer_jax.processors import Force, MinLength, NoRepeatNGram, RepetitionPenalty
-from transformer_jax.rows import fork
+from tests.support import model_oracle as oracle
+from tests.support.tolerances import assert_near, assert_same_bits
+from transformer_jax.config import ModelConfig, T5Buckets
+from transformer_jax.decoding import beams as beam
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.beams import Beams, GNMTPenalty, LengthPenalty, beam_search
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.logit_processors import (
+    Force,
+    MinLength,
+    NoRepeatNGram,
+    RepetitionPenalty,
+)
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache, init_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -201,6 +207,7 @@ NARROW = [  # vocabulary, longest, beams, results, stop, groups, diversity
 ]
 
 
+@pytest.mark.slow_cases("(7")
 @pytest.mark.parametrize("case", NARROW, ids=str)
 def test_narrow_beams_are_those_of_plain_python(case):
     """24 cases each; with an early exit and without, bit for bit."""
@@ -227,7 +234,7 @@ def assert_same(one: Beams, other: Beams) -> None:
         assert_same_bits(getattr(one, field.name), getattr(other, field.name), field.name)
 
 
-def test_a_row_is_left_when_nothing_living_can_win():
+def test_early_exit_ends_a_row_when_no_living_beam_can_win():
     """A stop token as good as certain from the third on: three steps with an early exit, not 13."""
     ran = []
 
@@ -297,7 +304,7 @@ def test_processors_see_the_history_of_their_own_beam():
     assert changed == 4
 
 
-def test_beams_without_a_token_left_end_unheard():
+def test_beams_whose_tokens_are_all_excluded_give_no_hypothesis():
     """No token twice: of prompt 0 go on those that took the stop token in time; of 0 1 2, none."""
     got = beam_search(
         STEP, automaton(6, 3), np.array([[0, 1, 2], [0, 1, 2]], np.int32), states(2), num_tokens=5,
@@ -345,7 +352,7 @@ def row_of(tree, row: int):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_broken_logits_break_their_row_alone(poison):
+def test_poisoned_logits_poison_their_row_alone(poison):
     """Length 0 and score NaN: no made-up text, and the other rows as ever."""
     params, prompt = automaton(5, 7), prompts(7)
     search = partial(beam_search, STEP, prompt=prompt, **COMMON)
@@ -383,8 +390,7 @@ ROPE = ModelConfig(
     max_len=67, positions="rope", tie_embeddings=False,
 )  # fmt: skip
 PAIR = dataclasses.replace(
-    ROPE, kind="encoder-decoder", positions="t5", num_layers=1, relative_buckets=8,
-    relative_max_distance=17,
+    ROPE, kind="encoder-decoder", num_layers=1, positions=T5Buckets(buckets=8, max_distance=17)
 )  # fmt: skip
 
 
@@ -521,7 +527,7 @@ def test_the_state_is_consumed_and_a_fork_is_not():
         search(state)
 
 
-def test_a_leaf_that_the_step_leaves_alone_is_not_reordered():
+def test_leaves_that_the_step_returns_untouched_are_not_gathered():
     """Such as the keys of a source, which all beams of a row share. No other leaf is as wide."""
     state = dict(states(), source=jnp.ones((4, 97)), read=jnp.zeros((4, 89)))
 
@@ -532,11 +538,11 @@ def test_a_leaf_that_the_step_leaves_alone_is_not_reordered():
             seen = state["source"].sum(axis=1) + state["read"].sum(axis=1)
             return logits * seen[:, None, None], dict(new, read=new["read"] + 1)
 
-    plan = beam._plan(5, 3, 1, (), (), 1, None)
-    weights = beam._Weights.of(np.ones(5), 0.0, True)
+    options = beam._check_options(5, 3, 1, (), (), 1, None)
+    scoring = beam._Scoring.of(np.ones(5), 0.0, True)
     lengths = jnp.full(4, 3, jnp.int32)
     program = beam._search.lower(
-        Reading(), automaton(1, 5), jnp.asarray(prompts(5)), lengths, state, weights, plan
+        Reading(), automaton(1, 5), jnp.asarray(prompts(5)), lengths, state, scoring, options
     ).as_text()
     gathers = [line for line in program.splitlines() if "stablehlo.gather" in line]
     assert any("12x89" in line for line in gathers)

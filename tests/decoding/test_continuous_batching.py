@@ -1,4 +1,4 @@
-"""Continuous batching: what a request gets is what it would get alone, whoever comes and goes."""
+"""Continuous batching: a request gets what it would get alone, whatever the other slots hold."""
 
 import dataclasses
 import re
@@ -10,15 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.test_decode import PAIR, RING, ROPE, VOCAB, CountingStep, make, parameters
-from tests.tolerances import assert_near, assert_same_bits
-from transformer_jax import slots as continuous
-from transformer_jax.decode import generate, make_step, prefill
-from transformer_jax.models import build, init_cache
-from transformer_jax.processors import MinLength, NoRepeatNGram, RepetitionPenalty
-from transformer_jax.rows import fork
-from transformer_jax.sampling import Sample, Temperature, TopK
-from transformer_jax.slots import (
+from tests.decoding.test_decode import PAIR, RING, ROPE, VOCAB, CountingStep, make, parameters
+from tests.support.tolerances import assert_near, assert_same_bits
+from transformer_jax.decoding import continuous_batching as continuous
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.continuous_batching import (
     Request,
     admit,
     advance_slots,
@@ -26,6 +22,11 @@ from transformer_jax.slots import (
     release,
     serve,
 )
+from transformer_jax.decoding.generation import generate, prefill
+from transformer_jax.decoding.logit_processors import MinLength, NoRepeatNGram, RepetitionPenalty
+from transformer_jax.decoding.samplers import Sample, Temperature, TopK
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -136,6 +137,7 @@ def arriving(requests):
 # The same tokens
 
 
+@pytest.mark.slow_cases("gru-greedy", "ring-greedy", "rope-sampled")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -163,7 +165,7 @@ def test_each_request_gets_what_it_gets_alone(kind, options):
     assert list(again) != list(got)
 
 
-def test_pieces_are_the_whole_as_it_comes(rope):
+def test_streamed_parts_join_to_the_completion(rope):
     step, params, empty = rope
     requests = some_requests(9)
     whole = served(rope, requests, SAMPLED)
@@ -219,6 +221,7 @@ def test_one_prefix_is_shared_by_many(rope):
     jax.tree.map(assert_same_bits, state, before)
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_serves_requests_that_bring_their_source():
     """Sources of several lengths, padded to one; what stands behind a source's end is not read."""
     config = dataclasses.replace(PAIR, d_ff=13)
@@ -276,8 +279,8 @@ def test_a_slot_taken_again_holds_nothing_of_the_row_before(rope):
     used, two = admit(release(held, 1), params, 1, [[7, 9]], empty(1), limits=5, key=key())
     row = partial(jax.tree.map, lambda leaf: jax.random.key_data(leaf)[1]
                   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf[1])  # fmt: skip
-    jax.tree.map(np.testing.assert_array_equal, row(used.running), row(fresh.running))
-    assert used.running.state.layers[0].positions[1].tolist() == [0, 1] + [-1] * (CAPACITY - 2)
+    jax.tree.map(np.testing.assert_array_equal, row(used.decode_state), row(fresh.decode_state))
+    assert used.decode_state.state.layers[0].positions[1].tolist() == [0, 1] + [-1] * (CAPACITY - 2)
     assert int(one.token[0]) == int(two.token[0])
 
 
@@ -289,12 +292,13 @@ def poison(held, row: int):
             return x.at[row].set(jnp.nan)
         return x.at[row].set(jnp.arange(x.shape[1])) if x.ndim == 2 else x
 
-    state = jax.tree.map(leaf, held.running.state)
-    return dataclasses.replace(held, running=dataclasses.replace(held.running, state=state))
+    state = jax.tree.map(leaf, held.decode_state.state)
+    decode_state = dataclasses.replace(held.decode_state, state=state)
+    return dataclasses.replace(held, decode_state=decode_state)
 
 
 @pytest.mark.parametrize("kind", ["rope", "gru"])
-def test_nan_in_a_free_slot_reaches_nobody(kind):
+def test_nan_in_a_free_slot_reaches_no_other_row(kind):
     """Neither the rows beside it nor the next one in it."""
     model = MODELS[kind]()
     _, params, empty = model
@@ -302,7 +306,7 @@ def test_nan_in_a_free_slot_reaches_nobody(kind):
     held = poison(release(held, 1), 1)
     held, beside = advance_slots(held, params, 8)
     assert (np.asarray(beside.token)[:, 1] == -1).all()
-    assert np.isnan(np.asarray(jax.tree.leaves(held.running.state)[0][1])).any(), "still there"
+    assert np.isnan(np.asarray(jax.tree.leaves(held.decode_state.state)[0][1])).any(), "still there"
     for row in (0, 2):
         got = np.concatenate([tokens[:, row], np.asarray(beside.token)[:, row]])
         np.testing.assert_array_equal(got, alone(model, requests[row], {}).rows()[0])
@@ -310,7 +314,7 @@ def test_nan_in_a_free_slot_reaches_nobody(kind):
     held, rest = advance_slots(held, params, 8)
     got = np.concatenate([one.token, np.asarray(rest.token)[:, 1]])
     np.testing.assert_array_equal(got, alone(model, requests[1], {}).rows()[0][:9])
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(held.running.state))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(held.decode_state.state))
 
 
 def test_a_poisoned_row_ends_alone(rope):
@@ -339,21 +343,21 @@ def test_a_poisoned_row_ends_alone(rope):
 def test_with_pause_no_step_is_taken_once_a_slot_is_free(rope):
     _, params, _ = rope
     held, _, _ = begin_three(rope)
-    running = dataclasses.replace(held.running, limits=jnp.array([15, 12, 14]))
-    held = dataclasses.replace(held, running=running)
+    decode_state = dataclasses.replace(held.decode_state, limits=jnp.array([15, 12, 14]))
+    held = dataclasses.replace(held, decode_state=decode_state)
     held, chosen = advance_slots(held, params, 8, pause=True)
     assert (np.asarray(chosen.token) >= 0).all(axis=1).tolist() == [True] * 3 + [False] * 5
     assert held.active.tolist() == [True, False, True]
     held, chosen = advance_slots(held, params, 8, pause=True)
-    assert (np.asarray(chosen.token) == -1).all() and held.running.count.tolist() == [12] * 3
+    assert (np.asarray(chosen.token) == -1).all() and held.decode_state.count.tolist() == [12] * 3
     held, chosen = advance_slots(held, params, 8)
-    assert held.running.count.tolist() == [15, 12, 14]
+    assert held.decode_state.count.tolist() == [15, 12, 14]
 
 
 # The queue
 
 
-def test_nobody_is_overtaken_and_one_long_text_holds_nobody_up(rope):
+def test_admission_is_first_come_first_served_and_long_requests_block_no_other(rope):
     step, params, empty = rope
     requests = some_requests(17)
     requests[1] = dataclasses.replace(requests[1], num_tokens=CAPACITY - len(requests[1].prompt))
@@ -428,6 +432,27 @@ def follow(params, tokens, state, *, valid=None):
     return jax.nn.one_hot(tokens + 1, 29), state + valid.sum(axis=1)
 
 
+def test_with_pause_requests_advance_while_the_queue_yields_none():
+    """A free slot that no request waits for is no reason to pause."""
+    parts, asked = [], []
+
+    def queue():
+        yield Request([3], 9)
+        while not parts or parts[-1].end is None:
+            asked.append(len(parts))
+            assert len(asked) < 20, "the request in its slot makes no progress"
+            yield None
+
+    empty = jnp.zeros((1,), jnp.int32)
+    running = serve(
+        follow, {}, queue(), empty, slots=2, capacity=16, steps_per_call=2, pause=True, stream=True
+    )
+    for part in running:
+        parts.append(part)
+    assert np.concatenate([part.tokens for part in parts]).tolist() == list(range(4, 13))
+    assert len(asked) == 4, "one call for every two tokens after the first"
+
+
 def test_raw_words_are_a_key():
     key = jax.random.key(5)
     requests = [Request([3], 9, key=key), Request([3], 9, key=jax.random.key_data(key))]
@@ -457,13 +482,13 @@ def test_slots_go_through_a_trace():
     assert first.tolist() == [4, 8]
     assert rest.tolist() == [[9, -1, 5], [10, -1, 6]]
     assert after.active.tolist() == [True, False, False]
-    assert after.running.limits.tolist() == [5, 0, 3]
+    assert after.decode_state.limits.tolist() == [5, 0, 3]
     assert released.active.tolist() == [False, False, False]
     with pytest.raises(ValueError, match="reach length 6: the limit is 5"):
         jax.jit(lambda held: admit(held, {}, [1], [[5]], empty[:1], limits=6)[0])(held)
 
 
-def test_names_may_be_shared_and_what_just_fits_is_served(rope):
+def test_ids_may_repeat_and_a_request_that_fills_its_slot_is_served(rope):
     """A bucket may be wider than a slot, and the history still has its place."""
     step, params, empty = rope
     requests = [
@@ -558,16 +583,18 @@ def test_the_cache_stays_where_it_is(rope):
     step, params, empty = rope
     held = init_slots(step, params, empty(1), SLOTS, CAPACITY, processors=(NoRepeatNGram(2),))
     row, limits = jnp.array([1]), np.array([7])
-    arrays = continuous._arrange(held, np.ones((1, 11), int), None, empty(1), limits, None, None)
+    prompts = continuous._check_prompts(
+        held, np.ones((1, 11), int), None, empty(1), limits, None, None
+    )
     leaves = len(jax.tree.leaves(held))
     jax.config.update("jax_disable_most_optimizations", False)
     programs = [
         continuous._advance.lower(held, params, jnp.array(True), 8).compile(),
-        continuous._admit.lower(held, params, row, *arrays, empty(1), None).compile(),
+        continuous._admit.lower(held, params, row, prompts, empty(1), None).compile(),
         continuous._release.lower(held, row).compile(),
     ]
     jax.config.update("jax_disable_most_optimizations", True)
-    assert held.running.state.layers[0].k.shape == (3, 29, 1, 6)
+    assert held.decode_state.state.layers[0].k.shape == (3, 29, 1, 6)
     shapes = {"f32[3,29,1,6]", "s32[3,29]"}
     assert all(any(shape in p.as_text() for p in programs) for shape in shapes)
     for program in programs:
@@ -575,11 +602,11 @@ def test_the_cache_stays_where_it_is(rope):
         copied = re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", text)
         assert not shapes & set(copied), copied
         assert text.split("\n")[0].count("may-alias") == leaves
-    before = held.running.state.layers[0].k.unsafe_buffer_pointer()
+    before = held.decode_state.state.layers[0].k.unsafe_buffer_pointer()
     held, _ = admit(held, params, 1, [[1, 2]], empty(1), limits=7)
     held, _ = advance_slots(held, params, 8)
     held = release(held, 1)
-    assert held.running.state.layers[0].k.unsafe_buffer_pointer() == before
+    assert held.decode_state.state.layers[0].k.unsafe_buffer_pointer() == before
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Producing tokens: the same whole or streamed, cached or not, in any chunks and any company."""
+"""Generation: the same tokens at once or streamed, cached or not, in any chunks, beside any row."""
 
 import dataclasses
 import itertools
@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import model_oracle as oracle
-from tests.tolerances import assert_near, assert_same_bits
-from transformer_jax import decode
-from transformer_jax.config import ModelConfig
-from transformer_jax.decode import bucket, make_step, prefill
-from transformer_jax.models import build, init_cache, init_params
-from transformer_jax.rows import fork
-from transformer_jax.sampling import Greedy, Sample, Temperature, TopK
-from transformer_jax.transformer import stack_layers
+from tests.support import model_oracle as oracle
+from tests.support.tolerances import assert_near, assert_same_bits
+from transformer_jax.config import ModelConfig, T5Buckets
+from transformer_jax.decoding import generation as decode
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.generation import bucket, prefill
+from transformer_jax.decoding.samplers import Greedy, Sample, Temperature, TopK
+from transformer_jax.decoding.step import ModelStep, make_step
+from transformer_jax.models.factory import build, init_cache, init_params
+from transformer_jax.models.stack import stack_layers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -32,8 +33,7 @@ ROPE = ModelConfig(
 )  # fmt: skip
 RING = dataclasses.replace(ROPE, window=5)
 PAIR = dataclasses.replace(
-    ROPE, kind="encoder-decoder", positions="t5", num_layers=1, relative_buckets=8,
-    relative_max_distance=17,
+    ROPE, kind="encoder-decoder", num_layers=1, positions=T5Buckets(buckets=8, max_distance=17)
 )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def test_sampled_tokens_follow_the_key(rope, sampled, greedy):
 
 
 def test_each_token_draws_with_the_key_folded_with_its_number(rope, sampled):
-    """So token n can be drawn again from the logits behind the tokens before it."""
+    """So token n can be drawn again from the logits after the tokens before it."""
     _, params, _ = rope
     both = np.concatenate([prompts()[:1], sampled[:1]], axis=1)
     logits = oracle.forward(ROPE, params, both)[:, PROMPT - 1 :].astype(np.float32)
@@ -156,6 +156,7 @@ def test_each_token_draws_with_the_key_folded_with_its_number(rope, sampled):
         assert int(drawn) == sampled[0, n]
 
 
+@pytest.mark.slow_cases("greedy")
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_a_stream_yields_what_generate_returns(rope, kind, request):
     step, params, empty = rope
@@ -168,6 +169,7 @@ def test_a_stream_yields_what_generate_returns(rope, kind, request):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow_cases("11", "1]")
 @pytest.mark.parametrize("chunk", [1, 2, 5, PROMPT])
 def test_chunks_of_the_prompt_change_nothing(rope, greedy, chunk):
     step, params, empty = rope
@@ -175,7 +177,7 @@ def test_chunks_of_the_prompt_change_nothing(rope, greedy, chunk):
     np.testing.assert_array_equal(got, greedy)
 
 
-def test_prefill_returns_the_logits_behind_each_rows_last_token(rope):
+def test_prefill_returns_the_logits_after_each_rows_last_token(rope):
     step, params, empty = rope
     want = np.asarray(oracle.forward(ROPE, params, prompts()))
     want = want[np.arange(3), LENGTHS - 1]
@@ -187,12 +189,12 @@ def test_prefill_returns_the_logits_behind_each_rows_last_token(rope):
         np.testing.assert_array_equal(state.length, LENGTHS)
 
 
-def test_of_a_prompt_no_other_logits_are_computed(rope):
+def test_prefill_computes_no_other_logits(rope):
     """Also in chunks; a step without `read`, or with a call of its own, is still what runs."""
     step, params, empty = rope
     wide = re.compile(rf"f32\[(3,{PROMPT}|3,5|{3 * PROMPT}|15),{VOCAB}\]")
 
-    class Doubled(decode.ModelStep):
+    class Doubled(ModelStep):
         def __call__(self, params, tokens, state, *, valid=None):
             logits, state = super().__call__(params, tokens, state, valid=valid)
             return 2 * logits, state
@@ -228,7 +230,7 @@ def test_rows_are_independent(rope, greedy):
     assert (np.asarray(beside)[0] != greedy[0]).any()
 
 
-def test_what_stands_behind_a_rows_length_is_not_read(rope, greedy):
+def test_tokens_after_a_rows_length_are_not_read(rope, greedy):
     """Not even a number that is no token."""
     step, params, empty = rope
     prompt = prompts()
@@ -271,6 +273,7 @@ def test_generation_goes_on_from_a_state(rope, greedy):
     np.testing.assert_array_equal(got, greedy[:1])
 
 
+@pytest.mark.slow_cases("None")
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_a_ring_generates_through_several_turns(chunk):
     """A cache of five slots, 34 positions: as with room for all, and as without any cache."""
@@ -290,6 +293,7 @@ def test_a_ring_generates_through_several_turns(chunk):
         np.testing.assert_array_equal(got, whole)
 
 
+@pytest.mark.slow
 def test_scanned_layers_generate_the_same():
     two, wanted = dataclasses.replace(ROPE, num_layers=2), dict(num_tokens=NEW, lengths=LENGTHS)
     step, params, empty = make(two)
@@ -299,6 +303,7 @@ def test_scanned_layers_generate_the_same():
     np.testing.assert_array_equal(got, looped)
 
 
+@pytest.mark.slow_cases("scan]")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 def test_a_target_is_generated_from_its_source(scan):
     """Equal to full passes; twice streamed from one state, which must outlive both."""
@@ -328,7 +333,7 @@ def test_a_target_is_generated_from_its_source(scan):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CountingStep(decode.ModelStep):
+class CountingStep(ModelStep):
     """Counts how often Python runs it, which is at tracing only; equal to no other."""
 
     calls: list = dataclasses.field(default_factory=list)
@@ -339,6 +344,7 @@ class CountingStep(decode.ModelStep):
         return super().__call__(params, tokens, state, valid=valid)
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_lengths_of_a_bucket():
     """64 tokens, prompts of 1 to 16 columns, ragged or not, keys and streams: nothing new."""
     step = CountingStep(build(ROPE))
@@ -487,6 +493,7 @@ def test_an_explicit_greedy_sampler_needs_no_key(rope, greedy):
     np.testing.assert_array_equal(got, greedy)
 
 
+@pytest.mark.slow
 def test_past_the_end_under_trace_no_slot_is_overwritten_and_no_token_made_up():
     """Where the check cannot see the length: NaN logits, so token -1, in that row from there on."""
     step, params, empty = make(ROPE)
@@ -522,6 +529,7 @@ def test_an_empty_batch_gives_no_tokens(rope):
 # Hygiene
 
 
+@pytest.mark.slow_cases("leaks]")
 @pytest.mark.parametrize(
     "setting",
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import model_oracle as oracle
-from tests.test_decode import (
+from tests.decoding.test_decode import (
     LENGTHS,
     NEW,
     PROMPT,
@@ -25,11 +24,18 @@ from tests.test_decode import (
     parameters,
     prompts,
 )
-from tests.tolerances import assert_near
-from transformer_jax import decode
-from transformer_jax.decode import generate, prefill, stream
-from transformer_jax.models import build, init_cache
-from transformer_jax.processors import (
+from tests.support import model_oracle as oracle
+from tests.support.tolerances import assert_near
+from transformer_jax.decoding import generation as decode
+from transformer_jax.decoding.batch_rows import (
+    count_rows,
+    fork,
+    gather_rows,
+    select_rows,
+    write_rows,
+)
+from transformer_jax.decoding.generation import generate, prefill, stream
+from transformer_jax.decoding.logit_processors import (
     Ban,
     Force,
     MinLength,
@@ -37,11 +43,11 @@ from transformer_jax.processors import (
     PresencePenalty,
     RepetitionPenalty,
 )
-from transformer_jax.rows import choose, count_rows, fork, gather, put
-from transformer_jax.sampling import Greedy, Sample
-from transformer_jax.speculative import PromptLookup, speculate
+from transformer_jax.decoding.samplers import Greedy, Sample
+from transformer_jax.decoding.speculative import PromptLookup, speculate
+from transformer_jax.models.factory import build, init_cache
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
 
 RING = dataclasses.replace(ROPE, window=5)
 STOP = (5, 11)
@@ -74,6 +80,7 @@ def cut(row: list[int], limit: int, stop=STOP) -> list[int]:
 LIMITS = np.array([NEW, 4, 0], np.int32)
 
 
+@pytest.mark.slow_cases("limits-scan", "stop-scan")
 @pytest.mark.parametrize("early", [False, True], ids=["scan", "while"])
 @pytest.mark.parametrize("ends", ["stop", "limits", "both"])
 def test_a_row_ends_behind_a_stop_token_or_at_its_limit(rope, free, ends, early):
@@ -221,6 +228,39 @@ def test_a_stream_ends_as_generate_does(rope):
     np.testing.assert_array_equal(got, want.tokens[:, : got.shape[1]])
 
 
+def counting_step(params, tokens, state, *, valid=None):
+    """Token t is followed by t + 1; the state is how many tokens a row has read."""
+    valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+    return jax.nn.one_hot(tokens + 1, 97), state + valid.sum(axis=1)
+
+
+@pytest.mark.parametrize("call", ["generate", "stream", "traced"])
+def test_limits_below_num_tokens_end_their_rows_alone(call):
+    """Without a stop token; traced limits outside 0..num_tokens are clipped to it."""
+    prompt, state, limits = (
+        np.array([[3], [11], [29], [41]]),
+        jnp.zeros((4,), jnp.int32),
+        [2, 0, 7, 1],
+    )
+    want = [[4, 5], [], list(range(30, 37)), [42]]
+    if call == "stream":
+        columns = list(stream(counting_step, {}, prompt, state, num_tokens=7, limits=limits))
+        assert len(columns) == 7
+        rows = [[int(t) for t in row if t >= 0] for row in np.stack(columns, axis=1)]
+    else:
+        run = partial(generate, counting_step, {}, prompt, num_tokens=7)
+        if call == "traced":
+            limits = jnp.array([2, -3, 99, 1])
+            out = jax.jit(lambda state, limits: run(state, limits=limits))(state, limits)
+        else:
+            out = run(state, limits=limits)
+        rows = [row.tolist() for row in out.rows()]
+        assert out.lengths.tolist() == [2, 0, 7, 1]
+        assert out.state.tolist() == [2, 1, 7, 1], "all but the last token was read"
+        assert ((np.asarray(out.tokens) == -1).sum(axis=1) == [5, 7, 0, 6]).all()
+    assert rows == want
+
+
 def test_an_ended_row_writes_nothing_more(rope):
     """Its state is that of a row that was asked for fewer tokens; the ring does not turn on."""
     made = make(RING)
@@ -236,6 +276,7 @@ def test_an_ended_row_writes_nothing_more(rope):
 # Prefixes: keep a state, fork it, extend it
 
 
+@pytest.mark.slow
 def test_forked_samples_of_one_prompt_equal_samples_of_copies(rope):
     step, params, empty = rope
     count = 5
@@ -290,10 +331,12 @@ def test_rows_of_a_state_are_gathered_put_and_chosen(rope):
             jax.tree.leaves,
             (
                 state,
-                gather(state, jnp.array([2, 0, 2, 1])),
+                gather_rows(state, jnp.array([2, 0, 2, 1])),
                 fork(state, 2),
-                put(state, jnp.array([2, 3]), other),
-                choose(jnp.array([True, False, True]), jax.tree.map(jnp.zeros_like, state), state),
+                write_rows(state, jnp.array([2, 3]), other),
+                select_rows(
+                    jnp.array([True, False, True]), jax.tree.map(jnp.zeros_like, state), state
+                ),
                 other,
             ),
         ),
@@ -339,6 +382,7 @@ def programs() -> int:
     return decode._generate._cache_size()
 
 
+@pytest.mark.slow
 def test_requests_add_no_program(rope):
     run(rope, stop=STOP, num_tokens=7)
     before = programs()
@@ -349,18 +393,19 @@ def test_requests_add_no_program(rope):
     assert programs() == before + 1
 
 
+@pytest.mark.slow_cases("scan")
 @pytest.mark.parametrize("early", [False, True], ids=["scan", "while"])
 def test_the_cache_is_donated_and_never_copied(early):
     """Its arrays are aliased with the results', and no instruction copies one of their shape."""
     config = dataclasses.replace(ROPE, num_layers=3)
     step, params, _ = make(config)
     state = init_cache(config, 3, 53)
-    plan = decode.Plan(Greedy(), (), STOP, True, False)
+    options = decode.DecodeOptions(Greedy(), (), STOP, True, False)
     rows = jnp.zeros(3, jnp.int32) + 2
-    lowered = decode._generate.lower(
-        plan, step, params, jnp.zeros((3, 16), jnp.int32), rows,
-        jax.random.split(jax.random.key(0), 3), rows + 5, state, 9, None, early,
-    )  # fmt: skip
+    texts = decode.Prompts(
+        jnp.zeros((3, 16), jnp.int32), rows, jax.random.split(jax.random.key(0), 3), rows + 5
+    )
+    lowered = decode._generate.lower(options, step, params, texts, state, 9, None, early)
     text = lowered.compile().as_text()
     shape = "x".join(map(str, state.layers[0].k.shape))
     assert shape == "3x53x1x6"

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tolerances import assert_near
 
-from transformer_jax.processors import (
+from tests.support.tolerances import assert_near
+from transformer_jax.decoding.logit_processors import (
     Ban,
     BanSequences,
     Force,

@@ -6,18 +6,19 @@ import math
 from collections.abc import Callable
 from functools import cache
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from devices import on_devices
 from scipy.stats import chi2
-from tolerances import FORWARD_F32, assert_near, assert_same_bits
 
-from transformer_jax.dropout import keep_tile, key_words
-from transformer_jax.layers import dropout
-from transformer_jax.sampling import Greedy, MinP, Sample, Temperature, TopK, TopP, Typical
+from tests.support import oracle
+from tests.support.devices import on_devices
+from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
+from transformer_jax.attention.dropout import keep_tile, key_words
+from transformer_jax.decoding.samplers import Greedy, MinP, Sample, Temperature, TopK, TopP, Typical
+from transformer_jax.models.functional import dropout
 
 ROWS, V = 300, 61
 INFINITE = float("inf")
@@ -213,6 +214,7 @@ def test_rows_without_a_finite_maximum_are_refused_or_poisoned(function):
         assert tokens[0] in (0, 1, 2) and tokens[1:] == [-1, -1, -1]
 
 
+@pytest.mark.slow_cases("1009", "128", "7")
 @pytest.mark.parametrize("vocab", [7, 64, 128, 1009, 50_257])
 def test_a_nan_anywhere_poisons_at_every_length(vocab):
     """XLA's maximum on a CPU loses a NaN at some of these."""
@@ -256,6 +258,7 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.slow_cases("top-k")
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_draws_follow_the_distribution(rng, name):
     logits = rng.normal(size=11).astype(np.float32)
@@ -315,18 +318,17 @@ def test_a_row_is_drawn_alike_whatever_stands_in_the_others(rng):
 
 
 def test_samplers_are_values():
-    traces = []
+    chex.clear_trace_counter()
 
-    def count(sampler, logits):
-        traces.append(sampler)
-        return logits
+    @chex.assert_max_traces(n=1)
+    def draw(sampler, logits):
+        return sampler(jax.random.key(0), logits)
 
-    compiled = jax.jit(count, static_argnums=0)
+    compiled = jax.jit(draw, static_argnums=0)
     for _ in range(2):
-        compiled(Sample(TopK(3), TopP(0.9)), jnp.zeros(()))
-    assert len(traces) == 1
-    compiled(Sample(TopK(3), TopP(0.8)), jnp.zeros(()))
-    assert len(traces) == 2
+        compiled(Sample(TopK(3), TopP(0.9)), jnp.zeros((5,)))
+    with pytest.raises(AssertionError, match="traced > 1 times"):
+        compiled(Sample(TopK(3), TopP(0.8)), jnp.zeros((5,)))
     assert Greedy() == Greedy() and hash(TopP(0.5)) == hash(TopP(0.5))
     assert Sample(TopK(3)) != Sample(TopK(2)) != Sample()
 
@@ -378,11 +380,10 @@ def test_compiled_random_numbers_are_the_same():
 
 def test_eight_devices_draw_what_one_draws():
     code = """
-import json, sys
-sys.path.insert(0, "tests")
+import json
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from test_sampling import LOGITS, all_made_from, as_bits, pinned
+from tests.decoding.test_samplers import LOGITS, all_made_from, as_bits, pinned
 assert len(jax.devices()) == 8
 rows = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P("data"))
 placed = jax.device_put(LOGITS, rows)

@@ -16,16 +16,15 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from tests.test_decode import NEW, PAIR, PROMPT, ROPE, VOCAB, CountingStep, prompts
-from tests.test_decode import parameters as random_parameters
-from tests.tolerances import assert_near, assert_same_bits
+from tests.decoding.test_decode import NEW, PAIR, PROMPT, ROPE, VOCAB, CountingStep, prompts
+from tests.decoding.test_decode import parameters as random_parameters
+from tests.support.tolerances import assert_near, assert_same_bits
 from transformer_jax.config import ModelConfig
-from transformer_jax.decode import generate, make_step, prefill
-from transformer_jax.models import build, init_cache
-from transformer_jax.processors import NoRepeatNGram, PresencePenalty
-from transformer_jax.rows import fork
-from transformer_jax.sampling import Greedy, Sample, Temperature, TopK
-from transformer_jax.speculative import (
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.generation import generate, prefill
+from transformer_jax.decoding.logit_processors import NoRepeatNGram, PresencePenalty
+from transformer_jax.decoding.samplers import Greedy, Sample, Temperature, TopK
+from transformer_jax.decoding.speculative import (
     Draft,
     PromptLookup,
     Proposal,
@@ -34,7 +33,9 @@ from transformer_jax.speculative import (
     residual,
     speculate,
 )
-from transformer_jax.transformer import stack_layers
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache
+from transformer_jax.models.stack import stack_layers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -55,13 +56,13 @@ class Scripted(Proposer):
     text: Any
     logits: Any = None
 
-    def propose(self, memory, turn):
+    def propose(self, proposer_state, turn):
         at = turn.history.new[:, None] + jnp.arange(turn.num_draft)[None]
         tokens = jnp.take_along_axis(self.text, at, axis=1, mode="fill", fill_value=-1)
         if self.logits is None:
-            return Proposal(tokens), memory
+            return Proposal(tokens), proposer_state
         logits = jnp.take_along_axis(self.logits, at[..., None], axis=1, mode="clip")
-        return Proposal(tokens, logits), memory
+        return Proposal(tokens, logits), proposer_state
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,7 @@ def model(request) -> Model:
     return MODELS[request.param]()
 
 
+@pytest.mark.slow_cases("ring")
 def test_greedy_tokens_are_those_of_generate_whatever_is_proposed(model):
     """One program; each row follows its own script; the state has read what `generate`'s has."""
     arguments = dict(num_tokens=NEW, lengths=model.lengths)
@@ -329,7 +331,7 @@ def test_a_draft_equal_to_the_model_is_always_right(drafted):
     assert got.proposed.tolist() == got.accepted.tolist() == [16, 16, 16]
     assert int(got.calls) == 6  # 22 tokens, four a round
     assert got.acceptance.tolist() == [1, 1, 1]
-    chex.assert_trees_all_close(got.memory, got.state, atol=1e-5)
+    chex.assert_trees_all_close(got.proposer_state, got.state, atol=1e-5)
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["other", "nan"])
@@ -342,13 +344,13 @@ def test_a_draft_of_other_parameters_changes_no_token(drafted, broken):
     assert len(step.calls) == before, "the draft's parameters are traced"
     assert_same_text(got, want)
     assert (got.proposed.sum() == 0) == broken
-    np.testing.assert_array_equal(got.memory.length, got.state.length)
+    np.testing.assert_array_equal(got.proposer_state.length, got.state.length)
 
 
 # Ends
 
 
-def test_rows_end_behind_stop_tokens_and_at_limits_as_in_generate():
+def test_rows_end_after_stop_tokens_and_at_limits_as_in_generate():
     """Also where a stop token stands in the middle of an accepted run; what follows it is lost."""
     params, prompt = chain(1, 17, 3.0), prompts(7) % 17
     arguments = dict(num_tokens=NEW, lengths=np.array([11, 3, 7, 1, 2, 5, 4]))
@@ -387,6 +389,7 @@ def test_what_just_fits_the_cache_is_served_and_no_more():
     assert step.calls == []  # 33 slots are served by the test of a draft equal to the model
 
 
+@pytest.mark.slow
 def test_a_text_goes_on_from_the_states_of_the_last():
     """The draft's and the model's, when they were behind by different amounts."""
     params, other, prompt = chain(2), chain(3), prompts(31) % 5
@@ -396,12 +399,12 @@ def test_a_text_goes_on_from_the_states_of_the_last():
     first = call(prompt, chain_state(31), num_tokens=12,
                  proposer=Draft(Chain(), other, chain_state(31)))  # fmt: skip
     np.testing.assert_array_equal(first.tokens, whole.tokens[:, :12])
-    np.testing.assert_array_equal(first.memory, first.tokens[:, -2])
+    np.testing.assert_array_equal(first.proposer_state, first.tokens[:, -2])
     np.testing.assert_array_equal(first.state, first.tokens[:, -2])
     then = call(first.tokens[:, -1:], first.state, num_tokens=12,
-                proposer=Draft(Chain(), other, first.memory))  # fmt: skip
+                proposer=Draft(Chain(), other, first.proposer_state))  # fmt: skip
     np.testing.assert_array_equal(then.tokens, whole.tokens[:, 12:])
-    np.testing.assert_array_equal(then.memory, whole.tokens[:, -2])
+    np.testing.assert_array_equal(then.proposer_state, whole.tokens[:, -2])
 
 
 def test_processors_see_the_proposals_before_them():
@@ -510,6 +513,7 @@ PROPOSERS = {
 }
 
 
+@pytest.mark.slow_cases("lookup")
 @pytest.mark.parametrize(
     "name", ["draft", "lookup", pytest.param("hot draft", marks=pytest.mark.slow), "equal draft"]
 )
@@ -531,7 +535,7 @@ def test_sampled_texts_have_the_distribution_of_plain_sampling(name):
         np.testing.assert_array_equal(got.state[0][:, 8:11], got.tokens[:, :3])
         assert not got.state[0][:, 11:].any()
     if name in ("draft", "equal draft"):
-        jax.tree.map(assert_same_bits, got.memory, got.state)
+        jax.tree.map(assert_same_bits, got.proposer_state, got.state)
 
 
 def log_probs(table: np.ndarray, tokens) -> np.ndarray:
@@ -569,7 +573,7 @@ def test_a_sampled_row_does_not_depend_on_the_others():
     together = draw(one, [11, 3, 7, 1, 2, 5, 4], keys)
     beside = draw(two, [2, 1, 5, 11, 2, 9, 3], others.at[4].set(keys[4]))
     again = draw(one, [11, 3, 7, 1, 2, 5, 4], others)
-    for name in ("tokens", "proposed", "accepted", "state", "memory"):
+    for name in ("tokens", "proposed", "accepted", "state", "proposer_state"):
         np.testing.assert_array_equal(getattr(beside, name)[4], getattr(together, name)[4])
     same = (together.tokens == beside.tokens).all(axis=1)
     assert same.tolist() == [False] * 4 + [True] + [False] * 2
@@ -593,8 +597,8 @@ def looked_up(said: list[int], ngram: int, count: int) -> list[int]:
 @pytest.mark.parametrize("ngram", [1, 2, 3])
 def test_prompt_lookup_copies_what_followed_the_last_time(rng, ngram):
     """Short texts of three letters, so that n-grams overlap themselves and often are not found."""
-    from transformer_jax.processors import History
-    from transformer_jax.speculative import Turn
+    from transformer_jax.decoding.logit_processors import History
+    from transformer_jax.decoding.speculative import Turn
 
     rows = 211
     lengths = rng.integers(1, 14, rows)
@@ -604,10 +608,10 @@ def test_prompt_lookup_copies_what_followed_the_last_time(rng, ngram):
     turn = Turn(
         history, some > -1, some + 4, jax.random.split(jax.random.key(0), rows), 4, Greedy()
     )
-    proposal, memory = PromptLookup(ngram).propose((), turn)
+    proposal, proposer_state = PromptLookup(ngram).propose((), turn)
     want = [looked_up(t[:n].tolist(), ngram, 4) for t, n in zip(tokens, lengths, strict=True)]
     np.testing.assert_array_equal(proposal.tokens, want)
-    assert proposal.logits is None and memory == ()
+    assert proposal.logits is None and proposer_state == ()
     found = np.array(want)[:, 0] >= 0
     assert 20 < found.sum() < rows - 20
 
@@ -620,6 +624,21 @@ def test_prompt_lookup_continues_a_loop_as_a_loop():
                     proposer=PromptLookup(2))  # fmt: skip
     assert_same_text(got, want)
     assert int(got.calls) < NEW and float(got.acceptance.min()) > 0.3
+
+
+def test_limits_below_num_tokens_cap_what_is_proposed():
+    """Every proposal is right, so only the limits end a row; no stop token helps them."""
+    prompt, limits = prompts(7) % 5, np.array([1, 2, 3, 5, 0, 9, NEW])
+    whole = generate(Chain(), chain(1), prompt, chain_state(7), num_tokens=NEW)
+    want = generate(Chain(), chain(1), prompt, chain_state(7), num_tokens=NEW, limits=limits)
+    got = speculate(Chain(), chain(1), prompt, chain_state(7), num_tokens=NEW, num_draft=7,
+                    proposer=Scripted(jnp.asarray(whole.tokens)), limits=limits)  # fmt: skip
+    assert got.lengths.tolist() == limits.tolist()
+    assert_same_text(got, want)
+    np.testing.assert_array_equal(got.state, want.state)
+    script = np.asarray(whole.tokens)
+    proposed = [0, 0, 1, 3, 0, 7, counted(script[-1:], script[-1:], [NEW], 7, NEW, 5)[0][0]]
+    assert got.proposed.tolist() == proposed and got.accepted.tolist() == proposed
 
 
 # Proposals that are wrong in themselves
@@ -704,8 +723,8 @@ def test_the_proposer_is_not_consumed_and_a_consumed_state_is_refused():
 
 @dataclass(frozen=True)
 class Unregistered(Proposer):
-    def propose(self, memory, turn):
-        return Proposal(jnp.zeros((3, turn.num_draft), jnp.int32)), memory
+    def propose(self, proposer_state, turn):
+        return Proposal(jnp.zeros((3, turn.num_draft), jnp.int32)), proposer_state
 
 
 def test_wrong_arguments_are_refused_before_compiling():
@@ -796,6 +815,7 @@ def test_a_cache_is_taken_back_to_each_rows_own_length():
             assert layer.positions[row].tolist() == [*range(length), *[-1] * (17 - length)]
 
 
+@pytest.mark.slow
 def test_sixty_four_bits_may_be_on():
     """Counts stay i32 in the loop."""
     import os

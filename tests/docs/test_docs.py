@@ -1,15 +1,21 @@
 """The documentation's code runs, and prints what the documentation says it prints."""
 
+import ast
 import contextlib
 import io
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.structure.imports import FLOORS
+
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -28,7 +34,16 @@ def words(text: str) -> list[str]:
     return re.findall(r"[A-Za-z]{2,}", text)
 
 
-OWN_STEP = [pytest.param(page, marks=pytest.mark.slow) for page in PAGES[1:]]  # of .ci/run
+CHANGES = [page for page in PAGES if "```diff" in page.read_text()]
+"""Pages that show a change of the library: their code runs in a copy that has it."""
+RUN = [page for page in PAGES if page not in CHANGES]
+OWN_STEP = [pytest.param(page, marks=pytest.mark.slow) for page in RUN[1:]]  # of .ci/run
+
+
+def check_output(code: str, printed: str, expected: str) -> None:
+    if expected:
+        assert numbers(printed) == pytest.approx(numbers(expected), abs=2e-4), code
+        assert words(printed) == words(expected), code
 
 
 @pytest.mark.parametrize("page", [README, *OWN_STEP], ids=lambda p: p.stem)
@@ -40,15 +55,131 @@ def test_code_prints_what_the_page_says(page):
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             exec(code, names)
-        if expected:
-            assert numbers(out.getvalue()) == pytest.approx(numbers(expected), abs=2e-4), code
-            assert words(out.getvalue()) == words(expected), code
+        check_output(code, out.getvalue(), expected)
 
 
-def test_the_readme_lists_every_page():
-    text = README.read_text()
-    assert [page for page in PAGES[1:] if f"](docs/{page.name})" not in text] == []
-    assert len(PAGES) > 4
+def copy_with_changes(text: str, folder: Path) -> None:
+    """Copy the package into a folder, and apply there each change that a page shows.
+
+    A change is a fence of `diff`: after `@@ FILE`, lines to find, which stand there once, and
+    what they become.
+    """
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "transformer_jax", folder / "transformer_jax", ignore=skip)
+    shutil.copytree(ROOT / "kernels", folder / "transformer_jax" / "kernels", ignore=skip)
+    changes = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    assert changes
+    for change in "".join(changes).split("@@ ")[1:]:
+        name, *lines = change.splitlines()
+        old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
+        new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
+        before = (folder / name).read_text()
+        assert before.count(old) == 1, f"{name} has {before.count(old)} times:\n{old}"
+        (folder / name).write_text(before.replace(old, new))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", CHANGES, ids=lambda p: p.stem)
+def test_code_after_a_change_prints_what_the_page_says(page, tmp_path):
+    text = page.read_text()
+    copy_with_changes(text, tmp_path)
+    pairs = blocks(text)
+    assert sum(bool(expected) for _, expected in pairs) >= 2
+    script = tmp_path / "page.py"
+    script.write_text("\nprint(chr(30))\n".join(code for code, _ in pairs))
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=250
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for (code, expected), printed in zip(pairs, done.stdout.split("\x1e\n"), strict=True):
+        check_output(code, printed, expected)
+
+
+def test_the_navigation_lists_every_page():
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"[\w/]+\.md$", text[text.index("\nnav:") :], re.M)
+    there = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert len(there) > 20
+    assert sorted(listed) == sorted(there)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_to_files(name):
+    links = re.findall(r"""(?:\]\(|href="|src=")([^)"#]+)""", (ROOT / name).read_text())
+    local = [link for link in links if not link.startswith("https://")]
+    assert local
+    assert [link for link in local if not (ROOT / link).exists()] == []
+
+
+TEXTS = [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *PAGES]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_files_and_commands_that_a_page_names_are_there(page):
+    text = page.read_text()
+    folders = "transformer_jax|kernels|tests|benchmarks|reproduce|docs"
+    paths = {path for path in re.findall(rf"\b(?:{folders})/[\w/.*]+\w", text)}
+    assert [path for path in sorted(paths) if "NAME" not in path and not any(ROOT.glob(path))] == []
+    modules = set(
+        re.findall(r"python -m ((?:transformer_jax|tests|benchmarks|reproduce)[\w.]*)", text)
+    )
+    files = [ROOT / name.replace(".", "/") for name in sorted(modules)]
+    there = [f.with_suffix(".py").exists() or (f / "__main__.py").exists() for f in files]
+    assert all(there), files
+
+
+def test_the_reference_has_a_page_for_every_folder():
+    package = ROOT / "transformer_jax"
+    folders = {path.parent.name for path in package.glob("*/__init__.py")} | {"kernels"}
+    reference = ROOT / "docs" / "reference"
+    for folder in folders:
+        path = folder if folder == "kernels" else f"transformer_jax/{folder}"
+        assert f"<!-- modules of {path} -->" in (reference / f"{folder}.md").read_text()
+    small = (reference / "small_modules.md").read_text()
+    modules = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
+    assert modules == set(re.findall(r"^::: transformer_jax\.(\w+)$", small, re.M))
+
+
+def test_the_architecture_page_has_the_floors():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d) \| ([^|]*) \|", text, re.M)
+    listed = [(int(floor), name) for floor, names in rows for name in re.findall(r"`(\w+)`", names)]
+    doors = len(FLOORS) - 1
+    assert sorted(listed) == sorted(
+        (i, name) for i, names in enumerate(FLOORS[:doors]) for name in names
+    )
+
+
+def test_functions_that_the_architecture_page_names_are_where_it_says():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`\)", text)
+    assert len(named) > 30
+    missing = []
+    for name, path in named:
+        folder = ROOT if path.startswith(("kernels/", "train.py")) else ROOT / "transformer_jax"
+        tree = (
+            ast.parse((folder / path).read_text())
+            if (folder / path).exists()
+            else ast.Module([], [])
+        )
+        if not set(name.split(".")) <= defined(tree):
+            missing.append(f"{name} in {path}")
+    assert missing == []
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """Return the names that a file defines: functions, methods, classes, assigned names."""
+    names = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    targets = [
+        node.targets if isinstance(node, ast.Assign) else [node.target]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+    ]
+    return names | {x.id for xs in targets for x in xs if isinstance(x, ast.Name)}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +189,9 @@ def test_the_readme_lists_every_page():
         ("attention", 9),
         ("cache", 5),
         ("decoding", 7),
+        ("howto_family", 2),
+        ("howto_implementation", 2),
+        ("howto_mask", 2),
         ("kernels", 3),
         ("lora", 5),
         ("pretrained", 7),

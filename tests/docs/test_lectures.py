@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 
 from transformer_jax import cache
-from transformer_jax.attention import (
-    additive_attention,
-    dot_product_attention,
-    dot_product_attention_weights,
-    state_attention,
-)
-from transformer_jax.config import RopeConfig, preset
-from transformer_jax.masks import Causal, Window
-from transformer_jax.positions import apply_rope, sinusoidal
+from transformer_jax.attention.additive import additive_attention, state_attention
+from transformer_jax.attention.api import dot_product_attention, dot_product_attention_weights
+from transformer_jax.attention.masks import Causal, Window
+from transformer_jax.config import Rope, preset
+from transformer_jax.models.positions import apply_rope, sinusoidal
 
 SINUSOIDS = [
     [0.0, 1.0, 0.0, 1.0],
@@ -196,7 +192,7 @@ def test_permuting_the_tokens_permutes_the_output(implementation, rng):
 
 def test_rope_scores_depend_only_on_the_distance(implementation, rng):
     query, key = (jnp.asarray(rng.normal(size=(1, 1, 1, 6)), jnp.float32) for _ in range(2))
-    rope = RopeConfig(pairing="interleaved")
+    rope = Rope(pairing="interleaved")
 
     def score(i: int, j: int) -> float:
         turned = (apply_rope(a, jnp.array([p]), rope) for a, p in ((query, i), (key, j)))
@@ -212,9 +208,7 @@ def test_rope_scores_depend_only_on_the_distance(implementation, rng):
 
 def test_rope_turns_the_pairs_by_the_angle_of_the_lecture(rng):
     x = rng.normal(size=(1, 1, 1, 6))
-    turned = apply_rope(
-        jnp.asarray(x, jnp.float32), jnp.array([5]), RopeConfig(pairing="interleaved")
-    )
+    turned = apply_rope(jnp.asarray(x, jnp.float32), jnp.array([5]), Rope(pairing="interleaved"))
     for k in range(3):
         angle = 5 * 10000 ** (-2 * k / 6)
         rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])

@@ -1,6 +1,6 @@
-"""Small random models of `transformers` and what they say, for the tests that run without it.
+"""Write small random models of `transformers` and their logits, for tests that run without it.
 
-    PYTHONPATH=.:tests python tests/golden/write.py [NAME ...]
+    PYTHONPATH=. python tests/golden/write.py [NAME ...]
 
 writes NAME/config.json, NAME/model.safetensors and NAME/golden.npz of every recipe, or of those
 that are named: the inputs, the logits at some positions and the likeliest token at every one.
@@ -17,22 +17,23 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from published import LOGITS, randomised
+
+from tests.support.published import LOGITS, randomised
 
 HERE = Path(__file__).parent
 LIMIT = 60_000
-"""Bytes of any file."""
+"""Largest file, in bytes."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, and the arrays that test_pretrained.run hands to ours: `tokens`, and where there are
-    any `valid` (False is padding), `source`, `source_valid`, `types`."""
+    """Describe a model and its inputs: `tokens`, and if it needs them `valid` (False is padding),
+    `source`, `source_valid` and `types`."""
 
     model: Callable[[], Any]
     arrays: Callable[[np.random.Generator], dict[str, np.ndarray]]
     dtype: torch.dtype = torch.float32
-    """Of the file; the logits are of these numbers in f32."""
+    """Dtype of the file; the logits are computed from its numbers in f32."""
 
 
 def _ids(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -40,7 +41,7 @@ def _ids(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def _padded(rng: np.random.Generator, length: int, starts: list[int]) -> dict[str, np.ndarray]:
-    """Rows padded on the left."""
+    """Draw rows that are padded on the left."""
     tokens = _ids(rng, len(starts), length)
     return dict(tokens=tokens, valid=np.arange(length) >= np.array(starts)[:, None])
 
@@ -84,7 +85,7 @@ RECIPES = {
 
 
 def _arguments(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """The arrays as `transformers` names them."""
+    """Name the arrays as `transformers` does."""
     names = dict(tokens="input_ids", valid="attention_mask", types="token_type_ids")
     if "source" in arrays:
         names = dict(tokens="decoder_input_ids", valid="decoder_attention_mask")

@@ -1,4 +1,4 @@
-"""Writes the golden encoders beside this file: `python tests/golden/write_encoders.py [NAME ...]`.
+"""Write the golden encoders next to this file: `python tests/golden/write_encoders.py [NAME ...]`.
 
 Each is a folder as `transformers` saves it and, in golden.npz, what it then computes: tokens,
 positions, types where there are any, and logits or classes. Needs torch and transformers.
@@ -17,13 +17,13 @@ import transformers
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from published import positions, randomised, reopened, saved, tokens  # noqa: E402
+from tests.support.published import positions, randomised, reopened, saved, tokens  # noqa: E402
 
 V, T = 53, 13
 
 
 def bert_masked_lm():
-    """Two layers, two types of tokens; a row is padded behind, another in front."""
+    """Make two layers and two types of tokens; one row is padded right, another left."""
     auto = transformers.BertForMaskedLM
     config = transformers.BertConfig(
         vocab_size=V, hidden_size=12, num_attention_heads=3, num_hidden_layers=2,
@@ -33,7 +33,7 @@ def bert_masked_lm():
 
 
 def distilbert_classes():
-    """One layer, three classes; the row that is padded in front is classified without padding."""
+    """Make one layer and three classes; a row padded left is classified without its padding."""
     auto = transformers.DistilBertForSequenceClassification
     config = transformers.DistilBertConfig(
         vocab_size=V, dim=12, n_heads=3, n_layers=1, hidden_dim=19, max_position_embeddings=17,

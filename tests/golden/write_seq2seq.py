@@ -1,4 +1,4 @@
-"""Write the goldens of encoder-decoders: a small random T5 and Marian, and what torch says.
+"""Write the goldens of encoder-decoders: a small random T5 and Marian, and torch's results.
 
     python -m tests.golden.write_seq2seq
 
@@ -46,7 +46,7 @@ def marian() -> Any:
 
 
 def random(kind: Any, config: Any, seed: int) -> Any:
-    """Parameters far from their initial values, so that each of them matters."""
+    """Move all parameters far from their initial values, so that each of them matters."""
     torch.manual_seed(seed)
     model = kind(config).eval()
     with torch.no_grad():
@@ -93,7 +93,7 @@ def write(name: str, model: Any) -> None:
 
 
 def texts(rows: Any, end: int) -> np.ndarray:  # i32[B, NEW]
-    """Without the start token, and -1 behind the end."""
+    """Drop the start token, and write -1 after the end."""
     found = np.full((len(rows), NEW), -1, np.int32)
     for i, row in enumerate(rows.numpy()[:, 1:]):
         length = list(row).index(end) + 1 if end in row else len(row)

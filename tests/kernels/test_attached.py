@@ -14,15 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.register_assert_rewrite("attention_suite", "tolerances")
-
-from attention_suite import Bfloat16Suite, draw, reference  # noqa: E402
-from tolerances import FORWARD_BF16, GRADIENT_BF16, assert_near, assert_same_bits  # noqa: E402
-
-from benchmarks import contenders, specs  # noqa: E402
-from transformer_jax.attention import dot_product_attention, explain_attention  # noqa: E402
-from transformer_jax.kernels import Target, target, using  # noqa: E402
-from transformer_jax.masks import Causal, Mask, Segments, Window  # noqa: E402
+from benchmarks import contenders, specs
+from tests.support.attention_suite import Bfloat16Suite, draw, reference
+from tests.support.tolerances import FORWARD_BF16, GRADIENT_BF16, assert_near, assert_same_bits
+from transformer_jax.attention.api import dot_product_attention, explain_attention
+from transformer_jax.attention.masks import Causal, Mask, Segments, Window
+from transformer_jax.kernels import Target, target, using
 
 WHERE = target()
 pytestmark = pytest.mark.skipif(isinstance(WHERE, str), reason=f"the kernels: {WHERE}")
@@ -33,7 +30,7 @@ class TestAttached(Bfloat16Suite):
     implementation = "pallas"
 
 
-class TestAttachedUnordered(TestAttached):
+class TestAttachedSinglePass(TestAttached):
     """Two tiles of keys: a sum of two has the same bits in either order, as the suite wants."""
 
     implementation = "pallas_unordered"
@@ -87,12 +84,12 @@ def test_250_runs_give_the_same_bits(name, masked):
         assert_same_bits(x, x)  # and none is NaN
 
 
-def test_unordered_runs_differ_in_nothing_but_the_last_bits_of_dq():
+def test_single_pass_runs_differ_in_nothing_but_the_last_bits_of_dq():
     arrays = draw(1, dtype="bfloat16", **SHAPES["groups"])
-    unordered = program(arrays, Causal(), "pallas_unordered")
-    first = unordered()
+    single_pass = program(arrays, Causal(), "pallas_unordered")
+    first = single_pass()
     for _ in range(REPEATS // 5):
-        out, lse, dq, dk, dv = unordered()
+        out, lse, dq, dk, dv = single_pass()
         for x, y in zip((out, lse, dk, dv), (*first[:2], *first[3:]), strict=True):
             assert_same_bits(x, y)
         assert_near(dq, np.asarray(first[2].astype(jnp.float32)), GRADIENT_BF16)

@@ -1,7 +1,7 @@
 """The backward pass on Hopper as one kernel, in the interpreter, against NumPy in float64.
 
 The instruction that adds to device memory is not interpreted: a read, a sum and a write stand for
-it, in one program. tests/test_kernels_attached.py runs the instruction itself.
+it, in one program. tests/kernels/test_attached.py runs the instruction itself.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.register_assert_rewrite("attention_suite", "tolerances")
-
-from attention_suite import draw as draw_arrays  # noqa: E402
-from plain_kernels import Plain  # noqa: E402
-from test_kernels_hopper import (  # noqa: E402
+from tests.support.attention_suite import draw as draw_arrays
+from tests.support.hopper_kernels import (
     EXACT,
     NEAR,
     Case,
@@ -32,17 +29,16 @@ from test_kernels_hopper import (  # noqa: E402
     seen_by,
     window_in_document,
 )
-from tolerances import GRADIENT_F32  # noqa: E402
+from tests.support.plain_kernels import Plain
+from tests.support.tolerances import GRADIENT_F32
+from transformer_jax.attention import api as attention
+from transformer_jax.attention.api import dot_product_attention, explain_attention
+from transformer_jax.attention.biases import ALiBi
+from transformer_jax.attention.masks import Causal
+from transformer_jax.kernels import Target, hopper, using
+from transformer_jax.kernels.contract import Blocks
+from transformer_jax.kernels.hopper.backward_single_pass import dq_shares, swizzle
 
-from transformer_jax import attention  # noqa: E402
-from transformer_jax.attention import dot_product_attention, explain_attention  # noqa: E402
-from transformer_jax.kernels import Target, hopper, using  # noqa: E402
-from transformer_jax.kernels.contract import Blocks  # noqa: E402
-from transformer_jax.masks import Causal  # noqa: E402
-from transformer_jax.positions import ALiBi  # noqa: E402
-
-if hopper.HAS_JAX_11:
-    from transformer_jax.kernels import hopper_fused
 needs_jax_11 = pytest.mark.skipif(not hopper.HAS_JAX_11, reason="jax 0.11")
 
 
@@ -50,9 +46,9 @@ def run(case, blocks=None):
     """(results, what they should be): dq, dk, dv, and the slopes' gradient by key."""
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
-    blocks = blocks or hopper.blocks("unordered", case.H, case.Hv)
+    blocks = blocks or hopper.blocks("single_pass", case.H, case.Hv)
     lists = lists_of(seen_by(case, operands).swapaxes(2, 3), blocks.k, blocks.q)
-    kernel = jax.jit(functools.partial(hopper.gradient_unordered, case.problem, blocks=blocks))
+    kernel = jax.jit(functools.partial(hopper.backward_single_pass, case.problem, blocks=blocks))
     dq, dk, dv, *slopes = kernel(operands, lists, saved=saved._replace(do=do))
     results = dict(dq=dq, dk=dk, dv=dv) | dict(zip(["slopes"], slopes, strict=False))
     positions = np.asarray(operands.q_vectors[0]), np.asarray(operands.k_vectors[0])
@@ -79,6 +75,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("causal, grouped", "prefix", "slopes behind", "window")
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_match_the_dense_oracle(case):
@@ -89,6 +86,7 @@ def test_gradients_match_the_dense_oracle(case):
     assert {results[name].dtype for name in ("dq", "dk", "dv")} == {jnp.dtype(case.dtype)}
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("blocks", [Blocks(128, 128, 2), Blocks(64, 128, 3)], ids=str)
 def test_tiles_of_other_sizes_give_the_same(blocks):
@@ -102,8 +100,8 @@ def test_tiles_of_other_sizes_give_the_same(blocks):
 @pytest.mark.parametrize("H", hopper.HEAD_DIMS)
 def test_two_warpgroups_sum_every_number_of_a_tile_once(H, q):
     blocks, times = Blocks(q, 128), np.zeros((q, H), int)
-    side = hopper_fused.swizzle(blocks, H) // 2
-    for share in hopper_fused.shares(blocks, H):
+    side = swizzle(blocks, H) // 2
+    for share in dq_shares(blocks, H):
         assert share.column % side == 0 == share.columns % side and share.columns > 0
         columns = slice(share.column, share.column + share.columns)
         times[share.row : share.row + share.rows, columns] += 1
@@ -124,7 +122,7 @@ def test_heads_that_are_too_wide_together_are_refused_by_name():
         said = explain_attention(*structs(192, 128))
         assert said["pallas"] is None
         assert said["pallas_unordered"] == (
-            "hopper: unordered with H + Hv 192 + 128: must be at most 256"
+            "hopper: the single-pass backward with H + Hv 192 + 128: must be at most 256"
         )
         inputs = [jnp.zeros(x.shape, x.dtype) for x in structs(192, 128)]
         with pytest.raises(NotImplementedError, match=r"pallas_unordered: hopper: .* 192 \+ 128"):
@@ -154,6 +152,7 @@ def test_nothing_chooses_it_but_its_name(monkeypatch):
 # Around the kernel
 
 
+@pytest.mark.slow_cases("]")
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "vmap"])
 def test_a_backend_without_tiles_gives_the_gradients_of_pallas(mapped):
     """Of slopes too, which come by key and not by query."""
@@ -181,6 +180,7 @@ def test_a_backend_without_tiles_gives_the_gradients_of_pallas(mapped):
         assert_near(x, np.asarray(y), GRADIENT_F32, name)
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on NaN
 def test_a_poisoned_key_changes_no_gradient_of_queries_that_do_not_see_it():
@@ -199,7 +199,7 @@ def test_a_poisoned_key_changes_no_gradient_of_queries_that_do_not_see_it():
         return jax.vjp(attend, query, key, value)[1](do)
 
     inputs = [arrays[name] for name in ("query", "key", "value")]
-    with using(TestUnordered.target):
+    with using(TestSinglePass.target):
         clean = gradients(*inputs)
         poisoned = gradients(inputs[0], inputs[1].at[0, 90, 0, 3].set(jnp.nan), inputs[2])
     for name, x, y in zip(("query", "key", "value"), poisoned, clean, strict=True):
@@ -207,6 +207,6 @@ def test_a_poisoned_key_changes_no_gradient_of_queries_that_do_not_see_it():
         np.testing.assert_array_equal(*(np.asarray(z, np.float32) for z in (x, y)), name)
 
 
-class TestUnordered(InInterpreter):
+class TestSinglePass(InInterpreter):
     implementation = "pallas_unordered"
     every_time: frozenset[str] = frozenset()

@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 
-from tests import model_oracle as oracle
-from tests.tolerances import FORWARD_F32, assert_near, assert_same_bits
+from tests.support import model_oracle as oracle
+from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
 from transformer_jax.config import ModelConfig
-from transformer_jax.layers import (
-    Attention,
-    Block,
-    Embed,
-    FeedForward,
+from transformer_jax.models.factory import build, init_params
+from transformer_jax.models.functional import (
     activate,
     dropout,
     layer_norm,
@@ -25,8 +22,8 @@ from transformer_jax.layers import (
     rms_norm,
     split_key,
 )
-from transformer_jax.models import build, init_params
-from transformer_jax.transformer import check_tokens
+from transformer_jax.models.layers import Attention, Block, Embed, FeedForward
+from transformer_jax.models.transformer import check_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -208,6 +205,7 @@ def test_a_number_is_no_key():
         build(SMALL).apply({"params": {}}, jnp.zeros((1, 2), jnp.int32), key=0)
 
 
+@pytest.mark.slow_cases("shaw")
 @pytest.mark.parametrize("positions", ["learned", "shaw"])
 def test_a_traced_token_outside_the_vocabulary_poisons_its_row_alone(key, positions):
     """From its place on; what stands before it, and the other rows, are untouched bit for bit."""
@@ -292,11 +290,8 @@ def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):
     params = block.init(key, x, token_positions=jnp.arange(31))["params"]
 
     def added(key):
-        def ones(y):
-            return jnp.ones_like(y), None
-
-        branch = ("feed_forward", jnp.zeros_like(x), key, ones)
-        return np.asarray(block.apply({"params": params}, *branch, method="_branch")[0])
+        branch = ("feed_forward", jnp.zeros_like(x), jnp.ones_like(x), key)
+        return np.asarray(block.apply({"params": params}, *branch, method="_join"))
 
     assert (added(None) == 1).all()
     drawn = added(jax.random.key(3))
@@ -335,16 +330,16 @@ def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
     norms = {f"norm_{name}" for name in names}
     norms |= {f"out_norm_{name}" for name in names} if order == "sandwich" else set()
     assert set(params) == {*names, *norms}
-    got, cache = block.apply({"params": params}, x, **arguments)
-    assert cache is None
+    got, cache, record = block.apply({"params": params}, x, **arguments)
+    assert cache is None and record is None
 
-    context = block.apply({"params": params}, memory, places, method="context_cache")
+    cross_cache = block.apply({"params": params}, memory, places, method="init_cross_cache")
     functions = {
         "attention": lambda y: Attention(config).apply(
             {"params": params["attention"]}, y, token_positions=jnp.arange(5)
         )[0],
         "cross_attention": lambda y: Attention(config, cross=True).apply(
-            {"params": params["cross_attention"]}, y, context=context
+            {"params": params["cross_attention"]}, y, cross_cache=cross_cache
         )[0],
         "feed_forward": lambda y: FeedForward(config).apply({"params": params["feed_forward"]}, y),
     }
@@ -362,6 +357,29 @@ def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
         else:
             want = want + norm(f"out_norm_{name}", f(norm(f"norm_{name}", want)))
     assert_near(got, want, FORWARD_F32)
+
+
+@pytest.mark.parametrize("offset", [False, True])
+def test_queries_and_keys_are_normalised_with_the_configs_eps(rng, key, offset):
+    """By formula, at an eps as large as the squares: of queries, of keys, and of cached keys."""
+    config = dataclasses.replace(
+        SMALL, qk_norm=True, norm_eps=0.3, positions="none", norm_unit_offset=offset
+    )
+    layer = Attention(config)
+    x = rng.standard_normal((2, 3, 14)).astype(np.float32)
+    params = oracle.randomised(layer.init(key, x)["params"], rng)
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+    def projected(name):
+        y = np.einsum("btd,dnh->btnh", x.astype(np.float64), p[name]["kernel"]) + p[name]["bias"]
+        return y * (offset + p[f"{name}_scale"]) / np.sqrt((y * y).mean(-1, keepdims=True) + 0.3)
+
+    q, k = projected("query"), projected("key")
+    got, _ = layer.apply({"params": params}, x, None, method="keys_values")
+    assert_near(got, k, FORWARD_F32)
+    scores = np.exp(np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(5))
+    out = layer.apply({"params": params}, x, record=True)
+    assert_near(out.attended.weights, scores / scores.sum(-1, keepdims=True), FORWARD_F32)
 
 
 def test_parameters_are_held_to_their_shape_and_their_initialisers_left_alone(monkeypatch):

@@ -1,6 +1,6 @@
 """LoRA: the formula against NumPy, what training moves and what it does not, PEFT's files.
 
-That PEFT itself computes the same and reads the files is tests/test_lora_peft.py.
+That PEFT itself computes the same and reads the files is tests/pretrained/test_peft.py.
 """
 
 import dataclasses
@@ -12,19 +12,21 @@ import numpy as np
 import optax
 import pytest
 
-from tests.tolerances import assert_near, assert_same_bits
-from transformer_jax.checkpoint import CheckpointError
+from tests.support.tolerances import assert_near, assert_same_bits
+from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import ConfigError, LoraConfig, ModelConfig
-from transformer_jax.lora import apply_lora, flatten, init_lora, lora_loss, matrices, merge_lora
-from transformer_jax.lora_files import load_lora, save_lora
-from transformer_jax.models import build, init_params
-from transformer_jax.training_state import (
-    Batch,
-    language_model_loss,
-    make_train_step,
-    start_state,
+from transformer_jax.models.factory import build, init_params
+from transformer_jax.models.lora import (
+    apply_lora,
+    flatten,
+    init_lora,
+    lora_loss,
+    matrices,
+    merge_lora,
 )
-from transformer_jax.transformer import stack_layers
+from transformer_jax.models.stack import stack_layers
+from transformer_jax.pretrained.peft import load_lora, save_lora
+from transformer_jax.training.step import Batch, language_model_loss, make_train_step, start_state
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
@@ -128,6 +130,7 @@ def test_a_kernel_is_w_plus_scale_a_b(params, rslora):
     assert untouched is params["decoder"]["block_0"]["attention"]["query"]["bias"]
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_chain_rules(params):
     """With G the gradient of the adapted kernel: dA = s G B^T, dB = s A^T G."""
     decoder = {name: params["decoder"][name] for name in ("block_0", "norm")}
@@ -373,6 +376,23 @@ def test_what_cannot_be_saved_is_refused(params, tmp_path):
     with pytest.raises(ValueError, match="names has decoder/block_7/x/kernel: the parameters"):
         save_lora(tmp_path, params, adapters, ALL, {"x.weight": ("decoder/block_7/x/kernel",)})
     assert not list(tmp_path.iterdir())
+
+
+def test_an_adapter_that_is_there_is_replaced_only_when_asked(params, tmp_path):
+    config = LoraConfig(rank=2, targets=("query",))
+    first, second = trained(params, config), trained(params, dataclasses.replace(config, rank=3))
+    (tmp_path / "README.md").write_text("mine")
+    save_lora(tmp_path, params, first, config, NAMES)
+    again = dataclasses.replace(config, rank=3)
+    with pytest.raises(CheckpointError, match=r"has adapter_config\.json, which would be lost"):
+        save_lora(tmp_path, params, second, again, NAMES)
+    assert load_lora(tmp_path, params, NAMES)[0] == config
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has adapter_model\.safetensors, which would"):
+        save_lora(tmp_path, params, second, again, NAMES)
+    save_lora(tmp_path, params, second, again, NAMES, overwrite=True)
+    assert load_lora(tmp_path, params, NAMES)[0] == again
+    assert (tmp_path / "README.md").read_text() == "mine"
 
 
 @pytest.fixture

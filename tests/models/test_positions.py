@@ -8,29 +8,36 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits, largest_error
 
-from transformer_jax import positions as pos
-from transformer_jax.config import RopeConfig
+from tests.support import oracle
+from tests.support.tolerances import (
+    FORWARD_F32,
+    GRADIENT_F32,
+    assert_near,
+    assert_same_bits,
+    largest_error,
+)
+from transformer_jax.attention import biases
+from transformer_jax.config import Rope
+from transformer_jax.models import positions as pos
 
 FAR = np.array([0, 1, 257, 4095, 131_071, 10**6, 10**7, 10**8 + 1, 2**31 - 1, -(10**7)], np.int32)
 B, T, S, N, H = 2, 5, 7, 3, 10
 LONG = dict(factor=8.0, original_len=4096)
 ROTATIONS = {
-    "plain": RopeConfig(),
-    "interleaved": RopeConfig(pairing="interleaved"),
-    "linear": RopeConfig(scaling="linear", factor=4.0),
-    "ntk": RopeConfig(scaling="ntk", factor=4.0),
-    "dynamic": RopeConfig(scaling="dynamic", length=9001, **LONG),
-    "llama3": RopeConfig(scaling="llama3", base=500_000.0, factor=8.0, original_len=8192),
-    "yarn": RopeConfig(scaling="yarn", **LONG),
-    "yarn-unrounded": RopeConfig(scaling="yarn", truncate=False, **LONG),
+    "plain": Rope(),
+    "interleaved": Rope(pairing="interleaved"),
+    "linear": Rope(scaling="linear", factor=4.0),
+    "ntk": Rope(scaling="ntk", factor=4.0),
+    "dynamic": Rope(scaling="dynamic", length=9001, **LONG),
+    "llama3": Rope(scaling="llama3", base=500_000.0, factor=8.0, original_len=8192),
+    "yarn": Rope(scaling="yarn", **LONG),
+    "yarn-unrounded": Rope(scaling="yarn", truncate=False, **LONG),
 }
 
 
-def frequency(config: RopeConfig, k: int, dims: int) -> float:
+def frequency(config: Rope, k: int, dims: int) -> float:
     """Radians per position of pair k, from each paper's own formula, one pair at a time."""
     base, s, length = config.base, config.factor, config.original_len
     if config.scaling == "ntk":
@@ -67,7 +74,7 @@ def frequency(config: RopeConfig, k: int, dims: int) -> float:
     return w
 
 
-def magnitude(config: RopeConfig) -> float:
+def magnitude(config: Rope) -> float:
     if config.attention_factor is not None:
         return config.attention_factor
     if config.scaling == "longrope":
@@ -75,7 +82,7 @@ def magnitude(config: RopeConfig) -> float:
     return 0.1 * math.log(config.factor) + 1 if config.scaling == "yarn" else 1.0
 
 
-def rotated(x: np.ndarray, positions: np.ndarray, config: RopeConfig) -> np.ndarray:
+def rotated(x: np.ndarray, positions: np.ndarray, config: Rope) -> np.ndarray:
     """Each pair is a complex number times e^{i p w}; x is [B, T, N, H], positions [B, T]."""
     x = oracle.double(x)
     out, dims = x.copy(), config.dims or x.shape[-1]
@@ -94,7 +101,7 @@ def inside_unit_circles(rng, *shape: int) -> np.ndarray:
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rotation_is_exact_at_every_position(rng, pairing, dtype):
-    config = RopeConfig(pairing=pairing)
+    config = Rope(pairing=pairing)
     x = jnp.asarray(inside_unit_circles(rng, 1, len(FAR), N, 64)).astype(dtype)
     actual = pos.apply_rope(x, jnp.asarray(FAR), config)
     assert actual.dtype == x.dtype
@@ -112,12 +119,12 @@ def test_scores_depend_only_on_the_distance(rng, shift):
 
     def scores(start: int) -> np.ndarray:
         positions = start + jnp.arange(11)
-        rotate = [pos.apply_rope(jnp.asarray(x), positions, RopeConfig())[0, :, 0] for x in (q, k)]
+        rotate = [pos.apply_rope(jnp.asarray(x), positions, Rope())[0, :, 0] for x in (q, k)]
         return np.asarray(rotate[0] @ rotate[1].T)
 
     assert largest_error(scores(shift), scores(0)) <= 1e-6
-    moved = pos.apply_rope(jnp.asarray(q), jnp.arange(3, 14), RopeConfig())
-    assert largest_error(moved, pos.apply_rope(jnp.asarray(q), jnp.arange(11), RopeConfig())) > 0.1
+    moved = pos.apply_rope(jnp.asarray(q), jnp.arange(3, 14), Rope())
+    assert largest_error(moved, pos.apply_rope(jnp.asarray(q), jnp.arange(11), Rope())) > 0.1
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
@@ -147,7 +154,7 @@ def test_frequencies_match_their_paper(name, dims):
 
 def test_published_numbers_of_the_scalings():
     def w(**settings):
-        return pos.rope_frequencies(RopeConfig(**settings), 128)
+        return pos.rope_frequencies(Rope(**settings), 128)
 
     plain, _ = w()
     np.testing.assert_allclose(plain[[0, 1, 32, 63]], [1, 0.8659643, 0.01, 1.1547820e-4], rtol=1e-6)
@@ -183,7 +190,7 @@ def test_published_numbers_of_the_scalings():
 def test_longrope_divides_each_pair_by_a_factor_of_its_own(rng, length, given):
     """The long factors from the first length beyond the trained one on."""
     short, long = (tuple(rng.uniform(1, top, 3).tolist()) for top in (2.0, 40.0))
-    config = RopeConfig(
+    config = Rope(
         scaling="longrope", dims=6, original_len=97, factor=5.0, length=length,
         short_factors=short, long_factors=long, attention_factor=given,
     )  # fmt: skip
@@ -202,7 +209,7 @@ def test_longrope_divides_each_pair_by_a_factor_of_its_own(rng, length, given):
 def test_longrope_counts_its_factors(length, count):
     """One alone would divide every pair."""
     factors = (2.0,) * count
-    config = RopeConfig(
+    config = Rope(
         scaling="longrope", original_len=97, length=length, short_factors=factors,
         long_factors=factors,
     )  # fmt: skip
@@ -210,7 +217,7 @@ def test_longrope_counts_its_factors(length, count):
         pos.rope_frequencies(config, H)
 
 
-# Settings of released checkpoints: head width, and RopeConfig's fields.
+# Settings of released checkpoints: head width, and Rope's fields.
 RELEASED: dict[str, tuple[int, dict]] = {
     "Llama 3.1 8B": (128, dict(base=5e5, scaling="llama3", factor=8.0, original_len=8192)),
     "Llama 3.2 1B": (64, dict(base=5e5, scaling="llama3", factor=32.0, original_len=8192)),
@@ -242,7 +249,7 @@ RELEASED: dict[str, tuple[int, dict]] = {
 }  # fmt: skip
 
 
-def released_frequencies(width: int, config: RopeConfig) -> tuple[np.ndarray, float]:
+def released_frequencies(width: int, config: Rope) -> tuple[np.ndarray, float]:
     """float64, in the form of `transformers`' documented rope utilities: whole arrays, selected."""
     plain = 1.0 / config.base ** (np.arange(0, width, 2, dtype=np.float64) / width)
     stretched = plain / config.factor
@@ -287,7 +294,7 @@ def released_frequencies(width: int, config: RopeConfig) -> tuple[np.ndarray, fl
 @pytest.mark.parametrize("name", RELEASED)
 def test_frequencies_of_released_checkpoints(name):
     width, settings = RELEASED[name]
-    config = RopeConfig(**settings)
+    config = Rope(**settings)
     w, factor = pos.rope_frequencies(config, width)
     expected, magnitude = released_frequencies(width, config)
     assert w.shape == expected.shape
@@ -299,10 +306,8 @@ def test_pairings_are_permutations_of_each_other(rng):
     x = inside_unit_circles(rng, B, T, N, H)
     order = np.arange(H).reshape(2, H // 2).T.ravel()  # half 0, H/2, 1, ... in interleaved places
     positions = jnp.arange(3, 3 + T)
-    half = pos.apply_rope(jnp.asarray(x), positions, RopeConfig())
-    paired = pos.apply_rope(
-        jnp.asarray(x[..., order]), positions, RopeConfig(pairing="interleaved")
-    )
+    half = pos.apply_rope(jnp.asarray(x), positions, Rope())
+    paired = pos.apply_rope(jnp.asarray(x[..., order]), positions, Rope(pairing="interleaved"))
     assert_near(paired, half[..., order], FORWARD_F32)
 
 
@@ -318,17 +323,17 @@ def test_rotating_a_slice_equals_the_slice_of_the_rotated(rng, name):
 def test_negative_positions_turn_backwards(rng):
     x = inside_unit_circles(rng, B, T, N, H)
     positions = jnp.asarray([-1, 0, 7, 31, 101])
-    there = pos.apply_rope(jnp.asarray(x), positions, RopeConfig())
+    there = pos.apply_rope(jnp.asarray(x), positions, Rope())
     assert largest_error(there, x) > 0.1
-    assert_near(pos.apply_rope(there, -positions, RopeConfig()), x, FORWARD_F32)
+    assert_near(pos.apply_rope(there, -positions, Rope()), x, FORWARD_F32)
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_dimensions_behind_the_rotated_pass_through(rng, pairing):
     x = jnp.asarray(inside_unit_circles(rng, B, T, N, H))
-    part = pos.apply_rope(x, jnp.arange(T), RopeConfig(dims=6, pairing=pairing))
+    part = pos.apply_rope(x, jnp.arange(T), Rope(dims=6, pairing=pairing))
     assert_same_bits(part[..., 6:], x[..., 6:])
-    alone = pos.apply_rope(x[..., :6], jnp.arange(T), RopeConfig(pairing=pairing))
+    alone = pos.apply_rope(x[..., :6], jnp.arange(T), Rope(pairing=pairing))
     assert_near(part[..., :6], alone, FORWARD_F32)
 
 
@@ -337,7 +342,7 @@ def test_rotation_gradient_turns_back(rng):
     positions = jnp.arange(5, 5 + T)
 
     def rotate(x, p):
-        return pos.apply_rope(x, p, RopeConfig())
+        return pos.apply_rope(x, p, Rope())
 
     _, vjp = jax.vjp(lambda x: rotate(x, positions), x)
     assert_near(vjp(cotangent)[0], rotate(cotangent, -positions), GRADIENT_F32)
@@ -348,12 +353,12 @@ def test_positions_that_cannot_count_are_refused(dtype):
     with pytest.raises(ValueError, match=dtype):
         pos.sinusoidal(jnp.arange(3).astype(dtype), 4)
     with pytest.raises(ValueError, match=dtype):
-        pos.apply_rope(jnp.ones((1, 3, 1, 4)), jnp.arange(3).astype(dtype), RopeConfig())
+        pos.apply_rope(jnp.ones((1, 3, 1, 4)), jnp.arange(3).astype(dtype), Rope())
 
 
 def test_more_rotated_dims_than_the_head_has_are_refused():
     with pytest.raises(ValueError, match=r"dims is 8.*head_dim 6"):
-        pos.rope_frequencies(RopeConfig(dims=8), 6)
+        pos.rope_frequencies(Rope(dims=8), 6)
 
 
 def test_sinusoids_match_the_formula():
@@ -416,9 +421,9 @@ def distances(name: str) -> np.ndarray:  # [B or 1, T, S]
 
 
 def test_slopes_are_those_of_the_paper():
-    assert_same_bits(pos.alibi_slopes(8), np.float32([2.0**-n for n in range(1, 9)]))
+    assert_same_bits(biases.alibi_slopes(8), np.float32([2.0**-n for n in range(1, 9)]))
     twelve = [2.0**-n for n in range(1, 9)] + [2.0**-n for n in (0.5, 1.5, 2.5, 3.5)]
-    assert_near(pos.alibi_slopes(12), twelve, FORWARD_F32)
+    assert_near(biases.alibi_slopes(12), twelve, FORWARD_F32)
 
     def slopes(n: int) -> list[float]:
         if math.log2(n).is_integer():
@@ -428,17 +433,17 @@ def test_slopes_are_those_of_the_paper():
         return slopes(below) + slopes(2 * below)[0::2][: n - below]
 
     for heads in range(1, 41):
-        actual = pos.alibi_slopes(heads)
+        actual = biases.alibi_slopes(heads)
         assert actual.dtype == jnp.float32
         assert_near(actual, slopes(heads), FORWARD_F32)
     with pytest.raises(ValueError, match="num_heads is 0"):
-        pos.alibi_slopes(0)
+        biases.alibi_slopes(0)
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_alibi_is_minus_slope_times_distance(name):
-    slopes = pos.alibi_slopes(N)
-    bias = pos.ALiBi(slopes)
+    slopes = biases.alibi_slopes(N)
+    bias = biases.ALiBi(slopes)
     actual = bias.materialize(*(jnp.asarray(x, jnp.int32) for x in PLACES[name]))
     d = distances(name)
     assert actual.shape == (len(d), N, T, S) and actual.dtype == jnp.float32
@@ -450,12 +455,12 @@ def test_alibi_is_minus_slope_times_distance(name):
 def test_distances_of_any_integer_dtype_are_the_same(dtype):
     q, k = np.array([0, 3, 127]), np.array([127, 100, 2, 0])
     at = q.astype(dtype), jnp.asarray(k, dtype)
-    assert (np.asarray(pos._distances(*at))[0] == k - q[:, None]).all()
+    assert (np.asarray(biases.key_distances(*at))[0] == k - q[:, None]).all()
 
 
 def test_positions_beyond_int32_are_refused():
     with pytest.raises(ValueError, match="k_positions holds 4294967296"):
-        pos.ALiBi(pos.alibi_slopes(N)).materialize(np.arange(3), np.array([2**32]))
+        biases.ALiBi(biases.alibi_slopes(N)).materialize(np.arange(3), np.array([2**32]))
     with pytest.raises(ValueError, match="positions holds -2147483649"):
         pos.sinusoidal(np.array([-(2**31) - 1]), 4)
 
@@ -465,7 +470,7 @@ def test_positions_beyond_int32_are_refused():
 def test_buckets_are_those_of_t5(bidirectional, buckets, longest):
     d = np.arange(-300, 301)
     actual = np.asarray(
-        pos.relative_bucket(
+        biases.relative_bucket(
             jnp.asarray(d), bidirectional=bidirectional, num_buckets=buckets, max_distance=longest
         )
     )
@@ -481,7 +486,7 @@ def test_buckets_are_those_of_t5(bidirectional, buckets, longest):
 def test_a_distance_at_the_start_of_a_bucket_is_in_it():
     # 8 (128 / 8)^(i / 8) is 16, 32, 64 at i = 2, 4, 6, where a rounded logarithm can fall short
     d = jnp.asarray([-15, -16, -31, -32, -63, -64, -127, -128, 16, 64])
-    actual = pos.relative_bucket(d, bidirectional=True, num_buckets=32, max_distance=128)
+    actual = biases.relative_bucket(d, bidirectional=True, num_buckets=32, max_distance=128)
     assert actual.tolist() == [9, 10, 11, 12, 13, 14, 15, 15, 26, 30]
 
 
@@ -489,7 +494,7 @@ def test_a_distance_at_the_start_of_a_bucket_is_in_it():
 def test_impossible_buckets_are_refused(settings):
     buckets, longest = settings
     with pytest.raises(ValueError, match=f"num_buckets {buckets}, max_distance {longest}"):
-        pos.relative_bucket(
+        biases.relative_bucket(
             jnp.arange(3), bidirectional=True, num_buckets=buckets, max_distance=longest
         )
 
@@ -512,7 +517,7 @@ def test_relative_bias_looks_up_its_bucket(rng, name, bidirectional):
     def materialize(bias):
         return bias.materialize(q, k)
 
-    bias = pos.RelativeBias(jnp.asarray(table), bidirectional, 20)
+    bias = biases.RelativeBias(jnp.asarray(table), bidirectional, 20)
     actual, vjp = jax.vjp(materialize, bias)
     assert actual.dtype == jnp.float32
     assert_near(actual, expected, FORWARD_F32)
@@ -525,8 +530,8 @@ def test_biases_cross_jit_as_their_arrays():
     q, k = jnp.arange(T), jnp.arange(S)
     traced = jax.jit(lambda bias: bias.materialize(q, k))
     for bias in (
-        pos.ALiBi(pos.alibi_slopes(N)),
-        pos.RelativeBias(jnp.arange(8.0 * N).reshape(8, N), bidirectional=True, max_distance=20),
+        biases.ALiBi(biases.alibi_slopes(N)),
+        biases.RelativeBias(jnp.arange(8.0 * N).reshape(8, N), bidirectional=True, max_distance=20),
     ):
         assert len(jax.tree.leaves(bias)) == 1
         assert_near(traced(bias), bias.materialize(q, k), FORWARD_F32)

@@ -10,15 +10,15 @@ import numpy as np
 import optax
 import pytest
 
-from tests.tolerances import FORWARD_F32, assert_near, assert_same_bits
-from transformer_jax import recurrent
+from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
 from transformer_jax.config import ConfigError, RecurrentConfig
-from transformer_jax.decode import generate, stream
-from transformer_jax.losses import cross_entropy
-from transformer_jax.models import build, init_params, num_params
-from transformer_jax.recurrent import RecurrentStep, init_recurrent_state
-from transformer_jax.rows import fork
-from transformer_jax.sampling import Sample
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.generation import generate, stream
+from transformer_jax.decoding.samplers import Sample
+from transformer_jax.models import recurrent
+from transformer_jax.models.factory import build, init_params, num_params
+from transformer_jax.models.recurrent import RecurrentStep, init_recurrent_state
+from transformer_jax.training.losses import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -207,6 +207,7 @@ def test_a_pass_matches_the_formulas(config):
     assert (state.weights is None) == (config.attention is None)
 
 
+@pytest.mark.slow_cases("additive", "dot", "general", "gru", "plain")
 @every_config
 def test_logits_of_some_tokens_are_those_of_the_whole(config):
     params, tokens = parameters(config), draw_tokens()
@@ -249,6 +250,7 @@ def test_in_any_chunks_with_padding_anywhere_equals_the_whole(config):
             assert_near(got, weights[-1], 3 * FORWARD_F32)
 
 
+@pytest.mark.slow_cases("general", "lstm", "plain")
 @every_config
 def test_greedy_tokens_are_the_best_of_the_full_pass(config):
     """Ragged prompts; each token is the formulas' best behind all before it, in float64."""
@@ -288,6 +290,7 @@ def test_a_row_alone_is_what_it_is_in_company(config):
         assert_near(leaf, both[row], FORWARD_F32)
 
 
+@pytest.mark.slow_cases("dot")
 @pytest.mark.parametrize("config", [ADDITIVE, DOT], ids=["additive", "dot"])
 def test_padding_of_a_source_is_invisible(config):
     """Behind, between or before its tokens; though its vectors are NaN; forward and backward."""
@@ -559,6 +562,17 @@ def test_wrong_arguments_are_refused_before_anything_is_computed():
     ):
         with pytest.raises(ValueError, match=said):
             apply(tokens, **arguments)
+
+
+@pytest.mark.parametrize("config", [LSTM, DOT], ids=["lstm", "dot"])
+def test_rngs_are_refused_and_say_what_to_pass(config):
+    model, tokens = build(config), draw_tokens()
+    arguments = {} if config.source_vocab_size is None else {"source": draw_source()}
+    with pytest.raises(ValueError, match="rngs has 'dropout': dropout takes its key"):
+        model.apply(
+            {"params": parameters(config)}, tokens, **arguments,
+            rngs={"dropout": jax.random.key(0)},
+        )  # fmt: skip
 
 
 def test_a_state_without_its_source_is_refused():

@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tolerances import assert_near, assert_same_bits, largest_error
 
-from transformer_jax import cache as kv
-from transformer_jax.attention import dot_product_attention
-from transformer_jax.config import ModelConfig, RopeConfig
-from transformer_jax.masks import Causal, Prefix, Window
-from transformer_jax.models import build, init_cache
-from transformer_jax.positions import ALiBi, RelativeBias, alibi_slopes, apply_rope
-from transformer_jax.streaming import (
+from tests.support.tolerances import assert_near, assert_same_bits, largest_error
+from transformer_jax.attention.api import dot_product_attention
+from transformer_jax.attention.biases import ALiBi, RelativeBias, alibi_slopes
+from transformer_jax.attention.masks import Causal, Prefix, Window
+from transformer_jax.cache import kv_cache as kv
+from transformer_jax.cache.model_cache import ModelCache
+from transformer_jax.config import ModelConfig, Rope, Shaw, T5Buckets
+from transformer_jax.models.factory import build, init_cache
+from transformer_jax.models.positions import apply_rope
+from transformer_jax.models.streaming import (
     StreamingEncoder,
     chunk_mask,
     rebase_cache,
@@ -25,7 +27,7 @@ from transformer_jax.streaming import (
     receptive_field,
     stream_attention,
 )
-from transformer_jax.transformer import Decoder, ModelCache
+from transformer_jax.models.transformer import Decoder
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -39,9 +41,9 @@ SIZES = dict(
 KINDS = {
     "none": dict(positions="none"),
     "half": dict(positions="rope", head_dim=6),
-    "interleaved": dict(positions="rope", head_dim=6, rope=RopeConfig(pairing="interleaved")),
-    "shaw": dict(positions="shaw", relative_max_distance=7),
-    "t5": dict(positions="t5", relative_buckets=8, relative_max_distance=31),
+    "interleaved": dict(positions=Rope(pairing="interleaved"), head_dim=6),
+    "shaw": dict(positions=Shaw(max_distance=7)),
+    "t5": dict(positions=T5Buckets(buckets=8, max_distance=31)),
     "alibi": dict(positions="alibi"),
     "sinusoidal": dict(positions="sinusoidal"),
 }
@@ -109,8 +111,8 @@ def feed(model, params, x, sizes, cache):
 HEADS, KV_HEADS, DIM, VALUE = 4, 2, 6, 3
 LAYERS = {
     "none": dict(),
-    "half": dict(rope=RopeConfig()),
-    "interleaved": dict(rope=RopeConfig(pairing="interleaved", base=37.0)),
+    "half": dict(rope=Rope()),
+    "interleaved": dict(rope=Rope(pairing="interleaved", base=37.0)),
     "alibi": dict(bias=ALiBi(alibi_slopes(HEADS))),
     "t5": dict(bias=RelativeBias(jnp.arange(32.0).reshape(8, HEADS) % 7 / 4, False, 31)),
     "capped": dict(softcap=1.3, sinks=jnp.array([0.5, -1.0, 0.0, 2.0]), scale=0.7),
@@ -186,6 +188,7 @@ def feed_layer(name: str, state, arrays, sizes: list[int], **more):
     return np.concatenate(out, axis=1), state
 
 
+@pytest.mark.slow_cases("alibi", "capped", "none")
 @pytest.mark.parametrize(
     ("name", "mixes"),
     [
@@ -275,6 +278,7 @@ def test_features_are_those_of_a_decoder_with_the_frames_for_embeddings(rng):
     assert_near(features @ table.T, want, STREAMED)
 
 
+@pytest.mark.slow_cases("shaw")
 @pytest.mark.parametrize("kind", [k if k in ("half", "shaw") else slow(k) for k in KINDS])
 def test_an_encoder_fed_in_chunks_equals_the_whole_pass(rng, kind):
     model, frames = encoder(kind), draw(rng, ROWS, LENGTH, FRAME)
@@ -285,6 +289,7 @@ def test_an_encoder_fed_in_chunks_equals_the_whole_pass(rng, kind):
     assert cache.length.tolist() == [LENGTH] * ROWS
 
 
+@pytest.mark.slow_cases("False]")
 @pytest.mark.parametrize("scan", [False, slow(True)])
 def test_a_decoder_fed_in_chunks_equals_the_whole_pass(rng, scan):
     """Through turns of the ring, and as well a million turns further on."""
@@ -340,6 +345,7 @@ def test_padding_with_nan_leaves_gradients_alone(rng):
     jax.tree.map(assert_same_bits, got, want)
 
 
+@pytest.mark.slow_cases("half")
 @pytest.mark.parametrize("kind", ["half", slow("t5"), slow("shaw")])
 def test_after_a_hundred_thousand_frames_the_numbers_are_the_same(rng, kind):
     """The tail against a whole pass over its receptive field alone, at positions from 0 on."""
@@ -497,8 +503,8 @@ def test_an_encoder_with_look_ahead_streams_whole_chunks(rng):
 
 @pytest.mark.parametrize(("pairing", "scan"), [slow("half", False), ("interleaved", True)])
 def test_a_stream_moved_back_goes_on_with_the_same_numbers(rng, pairing, scan):
-    rope = RopeConfig(pairing=pairing, scaling="yarn", factor=4.0, original_len=16)
-    model = encoder("half", rope=rope, window=11, scan_layers=scan)
+    rope = Rope(pairing=pairing, scaling="yarn", factor=4.0, original_len=16)
+    model = encoder("half", positions=rope, window=11, scan_layers=scan)
     frames, count = draw(rng, ROWS, 62, FRAME), jnp.array([31, 20])
     params = parameters(model, frames)
     want, _ = jit_apply(model, params, frames)
@@ -530,6 +536,7 @@ def test_a_stream_ends_by_name_or_in_nan_and_goes_on_moved_back(rng):
     assert_near(got, want[:, 61:], STREAMED)
 
 
+@pytest.mark.slow
 def test_a_decoder_too_ends_by_name_or_in_nan(rng):
     model = build(settings(window=7))
     tokens = rng.integers(0, 23, (2, 5)).astype(np.int32)
@@ -558,7 +565,7 @@ def test_a_decoder_too_ends_by_name_or_in_nan(rng):
     [
         (dict(window=None), "window is None: an endless input needs a window"),
         (dict(kind="encoder"), "kind is 'encoder': a StreamingEncoder is a causal stack"),
-        (dict(positions="learned"), "positions is 'learned': a table ends"),
+        (dict(positions="learned"), "positions is Learned(): a table ends"),
         (dict(scale_embeddings=True), "scale_embeddings is True: frames have no token table"),
         (dict(logit_bias=True), "logit_bias is True: frames"),
     ],
@@ -646,11 +653,11 @@ def test_keys_moved_back_are_those_of_the_smaller_positions(rng, scaling):
     """Turned by the layer's own base, and not multiplied by the scaling's factor once more."""
     factors = dict(short_factors=(1.5,) * 3, long_factors=(2.0,) * 3) if scaling != "yarn" else {}
     name = "yarn" if scaling == "yarn" else "longrope"
-    rope = RopeConfig(scaling=name, factor=9.0, original_len=16, **factors)
-    config = settings(rope=rope, window=7, num_layers=1)
+    rope = Rope(scaling=name, factor=9.0, original_len=16, **factors)
+    config = settings(positions=rope, window=7, num_layers=1)
     if scaling == "window":
-        config = dataclasses.replace(config, window_rope_base=31.0)
-        rope = RopeConfig(base=31.0)
+        config = dataclasses.replace(config, positions=dataclasses.replace(rope, window_base=31.0))
+        rope = Rope(base=31.0)
     keys = jnp.asarray(draw(rng, 1, 7, 1, 6))
     places = jnp.array([[14, 15, 16, 17, 18, 19, 13]])
     held = kv.KVCache(apply_rope(keys, places, rope), keys, places, jnp.array([20]))
@@ -670,7 +677,7 @@ def test_a_chunked_stream_moves_back_by_whole_chunks():
 
 def test_what_cannot_be_moved_back_is_refused():
     model = encoder("sinusoidal")
-    with pytest.raises(ValueError, match="positions is 'sinusoidal': they are absolute"):
+    with pytest.raises(ValueError, match=r"positions is Sinusoidal\(\): they are absolute"):
         rebase_cache(ring(model), model.config)
     model = encoder()
     with pytest.raises(ValueError, match="capacity is 49, window 50: not a ring"):
@@ -678,7 +685,7 @@ def test_what_cannot_be_moved_back_is_refused():
     with pytest.raises(ValueError, match="multiple is 0"):
         rebase_cache(ring(model), model.config, multiple=0)
     with pytest.raises(ValueError, match="keys are int8: must be floating"):
-        rebase_state(kv.init(1, 3, 1, 4, dtype=jnp.int8), RopeConfig())
+        rebase_state(kv.init(1, 3, 1, 4, dtype=jnp.int8), Rope())
     with pytest.raises(ValueError, match="sinks is 2: sinks stay where they are"):
         rebase_state(kv.init(1, 7, 1, 4, sinks=2))
     with pytest.raises(ValueError, match="chunk is 0, history 3: must be at least 1 and 0"):
@@ -687,6 +694,7 @@ def test_what_cannot_be_moved_back_is_refused():
         chunk_mask(2, 3, -1)
 
 
+@pytest.mark.slow
 def test_low_precision_streams_in_its_own_dtype(rng):
     model, frames = encoder(dtype="bfloat16", window=7), draw(rng, 1, 30, FRAME)
     params = parameters(model, frames)
@@ -694,3 +702,11 @@ def test_low_precision_streams_in_its_own_dtype(rng):
     got, cache = feed(model, params, frames, [15, 15], ring(model, 1, 7))
     assert got.dtype == cache.layers[0].k.dtype == jnp.bfloat16
     assert_near(got, want, 2.0**-5)
+
+
+def test_rngs_of_a_streaming_encoder_are_refused(rng):
+    model, frames = encoder("half"), draw(rng, ROWS, 3, FRAME)
+    with pytest.raises(ValueError, match="rngs has 'dropout': dropout takes its key"):
+        model.apply(
+            {"params": parameters(model, frames)}, frames, rngs={"dropout": jax.random.key(0)}
+        )

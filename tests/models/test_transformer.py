@@ -15,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import model_oracle as oracle
-from tests.tolerances import assert_near, assert_same_bits, largest_error
-from transformer_jax.config import ModelConfig, RopeConfig
-from transformer_jax.masks import Causal, Prefix
-from transformer_jax.models import build, init_cache, init_params, num_params
-from transformer_jax.transformer import follow, place, stack_layers, unstack_layers
+from tests.support import model_oracle as oracle
+from tests.support.tolerances import assert_near, assert_same_bits, largest_error
+from transformer_jax.attention.masks import Causal, Prefix
+from transformer_jax.config import Learned, ModelConfig, Rope, Shaw, Sinusoidal, T5Buckets
+from transformer_jax.config import positions as position_kinds
+from transformer_jax.models.factory import build, init_cache, init_params, num_params
+from transformer_jax.models.stack import stack_layers, unstack_layers
+from transformer_jax.models.transformer import check_cache_room, positions_and_masks
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -37,7 +39,7 @@ SMALL = ModelConfig(
     vocab_size=VOCAB, d_model=26, num_layers=2, num_heads=2, head_dim=6, d_ff=37, max_len=41,
     init_std=0.3,
 )  # fmt: skip
-T5 = dict(positions="t5", relative_buckets=8, relative_max_distance=17)
+T5 = dict(positions=T5Buckets(buckets=8, max_distance=17))
 
 PADDED = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1], [-1, -1, -1, -1, 0, 1, 2, 3, 4, 5, 6]])
 PACKED = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3], [5, 5, 5, 5, 5, 5, 5, 0, 0, 0, 0]])
@@ -46,17 +48,17 @@ PACKED = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3], [5, 5, 5, 5, 5, 5, 5, 0, 0
 CASES: dict[str, dict] = {
     "gpt2": dict(),
     "padded-learned": dict(positions_=PADDED),
-    "packed-learned": dict(segments=PACKED, position_offset=3),
+    "packed-learned": dict(segments=PACKED, positions=Learned(offset=3)),
     "llama": dict(
         positions="rope", norm="rmsnorm", activation="silu", glu=True, use_bias=False,
         num_heads=4, num_kv_heads=2, tie_embeddings=False, positions_=PADDED,
     ),
     "rope-pairs-part-packed": dict(
-        positions="rope", rope=RopeConfig(pairing="interleaved", dims=4, base=97.0),
+        positions=Rope(pairing="interleaved", dims=4, base=97.0),
         num_heads=3, num_kv_heads=1, segments=PACKED,
     ),
     "rope-half-part-qk-norm": dict(
-        positions="rope", rope=RopeConfig(dims=2, base=31.0), qk_norm=True, qkv_bias=True,
+        positions=Rope(dims=2, base=31.0), qk_norm=True, qkv_bias=True,
         use_bias=False, ff_bias=True, value_head_dim=5,
     ),
     "gemma": dict(
@@ -65,10 +67,10 @@ CASES: dict[str, dict] = {
         window=3, num_kv_heads=1, attention_scale=0.7,
     ),
     "gemma3": dict(
-        positions="rope", rope=RopeConfig(base=1009.0, dims=4, scaling="linear", factor=4.0),
+        positions=Rope(base=1009.0, dims=4, scaling="linear", factor=4.0, window_base=13.0),
         norm="rmsnorm", norm_order="sandwich", norm_unit_offset=True, qk_norm=True, glu=True,
         use_bias=False, ff_bias=True, scale_embeddings=True, window=(3, 3, None), num_layers=3,
-        window_rope_base=13.0, num_kv_heads=1, positions_=PADDED,
+        num_kv_heads=1, positions_=PADDED,
     ),
     "sinks-window-softcap": dict(
         positions="rope", attention_sinks=True, window=5, attention_softcap=0.9, num_heads=4,
@@ -81,16 +83,16 @@ CASES: dict[str, dict] = {
     "none-sandwich-layernorm": dict(
         positions="none", norm_order="sandwich", value_head_dim=3, norm_unit_offset=True,
     ),
-    "shaw": dict(positions="shaw", relative_max_distance=3, value_head_dim=5),
+    "shaw": dict(positions=Shaw(max_distance=3), value_head_dim=5),
     "shaw-all": dict(
-        positions="shaw", relative_max_distance=2, window=4, attention_sinks=True, num_heads=4,
+        positions=Shaw(max_distance=2), window=4, attention_sinks=True, num_heads=4,
         num_kv_heads=2, attention_softcap=1.1, attention_scale=0.6, qk_norm=True,
         positions_=PADDED,
     ),
     "t5": dict(**T5, norm="rmsnorm", use_bias=False, activation="relu"),
     "t5-gqa-sinks-softcap-packed": dict(
-        positions="t5", num_heads=4, num_kv_heads=2, attention_sinks=True, attention_softcap=1.7,
-        segments=PACKED, relative_buckets=6, relative_max_distance=7,
+        positions=T5Buckets(buckets=6, max_distance=7), num_heads=4, num_kv_heads=2,
+        attention_sinks=True, attention_softcap=1.7, segments=PACKED,
     ),
     "alibi": dict(positions="alibi", embedding_norm=True, num_heads=4, num_kv_heads=1),
     "alibi-odd-heads-window": dict(
@@ -107,9 +109,9 @@ CASES: dict[str, dict] = {
         activation="relu", use_bias=False, masked_token_head=True,
     ),
     "encoder-rope-window-packed": dict(
-        kind="encoder", positions="rope", window=3, segments=PACKED, qk_norm=True,
-        masked_token_head=True, norm_order="sandwich", norm_unit_offset=True,
-        rope=RopeConfig(pairing="interleaved"), window_rope_base=7.0,
+        kind="encoder", positions=Rope(pairing="interleaved", window_base=7.0), window=3,
+        segments=PACKED, qk_norm=True, masked_token_head=True, norm_order="sandwich",
+        norm_unit_offset=True,
     ),
     "encoder-t5": dict(kind="encoder", **T5, positions_=PADDED, tie_embeddings=False),
     "window-pattern-sink-tokens": dict(
@@ -117,7 +119,7 @@ CASES: dict[str, dict] = {
         positions_=PADDED,
     ),
     "sink-tokens-packed": dict(
-        positions="shaw", relative_max_distance=17, window=2, sink_tokens=3, segments=PACKED,
+        positions=Shaw(max_distance=17), window=2, sink_tokens=3, segments=PACKED,
     ),
     "encoder-window-pattern-sink-tokens-packed": dict(
         kind="encoder", positions="alibi", window=(4, 2), sink_tokens=1, segments=PACKED,
@@ -125,17 +127,17 @@ CASES: dict[str, dict] = {
     "encoder-alibi-sinks-window": dict(
         kind="encoder", positions="alibi", attention_sinks=True, window=5, norm_order="post"
     ),
-    "encoder-shaw": dict(kind="encoder", positions="shaw", relative_max_distance=3, num_kv_heads=1),
+    "encoder-shaw": dict(kind="encoder", positions=Shaw(max_distance=3), num_kv_heads=1),
     "vaswani": dict(
         kind="encoder-decoder", positions="sinusoidal", norm_order="post", activation="relu",
         scale_embeddings=True, num_decoder_layers=1,
     ),
     "bart": dict(
-        kind="encoder-decoder", norm_order="post", position_offset=2, embedding_norm=True,
+        kind="encoder-decoder", norm_order="post", positions=Learned(offset=2), embedding_norm=True,
         activation="gelu", num_layers=1, positions_=PADDED, source_positions=True,
     ),
     "marian": dict(
-        kind="encoder-decoder", positions="sinusoidal", sinusoid="halves", norm_order="post",
+        kind="encoder-decoder", positions=Sinusoidal(layout="halves"), norm_order="post",
         activation="silu", scale_embeddings=True, logit_bias=True, num_layers=1,
         positions_=PADDED,
     ),
@@ -151,7 +153,7 @@ CASES: dict[str, dict] = {
         logit_scale=0.6, norm_unit_offset=True,
     ),
     "encoder-decoder-shaw": dict(
-        kind="encoder-decoder", positions="shaw", relative_max_distance=3, num_layers=1,
+        kind="encoder-decoder", positions=Shaw(max_distance=3), num_layers=1,
         source_positions=True, embedding_norm=True,
     ),
 }  # fmt: skip
@@ -193,6 +195,13 @@ def shapes(config: ModelConfig):
     return jax.eval_shape(partial(init_params, config), jax.random.key(0))
 
 
+@pytest.mark.slow_cases(
+    "encoder-decoder-shaw",
+    "encoder-rope-window-packed",
+    "rope-pairs-part-packed",
+    "shaw-all",
+    "window-pattern-sink-tokens",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_the_oracle(case, rng):
     config, tokens, arguments, params = prepared(case, rng)
@@ -252,13 +261,20 @@ ELSEWHERE = {
 }  # fmt: skip
 """Fields that other tests vary, or that size what all formulas read."""
 
+STRETCHES = {
+    "original_len", "length", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+    "attention_factor", "truncate", "short_factors", "long_factors",
+}  # fmt: skip
+"""Fields of Rope that `test_positions` varies."""
+
 
 def test_the_cases_cover_every_option():
     seen = [dataclasses.replace(SMALL, **{k: v for k, v in c.items() if k not in INPUTS})
             for c in CASES.values()]  # fmt: skip
-    for name in ("kind", "positions", "norm", "norm_order", "activation"):
+    assert {type(c.positions) for c in seen} == {type(None), *position_kinds.KINDS.values()}
+    for name in ("kind", "norm", "norm_order", "activation"):
         options = ModelConfig.__dataclass_fields__[name].type
-        from transformer_jax import config as module
+        from transformer_jax.config import model as module
 
         literal = getattr(module, options)
         assert {getattr(c, name) for c in seen} == set(literal.__args__)
@@ -273,12 +289,20 @@ def test_the_cases_cover_every_option():
         assert varied or field.name in ELSEWHERE, field.name
     heads = {(c.num_heads > c.kv_heads > 1, c.kv_heads == 1) for c in seen}
     assert heads >= {(False, False), (True, False), (False, True)}
-    assert {c.rope.pairing for c in seen if c.positions == "rope"} == {"half", "interleaved"}
+    assert {c.positions.pairing for c in seen if isinstance(c.positions, Rope)} == {
+        "half", "interleaved"
+    }  # fmt: skip
+    for kind in position_kinds.KINDS.values():
+        own = [c.positions for c in seen if type(c.positions) is kind]
+        for field in dataclasses.fields(kind):
+            varied = len({getattr(p, field.name) for p in own}) > 1
+            assert varied or field.name in STRETCHES, (kind, field.name)
     for name in ("window", "attention_softcap", "logit_softcap", "attention_scale", "head_dim",
                  "value_head_dim", "type_vocab_size", "num_decoder_layers"):  # fmt: skip
         assert any(getattr(c, name) is not None for c in seen), name
 
 
+@pytest.mark.slow_cases("learned")
 @pytest.mark.parametrize("kind", ["learned", "t5"])
 def test_parameters_may_be_numpy_arrays(kind, rng):
     """As read from a file: without jit, and closed over by one."""
@@ -354,7 +378,7 @@ REACHES: dict[str, tuple[dict, dict, np.ndarray]] = {
     ),
     "window-of-one": (dict(positions="alibi", window=1), dict(), K == Q),
     "window-shaw-sinks": (
-        dict(positions="shaw", relative_max_distance=17, window=4, attention_sinks=True),
+        dict(positions=Shaw(max_distance=17), window=4, attention_sinks=True),
         dict(),
         (K <= Q) & (Q - K < 4),
     ),
@@ -412,6 +436,7 @@ def dependence(config, arguments, rng) -> np.ndarray:
     return (slopes != 0).any(-1)
 
 
+@pytest.mark.slow_cases("segments", "window-of-one", "window-rope")
 @pytest.mark.parametrize("case", REACHES)
 def test_gradients_are_exactly_zero_outside_the_receptive_field(case, rng):
     """The future, other documents, what two windows do not reach: 0, and not 0 within."""
@@ -466,7 +491,7 @@ KINDS: dict[str, dict] = {
     "learned": dict(embedding_norm=True),
     "sinusoidal": dict(positions="sinusoidal", norm_order="post", qk_norm=True),
     "rope": dict(positions="rope", num_heads=4, num_kv_heads=2),
-    "shaw": dict(positions="shaw", relative_max_distance=3),
+    "shaw": dict(positions=Shaw(max_distance=3)),
     "t5": dict(**T5, norm="rmsnorm", attention_sinks=True),
     "alibi": dict(positions="alibi", num_kv_heads=1),
 }
@@ -495,6 +520,7 @@ def assert_gradients_near(got, want, tolerance: float) -> None:
         assert error <= tolerance * top, f"{jax.tree_util.keystr(path)}: {error} of {top}"
 
 
+@pytest.mark.slow_cases("alibi]", "learned", "sinusoidal]")
 @pytest.mark.parametrize("kind", ["learned", "sinusoidal", "rope", "t5", "alibi"])
 def test_packed_documents_equal_separate_ones(kind, rng):
     """Logits and gradients of three documents in one row, and of each in a row of its own."""
@@ -524,6 +550,7 @@ def padded_rows(real: np.ndarray, fill: int):
     return np.array(rows, np.int32), np.array(places, np.int32)
 
 
+@pytest.mark.slow_cases("encoder-t5", "learned]", "shaw]")
 @pytest.mark.parametrize("kind", ["learned", "rope", "shaw", "encoder-t5-window"])
 def test_padding_changes_nothing(kind, rng):
     """0, 1, 5, 27, 31 and 32 pads on either side: logits and gradients of all real tokens.
@@ -558,6 +585,7 @@ def test_padding_changes_nothing(kind, rng):
         assert_same_bits(a, b)
 
 
+@pytest.mark.slow_cases("learned-None]", "shaw")
 @pytest.mark.parametrize(("kind", "window"), [("learned", None), ("rope", 3), ("shaw", 3)])
 def test_padding_is_not_cached(kind, window, rng):
     """The padded rows prefill a cache; the next tokens continue each row as if never padded."""
@@ -591,6 +619,7 @@ def test_a_fully_padded_row_is_finite_and_leaves_the_others_alone(rng):
     assert_same_bits(again[0], logits[0])
 
 
+@pytest.mark.slow_cases("shaw]")
 @pytest.mark.parametrize("kind", ["rope", "shaw"])
 def test_rows_are_independent(kind, rng):
     """Alone as in a batch; and bit for bit the same beside other rows, also beside NaN."""
@@ -625,6 +654,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow_cases("encoder-decoder]")
 @pytest.mark.parametrize(
     ("change", "forms"),
     [
@@ -664,6 +694,7 @@ def test_loop_scan_and_remat_agree_with_dropout_on(change, forms, rng):
         assert_gradients_near(slopes, slopes_want, INVARIANCE)
 
 
+@pytest.mark.slow_cases("shaw")
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
@@ -718,6 +749,7 @@ def test_stacking_layers_round_trips_bit_for_bit(rng):
     assert_same_bits(stack[2], params["decoder"]["block_2"]["feed_forward"]["up"]["kernel"])
 
 
+@pytest.mark.slow
 def test_scanned_layers_decode_from_a_cache_whose_rows_move(rng):
     config = dataclasses.replace(SMALL, positions="rope", window=3)
     params = oracle.randomised(shapes(config), rng)
@@ -740,6 +772,7 @@ def test_scanned_layers_decode_from_a_cache_whose_rows_move(rng):
 # Encoder-decoder
 
 
+@pytest.mark.slow_cases("scan")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 def test_a_source_read_once_serves_all_targets(rng, scan):
     """The cached cross-attention equals recomputing it, and source padding changes nothing."""
@@ -810,7 +843,8 @@ def test_contradicting_arguments_are_refused(rng):
         apply(positions=ids[:, :2])
     with pytest.raises(ValueError, match=r"segments \(1, 3\) and tokens \(2, 3\)"):
         apply(segments=ids[:1])
-    with pytest.raises(ValueError, match="positions with segments"):
+    said = "positions with segments: .* start at 0; leave positions out, or give each document"
+    with pytest.raises(ValueError, match=said):
         apply(segments=ids, positions=ids)
     with pytest.raises(ValueError, match="segments with a cache"):
         apply(segments=ids, cache=init_cache(SMALL, 2, 5))
@@ -824,19 +858,54 @@ def test_contradicting_arguments_are_refused(rng):
         encoder.apply({"params": {}}, tokens, types=ids)
 
 
+@pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder-decoder"])
+def test_rngs_are_refused_and_say_what_to_pass(kind, rng, key):
+    """Nothing reads them: dropout would be off in silence."""
+    config = dataclasses.replace(SMALL, kind=kind, num_layers=1, dropout=0.5)
+    model, tokens = build(config), random_tokens(rng, 2, 3)
+    params = init_params(config, key)
+    more = {"source": tokens} if kind == "encoder-decoder" else {}
+    said = r"rngs has 'dropout': dropout takes its key as an argument: model.apply\(.*, key=key\)"
+    with pytest.raises(ValueError, match=said):
+        model.apply({"params": params}, tokens, **more, rngs={"dropout": key})
+    with pytest.raises(ValueError, match="rngs has 'params'"):
+        model.apply({"params": params}, tokens, **more, rngs=key)
+    if kind != "decoder":
+        with pytest.raises(ValueError, match=said):
+            model.apply({"params": params}, tokens, rngs={"dropout": key}, method="encode")
+    plain, _ = model.apply({"params": params}, tokens, **more)
+    dropped, _ = model.apply({"params": params}, tokens, **more, key=key, rngs={"dropout": key})
+    assert np.isfinite(dropped).all() and np.abs(plain - dropped).max() > 1e-3
+    assert set(model.init({"params": key, "dropout": key}, tokens, **more)) == {"params"}
+
+
+def test_a_model_within_another_lets_its_rngs_be(rng, key):
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x, _ = build(SMALL)(tokens)
+            return nn.Dropout(0.5, deterministic=False)(x)
+
+    tokens = random_tokens(rng, 1, 3)
+    outer = Outer()
+    variables = outer.init({"params": key, "dropout": key}, tokens)
+    out = outer.apply(variables, tokens, rngs={"dropout": key})
+    assert (np.asarray(out) == 0).any() and np.isfinite(out).all()
+
+
 def test_positions_of_any_integer_dtype_are_int32_inside():
     tokens, positions = np.zeros((1, 3), np.int32), np.array([[0, 1, 250]])
     state = init_cache(SMALL, 1, 255)
     for dtype in (np.uint8, np.int64):
         given = jnp.asarray(positions, dtype) if dtype == np.uint8 else positions.astype(dtype)
         held = (
-            place(SMALL, tokens, given, None, None)[0],
-            follow(SMALL, state, tokens, given)[0],
+            positions_and_masks(SMALL, tokens, given, None, None)[0],
+            check_cache_room(SMALL, state, tokens, given)[0],
         )
         for x in held:
             assert x.dtype == np.int32 and (np.asarray(x) == positions).all()
     with pytest.raises(ValueError, match="positions holds 4294967296"):
-        place(SMALL, tokens, positions + 2**32, None, None)
+        positions_and_masks(SMALL, tokens, positions + 2**32, None, None)
 
 
 def test_a_position_past_the_learned_table_is_refused(rng):
@@ -985,11 +1054,11 @@ def test_each_kind_of_position_has_these_parameters_of_its_own():
         return {k: v for k, v in names(shapes(config)).items() if k not in plain}
 
     assert own(positions="learned") == {"embed/positions": (41, 26)}
-    assert own(positions="learned", position_offset=2) == {"embed/positions": (43, 26)}
-    assert own(positions="rope", window=(3, None), window_rope_base=7.0) == {}
+    assert own(positions=Learned(offset=2)) == {"embed/positions": (43, 26)}
+    assert own(positions=Rope(window_base=7.0), window=(3, None)) == {}
     assert own(positions="sinusoidal") == own(positions="rope") == own(positions="alibi") == {}
     assert own(**T5) == {"decoder/relative_bias": (8, 2)}
-    assert own(positions="shaw", relative_max_distance=3, value_head_dim=6) == {
+    assert own(positions=Shaw(max_distance=3), value_head_dim=6) == {
         f"decoder/block_{i}/attention/shaw_{part}": (7, 6)
         for i in (0, 1)
         for part in ("key", "value")
@@ -1046,6 +1115,7 @@ def test_norms_that_add_one_start_at_zero(key):
         assert (leaf == 0).all(), name
 
 
+@pytest.mark.slow_cases("scan]")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 def test_initial_parameters_have_the_stated_spread(key, scan):
     config = ModelConfig(
@@ -1077,6 +1147,7 @@ def test_initial_parameters_have_the_stated_spread(key, scan):
     assert len(kernels) == 3 and not np.allclose(kernels[0], kernels[1])
 
 
+@pytest.mark.slow_cases("loop]")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 def test_branches_start_at_the_depth_of_their_own_stack(scan):
     """An encoder of one block and a decoder of four: std 0.02 / sqrt(2 L) each."""
@@ -1132,6 +1203,7 @@ def test_scaled_embeddings_start_at_unit_variance_and_follow_the_key():
     assert sum(leaf.size for leaf in jax.tree.leaves(one)) == num_params(config)
 
 
+@pytest.mark.slow_cases("float16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_computes_low_and_answers_in_f32(rng, dtype):
     config = dataclasses.replace(SMALL, positions="rope", dtype=dtype)
@@ -1190,6 +1262,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow_cases("nans", "transfers")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_training_and_decoding_are_clean_under(setting, rng, key):
     """No leaked tracer, no NaN even where a row sees nothing, no implicit cast or transfer."""

@@ -18,14 +18,22 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from attention_suite import draw
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes_on_four import largest_error
 
+from tests.multi_device.meshes_on_four import largest_error
+from tests.support.attention_suite import draw
 from transformer_jax import ALiBi, alibi_slopes, dot_product_attention
-from transformer_jax.masks import Causal, Dense, Padding, Predicate, Prefix, Segments, Window
-from transformer_jax.positions import RelativeBias
+from transformer_jax.attention.biases import RelativeBias
+from transformer_jax.attention.masks import (
+    Causal,
+    Dense,
+    Padding,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+)
 
 AXES = "explicit", "automatic"
 WHOLE = P("data", None, "model")

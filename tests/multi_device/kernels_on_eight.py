@@ -1,4 +1,4 @@
-"""Run by test_kernels.py with eight devices: what a mesh of 2 x 4 computes, and what it moves.
+"""Compute fused attention on a mesh of 2 x 4 devices: a script of tests/kernels/test_gradient.py.
 
 Prints JSON: for each case the largest relative error against one device, and the collectives.
 """
@@ -12,14 +12,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_suite import draw
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from plain_kernels import Plain
 
-from transformer_jax.attention import dot_product_attention
+from tests.support.attention_suite import draw
+from tests.support.plain_kernels import Plain
+from transformer_jax.attention.api import dot_product_attention
+from transformer_jax.attention.masks import Causal, Dense, Segments
 from transformer_jax.kernels import using
-from transformer_jax.masks import Causal, Dense, Segments
 
 MOVES = ("all-gather", "all-to-all", "collective-permute")
 CASES = {
@@ -28,7 +28,7 @@ CASES = {
     "three key heads for four devices": dict(heads=12, kv_heads=3),
     "a matrix of rows and heads": dict(heads=8, kv_heads=8, matrix=(4, 8, 33, 37)),
     "a matrix of all": dict(heads=8, kv_heads=2, matrix=(33, 37)),
-    "unordered": dict(heads=8, kv_heads=2, implementation="pallas_unordered"),
+    "single pass": dict(heads=8, kv_heads=2, implementation="pallas_unordered"),
 }
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_suite import draw
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from plain_kernels import Plain
 
+from tests.support.attention_suite import draw
+from tests.support.plain_kernels import Plain
 from transformer_jax import (
     ModelConfig,
     PresencePenalty,
@@ -42,8 +42,8 @@ from transformer_jax import (
     speculate,
     stream,
 )
+from transformer_jax.attention.masks import Causal, Segments
 from transformer_jax.kernels import using
-from transformer_jax.masks import Causal, Segments
 
 SMALL = ModelConfig(vocab_size=24, max_len=32, num_layers=2, num_heads=4, d_model=16)
 MODELS = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from devices import on_devices
-from tolerances import GRADIENT_F32
+
+from tests.support.devices import on_devices
+from tests.support.tolerances import GRADIENT_F32
 
 ROWS_HEADS = ["data", None, "model"]
 
@@ -25,7 +26,7 @@ ROWS_HEADS = ["data", None, "model"]
 )
 def test_four_devices_compute_what_one_does(cases):
     """Where rows, heads or parameters are split by type, and inside a `shard_map`."""
-    results = on_devices(4, "tests/meshes_on_four.py", *cases, optimise=False)
+    results = on_devices(4, "-m", "tests.multi_device.meshes_on_four", *cases, optimise=False)
     assert len(results) == len(cases) or len(results) > 50
     for case, result in results.items():
         tokens = case.startswith("decoding") or case == "inside, tokens"
@@ -62,7 +63,7 @@ SUGGESTED = "key heads on one of two axes, automatic"
 )
 def test_tiles_of_rows_and_heads_are_of_one_device_and_nothing_is_gathered(cases):
     """Blockwise attention on 2 x 4 devices, output, lse and gradients: the library splits it."""
-    results = on_devices(8, "tests/blockwise_on_eight.py", *cases)
+    results = on_devices(8, "-m", "tests.multi_device.blockwise_on_eight", *cases)
     assert len(results) == len(cases) or len(results) > 30
     for case, result in results.items():
         rounded = case.startswith("sums of bfloat16")

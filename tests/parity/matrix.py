@@ -1,7 +1,7 @@
 """Cached decoding equals the full forward pass, for every legal combination of options.
 
-    python -m tests.parity_matrix                      # prints the matrix and its largest error
-    python -m tests.parity_matrix --write docs/parity_matrix.md
+    python -m tests.parity                      # prints the matrix and its largest error
+    python -m tests.parity --write docs/reference/parity_matrix.md
 
 A case is position kind x heads x full or window x decoder-only or encoder-decoder; and, with GQA,
 position kind x model kind x what a cache may leave out: a window with sink tokens, a window of each
@@ -32,9 +32,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.config import ModelConfig, RopeConfig
-from transformer_jax.decode import generate, make_step
-from transformer_jax.models import build, init_cache, init_params
+from transformer_jax.config import ModelConfig, Positions, Rope, Shaw, T5Buckets
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache, init_params
 
 POSITIONS = ("none", "learned", "sinusoidal", "rope", "rope-pairs", "shaw", "t5", "alibi")
 HEADS = {"MHA": 4, "GQA": 2, "MQA": 1}
@@ -78,8 +79,12 @@ class Case:
 
     @property
     def config(self) -> ModelConfig:
-        pairs = self.positions == "rope-pairs"
-        distances = {"t5": (8, 16), "shaw": (32, 16)}.get(self.positions, (32, 128))
+        own: dict[str, Positions] = {
+            "rope": Rope(window_base=self.window_base),
+            "rope-pairs": Rope(pairing="interleaved", dims=4),
+            "t5": T5Buckets(buckets=8, max_distance=16),
+            "shaw": Shaw(max_distance=16),
+        }
         return ModelConfig(
             kind=self.kind,  # type: ignore[arg-type]
             vocab_size=VOCAB,
@@ -89,12 +94,8 @@ class Case:
             num_kv_heads=HEADS[self.heads],
             d_ff=37,
             max_len=PROMPT + NEW,
-            positions="rope" if pairs else self.positions,  # type: ignore[arg-type]
-            rope=RopeConfig(pairing="interleaved", dims=4) if pairs else RopeConfig(),
-            relative_buckets=distances[0],
-            relative_max_distance=distances[1],
+            positions=own.get(self.positions, self.positions),  # type: ignore[arg-type]
             window=self.window,
-            window_rope_base=self.window_base,
             sink_tokens=self.sinks,
             init_std=0.25,
         )
@@ -220,7 +221,9 @@ def measure(case: Case, prompts: tuple[str, ...] = tuple(LENGTHS), chunks=CHUNKS
 
 def sections(only: str) -> Iterator[tuple[str, Callable[[Any], list[Any]], list[Any]]]:
     """Title, measure and cases of each part; a measure's results print themselves and may hold."""
-    from tests import parity_search, parity_slots, parity_speculative
+    from tests.parity import search as parity_search
+    from tests.parity import slots as parity_slots
+    from tests.parity import speculative as parity_speculative
 
     def chosen(all_cases: Iterator[Case]) -> list[Case]:
         return [case for case in all_cases if only in str(case)]
@@ -280,7 +283,7 @@ def main() -> None:
         print(summary)
         text += summary + "\n\n```\n" + "\n".join(lines) + "\n```\n\n"
     if arguments.write:
-        command = "python -m tests.parity_matrix --write docs/parity_matrix.md"
+        command = "python -m tests.parity --write docs/reference/parity_matrix.md"
         intro = f"# Cached decoding equals the full pass\n\nPrinted by `{command}`.\n\n"
         arguments.write.write_text(intro + text.rstrip() + "\n")
     raise SystemExit(1 if failed else 0)
@@ -297,9 +300,3 @@ def _figures(results: list[Any]) -> str:
         f"largest error {worst.error:.2e} ({' '.join(str(worst.case).split())}), "
         f"tolerance {TOLERANCE:.0e}{int8}; {NEW} greedy tokens a row; "
     )
-
-
-if __name__ == "__main__":
-    from tests.parity_matrix import main as run  # so that workers and sections know one module
-
-    run()

@@ -1,6 +1,6 @@
 """Beams and forks equal the full forward pass, for every position kind and model kind.
 
-Printed with the matrix by `python -m tests.parity_matrix`. The texts that a beam search returns are
+Printed with the matrix by `python -m tests.parity`. The texts that a beam search returns are
 read once more without a cache: their log-probabilities must be those of the search. A prompt is
 read once and forked into samples; each token must be the one that the full pass's logits give with
 the row's key. A windowed cache is a ring of the window's length.
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.parity_matrix import (
+from tests.parity.matrix import (
     HEADS,
     KINDS,
     LENGTHS,
@@ -28,11 +28,12 @@ from tests.parity_matrix import (
     WINDOWS,
     Case,
 )
-from transformer_jax.beam import LengthPenalty, beam_search
-from transformer_jax.decode import generate, make_step, prefill
-from transformer_jax.models import build, init_cache, init_params
-from transformer_jax.rows import fork
-from transformer_jax.sampling import Sample, Temperature
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.beams import LengthPenalty, beam_search
+from transformer_jax.decoding.generation import generate, prefill
+from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache, init_params
 
 BEAMS, SAMPLES, NEW = 4, 3, 23
 TOLERANCE = 1e-5

@@ -1,6 +1,6 @@
 """Continuous batching equals the full forward pass, whoever comes and goes.
 
-    python -m tests.parity_matrix
+    python -m tests.parity
 
 Of every decoder of the matrix, 23 requests of ragged prompts and lengths go through three slots,
 greedily and sampled, arriving at random. The full pass sees a request's prompt and tokens at once,
@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.parity_matrix import PROMPT, VOCAB, Case
-from transformer_jax.decode import make_step
-from transformer_jax.models import build, init_cache, init_params
-from transformer_jax.sampling import Greedy, Sample, Sampler, Temperature
-from transformer_jax.slots import Request, serve
+from tests.parity.matrix import PROMPT, VOCAB, Case
+from transformer_jax.decoding.continuous_batching import Request, serve
+from transformer_jax.decoding.samplers import Greedy, Sample, Sampler, Temperature
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache, init_params
 
 COUNT, SLOTS, NEW = 23, 3, 29
 SAMPLERS: dict[str, Sampler] = {"greedy": Greedy(), "sampled": Sample(Temperature(1.3))}

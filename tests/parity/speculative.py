@@ -1,6 +1,6 @@
 """Speculative decoding says what plain decoding says, for every position kind and model kind.
 
-    python -m tests.parity_matrix
+    python -m tests.parity
 
 Each case is measured with a draft of other parameters, with the model as its own draft, and with
 prompt lookup, on ragged prompts; a windowed cache is a ring of window + num_draft slots, which
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.parity_matrix import (
+from tests.parity.matrix import (
     HEADS,
     KINDS,
     LENGTHS,
@@ -28,10 +28,11 @@ from tests.parity_matrix import (
     WINDOWS,
     Case,
 )
-from transformer_jax.decode import generate, make_step
-from transformer_jax.models import build, init_cache, init_params
-from transformer_jax.rows import fork
-from transformer_jax.speculative import Draft, PromptLookup, speculate
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.speculative import Draft, PromptLookup, speculate
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache, init_params
 
 DRAFTED = 4
 

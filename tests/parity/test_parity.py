@@ -1,10 +1,10 @@
 """Every position kind, head layout, extent and model kind at least once; all of them by
-`python -m tests.parity_matrix`."""
+`python -m tests.parity`."""
 
 import pytest
 
-from tests.parity_matrix import HEADS, KINDS, MEMORY, POSITIONS, WINDOWS, Case, cases, measure
-from tests.parity_search import measure_search, search_cases
+from tests.parity.matrix import HEADS, KINDS, MEMORY, POSITIONS, WINDOWS, Case, cases, measure
+from tests.parity.search import measure_search, search_cases
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -31,6 +31,17 @@ def test_the_sample_covers_every_option():
     assert {c.dtype for c in SAMPLE} == {None, "int8"} and set(SAMPLE + SLOW) <= set(cases())
 
 
+@pytest.mark.slow_cases(
+    "decoder-learned",
+    "decoder-none",
+    "decoder-rope-pairs-GQA-window-7+4",
+    "decoder-shaw-MQA",
+    "encoder-decoder-alibi",
+    "encoder-decoder-rope-MHA",
+    "encoder-decoder-sinusoidal",
+    "encoder-decoder-t5-GQA",
+    "encoder-decoder-t5-MHA",
+)
 @pytest.mark.parametrize(
     "case",
     [*SAMPLE, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
@@ -44,6 +55,7 @@ def test_cached_decode_matches_full_forward(case):
         assert result.holds, result
 
 
+@pytest.mark.slow_cases("encoder-decoder-shaw")
 @pytest.mark.parametrize(
     "case",
     [c for i, c in enumerate(search_cases()) if i in (3, 13)],

@@ -9,12 +9,22 @@ import jax
 import numpy as np
 import pytest
 
-from transformer_jax.beam import beam_search
-from transformer_jax.decode import generate, make_step
-from transformer_jax.g2p import END, LETTERS, SOUNDS, START, gru_cell, letters, read_g2p, sounds
-from transformer_jax.models import build, init_params
-from transformer_jax.rows import fork
-from transformer_jax.weights import CheckpointError
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.beams import beam_search
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_params
+from transformer_jax.pretrained.g2p import (
+    END,
+    LETTERS,
+    SOUNDS,
+    START,
+    gru_cell,
+    letters,
+    read_g2p,
+    sounds,
+)
+from transformer_jax.pretrained.safetensors_folder import CheckpointError
 
 NAMES = "w_ih", "w_hh", "b_ih", "b_hh"
 

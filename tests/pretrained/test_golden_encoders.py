@@ -8,7 +8,7 @@ import pytest
 
 from transformer_jax import build, load_pretrained, save_pretrained
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 TOLERANCE = 1e-4
 
 

@@ -13,13 +13,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from hostile_weights import measured
-
+from tests.support.hostile_weights import measured
 from transformer_jax.config import ConfigError
-from transformer_jax.pretrained import load_pretrained
-from transformer_jax.weights import CheckpointError
+from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.safetensors_folder import CheckpointError
 
 BASE = dict(
     model_type="llama", vocab_size=29, hidden_size=12, intermediate_size=17, num_hidden_layers=2,
@@ -215,7 +212,7 @@ def lay(folder: Path) -> Path:
     """Weights that BASE describes."""
     import numpy as np
 
-    from transformer_jax.weights import write_folder
+    from transformer_jax.pretrained.safetensors_folder import write_folder
 
     tensors = {"model.embed_tokens.weight": (29, 12), "model.norm.weight": (12,)}
     for i in range(2):
@@ -265,8 +262,9 @@ def test_a_config_that_leads_out_of_the_folder_is_not_read(folder, tmp_path):
 
 def test_hostile_configs_cost_a_second_and_64_mib_at_most(tmp_path):
     """And open nothing but the folder's files, and run nothing."""
-    script = [sys.executable, __file__, str(tmp_path / "model")]
-    out = subprocess.run(script, capture_output=True, text=True, check=True)
+    script = [sys.executable, "-m", "tests.pretrained.test_hostile_config", str(tmp_path / "model")]
+    root = Path(__file__).parents[2]
+    out = subprocess.run(script, capture_output=True, text=True, check=True, cwd=root)
     found = json.loads(out.stdout)
     assert set(found) == set(HOSTILE)
     assert len(found) >= 40

@@ -12,29 +12,31 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from devices import on_devices
 from safetensors.numpy import load_file, save_file
 
-from transformer_jax.config import ConfigError, ModelConfig, RopeConfig
-from transformer_jax.families import FAMILIES
-from transformer_jax.models import build, init_params
-from transformer_jax.pretrained import (
-    load_pretrained,
-    parameter_shapes,
-    read_config,
-    save_pretrained,
-    tensor_names,
-    write_config,
-    written_family,
+from tests.support.devices import on_devices
+from transformer_jax.config import (
+    ConfigError,
+    Learned,
+    ModelConfig,
+    Rope,
+    Sinusoidal,
+    T5Buckets,
 )
-from transformer_jax.transformer import stack_layers
-from transformer_jax.weights import CheckpointError
+from transformer_jax.models.factory import build, init_params
+from transformer_jax.models.stack import stack_layers
+from transformer_jax.pretrained.config_json import read_config, write_config, written_family
+from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.safetensors_folder import CheckpointError
+from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.pretrained.tensors import parameter_shapes, tensor_names
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 GOLDEN = sorted(
     path.parent
-    for path in Path(__file__).parent.glob("golden/*/golden.npz")
+    for path in Path(__file__).parents[1].glob("golden/*/golden.npz")
     if "at" in np.load(path, allow_pickle=False).files  # others have tests of their own
 )
 
@@ -65,6 +67,7 @@ def test_there_are_goldens():
     assert max(np.load(folder / "golden.npz")["tokens"].shape[1] for folder in GOLDEN) > 512
 
 
+@pytest.mark.slow_cases("gpt2")
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
 def test_logits_are_those_of_transformers(folder):
     """Within 1e-4, and the same likeliest token wherever it is clear."""
@@ -201,14 +204,14 @@ MISTRAL = LLAMA | dict(
 )  # fmt: skip
 QWEN = LLAMA | dict(
     vocab_size=152064, d_model=3584, d_ff=18944, num_layers=28, num_heads=28, num_kv_heads=4,
-    max_len=131072, norm_eps=1e-6, qkv_bias=True, rope=RopeConfig(base=1e6),
+    max_len=131072, norm_eps=1e-6, qkv_bias=True, positions=Rope(base=1e6),
 )  # fmt: skip
 GEMMA = LLAMA | dict(
     activation="gelu_tanh", norm_eps=1e-6, head_dim=256, norm_unit_offset=True,
     scale_embeddings=True, tie_embeddings=True,
 )  # fmt: skip
 CAPPED = GEMMA | dict(norm_order="sandwich", attention_scale=1 / 16)
-YARN = RopeConfig(base=1e6, scaling="yarn", factor=4.0, original_len=32768)
+YARN = Rope(base=1e6, scaling="yarn", factor=4.0, original_len=32768)
 MEANT: dict[str, dict[str, Any]] = {
     "gpt2": dict(
         vocab_size=50257, d_model=768, num_layers=12, num_heads=12, max_len=1024, dropout=0.1,
@@ -221,22 +224,22 @@ MEANT: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": LLAMA | dict(
         vocab_size=128256, d_model=4096, d_ff=14336, num_layers=32, num_heads=32, num_kv_heads=8,
         max_len=131072,
-        rope=RopeConfig(
+        positions=Rope(
             base=500000.0, scaling="llama3", factor=8.0, original_len=8192, low_freq_factor=1.0,
             high_freq_factor=4.0,
         ),
     ),
     "SmolLM2-135M": LLAMA | dict(
         vocab_size=49152, d_model=576, d_ff=1536, num_layers=30, num_heads=9, num_kv_heads=3,
-        max_len=8192, rope=RopeConfig(base=100000.0), tie_embeddings=True,
+        max_len=8192, positions=Rope(base=100000.0), tie_embeddings=True,
     ),
     "Mistral-7B-v0.1": MISTRAL,
-    "Mistral-7B-v0.3": MISTRAL | dict(vocab_size=32768, rope=RopeConfig(base=1e6), window=None),
+    "Mistral-7B-v0.3": MISTRAL | dict(vocab_size=32768, positions=Rope(base=1e6), window=None),
     "Qwen2-7B": QWEN,
-    "Qwen2.5-7B, for long texts": QWEN | dict(rope=YARN),
+    "Qwen2.5-7B, for long texts": QWEN | dict(positions=YARN),
     "Qwen3-8B": LLAMA | dict(
         vocab_size=151936, d_model=4096, d_ff=12288, num_layers=36, num_heads=32, num_kv_heads=8,
-        head_dim=128, max_len=40960, norm_eps=1e-6, qk_norm=True, rope=RopeConfig(base=1e6),
+        head_dim=128, max_len=40960, norm_eps=1e-6, qk_norm=True, positions=Rope(base=1e6),
     ),
     "gemma-2b": GEMMA | dict(
         vocab_size=256000, d_model=2048, d_ff=16384, num_layers=18, num_heads=8, num_kv_heads=1,
@@ -248,8 +251,8 @@ MEANT: dict[str, dict[str, Any]] = {
     ),
     "gemma-3-1b-it": CAPPED | dict(
         vocab_size=262144, d_model=1152, d_ff=6912, num_layers=26, num_heads=4, num_kv_heads=1,
-        max_len=32768, window=(512,) * 5 + (None,), window_rope_base=10000.0, qk_norm=True,
-        rope=RopeConfig(base=1e6),
+        max_len=32768, window=(512,) * 5 + (None,), qk_norm=True,
+        positions=Rope(base=1e6, window_base=10000.0),
     ),
 }  # fmt: skip
 
@@ -328,17 +331,204 @@ def scaled(kind: str, **keys: Any) -> dict[str, Any]:
         (
             small(model_type="gemma3_text", num_attention_heads=4, num_hidden_layers=6),
             dict(
-                kv_heads=4, window=(4096,) * 5 + (None,), rope=RopeConfig(base=1e6),
-                window_rope_base=10_000.0, attention_softcap=None, logit_softcap=None,
+                kv_heads=4, window=(4096,) * 5 + (None,),
+                positions=Rope(base=1e6, window_base=10_000.0), attention_softcap=None,
+                logit_softcap=None,
             ),
         ),
     ],
 )  # fmt: skip
-def test_what_is_not_said_is_as_transformers_has_it(content, fields):
+def test_missing_keys_of_windows_and_caps_have_their_defaults(content, fields):
     if "kv_heads" in fields:
         del content["num_key_value_heads"]
     config = read_config(content, (), "config.json")
     assert {name: getattr(config, name) for name in fields} == fields
+
+
+BERT = dict(
+    kind="encoder", norm_order="post", embedding_norm=True, activation="gelu", num_heads=12,
+    d_model=768, d_ff=3072, norm_eps=1e-12, dropout=0.1, attention_dropout=0.1,
+)  # fmt: skip
+BART = dict(
+    kind="encoder-decoder", d_model=1024, num_layers=12, num_decoder_layers=12, num_heads=16,
+    d_ff=4096, max_len=1024, norm_order="post", activation="gelu", dropout=0.1,
+)  # fmt: skip
+SMALL = dict(vocab_size=53, d_model=12, d_ff=10, num_layers=2, num_heads=8, max_len=64)
+SMALL_LLAMA = LLAMA | SMALL | dict(norm_eps=1e-6)
+SMALL_GEMMA = GEMMA | SMALL | dict(num_kv_heads=4)
+NO_DEFAULT = dict(num_attention_heads=8, num_key_value_heads=..., head_dim=2)
+SMALL_QWEN = SMALL_LLAMA | dict(num_layers=30, num_heads=64, num_kv_heads=32)
+QWEN_LEFT_OUT = NO_DEFAULT | dict(num_hidden_layers=30, num_attention_heads=64, head_dim=...)
+QWEN_WINDOWS = (None,) * 28 + (4096,) * 2
+MASKED = BERT | dict(masked_token_head=True, logit_bias=True)
+TWELVE = tuple(f"tensor {i}" for i in range(12))  # no fewer than there are layers
+LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
+    # a config.json of what has no default, the tensors' names, and what it means
+    "gpt2": (
+        dict(model_type="gpt2"), (),
+        dict(
+            vocab_size=50257, max_len=1024, d_model=768, num_layers=12, num_heads=12, d_ff=None,
+            activation="gelu_tanh", norm_eps=1e-5, tie_embeddings=True, dropout=0.1,
+            attention_dropout=0.1,
+        ),
+    ),
+    "llama": (small(**NO_DEFAULT), (), SMALL_LLAMA | dict(num_kv_heads=8, head_dim=2)),
+    "mistral": (
+        small(model_type="mistral", **NO_DEFAULT), (),
+        SMALL_LLAMA | dict(num_kv_heads=8, head_dim=2, window=4096),
+    ),
+    "qwen2": (
+        small(model_type="qwen2", **QWEN_LEFT_OUT | dict(head_dim=2)), (),
+        SMALL_QWEN | dict(head_dim=2, qkv_bias=True),
+    ),
+    "qwen2 with windows": (
+        small(model_type="qwen2", use_sliding_window=True, **QWEN_LEFT_OUT | dict(head_dim=2)), (),
+        SMALL_QWEN | dict(head_dim=2, qkv_bias=True, window=QWEN_WINDOWS),
+    ),
+    "qwen3": (
+        small(model_type="qwen3", **QWEN_LEFT_OUT), (),
+        SMALL_QWEN | dict(head_dim=128, qk_norm=True),
+    ),
+    "qwen3 with windows": (
+        small(model_type="qwen3", use_sliding_window=True, **QWEN_LEFT_OUT), (),
+        SMALL_QWEN | dict(head_dim=128, qk_norm=True, window=QWEN_WINDOWS),
+    ),
+    "gemma": (
+        small(model_type="gemma", **NO_DEFAULT | dict(num_attention_heads=16, head_dim=...)), (),
+        SMALL_GEMMA | dict(num_heads=16, num_kv_heads=16, head_dim=256),
+    ),
+    "gemma2": (
+        small(model_type="gemma2", **NO_DEFAULT | dict(head_dim=...)), (),
+        CAPPED | SMALL_GEMMA | dict(
+            window=(4096, None), attention_softcap=50.0, logit_softcap=30.0, attention_scale=1 / 16,
+        ),
+    ),
+    "gemma3_text": (
+        small(model_type="gemma3_text", **NO_DEFAULT | dict(head_dim=..., num_hidden_layers=12)),
+        (),
+        CAPPED | SMALL_GEMMA | dict(
+            num_layers=12, window=(4096,) * 5 + (None,), qk_norm=True, attention_scale=1 / 16,
+            positions=Rope(base=1e6, window_base=10_000.0),
+        ),
+    ),
+    "bert": (
+        dict(model_type="bert"), (),
+        BERT | dict(vocab_size=30522, num_layers=12, max_len=512, type_vocab_size=2),
+    ),
+    "bert with classes": (
+        dict(model_type="bert"),
+        ("bert.pooler.dense.weight", "classifier.weight", *TWELVE),
+        BERT | dict(
+            vocab_size=30522, num_layers=12, max_len=512, type_vocab_size=2, pooler="tanh",
+            num_classes=2,
+        ),
+    ),
+    "bert with a masked-token head": (
+        dict(model_type="bert"), ("cls.predictions.transform.dense.weight", *TWELVE),
+        MASKED | dict(vocab_size=30522, num_layers=12, max_len=512, type_vocab_size=2),
+    ),
+    "roberta with a masked-token head": (
+        dict(model_type="roberta"), ("lm_head.dense.weight", *TWELVE),
+        MASKED | dict(
+            vocab_size=50265, num_layers=12, max_len=510, positions=Learned(offset=2),
+            type_vocab_size=2,
+        ),
+    ),
+    "distilbert with a masked-token head": (
+        dict(model_type="distilbert"), ("vocab_transform.weight", *TWELVE),
+        MASKED | dict(vocab_size=30522, num_layers=6, max_len=512),
+    ),
+    "t5": (
+        dict(model_type="t5"), tuple(f"decoder.{i}" for i in range(6)),
+        dict(
+            kind="encoder-decoder", vocab_size=32128, d_model=512, num_layers=6,
+            num_decoder_layers=6, num_heads=8, head_dim=64, d_ff=2048, max_len=512,
+            positions=T5Buckets(buckets=32, max_distance=128), norm="rmsnorm", norm_eps=1e-6,
+            activation="relu", glu=False, use_bias=False, attention_scale=1.0, tie_embeddings=True,
+            logit_scale=512**-0.5, dropout=0.1, attention_dropout=0.1,
+        ),
+    ),
+    "bart": (
+        dict(model_type="bart"), (),
+        BART | dict(
+            vocab_size=50265, positions=Learned(offset=2), embedding_norm=True,
+            scale_embeddings=False,
+        ),
+    ),
+    "marian": (
+        dict(model_type="marian"), (),
+        BART | dict(vocab_size=58101, positions=Sinusoidal(layout="halves")),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_keys_that_are_missing_have_the_defaults_of_transformers(name):
+    """Literals from the signatures of the config classes of transformers 5.23."""
+    content, tensors, meant = LEFT_OUT[name]
+    content = {key: value for key, value in content.items() if value is not ...}
+    assert read_config(content, tensors, "config.json") == ModelConfig(**meant)
+    assert {name.partition(" ")[0] for name in LEFT_OUT} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("content", "keys"),
+    [
+        (small(), dict(unk_token_id=0)),
+        (small(), dict(_model_name_or_path="a/b")),
+        (small(), dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, factor=1.0))),
+        (small(), dict(rope_scaling=dict(type="default", factor=8.0, low_freq_factor=2.0))),
+        (small(), dict(partial_rotary_factor=1.0)),
+        (dict(model_type="gpt2"), dict(embd_pdrop=0.0)),
+        (dict(model_type="gpt2", activation_function="gelu"),
+         dict(activation_function="gelu_python")),
+        (small(hidden_act="gelu"), dict(hidden_act="gelu_python")),
+        (small(hidden_act="gelu_pytorch_tanh"), dict(hidden_act="gelu_python_tanh")),
+        (small(hidden_act="gelu_pytorch_tanh"), dict(hidden_act="gelu_accurate")),
+    ],
+)  # fmt: skip
+def test_keys_that_change_no_number_are_read(content, keys):
+    plain = read_config(content, (), "config.json")
+    assert read_config(content | keys, (), "config.json") == plain
+
+
+@pytest.mark.parametrize(
+    ("content", "rope"),
+    [
+        (small(head_dim=12, partial_rotary_factor=0.5), Rope(dims=6)),
+        (small(head_dim=6, partial_rotary_factor=0.7), Rope(dims=4)),
+        (
+            small(
+                head_dim=10, rope_parameters=dict(
+                    rope_type="linear", rope_theta=5e5, factor=2.0, partial_rotary_factor=0.2
+                ),
+            ),
+            Rope(base=5e5, dims=2, scaling="linear", factor=2.0),
+        ),
+        (
+            small(model_type="gemma3_text", head_dim=8, partial_rotary_factor=0.5),
+            Rope(base=1e6, dims=4, window_base=10_000.0),
+        ),
+    ],
+)  # fmt: skip
+def test_a_rotation_of_a_part_of_each_head_is_read_and_written(content, rope):
+    config = read_config(content, (), "config.json")
+    assert config.positions == rope
+    family = FAMILIES[content["model_type"]]
+    for dims in range(2, config.key_dim, 2):
+        changed = dataclasses.replace(config, positions=dataclasses.replace(rope, dims=dims))
+        written = json.loads(json.dumps(write_config(family, changed)))
+        assert read_config(written, (), "config.json") == changed
+
+
+def test_layers_of_one_gemma_rotate_the_same_part():
+    near, far = (dict(rope_type="default", partial_rotary_factor=part) for part in (0.5, 0.25))
+    content = small(model_type="gemma3_text", head_dim=8)
+    content["rope_parameters"] = dict(sliding_attention=near, full_attention=near)
+    assert read_config(content, (), "config.json").positions.dims == 4
+    content["rope_parameters"] = dict(sliding_attention=near, full_attention=far)
+    with pytest.raises(ConfigError, match="both must have one partial_rotary_factor"):
+        read_config(content, (), "config.json")
 
 
 FACTORS = dict(short_factor=[1.0, 1.5], long_factor=[2.0, 3.0])
@@ -347,32 +537,32 @@ FACTORS = dict(short_factor=[1.0, 1.5], long_factor=[2.0, 3.0])
 @pytest.mark.parametrize(
     ("content", "rope", "max_len"),
     [
-        (scaled("linear", factor=4), RopeConfig(scaling="linear", factor=4.0), 64),
+        (scaled("linear", factor=4), Rope(scaling="linear", factor=4.0), 64),
         (
             scaled("dynamic", factor=2.0, original_max_position_embeddings=16),
-            RopeConfig(scaling="dynamic", factor=2.0, original_len=64), 64,
+            Rope(scaling="dynamic", factor=2.0, original_len=64), 64,
         ),
         (
             scaled("yarn", original_max_position_embeddings=16, truncate=False),
-            RopeConfig(scaling="yarn", factor=4.0, original_len=16, truncate=False), 64,
+            Rope(scaling="yarn", factor=4.0, original_len=16, truncate=False), 64,
         ),
         (
             scaled("yarn", factor=8.0, mscale=0.5, mscale_all_dim=1.0),
-            RopeConfig(
+            Rope(
                 scaling="yarn", factor=8.0, original_len=64,
                 attention_factor=(1 + 0.05 * math.log(8)) / (1 + 0.1 * math.log(8)),
             ), 64,
         ),
         (
             scaled("su", original_max_position_embeddings=16, **FACTORS),
-            RopeConfig(
+            Rope(
                 scaling="longrope", factor=4.0, original_len=16, short_factors=(1.0, 1.5),
                 long_factors=(2.0, 3.0),
             ), 16,
         ),
         (
             scaled("longrope", factor=6.0, **FACTORS) | dict(original_max_position_embeddings=32),
-            RopeConfig(
+            Rope(
                 scaling="longrope", factor=6.0, original_len=32, short_factors=(1.0, 1.5),
                 long_factors=(2.0, 3.0),
             ), 32,
@@ -382,7 +572,7 @@ FACTORS = dict(short_factor=[1.0, 1.5], long_factor=[2.0, 3.0])
 )  # fmt: skip
 def test_a_stretched_rotation_is_read(content, rope, max_len):
     config = read_config(content, (), "config.json")
-    assert config.rope == rope
+    assert config.positions == rope
     assert config.max_len == max_len
     written = json.loads(json.dumps(write_config(FAMILIES["llama"], config)))
     assert read_config(written, (), "config.json") == config
@@ -396,7 +586,9 @@ def test_a_stretched_rotation_is_read(content, rope, max_len):
         (scaled("llama3", factor=2.0), "low_freq_factor is missing"),
         (scaled("linear", factor=2.0, twist=1), "rope_scaling: twist is 1"),
         (small(rope_parameters={}, rope_scaling={}), "rope_parameters says it already"),
-        (small(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5: must be 1.0"),
+        (small(partial_rotary_factor=0.25), "partial_rotary_factor is 0.25: 1 of 4 dimensions"),
+        (small(partial_rotary_factor=1.5), "partial_rotary_factor is 1.5: must be at most 1"),
+        (small(partial_rotary_factor=0), "partial_rotary_factor is 0: must be positive"),
         (small(sliding_window=4), "sliding_window is 4: no such key"),
         (small(pretraining_tp=2), "pretraining_tp is 2: must be 1"),
         (small(hidden_act="quick_gelu"), "hidden_act is 'quick_gelu': must be one of"),
@@ -422,13 +614,16 @@ def test_a_key_that_cannot_be_honoured_is_named(content, told):
 
 # Tensors
 
-GPT2, LLAMA3, GEMMA3 = (Path(__file__).parent / "golden" / n for n in ("gpt2", "llama", "gemma3"))
+GPT2, LLAMA3, GEMMA3 = (
+    Path(__file__).parents[1] / "golden" / n for n in ("gpt2", "llama", "gemma3")
+)
 
 
 def changed(folder: Path, target: Path, change: Any, **keys: Any) -> Path:
     """A copy of a folder whose tensors went through `change`, with other keys in config.json."""
     target.mkdir()
     content = json.loads((folder / "config.json").read_text()) | keys
+    content = {key: value for key, value in content.items() if value is not ...}
     (target / "config.json").write_text(json.dumps(content))
     tensors = load_file(folder / "model.safetensors")
     save_file(change(tensors) or tensors, target / "model.safetensors")
@@ -505,7 +700,7 @@ def test_names_without_the_prefix_are_read_and_kept(tmp_path):
 def test_what_the_new_config_says_replaces_the_old_keys(tmp_path):
     """A stretch that is gone, a dtype, the newer style's rope_parameters: none lives on."""
     config, params = load_pretrained(LLAMA3, dtype="bfloat16")
-    plain = dataclasses.replace(config, rope=RopeConfig(base=500.0), max_len=32)
+    plain = dataclasses.replace(config, positions=Rope(base=500.0), max_len=32)
     save_pretrained(tmp_path / "new", plain, params, like=LLAMA3)
     content = json.loads((tmp_path / "new" / "config.json").read_text())
     old = json.loads((LLAMA3 / "config.json").read_text())
@@ -595,7 +790,7 @@ def test_a_gemma_without_windows_is_written(name):
 
 
 @pytest.mark.parametrize("head", ["TokenClassification", "QuestionAnswering", "MultipleChoice"])
-def test_heads_that_are_not_here_are_refused_by_their_name(head):
+def test_unsupported_heads_are_refused_by_name(head):
     """Also where their tensors are named as those of a head that is."""
     content = dict(model_type="bert", num_hidden_layers=1, architectures=[f"BertFor{head}"])
     tensors = ("classifier.weight", "bert.pooler.dense.weight")
@@ -605,7 +800,7 @@ def test_heads_that_are_not_here_are_refused_by_their_name(head):
     assert read_config(content, tensors, "config.json").num_classes == 2
 
 
-def test_what_no_gemma3_does_is_not_written_as_one():
+def test_options_that_gemma3_lacks_are_not_written_as_gemma3():
     config = read_config(PUBLISHED["gemma-3-1b-it"], (), "config.json")
     assert written_family(config) == "gemma3_text"
     capped = dataclasses.replace(config, attention_softcap=3.0)
@@ -767,9 +962,9 @@ def test_a_config_that_no_family_can_say_is_refused_by_its_field(tmp_path):
     params = init_params(config, jax.random.key(0))
     with pytest.raises(ConfigError, match="no family can say this config") as error:
         save_pretrained(tmp_path / "never", config, params)
-    assert "gpt2: positions is 'alibi': a gpt2 has 'learned'" in str(error.value)
+    assert "gpt2: positions is Alibi(): a gpt2 has Learned()" in str(error.value)
     assert all(f"{name}: " in str(error.value) for name in FAMILIES)
-    with pytest.raises(ConfigError, match=r"^positions is 'alibi': a gpt2 has 'learned'$"):
+    with pytest.raises(ConfigError, match=r"^positions is Alibi\(\): a gpt2 has Learned\(\)$"):
         save_pretrained(tmp_path / "never", config, params, family="gpt2")
     with pytest.raises(ConfigError, match=r"family is 'llama': .*gpt2 is of 'gpt2'"):
         save_pretrained(tmp_path / "never", config, params, family="llama", like=GPT2)
@@ -778,15 +973,20 @@ def test_a_config_that_no_family_can_say_is_refused_by_its_field(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_length_of_ones_own(tmp_path):
+def test_max_len_replaces_the_length_of_the_config(tmp_path):
     stretch = dict(rope_type="dynamic", rope_theta=10_000.0, factor=2.0)
     folder = changed(LLAMA3, tmp_path / "dynamic", dict, rope_parameters=stretch)
     config, params = load_pretrained(folder, max_len=3000)
-    assert (config.max_len, config.rope.length, config.rope.original_len) == (3000, 3000, 1024)
+    rope = config.positions
+    assert (config.max_len, rope.length, rope.original_len) == (
+        3000,
+        3000,
+        1024,
+    )
     save_pretrained(tmp_path / "again", config, params)
     assert load_pretrained(tmp_path / "again")[0] == load_pretrained(folder)[0]
     config, _ = load_pretrained(LLAMA3, max_len=70)
-    assert (config.max_len, config.rope) == (70, load_pretrained(LLAMA3)[0].rope)
+    assert (config.max_len, config.positions) == (70, load_pretrained(LLAMA3)[0].positions)
     with pytest.raises(ConfigError, match="max_len is 49: the table of positions has 48"):
         load_pretrained(GPT2, max_len=49)
     with pytest.raises(ConfigError, match="max_len is 0: must be a positive integer"):
@@ -806,7 +1006,7 @@ def test_names_of_tensors_say_what_each_holds():
     assert sorted(path for paths in names.values() for path in paths) == sorted(shapes)
 
 
-def test_keys_that_say_no_are_of_no_consequence():
+def test_keys_that_are_off_are_ignored():
     said = dict(is_encoder_decoder=False, is_decoder=False, pruned_heads={}, unsloth_fixed=True)
     plain = PUBLISHED["Llama-2-7b"]
     assert read_config(plain | said, (), "here") == read_config(plain, (), "here")
@@ -828,7 +1028,46 @@ def test_the_two_names_of_a_rotations_kind_must_agree():
 def test_a_mistral_may_list_its_layers():
     content = PUBLISHED["Mistral-7B-v0.1"]
     layers = ["full_attention", "sliding_attention"] * (content["num_hidden_layers"] // 2)
-    assert read_config(content | dict(layer_types=layers), (), "here").window == (None, 4096)
+    config = read_config(content | dict(layer_types=layers), (), "here")
+    assert config.window == (None, 4096)
+    written = json.loads(json.dumps(write_config(FAMILIES["mistral"], config)))
+    assert (written["layer_types"], written["sliding_window"]) == (layers, 4096)
+    assert read_config(written, (), "here") == config
+    alike = read_config(content, (), "here")
+    assert "layer_types" not in write_config(FAMILIES["mistral"], alike)
+
+
+def test_a_mistral_that_lists_its_layers_is_saved_as_it_was(tmp_path):
+    layers = ["sliding_attention", "full_attention"]
+    before = changed(
+        LLAMA3, tmp_path / "before", dict, model_type="mistral", layer_types=layers,
+        sliding_window=7, attention_bias=..., mlp_bias=..., pretraining_tp=...,
+    )  # fmt: skip
+    config, params = load_pretrained(before)
+    assert config.window == (7, None)
+    for name, like in (("new", None), ("like", before)):
+        save_pretrained(tmp_path / name, config, params, family="mistral", like=like)
+        again, loaded = load_pretrained(tmp_path / name)
+        assert again == config
+        assert_same_bits(loaded, params)
+
+
+def test_a_model_without_its_output_matrix_is_refused_with_the_reason(tmp_path):
+    """As `AutoModel` saves one, whose logits cannot be computed."""
+
+    def headless(tensors):
+        del tensors["lm_head.weight"]
+        return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+    folder = changed(LLAMA3, tmp_path / "headless", headless, architectures=["LlamaModel"])
+    told = (
+        "tensor lm_head.weight is missing: tie_word_embeddings is false, so logits need it. The "
+        "files hold a model without its head, as AutoModel saves it: save the one with a head"
+    )
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        load_pretrained(folder)
+    tied = changed(LLAMA3, tmp_path / "tied", headless, tie_word_embeddings=True)
+    assert load_pretrained(tied)[0].tie_embeddings
 
 
 def test_doubles_are_not_saved(tmp_path):

@@ -19,11 +19,12 @@ with warnings.catch_warnings():
     transformers = pytest.importorskip("transformers")
 
 from transformer_jax.config import LoraConfig, ModelConfig  # noqa: E402
-from transformer_jax.lora import apply_lora, init_lora, merge_lora  # noqa: E402
-from transformer_jax.lora_files import load_lora, save_lora  # noqa: E402
-from transformer_jax.models import build, init_params  # noqa: E402
-from transformer_jax.pretrained import load_pretrained, tensor_names  # noqa: E402
-from transformer_jax.transformer import stack_layers  # noqa: E402
+from transformer_jax.models.factory import build, init_params  # noqa: E402
+from transformer_jax.models.lora import apply_lora, init_lora, merge_lora  # noqa: E402
+from transformer_jax.models.stack import stack_layers  # noqa: E402
+from transformer_jax.pretrained.load import load_pretrained  # noqa: E402
+from transformer_jax.pretrained.peft import load_lora, save_lora  # noqa: E402
+from transformer_jax.pretrained.tensors import tensor_names  # noqa: E402
 
 LOGITS = 1e-5
 TOKENS = np.random.default_rng(5).integers(0, 31, (2, 13))

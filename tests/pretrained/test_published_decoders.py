@@ -17,7 +17,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from published import (
+from safetensors.numpy import load_file
+
+from tests.support.published import (
     LOGITS,
     apply,
     assert_round_trip,
@@ -31,17 +33,17 @@ from published import (
     torch,
     transformers,
 )
-from safetensors.numpy import load_file
-
-from transformer_jax.beam import LengthPenalty, beam_search
-from transformer_jax.config import RopeConfig
-from transformer_jax.decode import generate, make_step
-from transformer_jax.families import FAMILIES
-from transformer_jax.models import build, init_cache
-from transformer_jax.positions import rope_frequencies
-from transformer_jax.pretrained import load_pretrained, save_pretrained
-from transformer_jax.processors import Ban, NoRepeatNGram
-from transformer_jax.transformer import stack_layers
+from transformer_jax.config import Rope
+from transformer_jax.decoding.beams import LengthPenalty, beam_search
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.logit_processors import Ban, NoRepeatNGram
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache
+from transformer_jax.models.positions import rope_frequencies
+from transformer_jax.models.stack import stack_layers
+from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.save import save_pretrained
 
 AUTO = transformers.AutoModelForCausalLM
 VOCAB, LENGTH, WINDOW = 97, 600, 13
@@ -221,7 +223,8 @@ def test_a_rotation_has_the_same_frequencies(name, folders):
     pattern = name.startswith("gemma3")
     for layer in ("full_attention", "sliding_attention") if pattern else (None,):
         near = layer == "sliding_attention"
-        stretch = RopeConfig(base=config.window_rope_base) if near else config.rope
+        rope = config.positions
+        stretch = Rope(base=rope.window_base) if near else rope
         rotary(torch.zeros(1), torch.arange(LENGTH)[None], *([layer] if pattern else []))
         prefix = f"{layer}_" if pattern else ""
         frequencies, factor = rope_frequencies(stretch, config.key_dim)
@@ -274,8 +277,8 @@ def test_gradients_of_the_cross_entropy_are_the_same(name, folders, rng):
         chosen = jnp.take_along_axis(chosen, ids[:, 1:, None], axis=-1)[..., 0]
         return -(chosen * labelled).sum() / labelled.sum()
 
-    lines = FAMILIES[model.config.model_type].table(config)
-    assert_same_gradients(config, params, loss, model, want, lines)
+    table = FAMILIES[model.config.model_type].table(config)
+    assert_same_gradients(config, params, loss, model, want, table)
 
 
 OFTEN_BEAMS = "gpt2", "mistral", "gemma3"

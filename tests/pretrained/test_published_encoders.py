@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,9 @@ import pytest
 
 published = pytest.importorskip("published")
 
-from published import (  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
+from tests.support.published import (  # noqa: E402
     assert_round_trip,
     assert_same_gradients,
     assert_same_logits,
@@ -30,8 +33,6 @@ from published import (  # noqa: E402
     torch,
     transformers,
 )
-from safetensors.numpy import load_file, save_file  # noqa: E402
-
 from transformer_jax import (  # noqa: E402
     ConfigError,
     ModelConfig,
@@ -39,9 +40,10 @@ from transformer_jax import (  # noqa: E402
     load_pretrained,
     save_pretrained,
 )
-from transformer_jax.families import FAMILIES  # noqa: E402
-from transformer_jax.models import init_params  # noqa: E402
-from transformer_jax.weights import CheckpointError  # noqa: E402
+from transformer_jax.config import Learned  # noqa: E402
+from transformer_jax.models.factory import init_params  # noqa: E402
+from transformer_jax.pretrained.families import FAMILIES  # noqa: E402
+from transformer_jax.pretrained.safetensors_folder import CheckpointError  # noqa: E402
 
 V, T = 97, 523
 
@@ -171,7 +173,7 @@ def everything(config, params, ids, at, types):
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize(("family", "head"), HEADS)
-def test_numbers_are_those_of_transformers(family, head, number, rng, tmp_path):
+def test_outputs_are_those_of_transformers(family, head, number, rng, tmp_path):
     model, auto = make(family, head, number)
     folder = saved(model, tmp_path / "model")
     config, params = load_pretrained(folder)
@@ -259,11 +261,11 @@ def test_gradients_are_those_of_transformers(family, head, rng, tmp_path):
         total = total + (want["pooler_output"] * weight[:, 0, : config.d_model]).sum()
     bare = head == "Model"
     prefix = FAMILIES[family].prefix if bare else ""
-    lines = [
-        dataclasses.replace(line, theirs=line.theirs.removeprefix(prefix))
-        for line in FAMILIES[family].table(config)
+    table = [
+        dataclasses.replace(mapping, tensor=mapping.tensor.removeprefix(prefix))
+        for mapping in FAMILIES[family].table(config)
     ]
-    assert_same_gradients(config, params, loss, model, total, lines)
+    assert_same_gradients(config, params, loss, model, total, table)
 
 
 @pytest.mark.parametrize(("family", "head"), [h for h in HEADS if h[1] == "ForMaskedLM"])
@@ -337,7 +339,7 @@ def test_old_names_buffers_and_copies_are_read(tmp_path, rng):
     assert any(name.endswith("gamma") for name in load_file(folder / "model.safetensors"))
     again, loaded = load_pretrained(folder)
     assert again == config
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    chex.assert_trees_all_equal(loaded, params, strict=True)
 
     def other(found):
         found["cls.predictions.decoder.bias"] = found["cls.predictions.decoder.bias"] + 1
@@ -359,7 +361,7 @@ def test_a_bare_file_may_have_heads(family, tmp_path):
     assert not any(name.startswith(prefix) for name in load_file(folder / "model.safetensors"))
     again, loaded = load_pretrained(folder)
     assert again == config
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    chex.assert_trees_all_equal(loaded, params, strict=True)
 
 
 def test_a_pooler_left_from_pretraining_is_not_the_classifiers(tmp_path):
@@ -376,7 +378,7 @@ def test_a_pooler_left_from_pretraining_is_not_the_classifiers(tmp_path):
     rewritten(folder, left)
     again, loaded = load_pretrained(folder)
     assert again == config
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    chex.assert_trees_all_equal(loaded, params, strict=True)
 
 
 def test_a_masked_token_head_with_a_pooler_is_both(tmp_path):
@@ -506,8 +508,8 @@ def test_other_heads_are_refused_by_name_and_by_their_tensors(family, head, name
 @pytest.mark.parametrize(
     ("changes", "family", "message"),
     [
-        (dict(position_offset=0), "roberta", "a roberta cannot say this config"),
-        (dict(position_offset=2), "bert", "max_len is 7: a bert has 9"),
+        (dict(positions=Learned(offset=0)), "roberta", "a roberta cannot say this config"),
+        (dict(positions=Learned(offset=2)), "bert", "max_len is 7: a bert has 9"),
         (dict(norm_eps=1e-5), "distilbert", "norm_eps is 1e-05: a distilbert has 1e-12"),
         (dict(type_vocab_size=2), "distilbert", "type_vocab_size is 2: a distilbert has None"),
         (dict(num_classes=3), "bert", "num_classes is 3: a bert has 2"),
@@ -521,7 +523,7 @@ def test_a_config_that_a_family_cannot_say_is_refused(changes, family, message, 
         kind="encoder", norm_order="post", embedding_norm=True, norm_eps=1e-12, activation="gelu",
         masked_token_head=True, logit_bias=True, **sizes,
         type_vocab_size=None if family == "distilbert" else 2,
-        position_offset=2 if family == "roberta" else 0,
+        positions=Learned(offset=2 if family == "roberta" else 0),
     )  # fmt: skip
     save_pretrained(tmp_path / "one", config, zeros(config), family=family)
     wrong = dataclasses.replace(config, **changes)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.published import (
+from tests.support.published import (
     LOGITS,
     apply,
     assert_round_trip,
@@ -47,10 +47,10 @@ from transformer_jax import (
     generate,
     make_step,
 )
-from transformer_jax.families import FAMILIES
-from transformer_jax.families.bart import sinusoids
-from transformer_jax.positions import sinusoidal
-from transformer_jax.pretrained import load_pretrained
+from transformer_jax.models.positions import sinusoidal
+from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.pretrained.families.bart import sinusoids
+from transformer_jax.pretrained.load import load_pretrained
 
 AUTO = transformers.AutoModelForSeq2SeqLM
 VOCAB, ROWS, NEW = 89, 3, 12
@@ -306,8 +306,8 @@ def test_gradients_are_theirs(name, loaded):
     logits = x.model(**x.both).logits[torch.tensor(x.real)]
     want = torch.nn.functional.cross_entropy(logits, torch.tensor(labels[x.real]).long())
     family = json.loads((x.folder / "config.json").read_text())["model_type"]
-    lines = FAMILIES[family].table(x.config)
-    assert_same_gradients(x.config, x.params, loss, x.model, want, lines)
+    table = FAMILIES[family].table(x.config)
+    assert_same_gradients(x.config, x.params, loss, x.model, want, table)
 
 
 def new_tokens(sequence: Any, end: int) -> list[int]:

@@ -12,18 +12,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hostile_weights as hostile
 import huggingface_hub
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from hostile_weights import EIGHT, FILES, GOOD, entry, lay, raw
-from killed import Killed, killed_after
 
-from transformer_jax.checkpoint import CheckpointError
-from transformer_jax.weights import (
+from tests.support import hostile_weights as hostile
+from tests.support.hostile_weights import EIGHT, FILES, GOOD, entry, lay, raw
+from tests.support.killed import Killed, killed_after
+from transformer_jax.checkpoints.checkpoint import CheckpointError
+from transformer_jax.pretrained.safetensors_folder import (
     CONFIG,
     CONFIG_LIMIT,
     INDEX,
@@ -34,7 +34,7 @@ from transformer_jax.weights import (
     write_folder,
 )
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_a_process_that_ends_anywhere_in_a_save_leaves_a_whole_folder(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_everything_is_synced_before_the_rename(tmp_path, monkeypatch):
     done = []
     fsync, rename = os.fsync, Path.rename
 
@@ -280,12 +280,10 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 def test_reading_and_writing_hold_a_tensor_and_a_shard(tmp_path):
     """Of 192 MiB in tensors of 16 MiB: one at a time is read, and a shard of 32 MiB written."""
     code = f"""
-import sys
-sys.path.insert(0, {str(HERE)!r})
 import json, numpy as np
 from pathlib import Path
-from hostile_weights import measured
-from transformer_jax.weights import open_folder, write_folder
+from tests.support.hostile_weights import measured
+from transformer_jax.pretrained.safetensors_folder import open_folder, write_folder
 folder = Path({str(tmp_path)!r}) / "m"
 made = ((str(i), np.full(2**22, i, np.float32)) for i in range(12))
 write_folder(folder.with_name("warm"), {{}}, [("a", np.zeros(3))])
@@ -298,7 +296,9 @@ def read():
 _, grown = measured(read)
 print(json.dumps([written, grown]))
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     written, read = json.loads(out.stdout)
     assert 15 * 2**20 <= read <= 24 * 2**20  # the kernel counts pages in batches
     assert 30 * 2**20 <= written <= 56 * 2**20
@@ -315,8 +315,8 @@ def test_a_hostile_file_is_refused_by_name(tmp_path, name):
 
 
 def test_hostile_files_cost_a_second_and_64_mib_at_most(tmp_path):
-    script = [sys.executable, str(HERE / "hostile_weights.py"), str(tmp_path)]
-    out = subprocess.run(script, capture_output=True, text=True, check=True)
+    script = [sys.executable, "-m", "tests.support.hostile_weights", str(tmp_path)]
+    out = subprocess.run(script, capture_output=True, text=True, check=True, cwd=ROOT)
     found = json.loads(out.stdout)
     assert set(found) == set(FILES)
     assert len(found) >= 40
@@ -721,14 +721,14 @@ def test_a_snapshot_in_the_cache_may_link_to_its_blobs_alone(tmp_path):
 def test_the_cache_is_read_without_a_network(tmp_path):
     cached(tmp_path)
     code = (
-        "from transformer_jax.weights import open_folder\n"
+        "from transformer_jax.pretrained.safetensors_folder import open_folder\n"
         "print(open_folder('org/name').read('a').tobytes().hex())\n"
         "try: open_folder('org/other')\n"
         "except ValueError as error: print(type(error).__name__, error)\n"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
     out = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=HERE.parent,
+        [sys.executable, "-c", code], env=environment, cwd=ROOT,
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     first, second = out.stdout.splitlines()
@@ -750,7 +750,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatc
 
 def test_importing_it_imports_neither_package():
     code = (
-        "import sys, transformer_jax.weights\n"
+        "import sys, transformer_jax.pretrained.safetensors_folder\n"
         "print([m for m in ('safetensors', 'huggingface_hub') if m in sys.modules])\n"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -17,7 +17,7 @@ from transformer_jax import (
     pool_sentences,
     save_pretrained,
 )
-from transformer_jax.checkpoint import CheckpointError
+from transformer_jax.checkpoints.checkpoint import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -42,7 +42,7 @@ def plainly(hidden, valid, pooling, normalise):
 
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
-def test_a_sentence_is_its_real_tokens_and_nothing_else(pooling, normalise, rng):
+def test_only_valid_tokens_are_pooled(pooling, normalise, rng):
     hidden = rng.normal(size=(4, 7, 5)).astype(np.float32) - 1.0  # a 0 would be the largest
     valid = np.ones((4, 7), bool)
     valid[1, 3:] = valid[2, :2] = valid[3] = False
@@ -101,7 +101,7 @@ def encoder(params):
     return SentenceEncoder(CONFIG, params, "mean", True, max_len=23)
 
 
-def test_padding_and_company_do_not_change_a_sentence(encoder, params):
+def test_padding_and_other_rows_do_not_change_a_vector(encoder, params):
     tokens = np.array([[1, 9, 4, 2, 0], [1, 7, 2, 0, 0]], np.int32)
     at = np.array([[0, 1, 2, 3, -1], [0, 1, 2, -1, -1]], np.int32)
     got = np.asarray(encoder.encode(tokens, at))
@@ -113,6 +113,7 @@ def test_padding_and_company_do_not_change_a_sentence(encoder, params):
         np.testing.assert_allclose(encoder.encode(alone), want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_texts_come_back_in_their_order(encoder):
     texts = ["4 5 6 7 8", "9", "", "10 11 12", "5 4"]
     want = [encoder.encode(Words().encode(text, special_tokens=True)[None]) for text in texts]
@@ -122,7 +123,7 @@ def test_texts_come_back_in_their_order(encoder):
     assert encoder.encode_texts([], Words()).shape == (0, 6)
 
 
-def test_a_long_text_loses_its_end_and_keeps_what_stands_behind_it(encoder):
+def test_a_long_text_is_truncated_before_its_closing_special_tokens(encoder):
     words = [str(3 + i % 17) for i in range(40)]
     long = encoder.encode_texts([" ".join(words)], Words())
     short = encoder.encode_texts([" ".join(words[:21])], Words())
@@ -132,14 +133,14 @@ def test_a_long_text_loses_its_end_and_keeps_what_stands_behind_it(encoder):
     assert np.abs(other - long).max() > 1e-4
 
 
-def test_lower_case_is_for_those_who_ask(encoder):
+def test_texts_are_lowered_only_where_the_folder_says_so(encoder):
     lower = dataclasses.replace(encoder, lower_case=True)
     one, two = (e.encode_texts(["Apple", "apple"], Words()) for e in (encoder, lower))
     assert np.abs(one[0] - one[1]).max() > 1e-4
     np.testing.assert_array_equal(two[0], two[1])
 
 
-def test_calls_that_cannot_be_meant_are_refused(encoder):
+def test_invalid_arguments_are_refused(encoder):
     with pytest.raises(ValueError, match="texts are one text"):
         encoder.encode_texts("4 5", Words())
     with pytest.raises(ValueError, match="batch_size is 0"):
@@ -206,7 +207,7 @@ def test_a_folder_says_how_sentences_are_made(folder, encoder):
     assert found.encode(tokens).dtype == np.float32
 
 
-def test_newer_folders_say_it_in_other_words(folder):
+def test_newer_keys_of_sentence_transformers_are_read(folder):
     kinds = (
         "sentence_transformers.base.modules.transformer.Transformer",
         "sentence_transformers.sentence_transformer.modules.pooling.Pooling",

@@ -11,14 +11,15 @@ import contextlib
 import functools
 import itertools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from tolerances import (
+
+from tests.support import oracle
+from tests.support.tolerances import (
     FORWARD_BF16,
     FORWARD_F32,
     GRADIENT_BF16,
@@ -30,11 +31,18 @@ from tolerances import (
     assert_same_bits,
     largest_error,
 )
-
-from transformer_jax.attention import dot_product_attention, explain_attention
+from transformer_jax.attention.api import dot_product_attention, explain_attention
+from transformer_jax.attention.biases import ALiBi, RelativeBias, alibi_slopes
+from transformer_jax.attention.masks import (
+    Causal,
+    Dense,
+    Padding,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+)
 from transformer_jax.kernels import Target, using
-from transformer_jax.masks import Causal, Dense, Padding, Predicate, Prefix, Segments, Window
-from transformer_jax.positions import ALiBi, RelativeBias, alibi_slopes
 
 LENGTHS = [
     (1, 257), (2, 129), (3, 127), (7, 65), (17, 64), (63, 63), (64, 17), (65, 7), (127, 3),
@@ -217,14 +225,10 @@ class AttentionSuite:
     """Where kernels run, if this process has another place for them."""
     every_time: frozenset[str] | None = None
     """The tests to run every time, if not all; the others are marked slow."""
-    seldom: frozenset[str] = frozenset(
-        {
-            "test_runs_repeat_bit_for_bit[-]",
-            "test_runs_repeat_bit_for_bit[-dropout]",
-            "test_runs_repeat_bit_for_bit[cap and sinks-]",
-        }
-    )
-    """Tests to mark slow although the rest of the suite runs every time."""
+    slow_cases: ClassVar[dict[str, tuple[str, ...]]] = {
+        "test_runs_repeat_bit_for_bit": ("-", "cap and sinks-]"),
+    }
+    """Beginnings of the ids of cases that are slow, by test; the rest runs every time."""
     may_refuse = False
     """Whether a reason in `explain_attention` skips a test; an error otherwise."""
     forward_tolerance = FORWARD_F32

@@ -1,6 +1,6 @@
-"""Files of weights that mean harm, by hand and by mutation, and what reading each of them costs.
+"""Make malicious files of weights, by hand and by mutation, and measure what reading them costs.
 
-As a script: opens all of them one after the other, and prints what the worst took.
+As a script: open all of them one after the other, and print the largest cost.
 """
 
 import ctypes
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_jax.checkpoint import CheckpointError
-from transformer_jax.weights import JSON_LIMIT, SINGLE, open_folder
+from transformer_jax.checkpoints.checkpoint import CheckpointError
+from transformer_jax.pretrained.safetensors_folder import JSON_LIMIT, SINGLE, open_folder
 
 SIZES = {"F32": 4, "BF16": 2, "U8": 1, "I64": 8, "BOOL": 1}
 
 
 def raw(header: object, data: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file with any header, of any stated length."""
+    """Make a safetensors file with any header, of any stated length."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
@@ -33,7 +33,7 @@ def entry(dtype: object = "F32", shape: object = (2,), begin: object = 0, end: o
 
 
 def text(name: str, **parts: str) -> bytes:
-    """A header's entry that json.dumps would not write."""
+    """Spell an entry of a header that json.dumps would not write."""
     parts = {"dtype": '"F32"', "shape": "[2]", "data_offsets": "[0,8]"} | parts
     return f'"{name}":{{{",".join(f"{k!s}:{v}" for k, v in _quoted(parts))}}}'.encode()
 
@@ -133,7 +133,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 class Touch:
-    """Unpickled, it makes a folder."""
+    """Make a folder when unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -143,7 +143,7 @@ class Touch:
 
 
 def payloads(canary: Path) -> dict[str, bytes]:
-    """What other loaders run, unpack or evaluate."""
+    """Make files that other loaders run, unpack or evaluate."""
     code = pickle.dumps(Touch(canary))
     arrays = io.BytesIO()
     np.savez(arrays, a=np.array([Touch(canary)], object))
@@ -166,7 +166,7 @@ def lay(folder: Path, content: bytes, config: bytes = b"{}") -> Path:
 
 
 def mutated(rng: np.random.Generator, content: bytes) -> bytes:
-    """One to three changes: a bit, a byte, a digit or a bracket, a piece left out or repeated."""
+    """Change one to three things: a bit, a byte, a digit or bracket, a piece left out or twice."""
     found = bytearray(content)
     for _ in range(rng.integers(1, 4)):
         at, kind = int(rng.integers(len(found))), rng.integers(7)
@@ -202,7 +202,7 @@ def resident() -> int:
 
 
 def measured(call) -> tuple[float, int]:
-    """Seconds of CPU time, and by how much the resident set was larger at its peak."""
+    """Measure seconds of CPU time, and how much the resident set grew at its peak."""
     ctypes.CDLL(None).malloc_trim(0)  # what is free and kept would hide what is taken
     Path("/proc/self/clear_refs").write_text("5")
     before, start = resident(), time.process_time()

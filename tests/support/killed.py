@@ -1,4 +1,4 @@
-"""What stands for the end of a process while it changes the disk."""
+"""Simulate the end of a process while it changes the disk."""
 
 import contextlib
 import os
@@ -12,12 +12,12 @@ CALLS = ("mkdir", "open", "fsync", "rename", "rmdir", "unlink", "chmod")
 
 
 class Killed(BaseException):
-    """No handler may tidy up behind it."""
+    """End the process: no handler may tidy up after it."""
 
 
 @contextlib.contextmanager
 def killed_after(calls: int) -> Iterator[None]:
-    """The first `calls` calls that may change the disk happen; in each later one it is over."""
+    """Let `calls` calls change the disk, and raise Killed in each later one."""
     left = calls
 
     def dying(real):

@@ -117,6 +117,11 @@ def _encode(config, params, tokens, row: Sequence, types, record=None, hidden=No
     return _stack(config, params["encoder"], x, row, False, None, None, record, hidden)
 
 
+def kind_of(positions) -> str:
+    """Return the name of the config's kind of positions: Learned, Rope, ..., NoneType."""
+    return type(positions).__name__
+
+
 def _embed(config, params: Params, tokens, token_place: list[int], types, side="") -> np.ndarray:
     x = params["tokens"][tokens]
     width = x.shape[1]
@@ -125,11 +130,11 @@ def _embed(config, params: Params, tokens, token_place: list[int], types, side="
     for i, place in enumerate(token_place):
         if place < 0:
             continue  # padding: whatever stands here must reach nobody
-        if config.positions == "learned":
-            x[i] += params[f"{side}positions"][config.position_offset + place]
-        if config.positions == "sinusoidal":
+        if kind_of(config.positions) == "Learned":
+            x[i] += params[f"{side}positions"][config.positions.offset + place]
+        if kind_of(config.positions) == "Sinusoidal":
             angles = sinusoid(place, width)
-            if config.sinusoid == "halves":
+            if config.positions.layout == "halves":
                 angles = np.concatenate([angles[0::2], angles[1::2]])
             x[i] += angles
     if config.type_vocab_size is not None:
@@ -155,11 +160,11 @@ def _stack(
 
     def position_bias(i: int, j: int, n: int, heads: int) -> float:
         ahead = row.place[j] - row.place[i]
-        if config.positions == "alibi":
+        if kind_of(config.positions) == "Alibi":
             return -alibi_slope(n, heads) * abs(ahead)
-        if config.positions == "t5":
+        if kind_of(config.positions) == "T5Buckets":
             table = params["relative_bias"]
-            longest = config.relative_max_distance
+            longest = config.positions.max_distance
             return table[t5_bucket(ahead, len(table), longest, two_sided=not causal), n]
         return 0.0
 
@@ -171,8 +176,8 @@ def _stack(
         def attend(x, p=block, layer=i):
             seen = partial(visible, layer=layer)
             p, kind = p["attention"], config.positions
-            near = config.window_rope_base is not None and window_of(layer) is not None
-            base = config.window_rope_base if near else None
+            far = kind_of(kind) != "Rope" or window_of(layer) is None
+            base = None if far else kind.window_base
             return _attention(config, p, x, x, row, row, seen, position_bias, kind, record, base)
 
         def cross(x, p=block):
@@ -212,9 +217,9 @@ def _attention(
     if config.qk_norm:
         q = _rms(q, config.norm_eps) * (config.norm_unit_offset + p["query_scale"])
         k = _rms(k, config.norm_eps) * (config.norm_unit_offset + p["key_scale"])
-    if kind == "rope":
-        q = _rotate(q, row.token_place, config.rope, base)
-        k = _rotate(k, context_row.token_place, config.rope, base)
+    if kind_of(kind) == "Rope":
+        q = _rotate(q, row.token_place, kind, base)
+        k = _rotate(k, context_row.token_place, kind, base)
     queries, heads, width = q.shape
     group = heads // k.shape[1]
     scale = 1 / math.sqrt(width) if config.attention_scale is None else config.attention_scale
@@ -231,7 +236,7 @@ def _attention(
                 value = v[j, n // group]
                 if position_bias is not None:
                     score = score + position_bias(i, j, n, heads)
-                if kind == "shaw":
+                if kind_of(kind) == "Shaw":
                     clip = (len(p["shaw_key"]) - 1) // 2
                     at = max(-clip, min(clip, row.place[j] - row.place[i])) + clip
                     score = score + scale * (q[i, n] @ p["shaw_key"][at])

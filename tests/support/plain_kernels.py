@@ -16,18 +16,18 @@ from jax import lax
 from transformer_jax.kernels import Target
 from transformer_jax.kernels.contract import (
     Blocks,
-    Lists,
     Operands,
     Problem,
     Saved,
-    keep,
+    TileLists,
     learns_slopes,
 )
+from transformer_jax.kernels.dropout import keep
 
 LIST_BYTES = None
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 SHORTEST = None
-TILES = {"forward": Blocks(16, 32), "queries": Blocks(16, 16), "keys": Blocks(32, 16)}
+TILES = {"forward": Blocks(16, 32), "dq": Blocks(16, 16), "dkdv": Blocks(32, 16)}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Plain(Target):
 
     @property
     def module(self):
-        import plain_kernels
+        from tests.support import plain_kernels
 
         return plain_kernels
 
@@ -60,7 +60,7 @@ def apart(kernel):
     return call
 
 
-def visited(lists: Lists, blocks: tuple[int, int], columns_are_keys: bool) -> tuple:
+def visited(lists: TileLists, blocks: tuple[int, int], columns_are_keys: bool) -> tuple:
     """(visited, full) as bool[B or 1, N or 1, T, S]."""
     steps = jnp.arange(lists.order.shape[-1])[None, None, None]
     at = jax.nn.one_hot(lists.order, lists.order.shape[-1], dtype=bool)  # [.., row, step, column]
@@ -105,26 +105,26 @@ def _scores(problem: Problem, operands: Operands, seen: jax.Array, full: jax.Arr
 def forward(problem, operands, lists, blocks):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
     raw, _, s, factor, _ = _scores(problem, operands, seen, full)
-    high = s.max(axis=-1)
-    p = jnp.exp(s - jnp.where(jnp.isneginf(high), 0, high)[..., None])
+    row_max = s.max(axis=-1)
+    p = jnp.exp(s - jnp.where(jnp.isneginf(row_max), 0, row_max)[..., None])
     total = p.sum(axis=-1)
-    dead = total == 0
+    fully_masked = total == 0
     weights = p * factor
     if operands.sinks is not None:
         sinks = operands.sinks[..., None]
-        new = jnp.maximum(high, sinks)
-        r = jnp.where(dead, 0, jnp.exp(high - new))
-        total = jnp.where(dead, 0, total * r + jnp.exp(sinks - new))
-        weights, high = weights * r[..., None], jnp.where(dead, -jnp.inf, new)
+        new = jnp.maximum(row_max, sinks)
+        r = jnp.where(fully_masked, 0, jnp.exp(row_max - new))
+        total = jnp.where(fully_masked, 0, total * r + jnp.exp(sinks - new))
+        weights, row_max = weights * r[..., None], jnp.where(fully_masked, -jnp.inf, new)
     G = operands.query.shape[2] // operands.key.shape[2]
     value = jnp.repeat(operands.value.astype(jnp.float32), G, 2)
-    out = _weigh(weights, value, seen) / jnp.where(dead, 1, total)[..., None]
-    log = jnp.log(jnp.where(dead, 1, total))
+    out = _weigh(weights, value, seen) / jnp.where(fully_masked, 1, total)[..., None]
+    log_sum = jnp.log(jnp.where(fully_masked, 1, total))
     # behind a barrier, so that with and without marks all else has the same bits
-    out, high, log, raw = lax.optimization_barrier((out, high, log, raw))
-    if problem.mark:
-        log = log + 0 * out.sum(axis=-1) + 0 * jnp.where(seen, raw, 0).sum(axis=-1)
-    return out.swapaxes(1, 2).astype(operands.query.dtype), high, log
+    out, row_max, log_sum, raw = lax.optimization_barrier((out, row_max, log_sum, raw))
+    if problem.detect_nonfinite:
+        log_sum = log_sum + 0 * out.sum(axis=-1) + 0 * jnp.where(seen, raw, 0).sum(axis=-1)
+    return out.swapaxes(1, 2).astype(operands.query.dtype), row_max, log_sum
 
 
 def _weigh(weights: jax.Array, x: jax.Array, seen: jax.Array) -> jax.Array:  # [B, N, T, d]
@@ -137,8 +137,8 @@ def _weigh(weights: jax.Array, x: jax.Array, seen: jax.Array) -> jax.Array:  # [
 
 def _differences(problem, operands, seen, full, saved: Saved):
     _, t, s, factor, distance = _scores(problem, operands, seen, full)
-    lost = jnp.isposinf(saved.high)[..., None]
-    p = jnp.where(lost, 0, jnp.exp(s - saved.high[..., None] - saved.log[..., None]))
+    lost = jnp.isposinf(saved.row_max)[..., None]
+    p = jnp.where(lost, 0, jnp.exp(s - saved.row_max[..., None] - saved.log_sum[..., None]))
     G = operands.query.shape[2] // operands.key.shape[2]
     value = jnp.repeat(operands.value.astype(jnp.float32), G, 2)
     do = saved.do.astype(jnp.float32)
@@ -150,7 +150,7 @@ def _differences(problem, operands, seen, full, saved: Saved):
 
 
 @apart
-def gradient_queries(problem, operands, lists, blocks, saved):
+def backward_dq(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
     _, ds, du, distance = _differences(problem, operands, seen, full, saved)
     dq = _times_keys(operands, du, seen)
@@ -164,16 +164,16 @@ def _times_keys(operands: Operands, du: jax.Array, seen: jax.Array) -> jax.Array
 
 
 @apart
-def gradient_unordered(problem, operands, lists, blocks, saved):
+def backward_single_pass(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.k, blocks.q), False)
     _, ds, du, distance = _differences(problem, operands, seen, full, saved)
     slopes = () if not learns_slopes(problem, operands) else (-(ds * distance).sum(axis=-2),)
-    dk, dv = gradient_keys(problem, operands, lists, blocks, saved)
+    dk, dv = backward_dkdv(problem, operands, lists, blocks, saved)
     return _times_keys(operands, du, seen), dk, dv, *slopes
 
 
 @apart
-def gradient_keys(problem, operands, lists, blocks, saved):
+def backward_dkdv(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.k, blocks.q), False)
     p, _, du, _ = _differences(problem, operands, seen, full, saved)
     K = operands.key.shape[2]
@@ -187,7 +187,7 @@ def gradient_keys(problem, operands, lists, blocks, saved):
 
 
 @apart
-def gradient_bias(problem, operands, lists, blocks, saved):
+def backward_bias(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
     _, ds, _, _ = _differences(problem, operands, seen, full, saved)
     axes = [i for i, n in enumerate(operands.bias.shape) if n == 1]

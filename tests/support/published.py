@@ -1,4 +1,4 @@
-"""Published models beside ours: small random ones of `transformers`, saved and loaded.
+"""Compare small random models of `transformers` with ours, saved and loaded.
 
 The oracle is the other library: torch on a CPU, its own attention, f32. What is compared is stated
 where it is compared; padding is compared nowhere.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -19,21 +20,22 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file  # noqa: E402
 
-from transformer_jax.models import build  # noqa: E402
-from transformer_jax.pretrained import load_pretrained, save_pretrained  # noqa: E402
+from transformer_jax.models.factory import build  # noqa: E402
+from transformer_jax.pretrained.load import load_pretrained  # noqa: E402
+from transformer_jax.pretrained.save import save_pretrained  # noqa: E402
 
 torch.set_num_threads(1)  # small sums, and others run beside
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 LOGITS = 1e-4
-"""Absolute, f32: other sums in another order."""
+"""Largest absolute difference in f32: sums are made in another order."""
 GRADIENTS = 1e-3
-"""Of the largest gradient of a parameter."""
+"""Largest difference, as a part of the largest gradient of a parameter."""
 
 
 def randomised(model: Any, seed: int, spread: float = 0.3) -> Any:
-    """The model with parameters far from their initial values, so that each of them matters."""
+    """Move all parameters far from their initial values, so that each of them matters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -49,28 +51,28 @@ def saved(model: Any, folder: Path) -> Path:
 
 
 def reopened(folder: Path, auto: Any) -> Any:
-    """As `transformers` loads it, with its plain attention."""
+    """Load a folder with `transformers` and its plain attention."""
     return auto.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 def tokens(rng: np.random.Generator, vocab: int, rows: int, length: int) -> np.ndarray:
-    """Ids that are none of the special ones."""
+    """Draw ids that are none of the special ones."""
     return rng.integers(3, vocab - 1, (rows, length), dtype=np.int32)
 
 
 def positions(valid: np.ndarray) -> np.ndarray:  # bool[B, T] -> i32[B, T]
-    """Real tokens count from 0, padding is negative."""
+    """Count real tokens from 0; padding is negative."""
     return np.where(valid, np.cumsum(valid, axis=1) - 1, -1).astype(np.int32)
 
 
 def apply(config: Any, params: Any, method: str | None = None):
-    """The jitted model on its parameters."""
+    """Return the jitted model with its parameters."""
     model = build(config)
     return jax.jit(lambda *a, **k: model.apply({"params": params}, *a, **k, method=method))
 
 
 def assert_same_logits(got: Any, want: Any, real: np.ndarray | None = None) -> None:
-    """Within LOGITS, with the same likeliest token, at every real position."""
+    """Compare logits, and the likeliest token, at every real position."""
     got, want = np.asarray(got), want.detach().numpy()
     assert got.shape == want.shape
     real = np.ones(got.shape[:2], bool) if real is None else real
@@ -84,8 +86,10 @@ def assert_same_logits(got: Any, want: Any, real: np.ndarray | None = None) -> N
 
 
 def assert_round_trip(folder: Path, tmp_path: Path, auto: Any, **inputs: Any) -> None:
-    """Written and read again: the same bits, the names and shapes of the original, and logits that
-    `transformers` gives to the last bit from either."""
+    """Write a folder, read it again, and compare it with the original.
+
+    Names, shapes and bits must be the same, and `transformers` must compute the same logits.
+    """
     config, params = load_pretrained(folder)
     again = tmp_path / "again"
     save_pretrained(again, config, params)
@@ -96,7 +100,7 @@ def assert_round_trip(folder: Path, tmp_path: Path, auto: Any, **inputs: Any) ->
     assert all(one[name].tobytes() == two[name].tobytes() for name in one)
     back, loaded = load_pretrained(again)
     assert back == config
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    chex.assert_trees_all_equal(loaded, params, strict=True)
     with torch.no_grad():
         first, second = (reopened(f, auto)(**inputs) for f in (folder, again))
     key = "logits" if "logits" in first else "last_hidden_state"
@@ -104,11 +108,11 @@ def assert_round_trip(folder: Path, tmp_path: Path, auto: Any, **inputs: Any) ->
 
 
 def assert_same_gradients(
-    config: Any, params: Any, loss: Any, model: Any, want_loss: Any, lines: Any
+    config: Any, params: Any, loss: Any, model: Any, want_loss: Any, table: Any
 ) -> None:
-    """d loss / d parameter of every tensor: ours written in their layout, against torch's.
+    """Compare d loss / d parameter of every tensor, ours in the layout of the file, with torch's.
 
-    `loss(params)` and the torch scalar `want_loss` are the same function; `lines` the table.
+    `loss(params)` and the torch scalar `want_loss` are the same function; `table` the family's.
     """
     model.zero_grad()
     want_loss.backward()
@@ -117,8 +121,9 @@ def assert_same_gradients(
     assert abs(float(value) - float(want_loss.detach())) <= 1e-5 * max(1.0, abs(float(value)))
     ours = flatten_dict(gradient, sep="/")
     parts: dict[str, list[np.ndarray]] = {}
-    for line in lines:
-        parts.setdefault(line.theirs, []).append(line.layout.write(np.asarray(ours[line.ours])))
+    for mapping in table:
+        piece = mapping.layout.write(np.asarray(ours[mapping.param]))
+        parts.setdefault(mapping.tensor, []).append(piece)
     compared = 0
     for name, pieces in parts.items():
         if name not in theirs:

@@ -13,13 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_jax.completion import answer, complete, look_up, pieces, samples, search
 from transformer_jax.config import ModelConfig
-from transformer_jax.data import ByteTokenizer, CharTokenizer
-from transformer_jax.models import init_params
-from transformer_jax.processors import Ban, Force, ForceLast, MinLength, NoRepeatNGram
-from transformer_jax.sampling import Sample, Temperature
-from transformer_jax.translation import search_translations
+from transformer_jax.decoding.logit_processors import (
+    Ban,
+    Force,
+    ForceLast,
+    MinLength,
+    NoRepeatNGram,
+)
+from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.models.factory import init_params
+from transformer_jax.text.completion import answer, complete, look_up, pieces, samples, search
+from transformer_jax.text.translation import search_translations
+from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -131,6 +137,7 @@ def test_a_completion_stops_and_is_shaped(params):
     assert text(params, cache_dtype="int8") != ""
 
 
+@pytest.mark.slow
 def test_what_counts_new_tokens_counts_on_where_the_text_is_read_anew(params):
     """After 19 of them CONFIG is full."""
     mark, a = ord("!"), ord("a")
@@ -156,6 +163,7 @@ def test_what_was_written_stays_new_where_it_is_read_anew(params):
     assert whole == "ABCDEFGHI" + "JKLM"
 
 
+@pytest.mark.slow
 def test_what_is_forced_is_written_once(params):
     """Also where the model reads its own text anew, and the force is longer than one reading."""
     words = "or not to be, that is the question: w"
@@ -180,6 +188,7 @@ def test_every_way_gives_the_same_text_with_processors(params):
     assert search(*model, "abcdef", 9, beams=1, **shaped)[0][1] == want
 
 
+@pytest.mark.slow
 def test_where_no_token_can_follow_every_way_says_so(params):
     model = CONFIG, params, ByteTokenizer()
     drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
@@ -195,6 +204,7 @@ def test_where_no_token_can_follow_every_way_says_so(params):
             call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "window"),
     [

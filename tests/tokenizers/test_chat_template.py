@@ -10,8 +10,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from transformer_jax import PretrainedTokenizer, load_tokenizer_folder
-from transformer_jax.chat import BUDGET, TEMPLATE_LIMIT, render
-from transformer_jax.text import DataError, byte_letters
+from transformer_jax.tokenizers.chat_template import BUDGET, TEMPLATE_LIMIT, render
+from transformer_jax.tokenizers.utf8 import DataError, byte_letters
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TALK = [
@@ -384,13 +384,33 @@ def test_a_long_talk_has_the_budget_it_needs():
         ([], "at least one object"),
         (["hi"], "at least one object"),
         ([{"role": "user", "content": object()}], r"messages\[0\].content is of type object"),
-        ([{"role": "user", 3: "x"}], r"messages\[0\] has the key 3: must be text"),
+        ([{"role": "user", "content": "", 3: "x"}], r"messages\[0\] has the key 3: must be text"),
         ([{"role": "user", "content": b"x"}], r"messages\[0\].content is of type bytes"),
     ],
 )
 def test_only_plain_messages_reach_a_template(messages, message):
     with pytest.raises(DataError, match=message):
         tokenizer(("default", "{{ messages }}")).chat(messages)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_message_without_content_is_named_by_its_place(name):
+    """Also where the template would write nothing for it, and say nothing."""
+    found = tokenizer(("default", LAYOUTS[name][0]))
+    for wrong in ({"role": "user"}, {"role": "user", "contents": "hi"}):
+        for call in (found.chat, found.chat_ids):
+            with pytest.raises(DataError, match=r"^messages\[2\] has no content"):
+                call([*TALK[:2], wrong])
+
+
+def test_a_template_decides_what_a_message_of_null_or_of_calls_means():
+    """Where it fails, the message that may have caused it is named."""
+    template = "{% for m in messages %}{{ m.content or m.tool_calls | length }}{% endfor %}"
+    calls = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    assert tokenizer(("default", template)).chat([TALK[2], calls]) == "Bye1"
+    null = {"role": "assistant", "content": None}
+    with pytest.raises(DataError, match=r"^messages\[1\] has no content: chat template: "):
+        tokenizer(("default", "{{ 'a' + messages[1].content }}")).chat([TALK[2], null])
 
 
 def test_messages_inside_of_themselves_end():
@@ -402,6 +422,6 @@ def test_messages_inside_of_themselves_end():
 
 def test_without_jinja_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    monkeypatch.delitem(sys.modules, "transformer_jax.chat", raising=False)
+    monkeypatch.delitem(sys.modules, "transformer_jax.tokenizers.chat_template", raising=False)
     with pytest.raises(DataError, match=r"needs jinja2.*pip install 'transformer_jax\[hf\]'"):
         tokenizer(("default", "")).chat(TALK)

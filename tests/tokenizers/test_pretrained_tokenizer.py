@@ -18,10 +18,11 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from transformer_jax import PretrainedTokenizer, load_tokenizer_folder
-from transformer_jax.completion import pieces, read_prompt
-from transformer_jax.data import DataError, tokenizer_from_json
-from transformer_jax.run_folder import RunFolder, tokenizer_sha256
-from transformer_jax.text import byte_letters
+from transformer_jax.checkpoints.run_folder import RunFolder, tokenizer_sha256
+from transformer_jax.text.completion import pieces, read_prompt
+from transformer_jax.tokenizers.trained import tokenizer_from_json
+from transformer_jax.tokenizers.utf8 import byte_letters
+from transformer_jax.training.data import DataError
 
 NASTY = "a\0b\ufeffc\r\nd\té\u0301\u200f\u05d0\u202e\U0001f469\u200d\U0001f469\U0010ffff\n\n  x"
 END = "<|endoftext|>"
@@ -161,7 +162,7 @@ class TestGPT2:
         assert "".join(pieces(gpt2, gpt2.encode(text).tolist(), "hel")) == "é\U0001f469 "
         assert gpt2.decode(gpt2.encode("\U0001f469")[:2]) == "\ufffd"
 
-    def test_ids_it_has_not_are_named(self, gpt2):
+    def test_unknown_ids_are_named(self, gpt2):
         for i in (-1, gpt2.vocab_size, 10**9):
             for use in (gpt2.to_bytes, gpt2.decode):
                 with pytest.raises(DataError, match=f"id is {i}: must be at least 0 and below 269"):
@@ -292,7 +293,7 @@ class TestSentencePiece:
         ]  # fmt: skip
         assert list(pieces(tokenizer, ids.tolist())) == [" hello", "\U0001f469"]
 
-    def test_what_stands_in_front_is_added_when_asked_for(self, tokenizer):
+    def test_special_tokens_are_added_on_request(self, tokenizer):
         assert tokenizer.special_ids == {"bos": 1, "eos": 2, "unk": 0}
         plain = tokenizer.encode("hello").tolist()
         assert tokenizer.encode("hello", special_tokens=True).tolist() == [1, *plain]
@@ -319,7 +320,7 @@ class TestSentencePiece:
             first, last = (ends[end] if end in expected else [] for end in "12")
             assert tokenizer.encode("x", special_tokens=True).tolist() == [*first, *plain, *last]
 
-    def test_t5_has_its_end_behind(self, tmp_path):
+    def test_t5_appends_its_end_token(self, tmp_path):
         config = dict(eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
         files = dict(tokenizer_json=t5(), tokenizer_config_json=config)
         tokenizer = load_tokenizer_folder(write(tmp_path / "t5", **files))
@@ -682,7 +683,7 @@ def test_a_folder_with_anything_anywhere_is_read_or_refused(tmp_path, capfd):
     capfd.readouterr()  # the library writes of its panics
 
 
-def test_what_lies_outside_of_the_folder_is_not_opened(tmp_path):
+def test_files_outside_the_folder_are_not_opened(tmp_path):
     outside = write(tmp_path / "outside", tokenizer_json=llama())
     inside = tmp_path / "inside"
     inside.mkdir()

@@ -15,13 +15,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from transformer_jax import data
 from transformer_jax.config import TrainConfig, preset
-from transformer_jax.data import (
-    IGNORE,
+from transformer_jax.tokenizers.trained import (
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
+    tokenizer_from_json,
+)
+from transformer_jax.training import data
+from transformer_jax.training.data import (
+    IGNORE,
     DataError,
     consecutive_starts,
     load_dataset,
@@ -29,7 +32,6 @@ from transformer_jax.data import (
     pad_documents,
     random_starts,
     read,
-    tokenizer_from_json,
 )
 
 NASTY = "a\0b\ufeffc\r\nd\té\u0301\u200f\u05d0\u202e\U0001f469\u200d\U0001f469\U0010ffff\n\n  x"
@@ -90,7 +92,7 @@ def test_bpe_merges_what_is_frequent_and_needs_fewer_tokens_than_bytes():
 
 def test_bpe_training_is_the_same_in_another_process():
     code = (
-        "import hashlib, sys; from transformer_jax.data import BPETokenizer; "
+        "import hashlib, sys; from transformer_jax.tokenizers.trained import BPETokenizer; "
         "print(hashlib.sha256(BPETokenizer.train(sys.argv[1], 269).definition.encode())"
         ".hexdigest())"
     )
@@ -375,6 +377,17 @@ def test_packed_documents_stay_whole_and_apart(rng):
             assert tokens[row, at[1:]].tolist() == labels[row, at[:-1]].tolist()
     assert sorted(map(list, found)) == sorted(d.tolist() for d in documents)
     assert (labels[segments == 0] == IGNORE).all() and (segments == 0).any()
+
+
+def test_a_document_fills_exactly_the_room_that_is_left():
+    """Inputs 4 and 3 are a row of 7, then 5 and 2; 1 more begins the next."""
+    sizes = (5, 6, 4, 3, 2)
+    documents = [np.arange(10 * n, 10 * n + size) for n, size in enumerate(sizes)]
+    tokens, labels, segments = pack_documents(documents, 7)
+    assert segments.tolist() == [[1] * 4 + [2] * 3, [1] * 5 + [2] * 2, [1] + [0] * 6]
+    assert tokens[0].tolist() == [0, 1, 2, 3, 20, 21, 22]
+    assert tokens[1].tolist() == [10, 11, 12, 13, 14, 30, 31]
+    assert labels[1].tolist() == [11, 12, 13, 14, 15, 31, 32]
 
 
 @pytest.mark.parametrize("size", [1, 9])

@@ -8,11 +8,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits
 
-from transformer_jax.losses import chunked_cross_entropy, cross_entropy
+from tests.support import oracle
+from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits
+from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

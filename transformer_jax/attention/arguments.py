@@ -1,48 +1,115 @@
-"""Arguments checked once, with errors that say what was given: those of a call of attention, and
-keys and numbers anywhere."""
+"""Check the arguments of attention once, and carry them as one value."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.integers import as_int32
-from transformer_jax.masks import Mask
-from transformer_jax.reference import Bias
+from transformer_jax.attention.biases import Bias
+from transformer_jax.attention.dropout import head_words, key_words
+from transformer_jax.attention.masks import Mask, check_mask
+from transformer_jax.checks import as_int32, check_key
+from transformer_jax.kernels.contract import Refused as Refused
+from transformer_jax.pytree import register
+from transformer_jax.sharding import by_compiler, split
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is known when tracing; hashable."""
+@register(
+    arrays=(
+        "query", "key", "value", "mask", "bias", "sinks", "scale_array", "q_positions",
+        "k_positions", "dropout_key", "dropout_words",
+    ),
+    static=("scale", "softcap", "dropout_rate", "return_lse"),
+)  # fmt: skip
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionCall:
+    """Hold the checked arguments of one call of attention: arrays are leaves, numbers static."""
 
-    scale: float | None
-    softcap: float | None
-    dropout_rate: float
-
-
-@dataclass(frozen=True)
-class Call:
-    arrays: dict[str, Any]  # by the names of the arguments; scale only where it is an array
-    options: Options
-    return_lse: bool
+    query: jax.Array  # [B, T, N, H]
+    key: jax.Array  # [B, S, K, H]
+    value: jax.Array  # [B, S, K, Hv]
+    mask: Mask | None = None
+    bias: Any = None  # [B or 1, N or 1, T or 1, S or 1], or a Bias
+    sinks: jax.Array | None = None  # [N]
+    scale: float | None = None  # 1 / sqrt(H) where neither this nor `scale_array` is given
+    scale_array: jax.Array | None = None  # [], of a caller who differentiates or traces it
+    softcap: float | None = None
+    q_positions: jax.Array | None = None  # i32[T] or [B or 1, T]
+    k_positions: jax.Array | None = None  # i32[S] or [B or 1, S]
+    dropout_rate: float = 0.0
+    dropout_key: jax.Array | None = None  # None where the rate is 0
+    dropout_words: jax.Array | None = None  # u32[2, B, N]: the key's hash, by who computes in tiles
+    return_lse: bool = False
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:  # B, T, N, S
-        (B, T, N, _), S = self.arrays["query"].shape, self.arrays["key"].shape[1]
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Return B, T, N and S."""
+        (B, T, N, _), S = self.query.shape, self.key.shape[1]
         return B, T, N, S
 
+    def positions(
+        self, T: int | None = None, S: int | None = None
+    ) -> tuple[jax.Array, jax.Array]:  # i32[B or 1, T], i32[B or 1, S]
+        """Return the positions of queries and keys, by default their indices.
 
-def check(
-    query, key, value, mask, bias, scale, softcap, sinks, q_positions, k_positions,
-    dropout_rate, dropout_key, return_lse,
-) -> Call:  # fmt: skip
+        Known ones are made here, inside a trace too, so that what follows of them is known.
+        """
+        T, S = self.query.shape[1] if T is None else T, self.key.shape[1] if S is None else S
+        return _two_axes(self.q_positions, T), _two_axes(self.k_positions, S)
+
+    def head_words(self) -> jax.Array | None:  # u32[2, B, N]
+        """Return the hash of the dropout key and of each batch row and head."""
+        if self.dropout_key is None:
+            return None
+        B, _, N, _ = self.query.shape
+        return jnp.stack(head_words(key_words(self.dropout_key), B, N))
+
+
+class Implementation:
+    """Compute attention in one way, for the calls that it does not refuse; hashable."""
+
+    def refuse(self, call: AttentionCall) -> str | None:
+        """Return why this implementation does not run a call, or None."""
+        raise NotImplementedError
+
+    def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
+        """Return the output [B, T, N, Hv], and lse f32[B, T, N] unless it refuses `return_lse`."""
+        raise NotImplementedError
+
+    def environment(self) -> Any:
+        """Return what a compiled call depends on besides the call; hashable."""
+        return None
+
+    def __call__(self, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
+        """Return `attend(call)`, which on a mesh of explicit axes the compiler splits."""
+        return by_compiler(self.attend, [call], split(call.query, slice(3)))
+
+
+def check_call(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    scale: Any = None,
+    softcap: Any = None,
+    sinks: Any = None,
+    q_positions: Any = None,
+    k_positions: Any = None,
+    dropout_rate: Any = 0.0,
+    dropout_key: Any = None,
+    return_lse: bool = False,
+) -> AttentionCall:
+    """Return the arguments of `dot_product_attention` as a value; ValueError where they are wrong.
+
+    Takes arrays or `jax.ShapeDtypeStruct`s.
+    """
     q_positions = as_int32("q_positions", q_positions)
     k_positions = as_int32("k_positions", k_positions)
     query, key, value, sinks, q_positions, k_positions = map(
@@ -54,16 +121,8 @@ def check(
     bias = _check_bias(bias, (B, N, T, S), q_positions, k_positions)
     if sinks is not None and (sinks.shape != (N,) or not _floating(sinks)):
         raise ValueError(f"sinks is {sinks.dtype}{sinks.shape}: must be floating ({N},), by head")
-    for name, positions, length in (
-        ("q_positions", q_positions, T),
-        ("k_positions", k_positions, S),
-    ):
-        if positions is None:
-            continue
-        fits = positions.shape in ((length,), (1, length), (B, length))
-        if not fits or not jnp.issubdtype(positions.dtype, jnp.integer):
-            given = f"{positions.dtype}{positions.shape}"
-            raise ValueError(f"{name} is {given}: must be integers ({length},) or ({B}, {length})")
+    _check_positions("q_positions", q_positions, B, T)
+    _check_positions("k_positions", k_positions, B, S)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}: must be above 0, or None")
     if not 0 <= dropout_rate < 1:
@@ -72,25 +131,28 @@ def check(
         raise ValueError(f"dropout_rate is {dropout_rate} without a dropout_key")
     if dropout_key is not None:
         check_key("dropout_key", dropout_key)
-    if isinstance(scale, jax.Array):
-        if scale.ndim:
-            raise ValueError(f"scale has shape {scale.shape}: must be one number")
-    options = Options(
-        None if scale is None or isinstance(scale, jax.Array) else float(scale),
-        None if softcap is None else float(softcap),
-        float(dropout_rate),
-    )
-    arrays = dict(
-        query=query, key=key, value=value, mask=mask, bias=bias, sinks=sinks,
-        q_positions=q_positions, k_positions=k_positions,
+    scale_is_array = isinstance(scale, jax.Array)
+    if scale_is_array and scale.ndim:
+        raise ValueError(f"scale has shape {scale.shape}: must be one number")
+    return AttentionCall(
+        query=query,
+        key=key,
+        value=value,
+        mask=mask,
+        bias=bias,
+        sinks=sinks,
+        scale=None if scale is None or scale_is_array else float(scale),
+        scale_array=scale if scale_is_array else None,
+        softcap=None if softcap is None else float(softcap),
+        q_positions=q_positions,
+        k_positions=k_positions,
+        dropout_rate=float(dropout_rate),
         dropout_key=dropout_key if dropout_rate > 0 else None,
-    )  # fmt: skip
-    if isinstance(scale, jax.Array):
-        arrays["scale"] = scale
-    return Call(arrays, options, return_lse)
+        return_lse=return_lse,
+    )
 
 
-def _check_inputs(query, key, value) -> None:
+def _check_inputs(query: Any, key: Any, value: Any) -> None:
     given = {"query": query, "key": key, "value": value}
     shapes = ", ".join(f"{name} {x.shape}" for name, x in given.items())
     for name, x in given.items():
@@ -113,27 +175,31 @@ def _check_inputs(query, key, value) -> None:
         )
 
 
-def check_mask(mask: Any, B: int, N: int) -> None:
-    if mask is None:
+def _check_positions(name: str, positions: Any, B: int, length: int) -> None:
+    if positions is None:
         return
-    if not isinstance(mask, Mask):
-        kind = type(mask).__name__
-        raise ValueError(f"mask is a {kind}: must be a Mask; Dense(array) makes one of an array")
-    rows, heads = mask.lead
-    if rows not in (1, B) or heads not in (1, N):
-        raise ValueError(f"{mask!r} has {rows} batch rows and {heads} heads, query {B} and {N}")
+    fits = positions.shape in ((length,), (1, length), (B, length))
+    if not fits or not jnp.issubdtype(positions.dtype, jnp.integer):
+        given = f"{positions.dtype}{positions.shape}"
+        raise ValueError(f"{name} is {given}: must be integers ({length},) or ({B}, {length})")
 
 
-def _check_bias(bias: Any, full: tuple[int, ...], q_positions, k_positions) -> Any:
-    """The bias; an array with all its four axes."""
+def _check_bias(bias: Any, full: tuple[int, ...], q_positions: Any, k_positions: Any) -> Any:
+    """Return the bias; an array with all its four axes."""
     if bias is None:
         return None
     if isinstance(bias, Bias):
+        _check_registered(bias)
         positions = [
             jax.ShapeDtypeStruct((1, n), jnp.int32) if p is None else p
             for p, n in ((q_positions, full[2]), (k_positions, full[3]))
         ]
         result = bias_shape(bias, *positions)
+    elif callable(bias):
+        raise ValueError(
+            f"bias is a function: must be an array or a value with the method materialize("
+            f"q_positions, k_positions), in a class under {_DECORATORS}"
+        )
     else:
         bias = result = _array(bias)
     pairs = zip(result.shape[::-1], full[::-1], strict=False)
@@ -148,23 +214,27 @@ def _check_bias(bias: Any, full: tuple[int, ...], q_positions, k_positions) -> A
     return bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
 
 
+_DECORATORS = "@jax.tree_util.register_dataclass and @dataclass(frozen=True)"
+
+
+def _check_registered(bias: Bias) -> None:
+    if jax.tree_util.all_leaves([bias]):
+        name = type(bias).__name__
+        raise ValueError(
+            f"bias is of {name}, which is not registered as a pytree: write {_DECORATORS} "
+            f"above class {name}"
+        )
+
+
 def bias_shape(bias: Bias, q_positions: Any, k_positions: Any) -> jax.ShapeDtypeStruct:
-    """Of what it materializes, on whatever devices its arrays are."""
+    """Return the shape of what a bias materializes, on whatever devices its arrays are."""
     bare = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))  # noqa: E731
     given = jax.tree.map(bare, (bias, q_positions, k_positions))
     return jax.eval_shape(lambda bias, q, k: bias.materialize(q, k), *given)
 
 
-def check_key(name: str, key: Any) -> None:
-    """A single PRNG key: typed, or raw words as older JAX has them."""
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", ())
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not (len(shape) == 0 if typed else dtype == jnp.uint32 and len(shape) == 1):
-        given = repr(key) if dtype is None else f"{dtype}{tuple(shape)}"
-        raise ValueError(f"{name} is {given}: must be a single key, as jax.random.key(0) is")
-
-
-def check_states(name: str, query, keys, values, mask) -> None:
+def check_states(name: str, query: Any, keys: Any, values: Any, mask: Any) -> None:
+    """Raise ValueError where the arguments of a recurrent decoder's attention do not fit."""
     if query.ndim != 3 or keys.ndim != 3 or values.ndim != 3:
         shapes = f"query {query.shape}, {name} {keys.shape}, values {values.shape}"
         raise ValueError(f"{shapes}: must be [B, T, D], [B, S, D], [B, S, D]")
@@ -174,21 +244,10 @@ def check_states(name: str, query, keys, values, mask) -> None:
     check_mask(mask, query.shape[0], 1)
 
 
-def traced(*arrays: Any) -> bool:
-    """Whether the values of one of these are not known yet."""
-    return any(isinstance(x, jax.core.Tracer) for x in arrays)
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    """An integer of at least `least`."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}: must be an integer of at least {least}")
-
-
-def check_finite(name: str, value: Any) -> None:
-    """A finite number."""
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}: must be finite")
+def _two_axes(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B or 1, length]
+    if positions is None:
+        return jnp.arange(length, dtype=jnp.int32)[None]
+    return positions if positions.ndim == 2 else positions[None]
 
 
 def _array(x: Any) -> Any:

@@ -1,65 +1,111 @@
-"""A call of attention as the fused kernels take it: padded arrays, vectors, lists of tiles."""
+"""Hand a call of attention to the fused kernels: padded arrays, vectors, lists of tiles."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.arguments import Call, Options
-from transformer_jax.blockwise_tiles import pad
-from transformer_jax.dropout import head_words, key_words
+from transformer_jax.attention.arguments import AttentionCall, Implementation
+from transformer_jax.attention.biases import ALiBi
+from transformer_jax.attention.block_plan import BlockPlan, pad
+from transformer_jax.attention.mask_vectors import MATRICES, MaskVectors
+from transformer_jax.attention.masks import Everything, Mask
 from transformer_jax.kernels import Target, target
-from transformer_jax.kernels.blocks import blocks as blocks_of
-from transformer_jax.kernels.blocks import kinds
-from transformer_jax.kernels.contract import Blocks, Lists, Problem, lists_of
-from transformer_jax.kernels.fused import Fixed, Plan, Visits, attend
-from transformer_jax.mask_vectors import MaskVectors, not_vectors
-from transformer_jax.masks import Everything, Mask
-from transformer_jax.meshes import vary
-from transformer_jax.positions import ALiBi
-from transformer_jax.tiles import SKIPPED, at_once
+from transformer_jax.kernels.chips import blocks as blocks_of
+from transformer_jax.kernels.chips import kinds
+from transformer_jax.kernels.contract import Blocks, Problem
+from transformer_jax.kernels.gradient import IntegerInputs, KernelLists, KernelSetup, attend
+from transformer_jax.sharding import vary
+from transformer_jax.tracing import at_once
 
 
-def refuse(call: Call, unordered: bool = False) -> str | None:
-    """Why the kernels would not run these arguments, or None."""
-    where = target()
-    if isinstance(where, str):
-        return where
-    query, key, value, bias = (call.arrays[name] for name in ("query", "key", "value", "bias"))
-    if 0 in (*query.shape, *key.shape, *value.shape):
-        return f"an axis is empty: query {query.shape}, key {key.shape}, value {value.shape}"
-    if "scale" in call.arrays:
-        return "takes no scale that is an array"
-    if bias is not None and not hasattr(bias, "shape") and not isinstance(bias, ALiBi):
-        return f"takes a bias that is an array or ALiBi, not {type(bias).__name__}"
-    if bias is not None and str(getattr(bias, "dtype", "")) == "float64":
-        return "computes in float32, the bias is float64"
-    mask = call.arrays["mask"]
-    reason = None if mask is None else not_vectors(mask)
-    if reason is None:
-        problem = _problem(call.options, None, where, unordered)
-        reason = where.module.refuse(problem, query, key, value)
-    return reason or _refuse_lists(call, where)
+@dataclass(frozen=True)
+class Pallas(Implementation):
+    """Run the fused kernels of kernels/, on the target that `kernels.target()` names."""
+
+    unordered: bool = False
+    """Whether the backward pass is the single-pass one, whose last bits are nondeterministic."""
+
+    def environment(self) -> Target | str:
+        """Return the target, which `kernels.using` changes."""
+        return target()
+
+    def refuse(self, call: AttentionCall) -> str | None:
+        """Return why the kernels would not run a call, or None."""
+        where = target()
+        if isinstance(where, str):
+            return where
+        query, key, value, bias = call.query, call.key, call.value, call.bias
+        if 0 in (*query.shape, *key.shape, *value.shape):
+            return f"an axis is empty: query {query.shape}, key {key.shape}, value {value.shape}"
+        if call.scale_array is not None:
+            return "takes no scale that is an array"
+        if bias is not None and not hasattr(bias, "shape") and not isinstance(bias, ALiBi):
+            return f"takes a bias that is an array or ALiBi, not {type(bias).__name__}"
+        if bias is not None and str(getattr(bias, "dtype", "")) == "float64":
+            return "computes in float32, the bias is float64"
+        reason = None if call.mask is None else refuse_mask(call.mask)
+        if reason is None:
+            problem = _problem(call, None, where, self.unordered)
+            reason = where.module.refuse(problem, query, key, value)
+        return reason or _refuse_lists(call, where)
+
+    def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
+        """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
+        where = target()
+        assert isinstance(where, Target)
+        _, T, _, S = call.sizes
+        H, Hv, width = call.query.shape[3], call.value.shape[3], call.query.dtype.itemsize
+        blocks = {
+            kind: blocks_of(where, kind, H, Hv, width, T, S) for kind in kinds(self.unordered)
+        }
+        padded_T = _round_up(T, math.lcm(*(b.q for b in blocks.values())))
+        padded_S = _round_up(S, math.lcm(*(b.k for b in blocks.values())))
+        mask = Everything() if call.mask is None else call.mask
+        fixed, visible = _fixed(call, mask, blocks, (padded_T, padded_S), self.unordered)
+        everywhere = mask.sees_everything and call.k_positions is None and S == padded_S
+        visible = None if everywhere else visible
+        problem = _problem(call, visible, where, self.unordered)
+        slopes, dense = _biases(call, padded_T, padded_S)
+        inputs = (
+            pad(call.query, 1, padded_T, 0),
+            pad(call.key, 1, padded_S, 0),
+            pad(call.value, 1, padded_S, 0),
+            dense,
+            slopes,
+            None if call.sinks is None else call.sinks.astype(jnp.float32)[None],
+            fixed,
+        )
+        plan = KernelSetup(where.module, problem, tuple(blocks.items()))
+        out, lse = attend(plan, *vary(inputs))
+        return out[:, :T], jnp.moveaxis(lse[:, :, :T], 1, 2)
 
 
-def _refuse_lists(call: Call, where: Target) -> str | None:
-    """Whether the lists of tiles fit where a backend keeps them."""
+def refuse_mask(mask: Mask) -> str | None:
+    """Return why a kernel cannot evaluate a mask, or None."""
+    if mask.num_matrices > MATRICES:
+        return f"takes at most {MATRICES} Dense masks, not {mask.num_matrices}"
+    return mask.refuse_kernel()
+
+
+def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
+    """Return whether the lists of tiles are too long for where a backend keeps them."""
     most = where.module.LIST_BYTES
     if most is None:
         return None
-    query, value, mask = (call.arrays[name] for name in ("query", "value", "mask"))
     _, T, _, S = call.sizes
-    places = [call.arrays[name] for name in ("q_positions", "k_positions")]
-    batch, heads = (1, 1) if mask is None else mask.lead
+    batch, heads = (1, 1) if call.mask is None else call.mask.lead
+    places = call.q_positions, call.k_positions
     leads = [batch, *(p.shape[0] for p in places if p is not None and len(p.shape) == 2)]
-    sizes = query.shape[3], value.shape[3], query.dtype.itemsize, T, S
-    for kind in kinds(unordered=False):
+    sizes = call.query.shape[3], call.value.shape[3], call.query.dtype.itemsize, T, S
+    for kind in kinds(nondeterministic=False):
         b = blocks_of(where, kind, *sizes)
         rows, columns = -(-T // b.q), -(-S // b.k)
-        dense = kind == "bias" and isinstance(call.arrays["bias"], jax.Array | jax.ShapeDtypeStruct)
+        dense = kind == "bias" and isinstance(call.bias, jax.Array | jax.ShapeDtypeStruct)
         if kind == "bias" and not dense:
             continue
         lead = max(leads) * heads
@@ -70,102 +116,63 @@ def _refuse_lists(call: Call, where: Target) -> str | None:
     return None
 
 
-def pallas_attention(
-    where: Target,
-    options: Options,
+def _fixed(
+    call: AttentionCall,
+    mask: Mask,
+    blocks: dict[Any, Blocks],
+    padded: tuple[int, int],
     unordered: bool,
-    *,
-    query: jax.Array,  # [B, T, N, H]
-    key: jax.Array,  # [B, S, K, H]
-    value: jax.Array,  # [B, S, K, Hv]
-    mask: Mask | None,
-    bias: Any,
-    sinks: jax.Array | None,
-    q_positions: jax.Array | None,
-    k_positions: jax.Array | None,
-    dropout_key: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, T, N]
-    """`dot_product_attention` and its lse by the fused kernels; arguments are taken as checked."""
-    (B, T, N, H), (_, S, _, Hv) = query.shape, value.shape
-    width = query.dtype.itemsize
-    blocks = {kind: blocks_of(where, kind, H, Hv, width, T, S) for kind in kinds(unordered)}
-    rows = math.lcm(*(b.q for b in blocks.values()))
-    columns = math.lcm(*(b.k for b in blocks.values()))
-    padded_T, padded_S = _round_up(T, rows), _round_up(S, columns)
-
-    mask = Everything() if mask is None else mask
-    with at_once(mask, q_positions, k_positions):
-        at = _positions(q_positions, T), _positions(k_positions, S)
-        every_index = q_positions is None and k_positions is None
-        vectors = MaskVectors.of(mask, *at, every_index)
+) -> tuple[IntegerInputs, Any]:
+    """Return what has no gradient, padded, and the comparison of the mask's vectors."""
+    padded_T, padded_S = padded
+    with at_once(mask, call.q_positions, call.k_positions):
+        at = call.positions()
+        indices = call.q_positions is None and call.k_positions is None
+        vectors = MaskVectors.of(mask, *at, indices)
         q_vectors = tuple(pad(x, 1, padded_T, 0) for x in vectors.q)
         k_vectors = tuple(pad(x, 1, padded_S, -1 if i == 0 else 0) for i, x in enumerate(vectors.k))
         pairs = vectors.pairs()
         if pairs is not None:
             pairs = pad(pad(pairs, 2, padded_T, 0), 3, padded_S, 0)
-        lists = {
-            (b.q, b.k): _tiles(mask, *at, b, (padded_T // b.q, padded_S // b.k))
-            for b in blocks.values()
-        }
-    by_query = {kind: _lists(lists[b.q, b.k]) for kind, b in blocks.items()}
-    of_keys = blocks["unordered" if unordered else "keys"]
-    by_key = _lists(lists[of_keys.q, of_keys.k], by_key=True)
-    everywhere = isinstance(mask, Everything) and k_positions is None and S == padded_S
-    slopes, dense = None, None
+        plans = {(b.q, b.k): plan_of(mask, *at, b, padded) for b in blocks.values()}
+    by_query = {kind: plans[b.q, b.k].key_tiles() for kind, b in blocks.items()}
+    of_keys = blocks["single_pass" if unordered else "dkdv"]
+    by_key = plans[of_keys.q, of_keys.k].query_tiles()
+    visits = KernelLists(by_query["forward"], by_query.get("dq"), by_key, by_query["bias"])
+    return IntegerInputs(q_vectors, k_vectors, pairs, call.head_words(), visits), vectors.visible
+
+
+def plan_of(
+    mask: Mask, q: jax.Array, k: jax.Array, blocks: Blocks, padded: tuple[int, int]
+) -> BlockPlan:
+    """Return the plan of padded lengths; tiles after the end are skipped."""
+    plan = mask.block_plan(q, k, block_q=blocks.q, block_k=blocks.k)
+    return plan.padded(padded[0] // blocks.q, padded[1] // blocks.k)
+
+
+def _biases(
+    call: AttentionCall, padded_T: int, padded_S: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return the slopes f32[1, N] of ALiBi, or the bias as a padded array."""
+    bias = call.bias
     if isinstance(bias, ALiBi):
-        slopes = jnp.broadcast_to(jnp.asarray(bias.slopes, jnp.float32), (1, N))
-    elif bias is not None:
-        # [.., T, S] is read in its own dtype; what is smaller costs nothing to copy
-        as_given = min(bias.shape[2:]) > 1 and bias.dtype == query.dtype
-        dense = bias if as_given else bias.astype(jnp.float32)
-        for axis, given, length in ((2, T, padded_T), (3, S, padded_S)):
-            if dense.shape[axis] == given and given != 1:
-                dense = pad(dense, axis, length, 0)
-    words = None
-    if dropout_key is not None:
-        words = jnp.stack(head_words(key_words(dropout_key), B, N))
-    plan = Plan(
-        where.module,
-        _problem(options, None if everywhere else vectors.visible, where, unordered, H),
-        tuple(blocks.items()),
-    )
-    visits = Visits(by_query["forward"], by_query.get("queries"), by_key, by_query["bias"])
-    inputs = (
-        pad(query, 1, padded_T, 0),
-        pad(key, 1, padded_S, 0),
-        pad(value, 1, padded_S, 0),
-        dense,
-        slopes,
-        None if sinks is None else sinks.astype(jnp.float32)[None],
-        Fixed(q_vectors, k_vectors, pairs, words, visits),
-    )
-    out, lse = attend(plan, *vary(inputs))
-    return out[:, :T], jnp.moveaxis(lse[:, :, :T], 1, 2)
+        slopes = jnp.asarray(bias.slopes, jnp.float32)
+        return jnp.broadcast_to(slopes, (1, call.query.shape[2])), None
+    if bias is None:
+        return None, None
+    # [.., T, S] is read in its own dtype; what is smaller costs nothing to copy
+    as_given = min(bias.shape[2:]) > 1 and bias.dtype == call.query.dtype
+    dense = bias if as_given else bias.astype(jnp.float32)
+    for axis, given, length in ((2, call.sizes[1], padded_T), (3, call.sizes[3], padded_S)):
+        if dense.shape[axis] == given and given != 1:
+            dense = pad(dense, axis, length, 0)
+    return None, dense
 
 
-def _problem(
-    options: Options, visible: Any, where: Target, unordered: bool = False, H: int = 1
-) -> Problem:
-    scale = 1 / math.sqrt(H) if options.scale is None else options.scale
-    fields = options.softcap, options.dropout_rate, visible
-    return Problem(scale, *fields, unordered=unordered, interpret=where.interpret)
-
-
-def _positions(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B or 1, length]
-    if positions is None:
-        return jnp.arange(length, dtype=jnp.int32)[None]
-    return jnp.atleast_2d(positions).astype(jnp.int32)
-
-
-def _tiles(mask: Mask, q: jax.Array, k: jax.Array, blocks: Blocks, grid: tuple[int, int]):
-    """Classes of the tiles of the padded arrays; those behind the end are skipped."""
-    classes = mask.block_plan(q, k, block_q=blocks.q, block_k=blocks.k).classes
-    return pad(pad(jnp.asarray(classes), 2, grid[0], SKIPPED), 3, grid[1], SKIPPED)
-
-
-def _lists(classes: jax.Array, by_key: bool = False) -> Lists:
-    with at_once(classes):  # the transposition too: else XLA folds a sort, for up to half a minute
-        return lists_of(classes.swapaxes(-1, -2) if by_key else classes)
+def _problem(call: AttentionCall, visible: Any, where: Target, unordered: bool) -> Problem:
+    scale = 1 / math.sqrt(call.query.shape[3]) if call.scale is None else call.scale
+    fields = call.softcap, call.dropout_rate, visible
+    return Problem(scale, *fields, nondeterministic=unordered, interpret=where.interpret)
 
 
 def _round_up(n: int, multiple: int) -> int:

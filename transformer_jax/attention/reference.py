@@ -1,4 +1,4 @@
-"""Attention that writes every score down: the reference, differentiated by JAX itself.
+"""Compute attention with every score written down: the reference, differentiated by JAX itself.
 
 With x_ij = q_i . k_j for the pairs that the mask lets see each other:
 
@@ -8,44 +8,33 @@ With x_ij = q_i . k_j for the pairs that the mask lets see each other:
 
 The division follows the product with v, so neither pass reads the scores to normalise them.
 
-A product with a masked weight is 0 only while the other factor is finite. Where a mask is given,
-rows of query, key or value that hold NaN or inf are therefore replaced by zeros, and a score that
-one of them takes part in, and that the mask lets through, becomes NaN. A query with such a score
-is broken: its output and lse are NaN, it passes no gradient on, and no other query notices.
+A product with a masked weight is 0 only while the other factor is finite, and a softcap or an
+exponential makes some of inf finite. Rows of query, key or value that hold NaN or inf are therefore
+replaced by zeros, and a score that one of them takes part in, and that the mask lets through,
+becomes NaN. A query with such a score is broken: its output and lse are NaN, it passes no gradient
+on, and no other query notices. Without a mask a key reaches every query of its heads, and no score
+need be changed.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 
-from transformer_jax.dropout import keep_tile, key_words
-from transformer_jax.masks import Mask
-
-
-@runtime_checkable
-class Bias(Protocol):
-    """A pytree that adds to the scores as a function of positions: ALiBi, T5's relative bias.
-
-    Where its own arrays differ by batch row and the positions do too, "blockwise" refuses it.
-    """
-
-    def materialize(
-        self,
-        q_positions: jax.Array,  # i32[B or 1, T]
-        k_positions: jax.Array,  # i32[B or 1, S]
-    ) -> jax.Array:  # f32[B or 1, N or 1, T, S]
-        ...
+from transformer_jax.attention.arguments import AttentionCall, Implementation
+from transformer_jax.attention.biases import Bias
+from transformer_jax.attention.dropout import keep_tile, key_words
 
 
 class Softmax(NamedTuple):
-    """exp(s - max), what it is to be divided by, and which rows are not to be believed."""
+    """Hold exp(s - max), what it is to be divided by, and which rows are broken."""
 
     exponentials: jax.Array  # [B, N, T, S]
     denominator: jax.Array  # [B, N, T]
-    lse: jax.Array  # [B, N, T], -inf where a row sees nothing
+    lse: jax.Array  # [B, N, T], -inf in a fully masked row
     broken: jax.Array  # bool[B, N, T]
 
     @property
@@ -54,88 +43,68 @@ class Softmax(NamedTuple):
         return jnp.where(self.broken[..., None], jnp.nan, weights)
 
     def average(self, value: jax.Array, keep: jax.Array | None = None) -> jax.Array:
-        """sum_j weights_ij keep_ij value_j: [B, S, K, Hv] to [B, T, N, Hv]."""
+        """Return sum_j weights_ij keep_ij value_j: [B, S, K, Hv] to [B, T, N, Hv]."""
         weights = self.exponentials if keep is None else self.exponentials * keep
-        (B, N, T, S), K = weights.shape, value.shape[2]
-        weights = weights.reshape(B, K, N // K * T, S).astype(value.dtype)
+        (B, N, T, _), K = weights.shape, value.shape[2]
+        weights = rearrange(weights, "B (K G) T S -> B K (G T) S", K=K).astype(value.dtype)
         out = einsum("BKRS,BSKH->BKRH", weights, value).reshape(B, N, T, value.shape[3])
         out = jnp.where(self.broken[..., None], jnp.nan, out / self.denominator[..., None])
         return out.swapaxes(1, 2)
 
 
-class Poison(NamedTuple):
-    """Rows of the inputs that are not finite."""
+class Nonfinite(NamedTuple):
+    """Mark queries that a row reaches which is not finite."""
 
-    queries: jax.Array  # bool[B, N, T]
-    keys: jax.Array  # [B, N, 1, S], NaN or 0
-
-
-def reference_attention(
-    query: jax.Array,  # [B, T, N, H]
-    key: jax.Array,  # [B, S, K, H]
-    value: jax.Array,  # [B, S, K, Hv]
-    *,
-    mask: Mask | None = None,
-    bias: jax.Array | Bias | None = None,  # an array [B or 1, N or 1, T or 1, S or 1]
-    scale: float | jax.Array | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,  # [N]
-    q_positions: jax.Array | None = None,  # i32[T] or [B, T]
-    k_positions: jax.Array | None = None,  # i32[S] or [B, S]
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv] in query's dtype, lse f32[B, T, N]
-    """Attention and the log of its softmax's denominator; arguments are taken as checked."""
-    visible = see(query, key, mask, q_positions, k_positions)
-    bias = _bias(query, key, bias, q_positions, k_positions)
-    query, key, value, poison = clean(visible, query, key, value)
-    scores = _scores(query, key, visible, bias, scale, softcap)
-    keep = None if dropout_key is None else _keep(query, key, dropout_rate, dropout_key)
-    result = softmax(scores, visible, poison, sinks)
-    return result.average(value, keep).astype(query.dtype), result.lse.swapaxes(1, 2)
+    queries: jax.Array  # bool[B, N, T]: their own row, or one that every query sees
+    keys: jax.Array | None  # [B, N, 1, S], NaN or 0: to be added to the scores; None without a mask
 
 
-def reference_weights(
-    query: jax.Array,  # [B, T, N, H]
-    key: jax.Array,  # [B, S, K, H]
-    *,
-    mask: Mask | None = None,
-    bias: jax.Array | Bias | None = None,
-    scale: float | jax.Array | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    q_positions: jax.Array | None = None,
-    k_positions: jax.Array | None = None,
-) -> jax.Array:  # f32[B, N, T, S]
-    """The softmax's weights; arguments are taken as checked."""
-    visible = see(query, key, mask, q_positions, k_positions)
-    bias = _bias(query, key, bias, q_positions, k_positions)
-    query, key, _, poison = clean(visible, query, key, key)
-    scores = _scores(query, key, visible, bias, scale, softcap)
-    return softmax(scores, visible, poison, sinks).weights
+class Xla(Implementation):
+    """Write every score down: any option, any derivative, memory O(T S)."""
 
-
-def see(
-    query: jax.Array,  # [B, T, ...]
-    key: jax.Array,  # [B, S, K, ...]
-    mask: Mask | None,
-    q_positions: jax.Array | None = None,
-    k_positions: jax.Array | None = None,
-) -> jax.Array | None:  # bool[B or 1, N or 1, T or 1, S]
-    """Which query sees which key; None where every query sees every key."""
-    if mask is None and k_positions is None:
+    def refuse(self, call: AttentionCall) -> str | None:
+        """Return None: the reference runs every call."""
         return None
-    q, k = _positions(query, q_positions), _positions(key, k_positions)
-    if mask is None:
+
+    def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
+        """Return attention [B, T, N, Hv] and the log of its softmax's denominator, f32[B, T, N]."""
+        result, value = _softmax_of(call)
+        keep = None if call.dropout_key is None else _keep(call)
+        return result.average(value, keep).astype(call.query.dtype), result.lse.swapaxes(1, 2)
+
+
+def reference_weights(call: AttentionCall) -> jax.Array:  # f32[B, N, T, S]
+    """Return the softmax's weights."""
+    return _softmax_of(call)[0].weights
+
+
+def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
+    """Return the softmax of a call's scores, and the value without rows that are not finite."""
+    visible = see(call)
+    bias = call.bias.materialize(*call.positions()) if isinstance(call.bias, Bias) else call.bias
+    query, key, value, poison = clean(visible, call.query, call.key, call.value)
+    scale = call.scale if call.scale_array is None else call.scale_array
+    scores = _scores(query, key, visible, bias, scale, call.softcap)
+    return softmax(scores, visible, poison, call.sinks), value
+
+
+def see(call: AttentionCall) -> jax.Array | None:  # bool[B or 1, N or 1, T or 1, S]
+    """Return which query sees which key; None where every query sees every key."""
+    if call.mask is None and call.k_positions is None:
+        return None
+    q, k = call.positions()
+    if call.mask is None:
         return (k >= 0)[:, None, None, :]
-    visible = mask.allows(q, k)
-    return visible if k_positions is None else visible & (k >= 0)[:, None, None, :]
+    visible = call.mask.allows(q, k)
+    return visible if call.k_positions is None else visible & (k >= 0)[:, None, None, :]
 
 
 def finite_rows(x: jax.Array) -> jax.Array:  # [..., H] to bool[...]
-    """Rows without NaN and inf, by a product with a vector: faster on a CPU than a reduction."""
+    """Find finite rows by a product with a vector: faster on a CPU than a reduction."""
     x = jax.lax.stop_gradient(x)
-    weights = jnp.full(x.shape[-1:], 0.5 / x.shape[-1], x.dtype)  # a sum that cannot overflow
+    weights = jnp.full(
+        x.shape[-1:], 0.5 / max(x.shape[-1], 1), x.dtype
+    )  # a sum that cannot overflow
     return jnp.isfinite(einsum("...H,H->...", x, weights))
 
 
@@ -144,62 +113,69 @@ def clean(
     query: jax.Array,  # [B, T, N, H]
     key: jax.Array,  # [B, S, K, H]
     value: jax.Array,  # [B, S, K, Hv]
-) -> tuple[jax.Array, jax.Array, jax.Array, Poison | None]:
-    """The same without rows that are not finite, and which those are.
-
-    Where all is visible nothing is changed: whatever is not finite reaches every query by itself.
-    """
-    if visible is None:
-        return query, key, value, None
+) -> tuple[jax.Array, jax.Array, jax.Array, Nonfinite]:
+    """Return the inputs without rows that are not finite, and which queries those reach."""
     good_query = finite_rows(query)
     good_key = finite_rows(key) & finite_rows(value)
     query = jnp.where(good_query[..., None], query, 0)
     key, value = (jnp.where(good_key[..., None], x, 0) for x in (key, value))
+    bad_query, group = ~good_query.swapaxes(1, 2), query.shape[2] // key.shape[2]
+    if visible is None:  # a key reaches every query of its group
+        bad_heads = jnp.repeat(~good_key.all(axis=1), group, axis=1)  # [B, N]
+        return query, key, value, Nonfinite(bad_query | bad_heads[..., None], None)
     by_key = jnp.where(good_key, 0.0, jnp.nan).swapaxes(1, 2)[:, :, None, :]
-    by_key = jnp.repeat(by_key, query.shape[2] // key.shape[2], axis=1)
-    return query, key, value, Poison(~good_query.swapaxes(1, 2), by_key)
+    return query, key, value, Nonfinite(bad_query, jnp.repeat(by_key, group, axis=1))
 
 
 def softmax(
     scores: jax.Array,  # [B, N, T, S]
-    visible: jax.Array | None = None,  # broadcasts to scores
-    poison: Poison | None = None,
+    visible: jax.Array | None,  # broadcasts to scores
+    nonfinite: Nonfinite,
     sinks: jax.Array | None = None,  # [N]
 ) -> Softmax:
-    """Of what is visible; a row that sees nothing has no weight, one with a NaN is broken."""
+    """Return the softmax of what is visible.
+
+    A fully masked row has no weight; a row with a score that is not finite is broken.
+    """
     if visible is not None:
-        assert poison is not None
-        scores = jnp.where(visible, scores + poison.keys.astype(scores.dtype), -jnp.inf)
+        assert nonfinite.keys is not None
+        scores = jnp.where(visible, scores + nonfinite.keys.astype(scores.dtype), -jnp.inf)
     top = jax.lax.stop_gradient(scores)
     top = jnp.where(jnp.isnan(top), jnp.inf, top)  # XLA's maximum loses a NaN at some lengths
-    top = top.max(axis=-1, initial=-jnp.inf)  # [B, N, T]
-    blind, broken = jnp.isneginf(top), jnp.isposinf(top)
-    if poison is not None:
-        broken = broken | (poison.queries & ~blind)
-    dead, sink = blind | broken, None
+    row_max = top.max(axis=-1, initial=-jnp.inf)  # [B, N, T]
+    fully_masked = jnp.isneginf(row_max)
+    broken = jnp.isposinf(row_max) | (nonfinite.queries & ~fully_masked)
+    dead, sink = fully_masked | broken, None
     if sinks is not None:
         sink = sinks.astype(scores.dtype)[None, :, None]
-        top = jnp.maximum(top, jax.lax.stop_gradient(sink))
-    top = jnp.where(dead, 0.0, top)
-    exponentials = jnp.exp(jnp.where(broken[..., None], -jnp.inf, scores) - top[..., None])
+        row_max = jnp.maximum(row_max, jax.lax.stop_gradient(sink))
+    row_max = jnp.where(dead, 0.0, row_max)
+    exponentials = jnp.exp(jnp.where(broken[..., None], -jnp.inf, scores) - row_max[..., None])
     denominator = exponentials.sum(axis=-1)
     if sink is not None:
-        denominator = denominator + jnp.exp(jnp.where(dead, -jnp.inf, sink) - top)
+        denominator = denominator + jnp.exp(jnp.where(dead, -jnp.inf, sink) - row_max)
     denominator = jnp.where(dead, 1.0, denominator)
-    lse = jnp.where(blind, -jnp.inf, jnp.where(broken, jnp.nan, top + jnp.log(denominator)))
-    return Softmax(exponentials, denominator, lse, broken)
+    lse = jnp.where(broken, jnp.nan, row_max + jnp.log(denominator))
+    return Softmax(exponentials, denominator, jnp.where(fully_masked, -jnp.inf, lse), broken)
 
 
 def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Sums in float32 or wider; float32 is not rounded to less on the way in."""
+    """Sum in float32 or wider; float32 is not rounded to less on the way in."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     wide: Any = jnp.promote_types(x.dtype, jnp.float32)
     return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide)
 
 
-def _scores(query, key, visible, bias, scale, softcap) -> jax.Array:  # [B, N, T, S]
+def _scores(
+    query: jax.Array,
+    key: jax.Array,
+    visible: jax.Array | None,
+    bias: jax.Array | None,
+    scale: float | jax.Array | None,
+    softcap: float | None,
+) -> jax.Array:  # [B, N, T, S]
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
-    rows = query.swapaxes(1, 2).reshape(B, K, N // K * T, H)  # the heads of a group in a column
+    rows = rearrange(query, "B T (K G) H -> B K (G T) H", K=K)  # the heads of a group in a column
     scores = einsum("BKRH,BSKH->BKRS", rows, key).reshape(B, N, T, S)
     if isinstance(scale, jax.Array):
         if visible is not None:
@@ -213,26 +189,15 @@ def _scores(query, key, visible, bias, scale, softcap) -> jax.Array:  # [B, N, T
     return scores if bias is None else scores + bias.astype(scores.dtype)
 
 
-def _keep(query, key, rate: float, dropout_key: jax.Array) -> jax.Array:  # [B, N, T, S]
-    """What dropout multiplies the weights by."""
-    (rows, queries, heads, _), keys = query.shape, key.shape[1]
+def _keep(call: AttentionCall) -> jax.Array:  # [B, N, T, S]
+    """Return what dropout multiplies the weights by."""
+    B, T, N, S = call.sizes
+    assert call.dropout_key is not None
     keep = keep_tile(
-        key_words(dropout_key),
-        rate,
-        head_index=jnp.arange(rows * heads, dtype=jnp.int32).reshape(rows, heads),
-        q_index=jnp.arange(queries, dtype=jnp.int32),
-        k_index=jnp.arange(keys, dtype=jnp.int32),
+        key_words(call.dropout_key),
+        call.dropout_rate,
+        head_index=jnp.arange(B * N, dtype=jnp.int32).reshape(B, N),
+        q_index=jnp.arange(T, dtype=jnp.int32),
+        k_index=jnp.arange(S, dtype=jnp.int32),
     )
-    return jnp.where(keep, 1 / (1 - rate), 0.0)
-
-
-def _bias(query, key, bias, q_positions, k_positions) -> jax.Array | None:
-    if isinstance(bias, Bias):
-        return bias.materialize(_positions(query, q_positions), _positions(key, k_positions))
-    return bias
-
-
-def _positions(x: jax.Array, positions: jax.Array | None) -> jax.Array:  # i32[B or 1, length]
-    if positions is None:
-        return jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    return positions if positions.ndim == 2 else positions[None]
+    return jnp.where(keep, 1 / (1 - call.dropout_rate), 0.0)

@@ -5,8 +5,8 @@ same code with a different S. Every leaf leads with B: rows can be gathered, and
 have their own length. An empty slot has position -1, which no query may attend to.
 
 A cache with `sinks` never overwrites the first so many positions (StreamingLLM, Xiao et al. 2024):
-position p < sinks has slot p, the others turn in the slots behind. Keys keep the positions at which
-they were read; they are not numbered anew, as that paper does.
+position p < sinks has slot p, the others turn in the slots after those. Keys keep the positions at
+which they were read; they are not numbered anew, as that paper does.
 
 A cache of int8 holds each head's key and value of a token as x ~ scale * q, with
 scale = max|x| / 127 and q = round(x / scale): the error of an element is at most scale / 2.
@@ -20,10 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.integers import as_int32
-from transformer_jax.meshes import by_compiler, split
+from transformer_jax.checks import as_int32
+from transformer_jax.pytree import exportable
+from transformer_jax.sharding import by_compiler, split
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
@@ -53,7 +55,10 @@ def init(
     dtype: jax.typing.DTypeLike = jnp.float32,
     sinks: int = 0,
 ) -> KVCache:
-    """An empty cache of `capacity` slots a row, no two of whose leaves share memory."""
+    """Make an empty cache of `capacity` slots a row; no two of its leaves share memory.
+
+    ValueError where a size or the dtype cannot be.
+    """
     dtype = jnp.dtype(dtype)
     if capacity < 1:
         raise ValueError(f"capacity is {capacity}: must be at least 1")
@@ -83,7 +88,9 @@ def update(
     v: jax.Array,  # [B, T, K, Hv]
     positions: jax.Array,  # i32[B, T]; a negative position is padding and is not written
 ) -> KVCache:
-    """Write token t of row b at slot p % S of its position p; s + (p - s) % (S - s) behind s sinks.
+    """Write token t of row b at slot p % S of its position p.
+
+    After s sinks that slot is s + (p - s) % (S - s).
 
     Of more than S tokens the sinks and the last S - s stay, as in any ring. A caller for whom
     overwriting is an error checks `positions < S` first (`transformer.Decoder` does).
@@ -103,7 +110,7 @@ def update(
 
 
 def _write(held: dict[str, Any], new: dict[str, Any], slots: jax.Array) -> dict[str, Any]:
-    """Token t of row b into slot `slots[b, t]`, if there is one."""
+    """Write token t of row b into slot `slots[b, t]`, if there is one."""
     rows = jnp.arange(slots.shape[0])[:, None]
     return jax.tree.map(lambda x, token: x.at[rows, slots].set(token, mode="drop"), held, new)
 
@@ -115,7 +122,7 @@ def extend(
     positions: jax.Array,  # i32[B, T]
     window: int | None = None,
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
-    """The updated cache, and the keys, values and positions [B, S'] that the new tokens may see.
+    """Update a cache, and return the keys, values and positions [B, S'] that new tokens may see.
 
     A ring of S < window + T - 1 slots (beside its sinks) overwrites keys that the first of T
     queries still see, so those queries read the old ring with the new keys behind it; otherwise
@@ -136,7 +143,7 @@ def read(
     cache: KVCache,
     dtype: jax.typing.DTypeLike = jnp.float32,  # of what int8 is read as
 ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
-    """The keys and values; of int8, scale * q, so that attention sees ordinary numbers."""
+    """Return the keys and values; of int8, scale * q, so that attention sees ordinary numbers."""
     if cache.k_scale is None or cache.v_scale is None:
         return cache.k, cache.v
     return dequantise(cache.k, cache.k_scale, dtype), dequantise(cache.v, cache.v_scale, dtype)
@@ -160,7 +167,7 @@ def rewind(
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[..., H], f32[...]
-    """(q, scale) of each row: scale = max|x| / 127, q = round(x / scale), so |q| <= 127.
+    """Return (q, scale) of each row: scale = max|x| / 127, q = round(x / scale), so |q| <= 127.
 
     A row of zeros has the smallest normal scale; one that is not finite has no finite scale, and
     reads as NaN.
@@ -177,17 +184,17 @@ def dequantise(
     scale: jax.Array,  # f32[...]
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:  # [..., H]
-    """scale * q, computed in f32."""
+    """Return scale * q, computed in f32."""
     return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
 def next_positions(length: jax.Array, valid: jax.Array) -> jax.Array:
-    """Positions [B, T] of new tokens: `length[b]` plus the valid ones before; -1 where invalid."""
+    """Return positions [B, T] of new tokens: `length[b]` plus the valid ones before; else -1."""
     return jnp.where(valid, length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
 
 
 def _held(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
-    """New tokens in the form in which `cache` holds its own."""
+    """Return new tokens in the form in which `cache` holds its own."""
     positions = positions.astype(jnp.int32)
     if cache.k_scale is None:
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
@@ -197,7 +204,7 @@ def _held(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> K
 
 
 def _leaves(cache: KVCache) -> dict[str, jax.Array | None]:
-    """What has an entry for each slot."""
+    """Return the leaves that have an entry for each slot."""
     names = "k", "v", "positions", "k_scale", "v_scale"
     return {name: getattr(cache, name) for name in names}
 

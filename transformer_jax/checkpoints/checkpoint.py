@@ -1,14 +1,14 @@
-"""Checkpoints: plain bytes and a manifest, written whole or not at all, checked before use.
+"""Save and restore checkpoints: plain bytes and a manifest, written whole or not at all.
 
     step-00000500/
-        params.bin      the leaves under `params`, one behind the other, little-endian
+        params.bin      the leaves under `params`, one after the other, little-endian
         opt_state.bin
-        state.bin       the leaves that stand alone
-        manifest.json   names, dtypes, shapes; size and sha256 of each file, and of itself
+        state.bin       the leaves at the top level
+        manifest.json   names, dtypes, shapes; size and sha256 of each file, and its own sha256
 
-The folder is written as `step-00000500.tmp`: files, then the manifest, each synced to the disk,
-and renamed. What is called `step-N` is therefore complete; what a killed process left is `.tmp`.
-Nothing in it can run code, and no size in it is believed before it was compared with the file's.
+The folder is written as `step-00000500.tmp`: files, then the manifest, each synced to the disk, and
+then renamed. So a `step-N` is complete, and a process that was killed leaves a `.tmp`. Nothing in
+the folder can run code, and every size is compared with the file's before it is used.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,10 @@ import numpy as np
 
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 64 * 2**20
-"""Bytes; a longer manifest is not read."""
+"""Largest manifest that is read, in bytes."""
+
+PyTree: TypeAlias = Any
+"""A nested structure of arrays, PRNG keys and numbers."""
 
 _FORMAT = 1
 _DTYPES = {
@@ -46,12 +49,12 @@ _DTYPES = {
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, or does not fit what it is restored into."""
+    """Report a checkpoint that is damaged, or that does not fit what it is restored into."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a checkpoint."""
+    """Describe one array of a checkpoint."""
 
     name: str
     dtype: str
@@ -69,23 +72,23 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says it holds; its own checksum was right."""
+    """Hold a checkpoint's list of its contents, whose own checksum was right."""
 
     path: Path
     step: int
     metadata: Mapping[str, Any]
     files: Mapping[str, Mapping[str, Any]]
-    """File name to {"bytes", "sha256"}."""
+    """Name of each file to its {"bytes", "sha256"}."""
     leaves: tuple[Leaf, ...]
-    """In the order of their bytes."""
+    """Every leaf, in the order of their bytes."""
     keys: Mapping[str, str]
     """Names of PRNG keys to their implementation; their leaves are uint32 key data."""
 
 
-def save(folder: Path, step: int, tree: Any, metadata: Mapping[str, Any] | None = None) -> Path:
+def save(folder: Path, step: int, tree: PyTree, metadata: Mapping[str, Any] | None = None) -> Path:
     """Write `tree` as `folder/step-N` and return that path; an older `step-N` is replaced.
 
-    Leaves are arrays (PRNG keys too) or Python numbers. On an error nothing is left but what was.
+    Leaves are arrays (PRNG keys too) or Python numbers. An error leaves the folder as it was.
     """
     leaves, keys, contents = [], {}, []
     for name, value in _named(tree).items():
@@ -126,14 +129,14 @@ def save(folder: Path, step: int, tree: Any, metadata: Mapping[str, Any] | None 
     return final
 
 
-def restore(path: Path, like: Any) -> Any:
-    """The tree that was saved, in the structure of `like` (arrays or `jax.ShapeDtypeStruct`).
+def restore(path: Path, like: PyTree) -> PyTree:
+    """Return the tree that was saved, bit for bit, in the structure of `like`.
 
-    `like` may hold some of the top-level entries only, `{"params": ...}`: the others' files are
-    then not read. Every bit is the saved one. A leaf comes back as it stands in `like`: NumPy
-    array, Python number, or else a JAX array, on the sharding of a `ShapeDtypeStruct` with one.
-    CheckpointError names the file that is damaged, or the leaves that are missing, unexpected or
-    of another shape.
+    Leaves of `like` are arrays, numbers or `jax.ShapeDtypeStruct`. Each leaf comes back as the same
+    kind: NumPy array, Python number, or JAX array with the sharding of the `ShapeDtypeStruct`, if
+    it has one. With only some of the top-level entries, `{"params": ...}`, the files of the others
+    are not read. CheckpointError names the file that is damaged, or the leaves that are missing,
+    unexpected or of another shape.
     """
     manifest = read_manifest(path)
     wanted = _named(like)
@@ -164,7 +167,7 @@ def verify(path: Path) -> Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint, itself checked; its files are not read."""
+    """Read and check the manifest of a checkpoint; its files are not read."""
     file = path / MANIFEST
     text = _read(file, None).decode("utf-8", "replace")
     try:
@@ -194,7 +197,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, ascending."""
+    """Return the steps of the complete checkpoints in a folder, ascending."""
     if not folder.is_dir():
         return []
     names = (re.fullmatch(r"step-(\d{8,})", entry.name) for entry in os.scandir(folder))
@@ -202,14 +205,15 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def step_path(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def best_step(folder: Path) -> int | None:
-    """The step whose metadata has the lowest `val_loss`, the first of equals."""
+    """Return the step whose metadata has the lowest `val_loss`, the first of equals."""
     losses = []
     for step in saved_steps(folder):
-        with contextlib.suppress(CheckpointError):  # a damaged one is nobody's best
+        with contextlib.suppress(CheckpointError):  # a damaged one cannot be the best
             loss = read_manifest(step_path(folder, step)).metadata.get("val_loss")
             if isinstance(loss, float):
                 losses.append((loss, step))
@@ -225,7 +229,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Rename what is later than `step`, and damaged: `step-N` becomes `step-N.damaged`."""
+    """Rename the damaged checkpoints after `step`: `step-N` becomes `step-N.damaged`."""
     for later in saved_steps(folder):
         if later > step:
             path = step_path(folder, later)
@@ -253,7 +257,7 @@ def write_file(path: Path, content: str) -> None:
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    """Leaves by their slash-separated names, in the order of the tree."""
+    """Return the leaves by their slash-separated names, in the order of the tree."""
     found: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -269,7 +273,7 @@ def _check_name(name: str) -> None:
         raise ValueError(f"leaf {name!r}: must be words separated by /")
 
 
-def _write(path: Path, arrays: Any) -> dict[str, Any]:
+def _write(path: Path, arrays: Iterable[np.ndarray]) -> dict[str, Any]:
     digest, size = hashlib.sha256(), 0
     with naming(path), open(path, "wb") as stream:
         for array in arrays:
@@ -294,7 +298,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of writing, which knows no name, gets that of the file."""
+    """Add the name of the file to an OSError of writing, which has none."""
     try:
         yield
     except OSError as error:
@@ -304,7 +308,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Rename first: a process killed here leaves no `step-N` with files missing."""
+    """Remove a checkpoint; it is renamed first, so that no `step-N` ever lacks files."""
     gone = path.with_name(path.name + ".old.tmp")
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)
@@ -312,14 +316,14 @@ def _remove(path: Path) -> None:
 
 
 def _sealed(content: dict[str, Any]) -> str:
-    """The manifest's text, with the checksum of the rest of it."""
+    """Return the manifest's text with the checksum of its other content."""
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     return json.dumps(content | {"sha256": sha256}, sort_keys=True, indent=1) + "\n"
 
 
 def _read(file: Path, size: int | None) -> bytes:
-    """A regular file's content, which must have `size` bytes (None: at most MANIFEST_LIMIT)."""
+    """Read a regular file of `size` bytes; None allows up to MANIFEST_LIMIT."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

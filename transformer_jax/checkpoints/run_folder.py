@@ -1,4 +1,4 @@
-"""The folder of a training run: everything that is needed to continue it, use it and look at it.
+"""Read and write the folder of a training run: what is needed to continue, use and inspect it.
 
 config.json     the resolved TrainConfig
 tokenizer.json
@@ -18,17 +18,18 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
-from transformer_jax.checkpoint import CheckpointError, naming, write_file
-from transformer_jax.config import ConfigError, TrainConfig
-from transformer_jax.data import Tokenizer, tokenizer_from_json
+from transformer_jax.checkpoints.checkpoint import CheckpointError, naming, write_file
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config.migrate import current_model_fields
+from transformer_jax.tokenizers.trained import Tokenizer, tokenizer_from_json
 
 CONFIG_LIMIT = 2**20
-"""Bytes; a longer config.json is not read."""
+"""Largest config.json that is read, in bytes."""
 
 MAY_CHANGE = frozenset(
     {
@@ -36,16 +37,16 @@ MAY_CHANGE = frozenset(
         "checkpoint_every", "keep", "log_every", "sample_tokens",
     }
 )  # fmt: skip
-"""Fields a resumed run may set anew. `data` may move; what it holds is compared by hash."""
+"""Fields a resumed run may set anew. `data` may move; its content is compared by hash."""
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on: its folder is in use, or its numbers are no longer finite."""
+    """Report a run that cannot go on: its folder is in use, or its numbers are not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Where the parts of a run are."""
+    """Locate the parts of a run."""
 
     path: Path
 
@@ -66,7 +67,7 @@ class RunFolder:
         return self.path / "tokenizer.json"
 
     def read_config(self) -> TrainConfig:
-        """The run's config; ConfigError names the key that is wrong."""
+        """Read the run's config; ConfigError names the key that is wrong."""
         if not self.config_file.is_file():
             raise ConfigError(f"{self.path}: no run here (config.json is missing)")
         if self.config_file.stat().st_size > CONFIG_LIMIT:
@@ -77,7 +78,7 @@ class RunFolder:
             raise ConfigError(f"{self.config_file}: {error}") from None
 
     def read_tokenizer(self, sha256: str | None = None) -> Tokenizer:
-        """The run's tokenizer; `sha256` is that of the file when the checkpoint was written."""
+        """Read the run's tokenizer, whose file must have this hash if one is given."""
         try:
             content = self.tokenizer_file.read_bytes()
         except OSError as error:
@@ -96,13 +97,13 @@ class RunFolder:
         write_file(self.config_file, config_to_json(config))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; damaged ones and a torn last one are left out."""
+        """Read the lines of metrics.jsonl; damaged ones and an unfinished last one are left out."""
         return [line for line in self._metrics() if line is not None]
 
     def cut_metrics(self, step: int) -> int:
-        """Forget what was measured after `step`, by a run that continued further and was lost.
+        """Remove the lines after `step`, and damaged lines; return how many were damaged.
 
-        Damaged lines go too; returns how many they were.
+        A run that went on after its last checkpoint and was killed leaves such lines.
         """
         lines = self._metrics()
         kept = [line for line in lines if line is not None and line["step"] <= step]
@@ -114,7 +115,7 @@ class RunFolder:
             log.write(json.dumps(line, allow_nan=False) + "\n")
 
     def _metrics(self) -> list[dict[str, Any] | None]:
-        """The whole lines of metrics.jsonl, None for a damaged one."""
+        """Read the finished lines of metrics.jsonl, None for a damaged one."""
         if not self.metrics_file.is_file():
             return []
         lines = self.metrics_file.read_text(errors="replace").split("\n")[:-1]
@@ -122,7 +123,7 @@ class RunFolder:
 
 
 def _measurement(text: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl: an object with an integer `step`, whose losses are numbers."""
+    """Parse a line of metrics.jsonl: an object with an integer `step`, whose losses are numbers."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -134,11 +135,28 @@ def _measurement(text: str) -> dict[str, Any] | None:
 
 
 def config_to_json(config: TrainConfig) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=1) + "\n"
+    """Return the text of config.json."""
+    return json.dumps(_plain(config), indent=1) + "\n"
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Return the fields of a config as JSON holds them; one of several classes has a `kind`."""
+    hints, content = get_type_hints(type(config)), {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            kind = {"kind": _kind(type(value))} if get_args(hints[field.name]) else {}
+            value = kind | _plain(value)
+        content[field.name] = value
+    return content
+
+
+def _kind(cls: type) -> str:
+    return cls.__name__.lower()
 
 
 def config_from_json(text: str | bytes) -> TrainConfig:
-    """The config that `config_to_json` wrote. Keys may be absent, but not unknown or repeated."""
+    """Return the config that `config_to_json` wrote; keys may be absent, but not unknown."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         for i, (key, _) in enumerate(items):
@@ -161,6 +179,11 @@ def config_from_json(text: str | bytes) -> TrainConfig:
 def _build(cls: type, content: Any, path: str) -> Any:
     if not isinstance(content, dict):
         raise ConfigError(f"{path.rstrip('.') or 'the config'} is {content!r}: must be an object")
+    if cls is ModelConfig:
+        try:
+            content = current_model_fields(content)
+        except ConfigError as error:
+            raise ConfigError(f"{path}{error}") from None
     hints = get_type_hints(cls)
     arguments = {}
     for key, value in content.items():
@@ -168,35 +191,47 @@ def _build(cls: type, content: Any, path: str) -> Any:
             near = difflib.get_close_matches(key, hints, n=1)
             hint = f", did you mean {path}{near[0]}?" if near else ""
             raise ConfigError(f"{path}{key}: unknown key{hint}")
-        nested = dataclasses.is_dataclass(hints[key])
         value = tuple(value) if isinstance(value, list) else value
-        arguments[key] = _build(hints[key], value, f"{path}{key}.") if nested else value
+        arguments[key] = _field(hints[key], value, f"{path}{key}")
     try:
         return cls(**arguments)
     except ConfigError as error:
         raise ConfigError(f"{path}{error}") from None
 
 
+def _field(hint: Any, value: Any, path: str) -> Any:
+    """Return the value of a field: itself, or the config that it describes."""
+    if dataclasses.is_dataclass(hint):
+        return _build(cast(type, hint), value, f"{path}.")
+    options = [cls for cls in get_args(hint) if isinstance(cls, type)]
+    kinds = {_kind(cls): cls for cls in options if dataclasses.is_dataclass(cls)}
+    if not kinds or not isinstance(value, dict):
+        return value
+    content = dict(value)
+    kind = content.pop("kind", None)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ConfigError(f"{path}.kind is {kind!r}: must be one of {', '.join(kinds)}")
+    return _build(kinds[kind], content, f"{path}.")
+
+
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
-    """`key: old -> new` of every field that a resumed run may not change."""
-    before, after = _flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new))
-    return [
-        f"{key}: {before[key]!r} -> {after[key]!r}"
-        for key in before
-        if before[key] != after[key] and key not in MAY_CHANGE
-    ]
+    """Return "key: old -> new" for every changed field that a resumed run may not change."""
+    return [line for key, line in _differences(old, new, "") if key not in MAY_CHANGE]
 
 
-def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        out |= _flat(value, f"{path}{key}.") if isinstance(value, dict) else {path + key: value}
-    return out
+def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the path of every field that differs, with its line."""
+    for field in dataclasses.fields(old):
+        key, one, two = path + field.name, getattr(old, field.name), getattr(new, field.name)
+        if dataclasses.is_dataclass(one) and type(one) is type(two):
+            yield from _differences(one, two, f"{key}.")
+        elif one != two:
+            yield key, f"{key}: {one!r} -> {two!r}"
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold `path/lock`, with this process's number in it; RunError where another process does.
+    """Hold `path/lock`, which contains this process's number; RunError if another process does.
 
     The system frees the lock when its process ends, however it ends.
     """
@@ -229,7 +264,7 @@ def _same_file(handle: int, file: Path) -> bool:
 
 
 def check_unused(path: Path) -> None:
-    """ConfigError where a new run would write between files that are there already."""
+    """Raise ConfigError if a new run would write into a folder that has files already."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"out is {str(path)!r}: not a folder")
     if (path / "lock").exists():
@@ -242,7 +277,7 @@ def check_unused(path: Path) -> None:
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:
-    """Of its file."""
+    """Return the hash of the file that `write_tokenizer` writes."""
     return _sha256(tokenizer.to_json().encode("utf-8", "surrogatepass"))
 
 
@@ -251,7 +286,7 @@ def _sha256(content: bytes) -> str:
 
 
 def plot_losses(folder: RunFolder) -> None:
-    """Draw loss.png from metrics.jsonl: the loss, its smoothed course, and the held-out loss."""
+    """Draw loss.png from metrics.jsonl: the loss, the smoothed loss, and the held-out loss."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -288,7 +323,7 @@ def plot_losses(folder: RunFolder) -> None:
 
 
 def _smooth(values: tuple[float, ...]) -> list[float]:
-    """Means over a centred window of a twenty-fifth of the curve, narrower at its ends."""
+    """Return means over a centred window of 1/25 of the curve, narrower at its ends."""
     sums = [0.0, *itertools.accumulate(values)]
     last, widest = len(values) - 1, len(values) // 50
     reach = [min(i, last - i, widest) for i in range(len(values))]

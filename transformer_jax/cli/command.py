@@ -1,4 +1,4 @@
-"""A command of this package: its parser, how it ends, and what it says when it fails."""
+"""Run a command of this package: parse its flags, end with a status, print an error as one line."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from transformer_jax.cli.flags import spelled
 from transformer_jax.config import ConfigError
-from transformer_jax.flags import spelled
+
+if TYPE_CHECKING:
+    from transformer_jax.text.text_model import TextModel, Which
 
 
 class Parser(argparse.ArgumentParser):
-    """Of `python -m transformer_jax.NAME`; an error is one line, `NAME: what is wrong`."""
+    """Parse the flags of `python -m transformer_jax NAME`; an error is one line, `NAME: why`."""
 
     def __init__(self, name: str, description: str) -> None:
         super().__init__(
-            prog=f"python -m transformer_jax.{name}", description=description, allow_abbrev=False
+            prog=f"python -m transformer_jax {name}",
+            usage=f"python -m transformer_jax {name} [--FLAG VALUE ...]",
+            description=description,
+            allow_abbrev=False,
         )
         self.name = name
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -26,13 +32,27 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.name}: {message}\n")
 
 
+def load_run(name: str, path: str, which: Which | None) -> TextModel:
+    """Load a run's model for the command `name`; say so where it is the last for want of a best."""
+    from transformer_jax.text import text_model
+
+    model = text_model.load_run(path, which)
+    if which is None and model.which == "last":
+        why = f"no step was evaluated yet: this is the last one saved, step {model.step}"
+        print(f"{name}: {why}", file=sys.stderr)
+    return model
+
+
 def run(
     parser: Parser, argv: Sequence[str] | None, work: Callable[[argparse.Namespace], None]
 ) -> int:
-    """The exit status: 0, 1 (something cannot be read), 2 (usage) or 130 (interrupted)."""
-    flags = [option for action in parser._actions for option in action.option_strings]
+    """Parse and work, and return the exit status.
+
+    0; 1: something cannot be read; 2: usage; 130: interrupted.
+    """
+    names = {name: name for action in parser._actions for name in action.option_strings}
     try:
-        arguments = parser.parse_args(spelled(sys.argv[1:] if argv is None else argv, flags))
+        arguments = parser.parse_args(spelled(sys.argv[1:] if argv is None else argv, names))
     except ConfigError as error:
         parser.error(str(error))
     try:
@@ -47,7 +67,7 @@ def run(
     except (ValueError, OSError, NotImplementedError) as error:
         if arguments.debug:
             raise
-        from transformer_jax.checkpoint import CheckpointError
+        from transformer_jax.checkpoints.checkpoint import CheckpointError
 
         print(f"{parser.name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, CheckpointError | OSError) else 2

@@ -1,7 +1,7 @@
-"""The command that writes a folder of config.json, safetensors and a tokenizer, as Hugging Face's.
+"""Write a folder of config.json, safetensors and a tokenizer as Hugging Face's libraries read it.
 
-python -m transformer_jax.convert --run RUN --to FOLDER              what train.py trained
-python -m transformer_jax.convert --model FOLDER_OR_ID --to FOLDER   a published model, saved anew
+python -m transformer_jax convert --run RUN --to FOLDER              what train.py trained
+python -m transformer_jax convert --model FOLDER_OR_ID --to FOLDER   a published model, saved anew
 """
 
 from __future__ import annotations
@@ -9,23 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.command import Parser, run
+from transformer_jax.cli.command import Parser, load_run, run
 from transformer_jax.config import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status: 0, 1 (a model cannot be read) or 2 (usage)."""
+    """Run the command and return its exit status: 0, 1 (a model cannot be read) or 2 (usage)."""
     return run(_parser(), argv, lambda arguments: print(*_convert(arguments), sep="\n"))
 
 
 def _convert(arguments: argparse.Namespace) -> list[str]:
-    """What was written, line by line."""
+    """Convert, and return what was written, line by line."""
     if (arguments.run is None) == (arguments.model is None):
         raise ConfigError("run and model: give one of them")
     if arguments.model is not None:
@@ -42,8 +41,9 @@ def _convert(arguments: argparse.Namespace) -> list[str]:
 
 
 def _save_anew(model: str, target: Path, dtype: Any, shard_bytes: int) -> list[str]:
-    from transformer_jax.pretrained import load_pretrained, save_pretrained
-    from transformer_jax.weights import open_folder
+    from transformer_jax.pretrained.load import load_pretrained
+    from transformer_jax.pretrained.safetensors_folder import open_folder
+    from transformer_jax.pretrained.save import save_pretrained
 
     folder = open_folder(model).path
     config, params = load_pretrained(folder, dtype=dtype)
@@ -52,10 +52,11 @@ def _save_anew(model: str, target: Path, dtype: Any, shard_bytes: int) -> list[s
 
 
 def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> list[str]:
-    from transformer_jax.pretrained import save_pretrained, written_family
-    from transformer_jax.text_model import load_run, with_parameters_in
+    from transformer_jax.pretrained.config_json import written_family
+    from transformer_jax.pretrained.save import save_pretrained
+    from transformer_jax.text.text_model import with_parameters_in
 
-    model = load_run(arguments.run, arguments.checkpoint or "best")
+    model = load_run("convert", arguments.run, arguments.checkpoint)
     if arguments.dtype is not None:
         model = with_parameters_in(model, arguments.dtype)
     config, params, lines = model.config, model.params, []
@@ -80,12 +81,12 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
 
 
 def with_zero_biases(config: Any, params: Any) -> Any:
-    """Parameters without biases as those of the same model with biases, which are zeros."""
+    """Return parameters without biases as those of the same model with biases, which are zeros."""
     import jax
     import numpy as np
     from flax.traverse_util import flatten_dict, unflatten_dict
 
-    from transformer_jax.models import init_params
+    from transformer_jax.models.factory import init_params
 
     shapes = flatten_dict(jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
     given = flatten_dict(params)
@@ -99,8 +100,11 @@ def with_zero_biases(config: Any, params: Any) -> Any:
 
 
 def end_ids(tokenizer: Any) -> dict[str, Any]:
-    """Keys of config.json; null where there is none, for which a family may have a default."""
-    from transformer_jax.pretrained_text import PretrainedTokenizer
+    """Return the keys of config.json that name end tokens; None for one that there is not.
+
+    It is written as null: a family may have a default for a missing key.
+    """
+    from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 
     if not isinstance(tokenizer, PretrainedTokenizer):
         return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -111,9 +115,9 @@ def end_ids(tokenizer: Any) -> dict[str, Any]:
 
 
 def tokenizer_files(tokenizer: Any, vocab_size: int) -> tuple[dict[str, bytes], str]:
-    """Files that say a model's tokenizer to other libraries, and a line about what they say."""
-    from transformer_jax.data import BPETokenizer, ByteTokenizer, CharTokenizer
-    from transformer_jax.pretrained_text import PretrainedTokenizer
+    """Return the files that describe a tokenizer to other libraries, and a line about them."""
+    from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+    from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer
 
     beside: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     files: dict[str, Any] = {}
@@ -155,7 +159,7 @@ def tokenizer_files(tokenizer: Any, vocab_size: int) -> tuple[dict[str, bytes], 
 def _byte_definition() -> dict[str, Any]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from transformer_jax.text import byte_letters
+    from transformer_jax.tokenizers.utf8 import byte_letters
 
     library = Tokenizer(models.BPE(vocab=byte_letters(), merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -174,7 +178,7 @@ def _char_definition(characters: str, unknown: int) -> dict[str, Any]:
 
 
 def _shard_bytes(gigabytes: float | None) -> int:
-    from transformer_jax.weights import SHARD_BYTES
+    from transformer_jax.pretrained.safetensors_folder import SHARD_BYTES
 
     if gigabytes is None:
         return SHARD_BYTES
@@ -201,7 +205,7 @@ def _parser() -> Parser:
     add("--family", metavar="NAME", help="of --run: its model_type; default: the first that fits")
     add(
         "--checkpoint", choices=("best", "last"),
-        help="of --run: the lowest held-out loss (default), or the last step",
+        help="of --run: the lowest held-out loss, or the last step; default: best, if there is one",
     )  # fmt: skip
     add(
         "--dtype", choices=("float32", "bfloat16", "float16"),
@@ -209,7 +213,3 @@ def _parser() -> Parser:
     )  # fmt: skip
     add("--shard-gb", type=float, metavar="N", help="largest file, in 10^9 bytes; default: 5")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,30 +1,279 @@
-"""Flags of a command line, as a person types them; standard library only."""
+"""Read the flags of a command, and the fields of a config from flags; standard library only.
+
+A field is a flag named by its path: `--model.d-model 64`, `--model.rope.base 5e5`. Any end of the
+path will do that no other field's path has: `--d-model`, `--rope.base`. A field that holds one of
+several configs is given by the name of its kind, and the fields of that kind follow:
+`--model.positions rope --model.positions.base 5e5`.
+"""
 
 from __future__ import annotations
 
+import argparse
+import ast
+import contextlib
 import difflib
-from collections.abc import Collection, Sequence
+import inspect
+import textwrap
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from transformer_jax.config import ConfigError
+
+Path = tuple[str, ...]
+"""The names of the fields that lead from a config to a field within it."""
+
+Config = TypeVar("Config")
 
 
 def spelled(
     argv: Sequence[str],
-    flags: Collection[str],  # all a command has, with their dashes
+    names: Mapping[str, str],  # every spelling of a flag, dashes included: the flag it means
 ) -> list[str]:
-    """`argv` with `_` in the names of flags as `-`; ConfigError names the nearest of an unknown.
+    """Return `argv` with every flag under its own name, whichever way it was spelled.
 
-    What has a space before any `=` is a value, however it starts.
+    An `_` in a flag is read as `-`. A word with a space before any `=` is a value, however it
+    starts. Raises ConfigError for an unknown flag, with the nearest known one.
     """
     words = []
     for word in argv:
         name = word.partition("=")[0]
         if name.startswith("--") and " " not in name:
             known = name.replace("_", "-")
-            if known not in flags:
-                near = difflib.get_close_matches(known, flags, n=1)
-                hint = f", nearest: {near[0]}" if near else ""
-                raise ConfigError(f"{name}: no such flag{hint}")
-            word = known + word[len(name) :]
+            if known not in names:
+                raise ConfigError(f"{name}: {_why_unknown(known, names)}")
+            word = names[known] + word[len(name) :]
         words.append(word)
     return words
+
+
+def _why_unknown(name: str, names: Mapping[str, str]) -> str:
+    meant = {flag for flag in names.values() if flag.endswith(f".{name[2:]}")}
+    if len(meant) > 1:
+        return f"must be {' or '.join(sorted(meant))}"
+    return f"no such flag{nearest(name, names)}"
+
+
+def nearest(text: str, known: Collection[str]) -> str:
+    """Return `, nearest: X` with the known spelling that resembles a wrong one, else nothing."""
+    near = difflib.get_close_matches(text, known, n=1)
+    return f", nearest: {near[0]}" if near else ""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Describe a field of a config that a flag sets."""
+
+    path: Path
+    owner: type
+    """The config class it belongs to; several kinds of a union may share a path."""
+    hint: Any
+    doc: str
+    default: Any
+
+
+class ConfigFlags:
+    """Hold the flags of a config class and of every config within it."""
+
+    def __init__(self, config: type) -> None:
+        self.fields: dict[Path, list[Field]] = {}
+        for field in _walk(config, ()):
+            self.fields.setdefault(field.path, []).append(field)
+        self.names = _spellings(self.fields)
+        """Every spelling of a flag, and the flag it means."""
+
+    def add_to(self, parser: argparse.ArgumentParser, defaults: Any) -> None:
+        """Add a flag for every field, in a group for each config; the help shows `defaults`."""
+        for within in sorted(dict.fromkeys(path[:-1] for path in self.fields), key=len):
+            inside = {path: fs for path, fs in self.fields.items() if path[:-1] == within}
+            owners = dict.fromkeys(field.owner for fs in inside.values() for field in fs)
+            about = "\n".join(filter(None, map(_summary, owners)))
+            group = parser.add_argument_group(".".join(within) or "run", about)
+            for path, alike in inside.items():
+                text = " ".join(_help(field, defaults, len(owners) > 1) for field in alike)
+                group.add_argument(
+                    _flag(path),
+                    dest=".".join(path),
+                    metavar="|".join(dict.fromkeys(_spell(field.hint) for field in alike)),
+                    help=text.replace("%", "%%"),
+                )
+
+    def given(self, arguments: argparse.Namespace) -> dict[Path, str]:
+        """Return the text of every flag that was given."""
+        found = vars(arguments)
+        return {path: found[".".join(path)] for path in self.fields if ".".join(path) in found}
+
+    def read(self, given: Mapping[Path, str], base: Any) -> dict[Path, Any]:
+        """Return what the flags change in `base`: values by path, a class for a kind of config.
+
+        ConfigError names the field, its text and what it may be.
+        """
+        changes: dict[Path, Any] = {}
+        for path in sorted(given, key=len):  # a kind is known before its fields are read
+            holder = _at(base, changes, path[:-1])
+            own = [field for field in self.fields[path] if field.owner is type(holder)]
+            if not own:
+                kinds = " or ".join(_kind_name(field.owner) for field in self.fields[path])
+                rule = f"needs {_flag(path[:-1])} {kinds}, it is {_kind_name(type(holder))}"
+                raise ConfigError(f"{'.'.join(path)} is {given[path]!r}: {rule}")
+            changes[path] = _read(".".join(path), own[0].hint, given[path])
+        return changes
+
+
+def changed(config: Config, changes: Mapping[Path, Any], path: Path = ()) -> Config:
+    """Return `config`, which stands at `path`, with the changes to it; validated as one.
+
+    A class among the changes is a kind of config: its defaults, unless it is there already.
+    """
+    own: dict[str, Any] = {}
+    for field in fields(config):  # type: ignore[arg-type]
+        here = (*path, field.name)
+        if any(change[: len(here)] == here for change in changes):
+            value = _chosen(getattr(config, field.name), changes, here)
+            own[field.name] = changed(value, changes, here) if is_dataclass(value) else value
+    try:
+        return replace(config, **own)  # type: ignore[type-var]
+    except ConfigError as error:
+        raise ConfigError(".".join((*path, str(error)))) from None
+
+
+def value_at(config: Any, path: Path) -> Any:
+    """Return the value of a field within a config."""
+    return _at(config, {}, path)
+
+
+def _at(base: Any, changes: Mapping[Path, Any], path: Path) -> Any:
+    """Return what stands at a path once the kinds among the changes are chosen."""
+    value = base
+    for end, name in enumerate(path, start=1):
+        value = _chosen(getattr(value, name), changes, path[:end])
+    return value
+
+
+def _chosen(value: Any, changes: Mapping[Path, Any], path: Path) -> Any:
+    """Return the change at a path, else `value`; of a chosen kind, a config of that kind."""
+    change = changes.get(path, value)
+    if not isinstance(change, type):
+        return change
+    return value if type(value) is change else change()
+
+
+def _walk(config: type, path: Path) -> Iterator[Field]:
+    """Yield every field of a config class and of the configs within it."""
+    hints, docs = get_type_hints(config), _field_docs(config)
+    for field in fields(config):
+        hint, here = hints[field.name], (*path, field.name)
+        if is_dataclass(hint):
+            yield from _walk(hint, here)  # type: ignore[arg-type]
+            continue
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        yield Field(here, config, hint, docs.get(field.name, ""), default)
+        for kind in _kinds(hint):
+            yield from _walk(kind, here)
+
+
+def _spellings(paths: Collection[Path]) -> dict[str, str]:
+    """Return every spelling of the flags: whole paths, and ends that only one path has."""
+    ends = Counter(path[start:] for path in paths for start in range(len(path)))
+    names = {
+        _flag(path[start:]): _flag(path)
+        for path in paths
+        for start in range(1, len(path))
+        if ends[path[start:]] == 1
+    }
+    return names | {_flag(path): _flag(path) for path in paths}
+
+
+def _flag(path: Path) -> str:
+    return "--" + ".".join(path).replace("_", "-")
+
+
+def _kinds(hint: Any) -> list[type]:
+    """Return the config classes of a union."""
+    return [kind for kind in _options(hint) if isinstance(kind, type) and is_dataclass(kind)]
+
+
+def _kind_name(kind: type) -> str:
+    return "None" if kind is NoneType else kind.__name__.lower()
+
+
+def _read(name: str, hint: Any, text: str) -> Any:
+    """Return a flag's text as the type of its field; ConfigError says what was expected.
+
+    Of the name of a kind, a beginning will do that no other kind has.
+    """
+    begun = [kind for kind in _kinds(hint) if text and _kind_name(kind).startswith(text.lower())]
+    for option in _options(hint):
+        if option is NoneType:
+            if text.lower() == "none":
+                return None
+        elif is_dataclass(option):
+            if text.lower() == _kind_name(option) or begun == [option]:  # type: ignore[arg-type]
+                return option
+        elif option is bool:
+            if text.lower() in ("true", "false"):
+                return text.lower() == "true"
+        elif get_origin(option) is Literal:
+            if text in get_args(option):
+                return text
+        elif get_origin(option) is tuple:
+            if "," in text:
+                return tuple(_read(name, get_args(option)[0], item) for item in text.split(","))
+        else:
+            with contextlib.suppress(ValueError):
+                return option(text)
+    choices = _spell(hint).split("|")
+    raise ConfigError(f"{name} is {text!r}: must be {_spell(hint)}{nearest(text, choices)}")
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, None first; of anything else, itself."""
+    options = (hint,) if get_origin(hint) in (None, Literal, tuple) else get_args(hint)
+    return tuple(sorted(options, key=lambda option: option is not NoneType))
+
+
+def _spell(hint: Any) -> str:
+    """Return what a flag of this type may be, for a person to read."""
+    if len(_options(hint)) > 1:
+        return "|".join(_spell(option) for option in _options(hint))
+    if get_origin(hint) is Literal:
+        return "|".join(get_args(hint))
+    if get_origin(hint) is tuple:
+        return "ITEM,ITEM,..."
+    if is_dataclass(hint):
+        return _kind_name(hint)  # type: ignore[arg-type]
+    names = {bool: "True|False", int: "INTEGER", float: "NUMBER", str: "TEXT"}
+    return names.get(hint, "None")
+
+
+def _help(field: Field, defaults: Any, named: bool) -> str:
+    """Return a flag's line of help, with the kind it belongs to where there are several."""
+    with contextlib.suppress(AttributeError):
+        holder = value_at(defaults, field.path[:-1])
+        if type(holder) is field.owner:
+            field = replace(field, default=getattr(holder, field.path[-1]))
+    shown = field.default
+    shown = _kind_name(type(shown)) if is_dataclass(shown) else shown
+    kind = f"{_kind_name(field.owner)}: " if named else ""
+    return f"{kind}{field.doc} [{shown}]".strip()
+
+
+def _summary(config: type) -> str:
+    """Return the first line of what a config class says of itself."""
+    return (inspect.getdoc(config) or "").partition("\n")[0]
+
+
+def _field_docs(config: type) -> dict[str, str]:
+    """Return the string below each field of a dataclass."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            if isinstance(below.value, ast.Constant) and isinstance(field.target, ast.Name):
+                docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs

@@ -1,10 +1,8 @@
-"""The command that continues a text with a trained run or a published model.
+"""Continue a text with a trained run or a published model, from the command line.
 
-python -m transformer_jax.generate --run FOLDER --prompt TEXT
-python -m transformer_jax.generate --run FOLDER --prompts FILE --slots 8
-python -m transformer_jax.generate --model FOLDER_OR_ID --prompt TEXT --chat
-
-An import of `transformer_jax.generate`, in whichever way, gives the function (of decode.py).
+python -m transformer_jax generate --run FOLDER --prompt TEXT
+python -m transformer_jax generate --run FOLDER --prompts FILE --slots 8
+python -m transformer_jax generate --model FOLDER_OR_ID --prompt TEXT --chat
 """
 
 from __future__ import annotations
@@ -15,14 +13,22 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformer_jax.command import Parser, run
-from transformer_jax.config import ConfigError
+from transformer_jax.cli.command import Parser, load_run, run
+from transformer_jax.config import ConfigError, Learned, ModelConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from transformer_jax.decoding.logit_processors import HistoryProcessor
+    from transformer_jax.decoding.samplers import Sample
+    from transformer_jax.text.text_model import TextModel
+    from transformer_jax.tokenizers.trained import Tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status: 0, 1 (the run cannot be read) or 2 (usage)."""
+    """Run the command and return its exit status: 0, 1 (the run cannot be read) or 2 (usage)."""
     return run(_parser(), argv, _write)
 
 
@@ -32,13 +38,13 @@ def _write(arguments: argparse.Namespace) -> None:
     if arguments.tokens is not None and arguments.tokens < 1:
         raise ConfigError(f"tokens is {arguments.tokens}: must be positive")
     _one_way(arguments)
-    from transformer_jax import completion
-    from transformer_jax.text_model import load_run, load_text_model
+    from transformer_jax.text import completion
+    from transformer_jax.text.text_model import load_text_model
 
     sampler = _sampler(arguments)
     stop = completion.check_stop_strings(arguments.stop or ())
     if arguments.run is not None:
-        model = load_run(arguments.run, arguments.checkpoint or "best")
+        model = load_run("generate", arguments.run, arguments.checkpoint)
     else:
         model = load_text_model(arguments.model, dtype=arguments.dtype, max_len=arguments.max_len)
     processors = (*model.processors, *_processors(arguments, model.tokenizer))
@@ -51,91 +57,112 @@ def _write(arguments: argparse.Namespace) -> None:
 
 
 def _continue(
-    arguments: argparse.Namespace, given: Any, sampler: Any, processors: Any, stop: Any
+    arguments: argparse.Namespace,
+    given: TextModel,
+    sampler: Sample,
+    processors: Sequence[HistoryProcessor],
+    stop: Sequence[str],
 ) -> None:
-    """Write with a decoder."""
+    """Write with a decoder: one text as it comes, or whole texts."""
     import jax
-    import numpy as np
 
-    from transformer_jax import completion
+    from transformer_jax.text import completion
 
     texts = [arguments.prompt or ""]
     if arguments.prompts is not None:
         texts = _prompts(arguments.prompts)
     read = given.chat if arguments.chat else partial(completion.read_prompt, given.tokenizer)
-    prompts: list[np.ndarray] = [_within(given.config, read(text)) for text in texts]
+    prompts = [_checked_ids(given.config, read(text)) for text in texts]
     shown = ["" if arguments.chat else text for text in texts]
     config = given.config
     if arguments.max_len is None:
         config = _shortened(config, max(map(len, prompts)) + (arguments.tokens or 400))
     model = config, given.params, given.tokenizer
+    left = min(completion.room(config, given.tokenizer, prompt) for prompt in prompts)
     common: dict[str, Any] = dict(
         processors=processors, cache_dtype=arguments.cache_dtype, stop_ids=given.stop_ids
     )
     drawn = common | dict(sampler=sampler, key=jax.random.key(arguments.seed or 0), stop=stop)
-    left = min(completion.room(config, given.tokenizer, prompt) for prompt in prompts)
+    ways = arguments.prompts, arguments.beams, arguments.samples, arguments.lookup
+    if any(way is not None for way in ways):
+        count = _fitting(arguments.tokens, left, config)
+        _print_texts(arguments, model, prompts, shown, count, common, drawn)
+        return
+    if left < 1 and arguments.chat:
+        _fitting(arguments.tokens, left, config)  # a longer text is cut, and is then no message
+    pieces = completion.complete(*model, prompts[0], arguments.tokens or 400, **drawn)
+    sys.stdout.write(shown[0])
+    for number, piece in enumerate(pieces):
+        sys.stdout.write(_begun(arguments, piece) if number == 0 else piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
 
-    def tokens_behind() -> int:
-        """As many as asked for: without a wish, as many as fit, up to 400."""
-        if left < 1 or (arguments.tokens or 1) > left:
-            fits = f"{max(left, 0)} fit behind the prompt (max_len {config.max_len})"
-            raise ConfigError(f"tokens is {arguments.tokens or 1}: {fits}")
-        return arguments.tokens or min(left, 400)
+
+def _fitting(tokens: int | None, left: int, config: ModelConfig) -> int:
+    """Return how many tokens to write: those asked for, else as many as fit, up to 400."""
+    if left < 1 or (tokens or 1) > left:
+        fits = f"{max(left, 0)} fit after the prompt (max_len {config.max_len})"
+        raise ConfigError(f"tokens is {tokens or 1}: {fits}")
+    return tokens or min(left, 400)
+
+
+def _print_texts(
+    arguments: argparse.Namespace,
+    model: tuple[ModelConfig, Any, Tokenizer],
+    prompts: Sequence[np.ndarray],
+    shown: Sequence[str],
+    count: int,
+    common: dict[str, Any],
+    drawn: dict[str, Any],
+) -> None:
+    """Print whole texts: of many prompts, of beams, of samples, or of a prompt looked up."""
+    from transformer_jax.text import completion
 
     prompt, before = prompts[0], shown[0]
     if arguments.prompts is not None:
         for number, text in completion.answer(
-            *model, prompts, tokens_behind(), slots=arguments.slots or 8, **drawn
+            *model, prompts, count, slots=arguments.slots or 8, **drawn
         ):
             print(f"--- {number + 1}\n{shown[number]}{_begun(arguments, text)}", flush=True)
     elif arguments.beams is not None:
         found = completion.search(
-            *model, prompt, tokens_behind(), beams=arguments.beams, results=arguments.samples or 1,
+            *model, prompt, count, beams=arguments.beams, results=arguments.samples or 1,
             length_penalty=arguments.length_penalty or 0.0, **common,
         )  # fmt: skip
         for score, text in found:
             print(f"--- score {score:.4f}\n{before}{_begun(arguments, text)}")
     elif arguments.samples is not None:
-        texts = completion.samples(
-            *model, prompt, tokens_behind(), count=arguments.samples, **drawn
-        )
+        texts = completion.samples(*model, prompt, count, count=arguments.samples, **drawn)
         for number, text in enumerate(texts):
             print(f"--- {number + 1}\n{before}{_begun(arguments, text)}")
-    elif arguments.lookup is not None:
-        text, out = completion.look_up(
-            *model, prompt, tokens_behind(), num_draft=arguments.lookup, **drawn
-        )
+    else:
+        text, out = completion.look_up(*model, prompt, count, num_draft=arguments.lookup, **drawn)
         print(f"{before}{_begun(arguments, text)}")
         print(
             f"{int(out.accepted.sum())} of {int(out.proposed.sum())} proposed tokens accepted, "
             f"{int(out.calls)} calls of the model for {int(out.lengths.sum())} tokens",
             file=sys.stderr,
         )
-    else:
-        if left < 1 and arguments.chat:
-            tokens_behind()  # a longer text is read from its middle, which is no message
-        pieces = completion.complete(*model, prompt, arguments.tokens or 400, **drawn)
-        sys.stdout.write(before)
-        for number, piece in enumerate(pieces):
-            sys.stdout.write(_begun(arguments, piece) if number == 0 else piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
 
 
 def _translate(
-    arguments: argparse.Namespace, model: Any, sampler: Any, processors: Any, stop: Any
+    arguments: argparse.Namespace,
+    model: TextModel,
+    sampler: Sample,
+    processors: Sequence[HistoryProcessor],
+    stop: Sequence[str],
 ) -> None:
     """Write with an encoder-decoder, to which a prompt is the source."""
     import jax
 
-    from transformer_jax.processors import Force, ForceLast
-    from transformer_jax.translation import search_translations, translate
+    from transformer_jax.decoding.logit_processors import Force, ForceLast
+    from transformer_jax.text.translation import search_translations, translate
 
     for name in ("lookup", "chat", "slots"):
         if getattr(arguments, name):
             raise ConfigError(f"{name}: needs a decoder, {arguments.model} is an encoder-decoder")
     config, count = model.config, arguments.tokens or min(400, model.config.max_len)
-    if config.positions in ("learned", "sinusoidal") and count > config.max_len:
+    if config.positions is not None and config.positions.absolute and count > config.max_len:
         raise ConfigError(f"tokens is {count}: {config.max_len} fit (max_len)")
     if model.forced_bos_id is not None:
         processors = (Force(model.forced_bos_id), *processors)
@@ -149,7 +176,8 @@ def _translate(
     if arguments.prompts is not None:
         texts = _prompts(arguments.prompts)
     for number, text in enumerate(texts):
-        source = model.tokenizer.encode(text, special_tokens=True)
+        tokenizer: Any = model.tokenizer  # a published one: no run trains an encoder-decoder
+        source = tokenizer.encode(text, special_tokens=True)
         if not len(source):
             raise ConfigError("prompt is '': an encoder-decoder needs a source")
         known = config, model.params, model.tokenizer, source, count
@@ -172,13 +200,13 @@ def _translate(
 
 
 def _begun(arguments: argparse.Namespace, text: str) -> str:
-    """An answer begins a text of its own: without the space that a first word may bring."""
+    """Return an answer without the space that a first word may bring; other texts as they are."""
     return text.removeprefix(" ") if arguments.chat else text
 
 
-def _within(config: Any, ids: Any) -> Any:
-    """The ids of a prompt, all of which the model knows."""
-    from transformer_jax.data import DataError
+def _checked_ids(config: ModelConfig, ids: np.ndarray) -> np.ndarray:  # i32[P]
+    """Return the ids of a prompt; DataError for one that the model does not have."""
+    from transformer_jax.training.data import DataError
 
     if len(ids) and ids.max() >= config.vocab_size:
         rule = f"the model has {config.vocab_size} tokens"
@@ -186,17 +214,17 @@ def _within(config: Any, ids: Any) -> Any:
     return ids
 
 
-def _shortened(config: Any, needed: int) -> Any:
-    """A config with room for so many tokens: a published length may be larger than the memory."""
+def _shortened(config: ModelConfig, needed: int) -> ModelConfig:
+    """Return a config with room for so many tokens, whose cache is no larger than it has to be."""
     import dataclasses
 
-    if config.positions == "learned":
+    if isinstance(config.positions, Learned):
         return config
     return dataclasses.replace(config, max_len=min(config.max_len, -(-needed // 64) * 64))
 
 
 def _one_way(arguments: argparse.Namespace) -> None:
-    """Ways of decoding that exclude each other, and flags that would not be read."""
+    """Refuse ways of decoding that exclude each other, and flags that would not be read."""
     if (arguments.run is None) == (arguments.model is None):
         raise ConfigError("run and model: give one of them")
     if arguments.run is not None:
@@ -234,8 +262,8 @@ def _one_way(arguments: argparse.Namespace) -> None:
 
 
 def _prompts(path: str) -> list[str]:
-    """Every line of a file that is not empty, up to its line feed; - is standard input."""
-    from transformer_jax.data import Source
+    """Return every line of a file that is not empty; `-` is standard input."""
+    from transformer_jax.training.data import Source
 
     if path == "-":
         source = Source("standard input", sys.stdin.buffer.read())
@@ -248,8 +276,11 @@ def _prompts(path: str) -> list[str]:
     return prompts
 
 
-def _processors(arguments: argparse.Namespace, tokenizer: Any) -> tuple[Any, ...]:
-    from transformer_jax import processors as kinds
+def _processors(
+    arguments: argparse.Namespace, tokenizer: Tokenizer
+) -> tuple[HistoryProcessor, ...]:
+    """Return what the flags ask of the logits before a token is drawn."""
+    from transformer_jax.decoding import logit_processors as kinds
 
     out: list[Any] = []
     for name, kind in (
@@ -274,7 +305,7 @@ def _of_ids(kind: Callable[..., Any], ids: list[int], text: str) -> Any:
 
 
 def _valued(name: str, value: Any, kind: Callable[[Any], Any]) -> Any:
-    """A value made of a flag's; an error names the flag."""
+    """Return a value made of a flag's; ConfigError names the flag."""
     try:
         return kind(value)
     except ValueError as error:
@@ -282,8 +313,9 @@ def _valued(name: str, value: Any, kind: Callable[[Any], Any]) -> Any:
         raise ConfigError(f"{name} is {value!r}: {rule}") from None
 
 
-def _sampler(arguments: argparse.Namespace):
-    from transformer_jax.sampling import MinP, Sample, Temperature, TopK, TopP, Typical
+def _sampler(arguments: argparse.Namespace) -> Sample:
+    """Return how the flags draw a token."""
+    from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
 
     if arguments.temperature is None:
         arguments.temperature = 0.8
@@ -353,15 +385,6 @@ def _parser() -> Parser:
     add("--seed", type=int, metavar="N", help="all randomness follows from it; default: 0")
     add(
         "--checkpoint", choices=("best", "last"),
-        help="of --run: the lowest held-out loss (default), or the last step",
+        help="of --run: the lowest held-out loss, or the last step; default: best, if there is one",
     )  # fmt: skip
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-if __name__ == "transformer_jax.generate":  # imported, which binds the name to what stands here
-    from transformer_jax.decode import generate
-
-    sys.modules[__name__] = generate  # type: ignore[assignment]

@@ -1,21 +1,30 @@
-"""A decoding state by rows. Every leaf of a state leads with B, so one set of functions serves
-caches, recurrent states and whatever else a `step` carries: fork a prompt into many samples, follow
-the best beams, let a row join a running batch."""
+"""Count, gather, copy, select and write the rows of a decoding state.
+
+Every leaf of a state leads with B. So one set of functions serves caches, recurrent states and
+whatever else a step carries: a prompt is forked into many samples, beams are reordered, and a
+request takes the row of one that has ended.
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.arguments import check_count
-from transformer_jax.meshes import by_compiler, split
+from transformer_jax.checks import check_count
+from transformer_jax.sharding import by_compiler, split
+
+State = TypeVar("State")
+"""A model's state between tokens: any pytree whose leaves lead with B, such as a `ModelCache`."""
 
 
-def count_rows(state: Any) -> int:
-    """B: the leading axis that all leaves share."""
+def count_rows(state: State) -> int:
+    """Return B, the leading axis that all leaves share.
+
+    ValueError where the state has no leaves, or where they do not lead with one B.
+    """
     leaves = jax.tree.leaves(state)
     if not leaves:
         raise ValueError("state has no arrays: it has no rows")
@@ -25,49 +34,59 @@ def count_rows(state: Any) -> int:
     return leaves[0].shape[0]
 
 
-def gather(state: Any, rows: jax.Array) -> Any:  # i32[B'] -> a state of B' rows
-    """Row b of the result is row `rows[b]`; a row may be taken often, or not at all.
+def gather_rows(state: State, rows: jax.Array) -> State:  # i32[R] -> a state of R rows
+    """Return the state whose row r is row `rows[r]` of the given one.
 
-    An index outside 0..B-1 means the nearest row: under a trace it cannot be refused.
+    A row may be taken often, or not at all. An index outside 0..B-1 is clipped to it: under a
+    trace it cannot be refused.
     """
 
-    def take(state, rows):
+    def gather(state: State, rows: jax.Array) -> State:
         return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), state)
 
-    return by_compiler(take, [state, rows], jax.tree.map(split, state))
+    return by_compiler(gather, [state, rows], jax.tree.map(split, state))
 
 
-def fork(state: Any, copies: int) -> Any:
-    """Each row `copies` times side by side, as B * copies rows: many samples of one prompt.
+def fork(state: State, copies: int) -> State:
+    """Copy each row `copies` times: many samples of one prompt.
 
-    The result owns its memory, so what is forked stays whole when the copy is donated;
-    `fork(state, 1)` keeps a state that `generate` would consume.
+    The result has B * copies rows; the copies of a row stand side by side. It has memory of its
+    own, so the given state stays whole when the result is donated: `fork(state, 1)` keeps a state
+    that `generate` would consume. ValueError where `copies` is not an integer of at least 1.
     """
     check_count("copies", copies, 1)
 
-    def repeat(state):
+    def repeat(state: State) -> State:
         return jax.tree.map(lambda x: jnp.array(jnp.repeat(x, copies, axis=0), copy=True), state)
 
     return by_compiler(repeat, [state], jax.tree.map(split, state))
 
 
-def choose(take: jax.Array, new: Any, old: Any) -> Any:
-    """Row b of `new` where `take[b]` (bool[B]), of `old` elsewhere."""
+def select_rows(
+    condition: jax.Array,  # bool[B]
+    new: State,
+    old: State,
+) -> State:
+    """Take row b from `new` where `condition[b]`, and from `old` elsewhere."""
 
-    def leaf(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where(take.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+    def select(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(condition.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
 
-    return jax.tree.map(leaf, new, old)
+    return jax.tree.map(select, new, old)
 
 
-def put(state: Any, rows: jax.Array, other: Any) -> Any:
-    """Row b of `other` takes the place of row `rows[b]`; a row past the end is dropped."""
+def write_rows(
+    state: State,  # B rows
+    rows: jax.Array,  # i32[R]
+    new: State,  # R rows
+) -> State:
+    """Write row r of `new` over row `rows[r]`; a row past the end is dropped."""
 
-    def leaf(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    def write_leaf(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
         y = y if y.dtype == x.dtype else y.astype(x.dtype)  # keys of random numbers have no astype
         return x.at[rows].set(y, mode="drop")
 
-    def every(state, rows, other):
-        return jax.tree.map(partial(leaf, rows), state, other)
+    def write(state: Any, rows: jax.Array, new: Any) -> Any:
+        return jax.tree.map(partial(write_leaf, rows), state, new)
 
-    return by_compiler(every, [state, rows, other], jax.tree.map(split, state))
+    return by_compiler(write, [state, rows, new], jax.tree.map(split, state))

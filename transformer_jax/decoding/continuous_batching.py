@@ -1,210 +1,246 @@
-"""Continuous batching: requests take the slots of a running batch as others leave them.
+"""Serve many requests with continuous batching: a request takes a slot as soon as one is free.
 
-`Slots` is a `Running` of B rows: what a request needs is one row of it. `admit` reads a prompt
-beside the batch and writes that row, `advance_slots` chooses the next tokens of all rows, and a row
-that has ended stands still until the next request takes its place. Shapes never change, so there is
-one decoding program, and one for each bucket of prompts; both consume the slots they are given,
-unless a trace of yours goes through. `serve` is the loop around them. A request's tokens are those
-of `generate` for it alone with `key=request.key[None]`, whoever else is there (Yu et al. 2022,
-Orca, section 3.2).
+`Slots` hold a `DecodeState` of B rows, and each request is one of them. `admit` reads a prompt and
+writes its row, `advance_slots` chooses the next tokens of all rows, and a row that has ended stands
+still until the next request takes its place. Shapes never change. So there is one decoding program,
+and one for each bucket of prompts; both consume the slots they are given, except inside a trace of
+yours. `serve` is the loop around them. A request's tokens are those of `generate` for it alone with
+`key=request.key[None]`, whatever the other rows hold (Yu et al. 2022, Orca, section 3.2).
 
 An encoder-decoder's requests, and those that go on from a prefix, bring a state of one row. All
-slots have the same shapes, so sources are padded to one length, with position -1 behind their ends.
+slots have the same shapes, so sources are padded to one length, with position -1 after their ends.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from transformer_jax.arguments import check_count, check_key, traced
-from transformer_jax.decode import (
-    Chosen,
-    Plan,
-    Running,
-    Step,
-    advance,
-    begin,
+from transformer_jax.checks import check_count, check_key
+from transformer_jax.decoding.batch_rows import State, count_rows, fork, write_rows
+from transformer_jax.decoding.generation import (
+    Array,
+    DecodeOptions,
+    DecodeState,
+    PerRow,
+    Prompt,
+    Prompts,
+    StepOutput,
     bucket,
-    check_alive,
+    check_not_consumed,
     check_prompt,
     check_sampler,
+    check_stop,
+    decode_step,
     row_keys,
+    start_decoding,
     stop_tokens,
 )
-from transformer_jax.meshes import by_compiler, split, split_rows
-from transformer_jax.processors import History, HistoryProcessor, check_processors
-from transformer_jax.rows import count_rows, fork, put
-from transformer_jax.sampling import Greedy, Sampler
+from transformer_jax.decoding.logit_processors import History, HistoryProcessor, check_processors
+from transformer_jax.decoding.samplers import Greedy, Sampler
+from transformer_jax.decoding.step import Params, Step, has_check
+from transformer_jax.sharding import by_compiler, split, split_rows
+from transformer_jax.tracing import traced
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Slots:
+class Slots(Generic[State]):
     """A batch whose rows are at different places of different texts."""
 
-    running: Running
-    step: Step = field(metadata=dict(static=True))
-    plan: Plan = field(metadata=dict(static=True))
+    decode_state: DecodeState[State]
+    step: Step[State] = field(metadata=dict(static=True))
+    options: DecodeOptions = field(metadata=dict(static=True))
     capacity: int = field(metadata=dict(static=True))
     """The most tokens of a prompt and its continuation, whose last is never read."""
 
     @property
     def active(self) -> jax.Array:  # bool[B]
-        """False where a slot is free."""
-        return self.running.active
+        """Return which slots are taken; False is a free one."""
+        return self.decode_state.active
 
 
 def init_slots(
-    step: Step,
-    params: Any,
-    state: Any,
+    step: Step[State],
+    params: Params,
+    state: State,
     slots: int,
     capacity: int,
     *,
     sampler: Sampler | None = None,
     processors: Sequence[HistoryProcessor] = (),
     stop: int | Sequence[int] = (),
-) -> Slots:
-    """So many free slots for states like `state`, which is one row and stays whole."""
+) -> Slots[State]:
+    """Return free slots for states like `state`, which is one row and stays whole.
+
+    `slots` is their number, `capacity` the tokens that each holds. ValueError where an argument is
+    wrong.
+    """
     check_count("slots", slots, 1)
     check_count("capacity", capacity, 1)
     if sampler is not None:
         check_sampler(sampler)
     processors, stop = check_processors(processors), stop_tokens(stop)
-    check_alive(state)
+    check_not_consumed(state)
     if count_rows(state) != 1:
         raise ValueError(f"state has {count_rows(state)} rows: must be one, as each slot has")
-    if stop:
-        logits, _ = jax.eval_shape(step, params, jnp.zeros((1, 1), jnp.int32), state)
-        if max(stop) >= logits.shape[-1]:
-            raise ValueError(f"stop is {max(stop)}: must be in 0..{logits.shape[-1] - 1}")
-    plan = Plan(Greedy() if sampler is None else sampler, processors, stop, ends=True)
-    return _init(step, plan, state, int(slots), int(capacity), row_keys(None, int(slots)))
+    check_stop(stop, step, params, 1, state)
+    options = DecodeOptions(Greedy() if sampler is None else sampler, processors, stop, ends=True)
+    return _init_slots(step, options, state, int(slots), int(capacity), row_keys(None, int(slots)))
 
 
-@partial(jax.jit, static_argnames=("step", "plan", "slots", "capacity"))
-def _init(step, plan, state, slots, capacity, keys):
+@partial(jax.jit, static_argnames=("step", "options", "slots", "capacity"))
+def _init_slots(
+    step: Step[State],
+    options: DecodeOptions,
+    state: State,
+    slots: int,
+    capacity: int,
+    keys: jax.Array,
+) -> Slots[State]:
     def zeros() -> jax.Array:
         return jnp.zeros(slots, jnp.int32)
 
     nothing = jnp.zeros((slots, capacity), jnp.int32)
-    history = History.of(nothing, zeros(), 0) if plan.processors else None
-    running = Running(zeros(), zeros() > 0, zeros(), zeros(), keys, fork(state, slots), history)
-    return Slots(running, step, plan, capacity)
+    history = History.of(nothing, zeros(), 0) if options.processors else None
+    decode_state = DecodeState(
+        zeros(), zeros() > 0, zeros(), zeros(), keys, fork(state, slots), history
+    )
+    return Slots(decode_state, step, options, capacity)
 
 
 def admit(
-    slots: Slots,
-    params: Any,
-    rows: int | Sequence[int],
-    prompt: jax.Array,  # i32[R, P], or rows of one length
-    state: Any,
+    slots: Slots[State],
+    params: Params,
+    rows: int | PerRow,
+    prompt: Prompt,  # i32[R, P], or rows of one length
+    state: State,
     *,
-    limits: int | Sequence[int],
-    lengths: jax.Array | None = None,  # i32[R]; None is P in every row
+    limits: int | PerRow,
+    lengths: PerRow | None = None,  # i32[R]; None is P in every row
     key: jax.Array | None = None,  # one, or one for each row
     chunk: int | None = None,
-) -> tuple[Slots, Chosen]:  # [R]
+) -> tuple[Slots[State], StepOutput]:  # [R]
     """Put prompt r into the free slot `rows[r]`, for `limits[r]` tokens, and choose the first.
 
     `state` has R rows, which the prompts go on from; it is not consumed, so many may share a
-    prefix. The slots are consumed.
+    prefix. The slots are consumed. ValueError where an argument is wrong or a slot is taken.
 
-    Under a trace of yours nobody sees whether a slot is taken: what it held is lost. Rows that are
-    traced have to be different slots, from 0 on; one past the last is dropped. Where limits or
+    Under a trace of yours it is not known whether a slot is taken: what it held is lost. Rows that
+    are traced must be different slots, from 0 on; one past the last is dropped. Where limits or
     lengths are traced, limits are clipped to what a slot holds.
     """
-    _check_kept(slots)
-    places = _rows(slots, rows)
+    _check_slots(slots)
+    places = _check_slot_rows(slots, rows)
     if not traced(slots.active, places):
         taken = places[jax.device_get(slots.active)[places]].tolist()
         if taken:
             raise ValueError(f"rows {taken} are taken: release them, or wait for their end")
     numpy: Any = jnp if traced(limits) else np
-    arrays = _arrange(slots, prompt, lengths, state, numpy.atleast_1d(limits), key, chunk)
-    if len(arrays[1]) != len(places):
-        raise ValueError(f"prompt has {len(arrays[1])} rows for {len(places)} slots")
-    return _admit(slots, params, jnp.asarray(places, jnp.int32), *arrays, state, chunk)
+    prompts = _check_prompts(slots, prompt, lengths, state, numpy.atleast_1d(limits), key, chunk)
+    if len(prompts.lengths) != len(places):
+        raise ValueError(f"prompt has {len(prompts.lengths)} rows for {len(places)} slots")
+    return _admit(slots, params, jnp.asarray(places, jnp.int32), prompts, state, chunk)
 
 
 @partial(jax.jit, static_argnames="chunk", donate_argnames="slots")
-def _admit(slots, params, rows, prompt, lengths, limits, keys, state, chunk):
-    room = slots.capacity - prompt.shape[1]
+def _admit(
+    slots: Slots[State],
+    params: Params,
+    rows: jax.Array,
+    prompts: Prompts,
+    state: State,
+    chunk: int | None,
+) -> tuple[Slots[State], StepOutput]:
+    room = slots.capacity - prompts.tokens.shape[1]
 
-    def enter(slots, params, rows, prompt, lengths, limits, keys, state):
-        new, chosen = begin(
-            slots.plan, slots.step, params, prompt, lengths, state, keys, limits, room, chunk
-        )
-        running = put(slots.running, rows, _end_poisoned(new, chosen))
-        return replace(slots, running=running), chosen
+    def fill(
+        slots: Slots[State], params: Params, rows: jax.Array, prompts: Prompts, state: State
+    ) -> tuple[Slots[State], StepOutput]:
+        new, output = start_decoding(slots.options, slots.step, params, prompts, state, room, chunk)
+        decode_state = write_rows(slots.decode_state, rows, _end_poisoned(new, output))
+        return replace(slots, decode_state=decode_state), output
 
-    arrays = [slots, params, rows, prompt, lengths, limits, keys, state]
-    return by_compiler(enter, arrays, (jax.tree.map(split, slots), split_rows(state)))
+    results = jax.tree.map(split, slots), split_rows(state)
+    return by_compiler(fill, [slots, params, rows, prompts, state], results)
 
 
 def advance_slots(
-    slots: Slots, params: Any, steps: int, *, pause: bool = False
-) -> tuple[Slots, Chosen]:  # [steps, B]
-    """Up to `steps` tokens for every active row; -1, with log-probability 0, where there is none.
+    slots: Slots[State], params: Params, steps: int, *, pause: bool = False
+) -> tuple[Slots[State], StepOutput]:  # [steps, B]
+    """Choose up to `steps` tokens for every active row.
 
     The loop ends when no row is active; with `pause`, as soon as a slot is free, so that it can be
-    filled. A row whose logits are poisoned ends with token -1 and log-probability NaN. The slots
-    are consumed.
+    filled. Where a row has no token, -1 and log-probability 0 stand. A row whose logits are
+    poisoned ends with token -1 and log-probability NaN. The slots are consumed. ValueError where
+    they were before, or `steps` is not an integer of at least 1.
     """
-    _check_kept(slots)
+    _check_slots(slots)
     check_count("steps", steps, 1)
     return _advance(slots, params, jax.device_put(np.bool_(pause)), steps)
 
 
 @partial(jax.jit, static_argnames="steps", donate_argnames="slots")
-def _advance(slots, params, pause, steps):
+def _advance(
+    slots: Slots[State], params: Params, pause: jax.Array, steps: int
+) -> tuple[Slots[State], StepOutput]:
     results = jax.tree.map(split, slots), PartitionSpec(None, *split(slots.active))
-    return by_compiler(partial(_loop, steps), [slots, params, pause], results)
+    return by_compiler(partial(_decode_steps, steps), [slots, params, pause], results)
 
 
-def _loop(steps, slots, params, pause):
+_Carry: TypeAlias = tuple[jax.Array, DecodeState[State], StepOutput]
+"""Steps so far, i32[]; the rows; the outputs of all steps, [steps, B]."""
+
+
+def _decode_steps(
+    steps: int, slots: Slots[State], params: Params, pause: jax.Array
+) -> tuple[Slots[State], StepOutput]:
     rows = len(slots.active)
 
-    def more(carry):
-        n, running, _ = carry
-        active = running.active
+    def unfinished(carry: _Carry[State]) -> jax.Array:
+        n, decode_state, _ = carry
+        active = decode_state.active
         return (n < steps) & active.any() & (active.all() | ~pause)
 
-    def write(carry):
-        n, running, out = carry
-        running, chosen = advance(slots.plan, slots.step, params, running)
-        out = jax.tree.map(lambda all, x: all.at[n].set(x), out, chosen)
-        return n + 1, _end_poisoned(running, chosen), out
+    def write_next(carry: _Carry[State]) -> _Carry[State]:
+        n, decode_state, outputs = carry
+        decode_state, output = decode_step(slots.options, slots.step, params, decode_state)
+        outputs = jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
+        return n + 1, _end_poisoned(decode_state, output), outputs
 
-    nothing = Chosen(jnp.full((steps, rows), -1), jnp.zeros((steps, rows)), None)
-    _, running, out = jax.lax.while_loop(more, write, (jnp.int32(0), slots.running, nothing))
-    return replace(slots, running=running), out
+    nothing = StepOutput(jnp.full((steps, rows), -1), jnp.zeros((steps, rows)), None)
+    carry = jnp.int32(0), slots.decode_state, nothing
+    _, decode_state, outputs = jax.lax.while_loop(unfinished, write_next, carry)
+    return replace(slots, decode_state=decode_state), outputs
 
 
-def release(slots: Slots, rows: int | Sequence[int]) -> Slots:
-    """Free these slots, whether or not their texts have ended. The slots are consumed."""
-    _check_kept(slots)
-    return _release(slots, jnp.asarray(_rows(slots, rows), jnp.int32))
+def release(slots: Slots[State], rows: int | PerRow) -> Slots[State]:
+    """Free these slots, whether or not their texts have ended.
+
+    The slots are consumed. ValueError where they were before, or a row is no slot.
+    """
+    _check_slots(slots)
+    return _release(slots, jnp.asarray(_check_slot_rows(slots, rows), jnp.int32))
 
 
 @partial(jax.jit, donate_argnames="slots")
-def _release(slots, rows):
+def _release(slots: Slots[State], rows: jax.Array) -> Slots[State]:
     active = slots.active.at[rows].set(False)
-    return replace(slots, running=replace(slots.running, active=active))
+    return replace(slots, decode_state=replace(slots.decode_state, active=active))
 
 
-def _end_poisoned(running: Running, chosen: Chosen) -> Running:
-    """A row without a token has nothing to go on from."""
-    return replace(running, active=running.active & (chosen.token >= 0))
+def _end_poisoned(decode_state: DecodeState[State], output: StepOutput) -> DecodeState[State]:
+    """End the rows whose logits gave no token: they have nothing to go on from."""
+    return replace(decode_state, active=decode_state.active & (output.token >= 0))
 
 
 @dataclass(frozen=True)
@@ -217,7 +253,7 @@ class Request:
     key: jax.Array | None = None
     """For a sampler that draws."""
     id: Any = None
-    """Comes back with what it gets; None is its number among all requests."""
+    """Comes back with the completion; None is the request's number among all."""
     state: Any = None
     """One row to go on from: a prefix, an encoder's; not consumed. None is the empty one."""
 
@@ -227,7 +263,7 @@ End = Literal["stop", "length", "poisoned", "refused"]
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request got: all of it, or in a stream the newest of it."""
+    """What a request got: all of it, or in a stream the newest part of it."""
 
     id: Any
     tokens: np.ndarray  # i32[n]; a stop token included
@@ -239,10 +275,10 @@ class Completion:
 
 
 def serve(
-    step: Step,
-    params: Any,
+    step: Step[State],
+    params: Params,
     requests: Iterable[Request | None],
-    state: Any,
+    state: State,
     *,
     slots: int,
     capacity: int,
@@ -254,53 +290,58 @@ def serve(
     chunk: int | None = None,
     stream: bool = False,
 ) -> Iterator[Completion]:
-    """What each request gets, as soon as it has ended; with `stream`, in pieces as they come.
+    """Yield each request's completion when it has ended; with `stream`, in parts as they come.
 
     `state` is one empty row, as `init_cache(config, 1, capacity)`; it stays whole. A request whose
     prompt and new tokens but the last are more than `capacity`, or that is wrong otherwise, is
-    refused with its error, and the others go on.
+    refused with its error, and the others go on. ValueError where an argument of the call is wrong.
 
-    Requests are taken in order, one whenever a slot is free, and none overtakes another on its way
-    into a slot. An iterator may yield None for "nothing yet": what runs goes on for up to
-    `steps_per_call` tokens (for none, if nothing runs), then it is asked again. While it waits
-    inside `next`, nobody advances. A slot that is free costs its share of a step all the same: with
-    `pause`, a call ends as soon as a slot is free for who waits, which is fewer steps in more
-    calls, and pays where a step takes much longer than a call.
+    Admission is first come, first served: requests are taken in order, one whenever a slot is free.
+    The iterator may yield None for "nothing yet". Then the requests in the slots go on for up to
+    `steps_per_call` tokens, and it is asked again; where no slot is taken, it is asked again at
+    once. While `next` blocks, no request advances.
+
+    A free slot costs its share of a step all the same. With `pause`, a call ends as soon as a slot
+    is free for a request that waits. That makes fewer steps in more calls, and pays where a step
+    takes much longer than a call.
     """
     check_count("steps_per_call", steps_per_call, 1)
     held = init_slots(
         step, params, state, slots, capacity, sampler=sampler, processors=processors, stop=stop
     )
-    pieces = _pieces(held, params, iter(requests), state, steps_per_call, pause, chunk)
-    return (piece for _, piece in pieces) if stream else _whole(pieces)
+    parts = _serve_parts(held, params, iter(requests), state, steps_per_call, pause, chunk)
+    return (part for _, part in parts) if stream else _join_parts(parts)
 
 
-def _whole(pieces: Iterator[tuple[int, Completion]]) -> Iterator[Completion]:
-    parts: dict[int, list[Completion]] = {}
-    for number, piece in pieces:
-        parts.setdefault(number, []).append(piece)
-        if piece.end is not None:
-            of = parts.pop(number)
-            tokens = np.concatenate([part.tokens for part in of])
-            log_probs = np.concatenate([part.log_probs for part in of])
-            yield replace(piece, tokens=tokens, log_probs=log_probs)
+def _join_parts(parts: Iterator[tuple[int, Completion]]) -> Iterator[Completion]:
+    """Yield whole completions, each when its last part has come."""
+    unfinished: dict[int, list[Completion]] = {}
+    for number, part in parts:
+        unfinished.setdefault(number, []).append(part)
+        if part.end is not None:
+            whole = unfinished.pop(number)
+            tokens = np.concatenate([part.tokens for part in whole])
+            log_probs = np.concatenate([part.log_probs for part in whole])
+            yield replace(part, tokens=tokens, log_probs=log_probs)
 
 
 @dataclass
-class _Seat:
-    """Who has a slot, by its number among all requests, and how many tokens it may still get."""
+class _Admitted:
+    """A request that has a slot."""
 
     number: int
+    """Among all requests."""
     id: Any
     left: int
+    """Tokens that it may still get."""
 
-    def take(
+    def complete(
         self,
-        tokens: np.ndarray,  # i32[n]
+        tokens: np.ndarray,  # i32[n]; -1 is none
         log_probs: np.ndarray,  # f32[n]
         stop: tuple[int, ...],
     ) -> Completion:
-        """What it got in one call."""
+        """Return the part of its completion that one call gave."""
         real = tokens >= 0
         self.left -= int(real.sum())
         end: End | None = "length" if self.left == 0 else None
@@ -311,20 +352,21 @@ class _Seat:
         return Completion(self.id, tokens[real], log_probs[real], end)
 
 
-def _pieces(
-    slots: Slots,
-    params: Any,
+def _serve_parts(
+    slots: Slots[State],
+    params: Params,
     requests: Iterator[Request | None],
-    empty: Any,
+    empty: State,
     steps: int,
     pause: bool,
     chunk: int | None,
 ) -> Iterator[tuple[int, Completion]]:
-    stop, number, more = slots.plan.stop, 0, True
-    seats: list[_Seat | None] = [None] * len(slots.active)
-    while more or any(seats):
-        first = {}
-        while more and None in seats:
+    """Fill free slots and advance, until no request is left; yield parts by request number."""
+    stop, numbers, more = slots.options.stop, itertools.count(), True
+    admitted: list[_Admitted | None] = [None] * len(slots.active)
+    while more or any(admitted):
+        first: dict[int, StepOutput] = {}
+        while more and None in admitted:
             try:
                 request = next(requests)
             except StopIteration:
@@ -332,53 +374,52 @@ def _pieces(
                 break
             if request is None:
                 break
-            name = getattr(request, "id", None)
-            seat = _Seat(number, number if name is None else name, 0)
-            number += 1
+            number, name = next(numbers), getattr(request, "id", None)
+            name = number if name is None else name
             try:
-                arrays, state = _arrange_one(slots, request, empty, chunk)
-                seat.left = request.num_tokens
+                prompts, state = _check_request(slots, request, empty, chunk)
             except ValueError as error:
                 nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
-                yield seat.number, Completion(seat.id, *nothing, "refused", str(error))
+                yield number, Completion(name, *nothing, "refused", str(error))
                 continue
-            row = seats.index(None)
+            row = admitted.index(None)
             rows = jax.device_put(np.array([row], np.int32))
-            slots, first[row] = _admit(slots, params, rows, *arrays, state, chunk)
-            seats[row] = seat
-        if not any(seats):
+            slots, first[row] = _admit(slots, params, rows, prompts, state, chunk)
+            admitted[row] = _Admitted(number, name, request.num_tokens)
+        if not any(admitted):
             continue
-        waiting = jax.device_put(np.bool_(pause and more and None not in seats))
-        slots, chosen = _advance(slots, params, waiting, steps)
-        for row, one in first.items():  # read while the others advance
+        waiting = jax.device_put(np.bool_(pause and more and None not in admitted))
+        slots, output = _advance(slots, params, waiting, steps)
+        for row, one in first.items():  # read while the device advances the rows
             tokens, log_probs = jax.device_get((one.token, one.log_prob))
-            yield from _take(seats, row, tokens, log_probs, stop)
-        tokens, log_probs = jax.device_get((chosen.token, chosen.log_prob))
-        for row in range(len(seats)):
-            yield from _take(seats, row, tokens[:, row], log_probs[:, row], stop)
+            yield from _complete_row(admitted, row, tokens, log_probs, stop)
+        tokens, log_probs = jax.device_get((output.token, output.log_prob))
+        for row in range(len(admitted)):
+            yield from _complete_row(admitted, row, tokens[:, row], log_probs[:, row], stop)
 
 
-def _take(
-    seats: list[_Seat | None],
+def _complete_row(
+    admitted: list[_Admitted | None],
     row: int,
     tokens: np.ndarray,
     log_probs: np.ndarray,
     stop: tuple[int, ...],
 ) -> Iterator[tuple[int, Completion]]:
-    seat = seats[row]
-    if seat is None:
+    """Yield what a call gave the request in a slot, if any, and free the slot at its end."""
+    request = admitted[row]
+    if request is None:
         return
-    piece = seat.take(tokens, log_probs, stop)
-    if piece.end is not None:
-        seats[row] = None
-    if piece.end is not None or len(piece.tokens):
-        yield seat.number, piece
+    part = request.complete(tokens, log_probs, stop)
+    if part.end is not None:
+        admitted[row] = None
+    if part.end is not None or len(part.tokens):
+        yield request.number, part
 
 
-def _arrange_one(
-    slots: Slots, request: Request, empty: Any, chunk: int | None
-) -> tuple[tuple[jax.Array, ...], Any]:
-    """As `_arrange`, and the state to go on from."""
+def _check_request(
+    slots: Slots[State], request: Request, empty: State, chunk: int | None
+) -> tuple[Prompts, State]:
+    """Return the request as prompts of one row, and the state to go on from."""
     if not isinstance(request, Request):
         raise ValueError(f"request is a {type(request).__name__}: must be a Request")
     limit = request.num_tokens
@@ -386,64 +427,83 @@ def _arrange_one(
         raise ValueError(f"num_tokens is {limit!r}: must be an integer")
     key = request.key
     if key is not None:
-        key = _typed(key)[None]
+        key = _typed_key(key)[None]
     prompt = np.asarray(request.prompt)[None]
     state = empty if request.state is None else request.state
-    return _arrange(slots, prompt, None, state, np.array([limit]), key, chunk), state
+    return _check_prompts(slots, prompt, None, state, np.array([limit]), key, chunk), state
 
 
-def _arrange(
-    slots: Slots, prompt: Any, lengths: Any, state: Any, limits: Any, key: Any, chunk: int | None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Checked: i32[R, P] padded to its bucket, lengths, limits and keys, each of R rows."""
+def _check_prompts(
+    slots: Slots[State],
+    prompt: Prompt,
+    lengths: PerRow | None,
+    state: State,
+    limits: Array,
+    key: jax.Array | None,
+    chunk: int | None,
+) -> Prompts:
+    """Check prompts for these slots and pad them to their bucket, which no slot is shorter than."""
     if chunk is not None:
         check_count("chunk", chunk, 1)
-    prompt, lengths = check_prompt(prompt, lengths)
-    rows, columns = prompt.shape
-    if limits.shape != (rows,) or not np.issubdtype(limits.dtype, np.integer):
+    tokens, lengths = check_prompt(prompt, lengths)
+    rows = len(tokens)
+    limits = _check_limits(slots, limits, lengths)
+    if key is None and not isinstance(slots.options.sampler, Greedy):
+        raise ValueError(f"key is None: {slots.options.sampler!r} draws random numbers")
+    if key is not None and getattr(key, "dtype", None) == jnp.uint32:
+        key = _typed_key(key)
+    keys, held = row_keys(key, rows), slots.decode_state.keys
+    if keys.dtype != held.dtype:
+        raise ValueError(f"key is {keys.dtype}: the slots hold {held.dtype}")
+    check_not_consumed(state)
+    _check_same_kind(slots.decode_state.state, state, rows)
+    if has_check(slots.step) and not traced(tokens, lengths, limits):
+        slots.step.check(np.asarray(tokens), state, np.asarray(lengths + limits - 1))
+    return _pad_prompts(tokens, lengths, keys, limits, slots.capacity)
+
+
+def _check_limits(slots: Slots[State], limits: Array, lengths: Array) -> Array:
+    """Return the limits of prompts i32[R]; traced ones are clipped to what a slot holds."""
+    if limits.shape != lengths.shape or not np.issubdtype(limits.dtype, np.integer):
         given = f"{limits.dtype}{list(limits.shape)}" if traced(limits) else limits.tolist()
         raise ValueError(f"limits are {given}: must be integers, one for each prompt")
     if not traced(limits) and limits.min() < 1:
         raise ValueError(f"num_tokens is {limits.min()}: must be at least 1")
     total = lengths + limits - 1
     if traced(total):
-        limits = jnp.clip(limits, 1, slots.capacity + 1 - lengths)
-    elif total.max() > slots.capacity:
+        return jnp.clip(limits, 1, slots.capacity + 1 - lengths)
+    if total.max() > slots.capacity:
         raise ValueError(
             f"prompt and new tokens reach length {total.max()}: "
             f"the limit is {slots.capacity}, the capacity of a slot"
         )
-    if key is None and not isinstance(slots.plan.sampler, Greedy):
-        raise ValueError(f"key is None: {slots.plan.sampler!r} draws random numbers")
-    if getattr(key, "dtype", None) == jnp.uint32:
-        key = _typed(key)
-    keys, held = row_keys(key, rows), slots.running.keys
-    if keys.dtype != held.dtype:
-        raise ValueError(f"key is {keys.dtype}: the slots hold {held.dtype}")
-    check_alive(state)
-    _check_state(slots.running.state, state, rows)
-    if hasattr(slots.step, "check") and not traced(prompt, total):
-        slots.step.check(prompt, state, total)
-    width = min(bucket(columns), slots.capacity)
-    numpy: Any = jnp if traced(prompt) else np
-    prompt = numpy.pad(prompt, ((0, 0), (0, max(0, width - columns))))[:, :width]
-    arrays = prompt, lengths, limits
-    if traced(*arrays):
-        prompt, lengths, limits = (jnp.asarray(x, jnp.int32) for x in arrays)
+    return limits
+
+
+def _pad_prompts(
+    tokens: Array, lengths: Array, keys: jax.Array, limits: Array, capacity: int
+) -> Prompts:
+    """Pad prompts to their bucket, or to the capacity of a slot where that is shorter."""
+    columns = tokens.shape[1]
+    width = min(bucket(columns), capacity)
+    numpy: Any = jnp if traced(tokens) else np
+    tokens = numpy.pad(tokens, ((0, 0), (0, max(0, width - columns))))[:, :width]
+    if traced(tokens, lengths, limits):
+        placed = [jnp.asarray(x, jnp.int32) for x in (tokens, lengths, limits)]
     else:
-        prompt, lengths, limits = jax.device_put(tuple(np.asarray(x, np.int32) for x in arrays))
-    return prompt, lengths, limits, keys
+        placed = jax.device_put([np.asarray(x, np.int32) for x in (tokens, lengths, limits)])
+    return Prompts(placed[0], placed[1], keys, placed[2])
 
 
-def _typed(key: Any) -> jax.Array:  # key[]
-    """Raw words, as older JAX has them, as the key they are: slots hold keys of one type."""
+def _typed_key(key: jax.Array) -> jax.Array:  # key[]
+    """Return a single key as a typed one, also where raw words are given, as older JAX has them."""
     check_key("key", key)
     raw = key.dtype == jnp.uint32
     return jax.random.wrap_key_data(jnp.asarray(key)) if raw else key
 
 
-def _check_state(held: Any, state: Any, rows: int) -> None:
-    """Of the kind that the slots have."""
+def _check_same_kind(held: State, state: State, rows: int) -> None:
+    """Raise ValueError where structure, shapes or dtypes are not those of the slots' state."""
     mine, one = jax.tree_util.tree_flatten_with_path(held)
     theirs, other = jax.tree_util.tree_flatten_with_path(state)
     if one != other:  # type: ignore[operator]
@@ -457,8 +517,10 @@ def _check_state(held: Any, state: Any, rows: int) -> None:
             )
 
 
-def _rows(slots: Slots, rows: Any) -> Any:  # [R]
-    places = jnp.atleast_1d(rows) if traced(rows) else np.atleast_1d(rows)
+def _check_slot_rows(slots: Slots[State], rows: int | PerRow) -> Any:  # [R]
+    """Return the rows as an array; ValueError where they are not different slots."""
+    numpy: Any = jnp if traced(rows) else np
+    places = numpy.atleast_1d(rows)
     count = len(slots.active)
     if places.ndim != 1 or not np.issubdtype(places.dtype, np.integer):
         given = f"{places.dtype}{list(places.shape)}" if traced(places) else places.tolist()
@@ -472,6 +534,6 @@ def _rows(slots: Slots, rows: Any) -> Any:  # [R]
     return places
 
 
-def _check_kept(slots: Slots) -> None:
+def _check_slots(slots: Slots[State]) -> None:
     if not traced(slots.active) and slots.active.is_deleted():
         raise ValueError("slots were consumed by an earlier call: use those it returned")

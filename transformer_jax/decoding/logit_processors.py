@@ -1,9 +1,9 @@
-"""What a text so far forbids, forces or makes dearer: values that map (history, logits) to logits.
+"""Change the logits of the next token by the text so far: penalties, bans, forced tokens.
 
-`generate(..., processors=(RepetitionPenalty(1.2), NoRepeatNGram(3)))` applies them from left to
-right before the sampler sees the logits; beam search applies the same values. A function of your
-own, `(history, logits) -> logits`, is as good as these. What needs no history, such as `TopP`, goes
-into a sampler: `Sample(TopP(0.9))`.
+A processor is a value that maps (history, logits) to logits; a function of your own is as good as
+these. `generate(..., processors=(RepetitionPenalty(1.2), NoRepeatNGram(3)))` applies them from left
+to right before the sampler sees the logits; beam search applies the same values. A processor that
+needs no history, such as `TopP`, goes into a sampler: `Sample(TopP(0.9))`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.arguments import check_count, check_finite
+from transformer_jax.checks import check_count, check_finite
 
 
 @jax.tree_util.register_dataclass
@@ -26,32 +26,35 @@ from transformer_jax.arguments import check_count, check_finite
 class History:
     """The tokens of every row so far, prompt and new ones."""
 
-    tokens: jax.Array  # i32[B, C]; -1 behind the row's end
+    tokens: jax.Array  # i32[B, C]; -1 after the row's end
     prompt: jax.Array  # i32[B]; how many of them were the prompt
     length: jax.Array  # i32[B]; how many there are
 
     @property
     def new(self) -> jax.Array:  # i32[B]
-        """How many tokens were generated so far."""
+        """Return how many tokens were generated so far."""
         return self.length - self.prompt
 
     @classmethod
     def of(cls, prompt: jax.Array, lengths: jax.Array, room: int) -> History:
-        """The first `lengths[b]` tokens of each row of prompt [B, P], and room for `room` more."""
+        """Return the first `lengths[b]` tokens of each row of prompt [B, P], and room for more.
+
+        `room` is how many more.
+        """
         at = jnp.arange(prompt.shape[1])[None]
         tokens = jnp.where(at < lengths[:, None], prompt, -1).astype(jnp.int32)
         lengths = lengths.astype(jnp.int32)
         return cls(jnp.pad(tokens, ((0, 0), (0, room)), constant_values=-1), lengths, lengths)
 
     def append(self, token: jax.Array, active: jax.Array) -> History:  # i32[B], bool[B]
-        """One more token in the active rows."""
+        """Append one token to each active row."""
         rows, columns = self.tokens.shape
         at = jnp.where(active, self.length, columns)  # the end itself is dropped
         tokens = self.tokens.at[jnp.arange(rows), at].set(token, mode="drop")
         return History(tokens, self.prompt, self.length + active)
 
     def counts(self, vocab_size: int, *, prompt: bool) -> jax.Array:  # i32[B, V]
-        """How often each token occurs: everywhere, or without `prompt` among the new ones."""
+        """Count each token: in the whole text, or without `prompt` among the new tokens alone."""
         rows, columns = self.tokens.shape
         at = jnp.arange(columns)[None]
         counted = at < self.length[:, None]
@@ -63,7 +66,7 @@ class History:
 
 
 class HistoryProcessor(Protocol):
-    """Changes the logits of the next token; hashable."""
+    """Change the logits of the next token; hashable."""
 
     def __call__(
         self,
@@ -75,9 +78,10 @@ class HistoryProcessor(Protocol):
 
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """x / p where x > 0 and x p elsewhere, for tokens that occur (Keskar et al. 2019, section 4.1).
+    """Penalise tokens that occur: x / p where the logit x is above 0, x p elsewhere.
 
-    Above 1 discourages, below 1 encourages. Without `prompt`, only new tokens count.
+    p above 1 discourages repetition, below 1 encourages it (Keskar et al. 2019, section 4.1).
+    Without `prompt`, only new tokens count. ValueError unless p is finite and above 0.
     """
 
     p: float
@@ -94,7 +98,10 @@ class RepetitionPenalty:
 
 @dataclass(frozen=True)
 class PresencePenalty:
-    """x - a for tokens that were generated; with `prompt`, also for those of the prompt."""
+    """Subtract a from the logits of tokens that were generated.
+
+    With `prompt`, also from those of the prompt. ValueError unless a is finite.
+    """
 
     a: float
     prompt: bool = False
@@ -108,7 +115,10 @@ class PresencePenalty:
 
 @dataclass(frozen=True)
 class FrequencyPenalty:
-    """x - a n for a token that was generated n times; with `prompt`, also in the prompt."""
+    """Subtract a n from the logit of a token that was generated n times.
+
+    With `prompt`, n counts the prompt too. ValueError unless a is finite.
+    """
 
     a: float
     prompt: bool = False
@@ -122,7 +132,10 @@ class FrequencyPenalty:
 
 @dataclass(frozen=True)
 class NoRepeatNGram:
-    """Excludes tokens that would end an n-gram the row already has (Paulus et al. 2018)."""
+    """Exclude tokens that would repeat an n-gram of the row (Paulus et al. 2018, section 2.5).
+
+    ValueError unless n is an integer of at least 1.
+    """
 
     n: int
 
@@ -146,12 +159,12 @@ class NoRepeatNGram:
 
 @dataclass(frozen=True, init=False)
 class Ban:
-    """Excludes these tokens always."""
+    """Exclude these tokens always; ValueError where one is no token id."""
 
     tokens: tuple[int, ...]
 
     def __init__(self, *tokens: int) -> None:
-        object.__setattr__(self, "tokens", token_ids("tokens", tokens))
+        object.__setattr__(self, "tokens", as_token_ids("tokens", tokens))
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         return _exclude(self, logits, self.tokens)
@@ -159,14 +172,17 @@ class Ban:
 
 @dataclass(frozen=True, init=False)
 class BanSequences:
-    """Excludes a token that would end one of these sequences, begun in the prompt or after it."""
+    """Exclude a token that would end one of these sequences, which may begin in the prompt.
+
+    ValueError without a sequence, or where one is empty or holds no token ids.
+    """
 
     sequences: tuple[tuple[int, ...], ...]
 
     def __init__(self, *sequences: Sequence[int]) -> None:
         if not sequences:
             raise ValueError("sequences is empty: must name at least one")
-        ids = tuple(token_ids(f"sequences[{i}]", tuple(s)) for i, s in enumerate(sequences))
+        ids = tuple(as_token_ids(f"sequences[{i}]", tuple(s)) for i, s in enumerate(sequences))
         object.__setattr__(self, "sequences", ids)
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
@@ -185,12 +201,12 @@ class BanSequences:
 
 @dataclass(frozen=True, init=False)
 class Force:
-    """The first new tokens are these, whatever the model says."""
+    """Force the first new tokens to be these; ValueError where one is no token id."""
 
     tokens: tuple[int, ...]
 
     def __init__(self, *tokens: int) -> None:
-        object.__setattr__(self, "tokens", token_ids("tokens", tokens))
+        object.__setattr__(self, "tokens", as_token_ids("tokens", tokens))
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         vocab, count = logits.shape[-1], len(self.tokens)
@@ -202,7 +218,10 @@ class Force:
 
 @dataclass(frozen=True, init=False)
 class MinLength:
-    """Excludes these tokens, which end a text, until n were generated."""
+    """Exclude the `stop` tokens until n tokens were generated.
+
+    ValueError unless n is an integer of at least 0 and `stop` holds token ids.
+    """
 
     n: int
     stop: tuple[int, ...]
@@ -210,7 +229,7 @@ class MinLength:
     def __init__(self, n: int, stop: int | Sequence[int]) -> None:
         check_count("n", n, 0)
         object.__setattr__(self, "n", int(n))
-        object.__setattr__(self, "stop", token_ids("stop", one_or_more("stop", stop)))
+        object.__setattr__(self, "stop", as_token_ids("stop", as_tuple("stop", stop)))
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         longer = (history.new >= self.n)[:, None]
@@ -219,14 +238,17 @@ class MinLength:
 
 @dataclass(frozen=True)
 class ForceLast:
-    """New token number n is `token`: a text that has not ended is ended there."""
+    """Force new token number n to be `token`, which ends a text that has not ended by then.
+
+    ValueError unless n is an integer of at least 1 and `token` is a token id.
+    """
 
     n: int
     token: int
 
     def __post_init__(self) -> None:
         check_count("n", self.n, 1)
-        token_ids("token", (self.token,))
+        as_token_ids("token", (self.token,))
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         _check_vocab(self, (self.token,), logits.shape[-1])
@@ -234,20 +256,23 @@ class ForceLast:
         return jnp.where((history.new == self.n - 1)[:, None], alone, logits)
 
 
-def apply_all(
+def apply_processors(
     processors: Sequence[HistoryProcessor],
     history: History | None,
     logits: jax.Array,  # f32[B, V]
 ) -> jax.Array:  # f32[B, V]
-    """The processors from left to right; with none, `history` may be None."""
+    """Apply the processors from left to right; with none, `history` may be None."""
     for processor in processors:
         assert history is not None
         logits = processor(history, logits)
     return logits
 
 
-def check_processors(processors: Any) -> tuple[HistoryProcessor, ...]:
-    """A tuple of hashable values that take (history, logits)."""
+def check_processors(processors: Sequence[HistoryProcessor]) -> tuple[HistoryProcessor, ...]:
+    """Return the processors as a tuple.
+
+    ValueError where one is not a hashable value that is called with (history, logits).
+    """
     if not isinstance(processors, tuple | list):
         raise ValueError(f"processors is {processors!r}: must be a tuple of values")
     for processor in processors:
@@ -269,18 +294,18 @@ def check_processors(processors: Any) -> tuple[HistoryProcessor, ...]:
     return tuple(processors)
 
 
-def _exclude(value: Any, logits: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
-    _check_vocab(value, tokens, logits.shape[-1])
+def _exclude(processor: HistoryProcessor, logits: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
+    _check_vocab(processor, tokens, logits.shape[-1])
     return logits.at[..., jnp.asarray(tokens)].set(-jnp.inf)
 
 
-def _check_vocab(value: Any, tokens: Sequence[int], vocab: int) -> None:
+def _check_vocab(processor: HistoryProcessor, tokens: Sequence[int], vocab: int) -> None:
     if max(tokens) >= vocab:
-        raise ValueError(f"token {max(tokens)} of {value!r}: must be in 0..{vocab - 1}")
+        raise ValueError(f"token {max(tokens)} of {processor!r}: must be in 0..{vocab - 1}")
 
 
-def one_or_more(name: str, ids: Any) -> tuple[Any, ...]:
-    """A token id, also as an array without axes, or several of them."""
+def as_tuple(name: str, ids: Any) -> tuple[Any, ...]:
+    """Return one token id, also as an array without axes, or several of them as a tuple."""
     if getattr(ids, "ndim", None) == 0:
         ids = ids.item()
     if not isinstance(ids, Integral | Iterable):
@@ -288,8 +313,8 @@ def one_or_more(name: str, ids: Any) -> tuple[Any, ...]:
     return (ids,) if isinstance(ids, Integral) else tuple(ids)
 
 
-def token_ids(name: str, tokens: Sequence[Any]) -> tuple[int, ...]:
-    """At least one token id, as ints."""
+def as_token_ids(name: str, tokens: Sequence[Any]) -> tuple[int, ...]:
+    """Return the tokens as ints; ValueError where there are none, or one is no token id."""
     for token in tokens:
         if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
             raise ValueError(f"{name} have {token!r}: must be token ids, integers from 0")

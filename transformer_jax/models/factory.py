@@ -1,4 +1,4 @@
-"""From a config to a model: build it, initialise it, count it, give it a cache."""
+"""Turn a config into a model: build it, initialise it, count it, give it a cache."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.arguments import check_key
+from transformer_jax.cache.model_cache import ModelCache, empty_layers
+from transformer_jax.checks import check_key
 from transformer_jax.config import ModelConfig, RecurrentConfig
-from transformer_jax.recurrent import RecurrentLM, RecurrentSeq2Seq
-from transformer_jax.transformer import (
-    Decoder,
-    Encoder,
-    EncoderDecoder,
-    ModelCache,
-    empty_layers,
-)
+from transformer_jax.models.recurrent import RecurrentLM, RecurrentSeq2Seq
+from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
 
 Model = Encoder | Decoder | EncoderDecoder
 Recurrent = RecurrentLM | RecurrentSeq2Seq
@@ -30,7 +25,7 @@ def build(config: ModelConfig) -> Model: ...
 @overload
 def build(config: RecurrentConfig) -> Recurrent: ...
 def build(config: Config) -> Model | Recurrent:
-    """The linen module of a config; hashable, so a legal static argument of `jax.jit`."""
+    """Build the linen module of a config; hashable, so a legal static argument of `jax.jit`."""
     if isinstance(config, RecurrentConfig):
         reads = config.source_vocab_size is not None
         return RecurrentSeq2Seq(config) if reads else RecurrentLM(config)
@@ -44,7 +39,7 @@ def build(config: Config) -> Model | Recurrent:
 
 
 def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
-    """Fresh f32 parameters as a nested dict."""
+    """Draw fresh f32 parameters, as a nested dict."""
     check_key("key", key)
     return jax.jit(_init, static_argnums=0)(config, key)
 
@@ -57,7 +52,7 @@ def _init(config: Config, key: jax.Array) -> dict[str, Any]:
 
 
 def num_params(config: Config) -> int:
-    """How many parameters a config has; nothing is allocated."""
+    """Count the parameters of a config; nothing is allocated."""
     shapes = jax.eval_shape(lambda: _init(config, jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
@@ -69,7 +64,7 @@ def init_cache(
     dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
     slack: int = 0,
 ) -> ModelCache:
-    """An empty cache of a decoder for `capacity` positions a row.
+    """Make an empty cache of a decoder for `capacity` positions a row.
 
     With a window, `capacity` may be as small as the window and the sink tokens: the cache is then a
     ring that never fills. Of a window pattern, full layers have `capacity` slots and windowed ones
@@ -95,13 +90,13 @@ def cache_bytes(
     source_length: int | None = None,  # of an encoder-decoder
     slack: int = 0,
 ) -> int:
-    """Bytes of the arrays of `init_cache` with these arguments; nothing is allocated."""
+    """Count the bytes of the arrays of `init_cache` with these arguments; nothing is allocated."""
     arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype, slack=slack)
     if config.kind == "encoder-decoder":
         if source_length is None:
             raise ValueError("source_length is None: an encoder-decoder also caches its source")
 
-        def empty():
+        def empty() -> Any:
             source = jnp.zeros((batch, source_length), jnp.int32)
             params = {"params": _init(config, jax.random.key(0))}
             return build(config).apply(params, source, **arguments, method="init_cache")

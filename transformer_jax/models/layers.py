@@ -1,4 +1,4 @@
-"""The parts of a transformer: linen modules that name parameters, over pure functions.
+"""Define the parts of a transformer: linen modules that name parameters, over pure functions.
 
 Dropout is on exactly when a `key` is given; a module takes its key as an argument, splits it once,
 and hands the parts on, so a looped and a scanned stack draw the same numbers.
@@ -6,105 +6,46 @@ and hands the parts on, so a looped and a scanned stack draw the same numbers.
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from flax.errors import ScopeParamShapeError
 
-from transformer_jax import cache as kv
-from transformer_jax import positions as pos
-from transformer_jax.arguments import check_key
-from transformer_jax.attention import dot_product_attention, dot_product_attention_weights
-from transformer_jax.config import Activation, ModelConfig
-from transformer_jax.masks import Mask
-from transformer_jax.meshes import by_compiler, split
+from transformer_jax.attention import biases
+from transformer_jax.attention.api import dot_product_attention, dot_product_attention_weights
+from transformer_jax.attention.masks import Mask
+from transformer_jax.cache import kv_cache as kv
+from transformer_jax.config import Learned, ModelConfig, Rope, Shaw, Sinusoidal
+from transformer_jax.models import positions as pos
+from transformer_jax.models.functional import (
+    F32,
+    _against,
+    activate,
+    dropout,
+    layer_norm,
+    lookup,
+    project,
+    rms_norm,
+    split_key,
+)
+from transformer_jax.sharding import by_compiler, split
 
-F32 = jnp.float32
+PositionBias = biases.ALiBi | biases.RelativeBias
+"""The biases of a distance that a config can ask for."""
 
-
-def layer_norm(
-    x: jax.Array,  # [..., D]
-    scale: jax.Array | None,  # [D]
-    bias: jax.Array | None,  # [D]
-    eps: float = 1e-5,
-) -> jax.Array:
-    """(x - mean) / sqrt(var + eps) * scale + bias over the last axis, in f32 (Ba et al. 2016)."""
-
-    def normalise(x, scale, bias):
-        y = x.astype(jnp.float32)
-        y = y - y.mean(axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
-        return _affine(y, scale, bias).astype(x.dtype)
-
-    return by_compiler(normalise, [x, scale, bias], split(x))
-
-
-def rms_norm(
-    x: jax.Array,  # [..., D]
-    scale: jax.Array | None,  # [D]
-    eps: float = 1e-5,
-) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in f32 (Zhang & Sennrich 2019)."""
-
-    def normalise(x, scale):
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
-        return _affine(y, scale, None).astype(x.dtype)
-
-    return by_compiler(normalise, [x, scale], split(x))
-
-
-def _affine(y: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-    lead = (1,) * (y.ndim - 1)
-    if scale is not None:
-        y = y * scale.reshape(*lead, -1)
-    if bias is not None:
-        y = y + bias.reshape(*lead, -1)
-    return y
-
-
-def activate(x: jax.Array, name: Activation) -> jax.Array:
-    """relu, silu, gelu x Phi(x), or GPT-2's gelu_tanh (Hendrycks & Gimpel 2016)."""
-    match name:
-        case "relu":
-            return jax.nn.relu(x)
-        case "silu":
-            return jax.nn.silu(x)
-        case "gelu":
-            return jax.nn.gelu(x, approximate=False)
-        case "gelu_tanh":
-            return jax.nn.gelu(x, approximate=True)
-
-
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """x / (1 - rate) where kept, 0 elsewhere; x itself without a key (Srivastava et al. 2014)."""
-    if key is None or rate == 0.0:
-        return x
-
-    def drop(x, key):
-        keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-        return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
-
-    return by_compiler(drop, [x, key], split(x))
-
-
-def split_key(key: jax.Array | None, parts: int) -> list[jax.Array | None]:
-    """`parts` keys from one, or as many times None."""
-    if key is None:
-        return [None] * parts
-    check_key("key", key)
-    return list(jax.random.split(key, parts))
+Record = tuple[()]
+"""() asks a block for its BlockRecord, None does not: a tree, and so known under any trace."""
 
 
 def parameter(
     module: nn.Module, name: str, init: nn.initializers.Initializer, shape: tuple[int, ...]
 ) -> jax.Array:
-    """`module.param` in f32; of one that is there, only the shape is looked at.
+    """Declare a parameter in f32; of one that is there, only check the shape.
 
     Flax would trace its initializer to compare them, which is half of all tracing.
     """
@@ -115,6 +56,20 @@ def parameter(
         path = "/".join(module.path)
         raise ScopeParamShapeError(name, path, np.shape(value), shape)
     return value
+
+
+def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
+    """Raise ValueError where `model.apply` was given `rngs`, and no key as an argument.
+
+    Nothing here draws from flax's `rngs`, so dropout would be off in silence. A model inside
+    another module is let be: there they may be for the other's layers.
+    """
+    scope = module.scope
+    if key is not None or scope is None or scope.path or module.is_initializing():
+        return
+    for name in scope.rngs:
+        rule = "dropout takes its key as an argument: model.apply(variables, ..., key=key)"
+        raise ValueError(f"rngs has {name!r}: {rule}")
 
 
 class Norm(nn.Module):
@@ -139,49 +94,9 @@ def _unit_init(config: ModelConfig) -> Any:
 
 
 def _unit(config: ModelConfig, scale: jax.Array) -> jax.Array:
-    """What a norm multiplies by, of what it stores; in f32."""
+    """Return what a norm multiplies by, of what it stores; in f32."""
     scale = scale.astype(F32)
     return 1.0 + scale if config.norm_unit_offset else scale
-
-
-def project(
-    x: jax.Array,  # [..., *inputs]
-    kernel: jax.Array,  # [*inputs, *outputs]
-    bias: jax.Array | None = None,  # [*outputs]
-    contract: int = 1,
-) -> jax.Array:  # [..., *outputs]
-    """x W + b over the last `contract` axes of x.
-
-    One product of two matrices: over a batch of them, XLA's CPU backend computes the gradient of W
-    from a transposed copy, which takes a third of a training step. There, from wide to narrow, it
-    is the product with a W^T that XLA may not fold away: then the gradient of W is g^T x, which
-    has the narrow matrix first and takes two thirds of the time of x^T g. With few rows, as in
-    decoding, the copy would cost more than the product.
-
-    One row, there, is 8 products side by side and their sum: W is read at the memory's rate, where
-    one product uses a core and a half.
-    """
-    lead = slice(x.ndim - contract)
-    outputs = split(kernel, slice(contract, None))
-    return by_compiler(partial(_project, contract), [x, kernel, bias], split(x, lead, outputs))
-
-
-def _project(contract, x, kernel, bias):
-    lead, outputs = x.shape[: x.ndim - contract], kernel.shape[contract:]
-    inputs, width, rows = math.prod(kernel.shape[:contract]), math.prod(outputs), math.prod(lead)
-    x, kernel = x.reshape(rows, inputs), kernel.reshape(inputs, width)
-    on_cpu = jax.default_backend() == "cpu"
-    if on_cpu and rows >= inputs > width:
-        across = jax.lax.optimization_barrier(kernel.T)
-        y = jax.lax.dot_general(x, across, (((1,), (1,)), ((), ())))
-    elif on_cpu and rows == 1 and inputs % 8 == 0 and x.dtype == jnp.float32:
-        y = jnp.einsum("PI,PIO->PO", x.reshape(8, -1), kernel.reshape(8, -1, width))
-        y = y.sum(axis=0, keepdims=True)
-    else:
-        y = x @ kernel
-    if bias is not None:
-        y = y + bias.reshape(1, -1)
-    return y.reshape(*lead, *outputs)
 
 
 class Linear(nn.Module):
@@ -206,12 +121,59 @@ class Linear(nn.Module):
 
 
 def branch_std(config: ModelConfig, depth: int | None) -> float:
-    """Initial scale of a branch's output matrix: 2 L of them add up in the stream (GPT-2)."""
+    """Return the initial scale of a branch's output matrix: 2 L of them add up (GPT-2)."""
     return config.init_std / (2 * (config.num_layers if depth is None else depth)) ** 0.5
 
 
+class AttendedKeys(NamedTuple):
+    """The keys that one attention weighed, and how."""
+
+    weights: jax.Array  # f32[B, N, T, S]: after the softmax, before dropout
+    positions: jax.Array | None  # i32[B, S] of the keys; None is arange(S)
+
+
+class AttentionOutput(NamedTuple):
+    """What `Attention` returns."""
+
+    x: jax.Array  # [B, T, D]
+    cache: kv.KVCache | None
+    attended: AttendedKeys | None = None  # where it was asked for
+
+
+class BlockRecord(NamedTuple):
+    """What a block read and weighed."""
+
+    x: jax.Array  # [B, T, D]: the stream before the block
+    own: AttendedKeys
+    cross: AttendedKeys | None  # over an encoder's output
+
+
+class BlockOutput(NamedTuple):
+    """What `Block` returns."""
+
+    x: jax.Array  # [B, T, D]
+    cache: kv.KVCache | None
+    record: BlockRecord | None = None  # where it was asked for
+
+
+class _Heads(NamedTuple):
+    """The operands of one attention, projected and split into heads."""
+
+    q: jax.Array  # [B, T, N, H]
+    k: jax.Array  # [B, S, K, H]
+    v: jax.Array  # [B, S, K, Hv]
+    mask: Mask | None
+    bias: PositionBias | None
+    q_positions: jax.Array | None  # i32[B, T]; None is arange(T)
+    k_positions: jax.Array | None  # i32[B, S]; None is arange(S)
+
+
 class Attention(nn.Module):
-    """Multi-head attention with MHA, GQA or MQA heads, to itself or to a `context`."""
+    """Multi-head attention with MHA, GQA or MQA heads, to x itself or to an encoder's output.
+
+    out = W_o concat_n softmax(scale q_n k_g^T + bias) v_g, with key head g = n // G of query head n
+    (Vaswani et al. 2017, 3.2; Ainslie et al. 2023).
+    """
 
     config: ModelConfig
     cross: bool = False
@@ -233,24 +195,38 @@ class Attention(nn.Module):
             self.key_scale = parameter(self, "key_scale", unit, (cfg.key_dim,))
         if cfg.attention_sinks:
             self.sinks = parameter(self, "sinks", nn.initializers.zeros, (cfg.num_heads,))
-        if cfg.positions == "shaw" and not self.cross:
-            rows, std = 2 * cfg.relative_max_distance + 1, nn.initializers.normal(cfg.init_std)
+        if self._shaw is not None:
+            rows, std = 2 * self._shaw.max_distance + 1, nn.initializers.normal(cfg.init_std)
             self.shaw_key = parameter(self, "shaw_key", std, (rows, cfg.key_dim))
             self.shaw_value = parameter(self, "shaw_value", std, (rows, cfg.value_dim))
 
+    @property
+    def _rope(self) -> Rope | None:
+        """The rotation of queries and keys, which attention to an encoder's output has not."""
+        positions = self.config.positions
+        if self.cross or not isinstance(positions, Rope):
+            return None
+        return positions.in_layer(self.window)
+
+    @property
+    def _shaw(self) -> Shaw | None:
+        """The vectors of distances, which attention to an encoder's output has not."""
+        positions = self.config.positions
+        return positions if isinstance(positions, Shaw) and not self.cross else None
+
     def keys_values(
         self,
-        context: jax.Array,  # [B, S, D]
+        x: jax.Array,  # [B, S, D]
         token_positions: jax.Array | None,  # i32[B, S] or [S], for the rotation
     ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
-        """Keys, normalised and rotated as they are cached, and values."""
+        """Project keys, normalised and rotated as they are cached, and values."""
         cfg = self.config
-        k, v = self.key(context), self.value(context)
+        k, v = self.key(x), self.value(x)
         if cfg.qk_norm:
             k = rms_norm(k, _unit(cfg, self.key_scale), cfg.norm_eps)
-        if cfg.positions == "rope" and not self.cross:
+        if self._rope is not None:
             assert token_positions is not None
-            k = pos.apply_rope(k, token_positions, cfg.layer_rope(self.window))
+            k = pos.apply_rope(k, token_positions, self._rope)
         return k, v
 
     def __call__(
@@ -260,89 +236,93 @@ class Attention(nn.Module):
         token_positions: jax.Array | None = None,  # i32[B, T] or [T]
         positions: jax.Array | None = None,  # i32[B, T]; None is arange(T)
         mask: Mask | None = None,
-        bias: pos.ALiBi | pos.RelativeBias | None = None,
+        bias: PositionBias | None = None,
         cache: kv.KVCache | None = None,
-        context: kv.KVCache | None = None,
+        cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
-        weights: bool = False,
-    ) -> tuple[Any, ...]:
-        """Attend to x itself, through `cache` if given, or to a `context` of keys and values.
+        record: bool = False,
+    ) -> AttentionOutput:
+        """Attend to x itself, through `cache` if given, or to the keys of a `cross_cache`.
 
-        The output [B, T, D] and the updated cache; behind them, if `weights`, the pair of them
-        f32[B, N, T, S] and the positions i32[B, S] of the keys (None is arange(S)).
+        The output [B, T, D] and the updated cache; with `record`, what was weighed, too.
         """
         cfg = self.config
         q = self.query(x)
         if cfg.qk_norm:
             q = rms_norm(q, _unit(cfg, self.query_scale), cfg.norm_eps)
         k_positions = positions
-        if context is not None:
-            k, v, k_positions = context.k, context.v, context.positions
+        if cross_cache is not None:
+            k, v, k_positions = cross_cache.k, cross_cache.v, cross_cache.positions
         else:
-            if cfg.positions == "rope":
+            if self._rope is not None:
                 assert token_positions is not None
-                q = pos.apply_rope(q, token_positions, cfg.layer_rope(self.window))
+                q = pos.apply_rope(q, token_positions, self._rope)
             k, v = self.keys_values(x, token_positions)
             if cache is not None:
                 assert positions is not None
                 cache, k, v, k_positions = kv.extend(cache, k, v, positions, self.window)
                 k, v = k.astype(cfg.dtype), v.astype(cfg.dtype)
-        attend = self._shaw if cfg.positions == "shaw" and not self.cross else self._attend
-        out = self.out(attend(q, k, v, mask, bias, positions, k_positions, key))
-        if not weights:
-            return out, cache
-        return out, cache, self._seen(q, k, v, mask, bias, positions, k_positions)
+        heads = _Heads(q, k, v, mask, bias, positions, k_positions)
+        out = self._attend(heads, key) if self._shaw is None else self._attend_shaw(heads, key)
+        return AttentionOutput(self.out(out), cache, self._attended(heads) if record else None)
 
-    def _attend(self, q, k, v, mask, bias, q_positions, k_positions, key):
+    def _attend(self, heads: _Heads, key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
         cfg = self.config
         return dot_product_attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            bias=bias,
+            heads.q,
+            heads.k,
+            heads.v,
+            mask=heads.mask,
+            bias=heads.bias,
             scale=cfg.attention_scale,
             softcap=cfg.attention_softcap,
             sinks=self.sinks if cfg.attention_sinks else None,
-            q_positions=q_positions,
-            k_positions=k_positions,
+            q_positions=heads.q_positions,
+            k_positions=heads.k_positions,
             dropout_rate=0.0 if key is None else cfg.attention_dropout,
             dropout_key=key if cfg.attention_dropout else None,
             implementation=cfg.implementation,
         )
 
-    def _shaw(self, q, k, v, mask, bias, q_positions, k_positions, key):
-        """Relative vectors join the keys and the values (Shaw et al. 2018); weights materialise."""
-        cfg = self.config
-        q_positions = jnp.arange(q.shape[1]) if q_positions is None else q_positions
-        k_positions = jnp.arange(k.shape[1]) if k_positions is None else k_positions
+    def _attend_shaw(self, heads: _Heads, key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
+        """Add vectors of the distance to keys and values (Shaw et al. 2018).
+
+        The weights materialise: [B, N, T, S].
+        """
+        q, k, v = heads.q, heads.k, heads.v
         finite = jnp.isfinite(v).all(axis=-1, keepdims=True)  # or a weight of 0 would not hide it
         k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
-        weights = self._weights(q, k, mask, bias, q_positions, k_positions)
-        weights = dropout(weights, cfg.attention_dropout, key)
+        weights = dropout(self._weights(heads._replace(k=k)), self.config.attention_dropout, key)
 
-        def average(weights, v, table, q_positions, k_positions):
-            grouped = weights.reshape(q.shape[0], cfg.kv_heads, -1, *weights.shape[2:])
-            out = jnp.einsum("BKGTS,BSKH->BTKGH", grouped, v.astype(jnp.float32))
-            out = out.reshape(*q.shape[:3], -1)
+        def average(
+            weights: jax.Array,
+            v: jax.Array,
+            table: jax.Array,
+            q_positions: jax.Array,
+            k_positions: jax.Array,
+        ) -> jax.Array:
+            groups = rearrange(weights, "B (K G) T S -> B K G T S", K=self.config.kv_heads)
+            out = jnp.einsum("BKGTS,BSKH->BTKGH", groups, v.astype(jnp.float32))
+            out = rearrange(out, "B T K G H -> B T (K G) H")
             out = out + pos.shaw_values(weights, table, q_positions, k_positions)
             return out.astype(q.dtype)
 
-        arrays = [weights, v, self.shaw_value, q_positions, k_positions]
+        arrays = [weights, v, self.shaw_value, *_known_positions(heads)]
         return by_compiler(average, arrays, split(q, slice(3)))
 
-    def _weights(self, q, k, mask, bias, q_positions, k_positions) -> jax.Array:  # f32[B, N, T, S]
-        """What the values are weighed with, before dropout."""
-        cfg = self.config
-        if cfg.positions == "shaw" and not self.cross:
-            q_positions = jnp.arange(q.shape[1]) if q_positions is None else q_positions
-            k_positions = jnp.arange(k.shape[1]) if k_positions is None else k_positions
+    def _weights(self, heads: _Heads) -> jax.Array:  # f32[B, N, T, S]
+        """Compute what the values are weighed with, before dropout."""
+        cfg, bias = self.config, heads.bias
+        q_positions, k_positions = heads.q_positions, heads.k_positions
+        if self._shaw is not None:
+            q_positions, k_positions = _known_positions(heads)
             scale = cfg.key_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
-            bias = scale * pos.shaw_scores(q, self.shaw_key, q_positions, k_positions)
+            shaw = pos.shaw_scores(heads.q, self.shaw_key, q_positions, k_positions)
+            bias = scale * shaw  # type: ignore[assignment]
         return dot_product_attention_weights(
-            q,
-            k,
-            mask=mask,
+            heads.q,
+            heads.k,
+            mask=heads.mask,
             bias=bias,
             scale=cfg.attention_scale,
             softcap=cfg.attention_softcap,
@@ -351,13 +331,20 @@ class Attention(nn.Module):
             k_positions=k_positions,
         )
 
-    def _seen(self, q, k, v, mask, bias, q_positions, k_positions):
-        """The weights, NaN where the output is and 0 for padding tokens; the keys' positions."""
-        k = jnp.where(jnp.isfinite(v).all(axis=-1, keepdims=True), k, jnp.nan)
-        weights = self._weights(q, k, mask, bias, q_positions, k_positions)
-        if q_positions is not None:
-            weights = jnp.where(q_positions[:, None, :, None] >= 0, weights, 0.0)
-        return weights, k_positions
+    def _attended(self, heads: _Heads) -> AttendedKeys:
+        """Compute the weights again to show: NaN where the output is, 0 for padding tokens."""
+        finite = jnp.isfinite(heads.v).all(axis=-1, keepdims=True)
+        weights = self._weights(heads._replace(k=jnp.where(finite, heads.k, jnp.nan)))
+        if heads.q_positions is not None:
+            weights = jnp.where(heads.q_positions[:, None, :, None] >= 0, weights, 0.0)
+        return AttendedKeys(weights, heads.k_positions)
+
+
+def _known_positions(heads: _Heads) -> tuple[jax.Array, jax.Array]:
+    """Return the positions of queries and keys, arange where none are given."""
+    q, k = heads.q_positions, heads.k_positions
+    q = jnp.arange(heads.q.shape[1]) if q is None else q
+    return q, jnp.arange(heads.k.shape[1]) if k is None else k
 
 
 class FeedForward(nn.Module):
@@ -380,7 +367,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, optional cross-attention and feed-forward, each in a residual branch."""
+    """Self-attention, optional cross-attention and feed-forward, each in a residual branch.
+
+    x + f(n(x)) pre-norm, n(x + f(x)) post-norm, x + m(f(n(x))) sandwich, for f in that order.
+    """
 
     config: ModelConfig
     cross: bool = False
@@ -400,40 +390,49 @@ class Block(nn.Module):
         if cfg.norm_order == "sandwich":
             self.out_norm = {name: Norm(cfg) for name in branches}
 
-    def _branch(self, name, x, key, function):
-        """x + f(n(x)), n(x + f(x)) or x + n(f(n(x))), with dropout on the branch's output."""
-        cfg, norm = self.config, self.norm[name]
-        y, *more = function(x if cfg.norm_order == "post" else norm(x))
-        if cfg.norm_order == "sandwich":
-            y = self.out_norm[name](y)
-        x = x + dropout(y, cfg.dropout, key)
-        return (norm(x) if cfg.norm_order == "post" else x), *more
+    def _enter(self, branch: str, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
+        """Return what a branch reads of the stream."""
+        return x if self.config.norm_order == "post" else self.norm[branch](x)
 
-    def context_cache(
+    def _join(
         self,
-        context: jax.Array,  # [B, S, D]
+        branch: str,
+        x: jax.Array,  # [B, T, D]: the stream
+        y: jax.Array,  # [B, T, D]: the branch's output
+        key: jax.Array | None,
+    ) -> jax.Array:  # [B, T, D]
+        """Add a branch's output to the stream, with dropout and the norms of the config's order."""
+        cfg = self.config
+        if cfg.norm_order == "sandwich":
+            y = self.out_norm[branch](y)
+        x = x + dropout(y, cfg.dropout, key)
+        return self.norm[branch](x) if cfg.norm_order == "post" else x
+
+    def init_cross_cache(
+        self,
+        memory: jax.Array,  # [B, S, D]
         positions: jax.Array,  # i32[B, S]; negative where padded
     ) -> kv.KVCache:
-        """Cross-attention keys and values of a context, computed once for all later queries."""
-        k, v = self.cross_attention.keys_values(context, None)
+        """Compute the keys and values of an encoder's output once, for all later queries."""
+        k, v = self.cross_attention.keys_values(memory, None)
         positions = jnp.array(positions, jnp.int32)  # a copy: layers share no memory
         return kv.KVCache(k, v, positions, jnp.maximum(positions.max(axis=1) + 1, 0))
 
-    def scan_context(
-        self, context: jax.Array, positions: jax.Array
+    def scan_cross_cache(
+        self, memory: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, kv.KVCache]:
-        """`context_cache` in the form of a scan's step, which hands the context on."""
-        return context, self.context_cache(context, positions)
+        """Wrap `init_cross_cache` in the form of a scan's step, which hands the memory on."""
+        return memory, self.init_cross_cache(memory, positions)
 
     def scan_step(
         self,
         carry: tuple[jax.Array, kv.KVCache | None],  # [B, T, D], leaves [B, L, ...]
         layer: jax.Array,  # i32[]
         key: jax.Array | None,
-        contexts: kv.KVCache | None,  # leaves [B, L, ...]
-        *shared,
-    ) -> tuple[tuple[jax.Array, kv.KVCache | None], list[Any]]:
-        """The block in the form of a scan's step, which reads and writes its part of all caches.
+        cross_caches: kv.KVCache | None,  # leaves [B, L, ...]
+        *shared: Any,
+    ) -> tuple[tuple[jax.Array, kv.KVCache | None], BlockRecord | None]:
+        """Run the block in the form of a scan's step, on its part of all caches.
 
         They are carried, neither cut up beforehand nor gathered from the steps, so that a cache
         that is donated is written where it lies.
@@ -446,60 +445,58 @@ class Block(nn.Module):
             return jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 1)
 
         x, caches = carry
-        cache, context = jax.tree.map(part, (caches, contexts))
-        x, cache, *seen = self(x, cache, context, key, *shared)
+        cache, cross_cache = jax.tree.map(part, (caches, cross_caches))
+        x, cache, record = self(x, cache, cross_cache, key, *shared)
         caches = None if caches is None else jax.tree.map(write, caches, cache)
-        return (x, caches), seen
+        return (x, caches), record
 
     def __call__(
         self,
         x: jax.Array,  # [B, T, D]
         cache: kv.KVCache | None = None,
-        context: kv.KVCache | None = None,
+        cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
         positions: jax.Array | None = None,  # i32[B, T]; None is arange(T)
         token_positions: jax.Array | None = None,  # i32[B, T] or [T]
         mask: Mask | None = None,
-        bias: pos.ALiBi | pos.RelativeBias | None = None,
-        memory: jax.Array | None = None,  # [B, S, D]
+        bias: PositionBias | None = None,
+        memory: jax.Array | None = None,  # [B, S, D]: an encoder's output
         memory_positions: jax.Array | None = None,  # i32[B, S]
-        attend: tuple[()] | None = None,  # () asks for weights: a tree, so known under any trace
-    ) -> tuple[Any, ...]:
-        """The block's output [B, T, D] and its updated cache; with `attend`, x itself and the
-        weights of `attention` and of `cross_attention` behind them, as `Attention` gives them."""
-        weights = attend is not None
-        given = [x] if weights else []
-        keys = split_key(key, 5)
-        x, cache, *seen = self._branch(
-            "attention",
-            x,
-            keys[0],
-            lambda y: self.attention(
-                y,
-                positions=positions,
-                token_positions=token_positions,
-                mask=mask,
-                bias=bias,
-                cache=cache,
-                key=keys[1],
-                weights=weights,
-            ),
+        record: Record | None = None,
+    ) -> BlockOutput:
+        """Run the branches: the output [B, T, D], the updated cache, and what `record` asks for.
+
+        A block with cross-attention reads a `cross_cache`, or makes one of `memory`.
+        """
+        entered, keys = x, split_key(key, 5)
+        own = self.attention(
+            self._enter("attention", x),
+            positions=positions,
+            token_positions=token_positions,
+            mask=mask,
+            bias=bias,
+            cache=cache,
+            key=keys[1],
+            record=record is not None,
         )
+        x, crossed = self._join("attention", x, own.x, keys[0]), None
         if self.cross:
-            if context is None:
+            if cross_cache is None:
                 assert memory is not None and memory_positions is not None
-                context = self.context_cache(memory, memory_positions)
-            x, _, *crossed = self._branch(
-                "cross_attention",
-                x,
-                keys[2],
-                lambda y: self.cross_attention(
-                    y, positions=positions, context=context, key=keys[3], weights=weights
-                ),
+                cross_cache = self.init_cross_cache(memory, memory_positions)
+            out = self.cross_attention(
+                self._enter("cross_attention", x),
+                positions=positions,
+                cross_cache=cross_cache,
+                key=keys[3],
+                record=record is not None,
             )
-            seen += crossed
-        (x,) = self._branch("feed_forward", x, keys[4], lambda y: (self.feed_forward(y),))
-        return x, cache, *given, *seen
+            x, crossed = self._join("cross_attention", x, out.x, keys[2]), out.attended
+        y = self.feed_forward(self._enter("feed_forward", x))
+        x = self._join("feed_forward", x, y, keys[4])
+        if own.attended is None:
+            return BlockOutput(x, own.cache)
+        return BlockOutput(x, own.cache, BlockRecord(entered, own.attended, crossed))
 
 
 class Embed(nn.Module):
@@ -517,8 +514,8 @@ class Embed(nn.Module):
         normal = nn.initializers.normal(std)
         self.tokens = parameter(self, "tokens", normal, (cfg.vocab_size, cfg.d_model))
         sides = ("", "target_") if cfg.kind == "encoder-decoder" else ("",)
-        if cfg.positions == "learned":
-            shape = cfg.max_len + cfg.position_offset, cfg.d_model
+        if isinstance(cfg.positions, Learned):
+            shape = cfg.max_len + cfg.positions.offset, cfg.d_model
             self.tables = [parameter(self, f"{side}positions", normal, shape) for side in sides]
         if cfg.type_vocab_size is not None:
             self.types = parameter(self, "types", normal, (cfg.type_vocab_size, cfg.d_model))
@@ -542,11 +539,12 @@ class Embed(nn.Module):
         x = lookup(self.tokens, tokens)
         if cfg.scale_embeddings:
             x = x * cfg.d_model**0.5
-        if cfg.positions in ("learned", "sinusoidal"):
-            if cfg.positions == "learned":
-                added = pos.learned(self.tables[target], token_positions, cfg.position_offset)
-            else:
-                added = pos.sinusoidal(token_positions, cfg.d_model, layout=cfg.sinusoid)
+        added = None
+        if isinstance(cfg.positions, Learned):
+            added = pos.learned(self.tables[target], token_positions, cfg.positions.offset)
+        elif isinstance(cfg.positions, Sinusoidal):
+            added = pos.sinusoidal(token_positions, cfg.d_model, layout=cfg.positions.layout)
+        if added is not None:
             x = x + (added if added.ndim == 3 else added[None])
         if cfg.type_vocab_size is not None:
             x = x + lookup(self.types, jnp.zeros_like(tokens) if types is None else types)
@@ -567,32 +565,3 @@ class Embed(nn.Module):
         if cfg.logit_softcap is not None:
             y = cfg.logit_softcap * jnp.tanh(y / cfg.logit_softcap)
         return y
-
-
-def _against(
-    x: jax.Array,  # [B, T, D]
-    table: jax.Array,  # [V, D]
-    bias: jax.Array | None,  # [V]
-) -> jax.Array:  # f32[B, T, V]
-    """x E^T + b. On a CPU a few rows are taken as (E x^T)^T, which XLA may not turn back: E, the
-    large one, is then read as it lies: up to half as fast again (benchmarks/NOTES.md)."""
-    rows = x.reshape(math.prod(x.shape[:2]), x.shape[2])
-    if 1 < len(rows) <= 16 and jax.default_backend() == "cpu":
-        y = jnp.einsum("VD,XD->VX", table, rows, preferred_element_type=F32)
-        y = jax.lax.optimization_barrier(y).T
-    else:
-        y = jnp.einsum("XD,VD->XV", rows, table, preferred_element_type=F32)
-    y = y.reshape(*x.shape[:2], len(table))
-    return y if bias is None else y + bias[None, None]
-
-
-def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], i32[...] -> [..., D]
-    """Rows of a table; an id outside it gives NaN, never another row."""
-    if ids.dtype.itemsize < 4:  # too narrow, perhaps, for the table's length
-        ids = ids.astype(jnp.int32)
-    ids = jnp.where(ids < 0, table.shape[0], ids)
-    return by_compiler(_take, [table, ids], split(ids))
-
-
-def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
-    return jnp.take(table, ids, axis=0, mode="fill")

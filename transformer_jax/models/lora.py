@@ -23,16 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from transformer_jax.arguments import check_key
+from transformer_jax.checks import check_key
 from transformer_jax.config import ConfigError, LoraConfig
-from transformer_jax.transformer import stack_layers, unstack_layers
+from transformer_jax.models.stack import stack_layers, unstack_layers
 
 Matrices = dict[str, tuple[int, int]]
 """Paths of modules with a kernel, those of a looped stack, to the kernel's (inputs, outputs)."""
 
 
 def init_lora(params: Mapping[str, Any], config: LoraConfig, key: jax.Array) -> dict[str, Any]:
-    """Fresh adapters, which change nothing: A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)), B = 0, in f32.
+    """Draw fresh adapters, which change nothing: in f32, with B = 0.
+
+    A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)).
 
     That is PEFT's initialisation (He et al. 2015 with a = sqrt 5). A looped and a scanned stack
     draw the same numbers. In a scanned stack, blocks that are no target have A = 0 and B = 0; these
@@ -54,7 +56,7 @@ def init_lora(params: Mapping[str, Any], config: LoraConfig, key: jax.Array) -> 
 def apply_lora(
     params: Mapping[str, Any], adapters: Mapping[str, Any], config: LoraConfig
 ) -> dict[str, Any]:
-    """The parameters of the adapted model: kernel + scale A B where there is an adapter.
+    """Return the parameters of the adapted model: kernel + scale A B where there is an adapter.
 
     Exact algebra: x (W + s A B) = x W + s (x A) B, for any model and any use of it; differentiable
     in both arguments. A sum is in the wider dtype of the two and rounded by nothing here, so in a
@@ -84,7 +86,7 @@ def apply_lora(
 def merge_lora(
     params: Mapping[str, Any], adapters: Mapping[str, Any], config: LoraConfig
 ) -> dict[str, Any]:
-    """`apply_lora` once and for all: plain parameters, each kernel in the dtype it had.
+    """Apply adapters once and for all: plain parameters, each kernel in the dtype it had.
 
     In f32 these are the same numbers. In bf16 each sum is rounded: what it adds to a weight is lost
     below 2^-9 of the weight. There is no way back from the sums; keep `params`.
@@ -94,7 +96,7 @@ def merge_lora(
 
 
 def lora_loss(loss: Callable[..., Any], config: LoraConfig) -> Callable[..., Any]:
-    """`loss(params, batch, key)` as a function of the adapters: `(adapters, batch, key, params)`.
+    """Make `loss(params, batch, key)` a function of the adapters: `(adapters, batch, key, params)`.
 
     The parameters are an argument, which `make_train_step` takes as `frozen=(params,)`: closed
     over, they would be constants of the compiled program.
@@ -107,7 +109,7 @@ def lora_loss(loss: Callable[..., Any], config: LoraConfig) -> Callable[..., Any
 
 
 def matrices(params: Mapping[str, Any]) -> Matrices:
-    """Every module that has a kernel; nothing is computed."""
+    """Find every module that has a kernel; nothing is computed."""
     shapes = jax.eval_shape(unstack_layers, params)
     return {
         name.removesuffix("/kernel"): _matrix(name.removesuffix("/kernel"), leaf.shape)
@@ -117,7 +119,7 @@ def matrices(params: Mapping[str, Any]) -> Matrices:
 
 
 def select(found: Matrices, config: LoraConfig) -> list[str]:
-    """The paths that a config's targets and layers mean, sorted; ConfigError if one means none."""
+    """Return the paths that targets and layers mean, sorted; ConfigError if one means none."""
     depth = 1 + max((layer(path) or 0 for path in found), default=0)
     if config.layers is not None and max(config.layers) >= depth:
         rule = f"the stacks have {depth} blocks"
@@ -140,7 +142,7 @@ def select(found: Matrices, config: LoraConfig) -> list[str]:
 
 
 def layer(path: str) -> int | None:
-    """The index of the block that a path is in."""
+    """Return the index of the block that a path is in; None outside of blocks."""
     for name in path.split("/"):
         if name.startswith("block_"):
             return int(name.removeprefix("block_"))
@@ -148,7 +150,7 @@ def layer(path: str) -> int | None:
 
 
 def nest(adapters: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapters by path as the tree that fits `params`: looped, or stacked and filled with zeros."""
+    """Nest adapters by path as `params` are: looped, or stacked and filled with zeros."""
     scanned = "blocks" in _names(params)
     if scanned:
         adapters = {**adapters, **_missing(adapters, matrices(params))}
@@ -157,7 +159,7 @@ def nest(adapters: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, An
 
 
 def flatten(adapters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The inverse of `nest`: adapters by the path of their module in a looped stack."""
+    """Undo `nest`: return adapters by the path of their module in a looped stack."""
     found: dict[str, dict[str, Any]] = {}
     for at, leaf in flatten_dict(unstack_layers(adapters), sep="/").items():
         path, _, name = at.rpartition("/")
@@ -187,8 +189,10 @@ def _names(tree: Mapping[str, Any]) -> set[str]:
 
 
 def _matrix(path: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """A kernel's inputs and outputs: the first axis and the rest, but attention's `out` [N, Hv, D]
-    reads two."""
+    """Return a kernel's inputs and outputs: the first axis and the rest.
+
+    Attention's `out` [N, Hv, D] reads two axes.
+    """
     contract = 2 if path.endswith("attention/out") else 1
     return math.prod(shape[:contract]), math.prod(shape[contract:])
 

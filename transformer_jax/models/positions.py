@@ -9,7 +9,6 @@ negative position is padding: nothing fails, and nobody attends to it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
@@ -17,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from transformer_jax.config import RopeConfig
-from transformer_jax.integers import as_int32
-from transformer_jax.meshes import by_compiler, split, vary
+from transformer_jax.attention.biases import key_distances
+from transformer_jax.checks import as_int32
+from transformer_jax.config import Rope
+from transformer_jax.sharding import by_compiler, split, vary
 
 
 def sinusoidal(
@@ -28,8 +28,10 @@ def sinusoidal(
     base: float = 10_000.0,
     layout: Literal["interleaved", "halves"] = "interleaved",
 ) -> jax.Array:  # f32[..., dim]
-    """sin(p base^(-2i/dim)) at 2i, cos of the same angle at 2i + 1 (Vaswani et al. 2017, 3.5);
-    in `halves`, at i and at dim/2 + i (Marian)."""
+    """Return sin(p base^(-2i/dim)) at 2i, cos of that angle at 2i + 1 (Vaswani et al. 2017, 3.5).
+
+    In the layout `halves` they are at i and at dim/2 + i (Marian). ValueError where dim is odd.
+    """
     if dim % 2 or dim < 2:
         raise ValueError(f"dim is {dim}: must be even and at least 2")
     angles = _angles(positions, _inverse_frequencies(base, dim))
@@ -43,7 +45,7 @@ def learned(
     positions: jax.Array,  # i32[...]
     offset: int = 0,
 ) -> jax.Array:  # [..., D]
-    """table[offset + p], and zeros where p < 0.
+    """Return table[offset + p], and zeros where p < 0.
 
     A position from L on is a ValueError where it is known, and NaN under trace; never another row.
     """
@@ -65,8 +67,8 @@ def _rows(table: jax.Array, row: jax.Array) -> jax.Array:
 # Rotary positions (Su et al. 2021)
 
 
-def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians per position of each pair, f32[dims/2], and the factor on rotated vectors.
+def rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
+    """Return radians per position of each pair, f32[dims/2], and the factor on rotated vectors.
 
     With w_k = base^(-2k/d), d rotated dims, factor s, and r_k = original_len w_k / 2 pi turns
     within the trained length:
@@ -90,8 +92,8 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
     return frequencies.astype(np.float32), factor
 
 
-def _rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """As `rope_frequencies`, in float64."""
+def _rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
+    """Compute `rope_frequencies` in float64."""
     dims = head_dim if config.dims is None else config.dims
     if dims > head_dim or dims % 2:
         raise ValueError(f"dims is {dims}: must be even and at most head_dim {head_dim}")
@@ -115,7 +117,7 @@ def _rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
         assert original is not None
 
         def pair(turns: float) -> float:
-            """The index k, a fraction, of the pair that makes so many turns."""
+            """Return the index k, a fraction, of the pair that makes so many turns."""
             return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         fast, slow = pair(config.beta_fast), pair(config.beta_slow)
@@ -142,12 +144,12 @@ def _rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
 def apply_rope(
     x: jax.Array,  # [B, T, N, H]
     positions: jax.Array,  # i32[B, T] or [T]
-    config: RopeConfig,
+    config: Rope,
 ) -> jax.Array:  # [B, T, N, H], in the dtype of x
     """Turn pair k of every head by a = p w_k: (u, v) -> (u cos a - v sin a, v cos a + u sin a).
 
     Scores of rotated queries and keys depend only on the difference of their positions.
-    Dimensions behind the rotated ones pass through.
+    Dimensions after the rotated ones pass through.
     """
     frequencies, factor = _rope_frequencies(config, x.shape[-1])
     dims = 2 * len(frequencies)
@@ -171,7 +173,7 @@ def _inverse_frequencies(base: float, dims: int) -> np.ndarray:
 
 
 def _angles(positions: jax.Array, frequencies: np.ndarray) -> jax.Array:  # f32[..., dims/2]
-    """p w less its whole turns, in [-pi, pi]; a product in f32 would be wrong by p w 2^-24.
+    """Return p w less its whole turns, in [-pi, pi]; a product in f32 would be wrong by p w 2^-24.
 
     A frequency is a 64-bit fraction of a turn, and its product with p wraps in uint32 as turns do:
     the phase is exact to 2^-30 turns at every int32 position.
@@ -193,113 +195,6 @@ def _angles(positions: jax.Array, frequencies: np.ndarray) -> jax.Array:  # f32[
     return jnp.where((positions < 0)[..., None], -angles, angles)
 
 
-# Biases of a distance: values with `.materialize`, added to the scores
-
-
-def _distances(
-    q_positions: jax.Array,  # i32[T] or [B, T]
-    k_positions: jax.Array,  # i32[S] or [B, S]
-) -> jax.Array:  # i32[B or 1, T, S]: key minus query
-    q = jnp.asarray(as_int32("q_positions", q_positions))
-    k = jnp.asarray(as_int32("k_positions", k_positions))
-    q, k = (x if x.ndim == 2 else x[None] for x in (q, k))
-    return k[:, None, :] - q[:, :, None]
-
-
-def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
-    """2^(-8n/N) for n = 1..N where N is a power of two (Press et al. 2022).
-
-    Otherwise the slopes of the power of two P below, then every other one of those of 2P.
-    """
-    if num_heads < 1:
-        raise ValueError(f"num_heads is {num_heads}: must be at least 1")
-    power = 1 << (num_heads.bit_length() - 1)
-    exponents = [8 * n / power for n in range(1, power + 1)]
-    exponents += [8 * n / (2 * power) for n in range(1, 2 * (num_heads - power), 2)]
-    return jnp.asarray(2.0 ** -np.array(exponents), jnp.float32)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class ALiBi:
-    """-slope[n] |q - k|: a penalty linear in the distance (Press et al. 2022).
-
-    The paper has causal attention only; both directions are penalised alike here.
-    """
-
-    slopes: jax.Array  # [N]
-
-    def materialize(
-        self,
-        q_positions: jax.Array,  # i32[T] or [B, T]
-        k_positions: jax.Array,  # i32[S] or [B, S]
-    ) -> jax.Array:  # f32[B or 1, N, T, S]
-        distances = jnp.abs(_distances(q_positions, k_positions)).astype(jnp.float32)
-        return -self.slopes.astype(jnp.float32)[None, :, None, None] * distances[:, None]
-
-
-def relative_bucket(
-    distance: jax.Array,  # i32[...]: key position minus query position
-    *,
-    bidirectional: bool,
-    num_buckets: int,
-    max_distance: int,
-) -> jax.Array:  # i32[...], from 0 to num_buckets - 1
-    """T5's bucket of a distance (Raffel et al. 2020): exact when near, logarithmic when far.
-
-    Of the b buckets of a direction the first e = b // 2 hold one distance each; bucket e + i starts
-    at e (max_distance / e)^(i / (b - e)), and the last has no end. `bidirectional` gives keys
-    behind the query (distance > 0) the upper half; otherwise they all share bucket 0.
-    """
-    b = num_buckets // 2 if bidirectional else num_buckets
-    exact = b // 2
-    if num_buckets % 2 or exact < 1 or max_distance <= exact:
-        raise ValueError(
-            f"num_buckets {num_buckets}, max_distance {max_distance}: must be even and at least "
-            f"{4 if bidirectional else 2}, and above {exact}"
-        )
-    distance = jnp.asarray(as_int32("distance", distance))
-    n = jnp.abs(distance) if bidirectional else jnp.maximum(-distance, 0)
-    bucket = jnp.minimum(n, exact)
-    for i in range(1, b - exact):
-        bucket = bucket + (n >= _bucket_start(i, exact, b - exact, max_distance))
-    return bucket + jnp.where(distance > 0, b, 0) if bidirectional else bucket
-
-
-def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> int:
-    """The first integer from exact (max_distance / exact)^(i / logarithmic) on, without rounding.
-
-    A logarithm in floating point would put a distance that is a bucket's very start below it.
-    """
-    n = int(exact * (max_distance / exact) ** (i / logarithmic)) - 1
-    while n**logarithmic * exact**i < max_distance**i * exact**logarithmic:
-        n += 1
-    return n
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class RelativeBias:
-    """table[relative_bucket(k - q), n]: T5's learned bias (Raffel et al. 2020)."""
-
-    table: jax.Array  # [buckets, N]
-    bidirectional: bool = field(metadata=dict(static=True))
-    max_distance: int = field(metadata=dict(static=True))
-
-    def materialize(
-        self,
-        q_positions: jax.Array,  # i32[T] or [B, T]
-        k_positions: jax.Array,  # i32[S] or [B, S]
-    ) -> jax.Array:  # f32[B or 1, N, T, S]
-        bucket = relative_bucket(
-            _distances(q_positions, k_positions),
-            bidirectional=self.bidirectional,
-            num_buckets=self.table.shape[0],
-            max_distance=self.max_distance,
-        )
-        return jnp.moveaxis(jnp.asarray(self.table, jnp.float32)[bucket], -1, 1)
-
-
 # Learned vectors of a clipped distance (Shaw et al. 2018)
 
 
@@ -309,12 +204,14 @@ def shaw_scores(
     q_positions: jax.Array,  # i32[T] or [B, T]
     k_positions: jax.Array,  # i32[S] or [B, S]
 ) -> jax.Array:  # f32[B, N, T, S]
-    """query . key_table[clip(k - q)], unscaled: the second term of Shaw's equation 4.
+    """Return query . key_table[clip(k - q)], unscaled: the second term of Shaw's equation 4.
 
     All 2 clip + 1 products of a query are formed first and then picked from, so no [T, S, H].
     """
 
-    def scores(query, key_table, q_positions, k_positions):
+    def scores(
+        query: jax.Array, key_table: jax.Array, q_positions: jax.Array, k_positions: jax.Array
+    ) -> jax.Array:
         products = jnp.einsum("BTNH,RH->BNTR", query, key_table, preferred_element_type=jnp.float32)
         return _pick(products, _shaw_rows(key_table, q_positions, k_positions))
 
@@ -329,12 +226,14 @@ def shaw_values(
     q_positions: jax.Array,  # i32[T] or [B, T]
     k_positions: jax.Array,  # i32[S] or [B, S]
 ) -> jax.Array:  # [B, T, N, Hv], in the dtype of weights
-    """sum over s of weights[s] value_table[clip(k - q)]: the second term of Shaw's equation 3.
+    """Sum weights[s] value_table[clip(k - q)] over s: the second term of Shaw's equation 3.
 
     Weights of equal clipped distance are added up first, which is the transpose of picking.
     """
 
-    def values(weights, value_table, q_positions, k_positions):
+    def values(
+        weights: jax.Array, value_table: jax.Array, q_positions: jax.Array, k_positions: jax.Array
+    ) -> jax.Array:
         rows = _shaw_rows(value_table, q_positions, k_positions)
         zeros = jnp.zeros((*weights.shape[:3], value_table.shape[0]), jnp.float32)
         _, add_up = jax.vjp(lambda x: _pick(x, rows), vary(zeros, weights))
@@ -346,12 +245,14 @@ def shaw_values(
     return by_compiler(values, arrays, PartitionSpec(rows, tokens, heads))
 
 
-def _shaw_rows(table, q_positions, k_positions) -> jax.Array:  # i32[B or 1, 1, T, S]
+def _shaw_rows(
+    table: jax.Array, q_positions: jax.Array, k_positions: jax.Array
+) -> jax.Array:  # i32[B or 1, 1, T, S]
     rows = table.shape[0]
     if rows % 2 == 0:
         raise ValueError(f"table has {rows} rows: must be 2 clip + 1, so odd")
     clip = rows // 2
-    return jnp.clip(_distances(q_positions, k_positions), -clip, clip)[:, None] + clip
+    return jnp.clip(key_distances(q_positions, k_positions), -clip, clip)[:, None] + clip
 
 
 def _pick(x: jax.Array, rows: jax.Array) -> jax.Array:  # [B, N, T, R] -> [B, N, T, S]

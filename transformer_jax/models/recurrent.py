@@ -10,7 +10,7 @@ time. A token that is not `valid` is padding: it leaves its row's state as it wa
            h' = (1 - z) n + z h
 
 Layers stand on top of each other, with dropout between them only (Zaremba et al. 2014). With
-`additive` attention the top state behind the token before asks, and the context enters the first
+`additive` attention the top state at the token before asks, and the context enters the first
 cell beside the token (Bahdanau et al. 2015); with `dot` and `general` the top state behind the
 token asks (Luong et al. 2015). Either way tanh(W_c [context; h]) is what the logits are read from.
 """
@@ -25,11 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.attention import additive_attention, state_attention
+from transformer_jax.attention.additive import additive_attention, state_attention
+from transformer_jax.attention.masks import Padding
 from transformer_jax.config import RecurrentConfig
-from transformer_jax.layers import dropout, lookup, parameter, split_key
-from transformer_jax.masks import Padding
-from transformer_jax.transformer import check_one, check_tokens, pick
+from transformer_jax.models.functional import dropout, lookup, split_key
+from transformer_jax.models.layers import parameter, refuse_rngs
+from transformer_jax.models.transformer import check_one, check_tokens, gather_tokens
+from transformer_jax.pytree import exportable
 
 F32 = jnp.float32
 
@@ -37,6 +39,7 @@ Carry = tuple[Any, ...]
 """Of each layer, h [B, H] of a GRU or (c, h) of an LSTM."""
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SourceMemory:
@@ -47,6 +50,7 @@ class SourceMemory:
     keys: jax.Array | None = None  # [B, S, A]: additive attention's states w_key, computed once
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RecurrentState:
@@ -59,7 +63,7 @@ class RecurrentState:
 
 
 def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
-    """The state of a language model that has read nothing.
+    """Make the state of a language model that has read nothing.
 
     An encoder-decoder reads its source first: `model.apply(..., source, method="init_state")`.
     """
@@ -90,7 +94,7 @@ class Vocabulary(nn.Module):
         return _embed(self.tokens, tokens, valid, self.config.dropout, key)
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, T, H] -> f32[B, T, V]
-        """x W^T + b."""
+        """Return x W^T + b."""
         table = self.tokens if self.config.tie_embeddings else self.output
         return jnp.einsum("BTH,VH->BTV", x, table) + self.bias[None, None]
 
@@ -107,7 +111,9 @@ class RecurrentEncoder(nn.Module):
         valid: jax.Array,  # bool[B, S]
         key: jax.Array | None,
     ) -> tuple[jax.Array, Carry]:  # [B, S, M], zeros where padded; the decoder's first carry
-        """Layer i of the decoder starts from the last states of layer i here: of one direction as
+        """Read the source, and return the first carry of the decoder.
+
+        Layer i of the decoder starts from the last states of layer i here: of one direction as
         they are, of two as tanh(W [forward; backward] + b).
         """
         cfg, carry = self.config, []
@@ -155,7 +161,7 @@ class RecurrentDecoder(nn.Module):
         self.read_out = nn.Dense(cfg.d_hidden, use_bias=False)
 
     def remember(self, states: jax.Array, valid: jax.Array) -> SourceMemory:
-        """The encoder's states as attention reads them."""
+        """Return the encoder's states as attention reads them."""
         valid = jnp.array(valid, copy=True)  # a state is consumed by decoding, a caller's mask not
         if self.config.attention != "additive":
             return SourceMemory(states, valid)
@@ -168,7 +174,7 @@ class RecurrentDecoder(nn.Module):
         state: RecurrentState,
         key: jax.Array | None,
     ) -> tuple[jax.Array, RecurrentState]:  # [B, T, H]
-        """What the logits are read from, and the state behind the tokens."""
+        """Return what the logits are read from, and the state after the tokens."""
         cfg, memory = self.config, state.memory
         between = key if cfg.num_layers > 1 and cfg.dropout > 0 else None
         keys = None if between is None else jax.random.split(between, x.shape[1])
@@ -243,9 +249,9 @@ class RecurrentLM(nn.Module):
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, RecurrentState]:
-        """Logits f32[B, T, V] of the next token, and the state behind these.
+        """Return logits f32[B, T, V] of the next token, and the state after these.
 
-        `at` asks for the logits [B, Q, V] behind the tokens of these indices alone.
+        `at` asks for the logits [B, Q, V] after the tokens of these indices alone.
         """
         check_tokens(tokens, self.config.vocab_size)
         if state is None:
@@ -271,6 +277,7 @@ class RecurrentSeq2Seq(nn.Module):
         key: jax.Array | None = None,
     ) -> RecurrentState:
         """Read the source once: what the decoder starts from, and its attention looks at."""
+        refuse_rngs(self, key)
         vocab_size = self.config.source_vocab_size
         assert vocab_size is not None
         check_tokens(source, vocab_size)
@@ -293,14 +300,15 @@ class RecurrentSeq2Seq(nn.Module):
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, RecurrentState]:
-        """Logits f32[B, T, V] of the next target token: from a `source`, or from a `state`.
+        """Return logits f32[B, T, V] of the next target token: from a `source`, or from a `state`.
 
-        `at` asks for the logits [B, Q, V] behind the tokens of these indices alone.
+        `at` asks for the logits [B, Q, V] after the tokens of these indices alone.
         """
         if (source is None) == (state is None):
             raise ValueError("give either source or state: a state has already read its source")
         if source is None and source_valid is not None:
             raise ValueError("source_valid without a source: a state has already read it")
+        refuse_rngs(self, key)
         check_tokens(tokens, self.config.vocab_size)
         encoder_key, key = split_key(key, 2)
         if source is not None:
@@ -318,13 +326,14 @@ def read_tokens(
     key: jax.Array | None,
 ) -> tuple[jax.Array, RecurrentState]:
     """Embed, run the decoder's cells and read the logits; shared by both models."""
+    refuse_rngs(model, key)
     check_state(model.config, state, len(tokens))
     valid = _valid("tokens", tokens, valid)
     embed_key, cells_key, top_key = split_key(key, 3)
     x = model.embed(tokens, valid, embed_key)
     x, state = model.decoder(x, valid, state, cells_key)
     x = dropout(x, model.config.dropout, top_key)
-    return model.embed.logits(x if at is None else pick(x, at)), state
+    return model.embed.logits(x if at is None else gather_tokens(x, at)), state
 
 
 @dataclass(frozen=True)
@@ -352,7 +361,7 @@ class RecurrentStep:
         *,
         valid: jax.Array | None = None,  # bool[B, T]
     ) -> tuple[jax.Array, RecurrentState]:  # f32[B, Q, V]
-        """As a call, with the logits behind the tokens `at` alone."""
+        """As a call, with the logits after the tokens `at` alone."""
         result: Any = self.model.apply({"params": params}, tokens, state=state, valid=valid, at=at)
         return result
 
@@ -382,7 +391,7 @@ class RecurrentStep:
 def check_state(
     config: RecurrentConfig, state: RecurrentState, rows: int, said: str = "tokens have"
 ) -> None:
-    """The state has the rows of the tokens, and the cells and the memory of the model."""
+    """Raise ValueError unless the state has the tokens' rows and the model's cells and memory."""
     if not isinstance(state, RecurrentState):
         raise ValueError(f"state is a {type(state).__name__}: must be a RecurrentState")
     held = state.length.shape[0]
@@ -420,12 +429,12 @@ def _zero_carry(config: RecurrentConfig, rows: int) -> Carry:
 
 
 def _hidden(layer: Any) -> jax.Array:  # [B, H]
-    """h of a layer's carry."""
+    """Return h of a layer's carry."""
     return layer[1] if isinstance(layer, tuple) else layer
 
 
 def _keep(valid: jax.Array, new: Any, old: Any) -> Any:
-    """`new` in rows that are valid [B], `old` in the others."""
+    """Return `new` in rows that are valid [B], `old` in the others."""
     return jax.tree.map(lambda n, o: jnp.where(valid[:, None], n, o), new, old)
 
 
@@ -438,7 +447,9 @@ def _run(
 ) -> tuple[Any, jax.Array]:  # [B, S, H]
     """One cell over a sequence, if `reverse` from its end: its last carry, and all it gave."""
 
-    def read(cell, carry, x, valid):
+    def read(
+        cell: nn.RNNCellBase, carry: Any, x: jax.Array, valid: jax.Array
+    ) -> tuple[Any, jax.Array]:
         new, out = cell(carry, x)
         return _keep(valid, new, carry), out
 
@@ -453,7 +464,9 @@ def _run(
     return scan(cell, carry, x, valid)
 
 
-def _embed(table, tokens, valid, rate: float, key: jax.Array | None) -> jax.Array:  # [B, T, E]
+def _embed(
+    table: jax.Array, tokens: jax.Array, valid: jax.Array, rate: float, key: jax.Array | None
+) -> jax.Array:  # [B, T, E]
     """Rows of the table, with dropout; zeros where padded, or 0 * NaN would enter gradients."""
     return dropout(jnp.where(valid[:, :, None], lookup(table, tokens), 0.0), rate, key)
 

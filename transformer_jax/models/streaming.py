@@ -21,19 +21,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax import cache as kv
-from transformer_jax import positions as pos
-from transformer_jax.attention import dot_product_attention
-from transformer_jax.config import ModelConfig, RopeConfig
-from transformer_jax.integers import as_int32
-from transformer_jax.layers import Linear, Norm, dropout, split_key
-from transformer_jax.masks import Causal, Mask, Predicate, Prefix, Window
-from transformer_jax.reference import Bias
-from transformer_jax.transformer import ModelCache, Stack, cache_limit, follow, place, refuse_last
+from transformer_jax.attention.api import dot_product_attention
+from transformer_jax.attention.biases import Bias
+from transformer_jax.attention.masks import Causal, Mask, Predicate, Prefix, Window
+from transformer_jax.cache import kv_cache as kv
+from transformer_jax.cache.model_cache import ModelCache, cache_limit, refuse_past_int32
+from transformer_jax.checks import as_int32
+from transformer_jax.config import Learned, ModelConfig, Rope, Sinusoidal
+from transformer_jax.models import positions as pos
+from transformer_jax.models.functional import dropout, split_key
+from transformer_jax.models.layers import Linear, Norm, refuse_rngs
+from transformer_jax.models.stack import Stack
+from transformer_jax.models.transformer import check_cache_room, positions_and_masks
 
 
 def receptive_field(config: ModelConfig) -> int:
-    """Inputs an output of a causal stack depends on, its own included: 1 + sum over layers (W - 1).
+    """Count the inputs an output of a causal stack depends on: 1 + sum over layers (W - 1).
 
     Sinks, which all outputs depend on, are not counted.
     """
@@ -56,9 +59,9 @@ class _Chunks:
 
 
 def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
-    """A query sees its own chunk, the frames behind it included, and `history` frames before that.
+    """Let a query see its own chunk, later frames included, and `history` frames before that.
 
-    Of the first `sinks` frames it sees those that are not behind its chunk.
+    Of the first `sinks` frames it sees those that are not after its chunk.
 
     chunk_mask(2, 1)
 
@@ -78,7 +81,7 @@ class StreamingEncoder(nn.Module):
     """A causal windowed stack over vectors: W_in x, then the blocks of the config.
 
     With `chunk` C a frame sees all of its chunk (positions from a multiple of C on), the W - C
-    frames before that chunk, and of the sinks those that are not behind it. A call then starts at a
+    frames before that chunk, and of the sinks those that are not after it. A call then starts at a
     multiple of C in every row; one that does not raises, or under trace gives NaN.
     """
 
@@ -107,10 +110,11 @@ class StreamingEncoder(nn.Module):
     ) -> tuple[jax.Array, ModelCache | None]:
         """Features [B, T, D] in the compute dtype, and the updated cache.
 
-        Without `positions`, frames stand at arange(T), or behind what the cache holds;
+        Without `positions`, frames stand at arange(T), or after what the cache holds;
         `cache.next_positions(state.length, valid)` places the valid ones of a ragged chunk.
         """
         cfg = self.config
+        refuse_rngs(self, key)
         _check_frames(frames, self.frame_dim, positions, cache)
         positions = as_int32("positions", positions)
         places, refused = frames[:, :, 0], None
@@ -118,24 +122,25 @@ class StreamingEncoder(nn.Module):
             limit = cache_limit(cfg, cache.capacity)
             if limit is not None:
                 raise ValueError(f"capacity is {limit}: must be at least window, {cfg.window}")
-            positions, refused = follow(cfg, cache, places, positions)
+            positions, refused = check_cache_room(cfg, cache, places, positions)
         if self.chunk is not None and positions is not None:
             astray = _astray(positions, self.chunk)
             refused = astray if refused is None else refused | astray
-        token_positions, masks = place(cfg, places, positions, None, self._mask(), causal=True)
+        token_positions, masks = positions_and_masks(
+            cfg, places, positions, None, self._mask(), causal=True
+        )
         input_key, stack_key = split_key(key, 2)
-        x = self._embed(frames, token_positions, input_key)
-        x, layers = self.encoder(
-            x,
+        out = self.encoder(
+            self._embed(frames, token_positions, input_key),
             positions=positions,
             token_positions=token_positions,
             masks=masks,
-            layers=None if cache is None else cache.layers,
+            cache=cache,
             key=stack_key,
         )
         if refused is not None:
-            x = jnp.where(refused[:, None, None], jnp.nan, x)
-        return x, None if layers is None else ModelCache(layers)
+            return jnp.where(refused[:, None, None], jnp.nan, out.x), out.cache
+        return out.x, out.cache
 
     def _mask(self) -> Mask:
         if self.chunk is None:
@@ -143,13 +148,16 @@ class StreamingEncoder(nn.Module):
         cfg = self.config
         return chunk_mask(self.chunk, _window(cfg) - self.chunk, cfg.sink_tokens)
 
-    def _embed(self, frames, token_positions, key) -> jax.Array:  # [B, T, D]
+    def _embed(
+        self, frames: jax.Array, token_positions: jax.Array, key: jax.Array | None
+    ) -> jax.Array:  # [B, T, D]
         cfg = self.config
         if token_positions.ndim == 2:  # or 0 * NaN of a padding frame would enter gradients
             frames = jnp.where((token_positions < 0)[:, :, None], 0.0, frames)
         x = self.input(frames)
-        if cfg.positions == "sinusoidal":
-            added = pos.sinusoidal(token_positions, cfg.d_model).astype(x.dtype)
+        if isinstance(cfg.positions, Sinusoidal):
+            layout = cfg.positions.layout
+            added = pos.sinusoidal(token_positions, cfg.d_model, layout=layout).astype(x.dtype)
             x = x + (added if added.ndim == 3 else added[None])
         if cfg.embedding_norm:
             x = self.input_norm(x)
@@ -165,20 +173,20 @@ def stream_attention(
     window: int | None = None,
     positions: jax.Array | None = None,  # i32[B, T]; negative is padding
     mask: Mask | None = None,
-    rope: RopeConfig | None = None,
+    rope: Rope | None = None,
     bias: Bias | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,  # [N]
     implementation: str | None = None,
 ) -> tuple[jax.Array, kv.KVCache | None]:  # [B, T, N, Hv]
-    """One layer of windowed attention: the result of T new tokens, and the state behind them.
+    """One layer of windowed attention: the result of T new tokens, and the state after them.
 
     A state is a ring, `cache.init(batch, window, num_kv_heads, head_dim)`; None is the whole
     sequence at once. `window` None is the ring's capacity less its sinks; a `mask` takes the place
     of Causal(), and the window is added to it. A ring with n sinks needs window + n slots and shows
     the first n positions too: Window(window) | Prefix([n]). With `rope`, queries and keys are
-    rotated here. Without `positions`, tokens stand behind those of the state.
+    rotated here. Without `positions`, tokens stand after those of the state.
     """
     rows, count = _check_attention(state, query, window, positions, bias)
     positions = as_int32("positions", positions)
@@ -189,7 +197,7 @@ def stream_attention(
     else:
         if positions is None:
             positions = kv.next_positions(state.length, jnp.ones((rows, count), bool))
-        placed, refused = refuse_last(positions)
+        placed, refused = refuse_past_int32(positions)
     if rope is not None:
         query, key = (pos.apply_rope(x, placed, rope) for x in (query, key))
     seen, sinks_kept = placed, 0
@@ -218,10 +226,8 @@ def stream_attention(
     return out, state
 
 
-def rebase_state(
-    state: kv.KVCache, rope: RopeConfig | None = None, multiple: int = 1
-) -> kv.KVCache:
-    """The same stream at smaller positions: row b moves back by a multiple of S and `multiple`.
+def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1) -> kv.KVCache:
+    """Move a stream to smaller positions: row b moves back by a multiple of S and `multiple`.
 
     Keys rotated by `rope` are turned back by as much, R(p - shift) = R(-shift) R(p), one rounding
     in their dtype. Mask, bias and rotation read differences of positions, so no result changes.
@@ -254,7 +260,7 @@ def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> M
 
     `multiple` is the StreamingEncoder's chunk, if it has one.
     """
-    if config.positions in ("learned", "sinusoidal"):
+    if config.positions is not None and config.positions.absolute:
         rule = "they are absolute, and cannot be moved"
         raise ValueError(f"positions is {config.positions!r}: {rule}")
     if config.sink_tokens:
@@ -265,7 +271,7 @@ def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> M
         raise ValueError(f"capacity is {limit}, window {config.window}: not a ring of the window")
     if cache.cross is not None:
         raise ValueError("cache.cross is not None: a target has an end, and is not rebased")
-    rope = config.layer_rope(window) if config.positions == "rope" else None
+    rope = config.positions.in_layer(window) if isinstance(config.positions, Rope) else None
 
     def move(layer: kv.KVCache) -> kv.KVCache:
         return rebase_state(layer, rope, multiple)
@@ -289,8 +295,9 @@ def _check_encoder(config: ModelConfig, frame_dim: int, chunk: int | None) -> No
         raise ValueError(
             f"kind is {config.kind!r}: a StreamingEncoder is a causal stack, 'decoder'"
         )
-    if config.positions == "learned":
-        raise ValueError("positions is 'learned': a table ends; use 'rope', 'alibi', 't5', ...")
+    if isinstance(config.positions, Learned):
+        rule = "a table ends; use 'rope', 'alibi', 't5', ..."
+        raise ValueError(f"positions is {config.positions!r}: {rule}")
     for name in ("scale_embeddings", "logit_scale", "logit_bias", "logit_softcap"):
         if getattr(config, name):
             rule = "frames have no token table"
@@ -301,7 +308,9 @@ def _check_encoder(config: ModelConfig, frame_dim: int, chunk: int | None) -> No
         raise ValueError(f"chunk is {chunk}: must be from 1 to window, {window}")
 
 
-def _check_frames(frames, frame_dim: int, positions, cache: ModelCache | None) -> None:
+def _check_frames(
+    frames: jax.Array, frame_dim: int, positions: jax.Array | None, cache: ModelCache | None
+) -> None:
     shape, dtype = getattr(frames, "shape", None), getattr(frames, "dtype", None)
     if shape is None or dtype is None:
         raise ValueError(f"frames are a {type(frames).__name__}: must be an array [B, T, D_in]")
@@ -314,7 +323,7 @@ def _check_frames(frames, frame_dim: int, positions, cache: ModelCache | None) -
         raise ValueError(f"frames have {shape[0]} rows, the cache {cache.length.shape[0]}")
 
 
-def _check_positions(name: str, shape: tuple[int, ...], positions) -> None:
+def _check_positions(name: str, shape: tuple[int, ...], positions: jax.Array | None) -> None:
     if positions is None:
         return
     if positions.shape != shape[:2] or not jnp.issubdtype(positions.dtype, jnp.integer):
@@ -323,7 +332,13 @@ def _check_positions(name: str, shape: tuple[int, ...], positions) -> None:
         raise ValueError(f"positions are {given}: {rule}")
 
 
-def _check_attention(state, query, window, positions, bias) -> tuple[int, int]:
+def _check_attention(
+    state: kv.KVCache | None,
+    query: jax.Array,
+    window: int | None,
+    positions: jax.Array | None,
+    bias: Bias | None,
+) -> tuple[int, int]:
     if len(query.shape) != 4:
         raise ValueError(f"query has shape {query.shape}: must be [B, T, N, H]")
     _check_positions("queries", query.shape, positions)

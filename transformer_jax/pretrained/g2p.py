@@ -1,12 +1,12 @@
-"""English letters to sounds: the GRU encoder-decoder of g2pE (Park & Kim 2019, Apache-2.0).
+"""Convert g2pE (Park & Kim 2019, Apache-2.0), a GRU from English letters to sounds.
 
-Its published weights are plain arrays as PyTorch keeps them. Of a cell of width H they hold
+Its published weights are plain arrays in PyTorch's layout. A cell of width H has
 
-    w_ih [3 H, E], w_hh [3 H, H], b_ih [3 H], b_hh [3 H], gates r, z, n one below the other
+    w_ih [3 H, E], w_hh [3 H, H], b_ih [3 H], b_hh [3 H] with the gates r, z, n stacked
 
-and flax names the same `ir`, `iz`, `in` and `hr`, `hz`, `hn`, each with a kernel [inputs, H]. Of a
-gate r or z both biases are added, so one is left; of the candidate n = tanh(W x + b + r (U h + u))
-there are two, since u stands behind the gate.
+and flax has the kernels `ir`, `iz`, `in` and `hr`, `hz`, `hn`, each [inputs, H]. The two biases of
+a gate r or z are only ever added, so flax keeps their sum. The candidate
+n = tanh(W x + b + r (U h + u)) needs both, since r multiplies u.
 
     with np.load("checkpoint20.npz") as arrays:
         config, params = read_g2p(arrays)
@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from transformer_jax.config import RecurrentConfig
-from transformer_jax.weights import CheckpointError
+from transformer_jax.pretrained.safetensors_folder import CheckpointError
 
 LETTERS = ("<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz")
-"""Of the source, by id; behind a word stands </s>."""
+"""Tokens of the source by id; a word ends with </s>."""
 
 SOUNDS = (
     "<pad>", "<unk>", "<s>", "</s>", "AA0", "AA1", "AA2", "AE0", "AE1", "AE2", "AH0", "AH1", "AH2",
@@ -33,17 +33,17 @@ SOUNDS = (
     "P", "R", "S", "SH", "T", "TH", "UH0", "UH1", "UH2", "UW", "UW0", "UW1", "UW2", "V", "W", "Y",
     "Z", "ZH",
 )  # fmt: skip
-"""Of the target, by id: ARPAbet with stress (CMUdict)."""
+"""Tokens of the target by id: ARPAbet with stress (CMUdict)."""
 
 START, END = SOUNDS.index("<s>"), SOUNDS.index("</s>")
-"""What a target begins with, and ends with."""
+"""First and last token of a target."""
 
 
 def read_g2p(arrays: Mapping[str, np.ndarray]) -> tuple[RecurrentConfig, dict[str, Any]]:
-    """The config and the parameters that `build(config)` runs on, of the published arrays.
+    """Convert the published arrays to a config and the parameters that `build(config)` runs on.
 
-    They are enc_emb, dec_emb, fc_w and fc_b, and of the cells enc_* and dec_* what `gru_cell`
-    takes; CheckpointError names one that is missing or of another shape.
+    The arrays are enc_emb, dec_emb, fc_w and fc_b, and the arguments of `gru_cell` for each cell,
+    named enc_* and dec_*. CheckpointError names one that is missing or of another shape.
     """
     letters, embed = _shape(arrays, "enc_emb")
     sounds, hidden = _shape(arrays, "fc_w")
@@ -74,7 +74,7 @@ def gru_cell(
     b_ih: np.ndarray,  # [3 H]
     b_hh: np.ndarray,  # [3 H]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Parameters of flax's GRUCell, of those of torch.nn.GRUCell."""
+    """Convert the parameters of torch.nn.GRUCell to those of flax's GRUCell."""
     x, h = (dict(zip("rzn", np.split(w.T, 3, axis=1), strict=True)) for w in (w_ih, w_hh))
     b, u = (dict(zip("rzn", np.split(bias, 3), strict=True)) for bias in (b_ih, b_hh))
     return {
@@ -88,7 +88,7 @@ def gru_cell(
 
 
 def letters(words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # i32[B, S], bool[B, S]
-    """A source of words with </s> behind each, and which of it are no padding."""
+    """Return the tokens of words, each followed by </s>, and which of them are no padding."""
     known = {letter: i for i, letter in enumerate(LETTERS)}
     rows = [[*(known.get(c, 1) for c in word.lower()), known["</s>"]] for word in words]
     source = np.zeros((len(rows), max(map(len, rows), default=1)), np.int32)
@@ -99,12 +99,12 @@ def letters(words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # i32[B, S]
 
 
 def sounds(tokens: Sequence[int] | np.ndarray) -> list[str]:
-    """What a row of new tokens says, without </s>."""
+    """Return the sounds of a row of generated tokens, without </s> and padding."""
     return [SOUNDS[token] for token in tokens if token not in (END, -1)]
 
 
 def _shape(arrays: Mapping[str, np.ndarray], name: str) -> tuple[int, int]:
-    """Of a matrix."""
+    """Return the shape of an array that must be a matrix."""
     if name not in arrays:
         raise CheckpointError(f"g2p: array {name} is missing")
     shape = arrays[name].shape

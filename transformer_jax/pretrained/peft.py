@@ -1,18 +1,18 @@
-"""LoRA adapters in PEFT's layout: a folder that Hugging Face's PEFT writes and reads.
+"""Load and save LoRA adapters in the layout of Hugging Face's PEFT.
 
     adapter_config.json         rank, alpha, the modules that have an adapter
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, inputs]
                                 base_model.model.<module>.lora_B.weight [outputs, r]
 
-`names` says which of our kernels a Hugging Face weight is, by the paths of a looped stack:
+`names` maps each Hugging Face weight to the kernels it holds, by their paths in a looped stack:
 
     {"model.layers.3.self_attn.q_proj.weight": ("decoder/block_3/attention/query/kernel",)}
 
-and, for one that holds several side by side, which, in the order of its outputs: GPT-2's `c_attn`
-is query, key and value. What else a table names (biases, norms) is passed over.
+A weight that holds several kernels side by side lists them in the order of its outputs: GPT-2's
+`c_attn` holds query, key and value. Entries that are no kernels (biases, norms) are skipped.
 
-A key of adapter_config.json is read, or changes nothing here, or must be empty: none is ignored.
-Sizes are compared with the parameters' before anything is read. Needs the package `safetensors`.
+Every key of adapter_config.json is read, is known to change nothing here, or must be empty. Shapes
+are compared with the parameters before anything is read. Needs the package `safetensors`.
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checkpoint import CheckpointError, write_file
+from transformer_jax.checkpoints.checkpoint import CheckpointError, write_file
 from transformer_jax.config import LoraConfig
-from transformer_jax.lora import Matrices, flatten, layer, matrices, nest, select
-from transformer_jax.untrusted import Untrusted
+from transformer_jax.models.lora import Matrices, flatten, layer, matrices, nest, select
+from transformer_jax.untrusted_files import Untrusted
 
 Names = Mapping[str, Sequence[str]]
-"""Hugging Face weight to the kernels it holds, in the order of its outputs."""
+"""Hugging Face weight to the paths of the kernels it holds, in the order of its outputs."""
+
+Pair = tuple[np.ndarray, np.ndarray]
+"""A f32[r, inputs] and B f32[outputs, r] of a module, as PEFT lays them out."""
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_LIMIT = 2**20
-"""Bytes; a longer adapter_config.json is not read."""
+"""Largest adapter_config.json that is read, in bytes."""
 
 _FILES = Untrusted(CheckpointError)
 
-_READ = {
+_READ_KEYS = {
     "peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules",
     "layers_to_transform", "bias", "fan_in_fan_out", "init_lora_weights",
 }  # fmt: skip
-_SAYS_NOTHING_HERE = {
+_IGNORED_KEYS = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "inference_mode",
     "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "task_type",
 }  # fmt: skip
 _KEEPS_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights; others (pissa, olora, loftq, ...) also change the base weights."""
+"""Values of init_lora_weights that keep the base weights; pissa, olora and loftq change them."""
 
 
 def save_lora(
@@ -65,39 +68,27 @@ def save_lora(
     base_model: str | None = None,
     task_type: str | None = "CAUSAL_LM",
     fan_in_fan_out: bool = False,
+    overwrite: bool = False,
 ) -> LoraConfig:
-    """Write adapters, in f32, as a folder that PEFT loads; the config as it stands there.
+    """Write adapters, in f32, as a folder that PEFT loads, and return the config as written.
 
-    Of `params` only the shapes are read. Where A and B are zero nothing is written.
-    `fan_in_fan_out` is for models of `Conv1D`, which is GPT-2: PEFT wants to be told.
+    Of `params` only the shapes are read. Adapters whose A and B are zero are left out.
+    `fan_in_fan_out` is for models of `Conv1D`, which is GPT-2: PEFT wants to be told. A folder that
+    holds an adapter already is refused (CheckpointError) unless `overwrite`; other files in it stay
+    in either case.
 
-    A weight that holds several of our kernels has one A there. Where ours differ they are stacked,
+    A weight that holds several of our kernels has one A there. If ours differ they are stacked,
     which is exact: A is [A_1; A_2], B is block diagonal, rank and alpha are as many times as large;
     all other adapters are padded with zeros to that rank.
     """
-    from safetensors.numpy import save_file
-
+    folder = Path(path)
+    _check_replaceable(folder, overwrite)
     found, flat = matrices(params), flatten(adapters)
     modules = _modules(names, found)
-    ours = {kernel: module for module, kernels in modules.items() for kernel in kernels}
     _check_shapes(flat, found, config)
-    kept = {p for p, x in flat.items() if np.any(x["a"]) or np.any(x["b"])}
-    if not kept:
-        raise ValueError("adapters: every A and B is zero, there is nothing to save")
-    for kernel in sorted(kept - set(ours)):
-        raise ValueError(f"{kernel}: has an adapter, and names says of no weight that it holds it")
-    pairs, times = {}, 1
-    for module in dict.fromkeys(ours[kernel] for kernel in sorted(kept)):
-        parts = [flat[k] if k in kept else None for k in modules[module]]
-        widths = [found[k][1] for k in modules[module]]
-        pairs[module] = _joined(parts, widths, config.rank)
-        times = max(times, pairs[module][0].shape[0] // config.rank)
+    pairs = _module_pairs(flat, modules, found, config.rank)
+    times = max(len(a) for a, _ in pairs.values()) // config.rank
     rank = times * config.rank
-    tensors = {}
-    for module, (a, b) in pairs.items():
-        missing = rank - len(a)
-        tensors[_key(module, "A")] = np.ascontiguousarray(np.pad(a, ((0, missing), (0, 0))))
-        tensors[_key(module, "B")] = np.ascontiguousarray(np.pad(b, ((0, 0), (0, missing))))
     alpha = config.alpha * (math.sqrt(times) if config.rslora else times)
     content = {
         "base_model_name_or_path": base_model,
@@ -115,7 +106,52 @@ def save_lora(
         "use_dora": False,
         "use_rslora": config.rslora,
     }
-    folder = Path(path)
+    _write(folder, content, _padded(pairs, rank))
+    kernels = {kernel for module in pairs for kernel in modules[module]}
+    return _config(kernels, found, rank, alpha, config.rslora)
+
+
+def _check_replaceable(folder: Path, overwrite: bool) -> None:
+    for name in (CONFIG, TENSORS):
+        if os.path.lexists(folder / name) and not overwrite:
+            rule = "which would be lost; overwrite=True replaces it"
+            raise CheckpointError(f"{folder}: has {name}, {rule}")
+
+
+def _module_pairs(
+    flat: Mapping[str, Any],
+    modules: Mapping[str, tuple[str, ...]],
+    found: Matrices,
+    rank: int,
+) -> dict[str, Pair]:
+    """Return A and B of each module that has an adapter."""
+    kept = {path for path, x in flat.items() if np.any(x["a"]) or np.any(x["b"])}
+    if not kept:
+        raise ValueError("adapters: every A and B is zero, there is nothing to save")
+    module_of = {kernel: module for module, kernels in modules.items() for kernel in kernels}
+    for kernel in sorted(kept - set(module_of)):
+        raise ValueError(f"{kernel}: has an adapter, and names says of no weight that it holds it")
+    pairs = {}
+    for module in dict.fromkeys(module_of[kernel] for kernel in sorted(kept)):
+        kernels = modules[module]
+        parts = [flat[kernel] if kernel in kept else None for kernel in kernels]
+        pairs[module] = _joined(parts, [found[kernel][1] for kernel in kernels], rank)
+    return pairs
+
+
+def _padded(pairs: Mapping[str, Pair], rank: int) -> dict[str, np.ndarray]:
+    """Return the tensors of the file: each A and B padded with zeros to the common rank."""
+    tensors = {}
+    for module, (a, b) in pairs.items():
+        missing = rank - len(a)
+        tensors[_key(module, "A")] = np.ascontiguousarray(np.pad(a, ((0, missing), (0, 0))))
+        tensors[_key(module, "B")] = np.ascontiguousarray(np.pad(b, ((0, 0), (0, missing))))
+    return tensors
+
+
+def _write(folder: Path, content: Mapping[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    from safetensors.numpy import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / (TENSORS + ".tmp")
     try:
@@ -124,20 +160,18 @@ def save_lora(
     finally:
         partial.unlink(missing_ok=True)
     write_file(folder / CONFIG, json.dumps(content, indent=2, allow_nan=False) + "\n")
-    kernels = {kernel for module in pairs for kernel in modules[module]}
-    return _config(kernels, found, rank, alpha, config.rslora)
 
 
 def load_lora(
     path: str | os.PathLike[str], params: Mapping[str, Any], names: Names
 ) -> tuple[LoraConfig, dict[str, Any]]:
-    """The config and the f32 adapters of a folder that PEFT, or `save_lora`, wrote.
+    """Load the config and the f32 adapters of a folder that PEFT or `save_lora` wrote.
 
-    `params` gives shapes and says whether stacks are looped or scanned; it may be shapes. A weight
-    that holds several of our kernels gives each a copy of its A and its part of B.
+    `params` are parameters or their shapes, of looped or scanned stacks. A weight that holds
+    several kernels gives each a copy of its A and its part of B.
 
-    CheckpointError names the file and the key that is damaged, does not fit the parameters or means
-    what is not supported: DoRA, trained biases or whole modules, a rank or alpha of each module,
+    CheckpointError names the file and the key that is damaged, does not fit the parameters or asks
+    for what is not supported: DoRA, trained biases or whole modules, a rank or alpha per module,
     initialisations that change the base weights (PiSSA, ...), adapters of embeddings.
     """
     folder = Path(path)
@@ -157,7 +191,7 @@ def load_lora(
 
 
 def _modules(names: Names, found: Matrices) -> dict[str, tuple[str, ...]]:
-    """Hugging Face modules to the paths of our modules whose kernels they hold."""
+    """Map each Hugging Face module to the paths of our modules whose kernels it holds."""
     modules = {}
     for weight, kernels in names.items():
         paths = tuple(k.removesuffix("/kernel") for k in kernels if k.endswith("/kernel"))
@@ -184,10 +218,8 @@ def _check_shapes(flat: Mapping[str, Any], found: Matrices, config: LoraConfig) 
             raise ValueError(f"{path}: {given}: {rule}")
 
 
-def _joined(
-    parts: list[Any], widths: list[int], rank: int
-) -> tuple[np.ndarray, np.ndarray]:  # [R, inputs], [outputs, R]
-    """One A and one B for several kernels side by side; R is the rank if their As are equal."""
+def _joined(parts: list[Any], widths: list[int], rank: int) -> Pair:
+    """Join the adapters of several kernels side by side; r is the rank if their As are equal."""
     given = [None if x is None else (np.asarray(x["a"]), np.asarray(x["b"])) for x in parts]
     present = [x for x in given if x is not None]
     shared = all(np.array_equal(a, present[0][0]) for a, _ in present)
@@ -204,7 +236,7 @@ def _joined(
 
 
 def _config(paths: set[str], found: Matrices, rank: int, alpha: float, rslora: bool) -> LoraConfig:
-    """The shortest targets, and the layers, that mean these paths."""
+    """Return the config with the shortest targets, and the layers, that select these paths."""
     blocks = {layer(path) for path in paths}
     layers = None if None in blocks else tuple(sorted(b for b in blocks if b is not None))
     for depth in range(1, 2 + max(path.count("/") for path in paths)):
@@ -215,7 +247,7 @@ def _config(paths: set[str], found: Matrices, rank: int, alpha: float, rslora: b
             )
             if set(select(found, config)) == paths:
                 return config
-    raise AssertionError("whole paths mean themselves")
+    raise AssertionError("whole paths select themselves")
 
 
 def _key(module: str, matrix: str) -> str:
@@ -223,12 +255,12 @@ def _key(module: str, matrix: str) -> str:
 
 
 def _ends(chosen: list[str], modules: list[str]) -> list[str]:
-    """The shortest ends of names that mean the chosen ones of the modules."""
+    """Return the shortest ends of names that select exactly the chosen modules."""
     for depth in range(1, 2 + max(name.count(".") for name in chosen)):
         ends = sorted({".".join(name.split(".")[-depth:]) for name in chosen})
         if set(_matching(ends, modules)) == set(chosen):
             return ends
-    raise AssertionError("whole names mean themselves")
+    raise AssertionError("whole names select themselves")
 
 
 def _matching(ends: list[str], modules: list[str]) -> list[str]:
@@ -236,7 +268,7 @@ def _matching(ends: list[str], modules: list[str]) -> list[str]:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """adapter_config.json: a LoRA of which no key means what is not supported."""
+    """Read adapter_config.json and check that every key is supported."""
     if not _FILES.there(file.parent, CONFIG):
         raise CheckpointError(f"{file}: there is no such file")
     content = _FILES.json_object(_FILES.inside(file.parent, CONFIG), CONFIG_LIMIT)
@@ -248,7 +280,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
     if content.get("peft_type") != "LORA":
         fail("peft_type", "must be 'LORA'")
-    for key in sorted(content.keys() - _READ - _SAYS_NOTHING_HERE):
+    for key in sorted(content.keys() - _READ_KEYS - _IGNORED_KEYS):
         if content[key] not in (None, False, "", [], {}):
             fail(key, "is not supported")
     r, alpha = content.get("r"), content.get("lora_alpha")
@@ -268,7 +300,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _targeted(file: Path, content: dict[str, Any], modules: list[str]) -> set[str] | None:
-    """The modules that the config means; None where a pattern says it, which is not run."""
+    """Return the modules that the config selects; None if it is a pattern, which is not run."""
     targets, without = content.get("target_modules"), content.get("exclude_modules")
     layers = content.get("layers_to_transform")
     layers = [layers] if type(layers) is int else layers
@@ -289,7 +321,7 @@ def _targeted(file: Path, content: dict[str, Any], modules: list[str]) -> set[st
 
 
 def _layer(module: str) -> int | None:
-    """The number that PEFT takes for a module's layer."""
+    """Return the number that PEFT takes for a module's layer."""
     found = re.match(r".*\.[^.]*\.(\d+)\.", module)
     return int(found[1]) if found else None
 
@@ -300,8 +332,8 @@ def _read_tensors(
     targeted: set[str] | None,
     found: Matrices,
     rank: int,
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:  # f32[r, inputs], f32[outputs, r]
-    """A and B of each module that has an adapter; all names and shapes are checked first."""
+) -> dict[str, Pair]:
+    """Read A and B of each module that has an adapter; names and shapes are checked first."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -333,7 +365,7 @@ def _read_tensors(
 def _check_tensors(
     file: Path, tensors: Any, modules: Mapping[str, tuple[str, ...]], found: Matrices, rank: int
 ) -> set[str]:
-    """The modules of which a file has A and B, of the right shapes, and it has nothing else."""
+    """Return the modules that have A and B of the right shapes; refuse any other tensor."""
     keys = set(tensors.keys())
     adapted = {module for module in modules if keys & {_key(module, "A"), _key(module, "B")}}
     known = {_key(module, x) for module in adapted for x in "AB"}

@@ -1,14 +1,14 @@
-"""Folders of weights as Hugging Face lays them out, in and out; no model is known here.
+"""Read and write folders of weights as Hugging Face lays them out; no model is known here.
 
     config.json
     model.safetensors                  or model-00001-of-00003.safetensors, ... and then
     model.safetensors.index.json       the file of every tensor
 
-The folder is taken for hostile. Sizes are compared before anything is allocated, names before
-anything is opened, and the bytes of a tensor come through the reader of the `safetensors` package
-alone, by `pread`: each tensor arrives in memory of its own, nothing of the file stays mapped, and
-a file that is cut short meanwhile is an error and no SIGBUS. No other loader stands behind it.
-What safetensors has no checksum for is not seen: other numbers in the place of a tensor's.
+A folder is not trusted. Sizes are compared before anything is allocated, and names before anything
+is opened. Tensors are read by the `safetensors` package alone, with `pread`: each has memory of its
+own, nothing of the file stays mapped, and a file that is cut short meanwhile is an error, not a
+SIGBUS. There is no fallback to another loader. Changed numbers go unnoticed, since safetensors has
+no checksum.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checkpoint import CheckpointError, sync
-from transformer_jax.untrusted import Untrusted, brief, is_plain, shown
+from transformer_jax.checkpoints.checkpoint import CheckpointError, sync
+from transformer_jax.untrusted_files import Untrusted, brief, is_plain, shown
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 CONFIG_LIMIT = 2**20
-"""Bytes; a longer config.json is not read."""
+"""Largest config.json that is read, in bytes."""
 JSON_LIMIT = 2**21
-"""Bytes of any other JSON and of the header of a safetensors file: some 15,000 tensors."""
+"""Largest other JSON or header of a safetensors file, in bytes: some 15,000 tensors."""
 RANK_LIMIT = 32
+"""Most axes of a tensor."""
 SHARD_BYTES = 5 * 10**9
-"""Of a file that is written, as Hugging Face's libraries have it."""
+"""Largest file that is written, in bytes; the default of Hugging Face's libraries."""
 
 _FILES = Untrusted(CheckpointError)
 
@@ -67,7 +68,7 @@ _REPOSITORY = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of one tensor."""
+    """Describe one tensor as a file's header does."""
 
     file: str
     dtype: str
@@ -77,24 +78,24 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class WeightFolder:
-    """An opened folder: everything that was promised about it, and no tensor yet."""
+    """Hold an opened folder: its config and the headers of its files, but no tensor yet."""
 
     path: Path
     config: dict[str, Any]
-    """The object in config.json, as it stands there."""
+    """The object in config.json."""
     tensors: Mapping[str, TensorInfo]
-    """By name, in the order of the files and of their bytes."""
+    """Every tensor by name, in the order of the files and of their bytes."""
     stamps: Mapping[str, tuple[int, ...]] = field(repr=False)
-    """Each file's identity when it was opened; tensors of a file that changed are not mixed in."""
+    """Each file's identity when the folder was opened; a file that changed since is not read."""
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor; `read_all` opens each file only once for many."""
+        """Read one tensor; for several, `read_all` opens each file only once."""
         return next(self.read_all([name]))[1]
 
     def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Tensors one at a time, file by file, in the order of `names` within each.
+        """Yield tensors one at a time, file by file, in the order of `names` within each file.
 
-        Drop each before the next is asked for, and one at a time is all that is in memory.
+        Only one tensor is in memory if the caller drops each before asking for the next.
         """
         files: dict[str, list[str]] = {}
         for name in dict.fromkeys(names):
@@ -105,14 +106,14 @@ class WeightFolder:
         return itertools.chain.from_iterable(itertools.starmap(self._read, files.items()))
 
     def file(self, name: str) -> Path | None:
-        """Where a file of the folder, "1_Pooling/config.json", lies; None if there is none.
+        """Return the path of a file of the folder, "1_Pooling/config.json"; None if there is none.
 
         CheckpointError if its name or a link would lead out of the folder.
         """
         return _FILES.inside(self.path, name) if _FILES.there(self.path, name) else None
 
-    def read_json(self, name: str) -> Any:
-        """The object or list in another JSON file of the folder; None if there is no such file."""
+    def read_json(self, name: str) -> dict[str, Any] | list[Any] | None:
+        """Read the object or list in another JSON file; return None if there is no such file."""
         path = self.file(name)
         if path is None:
             return None
@@ -133,11 +134,11 @@ class WeightFolder:
 def open_folder(path_or_id: str | Path, *, revision: str | None = None) -> WeightFolder:
     """Check a folder's config.json and the header of each of its files; no tensor is read.
 
-    What exists is a folder, and is read without a network. Else "NAME" or "ORG/NAME" is a
-    repository at `revision`, which huggingface_hub downloads or finds in its cache; there
-    HF_HUB_OFFLINE=1 asks nobody. A link may lead to another place in the folder or, from
-    `models--ORG--NAME/snapshots/REVISION` as the cache has it, into `models--ORG--NAME/blobs`.
-    CheckpointError names the file, and the tensor where one is wrong.
+    A path that exists is a folder, and is read without a network. Otherwise "NAME" or "ORG/NAME" is
+    a repository at `revision`, which huggingface_hub downloads or finds in its cache; with
+    HF_HUB_OFFLINE=1 it only looks in the cache. A link may lead to another place in the folder or,
+    in the cache, from `models--ORG--NAME/snapshots/REVISION` into `models--ORG--NAME/blobs`.
+    CheckpointError names the file, and the tensor if one is wrong.
     """
     folder = _located(path_or_id, revision)
     path = _FILES.inside(folder, CONFIG)
@@ -166,16 +167,16 @@ def write_folder(
 ) -> None:
     """Write a folder that `open_folder` and `transformers` read, whole or not at all.
 
-    Tensors of up to `shard_bytes` are one file, and are let go when it is written; one that is
-    larger is a file of its own. All is written into `NAME.*.tmp` beside the folder, synced, read
-    back as far as `open_folder` goes, and renamed. A folder that has nothing but what is now
-    written anew (config.json, the model's files, the index, `files`) is replaced, and whoever
-    has its files open keeps the old ones; any other file in it is somebody's, and refused. A
-    process killed between the two renames of a replacement leaves both, whole, as `NAME.*.tmp`.
+    Tensors are collected into files of up to `shard_bytes`, each released once it is written; a
+    larger tensor is a file of its own. Everything is written into `NAME.*.tmp` beside the folder,
+    synced, checked by `open_folder`, and renamed. A folder that holds nothing but what is written
+    anew (config.json, the model's files, the index, `files`) is replaced; whoever has its files
+    open keeps the old ones. A folder with any other file is refused (CheckpointError). A process
+    killed between the two renames of a replacement leaves both folders, whole, as `NAME.*.tmp`.
     """
     final, files = Path(os.path.realpath(path)), dict(files or {})
     for name in files:
-        if not is_plain(name) or _is_ours(name):
+        if not is_plain(name) or _is_weight_file(name):
             raise CheckpointError(f"files: {shown(name)} is no plain file name, or the weights'")
     _check_replaceable(final, files)
     partial = final.with_name(f"{final.name}.{secrets.token_hex(4)}.tmp")
@@ -221,7 +222,7 @@ def _located(path_or_id: str | Path, revision: str | None) -> Path:
 
 
 def _listed(folder: Path) -> dict[str, set[str] | None]:
-    """Each file of tensors with the names it must have; None for any, where no index says it."""
+    """Return each file of tensors with the names it must have; None if no index lists them."""
     if _FILES.there(folder, SINGLE):
         return {SINGLE: None}
     if not _FILES.there(folder, INDEX):
@@ -259,10 +260,10 @@ def _compare(path: Path, found: set[str], listed: set[str]) -> None:
 
 
 def _header(path: Path, file: str) -> dict[str, TensorInfo]:
-    """What a file of tensors holds, in the order of its bytes.
+    """Describe the tensors of a file, in the order of their bytes.
 
-    The header is read here to say which tensor is wrong and to refuse a name that is there
-    twice, and then by the library, which has the last word.
+    The header is read here to say which tensor is wrong and to refuse a name that is there twice.
+    Then the library reads it, and both must agree.
     """
     with _FILES.opened(path) as stream:
         size, start = os.fstat(stream.fileno()).st_size, stream.read(9)
@@ -296,7 +297,7 @@ def _info(
     file: str,
     name: str,
     entry: Any,
-    room: int,  # bytes behind the header
+    room: int,  # bytes after the header
 ) -> TensorInfo:
     try:
         code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -344,7 +345,7 @@ def _tensor(path: Path, reader: Any, name: str, info: TensorInfo) -> np.ndarray:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The library's reader of a file."""
+    """Open a file with the library's reader."""
     library = _library()
     try:
         reader = library.safe_open(path, "numpy", backend="pread")
@@ -354,7 +355,7 @@ def _opened(path: Path) -> Iterator[Any]:
         yield reader
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
         import safetensors
     except ImportError:
@@ -371,8 +372,8 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _is_ours(name: str) -> bool:
-    """Whether a file of that name belongs to the weights."""
+def _is_weight_file(name: str) -> bool:
+    """Tell whether a file of that name belongs to the weights."""
     return name in (CONFIG, INDEX) or bool(_WEIGHTS.fullmatch(name))
 
 
@@ -386,12 +387,12 @@ def _check_replaceable(path: Path, files: Mapping[str, bytes]) -> None:
         for name in sorted(found + links):
             entry = Path(folder, name)
             local = entry.relative_to(path).as_posix()
-            if not (_is_ours(local) or local in files) or entry.is_symlink():
+            if not (_is_weight_file(local) or local in files) or entry.is_symlink():
                 raise CheckpointError(f"{path}: has {shown(local)}, which would be lost")
 
 
 def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Any]], shard_bytes: int) -> None:
-    """Shards as huggingface_hub cuts them: in order, and a tensor too large for one alone."""
+    """Write tensors in order into files of up to `shard_bytes`, as huggingface_hub splits them."""
     shards: list[list[str]] = []  # the names in each
     shard: dict[str, np.ndarray] = {}
     seen: set[str] = set()
@@ -428,7 +429,7 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Any]], shard_bytes
 
 
 def _checked(name: str, value: Any, seen: set[str]) -> np.ndarray:
-    """A tensor as it is written: C order, native bytes, still a scalar if it was one."""
+    """Return a tensor as it is written: in C order and native bytes, of the same shape."""
     if not isinstance(name, str) or name == "__metadata__" or name in seen:
         raise CheckpointError(f"tensor {shown(name)}: must be a string, once, not __metadata__")
     seen.add(name)
@@ -465,7 +466,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _replace(path: Path, partial: Path) -> None:
-    """Rename `partial` to `path`; what was there goes last, or comes back."""
+    """Rename `partial` to `path`; the old folder is removed last, or comes back on an error."""
     old = partial.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     replaced = path.exists()
     if replaced:

@@ -1,11 +1,13 @@
-"""Texts as vectors (Reimers & Gurevych 2019): an encoder, its tokens' mean, unit length.
+"""Encode texts as vectors with a sentence encoder (Reimers & Gurevych 2019).
+
+A folder of sentence-transformers holds
 
     modules.json                the parts: Transformer, Pooling and perhaps Normalize
     config.json, model*         the encoder
-    sentence_bert_config.json   how much of a text is read, and whether in lower case
-    1_Pooling/config.json       what becomes of the tokens' vectors
+    sentence_bert_config.json   how many tokens are read, and whether in lower case
+    1_Pooling/config.json       how the tokens' vectors become one
 
-as sentence-transformers lays it out. Of the parts it knows, others are refused by name.
+Other parts, which sentence-transformers also has, are refused by name.
 """
 
 from __future__ import annotations
@@ -21,20 +23,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.config import ConfigError, DType, ModelConfig
-from transformer_jax.families import Keys
-from transformer_jax.models import build
-from transformer_jax.pretrained import load_pretrained
-from transformer_jax.transformer import check_tokens
-from transformer_jax.weights import CheckpointError, WeightFolder, open_folder
+from transformer_jax.models.factory import build
+from transformer_jax.models.transformer import check_tokens
+from transformer_jax.pretrained.families import ConfigKeys
+from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder, open_folder
 
 Pooling = Literal["mean", "cls", "max"]
 
 
 class TextTokenizer(Protocol):
-    """What turns a text into ids."""
+    """Turn a text into ids."""
 
     def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:  # i32[n]
-        """With those in front and behind that the model was trained with, or without."""
+        """Return ids with the special tokens that the model was trained with, or without."""
 
 
 def pool_sentences(
@@ -43,11 +45,12 @@ def pool_sentences(
     pooling: Pooling = "mean",
     normalise: bool = False,
 ) -> jax.Array:  # f32[B, D]
-    """One vector s of the valid tokens h_t of each row; with `normalise` s / max(|s|, 1e-12).
+    """Pool the n valid tokens h_t of each row into one vector s.
 
         mean: s = sum_t h_t / n,   cls: s = h of the first,   max: s_d = max_t h_td
 
-    A row without valid tokens is 0. What is not valid is not looked at, be it NaN.
+    With `normalise` the result is s / max(|s|, 1e-12). A row without valid tokens is 0. Tokens that
+    are not valid change nothing, even if they are NaN.
     """
     if pooling not in get_args(Pooling):
         raise ConfigError(f"pooling is {pooling!r}: must be one of 'mean', 'cls', 'max'")
@@ -75,32 +78,33 @@ def pool_sentences(
 
 @dataclass(frozen=True, eq=False)
 class SentenceEncoder:
-    """An encoder with its parameters, and how its tokens become one vector."""
+    """Hold an encoder, its parameters, and how its tokens become one vector."""
 
     config: ModelConfig
     params: Mapping[str, Any]
     pooling: Pooling
     normalise: bool
     max_len: int
-    """Tokens of a text that are read, special ones included."""
+    """Most tokens of a text that are read, special ones included."""
     lower_case: bool = False
-    """Texts are read in lower case."""
+    """Whether texts are read in lower case."""
 
     def encode(
         self,
         tokens: jax.Array | np.ndarray,  # i32[B, T]
         positions: jax.Array | np.ndarray | None = None,  # i32[B, T]; negative is padding
     ) -> jax.Array:  # f32[B, D]
-        """A vector for each row; compiled for each shape."""
+        """Return a vector for each row; each new shape is compiled once."""
         check_tokens(tokens, self.config.vocab_size)
         return _encode(self.config, self.params, tokens, positions, self.pooling, self.normalise)
 
     def encode_texts(
         self, texts: Sequence[str], tokenizer: TextTokenizer, *, batch_size: int = 32
     ) -> np.ndarray:  # f32[n, D]
-        """A vector for each text, cut to `max_len` tokens.
+        """Return a vector for each text, cut to `max_len` tokens.
 
-        Texts of like length share a batch, and sizes are powers of two: few programs are compiled.
+        Texts of similar length share a batch, and the sizes of batches are powers of two, so that
+        few programs are compiled.
         """
         if isinstance(texts, str):
             raise ValueError("texts are one text: must be a list of them")
@@ -121,7 +125,7 @@ class SentenceEncoder:
         return out
 
     def _ids(self, text: str, tokenizer: TextTokenizer) -> np.ndarray:  # i32[n]
-        """Cut where it is too long in the text itself: what stands behind it stays."""
+        """Return the ids of a text; a long one loses its end but keeps the special tokens."""
         text = text.lower() if self.lower_case else text
         whole = np.asarray(tokenizer.encode(text, special_tokens=True), np.int32)
         if len(whole) <= self.max_len:
@@ -129,32 +133,41 @@ class SentenceEncoder:
         plain = np.asarray(tokenizer.encode(text, special_tokens=False), np.int32)
         room = self.max_len - (len(whole) - len(plain))
         for front in range(len(whole) - len(plain) + 1):
-            behind = front + len(plain)
-            if room >= 0 and np.array_equal(whole[front:behind], plain):
-                return np.concatenate([whole[:front], plain[:room], whole[behind:]])
+            after = front + len(plain)
+            if room >= 0 and np.array_equal(whole[front:after], plain):
+                return np.concatenate([whole[:front], plain[:room], whole[after:]])
         rule = "its special tokens must stand around the text, and leave room for it"
         raise ValueError(f"tokenizer cannot cut a text to max_len {self.max_len}: {rule}")
 
 
 @partial(jax.jit, static_argnames=("config", "pooling", "normalise"))
-def _encode(config, params, tokens, positions, pooling, normalise):
-    hidden = build(config).apply({"params": params}, tokens, positions=positions, method="encode")
-    valid = jnp.ones(tokens.shape, bool) if positions is None else positions >= 0
+def _encode(
+    config: ModelConfig,
+    params: Mapping[str, Any],
+    tokens: jax.Array | np.ndarray,
+    positions: jax.Array | np.ndarray | None,
+    pooling: Pooling,
+    normalise: bool,
+) -> jax.Array:
+    hidden: Any = build(config).apply(
+        {"params": params}, tokens, positions=positions, method="encode"
+    )
+    valid = jnp.ones(tokens.shape, bool) if positions is None else jnp.asarray(positions) >= 0
     return pool_sentences(hidden, valid, pooling, normalise)
 
 
 def _power(number: int, least: int = 1) -> int:
-    """The next power of two, from `least` on."""
+    """Return the next power of two, at least `least`."""
     return max(least, 1 << max(number - 1, 0).bit_length())
 
 
 def load_sentence_encoder(
     path_or_id: str | Path, *, dtype: DType | None = None, revision: str | None = None
 ) -> SentenceEncoder:
-    """The encoder of a folder, or of a repository, as sentence-transformers lays it out.
+    """Load the encoder of a folder or repository that sentence-transformers wrote.
 
-    ConfigError names the file and what of it is not known: another pooling than mean, cls or max, a
-    part behind it that is not Normalize, a prompt that is put in front of every text.
+    ConfigError names the file and what in it is not supported: another pooling than mean, cls or
+    max, a part after it that is not Normalize, a prompt that is put before every text.
     """
     folder = open_folder(path_or_id, revision=revision)
     pooling_path, normalise = _parts(folder)
@@ -167,24 +180,24 @@ def load_sentence_encoder(
     return SentenceEncoder(config, params, pooling, normalise, max_len, lower_case)
 
 
-def _object(folder: WeightFolder, name: str) -> Keys | None:
-    """A JSON file of the folder; None if there is none."""
+def _object(folder: WeightFolder, name: str) -> ConfigKeys | None:
+    """Read a JSON file of the folder; return None if there is none."""
     content = folder.read_json(name)
     if content is None:
         return None
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder.path / name}: must be an object")
-    return Keys(content, str(folder.path / name))
+    return ConfigKeys(content, str(folder.path / name))
 
 
 def _parts(folder: WeightFolder) -> tuple[str, bool]:
-    """Where the pooling is described, and whether vectors get unit length."""
+    """Return the folder that describes the pooling, and whether vectors get unit length."""
     where, parts = folder.path / "modules.json", folder.read_json("modules.json")
     if parts is None:
         raise CheckpointError(f"{folder.path}: there is no modules.json: no encoder of sentences")
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise CheckpointError(f"{where}: must be a list of objects")
-    found = [Keys(part, f"{where}: part {i}") for i, part in enumerate(parts)]
+    found = [ConfigKeys(part, f"{where}: part {i}") for i, part in enumerate(parts)]
     known = ("Transformer", "Pooling", "Normalize")
     for keys, name in zip(found, known, strict=False):
         kind = keys.take("type")
@@ -194,19 +207,19 @@ def _parts(folder: WeightFolder) -> tuple[str, bool]:
     if not 2 <= len(found) <= 3:
         kinds = [keys.take("type") for keys in found]
         raise ConfigError(f"{where}: parts are {kinds}: must be {', '.join(known)}")
-    found[0].only("path", "")
+    found[0].require("path", "")
     normalise = len(found) == 3
     if normalise:
         path = _path(found[2])
         said = _object(folder, f"{path}/config.json")
         if said is not None:
-            said.only("module_input_name", "sentence_embedding")
-            said.only("module_output_name", "sentence_embedding")
-            said.finish()
+            said.require("module_input_name", "sentence_embedding")
+            said.require("module_output_name", "sentence_embedding")
+            said.check_all_read()
     return _path(found[1]), normalise
 
 
-def _path(keys: Keys) -> str:
+def _path(keys: ConfigKeys) -> str:
     path = keys.take("path")
     return path if isinstance(path, str) else keys.fail("path", path, "must be a folder's name")
 
@@ -215,8 +228,8 @@ def _pooling(folder: WeightFolder, name: str) -> Pooling:
     keys = _object(folder, name)
     if keys is None:
         raise CheckpointError(f"{folder.path / name}: is missing")
-    keys.unread("word_embedding_dimension", "embedding_dimension")
-    keys.only("include_prompt", True)
+    keys.ignore("word_embedding_dimension", "embedding_dimension")
+    keys.require("include_prompt", True)
     modes: dict[str, Any] = {
         "pooling_mode_mean_tokens": "mean",
         "pooling_mode_cls_token": "cls",
@@ -224,26 +237,26 @@ def _pooling(folder: WeightFolder, name: str) -> Pooling:
     }
     others = ("mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
     for other in others:
-        keys.only(f"pooling_mode_{other}", False)
+        keys.require(f"pooling_mode_{other}", False)
     on = [modes[mode] for mode in modes if keys.flag(mode, False)]
     newer = keys.take("pooling_mode", None)
     if newer is not None:
-        on = [keys.text("pooling_mode", {mode: mode for mode in get_args(Pooling)})]
+        on = [keys.choice("pooling_mode", {mode: mode for mode in get_args(Pooling)})]
     if len(on) != 1:
         raise ConfigError(f"{keys.where}: pooling is {on}: must be one of 'mean', 'cls', 'max'")
-    keys.finish()
+    keys.check_all_read()
     return on[0]
 
 
 def _check_prompt(folder: WeightFolder) -> None:
     keys = _object(folder, "config_sentence_transformers.json")
     if keys is not None:
-        keys.only("default_prompt_name", None)
-        keys.only("model_type", "SentenceTransformer")
+        keys.require("default_prompt_name", None)
+        keys.require("model_type", "SentenceTransformer")
 
 
 def _limits(folder: WeightFolder, config: ModelConfig) -> tuple[int, bool]:
-    """How many tokens of a text are read, and whether in lower case."""
+    """Return how many tokens of a text are read, and whether in lower case."""
     longest, lower = None, False
     for name in ("bert", "roberta", "distilbert"):
         keys = _object(folder, f"sentence_{name}_config.json")
@@ -252,13 +265,13 @@ def _limits(folder: WeightFolder, config: ModelConfig) -> tuple[int, bool]:
         longest, lower = keys.integer("max_seq_length", None), keys.flag("do_lower_case", False)
         if longest is not None and longest > config.max_len:
             keys.fail("max_seq_length", longest, f"the encoder reads at most {config.max_len}")
-        keys.only("transformer_task", "feature-extraction")
-        keys.only("module_output_name", "token_embeddings")
+        keys.require("transformer_task", "feature-extraction")
+        keys.require("module_output_name", "token_embeddings")
         text = {"method": "forward", "method_output_name": "last_hidden_state"}
-        keys.only("modality_config", {"text": text})
+        keys.require("modality_config", {"text": text})
         for empty in ("model_args", "tokenizer_args", "config_args"):
-            keys.only(empty, {})
-        keys.finish()
+            keys.require(empty, {})
+        keys.check_all_read()
         break
     if longest is None:  # newer folders say it here
         said = _object(folder, "tokenizer_config.json")

@@ -1,4 +1,4 @@
-"""A text continued by a decoder, for as long as one likes, in pieces that are whole characters.
+"""Continue a text with a decoder, at any length, in pieces that are whole characters.
 
 What is yielded is decided: a character that lacks bytes waits for them, and so does text that may
 be the beginning of a stop string.
@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.arguments import check_count
-from transformer_jax.beam import LengthPenalty, beam_search
+from transformer_jax.checks import check_count
 from transformer_jax.config import ModelConfig
-from transformer_jax.data import Tokenizer
-from transformer_jax.decode import generate, make_step, prefill, stream
-from transformer_jax.models import init_cache
-from transformer_jax.pretrained_text import PretrainedTokenizer
-from transformer_jax.processors import (
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.beams import LengthPenalty, beam_search
+from transformer_jax.decoding.continuous_batching import Request, serve
+from transformer_jax.decoding.generation import generate, prefill, stream
+from transformer_jax.decoding.logit_processors import (
     Force,
     ForceLast,
     History,
@@ -30,11 +29,13 @@ from transformer_jax.processors import (
     MinLength,
     check_processors,
 )
-from transformer_jax.rows import fork
-from transformer_jax.sampling import Sample
-from transformer_jax.slots import Request, serve
-from transformer_jax.speculative import PromptLookup, Speculation, speculate
-from transformer_jax.transformer import Decoder
+from transformer_jax.decoding.samplers import Sample
+from transformer_jax.decoding.speculative import PromptLookup, Speculation, speculate
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import init_cache
+from transformer_jax.models.transformer import Decoder
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.trained import Tokenizer
 
 Prompt = str | np.ndarray
 """A text, or the ids i32[P] that stand for it."""
@@ -44,7 +45,7 @@ NO_TOKEN = "no token can follow: every one is excluded, or the logits are not fi
 
 @dataclass(frozen=True)
 class FirstIds:
-    """Excludes the ids from `count` on: those a padded vocabulary has and its tokenizer has not."""
+    """Exclude the ids from `count` on, which a padded vocabulary has and its tokenizer has not."""
 
     count: int
 
@@ -67,9 +68,9 @@ def complete(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> Iterator[str]:
-    """The text behind `prompt`, a piece at a time; an empty prompt starts at a newline.
+    """Yield the text after `prompt`, a piece at a time; an empty prompt starts at a newline.
 
-    It ends in front of the first `stop` string or token of `stop_ids`, or after `num_tokens`
+    It ends before the first `stop` string or token of `stop_ids`, or after `num_tokens`
     tokens. Where the text outgrows the model's max_len, the model reads its last max_len / 2 tokens
     anew and goes on: a token costs one decode step, and now and then half a window. `processors`
     see what the model has read: a penalty still counts a token that was written and is read anew,
@@ -84,7 +85,7 @@ def complete(
 
 
 def room(config: ModelConfig, tokenizer: Tokenizer, prompt: Prompt) -> int:
-    """How many tokens fit behind a prompt without reading anything anew; the last is not read."""
+    """Return how many tokens fit after a prompt before any text is read anew."""
     return config.max_len + 1 - len(read_prompt(tokenizer, prompt))
 
 
@@ -103,7 +104,7 @@ def samples(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> list[str]:
-    """`count` texts behind one prompt, which is read once and forked.
+    """Draw `count` texts after one prompt, which is read once and forked.
 
     With `processors`, which have to see the prompt, it is read `count` times.
     """
@@ -144,7 +145,7 @@ def search(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> list[tuple[float, str]]:
-    """The best texts of at most `num_tokens` tokens that beam search finds, and their scores."""
+    """Return the best texts of at most `num_tokens` tokens of a beam search, and their scores."""
     found = beam_search(
         make_step(Decoder(config)),
         params,
@@ -184,7 +185,7 @@ def look_up(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[str, Speculation]:
-    """A text by speculative decoding, which proposes what followed the same words before."""
+    """Write a text by speculative decoding, which proposes what followed the same words before."""
     stop = check_stop_strings(stop)
     space: dict[str, Any] = dict(batch=1, capacity=config.max_len, dtype=cache_dtype)
     if isinstance(config.window, int):
@@ -222,7 +223,7 @@ def answer(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """The number of a prompt and the text behind it, as each is done: `slots` run at a time."""
+    """Yield the number of a prompt and the text after it, as each is done; `slots` run at once."""
     stop = check_stop_strings(stop)
     requests = [
         Request(read_prompt(tokenizer, prompt), num_tokens, key=jax.random.fold_in(key, n), id=n)
@@ -250,7 +251,7 @@ def answer(
 
 @dataclass(frozen=True)
 class WithoutHistory:
-    """A processor of logits alone, where one of (history, logits) is asked for."""
+    """Call a processor of logits alone where one of (history, logits) is asked for."""
 
     processor: FirstIds
 
@@ -259,9 +260,9 @@ class WithoutHistory:
 
 
 def read_prompt(tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:  # i32[P]
-    """The prompt's tokens, behind those that a published tokenizer puts in front of any text.
+    """Return the prompt's tokens, after those that a published tokenizer puts before any text.
 
-    Of an empty one, what begins a text, those of a newline, or the first token there is.
+    An empty prompt is what begins a text, else a newline, else the first token there is.
     """
     if not isinstance(prompt, str):
         return prompt
@@ -275,7 +276,7 @@ def read_prompt(tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:  # i32[P]
 
 
 def _front(tokenizer: PretrainedTokenizer) -> np.ndarray:  # i32[n]
-    """<bos>, where it belongs in front of a text; what belongs behind it is left out."""
+    """Return what the tokenizer puts before a text, such as <bos>, and not what it puts after."""
     whole, text = (tokenizer.encode("a", special_tokens=add) for add in (True, False))
     ends = range(len(whole) - len(text) + 1)
     found = (at for at in ends if np.array_equal(whole[at : at + len(text)], text))
@@ -283,7 +284,7 @@ def _front(tokenizer: PretrainedTokenizer) -> np.ndarray:  # i32[n]
 
 
 def known_ids(config: ModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, ...]:
-    """What keeps a padded vocabulary to its tokenizer's ids.
+    """Return what keeps a padded vocabulary to its tokenizer's ids.
 
     A published tokenizer may have tokens that its model has not: ids are compared, not counts.
     """
@@ -314,6 +315,7 @@ def _ids(
     stop_ids: Sequence[int],
     cache_dtype: jax.typing.DTypeLike | None,
 ) -> Iterator[int]:
+    """Yield token after token; where the text outgrows max_len, read its last half anew."""
     step, length = make_step(Decoder(config)), config.max_len
     part, written, given = 0, 0, len(history)
     while num_tokens > 0:
@@ -347,7 +349,7 @@ def _ids(
 
 @dataclass(frozen=True)
 class _Resumed:
-    """A processor where some of what is read anew was written: all behind `given` tokens."""
+    """Call a processor where, of what is read anew, all after `given` tokens was written."""
 
     processor: HistoryProcessor
     given: int
@@ -358,7 +360,7 @@ class _Resumed:
 
 
 def _unsaid(processor: HistoryProcessor, gone: int) -> HistoryProcessor:
-    """What is left of one that counts new tokens when so many are out of sight; others as is."""
+    """Return what is left of a count of new tokens once `gone` are out of sight; others as is."""
     match processor:
         case Force(tokens) if gone:
             return Force(*tokens[gone:]) if len(tokens) > gone else _keep
@@ -379,9 +381,9 @@ def pieces(
     stop: Sequence[str] = (),
     stop_ids: Sequence[int] = (),
 ) -> Iterator[str]:
-    """Text as soon as it is decided; what is no UTF-8 shows as U+FFFD.
+    """Yield text as soon as it is decided; what is no UTF-8 shows as U+FFFD.
 
-    It ends in front of the stop string whose last character comes first, wherever tokens begin and
+    It ends before the stop string whose last character comes first, wherever tokens begin and
     end, or of a token of `stop_ids`; no id is taken from `ids` after that.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -403,7 +405,7 @@ def pieces(
 
 
 class StopStrings:
-    """Text in, and out again as soon as it can no longer be part of a stop string."""
+    """Hold text back for as long as it may be part of a stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self.stop = tuple(stop)
@@ -411,7 +413,7 @@ class StopStrings:
         """The longest end of the text so far with which a stop string begins."""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """What is decided now, and whether a stop string came: then this was all."""
+        """Take more text; return what is decided now, and whether a stop string ended it."""
         out: list[str] = []
         for character in text:
             self.held += character
@@ -429,8 +431,8 @@ class StopStrings:
         return "".join(out), False
 
 
-def check_stop_strings(stop: Any) -> tuple[str, ...]:
-    """One string or several, none of them empty."""
+def check_stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """Return one stop string or several as a tuple; ValueError for an empty one."""
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in strings:
         if not isinstance(text, str) or not text:

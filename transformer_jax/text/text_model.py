@@ -1,4 +1,4 @@
-"""A model that reads and writes text, with all it needs: of a training run, or a published one."""
+"""Load a model that reads and writes text, of a training run or published, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax import checkpoint
+from transformer_jax.checkpoints import checkpoint
+from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import ConfigError, DType, ModelConfig
-from transformer_jax.data import Tokenizer
-from transformer_jax.models import init_params
-from transformer_jax.pretrained import load_pretrained
-from transformer_jax.pretrained_text import PretrainedTokenizer
-from transformer_jax.processors import Ban, BanSequences, HistoryProcessor
-from transformer_jax.run_folder import RunFolder
-from transformer_jax.text import DataError
-from transformer_jax.tokenizer_files import load_tokenizer_folder
-from transformer_jax.weights import CONFIG, CheckpointError, WeightFolder, open_folder
+from transformer_jax.decoding.logit_processors import Ban, BanSequences, HistoryProcessor
+from transformer_jax.models.factory import init_params
+from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.safetensors_folder import (
+    CONFIG,
+    CheckpointError,
+    WeightFolder,
+    open_folder,
+)
+from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.tokenizers.utf8 import DataError
 
 Which = Literal["best", "last"]
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """What the commands write with."""
+    """Hold a model, its tokenizer, and how its texts begin and end."""
 
     config: ModelConfig
     params: Any
@@ -38,39 +43,54 @@ class TextModel:
     start_id: int | None = None
     """An encoder-decoder's first token of every target."""
     forced_bos_id: int | None = None
-    """And its second."""
+    """An encoder-decoder's second token of every target."""
     forced_eos_id: int | None = None
-    """What a target ends with that would not end."""
+    """The last token of a target that has not ended by itself."""
     processors: tuple[HistoryProcessor, ...] = ()
-    """What the model was published with: tokens it never writes."""
+    """The tokens that it never writes, as it was published."""
+    which: Which | None = None
+    """The checkpoint of the run it is of; None of a published model."""
+    step: int | None = None
+    """The step of that checkpoint."""
 
     def chat(self, message: str) -> np.ndarray:  # i32[P]
-        """A user's message as the model was trained to read it."""
+        """Return a user's message as the model was trained to read it: through its template."""
         if not isinstance(self.tokenizer, PretrainedTokenizer):
             raise DataError("chat: the tokenizer of this run has no chat template")
         return self.tokenizer.chat_ids([{"role": "user", "content": message}])
 
 
-def load_run(path: str | Path, which: Which = "best") -> TextModel:
-    """A run's model after the step of the lowest held-out loss, or after the last one saved."""
+def load_run(path: str | Path, which: Which | None = None) -> TextModel:
+    """Load the model of a training run with its tokenizer.
+
+    `which`: best, after the step of the lowest held-out loss; last, after the last step saved; None
+    is best, and last where none was evaluated yet (the result's `which` says so). ConfigError where
+    there is none, CheckpointError where it is damaged.
+    """
     folder = RunFolder(Path(path))
     config = folder.read_config()
-    steps = checkpoint.saved_steps(folder.checkpoints)
-    if not steps:
-        raise ConfigError(f"run is {str(path)!r}: it has no checkpoint yet")
-    step = steps[-1]
-    if which == "best":
-        best = checkpoint.best_step(folder.checkpoints)
-        if best is None:
-            raise ConfigError("checkpoint is 'best': none was evaluated yet; 'last' is there")
-        step = best
+    which, step = _chosen_step(folder, which)
     saved = checkpoint.step_path(folder.checkpoints, step)
     metadata = checkpoint.read_manifest(saved).metadata
     tokenizer = folder.read_tokenizer(metadata["tokenizer_sha256"])
     template = jax.eval_shape(lambda: init_params(config.model, jax.random.key(0)))
     params = checkpoint.restore(saved, {"params": template})["params"]
     stop = tokenizer.stop_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
-    return TextModel(config.model, params, tokenizer, _within(stop, config.model))
+    stop = _within(stop, config.model)
+    return TextModel(config.model, params, tokenizer, stop, which=which, step=step)
+
+
+def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:
+    """Return which checkpoint of a run to read, and its step."""
+    steps = checkpoint.saved_steps(folder.checkpoints)
+    if not steps:
+        raise ConfigError(f"run is {str(folder.path)!r}: it has no checkpoint yet")
+    best = checkpoint.best_step(folder.checkpoints)
+    if which == "last" or (which is None and best is None):
+        return "last", steps[-1]
+    if best is None:
+        raise ConfigError("checkpoint is 'best': none was evaluated yet; 'last' is there")
+    return "best", best
 
 
 def load_text_model(
@@ -79,7 +99,7 @@ def load_text_model(
     dtype: DType | None = None,
     max_len: int | None = None,
 ) -> TextModel:
-    """A published decoder or encoder-decoder and its tokenizer.
+    """Load a published decoder or encoder-decoder and its tokenizer.
 
     Stop tokens and the like are those of generation_config.json, and of config.json where it names
     none. Arguments are those of `load_pretrained`.
@@ -108,7 +128,7 @@ def load_text_model(
 
 
 def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
-    """Of a model's folder; CheckpointError where there is none that can be used."""
+    """Load the tokenizer of a model's folder; CheckpointError where none can be used."""
     try:
         return load_tokenizer_folder(folder.path)
     except DataError as error:
@@ -116,18 +136,18 @@ def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
 
 
 def with_parameters_in(model: TextModel, dtype: DType) -> TextModel:
-    """The model with its parameters in another dtype, in which it then computes."""
+    """Return the model with its parameters in another dtype, in which it then computes."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), model.params)
     return replace(model, params=params, config=replace(model.config, dtype=dtype))
 
 
 def _within(ids: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
-    """Those that the model can write at all."""
+    """Return the ids that the model can write at all, in order."""
     return tuple(sorted({i for i in ids if i < config.vocab_size}))
 
 
 def _generation(folder: WeightFolder) -> dict[str, Any]:
-    """generation_config.json over config.json."""
+    """Return the keys of config.json, replaced by those of generation_config.json."""
     beside = folder.read_json("generation_config.json")
     if beside is None:
         return folder.config
@@ -139,7 +159,7 @@ def _generation(folder: WeightFolder) -> dict[str, Any]:
 def _ids(
     folder: WeightFolder, content: Mapping[str, Any], name: str, config: ModelConfig
 ) -> tuple[int, ...]:
-    """One id or a list of them; none where the key is absent or null."""
+    """Read a key that holds one id or a list of them; none where it is absent or null."""
     value = content.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for i in ids:
@@ -159,7 +179,7 @@ def _id(
 def _banned(
     folder: WeightFolder, content: Mapping[str, Any], config: ModelConfig, stop: Sequence[int]
 ) -> tuple[HistoryProcessor, ...]:
-    """`bad_words_ids`: lists of ids, none of which is written whole; the end remains allowed."""
+    """Return what keeps `bad_words_ids` from being written; the end of a text stays allowed."""
     name = "bad_words_ids"
     words = content.get(name) or []
     if not isinstance(words, list) or not all(isinstance(w, list) and w for w in words):

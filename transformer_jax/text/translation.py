@@ -1,4 +1,4 @@
-"""Texts that an encoder-decoder writes from a source: T5, BART, Marian.
+"""Write texts from a source with an encoder-decoder: T5, BART, Marian.
 
 The source is read once; the target begins with the model's start token, and with the ids that are
 forced upon it.
@@ -14,22 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.beam import LengthPenalty, beam_search
-from transformer_jax.completion import (
+from transformer_jax.config import ModelConfig
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.beams import LengthPenalty, beam_search
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.logit_processors import HistoryProcessor
+from transformer_jax.decoding.samplers import Sample
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.transformer import EncoderDecoder
+from transformer_jax.text.completion import (
     NO_TOKEN,
     StopStrings,
     WithoutHistory,
     check_stop_strings,
     known_ids,
 )
-from transformer_jax.config import ModelConfig
-from transformer_jax.data import Tokenizer
-from transformer_jax.decode import generate, make_step
-from transformer_jax.pretrained_text import PretrainedTokenizer
-from transformer_jax.processors import HistoryProcessor
-from transformer_jax.rows import fork
-from transformer_jax.sampling import Sample
-from transformer_jax.transformer import EncoderDecoder
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.trained import Tokenizer
 
 
 def translate(
@@ -48,7 +49,7 @@ def translate(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> list[str]:
-    """`count` targets of one source, each of at most `num_tokens` tokens."""
+    """Draw `count` targets of one source, each of at most `num_tokens` tokens."""
     stop = check_stop_strings(stop)
     state = _read(config, params, source, num_tokens, cache_dtype)
     known = known_ids(config, tokenizer)
@@ -76,7 +77,7 @@ def search_translations(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> list[tuple[float, str]]:
-    """The best targets that beam search finds, and their scores."""
+    """Return the best targets that beam search finds, and their scores."""
     found = beam_search(
         make_step(EncoderDecoder(config)),
         params,
@@ -100,18 +101,30 @@ def search_translations(
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))
-def _state(config, params, source, capacity, dtype):
-    arguments = dict(capacity=capacity, dtype=dtype)
+def _state(
+    config: ModelConfig,
+    params: Any,
+    source: jax.Array,  # i32[1, S]
+    capacity: int,
+    dtype: jax.typing.DTypeLike | None,
+) -> Any:
+    arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype)
     return EncoderDecoder(config).apply(
         {"params": params}, source, method="init_cache", **arguments
     )
 
 
-def _read(config: ModelConfig, params: Any, source: np.ndarray, num_tokens: int, dtype: Any) -> Any:
-    """The state behind one source, with room for `num_tokens`."""
+def _read(
+    config: ModelConfig,
+    params: Any,
+    source: np.ndarray,  # i32[S]
+    num_tokens: int,
+    dtype: jax.typing.DTypeLike | None,
+) -> Any:
+    """Return the decoder's state after reading one source, with room for `num_tokens`."""
     if not len(source):
         raise ValueError("the source has no tokens: must have at least one")
-    if config.positions in ("learned", "sinusoidal") and len(source) > config.max_len:
+    if config.positions is not None and config.positions.absolute and len(source) > config.max_len:
         raise ValueError(f"the source has {len(source)} tokens: max_len is {config.max_len}")
     if wrong := [int(i) for i in source if not 0 <= i < config.vocab_size]:
         raise ValueError(f"the source has id {wrong[0]}: the model has {config.vocab_size}")
@@ -121,7 +134,7 @@ def _read(config: ModelConfig, params: Any, source: np.ndarray, num_tokens: int,
 def _text(
     tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str], stop_ids: Sequence[int]
 ) -> str:
-    """A text from its beginning, without special tokens, up to its end."""
+    """Return the text of a target up to its end, without special tokens."""
     if any(i < 0 for i in ids):
         raise ValueError(NO_TOKEN)
     end = next((n for n, i in enumerate(ids) if i in stop_ids), len(ids))

@@ -1,12 +1,11 @@
-"""Chat templates: Jinja that a stranger wrote, rendered in a sandbox that counts what it does.
+"""Render chat templates: Jinja of unknown origin, in a sandbox that counts what it does.
 
 The environment is Hugging Face's: immutable and sandboxed, `trim_blocks`, `lstrip_blocks`, `break`
-and `continue`, `raise_exception`, `strftime_now`, and a `tojson` that leaves HTML as it is. A
-template sees plain data only, and a list of filters and methods; others do not exist. Every turn
-of a loop, call, operation and character written is paid for out of one budget before it is made, so
-a template ends, or fails, at the same place on every machine. What cannot be counted is the time
-inside one comparison or one filter; it is bounded by the size of what is compared, and a deadline
-stands behind the budget.
+and `continue`, `raise_exception`, `strftime_now`, and a `tojson` that does not escape HTML. A
+template sees plain data and a list of allowed filters and methods. Every turn of a loop, call,
+operation and written character is paid for from one budget before it is made, so a template ends or
+fails at the same place on every machine. The time inside one comparison or filter cannot be
+counted; it is bounded by the size of its arguments, and by a deadline for the whole.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Namespace
 from jinja2.visitor import NodeTransformer
 
-from transformer_jax.text import DataError
+from transformer_jax.tokenizers.utf8 import DataError
 
 TEMPLATE_LIMIT = 2**17
-"""Characters of a template."""
+"""Most characters of a template."""
 BUDGET = 2**22
-"""Units of one rendering, and 64 more for every character and value that it is given."""
+"""Units that one rendering may spend, plus 64 for every character and value it is given."""
 SECONDS = 10.0
-"""Of one rendering, whatever it counted."""
+"""Most time of one rendering."""
 
 _STEP = 64  # units of a turn, a call or an operation; a character is one
-_VALUE = 16  # of a value, alone or in a list
-_DEPTH = 64  # of what is rendered
-_DIGITS = 4096  # bits of a number
+_VALUE = 16  # units of a value, alone or in a list
+_DEPTH = 64  # deepest nesting of the data
+_BITS = 4096  # longest number
 _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (str, frozenset({
         "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum",
@@ -63,7 +62,7 @@ _FILTERS = frozenset({
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-    """The text of a template; DataError says why there is none, `raise_exception`'s words too."""
+    """Return the text of a template; DataError says why it failed, or what it raised itself."""
     if len(template) > TEMPLATE_LIMIT:
         rule = f"at most {TEMPLATE_LIMIT} are read"
         raise DataError(f"chat template: has {len(template)} characters, {rule}")
@@ -84,7 +83,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def literals(template: str) -> str:
-    """The text and the strings a template is written with, apart from each other."""
+    """Return the literal text and strings of a template, separated by null characters."""
     try:
         tree = _Sandbox(_Meter(BUDGET)).parse(template[:TEMPLATE_LIMIT])
     except (jinja2.TemplateError, RecursionError):
@@ -101,7 +100,7 @@ def _compiled(template: str) -> CodeType:
 
 
 class _Meter:
-    """What a rendering may still do."""
+    """Count what a rendering may still do."""
 
     def __init__(self, units: int) -> None:
         self.left = units
@@ -113,12 +112,12 @@ class _Meter:
             raise jinja2.TemplateRuntimeError("does or writes more than a chat can need")
 
     def pay(self, value: Any) -> Any:
-        """The value, and its weight is spent."""
+        """Spend the weight of a value and return the value."""
         self.spend(self.weight(value, limit=self.left))
         return value
 
     def weight(self, value: Any, limit: int) -> int:
-        """Of the characters and values in a value, as if printed; or a number above `limit`."""
+        """Return the units of a value as if it were printed, or any number above `limit`."""
         total, stack = 0, [value]
         while stack and total <= limit:
             value = stack.pop()
@@ -138,7 +137,7 @@ class _Meter:
 
 
 class _Names(Namespace):
-    """Jinja's namespace without names that begin with an underscore, and printed as a word."""
+    """Restrict Jinja's namespace to names without a leading underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, args = args[0], args[1:]
@@ -161,7 +160,7 @@ def _check_name(name: Any) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks what an assistant wrote: its body, in a scope of its own."""
+    """Accept `{% generation %}`, which marks what an assistant wrote, and render its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -172,7 +171,7 @@ class _Generation(Extension):
 
 
 class _Metered(NodeTransformer):
-    """Makes every loop, literal, slice and concatenation a call of the sandbox, which counts."""
+    """Turn every loop, literal, slice and concatenation into a call of the sandbox."""
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
         return nodes.Const(node.data, lineno=node.lineno)  # an expression: it is finalized
@@ -217,7 +216,7 @@ def _written(context: Context, value: Any) -> Any:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """One rendering's environment."""
+    """Render one template, and meter everything that it does."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
@@ -264,7 +263,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self.meter.pay(super().call(context, function, *args, **kwargs))
 
     def _method(self, owner: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
-        """Pays for a method of a plain value, and returns its arguments."""
+        """Pay for a method of a plain value, and return its arguments."""
         allowed = next((names for kind, names in _METHODS if isinstance(owner, kind)), frozenset())
         if name not in allowed:
             raise jinja2.sandbox.SecurityError(f"no {type(owner).__name__}.{name} in a template")
@@ -278,7 +277,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return args
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Jinja's guarded `str.format`, paid for before."""
+        """Return Jinja's guarded `str.format`, which is then paid for in advance."""
         guarded = super().wrap_str_format(value)
         if guarded is None:
             return None
@@ -294,10 +293,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.meter.spend(_STEP)
         numbers = isinstance(left, int) and isinstance(right, int)
-        if operator == "**" and numbers and left.bit_length() * abs(right) > _DIGITS:
-            raise jinja2.TemplateRuntimeError(f"a power has more than {_DIGITS} bits")
-        if operator == "*" and numbers and left.bit_length() + right.bit_length() > _DIGITS:
-            raise jinja2.TemplateRuntimeError(f"a product has more than {_DIGITS} bits")
+        if operator == "**" and numbers and left.bit_length() * abs(right) > _BITS:
+            raise jinja2.TemplateRuntimeError(f"a power has more than {_BITS} bits")
+        if operator == "*" and numbers and left.bit_length() + right.bit_length() > _BITS:
+            raise jinja2.TemplateRuntimeError(f"a product has more than {_BITS} bits")
         if operator == "*" and not numbers:
             for value, count in ((left, right), (right, left)):
                 if isinstance(count, int):
@@ -308,7 +307,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self.meter.pay(super().call_binop(context, operator, left, right))
 
     def _paid(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that pays for its result, and before it for what may be longer than its text."""
+        """Return a filter that pays for its result, in advance if it may be longer."""
         passes = hasattr(function, "jinja_pass_arg")
 
         @functools.wraps(function)  # with the mark of what Jinja passes first
@@ -378,7 +377,7 @@ def _strftime_now(format: str) -> str:
 
 
 def _plain(value: Any, path: str, depth: int = 0) -> Any:
-    """A copy of JSON's kinds alone: nothing a template could call."""
+    """Copy a value that has only JSON's types, so that a template has nothing to call."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth > _DEPTH:

@@ -1,14 +1,14 @@
-"""A tokenizer from the folder of a published model.
+"""Read a tokenizer from the folder of a published model.
 
 tokenizer.json             the `tokenizers` library's own; or else
 vocab.json, merges.txt     GPT-2's byte-level BPE (encoder.json, vocab.bpe); or else
 vocab.txt                  BERT's WordPiece
 tokenizer_config.json      roles of special tokens, added tokens, chat templates
-special_tokens_map.json    roles that it does not name
+special_tokens_map.json    roles that tokenizer_config.json does not name
 added_tokens.json          ids of tokens that were added
 generation_config.json     the tokens that end a text
-chat_template.jinja        before the config's (chat_template.json: behind it)
-additional_chat_templates  NAME.jinja, beside either
+chat_template.jinja        instead of the config's (chat_template.json: if it has none)
+additional_chat_templates  NAME.jinja, in addition to either
 
 Only these names are opened, and none that leads out of the folder. Nothing in them is executed.
 """
@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.pretrained_text import ROLES, PretrainedTokenizer, canonical
-from transformer_jax.text import DataError, byte_letters
-from transformer_jax.untrusted import Untrusted, shown
+from transformer_jax.tokenizers.pretrained import ROLES, PretrainedTokenizer, canonical
+from transformer_jax.tokenizers.utf8 import DataError, byte_letters
+from transformer_jax.untrusted_files import Untrusted, shown
 
 LIMITS = {
     "tokenizer.json": 2**26,
@@ -39,20 +39,20 @@ LIMITS = {
     "chat_template.jinja": 2**20,
     "chat_template.json": 2**20,
 }
-"""Bytes; a longer file is not read."""
+"""Largest file that is read, in bytes."""
 VALUES = 2**22
-"""In a JSON: a vocabulary of half a million tokens has two million."""
+"""Most values in a JSON; a vocabulary of half a million tokens has two million."""
 
 _FILES = Untrusted(DataError)
 
 _WRAPPED = frozenset({"Roberta", "Bart", "Longformer", "LED"})
-"""Models whose byte-level text stands between <s> and </s>."""
+"""Models that put byte-level text between <s> and </s>."""
 _BYTE_LEVEL = frozenset({"GPT2", "CodeGen"}) | _WRAPPED
 _WORD_PIECE = frozenset({"Bert", "DistilBert", "Electra"})
 
 
 def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
-    """The tokenizer of a model's folder; DataError names the file that is wrong, and the reason."""
+    """Load the tokenizer of a model's folder; DataError names the file that is wrong, and why."""
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
@@ -89,7 +89,7 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
 def _definition(
     folder: Path, config: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any], dict[str, str]]:
-    """(the file it came from, the library's JSON, roles where no file names them)."""
+    """Return the file with the vocabulary, the library's JSON, and the roles' usual tokens."""
     found = _json(folder, "tokenizer.json")
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
     if found is not None:
@@ -112,9 +112,11 @@ def _definition(
 def _overruled(
     folder: Path, config: Mapping[str, Any], kind: str, definition: dict[str, Any]
 ) -> dict[str, Any]:
-    """The library's JSON with what the tokenizer of this class takes from tokenizer_config.json,
-    where that says it. `add_bos_token` and `add_eos_token` are not among it: the JSON's ends stand,
-    as in transformers 5."""
+    """Return the library's JSON, changed by the keys of tokenizer_config.json that overrule it.
+
+    Which keys do depends on the tokenizer's class. `add_bos_token` and `add_eos_token` are never
+    among them: what the JSON puts around a text stays, as in transformers 5.
+    """
     normalizer, splitter = definition.get("normalizer"), definition.get("pre_tokenizer")
     if kind in _WORD_PIECE and isinstance(normalizer, dict):
         names = dict(
@@ -229,9 +231,10 @@ def _bert(
 def _roles(
     folder: Path, config: Mapping[str, Any], usual: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str], dict[str, str]]:
-    """Role to token, further special tokens, and what templates call more of them.
+    """Return each role's token, more special tokens, and more names that templates have for them.
 
-    The map comes first where the config has no `added_tokens_decoder`: such folders are older.
+    special_tokens_map.json comes first if the config has no `added_tokens_decoder`, since such
+    folders are older.
     """
     roles: dict[str, str] = {}
     extra: list[str] = []
@@ -278,7 +281,7 @@ def _added(
     roles: Mapping[str, str],
     extra: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """The definition's added tokens, those of the other files, and all that are special."""
+    """Return the added tokens of the definition and of the other files, and all special ones."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     listed = definition.get("added_tokens") or []
     if not isinstance(listed, list):
@@ -329,14 +332,14 @@ def _added(
 
 
 def _token(value: Any) -> Any:
-    """The text of a token, which files write alone or with its flags."""
+    """Return the text of a token, which files write alone or in an object with flags."""
     return value.get("content") if isinstance(value, dict) else value
 
 
 def _set_ends(
     config: Mapping[str, Any], definition: dict[str, Any], roles: Mapping[str, str]
 ) -> None:
-    """`add_bos_token` and `add_eos_token`, where given, say what stands around a text."""
+    """Put around a text what `add_bos_token` and `add_eos_token` say, if they are given."""
     wanted = [config.get(name) for name in ("add_bos_token", "add_eos_token")]
     for name, value in zip(("add_bos_token", "add_eos_token"), wanted, strict=True):
         if value not in (None, True, False):
@@ -352,7 +355,7 @@ def _set_ends(
 
 
 def _around(ids: Mapping[str, int], first: str | None, last: str | None) -> dict[str, Any]:
-    """The library's template of `first` text `last`."""
+    """Return the library's template that puts a text between `first` and `last`."""
 
     def text(name: str, kind: int) -> list[dict[str, Any]]:
         before = [{"SpecialToken": {"id": first, "type_id": kind}}] if first else []
@@ -369,7 +372,7 @@ def _around(ids: Mapping[str, int], first: str | None, last: str | None) -> dict
 
 
 def more_templates(folder: Path) -> list[str]:
-    """The files of `additional_chat_templates`."""
+    """List the files of `additional_chat_templates`."""
     below = folder / "additional_chat_templates"
     if below.is_symlink() or not below.is_dir():
         return []
@@ -377,7 +380,7 @@ def more_templates(folder: Path) -> list[str]:
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """(name, source) of every chat template."""
+    """Return the (name, source) of every chat template."""
     found = dict(_usual_templates(folder, config))
     for file in more_templates(folder):
         found[Path(file).stem] = _read(folder, file, LIMITS["chat_template.jinja"]) or ""
@@ -405,7 +408,7 @@ def _usual_templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str
 
 
 def _check_dense(path: Path, vocabulary: Mapping[str, Any]) -> None:
-    """Every id from 0 on, each once."""
+    """Check that the vocabulary has every id from 0 on, each once."""
     holders: dict[int, str] = {}
     for token, i in vocabulary.items():
         if type(i) is not int or i < 0:
@@ -436,14 +439,14 @@ def _flag(folder: Path, config: Mapping[str, Any], name: str, default: bool) -> 
 
 
 def _json(folder: Path, name: str) -> dict[str, Any] | None:
-    """The object in a file, no key of it twice; None where there is no such file."""
+    """Read the object in a file, which has no key twice; None if there is no such file."""
     if not _FILES.there(folder, name):
         return None
     return _FILES.json_object(_FILES.inside(folder, name), LIMITS[name], VALUES)
 
 
 def _read(folder: Path, name: str, limit: int | None = None) -> str | None:
-    """A file's text; None where there is none."""
+    """Read a file's text; None if there is no such file."""
     if not _FILES.there(folder, name):
         return None
     content = _FILES.content(_FILES.inside(folder, name), limit or LIMITS[name])

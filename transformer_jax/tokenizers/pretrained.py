@@ -1,7 +1,7 @@
-"""The tokenizer of a published model, as a value: text to ids and back, special tokens, chats.
+"""Turn text into ids and back with the tokenizer of a published model, and render its chats.
 
-The `tokenizers` library cuts the text; what an id means in bytes is read from the definition here,
-so that text can be put together a token at a time. `tokenizer_files.py` makes one from a folder.
+The `tokenizers` library splits the text. The bytes of an id are read from the definition here, so
+that text can be put together one token at a time. `hf_files` makes a tokenizer from a folder.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from transformer_jax.text import DataError, byte_letters, utf8
-from transformer_jax.untrusted import shown
+from transformer_jax.tokenizers.utf8 import DataError, byte_letters, utf8
+from transformer_jax.untrusted_files import shown
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 MAX_IDS = 2**22
-"""Ids of a vocabulary are below it; the largest published ones have 2**18."""
+"""Ids are below this number; the largest published vocabularies have 2**18."""
 
 RESERVED = frozenset(
     """
@@ -29,19 +29,19 @@ RESERVED = frozenset(
     return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs truncation
     """.split()
 )
-"""Arguments of transformers' `apply_chat_template` that are no variables of a template."""
+"""Arguments of transformers' `apply_chat_template` that a template does not see."""
 
 Written = Literal["parse", "text", "refuse"]
-"""What becomes of a special token that a text spells out."""
+"""How to read a special token that a text spells out: as the token, as text, or as an error."""
 
 _LETTERS = byte_letters()
 _NEVER_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
-_MAX_GROWTH = 1000  # of a text that is normalised
+_MAX_GROWTH = 1000  # how many times longer normalising may make a text
 
 
 @dataclass(frozen=True)
 class PretrainedTokenizer:
-    """A `Tokenizer` made of the JSON of the `tokenizers` library and of what stands beside it.
+    """Hold a `Tokenizer`: the JSON of the `tokenizers` library and what the other files add.
 
     Plain `encode(text)` adds nothing unless `add_special_tokens` is set; a special token written
     out in the text becomes its id, as in Hugging Face's library, unless told otherwise.
@@ -49,15 +49,15 @@ class PretrainedTokenizer:
 
     definition: str
     roles: tuple[tuple[str, str], ...] = ()
-    """("bos", "<s>") and so on: names are those of ROLES."""
+    """Pairs such as ("bos", "<s>"); names are those of ROLES."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a text the model writes."""
+    """Tokens that end a generated text."""
     chat_templates: tuple[tuple[str, str], ...] = ()
-    """(name, Jinja source); the usual one is called "default"."""
+    """Pairs of name and Jinja source; the usual template is called "default"."""
     add_special_tokens: bool = False
-    """What `encode` does unless it is told: <bos> in front, [CLS] and [SEP] around, </s> behind."""
+    """Whether `encode` adds special tokens by default: <bos> before a text, </s> after it, ..."""
     named_tokens: tuple[tuple[str, str], ...] = ()
-    """("image_token", "<img>") and so on: what chat templates call more tokens."""
+    """Pairs such as ("image_token", "<img>"): more names that chat templates use for tokens."""
 
     def __post_init__(self) -> None:
         content = _object(self.definition)
@@ -88,12 +88,12 @@ class PretrainedTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The largest id and one; an id in between that no token has is an empty piece."""
+        """Return the largest id plus one; an id below it without a token is an empty piece."""
         return max([*self._vocabulary.values(), *self._added]) + 1
 
     @cached_property
     def special_ids(self) -> Mapping[str, int]:
-        """Role to id: {"bos": 1, "eos": 2}."""
+        """Map each role to its id: {"bos": 1, "eos": 2}."""
         return {role: self._library.token_to_id(token) for role, token in self.roles}
 
     def encode(
@@ -103,10 +103,10 @@ class PretrainedTokenizer:
         special_tokens: bool | None = None,
         written: Written = "parse",
     ) -> np.ndarray:  # i32[n]
-        """Ids; `special_tokens` overrides `add_special_tokens`.
+        """Return the ids of a text; `special_tokens` overrides `add_special_tokens`.
 
-        `written="text"` makes special tokens that the text spells out ordinary text; "refuse"
-        makes them a DataError. Text of a stranger should be read with one of them.
+        A special token that the text spells out becomes its id. With `written="text"` it is
+        ordinary text, with "refuse" a DataError: use one of them for text you do not trust.
         """
         if written not in ("parse", "text", "refuse"):
             raise DataError(f"written is {written!r}: must be 'parse', 'text' or 'refuse'")
@@ -120,16 +120,16 @@ class PretrainedTokenizer:
         return np.array(found.ids, np.int32)
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes each id stands for, one behind the other, as they continue a text.
+        """Return the bytes of the ids, as they continue a text.
 
-        A SentencePiece or WordPiece word brings its space with it, the first one too; `decode`
-        knows that it begins a text.
+        A SentencePiece or WordPiece word brings its space with it, also at the start of a text;
+        `decode` drops that space.
         """
         pieces = self._pieces
         return b"".join(pieces[self._checked(i)] for i in ids)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
-        """A whole text; what is no UTF-8 shows as U+FFFD."""
+        """Return the ids as a whole text; bytes that are no UTF-8 become U+FFFD."""
         skipped = self._special if skip_special_tokens else frozenset()
         kept = [i for i in map(self._checked, ids) if i not in skipped]
         spell, last = self._spelling, len(kept) - 1
@@ -149,20 +149,20 @@ class PretrainedTokenizer:
         template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The messages, `{"role": ..., "content": ...}`, as the model was trained to read them.
+        """Render messages, `{"role": ..., "content": ...}`, as the model was trained to read them.
 
-        `template` names one where there are several. Special tokens are written out in the text;
-        `chat_ids` gives the ids, and looks out for those that a message holds.
+        `template` names one of several templates. Special tokens are spelled out in the text;
+        `chat_ids` gives the ids and checks that no message holds special tokens. DataError names
+        the message that has neither content nor tool_calls, and says why a template failed.
         """
         try:
-            from transformer_jax.chat import render
+            from transformer_jax.tokenizers.chat_template import render
         except ModuleNotFoundError:
             rule = "pip install 'transformer_jax[hf]'"
             raise DataError(
                 f"a chat template needs jinja2, which is not installed: {rule}"
             ) from None
-        if not messages or not all(isinstance(message, Mapping) for message in messages):
-            raise DataError("messages: must be a list of at least one object")
+        empty = _without_content(messages)
         given = {
             "messages": [{k: v for k, v in m.items() if v is not None} for m in messages],
             "tools": None if tools is None else list(tools),
@@ -173,7 +173,13 @@ class PretrainedTokenizer:
             rule = "transformers takes it for itself, and a template is not to see it"
             raise DataError(f"{reserved[0]}: {rule}")
         names = dict(self.named_tokens) | {f"{role}_token": token for role, token in self.roles}
-        return render(self._template(template, tools is not None), names | given | variables)
+        source = self._template(template, tools is not None)
+        try:
+            return render(source, names | given | variables)
+        except DataError as error:
+            if not empty:
+                raise
+            raise DataError(f"messages[{empty[0]}] has no content: {error}") from None
 
     def chat_ids(
         self,
@@ -185,18 +191,18 @@ class PretrainedTokenizer:
         written: Literal["parse", "refuse"] = "refuse",
         **variables: Any,
     ) -> np.ndarray:  # i32[n]
-        """Ids of `chat`; nothing is added to what the template wrote.
+        """Return the ids of `chat`; nothing is added to what the template wrote.
 
         A message, tool or document that spells out a special token could end its turn and begin
-        another's: it is refused, and so is an added token that stands in the template, but for
-        what an assistant said. `written="parse"` takes every text as it is.
+        another's, and is refused (DataError). So is any added token that the template itself uses,
+        except in messages of the assistant. `written="parse"` accepts every text.
         """
         if written not in ("parse", "refuse"):
             raise DataError(f"written is {written!r}: must be 'parse' or 'refuse'")
         wanted: dict[str, Any] = dict(tools=tools, documents=documents, template=template)
         text = self.chat(messages, **wanted, **variables)
         if written == "refuse":
-            from transformer_jax.chat import literals
+            from transformer_jax.tokenizers.chat_template import literals
 
             source = literals(self._template(template, tools is not None))
             marks = {i for i, token in self._added.items() if token.content in source}
@@ -229,7 +235,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def _verbatim(self) -> Any:
-        """The library's tokenizer that takes special tokens for text."""
+        """Return the library's tokenizer that reads special tokens as text."""
         from tokenizers import Tokenizer as Library
 
         library = Library.from_str(self.definition)
@@ -238,7 +244,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def _vocabulary(self) -> dict[str, int]:
-        """Without what was added."""
+        """Return the vocabulary without added tokens."""
         return self._library.get_vocab(with_added_tokens=False)
 
     @cached_property
@@ -251,7 +257,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def _control(self) -> frozenset[int]:
-        """Special, and not what any unknown character becomes."""
+        """Return the special tokens, without the one that unknown characters become."""
         others = {i for role, i in self.special_ids.items() if role != "unk"}
         return self._special - ({self.special_ids.get("unk", -1)} - others)
 
@@ -281,7 +287,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def _missing_bytes(self) -> frozenset[int]:
-        """Bytes of UTF-8 that a byte-level vocabulary would leave out without a word."""
+        """Return bytes of UTF-8 that a byte-level vocabulary would drop silently."""
         model = _object(self.definition).get("model", {})
         if not self._spelling.byte_level or not isinstance(model.get("merges"), list):
             return frozenset()
@@ -293,7 +299,7 @@ class PretrainedTokenizer:
             raise DataError(f"the text has the byte 0x{min(lost):02x}, for which there is no token")
 
     def _check_unspecial(self, text: str, control: Iterable[int], path: str) -> None:
-        """DataError where the text, on its own, has one of these ids."""
+        """Raise DataError if the text on its own has one of these ids."""
         control = frozenset(control)
         utf8(text)
         (found,) = _rust("text", self._library.encode_batch_fast, [text], add_special_tokens=False)
@@ -303,7 +309,7 @@ class PretrainedTokenizer:
                 raise DataError(f"{path}: holds {shown(token)}, which is a token of its own")
 
     def _template(self, name: str | None, tools: bool) -> str:
-        """Of that name; of none the one for tools, where tools are given, or the usual one."""
+        """Return the template of that name; without a name, the one for tools or the usual one."""
         found = dict(self.chat_templates)
         wanted = (name,) if name else ("tool_use", "default") if tools else ("default",)
         for key in wanted:
@@ -314,7 +320,7 @@ class PretrainedTokenizer:
 
 
 def pretrained_from_json(content: Mapping[str, Any]) -> PretrainedTokenizer:
-    """The content that `to_json` wrote."""
+    """Return the tokenizer whose `to_json` wrote this content."""
     match content:
         case {
             "kind": "pretrained",
@@ -334,20 +340,35 @@ def pretrained_from_json(content: Mapping[str, Any]) -> PretrainedTokenizer:
     raise DataError("tokenizer of kind 'pretrained': must have what belongs to it, and no more")
 
 
+def _without_content(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the indices of messages whose content is null, for the template to judge.
+
+    DataError names a message that has neither content nor calls of tools.
+    """
+    if not messages or not all(isinstance(message, Mapping) for message in messages):
+        raise DataError("messages: must be a list of at least one object")
+    empty = [n for n, message in enumerate(messages) if message.get("content") is None]
+    for n in empty:
+        if "content" not in messages[n] and not messages[n].get("tool_calls"):
+            raise DataError(f"messages[{n}] has no content: must have content or tool_calls")
+    return empty
+
+
 def canonical(definition: Mapping[str, Any]) -> str:
+    """Return a definition as the text that equal definitions share."""
     return json.dumps(definition, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class _Spelling:
-    """How the tokens of a decoder (of the `tokenizers` library) stand for text."""
+    """Spell tokens as text, as a decoder of the `tokenizers` library does."""
 
     byte_level: bool = False
     byte_fallback: bool = False
     steps: tuple[Callable[[str, bool, bool], str], ...] = ()
-    """Of (token, is the first one, is the last one), one behind the other."""
+    """Functions of (token, is it the first, is it the last), applied one after the other."""
     ends: tuple[tuple[str, int, int], ...] = ()
-    """(character, how many go at the start of a whole text, and at its end)."""
+    """(character, how many are removed at the start of a whole text, and at its end)."""
 
     def piece(self, token: str, first: bool, last: bool) -> bytes:
         if self.byte_fallback and (byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
@@ -366,7 +387,7 @@ class _Spelling:
 
 
 def _spelling(decoder: Any) -> _Spelling:
-    """DataError names a decoder that is none of GPT-2's, SentencePiece's or BERT's kinds."""
+    """Read a decoder of GPT-2's, SentencePiece's or BERT's kind; DataError names any other."""
     if decoder is None:
         return _Spelling(steps=(_spaced,))
     if not isinstance(decoder, dict):
@@ -413,7 +434,7 @@ def _spaced(token: str, first: bool, last: bool) -> str:
 
 @dataclass(frozen=True)
 class _Replace:
-    """One text for another, which may differ at the end."""
+    """Replace one text by another; the last token may have its own replacement."""
 
     old: str
     new: str
@@ -425,7 +446,7 @@ class _Replace:
 
 @dataclass(frozen=True)
 class _Metaspace:
-    """SentencePiece's words, which begin with a mark where there was a space."""
+    """Spell SentencePiece's words, in which a mark stands for a space."""
 
     mark: str
     prepends: bool
@@ -436,7 +457,7 @@ class _Metaspace:
 
 @dataclass(frozen=True)
 class _WordPiece:
-    """BERT's words: a space in front of what does not continue one; before punctuation, none."""
+    """Spell BERT's words: a space before each new word, none before punctuation."""
 
     prefix: str
     cleanup: bool
@@ -456,7 +477,7 @@ class _WordPiece:
 
 
 def _rust(what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result; the library's plain Exceptions, and its panics, are DataErrors here."""
+    """Call the library, and turn its plain Exceptions and its panics into DataErrors."""
     try:
         return call(*args, **kwargs)
     except BaseException as error:
@@ -499,7 +520,7 @@ def _check_model(content: Mapping[str, Any]) -> None:
 
 
 def _kinds(content: Any) -> set[str]:
-    """Of the parts in front of the model."""
+    """Return the types of the steps before the model."""
     parts = [content.get("pre_tokenizer"), content.get("normalizer")]
     found = set()
     while parts:
@@ -512,7 +533,7 @@ def _kinds(content: Any) -> set[str]:
 
 
 def _check_growth(normalizer: Any) -> None:
-    """DataError where replacements behind each other could make a text a thousand times longer."""
+    """Raise DataError if replacements in a row could make a text a thousand times longer."""
     growth, parts = 1.0, [normalizer]
     while parts:
         part = parts.pop()
@@ -531,7 +552,7 @@ def _check_growth(normalizer: Any) -> None:
 
 
 def _check_added(content: Mapping[str, Any], added: Mapping[int, Any]) -> None:
-    """The library numbers added tokens itself; the file must agree."""
+    """Check that the file numbers added tokens as the library does."""
     tokens = content.get("added_tokens") or []
     for token in tokens:
         i, text = token["id"], token["content"]

@@ -1,14 +1,14 @@
-"""What every tokenizer shares: its error, UTF-8, and the letters that stand for bytes."""
+"""Provide what all tokenizers share: their error, UTF-8, and the letters that spell bytes."""
 
 from __future__ import annotations
 
 
 class DataError(ValueError):
-    """Text that cannot be read, encoded or cut into windows."""
+    """Report text that cannot be read, encoded or cut into windows."""
 
 
 def utf8(text: str) -> bytes:
-    """DataError names a lone surrogate, which has none."""
+    """Encode a text; DataError names a lone surrogate, which has no UTF-8."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -18,7 +18,7 @@ def utf8(text: str) -> bytes:
 
 
 def byte_letters() -> dict[str, int]:
-    """GPT-2's printable letter of every byte, as byte-level BPE files spell them."""
+    """Map each of GPT-2's printable letters to the byte that it spells in byte-level BPE files."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     letters = {chr(byte): byte for byte in shown}

@@ -1,4 +1,4 @@
-"""Text to windows of tokens: where it comes from, how it is cut, and which windows a step reads.
+"""Read a text, cut it into tokens, and choose the windows that a step reads.
 
 Text is kept as it is, byte for byte: no newline is translated and no byte-order mark dropped. The
 windows of a step follow from (seed, step) alone, so a resumed run needs no iterator state.
@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
 from transformer_jax.config import TrainConfig
-from transformer_jax.pretrained_text import pretrained_from_json
-from transformer_jax.text import DataError as DataError
-from transformer_jax.text import byte_letters, utf8
+from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
+from transformer_jax.tokenizers.utf8 import DataError as DataError
 
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -32,201 +28,16 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 IGNORE = -100
 """Label of a position that has no target."""
 
-# Pieces a BPE merges within, as GPT-2's, but bounded: the time stays linear in any text.
-_PIECE = r" ?\p{L}{1,32}| ?\p{N}{1,8}| ?[^\s\p{L}\p{N}]{1,16}|\s{1,16}(?!\S)"
-
-
-class Tokenizer(Protocol):
-    """Text to ids and back."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """Ids i32[n]; DataError names what has no id."""
-
-    def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """UTF-8 of the ids: a piece at a time, so a character may be split between calls."""
-
-    def to_json(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class CharTokenizer:
-    """One id per character, in the order of their code points."""
-
-    characters: str
-
-    def __post_init__(self) -> None:
-        if not self.characters or sorted(set(self.characters)) != list(self.characters):
-            raise DataError("characters of a tokenizer: must be distinct, in order, at least one")
-
-    @classmethod
-    def train(cls, text: str) -> CharTokenizer:
-        """Every character of the text."""
-        return cls("".join(map(chr, np.unique(_code_points(text)))))
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.characters)
-
-    def encode(self, text: str) -> np.ndarray:
-        points, known = _code_points(text), _code_points(self.characters)
-        ids = np.minimum(np.searchsorted(known, points), len(known) - 1).astype(np.int32)
-        wrong = np.flatnonzero(known[ids] != points)
-        if len(wrong):
-            at = int(wrong[0])
-            raise DataError(
-                f"character {at} is U+{ord(text[at]):04X} {text[at]!r}: "
-                f"not among the {self.vocab_size} characters of the training text"
-            )
-        return ids
-
-    def to_bytes(self, ids: Iterable[int]) -> bytes:
-        return "".join(self.characters[i] for i in ids).encode("utf-8", "surrogatepass")
-
-    def to_json(self) -> str:
-        return _dump({"kind": "char", "characters": self.characters})
-
-
-@dataclass(frozen=True)
-class ByteTokenizer:
-    """One id per byte of UTF-8: any text, any file."""
-
-    @property
-    def vocab_size(self) -> int:
-        return 256
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
-
-    def to_bytes(self, ids: Iterable[int]) -> bytes:
-        return bytes(list(ids))
-
-    def to_json(self) -> str:
-        return _dump({"kind": "byte"})
-
-
-@dataclass(frozen=True)
-class BPETokenizer:
-    """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019).
-
-    `definition` is the JSON of the `tokenizers` library. Every byte is a token, so any text has
-    ids, and they give it back exactly.
-    """
-
-    definition: str
-
-    def __post_init__(self) -> None:
-        try:
-            pieces = set(self._bytes)
-        except Exception as error:  # the Rust library raises plain Exception
-            raise DataError(f"definition of a tokenizer: {error!r}") from None
-        if not pieces >= {bytes([byte]) for byte in range(256)}:
-            raise DataError("definition of a tokenizer: not every byte has a token")
-
-    @classmethod
-    def train(cls, text: str, vocab_size: int) -> BPETokenizer:
-        """At most `vocab_size` tokens: the 256 bytes and the most frequent merges of the text."""
-        from tokenizers import Regex, models, pre_tokenizers, trainers
-        from tokenizers import Tokenizer as Library
-
-        model = Library(models.BPE())
-        model.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_PIECE), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        )
-        model.train_from_iterator(_lines(text), trainer=trainer)
-        return cls(_canonical(json.loads(model.to_str())))
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._bytes)
-
-    @cached_property
-    def _library(self) -> Any:
-        from tokenizers import Tokenizer as Library
-
-        return Library.from_str(self.definition)
-
-    @cached_property
-    def _bytes(self) -> list[bytes]:
-        letters = byte_letters()
-        pieces = (self._library.id_to_token(i) for i in range(self._library.get_vocab_size()))
-        return [bytes(letters[letter] for letter in piece) for piece in pieces]
-
-    def encode(self, text: str) -> np.ndarray:
-        utf8(text)
-        parts = self._library.encode_batch_fast(_lines(text), add_special_tokens=False)
-        return np.array([i for part in parts for i in part.ids], np.int32)
-
-    def to_bytes(self, ids: Iterable[int]) -> bytes:
-        return b"".join(self._bytes[i] for i in ids)
-
-    def to_json(self) -> str:
-        return _dump({"kind": "bpe", "definition": json.loads(self.definition)})
-
-
-def tokenizer_from_json(text: str) -> Tokenizer:
-    """The tokenizer that `to_json` wrote; DataError where it is anything else."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"tokenizer: not JSON ({error})") from None
-    match content:
-        case {"kind": "char", "characters": str(characters), **rest} if not rest:
-            return CharTokenizer(characters)
-        case {"kind": "byte", **rest} if not rest:
-            return ByteTokenizer()
-        case {"kind": "bpe", "definition": dict(definition), **rest} if not rest:
-            return BPETokenizer(_canonical(definition))
-        case {"kind": "pretrained"}:
-            return pretrained_from_json(content)
-    kinds = "'char', 'byte', 'bpe' or 'pretrained'"
-    raise DataError(f"tokenizer: must have kind {kinds}, and what belongs to it")
-
-
-def _dump(content: dict[str, Any]) -> str:
-    return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-
-
-def _canonical(definition: dict[str, Any]) -> str:
-    return json.dumps(definition, ensure_ascii=False)
-
-
-def _code_points(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-
-
-def _lines(text: str, size: int = 1 << 16) -> list[str]:
-    """Parts of about `size` characters, cut behind a newline where there is one."""
-    parts, start = [], 0
-    while start < len(text):
-        end = start + size
-        if end < len(text):
-            newline = text.rfind("\n", start, end)
-            end = newline + 1 if newline >= 0 else end
-        parts.append(text[start:end])
-        start = end
-    return parts
-
 
 @dataclass(frozen=True)
 class Source:
-    """The bytes of one file, or of a named set."""
+    """Hold the bytes of one file, or of a named set."""
 
     name: str
     content: bytes
 
     def text(self, errors: str = "strict") -> str:
-        """Decoded as UTF-8; DataError names the first byte that is none."""
+        """Return the text, decoded as UTF-8; DataError names the first byte that is none."""
         try:
             return self.content.decode("utf-8", errors)
         except UnicodeDecodeError as error:
@@ -237,7 +48,7 @@ class Source:
 
 
 def read(data: str, out: str | None = None) -> list[Source]:
-    """What `TrainConfig.data` names: a file, a folder's files in order of path, `-`, or a set.
+    """Read what `TrainConfig.data` names: a file, a folder's files in order of path, `-`, a set.
 
     Left out of a folder are hidden files, links to folders, and the folders of runs, `out` first
     of all. Its files that end in no newline get one.
@@ -276,7 +87,7 @@ def read(data: str, out: str | None = None) -> list[Source]:
 
 
 def _files(path: Path, out: str | None) -> list[Path]:
-    """The files to read in a folder and below; OSError for a folder that cannot be listed."""
+    """Return the files of a folder and below; OSError for a folder that cannot be listed."""
 
     def unreadable(error: OSError) -> None:
         raise error
@@ -290,7 +101,7 @@ def _files(path: Path, out: str | None) -> list[Path]:
 
 
 def _is_run(folder: Path, out: str | None) -> bool:
-    """Whether this is `out`, or holds what every run folder does."""
+    """Say whether this is `out`, or holds what every run folder does."""
     if out is not None and os.path.realpath(folder) == os.path.realpath(out):
         return True
     names = "config.json", "tokenizer.json", "metrics.jsonl"
@@ -298,13 +109,13 @@ def _is_run(folder: Path, out: str | None) -> bool:
 
 
 def _python_docs() -> str:
-    """The documentation behind Python's help(): English, and shipped with every Python."""
+    """Return the documentation that Python's help() shows: English, and part of every Python."""
     topics = importlib.import_module("pydoc_data.topics").topics
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def _download(url: str, sha256: str, name: str) -> bytes:
-    """The file of that hash, from the user's cache or else, once, from the network."""
+    """Return the file of that hash from the user's cache, or else, once, from the network."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     file = Path(cache, "transformer_jax", f"{name}.txt")
     if file.is_file():
@@ -335,7 +146,7 @@ def _download(url: str, sha256: str, name: str) -> bytes:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A text as ids, its last part held out."""
+    """Hold a text as ids, its last part held out."""
 
     tokenizer: Tokenizer
     train: np.ndarray  # unsigned or i32[n]
@@ -355,7 +166,8 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
     sources = read(config.data, config.out)
     content = b"".join(source.content for source in sources)
     if not content:
-        raise DataError(f"data is {config.data!r}: it is empty")
+        hint = "; pipe a text into the command" if config.data == "-" else ""
+        raise DataError(f"data is {config.data!r}: it is empty{hint}")
     kept = 1.0 - config.val_fraction
     if config.tokenizer == "byte":
         tokenizer = tokenizer or ByteTokenizer()
@@ -397,7 +209,7 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
 
 
 def _check_known(config: TrainConfig, *parts: np.ndarray) -> None:
-    """A published tokenizer may have tokens that its model has not."""
+    """Raise DataError for a token of a published tokenizer that its model does not have."""
     largest = max(int(part.max(initial=0)) for part in parts)
     if largest >= config.model.vocab_size:
         rule = f"{config.init_from} has {config.model.vocab_size} tokens"
@@ -407,7 +219,7 @@ def _check_known(config: TrainConfig, *parts: np.ndarray) -> None:
 def random_starts(
     seed: int, step: int, shape: tuple[int, ...], count: int
 ) -> np.ndarray:  # i32[shape]
-    """Where the windows of a step start, uniform in [0, count): a pure function of its arguments.
+    """Draw where the windows of a step start, uniform in [0, count), from the arguments alone.
 
     Philox keyed by (seed, step); NumPy keeps this stream the same in every version. A step of A
     micro-batches of B windows reads the same windows as one of A x B.
@@ -420,7 +232,7 @@ def random_starts(
 
 
 def consecutive_starts(tokens: int, length: int) -> np.ndarray:  # i32[n]
-    """Starts of windows that cover a text once; the last one may reach past its end."""
+    """Return starts of windows that cover a text once; the last may reach past its end."""
     return np.arange(0, tokens - 1, length, dtype=np.int32)
 
 
@@ -428,7 +240,7 @@ def pad_documents(
     documents: Sequence[np.ndarray],  # i32[n] each
     length: int,
 ) -> tuple[np.ndarray, np.ndarray]:  # tokens i32[B, T], labels i32[B, T]
-    """One document a row: row b predicts its tokens 1.. from those before; the rest is ignored."""
+    """Lay out a document a row: its tokens 1.. are labels; the rest of the row is ignored."""
     tokens = np.zeros((len(documents), length), np.int32)
     labels = np.full((len(documents), length), IGNORE, np.int32)
     for row, document in enumerate(documents):
@@ -440,7 +252,7 @@ def pack_documents(
     documents: Sequence[np.ndarray],  # i32[n] each
     length: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # tokens, labels, segments: i32[B, T]
-    """Several documents a row, each into the first row with room; segment 0 is padding.
+    """Lay out several documents a row, each in the first row with room; segment 0 is padding.
 
     With `segments` given to a decoder, a document sees no other and its positions start at 0.
     """

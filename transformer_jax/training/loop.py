@@ -1,6 +1,6 @@
 """Train a decoder on a text: read it, step, evaluate, keep checkpoints, stop and continue.
 
-`fit` is all of it; `training_state` has the pieces for a loop of one's own.
+`fit` is all of it; `step` has the parts for a loop of one's own.
 """
 
 from __future__ import annotations
@@ -13,26 +13,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from transformer_jax import checkpoint
-from transformer_jax.checkpoint import CheckpointError
-from transformer_jax.completion import complete
-from transformer_jax.config import ConfigError, TrainConfig
-from transformer_jax.data import (
-    Dataset,
-    Tokenizer,
-    consecutive_starts,
-    load_dataset,
-    random_starts,
-)
-from transformer_jax.pretrained import FREE, load_pretrained, pretrained_config
-from transformer_jax.progress import Progress, Silent
-from transformer_jax.run_folder import (
+from transformer_jax.checkpoints import checkpoint
+from transformer_jax.checkpoints.checkpoint import CheckpointError
+from transformer_jax.checkpoints.run_folder import (
     MAY_CHANGE,
     RunError,
     RunFolder,
@@ -42,14 +30,24 @@ from transformer_jax.run_folder import (
     plot_losses,
     tokenizer_sha256,
 )
-from transformer_jax.sampling import Sample, Temperature
-from transformer_jax.text_model import published_tokenizer
-from transformer_jax.training_state import (
+from transformer_jax.config import ConfigError, Learned, TrainConfig
+from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
+from transformer_jax.pretrained.load import load_pretrained, pretrained_config
+from transformer_jax.pretrained.safetensors_folder import open_folder
+from transformer_jax.text.completion import complete
+from transformer_jax.text.text_model import published_tokenizer
+from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.training.data import Dataset, consecutive_starts, load_dataset, random_starts
+from transformer_jax.training.progress import Progress, Silent
+from transformer_jax.training.step import (
+    Batch,
     Metrics,
+    Params,
     TrainState,
     init_state,
     language_model_loss,
-    learning_rate,
+    learning_rate_schedule,
     make_eval_step,
     make_optimizer,
     make_train_step,
@@ -57,23 +55,6 @@ from transformer_jax.training_state import (
     start_state,
     windows,
 )
-from transformer_jax.weights import open_folder
-
-__all__ = [
-    "MOST_REJECTED",
-    "Result",
-    "RunError",
-    "TrainState",
-    "evaluate",
-    "fit",
-    "init_state",
-    "language_model_loss",
-    "learning_rate",
-    "make_eval_step",
-    "make_optimizer",
-    "make_train_step",
-    "start_state",
-]
 
 MOST_REJECTED = 10
 """Steps in a row with a loss or gradient that is not finite, after which a run gives up."""
@@ -84,7 +65,7 @@ _EVAL_STREAM = 2**62
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to."""
+    """Hold what a run came to."""
 
     config: TrainConfig
     state: TrainState
@@ -95,6 +76,7 @@ class Result:
     """At `step`, nats per token; None where it is not finite, or where the run stopped between two
     evaluations."""
     val_loss_per_character: float | None
+    """The same in nats per character, whatever the tokenizer."""
     best_step: int | None
     sample: str
     rejected: int
@@ -113,7 +95,7 @@ def fit(
 
     The model's vocab_size becomes the tokenizer's, or `vocab_size`, which may be larger. With
     `config.init_from`, parameters and tokenizer start from that published model, whose config
-    `config.model` must be, but for `pretrained.FREE`; `fine_tuning` makes such a config. With
+    `config.model` must be, but for `OVERRIDABLE_FIELDS`; `fine_tuning` makes such a config. With
     `resume`, the run in that folder goes on from its last checkpoint, bit for bit as if it had
     never stopped; what `run_folder.MAY_CHANGE` lists may differ from it (with another `steps` the
     schedule follows the new one). `stop` is asked after every step: True saves and returns.
@@ -126,31 +108,18 @@ def fit(
         raise ConfigError(f"kind is {config.model.kind!r}: text is trained on with a 'decoder'")
     folder = RunFolder(Path(config.out))
     with ExitStack() as stack:
+        found = None
         if resume:
             stored = folder.read_config()
             stack.enter_context(locked(folder.path))
-            checkpoint.remove_partial(folder.checkpoints)
-            found = _last_good(folder, progress)
-            tokenizer = None
-            if found is not None:
-                tokenizer = folder.read_tokenizer(found.metadata["tokenizer_sha256"])
-            else:
-                _check_none_lost(folder, stored.checkpoint_every)
-                if config.init_from is not None:
-                    tokenizer = folder.read_tokenizer()
-            dataset = load_dataset(config, tokenizer)
-            config = _resolved(config, dataset, vocab_size)
-            _check_same(stored, config, found, dataset)
+            config, dataset, found = _continued(config, stored, folder, vocab_size, progress)
         else:
             check_unused(folder.path)
-            found, dataset = None, load_dataset(config, _published(config))
+            dataset = load_dataset(config, _published(config))
             config = _resolved(config, dataset, vocab_size)
         run = _Run(config, folder, dataset, progress, stop)
         if not resume:
-            folder.path.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(folder.path))
-            if any(entry.name != "lock" for entry in folder.path.iterdir()):
-                raise RunError(f"{folder.path}: another run has just started here")
+            stack.enter_context(_claimed(folder.path))
         state = run.first_state() if found is None else run.restored(found)
         if found is not None:
             checkpoint.set_aside(folder.checkpoints, found.step)
@@ -158,24 +127,70 @@ def fit(
         folder.write_tokenizer(dataset.tokenizer)
         if damaged := folder.cut_metrics(int(state.step)):
             progress.say(f"{folder.metrics_file}: damaged lines left out: {damaged}")
+        for line in run.described(int(state.step)):
+            progress.say(line)
         with _closing(progress):
             return run.train(state)
 
 
+def _continued(
+    config: TrainConfig,
+    stored: TrainConfig,
+    folder: RunFolder,
+    vocab_size: int | None,
+    progress: Progress,
+) -> tuple[TrainConfig, Dataset, checkpoint.Manifest | None]:
+    """Return what a resumed run goes on with; its checkpoint is None where none was saved yet."""
+    checkpoint.remove_partial(folder.checkpoints)
+    found, tokenizer = _last_good(folder, progress), None
+    if found is not None:
+        tokenizer = folder.read_tokenizer(found.metadata["tokenizer_sha256"])
+    else:
+        _check_none_lost(folder, stored.checkpoint_every)
+        if config.init_from is not None:
+            tokenizer = folder.read_tokenizer()
+    dataset = load_dataset(config, tokenizer)
+    config = _resolved(config, dataset, vocab_size)
+    _check_same(stored, config, found, dataset)
+    return config, dataset, found
+
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[None]:
+    """Make the folder of a new run and hold it; RunError where another run was quicker."""
+    path.mkdir(parents=True, exist_ok=True)
+    with locked(path):
+        if any(entry.name != "lock" for entry in path.iterdir()):
+            raise RunError(f"{path}: another run has just started here")
+        yield
+
+
 def evaluate(
     eval_step: Callable[..., tuple[jax.Array, jax.Array]],
-    params: Any,
+    params: Params,
     corpus: jax.Array,  # uint or i32[n]
     starts: np.ndarray,  # i32[N, B]
 ) -> float:
-    """Mean loss in nats per token over batches of windows, weighted by their tokens."""
+    """Return the mean loss in nats per token over batches of windows, weighted by their tokens."""
     parts = [eval_step(params, corpus, jax.device_put(batch)) for batch in starts]
     losses, weights = np.array(jax.device_get(parts), np.float64).T
     return float(losses.sum() / weights.sum())
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """Hold the numbers of one step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    updates: int
+    """Steps before it that were not rejected."""
+    tokens_per_second: float | None
+
+
 class _Run:
-    """One call of `fit`: what stays the same from step to step."""
+    """Hold what stays the same from step to step in one call of `fit`."""
 
     def __init__(
         self,
@@ -187,9 +202,9 @@ class _Run:
     ) -> None:
         self.config, self.folder, self.dataset = config, folder, dataset
         self.progress, self.stop = progress, stop
-        self.optimizer, self.train_step, self.eval_step = _compiled(_numerics(config))
+        self.programs = _compiled(_numerics(config))
         self.template = jax.eval_shape(
-            partial(init_state, config.model, self.optimizer), np.uint32(config.seed)
+            partial(init_state, config.model, self.programs.optimizer), np.uint32(config.seed)
         )
         _check_memory(self.template)
         self.held_out = jax.device_put(dataset.val)
@@ -199,16 +214,31 @@ class _Run:
         config = self.config
         seed = jax.device_put(np.uint32(config.seed))
         if config.init_from is None:
-            return init_state(config.model, self.optimizer, seed)
+            return init_state(config.model, self.programs.optimizer, seed)
         scanned = config.model.scan_layers
         params = load_pretrained(config.init_from, dtype="float32", scan_layers=scanned)[1]
-        return start_state(params, self.optimizer, split_seed(seed)[1])
+        return start_state(params, self.programs.optimizer, split_seed(seed)[1])
 
     def restored(self, found: checkpoint.Manifest) -> TrainState:
         if found.step > self.config.steps:
             rule = f"the run is at step {found.step} already"
             raise ConfigError(f"steps is {self.config.steps}: {rule}")
         return checkpoint.restore(found.path, self.template)
+
+    def described(self, done: int) -> list[str]:
+        """Return two lines: the model and its device, and the text that it is trained on."""
+        config, device = self.config, jax.local_devices()[0]
+        leaves = jax.tree.leaves(self.template.params)
+        count = sum(math.prod(leaf.shape) for leaf in leaves)
+        kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
+        train, held_out = len(self.dataset.train), len(self.dataset.val)
+        step = config.accumulation * config.batch_size * config.sequence_len
+        start = f", from step {done} on" if done else ""
+        return [
+            f"model: {count:,} parameters, vocabulary of {config.model.vocab_size:,}, "
+            f"on {device.platform}{kind}",
+            f"text: {train:,} tokens and {held_out:,} held out, {step:,} in a step{start}",
+        ]
 
     def train(self, state: TrainState) -> Result:
         config = self.config
@@ -224,7 +254,7 @@ class _Run:
         self.progress.start(done, config.steps)
         while done < config.steps and not interrupted:
             starts = random_starts(config.seed, done, shape, count)
-            state, metrics = self.train_step(state, corpus, jax.device_put(starts))
+            state, metrics = self.programs.train_step(state, corpus, jax.device_put(starts))
             if pending is not None:  # its numbers are read while this step runs
                 self._write(self._read(*pending, clock))
             done += 1
@@ -234,11 +264,11 @@ class _Run:
             kept = last or interrupted or done % config.checkpoint_every == 0
             if not (evaluated or kept):
                 continue
-            line, pending, val_loss = self._read(*pending, clock), None, None
+            measured, pending, val_loss = self._read(*pending, clock), None, None
             with clock.paused():
                 if evaluated:
                     val_loss = self._evaluate(state.params)
-                self._write(line, val_loss)
+                self._write(measured, val_loss)
                 if val_loss is not None and (best_loss is None or val_loss < best_loss):
                     best_loss, kept = val_loss, True
                 if kept:
@@ -267,8 +297,8 @@ class _Run:
             rejected=int(state.rejected),
         )
 
-    def _read(self, step: int, metrics: Metrics, clock: _Clock) -> dict[str, Any]:
-        """Wait for a step's numbers, show them, and give them as a line of metrics.jsonl."""
+    def _read(self, step: int, metrics: Metrics, clock: _Clock) -> _Measured:
+        """Wait for a step's numbers and show them; RunError after too many rejected steps."""
         metrics = jax.device_get(metrics)
         clock.tick()
         loss, norm = float(metrics.loss), float(metrics.grad_norm)
@@ -279,25 +309,28 @@ class _Run:
             )
         self.progress.step(step, loss, clock.tokens_per_second)
         updates = max(step - 1 - int(metrics.rejected), 0)
-        return {
-            "step": step,
-            "loss": _finite(loss),
-            "learning_rate": float(learning_rate(self.config, updates)),
-            "grad_norm": _finite(norm),
-            "tokens_per_second": clock.tokens_per_second,
-        }
+        return _Measured(step, loss, norm, updates, clock.tokens_per_second)
 
-    def _write(self, line: dict[str, Any], val_loss: float | None = None) -> None:
-        step = line["step"]
+    def _write(self, measured: _Measured, val_loss: float | None = None) -> None:
+        """Append a line to metrics.jsonl, where one is due."""
+        step, held_out = measured.step, {}
         if val_loss is not None:
-            line["val_loss"] = val_loss
+            held_out = {"val_loss": val_loss}
             self.progress.say(f"step {step}: held-out loss {val_loss:.4f}")
         elif step % self.config.log_every and step not in (1, self.config.steps):
             return
-        self.folder.append_metrics(line)
+        rate = self.programs.rate(jax.device_put(np.int32(measured.updates)))
+        line = {
+            "step": step,
+            "loss": _finite(measured.loss),
+            "learning_rate": float(jax.device_get(rate)),
+            "grad_norm": _finite(measured.grad_norm),
+            "tokens_per_second": measured.tokens_per_second,
+        }
+        self.folder.append_metrics(line | held_out)
 
-    def _evaluate(self, params: Any) -> float | None:
-        return _finite(evaluate(self.eval_step, params, self.held_out, self.eval_starts))
+    def _evaluate(self, params: Params) -> float | None:
+        return _finite(evaluate(self.programs.eval_step, params, self.held_out, self.eval_starts))
 
     def _eval_starts(self) -> np.ndarray:  # i32[N, B]
         config, length = self.config, self.config.sequence_len
@@ -329,9 +362,9 @@ class _Run:
             return None
         return checkpoint.read_manifest(path).metadata["val_loss"]
 
-    def _sample(self, params: Any) -> str:
+    def _sample(self, params: Params) -> str:
         model = self.config.model
-        if self.config.init_from is not None and model.positions != "learned":
+        if self.config.init_from is not None and not isinstance(model.positions, Learned):
             model = replace(model, max_len=self.config.sequence_len)  # a cache of that length
         pieces = complete(
             model,
@@ -346,39 +379,48 @@ class _Run:
 
 
 def _numerics(config: TrainConfig) -> TrainConfig:
-    """`config` with all that enters no compiled program set to its default."""
+    """Return `config` with all that enters no compiled program at its default."""
     defaults = TrainConfig(model=config.model)
     names = (MAY_CHANGE | {"seed"}) - {"steps"}
     return replace(config, **{name: getattr(defaults, name) for name in names})
 
 
-@lru_cache(maxsize=8)
-def _compiled(
-    config: TrainConfig,
-) -> tuple[optax.GradientTransformation, Callable[..., Any], Callable[..., Any]]:
-    """Optimizer, train step and eval step; another run of the same numbers compiles nothing."""
+@dataclass(frozen=True)
+class _Programs:
+    """Hold the optimizer of a run and what is compiled for it."""
 
-    def prepare(corpus, starts):
+    optimizer: optax.GradientTransformation
+    train_step: Callable[..., tuple[TrainState, Metrics]]
+    eval_step: Callable[..., tuple[jax.Array, jax.Array]]
+    rate: Callable[[jax.Array], jax.Array]
+
+
+@lru_cache(maxsize=8)
+def _compiled(config: TrainConfig) -> _Programs:
+    """Return the programs of a config; another run of the same numbers compiles nothing."""
+
+    def prepare(corpus: jax.Array, starts: jax.Array) -> Batch:
         return windows(corpus, starts, config.sequence_len)
 
     optimizer = make_optimizer(config)
     loss = language_model_loss(config.model, config.label_smoothing)
-    return (
-        optimizer,
-        make_train_step(loss, optimizer, prepare),
-        make_eval_step(language_model_loss(config.model), prepare),
+    return _Programs(
+        optimizer=optimizer,
+        train_step=make_train_step(loss, optimizer, prepare),
+        eval_step=make_eval_step(language_model_loss(config.model), prepare),
+        rate=jax.jit(learning_rate_schedule(config)),
     )
 
 
 class _Clock:
-    """Tokens per second, without the time of evaluations and checkpoints."""
+    """Measure tokens per second, without the time of evaluations and checkpoints."""
 
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens, self._times = tokens_per_step, list[float]()
         self.tokens_per_second: float | None = None
 
     def tick(self) -> None:
-        """The numbers of one more step are here; the mean is over the last 20."""
+        """Count one more step whose numbers are here; the mean is over the last 20."""
         self._times = [*self._times[-20:], time.perf_counter()]
         if len(self._times) > 1:
             seconds = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
@@ -386,6 +428,7 @@ class _Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Leave out the time that passes within."""
         before = time.perf_counter()
         yield
         pause = time.perf_counter() - before
@@ -393,7 +436,7 @@ class _Clock:
 
 
 def _resolved(config: TrainConfig, dataset: Dataset, vocab_size: int | None) -> TrainConfig:
-    """`config` with the vocabulary its tokenizer turned out to have; a published model has its."""
+    """Return `config` with the vocabulary of its tokenizer; a published model has its own."""
     if config.init_from is not None:
         return config
     needed = dataset.tokenizer.vocab_size
@@ -404,19 +447,19 @@ def _resolved(config: TrainConfig, dataset: Dataset, vocab_size: int | None) -> 
 
 
 def _published(config: TrainConfig) -> Tokenizer | None:
-    """The tokenizer of the model to start from, once that is what `config` says it is."""
+    """Return the tokenizer of the model to start from; check that `config.model` is that model."""
     if config.init_from is None:
         return None
     published = pretrained_config(config.init_from)
     for field in fields(published):
         one, two = getattr(config.model, field.name), getattr(published, field.name)
-        if field.name not in FREE and one != two:
+        if field.name not in OVERRIDABLE_FIELDS and one != two:
             raise ConfigError(f"{field.name} is {one!r}: {config.init_from} has {two!r}")
     return published_tokenizer(open_folder(config.init_from))
 
 
 def _last_good(folder: RunFolder, progress: Progress) -> checkpoint.Manifest | None:
-    """The last checkpoint, or a line and the one before where that is damaged."""
+    """Return the last whole checkpoint, and say a line about each damaged one after it."""
     steps = checkpoint.saved_steps(folder.checkpoints)
     first = None
     for step in reversed(steps):
@@ -431,7 +474,7 @@ def _last_good(folder: RunFolder, progress: Progress) -> checkpoint.Manifest | N
 
 
 def _check_none_lost(folder: RunFolder, checkpoint_every: int) -> None:
-    """CheckpointError where none is left, but metrics.jsonl goes on behind where one was saved."""
+    """Raise CheckpointError where none is left, though metrics.jsonl reaches past a saved one."""
     lines = folder.read_metrics()
     evaluated = [line["step"] for line in lines if line.get("val_loss") is not None]
     first = min([checkpoint_every, *evaluated])  # the first evaluation is the best so far
@@ -447,6 +490,7 @@ def _check_same(
     found: checkpoint.Manifest | None,
     dataset: Dataset,
 ) -> None:
+    """Raise ConfigError that lists what a resumed run may not change and has."""
     wrong = differences(stored, config)
     if found is not None and found.metadata["data_sha256"] != dataset.sha256:
         old, new = found.metadata["data_sha256"], dataset.sha256
@@ -456,7 +500,7 @@ def _check_same(
 
 
 def _check_memory(template: TrainState) -> None:
-    """ConfigError, before anything is allocated, for a state larger than the device's memory."""
+    """Raise ConfigError for a state larger than the device's memory, before allocating it."""
     leaves = jax.tree.leaves((template.params, template.opt_state))
     needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     device = jax.local_devices()[0]
@@ -479,6 +523,7 @@ def _finite(value: float) -> float | None:
 
 @contextmanager
 def _closing(progress: Progress) -> Iterator[None]:
+    """Stop the progress however what is within ends."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Cross-entropy of tokens, in float32: masked, weighted, smoothed, and without all logits at once.
+"""Compute the cross-entropy of tokens in float32: masked, weighted, smoothed, or in chunks.
 
     loss = lse(x) - (1 - e) x[label] - e mean(x) + z lse(x)^2
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpy as np
 from einops import rearrange
 from jax.sharding import PartitionSpec
 
-from transformer_jax.meshes import by_compiler, vary
+from transformer_jax.sharding import by_compiler, vary
 
 
 def cross_entropy(
@@ -30,7 +31,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
-    """The weighted mean loss in nats, and the sum of the weights; (0, 0) where no token counts.
+    """Return the weighted mean loss in nats and the sum of the weights; (0, 0) if none counts.
 
     A label that counts but is no index of V is a ValueError where it is known; under trace it makes
     the loss and the gradient of its logits NaN.
@@ -44,7 +45,9 @@ def cross_entropy(
     return by_compiler(partial(_weighted_mean, terms), [logits, labels, weights], PartitionSpec())
 
 
-def _weighted_mean(terms, logits, labels, weights) -> tuple[jax.Array, jax.Array]:
+def _weighted_mean(
+    terms: _Terms, logits: jax.Array, labels: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
     loss = _token_loss(terms, logits, labels, weights != 0)
     return _mean(jnp.sum(weights * loss), weights)
 
@@ -62,7 +65,7 @@ def chunked_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
-    """`cross_entropy` of the logits softcap(hidden output_weights^T + logit_bias).
+    """Return `cross_entropy` of the logits softcap(hidden output_weights^T + logit_bias).
 
     Only B * chunk_size rows of logits exist at a time, for `chunk_size` of the T positions: forward
     and backward. Gradients are formed chunk by chunk together with the loss, so nothing is computed
@@ -94,7 +97,7 @@ def chunked_cross_entropy(
 
 @dataclass(frozen=True)
 class _Terms:
-    """What is added to the plain loss; static."""
+    """Hold what is added to the plain loss; static."""
 
     smoothing: float
     z: float
@@ -108,15 +111,17 @@ class _Terms:
 
 @dataclass(frozen=True)
 class _Head:
-    """How logits come from hidden states, and the loss from logits; static."""
+    """Hold how logits come from hidden states, and the loss from logits; static."""
 
     terms: _Terms
     chunk_size: int
     softcap: float | None
 
 
-def _count(labels, weights, ignore_label: int, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """Labels i32[...] and weights f32[...], both 0 where a token does not count."""
+def _count(
+    labels: jax.Array, weights: jax.Array | None, ignore_label: int, vocab: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return labels i32[...] and weights f32[...], both 0 where a token does not count."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"labels are {labels.dtype}: must be integers")
     if weights is not None and weights.shape != labels.shape:
@@ -128,19 +133,24 @@ def _count(labels, weights, ignore_label: int, vocab: int) -> tuple[jax.Array, j
     return jnp.where(weights == 0, 0, labels), weights
 
 
-def _check_known(labels, weights, ignore_label: int, vocab: int) -> None:
-    """Labels whose values are here, before any conversion could wrap them."""
+def _check_known(
+    labels: jax.Array, weights: jax.Array | None, ignore_label: int, vocab: int
+) -> None:
+    """Raise ValueError for a label outside the vocabulary, where the values are known.
+
+    It runs before any conversion, which could wrap them.
+    """
     for x in (labels, weights):
         if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
             return
-    labels = np.asarray(labels)
-    wrong = (labels != ignore_label) & ((labels < 0) | (labels >= vocab))
+    known = np.asarray(labels)
+    wrong = (known != ignore_label) & ((known < 0) | (known >= vocab))
     if weights is not None:
         wrong &= np.asarray(weights) != 0
     if wrong.any():
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise ValueError(
-            f"label {labels[where]} at {where} is outside the vocabulary of {vocab} "
+            f"label {known[where]} at {where} is outside the vocabulary of {vocab} "
             f"and is not ignore_label {ignore_label}"
         )
 
@@ -161,14 +171,18 @@ def _token_loss(
 
 
 @_token_loss.defjvp
-def _token_loss_jvp(terms, primals, tangents):
+def _token_loss_jvp(
+    terms: _Terms, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
     # One pass over the logits, backward too; autodiff of the formula makes several, and 0 * NaN.
     loss, slope = _loss_and_slope(terms, *primals)
     return loss, jnp.sum(slope * tangents[0].astype(jnp.float32), axis=-1)
 
 
-def _loss_and_slope(terms, logits, labels, counts) -> tuple[jax.Array, jax.Array]:
-    """Losses [...] and their derivatives by the logits [..., V], zero where they do not count.
+def _loss_and_slope(
+    terms: _Terms, logits: jax.Array, labels: jax.Array, counts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return losses [...] and their derivatives by the logits [..., V]; 0 where none counts.
 
     All is relative to the largest logit: at 1e4, float32 is spaced by 1e-3.
     """
@@ -200,10 +214,17 @@ def _loss_and_slope(terms, logits, labels, counts) -> tuple[jax.Array, jax.Array
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked_sum(head, hidden, table, bias, labels, weights) -> jax.Array:  # f32[]
-    """The sum of weights * losses."""
+def _chunked_sum(
+    head: _Head,
+    hidden: jax.Array,  # [B, T, D]
+    table: jax.Array,  # [V, D]
+    bias: jax.Array | None,  # [V]
+    labels: jax.Array,  # i32[B, T]
+    weights: jax.Array,  # f32[B, T]
+) -> jax.Array:  # f32[]
+    """Return the sum of weights * losses."""
 
-    def add(total, chunk):
+    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         hidden, labels, weights = chunk
         return total + _chunk_sum(head, hidden, table, bias, labels, weights), None
 
@@ -211,10 +232,17 @@ def _chunked_sum(head, hidden, table, bias, labels, weights) -> jax.Array:  # f3
     return jax.lax.scan(add, vary(jnp.float32(0), hidden), chunks)[0]
 
 
-def _chunked_sum_fwd(head, hidden, table, bias, labels, weights):
-    """The sum, and its gradients: every logit is there, so they cost two products, not three."""
+def _chunked_sum_fwd(
+    head: _Head,
+    hidden: jax.Array,
+    table: jax.Array,
+    bias: jax.Array | None,
+    labels: jax.Array,
+    weights: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """Return the sum and its gradients: with the logits here, they cost two products, not three."""
 
-    def add(sums, chunk):
+    def add(sums: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
         hidden, labels, weights = chunk
         total, vjp = jax.vjp(
             lambda hidden, table, bias, weights: _chunk_sum(
@@ -238,7 +266,8 @@ def _chunked_sum_fwd(head, hidden, table, bias, labels, weights):
     return total, (gradients, like)
 
 
-def _chunked_sum_bwd(head, residuals, cotangent):
+def _chunked_sum_bwd(head: _Head, residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    """Return the gradients of the forward pass, times that of the sum, in their own dtypes."""
     gradients, like = residuals
     hidden, table, bias, weights = jax.tree.map(
         lambda x, to: (cotangent * x.astype(jnp.float32)).astype(to.dtype), gradients, like
@@ -249,7 +278,15 @@ def _chunked_sum_bwd(head, residuals, cotangent):
 _chunked_sum.defvjp(_chunked_sum_fwd, _chunked_sum_bwd)
 
 
-def _chunk_sum(head, hidden, table, bias, labels, weights) -> jax.Array:
+def _chunk_sum(
+    head: _Head,
+    hidden: jax.Array,
+    table: jax.Array,
+    bias: jax.Array | None,
+    labels: jax.Array,
+    weights: jax.Array,
+) -> jax.Array:  # f32[]
+    """Return the sum of weights * losses of one chunk, all of whose logits exist at once."""
     counts = weights != 0
     hidden = jnp.where(counts[..., None], hidden, 0)  # 0 * NaN in the gradient of the table
     logits = jnp.einsum(
@@ -263,7 +300,7 @@ def _chunk_sum(head, hidden, table, bias, labels, weights) -> jax.Array:
 
 
 def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[B, T, ...] -> [chunks, B, size, ...], zeros behind the end; rows stay where they are."""
+    """Cut [B, T, ...] into [chunks, B, size, ...], zeros after the end; rows keep their place."""
 
     def split(x: jax.Array) -> jax.Array:
         chunks = max(-(-x.shape[1] // size), 1)

@@ -1,4 +1,4 @@
-"""How a run shows itself: a bar on a terminal, plain lines where the output is no terminal."""
+"""Show how a run goes: a bar on a terminal, plain lines where the output is no terminal."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """What `fit` tells while it trains."""
+    """Take what `fit` tells while it trains."""
 
     def start(self, step: int, steps: int) -> None:
-        """Steps taken so far, and in all."""
+        """Begin: `step` steps are taken of `steps` in all."""
 
     def step(self, step: int, loss: float, tokens_per_second: float | None) -> None:
-        """A step has been taken."""
+        """Take the loss of a step that was made."""
 
     def say(self, line: str) -> None:
-        """Something worth a line."""
+        """Take a line for the reader."""
 
     def stop(self) -> None:
-        """No more will be told; safe to call twice."""
+        """End: no more will be told. Safe to call twice."""
 
 
 class Silent:
-    """Tells nothing."""
+    """Tell nothing."""
 
     def start(self, step: int, steps: int) -> None: ...
 
@@ -37,7 +37,7 @@ class Silent:
 
 
 class Lines:
-    """About twenty lines over a run."""
+    """Print about twenty lines over a run."""
 
     def start(self, step: int, steps: int) -> None:
         self._steps, self._every = steps, max(1, steps // 20)
@@ -45,7 +45,7 @@ class Lines:
 
     def step(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         now = time.monotonic()
-        self._first = self._first or (step, now)  # behind the compilation
+        self._first = self._first or (step, now)  # after the compilation
         if step % self._every and step != self._steps:
             return
         seconds = (now - self._first[1]) / max(step - self._first[0], 1)
@@ -61,7 +61,7 @@ class Lines:
 
 
 class Bar:
-    """A bar with loss, tokens per second and time left."""
+    """Draw a bar with loss, tokens per second and time left."""
 
     def __init__(self) -> None:
         from rich import progress
@@ -97,7 +97,7 @@ class Bar:
 
 
 def progress_for_output() -> Progress:
-    """What suits standard output."""
+    """Return the bar for a terminal, lines for any other standard output."""
     return Bar() if sys.stdout is not None and sys.stdout.isatty() else Lines()
 
 

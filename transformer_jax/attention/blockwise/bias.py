@@ -1,4 +1,4 @@
-"""The bias of blockwise attention, by tile: an array is sliced, a value is evaluated."""
+"""Read the bias of blockwise attention by tile: an array is sliced, a value is evaluated."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transformer_jax.blockwise_tiles import Fixed, Place, Sizes, int32, pad
-from transformer_jax.meshes import vary
+from transformer_jax.attention.arguments import AttentionCall
+from transformer_jax.attention.block_plan import pad
+from transformer_jax.attention.blockwise.tiles import Place, Sizes, int32
+from transformer_jax.sharding import vary
 
 
 def _is_array(bias: Any) -> bool:
@@ -18,7 +20,7 @@ def _is_array(bias: Any) -> bool:
 
 
 def _bias_part(place: Place, bias: jax.Array) -> jax.Array:
-    """What of an array a tile depends on."""
+    """Return what of an array a tile depends on."""
     sizes = place.sizes
     for axis, start, length in _bias_slices(place):
         if bias.shape[axis] != 1 and axis >= 2:
@@ -27,7 +29,8 @@ def _bias_part(place: Place, bias: jax.Array) -> jax.Array:
     return bias
 
 
-def _bias_slices(place: Place):
+def _bias_slices(place: Place) -> tuple[tuple[int, Any, int], ...]:
+    """Return (axis, start, length) of a tile along each axis of a whole bias."""
     sizes = place.sizes
     heads = sizes.heads * sizes.G
     return (
@@ -38,22 +41,24 @@ def _bias_slices(place: Place):
     )
 
 
-def bias_tile(place: Place, bias: Any, fixed: Fixed, bad: float) -> jax.Array | None:
-    """f32[lanes, G block_q, block_k], with `bad` instead of NaN and inf"""
+def bias_tile(
+    place: Place, bias: Any, call: AttentionCall, bad: float
+) -> jax.Array | None:  # f32[group, G block_q, block_k]
+    """Return a tile of the bias, with `bad` instead of NaN and inf."""
     if bias is None:
         return None
     if _is_array(bias):
         part = _bias_part(place, bias)
     else:
         heads = place.sizes.heads * place.sizes.G
-        part = bias.materialize(*place.positions(fixed))
+        part = bias.materialize(*place.positions(call))
         part = place.take(place.rows(part), 1, place.c * heads, heads)
     part = part.astype(jnp.float32)
     return place.spread(jnp.where(part < jnp.inf, part, bad))
 
 
 def bias_zeros(bias: Any, sizes: Sizes) -> Any:
-    """Where the gradient of the bias is summed: f32, and for an array of whole tiles."""
+    """Return zeros to sum the gradient of the bias in: f32, and for an array of whole tiles."""
     if bias is None:
         return None
     if not _is_array(bias):
@@ -63,10 +68,11 @@ def bias_zeros(bias: Any, sizes: Sizes) -> Any:
     return jnp.zeros(shape, jnp.float32)
 
 
-def bias_add(place: Place, total: Any, bias: Any, fixed: Fixed, ds: jax.Array) -> Any:
-    """total + d(bias) of one tile."""
+def bias_add(place: Place, total: Any, call: AttentionCall, ds: jax.Array) -> Any:
+    """Return total + d(bias) of one tile."""
+    bias = call.bias
     if not _is_array(bias):
-        tile = lambda leaves: bias_tile(place, _replace(bias, leaves), fixed, 0.0)  # noqa: E731
+        tile = lambda leaves: bias_tile(place, _replace(bias, leaves), call, 0.0)  # noqa: E731
         (gradient,) = jax.vjp(tile, differentiable(bias))[1](ds)
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, gradient)
     starts = [0 if n == 1 else s[1] for n, s in zip(bias.shape, _bias_slices(place), strict=True)]
@@ -77,26 +83,27 @@ def bias_add(place: Place, total: Any, bias: Any, fixed: Fixed, ds: jax.Array) -
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, shape) + gradient, at)
 
 
-def differentiable(tree: Any) -> list:
+def differentiable(tree: Any) -> list[Any]:
+    """Return the floating leaves of a tree."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
 
 
-def _replace(tree: Any, leaves: list) -> Any:
-    """The tree with its differentiable leaves replaced."""
+def _replace(tree: Any, leaves: list[Any]) -> Any:
+    """Return the tree with its differentiable leaves replaced."""
     new = iter(leaves)
     floating = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)  # noqa: E731
     return jax.tree.map(lambda x: next(new) if floating(x) else x, tree)
 
 
 def bias_sums(bias: Any, total: Any) -> list[jax.Array]:
-    """The sum as a list of arrays, without what lies behind the end."""
+    """Return the sum as a list of arrays, without what lies after the end."""
     if bias is None or not _is_array(bias):
         return list(total or ())
     return [total[tuple(slice(n) for n in bias.shape)]]
 
 
 def bias_gradient(bias: Any, total: list[jax.Array]) -> Any:
-    """The sums as a cotangent of the bias: its dtypes, nothing for integers."""
+    """Return the sums as a cotangent of the bias: its dtypes, nothing for integers."""
     if bias is None:
         return None
     if _is_array(bias):
@@ -112,6 +119,7 @@ def bias_gradient(bias: Any, total: list[jax.Array]) -> Any:
 
 
 def no_gradient(x: Any) -> Any:
+    """Return the cotangent of an array that has no gradient: zeros, of float0 for integers."""
     if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
         return jnp.zeros_like(x)
     return np.zeros(jnp.shape(x), jax.dtypes.float0)

@@ -1,7 +1,7 @@
-"""Where the tiles of blockwise attention lie: their sizes, which to visit, what stands at one.
+"""Lay out the tiles of blockwise attention: their sizes, which to visit, what stands at one.
 
-A tile is block_q queries by block_k keys of `lanes` key heads at once, and of the G query heads
-that share each.
+A tile is block_q queries by block_k keys of a head group: of some batch rows and key heads at once,
+and of the G query heads that share each key head.
 """
 
 from __future__ import annotations
@@ -16,37 +16,25 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from transformer_jax.kernels.contract import keep
-from transformer_jax.masks import Closed, Dense, Mask
-from transformer_jax.tiles import FULL, PARTIAL, SKIPPED, at_once
-
-
-class Fixed(NamedTuple):
-    """What has no gradient."""
-
-    mask: Mask
-    q_positions: jax.Array | None  # i32[T] or [B, T]
-    k_positions: jax.Array | None  # i32[S] or [B, S]
-    dropout: jax.Array | None  # u32[2, B, N]: words a and b of `dropout.head_words`
-
-
-def _positions(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B or 1, length]
-    if positions is None:  # made here, where it is known when tracing, and so is the plan
-        return jnp.arange(length, dtype=jnp.int32)[None]
-    return positions if positions.ndim == 2 else positions[None]
-
-
-def positions_at(fixed: Fixed, T: int, S: int) -> tuple[jax.Array, jax.Array]:
-    """Of queries and of keys."""
-    return _positions(fixed.q_positions, T), _positions(fixed.k_positions, S)
-
+from transformer_jax.attention.arguments import AttentionCall
+from transformer_jax.attention.block_plan import (
+    FULL,
+    PARTIAL,
+    SKIPPED,
+    TileLists,
+    pad,
+    tile_lists,
+)
+from transformer_jax.attention.masks import Everything, Mask
+from transformer_jax.kernels.dropout import keep
+from transformer_jax.tracing import at_once
 
 # Sizes, and the cutting into tiles
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """One group of `rows` batch rows by `heads` key heads shares a tile of block_q by block_k."""
+    """Say how attention is cut: `rows` batch rows by `heads` key heads share a tile."""
 
     B: int
     T: int
@@ -60,14 +48,15 @@ class Sizes:
     heads: int
 
     @classmethod
-    def of(cls, query, key, fixed: Fixed) -> Sizes:
-        B, T, N, H = query.shape
-        S, K = key.shape[1:3]
+    def of(cls, call: AttentionCall) -> Sizes:
+        """Return the sizes for the arrays and the mask of a call."""
+        B, T, N, S = call.sizes
+        K, H = call.key.shape[2:]
 
-        def classes(mask, *at):
+        def classes(mask: Mask, *at: jax.Array) -> jax.Array:
             return mask.block_plan(*at, block_q=T, block_k=S).classes
 
-        apart = jax.eval_shape(classes, fixed.mask, *positions_at(fixed, T, S)).shape[0] > 1
+        apart = jax.eval_shape(classes, mask_of(call), *call.positions()).shape[0] > 1
         return cls(B, T, S, N, K, H, *tile_sizes(B, T, S, N, K, apart))
 
     @property
@@ -75,7 +64,8 @@ class Sizes:
         return self.N // self.K
 
     @property
-    def lanes(self) -> int:
+    def group(self) -> int:
+        """The size of a head group: how many (batch row, key head) pairs share a tile."""
         return self.rows * self.heads
 
     @property
@@ -91,7 +81,7 @@ FEW_QUERIES = 8
 
 
 def tile_sizes(B: int, T: int, S: int, N: int, K: int, apart: bool) -> tuple[int, int, int, int]:
-    """(block_q, block_k, rows, heads): half a million scores, which two cores hold in L2.
+    """Return (block_q, block_k, rows, heads): half a million scores, which two cores hold in L2.
 
     As many small tiles at once as there are: the less of a tile on the diagonal is empty. Batch
     rows that plan `apart` share a tile only where there is little to skip. Measurements are in
@@ -107,17 +97,17 @@ def tile_sizes(B: int, T: int, S: int, N: int, K: int, apart: bool) -> tuple[int
         side = 128 if length <= 256 else 512
     else:
         side = 128 if length <= 256 or (most >= 16 and length <= 1024) else 256
-    lanes = max(2, 2**19 // side**2)
+    group = max(2, 2**19 // side**2)
     block_q = min(max(side // 8, side // (N // K)), _round_up(T, 8))
     block_k = min(side, _round_up(S, 8))
-    heads = min(_divisors(K, lanes), key=lambda n: (abs(n - lanes), -n))
-    together = lanes // K if not apart or length <= 256 else 1
+    heads = min(_divisors(K, group), key=lambda n: (abs(n - group), -n))
+    together = group // K if not apart or length <= 256 else 1
     rows = max(_divisors(B, max(1, together))) if heads == K else 1
     return block_q, block_k, rows, heads
 
 
 def _narrow(S: int) -> int:
-    """The most keys up to 64 that divide S; 64, with padding, where none above 15 does."""
+    """Return the most keys up to 64 that divide S; 64, with padding, where none above 15 does."""
     widest = _divisors(S, 64)[-1]
     return widest if widest == S or widest >= 16 else min(S, 64)
 
@@ -134,53 +124,45 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def pad(x: jax.Array, axis: int, length: int, fill: Any) -> jax.Array:
-    if x.shape[axis] == length:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=fill)
-
-
 # Which tiles to visit
 
 
-class Visits(NamedTuple):
-    """For each group and query tile: the key tiles, full ones first."""
-
-    order: jax.Array  # i32[groups or 1, groups or 1, nQ, nK]
-    full: jax.Array  # i32[groups or 1, groups or 1, nQ]
-    seen: jax.Array  # i32[groups or 1, groups or 1, nQ]: full and partial
-
-    def row(self, b, c, i):
-        b, c = (0 if n == 1 else at for n, at in zip(self.full.shape, (b, c), strict=False))
-        return self.order[b, c, i], self.full[b, c, i], self.seen[b, c, i]
+def mask_of(call: AttentionCall) -> Mask:
+    """Return the mask of a call, `Everything()` without one."""
+    return Everything() if call.mask is None else call.mask
 
 
-def visits_of(sizes: Sizes, fixed: Fixed) -> Visits:
-    with at_once(fixed.mask, fixed.q_positions, fixed.k_positions):
-        return _visits(sizes, fixed.mask, *positions_at(fixed, sizes.T, sizes.S))
+def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
+    """List the key tiles of each head group and query tile, full ones first: order [.., nQ, nK]."""
+    with at_once(call.mask, call.q_positions, call.k_positions):
+        return _visited(sizes, mask_of(call), *call.positions(sizes.T, sizes.S))
 
 
 @partial(jax.jit, static_argnums=0)  # at once, each step would be a program of its own
-def _visits(sizes: Sizes, mask: Mask, q_positions: jax.Array, k_positions: jax.Array) -> Visits:
+def _visited(sizes: Sizes, mask: Mask, q_positions: jax.Array, k_positions: jax.Array) -> TileLists:
     plan = mask.block_plan(q_positions, k_positions, block_q=sizes.block_q, block_k=sizes.block_k)
     classes = plan.classes
     rows = sizes.rows if classes.shape[0] > 1 else 1
     heads = sizes.heads * sizes.G if classes.shape[1] > 1 else 1
     classes = rearrange(classes, "(b r) (c n) i j -> b c i j r n", r=rows, n=heads)
-    low, high = classes.min(axis=(-2, -1)), classes.max(axis=(-2, -1))
-    classes = jnp.where(high == SKIPPED, SKIPPED, jnp.where(low == FULL, FULL, PARTIAL))
-    order = jnp.argsort(-classes, axis=-1, stable=True).astype(jnp.int32)
-    count = partial(jnp.sum, axis=-1, dtype=jnp.int32)
-    return Visits(order, count(classes == FULL), count(classes != SKIPPED))
+    least, most = classes.min(axis=(-2, -1)), classes.max(axis=(-2, -1))
+    return tile_lists(jnp.where(most == SKIPPED, SKIPPED, jnp.where(least == FULL, FULL, PARTIAL)))
+
+
+def list_of_row(
+    lists: TileLists, at: tuple[Any, Any, Any]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (order, full, seen) of one head group's query tile."""
+    b, c, i = at
+    b, c = (0 if n == 1 else x for n, x in zip(lists.full.shape, (b, c), strict=False))
+    return lists.order[b, c, i], lists.full[b, c, i], lists.seen[b, c, i]
 
 
 # What stands at a tile
 
 
 class Place(NamedTuple):
-    """A query tile (group, group, i) and a key tile j; all but `sizes` may be traced."""
+    """Locate a query tile (group, group, i) and a key tile j; all but `sizes` may be traced."""
 
     sizes: Sizes
     at: tuple[Any, Any, Any]
@@ -205,50 +187,53 @@ class Place(NamedTuple):
         return self.take(x, 0, self.b * self.sizes.rows, self.sizes.rows)
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """[rows or 1, heads G or 1, block_q or 1, block_k or 1] to [lanes, G block_q, block_k]."""
+        """Spread [rows or 1, heads G or 1, block_q or 1, block_k or 1] over a tile.
+
+        The result is [group, G block_q, block_k].
+        """
         sizes = self.sizes
         full = sizes.rows, sizes.heads * sizes.G, sizes.block_q, sizes.block_k
         x = jnp.broadcast_to(x, full)
         return rearrange(x, "r (h G) t s -> (r h) (G t) s", G=sizes.G)
 
-    def queries(self, x: jax.Array) -> jax.Array:  # f32[lanes, G block_q, d]
-        """The tile's part of x [B, nQ block_q, N, d]."""
+    def queries(self, x: jax.Array) -> jax.Array:  # f32[group, G block_q, d]
+        """Return the tile's part of x [B, nQ block_q, N, d]."""
         start, shape = self._queries_at()
         x = lax.dynamic_slice(x, int32(start), (*shape, x.shape[3]))
         return rearrange(x, "r t (h G) d -> (r h) (G t) d", G=self.sizes.G).astype(jnp.float32)
 
     def put_queries(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """x [B, nQ block_q, N, d] with the tile's part [lanes, G block_q, d] written."""
+        """Return x [B, nQ block_q, N, d] with the tile's part [group, G block_q, d] written."""
         names = dict(G=self.sizes.G, r=self.sizes.rows)
         part = rearrange(part, "(r h) (G t) d -> r t (h G) d", **names)
         return lax.dynamic_update_slice(x, part, int32(self._queries_at()[0]))
 
-    def _queries_at(self):
+    def _queries_at(self) -> tuple[tuple[Any, Any, Any, int], tuple[int, int, int]]:
         sizes = self.sizes
         heads = sizes.heads * sizes.G
         start = self.b * sizes.rows, self.i * sizes.block_q, self.c * heads, 0
         return start, (sizes.rows, sizes.block_q, heads)
 
-    def keys(self, x: jax.Array) -> jax.Array:  # f32[lanes, block_k, d]
-        """The tile's part of x [B, nK block_k, K, d]."""
+    def keys(self, x: jax.Array) -> jax.Array:  # f32[group, block_k, d]
+        """Return the tile's part of x [B, nK block_k, K, d]."""
         return rearrange(self._keys(x), "r s h d -> (r h) s d").astype(jnp.float32)
 
     def add_keys(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """x [groups, groups, nK, lanes, d, block_k] with the tile's part added."""
+        """Return x [groups, groups, nK, group, d, block_k] with the tile's part added."""
         at = self.b, self.c, self.j
         total = (x[at] + part)[None, None, None]
         return lax.dynamic_update_slice(x, total, int32((*at, 0, 0, 0)))
 
-    def _keys(self, x):
+    def _keys(self, x: jax.Array) -> jax.Array:
         sizes = self.sizes
         start = self.b * sizes.rows, self.j * sizes.block_k, self.c * sizes.heads, 0
         shape = sizes.rows, sizes.block_k, sizes.heads, x.shape[3]
         return lax.dynamic_slice(x, int32(start), shape)
 
-    def positions(self, fixed: Fixed) -> tuple[jax.Array, jax.Array]:
-        """Of the tile's queries [rows or 1, block_q] and keys [rows or 1, block_k]."""
+    def positions(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
+        """Return the positions of the tile, [rows or 1, block_q] and [rows or 1, block_k]."""
         sizes = self.sizes
-        q, k = positions_at(fixed, sizes.T, sizes.S)
+        q, k = call.positions(sizes.T, sizes.S)
         q = pad(q, 1, sizes.grid[0] * sizes.block_q, 0)
         k = pad(k, 1, sizes.grid[1] * sizes.block_k, -1)
         q = lax.dynamic_slice_in_dim(q, self.i * sizes.block_q, sizes.block_q, 1)
@@ -256,39 +241,30 @@ class Place(NamedTuple):
         return self.rows(q), self.rows(k)
 
     def indices(self) -> tuple[jax.Array, jax.Array]:
+        """Return the indices of the tile's queries [block_q] and keys [block_k] in the arrays."""
         sizes = self.sizes
         q = self.i * sizes.block_q + jnp.arange(sizes.block_q, dtype=jnp.int32)
         return q, self.j * sizes.block_k + jnp.arange(sizes.block_k, dtype=jnp.int32)
 
 
-def visible_at(place: Place, fixed: Fixed) -> jax.Array:  # bool[lanes, G block_q, block_k]
-    """The mask at a tile; padding, on either side, is not visible."""
+def visible_at(place: Place, call: AttentionCall) -> jax.Array:  # bool[group, G block_q, block_k]
+    """Evaluate the mask at a tile; padding, on either side, is not visible."""
     sizes = place.sizes
     heads = sizes.heads * sizes.G
-
-    def pick(node):  # every leaf but these leads with batch rows
-        if isinstance(node, Closed):
-            return node
-        if not isinstance(node, Dense):
-            return place.rows(node)
-        if node.array.ndim == 2:
-            return node
-        take = lambda x: place.take(place.rows(x), 1, place.c * heads, heads)  # noqa: E731
-        return jax.tree.map(take, node)
-
-    mask = jax.tree.map(pick, fixed.mask, is_leaf=lambda node: isinstance(node, Closed | Dense))
-    q, k = place.positions(fixed)
+    first = place.b * sizes.rows, place.c * heads
+    mask = mask_of(call).part(first, (sizes.B, sizes.N), (sizes.rows, heads))
+    q, k = place.positions(call)
     real = place.indices()[0] < sizes.T
     sees = mask.allows(q, k) & (k >= 0)[:, None, None, :] & real[None, None, :, None]
     return place.spread(sees)
 
 
-def dropout_factor(place: Place, rate: float, fixed: Fixed) -> jax.Array:
-    """Dropout: what each weight is multiplied by, f32[lanes, G block_q, block_k]."""
-    assert fixed.dropout is not None
-    sizes = place.sizes
+def dropout_factor(place: Place, call: AttentionCall) -> jax.Array:
+    """Return what dropout multiplies each weight by, f32[group, G block_q, block_k]."""
+    assert call.dropout_words is not None
+    sizes, rate = place.sizes, call.dropout_rate
     heads = sizes.heads * sizes.G
-    words = place.take(fixed.dropout, 1, place.b * sizes.rows, sizes.rows)
+    words = place.take(call.dropout_words, 1, place.b * sizes.rows, sizes.rows)
     a, b = place.take(words, 2, place.c * heads, heads)[..., None, None]
     q, k = (index.astype(jnp.uint32) for index in place.indices())
     kept = keep(a, b, q[None, None, :, None], k[None, None, None], rate)
@@ -296,7 +272,8 @@ def dropout_factor(place: Place, rate: float, fixed: Fixed) -> jax.Array:
     return place.spread(jnp.where(kept, jnp.float32(factor), jnp.float32(0)))
 
 
-def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[1, N] to f32[lanes, G block_q, 1]
+def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[group, G block_q, 1]
+    """Return the sink of each row of a tile, from f32[1, N]."""
     sizes = place.sizes
     heads = sizes.heads * sizes.G
     sinks = lax.dynamic_slice_in_dim(sinks[0], place.c * heads, heads)
@@ -305,16 +282,17 @@ def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[1, N] to f32[
 
 
 def int32(starts: Sequence[Any]) -> list[jax.Array]:
-    """Starts of a slice in one dtype, also where 64 bits are on."""
+    """Return the starts of a slice in one dtype, also where 64 bits are on."""
     return [jnp.asarray(start, jnp.int32) for start in starts]
 
 
 def unravel(n: Any, shape: tuple[int, int, int]) -> tuple[Any, Any, Any]:
+    """Return the three indices of the n-th entry of a shape."""
     _, c, i = shape
     return n // (c * i), n // i % c, n % i
 
 
 def join_keys(x: jax.Array, sizes: Sizes) -> jax.Array:
-    """[groups, groups, nK, lanes, d, block_k] to [B, S, K, d]."""
+    """Join [groups, groups, nK, group, d, block_k] to [B, S, K, d]."""
     x = rearrange(x, "b c j (r h) d s -> (b r) (j s) (c h) d", r=sizes.rows)
     return x[:, : sizes.S]

@@ -1,7 +1,11 @@
-"""Families of published checkpoints: what their files hold, as data."""
+"""List the families of published checkpoints: what their files hold, as data.
 
-from transformer_jax.families import bart, bert, gpt2, llama, t5
-from transformer_jax.families.table import Family, Keys, Layout, Line
+A family is one module that makes a `Family` of a table of tensor names and a reading of
+config.json, and one entry in `FAMILIES`. Loading and saving (`load`, `save`) know no family.
+"""
+
+from transformer_jax.pretrained.families import bart, bert, gpt2, llama, t5
+from transformer_jax.pretrained.families.table import ConfigKeys, Family, Layout, TensorMapping
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -22,6 +26,6 @@ FAMILIES: dict[str, Family] = {
         bart.MARIAN,
     )
 }
-"""By the `model_type` of config.json."""
+"""Each family by the `model_type` of its config.json; saving tries them in this order."""
 
-__all__ = ["FAMILIES", "Family", "Keys", "Layout", "Line"]
+__all__ = ["FAMILIES", "ConfigKeys", "Family", "Layout", "TensorMapping"]

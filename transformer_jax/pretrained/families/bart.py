@@ -1,9 +1,8 @@
-"""BART (Lewis et al. 2020) and Marian (Junczys-Dowmunt et al. 2018): both sides share the
-embeddings, norms stand behind the branches, logits have a bias.
+"""Map BART (Lewis et al. 2020) and Marian (Junczys-Dowmunt et al. 2018).
 
-BART has a learned table of positions and a norm of the embeddings on either side; Marian has
-sinusoids, sines first. Dropout of whole layers and within the feed-forward, which both have in
-training, is left out.
+In both, encoder and decoder share the embeddings, norms come after the branches (post-norm), and
+logits have a bias. BART has learned positions and a norm of the embeddings on each side; Marian has
+sinusoids, sines first. Their dropout of whole layers and within the feed-forward is left out.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from transformer_jax.config import ModelConfig
-from transformer_jax.families.table import (
+from transformer_jax.config import Learned, ModelConfig, Sinusoidal
+from transformer_jax.pretrained.families.table import (
+    ACTIVATION_KEYS,
     ACTIVATIONS,
     LINEAR_OUT,
     ROW,
-    WRITTEN,
+    ConfigKeys,
     Family,
-    Keys,
-    Line,
     Shape,
+    TensorMapping,
     blocks,
     linear,
     norm,
@@ -31,14 +30,16 @@ from transformer_jax.families.table import (
 BIAS = "final_logits_bias"
 
 
-def _table(config: ModelConfig) -> list[Line]:
-    lines = [Line("embed/tokens", "model.shared.weight")]
+def _table(config: ModelConfig) -> list[TensorMapping]:
+    mappings = [TensorMapping("embed/tokens", "model.shared.weight")]
     for side, depth in (("encoder", config.num_layers), ("decoder", config.decoder_layers)):
         target = "target_" if side == "decoder" else ""
-        if config.positions == "learned":
-            lines += [Line(f"embed/{target}positions", f"model.{side}.embed_positions.weight")]
+        if isinstance(config.positions, Learned):
+            mappings += [
+                TensorMapping(f"embed/{target}positions", f"model.{side}.embed_positions.weight")
+            ]
         if config.embedding_norm:
-            lines += norm(f"embed/{target}norm", f"model.{side}.layernorm_embedding")
+            mappings += norm(f"embed/{target}norm", f"model.{side}.layernorm_embedding")
         block = f"model.{side}.layers.{{i}}"
         inner = [
             *_attention("attention", f"{block}.self_attn"),
@@ -52,40 +53,40 @@ def _table(config: ModelConfig) -> list[Line]:
             *linear("feed_forward/down", f"{block}.fc2"),
             *norm("norm_feed_forward", f"{block}.final_layer_norm"),
         ]
-        lines += blocks(side, depth, inner)
-    return [*lines, *([Line("embed/bias", BIAS, ROW)] if config.logit_bias else [])]
+        mappings += blocks(side, depth, inner)
+    return [*mappings, *([TensorMapping("embed/bias", BIAS, ROW)] if config.logit_bias else [])]
 
 
-def _attention(ours: str, theirs: str) -> list[Line]:
+def _attention(param: str, tensor: str) -> list[TensorMapping]:
     return [
-        *linear(f"{ours}/query", f"{theirs}.q_proj"),
-        *linear(f"{ours}/key", f"{theirs}.k_proj"),
-        *linear(f"{ours}/value", f"{theirs}.v_proj"),
-        *linear(f"{ours}/out", f"{theirs}.out_proj", LINEAR_OUT),
+        *linear(f"{param}/query", f"{tensor}.q_proj"),
+        *linear(f"{param}/key", f"{tensor}.k_proj"),
+        *linear(f"{param}/value", f"{tensor}.v_proj"),
+        *linear(f"{param}/out", f"{tensor}.out_proj", LINEAR_OUT),
     ]
 
 
-def _common(keys: Keys, names: frozenset[str]) -> dict[str, Any]:
-    """What both share, as fields of ModelConfig."""
-    keys.only("is_encoder_decoder", True)
-    keys.only("tie_word_embeddings", True)
-    keys.only("normalize_before", False)
-    keys.only("add_final_layer_norm", False)
-    keys.only("add_bias_logits", False, True)  # said of the bias that is there either way
-    keys.unread("activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
-    keys.unread("classif_dropout", "classifier_dropout", "init_std")
+def _common(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
+    """Read the fields of ModelConfig that both families have."""
+    keys.require("is_encoder_decoder", True)
+    keys.require("tie_word_embeddings", True)
+    keys.require("normalize_before", False)
+    keys.require("add_final_layer_norm", False)
+    keys.require("add_bias_logits", False, True)  # the bias is there either way
+    keys.ignore("activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
+    keys.ignore("classif_dropout", "classifier_dropout", "init_std")
     layers = keys.integer("encoder_layers", 12)
-    keys.only("num_hidden_layers", layers)  # another name of the same
+    keys.require("num_hidden_layers", layers)  # a second name of encoder_layers
     return dict(
         kind="encoder-decoder",
         d_model=keys.integer("d_model", 1024),
         num_layers=layers,
         num_decoder_layers=keys.integer("decoder_layers", 12),
-        num_heads=_both(keys, "attention_heads", 16),
-        d_ff=_both(keys, "ffn_dim", 4096),
+        num_heads=_shared_size(keys, "attention_heads", 16),
+        d_ff=_shared_size(keys, "ffn_dim", 4096),
         max_len=keys.integer("max_position_embeddings", 1024),
         norm_order="post",
-        activation=keys.text("activation_function", ACTIVATIONS, "gelu"),
+        activation=keys.choice("activation_function", ACTIVATIONS, "gelu"),
         scale_embeddings=keys.flag("scale_embedding", False),
         logit_bias=BIAS in names,
         dropout=keys.rate("dropout", 0.1),
@@ -93,8 +94,8 @@ def _common(keys: Keys, names: frozenset[str]) -> dict[str, Any]:
     )
 
 
-def _both(keys: Keys, name: str, default: int) -> int:
-    """A size that both sides have."""
+def _shared_size(keys: ConfigKeys, name: str, default: int) -> int:
+    """Read a size that must be the same in the encoder and the decoder."""
     size = keys.integer(f"encoder_{name}", default)
     found = keys.integer(f"decoder_{name}", default)
     if found != size:
@@ -115,23 +116,22 @@ def _write_common(config: ModelConfig) -> dict[str, Any]:
         encoder_ffn_dim=config.ff_dim,
         decoder_ffn_dim=config.ff_dim,
         max_position_embeddings=config.max_len,
-        activation_function=WRITTEN[config.activation],
+        activation_function=ACTIVATION_KEYS[config.activation],
         scale_embedding=config.scale_embeddings,
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
     )
 
 
-def _read_bart(keys: Keys, names: frozenset[str]) -> ModelConfig:
+def _read_bart(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = _common(keys, names)
-    keys.only("normalize_embedding", True)
-    keys.only("static_position_embeddings", False)
-    keys.only("extra_pos_embeddings", 2)
-    keys.unread("force_bos_token_to_be_generated")
+    keys.require("normalize_embedding", True)
+    keys.require("static_position_embeddings", False)
+    keys.require("extra_pos_embeddings", 2)
+    keys.ignore("force_bos_token_to_be_generated")
     return ModelConfig(
         vocab_size=keys.integer("vocab_size", 50265),
-        positions="learned",
-        position_offset=2,
+        positions=Learned(offset=2),
         embedding_norm=True,
         **fields,
     )
@@ -141,34 +141,37 @@ def _write_bart(config: ModelConfig) -> dict[str, Any]:
     return dict(architectures=["BartForConditionalGeneration"], **_write_common(config))
 
 
-def _read_marian(keys: Keys, names: frozenset[str]) -> ModelConfig:
+def _read_marian(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = _common(keys, names)
-    keys.only("normalize_embedding", False)
-    keys.only("static_position_embeddings", True)
-    keys.only("share_encoder_decoder_embeddings", True)
-    keys.unread("extra_pos_embeddings", "save_step", "unk_token_id")
+    keys.require("normalize_embedding", False)
+    keys.require("static_position_embeddings", True)
+    keys.require("share_encoder_decoder_embeddings", True)
+    keys.ignore("extra_pos_embeddings", "save_step")
     vocab = keys.integer("vocab_size", 58101)
-    keys.only("decoder_vocab_size", None, vocab)
-    return ModelConfig(vocab_size=vocab, positions="sinusoidal", sinusoid="halves", **fields)
+    keys.require("decoder_vocab_size", None, vocab)
+    return ModelConfig(vocab_size=vocab, positions=Sinusoidal(layout="halves"), **fields)
 
 
 def _write_marian(config: ModelConfig) -> dict[str, Any]:
     keys = _write_common(config)
     if config.activation == "silu":
-        keys["activation_function"] = "swish"  # as all that are published say
+        keys["activation_function"] = "swish"  # as published Marians spell it
     return dict(
         architectures=["MarianMTModel"],
         share_encoder_decoder_embeddings=True,
         decoder_vocab_size=config.vocab_size,
         static_position_embeddings=True,
         normalize_embedding=False,
-        pad_token_id=None,  # no config has it, and the default is out of most vocabularies
+        pad_token_id=None,  # the default of transformers is outside most vocabularies
         **keys,
     )
 
 
 def sinusoids(config: ModelConfig, shape: Shape) -> np.ndarray | None:  # f64[max_len, D]
-    """sin(p 10000^(-2i/D)) at i and cos of the same angle at D/2 + i: the table of old files."""
+    """Compute the table of positions that old files hold.
+
+    Row p has sin(p 10000^(-2i/D)) in column i and the cosine of the same angle in column D/2 + i.
+    """
     length, width = config.max_len, config.d_model
     if shape != (length, width):
         return None
@@ -180,13 +183,13 @@ _family = partial(
     Family,
     table=_table,
     prefix="model.",
-    unused=("model.encoder.version", "model.decoder.version"),
-    copies={
+    ignored_tensors=("model.encoder.version", "model.decoder.version"),
+    tied_copies={
         "lm_head.weight": "model.shared.weight",
         "model.decoder.embed_tokens.weight": "model.shared.weight",
         "model.encoder.embed_tokens.weight": "model.shared.weight",
     },
-    heads=("lm_head.*", BIAS),
+    head_tensors=("lm_head.*", BIAS),
 )
 
 BART = _family("bart", _read_bart, _write_bart)
@@ -194,5 +197,7 @@ MARIAN = _family(
     "marian",
     _read_marian,
     _write_marian,
-    implied={f"model.{side}.embed_positions.weight": sinusoids for side in ("encoder", "decoder")},
+    computed_tensors={
+        f"model.{side}.embed_positions.weight": sinusoids for side in ("encoder", "decoder")
+    },
 )

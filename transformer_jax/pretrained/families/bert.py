@@ -1,22 +1,22 @@
-"""BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019) and DistilBERT (Sanh et al. 2019).
+"""Map BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019) and DistilBERT (Sanh et al. 2019).
 
-Post-norm encoders with learned positions. The tensors that are there say which heads a checkpoint
-has: config.json is the same for all of them. Dropout in front of a classifier is not modelled, nor
-is it, in DistilBERT, of any other rate than the stream's.
+They are post-norm encoders with learned positions. config.json is the same for all heads: the
+tensors in the files say which heads a checkpoint has. The dropout before a classifier, and rates of
+DistilBERT that differ from `dropout`, are left out.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformer_jax.config import Activation, ModelConfig, Pooler
-from transformer_jax.families.table import (
+from transformer_jax.config import Activation, Learned, ModelConfig, Pooler
+from transformer_jax.pretrained.families.table import (
+    ACTIVATION_KEYS,
     ACTIVATIONS,
     LINEAR_OUT,
-    WRITTEN,
+    ConfigKeys,
     Family,
-    Keys,
-    Line,
+    TensorMapping,
     blocks,
     linear,
     norm,
@@ -25,13 +25,13 @@ from transformer_jax.families.table import (
 Names = frozenset[str]
 
 
-def _stack(config: ModelConfig, prefix: str) -> list[Line]:
-    """Embeddings and blocks, which BERT and RoBERTa name alike."""
+def _stack(config: ModelConfig, prefix: str) -> list[TensorMapping]:
+    """Map embeddings and blocks, which BERT and RoBERTa name alike."""
     embeddings, block = f"{prefix}.embeddings", f"{prefix}.encoder.layer.{{i}}"
     return [
-        Line("embed/tokens", f"{embeddings}.word_embeddings.weight"),
-        Line("embed/positions", f"{embeddings}.position_embeddings.weight"),
-        Line("embed/types", f"{embeddings}.token_type_embeddings.weight"),
+        TensorMapping("embed/tokens", f"{embeddings}.word_embeddings.weight"),
+        TensorMapping("embed/positions", f"{embeddings}.position_embeddings.weight"),
+        TensorMapping("embed/types", f"{embeddings}.token_type_embeddings.weight"),
         *norm("embed/norm", f"{embeddings}.LayerNorm"),
         *blocks(
             "encoder",
@@ -50,19 +50,19 @@ def _stack(config: ModelConfig, prefix: str) -> list[Line]:
     ]
 
 
-def _heads(config: ModelConfig, dense: str, scale: str, bias: str) -> list[Line]:
-    """The masked-token head, where there is one."""
+def _masked_head(config: ModelConfig, dense: str, scale: str, bias: str) -> list[TensorMapping]:
+    """Map the masked-token head, if there is one."""
     if not config.masked_token_head:
         return []
     return [
         *linear("head_dense", dense),
         *norm("head_norm", scale),
-        Line("embed/bias", bias),
+        TensorMapping("embed/bias", bias),
     ]
 
 
-def _pooling(config: ModelConfig, pooler: str, classifier: str) -> list[Line]:
-    """The pooler and the classifier, where there are such."""
+def _pooling(config: ModelConfig, pooler: str, classifier: str) -> list[TensorMapping]:
+    """Map the pooler and the classifier, if there are any."""
     return [
         *(linear("pooler", pooler) if config.pooling is not None else []),
         *(linear("classifier", classifier) if config.num_classes is not None else []),
@@ -70,7 +70,7 @@ def _pooling(config: ModelConfig, pooler: str, classifier: str) -> list[Line]:
 
 
 def _encoder(
-    keys: Keys,
+    keys: ConfigKeys,
     *,
     masked: bool,
     pooler: Pooler | None,
@@ -78,7 +78,7 @@ def _encoder(
     activation: Activation,
     **sizes: Any,
 ) -> ModelConfig:
-    """What the three have in common."""
+    """Make a config from what all three families have and from the sizes of one."""
     if not keys.flag("tie_word_embeddings", True) and masked:
         keys.fail("tie_word_embeddings", False, "must be true beside a masked-token head")
     return ModelConfig(
@@ -94,40 +94,45 @@ def _encoder(
     )
 
 
-def _labels(keys: Keys) -> int:
-    """How many classes a classifier has: 2 where nothing is said."""
+def _labels(keys: ConfigKeys) -> int:
+    """Count the classes of a classifier; the default is 2."""
     labels, count = keys.take("id2label", None), keys.integer("num_labels", None)
-    keys.unread("id2label")  # the names of classes, which a folder like this one keeps
+    keys.ignore("id2label")  # the names are kept by save_pretrained(like=...)
     if labels is None:
         return 2 if count is None else count
     if not isinstance(labels, dict) or not labels:
-        keys.fail("id2label", labels, "must be an object, of the names of classes")
+        keys.fail("id2label", labels, "must be an object of the names of classes")
     if count not in (None, len(labels)):
         keys.fail("num_labels", count, f"must be as many as in id2label, {len(labels)}")
     return len(labels)
 
 
-def _check_pooled(keys: Keys, pooler: str, names: Names) -> None:
+def _check_pooled(keys: ConfigKeys, pooler: str, names: Names) -> None:
     if pooler not in names:
-        rule = f"without {pooler} its classes are of tokens, and not of a text"
+        rule = f"without {pooler} the classes are of single tokens, not of a text"
         keys.fail("architectures", keys.take("architectures", None), rule)
 
 
-def _bert_sizes(keys: Keys) -> dict[str, Any]:
-    keys.only("position_embedding_type", "absolute")
-    keys.unread("classifier_dropout", "directionality", "pooler_fc_size", "pooler_num_fc_layers")
-    keys.unread("pooler_num_attention_heads", "pooler_size_per_head", "pooler_type")
+def _bert_sizes(keys: ConfigKeys) -> dict[str, Any]:
+    keys.require("position_embedding_type", "absolute")
+    keys.ignore("classifier_dropout", "directionality", "pooler_fc_size", "pooler_num_fc_layers")
+    keys.ignore("pooler_num_attention_heads", "pooler_size_per_head", "pooler_type")
     return dict(
         d_model=keys.integer("hidden_size", 768),
         num_layers=keys.integer("num_hidden_layers", 12),
         num_heads=keys.integer("num_attention_heads", 12),
         d_ff=keys.integer("intermediate_size", 3072),
-        activation=keys.text("hidden_act", ACTIVATIONS, "gelu"),
+        activation=keys.choice("hidden_act", ACTIVATIONS, "gelu"),
         type_vocab_size=keys.integer("type_vocab_size", 2),
         norm_eps=keys.positive("layer_norm_eps", 1e-12),
         dropout=keys.rate("hidden_dropout_prob", 0.1),
         attention_dropout=keys.rate("attention_probs_dropout_prob", 0.1),
     )
+
+
+def _offset(config: ModelConfig) -> int:
+    """Return the rows of the table before that of position 0; none where there is no table."""
+    return config.positions.offset if isinstance(config.positions, Learned) else 0
 
 
 def _write_bert_sizes(config: ModelConfig) -> dict[str, Any]:
@@ -137,8 +142,8 @@ def _write_bert_sizes(config: ModelConfig) -> dict[str, Any]:
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         intermediate_size=config.ff_dim,
-        hidden_act=WRITTEN[config.activation],
-        max_position_embeddings=config.max_len + config.position_offset,
+        hidden_act=ACTIVATION_KEYS[config.activation],
+        max_position_embeddings=config.max_len + _offset(config),
         type_vocab_size=config.type_vocab_size,
         layer_norm_eps=config.norm_eps,
         hidden_dropout_prob=config.dropout,
@@ -150,17 +155,19 @@ def _write_bert_sizes(config: ModelConfig) -> dict[str, Any]:
 # BERT
 
 
-def _bert_table(config: ModelConfig) -> list[Line]:
+def _bert_table(config: ModelConfig) -> list[TensorMapping]:
     predictions = "cls.predictions.transform"
     classifier = "cls.seq_relationship" if config.masked_token_head else "classifier"
     return [
         *_stack(config, "bert"),
-        *_heads(config, f"{predictions}.dense", f"{predictions}.LayerNorm", "cls.predictions.bias"),
+        *_masked_head(
+            config, f"{predictions}.dense", f"{predictions}.LayerNorm", "cls.predictions.bias"
+        ),
         *_pooling(config, "bert.pooler.dense", classifier),
     ]
 
 
-def _read_bert(keys: Keys, names: Names) -> ModelConfig:
+def _read_bert(keys: ConfigKeys, names: Names) -> ModelConfig:
     masked, pooler = "cls.predictions.transform.dense.weight" in names, "bert.pooler.dense.weight"
     classes = None
     if masked and "cls.seq_relationship.weight" in names:
@@ -198,30 +205,31 @@ BERT = Family(
     _write_bert,
     _bert_table,
     prefix="bert.",
-    unused=("bert.embeddings.position_ids",),
-    copies={
+    ignored_tensors=("bert.embeddings.position_ids",),
+    tied_copies={
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
-    heads=("cls.*", "classifier.*"),
-    renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    head_tensors=("cls.*", "classifier.*"),
+    old_suffixes={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 )
-"""Two classes beside a masked-token head are whether the second sentence followed the first."""
+"""A masked-token head with two classes is BertForPreTraining: they say whether the second sentence
+follows the first."""
 
 
 # RoBERTa
 
 
-def _roberta_table(config: ModelConfig) -> list[Line]:
+def _roberta_table(config: ModelConfig) -> list[TensorMapping]:
     pooler = "roberta.pooler.dense" if config.num_classes is None else "classifier.dense"
     return [
         *_stack(config, "roberta"),
-        *_heads(config, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+        *_masked_head(config, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
         *_pooling(config, pooler, "classifier.out_proj"),
     ]
 
 
-def _read_roberta(keys: Keys, names: Names) -> ModelConfig:
+def _read_roberta(keys: ConfigKeys, names: Names) -> ModelConfig:
     masked, classifies = "lm_head.dense.weight" in names, "classifier.out_proj.weight" in names
     pooled = classifies or "roberta.pooler.dense.weight" in names
     sizes = _bert_sizes(keys)
@@ -239,13 +247,13 @@ def _read_roberta(keys: Keys, names: Names) -> ModelConfig:
         num_classes=_labels(keys) if classifies else None,
         vocab_size=keys.integer("vocab_size", 50265),
         max_len=rows - offset,
-        position_offset=offset,
+        positions=Learned(offset=offset),
         **sizes,
     )
 
 
 def _write_roberta(config: ModelConfig) -> dict[str, Any]:
-    content = _write_bert_sizes(config) | {"pad_token_id": config.position_offset - 1}
+    content = _write_bert_sizes(config) | {"pad_token_id": _offset(config) - 1}
     kind = "RobertaModel"
     if config.num_classes is not None:
         kind, content["num_labels"] = "RobertaForSequenceClassification", config.num_classes
@@ -260,26 +268,26 @@ ROBERTA = Family(
     _write_roberta,
     _roberta_table,
     prefix="roberta.",
-    unused=("roberta.embeddings.position_ids", "roberta.pooler.dense.*"),
-    copies={
+    ignored_tensors=("roberta.embeddings.position_ids", "roberta.pooler.dense.*"),
+    tied_copies={
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
     },
-    heads=("lm_head.*", "classifier.*"),
-    renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    head_tensors=("lm_head.*", "classifier.*"),
+    old_suffixes={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 )
-"""A classifier has a dense layer of its own; a pooler beside it, left from pre-training, is not
-read. Position 0 has row `pad_token_id` + 1 of the table."""
+"""A classifier has a dense layer of its own; a pooler left from pre-training is ignored.
+Position 0 is row `pad_token_id` + 1 of the table."""
 
 
 # DistilBERT
 
 
-def _distilbert_table(config: ModelConfig) -> list[Line]:
+def _distilbert_table(config: ModelConfig) -> list[TensorMapping]:
     embeddings, block = "distilbert.embeddings", "distilbert.transformer.layer.{i}"
     return [
-        Line("embed/tokens", f"{embeddings}.word_embeddings.weight"),
-        Line("embed/positions", f"{embeddings}.position_embeddings.weight"),
+        TensorMapping("embed/tokens", f"{embeddings}.word_embeddings.weight"),
+        TensorMapping("embed/positions", f"{embeddings}.position_embeddings.weight"),
         *norm("embed/norm", f"{embeddings}.LayerNorm"),
         *blocks(
             "encoder",
@@ -295,15 +303,15 @@ def _distilbert_table(config: ModelConfig) -> list[Line]:
                 *norm("norm_feed_forward", f"{block}.output_layer_norm"),
             ],
         ),
-        *_heads(config, "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
+        *_masked_head(config, "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
         *_pooling(config, "pre_classifier", "classifier"),
     ]
 
 
-def _read_distilbert(keys: Keys, names: Names) -> ModelConfig:
-    keys.only("tie_weights_", True)
-    keys.unread("sinusoidal_pos_embds")  # how the table began, which is in the file
-    keys.unread("qa_dropout", "seq_classif_dropout")
+def _read_distilbert(keys: ConfigKeys, names: Names) -> ModelConfig:
+    keys.require("tie_weights_", True)
+    keys.ignore("sinusoidal_pos_embds")  # how the table was initialised
+    keys.ignore("qa_dropout", "seq_classif_dropout")
     classes = None
     if "classifier.weight" in names:
         _check_pooled(keys, "pre_classifier.weight", names)
@@ -319,7 +327,7 @@ def _read_distilbert(keys: Keys, names: Names) -> ModelConfig:
         num_layers=keys.integer("n_layers", 6),
         num_heads=keys.integer("n_heads", 12),
         d_ff=keys.integer("hidden_dim", 3072),
-        activation=keys.text("activation", ACTIVATIONS, "gelu"),
+        activation=keys.choice("activation", ACTIVATIONS, "gelu"),
         norm_eps=1e-12,
         dropout=keys.rate("dropout", 0.1),
         attention_dropout=keys.rate("attention_dropout", 0.1),
@@ -333,7 +341,7 @@ def _write_distilbert(config: ModelConfig) -> dict[str, Any]:
         n_layers=config.num_layers,
         n_heads=config.num_heads,
         hidden_dim=config.ff_dim,
-        activation=WRITTEN[config.activation],
+        activation=ACTIVATION_KEYS[config.activation],
         max_position_embeddings=config.max_len,
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
@@ -353,8 +361,8 @@ DISTILBERT = Family(
     _write_distilbert,
     _distilbert_table,
     prefix="distilbert.",
-    unused=("distilbert.embeddings.position_ids",),
-    copies={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},
-    heads=("vocab_*", "pre_classifier.*", "classifier.*"),
-    renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    ignored_tensors=("distilbert.embeddings.position_ids",),
+    tied_copies={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},
+    head_tensors=("vocab_*", "pre_classifier.*", "classifier.*"),
+    old_suffixes={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 )

@@ -1,34 +1,39 @@
-"""GPT-2 (Radford et al. 2019): learned positions, pre-norm, one matrix for query, key and value."""
+"""Map GPT-2 (Radford et al. 2019).
+
+It has learned positions, norms before the branches, and one matrix for query, key and value.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.families.table import (
+from transformer_jax.pretrained.families.table import (
+    ACTIVATION_KEYS,
     ACTIVATIONS,
-    WRITTEN,
+    ConfigKeys,
     Family,
-    Keys,
     Layout,
-    Line,
+    TensorMapping,
     blocks,
     norm,
 )
 
 
-def _conv(ours: str, theirs: str, inputs: int = 1, part: int = 0, parts: int = 1) -> list[Line]:
+def _conv(
+    param: str, tensor: str, inputs: int = 1, part: int = 0, parts: int = 1
+) -> list[TensorMapping]:
     return [
-        Line(f"{ours}/kernel", f"{theirs}.weight", Layout("conv", inputs, part, parts)),
-        Line(f"{ours}/bias", f"{theirs}.bias", Layout("flat", part=part, parts=parts)),
+        TensorMapping(f"{param}/kernel", f"{tensor}.weight", Layout("conv", inputs, part, parts)),
+        TensorMapping(f"{param}/bias", f"{tensor}.bias", Layout("flat", part=part, parts=parts)),
     ]
 
 
-def _table(config: ModelConfig) -> list[Line]:
+def _table(config: ModelConfig) -> list[TensorMapping]:
     block = "transformer.h.{i}"
     return [
-        Line("embed/tokens", "transformer.wte.weight"),
-        Line("embed/positions", "transformer.wpe.weight"),
+        TensorMapping("embed/tokens", "transformer.wte.weight"),
+        TensorMapping("embed/positions", "transformer.wpe.weight"),
         *blocks(
             "decoder",
             config.num_layers,
@@ -44,19 +49,17 @@ def _table(config: ModelConfig) -> list[Line]:
             ],
         ),
         *norm("decoder/norm", "transformer.ln_f"),
-        *([] if config.tie_embeddings else [Line("embed/output", "lm_head.weight")]),
+        *([] if config.tie_embeddings else [TensorMapping("embed/output", "lm_head.weight")]),
     ]
 
 
-def _read(keys: Keys, names: frozenset[str]) -> ModelConfig:
-    keys.only("scale_attn_weights", True)
-    keys.only("scale_attn_by_inverse_layer_idx", False)
-    keys.only("reorder_and_upcast_attn", False, True)  # the same numbers in another precision
-    keys.unread("n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels")
-    keys.unread("summary_type", "summary_use_proj", "classifier_dropout")
-    dropout = keys.rate("resid_pdrop", 0.1)
-    if keys.number("embd_pdrop", 0.1) != dropout:
-        keys.fail("embd_pdrop", keys.take("embd_pdrop"), f"must be resid_pdrop, {dropout}")
+def _read(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    keys.require("scale_attn_weights", True)
+    keys.require("scale_attn_by_inverse_layer_idx", False)
+    keys.require("reorder_and_upcast_attn", False, True)  # changes the precision only
+    keys.ignore("n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels")
+    keys.ignore("summary_type", "summary_use_proj", "classifier_dropout")
+    keys.rate("embd_pdrop", 0.1)  # read as resid_pdrop: a ModelConfig has one rate for both
     return ModelConfig(
         vocab_size=keys.integer("vocab_size", 50257),
         max_len=keys.integer("n_positions", 1024),
@@ -64,10 +67,10 @@ def _read(keys: Keys, names: frozenset[str]) -> ModelConfig:
         num_layers=keys.integer("n_layer", 12),
         num_heads=keys.integer("n_head", 12),
         d_ff=keys.integer("n_inner", None),
-        activation=keys.text("activation_function", ACTIVATIONS, "gelu_new"),
+        activation=keys.choice("activation_function", ACTIVATIONS, "gelu_new"),
         norm_eps=keys.positive("layer_norm_epsilon", 1e-5),
         tie_embeddings=keys.flag("tie_word_embeddings", True),
-        dropout=dropout,
+        dropout=keys.rate("resid_pdrop", 0.1),
         attention_dropout=keys.rate("attn_pdrop", 0.1),
     )
 
@@ -81,7 +84,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         n_layer=config.num_layers,
         n_head=config.num_heads,
         n_inner=config.d_ff,
-        activation_function=WRITTEN[config.activation],
+        activation_function=ACTIVATION_KEYS[config.activation],
         layer_norm_epsilon=config.norm_eps,
         tie_word_embeddings=config.tie_embeddings,
         resid_pdrop=config.dropout,
@@ -96,7 +99,7 @@ GPT2 = Family(
     _write,
     _table,
     prefix="transformer.",
-    unused=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
-    copies={"lm_head.weight": "transformer.wte.weight"},
-    heads=("lm_head.*",),
+    ignored_tensors=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+    tied_copies={"lm_head.weight": "transformer.wte.weight"},
+    head_tensors=("lm_head.*",),
 )

@@ -1,32 +1,32 @@
-"""T5 (Raffel et al. 2020), its version 1.1 and Flan-T5: a bias of the distance, RMSNorm, no biases
-in projections, scores that are not scaled.
+"""Map T5 (Raffel et al. 2020), its version 1.1 and Flan-T5.
 
-Version 1.0 has relu, and reads scaled logits from the embeddings; 1.1 has a gated gelu and an
-output matrix of its own. Which of them a folder is, is said by
+They have a bias that depends on the distance, RMSNorm, projections without biases, and scores that
+are not scaled. Version 1.0 has relu and computes scaled logits with the embeddings; version 1.1 has
+a gated gelu and an output matrix of its own. These keys and tensors say which one a folder holds:
 
-| tie_word_embeddings | scale_decoder_outputs | lm_head.weight | output matrix | logits |
-|---------------------|-----------------------|----------------|---------------|--------|
-| true, or absent     | absent                | none, a copy   | embeddings    | scaled |
-| false               | absent                | there          | its own       | as are |
-| true                | given                 | none           | embeddings    | as given |
-| either              | given                 | there          | its own       | as given |
+| tie_word_embeddings | scale_decoder_outputs | lm_head.weight   | output matrix | logits          |
+|---------------------|-----------------------|------------------|---------------|-----------------|
+| true or absent      | absent                | absent or a copy | embeddings    | scaled          |
+| false               | absent                | present          | its own       | not scaled      |
+| true                | present               | absent           | embeddings    | as the key says |
+| either              | present               | present          | its own       | as the key says |
 
-The last two are what transformers 5 writes, which always says that they are tied. Anything else
-contradicts itself and is refused. Dropout within the feed-forward, which T5 has too, is left out.
+The last two rows are what transformers 5 writes, which always sets tie_word_embeddings. Anything
+else contradicts itself and is refused. T5's dropout within the feed-forward is left out.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformer_jax.config import Activation, ModelConfig
-from transformer_jax.families.table import (
+from transformer_jax.config import Activation, ModelConfig, T5Buckets
+from transformer_jax.pretrained.families.table import (
+    ACTIVATION_KEYS,
     ACTIVATIONS,
     LINEAR_OUT,
-    WRITTEN,
+    ConfigKeys,
     Family,
-    Keys,
-    Line,
+    TensorMapping,
     blocks,
     linear,
 )
@@ -34,69 +34,69 @@ from transformer_jax.families.table import (
 HEAD = "lm_head.weight"
 
 BUCKETS = 256
-"""Most buckets of distances, of which each is a comparison in the program; published are 32."""
+"""Largest number of buckets: each is a comparison in the program. Published models have 32."""
 
-FORWARDS: dict[str, tuple[Activation, bool]] = {
+FEED_FORWARDS: dict[str, tuple[Activation, bool]] = {
     **{name: (activation, False) for name, activation in ACTIVATIONS.items()},
     **{f"gated-{name}": (activation, True) for name, activation in ACTIVATIONS.items()},
     "gated-gelu": ("gelu_tanh", True),
 }
-"""feed_forward_proj: the activation, and whether there is a gate. Of gelu alone, a gate means the
-approximation by tanh."""
+"""feed_forward_proj to the activation and whether there is a gate; "gated-gelu" means the
+approximation of gelu by tanh."""
 
 
-def _table(config: ModelConfig) -> list[Line]:
+def _table(config: ModelConfig) -> list[TensorMapping]:
     stacks = []
     for side, depth in (("encoder", config.num_layers), ("decoder", config.decoder_layers)):
         block = f"{side}.block.{{i}}.layer"
         last = 2 if side == "decoder" else 1
-        lines = [
+        mappings = [
             *_attention("attention", f"{block}.0.SelfAttention"),
-            Line("norm_attention/scale", f"{block}.0.layer_norm.weight"),
+            TensorMapping("norm_attention/scale", f"{block}.0.layer_norm.weight"),
         ]
         if side == "decoder":
-            lines += [
+            mappings += [
                 *_attention("cross_attention", f"{block}.1.EncDecAttention"),
-                Line("norm_cross_attention/scale", f"{block}.1.layer_norm.weight"),
+                TensorMapping("norm_cross_attention/scale", f"{block}.1.layer_norm.weight"),
             ]
         dense = f"{block}.{last}.DenseReluDense"
         up = f"{dense}.wi"
         if config.glu:
-            lines += linear("feed_forward/gate", f"{dense}.wi_0", bias=False)
+            mappings += linear("feed_forward/gate", f"{dense}.wi_0", bias=False)
             up = f"{dense}.wi_1"
-        lines += [
+        mappings += [
             *linear("feed_forward/up", up, bias=False),
             *linear("feed_forward/down", f"{dense}.wo", bias=False),
-            Line("norm_feed_forward/scale", f"{block}.{last}.layer_norm.weight"),
+            TensorMapping("norm_feed_forward/scale", f"{block}.{last}.layer_norm.weight"),
         ]
         first = f"{side}.block.0.layer.0.SelfAttention"  # holds the bias of the whole stack
         stacks += [
-            Line(f"{side}/relative_bias", f"{first}.relative_attention_bias.weight"),
-            *blocks(side, depth, lines),
-            Line(f"{side}/norm/scale", f"{side}.final_layer_norm.weight"),
+            TensorMapping(f"{side}/relative_bias", f"{first}.relative_attention_bias.weight"),
+            *blocks(side, depth, mappings),
+            TensorMapping(f"{side}/norm/scale", f"{side}.final_layer_norm.weight"),
         ]
     return [
-        Line("embed/tokens", "shared.weight"),
+        TensorMapping("embed/tokens", "shared.weight"),
         *stacks,
-        *([] if config.tie_embeddings else [Line("embed/output", HEAD)]),
+        *([] if config.tie_embeddings else [TensorMapping("embed/output", HEAD)]),
     ]
 
 
-def _attention(ours: str, theirs: str) -> list[Line]:
+def _attention(param: str, tensor: str) -> list[TensorMapping]:
     return [
-        *linear(f"{ours}/query", f"{theirs}.q", bias=False),
-        *linear(f"{ours}/key", f"{theirs}.k", bias=False),
-        *linear(f"{ours}/value", f"{theirs}.v", bias=False),
-        *linear(f"{ours}/out", f"{theirs}.o", LINEAR_OUT, bias=False),
+        *linear(f"{param}/query", f"{tensor}.q", bias=False),
+        *linear(f"{param}/key", f"{tensor}.k", bias=False),
+        *linear(f"{param}/value", f"{tensor}.v", bias=False),
+        *linear(f"{param}/out", f"{tensor}.o", LINEAR_OUT, bias=False),
     ]
 
 
-def _read(keys: Keys, names: frozenset[str]) -> ModelConfig:
-    keys.only("is_encoder_decoder", True)
+def _read(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    keys.require("is_encoder_decoder", True)
     if not any(name.startswith("decoder.") for name in names):
         given = keys.take("architectures", None)
         keys.fail("architectures", given, "there is no decoder, and an encoder alone is no t5 here")
-    keys.unread("classifier_dropout", "initializer_factor")
+    keys.ignore("classifier_dropout", "initializer_factor")
     width, layers = keys.integer("d_model", 512), keys.integer("num_layers", 6)
     tied, scaled = _output(keys, names)
     activation, gated = _forward(keys)
@@ -115,14 +115,12 @@ def _read(keys: Keys, names: frozenset[str]) -> ModelConfig:
         vocab_size=keys.integer("vocab_size", 32128),
         d_model=width,
         num_layers=layers,
-        num_decoder_layers=keys.optional("num_decoder_layers", None) or layers,
+        num_decoder_layers=keys.optional_integer("num_decoder_layers", None) or layers,
         num_heads=keys.integer("num_heads", 8),
         head_dim=keys.integer("d_kv", 64),
         d_ff=keys.integer("d_ff", 2048),
         max_len=keys.integer("n_positions", 512),
-        positions="t5",
-        relative_buckets=buckets,
-        relative_max_distance=farthest,
+        positions=T5Buckets(buckets=buckets, max_distance=farthest),
         norm="rmsnorm",
         norm_eps=keys.positive("layer_norm_epsilon", 1e-6),
         activation=activation,
@@ -136,20 +134,20 @@ def _read(keys: Keys, names: frozenset[str]) -> ModelConfig:
     )
 
 
-def _output(keys: Keys, names: frozenset[str]) -> tuple[bool, bool]:
-    """Whether logits are read from the embeddings, and whether they are scaled."""
+def _output(keys: ConfigKeys, names: frozenset[str]) -> tuple[bool, bool]:
+    """Return whether the output matrix is the embeddings, and whether logits are scaled."""
     tied = keys.flag("tie_word_embeddings", True)
     if keys.take("scale_decoder_outputs", None) is None:
         return tied, tied
     return tied and HEAD not in names, keys.flag("scale_decoder_outputs")
 
 
-def _forward(keys: Keys) -> tuple[Activation, bool]:
-    """The activation and the gate; what is said of them a second time must agree."""
+def _forward(keys: ConfigKeys) -> tuple[Activation, bool]:
+    """Return the activation and whether there is a gate; keys that repeat them must agree."""
     name = keys.take("feed_forward_proj", "relu")
-    activation, gated = keys.text("feed_forward_proj", FORWARDS, "relu")
+    activation, gated = keys.choice("feed_forward_proj", FEED_FORWARDS, "relu")
     again = keys.take("dense_act_fn", None)
-    if again is not None and keys.text("dense_act_fn", ACTIVATIONS) != activation:
+    if again is not None and keys.choice("dense_act_fn", ACTIVATIONS) != activation:
         keys.fail("dense_act_fn", again, f"feed_forward_proj is {name!r}, which is {activation!r}")
     if keys.take("is_gated_act", gated) is not gated:
         keys.fail("is_gated_act", not gated, f"feed_forward_proj is {name!r}")
@@ -157,7 +155,8 @@ def _forward(keys: Keys) -> tuple[Activation, bool]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    dense = WRITTEN[config.activation]
+    dense = ACTIVATION_KEYS[config.activation]
+    positions = config.positions if isinstance(config.positions, T5Buckets) else T5Buckets()
     plain = "gelu" if config.activation == "gelu_tanh" else dense
     return dict(
         architectures=["T5ForConditionalGeneration"],
@@ -170,8 +169,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         num_decoder_layers=config.decoder_layers,
         num_heads=config.num_heads,
         n_positions=config.max_len,
-        relative_attention_num_buckets=config.relative_buckets,
-        relative_attention_max_distance=config.relative_max_distance,
+        relative_attention_num_buckets=positions.buckets,
+        relative_attention_max_distance=positions.max_distance,
         layer_norm_epsilon=config.norm_eps,
         feed_forward_proj=f"gated-{plain}" if config.glu else dense,
         dense_act_fn=dense,
@@ -187,8 +186,8 @@ T5 = Family(
     _read,
     _write,
     _table,
-    unused=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
-    copies={
+    ignored_tensors=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+    tied_copies={
         "decoder.embed_tokens.weight": "shared.weight",
         "encoder.embed_tokens.weight": "shared.weight",
         HEAD: "shared.weight",

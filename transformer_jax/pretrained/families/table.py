@@ -1,7 +1,7 @@
-"""What a family of published checkpoints is: how its config.json reads, and a table of names.
+"""Define what a family of published checkpoints is: a reading of config.json and a table of names.
 
-A line of a table says where one parameter of ours lies in their files, and how: a family is data.
-Both directions, reading and writing, follow from it.
+Each `TensorMapping` of a table says which tensor of a file holds a parameter, and in what layout.
+Reading and writing both follow from the table, so that a family is data and one file.
 """
 
 from __future__ import annotations
@@ -9,28 +9,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, overload
 
 import numpy as np
 
 from transformer_jax.config import Activation, ConfigError, ModelConfig
-from transformer_jax.untrusted import shown
+from transformer_jax.untrusted_files import shown
 
 Shape = tuple[int, ...]
+JsonObject = dict[str, Any]
+"""Keys and values of a JSON file."""
+JsonValue: TypeAlias = Any
+"""A number, text, list or object of a JSON file; readers check which."""
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter lies in a file.
+    """Convert one parameter between our shape and a file's.
 
-    - same: as ours;
-    - flat: all axes as one (biases of heads);
-    - row: the same with an axis of length 1 before it;
-    - linear: [outputs, inputs], each flattened, as torch.nn.Linear keeps it;
-    - conv: [inputs, outputs], as GPT-2 keeps it.
+    | kind   | shape in the file                                                     |
+    |--------|-----------------------------------------------------------------------|
+    | same   | the parameter's                                                       |
+    | flat   | [size]: all axes in one (biases of heads)                             |
+    | row    | [1, size]                                                             |
+    | linear | [outputs, inputs], each side flattened, as torch.nn.Linear stores it  |
+    | conv   | [inputs, outputs], each side flattened, as GPT-2's Conv1D stores it   |
 
-    Of a matrix, `inputs` leading axes of ours are inputs. With `parts`, the file's last axis holds
-    so many parameters side by side, and this is number `part`.
+    The first `inputs` axes of a matrix are its inputs, the others its outputs. If `parts` is above
+    1, the last axis of the file's tensor holds that many parameters side by side, and this one is
+    number `part`, counted from 0.
     """
 
     kind: Literal["same", "flat", "row", "linear", "conv"] = "same"
@@ -39,7 +47,7 @@ class Layout:
     parts: int = 1
 
     def file_shape(self, shape: Shape) -> Shape:
-        """Of the whole tensor in the file, for a parameter of this shape."""
+        """Return the shape of the whole tensor in the file for a parameter of this shape."""
         rows, columns = math.prod(shape[: self.inputs]), math.prod(shape[self.inputs :])
         match self.kind:
             case "same":
@@ -55,14 +63,14 @@ class Layout:
         return (*found[:-1], found[-1] * self.parts) if self.parts > 1 else found
 
     def read(self, tensor: np.ndarray, shape: Shape) -> np.ndarray:
-        """Ours, of what the file holds; a view."""
+        """Return the parameter of this shape that a file's tensor holds, as a view of it."""
         if self.parts > 1:
             width = tensor.shape[-1] // self.parts
             tensor = tensor[..., self.part * width : (self.part + 1) * width]
         return (tensor.T if self.kind == "linear" else tensor).reshape(shape)
 
     def write(self, parameter: np.ndarray) -> np.ndarray:
-        """What the file holds, of ours: of several parts, this one."""
+        """Return the file's tensor for a parameter; of several parts, this part alone."""
         shape = parameter.shape
         if self.kind == "linear":
             rows = math.prod(shape[: self.inputs])
@@ -81,80 +89,100 @@ LINEAR_OUT = Layout("linear", inputs=2)
 
 
 @dataclass(frozen=True)
-class Line:
-    """One parameter: its path below `params`, the tensor's name, and how it lies there."""
+class TensorMapping:
+    """Say which tensor of a file holds a parameter."""
 
-    ours: str
-    theirs: str
+    param: str
+    """Path below `params`, "decoder/block_0/attention/query/kernel"."""
+    tensor: str
+    """Name in the file, "model.layers.0.self_attn.q_proj.weight"."""
     layout: Layout = SAME
 
 
-def blocks(stack: str, depth: int, lines: Iterable[Line]) -> list[Line]:
-    """The lines of every block of a stack; `{i}` in their names is the block's number."""
+def blocks(stack: str, depth: int, mappings: Iterable[TensorMapping]) -> list[TensorMapping]:
+    """Repeat the mappings of one block for each of `depth` blocks.
+
+    `{i}` in the name of a tensor becomes the number of the block.
+    """
     return [
-        Line(f"{stack}/block_{i}/{line.ours}", line.theirs.format(i=i), line.layout)
+        TensorMapping(f"{stack}/block_{i}/{m.param}", m.tensor.format(i=i), m.layout)
         for i in range(depth)
-        for line in lines
+        for m in mappings
     ]
 
 
-def norm(ours: str, theirs: str) -> list[Line]:
-    """Scale and bias of a LayerNorm."""
-    return [Line(f"{ours}/scale", f"{theirs}.weight"), Line(f"{ours}/bias", f"{theirs}.bias")]
+def norm(param: str, tensor: str) -> list[TensorMapping]:
+    """Map the scale and the bias of a LayerNorm."""
+    return [
+        TensorMapping(f"{param}/scale", f"{tensor}.weight"),
+        TensorMapping(f"{param}/bias", f"{tensor}.bias"),
+    ]
 
 
-def linear(ours: str, theirs: str, layout: Layout = LINEAR, bias: bool = True) -> list[Line]:
-    """A matrix, and its bias."""
-    lines = [Line(f"{ours}/kernel", f"{theirs}.weight", layout)]
-    return [*lines, Line(f"{ours}/bias", f"{theirs}.bias", FLAT)] if bias else lines
+def linear(
+    param: str, tensor: str, layout: Layout = LINEAR, bias: bool = True
+) -> list[TensorMapping]:
+    """Map the matrix of a linear layer, and its bias if it has one."""
+    kernel = TensorMapping(f"{param}/kernel", f"{tensor}.weight", layout)
+    return [kernel, TensorMapping(f"{param}/bias", f"{tensor}.bias", FLAT)] if bias else [kernel]
 
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type` of config.json."""
+    """Describe one `model_type` of config.json; `FAMILIES` lists all of them."""
 
     name: str
-    read: Callable[[Keys, frozenset[str]], ModelConfig]
-    """The config, of config.json and of the names of the tensors that are there."""
-    write: Callable[[ModelConfig], dict[str, Any]]
-    """The keys of config.json that `read` reads; that they say the whole config is checked."""
-    table: Callable[[ModelConfig], list[Line]]
+    """The `model_type`."""
+    read: Callable[[ConfigKeys, frozenset[str]], ModelConfig]
+    """Makes the config from config.json and the names of the tensors that the files have."""
+    write: Callable[[ModelConfig], JsonObject]
+    """Makes the keys of config.json; `write_config` checks that `read` gives the config back."""
+    table: Callable[[ModelConfig], list[TensorMapping]]
+    """Lists every parameter of a config once."""
     prefix: str = ""
-    """Before the names of the model proper; a file without its head leaves it out."""
-    unused: tuple[str, ...] = ()
-    """Patterns of names that hold no parameter: buffers that follow from the config."""
-    copies: Mapping[str, str] = field(default_factory=dict)
-    """Names of second copies that a file may hold of tied tensors, and the tensors' own."""
-    heads: tuple[str, ...] = ()
-    """Patterns of names without the prefix where others have it."""
-    implied: Mapping[str, Callable[[ModelConfig, Shape], np.ndarray | None]] = field(
+    """Start of the names of all tensors but the head's; a model saved without its head, or an old
+    file, leaves it out."""
+    head_tensors: tuple[str, ...] = ()
+    """Patterns of the names that never have the prefix."""
+    ignored_tensors: tuple[str, ...] = ()
+    """Patterns of names that hold no parameter: buffers, and layers that the model does not use."""
+    tied_copies: Mapping[str, str] = field(default_factory=dict)
+    """Name of a second copy of a tied tensor, which a file may hold, to the name of the first."""
+    computed_tensors: Mapping[str, Callable[[ModelConfig, Shape], np.ndarray | None]] = field(
         default_factory=dict
     )
-    """Names of tensors that follow from the config, and what one must hold where it is there; None
-    where it must have another shape."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Endings of names in old files, and what they are now."""
+    """Name of a tensor that follows from the config, to the function that computes it for the shape
+    in the file; the function gives None if the tensor cannot have that shape."""
+    old_suffixes: Mapping[str, str] = field(default_factory=dict)
+    """How names of tensors end in old files, and how the same names end today."""
 
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
 }
-"""Published names of activations; where two name one function, ours is written as the last of
-`WRITTEN`."""
-WRITTEN = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
+"""Published names of activations; several names may mean one function."""
+ACTIVATION_KEYS: dict[Activation, str] = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_new",
+    "relu": "relu",
+    "silu": "silu",
+}
+"""The name that is written for each activation."""
 
-# Of no consequence for what the model computes from given tokens.
-UNREAD = frozenset(
+IGNORED_KEYS = frozenset(
     """
-    _attn_implementation _attn_implementation_autoset _name_or_path _num_labels architectures
-    attn_implementation bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id
+    _attn_implementation _attn_implementation_autoset _model_name_or_path _name_or_path _num_labels
+    architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
     diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
     gradient_checkpointing id2label initializer_range label2id length_penalty max_length
@@ -163,60 +191,76 @@ UNREAD = frozenset(
     output_past output_scores pad_token_id prefix problem_type remove_invalid_values
     repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
     task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
-    torchscript transformers_version typical_p unsloth_fixed use_bfloat16 use_cache
+    torchscript transformers_version typical_p unk_token_id unsloth_fixed use_bfloat16 use_cache
     """.split()
 )
+"""Keys of config.json that change nothing in what any model computes from given tokens."""
 
-EMPTY: dict[str, Any] = dict(
+IGNORED_WHEN_OFF: JsonObject = dict(
     add_cross_attention=False, is_decoder=False, is_encoder_decoder=False, pruned_heads={},
     tie_encoder_decoder=False,
 )  # fmt: skip
-"""Of no consequence while they say no, where a family does not read them itself."""
+"""Keys that change nothing while they have this value, in families that do not read them."""
 
-DEPTHS = frozenset(
+DEPTH_KEYS = frozenset(
     """
     decoder_layers encoder_layers n_layer n_layers num_decoder_layers num_hidden_layers num_layers
     """.split()
 )
-"""Keys of how many layers there are, each of which has a tensor at least."""
+"""Keys that count layers; a layer has at least one tensor."""
 
-_ABSENT: Any = object()
+_REQUIRED: Any = object()  # the default of a key that must be there
 
 
-class Keys:
-    """config.json, read key by key with strict types; what nobody reads is refused."""
+class ConfigKeys:
+    """Read a JSON object key by key with strict types, and refuse every key that was not read.
+
+    A ConfigError names the file, the key, its value and the rule.
+    """
 
     def __init__(self, content: Mapping[str, Any], where: str, tensors: int | None = None) -> None:
-        self.where, self._tensors = where, tensors  # how many there are: no more layers than those
-        self._content, self._read, self._idle = content, set[str](), set[str]()
+        """Take the object, the file's name for errors, and how many tensors the files have."""
+        self.where, self._tensors = where, tensors
+        self._content, self._read, self._ignored = content, set[str](), set[str]()
 
-    def fail(self, name: str, value: Any, rule: str) -> Any:
+    def fail(self, name: str, value: object, rule: str) -> NoReturn:
+        """Raise the error of a key."""
         raise ConfigError(f"{self.where}: {name} is {shown(value)}: {rule}")
 
-    def take(self, name: str, default: Any = _ABSENT) -> Any:
-        """The value of a key as it stands there."""
+    def take(self, name: str, default: JsonValue = _REQUIRED) -> JsonValue:
+        """Return the value of a key as it stands in the file."""
         self._read.add(name)
         if name in self._content:
             return self._content[name]
-        if default is _ABSENT:
+        if default is _REQUIRED:
             raise ConfigError(f"{self.where}: {name} is missing")
         return default
 
-    def integer(self, name: str, default: Any = _ABSENT, least: int = 1) -> Any:
+    @overload
+    def integer(self, name: str, default: int = ..., *, least: int = 1) -> int: ...
+    @overload
+    def integer(self, name: str, default: None, *, least: int = 1) -> int | None: ...
+    def integer(self, name: str, default: Any = _REQUIRED, *, least: int = 1) -> int | None:
+        """Return an integer from `least` to 2^31 - 1, or the default if there is no such key."""
         value = self.take(name, default)
         if value is default and not isinstance(default, int):
             return value
         if type(value) is not int or not least <= value < 2**31:
             self.fail(name, value, f"must be an integer from {least} to 2^31 - 1")
-        if name in DEPTHS and self._tensors is not None and value > self._tensors:
+        if name in DEPTH_KEYS and self._tensors is not None and value > self._tensors:
             self.fail(name, value, f"the files have {self._tensors} tensors")
         return value
 
-    def optional(self, name: str, default: Any) -> Any:
-        """An integer, or null."""
+    def optional_integer(self, name: str, default: int | None) -> int | None:
+        """Return an integer, or None if the key is null."""
         return None if self.take(name, default) is None else self.integer(name, default)
 
-    def number(self, name: str, default: Any = _ABSENT) -> Any:
+    @overload
+    def number(self, name: str, default: float = ...) -> float: ...
+    @overload
+    def number(self, name: str, default: None) -> float | None: ...
+    def number(self, name: str, default: Any = _REQUIRED) -> float | None:
+        """Return a number between -2^63 and 2^63, or the default if there is no such key."""
         value = self.take(name, default)
         if value is default and default is None:
             return value
@@ -224,55 +268,60 @@ class Keys:
             self.fail(name, value, "must be a number between -2^63 and 2^63")
         return value
 
-    def positive(self, name: str, default: Any = _ABSENT, above: float = 0) -> Any:
-        """A number above 0, or above another limit."""
+    @overload
+    def positive(self, name: str, default: float = ..., *, above: float = 0) -> float: ...
+    @overload
+    def positive(self, name: str, default: None, *, above: float = 0) -> float | None: ...
+    def positive(self, name: str, default: Any = _REQUIRED, *, above: float = 0) -> float | None:
+        """Return a number above 0, or above another limit."""
         value = self.number(name, default)
         if value is not None and not value > above:
             self.fail(name, value, f"must be above {above}" if above else "must be positive")
         return value
 
-    def rate(self, name: str, default: Any = _ABSENT) -> float:
-        """Of dropout."""
+    def rate(self, name: str, default: float) -> float:
+        """Return a rate of dropout: at least 0 and below 1."""
         value = self.number(name, default)
         if not 0 <= value < 1:
             self.fail(name, value, "must be at least 0 and below 1")
         return value
 
-    def flag(self, name: str, default: Any = _ABSENT) -> bool:
+    def flag(self, name: str, default: bool = _REQUIRED) -> bool:
+        """Return true or false."""
         value = self.take(name, default)
         if type(value) is not bool:
             self.fail(name, value, "must be true or false")
         return value
 
-    def text(self, name: str, options: Mapping[str, Any], default: Any = _ABSENT) -> Any:
-        """What `options` has for a text."""
+    def choice(self, name: str, options: Mapping[str, Value], default: str = _REQUIRED) -> Value:
+        """Return what `options` has for the text in a key."""
         value = self.take(name, default)
         if not isinstance(value, str) or value not in options:
             self.fail(name, value, "must be one of " + ", ".join(map(repr, options)))
         return options[value]
 
-    def only(self, name: str, *allowed: Any) -> None:
-        """A key that may be absent, and otherwise must have one of these values."""
+    def require(self, name: str, *allowed: object) -> None:
+        """Check that a key, if it is there, has one of these values."""
         value = self.take(name, allowed[0])
         if not any(type(value) is type(known) and value == known for known in allowed):
             self.fail(name, value, "must be " + " or ".join(map(shown, allowed)))
-        self._idle.add(name)
+        self._ignored.add(name)
 
-    def unread(self, *names: str) -> None:
-        """Keys of no consequence here."""
-        self._idle |= set(names)
+    def ignore(self, *names: str) -> None:
+        """Accept keys that change nothing here."""
+        self._ignored |= set(names)
 
-    def others(self) -> dict[str, Any]:
-        """What no field of a config follows from."""
-        said = self._read - self._idle
+    def kept(self) -> JsonObject:
+        """Return the keys that say nothing about the config, such as token ids and names."""
+        said = self._read - self._ignored
         return {name: value for name, value in self._content.items() if name not in said}
 
-    def finish(self) -> None:
-        """Every key has been read, or is of no consequence."""
+    def check_all_read(self) -> None:
+        """Refuse a key that was neither read nor is known to change nothing."""
         for name, value in self._content.items():
             if name == "auto_map":
                 self.fail(name, value, "code of a checkpoint is never run")
-            if name not in self._read and name in EMPTY:
-                self.only(name, EMPTY[name])
-            if name not in self._read | self._idle | UNREAD:
+            if name not in self._read and name in IGNORED_WHEN_OFF:
+                self.require(name, IGNORED_WHEN_OFF[name])
+            if name not in self._read | self._ignored | IGNORED_KEYS:
                 self.fail(name, value, "no such key is known for this model_type")

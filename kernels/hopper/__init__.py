@@ -1,0 +1,72 @@
+"""Flash attention on NVIDIA Hopper, in Pallas on Mosaic GPU.
+
+Every kernel is persistent and warp-specialised. One warpgroup, the producer, copies tiles into
+slots of shared memory (TMA, on barriers). The others, the consumers, `Blocks.q / 64` or
+`Blocks.k / 64` of them, hold 64 rows of the scores each and multiply (wgmma). In the forward pass
+two consumers take turns at the tensor cores, so that the softmax of one hides under the products of
+the other (FlashAttention-3, Shah et al. 2024, section 3.1). With some `Blocks.slack` a warp
+rescales its sums only where a maximum has risen by more than that (FlashAttention-4, Zadouri et al.
+2026). Scores are kept in base 2. The backward pass is a dq kernel and a dk/dv kernel, so that no
+sum depends on the order in which programs finish; `backward_single_pass` computes all three without
+that promise.
+
+    memory     slots of shared memory, registers        products   wgmma
+    schedule   which program computes what              scores     a tile's scores, mask, dropout
+    producer   the copies                               forward, backward, backward_single_pass,
+                                                        bias_gradient: the kernels
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.kernels.chips import HOPPER_HEAD_DIMS as HEAD_DIMS
+from transformer_jax.kernels.chips import hopper_blocks as blocks
+from transformer_jax.kernels.contract import Problem
+from transformer_jax.kernels.hopper.backward import backward_dkdv, backward_dq
+from transformer_jax.kernels.hopper.backward_single_pass import backward_single_pass
+from transformer_jax.kernels.hopper.bias_gradient import backward_bias
+from transformer_jax.kernels.hopper.forward import forward
+from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER, HAS_JAX_11
+
+__all__ = [
+    "HAS_JAX_11",
+    "HEADS_FIRST",
+    "HEAD_DIMS",
+    "LIST_BYTES",
+    "SHORTEST",
+    "backward_bias",
+    "backward_dkdv",
+    "backward_dq",
+    "backward_single_pass",
+    "blocks",
+    "forward",
+    "refuse",
+]
+
+LIST_BYTES = None  # lists are in device memory
+HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
+SHORTEST = None  # short sequences are padded to whole tiles
+
+
+def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
+    """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
+    H, Hv = query.shape[-1], value.shape[-1]
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the Hopper kernel multiplies bfloat16 or float16, not {query.dtype}"
+    if not query.dtype == key.dtype == value.dtype:
+        return f"query {query.dtype}, key {key.dtype} and value {value.dtype} differ in dtype"
+    if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
+        return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
+    if problem.nondeterministic and H + Hv > 256:
+        return f"hopper: the single-pass backward with H + Hv {H} + {Hv}: must be at most 256"
+    if problem.nondeterministic and not HAS_JAX_11:
+        return (
+            f"hopper: the single-pass backward needs jax 0.11 or later, this is {jax.__version__}"
+        )
+    if problem.interpret and not HAS_INTERPRETER:
+        return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
+    return None

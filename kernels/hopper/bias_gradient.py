@@ -1,0 +1,219 @@
+"""The kernel for the gradient of a bias: ds, summed over the axes that the bias lacks.
+
+An item is one tile of the sum. Its terms are the visited tiles of every batch row and head that
+share it, summed in registers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from transformer_jax.kernels.contract import Blocks, Operands, Problem, Saved, TileLists, result
+from transformer_jax.kernels.hopper.backward import base_of
+from transformer_jax.kernels.hopper.memory import (
+    ROW,
+    ROWS,
+    WGMMA,
+    Ref,
+    across,
+    at,
+    f32,
+    filled,
+    i32,
+    load,
+    opaque,
+    slot_of,
+    tile_slots,
+)
+from transformer_jax.kernels.hopper.producer import wait_from
+from transformer_jax.kernels.hopper.products import product
+from transformer_jax.kernels.hopper.schedule import each_item, launch, specialise
+from transformer_jax.kernels.hopper.scores import TilePosition, TileVectors, probabilities
+
+
+def backward_bias(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+) -> jax.Array:
+    """Return ds summed over the axes that the bias lacks; f32 in the bias's shape."""
+    (_, T, _, H), (_, S, _, Hv) = operands.query.shape, operands.value.shape
+    assert operands.bias is not None
+    dtype, shape = operands.query.dtype, operands.bias.shape
+    consumers, stages = blocks.q // ROWS, blocks.stages
+    vectors = TileVectors(problem, operands, ROW)
+    visits = _visited(lists)
+    # Along T or S a bias without that axis is summed in registers and then once more here, over the
+    # rows or columns of one tile; one without both keeps T.
+    T_out = T if shape[2] > 1 or shape[3] == 1 else blocks.q
+    S_out = S if shape[3] > 1 else blocks.k
+    outer = (*shape[:2], T_out // blocks.q, S_out // blocks.k)
+    total = launch(
+        problem,
+        functools.partial(_backward_bias, problem, blocks, outer),
+        consumers,
+        math.prod(outer),
+        out_type=result((*shape[:2], T_out, S_out), f32, operands.query),
+        scratch_types=dict(
+            q_tile=tile_slots(stages * consumers, ROWS, H, dtype),
+            do_tile=tile_slots(stages * consumers, ROWS, Hv, dtype),
+            k_tile=tile_slots(stages, blocks.k, H, dtype),
+            v_tile=tile_slots(stages, blocks.k, Hv, dtype),
+            out_tile=tile_slots(consumers, ROWS, blocks.k, f32),
+            filled_slot=plgpu.Barrier(
+                num_arrivals=2 + 2 * consumers + len(vectors.copied), num_barriers=stages
+            ),
+            empty_slot=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            **vectors.slots(stages, blocks.k),
+        ),
+    )(jnp.arange(math.prod(outer), dtype=i32), visits, operands, saved.do, base_of(saved), saved.D)
+    lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
+    return total.sum(axis=lacking, keepdims=True)
+
+
+def _visited(lists: TileLists) -> jax.Array:  # i32[B or 1, N or 1, query tiles, key tiles]
+    """Return 1 for the tiles that the lists name, else 0."""
+    *where, turn = jnp.indices(lists.order.shape, sparse=True)
+    named = (turn < lists.seen[..., None]).astype(i32)
+    return jnp.zeros(lists.order.shape, i32).at[*where, lists.order].max(named)
+
+
+class _Memory(NamedTuple):
+    """Hold the shared memory of the kernel; one slot has all that a tile needs."""
+
+    q_tile: Ref  # [stages * consumers, ROWS, H]
+    do_tile: Ref  # [stages * consumers, ROWS, Hv]
+    k_tile: Ref  # [stages, blocks.k, H]
+    v_tile: Ref  # [stages, blocks.k, Hv]
+    out_tile: Ref  # f32[consumers, ROWS, blocks.k]
+    filled_slot: Ref
+    empty_slot: Ref
+    columns: Ref = None
+
+
+def _backward_bias(
+    problem: Problem, blocks: Blocks, outer: tuple[int, ...], items: Ref, visits: Ref,
+    operands: Operands, do: Ref, base: Ref, D: Ref, out: Ref, **memory: Ref,
+) -> None:  # fmt: skip
+    """Run one warpgroup of a program.
+
+    Every tile it visits is masked: that of a full one is true, and this kernel is short.
+    """
+    program = _Program(
+        problem, blocks, outer, visits, operands, do, base, D, out,
+        TileVectors(problem, operands, ROW), _Memory(**memory),
+    )  # fmt: skip
+
+    def produce() -> None:
+        def copy_item(item: jax.Array, step: jax.Array) -> jax.Array:
+            return program.each_term(item, program.copy, step)
+
+        each_item(items, copy_item, jnp.int32(0))
+
+    def consume(w: jax.Array) -> None:
+        each_item(items, functools.partial(program.sum_item, w), jnp.int32(0))
+
+    specialise(blocks.q // ROWS, produce, consume)
+
+
+@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+class _Program:
+    """Both sides of the kernel: what is copied, and what is summed."""
+
+    problem: Problem
+    blocks: Blocks
+    outer: tuple[int, ...]  # how many items along B, N, T and S
+    visits: Ref
+    operands: Operands
+    do: Ref
+    base: Ref
+    D: Ref
+    out: Ref
+    vectors: TileVectors
+    memory: _Memory
+
+    def each_term(self, item: jax.Array, body: Callable[..., Any], carry: Any) -> Any:
+        """Run `carry = body(b, n, row, column, carry)` for the visited tiles of an item."""
+        (B, T, N, _), S = self.operands.query.shape, self.operands.key.shape[1]
+        sizes = (B, N, T // self.blocks.q, S // self.blocks.k)
+        inner = tuple(size // o for size, o in zip(sizes, self.outer, strict=True))
+
+        def visit(index: jax.Array, carry: Any) -> Any:
+            parts = zip(_digits(item, self.outer), _digits(index, inner), strict=True)
+            tile = tuple(o + i for o, i in parts)  # one of the two is 0 on every axis
+            return lax.cond(
+                at(self.visits, *tile)[...] > 0, lambda c: body(*tile, c), lambda c: c, carry
+            )
+
+        return lax.fori_loop(0, math.prod(inner), visit, carry)
+
+    def copy(self, b: Any, n: Any, row: Any, column: Any, step: jax.Array) -> jax.Array:
+        """Copy all of a tile into the next slot."""
+        memory, blocks, operands = self.memory, self.blocks, self.operands
+        consumers, G = blocks.q // ROWS, operands.query.shape[2] // operands.key.shape[2]
+        slot = slot_of(step, blocks.stages)
+        wait_from(blocks.stages, step, memory.empty_slot.at[slot])
+        full = memory.filled_slot.at[slot]
+        keys = b, pl.ds(column * blocks.k, blocks.k), n // G
+        plgpu.copy_gmem_to_smem(operands.key.at[keys], memory.k_tile.at[slot], full)
+        plgpu.copy_gmem_to_smem(operands.value.at[keys], memory.v_tile.at[slot], full)
+        self.vectors.copy(memory.columns, slot, full, b, keys[1].start)
+        for w in range(consumers):
+            queries = b, pl.ds(row * blocks.q + w * ROWS, ROWS), n
+            place = slot * consumers + w
+            for source, tile in ((operands.query, memory.q_tile), (self.do, memory.do_tile)):
+                plgpu.copy_gmem_to_smem(source.at[queries], tile.at[place], full)
+        return step + 1
+
+    def sum_item(self, w: jax.Array, item: jax.Array, step: jax.Array) -> jax.Array:
+        """Sum the terms of an item, and write it to device memory."""
+        blocks, out_tile = self.blocks, self.memory.out_tile
+        add = functools.partial(self.add, w)
+        total, step = self.each_term(item, add, (filled((ROWS, blocks.k), 0), step))
+        b, n, row, column = _digits(item, self.outer)
+        out_tile[w] = total
+        plgpu.commit_smem()
+        rows = pl.ds(row * blocks.q + w * ROWS, ROWS)
+        target = self.out.at[b, n, rows, pl.ds(column * blocks.k, blocks.k)]
+        plgpu.copy_smem_to_gmem(out_tile.at[w], target)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return step
+
+    def add(
+        self, w: jax.Array, b: Any, n: Any, row: Any, column: Any, carry: tuple[Any, Any]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Add ds of a tile."""
+        memory, blocks = self.memory, self.blocks
+        total, step = carry
+        slot = slot_of(step, blocks.stages)
+        place = slot * (blocks.q // ROWS) + w
+        q0 = row * blocks.q + w * ROWS
+        k0 = column * blocks.k
+        beside = self.vectors.of_columns(memory.columns, slot, b, k0, blocks.k)
+        where = TilePosition(b, n, q0, k0, self.vectors.of_rows(b, q0), beside)
+        rows, layout = (b, n, pl.ds(q0, ROWS)), WGMMA.reduce(1)
+        base, D = load(self.base.at[rows], layout), load(self.D.at[rows], layout)
+        plgpu.barrier_wait(memory.filled_slot.at[slot])
+        q, k = memory.q_tile.at[opaque(place)], memory.k_tile.at[opaque(slot)]
+        raw = product(q, k.transpose((1, 0)))
+        _, differentiate = probabilities(
+            self.problem, self.operands, raw, across(base, raw), where, ROW, True
+        )
+        do, v = memory.do_tile.at[opaque(place)], memory.v_tile.at[opaque(slot)]
+        dp = product(do, v.transpose((1, 0)))
+        self.vectors.release(memory.empty_slot.at[slot], True)
+        return total + differentiate(dp, across(D, dp))[0], step + 1
+
+
+def _digits(index: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
+    """Yield the index of an array of these sizes at a flat index."""
+    for axis in range(len(sizes)):
+        yield index // math.prod(sizes[axis + 1 :]) % sizes[axis]

@@ -1,0 +1,143 @@
+"""Copy tiles into shared memory: the producer's part of every kernel but that of a bias.
+
+A kernel walks by queries or by keys. What an item computes stays in shared memory (a tile of
+queries, or of keys and values); the other side streams through a ring of slots, as its list of
+tiles says. A slot is copied into once its consumers have freed it (a barrier `..._empty`), and read
+once its copies have arrived (`..._full`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from transformer_jax.kernels.contract import Blocks, Operands, TileLists
+from transformer_jax.kernels.hopper.memory import ROWS, Ref, at, slot_of
+from transformer_jax.kernels.hopper.schedule import each_item, item_index
+from transformer_jax.kernels.hopper.scores import TileVectors
+
+
+class QueryWalk(NamedTuple):
+    """Hold the shared memory of a kernel whose items are tiles of queries."""
+
+    q_tile: Ref  # [consumers, ROWS, H]
+    k_tile: Ref  # [stages, blocks.k, H]
+    v_tile: Ref  # [slots, blocks.k, Hv]
+    q_full: Ref
+    q_empty: Ref
+    k_full: Ref
+    k_empty: Ref
+    v_full: Ref
+    v_empty: Ref
+    do_tile: Ref = None  # [consumers, ROWS, Hv], backward
+    columns: Ref = None  # i32[stages * copied vectors, blocks.k]
+
+    def produce(
+        self, blocks: Blocks, items: Ref, lists: TileLists, operands: Operands,
+        vectors: TileVectors, do: Ref = None,
+    ) -> None:  # fmt: skip
+        """Copy for every item its queries (and do), and the keys and values of its list."""
+        (_, T, N, _), K = operands.query.shape, operands.key.shape[2]
+        staying = [(operands.query, self.q_tile)] + ([] if do is None else [(do, self.do_tile)])
+        stages, value_slots = self.k_tile.shape[0], self.v_tile.shape[0]
+
+        def copy_item(item: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            b, n, row = item_index(item, N, T // blocks.q)
+            done, step = carry
+            for w in range(self.q_tile.shape[0]):
+                pl.when(done > 0)(functools.partial(plgpu.barrier_wait, self.q_empty.at[w]))
+                queries = b, pl.ds(row * blocks.q + w * ROWS, ROWS), n
+                for source, tile in staying:
+                    plgpu.copy_gmem_to_smem(source.at[queries], tile.at[w], self.q_full.at[w])
+
+            def copy_keys(j: Any, step: Any) -> Any:
+                keys = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.k, blocks.k)
+                slot = slot_of(step, stages)
+                wait_from(stages, step, self.k_empty.at[slot])
+                k = operands.key.at[b, keys, n // (N // K)]
+                plgpu.copy_gmem_to_smem(k, self.k_tile.at[slot], self.k_full.at[slot])
+                vectors.copy(self.columns, slot, self.k_full.at[slot], b, keys.start)
+                slot = slot if value_slots == stages else slot_of(step, value_slots)
+                wait_from(value_slots, step, self.v_empty.at[slot])
+                v = operands.value.at[b, keys, n // (N // K)]
+                plgpu.copy_gmem_to_smem(v, self.v_tile.at[slot], self.v_full.at[slot])
+                return step + 1
+
+            return done + 1, lax.fori_loop(0, at(lists.seen, b, n, row)[...], copy_keys, step)
+
+        each_item(items, copy_item, (jnp.int32(0), jnp.int32(0)))
+
+
+class KeyWalk(NamedTuple):
+    """Hold the shared memory of a kernel whose items are tiles of keys."""
+
+    k_tile: Ref  # [parts, ROWS, H]
+    v_tile: Ref  # [parts, ROWS, Hv]
+    q_tile: Ref  # [stages, blocks.q, H]
+    do_tile: Ref  # [stages, blocks.q, Hv]
+    base_columns: Ref  # f32[stages, blocks.q]
+    D_columns: Ref  # f32[stages, blocks.q]
+    k_full: Ref  # one for each part of the keys, or one for all
+    k_empty: Ref
+    q_full: Ref
+    q_empty: Ref
+    both: Ref  # where the consumers meet
+    columns: Ref = None  # i32[stages * copied vectors, blocks.q]
+
+    def produce(
+        self, blocks: Blocks, items: Ref, lists: TileLists, operands: Operands,
+        vectors: TileVectors, do: Ref, base: Ref, D: Ref, *,
+        together: bool = False, programs: int | None = None,
+    ) -> None:  # fmt: skip
+        """Copy for every item its keys and values, and the query side of every tile of its lists.
+
+        There is one list for every query head that reads the key head. `together`: the parts of the
+        keys share their barriers.
+        """
+        N, (_, S, K, _) = operands.query.shape[2], operands.key.shape
+        G, stages = N // K, self.q_tile.shape[0]
+        streams = [(operands.query, self.q_tile), (do, self.do_tile)]
+        row_streams = [(base, self.base_columns), (D, self.D_columns)]
+
+        def copy_item(item: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            b, head, row = item_index(item, K, S // blocks.k)
+            done, step = carry
+            for w in range(self.k_tile.shape[0]):
+                empty, full = (x if together else x.at[w] for x in (self.k_empty, self.k_full))
+                if w == 0 or not together:
+                    pl.when(done > 0)(functools.partial(plgpu.barrier_wait, empty))
+                keys = b, pl.ds(row * blocks.k + w * ROWS, ROWS), head
+                plgpu.copy_gmem_to_smem(operands.key.at[keys], self.k_tile.at[w], full)
+                plgpu.copy_gmem_to_smem(operands.value.at[keys], self.v_tile.at[w], full)
+
+            def copy_head(g: Any, step: Any) -> Any:
+                n = head * G + g
+
+                def copy_queries(j: Any, step: Any) -> Any:
+                    queries = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.q, blocks.q)
+                    slot = slot_of(step, stages)
+                    wait_from(stages, step, self.q_empty.at[slot])
+                    full = self.q_full.at[slot]
+                    for source, tile in streams:
+                        plgpu.copy_gmem_to_smem(source.at[b, queries, n], tile.at[slot], full)
+                    for source, tile in row_streams:
+                        plgpu.copy_gmem_to_smem(source.at[b, n, queries], tile.at[slot], full)
+                    vectors.copy(self.columns, slot, full, b, queries.start)
+                    return step + 1
+
+                return lax.fori_loop(0, at(lists.seen, b, n, row)[...], copy_queries, step)
+
+            step = lax.fori_loop(0, G, copy_head, step)
+            return done + 1, step
+
+        each_item(items, copy_item, (jnp.int32(0), jnp.int32(0)), programs)
+
+
+def wait_from(slots: int, step: Any, barrier: Ref) -> None:
+    """Wait for a slot to be free, once all have been used."""
+    pl.when(step >= slots)(lambda: plgpu.barrier_wait(barrier))

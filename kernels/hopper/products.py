@@ -1,0 +1,70 @@
+"""Multiply tiles on the tensor cores (wgmma), or in the interpreter with `jnp.dot`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from transformer_jax.kernels.contract import Problem
+from transformer_jax.kernels.hopper.memory import Ref, f32
+
+Sum = tuple[jax.Array, jax.Array | Ref, Ref]  # acc, a and b of acc + a @ b
+Found = TypeVar("Found")
+
+
+def product(a: Ref, b: Ref, after: Callable[[], None] = lambda: None) -> jax.Array:
+    """Return a @ b in float32; `after` runs once the tensor cores are busy with it."""
+
+    def multiply(acc: Ref) -> jax.Array:
+        plgpu.wgmma(acc, a, b)
+        after()
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), f32))
+
+
+def add_products(problem: Problem, *sums: Sum) -> list[jax.Array]:
+    """Return acc + a @ b of every sum, in place on the device; `a` may be in registers."""
+    if problem.interpret:  # which has no `run_state`, nor wgmma from registers
+        results = [acc + jnp.dot(a[...], b[...], preferred_element_type=f32) for acc, a, b in sums]
+        plgpu.commit_smem()  # the next copy into these slots comes after these plain reads
+        return results
+
+    def multiply(refs: list[Ref]) -> None:
+        for ref, (_, a, b) in zip(refs, sums, strict=True):
+            plgpu.wgmma(ref, a, b)
+
+    return pl.run_state(multiply)([plgpu.ACC.init(acc) for acc, _, _ in sums])
+
+
+def overlapped_products(
+    problem: Problem,
+    scored: tuple[Ref, Ref],
+    summed: Sum,
+    after: Callable[[], None],
+    meanwhile: Callable[[jax.Array], Found],
+) -> tuple[jax.Array, Found]:
+    """Return acc + p @ v, and `meanwhile(q @ k)`, evaluated while the former is multiplied.
+
+    `after` runs once the tensor cores are busy with both products.
+    """
+    (q, k), (acc, p, v) = scored, summed
+    if problem.interpret:
+        [acc] = add_products(problem, summed)
+        return acc, meanwhile(product(q, k, after))
+
+    def multiply(raw_ref: Ref, acc_ref: Ref) -> tuple[jax.Array, Found]:
+        acc_ref[...] = acc
+        plgpu.wgmma(raw_ref, q, k)
+        plgpu.wgmma(acc_ref, p, v)
+        after()
+        found = meanwhile(plgpu.wgmma_accumulator_load(raw_ref, wait_n=1))
+        return acc_ref[...], found
+
+    raw = plgpu.ACC((q.shape[0], k.shape[1]), f32)
+    return pl.run_scoped(multiply, raw, plgpu.ACC((acc.shape[0], acc.shape[1]), f32))

@@ -1,0 +1,312 @@
+"""Compute the scores of a tile: softcap, bias, slopes, mask and dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from transformer_jax.kernels.contract import LOWEST, Operands, Problem
+from transformer_jax.kernels.dropout import mix, threshold
+from transformer_jax.kernels.hopper.memory import (
+    COLUMN,
+    ROW,
+    ROWS,
+    WGMMA,
+    Ref,
+    at,
+    f32,
+    i32,
+    load,
+    load_along,
+)
+
+COPIED = 4  # vectors of a mask that are copied with a tile; more are read of memory, one by one
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+Shape = tuple[int, ...]  # of a tile
+Differentiate = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""Compute ds and du of a tile from do . v and D."""
+
+
+class TilePosition(NamedTuple):
+    """Say where a tile is, with the mask's vectors of its rows and columns; None if not read."""
+
+    b: Any
+    n: Any
+    q0: Any  # the first query
+    k0: Any  # the first key
+    rows: tuple[jax.Array | None, ...] = ()  # i32[rows], in registers
+    columns: tuple[Ref | None, ...] = ()  # to i32[columns], in shared memory where copied
+
+
+def is_linear(problem: Problem, operands: Operands) -> bool:
+    """Return whether a score is its product times a positive number: one fma before exp2."""
+    return (
+        problem.softcap is None
+        and operands.bias is None
+        and operands.slopes is None
+        and problem.scale > 0
+    )
+
+
+def score_unit(problem: Problem, operands: Operands) -> float:
+    """Return the factor that takes what `scores` returns to base 2."""
+    return problem.scale * LOG2E if is_linear(problem, operands) else 1.0
+
+
+def scores(
+    problem: Problem,
+    operands: Operands,  # references to memory
+    raw: jax.Array,  # [rows, columns], q . k
+    where: TilePosition,
+    q_axis: int,  # which axis of the tile is queries
+    partial: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scores over `score_unit`, and softcap's tanh."""
+    s, tanh = raw, None
+    if problem.softcap is not None:
+        tanh = _softcap_tanh(problem.scale, problem.softcap, raw)
+        s = tanh * (problem.softcap * LOG2E)
+    elif not is_linear(problem, operands):
+        s = raw * (problem.scale * LOG2E)
+    if operands.bias is not None:
+        bias = _load_pairs(operands.bias, where, raw.shape, q_axis).astype(f32)
+        # the lowest finite number, which some write for a mask, stays finite
+        s = s + jnp.where(bias == -jnp.inf, -jnp.inf, jnp.maximum(bias * LOG2E, LOWEST))
+    if operands.slopes is not None:
+        slope = at(operands.slopes, where.b, where.n)[...] * LOG2E
+        s = s - distance(where, raw.shape) * slope
+    if partial and problem.visible is not None:
+        s = jnp.where(_visible(problem, operands, where, raw.shape, q_axis), s, -jnp.inf)
+    return s, tanh
+
+
+def _softcap_tanh(scale: float, softcap: float, raw: jax.Array) -> jax.Array:
+    """Return tanh(scale raw / softcap)."""
+    # tanh.approx has 11 bits; this form has the 22 of exp2 and rsqrt, which is one instruction
+    grown = 1.0 + jnp.exp2(raw * (2 * LOG2E * scale / softcap))
+    tanh = 1.0 - 2.0 * lax.rsqrt(grown * grown)
+    if softcap > 256:  # whose multiple of a rounding counts: the series where x is small
+        x = raw * (scale / softcap)
+        square = x * x
+        series = x - x * square * (1 / 3 - square * (2 / 15))
+        tanh = jnp.where(square < 0.01, series, tanh)
+    return tanh
+
+
+def distance(where: TilePosition, shape: Shape) -> jax.Array:
+    """Return |q position - k position|."""
+    assert where.rows[0] is not None
+    rows = lax.broadcast_in_dim(where.rows[0], shape, [ROW])
+    return jnp.abs((rows - load_along(where.columns[0], shape, COLUMN)).astype(f32))
+
+
+def probabilities(
+    problem: Problem,
+    operands: Operands,  # references to memory
+    raw: jax.Array,  # [rows, columns], q . k
+    base: jax.Array,  # [rows, columns]: what p = 2^(s - base) subtracts
+    where: TilePosition,
+    q_axis: int,
+    partial: bool,
+) -> tuple[jax.Array, Differentiate]:
+    """Return p f of a tile for the backward pass, and the function that goes on to ds and du."""
+    # One number per pair lives until `differentiate`: what dropout leaves out is negative, and what
+    # is not visible 0, as exp2(-inf) is.
+    s, tanh = scores(problem, operands, raw, where, q_axis, partial)
+    if operands.bias is not None:  # of a row that is lost to a bias that is not finite
+        s = jnp.where(base == jnp.inf, -jnp.inf, s)
+    weight = dropped = jnp.exp2(s * score_unit(problem, operands) - base)
+    grow = 1 / (1 - problem.dropout_rate)
+    if problem.dropout_rate:
+        keep = kept(problem, operands, where, weight.shape, q_axis)
+        weight = jnp.where(keep, weight, -weight)
+        dropped = jnp.maximum(weight, 0) * grow
+    capped = weight if tanh is None else weight * (1 - tanh * tanh)
+
+    def differentiate(dp: jax.Array, D: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def times(weight: jax.Array) -> jax.Array:
+            d = jnp.where(weight < 0, 0, dp * grow) if problem.dropout_rate else dp
+            ds = (jnp.abs(weight) if problem.dropout_rate else weight) * (d - D)
+            return jnp.where(weight == 0, 0, ds) if partial else ds  # dp may have overflowed
+
+        return times(weight), times(capped)
+
+    return dropped, differentiate
+
+
+# The mask
+
+
+def _visible(
+    problem: Problem, operands: Operands, where: TilePosition, shape: Shape, q_axis: int
+) -> jax.Array:  # bool of the shape
+    """Evaluate the mask on a tile."""
+    rows = [x if x is None else lax.broadcast_in_dim(x, shape, [ROW]) for x in where.rows]
+    columns = [x if x is None else load_along(x, shape, COLUMN) for x in where.columns]
+    queries, keys = (rows, columns) if q_axis == ROW else (columns, rows)
+    if operands.pairs is not None:
+        keys.append(_load_pairs(operands.pairs, where, shape, q_axis).astype(i32))
+    program = _trace_mask(problem, operands, shape)
+    [seen] = _evaluate(program.jaxpr, program.consts, [*queries, *keys])
+    return seen
+
+
+def _trace_mask(problem: Problem, operands: Operands, shape: Shape) -> Any:  # ClosedJaxpr
+    """Trace `problem.visible` of vectors that are repeated over a tile."""
+    vector = jax.ShapeDtypeStruct(shape, i32)
+    of_keys = len(operands.k_vectors) + (operands.pairs is not None)
+    assert problem.visible is not None
+    return jax.make_jaxpr(problem.visible)((vector,) * len(operands.q_vectors), (vector,) * of_keys)
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr, with `~` written as a comparison of integers.
+
+    Mosaic GPU's own `~` goes by way of a cast to bool that it lacks.
+    """
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+    for step in jaxpr.eqns:
+        read = [v.val if hasattr(v, "val") else known[v] for v in step.invars]
+        inner = step.params.get("jaxpr")
+        if step.primitive.name == "not" and read[0].dtype == jnp.bool_:
+            results = [jnp.where(read[0], 0, 1) == 1]
+        elif step.primitive.name in ("jit", "pjit"):
+            results = _evaluate(inner.jaxpr, inner.consts, read)
+        else:
+            results = step.primitive.bind(*read, **step.params)
+            results = results if step.primitive.multiple_results else [results]
+        known.update(zip(step.outvars, results, strict=True))
+    return [v.val if hasattr(v, "val") else known[v] for v in jaxpr.outvars]
+
+
+class TileVectors:
+    """The mask's vectors beside a tile.
+
+    Those of its rows are loaded once for all tiles of the row, those of its columns are copied into
+    shared memory with the tile.
+    """
+
+    def __init__(
+        self, problem: Problem, operands: Operands, q_axis: int, *, copies: bool = True
+    ) -> None:
+        queries, keys = operands.q_vectors, operands.k_vectors
+        self.rows, self.columns = (queries, keys) if q_axis == ROW else (keys, queries)
+        needed = self._read(problem, operands)
+        self._rows, self._columns = needed if q_axis == ROW else needed[::-1]
+        self.copied = sorted(self._columns)[: COPIED * copies]
+        self._every_tile = operands.slopes is not None
+
+    @staticmethod
+    def _read(problem: Problem, operands: Operands) -> tuple[set[int], set[int]]:
+        """Return which vectors of queries and of keys some tile reads."""
+        positions = {0} if operands.slopes is not None else set()
+        found = set(positions), set(positions)
+        if problem.visible is not None:
+            jaxpr = _trace_mask(problem, operands, (1, 1)).jaxpr
+            used = {id(v) for step in jaxpr.eqns for v in step.invars}
+            every = [(0, i) for i in range(len(operands.q_vectors))]
+            every += [(1, i) for i in range(len(operands.k_vectors))]
+            for (side, i), v in zip(every, jaxpr.invars, strict=False):  # after them the pairs
+                if id(v) in used:
+                    found[side].add(i)
+        return found
+
+    def slots(self, count: int, width: int) -> dict[str, Any]:
+        """Return the type of shared memory for `count` tiles in flight, if any."""
+        rows = count * len(self.copied)
+        return {"columns": plgpu.SMEM((rows, width), i32)} if rows else {}
+
+    def copy(self, columns: Ref, slot: Any, barrier: Ref, b: Any, start: Any) -> None:
+        """Start the copies for a tile; each, `len(copied)` of them, arrives at the barrier."""
+        for i, index in enumerate(self.copied):
+            source = at(self.columns[index], b, pl.ds(start, columns.shape[1]))
+            plgpu.copy_gmem_to_smem(source, columns.at[slot * len(self.copied) + i], barrier)
+
+    def of_rows(self, b: Any, start: Any) -> tuple[jax.Array | None, ...]:
+        """Load those of a warpgroup's rows into registers."""
+        layout = WGMMA.reduce(1)
+        return tuple(
+            load(at(vector, b, pl.ds(start, ROWS)), layout) if i in self._rows else None
+            for i, vector in enumerate(self.rows)
+        )
+
+    def of_columns(
+        self, columns: Ref, slot: Any, b: Any, start: Any, width: int
+    ) -> tuple[Ref | None, ...]:
+        """Return references to those of a tile's columns."""
+
+        def one(index: int, vector: Ref) -> Ref | None:
+            if index in self.copied:
+                return columns.at[slot * len(self.copied) + self.copied.index(index)]
+            return at(vector, b, pl.ds(start, width)) if index in self._columns else None
+
+        return tuple(one(*each) for each in enumerate(self.columns))
+
+    def late(self, partial: bool) -> bool:
+        """Return whether a tile's scores read what was copied, so that its slot is freed after."""
+        return bool(self.copied) and (partial or self._every_tile)
+
+    def release(self, barrier: Ref, partial: bool) -> None:
+        """Let the producer have a tile's slot, whose next copy comes after plain reads of it."""
+        if self.late(partial):
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+
+
+# Arrays of pairs, and dropout
+
+
+def queries_as_columns(operands: Operands) -> Operands:
+    """Transpose arrays of pairs for kernels whose tiles have keys as rows."""
+    arrays = {name: getattr(operands, name) for name in ("pairs", "bias")}
+    return operands._replace(
+        **{name: x.swapaxes(2, 3) for name, x in arrays.items() if x is not None}
+    )
+
+
+def _load_pairs(array: Ref, where: TilePosition, shape: Shape, q_axis: int) -> jax.Array:
+    """Load a tile of an array of pairs, [B or 1, N or 1, T or 1, S or 1].
+
+    With queries as columns the array is [B or 1, N or 1, S or 1, T or 1].
+    """
+    b, n, q0, k0 = where[:4]
+    starts = (q0, k0) if q_axis == ROW else (k0, q0)
+    has_rows, has_columns = (size > 1 for size in array.shape[2:])
+    rows = pl.ds(starts[0], shape[0]) if has_rows else 0
+    columns = pl.ds(starts[1], shape[1]) if has_columns else 0
+    tile = at(array, b, n, rows, columns)
+    if has_rows and has_columns:
+        return load(tile, WGMMA)
+    if has_rows or has_columns:
+        return load_along(tile, shape, ROW if has_rows else COLUMN)
+    return jnp.full(shape, tile[...])
+
+
+def kept(
+    problem: Problem, operands: Operands, where: TilePosition, shape: Shape, q_axis: int
+) -> jax.Array:
+    """Return `dropout.keep` of a tile, mixing each row and column once."""
+    b, n, q0, k0 = where[:4]
+
+    def indices(start: jax.Array, axis: int) -> jax.Array:
+        layout = WGMMA.reduce(1 - axis)
+        count = plgpu.broadcasted_iota(jnp.uint32, (shape[axis],), 0, layout=layout)
+        return count + start.astype(jnp.uint32)
+
+    def broadcast(vector: jax.Array, axis: int) -> jax.Array:
+        return lax.broadcast_in_dim(vector, shape, [axis])
+
+    assert operands.dropout is not None
+    first = mix(operands.dropout[0, b, n] ^ indices(q0, q_axis))
+    second = mix(operands.dropout[1, b, n] + first)
+    columns = broadcast(mix(indices(k0, 1 - q_axis)), 1 - q_axis)
+    bits = mix((columns ^ broadcast(first, q_axis)) + broadcast(second, q_axis))
+    return bits >= jnp.uint32(threshold(problem.dropout_rate))

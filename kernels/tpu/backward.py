@@ -1,0 +1,142 @@
+"""The backward kernels: for dq, for dk and dv, and for the gradient of a bias."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from transformer_jax.kernels.contract import (
+    Blocks,
+    Operands,
+    Problem,
+    Saved,
+    TileLists,
+    learns_slopes,
+    tile_lists,
+)
+from transformer_jax.kernels.tpu.grid import (
+    GridStep,
+    Ref,
+    TileInputs,
+    by_keys,
+    by_pairs,
+    by_queries,
+    classes_of,
+)
+from transformer_jax.kernels.tpu.scores import distances, dot, score_gradients
+
+
+def backward_dq(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+) -> tuple[jax.Array, jax.Array | None]:  # [B, T, N, H], f32[B, N, T]
+    """Return dq, and with learned slopes the rows -sum_j ds_ij |q_i - k_j|."""
+    B, T, N, H = operands.query.shape
+    sloped = learns_slopes(problem, operands)
+
+    def kernel(step: GridStep, x: TileInputs, *refs: Ref) -> None:
+        (dq, *slope_rows), (acc, *slope_acc) = refs[: 1 + sloped], refs[1 + sloped :]
+
+        @pl.when(step.first)
+        def _() -> None:
+            for sums in (acc, *slope_acc):
+                sums[...] = jnp.zeros_like(sums)
+
+        def tile(masked: bool) -> None:
+            _, ds, du = score_gradients(problem, x, step, masked)
+            acc[...] += dot(x.key[...], du.astype(x.key.dtype), 0, 0)
+            for sums in slope_acc:
+                sums[...] -= (ds * distances(x)).sum(axis=0, keepdims=True)
+
+        step.visit(tile)
+
+        @pl.when(step.last)
+        def _() -> None:
+            dq[...] = (acc[...] * problem.scale).T.astype(dq.dtype)
+            for out, sums in zip(slope_rows, slope_acc, strict=True):
+                out[...] = sums[...]
+
+    dq, *slope_rows = by_queries(
+        "attention_dq", kernel, problem, operands, saved, lists, blocks,
+        writes=[
+            ("query", (B, N, T, H), operands.query.dtype),
+            *[("query row", (B, N, 1, T), jnp.float32)] * sloped,
+        ],
+        scratch=[(H, blocks.q), *[(1, blocks.q)] * sloped],
+    )  # fmt: skip
+    return dq.swapaxes(1, 2), slope_rows[0].reshape(B, N, T) if sloped else None
+
+
+def backward_dkdv(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
+    """Return dk and dv, summed over the query heads that read a key head."""
+    B, S, K, H = operands.key.shape
+    Hv, dtype = operands.value.shape[3], operands.key.dtype
+
+    def kernel(step: GridStep, x: TileInputs, dk: Ref, dv: Ref, dk_sum: Ref, dv_sum: Ref) -> None:
+        @pl.when(step.first)
+        def _() -> None:
+            dk_sum[...] = jnp.zeros_like(dk_sum)
+            dv_sum[...] = jnp.zeros_like(dv_sum)
+
+        def tile(masked: bool) -> None:
+            p, _, du = score_gradients(problem, x, step, masked)
+            dv_sum[...] += dot(p.astype(x.do.dtype), x.do[...], 1, 0)
+            dk_sum[...] += dot(du.astype(x.query.dtype), x.query[...], 1, 0)
+
+        step.visit(tile)
+
+        @pl.when(step.last)
+        def _() -> None:
+            dk[...] = (dk_sum[...] * problem.scale).astype(dk.dtype)
+            dv[...] = dv_sum[...].astype(dv.dtype)
+
+    dk, dv = by_keys(
+        "attention_dkdv", kernel, problem, operands, saved, lists, blocks,
+        writes=[("key", (B, K, S, H), dtype), ("key", (B, K, S, Hv), dtype)],
+        scratch=[(blocks.k, H), (blocks.k, Hv)],
+        heads=K,
+    )  # fmt: skip
+    return dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+
+
+def backward_bias(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+) -> jax.Array:  # f32, of the shape of the bias
+    """Return ds, summed over the axes where the bias has size 1."""
+    assert operands.bias is not None
+    B, T, N, _ = operands.query.shape
+    bias, S = operands.bias.shape, operands.key.shape[1]
+    reduce = [axis for axis, size in enumerate(bias) if size == 1]
+
+    def kernel(step: GridStep, x: TileInputs, out: Ref) -> None:
+        @pl.when(step.first)
+        def _() -> None:
+            out[...] = jnp.zeros_like(out)
+
+        def tile(masked: bool) -> None:
+            _, ds, _ = score_gradients(problem, x, step, masked)
+            if bias[3] == 1:
+                out[...] += ds.sum(axis=0, keepdims=True)
+            elif bias[2] == 1:
+                out[...] += ds.sum(axis=1, keepdims=True).reshape(out.shape)
+            else:
+                out[...] += ds.T
+
+        step.visit(tile)
+
+    args = "attention_bias", kernel, problem, operands, saved
+    if bias[3] == 1:
+        (rows,) = by_queries(
+            *args, lists, blocks, writes=[("query row", (B, N, 1, T), jnp.float32)]
+        )
+        return rows.swapaxes(2, 3).sum(axis=reduce, keepdims=True)
+    if bias[2] == 1:
+        by_key = tile_lists(classes_of(lists).swapaxes(2, 3))
+        (rows,) = by_keys(
+            *args, by_key, blocks, writes=[("key row", (B, N, 1, S), jnp.float32)], heads=N
+        )
+        return rows.sum(axis=reduce, keepdims=True)
+    (pairs,) = by_pairs(*args, lists, blocks, writes=[("pairs", bias, jnp.float32)])
+    return pairs

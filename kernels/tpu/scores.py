@@ -1,0 +1,79 @@
+"""Compute the scores of a tile and their gradients, [keys, queries]."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from transformer_jax.kernels.contract import Problem
+from transformer_jax.kernels.dropout import keep
+from transformer_jax.kernels.tpu.grid import GridStep, TileInputs, column
+
+
+def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
+    """Multiply and sum over one axis of each, in float32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        x,
+        y,
+        (((x_axis,), (y_axis,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def scores(
+    problem: Problem, x: TileInputs, step: GridStep, masked: bool
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:  # [block_k, block_q]
+    """Return s, softcap's tanh, and the products q k alone."""
+    raw = dot(x.key[...], x.query[...], 1, 1)
+    s, tanh = raw * problem.scale, None
+    if problem.softcap is not None:
+        tanh = jnp.tanh(s * (1 / problem.softcap))
+        s = tanh * problem.softcap
+    if x.bias is not None:
+        s = s + step.by_key(x.bias[...].astype(jnp.float32))
+    if x.slopes is not None:
+        s = s - step.scalar(x.slopes) * distances(x)
+    if masked:
+        assert problem.visible is not None
+        queries = tuple(vector[...] for vector in x.q_vectors)
+        keys = tuple(column(vector[...]) for vector in x.k_vectors)
+        if x.pairs is not None:
+            keys += (x.pairs[...].astype(jnp.int32),)
+        s = jnp.where(problem.visible(queries, keys), s, -jnp.inf)
+    return s, tanh, raw
+
+
+def score_gradients(
+    problem: Problem, x: TileInputs, step: GridStep, masked: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [block_k, block_q]
+    """Return p after dropout, ds and du."""
+    s, tanh, _ = scores(problem, x, step, masked)
+    if x.bias is not None:  # of a row that is lost to a bias that is not finite
+        s = jnp.where(x.row_max[...] == jnp.inf, -jnp.inf, s)
+    p = jnp.exp(s - x.row_max[...] - x.log_sum[...])
+    dp = dropped(problem, dot(x.value[...], x.do[...], 1, 1), x, step)
+    ds = p * (dp - x.D[...])
+    du = ds if tanh is None else ds * (1 - tanh * tanh)
+    if masked:  # what overflowed where the mask hides it stays there
+        ds, du = (jnp.where(s > -jnp.inf, x, 0.0) for x in (ds, du))
+    return dropped(problem, p, x, step), ds, du
+
+
+def dropped(problem: Problem, p: jax.Array, x: TileInputs, step: GridStep) -> jax.Array:
+    """Apply dropout to a tile of [block_k, block_q]: return p f."""
+    if x.dropout is None or not problem.dropout_rate:
+        return p
+    block_k, block_q = p.shape
+    a, b = (step.scalar(words) for words in x.dropout)
+    q_index = step.i + lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
+    k_index = step.j + lax.broadcasted_iota(jnp.int32, (block_k, 1), 0)
+    stays = keep(a, b, q_index.astype(jnp.uint32), k_index.astype(jnp.uint32), problem.dropout_rate)
+    return jnp.where(stays, p * (1 / (1 - problem.dropout_rate)), 0.0)
+
+
+def distances(x: TileInputs) -> jax.Array:  # f32[block_k, block_q]
+    """Return |q position - k position|."""
+    return jnp.abs(x.q_vectors[0][...] - column(x.k_vectors[0][...])).astype(jnp.float32)

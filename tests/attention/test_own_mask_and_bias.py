@@ -1,0 +1,428 @@
+"""Masks and biases of a user's own: one method each, right in every implementation or refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.attention_suite import _evaluate, draw, reference
+from tests.support.plain_kernels import Plain
+from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits
+from transformer_jax import Bias, Causal, Mask, Padding, Prefix, Segments, Window
+from transformer_jax.attention.api import (
+    IMPLEMENTATIONS,
+    dot_product_attention,
+    explain_attention,
+)
+from transformer_jax.attention.arguments import AttentionCall, Implementation
+from transformer_jax.attention.blockwise import tiles
+from transformer_jax.attention.blockwise.tiles import Sizes
+from transformer_jax.attention.mask_vectors import Comparison, MaskVectors
+from transformer_jax.config.model import ImplementationName
+from transformer_jax.kernels import Target, using
+
+pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
+
+T, S = 139, 271
+HEADS = dict(batch=3, heads=8, kv_heads=4)
+"""At these sizes no two rows, and not all heads, share a tile of "blockwise"."""
+EVERYWHERE = "xla", "blockwise", "pallas"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Strided(Mask):
+    """Read positions and nothing else."""
+
+    def sees(self, q, k):
+        return (q >= k) & ((q - k) % 3 != 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Reach(Mask):
+    """Have an own reach for each row and head: axes that `leaf_axes` does not name."""
+
+    reach: jax.Array  # i32[N, B]: neither axis leads with the batch
+
+    def sees(self, q, k):
+        return jnp.abs(q - k) <= self.reach.T[:, :, None, None]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Table(Mask):
+    """Have an array that is no table of batch rows, although it is as long as they are many."""
+
+    near: jax.Array  # i32[B]
+
+    def sees(self, q, k):
+        return self.near[q % self.near.shape[0]] >= jnp.abs(q - k)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Until(Mask):
+    """Have a method for fused kernels."""
+
+    ends: jax.Array  # i32[B]
+
+    def sees(self, q, k):
+        return k < self.ends[:, None, None, None]
+
+    def comparison(self, vectors: MaskVectors) -> Comparison:
+        return vectors.key_holds(vectors.k_positions < self.ends[:, None])
+
+
+REACH = np.random.default_rng(3).integers(0, 200, (8, 3)).astype(np.int32)
+NEAR, ENDS = np.array([3, 90, 17], np.int32), np.array([0, 128, 200], np.int32)
+at_q, at_k = np.arange(T)[:, None], np.arange(S)[None]
+OWN: dict[str, tuple[Any, np.ndarray]] = {
+    "positions": (Strided(), ((at_q >= at_k) & ((at_q - at_k) % 3 != 1))[None, None]),
+    "rows and heads": (
+        Reach(jnp.asarray(REACH)),
+        np.abs(at_q - at_k) <= REACH.T[:, :, None, None],
+    ),
+    "a table": (Table(jnp.asarray(NEAR)), (np.abs(at_q - at_k) <= NEAR[at_q % 3])[None, None]),
+    "vectors": (Until(jnp.asarray(ENDS)), np.broadcast_to(
+        at_k < ENDS[:, None, None, None], (3, 1, T, S))),
+}  # fmt: skip
+OWN["composed"] = (
+    Causal() & ~OWN["rows and heads"][0] | Prefix(jnp.asarray(ENDS)) & Strided(),
+    (at_q >= at_k) & ~OWN["rows and heads"][1] | OWN["vectors"][1] & OWN["positions"][1],
+)
+
+
+def evaluate(arrays, mask, implementation, **settings):
+    settings = dict(
+        q_positions=None, k_positions=None, dropout_key=None, dropout_rate=0.0, scale=None,
+        softcap=None,
+    ) | settings  # fmt: skip
+    target = Plain() if implementation == "pallas" else None
+    if target is None:
+        return _evaluate(arrays, mask, target=target, implementation=implementation, **settings)
+    with using(target):
+        return _evaluate(arrays, mask, target=target, implementation=implementation, **settings)
+
+
+def check(got, want):
+    got = dict(got)
+    masked = np.isneginf(want["lse"])
+    assert (np.isneginf(np.asarray(got["lse"])) == masked).all()
+    got["lse"] = np.where(masked, 0, got["lse"])
+    for name, value in (want | {"lse": np.where(masked, 0, want["lse"])}).items():
+        tolerance = GRADIENT_F32 if name.startswith("d") else FORWARD_F32
+        assert_near(got[name], value, tolerance, name)
+
+
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+@pytest.mark.parametrize("name", OWN)
+def test_an_own_mask_runs_everywhere_or_is_refused_by_name(name, implementation):
+    mask, seen = OWN[name]
+    assert 0.02 < seen.mean() < 0.98
+    arrays = draw(1, queries=T, keys=S, **HEADS)
+    inputs = [arrays[x] for x in ("query", "key", "value")]
+    with using(Plain()):
+        reason = explain_attention(*inputs, mask=mask)[implementation]
+    if reason is None:
+        check(evaluate(arrays, mask, implementation), reference(arrays, seen))
+        return
+    assert implementation == "pallas" and name not in ("positions", "vectors")
+    assert "reads arrays" in reason and "method comparison" in reason
+    with using(Plain()), pytest.raises(NotImplementedError, match=re.escape(reason)):
+        dot_product_attention(*inputs, mask=mask, implementation="pallas")
+
+
+def test_rows_and_heads_of_an_own_mask_have_tiles_of_their_own():
+    inputs = draw(1, queries=T, keys=S, **HEADS)
+    call = AttentionCall(query=inputs["query"], key=inputs["key"], value=inputs["value"])
+    assert Sizes.of(call).groups == (3, 1 if tiles._SMALL_PRODUCTS_THREADED else 2)
+
+
+def test_an_own_mask_has_its_rows_where_positions_have_rows_too():
+    mask, _ = OWN["rows and heads"]
+    arrays = draw(2, queries=T, keys=S, **HEADS)
+    starts = np.array([[0], [40], [7]], np.int32)
+    q, k = np.arange(T, dtype=np.int32)[None] + starts, np.arange(S, dtype=np.int32)[None] + starts
+    seen = np.abs(q[:, None, :, None] - k[:, None, None, :]) <= REACH.T[:, :, None, None]
+    got = evaluate(arrays, mask, "blockwise", q_positions=q, k_positions=k)
+    check(got, reference(arrays, seen))
+
+
+def test_a_part_of_an_own_mask_is_a_part_of_what_it_sees():
+    mask, seen = OWN["rows and heads"]
+    part = mask.part((jnp.int32(1), 2), (3, 8), (1, 2))
+    places = np.arange(T), np.arange(S)
+    assert part.lead == (1, 2)
+    found = part.materialize(*places)
+    assert found.shape == (1, 2, T, S) and (np.asarray(found) == seen[1:2, 2:4]).all()
+    again = part.part((0, jnp.int32(1)), (1, 2), (1, 1)).materialize(*places)
+    assert again.shape == (1, 1, T, S) and (np.asarray(again) == seen[1:2, 3:4]).all()
+    starts = np.array([[5], [60]])
+    rows = mask.part((jnp.int32(1), 0), (3, 8), (2, 8)).materialize(at_q.T + starts, np.arange(S))
+    wanted = np.abs(at_q + starts[:, None, :, None] - at_k) <= REACH.T[1:, :, None, None]
+    assert rows.shape == (2, 8, T, S) and (np.asarray(rows) == wanted).all()
+    table, _ = OWN["a table"]
+    assert table.part((1, 2), (3, 8), (1, 2)) is table
+
+
+def test_an_own_mask_takes_memory_of_its_length_not_of_its_square():
+    def temporaries(length):
+        array = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
+        attend = lambda q: dot_product_attention(q, q, q, mask=Strided()).sum()  # noqa: E731
+        compiled = jax.jit(jax.grad(attend)).lower(array).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = map(temporaries, (1024, 4096))
+    assert short > 0 and long <= 5 * short and long < 4096 * 4096
+
+
+def test_what_an_own_mask_must_be_is_said():
+    x = jnp.zeros((2, 5, 2, 4))
+
+    class Loose(Mask):
+        def sees(self, q, k):
+            return q >= k
+
+    @dataclass(frozen=True)
+    class Unregistered(Mask):
+        def sees(self, q, k):
+            return q >= k
+
+    @jax.tree_util.register_dataclass
+    @dataclass
+    class Mutable(Mask):
+        def sees(self, q, k):
+            return q >= k
+
+    @jax.tree_util.register_dataclass
+    @dataclass(frozen=True)
+    class Blind(Mask):
+        pass
+
+    @jax.tree_util.register_dataclass
+    @dataclass(frozen=True)
+    class Numbers(Mask):
+        def sees(self, q, k):
+            return q - k
+
+    write = r"write @jax.tree_util.register_dataclass and @dataclass\(frozen=True\) above class"
+    for mask, message in (
+        (Loose(), f"Loose is no frozen dataclass: {write} Loose"),
+        (Causal() & Unregistered(), f"Unregistered is not registered as a pytree: {write}"),
+        (~Mutable(), f"Mutable is not frozen: {write} Mutable"),
+        (Numbers(), r"Numbers.sees returned int32\[1, 1, 1, 1\]: must be bool\[B, N, T, S\]"),
+        (lambda q, k: q >= k, r"mask is a function: must be a Mask; .* Predicate\(fn\)"),
+    ):
+        for call in (dot_product_attention, explain_attention):
+            with pytest.raises(ValueError, match=message):
+                call(x, x, x, mask=mask)
+    with pytest.raises(TypeError, match=r"Blind is a Mask without a method sees\(self, q, k\)"):
+        dot_product_attention(x, x, x, mask=Blind())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask: mask and Causal(),
+        lambda mask: mask or Causal(),
+        lambda mask: not mask,
+        bool,
+    ],
+)
+@pytest.mark.parametrize("mask", [Causal(), Padding(jnp.ones((1, 3), bool)), ~Window(2), Strided()])
+def test_a_mask_is_neither_true_nor_false(use, mask):
+    with pytest.raises(TypeError, match=r"combine masks with &, \| and ~"):
+        use(mask)
+
+
+# A bias of one's own
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Decay:
+    """Subtract a rate of each head times the square root of the distance."""
+
+    rates: jax.Array  # [N]
+
+    def materialize(self, q_positions, k_positions):
+        q, k = jnp.atleast_2d(q_positions), jnp.atleast_2d(k_positions)
+        far = jnp.sqrt(jnp.abs(q[:, :, None] - k[:, None, :]).astype(jnp.float32))
+        return -self.rates[None, :, None, None] * far[:, None]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_an_own_bias_runs_and_has_a_gradient(implementation):
+    rates = np.array([0.1, 0.3, 0.5, 0.9], np.float32)
+    arrays = draw(4, queries=T, keys=S)
+    assert isinstance(Decay(rates), Bias)
+    far = np.sqrt(np.abs(at_q - at_k))
+    array = -rates[None, :, None, None] * far
+    seen = (at_q >= at_k)[None, None]
+    got = evaluate(arrays | {"bias": Decay(jnp.asarray(rates))}, Causal(), implementation)
+    want = reference(arrays | {"bias": array}, seen)
+    by_head = -(want.pop("dbias") * far).sum(axis=(0, 2, 3))
+    assert_near(got.pop("dbias").rates, by_head, GRADIENT_F32, "rates")
+    check(got, want)
+
+
+def test_what_an_own_bias_must_be_is_said():
+    x = jnp.zeros((2, 5, 2, 4))
+
+    @dataclass(frozen=True)
+    class Unregistered:
+        def materialize(self, q_positions, k_positions):
+            return jnp.zeros((1, 1, 5, 5))
+
+    for bias, message in (
+        (lambda q, k: q - k, "bias is a function: must be an array or a value with the method mat"),
+        (
+            Unregistered(),
+            "bias is of Unregistered, which is not registered as a pytree: write",
+        ),
+    ):
+        for call in (dot_product_attention, explain_attention):
+            with pytest.raises(ValueError, match=message):
+                call(x, x, x, bias=bias)
+    with using(Plain()):
+        reason = explain_attention(x, x, x, bias=Decay(jnp.ones(2)))["pallas"]
+    assert reason == "takes a bias that is an array or ALiBi, not Decay"
+
+
+# Refusals
+
+
+@dataclass(frozen=True)
+class Broken(Implementation):
+    """Run nothing, and fail inside with a message."""
+
+    message: str
+
+    def refuse(self, call):
+        return None
+
+    def attend(self, call):
+        raise NotImplementedError(self.message)
+
+
+def test_an_error_inside_an_implementation_is_no_refusal(monkeypatch):
+    x = jnp.zeros((1, 5, 2, 4))
+    monkeypatch.setitem(IMPLEMENTATIONS, "cudnn", Broken("this must come through"))
+    with pytest.raises(NotImplementedError, match=r"^this must come through"):
+        dot_product_attention(x, x, x, implementation=("cudnn", "xla"))
+
+
+def test_implementations_have_the_names_that_a_config_knows():
+    assert list(IMPLEMENTATIONS) == list(ImplementationName.__args__)
+    assert all(isinstance(hash(one), int) for one in IMPLEMENTATIONS.values())
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_a_call_is_traced_once_for_equal_structure(implementation):
+    """A mask, a number and a shape are what a compilation is kept for, not arrays."""
+    traces = []
+
+    @jax.tree_util.register_dataclass
+    @dataclass(frozen=True)
+    class Counted(Mask):
+        ends: jax.Array
+
+        def sees(self, q, k):
+            traces.append(q.shape)
+            return k < self.ends[:, None, None, None]
+
+        lead = property(lambda self: self.ends.shape * 2)
+
+    x = jnp.ones((1, 5, 2, 4))
+    for i in range(3):
+        dot_product_attention(
+            x * i, x, x, mask=Counted(jnp.array([i])), scale=0.5, softcap=2.0,
+            return_lse=i == 1, implementation=implementation,
+        )  # fmt: skip
+        if i == 0:
+            first = len(traces)
+    assert 0 < first == len(traces)
+
+
+# What is not finite, without a mask
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+def test_without_a_mask_what_is_not_finite_breaks_who_sees_it(name, bad, implementation, softcap):
+    """Its heads of its row for a key or value, one query for a query; nobody else notices."""
+    arrays = draw(5, queries=13, keys=17)
+    broken = np.zeros((2, 13, 4), bool)
+    if name == "query":
+        broken[1, 3, 2] = True
+        poisoned = arrays[name].at[1, 3, 2, 1].set(bad)
+    else:
+        broken[1, :, 2:] = True
+        poisoned = arrays[name].at[1, 3, 1, 1].set(bad)
+    silent = {
+        "out_cotangent": jnp.where(broken[..., None], 0, arrays["out_cotangent"]),
+        "lse_cotangent": jnp.where(broken, 0, arrays["lse_cotangent"]),
+    }
+    clean = evaluate(arrays | silent, None, implementation, softcap=softcap)
+    result = evaluate(arrays | {name: poisoned}, None, implementation, softcap=softcap)
+    for what, value in clean.items():
+        value, got = np.asarray(value), np.asarray(result[what])
+        assert np.isfinite(value).all() and value.any()
+        if what in ("out", "lse"):
+            assert np.isnan(got[broken]).all(), f"{what} of a broken query is not NaN"
+            value, got = value[~broken], got[~broken]
+        assert_same_bits(got, value, what)
+
+
+# What planted faults had passed
+
+
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+def test_a_prefix_that_ends_with_a_tiles_last_key(implementation):
+    """The last key of a tile is not seen where the length is its position."""
+    arrays = draw(6, batch=3, queries=T, keys=S)
+    lengths = np.array([127, 127, 159], np.int32)  # or a tile of three rows is partial anyway
+    seen = np.broadcast_to(at_k < lengths[:, None, None, None], (3, 1, T, S))
+    mask = Prefix(jnp.asarray(lengths))
+    check(evaluate(arrays, mask, implementation), reference(arrays, seen))
+
+
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+@pytest.mark.parametrize("shapes", [(100, S), (T, 120), (100, None)], ids=str)
+def test_segments_see_nothing_beyond_their_tables(shapes, implementation):
+    arrays = draw(7, queries=T, keys=S)
+    q_ids = np.ones((2, shapes[0]), np.int32)
+    k_ids = None if shapes[1] is None else np.ones((2, shapes[1]), np.int32)
+    mask = Segments(jnp.asarray(q_ids), None if k_ids is None else jnp.asarray(k_ids))
+    last = shapes[0] if shapes[1] is None else shapes[1]
+    seen = np.broadcast_to((at_q < shapes[0]) & (at_k < last), (2, 1, T, S))
+    check(evaluate(arrays, mask, implementation), reference(arrays, seen))
+
+
+@pytest.mark.parametrize("where", [None, Plain(), Target("tpu", interpret=True)], ids=str)
+def test_a_bias_of_each_of_two_rows_under_a_softcap_with_sinks(where):
+    """In few keys of the TPU's kernels, and in tiles that two rows do not share."""
+    queries, keys = (300, 300) if where is None else (16, 24)
+    arrays = draw(8, queries=queries, keys=keys, heads=2, kv_heads=1)
+    rng = np.random.default_rng(9)
+    arrays["bias"] = jnp.asarray(rng.normal(size=(2, 1, queries, keys)), jnp.float32)
+    arrays["sinks"] = jnp.array([-1.0, 2.0])
+    ids = np.sort(rng.integers(0, 2, (2, keys)), axis=1)
+    seen = (ids[:, :queries, None] == ids[:, None, :])[:, None]
+    implementation = "blockwise" if where is None else "pallas"
+    with using(where or Plain()):
+        result = _evaluate(
+            arrays, Segments(jnp.asarray(ids, jnp.int32)), None, None, None, where, scale=0.7,
+            softcap=1.5, dropout_rate=0.0, implementation=implementation,
+        )  # fmt: skip
+    check(result, reference(arrays, seen, scale=0.7, softcap=1.5))

@@ -1,0 +1,190 @@
+"""Flags of configs: named by their path, short where nothing else ends so, and read as one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Literal
+
+import pytest
+
+from transformer_jax.cli.flags import ConfigFlags, changed, spelled
+from transformer_jax.cli.run_flags import FLAGS, OWN, TRAINABLE
+from transformer_jax.config import ConfigError, train_preset
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Add a vector of each position."""
+
+    offset: int = 0
+    """Rows before the first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipped:
+    """Add a vector of each distance."""
+
+    reach: int = 128
+    """Where distances are clipped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """Turn queries and keys."""
+
+    base: float = 1e4
+    """Wavelength base."""
+    stretch: float | None = None
+    """Factor."""
+    reach: float = 0.5
+    """Share that turns."""
+
+    def __post_init__(self) -> None:
+        if self.base <= 1:
+            raise ConfigError(f"base is {self.base}: must be above 1")
+        if self.stretch is not None and self.base < 100:
+            raise ConfigError(f"stretch is {self.stretch}: needs base 100")
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """Adapt."""
+
+    rank: int = 8
+    """Columns."""
+    base: float = 2.0
+    """Another base."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    """A model."""
+
+    width: int = 8
+    """Width."""
+    seed: int = 1
+    """A seed of its own."""
+    order: Table | Clipped | Turned | None = Table()
+    """How order enters."""
+    mode: Literal["fast", "exact"] = "fast"
+    """Way."""
+    adapter: Adapter | None = None
+    """None adapts nothing."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.order, Turned) and self.width % 2:
+            raise ConfigError(f"width is {self.width}: must be even to turn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    """A run."""
+
+    inner: Inner = Inner()
+    seed: int = 0
+    """A seed."""
+
+
+UNION = ConfigFlags(Outer)
+
+
+def parsed(argv: str, base: Outer | None = None) -> Outer:
+    base = base or Outer()
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    UNION.add_to(parser, base)
+    given = UNION.given(parser.parse_args(spelled(argv.split(), UNION.names)))
+    return changed(base, UNION.read(given, base))
+
+
+@pytest.mark.parametrize(
+    ("argv", "inner"),
+    [
+        ("", Inner()),
+        ("--inner.order turned", Inner(order=Turned())),
+        ("--order none", Inner(order=None)),
+        ("--order Clipped --order.reach 3", Inner(order=Clipped(3))),
+        ("--inner.order.base 5e5 --inner.order turned", Inner(order=Turned(5e5))),
+        ("--order tu --order.base=150 --stretch 2", Inner(order=Turned(150.0, 2.0))),
+        ("--order turned --order.reach .25", Inner(order=Turned(reach=0.25))),
+        ("--offset 2", Inner(order=Table(2))),
+        ("--adapter adapter --adapter.base 3 --rank 4", Inner(adapter=Adapter(4, 3.0))),
+        ("--inner.seed 5 --width 6 --mode exact", Inner(width=6, seed=5, mode="exact")),
+    ],
+)
+def test_the_kind_of_a_field_is_named_and_its_fields_follow(argv, inner):
+    assert parsed(argv) == Outer(inner=inner)
+
+
+def test_fields_of_a_kind_that_is_there_change_it_and_a_kind_named_again_changes_nothing():
+    base = Outer(inner=Inner(order=Turned(base=500.0, stretch=3.0)))
+    assert parsed("--order turned", base) == base
+    assert parsed("--order.base 700", base).inner.order == Turned(700.0, 3.0)
+    assert parsed("--order table", base).inner.order == Table()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--order truned", "inner.order is 'truned': must be None|table|clipped|turned, nearest: "),
+        ("--order t", "inner.order is 't': must be None|table|clipped|turned"),
+        ("--order.base 5", "inner.order.base is '5': needs --inner.order turned, it is table"),
+        ("--reach 5", "inner.order.reach is '5': needs --inner.order clipped or turned, it is tab"),
+        ("--order none --offset 5", "order.offset is '5': needs --inner.order table, it is None"),
+        ("--order clipped --reach .5", "inner.order.reach is '.5': must be INTEGER"),
+        ("--order turned --order.base 1", "inner.order.base is 1.0: must be above 1"),
+        ("--order turned --order.base 9 --stretch 2", "inner.order.stretch is 2.0: needs base 100"),
+        ("--order turned --width 3", "inner.width is 3: must be even to turn"),
+        ("--base 5", "--base: must be --inner.adapter.base or --inner.order.base"),
+        ("--mode exakt", "inner.mode is 'exakt': must be fast|exact, nearest: exact"),
+        ("--inner.order.bsae 5", "--inner.order.bsae: no such flag, nearest: --inner.order.base"),
+    ],
+)
+def test_a_wrong_value_names_field_text_and_rule(argv, message):
+    with pytest.raises(ConfigError) as caught:
+        parsed(argv)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_whole_path_goes_before_an_end_of_another():
+    assert parsed("--seed 3") == Outer(seed=3)
+    assert UNION.names["--seed"] == "--seed" and UNION.names["--inner.seed"] == "--inner.seed"
+
+
+def test_the_help_names_kinds_and_shows_the_defaults_of_the_preset():
+    parser = argparse.ArgumentParser()
+    UNION.add_to(parser, Outer(inner=Inner(order=Turned(base=77.0))))
+    text = " ".join(parser.format_help().split())
+    assert "--inner.order None|table|clipped|turned How order enters. [turned]" in text
+    assert "turned: Wavelength base. [77.0]" in text and "table: Rows before the first. [0]" in text
+    assert "clipped: Where distances are clipped. [128] turned: Share that turns. [0.5]" in text
+
+
+@pytest.mark.parametrize("flags", [FLAGS, UNION], ids=["train", "unions"])
+def test_no_two_fields_share_a_spelling(flags):
+    """A spelling is a whole path, or the end of one path alone; every field has its whole path."""
+    paths = {f"--{'.'.join(path)}".replace("_", "-"): path for path in flags.fields}
+    assert len(paths) == len(flags.fields) > 5
+    assert paths.keys() <= flags.names.keys()
+    for spelling, flag in flags.names.items():
+        end = spelling.removeprefix("--").replace("-", "_").split(".")
+        having = [path for path in flags.fields if list(path[-len(end) :]) == end]
+        assert paths[flag] in having
+        assert having == [paths[flag]] or tuple(end) == paths[flag], spelling
+    assert not {f"--{name}" for name in OWN} & flags.names.keys()
+
+
+def test_every_field_of_a_run_is_read_back_as_it_is_shown():
+    """What a flag shows as its default, typed, changes nothing: for every field of every preset."""
+    for name in (None, *TRAINABLE):
+        base, given = train_preset(name), {}
+        for path in FLAGS.fields:
+            value = base
+            for part in path:
+                value = getattr(value, part, dataclasses.MISSING)
+            if dataclasses.is_dataclass(value):
+                value = type(value).__name__
+            if value is not dataclasses.MISSING:  # else a field of another kind than is there
+                given[path] = ",".join(map(str, value)) if type(value) is tuple else str(value)
+        assert len(given) > 60
+        assert changed(base, FLAGS.read(given, base)) == base

@@ -1,0 +1,93 @@
+"""A mask as the kernels see it: integers per query, integers per key, and a comparison."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.tolerances import assert_same_bits
+from transformer_jax.attention.fused import refuse_mask
+from transformer_jax.attention.mask_vectors import MaskVectors
+from transformer_jax.attention.masks import (
+    Causal,
+    Dense,
+    Everything,
+    Padding,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+)
+
+
+def masks_of_vectors(rng: np.random.Generator) -> dict:
+    valid, lengths = jnp.asarray(rng.random((2, 19)) < 0.7), jnp.array([0, 6])
+    q_ids, k_ids = (jnp.asarray(rng.integers(0, 3, (2, n))) for n in (13, 19))
+    short = jnp.asarray(rng.integers(0, 2, (2, 5)))
+    matrix, other = (Dense(jnp.asarray(rng.random(n) < 0.6)) for n in ((13, 19), (2, 1, 29, 31)))
+    return {
+        "everything": Everything(),
+        "causal": Causal(),
+        "past": Window(4),
+        "future": Window(None, 3),
+        "both sides": Window(3, 2),
+        "nothing": Window(0, 0),
+        "padding": Padding(valid),
+        "prefix": Prefix(lengths),
+        "segments": Segments(q_ids, k_ids),
+        "segments of a short table": Segments(short),
+        "predicate": Predicate(lambda q, k: (q ^ k) & 3 == 1),
+        "not everything": ~Everything(),
+        "matrix": matrix,
+        "matrices": Causal() & ~matrix | Padding(valid) & other,
+        "eight matrices": functools.reduce(operator.or_, [*[matrix & other] * 3, matrix, ~other]),
+        "prefix language model": Causal() | Prefix(lengths),
+        "all at once": (~Causal() & Window(None, 7)) | (Padding(valid) & ~Segments(q_ids, k_ids)),
+    }
+
+
+@pytest.mark.parametrize("name", masks_of_vectors(np.random.default_rng(0)))
+@pytest.mark.parametrize("ragged", [False, True], ids=["", "ragged"])
+def test_vectors_say_what_the_mask_says(name, ragged, rng):
+    mask = masks_of_vectors(rng)[name]
+    q, k = jnp.arange(13)[None], jnp.arange(19)[None]
+    if ragged:
+        q, k = q + jnp.array([[2], [9]]), jnp.where(jnp.arange(19) % 5 == 4, -1, k + 3)
+    vectors = MaskVectors.of(mask, q, k, not ragged)
+    pairs = () if vectors.pairs() is None else (vectors.pairs().astype(jnp.int32),)
+    sees = vectors.visible(
+        tuple(x[:, None, :, None] for x in vectors.q),
+        (*(x[:, None, None, :] for x in vectors.k), *pairs),
+    )
+    expected = mask.materialize(q, k)
+    full = (2, 1, 13, 19)
+    assert_same_bits(
+        np.broadcast_to(sees, full).astype(int), np.broadcast_to(expected, full).astype(int)
+    )
+
+
+def test_equal_masks_compare_equal_as_vectors():
+    """What a compilation is kept for: structure, not values."""
+
+    def visible(n, ids):
+        mask = Causal() & Window(n) & Segments(jnp.asarray(ids)[None])
+        return MaskVectors.of(mask, jnp.arange(3)[None], jnp.arange(3)[None], True).visible
+
+    first, again, other = visible(4, [0, 1, 1]), visible(4, [2, 2, 2]), visible(5, [0, 1, 1])
+    assert first == again and hash(first) == hash(again)
+    assert first != other
+
+
+def test_what_no_kernel_evaluates_is_said():
+    table = jnp.ones((4, 4), bool)
+    eight = functools.reduce(operator.or_, [~Dense(table)] * 8)
+    assert refuse_mask(Causal() & eight) is None
+    assert refuse_mask(~eight & Dense(table)) == "takes at most 8 Dense masks, not 9"
+    assert "other arrays" in str(refuse_mask(Predicate(lambda q, k: table[q, k])))
+    assert "returns bool" in str(refuse_mask(Predicate(lambda q, k: q - k)))
+    assert "32 bits" in str(refuse_mask(Causal() & Segments(np.zeros((1, 4), np.int64))))
+    assert refuse_mask(Causal() | ~Window(3) | Segments(np.zeros((1, 4), np.int32))) is None

@@ -1,0 +1,79 @@
+"""The lists of tiles that the kernels visit: exactly those in which the mask shows something."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.plain_kernels import visited
+from transformer_jax.attention.api import dot_product_attention
+from transformer_jax.attention.block_plan import BlockPlan
+from transformer_jax.attention.fused import plan_of
+from transformer_jax.attention.masks import (
+    Causal,
+    Segments,
+    Window,
+)
+from transformer_jax.kernels import Target, using
+from transformer_jax.kernels.contract import Blocks
+
+
+def twelve_documents(length: int) -> np.ndarray:
+    rng = np.random.default_rng(12)
+    cuts = np.sort(rng.choice(np.arange(1, length), 11, replace=False))
+    return np.searchsorted(cuts, np.arange(length), side="right").astype(np.int32)
+
+
+PATTERNS = {
+    "causal": (Causal(), lambda q, k: k <= q),
+    "window": (Causal() & Window(300), lambda q, k: (k <= q) & (q - k < 300)),
+    "documents": (
+        Causal() & Segments(twelve_documents(4096)[None]),
+        lambda q, k: (k <= q) & (twelve_documents(4096)[q] == twelve_documents(4096)[k]),
+    ),
+}
+
+
+@pytest.mark.slow_cases("(64, 256)-causal")
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("sides", [(128, 128), (64, 256)], ids=str)
+def test_lists_name_every_tile_that_sees_something_and_no_other(name, sides):
+    """Of twelve packed documents, a window and a triangle: exactly the tiles of an exact count."""
+    mask, sees = PATTERNS[name]
+    at, blocks = jnp.arange(4096)[None], Blocks(*sides)
+    grid = 4096 // sides[0], 4096 // sides[1]
+    lists = plan_of(mask, at, at, blocks, (4096, 4096)).key_tiles()
+    index = np.arange(4096)
+    exact = sees(index[:, None], index[None, :]).reshape(grid[0], sides[0], grid[1], sides[1])
+    some, every = exact.any(axis=(1, 3)), exact.all(axis=(1, 3))
+    seen, full = (np.asarray(x)[0, 0] for x in visited(lists, (1, 1), True))
+    assert (seen >= some).all() and (full <= every).all(), "a pair is lost"
+    assert (seen == some).all(), "a tile is visited that sees nothing"
+    assert (full == every).all(), "a tile is masked that needs no mask"
+    assert int(lists.seen.sum()) == some.sum() and 0 < some.sum() < grid[0] * grid[1]
+
+
+def test_behind_the_last_tile_a_list_repeats_it():
+    classes = jnp.array([[[[2, 0, 1, 2], [0, 0, 0, 0], [1, 0, 0, 0]]]], jnp.int8)
+    lists = BlockPlan(classes, 1, 1).key_tiles()
+    assert lists.order[0, 0].tolist() == [[0, 3, 2, 2], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert lists.full[0, 0].tolist() == [2, 0, 0] and lists.seen[0, 0].tolist() == [3, 0, 1]
+
+
+def test_tiles_of_a_mask_without_arrays_are_sorted_before_the_program():
+    """Or the compiler does, for up to half a minute: lists by query and by key."""
+    shape = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.float32)
+    ids = jnp.arange(512, dtype=jnp.int32)[None] // 100
+
+    def sorts(mask):
+        def loss(*inputs):
+            return dot_product_attention(*inputs, mask=mask, implementation="pallas").sum()
+
+        with using(Target("tpu")):
+            program = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(shape, shape, shape))
+        assert "pallas_call[" in program
+        return program.count(" sort[")
+
+    assert sorts(Causal() & Window(100)) == 0 < sorts(Segments(ids))

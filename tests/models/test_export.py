@@ -1,0 +1,86 @@
+"""Programs with a cache or a state can be exported, stored as bytes, and run elsewhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.tolerances import assert_same_bits
+from transformer_jax.config import ModelConfig, RecurrentConfig
+from transformer_jax.models.factory import build, init_cache, init_params
+from transformer_jax.models.recurrent import init_recurrent_state
+
+pytest.importorskip("flatbuffers", reason="jax.export serialises with it")
+
+SMALL = dict(vocab_size=17, d_model=6, num_heads=3, num_layers=2, d_ff=5, max_len=13)
+TOKENS = np.array([[3, 5, 7], [11, 13, 2]], np.int32)
+SOURCE = np.array([[1, 2], [3, 4]], np.int32)
+
+
+def decoder(**changes):
+    return ModelConfig(**SMALL, **changes)
+
+
+CASES = {
+    "full": decoder(positions="rope"),
+    "ring with sinks": decoder(window=5, sink_tokens=2, positions="alibi"),
+    "pattern": decoder(window=(5, None)),
+    "scanned": decoder(scan_layers=True),
+    "encoder-decoder": decoder(kind="encoder-decoder"),
+    "gru": RecurrentConfig(vocab_size=17, d_embed=3, d_hidden=5, cell="gru"),
+    "additive": RecurrentConfig(
+        vocab_size=17, source_vocab_size=7, d_embed=3, d_hidden=5, attention="additive"
+    ),
+}
+
+
+def begun(config, model, params):
+    """An empty cache or state, with its source read where there is one."""
+    if isinstance(config, RecurrentConfig):
+        if config.source_vocab_size is None:
+            return init_recurrent_state(config, 2)
+        return model.apply({"params": params}, SOURCE, method="init_state")
+    if config.kind == "encoder-decoder":
+        return model.apply({"params": params}, SOURCE, capacity=11, method="init_cache")
+    return init_cache(config, 2, 11)
+
+
+def restored(function, *arguments):
+    """Export `function` to bytes, and read it back from them."""
+    exported = jax.export.export(jax.jit(function))(*arguments)
+    return jax.export.deserialize(exported.serialize()).call
+
+
+@pytest.mark.slow_cases("pattern", "scanned", "encoder-decoder", "gru", "additive")
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_read_back_from_bytes_gives_the_same_logits_and_state(name, key):
+    config = CASES[name]
+    model, params = build(config), init_params(config, key)
+    carried = "state" if isinstance(config, RecurrentConfig) else "cache"
+
+    def step(params, tokens, state):
+        return model.apply({"params": params}, tokens, **{carried: state})
+
+    state = begun(config, model, params)
+    call = restored(step, params, TOKENS, state)
+    want_logits, want = jax.jit(step)(params, TOKENS, state)
+    logits, new = call(params, TOKENS, state)
+    assert np.isfinite(logits).all() and logits.shape == (2, 3, 17)
+    assert_same_bits(logits, want_logits)
+    assert type(new) is type(want) and jax.tree.structure(new) == jax.tree.structure(want)
+    jax.tree.map(assert_same_bits, new, want)
+    logits, _ = call(params, TOKENS, new)  # what came out goes in again
+    assert_same_bits(logits, jax.jit(step)(params, TOKENS, want)[0])
+
+
+def test_attention_weights_are_exported_too(key):
+    config = CASES["full"]
+    model, params = build(config), init_params(config, key)
+
+    def attend(params, tokens):
+        return model.apply({"params": params}, tokens, method="attend")[2]
+
+    weights = restored(attend, params, jnp.asarray(TOKENS))(params, TOKENS)
+    want = jax.jit(attend)(params, TOKENS)
+    assert type(weights) is type(want)
+    jax.tree.map(assert_same_bits, weights, want)

@@ -1,0 +1,253 @@
+"""Cases, float64 formulas and runs of the Hopper kernels, for the tests of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.attention_suite import Bfloat16Suite
+from tests.support.tolerances import largest_error
+from transformer_jax.kernels import Target, hopper
+from transformer_jax.kernels.contract import Operands, Problem, Saved, TileLists
+from transformer_jax.kernels.dropout import keep
+
+INTERPRETS = hopper.refuse(
+    Problem(scale=1.0, interpret=True), *[jax.ShapeDtypeStruct((1, 1, 1, 64), jnp.bfloat16)] * 3
+)
+needs_interpreter = pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))
+
+NEAR = 6e-3  # of the largest value: products of bfloat16 weights, summed in float32
+EXACT = 3e-6  # sums in float32
+
+
+# Masks, of vectors (position, document)
+
+
+def causal(q, k):
+    return (k[0] >= 0) & (q[0] >= k[0])
+
+
+def window_in_document(q, k):
+    return causal(q, k) & (q[0] - k[0] < 101) & (q[1] == k[1])
+
+
+def without_a_key(q, k):
+    return (k[0] >= 0) & (k[0] != 50) & (q[0] > -1000)
+
+
+def prefix_or_causal(q, k):
+    return (k[0] >= 0) & ((k[0] < 71) | ~(q[0] < k[0]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    B: int = 1
+    T: int = 167
+    S: int = 211
+    N: int = 2
+    K: int = 1
+    H: int = 64
+    Hv: int = 64
+    dtype: str = "bfloat16"
+    visible: object = causal
+    scale: float = 0.125
+    softcap: float | None = None
+    dropout_rate: float = 0.0
+    bias: tuple[int, ...] | None = None  # with T and S, or 1
+    bias_dtype: str = "float32"
+    slopes: bool = False
+    sinks: bool = False
+
+    @property
+    def problem(self):
+        interpret = plgpu.InterpretGPUParams(detect_races=True)
+        softcap, rate = self.softcap, self.dropout_rate
+        return Problem(self.scale, softcap, rate, self.visible, interpret=interpret)
+
+
+def up(size, tile=128):
+    return -(-size // tile) * tile
+
+
+def draw(case, seed=0):
+    """Padded operands and do; queries stand at the end of the keys."""
+    c, rng = case, np.random.default_rng(seed)
+    T, S = up(c.T), up(c.S)
+
+    def padded(length, *shape, fill=0.0, dtype=c.dtype):
+        array = rng.standard_normal((c.B, length, *shape))
+        array = np.pad(array, ((0, 0), (0, up(length) - length), (0, 0), (0, 0)))
+        return jnp.asarray(array, dtype)
+
+    def vectors(length, end, first):
+        position = np.arange(end) + first
+        documents = np.arange(end) // 90 + np.arange(c.B)[:, None]
+        position = np.where(np.arange(end) < length, position, -1)
+        return jnp.asarray(position[None], jnp.int32), jnp.asarray(documents, jnp.int32)
+
+    bias = None
+    if c.bias:
+        b, n, t, s = c.bias
+        bias = np.zeros((b, n, up(t) if t > 1 else 1, up(s) if s > 1 else 1))
+        bias[:, :, :t, :s] = rng.standard_normal(c.bias)
+        bias = jnp.asarray(bias, c.bias_dtype)
+    words = rng.integers(0, 2**32, (2, c.B, c.N), dtype=np.uint32)
+    operands = Operands(
+        query=padded(c.T, c.N, c.H),
+        key=padded(c.S, c.K, c.H),
+        value=padded(c.S, c.K, c.Hv),
+        q_vectors=vectors(T, T, c.S - c.T),
+        k_vectors=vectors(c.S, S, 0),
+        bias=bias,
+        slopes=jnp.asarray(0.03 * np.arange(1, c.N + 1)[None], jnp.float32) if c.slopes else None,
+        sinks=jnp.asarray(np.linspace(-1, 2, c.N)[None], jnp.float32) if c.sinks else None,
+        dropout=jnp.asarray(words) if c.dropout_rate else None,
+    )
+    return operands, padded(c.T, c.N, c.Hv)
+
+
+def seen_by(case, operands):  # bool[B, 1, T, S]
+    if case.visible is None:
+        return np.ones((case.B, 1, operands.query.shape[1], operands.key.shape[1]), bool)
+    q = tuple(np.asarray(v)[:, None, :, None] for v in operands.q_vectors)
+    k = tuple(np.asarray(v)[:, None, None, :] for v in operands.k_vectors)
+    mask = np.asarray(case.visible(q, k))
+    return np.broadcast_to(mask, (case.B, *mask.shape[1:]))
+
+
+def lists_of(mask, rows, columns):  # bool[B, N or 1, T, S] or its transpose
+    B, N, T, S = mask.shape
+    tiles = mask.reshape(B, N, T // rows, rows, S // columns, columns)
+    full, some = tiles.all((3, 5)), tiles.any((3, 5))
+    kind = np.where(full, 0, np.where(some, 1, 2))
+    order = np.argsort(kind, axis=-1, kind="stable")
+    seen = some.sum(-1)
+    last = np.take_along_axis(order, np.maximum(seen - 1, 0)[..., None], -1)
+    order = np.where(
+        np.arange(order.shape[-1]) < seen[..., None], order, last * (seen > 0)[..., None]
+    )
+    return TileLists(*(jnp.asarray(x, jnp.int32) for x in (order, full.sum(-1), seen)))
+
+
+def oracle(case, operands, do):
+    """The contract's formulas on dense float64 arrays [B, N, T, S]."""
+    c, o = case, operands
+    G = c.N // c.K
+
+    def wide(x):
+        return np.asarray(x.astype(jnp.float32), np.float64)
+
+    q, do = wide(o.query), wide(do)
+    k, v = (np.repeat(wide(x), G, axis=2) for x in (o.key, o.value))
+    T, S = q.shape[1], k.shape[1]
+    mask = seen_by(c, o)
+    s = np.einsum("btnh,bsnh->bnts", q, k) * c.scale
+    slope = np.ones_like(s)
+    if c.softcap:
+        tanh = np.tanh(s / c.softcap)
+        s, slope = c.softcap * tanh, 1 - tanh**2
+    if o.bias is not None:
+        s = s + wide(o.bias)
+    far = np.abs(np.asarray(o.q_vectors[0])[:, :, None] - np.asarray(o.k_vectors[0])[:, None])
+    if c.slopes:
+        s = s - wide(o.slopes)[:, :, None, None] * far[:, None]
+    s = np.where(mask, s, -np.inf)
+    live = mask.any(-1) & np.ones((1, c.N, 1), bool)
+    m = np.where(live, s.max(-1), 0)
+    total = np.exp(s - m[..., None]).sum(-1)
+    if c.sinks:
+        sink = wide(o.sinks)[:, :, None]
+        grown = np.maximum(m, sink)
+        total = np.where(live, total * np.exp(m - grown) + np.exp(sink - grown), total)
+        m = np.where(live, grown, m)
+    total = np.where(live, total, 1)
+    p = np.exp(s - m[..., None]) / total[..., None]
+    f = np.ones_like(p)
+    if c.dropout_rate:
+        rows, columns = (jnp.arange(n, dtype=jnp.uint32) for n in (T, S))
+        a, b = (word[:, :, None, None] for word in o.dropout)
+        f = keep(a, b, rows[None, None, :, None], columns[None, None, None, :], c.dropout_rate)
+        f = np.asarray(f) / (1 - c.dropout_rate)
+    out = np.einsum("bnts,bsnh->btnh", p * f, v)
+    D = np.einsum("btnh,btnh->bnt", out, do)
+    ds = p * (f * np.einsum("btnh,bsnh->bnts", do, v) - D[..., None])
+    du = ds * slope
+    by_group = lambda x: x.reshape(*x.shape[:2], c.K, G, -1).sum(3)  # noqa: E731
+    results = {
+        "out": out,
+        "row_max": np.where(live, m, -np.inf),
+        "log_sum": np.log(total),
+        "dq": np.einsum("bnts,bsnh->btnh", du, k) * c.scale,
+        "slope_rows": -(ds * far[:, None]).sum(-1),
+        "dk": by_group(np.einsum("bnts,btnh->bsnh", du, q)) * c.scale,
+        "dv": by_group(np.einsum("bnts,btnh->bsnh", p * f, do)),
+        "ds": ds,
+    }
+    row_max = np.where(live, m, np.inf)
+    saved = Saved(*(jnp.asarray(x, jnp.float32) for x in (do, row_max, np.log(total), D)))
+    return results, saved
+
+
+def run_forward(case, operands, plan=None):
+    plan = plan or hopper.blocks("forward", case.H, case.Hv)
+    lists = lists_of(seen_by(case, operands), plan.q, plan.k)
+    forward = jax.jit(functools.partial(hopper.forward, case.problem, blocks=plan))
+    return dict(zip(("out", "row_max", "log_sum"), forward(operands, lists), strict=True))
+
+
+def run_gradients(case, operands, saved, kinds=("dq", "dkdv")):
+    mask, results = seen_by(case, operands), {}
+    for kind in kinds:
+        plan = hopper.blocks(kind, case.H, case.Hv)
+        turned = kind == "dkdv"
+        lists = lists_of(mask.swapaxes(2, 3), plan.k, plan.q) if turned else (
+            lists_of(mask, plan.q, plan.k)
+        )  # fmt: skip
+        function = getattr(hopper, f"backward_{kind}")
+        function = jax.jit(functools.partial(function, case.problem, blocks=plan))
+        got = function(operands, lists, saved=saved)
+        names = {"dq": ("dq", "slope_rows"), "dkdv": ("dk", "dv")}.get(kind, ("bias",))
+        results |= zip(names, got if isinstance(got, tuple) else (got,), strict=True)
+    return {name: value for name, value in results.items() if value is not None}
+
+
+def assert_near(got, expected, tolerance, name):
+    got = np.asarray(jnp.asarray(got).astype(jnp.float32), np.float64)
+    fully_masked = np.isneginf(expected)
+    assert (np.isneginf(got) == fully_masked).all(), name
+    got, expected = np.where(fully_masked, 0, got), np.where(fully_masked, 0, expected)
+    assert largest_error(got, expected) <= tolerance * np.abs(expected).max() + 1e-6, name
+
+
+@pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
+class InInterpreter(Bfloat16Suite):
+    """Kernels behind `dot_product_attention`, in the interpreter."""
+
+    target = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
+    known = {
+        "test_scores_of_a_hundred_thousand_are_finite_and_right[float16]": "the product of a score "
+        "with log2(e) is rounded before the maximum is subtracted: 0.4 % of a weight at 6e4",
+        "test_array_bias_of_any_broadcast_shape_and_its_gradient[]": "the sum of all differences, "
+        "nearly 0, is the rounding of 280,000 numbers in bfloat16",
+        "test_rematerialised_gradients_are_the_same_with_dropout_on": "the interpreter's callbacks "
+        "are effects, which jax.checkpoint does not take",
+        "test_float32_stays_float32_when_x64_is_on": "the interpreter's threads are outside of the "
+        "context that turns x64 on",
+    } | {
+        f"test_vmap_over_{what}_is_a_loop{case}": "the interpreter's callbacks are effects, which "
+        "jax.vmap does not take"
+        for what, case in (
+            *(
+                ("any_argument", f"[{x}]")
+                for x in (("query",), ("key", "value"), ("valid", "bias"))
+            ),
+            ("a_matrix", ""),
+        )
+    }

@@ -1,0 +1,48 @@
+"""Run a command of the library: `python -m transformer_jax COMMAND [--FLAG VALUE ...]`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "generate": "write, answer or translate with a trained or published model",
+    "convert": "write a run or a published model as a published checkpoint",
+}
+"""What each command does; each is a module of `transformer_jax.cli` with a `main`."""
+
+USAGE = "\n".join(
+    [
+        "usage: python -m transformer_jax COMMAND [--FLAG VALUE ...]",
+        "",
+        *(f"  {name:9} {does}" for name, does in COMMANDS.items()),
+        "",
+        "The flags of each: python -m transformer_jax COMMAND --help",
+    ]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names and return its exit status.
+
+    Without a command, or with an unknown one, the status is 2.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in COMMANDS:
+        return importlib.import_module(f"transformer_jax.cli.{argv[0]}").main(argv[1:])
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if argv:
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        rule = f"must be {' or '.join(COMMANDS)}" + (f", nearest: {near[0]}" if near else "")
+        print(f"transformer_jax: command is {argv[0]!r}: {rule}", file=sys.stderr)
+    else:
+        print(USAGE, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

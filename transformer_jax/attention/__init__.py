@@ -1,0 +1,57 @@
+"""Compute attention: one function, its implementations, masks and biases.
+
+Masks are values over positions (`masks`), biases too (`biases`); `api` holds the public functions
+and the choice of an implementation. Queries, keys and values come from outside: layers that own
+projections are in `models`, the fused GPU and TPU kernels in the top-level folder `kernels`.
+"""
+
+from transformer_jax.attention.additive import additive_attention, state_attention
+from transformer_jax.attention.api import (
+    Explanation,
+    dot_product_attention,
+    dot_product_attention_weights,
+    explain_attention,
+)
+from transformer_jax.attention.biases import (
+    ALiBi,
+    Bias,
+    RelativeBias,
+    alibi_slopes,
+    relative_bucket,
+)
+from transformer_jax.attention.block_plan import BlockPlan
+from transformer_jax.attention.masks import (
+    Causal,
+    Dense,
+    Everything,
+    Mask,
+    Padding,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+)
+
+__all__ = [
+    "ALiBi",
+    "Bias",
+    "BlockPlan",
+    "Causal",
+    "Dense",
+    "Everything",
+    "Explanation",
+    "Mask",
+    "Padding",
+    "Predicate",
+    "Prefix",
+    "RelativeBias",
+    "Segments",
+    "Window",
+    "additive_attention",
+    "alibi_slopes",
+    "dot_product_attention",
+    "dot_product_attention_weights",
+    "explain_attention",
+    "relative_bucket",
+    "state_attention",
+]

@@ -1,0 +1,137 @@
+"""Add to the scores as a function of positions: ALiBi and T5's relative bias, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.checks import as_int32
+
+# Biases of a distance: values with `.materialize`, added to the scores
+
+
+def key_distances(
+    q_positions: jax.Array,  # i32[T] or [B, T]
+    k_positions: jax.Array,  # i32[S] or [B, S]
+) -> jax.Array:  # i32[B or 1, T, S]
+    """Return the distance of every pair: the key's position minus the query's."""
+    q = jnp.asarray(as_int32("q_positions", q_positions))
+    k = jnp.asarray(as_int32("k_positions", k_positions))
+    q, k = (x if x.ndim == 2 else x[None] for x in (q, k))
+    return k[:, None, :] - q[:, :, None]
+
+
+def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
+    """Return 2^(-8n/N) for n = 1..N where N is a power of two (Press et al. 2022).
+
+    Otherwise the slopes of the power of two P below, then every other one of those of 2P.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads is {num_heads}: must be at least 1")
+    power = 1 << (num_heads.bit_length() - 1)
+    exponents = [8 * n / power for n in range(1, power + 1)]
+    exponents += [8 * n / (2 * power) for n in range(1, 2 * (num_heads - power), 2)]
+    return jnp.asarray(2.0 ** -np.array(exponents), jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class ALiBi:
+    """Add -slope[n] |q - k|, a penalty linear in the distance (Press et al. 2022).
+
+    The paper has causal attention only; both directions are penalised alike here.
+    """
+
+    slopes: jax.Array  # [N]
+
+    def materialize(
+        self,
+        q_positions: jax.Array,  # i32[T] or [B, T]
+        k_positions: jax.Array,  # i32[S] or [B, S]
+    ) -> jax.Array:  # f32[B or 1, N, T, S]
+        distances = jnp.abs(key_distances(q_positions, k_positions)).astype(jnp.float32)
+        return -self.slopes.astype(jnp.float32)[None, :, None, None] * distances[:, None]
+
+
+def relative_bucket(
+    distance: jax.Array,  # i32[...]: key position minus query position
+    *,
+    bidirectional: bool,
+    num_buckets: int,
+    max_distance: int,
+) -> jax.Array:  # i32[...], from 0 to num_buckets - 1
+    """Return T5's bucket of a distance (Raffel et al. 2020): exact near, logarithmic far away.
+
+    Of the b buckets of a direction the first e = b // 2 hold one distance each; bucket e + i starts
+    at e (max_distance / e)^(i / (b - e)), and the last has no end. `bidirectional` gives keys
+    after the query (distance > 0) the upper half; otherwise they all share bucket 0.
+    """
+    b = num_buckets // 2 if bidirectional else num_buckets
+    exact = b // 2
+    if num_buckets % 2 or exact < 1 or max_distance <= exact:
+        raise ValueError(
+            f"num_buckets {num_buckets}, max_distance {max_distance}: must be even and at least "
+            f"{4 if bidirectional else 2}, and above {exact}"
+        )
+    distance = jnp.asarray(as_int32("distance", distance))
+    n = jnp.abs(distance) if bidirectional else jnp.maximum(-distance, 0)
+    bucket = jnp.minimum(n, exact)
+    for i in range(1, b - exact):
+        bucket = bucket + (n >= _bucket_start(i, exact, b - exact, max_distance))
+    return bucket + jnp.where(distance > 0, b, 0) if bidirectional else bucket
+
+
+def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> int:
+    """Return the first integer from exact (max_distance / exact)^(i / logarithmic) on, unrounded.
+
+    A logarithm in floating point would put a distance that is a bucket's very start below it.
+    """
+    n = int(exact * (max_distance / exact) ** (i / logarithmic)) - 1
+    while n**logarithmic * exact**i < max_distance**i * exact**logarithmic:
+        n += 1
+    return n
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """Add table[relative_bucket(k - q), n], T5's learned bias (Raffel et al. 2020)."""
+
+    table: jax.Array  # [buckets, N]
+    bidirectional: bool = field(metadata=dict(static=True))
+    max_distance: int = field(metadata=dict(static=True))
+
+    def materialize(
+        self,
+        q_positions: jax.Array,  # i32[T] or [B, T]
+        k_positions: jax.Array,  # i32[S] or [B, S]
+    ) -> jax.Array:  # f32[B or 1, N, T, S]
+        bucket = relative_bucket(
+            key_distances(q_positions, k_positions),
+            bidirectional=self.bidirectional,
+            num_buckets=self.table.shape[0],
+            max_distance=self.max_distance,
+        )
+        return jnp.moveaxis(jnp.asarray(self.table, jnp.float32)[bucket], -1, 1)
+
+
+@runtime_checkable
+class Bias(Protocol):
+    """Add to the scores as a function of positions: ALiBi, T5's relative bias, or your own.
+
+    A bias is a frozen dataclass that is registered as a pytree. Its floating arrays have
+    gradients. Where its own arrays differ by batch row and the positions do too, "blockwise"
+    refuses it.
+    """
+
+    def materialize(
+        self,
+        q_positions: jax.Array,  # i32[B or 1, T]
+        k_positions: jax.Array,  # i32[B or 1, S]
+    ) -> jax.Array:  # f32[B or 1, N or 1, T, S]
+        """Return what is added to the score of every pair."""
+        ...

@@ -1,0 +1,17 @@
+"""Read the words of a PRNG key, from which kernels/dropout.py hashes what dropout keeps."""
+
+from __future__ import annotations
+
+import jax
+
+from transformer_jax.kernels.dropout import head_words, keep_tile
+
+__all__ = ["head_words", "keep_tile", "key_words"]
+
+
+def key_words(key: jax.Array) -> jax.Array:  # u32[words]
+    """Return the words of a PRNG key, typed or raw; two for JAX's default generator."""
+    data = jax.random.key_data(key)
+    if data.ndim != 1:
+        raise ValueError(f"dropout_key has shape {key.shape}: must be a single key")
+    return data

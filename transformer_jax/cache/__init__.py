@@ -1,0 +1,33 @@
+"""Hold the keys and values of tokens already read, as immutable pytrees.
+
+`kv_cache` is the cache of one layer, a full one or a ring; `model_cache` is that of a whole model,
+with the checks of what still fits. Nothing here computes attention or knows a model's parameters.
+"""
+
+from transformer_jax.cache.kv_cache import (
+    KVCache,
+    dequantise,
+    extend,
+    init,
+    next_positions,
+    quantise,
+    read,
+    rewind,
+    update,
+)
+from transformer_jax.cache.model_cache import ModelCache, cache_limit, rewind_cache
+
+__all__ = [
+    "KVCache",
+    "ModelCache",
+    "cache_limit",
+    "dequantise",
+    "extend",
+    "init",
+    "next_positions",
+    "quantise",
+    "read",
+    "rewind",
+    "rewind_cache",
+    "update",
+]

@@ -1,0 +1,178 @@
+"""Hold what a whole model remembers of its tokens, and check what still fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.cache import kv_cache as kv
+from transformer_jax.config import ModelConfig
+from transformer_jax.pytree import exportable
+
+Layers = tuple[kv.KVCache, ...] | kv.KVCache
+"""One cache a layer; or, of a scanned stack, one whose leaves are [B, L, ...]."""
+
+
+@exportable
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ModelCache:
+    """All a model remembers of the tokens so far; goes in and comes out, never mutated."""
+
+    layers: Layers
+    cross: Layers | None = None
+    """Keys and values of an encoder-decoder's source, computed once."""
+
+    @property
+    def length(self) -> jax.Array:  # i32[B]
+        """The position of each row's next token."""
+        if isinstance(self.layers, kv.KVCache):
+            return self.layers.length[:, 0]
+        return self.layers[0].length
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row of the longest layer."""
+        if isinstance(self.layers, kv.KVCache):
+            return self.layers.k.shape[2]
+        return max(layer.capacity for layer in self.layers)
+
+
+def rewind_cache(
+    cache: ModelCache,
+    length: jax.Array,  # i32[B]
+) -> ModelCache:
+    """Forget the positions >= length[b] in every layer, as `cache.rewind` does; a source stays.
+
+    Rings need room for it: a `capacity` (of one window) or a `slack` (of a pattern) that is larger
+    than they need by as many slots as tokens are forgotten.
+    """
+    if isinstance(cache.layers, kv.KVCache):
+        rewind = jax.vmap(kv.rewind, in_axes=(1, None), out_axes=1)
+        return replace(cache, layers=rewind(cache.layers, length))
+    return replace(cache, layers=tuple(kv.rewind(layer, length) for layer in cache.layers))
+
+
+def cache_limit(config: ModelConfig, capacity: int) -> int | None:
+    """Return how many positions a cache can hold; None where all layers are rings that never fill.
+
+    That is one of at least its window and the sink tokens. `capacity` is the longest layer's.
+    """
+    rings = [
+        window is not None and capacity >= window + config.sink_tokens
+        for window in (layer_window(config, i) for i in range(config.decoder_layers))
+    ]
+    return None if all(rings) else capacity
+
+
+def empty_layers(
+    config: ModelConfig,
+    depth: int,
+    batch: int,
+    capacity: int,
+    dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
+    slack: int = 0,
+) -> Layers:
+    """Make empty self-attention caches of a stack; no two of their leaves share memory.
+
+    Of a window pattern, windowed layers are rings of min(capacity, window + sinks + slack) slots.
+    """
+    if slack < 0:
+        raise ValueError(f"slack is {slack}: must not be negative")
+    if slack and not isinstance(config.window, tuple):
+        rule = "is for rings of a window pattern, here a ring has `capacity` slots"
+        raise ValueError(f"slack is {slack}: {rule}")
+
+    def layer(i: int) -> kv.KVCache:
+        slots = _slots(config, i, capacity, slack)
+        return kv.init(
+            batch,
+            slots,
+            config.kv_heads,
+            config.key_dim,
+            config.value_dim,
+            config.dtype if dtype is None else dtype,
+            _sinks(config, i, slots),
+        )
+
+    if not config.scan_layers:
+        return tuple(map(layer, range(depth)))
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * depth, axis=1), layer(0))
+
+
+def layer_window(config: ModelConfig, i: int) -> int | None:
+    """Return the window of layer i."""
+    return config.windows[i % len(config.windows)]
+
+
+def _slots(config: ModelConfig, i: int, capacity: int, slack: int = 0) -> int:
+    """Return how long the cache of layer i is, where the longest have `capacity` slots."""
+    window = layer_window(config, i)
+    if window is None or not isinstance(config.window, tuple):
+        return capacity
+    return min(capacity, window + config.sink_tokens + slack)
+
+
+def _sinks(config: ModelConfig, i: int, slots: int) -> int:
+    """Return the sinks of layer i: none in a cache that is too short to ever turn."""
+    window = layer_window(config, i)
+    turns = window is not None and slots >= window + config.sink_tokens
+    return config.sink_tokens if turns else 0
+
+
+def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, crossed: bool) -> None:
+    """Raise ValueError unless the cache has the layout, depth and rows of model and tokens."""
+    if crossed and cache.cross is None:
+        raise ValueError("cache.cross is None: start it from a source, with method='init_cache'")
+    depth = config.decoder_layers if crossed else config.num_layers
+    for name in ("layers", "cross") if crossed else ("layers",):
+        layers = getattr(cache, name)
+        if isinstance(layers, kv.KVCache) != config.scan_layers:
+            held, wanted = ("looped", "scanned") if config.scan_layers else ("scanned", "looped")
+            raise ValueError(f"cache.{name} is of a {held} stack, the model's is {wanted}")
+        found = layers.length.shape[1] if isinstance(layers, kv.KVCache) else len(layers)
+        if found != depth:
+            raise ValueError(f"cache.{name} has {found} layers, the model {depth}")
+    for i in range(1 if config.scan_layers else depth):
+        if isinstance(cache.layers, kv.KVCache):
+            slots, sinks = cache.capacity, cache.layers.sinks
+        else:
+            slots, sinks = cache.layers[i].capacity, cache.layers[i].sinks
+        least = _slots(config, i, cache.capacity)
+        if slots < least or sinks != _sinks(config, i, slots):
+            wants = f"the model wants {_sinks(config, i, slots)} and at least {least}"
+            raise ValueError(f"cache.layers[{i}] has {sinks} sinks and {slots} slots, {wants}")
+    if cache.length.shape[0] != tokens.shape[0]:
+        raise ValueError(f"tokens have {tokens.shape[0]} rows, the cache {cache.length.shape[0]}")
+
+
+def refuse_past_capacity(positions: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
+    """Return positions with those past the cache's end made padding, and the rows [B] that had any.
+
+    A known one is a ValueError; a traced one poisons its row's logits and overwrites nothing.
+    """
+    if not isinstance(positions, jax.core.Tracer) and positions.size:
+        last = int(np.max(positions))
+        if last >= limit:
+            raise ValueError(f"position {last} is past the cache: its capacity is {limit}")
+    beyond = positions >= limit
+    return jnp.where(beyond, -1, positions), beyond.any(axis=1)
+
+
+def refuse_past_int32(
+    positions: jax.Array,  # i32[B, T]
+) -> tuple[jax.Array, jax.Array]:
+    """Return positions with rows that reach 2^31 - 1 made padding, and which rows [B] these are.
+
+    A ring ends only there: after it positions would be negative, which is padding, and vanish in
+    silence. A known row is a ValueError. A row that counts past 2^31 - 1 holds it.
+    """
+    last = np.iinfo(np.int32).max
+    beyond = (positions >= last).any(axis=1)
+    if not isinstance(beyond, jax.core.Tracer) and bool(np.any(beyond)):
+        row = int(np.argmax(beyond))
+        raise ValueError(f"row {row} reaches position {last}: rebase the cache before it does")
+    return jnp.where(beyond[:, None], -1, positions), beyond

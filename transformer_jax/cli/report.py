@@ -1,0 +1,65 @@
+"""Say what a training run came to, and what to type next."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformer_jax.config import TrainConfig
+
+if TYPE_CHECKING:
+    from transformer_jax.training.loop import Result
+
+
+def summary(result: Result) -> str:
+    """Return the sample, the held-out loss in the unit of the text, and where everything is."""
+    lines = ["", result.sample.strip("\n"), ""] if result.sample else []
+    nats, unit = result.val_loss_per_character, "character"
+    if result.config.tokenizer == "byte":
+        nats, unit = result.val_loss, "byte"
+    if nats is None:
+        lines.append("held-out loss: not finite")
+    else:
+        bits = nats / math.log(2)
+        lines.append(f"held-out loss: {nats:.4f} nats per {unit} = {bits:.4f} bits")
+    if result.rejected:
+        lines.append(f"{result.rejected} steps were skipped: their loss was not finite")
+    lines.append(f"in {result.config.out}: loss.png, metrics.jsonl, sample.txt, checkpoints")
+    return "\n".join(lines)
+
+
+def how_to_resume(config: TrainConfig, more: str = "") -> str:
+    """Return the command that goes on with a run, for a shell.
+
+    What came from standard input is not in the run folder, and has to be given again: as TEXT.
+    """
+    text = " < TEXT" if config.data == "-" else ""
+    return f"python train.py --out {shlex.quote(config.out)} --resume{more}{text}"
+
+
+def what_text(config: TrainConfig) -> str:
+    """Return what the TEXT of `how_to_resume` is, for the line before it."""
+    return " (TEXT: a file of what came from standard input)" if config.data == "-" else ""
+
+
+def how_to_write(result: Result) -> str:
+    """Return the command that writes with the model, and a prompt that its tokenizer can read."""
+    prompt = suggested_prompt(result)
+    ending = f" --prompt {shlex.quote(prompt)}" if prompt else ""
+    return f"python -m transformer_jax generate --run {shlex.quote(result.config.out)}{ending}"
+
+
+def suggested_prompt(result: Result) -> str:
+    """Return a few words of the sample, or one; "" where the tokenizer can read none."""
+    from transformer_jax.checkpoints.run_folder import RunFolder
+
+    tokenizer = RunFolder(Path(result.config.out)).read_tokenizer()
+    words = [word for word in result.sample.split() if word.isascii() and word.isalpha()]
+    for start in (" ".join(words[:3]), *words[:1], "The"):
+        with contextlib.suppress(ValueError):
+            if len(tokenizer.encode(start)):
+                return start
+    return ""

@@ -1,0 +1,131 @@
+"""Read the flags of train.py: every field of TrainConfig, and where the run starts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from transformer_jax.cli.flags import ConfigFlags, Path, changed, nearest, spelled, value_at
+from transformer_jax.config import (
+    PRESETS,
+    ConfigError,
+    ModelConfig,
+    TrainConfig,
+    preset,
+    train_preset,
+)
+
+FLAGS = ConfigFlags(TrainConfig)
+
+TRAINABLE = tuple(name for name in PRESETS if preset(name).kind == "decoder")
+"""The presets of decoders: what the command trains."""
+
+OWN = ("preset", "resume", "debug", "help")
+"""Flags that are no fields of a config."""
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """Hold what was typed: where the run starts, and the text of every field that was given."""
+
+    preset: str | None
+    resume: bool
+    fields: Mapping[Path, str]
+
+    @property
+    def out(self) -> str:
+        return self.fields.get(("out",), TrainConfig.out)
+
+    @property
+    def init_from(self) -> str | None:
+        name: Path = ("init_from",)
+        given = {name: self.fields[name]} if name in self.fields else {}
+        return FLAGS.read(given, TrainConfig()).get(name)
+
+    def check_start(self) -> None:
+        """Raise ConfigError for more than one start, or a preset that cannot be trained."""
+        if self.preset is None:
+            return
+        if self.resume:
+            raise ConfigError("preset and resume: a run goes on with its own config")
+        if self.init_from is not None:
+            raise ConfigError("preset and init_from: the model is that of init_from")
+        check_trainable(self.preset)
+
+    def changes(self, base: TrainConfig) -> dict[Path, Any]:
+        """Return the fields that were given, read as `base` has them."""
+        return FLAGS.read(self.fields, base)
+
+    def apply(self, base: TrainConfig) -> TrainConfig:
+        """Return `base` with the fields that were given, validated together."""
+        return changed(base, self.changes(base))
+
+
+def parse(argv: Sequence[str], description: str | None) -> RunFlags:
+    """Return the flags that were typed; with --help, print what there is and exit.
+
+    Raises ConfigError for a flag that there is not.
+    """
+    own = {f"--{name}": f"--{name}" for name in OWN}
+    arguments = _parser(None).parse_args(spelled(argv, FLAGS.names | own))
+    if arguments.help:
+        if arguments.preset is not None:
+            check_trainable(arguments.preset)
+        _parser(description, train_preset(arguments.preset)).print_help()
+        raise SystemExit(0)
+    return RunFlags(arguments.preset, arguments.resume, FLAGS.given(arguments))
+
+
+def check_trainable(name: str) -> None:
+    """Raise ConfigError where no preset has that name, or the command cannot train it."""
+    listed = ", ".join(TRAINABLE)
+    if name not in PRESETS:
+        rule = f"must be one of {listed}{nearest(name, TRAINABLE)}"
+        raise ConfigError(f"preset is {name!r}: {rule}")
+    if name not in TRAINABLE:
+        kind = preset(name).kind
+        raise ConfigError(f"preset is {name!r}: an {kind}; this trains decoders: {listed}")
+
+
+def check_published(
+    changes: Mapping[Path, Any], model: ModelConfig, init_from: str, may_change: Collection[str]
+) -> None:
+    """Raise ConfigError for a change to the published model, but for how it is run."""
+    for path, value in changes.items():
+        if path[0] != "model" or path[1] in may_change:
+            continue
+        own = value_at(model, path[1:])
+        if isinstance(value, type):  # a kind of config
+            value, own = value.__name__.lower(), type(own).__name__.lower()
+        if value != own:
+            raise ConfigError(f"{'.'.join(path)} is {value!r}: {init_from} has {own!r}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _parser(description: str | None, defaults: TrainConfig | None = None) -> _Parser:
+    parser = _Parser(
+        prog="train.py",
+        usage="python train.py [--FLAG VALUE ...]",
+        description=description,
+        epilog="Any end of a flag will do that no other flag has: --d-model, --rope.base.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    add = parser.add_argument
+    add("-h", "--help", action="store_true", default=False, help="show this, and exit")
+    add(
+        "--preset", default=None, metavar="NAME",
+        help=f"model and recipe to start from: {', '.join(TRAINABLE)}",
+    )  # fmt: skip
+    add("--resume", action="store_true", default=False, help="go on with the run in --out")
+    add("--debug", action="store_true", default=False, help="show the traceback of an error")
+    FLAGS.add_to(parser, defaults or TrainConfig())
+    return parser

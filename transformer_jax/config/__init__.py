@@ -1,0 +1,61 @@
+"""Configure models, adapters and training runs with frozen, validated dataclasses.
+
+`fields` checks single fields, `presets` names published configs. Only the standard library is
+imported, and no array or module is made here: `models` builds what a config describes.
+"""
+
+from transformer_jax.config.fields import ConfigError
+from transformer_jax.config.lora import LoraConfig
+from transformer_jax.config.model import (
+    Activation,
+    DType,
+    Kind,
+    ModelConfig,
+    Norm,
+    NormOrder,
+    Pooler,
+)
+from transformer_jax.config.positions import (
+    Alibi,
+    Learned,
+    Positions,
+    Rope,
+    RopeConfig,
+    RopeScaling,
+    Shaw,
+    Sinusoidal,
+    T5Buckets,
+)
+from transformer_jax.config.presets import PRESETS, fine_tuning, preset, train_preset
+from transformer_jax.config.recurrent import Cell, RecurrentConfig, StateAttention
+from transformer_jax.config.train import Tokenizer, TrainConfig
+
+__all__ = [
+    "PRESETS",
+    "Activation",
+    "Alibi",
+    "Cell",
+    "ConfigError",
+    "DType",
+    "Kind",
+    "Learned",
+    "LoraConfig",
+    "ModelConfig",
+    "Norm",
+    "NormOrder",
+    "Pooler",
+    "Positions",
+    "RecurrentConfig",
+    "Rope",
+    "RopeConfig",
+    "RopeScaling",
+    "Shaw",
+    "Sinusoidal",
+    "StateAttention",
+    "T5Buckets",
+    "Tokenizer",
+    "TrainConfig",
+    "fine_tuning",
+    "preset",
+    "train_preset",
+]

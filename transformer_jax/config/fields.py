@@ -1,0 +1,89 @@
+"""Check the fields of a config: types, ranges, and fields that exclude each other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+
+class ConfigError(ValueError):
+    """A config field has a value that is not allowed, or two fields contradict each other."""
+
+
+def fail(name: str, value: object, rule: str) -> NoReturn:
+    """Raise the ConfigError that names a field, its value and the rule it breaks."""
+    raise ConfigError(f"{name} is {value!r}: {rule}")
+
+
+def check_types(config: Any) -> None:
+    """Check that every field holds its annotated type.
+
+    `"512"` is no integer, a bool is no integer, and NaN is no number.
+    """
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        options = get_args(hint) if get_origin(hint) not in (None, Literal) else (hint,)
+        if not any(_fits(value, option) for option in options):
+            fail(name, value, f"must be {_spell(hint)}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint) and isinstance(value, str)
+    if get_origin(hint) is tuple:
+        item = get_args(hint)[0]
+        kinds = get_args(item) or (item,)
+        return type(value) is tuple and all(any(_fits(v, k) for k in kinds) for v in value)
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    return type(value) is hint
+
+
+def _spell(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(repr(a) for a in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"a tuple ({_spell(get_args(hint)[0])}, ...)"
+    if get_origin(hint) is not None:
+        return " or ".join(_spell(a) for a in get_args(hint)).replace(" or of type ", " or ")
+    if hint is float:
+        return "a finite number"
+    return "None" if hint is type(None) else f"of type {hint.__name__}"
+
+
+def positive(config: Any, *names: str) -> None:
+    """Check that these fields are above 0, where they are not None."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            fail(name, value, "must be positive")
+
+
+def non_negative(config: Any, *names: str) -> None:
+    """Check that these fields are at least 0."""
+    for name in names:
+        if not getattr(config, name) >= 0:
+            fail(name, getattr(config, name), "must not be negative")
+
+
+def below_int32(config: Any, *names: str) -> None:
+    """Check that these fields fit int32, where they are not None."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value >= 2**31:
+            fail(name, value, "must be below 2**31")
+
+
+def fraction(config: Any, *names: str) -> None:
+    """Check that these fields are at least 0 and below 1."""
+    for name in names:
+        if not 0.0 <= getattr(config, name) < 1.0:
+            fail(name, getattr(config, name), "must be at least 0 and below 1")
+
+
+def unread(config: Any, rule: str, *names: str) -> None:
+    """Check that fields that nothing reads, for the reason `rule`, stand at their defaults."""
+    for name in names:
+        value = getattr(config, name)
+        if value != type(config).__dataclass_fields__[name].default:
+            fail(name, value, rule)

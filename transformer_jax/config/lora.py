@@ -1,0 +1,39 @@
+"""Configure low-rank adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from transformer_jax.config.fields import check_types, fail, positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters W + scale A B of a model's kernels (Hu et al. 2021)."""
+
+    rank: int = 8
+    """Columns of A and rows of B (r)."""
+    alpha: float = 16.0
+    """Numerator of the scale."""
+    targets: tuple[str, ...] | Literal["all-linear"] = ("query", "value")
+    """Modules with a kernel, by the end of their path: query, attention/query, encoder/block_0/
+    attention/query; "all-linear" is every kernel of every block. Paths are those of a looped stack,
+    whatever the parameters are."""
+    layers: tuple[int, ...] | None = None
+    """Only in these blocks of each stack; None is everywhere."""
+    rslora: bool = False
+    """Scale alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023)."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        positive(self, "rank", "alpha")
+        if not self.targets or "" in tuple(self.targets):
+            fail("targets", self.targets, "must name at least one module, and none by ''")
+        if self.layers is not None:
+            if not self.layers or min(self.layers) < 0 or len({*self.layers}) < len(self.layers):
+                fail("layers", self.layers, "must be different indices from 0, at least one")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)

@@ -1,0 +1,111 @@
+"""Configure one training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from transformer_jax.config.fields import (
+    below_int32,
+    check_types,
+    fail,
+    fraction,
+    non_negative,
+    positive,
+    unread,
+)
+from transformer_jax.config.model import ModelConfig
+
+Tokenizer = Literal["char", "byte", "bpe", "pretrained"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run: what to read, how long, how fast, where to write."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: str = "python-docs"
+    """A text file, a folder of them, - for standard input, python-docs, or shakespeare."""
+    tokenizer: Tokenizer = "char"
+    """char: the text's own characters; byte: UTF-8 bytes; bpe: trained on the text; pretrained:
+    that of init_from."""
+    init_from: str | None = None
+    """A published decoder to start from, a folder or an id; the model and its tokenizer are its."""
+    bpe_vocab_size: int = 1024
+    """bpe: token kinds."""
+    text_errors: Literal["strict", "replace"] = "strict"
+    """Invalid UTF-8: strict stops and names the offset, replace writes U+FFFD."""
+    val_fraction: float = 0.1
+    """The last part of the text, held out."""
+    out: str = "runs/default"
+    """The run folder."""
+    steps: int = 2000
+    """Optimizer steps."""
+    batch_size: int = 12
+    """Sequences in a micro-batch."""
+    context: int | None = None
+    """Tokens in a training sequence; None is the model's max_len."""
+    accumulation: int = 1
+    """Micro-batches of a step; their gradients are weighted by tokens."""
+    learning_rate: float = 1e-3
+    """Peak, after the warm-up."""
+    min_learning_rate: float = 1e-4
+    """Where the cosine ends."""
+    warmup_steps: int = 100
+    """Linear warm-up from 0."""
+    beta1: float = 0.9
+    """AdamW's decay of the mean gradient."""
+    beta2: float = 0.99
+    """AdamW's decay of the mean squared gradient."""
+    weight_decay: float = 0.1
+    """AdamW's, on matrices only."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradient."""
+    label_smoothing: float = 0.0
+    """Share of a label's probability spread over the vocabulary, in training only."""
+    eval_every: int = 250
+    """Steps between evaluations on the held-out part."""
+    eval_batches: int | None = None
+    """Random batches in an evaluation; None reads the whole held-out part."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; the best and the last are always kept."""
+    keep: int = 2
+    """How many of the last checkpoints stay."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    sample_tokens: int = 400
+    """Length of the sample at the end; 0 writes none."""
+    seed: int = 0
+    """All randomness follows from it."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        positive(self, "steps", "batch_size", "context", "accumulation", "learning_rate")
+        positive(self, "clip_norm", "eval_every", "eval_batches", "checkpoint_every", "keep")
+        positive(self, "log_every", "bpe_vocab_size")
+        non_negative(self, "min_learning_rate", "warmup_steps", "weight_decay", "sample_tokens")
+        below_int32(self, "steps", "batch_size", "accumulation", "warmup_steps", "eval_every")
+        below_int32(self, "eval_batches", "checkpoint_every", "keep", "log_every", "bpe_vocab_size")
+        below_int32(self, "sample_tokens")
+        fraction(self, "beta1", "beta2", "label_smoothing")
+        if not 0.0 < self.val_fraction < 1.0:
+            fail("val_fraction", self.val_fraction, "must be between 0 and 1")
+        if self.min_learning_rate > self.learning_rate:
+            rule = f"must not exceed learning_rate {self.learning_rate}"
+            fail("min_learning_rate", self.min_learning_rate, rule)
+        if not 0 <= self.seed < 2**32:
+            fail("seed", self.seed, "must be at least 0 and below 2**32")
+        if self.context is not None and self.context > self.model.max_len:
+            fail("context", self.context, f"exceeds the model's max_len {self.model.max_len}")
+        if self.bpe_vocab_size < 257:
+            rule = "must be at least 257 (every byte, one merge)"
+            fail("bpe_vocab_size", self.bpe_vocab_size, rule)
+        if (self.tokenizer == "pretrained") != (self.init_from is not None):
+            rule = f"must be 'pretrained' where init_from is given, it is {self.init_from!r}"
+            fail("tokenizer", self.tokenizer, rule)
+        if self.tokenizer != "bpe":
+            unread(self, "needs tokenizer 'bpe'", "bpe_vocab_size")
+
+    @property
+    def sequence_len(self) -> int:
+        return self.model.max_len if self.context is None else self.context

@@ -1,0 +1,100 @@
+"""Decode tokens with any model that offers a step: sample, search, speculate, serve.
+
+`step` is the contract with a model, `generation` the loop, `samplers` and `logit_processors` choose
+tokens. Token ids go in and come out; text is in the folder `text`.
+"""
+
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.beams import Beams, GNMTPenalty, LengthPenalty, beam_search
+from transformer_jax.decoding.continuous_batching import (
+    Completion,
+    Request,
+    Slots,
+    admit,
+    advance_slots,
+    init_slots,
+    release,
+    serve,
+)
+from transformer_jax.decoding.generation import Generation, bucket, generate, prefill, stream
+from transformer_jax.decoding.logit_processors import (
+    Ban,
+    BanSequences,
+    Force,
+    ForceLast,
+    FrequencyPenalty,
+    History,
+    HistoryProcessor,
+    MinLength,
+    NoRepeatNGram,
+    PresencePenalty,
+    RepetitionPenalty,
+)
+from transformer_jax.decoding.samplers import (
+    Greedy,
+    MinP,
+    Sample,
+    Sampler,
+    Temperature,
+    TopK,
+    TopP,
+    Typical,
+)
+from transformer_jax.decoding.speculative import (
+    Draft,
+    PromptLookup,
+    Proposal,
+    Proposer,
+    Speculation,
+    speculate,
+)
+from transformer_jax.decoding.step import ModelStep, Step, make_step
+
+__all__ = [
+    "Ban",
+    "BanSequences",
+    "Beams",
+    "Completion",
+    "Draft",
+    "Force",
+    "ForceLast",
+    "FrequencyPenalty",
+    "GNMTPenalty",
+    "Generation",
+    "Greedy",
+    "History",
+    "HistoryProcessor",
+    "LengthPenalty",
+    "MinLength",
+    "MinP",
+    "ModelStep",
+    "NoRepeatNGram",
+    "PresencePenalty",
+    "PromptLookup",
+    "Proposal",
+    "Proposer",
+    "RepetitionPenalty",
+    "Request",
+    "Sample",
+    "Sampler",
+    "Slots",
+    "Speculation",
+    "Step",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "Typical",
+    "admit",
+    "advance_slots",
+    "beam_search",
+    "bucket",
+    "fork",
+    "generate",
+    "init_slots",
+    "make_step",
+    "prefill",
+    "release",
+    "serve",
+    "speculate",
+    "stream",
+]

@@ -1,0 +1,260 @@
+"""Define what decoding knows of a model: a step from tokens and state to logits and state.
+
+A plain function is a step. A step may offer more: each `StepWith...` names one optional method, and
+`has_...` asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeGuard, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.cache.kv_cache import KVCache, next_positions
+from transformer_jax.cache.model_cache import ModelCache, cache_limit, rewind_cache
+from transformer_jax.config import Learned
+from transformer_jax.decoding.batch_rows import State
+from transformer_jax.models.recurrent import RecurrentLM, RecurrentSeq2Seq, RecurrentStep
+from transformer_jax.models.stack import AttentionWeights, by_slot
+from transformer_jax.models.transformer import Decoder, EncoderDecoder, check_one, check_tokens
+
+Params: TypeAlias = Any
+"""A model's parameters: any pytree of arrays. Decoding hands them to the step as they are."""
+
+PyTree: TypeAlias = Any
+"""A pytree of arrays whose structure is the model's own."""
+
+
+class Step(Protocol[State]):
+    """Read tokens and return the logits after each of them, and the new state.
+
+    A step is hashable: equal steps share their compiled programs.
+    """
+
+    def __call__(
+        self,
+        params: Params,
+        tokens: jax.Array,  # i32[B, T]
+        state: State,
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]; False is padding
+    ) -> tuple[jax.Array, State]:  # f32[B, T, V], state
+        ...
+
+
+class StepWithRead(Step[State], Protocol[State]):
+    """A step that computes the logits of some tokens alone, which is all that a prompt asks for."""
+
+    def read(
+        self,
+        params: Params,
+        tokens: jax.Array,  # i32[B, T]
+        state: State,
+        at: jax.Array,  # i32[B, Q]
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]
+    ) -> tuple[jax.Array, State]:  # f32[B, Q, V], state
+        """Read the tokens and return the logits after the tokens `at` alone."""
+        ...
+
+
+class StepWithCheck(Step[State], Protocol[State]):
+    """A step that knows which prompts it cannot serve."""
+
+    def check(
+        self,
+        prompt: np.ndarray,  # i32[B, P]
+        state: State,
+        total: np.ndarray,  # i32[B]; tokens that a row reads, of the prompt and of its new ones
+    ) -> None:
+        """Raise ValueError where the prompt, or its length with new tokens, cannot be served."""
+        ...
+
+
+class StepWithRewind(Step[State], Protocol[State]):
+    """A step whose state can take tokens back, which speculative decoding saves a call with."""
+
+    def rewind(
+        self,
+        state: State,
+        before: State,
+        count: jax.Array,  # i32[B]
+    ) -> State:
+        """Return the state as if, since `before`, row b had read its first `count[b]` tokens only.
+
+        The step may also have `check_rewind(state, count)`, which raises ValueError where a state
+        cannot take `count` tokens back.
+        """
+        ...
+
+
+class StepWithAttend(Step[State], Protocol[State]):
+    """A step that returns its attention weights."""
+
+    def attend(
+        self,
+        params: Params,
+        tokens: jax.Array,  # i32[B, 1]
+        state: State,
+        *,
+        valid: jax.Array | None = None,  # bool[B, 1]
+    ) -> tuple[jax.Array, State, PyTree]:  # f32[B, 1, V], state, weights whose leaves lead with B
+        """Read one token a row and return the weights of its attention beside logits and state."""
+        ...
+
+
+def has_read(step: Step[State]) -> TypeGuard[StepWithRead[State]]:
+    """Return whether the step has a `read` that agrees with its call.
+
+    A class that overrides the call and inherits `read` from its base has none: its `read` would
+    return the logits of the base.
+    """
+    for kind in type(step).__mro__:
+        if "read" in vars(kind) or "__call__" in vars(kind):
+            return "read" in vars(kind)
+    return False
+
+
+def has_check(step: Step[State]) -> TypeGuard[StepWithCheck[State]]:
+    """Return whether the step has `check`."""
+    return hasattr(step, "check")
+
+
+def has_rewind(step: Step[State]) -> TypeGuard[StepWithRewind[State]]:
+    """Return whether the step has `rewind`."""
+    return hasattr(step, "rewind")
+
+
+def has_attend(step: Step[State]) -> TypeGuard[StepWithAttend[State]]:
+    """Return whether the step has `attend`."""
+    return hasattr(step, "attend")
+
+
+def read_logits_at(
+    step: Step[State],
+    params: Params,
+    tokens: jax.Array,  # i32[B, T]
+    state: State,
+    at: jax.Array,  # i32[B, Q]
+    valid: jax.Array,  # bool[B, T]
+) -> tuple[jax.Array, State]:  # f32[B, Q, V], state
+    """Read the tokens; return the logits after the tokens `at` alone, and the state."""
+    if has_read(step):
+        return step.read(params, tokens, state, at, valid=valid)
+    logits, state = step(params, tokens, state, valid=valid)
+    return jnp.take_along_axis(logits, at[:, :, None], axis=1), state
+
+
+def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> int:
+    """Return V, the number of logits that the step gives; nothing is computed or compiled."""
+    tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    return jax.eval_shape(step, params, tokens, state)[0].shape[-1]
+
+
+@dataclass(frozen=True)
+class ModelStep:
+    """A `Decoder` or an `EncoderDecoder` as a step; the state is its `ModelCache`."""
+
+    model: Decoder | EncoderDecoder
+
+    def __call__(
+        self,
+        params: Params,
+        tokens: jax.Array,  # i32[B, T]
+        state: ModelCache,
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]
+    ) -> tuple[jax.Array, ModelCache]:  # f32[B, T, V]
+        return self.read(params, tokens, state, None, valid=valid)
+
+    def read(
+        self,
+        params: Params,
+        tokens: jax.Array,  # i32[B, T]
+        state: ModelCache,
+        at: jax.Array | None,  # i32[B, Q]
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]
+    ) -> tuple[jax.Array, ModelCache]:  # f32[B, Q, V]
+        """Read the tokens and return the logits after the tokens `at` alone; None is all."""
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        arguments: dict[str, Any] = dict(positions=next_positions(state.length, valid), cache=state)
+        result: Any = self.model.apply({"params": params}, tokens, at=at, **arguments)
+        return result
+
+    def attend(
+        self,
+        params: Params,
+        tokens: jax.Array,  # i32[B, 1]
+        state: ModelCache,
+        *,
+        valid: jax.Array | None = None,  # bool[B, 1]
+    ) -> tuple[jax.Array, ModelCache, AttentionWeights]:
+        """Read one token a row; return also its weights [B, L, N, S] by slot of the cache."""
+        check_one(tokens)
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        arguments: dict[str, Any] = dict(positions=next_positions(state.length, valid), cache=state)
+        result: Any = self.model.apply({"params": params}, tokens, **arguments, method="attend")
+        logits, state, weights = result
+        return logits, state, by_slot(weights, state)
+
+    def check(self, prompt: np.ndarray, state: ModelCache, total: np.ndarray) -> None:
+        """Raise ValueError where a token is not in the vocabulary or the cache is too small.
+
+        `total`, i32[B], is how many tokens each row reads from now on.
+        """
+        config = self.model.config
+        check_tokens(prompt, config.vocab_size)
+        rows = state.length.shape[0]
+        if len(prompt) != rows:
+            raise ValueError(f"prompt has {len(prompt)} rows, the cache {rows}")
+        limit = cache_limit(config, state.capacity)
+        if isinstance(config.positions, Learned):
+            limit = config.max_len if limit is None else min(limit, config.max_len)
+        if limit is None or isinstance(state.length, jax.core.Tracer):
+            return
+        longest = int((np.asarray(state.length) + total).max(initial=0))
+        if longest > limit:
+            raise ValueError(
+                f"prompt and new tokens reach length {longest}: the limit is {limit} "
+                f"(cache capacity {state.capacity}, max_len {config.max_len})"
+            )
+
+    def rewind(self, state: ModelCache, before: ModelCache, count: jax.Array) -> ModelCache:
+        """Return the cache as if row b had read `count[b]`, i32[B], tokens since `before`."""
+        return rewind_cache(state, before.length + count)
+
+    def check_rewind(self, state: ModelCache, count: int) -> None:
+        """Raise ValueError where the cache cannot take `count` tokens back.
+
+        In a ring, a token that is taken back has overwritten the key `capacity` before it.
+        """
+        config, layers = self.model.config, state.layers
+        limit = cache_limit(config, state.capacity)
+        for i, window in enumerate(config.windows):
+            layer = layers if isinstance(layers, KVCache) else layers[i]
+            capacity = layer.positions.shape[-1]
+            slots = capacity - layer.sinks
+            wraps = limit is None or capacity < limit
+            if window is not None and wraps and slots < window + count:
+                raise ValueError(
+                    f"cache capacity is {capacity}: a ring from which {count} tokens may be taken "
+                    f"back must have at least window + {count} = {window + count} slots"
+                    f"{f' beside its {layer.sinks} sinks' if layer.sinks else ''}"
+                )
+
+
+@overload
+def make_step(model: Decoder | EncoderDecoder) -> ModelStep: ...
+@overload
+def make_step(model: RecurrentLM | RecurrentSeq2Seq) -> RecurrentStep: ...
+def make_step(
+    model: Decoder | EncoderDecoder | RecurrentLM | RecurrentSeq2Seq,
+) -> ModelStep | RecurrentStep:
+    """Return the model as `step(params, tokens, state, valid=None) -> (logits, state)`."""
+    if isinstance(model, RecurrentLM | RecurrentSeq2Seq):
+        return RecurrentStep(model)
+    return ModelStep(model)

@@ -1,0 +1,74 @@
+"""Build transformers and recurrent models as thin Flax modules over pure functions.
+
+`functional` holds arithmetic without parameters, `layers` the modules, `transformer`, `recurrent`
+and `streaming` the models, `factory` makes them from a config. Attention and caches are folders of
+their own; decoding knows a model only as a step.
+"""
+
+from transformer_jax.models.factory import build, cache_bytes, init_cache, init_params, num_params
+from transformer_jax.models.functional import layer_norm, rms_norm
+from transformer_jax.models.lora import apply_lora, init_lora, lora_loss, merge_lora
+from transformer_jax.models.positions import (
+    apply_rope,
+    learned,
+    rope_frequencies,
+    shaw_scores,
+    shaw_values,
+    sinusoidal,
+)
+from transformer_jax.models.recurrent import (
+    RecurrentLM,
+    RecurrentSeq2Seq,
+    RecurrentState,
+    RecurrentStep,
+    SourceMemory,
+    init_recurrent_state,
+)
+from transformer_jax.models.stack import AttentionWeights, stack_layers, unstack_layers
+from transformer_jax.models.streaming import (
+    StreamingEncoder,
+    chunk_mask,
+    rebase_cache,
+    rebase_state,
+    receptive_field,
+    stream_attention,
+)
+from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
+
+__all__ = [
+    "AttentionWeights",
+    "Decoder",
+    "Encoder",
+    "EncoderDecoder",
+    "RecurrentLM",
+    "RecurrentSeq2Seq",
+    "RecurrentState",
+    "RecurrentStep",
+    "SourceMemory",
+    "StreamingEncoder",
+    "apply_lora",
+    "apply_rope",
+    "build",
+    "cache_bytes",
+    "chunk_mask",
+    "init_cache",
+    "init_lora",
+    "init_params",
+    "init_recurrent_state",
+    "layer_norm",
+    "learned",
+    "lora_loss",
+    "merge_lora",
+    "num_params",
+    "rebase_cache",
+    "rebase_state",
+    "receptive_field",
+    "rms_norm",
+    "rope_frequencies",
+    "shaw_scores",
+    "shaw_values",
+    "sinusoidal",
+    "stack_layers",
+    "stream_attention",
+    "unstack_layers",
+]

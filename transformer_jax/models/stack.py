@@ -1,0 +1,238 @@
+"""Stack blocks, looped or scanned, and convert parameters between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import export
+
+from transformer_jax.attention import biases
+from transformer_jax.attention.masks import Mask
+from transformer_jax.cache import kv_cache as kv
+from transformer_jax.cache.model_cache import Layers, ModelCache, layer_window
+from transformer_jax.config import Alibi, ModelConfig, T5Buckets
+from transformer_jax.models.functional import split_key
+from transformer_jax.models.layers import Block, BlockRecord, Norm, PositionBias, parameter
+
+
+class AttentionWeights(NamedTuple):
+    """What each layer read, and what it weighed the values with: after the softmax, before dropout.
+
+    A row sums to 1, to less by the share of `attention_sinks`, and to 0 where it sees nothing or is
+    of a padding token. Of one token, as `make_step(model).attend` gives them, there is no T, and S
+    are the slots of the cache: slot p of a full cache is position p.
+    """
+
+    self: jax.Array | tuple[jax.Array, ...]
+    """f32[B, L, N, T, S]; from caches of a window pattern f32[B, N, T, S] of each layer."""
+    positions: jax.Array | tuple[jax.Array, ...]
+    """i32[B, S]: where the keys of `self` stand, -1 what is empty; of a pattern, of each layer."""
+    cross: jax.Array | None = None
+    """f32[B, L, N, T, S] over the tokens of an encoder-decoder's source."""
+    hidden: jax.Array | None = None
+    """[B, L + 1, T, D]: the stream before each block, and the stack's output, which is normalised
+    unless post-norm. Of one token [B, L + 1, D]. Padding tokens have some too; it means nothing."""
+
+
+export.register_namedtuple_serialization(
+    AttentionWeights, serialized_name="transformer_jax.AttentionWeights"
+)
+
+
+def by_slot(weights: AttentionWeights, cache: ModelCache) -> AttentionWeights:
+    """Return the weights of one token without T, in the slots of the `cache` that now holds it.
+
+    A cache shorter than its window was read with the new key after it: that weight moves to the
+    slot of the key.
+    """
+
+    def fold(own: jax.Array, seen: jax.Array, held: jax.Array) -> jax.Array:
+        own, slots = own[..., 0, :], held.shape[1]
+        if own.shape[-1] == slots:
+            return own
+        new = held == seen[:, slots:]  # [B, S]; of a padding token all are 0
+        new = new.reshape(len(new), *(1,) * (own.ndim - 2), slots)
+        return own[..., :slots] + jnp.where(new, own[..., slots:], 0.0)
+
+    held: Any
+    if isinstance(weights.self, tuple):
+        held = tuple(layer.positions for layer in cast(tuple, cache.layers))
+    elif isinstance(cache.layers, kv.KVCache):
+        held = cache.layers.positions[:, 0]
+    else:
+        held = cache.layers[0].positions
+    cross = None if weights.cross is None else weights.cross[..., 0, :]
+    own = jax.tree.map(fold, weights.self, weights.positions, held)
+    hidden = None if weights.hidden is None else weights.hidden[..., 0, :]
+    return AttentionWeights(own, held, cross, hidden)
+
+
+class StackOutput(NamedTuple):
+    """What `Stack` returns."""
+
+    x: jax.Array  # [B, T, D]
+    cache: ModelCache | None
+    weights: AttentionWeights | None = None  # where they were asked for
+
+
+class Stack(nn.Module):
+    """Blocks one after the other: a loop (`block_0`, ...) or a scan over stacked parameters."""
+
+    config: ModelConfig
+    depth: int
+    cross: bool = False
+    bidirectional: bool = False
+
+    def setup(self) -> None:
+        cfg = self.config
+        if cfg.scan_layers:
+            block = nn.remat(Block, prevent_cse=False) if cfg.remat else Block
+            lifted: dict[str, Any] = dict(
+                variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
+            )
+            shared = (nn.broadcast,) * 8
+            self.blocks = nn.scan(
+                block,
+                methods={
+                    "scan_step": dict(lifted, in_axes=(0, 0, *shared), out_axes=1),
+                    "scan_cross_cache": dict(lifted, in_axes=nn.broadcast, out_axes=1),
+                },
+            )(cfg, self.cross, self.depth, layer_window(cfg, 0))
+        else:
+            block = nn.remat(Block) if cfg.remat else Block
+            self.block = [
+                block(cfg, self.cross, self.depth, layer_window(cfg, i)) for i in range(self.depth)
+            ]
+        if isinstance(cfg.positions, T5Buckets):
+            normal = nn.initializers.normal(cfg.init_std)
+            shape = cfg.positions.buckets, cfg.num_heads
+            self.relative_bias = parameter(self, "relative_bias", normal, shape)
+        if cfg.norm_order != "post":
+            self.norm = Norm(cfg)
+
+    def _bias(self) -> PositionBias | None:
+        """Return the bias of distances that all layers share."""
+        cfg = self.config
+        if isinstance(cfg.positions, Alibi):
+            return biases.ALiBi(biases.alibi_slopes(cfg.num_heads))
+        if isinstance(cfg.positions, T5Buckets):
+            return biases.RelativeBias(
+                self.relative_bias,
+                bidirectional=self.bidirectional,
+                max_distance=cfg.positions.max_distance,
+            )
+        return None
+
+    def init_cross_cache(
+        self,
+        memory: jax.Array,  # [B, S, D]
+        positions: jax.Array,  # i32[B, S]
+    ) -> Layers:
+        """Compute every block's keys and values of an encoder's output."""
+        if self.config.scan_layers:
+            return cast(Any, self.blocks).scan_cross_cache(memory, positions)[1]
+        return tuple(block.init_cross_cache(memory, positions) for block in self.block)
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, D]
+        *,
+        positions: jax.Array | None,  # i32[B, T]; None is arange(T)
+        token_positions: jax.Array,  # i32[B, T] or [T]
+        masks: tuple[Mask | None, ...],  # layer i has masks[i % len(masks)]
+        cache: ModelCache | None = None,
+        memory: jax.Array | None = None,  # [B, S, D]: an encoder's output
+        memory_positions: jax.Array | None = None,  # i32[B, S]
+        key: jax.Array | None = None,
+        weights: bool = False,
+    ) -> StackOutput:
+        """Run the blocks: the output, normalised unless post-norm, and the updated cache.
+
+        With `weights`, what the blocks read and weighed comes along.
+        """
+
+        def shared(i: int) -> tuple[Any, ...]:
+            record = () if weights else None
+            mask = masks[i % len(masks)]
+            return positions, token_positions, mask, self._bias(), memory, memory_positions, record
+
+        layers = None if cache is None else cache.layers
+        cross = None if cache is None else cache.cross
+        records: Any
+        if self.config.scan_layers:
+            keys = None if key is None else jax.random.split(key, self.depth)
+            numbers, blocks = jnp.arange(self.depth), cast(Any, self.blocks)
+            (x, layers), records = blocks.scan_step((x, layers), numbers, keys, cross, *shared(0))
+        else:
+            updated: list[Any] = []
+            records = []
+            for i, own_key in enumerate(split_key(key, self.depth)):
+                layer = layers[i] if isinstance(layers, tuple) else None
+                cross_cache = cross[i] if isinstance(cross, tuple) else None
+                x, layer, record = self.block[i](x, layer, cross_cache, own_key, *shared(i))
+                updated.append(layer)
+                records.append(record)
+            layers = None if layers is None else tuple(updated)
+        x = x if self.config.norm_order == "post" else self.norm(x)
+        cache = None if cache is None or layers is None else replace(cache, layers=layers)
+        return StackOutput(x, cache, self._collect(records, cache, x) if weights else None)
+
+    def _collect(
+        self,
+        records: BlockRecord | list[BlockRecord],  # of a scan, with L as axis 1
+        cache: ModelCache | None,
+        x: jax.Array,  # [B, T, D]
+    ) -> AttentionWeights:
+        """Join what the blocks recorded and the stack's output."""
+        ragged = cache is not None and isinstance(self.config.window, tuple)
+        own: Any
+        places: Any
+        if isinstance(records, BlockRecord):
+            stream, own, cross = records
+            places = None if own.positions is None else own.positions[:, 0]
+            own = own.weights
+        else:
+            joined = [(record.x, record.cross) for record in records]
+            stream, cross = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *joined)
+            own = tuple(record.own.weights for record in records)
+            places = tuple(record.own.positions for record in records)
+            if not ragged:
+                own, places = jnp.stack(own, axis=1), places[0]
+        if places is None:
+            places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+        hidden = jnp.concatenate([stream, x[:, None]], axis=1)
+        return AttentionWeights(own, places, None if cross is None else cross.weights, hidden)
+
+
+def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a looped model's parameters as its scanned twin has them.
+
+    `block_0`, `block_1`, ... become `blocks`, whose leaves lead with L. Names and numbers stay.
+    """
+    names = sorted((n for n in params if n.startswith("block_")), key=lambda n: int(n[6:]))
+    out = {
+        name: stack_layers(value) if isinstance(value, Mapping) else value
+        for name, value in params.items()
+        if name not in names
+    }
+    if names:
+        out["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params[n] for n in names))
+    return out
+
+
+def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a scanned model's parameters as its looped twin has them: undo `stack_layers`."""
+    out: dict[str, Any] = {}
+    for name, value in params.items():
+        if name == "blocks":
+            depth = jax.tree.leaves(value)[0].shape[0]
+            for i in range(depth):
+                out[f"block_{i}"] = jax.tree.map(lambda leaf, i=i: leaf[i], value)
+        else:
+            out[name] = unstack_layers(value) if isinstance(value, Mapping) else value
+    return out

@@ -1,0 +1,28 @@
+"""Load and save published checkpoints of the Hugging Face hub, bit for bit.
+
+A family (`families`) is a table of tensor names and a reading of `config.json`; `load` applies it,
+`safetensors_folder` reads the files, `peft` adapters. Tokenizers are in `tokenizers`.
+"""
+
+from transformer_jax.pretrained.g2p import read_g2p
+from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.peft import load_lora, save_lora
+from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.pretrained.sentences import (
+    SentenceEncoder,
+    load_sentence_encoder,
+    pool_sentences,
+)
+from transformer_jax.pretrained.tensors import tensor_names
+
+__all__ = [
+    "SentenceEncoder",
+    "load_lora",
+    "load_pretrained",
+    "load_sentence_encoder",
+    "pool_sentences",
+    "read_g2p",
+    "save_lora",
+    "save_pretrained",
+    "tensor_names",
+]

@@ -1,0 +1,163 @@
+"""Read and write the config.json of a published checkpoint as a `ModelConfig`.
+
+A family (`families`) says which keys there are and what they mean. Here the family is found, no key
+is left unread, and what is written is read back: a config is saved exactly or not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from transformer_jax.config import ConfigError, ModelConfig, Rope
+from transformer_jax.pretrained.families import FAMILIES, ConfigKeys, Family
+from transformer_jax.pretrained.families.table import JsonObject
+from transformer_jax.pretrained.safetensors_folder import CONFIG
+
+RUNTIME_FIELDS = ("dtype", "remat", "scan_layers", "implementation", "init_std")
+"""Fields of a config that no config.json holds: how a model is run, or was initialised."""
+
+OVERRIDABLE_FIELDS = frozenset(
+    {*RUNTIME_FIELDS, "dropout", "attention_dropout"} - {"init_std"}
+)  # fmt: skip
+"""Fields that may be set anew while the parameters of a checkpoint stay valid."""
+
+UNSUPPORTED_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+"""Ends of `architectures` whose tensors may have the names of a head that is supported."""
+
+
+def family_of(content: Mapping[str, Any], where: str) -> Family:
+    """Return the family that `model_type` names; `where` is the file's name for errors."""
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ConfigError(f"{where}: model_type is {kind!r:.80}: must be one of {known}")
+    return FAMILIES[kind]
+
+
+def read_config(content: Mapping[str, Any], tensors: Iterable[str], where: str) -> ModelConfig:
+    """Return the config that a config.json means in a folder with tensors of these names.
+
+    ConfigError names `where`, the key and its value if the key is of the wrong type, would change
+    the numbers in a way that is not supported, or is not known.
+    """
+    return read_keys(content, tensors, where)[0]
+
+
+def read_keys(
+    content: Mapping[str, Any], tensors: Iterable[str], where: str
+) -> tuple[ModelConfig, ConfigKeys]:
+    """Return the config, and the keys with a record of which of them were read."""
+    family, names = family_of(content, where), frozenset(tensors)
+    keys = ConfigKeys(content, where, len(names) or None)
+    architectures = keys.take("architectures", None)
+    keys.ignore("architectures")
+    for name in architectures if isinstance(architectures, list) else ():
+        if isinstance(name, str) and name.endswith(UNSUPPORTED_HEADS):
+            rule = "classes of single tokens, spans and choices are not known here"
+            keys.fail("architectures", architectures, rule)
+    try:
+        config = family.read(keys, names)
+    except ArithmeticError as error:
+        raise ConfigError(f"{where}: its numbers do not go together ({error})") from None
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith(where) else f"{where}: {text}") from None
+    keys.check_all_read()
+    return config, keys
+
+
+def write_config(family: Family, config: ModelConfig) -> JsonObject:
+    """Return the keys of config.json for a config.
+
+    ConfigError names the fields that the family cannot express: the keys are read back, and every
+    field but the `RUNTIME_FIELDS` must come back with the same meaning.
+    """
+    rope = config.positions
+    if isinstance(rope, Rope) and rope.length is not None:  # how a model is run, too
+        rope = dataclasses.replace(rope, length=None)
+        config = dataclasses.replace(config, positions=rope, max_len=rope.original_len or 1)
+    content = {"model_type": family.name, **family.write(config)}
+    try:
+        back = read_config(content, table_names(family, config), CONFIG)
+    except ConfigError as error:
+        raise ConfigError(f"a {family.name} cannot say this config: {error}") from None
+    for field in dataclasses.fields(ModelConfig):
+        one, two = _meaning(config, field.name), _meaning(back, field.name)
+        if field.name not in RUNTIME_FIELDS and one != two:
+            name, one, two = _difference(field.name, one, two)
+            raise ConfigError(f"{name} is {one!r}: a {family.name} has {two!r}")
+    return content
+
+
+def written_family(config: ModelConfig, name: str | None = None) -> str:
+    """Return the `model_type` that a config is saved as; None takes the first that can express it.
+
+    ConfigError says why the config cannot be saved as that family, or as any.
+    """
+    if name is None:
+        return _first_family(config).name
+    if name not in FAMILIES:
+        raise ConfigError(f"family is {name!r}: must be one of {', '.join(FAMILIES)}")
+    write_config(FAMILIES[name], config)
+    return name
+
+
+def table_names(family: Family, config: ModelConfig) -> frozenset[str]:
+    """Return the names of all tensors that a family writes for a config."""
+    return frozenset(mapping.tensor for mapping in family.table(config))
+
+
+def _first_family(config: ModelConfig) -> Family:
+    refused = []
+    for family in FAMILIES.values():
+        try:
+            write_config(family, config)
+            return family
+        except ConfigError as error:
+            refused.append(f"{family.name}: {error}")
+    raise ConfigError("no family can say this config: " + "; ".join(refused))
+
+
+def _difference(name: str, one: object, two: object) -> tuple[str, object, object]:
+    """Return the path of what differs and both its values, inside values of the same kind too."""
+    if (
+        dataclasses.is_dataclass(one)
+        and dataclasses.is_dataclass(two)
+        and not isinstance(one, type)
+        and type(one) is type(two)
+    ):
+        for field in dataclasses.fields(one):
+            inner = getattr(one, field.name), getattr(two, field.name)
+            if inner[0] != inner[1]:
+                return f"{name}.{field.name}", *inner
+    return name, one, two
+
+
+def _meaning(config: ModelConfig, name: str) -> object:
+    """Return a field's value; None is replaced by the value that it stands for."""
+    match name:
+        case "num_kv_heads":
+            return config.kv_heads
+        case "head_dim":
+            return config.key_dim
+        case "value_head_dim":
+            return config.value_dim
+        case "d_ff":
+            return config.ff_dim
+        case "num_decoder_layers":
+            return config.decoder_layers
+        case "attention_scale":
+            given = config.attention_scale
+            return float(np.float32(config.key_dim**-0.5 if given is None else given))
+        case "qkv_bias" | "ff_bias":
+            value = getattr(config, name)
+            return config.use_bias if value is None else value
+        case "pooler":
+            return config.pooling
+        case "window":
+            return [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
+    return getattr(config, name)

@@ -1,0 +1,183 @@
+"""Save parameters as a folder of config.json and safetensors that Hugging Face's libraries read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.pretrained.config_json import (
+    family_of,
+    read_config,
+    read_keys,
+    table_names,
+    write_config,
+    written_family,
+)
+from transformer_jax.pretrained.families import FAMILIES, Family, TensorMapping
+from transformer_jax.pretrained.families.table import IGNORED_KEYS, JsonObject
+from transformer_jax.pretrained.safetensors_folder import (
+    CONFIG,
+    SHARD_BYTES,
+    WeightFolder,
+    open_folder,
+    write_folder,
+)
+from transformer_jax.pretrained.tensors import (
+    DTYPES,
+    CheckpointTensors,
+    Shapes,
+    parameter_shapes,
+    scanned_path,
+)
+from transformer_jax.tokenizers.hf_files import more_templates
+
+TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "source.spm", "target.spm",
+    "encoder.json", "vocab.bpe", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+"""Files that are copied from the folder that `like` names."""
+
+Fetch = Callable[[], np.ndarray]
+"""Brings one parameter to the host when it is written."""
+
+
+def save_pretrained(
+    path: str | Path,
+    config: ModelConfig,
+    params: Mapping[str, Any],
+    *,
+    family: str | None = None,
+    like: str | Path | None = None,
+    files: Mapping[str, bytes] | None = None,
+    keys: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a folder that `transformers` and `load_pretrained` read, whole or not at all.
+
+    `family` is a `model_type`; None is the first that can express the config. `like` is the folder
+    that a model was loaded from: its family, its style of names, its other keys of config.json and
+    its tokenizer are kept. `files` are more files by name, `keys` more keys of config.json that
+    change no number, such as "eos_token_id". Parameters are written in the dtype they have, looped
+    or scanned; files over `shard_bytes` are split.
+
+    A folder that holds nothing but what is written anew is replaced; one with any other file is
+    refused (CheckpointError). ConfigError names the field that the family cannot express, and
+    ValueError the parameter that does not fit the config.
+    """
+    shapes = parameter_shapes(config)
+    given = flatten_dict(params, sep="/")
+    fetched = _looped(given, shapes)
+    extra, original = dict(files or {}), None
+    if like is not None:
+        original = _Original(like, family)
+        family = original.family.name
+        extra = original.text_files() | extra
+    chosen = FAMILIES[written_family(config, family)]
+    written = write_config(chosen, config)
+    more = {name: value for name, value in (keys or {}).items() if name not in written}
+    names = table_names(chosen, config)
+    meant = read_config(written, names, CONFIG)
+    tensors = _tensors(chosen, config, fetched, original is not None and original.bare)
+    kept: JsonObject = {}
+    if original is not None:
+        kept, written = original.merged(written)
+    for name in IGNORED_KEYS & kept.keys() & written.keys():  # these say nothing of the config
+        written.pop(name)
+    name, other = ("torch_dtype", "dtype") if "dtype" not in kept else ("dtype", "torch_dtype")
+    written[name] = np.dtype(given["embed/tokens"].dtype).name
+    kept.pop(other, None)  # one of them, as newer or older files call it
+    content = kept | more | written
+    if more and read_config(content, names, CONFIG) != meant:
+        raise ConfigError(f"keys have {', '.join(sorted(more))}: the config would mean another one")
+    write_folder(Path(path), content, tensors, shard_bytes=shard_bytes, files=extra)
+
+
+class _Original:
+    """Hold what a saved folder keeps of the one that its model was loaded from."""
+
+    def __init__(self, path: str | Path, family: str | None) -> None:
+        self._folder: WeightFolder = open_folder(path)
+        where = str(self._folder.path / CONFIG)
+        self.family = family_of(self._folder.config, where)
+        if family not in (None, self.family.name):
+            raise ConfigError(f"family is {family!r}: {path} is of {self.family.name!r}")
+        tensors = CheckpointTensors(self._folder, self.family)
+        self.bare = tensors.bare
+        self._config, self._keys = read_keys(self._folder.config, tensors.names, where)
+
+    def text_files(self) -> dict[str, bytes]:
+        """Read the tokenizer's files and the chat templates."""
+        names = (*TEXT_FILES, *more_templates(self._folder.path))
+        paths = {name: self._folder.file(name) for name in names}
+        return {name: path.read_bytes() for name, path in paths.items() if path is not None}
+
+    def merged(self, written: JsonObject) -> tuple[JsonObject, JsonObject]:
+        """Return the keys that are kept, and those of the new config.
+
+        A config that did not change keeps the words of the original, of several that mean it.
+        """
+        kept = self._keys.kept()
+        before = {"model_type": self.family.name, **self.family.write(self._config)}
+        if before == written:
+            content = self._folder.config
+            return kept, {name: value for name, value in content.items() if name not in kept}
+        # names of a head that the model no longer has do not stay
+        named_by = {"architectures": ["architectures"], "num_labels": ["id2label", "label2id"]}
+        for key, names in named_by.items():
+            if before.get(key) != written.get(key):
+                for name in names:
+                    kept.pop(name, None)
+        return kept, written
+
+
+def _looped(given: Mapping[str, Any], shapes: Shapes) -> dict[str, Fetch]:
+    """Return a way to fetch every parameter of the looped model from a looped or scanned one.
+
+    ValueError names a parameter that is missing, unknown, or of another shape or dtype.
+    """
+    found: dict[str, Fetch] = {}
+    used = set()
+    for path, want in shapes.items():
+        name, layer, shape = path, None, want.shape
+        scanned = scanned_path(path)
+        if path not in given and scanned is not None and scanned[0] in given:
+            name, layer = scanned
+            shape = (given[name].shape[0], *want.shape)
+        if name not in given:
+            raise ValueError(f"params have no {path}")
+        if tuple(given[name].shape) != tuple(shape):
+            rule = f"the config makes it {list(shape)}"
+            raise ValueError(f"params {name} has shape {list(given[name].shape)}: {rule}")
+        if np.dtype(given[name].dtype).name not in DTYPES:
+            rule = f"must be one of {', '.join(DTYPES)}"
+            raise ValueError(f"params {name} is {given[name].dtype}: {rule}")
+        used.add(name)
+        found[path] = partial(_fetch, given[name], layer)
+    if unknown := sorted(set(given) - used):
+        raise ValueError(f"params {unknown[0]}: the config has no such parameter")
+    return found
+
+
+def _fetch(leaf: Any, layer: int | None) -> np.ndarray:
+    return np.asarray(leaf if layer is None else leaf[layer])
+
+
+def _tensors(
+    family: Family, config: ModelConfig, params: Mapping[str, Fetch], bare: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors of the file under their names, one at a time."""
+    held: dict[str, list[TensorMapping]] = {}
+    for mapping in family.table(config):
+        held.setdefault(mapping.tensor, []).append(mapping)
+    for name, mappings in held.items():
+        pieces = [mapping.layout.write(params[mapping.param]()) for mapping in mappings]
+        whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
+        yield name.removeprefix(family.prefix) if bare else name, whole

@@ -1,0 +1,254 @@
+"""Find the tensors of a published checkpoint under the names of its family's table.
+
+Names of old files and of models that were saved without their head are translated, and names,
+shapes and dtypes are compared with the config before any tensor is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import get_args
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from transformer_jax.config import ConfigError, DType, Learned, ModelConfig, Rope
+from transformer_jax.models.factory import init_params
+from transformer_jax.pretrained.config_json import written_family
+from transformer_jax.pretrained.families import FAMILIES, Family, TensorMapping
+from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+"""Path of a parameter, "decoder/block_0/attention/query/kernel", to its shape."""
+
+DTYPES: tuple[DType, ...] = get_args(DType)
+"""Dtypes that parameters may have."""
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shape of every parameter of a looped model by its path; nothing is allocated.
+
+    One block of each stack is traced, since all blocks of a stack are alike.
+    """
+    positions = config.positions
+    if isinstance(positions, Rope):
+        positions = dataclasses.replace(positions, window_base=None)
+    one = dataclasses.replace(
+        config, num_layers=1, num_decoder_layers=None, scan_layers=False,
+        window=None, positions=positions, sink_tokens=0,
+    )  # fmt: skip
+    tree = jax.eval_shape(partial(init_params, one), jax.random.key(0))
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+    for path, shape in flatten_dict(tree, sep="/").items():
+        depth = 1
+        if "/block_0/" in path:
+            depth = config.decoder_layers if path.startswith("decoder/") else config.num_layers
+        for i in range(depth):
+            found[path.replace("/block_0/", f"/block_{i}/")] = shape
+    return found
+
+
+def tensor_names(
+    config: ModelConfig, family: str | None = None, *, bare: bool = False
+) -> dict[str, tuple[str, ...]]:
+    """Return the name of every tensor of a published checkpoint, and the parameters it holds.
+
+    A tensor that holds several parameters side by side lists their paths in that order, as
+    `save_lora` and `load_lora` read it. `family` is a `model_type`; None is the first that can
+    express the config. With `bare` the names are those of a model without its head, a `BertModel`
+    or `LlamaModel`: "encoder.layer.0..." instead of "bert.encoder.layer.0...".
+    """
+    chosen = FAMILIES[written_family(config, family)]
+    names: dict[str, tuple[str, ...]] = {}
+    for mapping in chosen.table(config):
+        name = mapping.tensor
+        if bare and _matches(name, chosen.head_tensors):
+            continue
+        name = name.removeprefix(chosen.prefix) if bare else name
+        names[name] = (*names.get(name, ()), mapping.param)
+    return names
+
+
+def scanned_path(path: str) -> tuple[str, int] | None:
+    """Return the path in a scanned stack, and the layer, of a parameter of a looped block.
+
+    "decoder/block_3/norm/scale" gives ("decoder/blocks/norm/scale", 3); a parameter outside the
+    stacks gives None.
+    """
+    stack, _, rest = path.partition("/block_")
+    number, _, rest = rest.partition("/")
+    return (f"{stack}/blocks/{rest}", int(number)) if rest else None
+
+
+class CheckpointTensors:
+    """Look up the tensors of an opened folder by the names of a family's table.
+
+    CheckpointError names the file and the tensor that is missing, unknown, or of another shape or
+    dtype than the config makes it.
+    """
+
+    def __init__(self, folder: WeightFolder, family: Family) -> None:
+        """Translate the names of old files and of models without their head."""
+        self._folder, self._family = folder, family
+        self._in_file: dict[str, str] = {}  # name in the table to the name in the file
+        for name in folder.tensors:
+            today = name
+            for old, new in family.old_suffixes.items():
+                today = today.removesuffix(old) + new if today.endswith(old) else today
+            if today in self._in_file:
+                raise CheckpointError(
+                    f"{self._where(name)}: is there twice, as {name!r} and {today!r}"
+                )
+            self._in_file[today] = name
+        self.bare = bool(family.prefix) and not any(
+            name.startswith(family.prefix) for name in self._in_file
+        )
+        if self.bare:
+            self._in_file = {self._full(name): actual for name, actual in self._in_file.items()}
+        if not self._in_file:
+            raise CheckpointError(f"{folder.path}: its files hold no tensor")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of all tensors, as the table has them."""
+        return frozenset(self._in_file)
+
+    def dtype(self, config: ModelConfig) -> DType:
+        """Return the dtype of the embeddings of tokens, which is the checkpoint's."""
+        for mapping in self._table(config):
+            if mapping.param == "embed/tokens" and mapping.tensor in self._in_file:
+                return self._float_dtype(self._in_file[mapping.tensor])
+        raise CheckpointError(f"{self._folder.path}: there are no embeddings of tokens")
+
+    def check_size(self, config: ModelConfig) -> None:
+        """Refuse sizes that these files cannot have, before anything is traced or allocated."""
+        depth = config.num_layers + (
+            config.decoder_layers if config.kind == "encoder-decoder" else 0
+        )
+        tensors, where = len(self._folder.tensors), str(self._folder.path / "config.json")
+        if depth > tensors:
+            raise ConfigError(f"{where}: {depth} layers, and the files have {tensors} tensors")
+        elements = sum(int(np.prod(t.shape, dtype=object)) for t in self._folder.tensors.values())
+        for name, size in (
+            ("vocab_size", config.vocab_size),
+            ("d_model", config.d_model),
+            ("d_ff", config.ff_dim),
+            ("num_heads", config.num_heads),
+            ("head_dim", config.key_dim),
+            ("max_len", config.max_len if isinstance(config.positions, Learned) else 0),
+            ("num_heads * head_dim", config.num_heads * config.key_dim),
+        ):
+            if size > elements:
+                said = [key for key, value in self._folder.config.items() if value == size]
+                raise ConfigError(
+                    f"{where}: {said[0] if said else name} is {size}, "
+                    f"and the files have {elements} numbers"
+                )
+        self._check_names(self._table(config))
+
+    def mappings(self, config: ModelConfig, shapes: Shapes) -> list[TensorMapping]:
+        """Return the family's table after comparing it with the parameters and the files."""
+        table = self._table(config)
+        params = [mapping.param for mapping in table]
+        if sorted(params) != sorted(shapes):
+            raise AssertionError(f"{self._family.name}: {set(params) ^ set(shapes)} not in both")
+        for mapping in table:
+            actual = self._in_file[mapping.tensor]
+            want = mapping.layout.file_shape(shapes[mapping.param].shape)
+            found = self._folder.tensors[actual].shape
+            if tuple(found) != want:
+                raise CheckpointError(
+                    f"{self._where(actual)} has shape {list(found)}: "
+                    f"config.json makes it {list(want)}"
+                )
+            self._float_dtype(actual)
+        for name in sorted(self.names - {mapping.tensor for mapping in table}):
+            first = self._family.tied_copies.get(name)
+            if first in self._in_file:
+                self._check_copy(name, first)
+            elif name in self._family.computed_tensors:
+                self._check_computed(name, config)
+        return table
+
+    def parameters(
+        self, mappings: list[TensorMapping], shapes: Shapes, dtype: DType | None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield every parameter with its path, in the order of the files, one at a time."""
+        wanted: dict[str, list[TensorMapping]] = {}
+        for mapping in mappings:
+            wanted.setdefault(self._in_file[mapping.tensor], []).append(mapping)
+        for name, tensor in self._folder.read_all(n for n in self._folder.tensors if n in wanted):
+            for mapping in wanted[name]:
+                param = mapping.layout.read(tensor, shapes[mapping.param].shape)
+                param = param if dtype is None else param.astype(dtype)
+                yield mapping.param, np.ascontiguousarray(param)
+                del param
+            del tensor
+
+    def _full(self, name: str) -> str:
+        return name if _matches(name, self._family.head_tensors) else self._family.prefix + name
+
+    def _where(self, name: str) -> str:
+        return f"{self._folder.path / self._folder.tensors[name].file}: {name}"
+
+    def _float_dtype(self, name: str) -> DType:
+        found = self._folder.tensors[name].dtype
+        if found not in DTYPES:
+            rule = f"must be one of {', '.join(DTYPES)}"
+            raise CheckpointError(f"{self._where(name)} is {found}: {rule}")
+        return found
+
+    def _table(self, config: ModelConfig) -> list[TensorMapping]:
+        """Return the family's table; a lone copy of a tied tensor takes the first one's name."""
+        table = self._family.table(config)
+        wanted = {mapping.tensor for mapping in table}
+        for copy, first in self._family.tied_copies.items():
+            if copy in self._in_file and copy not in wanted and first not in self._in_file:
+                self._in_file[first] = self._in_file.pop(copy)
+        return table
+
+    def _check_names(self, table: list[TensorMapping]) -> None:
+        """Check that the files have every tensor of the table and no unknown one."""
+        family = self._family
+        for mapping in table:
+            if mapping.tensor not in self._in_file:
+                missing = f"{self._folder.path}: tensor {mapping.tensor} is missing"
+                if mapping.param == "embed/output" and self.bare:
+                    missing += (
+                        ": tie_word_embeddings is false, so logits need it. The files hold a model "
+                        "without its head, as AutoModel saves it: save the one with a head, a "
+                        "...ForCausalLM"
+                    )
+                raise CheckpointError(missing)
+        for name in sorted(self.names - {mapping.tensor for mapping in table}):
+            if name in family.computed_tensors or family.tied_copies.get(name) in self._in_file:
+                continue
+            if not _matches(name, family.ignored_tensors):
+                rule = f"a {family.name} of this config.json has no such tensor"
+                raise CheckpointError(f"{self._where(self._in_file[name])}: {rule}")
+
+    def _check_copy(self, copy: str, first: str) -> None:
+        """Check that a second copy of a tied tensor holds the same numbers as the first."""
+        one, two = (self._folder.read(self._in_file[name]) for name in (copy, first))
+        if one.dtype != two.dtype or one.shape != two.shape or one.tobytes() != two.tobytes():
+            rule = f"differs from {first}, to which config.json ties it"
+            raise CheckpointError(f"{self._where(self._in_file[copy])} {rule}")
+
+    def _check_computed(self, name: str, config: ModelConfig) -> None:
+        """Check a tensor that follows from the config, to the precision of its dtype."""
+        actual = self._in_file[name]
+        tolerance = 1e-5 if self._float_dtype(actual) == "float32" else 5e-3
+        shape = tuple(self._folder.tensors[actual].shape)
+        want = self._family.computed_tensors[name](config, shape)
+        if want is not None:
+            found = self._folder.read(actual).astype(np.float64)
+        if want is None or not np.abs(found - want).max() <= tolerance:
+            raise CheckpointError(f"{self._where(actual)} is not what config.json makes it")
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,27 @@
+"""Turn text into token ids and back.
+
+`trained` holds the tokenizers that `train.py` makes, `pretrained` and `hf_files` those of published
+models, `chat_template` renders conversations. Batches of tokens are made in `training.data`.
+"""
+
+from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.trained import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    tokenizer_from_json,
+)
+from transformer_jax.tokenizers.utf8 import DataError
+
+__all__ = [
+    "BPETokenizer",
+    "ByteTokenizer",
+    "CharTokenizer",
+    "DataError",
+    "PretrainedTokenizer",
+    "Tokenizer",
+    "load_tokenizer_folder",
+    "tokenizer_from_json",
+]

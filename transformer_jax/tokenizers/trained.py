@@ -1,0 +1,200 @@
+"""Split text into characters, bytes or learned pieces: the tokenizers that `train.py` makes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from transformer_jax.tokenizers.pretrained import pretrained_from_json
+from transformer_jax.tokenizers.utf8 import DataError as DataError
+from transformer_jax.tokenizers.utf8 import byte_letters, utf8
+
+# A BPE merges within these pieces; they are GPT-2's, but bounded, so that time is linear.
+_PIECE = r" ?\p{L}{1,32}| ?\p{N}{1,8}| ?[^\s\p{L}\p{N}]{1,16}|\s{1,16}(?!\S)"
+
+
+class Tokenizer(Protocol):
+    """Turn text into ids and back."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return ids i32[n]; DataError names what has no id."""
+
+    def to_bytes(self, ids: Iterable[int]) -> bytes:
+        """Return the UTF-8 of the ids; a character may be split between calls."""
+
+    def to_json(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class CharTokenizer:
+    """Give each character an id, in the order of their code points."""
+
+    characters: str
+
+    def __post_init__(self) -> None:
+        if not self.characters or sorted(set(self.characters)) != list(self.characters):
+            raise DataError("characters of a tokenizer: must be distinct, in order, at least one")
+
+    @classmethod
+    def train(cls, text: str) -> CharTokenizer:
+        """Make a tokenizer of every character of the text."""
+        return cls("".join(map(chr, np.unique(_code_points(text)))))
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.characters)
+
+    def encode(self, text: str) -> np.ndarray:
+        points, known = _code_points(text), _code_points(self.characters)
+        ids = np.minimum(np.searchsorted(known, points), len(known) - 1).astype(np.int32)
+        wrong = np.flatnonzero(known[ids] != points)
+        if len(wrong):
+            at = int(wrong[0])
+            raise DataError(
+                f"character {at} is U+{ord(text[at]):04X} {text[at]!r}: "
+                f"not among the {self.vocab_size} characters of the training text"
+            )
+        return ids
+
+    def to_bytes(self, ids: Iterable[int]) -> bytes:
+        return "".join(self.characters[i] for i in ids).encode("utf-8", "surrogatepass")
+
+    def to_json(self) -> str:
+        return _dump({"kind": "char", "characters": self.characters})
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """Give each byte of UTF-8 an id: any text, any file."""
+
+    @property
+    def vocab_size(self) -> int:
+        return 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
+
+    def to_bytes(self, ids: Iterable[int]) -> bytes:
+        return bytes(list(ids))
+
+    def to_json(self) -> str:
+        return _dump({"kind": "byte"})
+
+
+@dataclass(frozen=True)
+class BPETokenizer:
+    """Merge bytes into learned pieces: BPE (Sennrich et al. 2016; Radford et al. 2019).
+
+    `definition` is the JSON of the `tokenizers` library. Every byte is a token, so any text has ids
+    and comes back from them exactly.
+    """
+
+    definition: str
+
+    def __post_init__(self) -> None:
+        try:
+            pieces = set(self._bytes)
+        except Exception as error:  # the Rust library raises plain Exception
+            raise DataError(f"definition of a tokenizer: {error!r}") from None
+        if not pieces >= {bytes([byte]) for byte in range(256)}:
+            raise DataError("definition of a tokenizer: not every byte has a token")
+
+    @classmethod
+    def train(cls, text: str, vocab_size: int) -> BPETokenizer:
+        """Learn at most `vocab_size` tokens: the 256 bytes and the most frequent merges."""
+        from tokenizers import Regex, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer as Library
+
+        model = Library(models.BPE())
+        model.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_PIECE), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+        model.train_from_iterator(_lines(text), trainer=trainer)
+        return cls(_canonical(json.loads(model.to_str())))
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._bytes)
+
+    @cached_property
+    def _library(self) -> Any:
+        from tokenizers import Tokenizer as Library
+
+        return Library.from_str(self.definition)
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        letters = byte_letters()
+        pieces = (self._library.id_to_token(i) for i in range(self._library.get_vocab_size()))
+        return [bytes(letters[letter] for letter in piece) for piece in pieces]
+
+    def encode(self, text: str) -> np.ndarray:
+        utf8(text)
+        parts = self._library.encode_batch_fast(_lines(text), add_special_tokens=False)
+        return np.array([i for part in parts for i in part.ids], np.int32)
+
+    def to_bytes(self, ids: Iterable[int]) -> bytes:
+        return b"".join(self._bytes[i] for i in ids)
+
+    def to_json(self) -> str:
+        return _dump({"kind": "bpe", "definition": json.loads(self.definition)})
+
+
+def tokenizer_from_json(text: str) -> Tokenizer:
+    """Return the tokenizer that `to_json` wrote; DataError if the text is anything else."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"tokenizer: not JSON ({error})") from None
+    match content:
+        case {"kind": "char", "characters": str(characters), **rest} if not rest:
+            return CharTokenizer(characters)
+        case {"kind": "byte", **rest} if not rest:
+            return ByteTokenizer()
+        case {"kind": "bpe", "definition": dict(definition), **rest} if not rest:
+            return BPETokenizer(_canonical(definition))
+        case {"kind": "pretrained"}:
+            return pretrained_from_json(content)
+    kinds = "'char', 'byte', 'bpe' or 'pretrained'"
+    raise DataError(f"tokenizer: must have kind {kinds}, and what belongs to it")
+
+
+def _dump(content: dict[str, Any]) -> str:
+    return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+
+
+def _canonical(definition: dict[str, Any]) -> str:
+    return json.dumps(definition, ensure_ascii=False)
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+
+
+def _lines(text: str, size: int = 1 << 16) -> list[str]:
+    """Split a text into parts of about `size` characters, after a newline if there is one."""
+    parts, start = [], 0
+    while start < len(text):
+        end = start + size
+        if end < len(text):
+            newline = text.rfind("\n", start, end)
+            end = newline + 1 if newline >= 0 else end
+        parts.append(text[start:end])
+        start = end
+    return parts

@@ -1,0 +1,25 @@
+"""Tell traced values from known ones, and compute known ones inside a trace."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+
+
+def traced(*arrays: Any) -> bool:
+    """Return whether the value of one of these is not known yet."""
+    return any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
+def at_once(*trees: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that computes known values as constants, also inside a trace.
+
+    It does nothing where a leaf of `trees` is traced, and inside a `shard_map`, where JAX has no
+    mesh to compute on.
+    """
+    inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    if inside or traced(*jax.tree.leaves(trees)):
+        return contextlib.nullcontext()
+    return jax.ensure_compile_time_eval()

@@ -1,0 +1,67 @@
+"""Train a model: data, losses, the step, the loop and its progress.
+
+`loop.fit` runs what a `TrainConfig` says; `step` and `losses` are the parts for a loop of one's
+own. What optax and other heavy packages need is imported with the names below, not before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
+
+if TYPE_CHECKING:
+    from transformer_jax.training.loop import MOST_REJECTED, Result, RunError, evaluate, fit
+    from transformer_jax.training.step import (
+        TrainState,
+        init_state,
+        language_model_loss,
+        learning_rate_schedule,
+        make_eval_step,
+        make_optimizer,
+        make_train_step,
+        start_state,
+    )
+
+__all__ = [
+    "MOST_REJECTED",
+    "Result",
+    "RunError",
+    "TrainState",
+    "chunked_cross_entropy",
+    "cross_entropy",
+    "evaluate",
+    "fit",
+    "init_state",
+    "language_model_loss",
+    "learning_rate_schedule",
+    "make_eval_step",
+    "make_optimizer",
+    "make_train_step",
+    "start_state",
+]
+
+_LATER = {
+    "MOST_REJECTED": "loop",
+    "Result": "loop",
+    "RunError": "loop",
+    "evaluate": "loop",
+    "fit": "loop",
+    "TrainState": "step",
+    "init_state": "step",
+    "language_model_loss": "step",
+    "learning_rate_schedule": "step",
+    "make_eval_step": "step",
+    "make_optimizer": "step",
+    "make_train_step": "step",
+    "start_state": "step",
+}
+"""Names whose modules import optax, by module."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name that needs optax when it is first asked for."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
