@@ -1,0 +1,91 @@
+"""Use the installed package: import all of it, take one training step, run one kernel.
+
+    cd SOMEWHERE_ELSE && python -I CHECKOUT/.ci/installed.py CHECKOUT
+
+Run with the interpreter of an environment that has the wheel and nothing of the checkout.
+"""
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import transformer_jax as tj
+from transformer_jax.config import TrainConfig
+from transformer_jax.kernels import Target, using
+from transformer_jax.training import (
+    init_state,
+    language_model_loss,
+    make_optimizer,
+    make_train_step,
+)
+from transformer_jax.training.step import windows
+
+EXTRA = ("huggingface_hub", "jinja2", "safetensors")
+"""What the extra `hf` brings; a plain install has modules that need it, and imports them late."""
+
+
+def main(checkout: Path) -> None:
+    """Raise where something is missing from the wheel or does not run."""
+    package = Path(tj.__file__).parent
+    assert package.is_relative_to(sys.prefix) and not package.is_relative_to(checkout), package
+    check_modules(package, checkout)
+    take_a_step()
+    run_a_kernel()
+
+
+def check_modules(package: Path, checkout: Path) -> None:
+    """Import every module; the wheel has all that the checkout has."""
+    kernels = {Path("kernels") / path.relative_to(checkout / "kernels")
+               for path in (checkout / "kernels").rglob("*.py")}  # fmt: skip
+    root = checkout / "transformer_jax"
+    wanted = {path.relative_to(root) for path in root.rglob("*.py")} | kernels
+    there = {path.relative_to(package) for path in package.rglob("*.py")}
+    assert len(there) > 80 and there == wanted, sorted(map(str, there ^ wanted))
+    assert (package / "py.typed").exists()
+    for module in pkgutil.walk_packages([str(package)], "transformer_jax."):
+        if not module.name.endswith("__main__"):
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                if error.name not in EXTRA:
+                    raise
+    print(f"{len(there)} modules of {package}")
+
+
+def take_a_step() -> None:
+    """Train a tiny model for two steps on one batch, whose loss falls."""
+    config = TrainConfig(
+        model=tj.preset("tiny", vocab_size=61), learning_rate=1e-2, warmup_steps=0, steps=10
+    )
+    optimizer = make_optimizer(config)
+    state = init_state(config.model, optimizer, 0)
+    step = make_train_step(language_model_loss(config.model), optimizer)
+    corpus = jnp.arange(400) % 61
+    batch = windows(corpus, jnp.array([[0, 100, 200]]), 16)  # [1, B, T]: one micro-batch
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    assert np.isfinite(losses).all() and losses[-1] < losses[0], losses
+    print("losses of three training steps:", losses)
+
+
+def run_a_kernel() -> None:
+    """Hold the TPU kernel, in its interpreter, against the materialised scores."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 200, 2, 32))
+    mask = tj.Causal() & tj.Window(50)
+    with using(Target("tpu", interpret=True)):
+        fused = tj.dot_product_attention(q, k, v, mask=mask, implementation="pallas")
+    plain = tj.dot_product_attention(q, k, v, mask=mask, implementation="xla")
+    error = float(jnp.abs(fused - plain).max())
+    assert error < 1e-5, error
+    print("largest error of the TPU kernel in its interpreter:", error)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())
