@@ -111,6 +111,15 @@ def test_links_lead_to_files(name):
     assert [link for link in local if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda p: p.stem)
+def test_links_of_the_site_stay_within_it(page):
+    """What mkdocs --strict asks, known before it is installed."""
+    links = re.findall(r"""(?:\]\(|href="|src=")([^)"#]+)""", page.read_text())
+    local = [(page.parent / link).resolve() for link in links if "://" not in link]
+    docs = ROOT / "docs"
+    assert [f for f in local if not (f.is_file() and f.is_relative_to(docs))] == []
+
+
 TEXTS = [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *PAGES]
 
 
