@@ -13,8 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +22,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from transformer_jax.kernels import Target
 from transformer_jax.kernels.batching import Kernel, batched
 from transformer_jax.kernels.chips import Kind
 from transformer_jax.kernels.contract import (
-    Blocks,
     Operands,
     Problem,
     Saved,
@@ -35,42 +34,12 @@ from transformer_jax.kernels.contract import (
 )
 from transformer_jax.kernels.sharding import KEYS, QUERIES, ROWS, TILES, AxisNames
 
-Results = TypeVar("Results", bound=tuple)
 Gradients = tuple[jax.Array | None, ...]
 """Gradients of query, key, value, bias, slopes and sinks; None for an input that is not there or
 whose gradient nobody asks for."""
-
-
-@dataclass(frozen=True)
-class KernelSetup:
-    """Say which kernels run, with which tiles; known when tracing."""
-
-    backend: ModuleType
-    problem: Problem
-    blocks: tuple[tuple[Kind, Blocks], ...]
-
-    def change(self, **fields: Any) -> KernelSetup:
-        """Return a setup with other fields of its problem."""
-        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **fields))
-
-
-class KernelLists(NamedTuple):
-    """Hold the tiles that each kernel visits."""
-
-    forward: TileLists
-    dq: TileLists | None  # None for the single-pass backward
-    by_key: TileLists  # rows are key tiles; of the dk/dv kernel or the single-pass backward
-    bias: TileLists | None
-
-
-class IntegerInputs(NamedTuple):
-    """Hold the inputs that have no gradient."""
-
-    q_vectors: tuple[jax.Array, ...]
-    k_vectors: tuple[jax.Array, ...]
-    pairs: jax.Array | None
-    dropout: jax.Array | None
-    lists: KernelLists
+Results = TypeVar("Results", bound=tuple)
+Lists = dict[Kind, TileLists]
+"""The tiles that each kernel of a call visits; rows are key tiles for "dkdv" and "single_pass"."""
 
 
 @jax.tree_util.register_static
@@ -81,77 +50,60 @@ class Asked:
     slopes: bool
 
 
-class Forward(NamedTuple):
-    """Hold what the backward pass reads of the forward pass."""
-
-    operands: Operands
-    integers: IntegerInputs
-    out: jax.Array  # [B, T, N, Hv]
-    row_max: jax.Array  # f32[B, N, T]
-    log_sum: jax.Array  # f32[B, N, T]
-    nonfinite: jax.Array  # bool[]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
-    setup: KernelSetup,
-    query: jax.Array,  # [B, T, N, H]
-    key: jax.Array,  # [B, S, K, H]
-    value: jax.Array,  # [B, S, K, Hv]
-    bias: jax.Array | None,  # [B or 1, N or 1, T or 1, S or 1]
-    slopes: jax.Array | None,  # f32[1, N]
-    sinks: jax.Array | None,  # f32[1, N]
-    integers: IntegerInputs,
+    problem: Problem,
+    where: Target,  # with the tile sizes of every kernel of the call
+    operands: Operands,  # of which slopes and sinks are f32[1, N]
+    lists: Lists,
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T]
-    """Return attention and the logarithm of its denominator; T and S are multiples of each tile."""
-    return _forward(setup, query, key, value, bias, slopes, sinks, integers)[0]
+    """Return attention and the logarithm of its denominator.
+
+    T and S are multiples of each kernel's tile sizes. The gradient is that of query, key, value,
+    bias, slopes and sinks.
+    """
+    out, row_max, log_sum, _ = _forward(problem, where, operands, lists)
+    return out, row_max + log_sum
 
 
 def _attend_forward(
-    setup: KernelSetup, *primals: Any
-) -> tuple[tuple[jax.Array, jax.Array], tuple[Forward, Asked]]:
-    slopes = primals[4]
-    results, saved = _forward(setup, *custom_vjp_primal_tree_values(primals))
-    return results, (saved, Asked(slopes is not None and slopes.perturbed))
+    problem: Problem, where: Target, operands: Any, lists: Any
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    asked = Asked(operands.slopes is not None and operands.slopes.perturbed)
+    operands, lists = custom_vjp_primal_tree_values((operands, lists))
+    results = _forward(problem, where, operands, lists)
+    out, row_max, log_sum, _ = results
+    return (out, row_max + log_sum), (operands, lists, results, asked)
 
 
 def _forward(
-    setup: KernelSetup,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    slopes: jax.Array | None,
-    sinks: jax.Array | None,
-    integers: IntegerInputs,
-) -> tuple[tuple[jax.Array, jax.Array], Forward]:
-    *vectors, pairs, dropout, lists = integers
-    operands = Operands(query, key, value, *vectors, pairs, bias, slopes, sinks, dropout)
-    results = _kernel(setup, "forward", (QUERIES, ROWS, ROWS))(operands, lists.forward)
+    problem: Problem, where: Target, operands: Operands, lists: Lists
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return output, m and log l, repaired where they were nonfinite, and whether they were."""
+    results = _kernel(problem, where, "forward", (QUERIES, ROWS, ROWS))(operands, lists["forward"])
     nonfinite = jnp.isnan(results[2]).any()
 
     def transposed(out: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
         """Keep the kernel's own order of axes through a loop."""
-        return (out.swapaxes(1, 2) if setup.backend.HEADS_FIRST else out, *rows)
+        return (out.swapaxes(1, 2) if where.module.HEADS_FIRST else out, *rows)
 
     def repaired(_: Any) -> tuple[jax.Array, ...]:
-        return transposed(*_repaired_forward(setup, operands, lists.forward))
+        return transposed(*_repaired_forward(problem, where, operands, lists["forward"]))
 
     out, row_max, log_sum = transposed(*_once(nonfinite, repaired, transposed(*results)))
-    saved = Forward(operands, integers, out, row_max, log_sum, nonfinite)
-    return (out, row_max + log_sum), saved
+    return out, row_max, log_sum, nonfinite
 
 
 def _attend_backward(
-    setup: KernelSetup, saved: tuple[Forward, Asked], cotangents: tuple[Any, Any]
-) -> tuple[Any, ...]:
-    (operands, integers, out, row_max, log_sum, nonfinite), asked = saved
+    problem: Problem, where: Target, saved: tuple[Any, ...], cotangents: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    operands, lists, (out, row_max, log_sum, nonfinite), asked = saved
     do, dlse = (
         jnp.zeros_like(x) if isinstance(given, SymbolicZero) else given
         for given, x in zip(cotangents, (out, row_max), strict=True)
     )
-    setup = setup.change(fixed_slopes=not asked.slopes)
-    if setup.backend.HEADS_FIRST:  # else XLA makes do as the next weight gradient likes, and copies
+    problem = dataclasses.replace(problem, fixed_slopes=not asked.slopes)
+    if where.module.HEADS_FIRST:  # else XLA makes do as the next weight gradient likes, and copies
         do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
     D = _row_dot(do, out) - dlse  # [B, N, T]
     fully_masked = jnp.isneginf(row_max)
@@ -160,7 +112,7 @@ def _attend_backward(
     rows = Saved(
         do, jnp.where(fully_masked, jnp.inf, row_max), jnp.where(fully_masked, 0, log_sum), D
     )
-    results = _gradients(setup, operands, integers.lists, rows)
+    results = _gradients(problem, where, operands, lists, rows)
 
     def repaired(_: Any) -> Gradients:
         """Let rows whose output is NaN pass no gradient on."""
@@ -171,49 +123,59 @@ def _attend_backward(
             jnp.where(lost, 0, log_sum),
             jnp.where(lost, 0, D),
         )
-        return _gradients(setup, _without_nonfinite(operands)[0], integers.lists, rows)
+        return _gradients(problem, where, _without_nonfinite(operands)[0], lists, rows)
 
     gradients = _once(nonfinite, repaired, results)
-    no_gradient = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), integers)
-    return *gradients, no_gradient
+    no_gradient = lambda x: np.zeros(x.shape, jax.dtypes.float0)  # noqa: E731
+    integers, lists = jax.tree.map(no_gradient, (operands, lists))
+    dq, dk, dv, dbias, dslopes, dsinks = gradients
+    return integers._replace(
+        query=dq, key=dk, value=dv, bias=dbias, slopes=dslopes, sinks=dsinks
+    ), lists
 
 
 attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def _kernel(
-    setup: KernelSetup, kind: Kind, results: tuple[AxisNames, ...], *, of_bias: bool = False
+    problem: Problem,
+    where: Target,
+    kind: Kind,
+    results: tuple[AxisNames, ...],
+    *,
+    of_bias: bool = False,
 ) -> Kernel:
     """Return a kernel of (operands, lists[, saved]), with its rules for `vmap` and for a mesh."""
-    blocks = dict(setup.blocks)[kind]
-    function = getattr(setup.backend, kind if kind == "forward" else f"backward_{kind}")
+    blocks = dict(where.blocks)[kind]
+    function = getattr(where.module, kind if kind == "forward" else f"backward_{kind}")
 
     def kernel(operands: Operands, lists: TileLists, *saved: Saved) -> tuple[jax.Array, ...]:
-        out = function(setup.problem, operands, lists, blocks, *saved)
+        out = function(problem, operands, lists, blocks, *saved)
         out = out if isinstance(out, tuple) else (out,)
         return tuple(x for x in out if x is not None)
 
     # an interpreter with parameters calls back into Python, which no partitioner can split
-    splits = setup.problem.interpret in (True, False)
+    splits = problem.interpret in (True, False)
     return batched(kernel, results, of_bias=of_bias, splits=splits)
 
 
 def _gradients(
-    setup: KernelSetup, operands: Operands, lists: KernelLists, rows: Saved
+    problem: Problem, where: Target, operands: Operands, lists: Lists, rows: Saved
 ) -> Gradients:
     """Run the backward kernels and sum what they leave to sum."""
     sinks, bias = operands.sinks, operands.bias
-    learns = learns_slopes(setup.problem, operands)
+    kernel = partial(_kernel, problem, where)
+    learns = learns_slopes(problem, operands)
     per_row = (ROWS,) if learns else ()  # of dslopes; per key in the single-pass backward
-    if setup.problem.nondeterministic:
-        single_pass = _kernel(setup, "single_pass", (QUERIES, KEYS, KEYS, *per_row))
-        dq, dk, dv, *slope_rows = single_pass(operands, lists.by_key, rows)
+    if problem.nondeterministic:
+        single_pass = kernel("single_pass", (QUERIES, KEYS, KEYS, *per_row))
+        dq, dk, dv, *slope_rows = single_pass(operands, lists["single_pass"], rows)
     else:
-        dq, *slope_rows = _kernel(setup, "dq", (QUERIES, *per_row))(operands, lists.dq, rows)
-        dk, dv = _kernel(setup, "dkdv", (KEYS, KEYS))(operands, lists.by_key, rows)
+        dq, *slope_rows = kernel("dq", (QUERIES, *per_row))(operands, lists["dq"], rows)
+        dk, dv = kernel("dkdv", (KEYS, KEYS))(operands, lists["dkdv"], rows)
     dbias = dslopes = dsinks = None
     if bias is not None:
-        (dbias,) = _kernel(setup, "bias", (TILES,), of_bias=True)(operands, lists.bias, rows)
+        (dbias,) = kernel("bias", (TILES,), of_bias=True)(operands, lists["bias"], rows)
         dbias = dbias.astype(bias.dtype)
     if learns:
         dslopes = slope_rows[0].sum(axis=(0, 2))[None]
@@ -254,7 +216,7 @@ def _without_nonfinite(operands: Operands) -> tuple[Operands, jax.Array, jax.Arr
 
 
 def _repaired_forward(
-    setup: KernelSetup, operands: Operands, lists: TileLists
+    problem: Problem, where: Target, operands: Operands, lists: TileLists
 ) -> tuple[jax.Array, ...]:
     """Run the forward pass with NaN in exactly the queries that see a nonfinite row, or are one.
 
@@ -272,9 +234,9 @@ def _repaired_forward(
         sinks=None,
         dropout=None,
     )
-    setup = setup.change(detect_nonfinite=False)
-    equal = setup.change(softcap=None, dropout_rate=0.0)
-    seen = _kernel(equal, "forward", results)(indicator, lists)[0]
-    poison = (seen.max(axis=-1) > 0) | bad_query
-    poisoned = clean._replace(query=jnp.where(poison[..., None], jnp.nan, clean.query))
-    return _kernel(setup, "forward", results)(poisoned, lists)
+    problem = dataclasses.replace(problem, detect_nonfinite=False)
+    equal = dataclasses.replace(problem, softcap=None, dropout_rate=0.0)
+    seen = _kernel(equal, where, "forward", results)(indicator, lists)[0]
+    sees_nonfinite = (seen.max(axis=-1) > 0) | bad_query
+    marked = clean._replace(query=jnp.where(sees_nonfinite[..., None], jnp.nan, clean.query))
+    return _kernel(problem, where, "forward", results)(marked, lists)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,13 @@ import jax.numpy as jnp
 from transformer_jax.attention.arguments import AttentionCall, Implementation
 from transformer_jax.attention.biases import ALiBi
 from transformer_jax.attention.block_plan import BlockPlan, pad
-from transformer_jax.attention.mask_vectors import MATRICES, MaskVectors
+from transformer_jax.attention.mask_vectors import MATRICES, Comparison, MaskVectors
 from transformer_jax.attention.masks import Everything, Mask
 from transformer_jax.kernels import Target, target
+from transformer_jax.kernels.chips import Kind, kinds
 from transformer_jax.kernels.chips import blocks as blocks_of
-from transformer_jax.kernels.chips import kinds
-from transformer_jax.kernels.contract import Blocks, Problem
-from transformer_jax.kernels.gradient import IntegerInputs, KernelLists, KernelSetup, attend
+from transformer_jax.kernels.contract import Blocks, Operands, Problem
+from transformer_jax.kernels.gradient import Lists, attend
 from transformer_jax.sharding import vary
 from transformer_jax.tracing import at_once
 
@@ -65,23 +66,10 @@ class Pallas(Implementation):
         }
         padded_T = _round_up(T, math.lcm(*(b.q for b in blocks.values())))
         padded_S = _round_up(S, math.lcm(*(b.k for b in blocks.values())))
-        mask = Everything() if call.mask is None else call.mask
-        fixed, visible = _fixed(call, mask, blocks, (padded_T, padded_S), self.unordered)
-        everywhere = mask.sees_everything and call.k_positions is None and S == padded_S
-        visible = None if everywhere else visible
+        operands, lists, visible = _inputs(call, blocks, (padded_T, padded_S))
         problem = _problem(call, visible, where, self.unordered)
-        slopes, dense = _biases(call, padded_T, padded_S)
-        inputs = (
-            pad(call.query, 1, padded_T, 0),
-            pad(call.key, 1, padded_S, 0),
-            pad(call.value, 1, padded_S, 0),
-            dense,
-            slopes,
-            None if call.sinks is None else call.sinks.astype(jnp.float32)[None],
-            fixed,
-        )
-        plan = KernelSetup(where.module, problem, tuple(blocks.items()))
-        out, lse = attend(plan, *vary(inputs))
+        where = dataclasses.replace(where, blocks=tuple(blocks.items()))
+        out, lse = attend(problem, where, *vary((operands, lists)))
         return out[:, :T], jnp.moveaxis(lse[:, :, :T], 1, 2)
 
 
@@ -116,15 +104,15 @@ def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
     return None
 
 
-def _fixed(
-    call: AttentionCall,
-    mask: Mask,
-    blocks: dict[Any, Blocks],
-    padded: tuple[int, int],
-    unordered: bool,
-) -> tuple[IntegerInputs, Any]:
-    """Return what has no gradient, padded, and the comparison of the mask's vectors."""
+def _inputs(
+    call: AttentionCall, blocks: dict[Kind, Blocks], padded: tuple[int, int]
+) -> tuple[Operands, Lists, Comparison | None]:
+    """Return padded arrays, the tiles that each kernel visits, and what compares the vectors.
+
+    None compares where every pair is seen.
+    """
     padded_T, padded_S = padded
+    mask = Everything() if call.mask is None else call.mask
     with at_once(mask, call.q_positions, call.k_positions):
         at = call.positions()
         indices = call.q_positions is None and call.k_positions is None
@@ -135,11 +123,26 @@ def _fixed(
         if pairs is not None:
             pairs = pad(pad(pairs, 2, padded_T, 0), 3, padded_S, 0)
         plans = {(b.q, b.k): plan_of(mask, *at, b, padded) for b in blocks.values()}
-    by_query = {kind: plans[b.q, b.k].key_tiles() for kind, b in blocks.items()}
-    of_keys = blocks["single_pass" if unordered else "dkdv"]
-    by_key = plans[of_keys.q, of_keys.k].query_tiles()
-    visits = KernelLists(by_query["forward"], by_query.get("dq"), by_key, by_query["bias"])
-    return IntegerInputs(q_vectors, k_vectors, pairs, call.head_words(), visits), vectors.visible
+    by_key = "dkdv", "single_pass"
+    lists = {
+        kind: plans[b.q, b.k].query_tiles() if kind in by_key else plans[b.q, b.k].key_tiles()
+        for kind, b in blocks.items()
+    }
+    slopes, bias = _biases(call, padded_T, padded_S)
+    operands = Operands(
+        pad(call.query, 1, padded_T, 0),
+        pad(call.key, 1, padded_S, 0),
+        pad(call.value, 1, padded_S, 0),
+        q_vectors,
+        k_vectors,
+        pairs,
+        bias,
+        slopes,
+        None if call.sinks is None else call.sinks.astype(jnp.float32)[None],
+        call.head_words(),
+    )
+    everywhere = mask.sees_everything and call.k_positions is None and call.sizes[3] == padded_S
+    return operands, lists, None if everywhere else vectors.visible
 
 
 def plan_of(
