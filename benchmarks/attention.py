@@ -30,6 +30,7 @@ from benchmarks.goals import trouble
 from benchmarks.peers import Absent
 from benchmarks.specs import AttentionCase, Direction
 from benchmarks.timing import Contender
+from transformer_jax.attention.api import IMPLEMENTATIONS
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
 QUESTION = "attention: seconds per call of ours and its peers"
@@ -329,7 +330,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     cases = parser.add_mutually_exclusive_group().add_argument
     cases("--quick", action="store_true", help="a few short cases, to see that it runs")
     cases("--goals", action="store_true", help="the cells of our goals for an H200, and a table")
-    names = contenders.IMPLEMENTATIONS
+    names = tuple(IMPLEMENTATIONS)
     add("--ours", choices=names, default=None, help="our implementation (what None chooses)")
     add("--only", default="", metavar="TEXT", help="cases whose name contains this")
     add("--repeats", type=int, default=None, help="rounds (20, or 3 with --quick)")

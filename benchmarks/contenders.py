@@ -24,8 +24,6 @@ from transformer_jax import ALiBi, dot_product_attention, explain_attention
 from transformer_jax.attention.api import Explanation
 
 OURS = "ours"
-IMPLEMENTATIONS = ("xla", "blockwise", "pallas", "pallas_unordered", "cudnn")
-"""Of ours, by name."""
 WITHOUT = "ours without softcap and sinks"
 IN_JAX = ("jax.nn", "jax.nn cudnn", "flax", "tokamax", "jax pallas")
 PEERS = (*IN_JAX, "torch", "torch flash", "torch cudnn", "torch flex")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,19 @@ import pytest
 from tests.support.attention_suite import _evaluate, draw, reference
 from tests.support.plain_kernels import Plain
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits
-from transformer_jax import Bias, Causal, Mask, Padding, Prefix, Segments, Window
+from transformer_jax import (
+    Bias,
+    Causal,
+    ConfigError,
+    Mask,
+    Padding,
+    Prefix,
+    Segments,
+    Window,
+    build,
+    init_params,
+    preset,
+)
 from transformer_jax.attention.api import (
     IMPLEMENTATIONS,
     dot_product_attention,
@@ -25,7 +37,6 @@ from transformer_jax.attention.arguments import AttentionCall, Implementation
 from transformer_jax.attention.blockwise import tiles
 from transformer_jax.attention.blockwise.tiles import Sizes
 from transformer_jax.attention.mask_vectors import Comparison, MaskVectors
-from transformer_jax.config.model import ImplementationName
 from transformer_jax.kernels import Target, using
 
 pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
@@ -320,9 +331,37 @@ def test_an_error_inside_an_implementation_is_no_refusal(monkeypatch):
         dot_product_attention(x, x, x, implementation=("cudnn", "xla"))
 
 
-def test_implementations_have_the_names_that_a_config_knows():
-    assert list(IMPLEMENTATIONS) == list(ImplementationName.__args__)
-    assert all(isinstance(hash(one), int) for one in IMPLEMENTATIONS.values())
+@dataclass(frozen=True)
+class Constant(Implementation):
+    """Return a constant instead of attention."""
+
+    value: float
+
+    def refuse(self, call):
+        return None
+
+    def attend(self, call):
+        B, T, N, _ = call.sizes
+        out = jnp.full((B, T, N, call.value.shape[3]), self.value, call.value.dtype)
+        return out, jnp.zeros((B, T, N))
+
+
+def test_an_implementation_that_takes_the_place_of_another_runs(monkeypatch):
+    x = jnp.zeros((1, 5, 2, 4))
+    for value in (3.0, 7.0):  # of one name, shape and class, so that only the value differs
+        monkeypatch.setitem(IMPLEMENTATIONS, "constant", Constant(value))
+        assert (dot_product_attention(x, x, x, implementation="constant") == value).all()
+
+
+def test_a_config_may_name_an_implementation_that_a_user_adds(monkeypatch):
+    config = preset("tiny", implementation="constant", num_layers=1)
+    with pytest.raises(ConfigError, match=r"implementation is 'constant': must be one of 'xla'"):
+        build(config)
+    monkeypatch.setitem(IMPLEMENTATIONS, "constant", Constant(0.0))
+    params, tokens = init_params(config, jax.random.key(0)), jnp.arange(6)[None]
+    found = build(config).apply({"params": params}, tokens)[0]
+    exact = build(replace(config, implementation="xla")).apply({"params": params}, tokens)[0]
+    assert jnp.isfinite(found).all() and jnp.abs(found - exact).max() > 1e-3
 
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])

@@ -556,10 +556,6 @@ def test_who_is_asked_for_and_is_not_there_is_absent_with_the_reason():
     assert found["absent"]["ours pallas"]
 
 
-def test_names_of_implementations_are_all_there_are():
-    assert {*contenders.IMPLEMENTATIONS} == contenders.explain(small("edge-causal")).keys()
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -125,7 +125,6 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(pooler="tanh"), "pooler", "'tanh'", "'encoder'"),
     (ModelConfig, {}, dict(type_vocab_size=2), "type_vocab_size", "2", "'encoder'"),
     (ModelConfig, {}, dict(masked_token_head=True), "masked_token_head", "True", "'encoder'"),
-    (ModelConfig, {}, dict(implementation="flash"), "implementation", "'flash'", "'blockwise'"),
     (
         ModelConfig,
         dict(positions="shaw"),

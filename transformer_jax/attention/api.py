@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import jax
 from jax.sharding import PartitionSpec
@@ -35,7 +35,6 @@ from transformer_jax.attention.cudnn import Cudnn
 from transformer_jax.attention.fused import Pallas
 from transformer_jax.attention.masks import Mask
 from transformer_jax.attention.reference import Xla, reference_weights
-from transformer_jax.config.model import ImplementationName
 from transformer_jax.kernels import target
 from transformer_jax.kernels.chips import FASTEST
 from transformer_jax.sharding import by_compiler, split
@@ -46,7 +45,6 @@ __all__ = [
     "Bias",
     "Explanation",
     "Implementation",
-    "ImplementationName",
     "Refused",
     "additive_attention",
     "dot_product_attention",
@@ -55,14 +53,14 @@ __all__ = [
     "state_attention",
 ]
 
-IMPLEMENTATIONS: Mapping[ImplementationName, Implementation] = {
+IMPLEMENTATIONS: dict[str, Implementation] = {
     "xla": Xla(),
     "blockwise": Blockwise(),
     "pallas": Pallas(),
     "pallas_unordered": Pallas(unordered=True),
     "cudnn": Cudnn(),
 }
-"""Every implementation by its name."""
+"""Every implementation by its name; one of your own is one more entry."""
 
 
 @overload
@@ -178,31 +176,20 @@ def dot_product_attention(
         dropout_key=dropout_key,
         return_lse=return_lse,
     )
-    refused = []
-    for name in _candidates(implementation, call):
-        one = IMPLEMENTATIONS[name]
-        reason = one.refuse(call)
-        if reason is None:
-            try:  # both results come of one program, which is compiled once
-                given = dataclasses.replace(call, return_lse=False)
-                out, lse = _run(name, one.environment(), given)
-                return (out, lse) if return_lse else out
-            except Refused as error:
-                reason = str(error)
-        refused.append(f"{name}: {reason}")
-    raise Refused("; ".join(refused))
+    out, lse = _first_that_runs(implementation, call)
+    return (out, lse) if return_lse else out
 
 
 @dataclass(frozen=True, eq=False)
 class Explanation(Mapping[str, str | None]):
     """Map each implementation to None if it would run, else to the reason why not."""
 
-    reasons: Mapping[ImplementationName, str | None]
-    chosen: ImplementationName
+    reasons: Mapping[str, str | None]
+    chosen: str
     """What `implementation=None` would run."""
 
     def __getitem__(self, name: str) -> str | None:
-        return self.reasons[cast(ImplementationName, name)]
+        return self.reasons[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.reasons)
@@ -286,19 +273,17 @@ def dot_product_attention_weights(
 # Choosing one
 
 
-def _candidates(
-    implementation: str | Sequence[str] | None, call: AttentionCall
-) -> Sequence[ImplementationName]:
+def _candidates(implementation: str | Sequence[str] | None, call: AttentionCall) -> Sequence[str]:
     if implementation is None:
         return _best_first(call)
     names = [implementation] if isinstance(implementation, str) else list(implementation)
     if not names or not set(names) <= IMPLEMENTATIONS.keys():
         known = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"implementation {implementation!r}: must be of {known}")
-    return cast(list[ImplementationName], names)
+    return names
 
 
-def _best_first(call: AttentionCall) -> list[ImplementationName]:
+def _best_first(call: AttentionCall) -> list[str]:
     """Put fused ones first where they may run, then decide by size.
 
     Our kernels come first only on chips where they were measured to be the fastest. Measured on a
@@ -313,7 +298,7 @@ def _best_first(call: AttentionCall) -> list[ImplementationName]:
         small = small and not (T <= FEW_QUERIES and S >= 64)
     else:
         small = 4 * B * T * N * S <= 2**30
-    fused: list[ImplementationName] = ["pallas", "cudnn"] if _pallas_is_fastest() else ["cudnn"]
+    fused = ["pallas", "cudnn"] if _pallas_is_fastest() else ["cudnn"]
     return [*fused, "xla", "blockwise"] if small else [*fused, "blockwise", "xla"]
 
 
@@ -326,10 +311,27 @@ def _pallas_is_fastest() -> bool:
 # Running one
 
 
+def _first_that_runs(
+    implementation: str | Sequence[str] | None, call: AttentionCall
+) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, T, N]
+    """Return what the first implementation computes that does not refuse the call."""
+    refused, same = [], dataclasses.replace(call, return_lse=False)
+    for name in _candidates(implementation, call):
+        one = IMPLEMENTATIONS[name]
+        reason = one.refuse(call)
+        if reason is None:
+            try:  # with lse or without it, the program is the same one
+                return _run(one, one.environment(), same)
+            except Refused as error:
+                reason = str(error)
+        refused.append(f"{name}: {reason}")
+    raise Refused("; ".join(refused))
+
+
 @partial(jax.jit, static_argnums=(0, 1))
-def _run(name: ImplementationName, environment: Any, call: AttentionCall) -> tuple[jax.Array, Any]:
+def _run(one: Implementation, environment: Any, call: AttentionCall) -> tuple[jax.Array, Any]:
     """Run an implementation; `environment` is what it depends on besides, so that jit knows."""
-    return IMPLEMENTATIONS[name](call)
+    return one(call)
 
 
 @jax.jit

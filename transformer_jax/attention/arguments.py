@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,7 @@ class Implementation:
         """Return the output [B, T, N, Hv], and lse f32[B, T, N] unless it refuses `return_lse`."""
         raise NotImplementedError
 
-    def environment(self) -> Any:
+    def environment(self) -> Hashable:
         """Return what a compiled call depends on besides the call; hashable."""
         return None
 

@@ -7,7 +7,7 @@ again. Absent is `None`, a mode is a `Literal`; an error names the field, its va
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from transformer_jax.config.fields import (
     below_int32,
@@ -26,8 +26,6 @@ NormOrder = Literal["pre", "post", "sandwich"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 DType = Literal["float32", "bfloat16", "float16"]
 Pooler = Literal["tanh", "relu"]
-ImplementationName = Literal["xla", "blockwise", "pallas", "pallas_unordered", "cudnn"]
-"""Implementations of attention, which `transformer_jax.attention.api` holds by these names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +123,7 @@ class ModelConfig:
     scan_layers: bool = False
     """One stacked block under lax.scan instead of a Python loop."""
     implementation: str | None = None
-    """Attention implementation by name; None takes the best that is legal."""
+    """Attention implementation by name, which `build` checks; None takes the best that is legal."""
 
     def __post_init__(self) -> None:
         if isinstance(self.positions, str):
@@ -157,16 +155,12 @@ class ModelConfig:
             fail("num_kv_heads", self.kv_heads, f"does not divide num_heads {self.num_heads}")
 
     def _check_kind(self) -> None:
-        """Check what only some kinds have, and the name of the implementation."""
+        """Check what only some kinds have."""
         if self.kind != "encoder-decoder":
             unread(self, "needs kind 'encoder-decoder'", "num_decoder_layers")
         if self.kind != "encoder":
             heads = "type_vocab_size", "num_classes", "pooler", "masked_token_head"
             unread(self, "needs kind 'encoder'", *heads)
-        names = get_args(ImplementationName)
-        if self.implementation not in (None, *names):
-            rule = f"must be one of {', '.join(map(repr, names))} or None"
-            fail("implementation", self.implementation, rule)
 
     def _check_window(self) -> None:
         if not all(window is None or window > 0 for window in self.windows):

@@ -9,9 +9,11 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.attention.api import IMPLEMENTATIONS
 from transformer_jax.cache.model_cache import ModelCache, empty_layers
 from transformer_jax.checks import check_key
 from transformer_jax.config import ModelConfig, RecurrentConfig
+from transformer_jax.config.fields import fail
 from transformer_jax.models.recurrent import RecurrentLM, RecurrentSeq2Seq
 from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
 
@@ -25,10 +27,16 @@ def build(config: ModelConfig) -> Model: ...
 @overload
 def build(config: RecurrentConfig) -> Recurrent: ...
 def build(config: Config) -> Model | Recurrent:
-    """Build the linen module of a config; hashable, so a legal static argument of `jax.jit`."""
+    """Build the linen module of a config; hashable, so a legal static argument of `jax.jit`.
+
+    ConfigError where `config.implementation` names none of `IMPLEMENTATIONS`.
+    """
     if isinstance(config, RecurrentConfig):
         reads = config.source_vocab_size is not None
         return RecurrentSeq2Seq(config) if reads else RecurrentLM(config)
+    if config.implementation not in (None, *IMPLEMENTATIONS):
+        rule = f"must be one of {', '.join(map(repr, IMPLEMENTATIONS))} or None"
+        fail("implementation", config.implementation, rule)
     match config.kind:
         case "encoder":
             return Encoder(config)
