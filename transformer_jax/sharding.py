@@ -8,35 +8,40 @@ nothing here does anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_jax.kernels.contract import no_mesh, vary
 
+Result = TypeVar("Result")
+
 __all__ = ["by_compiler", "no_mesh", "split", "split_rows", "vary"]
 
 
-def split(x: Any, axes: slice = slice(None), behind: Any = ()) -> Any:  # PartitionSpec
-    """How some axes of an array are split, by its type; then `behind`, of others, where it may be.
+def split(x: Any, axes: slice = slice(None), after: Iterable[Any] = ()) -> PartitionSpec:
+    """Return how some axes of an array are split, by its type, and after them those of `after`.
 
-    No axis of a mesh splits an array twice: what the first have taken is left out of `behind`.
+    No axis of a mesh splits an array twice: what the first have taken is left out of `after`.
     """
     first = tuple(jax.typeof(x).sharding.spec)[axes]
     taken = {name for one in first for name in _names(one)}
-    return PartitionSpec(*first, *(None if taken & set(_names(one)) else one for one in behind))
+    return PartitionSpec(*first, *(None if taken & set(_names(one)) else one for one in after))
 
 
-def split_rows(state: Any) -> Any:  # PartitionSpec
-    """How the rows of a state are split, with which all of its arrays begin."""
+def split_rows(state: Any) -> PartitionSpec:
+    """Return how the rows of a state are split, with which all of its arrays begin."""
     leaves = jax.tree.leaves(state)
     return split(leaves[0], slice(1)) if leaves else PartitionSpec()
 
 
-def by_compiler(function: Callable, arguments: Sequence[Any], results: Any) -> Any:
-    """`function(*arguments)`, with results split as a tree of specs, or a prefix of one, says."""
+def by_compiler(function: Callable[..., Result], arguments: Sequence[Any], results: Any) -> Result:
+    """Return `function(*arguments)`, split by the compiler.
+
+    `results` is a tree of PartitionSpecs, or a prefix of one: how the results are split.
+    """
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments))
     mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
     if mesh is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax.cli.command import Parser, load_run, run
-from transformer_jax.config import ConfigError
+from transformer_jax.config import ConfigError, ModelConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
         family = written_family(config, arguments.family)
     except ConfigError as error:
         biased = replace(config, use_bias=True)
-        if config.use_bias or arguments.family not in (None, "gpt2"):
+        if config.use_bias:
             raise
         try:
             family = written_family(biased, arguments.family)
@@ -80,7 +80,7 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
     return [_written(target, params, family), *lines, note]
 
 
-def with_zero_biases(config: Any, params: Any) -> Any:
+def with_zero_biases(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
     """Return parameters without biases as those of the same model with biases, which are zeros."""
     import jax
     import numpy as np

@@ -139,7 +139,7 @@ def changed(config: Config, changes: Mapping[Path, Any], path: Path = ()) -> Con
         raise ConfigError(".".join((*path, str(error)))) from None
 
 
-def value_at(config: Any, path: Path) -> Any:
+def value_at(config: object, path: Path) -> object:
     """Return the value of a field within a config."""
     return _at(config, {}, path)
 

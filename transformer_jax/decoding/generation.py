@@ -309,7 +309,7 @@ def _generate_sharded(
     early_exit: bool,
 ) -> Generation[State]:
     run = partial(_generate_tokens, options, step, num_tokens, chunk, early_exit)
-    rows = split_rows(state)
+    rows: Any = split_rows(state)  # in place of arrays
     weights = rows if options.attention else None
     results = Generation(rows, rows, rows, jax.tree.map(split, state), weights)
     return by_compiler(run, [params, prompts, state], results)
@@ -433,7 +433,7 @@ def _first_token(
         )
         return decode_state, output.token
 
-    rows = split_rows(state)
+    rows: Any = split_rows(state)  # in place of arrays
     history = rows if options.processors else None
     specs = DecodeState(rows, rows, rows, rows, rows, jax.tree.map(split, state), history)
     return by_compiler(first, [params, prompts, state], (specs, rows))

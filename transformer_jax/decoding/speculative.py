@@ -377,7 +377,9 @@ def _speculate(
     chunk: int | None,
 ) -> Speculation[State]:
     run = partial(_take_turns, options, step, num_tokens, num_draft, vocab, chunk)
-    rows, held, calls = split_rows(state), jax.tree.map(split, state), split(0)
+    rows: Any = split_rows(state)  # in place of arrays
+    held: Any = jax.tree.map(split, state)
+    calls: Any = split(0)
     results = Speculation(rows, rows, rows, held, rows, rows, rows, calls)
     return by_compiler(run, [params, proposer, prompts, state], results)
 

@@ -99,12 +99,14 @@ def _definition(
         if content is not None and rules is not None:
             if kind and kind not in _BYTE_LEVEL:
                 raise _other_class(folder, config, vocabulary)
-            return vocabulary, *_gpt2(folder, vocabulary, content, merges, rules, config, kind)
+            return vocabulary, *_byte_level_bpe(
+                folder, vocabulary, content, merges, rules, config, kind
+            )
     words = _read(folder, "vocab.txt")
     if words is not None:
         if kind and kind not in _WORD_PIECE:
             raise _other_class(folder, config, "vocab.txt")
-        return "vocab.txt", *_bert(folder, words, config)
+        return "vocab.txt", *_word_piece(folder, words, config)
     rule = "must have tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
     raise DataError(f"{folder}: no tokenizer here: {rule}")
 
@@ -151,7 +153,7 @@ def _other_class(folder: Path, config: Mapping[str, Any], file: str) -> DataErro
     return DataError(f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}: {rule}")
 
 
-def _gpt2(
+def _byte_level_bpe(
     folder: Path,
     file: str,
     vocabulary: dict[str, Any],
@@ -194,7 +196,7 @@ def _gpt2(
     return definition, {role: token for role, token in roles.items() if token in vocabulary}
 
 
-def _bert(
+def _word_piece(
     folder: Path, words: str, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     from tokenizers import Tokenizer as Library

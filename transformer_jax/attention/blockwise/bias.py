@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,16 @@ import numpy as np
 from jax import lax
 
 from transformer_jax.attention.arguments import AttentionCall
+from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.block_plan import pad
 from transformer_jax.attention.blockwise.tiles import Place, Sizes, int32
 from transformer_jax.sharding import vary
 
+Sum = jax.Array | list[jax.Array] | None
+"""The gradient of a bias so far: of an array, of the floating leaves of a value, or of no bias."""
 
-def _is_array(bias: Any) -> bool:
+
+def _is_array(bias: jax.Array | Bias) -> TypeGuard[jax.Array]:
     return not hasattr(bias, "materialize")
 
 
@@ -57,7 +61,7 @@ def bias_tile(
     return place.spread(jnp.where(part < jnp.inf, part, bad))
 
 
-def bias_zeros(bias: Any, sizes: Sizes) -> Any:
+def bias_zeros(bias: jax.Array | Bias | None, sizes: Sizes) -> Sum:
     """Return zeros to sum the gradient of the bias in: f32, and for an array of whole tiles."""
     if bias is None:
         return None
@@ -68,7 +72,7 @@ def bias_zeros(bias: Any, sizes: Sizes) -> Any:
     return jnp.zeros(shape, jnp.float32)
 
 
-def bias_add(place: Place, total: Any, call: AttentionCall, ds: jax.Array) -> Any:
+def bias_add(place: Place, total: Sum, call: AttentionCall, ds: jax.Array) -> Sum:
     """Return total + d(bias) of one tile."""
     bias = call.bias
     if not _is_array(bias):
@@ -80,6 +84,7 @@ def bias_add(place: Place, total: Any, call: AttentionCall, ds: jax.Array) -> An
     zeros = vary(jnp.zeros(shape, jnp.float32), ds)
     (gradient,) = jax.vjp(place.spread, zeros)[1](ds)
     at = int32(starts)
+    assert isinstance(total, jax.Array)
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, shape) + gradient, at)
 
 
@@ -95,14 +100,15 @@ def _replace(tree: Any, leaves: list[Any]) -> Any:
     return jax.tree.map(lambda x: next(new) if floating(x) else x, tree)
 
 
-def bias_sums(bias: Any, total: Any) -> list[jax.Array]:
+def bias_sums(bias: jax.Array | Bias | None, total: Sum) -> list[jax.Array]:
     """Return the sum as a list of arrays, without what lies after the end."""
     if bias is None or not _is_array(bias):
         return list(total or ())
+    assert isinstance(total, jax.Array)
     return [total[tuple(slice(n) for n in bias.shape)]]
 
 
-def bias_gradient(bias: Any, total: list[jax.Array]) -> Any:
+def bias_gradient(bias: jax.Array | Bias | None, total: list[jax.Array]) -> jax.Array | Bias | None:
     """Return the sums as a cotangent of the bias: its dtypes, nothing for integers."""
     if bias is None:
         return None
@@ -118,7 +124,7 @@ def bias_gradient(bias: Any, total: list[jax.Array]) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def no_gradient(x: Any) -> Any:
+def no_gradient(x: jax.Array) -> jax.Array | np.ndarray:
     """Return the cotangent of an array that has no gradient: zeros, of float0 for integers."""
     if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
         return jnp.zeros_like(x)

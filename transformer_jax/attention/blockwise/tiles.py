@@ -161,23 +161,26 @@ def list_of_row(
 # What stands at a tile
 
 
+Index = jax.Array | int
+
+
 class Place(NamedTuple):
     """Locate a query tile (group, group, i) and a key tile j; all but `sizes` may be traced."""
 
     sizes: Sizes
-    at: tuple[Any, Any, Any]
-    j: Any
+    at: tuple[Index, Index, Index]
+    j: Index
 
     @property
-    def b(self) -> Any:
+    def b(self) -> Index:
         return self.at[0]
 
     @property
-    def c(self) -> Any:
+    def c(self) -> Index:
         return self.at[1]
 
     @property
-    def i(self) -> Any:
+    def i(self) -> Index:
         return self.at[2]
 
     def take(self, x: jax.Array, axis: int, start: Any, length: int) -> jax.Array:
