@@ -70,7 +70,7 @@ class AttentionCase:
         )
 
     def learned(self, *more: Any) -> dict[str, Any]:
-        """By name what `inputs` returns behind query, key and value."""
+        """Return by name what `inputs` returns after query, key and value."""
         names = ["bias"] * (self.bias == "dense") + ["sinks"] * self.sinks
         return dict(zip(names, more, strict=True))
 
@@ -108,7 +108,7 @@ class AttentionCase:
         return (first <= place) & (place < end)
 
     def ranges(self) -> tuple[np.ndarray, np.ndarray]:  # int[B or 1, T]
-        """The first key that each query sees and the one behind the last: every mask is a range."""
+        """The first key that each query sees and the one after the last: every mask is a range."""
         place = np.arange(self.queries)
         first, end = np.zeros((1, self.queries), int), np.full((1, self.queries), self.keys)
         if self.causal:
@@ -359,7 +359,7 @@ SERVE: tuple[ServeCase, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCase:
-    """`new` greedy tokens behind a prompt of random ones."""
+    """Make `new` greedy tokens after a prompt of random ones."""
 
     name: str
     model: ModelConfig

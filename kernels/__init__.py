@@ -50,7 +50,7 @@ class Target:
 
     @property
     def module(self) -> ModuleType:
-        """The backend; a ValueError names one that does not exist."""
+        """Return the backend's module; a ValueError names one that does not exist."""
         name = f"transformer_jax.kernels.{self.backend}"
         try:
             return importlib.import_module(name)

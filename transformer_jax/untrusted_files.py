@@ -29,7 +29,7 @@ _MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{},]', re.DOTALL)  # stri
 
 @dataclass(frozen=True)
 class Untrusted:
-    """How such files are read by whoever raises `error`: one line that names file and rule."""
+    """Read such files, and raise `error` with one line that names file and rule."""
 
     error: type[ValueError]
 
@@ -70,7 +70,7 @@ class Untrusted:
             yield stream
 
     def content(self, path: Path, limit: int) -> bytes:
-        """All of a file of at most `limit` bytes."""
+        """Return all of a file of at most `limit` bytes."""
         with self.opened(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size > limit:
@@ -78,7 +78,7 @@ class Untrusted:
             return stream.read(limit)
 
     def json(self, data: bytes, where: str, values: int = VALUE_LIMIT) -> Any:
-        """Strict JSON: UTF-8, no key twice, finite numbers, within the limits."""
+        """Return strict JSON: UTF-8, no key twice, finite numbers, within the limits."""
         self._check_limits(data, where, values)
 
         def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:

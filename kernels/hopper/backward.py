@@ -1,4 +1,4 @@
-"""The backward pass as two kernels: for dq, and for dk and dv.
+"""Compute the backward pass in two kernels: one for dq, one for dk and dv.
 
 The dq kernel walks by queries, the dk/dv kernel by keys. Each sums what it owns in registers, so no
 sum depends on the order in which programs finish: the results have the same bits in every run.
@@ -148,7 +148,7 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _QueryConsumer:
-    """One warpgroup of the dq kernel that multiplies, 64 rows of a tile of queries."""
+    """Compute 64 rows of a tile of dq, by one warpgroup."""
 
     problem: Problem
     blocks: Blocks
@@ -302,7 +302,7 @@ class _Keys(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _KeyConsumer:
-    """One warpgroup of the dk/dv kernel that multiplies, 64 rows of a tile of keys."""
+    """Compute 64 rows of a tile of dk and dv, by one warpgroup."""
 
     problem: Problem
     blocks: Blocks

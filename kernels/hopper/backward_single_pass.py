@@ -1,4 +1,4 @@
-"""The single-pass backward: dq, dk and dv in one kernel, nondeterministic.
+"""Compute dq, dk and dv in one kernel: the single-pass backward, nondeterministic.
 
 It walks by keys as the dk/dv kernel does, and while it has du of a tile it also multiplies it with
 the keys: five products a tile instead of the seven of two kernels. Each program adds its part of dq
@@ -198,7 +198,7 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _Consumer:
-    """One warpgroup that multiplies, 64 rows of a tile of keys."""
+    """Compute 64 rows of a tile of keys, by one warpgroup."""
 
     problem: Problem
     blocks: Blocks

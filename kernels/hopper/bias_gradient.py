@@ -1,4 +1,4 @@
-"""The kernel for the gradient of a bias: ds, summed over the axes that the bias lacks.
+"""Compute the gradient of a bias: ds, summed over the axes that the bias lacks.
 
 An item is one tile of the sum. Its terms are the visited tiles of every batch row and head that
 share it, summed in registers.

@@ -1,4 +1,4 @@
-"""The forward kernel: output, row maximum and the logarithm of the row sum.
+"""Compute output, row maximum and the logarithm of the row sum: the forward kernel.
 
 A consumer holds 64 queries. With each tile of keys it multiplies two things at once, this tile's
 scores and the last tile's weights with their values, and computes the softmax while the tensor
@@ -176,7 +176,7 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _Consumer:
-    """One warpgroup that multiplies, 64 rows of a tile of queries."""
+    """Compute 64 rows of a tile of queries, by one warpgroup."""
 
     problem: Problem
     blocks: Blocks

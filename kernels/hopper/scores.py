@@ -188,7 +188,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[
 
 
 class TileVectors:
-    """The mask's vectors beside a tile.
+    """Hold the mask's vectors beside a tile.
 
     Those of its rows are loaded once for all tiles of the row, those of its columns are copied into
     shared memory with the tile.

@@ -1,4 +1,4 @@
-"""The backward kernels: for dq, for dk and dv, and for the gradient of a bias."""
+"""Compute the backward pass in three kernels: dq, dk and dv, and the gradient of a bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward kernel: output, row maximum and the logarithm of the row sum."""
+"""Compute output, row maximum and the logarithm of the row sum: the forward kernel."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ def test_traced_plans_are_the_static_ones():
 
 
 def test_tile_lists_name_what_is_not_skipped():
-    """By key tiles for each query tile and the other way round: full ones first, then ascending."""
+    """Lists of key tiles, and of query tiles: full ones first, then ascending."""
     rng = np.random.default_rng(16)
     array = rng.random((B, N, 2 * T, S)) < 0.1
     plan = Dense(jnp.asarray(array)).block_plan(

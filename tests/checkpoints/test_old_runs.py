@@ -71,7 +71,7 @@ LOGITS = 1e-6
 """Tolerance, relative to the largest logit."""
 
 CLASSES = 5e-6
-"""Of the largest: what is summed to these few cancels, and is larger than they are."""
+"""As a part of the largest number: terms that cancel in a sum are larger than the sum."""
 
 LOSSES = 0.0 if EXACT else 1e-5
 """Relative."""

@@ -36,7 +36,7 @@ PAIRS: Vector = ("k", -1)
 
 @dataclass(frozen=True)
 class Comparison:
-    """A function of query vectors and key vectors that says which query sees which key.
+    """Say from query vectors and key vectors which query sees which key.
 
     `function` is applied to the operands: vectors that a tuple refers to, results of other
     comparisons, and constants. It is elementwise, hashable, and equal where a compiled kernel may
@@ -74,7 +74,7 @@ NO_EMPTY_SLOT = Comparison(operator.ge, (K_POSITIONS, 0))
 
 @dataclass
 class MaskVectors:
-    """The vectors of a mask, [B or 1, T] and [B or 1, S]; vector 0 of each is the positions."""
+    """Hold a mask's vectors, [B or 1, T] and [B or 1, S]; vector 0 of each is the positions."""
 
     q: list[jax.Array]
     k: list[jax.Array]

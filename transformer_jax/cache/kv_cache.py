@@ -1,4 +1,4 @@
-"""The key/value cache: a frozen value that goes in and comes out, never mutated.
+"""Keep keys and values: a frozen value that goes in and comes out, never mutated.
 
 Slot `position % S` holds the key of `position`, so a full cache and a ring (window) cache are the
 same code with a different S. Every leaf leads with B: rows can be gathered, and ragged rows each
@@ -125,7 +125,7 @@ def extend(
     """Update a cache, and return the keys, values and positions [B, S'] that new tokens may see.
 
     A ring of S < window + T - 1 slots (beside its sinks) overwrites keys that the first of T
-    queries still see, so those queries read the old ring with the new keys behind it; otherwise
+    queries still see, so those queries read the old ring with the new keys after it; otherwise
     they read the new cache. New tokens too are read as they are held, however many are fed at a
     time.
     """

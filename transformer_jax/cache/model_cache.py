@@ -20,7 +20,7 @@ Layers = tuple[kv.KVCache, ...] | kv.KVCache
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModelCache:
-    """All a model remembers of the tokens so far; goes in and comes out, never mutated."""
+    """Hold all a model remembers of the tokens so far; goes in and comes out, never mutated."""
 
     layers: Layers
     cross: Layers | None = None
@@ -28,7 +28,7 @@ class ModelCache:
 
     @property
     def length(self) -> jax.Array:  # i32[B]
-        """The position of each row's next token."""
+        """Return the position of each row's next token."""
         if isinstance(self.layers, kv.KVCache):
             return self.layers.length[:, 0]
         return self.layers[0].length

@@ -7,7 +7,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
-    """A config field has a value that is not allowed, or two fields contradict each other."""
+    """Say that a config field has a value that is not allowed, or that two fields contradict."""
 
 
 def fail(name: str, value: object, rule: str) -> NoReturn:

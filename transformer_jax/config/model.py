@@ -30,7 +30,7 @@ Pooler = Literal["tanh", "relu"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One transformer: `kind` says which stacks it has, the rest what every block looks like."""
+    """Describe a transformer: `kind` says which stacks it has, the rest what a block looks like."""
 
     kind: Kind = "decoder"
     """decoder (causal language model), encoder (bidirectional), or encoder-decoder."""
@@ -176,12 +176,12 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The pattern over the layers: layer i has windows[i % len(windows)]."""
+        """Return the pattern over the layers: layer i has windows[i % len(windows)]."""
         return self.window if isinstance(self.window, tuple) else (self.window,)
 
     @property
     def pooling(self) -> Pooler | None:
-        """The pooler's activation, where there is a pooler."""
+        """Return the pooler's activation, where there is a pooler."""
         return "tanh" if self.pooler is None and self.num_classes is not None else self.pooler
 
     @property

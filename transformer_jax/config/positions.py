@@ -40,7 +40,7 @@ class _Positions:
 
     @property
     def kind(self) -> str:
-        """The name of this kind in files and flags: the class's, in lower case."""
+        """Return the name of this kind in files and flags: the class's, in lower case."""
         return type(self).__name__.lower()
 
     def check_model(self, model: ModelConfig) -> None:
@@ -49,7 +49,7 @@ class _Positions:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Learned(_Positions):
-    """A learned vector of each position, added to the embeddings (Gehring et al. 2017)."""
+    """Add a learned vector of each position to the embeddings (Gehring et al. 2017)."""
 
     absolute = True
 
@@ -221,7 +221,7 @@ class Shaw(_Positions):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class T5Buckets(_Positions):
-    """A learned bias of each head for each bucket of distances (Raffel et al. 2020)."""
+    """Add a learned bias of each head for each bucket of distances (Raffel et al. 2020)."""
 
     buckets: int = 32
     """Rows of the table; half of them are distances of their own, the others widen."""
@@ -245,7 +245,7 @@ class T5Buckets(_Positions):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Alibi(_Positions):
-    """A bias that falls linearly with the distance, at a slope of each head (Press et al. 2022)."""
+    """Add a bias that falls with the distance, at a slope of each head (Press et al. 2022)."""
 
 
 Positions = Learned | Sinusoidal | Rope | Shaw | T5Buckets | Alibi

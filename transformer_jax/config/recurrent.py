@@ -13,7 +13,7 @@ StateAttention = Literal["dot", "general", "additive"]
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """One recurrent model: a language model, or with `source_vocab_size` a source's translator."""
+    """Describe a recurrent model: a language model, or with `source_vocab_size` a translator."""
 
     vocab_size: int = 256
     """Token kinds; of an encoder-decoder, the target's."""
@@ -31,7 +31,7 @@ class RecurrentConfig:
     """The encoder reads the source from both ends (Schuster & Paliwal 1997)."""
     attention: StateAttention | None = None
     """How the decoder looks at the encoder's states: dot or general (Luong et al. 2015) with the
-    state behind each token, additive (Bahdanau et al. 2015) with the one before it; None has only
+    state after each token, additive (Bahdanau et al. 2015) with the one before it; None has only
     the encoder's last state."""
     d_attention: int | None = None
     """additive: width of the hidden layer; None is d_hidden."""

@@ -21,7 +21,7 @@ Tokenizer = Literal["char", "byte", "bpe", "pretrained"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run: what to read, how long, how fast, where to write."""
+    """Describe a training run: what to read, how long, how fast, where to write."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: str = "python-docs"

@@ -85,7 +85,7 @@ class GNMTPenalty:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Beams:
-    """The R best continuations of every row, best first.
+    """Hold the R best continuations of every row, best first.
 
     Where a row has fewer, the rest have length 0 and score -inf. A row whose logits were NaN or
     +inf has no result: length 0 and score NaN.
@@ -150,7 +150,7 @@ def beam_search(
 
 @dataclass(frozen=True)
 class _BeamOptions:
-    """What a program is compiled for; hashable."""
+    """Say what a program is compiled for; hashable."""
 
     num_tokens: int
     num_beams: int

@@ -55,7 +55,7 @@ from transformer_jax.tracing import traced
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots(Generic[State]):
-    """A batch whose rows are at different places of different texts."""
+    """Hold a batch whose rows are at different places of different texts."""
 
     decode_state: DecodeState[State]
     step: Step[State] = field(metadata=dict(static=True))
@@ -245,7 +245,7 @@ def _end_poisoned(decode_state: DecodeState[State], output: StepOutput) -> Decod
 
 @dataclass(frozen=True)
 class Request:
-    """A text to be continued."""
+    """Ask for the continuation of a text."""
 
     prompt: Sequence[int] | np.ndarray  # i32[P]
     num_tokens: int
@@ -263,7 +263,7 @@ End = Literal["stop", "length", "poisoned", "refused"]
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request got: all of it, or in a stream the newest part of it."""
+    """Hold what a request got: all of it, or in a stream the newest part of it."""
 
     id: Any
     tokens: np.ndarray  # i32[n]; a stop token included
@@ -327,7 +327,7 @@ def _join_parts(parts: Iterator[tuple[int, Completion]]) -> Iterator[Completion]
 
 @dataclass
 class _Admitted:
-    """A request that has a slot."""
+    """Hold a request that has a slot."""
 
     number: int
     """Among all requests."""

@@ -105,7 +105,7 @@ def prefill(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Generation(Generic[State]):
-    """What `generate` returns; after a row's end tokens are -1 and log-probabilities 0."""
+    """Hold what `generate` returns; after a row's end tokens are -1 and log-probabilities 0."""
 
     tokens: jax.Array  # i32[B, num_tokens]
     lengths: jax.Array  # i32[B]; new tokens of a row, a stop token included
@@ -123,7 +123,7 @@ class Generation(Generic[State]):
 
 
 class DecodeOptions(NamedTuple):
-    """What a program is compiled for; hashable."""
+    """Say what a program is compiled for; hashable."""
 
     sampler: Sampler
     processors: tuple[HistoryProcessor, ...] = ()
@@ -134,7 +134,7 @@ class DecodeOptions(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """The texts that a batch goes on from, checked and padded to their bucket."""
+    """Hold the texts that a batch goes on from, checked and padded to their bucket."""
 
     tokens: jax.Array  # i32[B, P]; zeros after a row's end
     lengths: jax.Array  # i32[B]
@@ -158,7 +158,7 @@ class DecodeState(Generic[State]):
 
 
 class StepOutput(NamedTuple):
-    """One new token of every row."""
+    """Hold one new token of every row."""
 
     token: jax.Array  # i32[B]; -1 where the row had ended
     log_prob: jax.Array  # f32[B]; 0 where the row had ended
@@ -166,7 +166,7 @@ class StepOutput(NamedTuple):
 
 
 class CheckedArguments(NamedTuple, Generic[State]):
-    """What `generate` was given, after all checks."""
+    """Hold what `generate` was given, after all checks."""
 
     options: DecodeOptions
     prompts: Prompts

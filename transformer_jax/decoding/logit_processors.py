@@ -24,7 +24,7 @@ from transformer_jax.checks import check_count, check_finite
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class History:
-    """The tokens of every row so far, prompt and new ones."""
+    """Hold the tokens of every row so far, prompt and new ones."""
 
     tokens: jax.Array  # i32[B, C]; -1 after the row's end
     prompt: jax.Array  # i32[B]; how many of them were the prompt

@@ -58,7 +58,7 @@ ProposerState: TypeAlias = PyTree
 
 
 class Turn(NamedTuple):
-    """What a proposer may know in one turn."""
+    """Hold what a proposer may know in one turn."""
 
     history: History
     """Prompt and text so far; the newest token is the one no model has read yet."""
@@ -164,14 +164,14 @@ class PromptLookup(Proposer):
 
 
 class _DraftState(NamedTuple):
-    """A draft model's state between turns."""
+    """Hold a draft model's state between turns."""
 
     state: Any
     pending: jax.Array  # bool[B]; True: the token before the newest was not read either
 
 
 class _DraftTurn(NamedTuple):
-    """A draft model's state within a turn."""
+    """Hold a draft model's state within a turn."""
 
     before: Any
     after: Any
@@ -276,7 +276,7 @@ class Draft(Proposer, Generic[State]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Speculation(Generic[State]):
-    """What `speculate` returns; after a row's end tokens are -1 and log-probabilities 0."""
+    """Hold what `speculate` returns; after a row's end tokens are -1 and log-probabilities 0."""
 
     tokens: jax.Array  # i32[B, num_tokens]
     lengths: jax.Array  # i32[B]; new tokens of a row, a stop token included
@@ -347,7 +347,7 @@ def speculate(
 
 
 class _Written(NamedTuple):
-    """What is written turn by turn."""
+    """Hold what is written turn by turn."""
 
     tokens: jax.Array  # i32[B, num_tokens]
     log_probs: jax.Array  # f32[B, num_tokens]
@@ -519,7 +519,7 @@ def _verify(
 
 
 class _NewTokens(NamedTuple):
-    """What a turn adds to each row."""
+    """Hold what a turn adds to each row."""
 
     tokens: jax.Array  # i32[B, num_draft + 1]; the first gained[b] are added
     gained: jax.Array  # i32[B]; 0 in a row that had ended

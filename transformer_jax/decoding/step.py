@@ -46,7 +46,7 @@ class Step(Protocol[State]):
 
 
 class StepWithRead(Step[State], Protocol[State]):
-    """A step that computes the logits of some tokens alone, which is all that a prompt asks for."""
+    """Compute the logits of some tokens alone, which is all that a prompt asks for."""
 
     def read(
         self,
@@ -62,7 +62,7 @@ class StepWithRead(Step[State], Protocol[State]):
 
 
 class StepWithCheck(Step[State], Protocol[State]):
-    """A step that knows which prompts it cannot serve."""
+    """Say which prompts a step cannot serve."""
 
     def check(
         self,
@@ -75,7 +75,7 @@ class StepWithCheck(Step[State], Protocol[State]):
 
 
 class StepWithRewind(Step[State], Protocol[State]):
-    """A step whose state can take tokens back, which speculative decoding saves a call with."""
+    """Take tokens back from a step's state, which saves speculative decoding a call."""
 
     def rewind(
         self,
@@ -92,7 +92,7 @@ class StepWithRewind(Step[State], Protocol[State]):
 
 
 class StepWithAttend(Step[State], Protocol[State]):
-    """A step that returns its attention weights."""
+    """Return a step's attention weights too."""
 
     def attend(
         self,
@@ -156,7 +156,7 @@ def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> i
 
 @dataclass(frozen=True)
 class ModelStep:
-    """A `Decoder` or an `EncoderDecoder` as a step; the state is its `ModelCache`."""
+    """Run a `Decoder` or an `EncoderDecoder` as a step; the state is its `ModelCache`."""
 
     model: Decoder | EncoderDecoder
 

@@ -73,7 +73,7 @@ def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
 
 
 class Norm(nn.Module):
-    """The config's LayerNorm or RMSNorm, over the last axis."""
+    """Apply the config's LayerNorm or RMSNorm over the last axis."""
 
     config: ModelConfig
 
@@ -100,7 +100,7 @@ def _unit(config: ModelConfig, scale: jax.Array) -> jax.Array:
 
 
 class Linear(nn.Module):
-    """x W + b in the config's compute dtype, W ~ N(0, std^2), over the last `contract` axes."""
+    """Return x W + b in the compute dtype, W ~ N(0, std^2), over the last `contract` axes."""
 
     config: ModelConfig
     features: tuple[int, ...]
@@ -126,14 +126,14 @@ def branch_std(config: ModelConfig, depth: int | None) -> float:
 
 
 class AttendedKeys(NamedTuple):
-    """The keys that one attention weighed, and how."""
+    """Hold the keys that one attention weighed, and how."""
 
     weights: jax.Array  # f32[B, N, T, S]: after the softmax, before dropout
     positions: jax.Array | None  # i32[B, S] of the keys; None is arange(S)
 
 
 class AttentionOutput(NamedTuple):
-    """What `Attention` returns."""
+    """Hold what `Attention` returns."""
 
     x: jax.Array  # [B, T, D]
     cache: kv.KVCache | None
@@ -141,7 +141,7 @@ class AttentionOutput(NamedTuple):
 
 
 class BlockRecord(NamedTuple):
-    """What a block read and weighed."""
+    """Hold what a block read and weighed."""
 
     x: jax.Array  # [B, T, D]: the stream before the block
     own: AttendedKeys
@@ -149,7 +149,7 @@ class BlockRecord(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """What `Block` returns."""
+    """Hold what `Block` returns."""
 
     x: jax.Array  # [B, T, D]
     cache: kv.KVCache | None
@@ -157,7 +157,7 @@ class BlockOutput(NamedTuple):
 
 
 class _Heads(NamedTuple):
-    """The operands of one attention, projected and split into heads."""
+    """Hold the operands of one attention, projected and split into heads."""
 
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
@@ -202,7 +202,7 @@ class Attention(nn.Module):
 
     @property
     def _rope(self) -> Rope | None:
-        """The rotation of queries and keys, which attention to an encoder's output has not."""
+        """Return the rotation of queries and keys; attention to an encoder's output has none."""
         positions = self.config.positions
         if self.cross or not isinstance(positions, Rope):
             return None
@@ -210,7 +210,7 @@ class Attention(nn.Module):
 
     @property
     def _shaw(self) -> Shaw | None:
-        """The vectors of distances, which attention to an encoder's output has not."""
+        """Return the vectors of distances; attention to an encoder's output has none."""
         positions = self.config.positions
         return positions if isinstance(positions, Shaw) and not self.cross else None
 
@@ -348,7 +348,7 @@ def _known_positions(heads: _Heads) -> tuple[jax.Array, jax.Array]:
 
 
 class FeedForward(nn.Module):
-    """act(x W_up) W_down, or with `glu` (act(x W_gate) * (x W_up)) W_down (Shazeer 2020)."""
+    """Return act(x W_up) W_down, or with `glu` (act(x W_gate) * (x W_up)) W_down (Shazeer 2020)."""
 
     config: ModelConfig
     depth: int | None = None
@@ -555,7 +555,7 @@ class Embed(nn.Module):
         return dropout(x, cfg.dropout, key).astype(cfg.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
-        """(scale) x E^T (+ bias), soft-capped; the sums are f32 whatever the compute dtype."""
+        """Return (scale) x E^T (+ bias), soft-capped, in f32 whatever the compute dtype."""
         cfg = self.config
         table = self.tokens if cfg.tie_embeddings else self.output
         if cfg.logit_scale is not None:

@@ -1,4 +1,4 @@
-"""How order enters a transformer: sinusoids, learned rows, rotations, and biases of a distance.
+"""Bring order into a transformer: sinusoids, learned rows, rotations, and biases of a distance.
 
 Everything is a function of positions, integers that may start anywhere and differ between rows,
 so a cached step and a full pass agree. Angles are float32 whatever the compute dtype, and lose

@@ -11,7 +11,7 @@ time. A token that is not `valid` is padding: it leaves its row's state as it wa
 
 Layers stand on top of each other, with dropout between them only (Zaremba et al. 2014). With
 `additive` attention the top state at the token before asks, and the context enters the first
-cell beside the token (Bahdanau et al. 2015); with `dot` and `general` the top state behind the
+cell beside the token (Bahdanau et al. 2015); with `dot` and `general` the top state after the
 token asks (Luong et al. 2015). Either way tanh(W_c [context; h]) is what the logits are read from.
 """
 
@@ -43,7 +43,7 @@ Carry = tuple[Any, ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SourceMemory:
-    """An encoder's states, which the decoder's attention looks at."""
+    """Hold an encoder's states, which the decoder's attention looks at."""
 
     states: jax.Array  # [B, S, M]; zeros where padded
     valid: jax.Array  # bool[B, S]
@@ -54,7 +54,7 @@ class SourceMemory:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RecurrentState:
-    """All a model remembers of the tokens so far; goes in and comes out, never mutated."""
+    """Hold all a model remembers of the tokens so far; goes in and comes out, never mutated."""
 
     carry: Carry
     length: jax.Array  # i32[B]: tokens read
@@ -100,7 +100,7 @@ class Vocabulary(nn.Module):
 
 
 class RecurrentEncoder(nn.Module):
-    """The source's states, from one end or from both (Schuster & Paliwal 1997)."""
+    """Compute the source's states, from one end or from both (Schuster & Paliwal 1997)."""
 
     config: RecurrentConfig
 
@@ -201,7 +201,7 @@ class RecurrentDecoder(nn.Module):
         key: jax.Array | None,
         memory: SourceMemory | None,
     ) -> tuple[tuple[Carry, jax.Array | None], tuple[jax.Array, jax.Array | None]]:
-        """One token of every row: the carry and weights behind it, the top state and context."""
+        """Read a token of every row: the carry and weights after it, the top state and context."""
         cfg, (carry, weights) = self.config, before
         context, new = None, []
         if cfg.attention == "additive":
@@ -338,7 +338,7 @@ def read_tokens(
 
 @dataclass(frozen=True)
 class RecurrentStep:
-    """`RecurrentLM` or `RecurrentSeq2Seq` as a step; the state is its `RecurrentState`."""
+    """Run `RecurrentLM` or `RecurrentSeq2Seq` as a step; the state is its `RecurrentState`."""
 
     model: RecurrentLM | RecurrentSeq2Seq
 
@@ -361,7 +361,7 @@ class RecurrentStep:
         *,
         valid: jax.Array | None = None,  # bool[B, T]
     ) -> tuple[jax.Array, RecurrentState]:  # f32[B, Q, V]
-        """As a call, with the logits after the tokens `at` alone."""
+        """Do as a call, with the logits after the tokens `at` alone."""
         result: Any = self.model.apply({"params": params}, tokens, state=state, valid=valid, at=at)
         return result
 
@@ -373,7 +373,7 @@ class RecurrentStep:
         *,
         valid: jax.Array | None = None,  # bool[B, 1]
     ) -> tuple[jax.Array, RecurrentState, jax.Array]:
-        """As a call with one token a row, and its weights f32[B, S]; 0 where it is not valid."""
+        """Do as a call with one token a row, and return its weights f32[B, S]; 0 if not valid."""
         check_one(tokens)
         if self.model.config.attention is None:
             raise ValueError("attention is None: this model has no attention weights")
@@ -445,7 +445,7 @@ def _run(
     valid: jax.Array,  # bool[B, S]
     reverse: bool = False,
 ) -> tuple[Any, jax.Array]:  # [B, S, H]
-    """One cell over a sequence, if `reverse` from its end: its last carry, and all it gave."""
+    """Run a cell over a sequence, if `reverse` from its end: its last carry, and all it gave."""
 
     def read(
         cell: nn.RNNCellBase, carry: Any, x: jax.Array, valid: jax.Array

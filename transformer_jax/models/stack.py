@@ -21,7 +21,7 @@ from transformer_jax.models.layers import Block, BlockRecord, Norm, PositionBias
 
 
 class AttentionWeights(NamedTuple):
-    """What each layer read, and what it weighed the values with: after the softmax, before dropout.
+    """Hold what each layer read and weighed values with: after the softmax, before dropout.
 
     A row sums to 1, to less by the share of `attention_sinks`, and to 0 where it sees nothing or is
     of a padding token. Of one token, as `make_step(model).attend` gives them, there is no T, and S
@@ -73,7 +73,7 @@ def by_slot(weights: AttentionWeights, cache: ModelCache) -> AttentionWeights:
 
 
 class StackOutput(NamedTuple):
-    """What `Stack` returns."""
+    """Hold what `Stack` returns."""
 
     x: jax.Array  # [B, T, D]
     cache: ModelCache | None

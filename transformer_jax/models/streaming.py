@@ -78,7 +78,7 @@ def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
 
 
 class StreamingEncoder(nn.Module):
-    """A causal windowed stack over vectors: W_in x, then the blocks of the config.
+    """Run a causal windowed stack over vectors: W_in x, then the blocks of the config.
 
     With `chunk` C a frame sees all of its chunk (positions from a multiple of C on), the W - C
     frames before that chunk, and of the sinks those that are not after it. A call then starts at a
@@ -180,7 +180,7 @@ def stream_attention(
     sinks: jax.Array | None = None,  # [N]
     implementation: str | None = None,
 ) -> tuple[jax.Array, kv.KVCache | None]:  # [B, T, N, Hv]
-    """One layer of windowed attention: the result of T new tokens, and the state after them.
+    """Run one layer of windowed attention: T new tokens' result, and the state after them.
 
     A state is a ring, `cache.init(batch, window, num_kv_heads, head_dim)`; None is the whole
     sequence at once. `window` None is the ring's capacity less its sinks; a `mask` takes the place
@@ -256,7 +256,7 @@ def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1)
 
 
 def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> ModelCache:
-    """`rebase_state` in every layer, for a Decoder or a StreamingEncoder with a window.
+    """Apply `rebase_state` in every layer of a Decoder or a StreamingEncoder with a window.
 
     `multiple` is the StreamingEncoder's chunk, if it has one.
     """

@@ -65,7 +65,7 @@ class Sizes:
 
     @property
     def group(self) -> int:
-        """The size of a head group: how many (batch row, key head) pairs share a tile."""
+        """Return the size of a head group: how many (batch row, key head) pairs share a tile."""
         return self.rows * self.heads
 
     @property
