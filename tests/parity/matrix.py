@@ -52,7 +52,7 @@ CHUNKS = (None, 5)
 PROMPT, NEW, VOCAB, SOURCE = 19, 64, 31, 13
 TOLERANCE = 1e-5
 INT8_TOLERANCE = 0.02
-"""As a part of the largest logit. Each key and value is off by at most 1/254 of its row's largest."""
+"""As a part of the largest logit; a key or value is off by at most 1/254 of its row's largest."""
 
 
 @dataclass(frozen=True)
