@@ -845,7 +845,7 @@ class AttentionSuite:
 
     # Runs and transformations.
 
-    @pytest.mark.parametrize("poisoned", ["key", "value"])
+    @pytest.mark.parametrize("nonfinite", ["key", "value"])
     def test_a_poisoned_key_head_breaks_the_query_heads_of_its_group(self, poisoned):
         arrays = self.draw(32, queries=5, keys=7, heads=6, kv_heads=2, dim=self.dim)
         arrays[poisoned] = arrays[poisoned].at[:, 2, 1].set(jnp.nan)

@@ -82,10 +82,10 @@ def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
     """Return the softmax of a call's scores, and the value without rows that are not finite."""
     visible = see(call)
     bias = call.bias.materialize(*call.positions()) if isinstance(call.bias, Bias) else call.bias
-    query, key, value, poison = clean(visible, call.query, call.key, call.value)
+    query, key, value, nonfinite = clean(visible, call.query, call.key, call.value)
     scale = call.scale if call.scale_array is None else call.scale_array
     scores = _scores(query, key, visible, bias, scale, call.softcap)
-    return softmax(scores, visible, poison, call.sinks), value
+    return softmax(scores, visible, nonfinite, call.sinks), value
 
 
 def see(call: AttentionCall) -> jax.Array | None:  # bool[B or 1, N or 1, T or 1, S]

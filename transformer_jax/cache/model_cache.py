@@ -152,7 +152,7 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
 def refuse_past_capacity(positions: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
     """Return positions with those past the cache's end made padding, and the rows [B] that had any.
 
-    A known one is a ValueError; a traced one poisons its row's logits and overwrites nothing.
+    A known one is a ValueError; a traced one makes its row's logits NaN and overwrites nothing.
     """
     if not isinstance(positions, jax.core.Tracer) and positions.size:
         last = int(np.max(positions))

@@ -195,7 +195,7 @@ class _SearchState:
     log_probs: jax.Array  # f32[B, M]
     hypotheses: Beams
     """The best that have ended."""
-    poisoned: jax.Array  # bool[B]
+    nonfinite: jax.Array  # bool[B]
 
 
 @partial(jax.jit, static_argnames=("step", "options"), donate_argnames="state")
@@ -248,12 +248,12 @@ def _search_rows(
     search, _, _ = jax.lax.while_loop(any_alive, search_step, (search, state, history))
     N, factor = options.num_tokens, scoring.factors[-1]
     best = _keep_best(options, search.hypotheses, search.tokens, N, search.log_probs, factor)
-    poisoned = search.poisoned[:, None]
+    nonfinite = search.nonfinite[:, None]
     return Beams(
-        tokens=jnp.where(poisoned[..., None], -1, best.tokens),
-        lengths=jnp.where(poisoned, 0, best.lengths),
-        scores=jnp.where(poisoned, jnp.nan, best.scores),
-        log_probs=jnp.where(poisoned, jnp.nan, best.log_probs),
+        tokens=jnp.where(nonfinite[..., None], -1, best.tokens),
+        lengths=jnp.where(nonfinite, 0, best.lengths),
+        scores=jnp.where(nonfinite, jnp.nan, best.scores),
+        log_probs=jnp.where(nonfinite, jnp.nan, best.log_probs),
     ), after_prompt
 
 
@@ -271,7 +271,7 @@ def _init_search(options: _BeamOptions, rows: int) -> _SearchState:
             scores=jnp.full((rows, R), -jnp.inf, jnp.float32),
             log_probs=jnp.full((rows, R), -jnp.inf, jnp.float32),
         ),
-        poisoned=jnp.zeros((rows,), bool),
+        nonfinite=jnp.zeros((rows,), bool),
     )
 
 
@@ -286,9 +286,9 @@ def _extend_beams(
     rows, M = search.log_probs.shape
     step_log_probs, usable = _log_probs(options.processors, history, logits)
     living = search.log_probs > -jnp.inf
-    poisoned = search.poisoned | (living & ~usable.reshape(rows, M)).any(axis=1)
+    nonfinite = search.nonfinite | (living & ~usable.reshape(rows, M)).any(axis=1)
     totals = search.log_probs[..., None] + step_log_probs.reshape(rows, M, logits.shape[-1])
-    totals = jnp.where(poisoned[:, None, None], -jnp.inf, totals)
+    totals = jnp.where(nonfinite[:, None, None], -jnp.inf, totals)
     alive, ended = _best_extensions(options, totals, scoring.diversity)
 
     def texts(extensions: _Extensions) -> jax.Array:  # i32[B, M, num_tokens]
@@ -305,7 +305,7 @@ def _extend_beams(
     parents = (alive.parent + M * jnp.arange(rows)[:, None]).reshape(-1)
     if history is not None:
         history = gather_rows(history, parents).append(alive.token.reshape(-1), jnp.bool_(True))
-    return _SearchState(n, texts(alive), log_probs, hypotheses, poisoned), history, parents
+    return _SearchState(n, texts(alive), log_probs, hypotheses, nonfinite), history, parents
 
 
 def _log_probs(
@@ -313,7 +313,7 @@ def _log_probs(
     history: History | None,
     logits: jax.Array,  # [R, V]
 ) -> tuple[jax.Array, jax.Array]:  # f32[R, V], bool[R]
-    """Return log_softmax of the processed logits, and which rows are not poisoned.
+    """Return log_softmax of the processed logits, and which rows are finite.
 
     As for a sampler, the largest logit of a row must be finite. But processors may exclude every
     token: then all of the row is -inf.

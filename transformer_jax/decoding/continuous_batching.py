@@ -167,7 +167,7 @@ def _admit(
         slots: Slots[State], params: Params, rows: jax.Array, prompts: Prompts, state: State
     ) -> tuple[Slots[State], StepOutput]:
         new, output = start_decoding(slots.options, slots.step, params, prompts, state, room, chunk)
-        decode_state = write_rows(slots.decode_state, rows, _end_poisoned(new, output))
+        decode_state = write_rows(slots.decode_state, rows, _end_nonfinite(new, output))
         return replace(slots, decode_state=decode_state), output
 
     results = jax.tree.map(split, slots), split_rows(state)
@@ -181,7 +181,7 @@ def advance_slots(
 
     The loop ends when no row is active; with `pause`, as soon as a slot is free, so that it can be
     filled. Where a row has no token, -1 and log-probability 0 stand. A row whose logits are
-    poisoned ends with token -1 and log-probability NaN. The slots are consumed. ValueError where
+    nonfinite ends with token -1 and log-probability NaN. The slots are consumed. ValueError where
     they were before, or `steps` is not an integer of at least 1.
     """
     _check_slots(slots)
@@ -215,7 +215,7 @@ def _decode_steps(
         n, decode_state, outputs = carry
         decode_state, output = decode_step(slots.options, slots.step, params, decode_state)
         outputs = jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
-        return n + 1, _end_poisoned(decode_state, output), outputs
+        return n + 1, _end_nonfinite(decode_state, output), outputs
 
     nothing = StepOutput(jnp.full((steps, rows), -1), jnp.zeros((steps, rows)), None)
     carry = jnp.int32(0), slots.decode_state, nothing
@@ -238,7 +238,7 @@ def _release(slots: Slots[State], rows: jax.Array) -> Slots[State]:
     return replace(slots, decode_state=replace(slots.decode_state, active=active))
 
 
-def _end_poisoned(decode_state: DecodeState[State], output: StepOutput) -> DecodeState[State]:
+def _end_nonfinite(decode_state: DecodeState[State], output: StepOutput) -> DecodeState[State]:
     """End the rows whose logits gave no token: they have nothing to go on from."""
     return replace(decode_state, active=decode_state.active & (output.token >= 0))
 
@@ -258,7 +258,7 @@ class Request:
     """One row to go on from: a prefix, an encoder's; not consumed. None is the empty one."""
 
 
-End = Literal["stop", "length", "poisoned", "refused"]
+End = Literal["stop", "length", "nonfinite", "refused"]
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class Completion:
     tokens: np.ndarray  # i32[n]; a stop token included
     log_probs: np.ndarray  # f32[n]; as `Generation.log_probs`
     end: End | None
-    """None: more is to come. Poisoned: no finite logit was left."""
+    """None: more is to come. "nonfinite": no finite logit was left."""
     error: str | None = None
     """Why it was refused."""
 
@@ -348,7 +348,7 @@ class _Admitted:
         if real.any() and tokens[real][-1] in stop:
             end = "stop"
         if np.isnan(log_probs[~real]).any():
-            end = "poisoned"
+            end = "nonfinite"
         return Completion(self.id, tokens[real], log_probs[real], end)
 
 

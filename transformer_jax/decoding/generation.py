@@ -283,8 +283,8 @@ def generate(
 
     ValueError where an argument is wrong, before anything is compiled or consumed. Under a trace
     of yours what is not known is not checked: a token outside the vocabulary and a position past
-    the cache poison their row, which then has token -1 and log-probability NaN, and limits are
-    clipped to 0..num_tokens. A token that has left every window before the prompt ends poisons
+    the cache make their row nonfinite: it has token -1 and log-probability NaN. Limits are clipped
+    to 0..num_tokens. A token outside that has left every window before the prompt ends changes
     nothing.
     """
     options, prompts, state = check_arguments(

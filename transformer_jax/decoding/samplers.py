@@ -166,7 +166,7 @@ class Greedy:
 
     def __call__(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
         x = _as_float32(logits)
-        return _mark_poisoned(jnp.argmax(x, axis=-1), x)
+        return _mark_nonfinite(jnp.argmax(x, axis=-1), x)
 
     def distribution(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
         """Return -inf for all but the best token: the softmax gives it probability 1."""
@@ -191,7 +191,7 @@ class Sample:
 
     def __call__(self, key: jax.Array, logits: jax.Array) -> jax.Array:
         processed = self.distribution(logits)
-        return _mark_poisoned(jax.random.categorical(key, processed, axis=-1), processed)
+        return _mark_nonfinite(jax.random.categorical(key, processed, axis=-1), processed)
 
     def distribution(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
         """Return the processed logits, whose softmax a token is drawn from.
@@ -225,7 +225,7 @@ def _as_float32(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
     return x
 
 
-def _mark_poisoned(tokens: jax.Array, logits: jax.Array) -> jax.Array:  # i32[...]
+def _mark_nonfinite(tokens: jax.Array, logits: jax.Array) -> jax.Array:  # i32[...]
     """Return the tokens, -1 where the largest logit is not finite."""
     return jnp.where(has_finite_maximum(logits), tokens, -1).astype(jnp.int32)
 

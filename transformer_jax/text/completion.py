@@ -243,7 +243,7 @@ def answer(
     for completion in done:
         if completion.error is not None:
             raise ValueError(f"prompt {completion.id}: {completion.error}")
-        if completion.end == "poisoned":
+        if completion.end == "nonfinite":
             raise ValueError(f"prompt {completion.id}: {NO_TOKEN}")
         tokens = completion.tokens.tolist()
         yield completion.id, "".join(pieces(tokenizer, tokens, stop, stop_ids))
