@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support import plain_kernels
-from tests.support.attention_suite import AttentionSuite, draw
+from tests.support.attention_suite import AttentionSuite, draw, reference
 from tests.support.devices import on_devices
 from tests.support.plain_kernels import Plain
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
@@ -21,6 +21,7 @@ from transformer_jax.attention.biases import ALiBi
 from transformer_jax.attention.masks import (
     Causal,
     Dense,
+    Window,
 )
 from transformer_jax.kernels import Target, using
 
@@ -57,6 +58,30 @@ class TestPlain(AttentionSuite):
             "test_rematerialised_gradients_are_the_same_with_dropout_on",
         }
     )
+
+
+def test_sinks_have_their_gradient():
+    """-sum p_sink D over batch rows and queries: with row maxima and sums far from 0 and 1."""
+    arrays = draw(6, batch=3, queries=11, keys=19)
+    arrays["query"] = 3 * arrays["query"]
+    arrays["sinks"] = jnp.array([-2.0, 0.5, 3.0, 7.0])
+    seen = np.tri(11, 19, k=-1, dtype=bool)[None, None]  # the first query sees no key
+
+    @jax.jit
+    def gradient(sinks):
+        def attend(sinks):
+            inputs = arrays["query"], arrays["key"], arrays["value"]
+            settings = dict(mask=Causal() & ~Window(1), sinks=sinks, return_lse=True)
+            return dot_product_attention(*inputs, implementation="pallas", **settings)
+
+        (out, lse), pull = jax.vjp(attend, sinks)
+        return out, lse, pull((arrays["out_cotangent"], arrays["lse_cotangent"]))[0]
+
+    with using(Plain()):
+        out, lse, dsinks = gradient(arrays["sinks"])
+    expected = reference(arrays, seen)
+    assert np.isneginf(np.asarray(lse)[:, 0]).all() and not np.asarray(out)[:, 0].any()
+    assert_near(dsinks, expected["dsinks"], GRADIENT_F32)
 
 
 # vmap

@@ -280,6 +280,21 @@ def test_kernels_match_the_formulas(name):
     check(CASES[name])
 
 
+SMALL = Case(everything, B=3, N=2, K=1, T=11, S=19)
+
+
+def test_softcap_changes_the_gradient_of_query_and_key_but_not_of_each_rows_bias():
+    """dq and dk have a factor 1 - tanh^2, and a bias, added after it, has none."""
+    check(replace(SMALL, softcap=0.7, bias=(True, False, True, True)))
+
+
+def test_each_batch_row_has_its_own_bias_of_keys_and_its_gradient():
+    case = replace(SMALL, bias=(True, False, False, True))
+    results, reference = run(case, bias_only=True)
+    assert results["dbias"].shape == reference["dbias"].shape == (3, 1, 1, 24)
+    assert_near(results["dbias"], reference["dbias"], GRADIENT_F32)
+
+
 @pytest.mark.slow_cases("(0, 1", "(1, 0")
 @pytest.mark.parametrize(
     "axes",
