@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
+import re
 
 import jax
 import jax.numpy as jnp
@@ -383,6 +385,36 @@ def test_a_tile_is_full_where_either_of_two_masks_is_full():
     assert kinds == [FULL, FULL, SKIPPED, FULL, FULL, SKIPPED, FULL, FULL, PARTIAL]
 
 
+def test_tiles_of_a_prefix_at_every_length_are_what_they_should_be():
+    """Also at a length that is a tile's first or last key, which that tile does not hold whole."""
+    lengths = np.arange(-1, 15, dtype=np.int32)
+    plan = Prefix(jnp.asarray(lengths)).block_plan(
+        jnp.arange(7), jnp.arange(13), block_q=7, block_k=5
+    )
+    keys = np.pad(np.arange(13), (0, 2), constant_values=99)  # beyond the last are empty slots
+    sees = (keys < lengths[:, None]).reshape(len(lengths), 3, 5)
+    need = np.where(sees.all(axis=2), FULL, np.where(sees.any(axis=2), PARTIAL, SKIPPED))
+    assert plan.classes[:, 0, 0].tolist() == need.tolist()
+
+
+@pytest.mark.parametrize("rows", [(3, 13), (11, 5), (3, 7)], ids=str)
+def test_segment_ids_may_be_fewer_than_queries_or_keys(rows):
+    """Where there is no id, there is nothing to see: in an array, in a plan and as vectors."""
+    queries, keys = 11, 13
+    q_ids, k_ids = (np.ones((1, size), np.int32) for size in rows)
+    sees = np.outer(np.arange(queries) < rows[0], np.arange(keys) < rows[1])
+    mask = Segments(jnp.asarray(q_ids), jnp.asarray(k_ids))
+    at = np.arange(queries), np.arange(keys)
+    assert seen(mask, *at)[0, 0].tolist() == sees.tolist()
+    assert set(check_sound(mask, *at, 2, 3)) == {SKIPPED, PARTIAL, FULL}
+    for known in (True, False):
+        vectors = MaskVectors.of(mask, at[0][None], at[1][None], known)
+        visible = vectors.visible(
+            [x[:, :, None] for x in vectors.q], [x[:, None, :] for x in vectors.k]
+        )
+        assert np.broadcast_to(visible, (1, queries, keys))[0].tolist() == sees.tolist()
+
+
 def test_empty_slots_do_not_keep_a_tile_of_later_keys():
     places = np.array([0, 1, 2, 3, 20, -1, 22, 23])
     kinds = [kind for kind, _ in tiles(Causal(), np.arange(8), places, 8, 4)]
@@ -494,3 +526,14 @@ def test_masks_combine_only_with_masks():
         Causal() & True
     with pytest.raises(TypeError):
         jnp.ones((5, 7), bool) | Causal()
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal() & Window(3), ~Causal()], ids=repr)
+def test_a_mask_has_no_truth_value(mask):
+    """`and`, `or` and `not` would drop one side in silence: the message names what to write."""
+    told = r"is neither true nor false: combine masks with &, \| and ~.* ask `mask is None`"
+    for ask in (bool, lambda mask: mask and Window(2), lambda mask: Window(2) or mask):
+        with pytest.raises(TypeError, match=told):
+            ask(mask)
+    with pytest.raises(TypeError, match=re.escape(repr(mask))):
+        operator.not_(mask)
