@@ -3,9 +3,9 @@
     python -m benchmarks.decode --quick
     python -m benchmarks.decode --out benchmarks/results/decode_cpu.json
 
-One greedy `generate` call of a GPT-2 behind a random prompt, the same weights for all: ours, and
+One greedy `generate` call of a GPT-2 after a random prompt, the same weights for all: ours, and
 Hugging Face's in torch (on a GPU also compiled, with a static cache). Before anything is timed, the
-logits behind the prompt must agree, and in float32 every token. A token needs every weight once, so
+logits after the prompt must agree, and in float32 every token. A token needs every weight once, so
 the limit is the fastest read of as many bytes that XLA or torch can do, timed in the same rounds.
 The last line asks what four times the cache's capacity costs while it holds the same tokens.
 """
@@ -46,7 +46,7 @@ class Peer:
     generate: Callable[[int], np.ndarray]
     """i32[B, n]: the prompts continued by n tokens."""
     logits: Callable[[], np.ndarray]
-    """f32[B, V]: behind each prompt."""
+    """f32[B, V]: after each prompt."""
 
 
 def main(argv: list[str] | None = None) -> None:

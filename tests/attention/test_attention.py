@@ -45,7 +45,7 @@ NAMES = ("xla", "blockwise", "pallas", "pallas_unordered", "cudnn")
 
 class TestXla(AttentionSuite):
     slow_cases = AttentionSuite.slow_cases | {
-        "test_a_poisoned_key_that_all_see_passes_no_gradient_on": ("32", "64-128"),
+        "test_a_nonfinite_key_that_all_see_passes_no_gradient_on": ("32", "64-128"),
         "test_any_length_matches_the_oracle": ("127x3]", "2x129]", "3x127]", "64x17]", "7x65]"),
         "test_heads_of_any_number_and_width_match_the_oracle": ("(4", "(8, 1"),
         "test_many_rows_and_heads_each_have_their_own": (
@@ -60,7 +60,7 @@ class TestXla(AttentionSuite):
 
 class TestBlockwise(AttentionSuite):
     slow_cases = AttentionSuite.slow_cases | {
-        "test_a_poisoned_key_that_all_see_passes_no_gradient_on": ("32", "64-128"),
+        "test_a_nonfinite_key_that_all_see_passes_no_gradient_on": ("32", "64-128"),
         "test_any_length_matches_the_oracle": (
             "127x3]",
             "257x1",
@@ -115,7 +115,7 @@ class TestXlaAcrossTiles(TestBlockwise):
 
 # What is not finite breaks the queries that see it and nobody else, in tiles full and partial.
 
-POISONS = {
+NONFINITE = {
     "a key is NaN": ("key", (0, 120, 1, 3), math.nan),
     "a key is inf": ("key", (0, 120, 1, 3), math.inf),
     "a value is NaN": ("value", (0, 120, 1, 3), math.nan),
@@ -131,8 +131,8 @@ POISONS = {
 @pytest.mark.slow_cases("a key is NaN-blockwise-plain", "a key is NaN-xla-every")
 @pytest.mark.parametrize("options", [False, True], ids=["plain", "every option"])
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-@pytest.mark.parametrize("poison", POISONS)
-def test_a_broken_query_is_nan_and_as_if_its_cotangent_were_zero(poison, implementation, options):
+@pytest.mark.parametrize("which", NONFINITE)
+def test_a_broken_query_is_nan_and_as_if_its_cotangent_were_zero(which, implementation, options):
     suite = {"xla": TestXlaAcrossTiles, "blockwise": TestBlockwise}[implementation]()
     arrays = suite.draw(60)
     rng = np.random.default_rng(60)
@@ -141,21 +141,21 @@ def test_a_broken_query_is_nan_and_as_if_its_cotangent_were_zero(poison, impleme
     if options:
         arrays["sinks"] = jnp.array([-1.0, 0.5, 1.0, 2.0])
         settings |= dict(softcap=5.0, dropout_rate=0.3, dropout_key=jax.random.key(61))
-    name, at, bad = POISONS[poison]
+    name, at, bad = NONFINITE[which]
     broken = np.zeros((2, 139, 4), bool)
     if name in ("key", "value"):
         broken[0, 8:, 2:] = True
     elif name == "query":
         broken[0, 70, 3] = True
-    elif "hidden" not in poison:
+    elif "hidden" not in which:
         broken[:, 70, 3] = True
     silent = {
         "out_cotangent": jnp.where(broken[..., None], 0, arrays["out_cotangent"]),
         "lse_cotangent": jnp.where(broken, 0, arrays["lse_cotangent"]),
     }
     clean = suite.evaluate(arrays | silent, Causal(), **settings)
-    poisoned = arrays | {name: arrays[name].at[at].set(bad)}
-    result = suite.evaluate(poisoned, Causal(), **settings)
+    nonfinite = arrays | {name: arrays[name].at[at].set(bad)}
+    result = suite.evaluate(nonfinite, Causal(), **settings)
     for name, value in clean.items():
         value, got = np.asarray(value), np.asarray(result[name])
         assert np.isfinite(value).all() and value.any()
@@ -165,7 +165,7 @@ def test_a_broken_query_is_nan_and_as_if_its_cotangent_were_zero(poison, impleme
         assert (got == value).all(), name
 
 
-def test_a_poisoned_call_of_a_vmap_leaves_the_others_alone():
+def test_a_nonfinite_call_of_a_vmap_leaves_the_others_alone():
     arrays = draw(62, batch=3)
     arrays = {name: x[:, None] for name, x in arrays.items()}
 
@@ -183,9 +183,9 @@ def test_a_poisoned_call_of_a_vmap_leaves_the_others_alone():
         return [np.asarray(x) for x in (out, *gradients)]
 
     results = zip(run(arrays["key"]), run(arrays["key"].at[1, 0, 6].set(math.nan)), strict=True)
-    for clean, poisoned in results:
-        assert (poisoned[[0, 2]] == clean[[0, 2]]).all()
-        assert not np.array_equal(poisoned[1], clean[1], equal_nan=True)
+    for clean, nonfinite in results:
+        assert (nonfinite[[0, 2]] == clean[[0, 2]]).all()
+        assert not np.array_equal(nonfinite[1], clean[1], equal_nan=True)
     out, query, *_ = run(arrays["key"].at[1, 0, 6].set(math.nan))
     assert np.isnan(out[1, 0, 6:]).all() and np.isfinite(out[1, 0, :6]).all()
     assert not query[1, 0, 6:].any()

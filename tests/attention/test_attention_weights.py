@@ -185,7 +185,7 @@ def test_weights_are_nan_exactly_where_the_output_is():
     ],
 )
 def test_weights_of_generated_tokens_are_rows_of_the_whole_text(name, scan):
-    """Against the formulas; 0 behind a row's end, however the loop ends. "short" is a cache below
+    """Against the formulas; 0 after a row's end, however the loop ends. "short" is a cache below
     its window."""
     config = CONFIGS[name]
     params = parameters(config)
@@ -310,7 +310,7 @@ def test_a_row_that_is_not_valid_has_no_weights():
     ids=["additive", "dot"],
 )
 def test_recurrent_weights_are_those_of_the_formulas(config, early_exit):
-    """And 0 behind a row's end, however the loop ends."""
+    """And 0 after a row's end, however the loop ends."""
     params, step = recurrent.parameters(config), RecurrentStep(build(config))
     prompt = draw(PROMPT)
     out = generate(

@@ -360,8 +360,8 @@ def test_tokamax_is_asked_for_the_same(monkeypatch, name, changes):
         if is_causal:
             seen &= (s <= t)[None, None]
         if local_window_size is not None:
-            before, behind = local_window_size
-            seen &= ((t - before <= s) & (s <= t + behind))[None, None]
+            before, after = local_window_size
+            seen &= ((t - before <= s) & (s <= t + after))[None, None]
         if key_value_seq_lengths is not None:
             seen &= (s[None] < key_value_seq_lengths[:, None, None])[:, None]
         weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)

@@ -346,7 +346,7 @@ def test_int8_slots_are_those_of_a_float_cache(rng):
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_nan_in_a_small_cache_is_seen_by_whom_it_should(dtype, rng):
-    """A NaN token: NaN for those that two windows reach; gone, bit for bit, for those behind."""
+    """A NaN token: NaN for those that two windows reach; gone, bit for bit, for those after."""
     config, params, apply = make(**RINGS)
     tokens, _ = ragged(rng)
     tokens = np.maximum(tokens, 8)

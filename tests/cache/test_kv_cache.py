@@ -19,7 +19,7 @@ jit_extend = jax.jit(kv.extend, static_argnames="window")
 
 
 class DictCache:
-    """Row by row, position -> (key, value); a ring of S forgets what is S or more behind.
+    """Row by row, position -> (key, value); a ring of S holds the newest S, and forgets the others.
 
     Of those slots the first `sinks` keep the first positions, and only the others turn.
     """
@@ -36,8 +36,8 @@ class DictCache:
                     row[position] = (k[b, t], v[b, t])
                     self.length[b] = max(self.length[b], position + 1)
             newest = self.length[b] - 1
-            behind = newest - (self.capacity - self.sinks)
-            for position in [p for p in row if self.sinks <= p <= behind]:
+            forgotten = newest - (self.capacity - self.sinks)
+            for position in [p for p in row if self.sinks <= p <= forgotten]:
                 del row[position]
 
     def check(self, cache: kv.KVCache) -> int:

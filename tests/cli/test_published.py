@@ -104,7 +104,7 @@ def with_stop(folder: Path, to: Path, *ids: int) -> Path:
 
 
 @pytest.mark.slow
-def test_a_published_decoder_continues_a_text_behind_its_bos(capsys, published, tmp_path):
+def test_a_published_decoder_continues_a_text_after_its_bos(capsys, published, tmp_path):
     expected = greedy(published, [BOS, *b"to be"], 9)
     assert len(set(expected)) > 3 and max(expected) < BOS
     assert expected != greedy(published, [*b"to be"], 9), "nothing would tell <s>"
@@ -429,6 +429,6 @@ def test_an_encoder_decoder_writes_from_a_source(key):
     assert cut == [expected[:last]] * 2
     with pytest.raises(ValueError, match="the source has id 13"):
         translate(config, params, tokenizer, np.array([13]), 7, start=2, **common)
-    poisoned = jax.tree.map(lambda leaf: leaf * np.nan, params)
+    nonfinite = jax.tree.map(lambda leaf: leaf * np.nan, params)
     with pytest.raises(ValueError, match="no token can follow"):
-        search_translations(config, poisoned, tokenizer, source, 7, start=2, beams=1)
+        search_translations(config, nonfinite, tokenizer, source, 7, start=2, beams=1)

@@ -90,7 +90,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def log_probs_of(params, row: int, prompt: list[int], change=lambda text, logits: logits):
-    """text -> log p [V] of the token behind it, in float64, by reading prompt and text again."""
+    """text -> log p [V] of the token after it, in float64, by reading prompt and text again."""
     following, logits = (np.asarray(params[name]) for name in ("next", "logits"))
 
     @cache
@@ -337,7 +337,7 @@ COMMON: dict[str, Any] = dict(num_tokens=11, num_beams=3, num_results=2, stop=(0
 
 
 def test_rows_are_independent_and_ragged():
-    """A row alone, with what stands behind its prompt cut off: the same bits."""
+    """A row alone, with what stands after its prompt cut off: the same bits."""
     params, prompt = automaton(9, 7), prompts(7, columns=5)
     lengths = np.array([5, 1, 2, 4], np.int32)
     search = partial(beam_search, STEP, params, length_penalty=LengthPenalty(0.7), **COMMON)
@@ -351,21 +351,21 @@ def row_of(tree, row: int):
     return jax.tree.map(lambda leaf: leaf[row : row + 1], tree)
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_poisoned_logits_poison_their_row_alone(poison):
+@pytest.mark.parametrize("nonfinite", [np.nan, np.inf])
+def test_nonfinite_logits_end_their_row_alone(nonfinite):
     """Length 0 and score NaN: no made-up text, and the other rows as ever."""
     params, prompt = automaton(5, 7), prompts(7)
     search = partial(beam_search, STEP, prompt=prompt, **COMMON)
     whole = search(params, state=states())
     memory = [after_prompt(params, row, prompt[row]) for row in range(4)]
     row = next(row for row in range(4) if memory.count(memory[row]) == 1)
-    broken = dict(params, logits=params["logits"].at[3, memory[row], 0].set(poison))
+    broken = dict(params, logits=params["logits"].at[3, memory[row], 0].set(nonfinite))
     got = search(broken, state=states())
     assert (np.asarray(got.tokens)[row] == -1).all() and got.lengths[row].tolist() == [0, 0]
     assert np.isnan(np.asarray(got.scores)[row]).all()
     assert np.isnan(np.asarray(got.log_probs)[row]).all()
     later = search(
-        dict(params, logits=params["logits"].at[5].set(poison)), state=states(),
+        dict(params, logits=params["logits"].at[5].set(nonfinite)), state=states(),
         length_penalty=LengthPenalty(2.0),
     )  # fmt: skip
     assert (np.asarray(later.tokens) == -1).all() and (np.asarray(later.lengths) == 0).all()

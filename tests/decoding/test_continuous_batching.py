@@ -223,7 +223,7 @@ def test_one_prefix_is_shared_by_many(rope):
 
 @pytest.mark.slow
 def test_an_encoder_decoder_serves_requests_that_bring_their_source():
-    """Sources of several lengths, padded to one; what stands behind a source's end is not read."""
+    """Sources of several lengths, padded to one; what stands after a source's end is not read."""
     config = dataclasses.replace(PAIR, d_ff=13)
     params, model = parameters(config, 2), build(config)
     rng = np.random.default_rng(7)
@@ -284,7 +284,7 @@ def test_a_slot_taken_again_holds_nothing_of_the_row_before(rope):
     assert int(one.token[0]) == int(two.token[0])
 
 
-def poison(held, row: int):
+def make_nonfinite(held, row: int):
     """NaN in all that a row remembers, at positions that it would see."""
 
     def leaf(x):
@@ -303,7 +303,7 @@ def test_nan_in_a_free_slot_reaches_no_other_row(kind):
     model = MODELS[kind]()
     _, params, empty = model
     held, requests, tokens = begin_three(model)
-    held = poison(release(held, 1), 1)
+    held = make_nonfinite(release(held, 1), 1)
     held, beside = advance_slots(held, params, 8)
     assert (np.asarray(beside.token)[:, 1] == -1).all()
     assert np.isnan(np.asarray(jax.tree.leaves(held.decode_state.state)[0][1])).any(), "still there"
@@ -317,11 +317,11 @@ def test_nan_in_a_free_slot_reaches_no_other_row(kind):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(held.decode_state.state))
 
 
-def test_a_poisoned_row_ends_alone(rope):
+def test_a_nonfinite_row_ends_alone(rope):
     """Its slot is taken by the next, and nobody else notices."""
     _, params, empty = rope
     held, requests, tokens = begin_three(rope)
-    held, rest = advance_slots(poison(held, 1), params, 8)
+    held, rest = advance_slots(make_nonfinite(held, 1), params, 8)
     assert np.asarray(rest.token)[:, 1].tolist() == [-1] * 8
     assert np.isnan(rest.log_prob[0, 1]) and (np.asarray(rest.log_prob)[1:, 1] == 0).all()
     for row in (0, 2):

@@ -578,7 +578,7 @@ def test_prompts_that_are_no_ids_are_refused_for_any_step():
     for wrong, lengths in itertools.product((2**40, -(2**31) - 1), (None, [2])):
         with pytest.raises(ValueError, match=f"prompt holds {wrong}: must be from -{2**31} to"):
             generate(double, {}, np.array([[1, wrong]]), state, num_tokens=2, lengths=lengths)
-    padded = np.array([[3, 2**40]])  # what stands behind a row's length is not read
+    padded = np.array([[3, 2**40]])  # what stands after a row's length is not read
     assert generate(double, {}, padded, state, num_tokens=2, lengths=[1]).tolist() == [[6, 12]]
 
 

@@ -83,7 +83,7 @@ LIMITS = np.array([NEW, 4, 0], np.int32)
 @pytest.mark.slow_cases("limits-scan", "stop-scan")
 @pytest.mark.parametrize("early", [False, True], ids=["scan", "while"])
 @pytest.mark.parametrize("ends", ["stop", "limits", "both"])
-def test_a_row_ends_behind_a_stop_token_or_at_its_limit(rope, free, ends, early):
+def test_a_row_ends_after_a_stop_token_or_at_its_limit(rope, free, ends, early):
     whole = np.asarray(free.tokens).tolist()
     stop = () if ends == "limits" else STOP
     limits = np.full(3, NEW, np.int32) if ends == "stop" else LIMITS
@@ -476,7 +476,7 @@ def test_generation_under_jit_vmap_and_scan(rope):
     np.testing.assert_array_equal(scanned, got)
 
 
-def test_what_cannot_be_checked_under_a_trace_is_poisoned(rope):
+def test_what_cannot_be_checked_under_a_trace_makes_its_row_nonfinite(rope):
     """A token outside the vocabulary, and positions past the end: -1 and NaN in that row alone."""
     step, params, _ = rope
     wrong = prompts().copy()
@@ -494,7 +494,7 @@ def test_what_cannot_be_checked_under_a_trace_is_poisoned(rope):
     assert (tokens[2, :8] >= 0).all()
 
 
-def test_a_poisoned_row_ends_where_stop_tokens_are_looked_for(rope):
+def test_a_nonfinite_row_ends_where_stop_tokens_are_looked_for(rope):
     """NaN logits are no token: the row goes on as -1 and never counts as stopped by itself."""
     step, params, empty = rope
     broken = jax.tree.map(lambda x: x, empty())

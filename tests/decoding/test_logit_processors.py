@@ -31,7 +31,7 @@ INFINITE = float("inf")
 
 
 def texts(rng, rows: int = 23) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and what was generated behind them, of every length; a small alphabet repeats."""
+    """Prompts and what was generated after them, of every length; a small alphabet repeats."""
     prompts = [rng.integers(0, 5, rng.integers(1, PROMPT + 1)).tolist() for _ in range(rows)]
     return prompts, [rng.integers(0, 6, rng.integers(0, ROOM + 1)).tolist() for _ in range(rows)]
 

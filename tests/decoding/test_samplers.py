@@ -201,7 +201,7 @@ def test_probabilities_above_one_and_classes_are_refused():
     [Greedy(), Sample(), Sample(Temperature(0), TopK(2), TopP(0.9)), MinP(0.1), TopK(2)],
     ids=str,
 )
-def test_rows_without_a_finite_maximum_are_refused_or_poisoned(function):
+def test_rows_without_a_finite_maximum_are_refused_or_have_no_token(function):
     bad = [[math.nan, 1.0, 2.0], [-INFINITE] * 3, [INFINITE, 0.0, 1.0]]
     good = [0.0, 1.0, 2.0]
     draws = isinstance(function, Greedy | Sample)
@@ -216,7 +216,7 @@ def test_rows_without_a_finite_maximum_are_refused_or_poisoned(function):
 
 @pytest.mark.slow_cases("1009", "128", "7")
 @pytest.mark.parametrize("vocab", [7, 64, 128, 1009, 50_257])
-def test_a_nan_anywhere_poisons_at_every_length(vocab):
+def test_a_row_with_a_nan_anywhere_has_no_token_at_every_length(vocab):
     """XLA's maximum on a CPU loses a NaN at some of these."""
     logits = np.zeros((3, vocab), np.float32)
     logits[1, 5] = np.nan

@@ -391,7 +391,7 @@ def test_what_just_fits_the_cache_is_served_and_no_more():
 
 @pytest.mark.slow
 def test_a_text_goes_on_from_the_states_of_the_last():
-    """The draft's and the model's, when they were behind by different amounts."""
+    """The draft's and the model's, when they lagged by different numbers of tokens."""
     params, other, prompt = chain(2), chain(3), prompts(31) % 5
     call = partial(speculate, Chain(), params, num_draft=4)
     whole = call(prompt, chain_state(31), num_tokens=24,

@@ -15,7 +15,7 @@ the files are, which `tests/checkpoints/test_old_runs.py` reads with the library
     expected.json      of the runs, logits, texts, and the losses of the next steps; of the
                        adapters, their config and the logits
     old_configs.json   configs as run folders hold them, what they have of parameters, and logits
-                       behind all of `tokens`: of parameters `filled` by NumPy, which needs no
+                       after all of `tokens`: of parameters `filled` by NumPy, which needs no
                        compiler, and of some models of those that `init_params` gives for key 0
 
 In old_configs.json a config stands as the fields that differ from `defaults`, which has them all:
@@ -363,7 +363,7 @@ def _check_margin(model: Any, prompt: str, text: str) -> None:
 
 
 def _resumed(name: str, more: str, step: int) -> dict[str, Any]:
-    """The flags of a resumed run and what it measures behind `step`."""
+    """The flags of a resumed run and what it measures after `step`."""
     argv = ["--resume", "--out", name, *more.split()]
     assert train.main(argv) == 0
     lines = [line for line in RunFolder(Path(name)).read_metrics() if line["step"] > step]

@@ -4,7 +4,7 @@
 
 Needs the extra `parity`. Each folder holds config.json, model.safetensors and case.npz: a source
 (-1 in `source_positions` is padding), a target, its logits, and continuations of the start token,
-greedy and of 4 beams by their mean log-probability, no pair of tokens twice, -1 behind the end.
+greedy and of 4 beams by their mean log-probability, no pair of tokens twice, -1 after the end.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_forward_and_gradients_match_the_dense_oracle(case):
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_what_overflows_behind_a_mask_stays_there(rate):
+def test_what_overflows_where_a_mask_hides_it_stays_there(rate):
     case = Case(T=128, S=128, N=1, visible=without_a_key, dropout_rate=rate)
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
@@ -181,8 +181,8 @@ def test_a_maximum_that_is_kept_while_the_slack_lasts_changes_no_result(case, st
     expected, saved = oracle(case, operands, do)
     got = run_forward(case, operands, LAZY)
     live = np.isfinite(expected["row_max"])
-    behind = (expected["row_max"][live] - np.asarray(got["row_max"], np.float64)[live]) / np.log(2)
-    assert 1 < behind.max() < LAZY.slack + 0.01 and behind.min() > -0.01
+    lag = (expected["row_max"][live] - np.asarray(got["row_max"], np.float64)[live]) / np.log(2)
+    assert 1 < lag.max() < LAZY.slack + 0.01 and lag.min() > -0.01
     row_max = jnp.where(jnp.isneginf(got["row_max"]), jnp.inf, got["row_max"])
     saved = saved._replace(do=do, row_max=row_max, log_sum=got["log_sum"])
     got |= run_gradients(case, operands, saved) | {"lse": got["row_max"] + got["log_sum"]}
@@ -233,18 +233,18 @@ def test_very_low_scores_that_are_visible_count():
 @pytest.mark.slow_cases("key", "slack")
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("array", "poison", "plan"),
+    ("array", "bad", "plan"),
     [("key", np.inf, None), ("value", np.nan, None), ("key", np.inf, LAZY)],
     ids=["key", "value", "slack"],
 )
 def test_what_is_not_finite_is_marked_where_a_partial_tile_holds_it_and_nowhere_else(
-    array, poison, plan
+    array, bad, plan
 ):
     case = Case(T=256, S=256, N=1)
     operands, _ = draw(case)
     clean = run_forward(case, operands, plan)
-    poisoned = getattr(operands, array).at[0, 200, 0, 5].set(poison)
-    got = run_forward(case, operands._replace(**{array: poisoned}), plan)
+    nonfinite = getattr(operands, array).at[0, 200, 0, 5].set(bad)
+    got = run_forward(case, operands._replace(**{array: nonfinite}), plan)
     marked = np.isnan(np.asarray(got["log_sum"]))[0, 0]
     assert marked[128:].all(), "the rows of the tile with key 200"
     assert not marked[:128].any(), "rows that skip it"

@@ -71,11 +71,11 @@ CASES = {
     "slopes, dropout and key bias": Case(
         N=4, K=2, slopes=True, dropout_rate=0.3, bias=(1, 1, 1, 211), sinks=True
     ),
-    "slopes behind a cap, wide keys": Case(H=192, slopes=True, softcap=2.5, scale=0.07),
+    "slopes after a cap, wide keys": Case(H=192, slopes=True, softcap=2.5, scale=0.07),
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("causal, grouped", "prefix", "slopes behind", "window")
+@pytest.mark.slow_cases("causal, grouped", "prefix", "slopes after", "window")
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_match_the_dense_oracle(case):
@@ -183,7 +183,7 @@ def test_a_backend_without_tiles_gives_the_gradients_of_pallas(mapped):
 @pytest.mark.slow
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on NaN
-def test_a_poisoned_key_changes_no_gradient_of_queries_that_do_not_see_it():
+def test_a_nonfinite_key_changes_no_gradient_of_queries_that_do_not_see_it():
     """By way of the call that is repeated on cleaned inputs."""
     sizes = dict(batch=1, queries=128, keys=128, heads=1, kv_heads=1, dim=32, value_dim=32)
     arrays = draw_arrays(4, **sizes, dtype="bfloat16")
@@ -201,8 +201,8 @@ def test_a_poisoned_key_changes_no_gradient_of_queries_that_do_not_see_it():
     inputs = [arrays[name] for name in ("query", "key", "value")]
     with using(TestSinglePass.target):
         clean = gradients(*inputs)
-        poisoned = gradients(inputs[0], inputs[1].at[0, 90, 0, 3].set(jnp.nan), inputs[2])
-    for name, x, y in zip(("query", "key", "value"), poisoned, clean, strict=True):
+        nonfinite = gradients(inputs[0], inputs[1].at[0, 90, 0, 3].set(jnp.nan), inputs[2])
+    for name, x, y in zip(("query", "key", "value"), nonfinite, clean, strict=True):
         assert np.asarray(y).any(), name
         np.testing.assert_array_equal(*(np.asarray(z, np.float32) for z in (x, y)), name)
 

@@ -55,7 +55,7 @@ def test_lists_name_every_tile_that_sees_something_and_no_other(name, sides):
     assert int(lists.seen.sum()) == some.sum() and 0 < some.sum() < grid[0] * grid[1]
 
 
-def test_behind_the_last_tile_a_list_repeats_it():
+def test_after_the_last_tile_a_list_repeats_it():
     classes = jnp.array([[[[2, 0, 1, 2], [0, 0, 0, 0], [1, 0, 0, 0]]]], jnp.int8)
     lists = BlockPlan(classes, 1, 1).key_tiles()
     assert lists.order[0, 0].tolist() == [[0, 3, 2, 2], [0, 0, 0, 0], [0, 0, 0, 0]]

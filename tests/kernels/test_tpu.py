@@ -102,7 +102,7 @@ def draw(case: Case) -> tuple[Operands, np.ndarray, np.ndarray, np.ndarray]:
     def normal(*shape, dtype=case.dtype):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    def rows(x, end):  # zeros behind the end
+    def rows(x, end):  # zeros after the end
         return x.at[:, end:].set(0)
 
     bias = None
@@ -538,12 +538,12 @@ def test_four_chips_run_their_parts_of_a_shard_map():
 
 
 class TestTpu(AttentionSuite):
-    """The kernels behind `dot_product_attention`, in the plain interpreter."""
+    """The kernels under `dot_product_attention`, in the plain interpreter."""
 
     slow_cases = AttentionSuite.slow_cases | {
         "test_any_length_matches_the_oracle": ("",),
-        "test_blind_rows_are_zero_and_touch_no_other_row": ("",),
-        "test_blind_rows_stay_zero_with_every_option_on": ("",),
+        "test_fully_masked_rows_are_zero_and_touch_no_other_row": ("",),
+        "test_fully_masked_rows_stay_zero_with_every_option_on": ("",),
         "test_every_mask_matches_the_oracle": ("window]",),
         "test_float32_stays_float32_when_x64_is_on": ("",),
         "test_masked_keys_and_values_have_no_influence": ("padding",),
@@ -564,7 +564,7 @@ class TestTpu(AttentionSuite):
             "test_every_mask_matches_the_oracle[composition]",
             "test_slopes_of_many_heads_are_each_their_own",
             "test_scale_softcap_and_sinks_match_the_oracle[2.0]",
-            "test_blind_rows_stay_zero_with_every_option_on",
+            "test_fully_masked_rows_stay_zero_with_every_option_on",
             "test_masked_keys_and_values_have_no_influence[padding-nan]",
             "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
             "test_float32_stays_float32_when_x64_is_on",

@@ -207,7 +207,7 @@ def test_a_number_is_no_key():
 
 @pytest.mark.slow_cases("shaw")
 @pytest.mark.parametrize("positions", ["learned", "shaw"])
-def test_a_traced_token_outside_the_vocabulary_poisons_its_row_alone(key, positions):
+def test_a_traced_token_outside_the_vocabulary_makes_its_row_alone_nan(key, positions):
     """From its place on; what stands before it, and the other rows, are untouched bit for bit."""
     config = dataclasses.replace(SMALL, positions=positions)
     model, params = build(config), init_params(config, key)

@@ -329,7 +329,7 @@ def test_negative_positions_turn_backwards(rng):
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
-def test_dimensions_behind_the_rotated_pass_through(rng, pairing):
+def test_dimensions_after_the_rotated_pass_through(rng, pairing):
     x = jnp.asarray(inside_unit_circles(rng, B, T, N, H))
     part = pos.apply_rope(x, jnp.arange(T), Rope(dims=6, pairing=pairing))
     assert_same_bits(part[..., 6:], x[..., 6:])
@@ -373,7 +373,7 @@ def test_sinusoids_match_the_formula():
 
 
 def test_sinusoids_in_halves_match_the_formula():
-    """Marian's: column j of the interleaved table goes to j / 2, or behind all sines."""
+    """Marian's: column j of the interleaved table goes to j / 2, or after all sines."""
     actual = pos.sinusoidal(jnp.asarray(FAR), 34, layout="halves")
     assert actual.shape == (len(FAR), 34) and actual.dtype == jnp.float32
     for row, position in enumerate(FAR.tolist()):

@@ -105,7 +105,7 @@ def softmax(x):
 def oracle_cell(kind: str, p, carry, x):
     """The next carry (c, h) of an LSTM (Gers et al. 2000), or (h,) of a GRU.
 
-    Of Cho et al.'s two GRUs the one that multiplies by r behind the product with U_n.
+    Of Cho et al.'s two GRUs the one that multiplies by r after the product with U_n.
     """
 
     def sums(gate: str):
@@ -253,7 +253,7 @@ def test_in_any_chunks_with_padding_anywhere_equals_the_whole(config):
 @pytest.mark.slow_cases("general", "lstm", "plain")
 @every_config
 def test_greedy_tokens_are_the_best_of_the_full_pass(config):
-    """Ragged prompts; each token is the formulas' best behind all before it, in float64."""
+    """Ragged prompts; each token is the formulas' best after all before it, in float64."""
     prompt, new, step = draw_tokens(), 13, RecurrentStep(build(config))
     arguments = dict(num_tokens=new, lengths=LENGTHS)
     for seed in range(40):  # until no row runs into a cycle, which would hide a lost state
@@ -306,9 +306,9 @@ def test_padding_of_a_source_is_invisible(config):
 
     learn = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, (want, _)), want_slopes = learn(params)
-    poisoned = jax.tree.map(np.array, params)
-    poisoned["encoder"]["tokens"][1] = np.nan
-    (_, (logits, state)), slopes = learn(poisoned)
+    nonfinite = jax.tree.map(np.array, params)
+    nonfinite["encoder"]["tokens"][1] = np.nan
+    (_, (logits, state)), slopes = learn(nonfinite)
     assert_same_bits(logits, want)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     chex.assert_trees_all_equal(slopes, want_slopes)
@@ -604,7 +604,7 @@ def test_a_state_without_its_source_is_refused():
         init_recurrent_state(LSTM, -1)
 
 
-def test_an_unknown_token_under_trace_poisons_its_row_only():
+def test_an_unknown_token_under_trace_makes_its_row_alone_nan():
     tokens = draw_tokens()
     tokens[1, 2] = VOCAB
     valid = np.ones(tokens.shape, bool)

@@ -445,7 +445,7 @@ def test_a_chunk_sees_itself_and_its_history():
     np.testing.assert_array_equal(reach(model, 28, 15), np.arange(14 - 3 - 7, 21))
 
 
-def test_a_chunk_sees_the_sinks_that_are_not_behind_it(rng):
+def test_a_chunk_sees_the_sinks_that_are_not_after_it(rng):
     places = jnp.arange(6)
     assert chunk_mask(2, 0, 3).materialize(places, places)[0, 0].astype(int).tolist() == [
         [1, 1, 0, 0, 0, 0],

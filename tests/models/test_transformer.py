@@ -578,10 +578,10 @@ def test_padding_changes_nothing(kind, rng):
 
     params["embed"]["tokens"] = params["embed"]["tokens"].copy()
     params["embed"]["tokens"][fill] = np.nan
-    poisoned, slopes_poisoned = measure(config, params, tokens, weights, dict(positions=places))
+    nonfinite, slopes_nonfinite = measure(config, params, tokens, weights, dict(positions=places))
     at = places >= 0
-    assert_same_bits(np.asarray(poisoned)[at], np.asarray(logits)[at])
-    for a, b in zip(jax.tree.leaves(slopes_poisoned), jax.tree.leaves(slopes), strict=True):
+    assert_same_bits(np.asarray(nonfinite)[at], np.asarray(logits)[at])
+    for a, b in zip(jax.tree.leaves(slopes_nonfinite), jax.tree.leaves(slopes), strict=True):
         assert_same_bits(a, b)
 
 
@@ -639,9 +639,9 @@ def test_rows_are_independent(kind, rng):
     assert_same_bits(changed[1], logits[1])
     params["embed"]["tokens"][VOCAB - 1] = np.nan
     other[0], other[2] = VOCAB - 1, VOCAB - 1
-    poisoned, _ = measure(config, params, other, weights, {})
-    assert np.isnan(np.asarray(poisoned)[0]).all()
-    assert_same_bits(poisoned[1], logits[1])
+    nonfinite, _ = measure(config, params, other, weights, {})
+    assert np.isnan(np.asarray(nonfinite)[0]).all()
+    assert_same_bits(nonfinite[1], logits[1])
 
 
 # The form of the stack
@@ -917,7 +917,7 @@ def test_a_position_past_the_learned_table_is_refused(rng):
         jax.eval_shape(lambda p: build(SMALL).apply({"params": p}, tokens), params)
 
 
-def test_a_position_past_a_full_cache_raises_or_poisons(rng):
+def test_a_position_past_a_full_cache_raises_or_makes_its_row_nan(rng):
     """Known: a ValueError. Traced: NaN in that row alone, for good, and no slot overwritten."""
     config = dataclasses.replace(SMALL, positions="rope")
     params = oracle.randomised(shapes(config), rng)

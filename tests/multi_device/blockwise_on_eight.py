@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "positions": dict(mask="causal", positions=True, dropout_rate=0.3),
     "a mask of heads": dict(mask="dense", scale=True),
     "a mask that reads": dict(mask="reads", bias="of a user"),
-    "what is not finite": dict(mask="packed", poison=True, kv_heads=2),
+    "what is not finite": dict(mask="packed", nonfinite=True, kv_heads=2),
     "three rows": dict(batch=3, mask="padded"),
     "six heads": dict(heads=6, kv_heads=6, mask="packed"),
     "three key heads": dict(heads=12, kv_heads=3),
@@ -100,7 +100,7 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
     specs |= dict(ids=rows, lengths=rows, start=rows, scale=P(), reach=P())
     specs["sinks"] = P(parts) if N % 4 == 0 else P()
     specs["allowed"] = P(*rows, *[None] * (1 - len(rows)), parts) if N % 4 == 0 else rows
-    if options.get("poison"):
+    if options.get("nonfinite"):
         arrays["key"] = arrays["key"].at[1, 3, 2].set(jnp.nan)
     bias = options.get("bias")
     if isinstance(bias, tuple):
@@ -141,7 +141,7 @@ def made(case: str) -> tuple[dict[str, jax.Array], dict[str, P], Any]:
                 **places if options.get("positions") else {},
             )  # fmt: skip
             seen = jnp.where(jnp.isfinite(lse), lse, 0)
-            out = jnp.nan_to_num(out, nan=7.0) if options.get("poison") else out
+            out = jnp.nan_to_num(out, nan=7.0) if options.get("nonfinite") else out
             value = (out * arrays["out_cotangent"]).sum(dtype=jnp.float32)
             return value + (seen * arrays["lse_cotangent"]).sum(), (out, lse)
 
@@ -196,7 +196,7 @@ def projected() -> dict[str, Any]:
 
 
 def cut() -> dict[str, Any]:
-    """Lengths, heads and rows that are cut behind, which a compiler leaves split unevenly."""
+    """Lengths, heads and rows that are cut at the end, which a compiler leaves split unevenly."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     whole = draw(3, batch=4, queries=152, keys=152, heads=8, kv_heads=8)["query"]
 

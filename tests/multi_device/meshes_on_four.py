@@ -124,13 +124,13 @@ def place_params(params: Any, layout: str, mesh: Any) -> Any:
 
     def place(path, x):
         names, axes = [part.key for part in path], [None] * x.ndim
-        behind = dict(query=-2, key=-2, value=-2, up=-1, gate=-1, out=-3, down=-2)
+        axis_of = dict(query=-2, key=-2, value=-2, up=-1, gate=-1, out=-3, down=-2)
         if layout == LAYOUTS[1]:
             axis = max((i for i, n in enumerate(x.shape) if n % 2 == 0), default=None)
             if axis is not None:
                 axes[axis] = "data"
-        elif layout == LAYOUTS[2] and names[-1] == "kernel" and names[-2] in behind:
-            axes[behind[names[-2]]] = "model"
+        elif layout == LAYOUTS[2] and names[-1] == "kernel" and names[-2] in axis_of:
+            axes[axis_of[names[-2]]] = "model"
         elif layout == LAYOUTS[2] and names[-1] in ("tokens", "output"):
             axes[0] = "model"
         return jax.device_put(x, NamedSharding(mesh, P(*axes)))

@@ -57,7 +57,7 @@ def text(**literals: str) -> bytes:
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    # what it holds, and what the error says behind the file's name
+    # what it holds, and what the error says after the file's name
     "d_model 1e9": (changed(hidden_size=10**9, head_dim=6), f"hidden_size is 1000000000, {FILES}"),
     "d_ff 1e9": (changed(intermediate_size=10**9), f"intermediate_size is 1000000000, {FILES}"),
     "heads 1e9": (

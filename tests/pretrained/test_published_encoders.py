@@ -1,6 +1,6 @@
 """BERT, RoBERTa and DistilBERT, with every head, beside `transformers`; see published.py.
 
-Rows of a batch: one without padding, one with padding behind, one with padding in front. By itself
+Rows of a batch: one without padding, one with padding after, one with padding in front. By itself
 BERT and DistilBERT count padding in front, so that there the positions are given; RoBERTa counts
 the ids that are not `pad_token_id`, and gets these alone. All of them classify the first token, be
 it padding: of such a row the classes are compared with those of the row without its padding.
@@ -113,7 +113,7 @@ def make(family: str, head: str, number: int = 0, **more):
 
 
 def batch(rng: np.random.Generator, config, pad: int):
-    """Ids, positions and types: without padding, padding behind, padding in front."""
+    """Ids, positions and types: without padding, padding after, padding in front."""
     valid = np.ones((3, T), bool)
     valid[1, 401:] = valid[2, :139] = False
     ids = np.where(valid, tokens(rng, V, 3, T), pad)

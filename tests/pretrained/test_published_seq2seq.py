@@ -1,6 +1,6 @@
 """T5, BART and Marian beside `transformers`: random ones of their published shapes.
 
-A source's positions are its columns, as they are there: behind padding on the left, the first token
+A source's positions are its columns, as they are there: after padding on the left, the first token
 of BART and Marian stands where its column is, not at 0. So `source_positions` are the columns, and
 -1 where padded; T5, which has distances only, could as well count from 0.
 """
@@ -212,7 +212,7 @@ class Loaded:
 
 
 def begin(config: Any, params: Any, source: np.ndarray, at: np.ndarray) -> Any:
-    """The cache behind the source."""
+    """The cache after the source."""
     model = build(config)
 
     def read(params):
@@ -234,8 +234,8 @@ def loaded(tmp_path_factory):
         source = tokens(rng, VOCAB, ROWS, case.source)
         columns = np.arange(case.source)[None]
         third = case.source // 3
-        first, behind = np.array([third, 0, 0]), np.array([case.source, 2 * third, case.source])
-        valid = (columns >= first[:, None]) & (columns < behind[:, None])
+        first, end = np.array([third, 0, 0]), np.array([case.source, 2 * third, case.source])
+        valid = (columns >= first[:, None]) & (columns < end[:, None])
         real = np.arange(TARGETS.max())[None] < TARGETS[:, None]
         target = tokens(rng, VOCAB, *real.shape)
         config, params = load_pretrained(folder)
@@ -311,7 +311,7 @@ def test_gradients_are_theirs(name, loaded):
 
 
 def new_tokens(sequence: Any, end: int) -> list[int]:
-    """A row of `generate` there, without its start and the padding behind its end."""
+    """A row of `generate` there, without its start and the padding after its end."""
     row = sequence.tolist()[1:]
     return row[: row.index(end) + 1] if end in row else row
 

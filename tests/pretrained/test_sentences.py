@@ -81,7 +81,7 @@ def test_what_is_wrong_is_named(rng):
 
 
 class Words:
-    """Numbers as tokens, 1 in front and 2 behind."""
+    """Numbers as tokens, 1 in front and 2 after."""
 
     def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
         ids = [int(word) if word.isdigit() else 3 + ord(word[0]) % 20 for word in text.split()]

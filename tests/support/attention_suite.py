@@ -293,12 +293,13 @@ class AttentionSuite:
         assert actual.keys() == expected.keys()
         lse = np.asarray(actual["lse"])
         assert lse.dtype == np.float32
-        blind = np.isneginf(expected["lse"])
-        assert (np.isneginf(lse) == blind).all(), "lse is -inf elsewhere than it should be"
+        fully_masked = np.isneginf(expected["lse"])
+        assert (np.isneginf(lse) == fully_masked).all(), "lse is -inf elsewhere than it should be"
         for name in ("out", "dquery"):
-            assert not np.asarray(actual[name])[blind].any(), f"{name} of a blind row is not zero"
-        actual = actual | {"lse": np.where(blind, 0.0, lse)}
-        expected = expected | {"lse": np.where(blind, 0.0, expected["lse"])}
+            rows = np.asarray(actual[name])[fully_masked]
+            assert not rows.any(), f"{name} of a fully masked row is not zero"
+        actual = actual | {"lse": np.where(fully_masked, 0.0, lse)}
+        expected = expected | {"lse": np.where(fully_masked, 0.0, expected["lse"])}
         for name, value in expected.items():
             if np.any(value):
                 forward = name in ("out", "lse")
@@ -394,7 +395,7 @@ class AttentionSuite:
         seen = oracle.allowed(predicate, *positions, batch=2, heads=heads)
         assert 0.05 < seen.mean() < 0.95
         if name in ("causal", "segments", "dense"):
-            assert not seen.any(axis=3).all(), "no row is blind"
+            assert not seen.any(axis=3).all(), "no row is fully masked"
         self.check(self.evaluate(arrays, mask), reference(arrays, seen))
 
     def test_masks_go_by_position_in_rings_and_ragged_rows(self):
@@ -512,7 +513,8 @@ class AttentionSuite:
         self.check(result, expected)
         sums = np.stack([dscores[:, buckets == i].sum(axis=1) for i in range(8)])
         used = (sums != 0).all(axis=1)
-        assert used.tolist() == [True] * 4 + [False] + [True] * 3  # no key behind is 0 away
+        # no key after the query is 0 away
+        assert used.tolist() == [True] * 4 + [False] + [True] * 3
         assert_near(gradient, sums, self.gradient_tolerance, "table")
 
     # Dropout.
@@ -559,15 +561,15 @@ class AttentionSuite:
 
     # Rows that see nothing, and lengths of zero.
 
-    def test_blind_rows_are_zero_and_touch_no_other_row(self):
-        blind = [0, 4, self.queries - 1]
+    def test_fully_masked_rows_are_zero_and_touch_no_other_row(self):
+        fully_masked = [0, 4, self.queries - 1]
         arrays = self.draw(17)
         mask = np.random.default_rng(17).random((2, 4, self.queries, self.span)) < 0.5
         mask[..., 0] = True
         without = mask.copy()
-        without[1, :, blind] = False
+        without[1, :, fully_masked] = False
         rows = np.ones((2, self.queries), bool)
-        rows[1, blind] = False
+        rows[1, fully_masked] = False
         silenced = arrays | {
             name: jnp.where(rows.reshape(2, self.queries, *(1,) * (arrays[name].ndim - 2)),
                             arrays[name], 0)
@@ -581,7 +583,7 @@ class AttentionSuite:
         for name in ("dkey", "dvalue"):
             assert_same_bits(result[name], whole[name], name)
 
-    def test_blind_rows_stay_zero_with_every_option_on(self):
+    def test_fully_masked_rows_stay_zero_with_every_option_on(self):
         arrays = self.draw(18)
         arrays["sinks"] = jnp.array([0.5, -1.0, 2.0, 30.0])
         arrays["bias"] = jnp.full((1, 4, 1, self.span), 5.0)
@@ -652,22 +654,22 @@ class AttentionSuite:
         assert hidden.any(axis=1).all() and not (seen & hidden).any() and seen.any(axis=1).all()
         clean = self.evaluate(arrays, mask, softcap=20.0, **positions)
         where = jnp.asarray(hidden)[:, :, None, None]
-        poison = {name: jnp.where(where, bad, arrays[name]) for name in ("key", "value")}
-        result = self.evaluate(arrays | poison, mask, softcap=20.0, **positions)
+        nonfinite = {name: jnp.where(where, bad, arrays[name]) for name in ("key", "value")}
+        result = self.evaluate(arrays | nonfinite, mask, softcap=20.0, **positions)
         for name, value in clean.items():
             assert_same_bits(result[name], value, name)
         for name in ("dkey", "dvalue"):
             assert not np.asarray(result[name])[hidden].any(), f"{name} of a masked key is not 0"
 
-    def test_poisoned_future_leaves_earlier_rows_alone(self):
+    def test_a_nonfinite_future_leaves_earlier_rows_alone(self):
         arrays = self.draw(21, queries=self.span)
         clean = self.evaluate(arrays, Causal())
         for at in (1, self.span // 2, self.span - 1):
-            poison = {name: arrays[name].at[:, at:].set(math.nan) for name in ("key", "value")}
-            result = self.evaluate(arrays | poison, Causal())
+            nonfinite = {name: arrays[name].at[:, at:].set(math.nan) for name in ("key", "value")}
+            result = self.evaluate(arrays | nonfinite, Causal())
             for name in ("out", "lse", "dquery"):
                 assert_same_bits(result[name][:, :at], clean[name][:, :at], name)
-            assert np.isnan(np.asarray(result["out"][:, at:])).all(), "the poison did not reach"
+            assert np.isnan(np.asarray(result["out"][:, at:])).all(), "NaN did not reach later rows"
 
     def test_future_keys_have_exactly_zero_gradient(self):
         arrays = self.draw(22, queries=self.span)
@@ -695,12 +697,12 @@ class AttentionSuite:
             query, key, arrays["value"], mask=Causal(), q_positions=jnp.arange(128) + 200,
             softcap=None if case == "score" else 5.0,
         )  # fmt: skip
-        poisoned = np.isnan(np.asarray(out)).all(axis=(2, 3))
-        assert (poisoned == (np.arange(128) == 3 if case == "query" else True)).all()
+        nonfinite = np.isnan(np.asarray(out)).all(axis=(2, 3))
+        assert (nonfinite == (np.arange(128) == 3 if case == "query" else True)).all()
 
     @pytest.mark.usefixtures("usual_compilation")
     @pytest.mark.parametrize(("queries", "keys"), [(32, 64), (32, 128), (64, 128), (5, 128)])
-    def test_a_poisoned_key_that_all_see_passes_no_gradient_on(self, queries, keys):
+    def test_a_nonfinite_key_that_all_see_passes_no_gradient_on(self, queries, keys):
         """At lengths where XLA's maximum on a CPU loses a NaN."""
         arrays = self.draw(51, batch=1, queries=queries, keys=keys)
         arrays["key"] = arrays["key"].at[0, 3, 1].set(math.nan)
@@ -717,19 +719,19 @@ class AttentionSuite:
             assert np.isfinite(gradient).all() and not gradient[:, :, 1].any()
             assert np.abs(gradient[:, :, 0]).min(axis=-1).all()
 
-    def test_poisoned_query_that_sees_nothing_has_no_influence(self):
+    def test_a_nonfinite_query_that_sees_nothing_has_no_influence(self):
         arrays = self.draw(23)
         mask = np.random.default_rng(23).random((2, 4, self.queries, self.span)) < 0.5
         mask[:, :, [3, 28]] = False
         clean = self.evaluate(arrays, Dense(jnp.asarray(mask)))
-        poisoned = arrays | {"query": arrays["query"].at[:, jnp.array([3, 28])].set(math.nan)}
-        result = self.evaluate(poisoned, Dense(jnp.asarray(mask)))
+        nonfinite = arrays | {"query": arrays["query"].at[:, jnp.array([3, 28])].set(math.nan)}
+        result = self.evaluate(nonfinite, Dense(jnp.asarray(mask)))
         for name, value in clean.items():
             finite = ~np.isneginf(np.asarray(value))
             assert_same_bits(np.asarray(result[name])[finite], np.asarray(value)[finite], name)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
-    def test_poisoned_padding_tokens_leave_real_ones_alone(self, bad):
+    def test_nonfinite_padding_tokens_leave_real_ones_alone(self, bad):
         """Padded queries do see real keys: their NaN must not come back through a gradient of 0."""
         arrays = self.draw(24, queries=self.span)
         real = np.arange(self.span)[None, :] < np.array([[self.span - 2], [11]])
@@ -846,9 +848,9 @@ class AttentionSuite:
     # Runs and transformations.
 
     @pytest.mark.parametrize("nonfinite", ["key", "value"])
-    def test_a_poisoned_key_head_breaks_the_query_heads_of_its_group(self, poisoned):
+    def test_a_nonfinite_key_head_breaks_the_query_heads_of_its_group(self, nonfinite):
         arrays = self.draw(32, queries=5, keys=7, heads=6, kv_heads=2, dim=self.dim)
-        arrays[poisoned] = arrays[poisoned].at[:, 2, 1].set(jnp.nan)
+        arrays[nonfinite] = arrays[nonfinite].at[:, 2, 1].set(jnp.nan)
         out = np.asarray(self.evaluate(arrays, Causal())["out"])
         assert np.isfinite(out[:, :, :3]).all() and np.isfinite(out[:, :2]).all()
         assert np.isnan(out[:, 2:, 3:]).all()
@@ -967,7 +969,7 @@ class AttentionSuite:
     def test_a_nan_in_a_bias_makes_the_row_that_sees_it_nan(self):
         arrays = self.draw(40, queries=13, keys=13)
         bias = np.zeros((1, 1, 13, 13), np.float32)
-        bias[..., 7, 2] = bias[..., 3, 9] = np.nan  # the second stands behind a causal mask
+        bias[..., 7, 2] = bias[..., 3, 9] = np.nan  # a causal mask hides the second
         inputs = arrays["query"], arrays["key"], arrays["value"]
         out = self.attend(*inputs, mask=Causal(), bias=jnp.asarray(bias))
         rows = np.isnan(np.asarray(out, np.float32)).all((0, 2, 3))

@@ -228,7 +228,7 @@ def assert_near(got, expected, tolerance, name):
 @pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
 class InInterpreter(Bfloat16Suite):
-    """Kernels behind `dot_product_attention`, in the interpreter."""
+    """Kernels under `dot_product_attention`, in the interpreter."""
 
     target = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
     known = {

@@ -120,7 +120,7 @@ def forward(problem, operands, lists, blocks):
     value = jnp.repeat(operands.value.astype(jnp.float32), G, 2)
     out = _weigh(weights, value, seen) / jnp.where(fully_masked, 1, total)[..., None]
     log_sum = jnp.log(jnp.where(fully_masked, 1, total))
-    # behind a barrier, so that with and without marks all else has the same bits
+    # after a barrier, so that with and without marks all else has the same bits
     out, row_max, log_sum, raw = lax.optimization_barrier((out, row_max, log_sum, raw))
     if problem.detect_nonfinite:
         log_sum = log_sum + 0 * out.sum(axis=-1) + 0 * jnp.where(seen, raw, 0).sum(axis=-1)

@@ -94,7 +94,7 @@ def test_of_stop_strings_that_end_together_the_longest_goes():
     assert "".join(pieces(Cut((b"aa", b"bc")), range(2), ["b", "ab"])) == "a"
 
 
-def test_no_token_is_drawn_behind_a_stop_string():
+def test_no_token_is_drawn_after_a_stop_string():
     drawn = []
 
     def ids() -> Iterator[int]:
@@ -156,7 +156,7 @@ def spell(history, logits):
 
 
 def test_what_was_written_stays_new_where_it_is_read_anew(params):
-    """11 tokens are: two of the prompt, and the nine that were written behind it."""
+    """11 tokens are: two of the prompt, and the nine that were written after it."""
     drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
     model = CONFIG, params, ByteTokenizer()
     whole = "".join(complete(*model, "To be or not to", 13, **drawn, processors=(spell,)))

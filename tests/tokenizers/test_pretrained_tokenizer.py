@@ -256,7 +256,7 @@ def llama(byte_fallback=True, **model) -> dict:
 
 
 def t5() -> dict:
-    """T5's layout: a Unigram over marked words, and </s> behind."""
+    """T5's layout: a Unigram over marked words, and </s> after."""
     scores = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, "▁": -2.0, "▁the": -3.0, "▁do": -3.1}
     scores |= {letter: -5.0 for letter in "abcdefghijklmnopqrstuvwxyz,.!"}
     library = Library(models.Unigram(list(scores.items()), unk_id=2, byte_fallback=False))

@@ -139,12 +139,12 @@ def test_no_token_at_all_is_zero():
     assert cross_entropy(jnp.zeros((0, V)), jnp.zeros(0, jnp.int32)) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_logits_that_do_not_count_change_nothing(rng, poison):
+@pytest.mark.parametrize("nonfinite", [np.nan, np.inf, -np.inf])
+def test_logits_that_do_not_count_change_nothing(rng, nonfinite):
     logits, labels, weights = batch(rng)
     weights = weights.at[1, 2].set(0.0)
     idle = (labels == IGNORE) | (weights == 0)
-    dirty = jnp.where(idle[..., None], poison, logits)
+    dirty = jnp.where(idle[..., None], nonfinite, logits)
     options = dict(weights=weights, label_smoothing=0.1, z_loss=1e-3)
     for clean, actual in zip(
         loss_and_gradient(logits, labels, **options),
@@ -265,7 +265,7 @@ def test_a_label_outside_the_vocabulary_is_named(name):
 
 
 @pytest.mark.parametrize("label", [V, -1, 2**31 - 1])
-def test_a_traced_label_outside_the_vocabulary_poisons(label):
+def test_a_traced_label_outside_the_vocabulary_makes_the_loss_nan(label):
     logits, labels = jnp.zeros((3, V)), jnp.asarray([0, label, 2])
     (loss, _), gradient = jax.jit(jax.value_and_grad(cross_entropy, has_aux=True))(logits, labels)
     assert np.isnan(loss)
@@ -405,7 +405,7 @@ def test_chunks_that_all_ignore_are_zero(rng):
     assert chunked_cross_entropy(hidden[:, :0], table, labels[:, :0], chunk_size=2) == (0.0, 0.0)
 
 
-def test_a_traced_label_outside_the_vocabulary_poisons_chunks():
+def test_a_traced_label_outside_the_vocabulary_makes_a_chunked_loss_nan():
     loss, _ = compiled_chunks(
         jnp.ones((B, T, D)), jnp.ones((V, D)), jnp.zeros((B, T), int).at[1, 2].set(V), chunk_size=3
     )

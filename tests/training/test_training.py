@@ -555,7 +555,7 @@ def test_a_finished_run_can_be_finished_again_and_prolonged(config):
 
 @pytest.fixture
 def started(config) -> TrainConfig:
-    """A run that stopped behind step 7."""
+    """A run that stopped after step 7."""
     fit(config, stop=after(7))
     return config
 
@@ -772,7 +772,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(config):
     assert not Path(config.out).exists()
 
 
-def test_a_text_too_short_leaves_nothing_behind(config, tmp_path):
+def test_a_text_too_short_leaves_no_run_folder(config, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("abc" * 9)
     with pytest.raises(DataError, match="held-out part has 6 tokens"):
