@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,7 @@ from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near, ass
 from transformer_jax import cache  # noqa: E402
 from transformer_jax.attention.additive import additive_attention, state_attention  # noqa: E402
 from transformer_jax.attention.api import (  # noqa: E402
+    IMPLEMENTATIONS,
     dot_product_attention,
     dot_product_attention_weights,
     explain_attention,
@@ -416,6 +418,22 @@ def test_no_name_runs_what_the_explanation_chooses(settings):
     arrays, settings = draw(6), SETTINGS[settings]
     chosen = explain(arrays, **settings()).chosen
     assert_same_bits(call(arrays, **settings()), call(arrays, implementation=chosen, **settings()))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_attention_is_traced_once_for_equal_arguments(implementation, monkeypatch):
+    """Masks and biases that are equal but for their arrays share a program."""
+    kind = type(IMPLEMENTATIONS[implementation])
+    chex.clear_trace_counter()
+    monkeypatch.setattr(kind, "attend", chex.assert_max_traces(kind.attend, n=1))
+    arrays = draw(63, batch=1, queries=11, keys=23)
+    for n in range(3):
+        out = dot_product_attention(
+            n * arrays["query"], arrays["key"], arrays["value"], softcap=3.0,
+            mask=Causal() & Window(7) | Prefix(jnp.array([n])), bias=ALiBi(n * jnp.ones(4)),
+            return_lse=n == 1, implementation=implementation,
+        )  # fmt: skip
+    assert np.isfinite(out).all() and np.asarray(out).any()
 
 
 def test_a_sequence_falls_through_what_cannot_run():

@@ -7,6 +7,7 @@ import math
 import re
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -376,6 +377,17 @@ def test_one_decode_program_serves_twenty_prompt_lengths_and_every_request():
     traced = [call for call in step.calls[sizes[0] :] if call != (3, 1)]
     assert traced == []
     assert decode._generate._cache_size() >= 1
+
+
+def test_generate_is_traced_once_for_equal_arguments():
+    """Its step for the shape of logits, the prompt and the loop, whatever the tokens are."""
+    chex.clear_trace_counter()
+    step = chex.assert_max_traces(counting_step, n=3)
+    for seed in range(3):
+        prompt = np.random.default_rng(seed).integers(0, 79, (3, 5))
+        out = generate(step, {}, prompt, jnp.zeros((3,), jnp.int32), num_tokens=11,
+                       key=jax.random.key(seed), limits=[11, seed, 7])  # fmt: skip
+        assert out.tokens[0].tolist() == (prompt[0, -1] + np.arange(1, 12)).tolist()
 
 
 def programs() -> int:
