@@ -641,6 +641,22 @@ def test_limits_below_num_tokens_cap_what_is_proposed():
     assert got.proposed.tolist() == proposed and got.accepted.tolist() == proposed
 
 
+def test_traced_limits_are_clipped_to_the_number_of_tokens():
+    prompt, limits = prompts(5) % 5, jnp.array([1, -3, 99, 7, NEW])
+    want = generate(Chain(), chain(1), prompt, chain_state(5), num_tokens=NEW,
+                    limits=np.clip(limits, 0, NEW))  # fmt: skip
+
+    @jax.jit
+    def go(limits, state):
+        return speculate(Chain(), chain(1), prompt, state, num_tokens=NEW, num_draft=7,
+                         proposer=Scripted(want.tokens), limits=limits)  # fmt: skip
+
+    got = go(limits, chain_state(5))
+    assert got.lengths.tolist() == [1, 0, NEW, 7, NEW]
+    assert_same_text(got, want)
+    np.testing.assert_array_equal(got.state, want.state)
+
+
 # Proposals that are wrong in themselves
 
 
