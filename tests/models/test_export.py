@@ -1,5 +1,6 @@
 """Programs with a cache or a state can be exported, stored as bytes, and run elsewhere."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,11 @@ import pytest
 from tests.support.tolerances import assert_same_bits
 from transformer_jax.config import ModelConfig, RecurrentConfig
 from transformer_jax.models.factory import build, init_cache, init_params
-from transformer_jax.models.recurrent import init_recurrent_state
+from transformer_jax.models.recurrent import (
+    RecurrentState,
+    SourceMemory,
+    init_recurrent_state,
+)
 
 pytest.importorskip("flatbuffers", reason="jax.export serialises with it")
 
@@ -71,6 +76,18 @@ def test_a_step_read_back_from_bytes_gives_the_same_logits_and_state(name, key):
     jax.tree.map(assert_same_bits, new, want)
     logits, _ = call(params, TOKENS, new)  # what came out goes in again
     assert_same_bits(logits, jax.jit(step)(params, TOKENS, want)[0])
+
+
+def test_states_of_a_recurrent_model_go_through_an_export_as_they_are(key):
+    """Of an encoder-decoder: what its source left in memory is part of its state."""
+    config = CASES["additive"]
+    shapes = jax.eval_shape(lambda key: begun(config, build(config), init_params(config, key)), key)
+    leaves, structure = jax.tree.flatten(shapes)
+    filled = [np.full(leaf.shape, n, leaf.dtype) for n, leaf in enumerate(leaves)]
+    state = jax.tree.unflatten(structure, filled)
+    again = restored(lambda state: state, state)(state)
+    chex.assert_trees_all_equal(again, state, strict=True)
+    assert type(again) is RecurrentState and type(again.memory) is SourceMemory
 
 
 def test_attention_weights_are_exported_too(key):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from tests.support.tolerances import (
     largest_error,
 )
 from transformer_jax.attention import biases
-from transformer_jax.config import Rope
+from transformer_jax.config import ConfigError, ModelConfig, Rope
 from transformer_jax.models import positions as pos
 
 FAR = np.array([0, 1, 257, 4095, 131_071, 10**6, 10**7, 10**8 + 1, 2**31 - 1, -(10**7)], np.int32)
@@ -359,6 +360,13 @@ def test_positions_that_cannot_count_are_refused(dtype):
 def test_more_rotated_dims_than_the_head_has_are_refused():
     with pytest.raises(ValueError, match=r"dims is 8.*head_dim 6"):
         pos.rope_frequencies(Rope(dims=8), 6)
+
+
+def test_a_name_of_no_positions_is_refused_with_the_names_and_how_to_give_a_value():
+    known = "'none', 'learned', 'sinusoidal', 'rope', 'shaw', 't5buckets', 'alibi', 't5'"
+    told = f"positions is 'rotary': must be one of {known}, or a value such as Rope(base=500.0)"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+        ModelConfig(positions="rotary")
 
 
 def test_sinusoids_match_the_formula():
