@@ -7,6 +7,7 @@ import resource
 import shutil
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -99,8 +100,7 @@ def test_keys_come_back_and_draw_the_same(tmp_path, implementation):
     }
     again = restore(save(tmp_path, 3, tree), jax.eval_shape(lambda: tree))
     assert again["one"].dtype == tree["one"].dtype
-    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True):
-        np.testing.assert_array_equal(jax.random.key_data(a), jax.random.key_data(b))
+    chex.assert_trees_all_equal(again, tree)
     drawn = jax.random.normal(again["one"], (7,))
     assert drawn.tolist() == jax.random.normal(tree["one"], (7,)).tolist()
 

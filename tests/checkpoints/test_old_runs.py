@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -222,7 +223,7 @@ def test_parameters_of_a_checkpoint_are_the_same_bits(folder):
     verify(OLD / "params" / folder / "step-00000003")
     tree = restore(OLD / "params" / folder / "step-00000003", like)
     assert (tree["note"], tree["key"]) == (0.5, jax.random.key(6))
-    jax.tree.map(np.testing.assert_array_equal, tree["params"], filled(shapes))
+    chex.assert_trees_all_equal(tree["params"], filled(shapes))
 
 
 # Configs

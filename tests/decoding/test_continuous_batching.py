@@ -4,6 +4,7 @@ import dataclasses
 import re
 from functools import partial
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -279,7 +280,7 @@ def test_a_slot_taken_again_holds_nothing_of_the_row_before(rope):
     used, two = admit(release(held, 1), params, 1, [[7, 9]], empty(1), limits=5, key=key())
     row = partial(jax.tree.map, lambda leaf: jax.random.key_data(leaf)[1]
                   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf[1])  # fmt: skip
-    jax.tree.map(np.testing.assert_array_equal, row(used.decode_state), row(fresh.decode_state))
+    chex.assert_trees_all_equal(row(used.decode_state), row(fresh.decode_state))
     assert used.decode_state.state.layers[0].positions[1].tolist() == [0, 1] + [-1] * (CAPACITY - 2)
     assert int(one.token[0]) == int(two.token[0])
 

@@ -581,8 +581,7 @@ def test_padding_changes_nothing(kind, rng):
     nonfinite, slopes_nonfinite = measure(config, params, tokens, weights, dict(positions=places))
     at = places >= 0
     assert_same_bits(np.asarray(nonfinite)[at], np.asarray(logits)[at])
-    for a, b in zip(jax.tree.leaves(slopes_nonfinite), jax.tree.leaves(slopes), strict=True):
-        assert_same_bits(a, b)
+    chex.assert_trees_all_equal(slopes_nonfinite, slopes, strict=True)
 
 
 @pytest.mark.slow_cases("learned-None]", "shaw")
@@ -795,12 +794,12 @@ def test_a_source_read_once_serves_all_targets(rng, scan):
         {"params": params}, padded, positions=places
     )
     first, cache = apply({"params": params}, tokens[:, :3], cache=cache)
-    kept = jax.tree.leaves(cache.cross)
+    kept = cache.cross
     rest, cache = apply({"params": params}, tokens[:, 3:], cache=cache)
     assert_near(np.concatenate([first, rest], axis=1), want, INVARIANCE)
     assert cache.length.tolist() == [6, 6]
-    for before, after in zip(kept, jax.tree.leaves(cache.cross), strict=True):
-        assert_same_bits(after, before)
+    chex.assert_tree_all_finite(kept)
+    chex.assert_trees_all_equal(cache.cross, kept, strict=True)
 
 
 def test_an_encoder_decoder_takes_a_source_or_a_cache_not_both(rng, key):
@@ -1190,15 +1189,15 @@ def test_a_model_is_float32_also_where_x64_is_on(case, scan, rng):
                 cache,
             )
             assert logits.dtype == jnp.float32
-            assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, cache)
+            chex.assert_trees_all_equal_dtypes(after, cache)
 
 
 def test_scaled_embeddings_start_at_unit_variance_and_follow_the_key():
     config = dataclasses.replace(SMALL, num_layers=1, vocab_size=499, scale_embeddings=True)
     one, two, other = (init_params(config, jax.random.key(n)) for n in (3, 3, 4))
     assert abs(np.asarray(one["embed"]["tokens"]).std() * math.sqrt(26) - 1) < 0.03
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
-        assert_same_bits(a, b)
+    chex.assert_tree_all_finite(one)
+    chex.assert_trees_all_equal(one, two, strict=True)
     assert (np.asarray(one["embed"]["tokens"]) != np.asarray(other["embed"]["tokens"])).any()
     assert sum(leaf.size for leaf in jax.tree.leaves(one)) == num_params(config)
 
