@@ -454,6 +454,21 @@ def test_with_pause_requests_advance_while_the_queue_yields_none():
     assert len(asked) == 4, "one call for every two tokens after the first"
 
 
+def test_with_pause_a_free_slot_is_filled_before_the_next_step():
+    """Of two slots one is free after a step: then the other's request waits for the third."""
+    requests = [Request([3], 2, id="a"), Request([7], 9, id="b"), Request([11], 9, id="c")]
+    empty = jnp.zeros((1,), jnp.int32)
+    arguments: dict = dict(slots=2, capacity=16, steps_per_call=8, stream=True)
+    calls = {  # of each call, how many tokens it gives whom; the first token comes by itself
+        True: ["a1 b1 a1 b1", "c1 c7 b7", "c1"],
+        False: ["a1 b1 a1 b8", "c1 c8"],
+    }
+    for pause, expected in calls.items():
+        parts = serve(follow, {}, requests, empty, pause=pause, **arguments)
+        given = [f"{part.id}{len(part.tokens)}" for part in parts]
+        assert given == " ".join(expected).split()
+
+
 def test_raw_words_are_a_key():
     key = jax.random.key(5)
     requests = [Request([3], 9, key=key), Request([3], 9, key=jax.random.key_data(key))]
