@@ -554,6 +554,14 @@ FACTORS = dict(short_factor=[1.0, 1.5], long_factor=[2.0, 3.0])
             ), 64,
         ),
         (
+            scaled("yarn", factor=8.0, mscale=0.5),
+            Rope(scaling="yarn", factor=8.0, original_len=64), 64,
+        ),
+        (
+            scaled("yarn", factor=8.0, mscale_all_dim=0.5),
+            Rope(scaling="yarn", factor=8.0, original_len=64), 64,
+        ),
+        (
             scaled("su", original_max_position_embeddings=16, **FACTORS),
             Rope(
                 scaling="longrope", factor=4.0, original_len=16, short_factors=(1.0, 1.5),
@@ -568,7 +576,10 @@ FACTORS = dict(short_factor=[1.0, 1.5], long_factor=[2.0, 3.0])
             ), 32,
         ),
     ],
-    ids=["linear", "dynamic", "yarn", "mscale", "su", "longrope"],
+    ids=[
+        "linear", "dynamic", "yarn", "mscale", "mscale alone", "mscale_all_dim alone", "su",
+        "longrope",
+    ],
 )  # fmt: skip
 def test_a_stretched_rotation_is_read(content, rope, max_len):
     config = read_config(content, (), "config.json")
@@ -786,6 +797,7 @@ def test_a_gemma_without_windows_is_written(name):
     assert config.window is None
     written = write_config(FAMILIES[PUBLISHED[name]["model_type"]], config)
     assert written["sliding_window"] == 4096 and written["layer_types"] == full["layer_types"]
+    assert written.get("rope_local_base_freq") == (10_000 if name.startswith("gemma-3") else None)
     assert read_config(written, (), "config.json") == config
 
 
