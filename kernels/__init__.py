@@ -1,4 +1,4 @@
-"""Fused attention kernels, imported as `transformer_jax.kernels`; nothing here imports but jax.
+"""Run fused attention kernels, imported as `transformer_jax.kernels`; needs only jax and numpy.
 
 A backend is a module that keeps the contract: `hopper` (NVIDIA, Pallas on Mosaic GPU) and `tpu`
 (Pallas on Mosaic TPU). What attention means (masks, arguments, the choice of an implementation) is

@@ -15,7 +15,10 @@ D_i = do_i . out_i - dlse_i, which the caller computes:
 Where a pair is not visible, p, ds and du are selected to be 0, not multiplied: q_i . k_j and
 do_i . v_j may overflow there.
 
-Every backend is a module with `refuse`, `blocks` and these kernels, one for each of `chips.Kind`:
+Every backend is a module with `refuse`, `blocks`, the constants `LIST_BYTES` (the most that lists
+of tiles may take, or None), `HEADS_FIRST` (whether results come as [B, N, T, H], transposed) and
+`SHORTEST` (the shortest tile of a short sequence, or None), and these kernels, one for each of
+`chips.Kind`:
 
     forward(problem, operands, lists, blocks)                     out, m, log l
     backward_dq(problem, operands, lists, blocks, saved)          dq, and rows of dslopes or None

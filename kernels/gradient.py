@@ -38,7 +38,7 @@ Gradients = tuple[jax.Array | None, ...]
 """Gradients of query, key, value, bias, slopes and sinks; None for an input that is not there or
 whose gradient nobody asks for."""
 Results = TypeVar("Results", bound=tuple)
-Lists = dict[Kind, TileLists]
+ListsByKernel = dict[Kind, TileLists]
 """The tiles that each kernel of a call visits; rows are key tiles for "dkdv" and "single_pass"."""
 
 
@@ -55,7 +55,7 @@ def attend(
     problem: Problem,
     where: Target,  # with the tile sizes of every kernel of the call
     operands: Operands,  # of which slopes and sinks are f32[1, N]
-    lists: Lists,
+    lists: ListsByKernel,
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T]
     """Return attention and the logarithm of its denominator.
 
@@ -77,7 +77,7 @@ def _attend_forward(
 
 
 def _forward(
-    problem: Problem, where: Target, operands: Operands, lists: Lists
+    problem: Problem, where: Target, operands: Operands, lists: ListsByKernel
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return output, m and log l, repaired where they were nonfinite, and whether they were."""
     results = _kernel(problem, where, "forward", (QUERIES, ROWS, ROWS))(operands, lists["forward"])
@@ -160,7 +160,7 @@ def _kernel(
 
 
 def _gradients(
-    problem: Problem, where: Target, operands: Operands, lists: Lists, rows: Saved
+    problem: Problem, where: Target, operands: Operands, lists: ListsByKernel, rows: Saved
 ) -> Gradients:
     """Run the backward kernels and sum what they leave to sum."""
     sinks, bias = operands.sinks, operands.bias

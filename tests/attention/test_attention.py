@@ -530,6 +530,8 @@ BAD = {
     "mask array": ((Q, K, K), {"mask": zeros(13, 17, dtype="bool")}, r"Dense"),
     "softcap": ((Q, K, K), {"softcap": -1.0}, r"softcap.*-1"),
     "no softcap": ((Q, K, K), {"softcap": 0.0}, r"softcap.*0"),
+    "infinite softcap": ((Q, K, K), {"softcap": math.inf}, r"softcap is inf: .*finite"),
+    "scale of NaN": ((Q, K, K), {"scale": math.nan}, r"scale is nan: must be finite"),
     "number as a key": ((Q, K, K), {"dropout_rate": 0.5, "dropout_key": 0}, r"dropout_key is 0"),
 }  # fmt: skip
 

@@ -308,6 +308,45 @@ def test_what_an_own_bias_must_be_is_said():
     assert reason == "takes a bias that is an array or ALiBi, not Decay"
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, repr=False)
+class Anticausal(Causal):
+    """See what Causal does not: whoever took its tiles would skip what this one sees."""
+
+    def sees(self, q, k):
+        return k >= q
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NoComparison(Mask):
+    """Answer an array where a Comparison is asked for."""
+
+    def sees(self, q, k):
+        return k <= q
+
+    def comparison(self, vectors):
+        return vectors.k_positions >= 0
+
+
+@pytest.mark.parametrize("wrap", [lambda mask: mask, lambda mask: ~mask & Window(3)])
+def test_a_mask_that_inherits_the_tiles_of_other_pairs_is_refused(wrap):
+    x = jnp.zeros((1, 5, 2, 4))
+    with pytest.raises(
+        ValueError, match=r"Anticausal overrides Causal\.sees .*derive it from Mask"
+    ):
+        dot_product_attention(x, x, x, mask=wrap(Anticausal()))
+
+
+def test_a_comparison_of_another_type_is_named():
+    x = jnp.zeros((1, 5, 2, 32))
+    with (
+        using(Target("tpu", interpret=True)),
+        pytest.raises(TypeError, match=r"comparison returned a .*: must be a Comparison"),
+    ):
+        dot_product_attention(x, x, x, mask=NoComparison(), implementation="pallas")
+
+
 # Refusals
 
 

@@ -287,6 +287,9 @@ def test_a_cache_that_cannot_be_is_refused():
         init(2, 5, sinks=5)
     with pytest.raises(ValueError, match="sinks is -1"):
         init(2, 5, sinks=-1)
+    for batch, capacity in ((-1, 5), (2, 2.5)):
+        with pytest.raises(ValueError, match=r"is (-1|2\.5): must be an integer of at least"):
+            init(batch, capacity)
     for dtype in ("int32", "bool", "float8_e4m3fn"):
         with pytest.raises(ValueError, match=f"dtype is {dtype}: must be int8, or floating"):
             init(2, 5, dtype=dtype)

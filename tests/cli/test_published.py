@@ -195,6 +195,17 @@ def test_a_bad_wish_is_one_line(capsys, published, tmp_path, argv, message, stat
     assert message in err
 
 
+@pytest.mark.parametrize("error", [KeyError("wte.weight"), RuntimeError("Out of\nmemory")])
+def test_an_error_of_any_type_is_one_line(capsys, published, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(text_model, "load_text_model", fail)
+    assert generate(["--model", str(published), "--prompt", "a"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and " ".join(str(error).split()) in err
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("text") / "text.txt"

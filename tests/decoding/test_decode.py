@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import assert_near, assert_same_bits
-from transformer_jax.config import ModelConfig, T5Buckets
+from transformer_jax.config import ModelConfig, RecurrentConfig, T5Buckets
 from transformer_jax.decoding import generation as decode
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.generation import bucket, prefill
@@ -604,3 +604,14 @@ def test_a_plain_function_is_a_step():
     prompt = np.array([[3, 1, 4]])
     want = generate(inner, params, prompt, state, num_tokens=2)
     np.testing.assert_array_equal(generate(step, params, prompt, state, num_tokens=2), want)
+
+
+def test_an_encoder_is_no_step():
+    with pytest.raises(ValueError, match=r"model is of type Encoder: must be a decoder"):
+        make_step(build(ModelConfig(kind="encoder", vocab_size=VOCAB, d_model=26, num_heads=2)))
+
+
+def test_a_recurrent_model_has_a_state_and_no_cache():
+    config = RecurrentConfig(vocab_size=VOCAB)
+    with pytest.raises(ValueError, match=r"config is a RecurrentConfig: .*init_recurrent_state"):
+        init_cache(config, 2, 7)

@@ -7,7 +7,8 @@
     state_attention                 Luong et al. 2015
 
 An implementation is a value of `IMPLEMENTATIONS`. One that is asked for by name runs, or raises
-NotImplementedError with the condition that failed, which `explain_attention` says beforehand.
+NotImplementedError with the condition that failed, which `explain_attention` says beforehand; a
+`vmap` over the call, which it does not see, may make the lists of tiles too long for a TPU.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "xla": Xla(),
     "blockwise": Blockwise(),
     "pallas": Pallas(),
-    "pallas_unordered": Pallas(unordered=True),
+    "pallas_unordered": Pallas(nondeterministic=True),
     "cudnn": Cudnn(),
 }
 """Every implementation by its name; one of your own is one more entry."""
@@ -139,7 +140,7 @@ def dot_product_attention(
     dropout_key: jax.Array | None = None,
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], or with lse f32[B, T, N]
+) -> jax.Array | tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], or with lse [B, T, N]
     """Return softmax(s) v for s = softcap tanh(scale q.k / softcap) + bias, where the mask allows.
 
     Query head n reads key head n // (N / K). A sink adds exp(sinks[n]) to the denominator of the
@@ -147,7 +148,7 @@ def dot_product_attention(
     broadcasts to [B, N, T, S], by index, or a value that is asked by position, such as `ALiBi`.
     Positions are arange by default; a key at a negative position is an empty slot. Dropout leaves
     out weights after the softmax, the same ones in every implementation. `lse` is the natural
-    logarithm of the softmax's denominator, with the sink's term.
+    logarithm of the softmax's denominator, with the sink's term, in float32 (float64 of float64).
 
     A query that sees nothing gets zeros, lse -inf and no gradient. NaN or inf in a query, key or
     value reaches exactly the queries that see it, whose output is NaN, and which pass no gradient
@@ -279,7 +280,7 @@ def _candidates(implementation: str | Sequence[str] | None, call: AttentionCall)
     names = [implementation] if isinstance(implementation, str) else list(implementation)
     if not names or not set(names) <= IMPLEMENTATIONS.keys():
         known = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"implementation {implementation!r}: must be of {known}")
+        raise ValueError(f"implementation is {implementation!r}: must be of {known}")
     return names
 
 

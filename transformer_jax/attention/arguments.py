@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.dropout import head_words, key_words
 from transformer_jax.attention.masks import Mask, check_mask
-from transformer_jax.checks import as_int32, check_key
+from transformer_jax.checks import as_int32, check_finite, check_key
 from transformer_jax.kernels.contract import Refused as Refused
 from transformer_jax.pytree import register
 from transformer_jax.sharding import by_compiler, split
@@ -124,8 +125,8 @@ def check_call(
         raise ValueError(f"sinks is {sinks.dtype}{sinks.shape}: must be floating ({N},), by head")
     _check_positions("q_positions", q_positions, B, T)
     _check_positions("k_positions", k_positions, B, S)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}: must be above 0, or None")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}: must be above 0 and finite, or None")
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate is {dropout_rate}: must be in [0, 1)")
     if dropout_rate > 0 and dropout_key is None:
@@ -135,6 +136,8 @@ def check_call(
     scale_is_array = isinstance(scale, jax.Array)
     if scale_is_array and scale.ndim:
         raise ValueError(f"scale has shape {scale.shape}: must be one number")
+    if scale is not None and not scale_is_array:
+        check_finite("scale", scale)
     return AttentionCall(
         query=query,
         key=key,

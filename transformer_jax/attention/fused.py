@@ -19,7 +19,7 @@ from transformer_jax.kernels import Target, target
 from transformer_jax.kernels.chips import Kind, kinds
 from transformer_jax.kernels.chips import blocks as blocks_of
 from transformer_jax.kernels.contract import Blocks, Operands, Problem
-from transformer_jax.kernels.gradient import Lists, attend
+from transformer_jax.kernels.gradient import ListsByKernel, attend
 from transformer_jax.sharding import vary
 from transformer_jax.tracing import at_once
 
@@ -28,8 +28,8 @@ from transformer_jax.tracing import at_once
 class Pallas(Implementation):
     """Run the fused kernels of kernels/, on the target that `kernels.target()` names."""
 
-    unordered: bool = False
-    """Whether the backward pass is the single-pass one, whose last bits are nondeterministic."""
+    nondeterministic: bool = False
+    """Whether the backward pass is the single-pass one, whose last bits differ from run to run."""
 
     def environment(self) -> Target | str:
         """Return the target, which `kernels.using` changes."""
@@ -51,7 +51,7 @@ class Pallas(Implementation):
             return "computes in float32, the bias is float64"
         reason = None if call.mask is None else refuse_mask(call.mask)
         if reason is None:
-            problem = _problem(call, None, where, self.unordered)
+            problem = _problem(call, None, where, self.nondeterministic)
             reason = where.module.refuse(problem, query, key, value)
         return reason or _refuse_lists(call, where)
 
@@ -62,12 +62,13 @@ class Pallas(Implementation):
         _, T, _, S = call.sizes
         H, Hv, width = call.query.shape[3], call.value.shape[3], call.query.dtype.itemsize
         blocks = {
-            kind: blocks_of(where, kind, H, Hv, width, T, S) for kind in kinds(self.unordered)
+            kind: blocks_of(where, kind, H, Hv, width, T, S)
+            for kind in kinds(self.nondeterministic)
         }
         padded_T = _round_up(T, math.lcm(*(b.q for b in blocks.values())))
         padded_S = _round_up(S, math.lcm(*(b.k for b in blocks.values())))
         operands, lists, visible = _inputs(call, blocks, (padded_T, padded_S))
-        problem = _problem(call, visible, where, self.unordered)
+        problem = _problem(call, visible, where, self.nondeterministic)
         where = dataclasses.replace(where, blocks=tuple(blocks.items()))
         out, lse = attend(problem, where, *vary((operands, lists)))
         return out[:, :T], jnp.moveaxis(lse[:, :, :T], 1, 2)
@@ -106,7 +107,7 @@ def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
 
 def _inputs(
     call: AttentionCall, blocks: dict[Kind, Blocks], padded: tuple[int, int]
-) -> tuple[Operands, Lists, Comparison | None]:
+) -> tuple[Operands, ListsByKernel, Comparison | None]:
     """Return padded arrays, the tiles that each kernel visits, and what compares the vectors.
 
     None compares where every pair is seen.
@@ -172,10 +173,10 @@ def _biases(
     return None, dense
 
 
-def _problem(call: AttentionCall, visible: Any, where: Target, unordered: bool) -> Problem:
+def _problem(call: AttentionCall, visible: Any, where: Target, nondeterministic: bool) -> Problem:
     scale = 1 / math.sqrt(call.query.shape[3]) if call.scale is None else call.scale
     fields = call.softcap, call.dropout_rate, visible
-    return Problem(scale, *fields, nondeterministic=unordered, interpret=where.interpret)
+    return Problem(scale, *fields, nondeterministic=nondeterministic, interpret=where.interpret)
 
 
 def _round_up(n: int, multiple: int) -> int:

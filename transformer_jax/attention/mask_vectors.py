@@ -95,6 +95,9 @@ class MaskVectors:
         """Return the vectors of a mask, and the comparison of a query's with a key's."""
         vectors = cls([q_positions], [k_positions], positions_are_indices)
         seen = mask.comparison(vectors)
+        if not isinstance(seen, Comparison):
+            given = f"{mask!r}.comparison returned a {type(seen).__name__}"
+            raise TypeError(f"{given}: must be a Comparison")
         if seen != NO_EMPTY_SLOT:
             vectors.visible = seen & NO_EMPTY_SLOT
         return vectors

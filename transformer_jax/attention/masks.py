@@ -153,7 +153,8 @@ class Mask:
             return None
         if jax.tree.leaves(self):
             rule = "takes a mask of your own that reads positions only, or has a method comparison"
-            return f"{rule}; {Mask.__repr__(self)} reads arrays"
+            static = "a number is no array as field(metadata=dict(static=True))"
+            return f"{rule}; {Mask.__repr__(self)} reads arrays ({static})"
         return _refuse_traced(self, self.sees, "a mask")
 
     @property
@@ -852,9 +853,21 @@ def check_mask(mask: Any, B: int, N: int) -> None:
                 f"{kind.__name__} {wrong}: write @jax.tree_util.register_dataclass and "
                 f"@dataclass(frozen=True) above class {kind.__name__}(Mask)"
             )
+        if (base := _base_with_other_pairs(kind)) is not None:
+            rule = f"overrides {base}.sees and inherits the rest of {base}"
+            raise ValueError(f"{kind.__name__} {rule}: derive it from Mask")
     rows, heads = mask.lead
     if rows not in (1, B) or heads not in (1, N):
         raise ValueError(f"{mask!r} has {rows} batch rows and {heads} heads, query {B} and {N}")
+
+
+def _base_with_other_pairs(kind: type[Mask]) -> str | None:
+    """Return the mask of the library that a class derives from and sees other pairs than, or None.
+
+    Such a class would inherit the tiles, the comparison and the window of the other's pairs.
+    """
+    base = next(x for x in kind.__mro__ if x.__module__ == __name__ and issubclass(x, Mask))
+    return base.__name__ if base is not Mask and kind.sees is not base.sees else None
 
 
 def _nodes(mask: Mask) -> Iterator[Mask]:

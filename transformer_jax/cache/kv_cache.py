@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.checks import as_int32
+from transformer_jax.checks import as_int32, check_count
 from transformer_jax.pytree import exportable
 from transformer_jax.sharding import by_compiler, split
 
@@ -60,8 +60,10 @@ def init(
     ValueError where a size or the dtype cannot be.
     """
     dtype = jnp.dtype(dtype)
-    if capacity < 1:
-        raise ValueError(f"capacity is {capacity}: must be at least 1")
+    sizes = dict(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    for name, size in sizes.items():
+        check_count(name, size, 1)
+    check_count("batch", batch, 0)
     if not 0 <= sinks < capacity:
         raise ValueError(f"sinks is {sinks}: must be at least 0 and below capacity {capacity}")
     if dtype != jnp.int8 and not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
@@ -93,7 +95,7 @@ def update(
     After s sinks that slot is s + (p - s) % (S - s).
 
     Of more than S tokens the sinks and the last S - s stay, as in any ring. A caller for whom
-    overwriting is an error checks `positions < S` first (`transformer.Decoder` does).
+    overwriting is an error checks `positions < S` first, as `check_cache_room` does for a model.
     """
     _check_update(cache, k, v, positions)
     positions = as_int32("positions", positions)

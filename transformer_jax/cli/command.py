@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from transformer_jax.cli.flags import spelled
+from transformer_jax.cli.process import one_line
 from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
@@ -64,10 +65,10 @@ def run(
     except KeyboardInterrupt:
         print()
         return 130
-    except (ValueError, OSError, NotImplementedError) as error:
+    except Exception as error:
         if arguments.debug:
             raise
         from transformer_jax.checkpoints.checkpoint import CheckpointError
 
-        print(f"{parser.name}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{parser.name}: {one_line(error)}", file=sys.stderr)
         return 1 if isinstance(error, CheckpointError | OSError) else 2

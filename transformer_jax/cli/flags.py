@@ -1,8 +1,8 @@
 """Read the flags of a command, and the fields of a config from flags; standard library only.
 
-A field is a flag named by its path: `--model.d-model 64`, `--model.rope.base 5e5`. Any end of the
-path will do that no other field's path has: `--d-model`, `--rope.base`. A field that holds one of
-several configs is given by the name of its kind, and the fields of that kind follow:
+A field is a flag named by its path: `--model.d-model 64`, `--model.positions.base 5e5`. An end of
+the path that no other field's path has is enough: `--d-model`, `--positions.base`. A field that
+holds one of several configs is given by the name of its kind, and the fields of that kind follow:
 `--model.positions rope --model.positions.base 5e5`.
 """
 

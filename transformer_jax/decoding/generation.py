@@ -108,7 +108,7 @@ class Generation(Generic[State]):
     """Hold what `generate` returns; after a row's end tokens are -1 and log-probabilities 0."""
 
     tokens: jax.Array  # i32[B, num_tokens]
-    lengths: jax.Array  # i32[B]; new tokens of a row, a stop token included
+    lengths: jax.Array  # i32[B]; new tokens of a row, a stop token and -1 of NaN logits included
     log_probs: jax.Array  # f32[B, num_tokens]; log softmax(logits)[token], before processors
     state: State
     """Has read all but each row's last token: generate on, from that token, or `fork` it."""
@@ -284,8 +284,8 @@ def generate(
     ValueError where an argument is wrong, before anything is compiled or consumed. Under a trace
     of yours what is not known is not checked: a token outside the vocabulary and a position past
     the cache make their row nonfinite: it has token -1 and log-probability NaN. Limits are clipped
-    to 0..num_tokens. A token outside that has left every window before the prompt ends changes
-    nothing.
+    to 0..num_tokens. Where every window has left such a token behind before the prompt ends, it
+    changes nothing.
     """
     options, prompts, state = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,

@@ -254,7 +254,13 @@ def make_step(model: RecurrentLM | RecurrentSeq2Seq) -> RecurrentStep: ...
 def make_step(
     model: Decoder | EncoderDecoder | RecurrentLM | RecurrentSeq2Seq,
 ) -> ModelStep | RecurrentStep:
-    """Return the model as `step(params, tokens, state, valid=None) -> (logits, state)`."""
+    """Return the model as `step(params, tokens, state, valid=None) -> (logits, state)`.
+
+    ValueError where the model makes no tokens, as an encoder.
+    """
     if isinstance(model, RecurrentLM | RecurrentSeq2Seq):
         return RecurrentStep(model)
+    if not isinstance(model, Decoder | EncoderDecoder):
+        given = type(model).__name__
+        raise ValueError(f"model is of type {given}: must be a decoder or an encoder-decoder")
     return ModelStep(model)

@@ -80,6 +80,9 @@ def init_cache(
     `dtype=jnp.int8` holds a quarter of f32, at an error that `cache` states. An encoder-decoder
     reads its source first: `model.apply(..., method="init_cache")`.
     """
+    if isinstance(config, RecurrentConfig):
+        rule = "its state comes of init_recurrent_state, or of a source by method='init_state'"
+        raise ValueError(f"config is a RecurrentConfig: {rule}")
     if config.kind != "decoder":
         rule = "an encoder has no cache"
         if config.kind == "encoder-decoder":
