@@ -18,6 +18,7 @@ pytest.register_assert_rewrite("tests.support")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
+jax.config.update("jax_traceback_in_locations_limit", 0)  # in a program's text: a tenth of its cost
 
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)  # traces are many objects: looking for garbage is a tenth of all
