@@ -1,6 +1,5 @@
 """Strict settings for the whole suite: a leak of rank, key or dtype is an error, not a warning."""
 
-import functools
 import gc
 import os
 import sys
@@ -16,8 +15,11 @@ from jax._src import compiler
 
 pytest.register_assert_rewrite("tests.support")
 
+from tests.support.compilation import OLDER_LOOPS, has_older_loops  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
+jax.config.update("jax_traceback_in_locations_limit", 0)  # in a program's text: a tenth of its cost
 
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)  # traces are many objects: looking for garbage is a tenth of all
@@ -48,20 +50,7 @@ def own_programs():
     gc.collect()
 
 
-OLDER_LOOPS = {"xla_cpu_use_fusion_emitters": False}
-"""XLA's older way of writing fused loops for a CPU, which compiles in half the time."""
-
 usual_options = compiler.get_compile_options
-
-
-@functools.cache
-def has_older_loops() -> bool:
-    """Return whether this version of XLA can still be asked for them."""
-    try:
-        jax.jit(lambda x: x).lower(1.0).compile(compiler_options=OLDER_LOOPS)
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
 
 
 def options_with_older_loops(*arguments, **settings):

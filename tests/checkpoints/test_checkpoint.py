@@ -29,6 +29,8 @@ from transformer_jax.checkpoints.checkpoint import (
     verify,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.fixture
 def tree(rng) -> dict:

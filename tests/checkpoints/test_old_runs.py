@@ -23,7 +23,6 @@ import runpy
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +83,10 @@ SELDOM = ("char_learned", "pretrained_llama3")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compilation() -> Iterator[None]:
+def compilation(request: pytest.FixtureRequest) -> None:
     """Compile as when the files were written if bits are compared, else quickly."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", not EXACT)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    if not EXACT:
+        request.getfixturevalue("quick_compilation")
 
 
 def assert_near(actual: Any, expected: Any, tolerance: float = LOGITS) -> None:

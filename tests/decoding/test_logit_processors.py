@@ -26,6 +26,8 @@ from transformer_jax.decoding.logit_processors import (
     check_processors,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 V, PROMPT, ROOM = 11, 7, 13
 INFINITE = float("inf")
 

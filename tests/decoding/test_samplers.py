@@ -20,6 +20,8 @@ from transformer_jax.attention.dropout import keep_tile, key_words
 from transformer_jax.decoding.samplers import Greedy, MinP, Sample, Temperature, TopK, TopP, Typical
 from transformer_jax.models.functional import dropout
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROWS, V = 300, 61
 INFINITE = float("inf")
 
@@ -373,11 +375,13 @@ def as_bits(results: dict[str, jax.Array]) -> dict[str, list]:
     }
 
 
+@pytest.mark.usefixtures("usual_compilation")
 def test_compiled_random_numbers_are_the_same():
     for name, value in made_from(pinned(), jnp.asarray(LOGITS)).items():
         assert_same_bits(compiled_here()[name], value, name)
 
 
+@pytest.mark.usefixtures("usual_compilation")
 def test_eight_devices_draw_what_one_draws():
     code = """
 import json

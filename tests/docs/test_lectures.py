@@ -14,6 +14,8 @@ from transformer_jax.attention.masks import Causal, Window
 from transformer_jax.config import Rope, preset
 from transformer_jax.models.positions import apply_rope, sinusoidal
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SINUSOIDS = [
     [0.0, 1.0, 0.0, 1.0],
     [0.84147, 0.54030, 0.00999983, 0.99995],

@@ -25,6 +25,8 @@ from transformer_jax.attention.masks import (
 )
 from transformer_jax.kernels import Target, using
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 class TestPlain(AttentionSuite):
     slow_cases = AttentionSuite.slow_cases | {

@@ -28,6 +28,8 @@ from transformer_jax.kernels import Target, hopper, using
 from transformer_jax.kernels.contract import Blocks, Problem
 from transformer_jax.kernels.hopper import schedule, scores
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch):

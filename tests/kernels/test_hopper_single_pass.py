@@ -39,6 +39,8 @@ from transformer_jax.kernels import Target, hopper, using
 from transformer_jax.kernels.contract import Blocks
 from transformer_jax.kernels.hopper.backward_single_pass import dq_shares, swizzle
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 needs_jax_11 = pytest.mark.skipif(not hopper.HAS_JAX_11, reason="jax 0.11")
 
 

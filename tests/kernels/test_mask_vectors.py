@@ -23,6 +23,8 @@ from transformer_jax.attention.masks import (
     Window,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def masks_of_vectors(rng: np.random.Generator) -> dict:
     valid, lengths = jnp.asarray(rng.random((2, 19)) < 0.7), jnp.array([0, 6])

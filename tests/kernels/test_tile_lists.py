@@ -19,6 +19,8 @@ from transformer_jax.attention.masks import (
 from transformer_jax.kernels import Target, using
 from transformer_jax.kernels.contract import Blocks
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def twelve_documents(length: int) -> np.ndarray:
     rng = np.random.default_rng(12)

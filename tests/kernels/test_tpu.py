@@ -29,6 +29,8 @@ from transformer_jax.kernels.contract import (
 )
 from transformer_jax.kernels.dropout import keep
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def everything(q, k):
     return (k[0] >= 0) & (q[0] >= -1)
@@ -429,6 +431,7 @@ def compiled(case: Case, kernel: str, topology: str) -> Any:
     return lowered.compile()
 
 
+@pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.slow_cases("backward_dkdv-v5p:2x2x1-float32", "backward_dq-v6e")
 @pytest.mark.parametrize(
     "kernel, topology, dtype",
@@ -445,6 +448,7 @@ def test_every_option_compiles_for_a_tpu(kernel, topology, dtype):
     assert compiled(case, kernel, topology).memory_analysis().temp_size_in_bytes < 2**24
 
 
+@pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.slow_cases("forward]")
 @pytest.mark.parametrize("kernel", ["forward", "backward_dkdv"])
 def test_memory_is_linear_in_the_length(kernel):
@@ -456,6 +460,7 @@ def test_memory_is_linear_in_the_length(kernel):
     assert large <= 2.05 * small
 
 
+@pytest.mark.usefixtures("usual_compilation")
 def test_a_program_around_the_kernels_moves_none_of_their_arrays():
     """Projections in, projection out, and all gradients: no copy or transpose of q, k, v, o or of
     their gradients, and nothing of S x S."""
@@ -482,6 +487,7 @@ def test_a_program_around_the_kernels_moves_none_of_their_arrays():
     assert not re.search(rf"\[(\d+,)*{S},{S}\]", text)
 
 
+@pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize(
     "topology",
     ["v6e:2x2", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("v5e:2x2", "v5p:2x2x1"))],
@@ -511,6 +517,7 @@ def test_a_matrix_compiles_for_a_tpu(topology):
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 8 * 4 * S * S
 
 
+@pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.slow
 def test_four_chips_run_their_parts_of_a_shard_map():
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")

@@ -17,6 +17,8 @@ from transformer_jax.models.recurrent import (
 
 pytest.importorskip("flatbuffers", reason="jax.export serialises with it")
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SMALL = dict(vocab_size=17, d_model=6, num_heads=3, num_layers=2, d_ff=5, max_len=13)
 TOKENS = np.array([[3, 5, 7], [11, 13, 2]], np.int32)
 SOURCE = np.array([[1, 2], [3, 4]], np.int32)

@@ -23,6 +23,8 @@ from transformer_jax.attention import biases
 from transformer_jax.config import ConfigError, ModelConfig, Rope
 from transformer_jax.models import positions as pos
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 FAR = np.array([0, 1, 257, 4095, 131_071, 10**6, 10**7, 10**8 + 1, 2**31 - 1, -(10**7)], np.int32)
 B, T, S, N, H = 2, 5, 7, 3, 10
 LONG = dict(factor=8.0, original_len=4096)
@@ -594,6 +596,7 @@ def test_shaw_keeps_float32_scores_and_the_dtype_of_weights():
         pos.shaw_values(weights, table[:4], q, k)
 
 
+@pytest.mark.usefixtures("usual_compilation")
 def test_shaw_never_holds_a_vector_for_each_pair():
     length, width = 211, 64
     place = jnp.arange(length)

@@ -54,7 +54,7 @@ SUGGESTED = "key heads on one of two axes, automatic"
                     "key heads on one of two axes, explicit",
                     "key heads on one of two axes, automatic",
                 ),
-                *("exported", "projected", "ordered", "cut", "precise", "unasked"),
+                *("exported", "projected", "ordered", "cut, heads", "precise", "unasked"),
             ],
             id="some",
         ),
@@ -63,7 +63,7 @@ SUGGESTED = "key heads on one of two axes, automatic"
 )
 def test_tiles_of_rows_and_heads_are_of_one_device_and_nothing_is_gathered(cases):
     """Blockwise attention on 2 x 4 devices, output, lse and gradients: the library splits it."""
-    results = on_devices(8, "-m", "tests.multi_device.blockwise_on_eight", *cases)
+    results = on_devices(8, "-m", "tests.multi_device.blockwise_on_eight", *cases, optimise=False)
     assert len(results) == len(cases) or len(results) > 30
     for case, result in results.items():
         rounded = case.startswith("sums of bfloat16")

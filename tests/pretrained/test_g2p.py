@@ -26,6 +26,8 @@ from transformer_jax.pretrained.g2p import (
 )
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 NAMES = "w_ih", "w_hh", "b_ih", "b_hh"
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from transformer_jax import build, load_pretrained, save_pretrained
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOLERANCE = 1e-4
 

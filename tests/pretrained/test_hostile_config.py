@@ -18,6 +18,8 @@ from transformer_jax.config import ConfigError
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 BASE = dict(
     model_type="llama", vocab_size=29, hidden_size=12, intermediate_size=17, num_hidden_layers=2,
     num_attention_heads=3, num_key_value_heads=1, head_dim=6, max_position_embeddings=31,

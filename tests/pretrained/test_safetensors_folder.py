@@ -34,6 +34,8 @@ from transformer_jax.pretrained.safetensors_folder import (
     write_folder,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROOT = Path(__file__).parents[2]
 
 

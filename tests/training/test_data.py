@@ -34,6 +34,8 @@ from transformer_jax.training.data import (
     read,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 NASTY = "a\0b\ufeffc\r\nd\té\u0301\u200f\u05d0\u202e\U0001f469\u200d\U0001f469\U0010ffff\n\n  x"
 ENGLISH = "The cat sat on the mat, and the dog sat on the cat. " * 31
 ANY = st.characters(exclude_categories=())  # lone surrogates too
