@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import train
+from tests.support.compilation import quick_environment
 from tests.training.test_training import assert_same_state
 from transformer_jax.__main__ import main as run_command
 from transformer_jax.checkpoints import checkpoint
@@ -55,7 +56,7 @@ SMALL = (
 TEXT = "to be or not to be that is the question\n" * 23
 
 
-pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture
@@ -496,13 +497,12 @@ def test_a_kill_at_any_moment_loses_no_more_than_a_save_interval(flags, tmp_path
     flags += ["--sample-tokens", "0", "--dropout", "0.1"]
     folder = tmp_path / "run" / "checkpoints"
     command = [sys.executable, str(ROOT / "train.py"), *flags]
-    compiled_as_here = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     reached = 0
     for _ in range(kills):
         resume = ["--resume"] if reached or (tmp_path / "run").exists() else []
         process = subprocess.Popen(
             [*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT,
-            env=compiled_as_here,
+            env=quick_environment(),
         )  # fmt: skip
         try:
             deadline = time.monotonic() + 240

@@ -48,7 +48,7 @@ from transformer_jax.decoding.samplers import Greedy, Sample
 from transformer_jax.decoding.speculative import PromptLookup, speculate
 from transformer_jax.models.factory import build, init_cache
 
-pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 RING = dataclasses.replace(ROPE, window=5)
 STOP = (5, 11)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import jax
 
@@ -18,3 +19,20 @@ def has_older_loops() -> bool:
     except jax.errors.JaxRuntimeError:
         return False
     return True
+
+
+def quick_environment(*flags: str) -> dict[str, str]:
+    """Return the environment of a process that compiles as `quick_compilation` does.
+
+    XLA still passes over the whole program, and gathers and moves the same arrays: what it leaves
+    out is how the loops of a device are written.
+    """
+    older = [f"--{name}={str(value).lower()}" for name, value in OLDER_LOOPS.items()]
+    settings = {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+        "XLA_FLAGS": " ".join(
+            [os.environ.get("XLA_FLAGS", ""), *flags, *(older if has_older_loops() else ())]
+        ),
+    }
+    return os.environ | settings

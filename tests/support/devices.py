@@ -9,27 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.compilation import OLDER_LOOPS, has_older_loops
+from tests.support.compilation import quick_environment
 
 ROOT = Path(__file__).parents[2]
 
 
 def on_devices(count: int, *command: str, optimise: bool = True) -> Any:
-    """The JSON that Python prints, given a script or `-c` and a program.
-
-    Without `optimise` XLA still passes over the whole program, and gathers and moves the same
-    arrays: what it leaves out is how each device's loops are written.
-    """
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
-        "JAX_PLATFORMS": "cpu",
-    }
-    if not optimise:
-        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-        environment["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-        if has_older_loops():
-            older = (f"--{name}={str(value).lower()}" for name, value in OLDER_LOOPS.items())
-            environment["XLA_FLAGS"] = " ".join([environment["XLA_FLAGS"], *older])
+    """The JSON that Python prints, given a script or `-c` and a program."""
+    devices = f"--xla_force_host_platform_device_count={count}"
+    environment = os.environ | {"XLA_FLAGS": devices} if optimise else quick_environment(devices)
+    environment["JAX_PLATFORMS"] = "cpu"
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment
     )
