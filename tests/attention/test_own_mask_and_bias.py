@@ -215,7 +215,7 @@ def test_what_an_own_mask_must_be_is_said():
 
     @jax.tree_util.register_dataclass
     @dataclass(frozen=True)
-    class Blind(Mask):
+    class WithoutSees(Mask):
         pass
 
     @jax.tree_util.register_dataclass
@@ -235,8 +235,10 @@ def test_what_an_own_mask_must_be_is_said():
         for call in (dot_product_attention, explain_attention):
             with pytest.raises(ValueError, match=message):
                 call(x, x, x, mask=mask)
-    with pytest.raises(TypeError, match=r"Blind is a Mask without a method sees\(self, q, k\)"):
-        dot_product_attention(x, x, x, mask=Blind())
+    with pytest.raises(
+        TypeError, match=r"WithoutSees is a Mask without a method sees\(self, q, k\)"
+    ):
+        dot_product_attention(x, x, x, mask=WithoutSees())
 
 
 @pytest.mark.parametrize(
@@ -443,16 +445,16 @@ def test_without_a_mask_what_is_not_finite_breaks_who_sees_it(name, bad, impleme
     broken = np.zeros((2, 13, 4), bool)
     if name == "query":
         broken[1, 3, 2] = True
-        poisoned = arrays[name].at[1, 3, 2, 1].set(bad)
+        broken = arrays[name].at[1, 3, 2, 1].set(bad)
     else:
         broken[1, :, 2:] = True
-        poisoned = arrays[name].at[1, 3, 1, 1].set(bad)
+        broken = arrays[name].at[1, 3, 1, 1].set(bad)
     silent = {
         "out_cotangent": jnp.where(broken[..., None], 0, arrays["out_cotangent"]),
         "lse_cotangent": jnp.where(broken, 0, arrays["lse_cotangent"]),
     }
     clean = evaluate(arrays | silent, None, implementation, softcap=softcap)
-    result = evaluate(arrays | {name: poisoned}, None, implementation, softcap=softcap)
+    result = evaluate(arrays | {name: broken}, None, implementation, softcap=softcap)
     for what, value in clean.items():
         value, got = np.asarray(value), np.asarray(result[what])
         assert np.isfinite(value).all() and value.any()

@@ -293,7 +293,7 @@ def test_a_row_alone_is_what_it_is_in_company(config):
 @pytest.mark.slow_cases("dot")
 @pytest.mark.parametrize("config", [ADDITIVE, DOT], ids=["additive", "dot"])
 def test_padding_of_a_source_is_invisible(config):
-    """Behind, between or before its tokens; though its vectors are NaN; forward and backward."""
+    """After, between or before its tokens; though its vectors are NaN; forward and backward."""
     params, tokens = parameters(config), draw_tokens()
     source, valid = draw_source(), np.array(SOURCE_VALID)
     source = np.where(valid, np.where(source == 1, 2, source), 1)

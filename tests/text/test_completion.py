@@ -71,7 +71,7 @@ def test_the_text_does_not_depend_on_where_tokens_end(text, stop, cuts):
     st.text(LETTERS, max_size=13), st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3)
 )
 def test_text_is_held_back_only_while_a_stop_string_may_follow(text, stop):
-    """Behind each character, all is out but the longest end that begins a stop string."""
+    """After each character, all is out but the longest end that begins a stop string."""
     tokenizer, seen = Cut(tuple(c.encode() for c in text)), []
 
     def ids() -> Iterator[int]:
