@@ -445,16 +445,16 @@ def test_without_a_mask_what_is_not_finite_breaks_who_sees_it(name, bad, impleme
     broken = np.zeros((2, 13, 4), bool)
     if name == "query":
         broken[1, 3, 2] = True
-        broken = arrays[name].at[1, 3, 2, 1].set(bad)
+        changed = arrays[name].at[1, 3, 2, 1].set(bad)
     else:
         broken[1, :, 2:] = True
-        broken = arrays[name].at[1, 3, 1, 1].set(bad)
+        changed = arrays[name].at[1, 3, 1, 1].set(bad)
     silent = {
         "out_cotangent": jnp.where(broken[..., None], 0, arrays["out_cotangent"]),
         "lse_cotangent": jnp.where(broken, 0, arrays["lse_cotangent"]),
     }
     clean = evaluate(arrays | silent, None, implementation, softcap=softcap)
-    result = evaluate(arrays | {name: broken}, None, implementation, softcap=softcap)
+    result = evaluate(arrays | {name: changed}, None, implementation, softcap=softcap)
     for what, value in clean.items():
         value, got = np.asarray(value), np.asarray(result[what])
         assert np.isfinite(value).all() and value.any()
