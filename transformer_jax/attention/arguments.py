@@ -125,19 +125,8 @@ def check_call(
         raise ValueError(f"sinks is {sinks.dtype}{sinks.shape}: must be floating ({N},), by head")
     _check_positions("q_positions", q_positions, B, T)
     _check_positions("k_positions", k_positions, B, S)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}: must be above 0 and finite, or None")
-    if not 0 <= dropout_rate < 1:
-        raise ValueError(f"dropout_rate is {dropout_rate}: must be in [0, 1)")
-    if dropout_rate > 0 and dropout_key is None:
-        raise ValueError(f"dropout_rate is {dropout_rate} without a dropout_key")
-    if dropout_key is not None:
-        check_key("dropout_key", dropout_key)
     scale_is_array = isinstance(scale, jax.Array)
-    if scale_is_array and scale.ndim:
-        raise ValueError(f"scale has shape {scale.shape}: must be one number")
-    if scale is not None and not scale_is_array:
-        check_finite("scale", scale)
+    _check_numbers(scale, softcap, dropout_rate, dropout_key)
     return AttentionCall(
         query=query,
         key=key,
@@ -154,6 +143,22 @@ def check_call(
         dropout_key=dropout_key if dropout_rate > 0 else None,
         return_lse=return_lse,
     )
+
+
+def _check_numbers(scale: Any, softcap: Any, dropout_rate: Any, dropout_key: Any) -> None:
+    if isinstance(scale, jax.Array):
+        if scale.ndim:
+            raise ValueError(f"scale has shape {scale.shape}: must be one number")
+    elif scale is not None:
+        check_finite("scale", float(scale))
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}: must be above 0 and finite, or None")
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate is {dropout_rate}: must be in [0, 1)")
+    if dropout_rate > 0 and dropout_key is None:
+        raise ValueError(f"dropout_rate is {dropout_rate} without a dropout_key")
+    if dropout_key is not None:
+        check_key("dropout_key", dropout_key)
 
 
 def _check_inputs(query: Any, key: Any, value: Any) -> None:
