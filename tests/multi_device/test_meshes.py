@@ -54,6 +54,7 @@ SUGGESTED = "key heads on one of two axes, automatic"
                     "key heads on one of two axes, explicit",
                     "key heads on one of two axes, automatic",
                 ),
+                "a mask that reads, explicit",
                 *("exported", "projected", "ordered", "cut, heads", "precise", "unasked"),
             ],
             id="some",

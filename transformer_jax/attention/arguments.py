@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -89,6 +90,8 @@ class Implementation:
 
     def __call__(self, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
         """Return `attend(call)`, which on a mesh of explicit axes the compiler splits."""
+        if call.mask is not None:  # arrays that a predicate reads become arguments of what is split
+            call = dataclasses.replace(call, mask=call.mask.closed())
         return by_compiler(self.attend, [call], split(call.query, slice(3)))
 
 
