@@ -340,6 +340,24 @@ def test_a_mask_that_inherits_the_tiles_of_other_pairs_is_refused(wrap):
         dot_product_attention(x, x, x, mask=wrap(Anticausal()))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Numbered(Mask):
+    """Hold a number that is a leaf, for want of `static`."""
+
+    size: int
+
+    def sees(self, q, k):
+        return q // self.size == k // self.size
+
+
+def test_a_mask_with_a_number_among_its_leaves_is_refused_with_what_to_write():
+    x = jnp.zeros((1, 5, 2, 32))
+    with using(Target("tpu", interpret=True)):
+        reason = explain_attention(x, x, x, mask=Numbered(3))["pallas"]
+    assert "reads arrays, and a number is one without field(metadata=dict(static=True))" in reason
+
+
 def test_a_comparison_of_another_type_is_named():
     x = jnp.zeros((1, 5, 2, 32))
     with (

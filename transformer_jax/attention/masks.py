@@ -151,10 +151,11 @@ class Mask:
         """Return why a fused kernel cannot evaluate the mask, or None."""
         if type(self).comparison is not Mask.comparison:
             return None
-        if jax.tree.leaves(self):
+        if leaves := jax.tree.leaves(self):
             rule = "takes a mask of your own that reads positions only, or has a method comparison"
-            static = "a number is no array as field(metadata=dict(static=True))"
-            return f"{rule}; {Mask.__repr__(self)} reads arrays ({static})"
+            numbers = any(not hasattr(leaf, "shape") for leaf in leaves)
+            hint = ", and a number is one without field(metadata=dict(static=True))" * numbers
+            return f"{rule}; {Mask.__repr__(self)} reads arrays{hint}"
         return _refuse_traced(self, self.sees, "a mask")
 
     @property
