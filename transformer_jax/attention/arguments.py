@@ -60,7 +60,7 @@ class AttentionCall:
     ) -> tuple[jax.Array, jax.Array]:  # i32[B or 1, T], i32[B or 1, S]
         """Return the positions of queries and keys, by default their indices.
 
-        Known ones are made here, inside a trace too, so that what follows of them is known.
+        Known ones stay known inside a trace too, and so does a plan that is made of them.
         """
         T, S = self.query.shape[1] if T is None else T, self.key.shape[1] if S is None else S
         return _two_axes(self.q_positions, T), _two_axes(self.k_positions, S)

@@ -121,8 +121,8 @@ class Mask:
         """Return the mask of some batch rows and heads, as pairs (rows, heads).
 
         They begin with `first`, which may be traced, and are `size` of `full`. Arrays whose axes
-        `leaf_axes` names are sliced, unless they are as short as `size` already; of a mask that
-        names none the result of `sees` is.
+        `leaf_axes` names are sliced, unless they are as short as `size` already. Where it names
+        no axis, the result of `sees` is sliced.
         """
         axes = self.leaf_axes
         if any(name for names in axes for name in names):

@@ -29,7 +29,7 @@ from transformer_jax.sharding import by_compiler, split
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of the tokens so far."""
+    """Hold keys and values of the tokens so far."""
 
     k: jax.Array  # [B, S, K, H]
     v: jax.Array  # [B, S, K, Hv]
@@ -42,7 +42,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Slots per row (S)."""
+        """Return the slots per row (S)."""
         return self.k.shape[1]
 
 

@@ -145,7 +145,7 @@ class Prompts(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState(Generic[State]):
-    """Rows in the middle of being generated; every leaf leads with B."""
+    """Hold rows in the middle of being generated; every leaf leads with B."""
 
     token: jax.Array  # i32[B]; chosen, and not yet read by the model
     active: jax.Array  # bool[B]; False: the row has ended, its state stands still

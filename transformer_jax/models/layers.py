@@ -62,7 +62,7 @@ def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
     """Raise ValueError where `model.apply` was given `rngs`, and no key as an argument.
 
     Nothing here draws from flax's `rngs`, so dropout would be off in silence. A model inside
-    another module is let be: there they may be for the other's layers.
+    another module is not checked: there they may be for the other's layers.
     """
     scope = module.scope
     if key is not None or scope is None or scope.path or module.is_initializing():
@@ -534,7 +534,7 @@ class Embed(nn.Module):
         key: jax.Array | None = None,
         target: bool = False,
     ) -> jax.Array:  # [B, T, D]
-        """E[token] (times sqrt(D)), plus position and type vectors; zeros where padded."""
+        """Return E[token] (times sqrt(D)) plus position and type vectors; zeros where padded."""
         cfg = self.config
         x = lookup(self.tokens, tokens)
         if cfg.scale_embeddings:
