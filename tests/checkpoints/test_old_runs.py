@@ -71,7 +71,7 @@ LOGITS = 1e-6
 """Tolerance, relative to the largest logit."""
 
 CLASSES = 5e-6
-"""As a part of the largest number: terms that cancel in a sum are larger than the sum."""
+"""Tolerance relative to the largest number, since terms of a sum may cancel."""
 
 LOSSES = 0.0 if EXACT else 1e-5
 """Relative."""

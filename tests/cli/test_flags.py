@@ -175,7 +175,7 @@ def test_no_two_fields_share_a_spelling(flags):
 
 
 def test_every_field_of_a_run_is_read_back_as_it_is_shown():
-    """What a flag shows as its default, typed, changes nothing: for every field of every preset."""
+    """Typing the default that a flag shows changes no field of any preset."""
     for name in (None, *TRAINABLE):
         base, given = train_preset(name), {}
         for path in FLAGS.fields:

@@ -339,7 +339,7 @@ OLD = dict(
     position_offset=0, sinusoid="interleaved", rope=dict(base=10_000.0, dims=None, factor=1.0),
     window_rope_base=None, relative_buckets=32, relative_max_distance=128,
 )  # fmt: skip
-"""What every config said beside the name of its positions, before positions were one value."""
+"""Fields that an older config.json has beside the name of its positions."""
 
 
 @pytest.mark.parametrize(

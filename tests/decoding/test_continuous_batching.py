@@ -455,7 +455,7 @@ def test_with_pause_requests_advance_while_the_queue_yields_none():
 
 
 def test_with_pause_a_free_slot_is_filled_before_the_next_step():
-    """Of two slots one is free after a step: then the other's request waits for the third."""
+    """One of two slots is free after a step, and the third request takes it before the next one."""
     requests = [Request([3], 2, id="a"), Request([7], 9, id="b"), Request([11], 9, id="c")]
     empty = jnp.zeros((1,), jnp.int32)
     arguments: dict = dict(slots=2, capacity=16, steps_per_call=8, stream=True)

@@ -113,7 +113,7 @@ def test_links_lead_to_files(name):
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda p: p.stem)
 def test_links_of_the_site_stay_within_it(page):
-    """What mkdocs --strict asks, known before it is installed."""
+    """Check links as mkdocs --strict does, without mkdocs."""
     links = re.findall(r"""(?:\]\(|href="|src=")([^)"#]+)""", page.read_text())
     local = [(page.parent / link).resolve() for link in links if "://" not in link]
     docs = ROOT / "docs"

@@ -340,7 +340,7 @@ class _Stops(progress.Silent):
 
 
 def _written(folder: Path, which: str, prompt: str) -> str:
-    """What `python -m transformer_jax.generate` prints, the likeliest token each time."""
+    """Return what `python -m transformer_jax.generate` prints with greedy decoding."""
     path = Path(checkpoint.__file__).with_name("generate.py")
     spec = importlib.util.spec_from_file_location("command_generate", path)
     assert spec is not None and spec.loader is not None
@@ -494,7 +494,7 @@ def without(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
 
 
 def _measured(name: str, config: ModelConfig, layouts: dict[str, list[str]]) -> dict[str, Any]:
-    """What `_counted` tells, and the logits of filled and of fresh parameters."""
+    """Return the counts of `_counted`, and the logits of filled and of fresh parameters."""
     found = _counted(name, config, layouts)
     params = filled(jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
     found["logits"] = rounded(_logits(config, params)[0, -1])

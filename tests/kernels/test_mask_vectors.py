@@ -73,7 +73,7 @@ def test_vectors_say_what_the_mask_says(name, ragged, rng):
 
 
 def test_equal_masks_compare_equal_as_vectors():
-    """What a compilation is kept for: structure, not values."""
+    """A compiled program is used again for masks of equal structure, whatever their values."""
 
     def visible(n, ids):
         mask = Causal() & Window(n) & Segments(jnp.asarray(ids)[None])

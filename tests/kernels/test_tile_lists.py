@@ -42,7 +42,7 @@ PATTERNS = {
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("sides", [(128, 128), (64, 256)], ids=str)
 def test_lists_name_every_tile_that_sees_something_and_no_other(name, sides):
-    """Of twelve packed documents, a window and a triangle: exactly the tiles of an exact count."""
+    """Packed documents, a window and a triangle visit as many tiles as counting pairs finds."""
     mask, sees = PATTERNS[name]
     at, blocks = jnp.arange(4096)[None], Blocks(*sides)
     grid = 4096 // sides[0], 4096 // sides[1]

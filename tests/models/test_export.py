@@ -81,7 +81,7 @@ def test_a_step_read_back_from_bytes_gives_the_same_logits_and_state(name, key):
 
 
 def test_states_of_a_recurrent_model_go_through_an_export_as_they_are(key):
-    """Of an encoder-decoder: what its source left in memory is part of its state."""
+    """The state of an encoder-decoder holds the encoder's output too."""
     config = CASES["additive"]
     shapes = jax.eval_shape(lambda key: begun(config, build(config), init_params(config, key)), key)
     leaves, structure = jax.tree.flatten(shapes)

@@ -361,7 +361,7 @@ def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
 
 @pytest.mark.parametrize("offset", [False, True])
 def test_queries_and_keys_are_normalised_with_the_configs_eps(rng, key, offset):
-    """By formula, at an eps as large as the squares: of queries, of keys, and of cached keys."""
+    """Queries, keys and cached keys equal the formula, at an eps as large as their squares."""
     config = dataclasses.replace(
         SMALL, qk_norm=True, norm_eps=0.3, positions="none", norm_unit_offset=offset
     )
