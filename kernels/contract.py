@@ -167,6 +167,15 @@ def vary(tree: Tree, like: Any = None) -> Tree:
     return jax.tree.map(one, tree) if axes else tree
 
 
+def once(condition: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    """Return `change(tree)` where the condition holds, else the tree.
+
+    It is a loop of one step or none, because a conditional would copy the tree.
+    """
+    step = lambda state: (jnp.zeros_like(state[0]), change(state[1]))  # noqa: E731
+    return jax.lax.while_loop(lambda state: state[0], step, (condition, tree))[1]
+
+
 def no_mesh() -> contextlib.AbstractContextManager:
     """Return a context without the mesh of `jax.set_mesh`: programs traced in it fit any mesh."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))

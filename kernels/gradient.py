@@ -10,15 +10,13 @@ nothing is read twice.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.experimental.layout import Layout, with_layout_constraint
 
@@ -31,13 +29,13 @@ from transformer_jax.kernels.contract import (
     Saved,
     TileLists,
     learns_slopes,
+    once,
 )
 from transformer_jax.kernels.sharding import KEYS, QUERIES, ROWS, TILES, AxisNames
 
 Gradients = tuple[jax.Array | None, ...]
 """Gradients of query, key, value, bias, slopes and sinks; None for an input that is not there or
 whose gradient nobody asks for."""
-Results = TypeVar("Results", bound=tuple)
 ListsByKernel = dict[Kind, TileLists]
 """The tiles that each kernel of a call visits; rows are key tiles for "dkdv" and "single_pass"."""
 
@@ -90,7 +88,7 @@ def _forward(
     def repaired(_: Any) -> tuple[jax.Array, ...]:
         return transposed(*_repaired_forward(problem, where, operands, lists["forward"]))
 
-    out, row_max, log_sum = transposed(*_once(nonfinite, repaired, transposed(*results)))
+    out, row_max, log_sum = transposed(*once(nonfinite, repaired, transposed(*results)))
     return out, row_max, log_sum, nonfinite
 
 
@@ -125,7 +123,7 @@ def _attend_backward(
         )
         return _gradients(problem, where, _without_nonfinite(operands)[0], lists, rows)
 
-    gradients = _once(nonfinite, repaired, results)
+    gradients = once(nonfinite, repaired, results)
     no_gradient = lambda x: np.zeros(x.shape, jax.dtypes.float0)  # noqa: E731
     integers, lists = jax.tree.map(no_gradient, (operands, lists))
     dq, dk, dv, dbias, dslopes, dsinks = gradients
@@ -191,15 +189,6 @@ def _row_dot(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 # The repair pass
-
-
-def _once(condition: jax.Array, repeat: Callable[[Results], Results], results: Results) -> Results:
-    """Return `repeat(results)` where the condition holds, else the results as they stand.
-
-    A loop of one step or none, because a conditional would copy them.
-    """
-    step = lambda state: (jnp.zeros_like(state[0]), repeat(state[1]))  # noqa: E731
-    return lax.while_loop(lambda state: state[0], step, (condition, results))[1]
 
 
 def _without_nonfinite(operands: Operands) -> tuple[Operands, jax.Array, jax.Array]:

@@ -204,6 +204,7 @@ def test_an_error_of_any_type_is_one_line(capsys, published, monkeypatch, error)
     assert generate(["--model", str(published), "--prompt", "a"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1) and " ".join(str(error).split()) in err
+    assert ("KeyError: 'wte.weight' (--debug shows where)" in err) == isinstance(error, KeyError)
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,14 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return what an error says, in one line; of an OSError, the file and the reason."""
+    """Return what an error says, in one line; of an OSError, the file and the reason.
+
+    An error of the program itself, such as a KeyError, begins with its type.
+    """
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    said, kind = " ".join(str(error).split()), type(error).__name__
+    if isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError):
+        return f"{kind}: {said} (--debug shows where)"
+    return said or kind

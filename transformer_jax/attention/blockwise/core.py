@@ -70,9 +70,8 @@ from transformer_jax.attention.blockwise.tiles import (
     visible_at,
     visited_tiles,
 )
+from transformer_jax.kernels.contract import LOWEST, once
 from transformer_jax.sharding import vary
-
-LOWEST = float(np.finfo(np.float32).min)  # where a running maximum starts: finite, so no inf - inf
 
 
 class Blockwise(Implementation):
@@ -225,15 +224,6 @@ def _clean_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
     return jnp.where(good, k, 0), jnp.where(good, v, 0), good
 
 
-def _once(condition: jax.Array, change: Callable[[Any], Any], x: Any) -> Any:
-    """Return `change(x)` where the condition holds, else x.
-
-    It is a loop of one step or none, because a conditional would copy x.
-    """
-    step = lambda state: (jnp.zeros_like(state[0]), change(state[1]))  # noqa: E731
-    return lax.while_loop(lambda state: state[0], step, (condition, x))[1]
-
-
 # The gradient
 
 
@@ -349,7 +339,7 @@ def _forward_queries(
     row = sizes.group, sizes.G * sizes.block_q, 1
     q_tile = place.queries(call.query) * np.float32(call.scale)
     every = vary(jnp.ones(row, bool), call.query)
-    q_tile, good = _once(repair, lambda tile: _clean_queries(tile[0]), (q_tile, every))
+    q_tile, good = once(repair, lambda tile: _clean_queries(tile[0]), (q_tile, every))
     rows = _Rows(
         jnp.full(row, LOWEST, jnp.float32),
         _zeros(row),
@@ -395,7 +385,7 @@ def _forward_tile(
         return k, v, jnp.where(seen, jnp.inf, row_max)
 
     tiles = place.keys(call.key), place.keys(call.value), rows.row_max
-    k_tile, v_tile, row_max = _once(repair, clean, tiles)
+    k_tile, v_tile, row_max = once(repair, clean, tiles)
     x, s, _ = _scores(q_tile, k_tile, call, bias_tile(place, call.bias, call, jnp.inf))
     s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
     new = jnp.maximum(row_max, s.max(axis=2, keepdims=True))
@@ -488,7 +478,7 @@ def _backward_tile(
     precision = _precision(call)
     visible = partial(visible_at, place, call) if partly else None
     tiles = place.keys(call.key), place.keys(call.value)
-    k_tile, v_tile = _once(repair, lambda tiles: _clean_keys(*tiles)[:2], tiles)
+    k_tile, v_tile = once(repair, lambda tiles: _clean_keys(*tiles)[:2], tiles)
     _, s, t = _scores(of.q, k_tile, call, bias_tile(place, call.bias, call, -jnp.inf))
     s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
     p = _exp(s - of.row_max - of.log_sum)
