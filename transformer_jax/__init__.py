@@ -44,6 +44,7 @@ from transformer_jax.config import (
     Learned,
     LoraConfig,
     ModelConfig,
+    NgramConfig,
     RecurrentConfig,
     Rope,
     RopeConfig,
@@ -51,6 +52,7 @@ from transformer_jax.config import (
     Sinusoidal,
     T5Buckets,
     TrainConfig,
+    WindowConfig,
     preset,
     train_preset,
 )
@@ -89,9 +91,17 @@ from transformer_jax.decoding.speculative import (
     speculate,
 )
 from transformer_jax.decoding.step import make_step
-from transformer_jax.models.factory import build, cache_bytes, init_cache, init_params, num_params
+from transformer_jax.models.factory import (
+    build,
+    cache_bytes,
+    init_cache,
+    init_decode_state,
+    init_params,
+    num_params,
+)
 from transformer_jax.models.functional import layer_norm, rms_norm
 from transformer_jax.models.lora import apply_lora, init_lora, lora_loss, merge_lora
+from transformer_jax.models.ngram import NgramLM, count_ngrams
 from transformer_jax.models.positions import (
     apply_rope,
     learned,
@@ -100,11 +110,17 @@ from transformer_jax.models.positions import (
     shaw_values,
     sinusoidal,
 )
+from transformer_jax.models.recent_tokens import (
+    RecentTokens,
+    RecentTokensStep,
+    init_recent_tokens,
+)
 from transformer_jax.models.recurrent import (
     RecurrentLM,
     RecurrentSeq2Seq,
     RecurrentState,
     RecurrentStep,
+    RecurrentTagger,
     SourceMemory,
     init_recurrent_state,
 )
@@ -118,6 +134,7 @@ from transformer_jax.models.streaming import (
     stream_attention,
 )
 from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
+from transformer_jax.models.window import WindowLM
 from transformer_jax.pretrained.g2p import read_g2p
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.peft import load_lora, save_lora
@@ -163,6 +180,8 @@ __all__ = [
     "MinP",
     "ModelCache",
     "ModelConfig",
+    "NgramConfig",
+    "NgramLM",
     "NoRepeatNGram",
     "Padding",
     "Predicate",
@@ -172,11 +191,14 @@ __all__ = [
     "PromptLookup",
     "Proposal",
     "Proposer",
+    "RecentTokens",
+    "RecentTokensStep",
     "RecurrentConfig",
     "RecurrentLM",
     "RecurrentSeq2Seq",
     "RecurrentState",
     "RecurrentStep",
+    "RecurrentTagger",
     "RelativeBias",
     "RepetitionPenalty",
     "Request",
@@ -198,6 +220,8 @@ __all__ = [
     "TrainConfig",
     "Typical",
     "Window",
+    "WindowConfig",
+    "WindowLM",
     "additive_attention",
     "admit",
     "advance_slots",
@@ -211,6 +235,7 @@ __all__ = [
     "cache_bytes",
     "chunk_mask",
     "chunked_cross_entropy",
+    "count_ngrams",
     "cross_entropy",
     "dot_product_attention",
     "dot_product_attention_weights",
@@ -218,8 +243,10 @@ __all__ = [
     "fork",
     "generate",
     "init_cache",
+    "init_decode_state",
     "init_lora",
     "init_params",
+    "init_recent_tokens",
     "init_recurrent_state",
     "init_slots",
     "layer_norm",

@@ -502,11 +502,15 @@ def test_equal_steps_share_their_programs():
         ({}, dict(d_hidden=-1), "d_hidden is -1: must be positive"),
         ({}, dict(num_layers=2.0), "num_layers is 2.0: must be of type int"),
         ({}, dict(source_vocab_size=0), "source_vocab_size is 0: must be positive"),
-        ({}, dict(cell="rnn"), "cell is 'rnn': must be one of 'lstm', 'gru'"),
+        ({}, dict(cell="elman"), "cell is 'elman': must be one of 'rnn', 'lstm', 'gru'"),
         ({}, dict(dropout=1.0), "dropout is 1.0: must be at least 0 and below 1"),
         ({}, dict(init_std=0.0), "init_std is 0.0: must be positive"),
         ({}, dict(attention="dot"), "attention is 'dot': needs a source_vocab_size"),
-        ({}, dict(bidirectional=True), "bidirectional is True: needs a source_vocab_size"),
+        (
+            dict(source_vocab_size=5),
+            dict(context="input"),
+            "context is 'input': needs an attention",
+        ),
         (dict(source_vocab_size=5), dict(attention="luong"), "attention is 'luong': must be"),
         (
             dict(source_vocab_size=5, attention="dot"),

@@ -15,6 +15,7 @@ from transformer_jax.config.model import (
     NormOrder,
     Pooler,
 )
+from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.positions import (
     Alibi,
     Learned,
@@ -27,8 +28,9 @@ from transformer_jax.config.positions import (
     T5Buckets,
 )
 from transformer_jax.config.presets import PRESETS, fine_tuning, preset, train_preset
-from transformer_jax.config.recurrent import Cell, RecurrentConfig, StateAttention
+from transformer_jax.config.recurrent import Cell, ContextUse, RecurrentConfig, StateAttention
 from transformer_jax.config.train import Tokenizer, TrainConfig
+from transformer_jax.config.window import WindowConfig
 
 __all__ = [
     "PRESETS",
@@ -36,11 +38,13 @@ __all__ = [
     "Alibi",
     "Cell",
     "ConfigError",
+    "ContextUse",
     "DType",
     "Kind",
     "Learned",
     "LoraConfig",
     "ModelConfig",
+    "NgramConfig",
     "Norm",
     "NormOrder",
     "Pooler",
@@ -55,6 +59,7 @@ __all__ = [
     "T5Buckets",
     "Tokenizer",
     "TrainConfig",
+    "WindowConfig",
     "fine_tuning",
     "preset",
     "train_preset",

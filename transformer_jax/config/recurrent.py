@@ -7,13 +7,19 @@ from typing import Literal
 
 from transformer_jax.config.fields import check_types, fail, fraction, positive, unread
 
-Cell = Literal["lstm", "gru"]
+Cell = Literal["rnn", "lstm", "gru"]
 StateAttention = Literal["dot", "general", "additive"]
+ContextUse = Literal["output", "input", "state"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """Describe a recurrent model: a language model, or with `source_vocab_size` a translator."""
+    """Describe a recurrent language model, tagger or encoder-decoder.
+
+    With `source_vocab_size` it is an encoder-decoder (`RecurrentSeq2Seq`), without it and with
+    `bidirectional` a tagger that reads a text from both ends (`RecurrentTagger`), else a language
+    model (`RecurrentLM`).
+    """
 
     vocab_size: int = 256
     """Token kinds; of an encoder-decoder, the target's."""
@@ -26,13 +32,20 @@ class RecurrentConfig:
     num_layers: int = 1
     """Cells on top of each other; in the encoder as many."""
     cell: Cell = "lstm"
-    """lstm (Hochreiter & Schmidhuber 1997, Gers et al. 2000), or gru (Cho et al. 2014)."""
+    """rnn (Elman 1990), lstm (Hochreiter & Schmidhuber 1997, Gers et al. 2000), or gru (Cho et al.
+    2014)."""
     bidirectional: bool = False
-    """The encoder reads the source from both ends (Schuster & Paliwal 1997)."""
+    """The encoder, or without a source the whole model, reads from both ends (Schuster & Paliwal
+    1997)."""
     attention: StateAttention | None = None
-    """How the decoder looks at the encoder's states: dot or general (Luong et al. 2015) with the
-    state after each token, additive (Bahdanau et al. 2015) with the one before it; None has only
-    the encoder's last state."""
+    """How the decoder scores the encoder's states: dot or general (Luong et al. 2015), or additive
+    (Bahdanau et al. 2015); None has only the encoder's last state."""
+    context: ContextUse | None = None
+    """Where the context of the attention enters. output: the state after the token asks, and the
+    logits are read from tanh(W [context; state]). input: the state before the token asks, the
+    context enters the first cell beside the token, and the logits are read as with output. state:
+    as output, and tanh(W [context; state]) is the state that the next token starts from. None is
+    the paper's: input with additive, output with dot and general."""
     d_attention: int | None = None
     """additive: width of the hidden layer; None is d_hidden."""
     tie_embeddings: bool = False
@@ -48,19 +61,38 @@ class RecurrentConfig:
         positive(self, "d_attention", "init_std")
         fraction(self, "dropout")
         if self.source_vocab_size is None:
-            unread(self, "needs a source_vocab_size", "bidirectional", "attention")
+            unread(self, "needs a source_vocab_size", "attention")
+        if self.attention is None:
+            unread(self, "needs an attention", "context")
         if self.attention != "additive":
             unread(self, "needs attention 'additive'", "d_attention")
         if self.attention == "dot" and self.bidirectional:
             rule = "two directions are twice as wide as the decoder's state: take 'general'"
             fail("attention", self.attention, rule)
-        if self.tie_embeddings and self.d_embed != self.d_hidden:
+        if self.tie_embeddings and self.read_out_dim != self.d_embed:
             rule = f"needs d_embed {self.d_embed} to equal d_hidden {self.d_hidden}"
             fail("tie_embeddings", self.tie_embeddings, rule)
 
     @property
     def attention_dim(self) -> int:
         return self.d_hidden if self.d_attention is None else self.d_attention
+
+    @property
+    def context_use(self) -> ContextUse | None:
+        """Return where the context enters; None without attention."""
+        if self.attention is None or self.context is not None:
+            return self.context
+        return "input" if self.attention == "additive" else "output"
+
+    @property
+    def is_tagger(self) -> bool:
+        """Return whether the model reads a text from both ends, and so writes none."""
+        return self.bidirectional and self.source_vocab_size is None
+
+    @property
+    def read_out_dim(self) -> int:
+        """Return the width of the vectors that logits are read from."""
+        return self.d_embed if self.is_tagger and self.tie_embeddings else self.d_hidden
 
     @property
     def memory_dim(self) -> int:

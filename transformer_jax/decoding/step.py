@@ -17,9 +17,17 @@ from transformer_jax.cache.kv_cache import KVCache, next_positions
 from transformer_jax.cache.model_cache import ModelCache, cache_limit, rewind_cache
 from transformer_jax.config import Learned
 from transformer_jax.decoding.batch_rows import State
-from transformer_jax.models.recurrent import RecurrentLM, RecurrentSeq2Seq, RecurrentStep
+from transformer_jax.models.ngram import NgramLM
+from transformer_jax.models.recent_tokens import RecentTokensStep
+from transformer_jax.models.recurrent import (
+    RecurrentLM,
+    RecurrentSeq2Seq,
+    RecurrentStep,
+    RecurrentTagger,
+)
 from transformer_jax.models.stack import AttentionWeights, by_slot
 from transformer_jax.models.transformer import Decoder, EncoderDecoder, check_one, check_tokens
+from transformer_jax.models.window import WindowLM
 
 Params: TypeAlias = Any
 """A model's parameters: any pytree of arrays. Decoding hands them to the step as they are."""
@@ -251,15 +259,24 @@ class ModelStep:
 def make_step(model: Decoder | EncoderDecoder) -> ModelStep: ...
 @overload
 def make_step(model: RecurrentLM | RecurrentSeq2Seq) -> RecurrentStep: ...
+@overload
+def make_step(model: WindowLM | NgramLM) -> RecentTokensStep: ...
 def make_step(
-    model: Decoder | EncoderDecoder | RecurrentLM | RecurrentSeq2Seq,
-) -> ModelStep | RecurrentStep:
+    model: Decoder | EncoderDecoder | RecurrentLM | RecurrentSeq2Seq | WindowLM | NgramLM,
+) -> ModelStep | RecurrentStep | RecentTokensStep:
     """Return the model as `step(params, tokens, state, valid=None) -> (logits, state)`.
 
-    ValueError where the model makes no tokens, as an encoder.
+    `models.init_decode_state` makes the first state. ValueError where the model makes no tokens, as
+    an encoder or a tagger.
     """
     if isinstance(model, RecurrentLM | RecurrentSeq2Seq):
         return RecurrentStep(model)
+    if isinstance(model, WindowLM | NgramLM):
+        return RecentTokensStep(model)
+    if isinstance(model, RecurrentTagger):
+        raise ValueError(
+            "model is a RecurrentTagger: it reads from both ends, and writes no tokens"
+        )
     if not isinstance(model, Decoder | EncoderDecoder):
         given = type(model).__name__
         raise ValueError(f"model is of type {given}: must be a decoder or an encoder-decoder")

@@ -1,13 +1,21 @@
 """Build transformers and recurrent models as thin Flax modules over pure functions.
 
-`functional` holds arithmetic without parameters, `layers` the modules, `transformer`, `recurrent`
-and `streaming` the models, `factory` makes them from a config. Attention and caches are folders of
-their own; decoding knows a model only as a step.
+`functional` holds arithmetic without parameters, `layers` the modules, `transformer`, `streaming`,
+`recurrent`, `window` and `ngram` the models, `factory` makes them from a config. Attention and
+caches are folders of their own; decoding knows a model only as a step.
 """
 
-from transformer_jax.models.factory import build, cache_bytes, init_cache, init_params, num_params
+from transformer_jax.models.factory import (
+    build,
+    cache_bytes,
+    init_cache,
+    init_decode_state,
+    init_params,
+    num_params,
+)
 from transformer_jax.models.functional import layer_norm, rms_norm
 from transformer_jax.models.lora import apply_lora, init_lora, lora_loss, merge_lora
+from transformer_jax.models.ngram import NgramLM, count_ngrams
 from transformer_jax.models.positions import (
     apply_rope,
     learned,
@@ -16,11 +24,17 @@ from transformer_jax.models.positions import (
     shaw_values,
     sinusoidal,
 )
+from transformer_jax.models.recent_tokens import (
+    RecentTokens,
+    RecentTokensStep,
+    init_recent_tokens,
+)
 from transformer_jax.models.recurrent import (
     RecurrentLM,
     RecurrentSeq2Seq,
     RecurrentState,
     RecurrentStep,
+    RecurrentTagger,
     SourceMemory,
     init_recurrent_state,
 )
@@ -34,26 +48,35 @@ from transformer_jax.models.streaming import (
     stream_attention,
 )
 from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
+from transformer_jax.models.window import WindowLM
 
 __all__ = [
     "AttentionWeights",
     "Decoder",
     "Encoder",
     "EncoderDecoder",
+    "NgramLM",
+    "RecentTokens",
+    "RecentTokensStep",
     "RecurrentLM",
     "RecurrentSeq2Seq",
     "RecurrentState",
     "RecurrentStep",
+    "RecurrentTagger",
     "SourceMemory",
     "StreamingEncoder",
+    "WindowLM",
     "apply_lora",
     "apply_rope",
     "build",
     "cache_bytes",
     "chunk_mask",
+    "count_ngrams",
     "init_cache",
+    "init_decode_state",
     "init_lora",
     "init_params",
+    "init_recent_tokens",
     "init_recurrent_state",
     "layer_norm",
     "learned",

@@ -12,28 +12,49 @@ import jax.numpy as jnp
 from transformer_jax.attention.api import IMPLEMENTATIONS
 from transformer_jax.cache.model_cache import ModelCache, empty_layers
 from transformer_jax.checks import check_key
-from transformer_jax.config import ModelConfig, RecurrentConfig
+from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, WindowConfig
 from transformer_jax.config.fields import fail
-from transformer_jax.models.recurrent import RecurrentLM, RecurrentSeq2Seq
+from transformer_jax.models.ngram import NgramLM
+from transformer_jax.models.packing import check_valid
+from transformer_jax.models.recent_tokens import RecentTokens, init_recent_tokens
+from transformer_jax.models.recurrent import (
+    RecurrentLM,
+    RecurrentSeq2Seq,
+    RecurrentState,
+    RecurrentTagger,
+    init_recurrent_state,
+)
 from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
+from transformer_jax.models.window import WindowLM
 
 Model = Encoder | Decoder | EncoderDecoder
-Recurrent = RecurrentLM | RecurrentSeq2Seq
-Config = ModelConfig | RecurrentConfig
+Recurrent = RecurrentLM | RecurrentSeq2Seq | RecurrentTagger
+Config = ModelConfig | RecurrentConfig | WindowConfig | NgramConfig
+DecodeState = ModelCache | RecurrentState | RecentTokens
 
 
 @overload
 def build(config: ModelConfig) -> Model: ...
 @overload
 def build(config: RecurrentConfig) -> Recurrent: ...
-def build(config: Config) -> Model | Recurrent:
+@overload
+def build(config: WindowConfig) -> WindowLM: ...
+@overload
+def build(config: NgramConfig) -> NgramLM: ...
+def build(config: Config) -> Model | Recurrent | WindowLM | NgramLM:
     """Build the linen module of a config; hashable, so a legal static argument of `jax.jit`.
 
     ConfigError where `config.implementation` names none of `IMPLEMENTATIONS`.
     """
     if isinstance(config, RecurrentConfig):
+        if config.is_tagger:
+            return RecurrentTagger(config)
         reads = config.source_vocab_size is not None
         return RecurrentSeq2Seq(config) if reads else RecurrentLM(config)
+    if isinstance(config, WindowConfig):
+        return WindowLM(config)
+    if isinstance(config, NgramConfig):
+        return NgramLM(config)
     if config.implementation not in (None, *IMPLEMENTATIONS):
         rule = f"must be one of {', '.join(map(repr, IMPLEMENTATIONS))} or None"
         fail("implementation", config.implementation, rule)
@@ -47,7 +68,11 @@ def build(config: Config) -> Model | Recurrent:
 
 
 def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
-    """Draw fresh f32 parameters, as a nested dict."""
+    """Draw fresh f32 parameters, as a nested dict.
+
+    Those of an n-gram model are zeros in the shapes of `config.nodes`: a place for what
+    `count_ngrams` counted. ConfigError where that is None.
+    """
     check_key("key", key)
     return jax.jit(_init, static_argnums=0)(config, key)
 
@@ -80,9 +105,9 @@ def init_cache(
     `dtype=jnp.int8` holds a quarter of f32, at an error that `cache` states. An encoder-decoder
     reads its source first: `model.apply(..., method="init_cache")`.
     """
-    if isinstance(config, RecurrentConfig):
-        rule = "its state comes of init_recurrent_state, or of a source by method='init_state'"
-        raise ValueError(f"config is a RecurrentConfig: {rule}")
+    if not isinstance(config, ModelConfig):
+        rule = "its state comes from init_decode_state, which serves every model"
+        raise ValueError(f"config is a {type(config).__name__}: {rule}")
     if config.kind != "decoder":
         rule = "an encoder has no cache"
         if config.kind == "encoder-decoder":
@@ -117,3 +142,69 @@ def cache_bytes(
         empty = partial(init_cache, config, batch, **arguments)
     leaves = jax.tree.leaves(jax.eval_shape(empty))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def init_decode_state(
+    config: Config,
+    params: Any,  # read where there is a source only
+    batch: int,
+    capacity: int,
+    *,
+    source: jax.Array | None = None,  # i32[B, S]
+    source_valid: jax.Array | None = None,  # bool[B, S]; False is padding
+    dtype: jax.typing.DTypeLike | None = None,
+) -> DecodeState:
+    """Make what `make_step(build(config))` reads first, for every model that writes tokens.
+
+    A decoder has an empty cache for `capacity` positions, in `dtype` (as in `init_cache`); an
+    encoder-decoder reads its source into one. A recurrent model has zeros, or the states of its
+    source; the feed-forward and the n-gram model have the last tokens, and none yet. These have no
+    capacity, and are in f32. ValueError where a source is missing, or given to a model that reads
+    none; where the model writes no tokens; where `dtype` is given to a model without a cache.
+    `config`, `batch`, `capacity` and `dtype` are static under `jax.jit`.
+    """
+    reads = _check_state_arguments(config, batch, source, source_valid, dtype)
+    if not reads:
+        if isinstance(config, ModelConfig):
+            return init_cache(config, batch, capacity, dtype)
+        if isinstance(config, RecurrentConfig):
+            return init_recurrent_state(config, batch)
+        return init_recent_tokens(config, batch)
+    model: Any = build(config)
+    state: DecodeState
+    if isinstance(config, RecurrentConfig):
+        given: dict[str, Any] = dict(valid=source_valid)
+        state = model.apply({"params": params}, source, **given, method="init_state")
+        return state
+    positions = None
+    if source_valid is not None:
+        assert source is not None
+        valid = check_valid("source", source, source_valid)
+        positions = jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
+    given = dict(capacity=capacity, dtype=dtype, positions=positions)
+    state = model.apply({"params": params}, source, **given, method="init_cache")
+    return state
+
+
+def _check_state_arguments(
+    config: Config, batch: int, source: Any, source_valid: Any, dtype: Any
+) -> bool:
+    """Return whether the model reads a source; ValueError where the arguments do not fit it."""
+    if isinstance(config, ModelConfig):
+        reads = config.kind == "encoder-decoder"
+        if config.kind == "encoder":
+            raise ValueError("kind is 'encoder': it writes no tokens, so it has no state")
+    else:
+        reads = isinstance(config, RecurrentConfig) and config.source_vocab_size is not None
+        if dtype is not None:
+            rule = f"a {type(config).__name__} has no cache"
+            raise ValueError(f"dtype is {jnp.dtype(dtype).name}: {rule}")
+    if source is None and reads:
+        raise ValueError("source is None: this model reads a source first")
+    if source is not None and not reads:
+        raise ValueError(f"source is of shape {source.shape}: this model reads none")
+    if source is None and source_valid is not None:
+        raise ValueError("source_valid is given without a source")
+    if source is not None and len(source) != batch:
+        raise ValueError(f"source has {len(source)} rows: batch is {batch}")
+    return reads

@@ -1,23 +1,29 @@
-"""Recurrent models: a language model, and an encoder-decoder with attention over its source.
+"""Recurrent models: a language model, a tagger, and an encoder-decoder with attention.
 
 `model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` is
 training, prefill and decoding alike, as it is with the transformers: any number of tokens at a
 time. A token that is not `valid` is padding: it leaves its row's state as it was.
 
+    RNN    h' = tanh(W x + U h + b)
     LSTM   i, f, o = sigmoid(W x + U h + b);  g = tanh(W_g x + U_g h + b_g)
            c' = f c + i g;  h' = o tanh(c')
     GRU    r, z = sigmoid(W x + U h + b);  n = tanh(W_n x + b_n + r (U_n h + u_n))
            h' = (1 - z) n + z h
 
-Layers stand on top of each other, with dropout between them only (Zaremba et al. 2014). With
-`additive` attention the top state at the token before asks, and the context enters the first
-cell beside the token (Bahdanau et al. 2015); with `dot` and `general` the top state after the
-token asks (Luong et al. 2015). Either way tanh(W_c [context; h]) is what the logits are read from.
+Layers stand on top of each other, with dropout between them only (Zaremba et al. 2014). The
+encoder's states m_s are averaged to a context c, where the config's `context` says:
+
+    output   h' = cell(y, h);      c = attend(h', m);  logits from tanh(W [c; h'])
+    input    c = attend(h, m);     h' = cell([y; c], h);  logits from tanh(W [c; h'])
+    state    h~ = cell(y, h);      c = attend(h~, m);  h' = tanh(W [c; h~]);  logits from h'
+
+h is the top state before the token y. Luong et al. 2015 have the first, Bahdanau et al. 2015 the
+second; in the third the combined state itself is the next one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -27,16 +33,23 @@ import numpy as np
 
 from transformer_jax.attention.additive import additive_attention, state_attention
 from transformer_jax.attention.masks import Padding
-from transformer_jax.config import RecurrentConfig
+from transformer_jax.config import RecurrentConfig, WindowConfig
 from transformer_jax.models.functional import dropout, lookup, split_key
 from transformer_jax.models.layers import parameter, refuse_rngs
+from transformer_jax.models.packing import (
+    check_segments,
+    check_valid,
+    first_tokens,
+    last_document,
+    number_documents,
+)
 from transformer_jax.models.transformer import check_one, check_tokens, gather_tokens
 from transformer_jax.pytree import exportable
 
 F32 = jnp.float32
 
 Carry = tuple[Any, ...]
-"""Of each layer, h [B, H] of a GRU or (c, h) of an LSTM."""
+"""Of each layer, h [B, H] of an RNN or a GRU, or (c, h) of an LSTM."""
 
 
 @exportable
@@ -70,22 +83,24 @@ def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
     if config.source_vocab_size is not None:
         rule = "its state starts from a source: model.apply(..., source, method='init_state')"
         raise ValueError(f"source_vocab_size is {config.source_vocab_size}: {rule}")
+    if config.bidirectional:
+        raise ValueError("bidirectional is True: a model that reads both ends has no state")
     if batch < 0:
         raise ValueError(f"batch is {batch}: must not be negative")
     return RecurrentState(_zero_carry(config, batch), jnp.zeros((batch,), jnp.int32))
 
 
 class Vocabulary(nn.Module):
-    """Token vectors in, logits out."""
+    """Turn tokens into vectors, and vectors into logits."""
 
-    config: RecurrentConfig
+    config: RecurrentConfig | WindowConfig
 
     def setup(self) -> None:
         cfg = self.config
         normal = nn.initializers.normal(cfg.init_std)
         self.tokens = parameter(self, "tokens", normal, (cfg.vocab_size, cfg.d_embed))
         if not cfg.tie_embeddings:
-            self.output = parameter(self, "output", normal, (cfg.vocab_size, cfg.d_hidden))
+            self.output = parameter(self, "output", normal, (cfg.vocab_size, cfg.read_out_dim))
         self.bias = parameter(self, "bias", nn.initializers.zeros, (cfg.vocab_size,))
 
     def __call__(
@@ -122,20 +137,16 @@ class RecurrentEncoder(nn.Module):
         table = parameter(self, "tokens", normal, (cfg.source_vocab_size, cfg.d_embed))
         keys = split_key(key, cfg.num_layers)
         x = _embed(table, source, valid, cfg.dropout, keys[0])
-        zero = _zero_carry(cfg, len(source))[0]
         for i in range(cfg.num_layers):
             if i > 0:
                 x = dropout(x, cfg.dropout, keys[i])
-            last, out = _run(_cell(cfg, f"cell_{i}"), zero, x, valid)
-            if cfg.bidirectional:
-                first, back = _run(_cell(cfg, f"back_{i}"), zero, x, valid, reverse=True)
-                out = jnp.concatenate([out, back], axis=-1)
+            x, last, first = _encoder_layer(cfg, i, x, valid)
+            if first is not None:
                 ends = jnp.concatenate(jax.tree.leaves((last, first)), axis=-1)
                 parts, tree = jax.tree.flatten(last)
                 bridge = nn.Dense(len(parts) * cfg.d_hidden, name=f"bridge_{i}")
                 start = jnp.split(jnp.tanh(bridge(ends)), len(parts), axis=-1)
                 last = jax.tree.unflatten(tree, start)
-            x = jnp.where(valid[:, :, None], out, 0.0)
             carry.append(last)
         return x, tuple(carry)
 
@@ -173,6 +184,7 @@ class RecurrentDecoder(nn.Module):
         valid: jax.Array,  # bool[B, T]
         state: RecurrentState,
         key: jax.Array | None,
+        starts: jax.Array | None = None,  # bool[B, T]: tokens before which the carry is zeros
     ) -> tuple[jax.Array, RecurrentState]:  # [B, T, H]
         """Return what the logits are read from, and the state after the tokens."""
         cfg, memory = self.config, state.memory
@@ -182,14 +194,14 @@ class RecurrentDecoder(nn.Module):
             RecurrentDecoder._read,
             variable_broadcast="params",
             split_rngs={"params": False},
-            in_axes=(1, 1, 0, nn.broadcast),
+            in_axes=(1, 1, 0, 1, nn.broadcast),
             out_axes=1,
         )
         (carry, weights), (top, context) = read(
-            self, (state.carry, state.weights), x, valid, keys, memory
+            self, (state.carry, state.weights), x, valid, keys, starts, memory
         )
         if context is not None:
-            top = jnp.tanh(self.read_out(jnp.concatenate([context, top], axis=-1)))
+            top = self._combine(context, top)
         length = state.length + valid.sum(axis=1, dtype=jnp.int32)
         return top, RecurrentState(carry, length, memory, weights)
 
@@ -199,12 +211,15 @@ class RecurrentDecoder(nn.Module):
         x: jax.Array,  # [B, E]
         valid: jax.Array,  # bool[B]
         key: jax.Array | None,
+        start: jax.Array | None,  # bool[B]
         memory: SourceMemory | None,
     ) -> tuple[tuple[Carry, jax.Array | None], tuple[jax.Array, jax.Array | None]]:
         """Read a token of every row: the carry and weights after it, the top state and context."""
         cfg, (carry, weights) = self.config, before
+        carry = _zero_at(start, carry)
+        before = carry, weights
         context, new = None, []
-        if cfg.attention == "additive":
+        if cfg.context_use == "input":
             context, weights = self._attend(_hidden(carry[-1]), memory)
             x = jnp.concatenate([x, context], axis=-1)
         keys = split_key(key, cfg.num_layers)
@@ -213,9 +228,16 @@ class RecurrentDecoder(nn.Module):
                 x = dropout(x, cfg.dropout, keys[i])
             layer, x = cell(carry[i], x)
             new.append(layer)
-        if cfg.attention in ("dot", "general"):
+        if cfg.context_use in ("output", "state"):
             context, weights = self._attend(x, memory)
+        if cfg.context_use == "state":
+            context, x = None, self._combine(context, x)
+            new[-1] = (new[-1][0], x) if isinstance(new[-1], tuple) else x
         return _keep(valid, (tuple(new), weights), before), (x, context)
+
+    def _combine(self, context: Any, state: jax.Array) -> jax.Array:  # [..., M], [..., H]
+        """Return tanh(W [context; state])."""
+        return jnp.tanh(self.read_out(jnp.concatenate([context, state], axis=-1)))
 
     def _attend(self, query: jax.Array, memory: Any) -> tuple[jax.Array, jax.Array]:
         """Context [B, M] and weights f32[B, S] of one query [B, H] a row."""
@@ -246,17 +268,89 @@ class RecurrentLM(nn.Module):
         *,
         state: RecurrentState | None = None,
         valid: jax.Array | None = None,  # bool[B, T]; False is padding
+        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, RecurrentState]:
         """Return logits f32[B, T, V] of the next token, and the state after these.
 
-        `at` asks for the logits [B, Q, V] after the tokens of these indices alone.
+        With `segments` the carry is zeros before the first token of each run of equal ids, so each
+        document is read as if alone; the state is that of the last one. `segments` with a `state`
+        is a ValueError. `at` asks for the logits [B, Q, V] after the tokens of these indices
+        alone.
         """
         check_tokens(tokens, self.config.vocab_size)
+        check_segments(tokens, segments, state)
         if state is None:
             state = init_recurrent_state(self.config, len(tokens))
-        return read_tokens(self, tokens, state, valid, at, key)
+        return read_tokens(self, tokens, state, valid, at, key, segments)
+
+
+class RecurrentTagger(nn.Module):
+    """Give logits for each token of a text that is read from both ends (Graves et al. 2005).
+
+    For training on masked tokens, or to tag. In each layer one cell reads forward and one backward;
+    both outputs together go to the next layer, and tanh(W [forward; backward] + b) to the logits.
+    """
+
+    config: RecurrentConfig
+
+    def setup(self) -> None:
+        self.embed = Vocabulary(self.config)
+        self.layers = BothDirections(self.config)
+        self.read_out = nn.Dense(self.config.read_out_dim)
+
+    def __call__(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]; False is padding
+        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
+        at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, None]:
+        """Return logits f32[B, T, V] of each token's own place, and None for a state.
+
+        With `segments` both directions begin anew at each run of equal ids. `at` asks for the
+        logits [B, Q, V] of these indices alone. `key` turns dropout on. ValueError where arguments
+        do not fit.
+        """
+        cfg = self.config
+        refuse_rngs(self, key)
+        check_tokens(tokens, cfg.vocab_size)
+        check_segments(tokens, segments, None)
+        valid = check_valid("tokens", tokens, valid)
+        embed_key, layers_key, top_key = split_key(key, 3)
+        x = self.layers(self.embed(tokens, valid, embed_key), valid, segments, layers_key)
+        x = dropout(jnp.tanh(self.read_out(x)), cfg.dropout, top_key)
+        return self.embed.logits(x if at is None else gather_tokens(x, at)), None
+
+
+class BothDirections(nn.Module):
+    """Read vectors from both ends, in layers on top of each other (Schuster & Paliwal 1997)."""
+
+    config: RecurrentConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, E]
+        valid: jax.Array,  # bool[B, T]
+        segments: jax.Array | None,  # i32[B, T]
+        key: jax.Array | None,
+    ) -> jax.Array:  # [B, T, 2 H], zeros where padded
+        """Return the forward and the backward state of the top layer at each token."""
+        cfg = self.config
+        starts = ends = None
+        if segments is not None:
+            starts = first_tokens(number_documents(segments), valid)
+            ends = first_tokens(number_documents(segments[:, ::-1]), valid[:, ::-1])[:, ::-1]
+        keys = split_key(key, cfg.num_layers)
+        for i in range(cfg.num_layers):
+            if i > 0:
+                x = dropout(x, cfg.dropout, keys[i])
+            x = _encoder_layer(cfg, i, x, valid, starts, ends)[0]
+        return x
 
 
 class RecurrentSeq2Seq(nn.Module):
@@ -281,7 +375,7 @@ class RecurrentSeq2Seq(nn.Module):
         vocab_size = self.config.source_vocab_size
         assert vocab_size is not None
         check_tokens(source, vocab_size)
-        valid = _valid("source", source, valid)
+        valid = check_valid("source", source, valid)
         states, carry = self.encoder(source, valid, key)
         start = jnp.zeros((len(source),), jnp.int32)
         if self.config.attention is None:
@@ -324,14 +418,22 @@ def read_tokens(
     valid: jax.Array | None,
     at: jax.Array | None,
     key: jax.Array | None,
+    segments: jax.Array | None = None,
 ) -> tuple[jax.Array, RecurrentState]:
     """Embed, run the decoder's cells and read the logits; shared by both models."""
     refuse_rngs(model, key)
     check_state(model.config, state, len(tokens))
-    valid = _valid("tokens", tokens, valid)
+    valid = check_valid("tokens", tokens, valid)
     embed_key, cells_key, top_key = split_key(key, 3)
     x = model.embed(tokens, valid, embed_key)
-    x, state = model.decoder(x, valid, state, cells_key)
+    if segments is None:
+        x, state = model.decoder(x, valid, state, cells_key)
+    else:
+        documents = number_documents(segments)
+        x, state = model.decoder(x, valid, state, cells_key, first_tokens(documents, valid))
+        last = last_document(documents, valid).max(axis=1, initial=0, keepdims=True)
+        read = (valid & (documents == last)).sum(axis=1, dtype=jnp.int32)
+        state = replace(state, length=read)
     x = dropout(x, model.config.dropout, top_key)
     return model.embed.logits(x if at is None else gather_tokens(x, at)), state
 
@@ -419,8 +521,8 @@ def check_state(
 
 
 def _cell(config: RecurrentConfig, name: str | None = None) -> nn.RNNCellBase:
-    cell = nn.OptimizedLSTMCell if config.cell == "lstm" else nn.GRUCell
-    return cell(config.d_hidden, name=name)
+    cells = {"rnn": nn.SimpleCell, "lstm": nn.OptimizedLSTMCell, "gru": nn.GRUCell}
+    return cells[config.cell](config.d_hidden, name=name)
 
 
 def _zero_carry(config: RecurrentConfig, rows: int) -> Carry:
@@ -438,18 +540,48 @@ def _keep(valid: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(valid[:, None], n, o), new, old)
 
 
+def _zero_at(start: jax.Array | None, carry: Any) -> Any:
+    """Return the carry with zeros in the rows that begin a document, bool[B]; None has none."""
+    if start is None:
+        return carry
+    return _keep(start, jax.tree.map(jnp.zeros_like, carry), carry)
+
+
+def _encoder_layer(
+    config: RecurrentConfig,
+    index: int,
+    x: jax.Array,  # [B, S, D]
+    valid: jax.Array,  # bool[B, S]
+    starts: jax.Array | None = None,  # bool[B, S]
+    ends: jax.Array | None = None,  # bool[B, S]
+) -> tuple[jax.Array, Any, Any]:  # [B, S, M]; the last carry forward, and backward or None
+    """Read a sequence by one layer, from both ends if so configured; zeros where padded.
+
+    Called inside a compact module, whose parameters `cell_i` and `back_i` are.
+    """
+    zero, first = _zero_carry(config, len(x))[0], None
+    last, out = _run(_cell(config, f"cell_{index}"), zero, x, valid, starts)
+    if config.bidirectional:
+        back_cell = _cell(config, f"back_{index}")
+        first, back = _run(back_cell, zero, x, valid, ends, reverse=True)
+        out = jnp.concatenate([out, back], axis=-1)
+    return jnp.where(valid[:, :, None], out, 0.0), last, first
+
+
 def _run(
     cell: nn.RNNCellBase,
     carry: Any,
     x: jax.Array,  # [B, S, D]
     valid: jax.Array,  # bool[B, S]
+    starts: jax.Array | None = None,  # bool[B, S]: tokens before which the carry is zeros
     reverse: bool = False,
 ) -> tuple[Any, jax.Array]:  # [B, S, H]
     """Run a cell over a sequence, if `reverse` from its end: its last carry, and all it gave."""
 
     def read(
-        cell: nn.RNNCellBase, carry: Any, x: jax.Array, valid: jax.Array
+        cell: nn.RNNCellBase, carry: Any, x: jax.Array, valid: jax.Array, start: jax.Array | None
     ) -> tuple[Any, jax.Array]:
+        carry = _zero_at(start, carry)
         new, out = cell(carry, x)
         return _keep(valid, new, carry), out
 
@@ -461,7 +593,7 @@ def _run(
         out_axes=1,
         reverse=reverse,
     )
-    return scan(cell, carry, x, valid)
+    return scan(cell, carry, x, valid, starts)
 
 
 def _embed(
@@ -469,13 +601,3 @@ def _embed(
 ) -> jax.Array:  # [B, T, E]
     """Rows of the table, with dropout; zeros where padded, or 0 * NaN would enter gradients."""
     return dropout(jnp.where(valid[:, :, None], lookup(table, tokens), 0.0), rate, key)
-
-
-def _valid(name: str, tokens: jax.Array, valid: jax.Array | None) -> jax.Array:  # bool[B, T]
-    if valid is None:
-        return jnp.ones(tokens.shape, bool)
-    valid = jnp.asarray(valid)
-    if valid.dtype != bool or valid.shape != tokens.shape:
-        rule = f"must be bool{list(tokens.shape)}, as {name} are"
-        raise ValueError(f"valid is {valid.dtype}{list(valid.shape)}: {rule}")
-    return valid

@@ -1,0 +1,44 @@
+"""Configure one feed-forward language model over a fixed window of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformer_jax.config.fields import check_types, fail, fraction, positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig:
+    """Describe a feed-forward language model over the last tokens (Bengio et al. 2003)."""
+
+    vocab_size: int = 256
+    """Token kinds."""
+    context: int = 4
+    """Tokens that a prediction sees: n - 1 of an n-gram."""
+    d_embed: int = 128
+    """Width of a token's vector."""
+    d_hidden: int = 128
+    """Width of each hidden layer."""
+    num_layers: int = 1
+    """Hidden layers."""
+    direct: bool = False
+    """Logits also read the tokens' vectors themselves, by one matrix."""
+    tie_embeddings: bool = False
+    """The output matrix is the embedding matrix."""
+    dropout: float = 0.0
+    """Rate on embeddings, between layers and before the output matrix."""
+    init_std: float = 0.1
+    """Standard deviation of embeddings and of the output matrix."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        positive(self, "vocab_size", "context", "d_embed", "d_hidden", "num_layers", "init_std")
+        fraction(self, "dropout")
+        if self.tie_embeddings and self.d_embed != self.d_hidden:
+            rule = f"needs d_embed {self.d_embed} to equal d_hidden {self.d_hidden}"
+            fail("tie_embeddings", self.tie_embeddings, rule)
+
+    @property
+    def read_out_dim(self) -> int:
+        """Return the width of the vectors that logits are read from."""
+        return self.d_hidden

@@ -1,0 +1,232 @@
+"""Count n-grams, and predict from them with interpolated Kneser-Ney smoothing.
+
+After a context h of k tokens, h' being the last k - 1 of them,
+
+    P_k(w | h) = max(c(h w) - d, 0) / c(h .) + d N(h .) / c(h .) P_(k-1)(w | h')
+    P_(-1)(w)  = 1 / V
+
+c(h w) is how often h w occurs where h has n - 1 tokens, and where it has fewer how many different
+tokens stand before h w (Kneser & Ney 1995); c(h .) is its sum over w, and N(h .) the number of w
+with c(h w) > 0. An h that nothing follows leaves P_k = P_(k-1). The discount of each order is
+d = n1 / (n1 + 2 n2), n1 and n2 being how many of its n-grams have c = 1 and c = 2 (Ney et al. 1994;
+Chen & Goodman 1999, section 2.7), or 1/2 where n1 is 0, so that no probability is 0.
+
+A document begins after n - 1 signs for its beginning, which are context and are never predicted.
+
+The n-grams lie in a trie, an array for each order, sorted: the tokens that follow node i of order k
+are `words[start[i]:start[i + 1]]` of order k + 1. The sign for the beginning is the word V.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+
+from transformer_jax.config import NgramConfig
+from transformer_jax.config.fields import fail
+from transformer_jax.models.recent_tokens import RecentTokens, slide_window
+from transformer_jax.models.transformer import check_tokens
+
+F32 = jnp.float32
+
+CHUNK = 64
+"""Followers of a context that are added at a time; the loop ends with the longest context's."""
+
+
+def count_ngrams(
+    config: NgramConfig,
+    documents: np.ndarray | Sequence[np.ndarray],  # i32[T], or i32[T] of each document
+) -> tuple[NgramConfig, dict[str, Any]]:
+    """Count the n-grams of documents: the config with its `nodes`, and the model's parameters.
+
+    One array [T] is one document; of an array [B, T] each row is one. Time and memory are those of
+    sorting the tokens once for each order. ValueError where there is no token, or where one is
+    outside the vocabulary.
+    """
+    words, room = _lay_out(config, documents)
+    size = config.vocab_size + 1
+    node = np.zeros(len(words), np.int64)  # of the k-gram that begins at each place
+    keys, firsts, counts, nodes = [], [], [], [node]
+    for k in range(1, config.order + 1):
+        places = np.flatnonzero(room >= k)
+        key = node[places] * size + words[places + k - 1]
+        kinds, first, inverse, count = np.unique(
+            key, return_index=True, return_inverse=True, return_counts=True
+        )
+        node = np.zeros(len(words), np.int64)
+        node[places] = inverse
+        keys.append(kinds)
+        firsts.append(places[first])
+        counts.append(count)
+        nodes.append(node)
+    for k in range(config.order - 1, 0, -1):  # below the highest order: how many stand before
+        inner = nodes[k][firsts[k] + 1]
+        counts[k - 1] = np.bincount(inner, minlength=len(keys[k - 1]))
+    params: dict[str, Any] = {}
+    parents = 1
+    for k, (kinds, count) in enumerate(zip(keys, counts, strict=True), start=1):
+        params |= _smooth(k, kinds, count, size, parents)
+        parents = len(kinds)
+    return dataclasses.replace(config, nodes=tuple(len(kinds) for kinds in keys)), params
+
+
+def _lay_out(
+    config: NgramConfig, documents: np.ndarray | Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:  # i64[X], i64[X]
+    """Return all tokens in a line, each document after its beginning, and the room to its end."""
+    if isinstance(documents, np.ndarray) and documents.ndim == 1:
+        documents = [documents]
+    begin = np.full(config.context, config.vocab_size, np.int64)
+    line, room = [], []
+    for document in documents:
+        tokens = np.asarray(document)
+        if tokens.ndim != 1:
+            raise ValueError(f"a document has shape {tokens.shape}: must be [T]")
+        if len(tokens) == 0:
+            continue
+        check_tokens(tokens[None], config.vocab_size)
+        line += [begin, tokens.astype(np.int64)]
+        room.append(np.arange(len(begin) + len(tokens), 0, -1))
+    if not line:
+        raise ValueError("documents have no tokens: there is nothing to count")
+    return np.concatenate(line), np.concatenate(room)
+
+
+def _smooth(
+    order: int,
+    keys: np.ndarray,  # i64[N]: (parent, word) of each n-gram, sorted
+    counts: np.ndarray,  # i64[N]
+    size: int,  # V + 1
+    parents: int,  # P: n-grams one token shorter
+) -> dict[str, np.ndarray]:
+    """Return an order's words and weights, and where they start and the backoff an order below."""
+    parent, word = np.divmod(keys, size)
+    counts = np.where(word == size - 1, 0, counts)  # a beginning is not predicted
+    once, twice = np.sum(counts == 1), np.sum(counts == 2)
+    discount = once / (once + 2 * twice) if once else 0.5
+    total = np.bincount(parent, counts, parents)
+    kinds = np.bincount(parent, counts > 0, parents)
+    followed = np.maximum(total, 1)
+    weights = np.maximum(counts - discount, 0) / followed[parent]
+    backoff = np.where(total > 0, discount * kinds / followed, 1.0)
+    start = np.searchsorted(parent, np.arange(parents + 1))
+    return {
+        f"words_{order}": word.astype(np.int32),
+        f"weights_{order}": weights.astype(np.float32),
+        f"start_{order - 1}": start.astype(np.int32),
+        f"backoff_{order - 1}": backoff.astype(np.float32),
+    }
+
+
+class NgramLM(nn.Module):
+    """Predict each token from counts of n-grams; the parameters come from `count_ngrams`."""
+
+    config: NgramConfig
+
+    def setup(self) -> None:
+        cfg = self.config
+        if cfg.nodes is None:
+            rule = "count first: config, params = count_ngrams(config, documents)"
+            fail("nodes", cfg.nodes, rule)
+        sizes = (1, *cfg.nodes)
+        self.words = [self._array(f"words_{k}", n, jnp.int32) for k, n in _from(1, sizes)]
+        self.weights = [self._array(f"weights_{k}", n, F32) for k, n in _from(1, sizes)]
+        self.start = [self._array(f"start_{k}", n + 1, jnp.int32) for k, n in _from(0, sizes[:-1])]
+        self.backoff = [self._array(f"backoff_{k}", n, F32) for k, n in _from(0, sizes[:-1])]
+
+    def _array(self, name: str, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+        return self.param(name, lambda key: jnp.zeros((size,), dtype))
+
+    def __call__(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        *,
+        state: RecentTokens | None = None,
+        valid: jax.Array | None = None,  # bool[B, T]; False is padding
+        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
+        at: jax.Array | None = None,  # i32[B, Q]; None is every token
+    ) -> tuple[jax.Array, RecentTokens]:
+        """Return log P f32[B, T, V] of the next token as logits, and the state after these.
+
+        With `segments` a document sees nothing of the others, and the state is that of the last
+        one. `at` asks for the logits [B, Q, V] after the tokens of these indices alone. ValueError
+        where arguments do not fit.
+        """
+        cfg = self.config
+        windows, state = slide_window(cfg, tokens, state, valid, segments, at)
+        shape = (*windows.shape[:2], cfg.vocab_size)
+        contexts = rearrange(windows, "B Q C -> (B Q) C")
+        unknown = (contexts == cfg.vocab_size).any(axis=1, keepdims=True)
+        nodes = self._walk(jnp.where(contexts < 0, cfg.vocab_size, contexts))
+        lowest = jnp.full((1, cfg.vocab_size), 1 / cfg.vocab_size, F32)
+        p = self._interpolate(0, lowest, jnp.zeros((1,), jnp.int32))
+        p = jnp.broadcast_to(p, (len(contexts), cfg.vocab_size))
+        for k in range(1, cfg.order):
+            p = self._interpolate(k, p, nodes[:, k - 1])
+        return jnp.where(unknown, jnp.nan, jnp.log(p)).reshape(shape), state
+
+    def _walk(self, contexts: jax.Array) -> jax.Array:  # i32[X, C] -> i32[X, C]
+        """Return the node of the last 1, 2, ... C tokens of each context; -1 where never counted.
+
+        All lengths go down the trie together: at depth d those of at least d tokens remain.
+        """
+        nodes = jnp.zeros_like(contexts)
+        for depth in range(self.config.context):
+            tokens = contexts[:, depth:][:, ::-1]
+            below = self._child(depth, nodes[:, depth:], tokens)
+            nodes = nodes.at[:, depth:].set(below)
+        return nodes
+
+    def _child(self, order: int, node: jax.Array, token: jax.Array) -> jax.Array:
+        """Return the nodes one token further, by binary search; -1 where there is none."""
+        words, (low, end) = self.words[order], self._followers(order, node)
+
+        def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            low, high = bounds
+            middle = low + (high - low) // 2
+            after = (low < high) & (words[middle] < token)
+            return jnp.where(after, middle + 1, low), jnp.where(after, high, middle)
+
+        steps = (self.config.vocab_size + 1).bit_length()
+        low, _ = jax.lax.fori_loop(0, steps, halve, (low, end))
+        return jnp.where((low < end) & (words[low] == token), low, -1)
+
+    def _followers(self, order: int, node: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the first and the end of what follows these nodes; of -1, nothing."""
+        start = self.start[order]
+        return jnp.where(node < 0, 0, start[node]), jnp.where(node < 0, 0, start[node + 1])
+
+    def _interpolate(
+        self,
+        order: int,
+        p: jax.Array,  # f32[X, V]: P of the context that is a token shorter
+        node: jax.Array,  # i32[X]
+    ) -> jax.Array:  # f32[X, V]
+        """Return the discounted part of P after these contexts, and its backoff times `p`.
+
+        The weights are scattered some at a time, up to those of the longest list of followers.
+        """
+        words, weights = self.words[order], self.weights[order]
+        low, end = self._followers(order, node)
+        p = p * jnp.where(node < 0, 1.0, self.backoff[order][node])[:, None]
+        rows, longest = jnp.arange(len(p))[:, None], (end - low).max(initial=0)
+
+        def add(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            done, p = carry
+            index = low[:, None] + done + jnp.arange(CHUNK)[None]
+            word = jnp.where(index < end[:, None], words[index], self.config.vocab_size)
+            return done + CHUNK, p.at[rows, word].add(weights[index], mode="drop")
+
+        return jax.lax.while_loop(lambda carry: carry[0] < longest, add, (jnp.int32(0), p))[1]
+
+
+def _from(first: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (order, number of n-grams) from the order `first` on; `sizes` begins with order 0."""
+    return list(enumerate(sizes))[first:]

@@ -1,0 +1,64 @@
+"""Find where packed documents begin, and check what says so: `segments` and `valid`.
+
+Several documents stand side by side in one row; `segments` gives each token an id, and a run of
+equal ids is a document. A token that is not `valid` is padding and begins nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def check_valid(
+    name: str,
+    tokens: jax.Array,  # i32[B, T]
+    valid: jax.Array | None,  # bool[B, T]
+) -> jax.Array:  # bool[B, T]
+    """Return which tokens are no padding; ValueError unless it is bool of the tokens' shape."""
+    if valid is None:
+        return jnp.ones(tokens.shape, bool)
+    valid = jnp.asarray(valid)
+    if valid.dtype != bool or valid.shape != tokens.shape:
+        rule = f"must be bool{list(tokens.shape)}, as {name} are"
+        raise ValueError(f"valid is {valid.dtype}{list(valid.shape)}: {rule}")
+    return valid
+
+
+def check_segments(tokens: jax.Array, segments: jax.Array | None, state: Any) -> None:
+    """Raise ValueError unless segments are integers of the tokens' shape, without a state."""
+    if segments is None:
+        return
+    if state is not None:
+        raise ValueError("segments with a state: give each document a row of its own")
+    dtype = getattr(segments, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or segments.shape != tokens.shape:
+        given = type(segments).__name__ if dtype is None else f"{dtype}{list(segments.shape)}"
+        rule = f"must be integers {list(tokens.shape)}, as tokens are"
+        raise ValueError(f"segments are {given}: {rule}")
+
+
+def number_documents(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]
+    """Return 0, 1, 2, ... for the first, second, third run of equal ids of each row."""
+    segments = jnp.asarray(segments)
+    changes = segments[:, 1:] != segments[:, :-1]
+    return jnp.pad(jnp.cumsum(changes, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def last_document(
+    documents: jax.Array,  # i32[B, T], of `number_documents`
+    valid: jax.Array,  # bool[B, T]
+) -> jax.Array:  # i32[B, T]
+    """Return the document of the last valid token so far; -1 before any."""
+    return jax.lax.cummax(jnp.where(valid, documents, -1), axis=1)
+
+
+def first_tokens(
+    documents: jax.Array,  # i32[B, T], of `number_documents`
+    valid: jax.Array,  # bool[B, T]
+) -> jax.Array:  # bool[B, T]
+    """Return which tokens are the first valid one of their document."""
+    before = last_document(documents, valid)[:, :-1]
+    return valid & (documents != jnp.pad(before, ((0, 0), (1, 0)), constant_values=-1))

@@ -1,0 +1,177 @@
+"""Hold the last tokens of each row: the state of models that see a fixed number of tokens.
+
+`RecentTokens` is what the feed-forward model over a window (`models.window`) and the n-gram model
+(`models.ngram`) remember. A training pass has all windows at once, by a gather; decoding moves the
+window by a token at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.models.packing import (
+    check_segments,
+    check_valid,
+    last_document,
+    number_documents,
+)
+from transformer_jax.models.transformer import check_tokens
+from transformer_jax.pytree import exportable
+
+
+@exportable
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RecentTokens:
+    """Hold the last tokens that a row has read; goes in and comes out, never mutated."""
+
+    tokens: jax.Array  # i32[B, C], the newest last; -1 before the beginning
+    length: jax.Array  # i32[B]: tokens read
+
+
+class WindowSizes(Protocol):
+    """Say how many tokens a model sees, and how many kinds there are."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Return V."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """Return C."""
+        ...
+
+
+def init_recent_tokens(config: WindowSizes, batch: int) -> RecentTokens:
+    """Make the state of a model that has read nothing: C times -1 in each row.
+
+    `config` is a WindowConfig or an NgramConfig. ValueError where `batch` is negative.
+    """
+    if batch < 0:
+        raise ValueError(f"batch is {batch}: must not be negative")
+    empty = jnp.full((batch, config.context), -1, jnp.int32)
+    return RecentTokens(empty, jnp.zeros((batch,), jnp.int32))
+
+
+def check_recent_tokens(
+    config: WindowSizes, state: RecentTokens, rows: int, said: str = "tokens have"
+) -> None:
+    """Raise ValueError unless the state has the tokens' rows and the model's context."""
+    if not isinstance(state, RecentTokens):
+        raise ValueError(f"state is a {type(state).__name__}: must be RecentTokens")
+    held, width = state.tokens.shape
+    if held != rows:
+        raise ValueError(f"{said} {rows} rows, the state {held}")
+    if width != config.context:
+        raise ValueError(f"state.tokens are {width} wide: the model's context is {config.context}")
+
+
+def slide_window(
+    config: WindowSizes,
+    tokens: jax.Array,  # i32[B, T]
+    state: RecentTokens | None,
+    valid: jax.Array | None,  # bool[B, T]
+    segments: jax.Array | None,  # i32[B, T]
+    at: jax.Array | None,  # i32[B, Q]
+) -> tuple[jax.Array, RecentTokens]:  # i32[B, T, C] or i32[B, Q, C], and the state
+    """Return the last C valid tokens at each token, itself among them, and the state after all.
+
+    Tokens before the beginning, or of another document, are -1. A token outside the vocabulary,
+    which can be refused before tracing only, is V, and so are the windows of an index `at` that is
+    not there. ValueError where arguments do not fit.
+    """
+    size = config.vocab_size
+    check_tokens(tokens, size)
+    check_segments(tokens, segments, state)
+    if state is None:
+        state = init_recent_tokens(config, len(tokens))
+    check_recent_tokens(config, state, len(tokens))
+    known = check_valid("tokens", tokens, valid)
+    tokens = jnp.asarray(tokens).astype(jnp.int32)
+    tokens = jnp.where((tokens < 0) | (tokens >= size), size, tokens)
+    documents = jnp.zeros_like(tokens) if segments is None else number_documents(segments)
+    seen = documents if valid is None else last_document(documents, known)
+    read = known.sum(axis=1, dtype=jnp.int32)
+    if valid is None:
+        count = jnp.broadcast_to(jnp.arange(1, tokens.shape[1] + 1)[None], tokens.shape)
+    else:
+        count = jnp.cumsum(known, axis=1, dtype=jnp.int32)
+        order = jnp.argsort(~known, axis=1, stable=True)
+        tokens = jnp.take_along_axis(tokens, order, axis=1)
+        documents = jnp.take_along_axis(documents, order, axis=1)
+    # Row by row: the state's tokens, then the valid ones; what the last n of them are is an index.
+    line = jnp.concatenate([state.tokens, tokens], axis=1)
+    owner = jnp.concatenate([jnp.zeros_like(state.tokens), documents], axis=1)
+    last_seen = seen.max(axis=1, initial=0, keepdims=True)
+    windows = _windows(config.context, line, owner, count, seen)
+    last = _windows(config.context, line, owner, read[:, None], last_seen)[:, 0]
+    length = state.length + read
+    if segments is not None:
+        length = (known & (number_documents(segments) == last_seen)).sum(axis=1, dtype=jnp.int32)
+    if at is not None:
+        windows = _gather_windows(windows, at, size)
+    return windows, RecentTokens(last, length)
+
+
+def _windows(
+    context: int,
+    line: jax.Array,  # i32[B, C + T]
+    owner: jax.Array,  # i32[B, C + T]: the document of each
+    count: jax.Array,  # i32[B, Q]: tokens read
+    document: jax.Array,  # i32[B, Q]
+) -> jax.Array:  # i32[B, Q, C]
+    """Return the C tokens that are the newest after `count`; -1 where of another document."""
+    index = count[:, :, None] + jnp.arange(context)[None, None]
+    rows = jnp.arange(len(line))[:, None, None]
+    same = owner[rows, index] == jnp.maximum(document, 0)[:, :, None]
+    return jnp.where(same, line[rows, index], -1)
+
+
+def _gather_windows(windows: jax.Array, at: jax.Array, fill: int) -> jax.Array:
+    """Return the windows [B, Q, C] of these indices; `fill` where there is no such token."""
+    if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or len(at) != len(windows):
+        rule = f"must be integers [{len(windows)}, Q]"
+        raise ValueError(f"at is {at.dtype}{list(at.shape)}: {rule}")
+    index = jnp.where(at < 0, windows.shape[1], at)[:, :, None]
+    return jnp.take_along_axis(windows, index, axis=1, mode="fill", fill_value=fill)
+
+
+@dataclass(frozen=True)
+class RecentTokensStep:
+    """Run `WindowLM` or `NgramLM` as a step; the state is its `RecentTokens`."""
+
+    model: Any
+
+    def __call__(
+        self,
+        params: Any,
+        tokens: jax.Array,  # i32[B, T]
+        state: RecentTokens,
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]
+    ) -> tuple[jax.Array, RecentTokens]:  # f32[B, T, V]
+        return self.read(params, tokens, state, None, valid=valid)
+
+    def read(
+        self,
+        params: Any,
+        tokens: jax.Array,  # i32[B, T]
+        state: RecentTokens,
+        at: jax.Array | None,  # i32[B, Q]
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]
+    ) -> tuple[jax.Array, RecentTokens]:  # f32[B, Q, V]
+        """Do as a call, with the logits after the tokens `at` alone."""
+        result: Any = self.model.apply({"params": params}, tokens, state=state, valid=valid, at=at)
+        return result
+
+    def check(self, prompt: np.ndarray, state: RecentTokens, total: np.ndarray) -> None:
+        """ValueError where the prompt or the state is not this model's; no length is too long."""
+        check_tokens(prompt, self.model.config.vocab_size)
+        check_recent_tokens(self.model.config, state, len(prompt), "prompt has")

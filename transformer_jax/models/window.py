@@ -1,0 +1,73 @@
+"""Predict a token from the last C by a feed-forward network (Bengio et al. 2003).
+
+`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` is
+training, prefill and decoding alike, as it is with the other models.
+
+    x = [E w_(t-C+1); ...; E w_t]          the vectors of the last C tokens, side by side
+    h = tanh(W x + b)                      once for each of `num_layers`
+    logits = U h + D x + d                 D with `direct` only
+
+Before the beginning stands one learned vector, `begin`. All tokens of a training pass are computed
+at once: their windows are gathers, not a loop.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from transformer_jax.config import WindowConfig
+from transformer_jax.models.functional import dropout, lookup, split_key
+from transformer_jax.models.layers import parameter, refuse_rngs
+from transformer_jax.models.recent_tokens import RecentTokens, slide_window
+from transformer_jax.models.recurrent import Vocabulary
+
+
+class WindowLM(nn.Module):
+    """Predict each token from a fixed number of tokens before it (Bengio et al. 2003)."""
+
+    config: WindowConfig
+
+    def setup(self) -> None:
+        cfg = self.config
+        self.embed = Vocabulary(cfg)
+        normal = nn.initializers.normal(cfg.init_std)
+        self.begin = parameter(self, "begin", normal, (cfg.d_embed,))
+        self.hidden = [nn.Dense(cfg.d_hidden) for _ in range(cfg.num_layers)]
+        if cfg.direct:
+            shape = (cfg.context * cfg.d_embed, cfg.vocab_size)
+            self.direct = parameter(self, "direct", nn.initializers.lecun_normal(), shape)
+
+    def __call__(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        *,
+        state: RecentTokens | None = None,
+        valid: jax.Array | None = None,  # bool[B, T]; False is padding
+        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
+        at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, RecentTokens]:
+        """Return logits f32[B, T, V] of the next token, and the state after these.
+
+        With `segments` a document sees nothing of the others: they are before its beginning, and
+        the state is that of the last one. `at` asks for the logits [B, Q, V] after the tokens of
+        these indices alone. `key` turns dropout on. ValueError where arguments do not fit.
+        """
+        cfg = self.config
+        refuse_rngs(self, key)
+        windows, state = slide_window(cfg, tokens, state, valid, segments, at)
+        keys = split_key(key, cfg.num_layers + 1)
+        begins = (windows < 0)[..., None]
+        vectors = lookup(self.embed.tokens, jnp.where(windows < 0, 0, windows))
+        vectors = jnp.where(begins, self.begin[None, None, None], vectors)
+        x = dropout(rearrange(vectors, "B Q C E -> B Q (C E)"), cfg.dropout, keys[0])
+        h = x
+        for layer, layer_key in zip(self.hidden, keys[1:], strict=True):
+            h = dropout(jnp.tanh(layer(h)), cfg.dropout, layer_key)
+        logits = self.embed.logits(h)
+        if cfg.direct:
+            logits = logits + jnp.einsum("BQX,XV->BQV", x, self.direct)
+        return logits, state
