@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from tests.support.tolerances import assert_same_bits
-from transformer_jax.config import ModelConfig, RecurrentConfig
+from transformer_jax.config import ModelConfig, RecurrentConfig, WindowConfig
 from transformer_jax.models.factory import build, init_cache, init_params
+from transformer_jax.models.recent_tokens import init_recent_tokens
 from transformer_jax.models.recurrent import (
     RecurrentState,
     SourceMemory,
@@ -34,6 +35,7 @@ CASES = {
     "pattern": decoder(window=(5, None)),
     "scanned": decoder(scan_layers=True),
     "encoder-decoder": decoder(kind="encoder-decoder"),
+    "window": WindowConfig(vocab_size=17, context=2, d_embed=3, d_hidden=5),
     "gru": RecurrentConfig(vocab_size=17, d_embed=3, d_hidden=5, cell="gru"),
     "additive": RecurrentConfig(
         vocab_size=17, source_vocab_size=7, d_embed=3, d_hidden=5, attention="additive"
@@ -43,6 +45,8 @@ CASES = {
 
 def begun(config, model, params):
     """An empty cache or state, with its source read where there is one."""
+    if isinstance(config, WindowConfig):
+        return init_recent_tokens(config, 2)
     if isinstance(config, RecurrentConfig):
         if config.source_vocab_size is None:
             return init_recurrent_state(config, 2)
@@ -63,7 +67,7 @@ def restored(function, *arguments):
 def test_a_step_read_back_from_bytes_gives_the_same_logits_and_state(name, key):
     config = CASES[name]
     model, params = build(config), init_params(config, key)
-    carried = "state" if isinstance(config, RecurrentConfig) else "cache"
+    carried = "cache" if isinstance(config, ModelConfig) else "state"
 
     def step(params, tokens, state):
         return model.apply({"params": params}, tokens, **{carried: state})

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 from tests.support.tolerances import FORWARD_F32, assert_near
-from transformer_jax.config import NgramConfig
-from transformer_jax.models.factory import build
+from transformer_jax.config import ConfigError, NgramConfig
+from transformer_jax.decoding.beams import beam_search
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_params, num_params
 from transformer_jax.models.ngram import count_ngrams
+from transformer_jax.models.recent_tokens import init_recent_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -65,7 +69,7 @@ class KneserNey:
             for gram, number in count.items():
                 self.followers[k][gram[:-1]].append(number)
             once, twice = (sum(n == m for n in count.values()) for m in (1, 2))
-            self.discount[k] = once / (once + 2 * twice) if once else 0.5
+            self.discount[k] = once / (once + 2 * twice) if once and twice else 0.5
 
     def probability(self, context: tuple, word: int) -> float:
         k = len(context) + 1
@@ -98,3 +102,152 @@ def test_probabilities_are_those_of_the_formula_after_every_context(order):
     assert_near(np.exp(logits).sum(axis=-1), np.ones(every.shape), 1e-5)
     for row in range(0, len(every), 1 if order < 4 else 7):
         assert_near(logits[row], oracle_log_probs(order, every[row]), 2 * FORWARD_F32)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_discounts_are_estimated_from_the_counts(order):
+    """From counts at the highest order, and from kinds of tokens before at the orders below."""
+    _, params = model_and_params(order)
+    oracle = KneserNey(order)
+    kinds = len(oracle.followers[1][()])
+    total = sum(oracle.followers[1][()])
+    assert_near(params["backoff_0"], [oracle.discount[1] * kinds / total], FORWARD_F32)
+    assert 0 < oracle.discount[order] < 1 and len(set(oracle.discount.values())) > 1
+
+
+def test_a_token_that_was_never_counted_has_a_probability():
+    model, params = model_and_params()
+    assert all(4 not in document for document in CORPUS)
+    logits, _ = run(model, params, draw_tokens())
+    assert np.isfinite(logits[:, :, 4]).all() and (logits[:, :, 4] < logits[:, :, 1]).all()
+
+
+def test_documents_are_counted_apart():
+    """As rows of an array, or of lengths of their own; no n-gram goes from one to the next."""
+    config = NgramConfig(vocab_size=VOCAB, order=2)
+    rows = np.array([[0, 1, 2], [3, 0, 1]], np.int32)
+    both, params = count_ngrams(config, rows)
+    again, same = count_ngrams(config, [rows[0], np.zeros(0, np.int32), rows[1]])
+    joined, _ = count_ngrams(config, rows.ravel())
+    assert both == again and both.nodes == (5, 5)  # 0 1 2 3 and the beginning; . 0, . 3, 01, 12, 30
+    assert joined.nodes == (5, 5)  # . 0, 01, 12, 23, 30
+    for name, values in params.items():
+        np.testing.assert_array_equal(values, same[name])
+    np.testing.assert_array_equal(params["words_2"], [1, 2, 0, 0, 3])
+
+
+def test_packed_documents_and_padding_are_no_context():
+    model, params = model_and_params()
+    tokens = draw_tokens()
+    segments = np.array([[3] * 4 + [7] * 2 + [3] * 5, [1] * 11, [0] * 3 + [5] * 8], np.int32)
+    valid = np.ones(tokens.shape, bool)
+    valid[0, [2, 4]] = valid[2, [4, 10]] = False
+    logits, state = run(model, params, tokens, segments=segments, valid=valid)
+    for row, columns in (
+        (0, [0, 1, 3]), (0, [5]), (0, [6, 7, 8, 9, 10]), (1, list(range(TOKENS))), (2, [0, 1, 2]),
+        (2, [3, 5, 6, 7, 8, 9]),
+    ):  # fmt: skip
+        want = oracle_log_probs(ORDER, tokens[row, columns])
+        assert_near(logits[row, columns], want, 2 * FORWARD_F32)
+    np.testing.assert_array_equal(state.length, [5, TOKENS, 6])
+    np.testing.assert_array_equal(state.tokens[2], tokens[2, [8, 9]])
+
+
+def test_greedy_tokens_are_the_best_of_the_full_pass():
+    """Ragged prompts, a token at a time, also where the logits of the last alone are computed."""
+    model, params = model_and_params()
+    prompt, lengths, state = (
+        draw_tokens(),
+        np.array([11, 3, 7]),
+        init_recent_tokens(counted()[0], 3),
+    )
+    out = generate(make_step(model), params, prompt, state, num_tokens=7, lengths=lengths)
+    for row, length in enumerate(lengths):
+        text = np.asarray(out.tokens)[row]
+        whole = np.concatenate([prompt[row, :length], text])
+        log_p = oracle_log_probs(ORDER, whole[:-1])[length - 1 :]
+        np.testing.assert_array_equal(text, log_p.argmax(axis=-1))
+        assert_near(out.log_probs[row], log_p.max(axis=-1), 3 * FORWARD_F32)
+
+
+def test_the_best_beam_is_the_most_probable_text():
+    """Among all texts of this length, as there are as many beams as texts of a token fewer."""
+    model, params = model_and_params()
+    prompt, state = np.array([[2, 0], [1, 1]], np.int32), init_recent_tokens(counted()[0], 2)
+    beams = beam_search(
+        make_step(model), params, prompt, state, num_tokens=3, num_beams=VOCAB**2
+    )  # fmt: skip
+    for row in range(2):
+        every = {
+            text: oracle_log_probs(ORDER, [*prompt[row], *text[:-1]])[np.arange(1, 4), text].sum()
+            for text in itertools.product(range(VOCAB), repeat=3)
+        }
+        best = max(every, key=every.__getitem__)
+        assert tuple(np.asarray(beams.tokens)[row, 0].tolist()) == best
+        assert_near(beams.log_probs[row, 0], every[best], 3 * FORWARD_F32)
+
+
+def test_parameters_have_the_shapes_of_the_config():
+    """As a checkpoint's template needs: from `nodes` alone, and nothing is computed."""
+    config, params = counted()
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    assert jax.tree.structure(shapes) == jax.tree.structure(params)
+    for wanted, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(params), strict=True):
+        assert (wanted.shape, wanted.dtype) == (leaf.shape, leaf.dtype)
+    first, second, third = config.nodes
+    starts = (1 + 1) + (first + 1) + (second + 1)
+    assert num_params(config) == 2 * (first + second + third) + starts + 1 + first + second
+    assert config.nodes[0] == 5  # four kinds of tokens that occur, and the beginning
+
+
+def test_large_vocabularies_do_not_overflow():
+    """Ids of n-grams times the size of the vocabulary pass 2**31."""
+    config = NgramConfig(vocab_size=2**17, order=3)
+    tokens = np.random.default_rng(3).permutation(2**17)[: 2**16].astype(np.int32)
+    config, params = count_ngrams(config, tokens)
+    assert config.nodes == (2**16 + 1, 2**16 + 1, 2**16)
+    place = np.searchsorted(params["words_1"], tokens[7])
+    assert params["words_2"][params["start_1"][place]] == tokens[8]
+    logits, _ = jax.jit(build(config).apply)({"params": params}, tokens[None, 7:9])
+    assert logits[0, 1].argmax() == tokens[9]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (dict(order=0), "order is 0: must be positive"),
+        (dict(vocab_size=2**31), "vocab_size is 2147483648: must be below"),
+        (dict(order=2, nodes=(3,)), r"nodes is \(3,\): must have one entry for each order up to 2"),
+        (dict(order=2, nodes=(3, 0)), r"nodes is \(3, 0\): must be positive"),
+        (dict(nodes=3), "nodes is 3: must be"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(arguments, said):
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        NgramConfig(**arguments)
+
+
+def test_wrong_arguments_are_refused():
+    config = NgramConfig(vocab_size=VOCAB, order=3)
+    with pytest.raises(ConfigError, match="nodes is None: count first"):
+        init_params(config, jax.random.key(0))
+    for documents, said in (
+        (np.zeros(0, np.int32), "documents have no tokens"),
+        (np.array([1, 5]), r"token 5 at \[0, 1\]: must be in 0..4"),
+        (np.array([0.5]), "tokens are float64"),
+        (np.zeros((2, 3, 2), np.int32), r"a document has shape \(3, 2\): must be \[T\]"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            count_ngrams(config, documents)
+    model, params = model_and_params()
+    with pytest.raises(ValueError, match=r"state\.tokens are 4 wide: the model's context is 2"):
+        wide = init_recent_tokens(NgramConfig(vocab_size=VOCAB), ROWS)
+        model.apply({"params": params}, draw_tokens(), state=wide)
+
+
+def test_an_unknown_token_under_trace_makes_its_contexts_nan():
+    model, params = model_and_params()
+    tokens = draw_tokens()
+    tokens[1, 2] = VOCAB
+    logits, _ = run(model, params, tokens)
+    np.testing.assert_array_equal(np.argwhere(np.isnan(logits).all(axis=-1)), [[1, 2], [1, 3]])

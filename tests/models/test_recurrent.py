@@ -1,6 +1,7 @@
 """Recurrent models: the papers' formulas, and decoded by the functions that decode transformers."""
 
 import dataclasses
+import itertools
 from functools import cache, partial
 
 import chex
@@ -15,6 +16,7 @@ from transformer_jax.config import ConfigError, RecurrentConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.generation import generate, stream
 from transformer_jax.decoding.samplers import Sample
+from transformer_jax.decoding.step import make_step
 from transformer_jax.models import recurrent
 from transformer_jax.models.factory import build, init_params, num_params
 from transformer_jax.models.recurrent import RecurrentStep, init_recurrent_state
@@ -39,7 +41,22 @@ CONFIGS = {
     "lstm": LSTM, "gru": GRU, "plain": PLAIN, "additive": ADDITIVE, "general": GENERAL, "dot": DOT
 }  # fmt: skip
 
+RNN = dataclasses.replace(LSTM, cell="rnn")
+STATE = dataclasses.replace(GENERAL, context="state")
+CONTEXTS = {
+    "rnn": RNN,
+    "dot input": dataclasses.replace(DOT, context="input", cell="rnn", num_layers=2),
+    "general input": dataclasses.replace(GENERAL, context="input", num_layers=1),
+    "additive output": dataclasses.replace(ADDITIVE, context="output"),
+    "dot state": dataclasses.replace(DOT, context="state", cell="rnn"),
+    "general state": STATE,
+    "additive state": dataclasses.replace(ADDITIVE, context="state", cell="gru"),
+}
+
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+every_context = pytest.mark.parametrize(
+    "config", [*CONFIGS.values(), *CONTEXTS.values()], ids=[*CONFIGS, *CONTEXTS]
+)
 with_source = pytest.mark.parametrize(
     "config", [PLAIN, ADDITIVE, GENERAL, DOT], ids=["plain", "additive", "general", "dot"]
 )
@@ -103,7 +120,7 @@ def softmax(x):
 
 
 def oracle_cell(kind: str, p, carry, x):
-    """The next carry (c, h) of an LSTM (Gers et al. 2000), or (h,) of a GRU.
+    """The next carry (c, h) of an LSTM (Gers et al. 2000), or (h,) of an RNN or a GRU.
 
     Of Cho et al.'s two GRUs the one that multiplies by r after the product with U_n.
     """
@@ -115,6 +132,8 @@ def oracle_cell(kind: str, p, carry, x):
             carry[-1] @ h_part["kernel"] + h_part.get("bias", 0.0),
         )
 
+    if kind == "rnn":
+        return (np.tanh(sum(sums(""))),)
     if kind == "lstm":
         i, f, o = (sigmoid(sum(sums(gate))) for gate in "ifo")
         c = f * carry[0] + i * np.tanh(sum(sums("g")))
@@ -124,56 +143,77 @@ def oracle_cell(kind: str, p, carry, x):
     return ((1 - z) * np.tanh(from_x + r * from_h) + z * carry[-1],)
 
 
+def oracle_zero(config):
+    """The carry of a cell that has read nothing."""
+    return (np.zeros(config.d_hidden),) * (2 if config.cell == "lstm" else 1)
+
+
+def oracle_layer(config, p, i: int, x):
+    """Outputs of layer i that reads vectors from one end or both, and its last carries."""
+    forward = backward = oracle_zero(config)
+    out, back = [], []
+    for vector in x:
+        forward = oracle_cell(config.cell, p[f"cell_{i}"], forward, vector)
+        out.append(forward[-1])
+    if not config.bidirectional:
+        return out, forward, None
+    for vector in reversed(x):
+        backward = oracle_cell(config.cell, p[f"back_{i}"], backward, vector)
+        back.insert(0, backward[-1])
+    return [np.concatenate(pair) for pair in zip(out, back, strict=True)], forward, backward
+
+
 def oracle_encode(config, p, source):
     """States [S, M] and the decoder's first carries of one row without padding."""
     x, carries = [p["tokens"][token] for token in source], []
-    zero = (np.zeros(config.d_hidden),) * (2 if config.cell == "lstm" else 1)
     for i in range(config.num_layers):
-        forward, out = zero, []
-        for vector in x:
-            forward = oracle_cell(config.cell, p[f"cell_{i}"], forward, vector)
-            out.append(forward[-1])
-        if config.bidirectional:
-            backward, back = zero, []
-            for vector in reversed(x):
-                backward = oracle_cell(config.cell, p[f"back_{i}"], backward, vector)
-                back.insert(0, backward[-1])
-            out = [np.concatenate(pair) for pair in zip(out, back, strict=True)]
+        x, forward, backward = oracle_layer(config, p, i, x)
+        if backward is not None:
             bridge = p[f"bridge_{i}"]
             ends = np.concatenate([*forward, *backward])
             start = np.tanh(ends @ bridge["kernel"] + bridge["bias"])
             forward = tuple(np.split(start, len(forward)))
-        x = out
         carries.append(forward)
     return np.array(x), carries
+
+
+def oracle_attend(config, p, states, query):
+    """Context [M] and weights [S] of one query [H]."""
+    if config.attention == "additive":
+        scores = np.tanh(query @ p["w_query"] + states @ p["w_key"]) @ p["v"]
+    elif config.attention == "general":
+        scores = states @ (query @ p["w"])
+    else:
+        scores = states @ query
+    weights = softmax(scores)
+    return weights @ states, weights
 
 
 def oracle_forward(config, params, tokens, source=None):
     """Logits [T, V] and attention weights [T, S] of one row without padding."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     embed, p, states = params["embed"], params["decoder"], None
-    zero = (np.zeros(config.d_hidden),) * (2 if config.cell == "lstm" else 1)
-    carries = [zero] * config.num_layers
+    carries = [oracle_zero(config)] * config.num_layers
     if source is not None:
         states, carries = oracle_encode(config, params["encoder"], source)
+    attends = config.attention is not None
+    use = config.context or ("input" if config.attention == "additive" else "output")
     logits, all_weights = [], []
     for token in tokens:
-        x, scores = embed["tokens"][token], None
-        if config.attention == "additive":
-            hidden = np.tanh(carries[-1][-1] @ p["w_query"] + states @ p["w_key"])
-            scores = hidden @ p["v"]
-            x = np.concatenate([x, softmax(scores) @ states])
+        x = embed["tokens"][token]
+        if attends and use == "input":
+            context, weights = oracle_attend(config, p, states, carries[-1][-1])
+            x = np.concatenate([x, context])
         for i in range(config.num_layers):
             carries[i] = oracle_cell(config.cell, p[f"cell_{i}"], carries[i], x)
             x = carries[i][-1]
-        if config.attention == "dot":
-            scores = states @ x
-        if config.attention == "general":
-            scores = states @ (x @ p["w"])
-        if scores is not None:
-            weights = softmax(scores)
+        if attends and use != "input":
+            context, weights = oracle_attend(config, p, states, x)
+        if attends:
             all_weights.append(weights)
-            x = np.tanh(np.concatenate([weights @ states, x]) @ p["read_out"]["kernel"])
+            x = np.tanh(np.concatenate([context, x]) @ p["read_out"]["kernel"])
+        if attends and use == "state":
+            carries[-1] = (*carries[-1][:-1], x)
         table = embed["tokens"] if config.tie_embeddings else embed["output"]
         logits.append(table @ x + embed["bias"])
     return np.array(logits), np.array(all_weights)
@@ -189,7 +229,8 @@ def oracle_row(config, params, tokens, row: int):
     return oracle_forward(config, params, tokens, row_source(config, row))
 
 
-@every_config
+@pytest.mark.slow_cases("dot input", "general state")
+@every_context
 def test_a_pass_matches_the_formulas(config):
     params, tokens = parameters(config), draw_tokens()
     everything = np.ones(tokens.shape, bool)
@@ -222,7 +263,7 @@ def test_logits_of_some_tokens_are_those_of_the_whole(config):
     assert_near(jax.tree.leaves(after.carry)[0], jax.tree.leaves(whole.carry)[0], FORWARD_F32)
 
 
-@every_config
+@pytest.mark.parametrize("config", [*CONFIGS.values(), STATE], ids=[*CONFIGS, "state"])
 def test_in_any_chunks_with_padding_anywhere_equals_the_whole(config):
     """Each row reads its own tokens at its own pace; padding changes no bit of its state."""
     params, rng = parameters(config), np.random.default_rng(23)
@@ -376,6 +417,99 @@ def test_models_map_over_parameters():
         assert_near(one[0], oracle_row(DOT, params, tokens[0], 0)[0], 3 * FORWARD_F32)
 
 
+# Packed documents
+
+DOCUMENTS = np.array(
+    [[3, 3, 3, 3, 7, 7, 3, 3, 3, 3, 3], [1] * 11, [0, 5, 5, 5, 5, 0, 0, 2, 2, 2, 0]], np.int32
+)
+"""Ids of the documents of each row; an id that stands in two places is two documents."""
+PADDED = np.ones((ROWS, TOKENS), bool)
+PADDED[0, [2, 4]] = PADDED[2, [0, 2, 5, 6, 10]] = False
+
+
+def columns_of_documents(row: int) -> list[list[int]]:
+    """The columns of each document of a row, without padding."""
+    ids = DOCUMENTS[row]
+    edges = [0, *(np.flatnonzero(np.diff(ids)) + 1), TOKENS]
+    runs = [range(*edge) for edge in itertools.pairwise(edges)]
+    return [kept for run in runs if (kept := [t for t in run if PADDED[row, t]])]
+
+
+@pytest.mark.parametrize("config", [LSTM, RNN], ids=["lstm", "rnn"])
+def test_packed_documents_are_read_as_if_alone(config):
+    """And the state is that of the last document of the row."""
+    params, tokens, model = parameters(config), draw_tokens(), build(config)
+    read = jax.jit(partial(model.apply, {"params": params}))
+    logits, state = read(tokens, segments=DOCUMENTS, valid=PADDED)
+    assert [len(columns_of_documents(row)) for row in range(ROWS)] == [3, 1, 2]
+    for row in range(ROWS):
+        for columns in columns_of_documents(row):
+            want, _ = oracle_forward(config, params, tokens[row, columns])
+            assert_near(logits[row, columns], want, 3 * FORWARD_F32)
+        assert state.length[row] == len(columns)
+        _, alone = read(tokens[row : row + 1, columns])
+        for leaf, own in zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True):
+            assert_near(leaf[row], own[0], FORWARD_F32)
+
+
+# A tagger
+
+TAGGER = dataclasses.replace(LSTM, bidirectional=True)
+TIED = dataclasses.replace(TAGGER, cell="rnn", tie_embeddings=True)
+
+
+def oracle_tags(config, params, tokens) -> np.ndarray:
+    """Logits [T, V] of one document that is read from both ends."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    embed, read_out = params["embed"], params["read_out"]
+    x = [embed["tokens"][token] for token in tokens]
+    for i in range(config.num_layers):
+        x = oracle_layer(config, params["layers"], i, x)[0]
+    top = np.tanh(np.array(x) @ read_out["kernel"] + read_out["bias"])
+    return top @ embed["tokens" if config.tie_embeddings else "output"].T + embed["bias"]
+
+
+@pytest.mark.parametrize("config", [TAGGER, TIED], ids=["lstm", "tied rnn"])
+def test_a_tagger_reads_each_document_from_both_ends(config):
+    """With padding before, between and after; packed or one document a row."""
+    params, tokens = parameters(config), draw_tokens()
+    read = jax.jit(partial(build(config).apply, {"params": params}))
+    logits, state = read(tokens, segments=DOCUMENTS, valid=PADDED)
+    assert state is None and logits.shape == (ROWS, TOKENS, VOCAB)
+    for row in range(ROWS):
+        for columns in columns_of_documents(row):
+            want = oracle_tags(config, params, tokens[row, columns])
+            assert_near(logits[row, columns], want, 3 * FORWARD_F32)
+    whole, _ = read(tokens, valid=PADDED)
+    some, _ = read(tokens, valid=PADDED, at=np.array([[3], [0], [9]], np.int32))
+    for row, column in enumerate([3, 0, 9]):
+        want = oracle_tags(config, params, tokens[row, PADDED[row]])
+        assert_near(whole[row, PADDED[row]], want, 3 * FORWARD_F32)
+        assert_near(some[row, 0], want[PADDED[row, :column].sum()], 3 * FORWARD_F32)
+
+
+def test_a_tagger_trains_on_padded_text_without_its_padding():
+    params, tokens = parameters(TAGGER), draw_tokens()
+    tokens = np.where(PADDED, np.where(tokens == 1, 2, tokens), 1)
+    params["embed"]["tokens"][1] = np.nan
+
+    def loss(params):
+        logits, _ = build(TAGGER).apply({"params": params}, tokens, valid=PADDED)
+        return jnp.where(PADDED[:, :, None], logits, 0.0).sum()
+
+    slopes = jax.jit(jax.grad(loss))(params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))
+    assert not np.asarray(slopes["embed"]["tokens"])[1].any()
+    assert np.asarray(slopes["embed"]["tokens"])[2].any()
+
+
+def test_a_tagger_is_no_step_and_has_no_state():
+    with pytest.raises(ValueError, match="model is a RecurrentTagger: it reads"):
+        make_step(build(TAGGER))
+    with pytest.raises(ValueError, match="bidirectional is True: a model that reads both ends"):
+        init_recurrent_state(TAGGER, ROWS)
+
+
 # Dropout
 
 
@@ -479,6 +613,10 @@ def test_parameters_are_counted():
     tables = 23 * 5 + 31 * 5 + 31 * 17 + 31
     deep = dataclasses.replace(ADDITIVE, num_layers=2)
     assert num_params(deep) == encoder + bridges + decoder + attention + tables
+    simple = 5 * 17 + 17 * 17 + 17
+    assert num_params(RNN) == 31 * 5 + 31 * 17 + 31 + simple + 12 * 17 + simple
+    pair, above = 2 * simple, 2 * (simple + (34 - 5) * 17)
+    assert num_params(TIED) == 31 * 5 + 31 + pair + above + 34 * 5 + 5
     assert num_params(GRU) == 31 * 17 + 31 + (17 + 17 + 1) * cell + 17
 
 
@@ -563,6 +701,10 @@ def test_wrong_arguments_are_refused_before_anything_is_computed():
         (r"valid is bool\[3, 10\]: must be bool\[3, 11\]", dict(valid=np.ones((3, 10), bool))),
         (r"valid is int32\[3, 11\]", dict(valid=np.ones((3, 11), np.int32))),
         ("key is 0: must be a single key", dict(key=0)),
+        ("segments with a state", dict(state=state, segments=DOCUMENTS)),
+        (r"segments are int32\[3, 10\]: must be", dict(segments=DOCUMENTS[:, 1:])),
+        (r"segments are bool\[3, 11\]: must be", dict(segments=PADDED)),
+        ("segments are list: must be integers", dict(segments=DOCUMENTS.tolist())),
     ):
         with pytest.raises(ValueError, match=said):
             apply(tokens, **arguments)

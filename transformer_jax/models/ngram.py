@@ -9,7 +9,8 @@ c(h w) is how often h w occurs where h has n - 1 tokens, and where it has fewer 
 tokens stand before h w (Kneser & Ney 1995); c(h .) is its sum over w, and N(h .) the number of w
 with c(h w) > 0. An h that nothing follows leaves P_k = P_(k-1). The discount of each order is
 d = n1 / (n1 + 2 n2), n1 and n2 being how many of its n-grams have c = 1 and c = 2 (Ney et al. 1994;
-Chen & Goodman 1999, section 2.7), or 1/2 where n1 is 0, so that no probability is 0.
+Chen & Goodman 1999, section 2.7), or 1/2 where one of them is 0: so it is between 0 and 1, and no
+probability is 0.
 
 A document begins after n - 1 signs for its beginning, which are context and are never predicted.
 
@@ -110,7 +111,7 @@ def _smooth(
     parent, word = np.divmod(keys, size)
     counts = np.where(word == size - 1, 0, counts)  # a beginning is not predicted
     once, twice = np.sum(counts == 1), np.sum(counts == 2)
-    discount = once / (once + 2 * twice) if once else 0.5
+    discount = once / (once + 2 * twice) if once and twice else 0.5
     total = np.bincount(parent, counts, parents)
     kinds = np.bincount(parent, counts > 0, parents)
     followed = np.maximum(total, 1)
@@ -142,7 +143,8 @@ class NgramLM(nn.Module):
         self.backoff = [self._array(f"backoff_{k}", n, F32) for k, n in _from(0, sizes[:-1])]
 
     def _array(self, name: str, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-        return self.param(name, lambda key: jnp.zeros((size,), dtype))
+        value = self.param(name, lambda key: jnp.zeros((size,), dtype))
+        return jnp.asarray(value)  # NumPy's arrays have no traced indices
 
     def __call__(
         self,

@@ -1,0 +1,134 @@
+"""The first state of every model that writes tokens, made by one function."""
+
+import dataclasses
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.tolerances import FORWARD_F32, assert_near
+from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, WindowConfig
+from transformer_jax.decoding.batch_rows import count_rows
+from transformer_jax.decoding.beams import beam_search
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_decode_state, init_params
+from transformer_jax.models.ngram import count_ngrams
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+ROWS, VOCAB, CAPACITY = 2, 13, 17
+SIZES = dict(vocab_size=VOCAB, d_embed=5, d_hidden=7, init_std=0.7)
+LAYERS = dict(vocab_size=VOCAB, d_model=6, num_heads=3, num_layers=1, d_ff=5, max_len=19)
+TEXT = np.random.default_rng(3).integers(0, VOCAB, (5, 23), dtype=np.int32)
+CONFIGS = {
+    "decoder": ModelConfig(**LAYERS),
+    "encoder-decoder": ModelConfig(**LAYERS, kind="encoder-decoder", init_std=0.7),
+    "rnn": RecurrentConfig(**SIZES, cell="rnn"),
+    "translator": RecurrentConfig(
+        **SIZES, source_vocab_size=11, attention="general", context="state", bidirectional=True
+    ),
+    "window": WindowConfig(**SIZES, context=3),
+    "ngram": NgramConfig(vocab_size=VOCAB, order=3),
+}
+WITH_SOURCE = ("encoder-decoder", "translator")
+SOURCE = np.array([[3, 5, 0, 7, 0], [1, 2, 9, 4, 8]], np.int32)
+SOURCE_VALID = np.array([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1]], bool)
+PROMPT = np.array([[1, 2, 3], [4, 0, 0]], np.int32)
+LENGTHS = np.array([3, 1])
+
+
+@cache
+def config_and_params(name: str):
+    config = CONFIGS[name]
+    if isinstance(config, NgramConfig):
+        return count_ngrams(config, TEXT)
+    return config, init_params(config, jax.random.key(1))
+
+
+def begin(name: str, **changes):
+    """Make the first state by a compiled call, as a program that serves would."""
+    config, params = config_and_params(name)
+    given = dict(source=SOURCE, source_valid=SOURCE_VALID) if name in WITH_SOURCE else {}
+    call = jax.jit(init_decode_state, static_argnums=(0, 2, 3))
+    return call(config, params, ROWS, CAPACITY, **given | changes)
+
+
+@partial(jax.jit, static_argnums=0)
+def apply(config, params, tokens, **arguments):
+    """Apply the model to whole texts, without a state."""
+    return build(config).apply({"params": params}, tokens, **arguments)[0]
+
+
+def full_pass(name: str, row: int, tokens: np.ndarray) -> np.ndarray:  # f32[T, V]
+    """Return the logits of one row without padding before its end and without a state."""
+    source = SOURCE[row : row + 1, SOURCE_VALID[row]]
+    more = dict(source=source) if name in WITH_SOURCE else {}
+    padded = np.pad(tokens, (0, CAPACITY - len(tokens)))[None]
+    return np.asarray(apply(*config_and_params(name), padded, **more)[0, : len(tokens)])
+
+
+@pytest.mark.slow_cases("decoder", "encoder-decoder")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_from_the_first_state_are_the_best_of_the_full_pass(name):
+    """Padding of the source, wherever it stands, is invisible."""
+    config, params = config_and_params(name)
+    step, state = make_step(build(config)), begin(name)
+    assert count_rows(state) == ROWS
+    out = generate(step, params, PROMPT, state, num_tokens=5, lengths=LENGTHS)
+    for row, length in enumerate(LENGTHS):
+        text = np.asarray(out.tokens)[row]
+        logits = full_pass(name, row, np.concatenate([PROMPT[row, :length], text[:-1]]))
+        np.testing.assert_array_equal(text, logits[length - 1 :].argmax(axis=-1))
+        log_p = logits[length - 1 :].astype(np.float64)
+        log_p = log_p - np.log(np.exp(log_p).sum(axis=-1, keepdims=True))
+        assert_near(out.log_probs[row], log_p.max(axis=-1), 10 * FORWARD_F32)
+
+
+def test_beam_search_with_one_beam_is_greedy_search():
+    """Of a translator whose next state is the combined one."""
+    config, params = config_and_params("translator")
+    step, arguments = make_step(build(config)), dict(num_tokens=5, lengths=LENGTHS)
+    out = generate(step, params, PROMPT, begin("translator"), **arguments)
+    beams = beam_search(step, params, PROMPT, begin("translator"), num_beams=1, **arguments)
+    np.testing.assert_array_equal(np.asarray(beams.tokens)[:, 0], out.tokens)
+
+
+def test_a_cache_has_the_capacity_and_dtype_that_are_asked_for():
+    config, params = config_and_params("decoder")
+    state = init_decode_state(config, params, ROWS, CAPACITY, dtype=jnp.bfloat16)
+    assert state.capacity == CAPACITY
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} >= {jnp.dtype(jnp.bfloat16)}
+
+
+def test_arguments_that_do_not_fit_the_model_are_refused():
+    encoder = ModelConfig(**LAYERS, kind="encoder")
+    tagger = RecurrentConfig(**SIZES, bidirectional=True)
+    for config, arguments, said in (
+        (encoder, {}, "kind is 'encoder': it writes no tokens"),
+        (tagger, {}, "bidirectional is True: a model that reads both ends has no state"),
+        (CONFIGS["translator"], {}, "source is None: this model reads a source first"),
+        (CONFIGS["encoder-decoder"], {}, "source is None: this model reads a source first"),
+        (CONFIGS["decoder"], dict(source=SOURCE), r"source is of shape \(2, 5\): .* reads none"),
+        (CONFIGS["window"], dict(source=SOURCE), r"source is of shape \(2, 5\): .* reads none"),
+        (CONFIGS["rnn"], dict(source_valid=SOURCE_VALID), "source_valid is given without a source"),
+        (CONFIGS["translator"], dict(source=SOURCE[:1]), "source has 1 rows: batch is 2"),
+        (CONFIGS["rnn"], dict(dtype=jnp.int8), "dtype is int8: a RecurrentConfig has no cache"),
+        (
+            CONFIGS["encoder-decoder"],
+            dict(source=SOURCE, source_valid=SOURCE),
+            r"valid is int32\[2, 5\]: must be bool\[2, 5\], as source are",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            init_decode_state(config, {}, ROWS, CAPACITY, **arguments)
+    for config in (CONFIGS["window"], CONFIGS["ngram"], CONFIGS["rnn"]):
+        with pytest.raises(ValueError, match="batch is -1: must not be negative"):
+            init_decode_state(config, {}, -1, CAPACITY)
+
+
+def test_equal_steps_share_their_programs():
+    one, two = (make_step(build(dataclasses.replace(CONFIGS["window"]))) for _ in range(2))
+    assert one == two and hash(one) == hash(two)
