@@ -104,15 +104,15 @@ def test_probabilities_are_those_of_the_formula_after_every_context(order):
         assert_near(logits[row], oracle_log_probs(order, every[row]), 2 * FORWARD_F32)
 
 
-@pytest.mark.parametrize("order", [2, 3])
-def test_discounts_are_estimated_from_the_counts(order):
-    """From counts at the highest order, and from kinds of tokens before at the orders below."""
-    _, params = model_and_params(order)
-    oracle = KneserNey(order)
-    kinds = len(oracle.followers[1][()])
-    total = sum(oracle.followers[1][()])
-    assert_near(params["backoff_0"], [oracle.discount[1] * kinds / total], FORWARD_F32)
-    assert 0 < oracle.discount[order] < 1 and len(set(oracle.discount.values())) > 1
+def test_what_is_discounted_goes_to_the_shorter_context():
+    """At each context d N(h .) / c(h .), from counts or from kinds of tokens before."""
+    (_, params), oracle = counted(2), KneserNey(2)
+    assert len(set(oracle.discount.values())) == 2
+    for k, context in ((1, ()), *((2, (word,)) for word in range(4))):
+        numbers = oracle.followers[k][context]
+        node = np.searchsorted(params["words_1"], context[0]) if context else 0
+        want = oracle.discount[k] * len(numbers) / sum(numbers)
+        assert_near(params[f"backoff_{k - 1}"][node], want, FORWARD_F32)
 
 
 def test_a_token_that_was_never_counted_has_a_probability():
