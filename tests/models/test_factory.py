@@ -1,4 +1,4 @@
-"""The first state of every model that writes tokens, made by one function."""
+"""Check the first state of every model that writes tokens, which one function makes."""
 
 import dataclasses
 from functools import cache, partial
@@ -28,7 +28,7 @@ CONFIGS = {
     "encoder-decoder": ModelConfig(**LAYERS, kind="encoder-decoder", init_std=0.7),
     "rnn": RecurrentConfig(**SIZES, cell="rnn"),
     "translator": RecurrentConfig(
-        **SIZES, source_vocab_size=11, attention="general", context="state", bidirectional=True
+        **SIZES, source_vocab_size=11, cell="gru", attention="general", context="state"
     ),
     "window": WindowConfig(**SIZES, context=3),
     "ngram": NgramConfig(vocab_size=VOCAB, order=3),
@@ -42,6 +42,7 @@ LENGTHS = np.array([3, 1])
 
 @cache
 def config_and_params(name: str):
+    """Return a config, counted where it is of n-grams, and parameters for it."""
     config = CONFIGS[name]
     if isinstance(config, NgramConfig):
         return count_ngrams(config, TEXT)
@@ -70,10 +71,10 @@ def full_pass(name: str, row: int, tokens: np.ndarray) -> np.ndarray:  # f32[T, 
     return np.asarray(apply(*config_and_params(name), padded, **more)[0, : len(tokens)])
 
 
-@pytest.mark.slow_cases("decoder", "encoder-decoder")
+@pytest.mark.slow_cases("decoder", "encoder-decoder", "ngram", "window")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_from_the_first_state_are_the_best_of_the_full_pass(name):
-    """Padding of the source, wherever it stands, is invisible."""
+    """Check with padding of the source in several places, which must be invisible."""
     config, params = config_and_params(name)
     step, state = make_step(build(config)), begin(name)
     assert count_rows(state) == ROWS
@@ -88,7 +89,7 @@ def test_greedy_tokens_from_the_first_state_are_the_best_of_the_full_pass(name):
 
 
 def test_beam_search_with_one_beam_is_greedy_search():
-    """Of a translator whose next state is the combined one."""
+    """Search with a translator whose next state is the combined one."""
     config, params = config_and_params("translator")
     step, arguments = make_step(build(config)), dict(num_tokens=5, lengths=LENGTHS)
     out = generate(step, params, PROMPT, begin("translator"), **arguments)

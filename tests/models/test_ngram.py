@@ -1,4 +1,4 @@
-"""N-gram models: the probabilities of Kneser and Ney, and the functions that decode any model."""
+"""Check n-gram models: Kneser and Ney's probabilities, packing, decoding and errors."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -38,7 +38,7 @@ def model_and_params(order: int = ORDER):
 
 @partial(jax.jit, static_argnums=0)
 def run(model, params, tokens, **arguments):
-    """The model, compiled once for equal shapes."""
+    """Apply the model, compiled once for equal shapes."""
     return model.apply({"params": params}, tokens, **arguments)
 
 
@@ -50,7 +50,7 @@ def draw_tokens(rows: int = ROWS, columns: int = TOKENS) -> np.ndarray:
 
 
 class KneserNey:
-    """Interpolated Kneser-Ney by dictionaries of tuples, where -1 stands before the beginning."""
+    """Compute interpolated Kneser-Ney from dictionaries of tuples; -1 is before the beginning."""
 
     def __init__(self, order: int):
         grams = [
@@ -83,7 +83,7 @@ class KneserNey:
 
 
 def oracle_log_probs(order: int, row) -> np.ndarray:
-    """Log probabilities [T, V] after each token of one row."""
+    """Return log probabilities [T, V] after each token of one row."""
     oracle, line = KneserNey(order), [-1] * (order - 1) + [int(token) for token in row]
     rows = [
         [oracle.probability(tuple(line[t + 1 : t + order]), word) for word in range(VOCAB)]
@@ -94,7 +94,7 @@ def oracle_log_probs(order: int, row) -> np.ndarray:
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 def test_probabilities_are_those_of_the_formula_after_every_context(order):
-    """Also after contexts that were never counted, and at the beginning of a document."""
+    """Check also contexts that were never counted, and the beginning of a document."""
     model, params = model_and_params(order)
     every = np.array(list(itertools.product(range(VOCAB), repeat=max(order, 2))), np.int32)
     logits, _ = run(model, params, every)
@@ -105,7 +105,7 @@ def test_probabilities_are_those_of_the_formula_after_every_context(order):
 
 
 def test_what_is_discounted_goes_to_the_shorter_context():
-    """At each context d N(h .) / c(h .), from counts or from kinds of tokens before."""
+    """Compare d N(h .) / c(h .) of each context, from counts or from kinds of tokens before."""
     (_, params), oracle = counted(2), KneserNey(2)
     assert len(set(oracle.discount.values())) == 2
     for k, context in ((1, ()), *((2, (word,)) for word in range(4))):
@@ -123,7 +123,7 @@ def test_a_token_that_was_never_counted_has_a_probability():
 
 
 def test_documents_are_counted_apart():
-    """As rows of an array, or of lengths of their own; no n-gram goes from one to the next."""
+    """Count rows of an array and arrays of any length: no n-gram goes from one to the next."""
     config = NgramConfig(vocab_size=VOCAB, order=2)
     rows = np.array([[0, 1, 2], [3, 0, 1]], np.int32)
     both, params = count_ngrams(config, rows)
@@ -154,7 +154,7 @@ def test_packed_documents_and_padding_are_no_context():
 
 
 def test_greedy_tokens_are_the_best_of_the_full_pass():
-    """Ragged prompts, a token at a time, also where the logits of the last alone are computed."""
+    """Compare each token with the formula's best after all before it, from ragged prompts."""
     model, params = model_and_params()
     prompt, lengths, state = (
         draw_tokens(),
@@ -171,7 +171,7 @@ def test_greedy_tokens_are_the_best_of_the_full_pass():
 
 
 def test_the_best_beam_is_the_most_probable_text():
-    """Among all texts of this length, as there are as many beams as texts of a token fewer."""
+    """Search with as many beams as there are texts of a token fewer, so that nothing is missed."""
     model, params = model_and_params()
     prompt, state = np.array([[2, 0], [1, 1]], np.int32), init_recent_tokens(counted()[0], 2)
     beams = beam_search(
@@ -188,7 +188,7 @@ def test_the_best_beam_is_the_most_probable_text():
 
 
 def test_parameters_have_the_shapes_of_the_config():
-    """As a checkpoint's template needs: from `nodes` alone, and nothing is computed."""
+    """Make a checkpoint's template from `nodes` alone; nothing is computed."""
     config, params = counted()
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     assert jax.tree.structure(shapes) == jax.tree.structure(params)
@@ -201,7 +201,7 @@ def test_parameters_have_the_shapes_of_the_config():
 
 
 def test_large_vocabularies_do_not_overflow():
-    """Ids of n-grams times the size of the vocabulary pass 2**31."""
+    """Count where the ids of n-grams times the size of the vocabulary pass 2**31."""
     config = NgramConfig(vocab_size=2**17, order=3)
     tokens = np.random.default_rng(3).permutation(2**17)[: 2**16].astype(np.int32)
     config, params = count_ngrams(config, tokens)

@@ -42,14 +42,14 @@ CONFIGS = {
 }  # fmt: skip
 
 RNN = dataclasses.replace(LSTM, cell="rnn")
-STATE = dataclasses.replace(GENERAL, context="state")
+STATE = dataclasses.replace(DOT, context="state", cell="rnn")
 CONTEXTS = {
     "rnn": RNN,
     "dot input": dataclasses.replace(DOT, context="input", cell="rnn", num_layers=2),
     "general input": dataclasses.replace(GENERAL, context="input", num_layers=1),
     "additive output": dataclasses.replace(ADDITIVE, context="output"),
-    "dot state": dataclasses.replace(DOT, context="state", cell="rnn"),
-    "general state": STATE,
+    "dot state": STATE,
+    "general state": dataclasses.replace(GENERAL, context="state"),
     "additive state": dataclasses.replace(ADDITIVE, context="state", cell="gru"),
 }
 
@@ -144,12 +144,12 @@ def oracle_cell(kind: str, p, carry, x):
 
 
 def oracle_zero(config):
-    """The carry of a cell that has read nothing."""
+    """Return the carry of a cell that has read nothing."""
     return (np.zeros(config.d_hidden),) * (2 if config.cell == "lstm" else 1)
 
 
 def oracle_layer(config, p, i: int, x):
-    """Outputs of layer i that reads vectors from one end or both, and its last carries."""
+    """Return what layer i gives, which reads vectors from one end or both, and its last carries."""
     forward = backward = oracle_zero(config)
     out, back = [], []
     for vector in x:
@@ -178,7 +178,7 @@ def oracle_encode(config, p, source):
 
 
 def oracle_attend(config, p, states, query):
-    """Context [M] and weights [S] of one query [H]."""
+    """Return the context [M] and the weights [S] of one query [H]."""
     if config.attention == "additive":
         scores = np.tanh(query @ p["w_query"] + states @ p["w_key"]) @ p["v"]
     elif config.attention == "general":
@@ -229,7 +229,7 @@ def oracle_row(config, params, tokens, row: int):
     return oracle_forward(config, params, tokens, row_source(config, row))
 
 
-@pytest.mark.slow_cases("dot input", "general state")
+@pytest.mark.slow_cases("general input", "general state")
 @every_context
 def test_a_pass_matches_the_formulas(config):
     params, tokens = parameters(config), draw_tokens()
@@ -263,7 +263,7 @@ def test_logits_of_some_tokens_are_those_of_the_whole(config):
     assert_near(jax.tree.leaves(after.carry)[0], jax.tree.leaves(whole.carry)[0], FORWARD_F32)
 
 
-@pytest.mark.parametrize("config", [*CONFIGS.values(), STATE], ids=[*CONFIGS, "state"])
+@pytest.mark.parametrize("config", [*CONFIGS.values(), STATE], ids=[*CONFIGS, "dot state"])
 def test_in_any_chunks_with_padding_anywhere_equals_the_whole(config):
     """Each row reads its own tokens at its own pace; padding changes no bit of its state."""
     params, rng = parameters(config), np.random.default_rng(23)
@@ -428,16 +428,17 @@ PADDED[0, [2, 4]] = PADDED[2, [0, 2, 5, 6, 10]] = False
 
 
 def columns_of_documents(row: int) -> list[list[int]]:
-    """The columns of each document of a row, without padding."""
+    """Return the columns of each document of a row, without padding."""
     ids = DOCUMENTS[row]
     edges = [0, *(np.flatnonzero(np.diff(ids)) + 1), TOKENS]
     runs = [range(*edge) for edge in itertools.pairwise(edges)]
     return [kept for run in runs if (kept := [t for t in run if PADDED[row, t]])]
 
 
+@pytest.mark.slow_cases("lstm")
 @pytest.mark.parametrize("config", [LSTM, RNN], ids=["lstm", "rnn"])
 def test_packed_documents_are_read_as_if_alone(config):
-    """And the state is that of the last document of the row."""
+    """Check the logits by the formulas, and that the state is that of the last document."""
     params, tokens, model = parameters(config), draw_tokens(), build(config)
     read = jax.jit(partial(model.apply, {"params": params}))
     logits, state = read(tokens, segments=DOCUMENTS, valid=PADDED)
@@ -455,11 +456,12 @@ def test_packed_documents_are_read_as_if_alone(config):
 # A tagger
 
 TAGGER = dataclasses.replace(LSTM, bidirectional=True)
-TIED = dataclasses.replace(TAGGER, cell="rnn", tie_embeddings=True)
+RNN_TAGGER = dataclasses.replace(TAGGER, cell="rnn")
+TIED = dataclasses.replace(RNN_TAGGER, tie_embeddings=True)
 
 
 def oracle_tags(config, params, tokens) -> np.ndarray:
-    """Logits [T, V] of one document that is read from both ends."""
+    """Return the logits [T, V] of one document that is read from both ends."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     embed, read_out = params["embed"], params["read_out"]
     x = [embed["tokens"][token] for token in tokens]
@@ -469,9 +471,10 @@ def oracle_tags(config, params, tokens) -> np.ndarray:
     return top @ embed["tokens" if config.tie_embeddings else "output"].T + embed["bias"]
 
 
+@pytest.mark.slow_cases("lstm")
 @pytest.mark.parametrize("config", [TAGGER, TIED], ids=["lstm", "tied rnn"])
 def test_a_tagger_reads_each_document_from_both_ends(config):
-    """With padding before, between and after; packed or one document a row."""
+    """Check with padding before, between and after; packed or one document a row."""
     params, tokens = parameters(config), draw_tokens()
     read = jax.jit(partial(build(config).apply, {"params": params}))
     logits, state = read(tokens, segments=DOCUMENTS, valid=PADDED)
@@ -489,12 +492,12 @@ def test_a_tagger_reads_each_document_from_both_ends(config):
 
 
 def test_a_tagger_trains_on_padded_text_without_its_padding():
-    params, tokens = parameters(TAGGER), draw_tokens()
+    params, tokens = parameters(RNN_TAGGER), draw_tokens()
     tokens = np.where(PADDED, np.where(tokens == 1, 2, tokens), 1)
     params["embed"]["tokens"][1] = np.nan
 
     def loss(params):
-        logits, _ = build(TAGGER).apply({"params": params}, tokens, valid=PADDED)
+        logits, _ = build(RNN_TAGGER).apply({"params": params}, tokens, valid=PADDED)
         return jnp.where(PADDED[:, :, None], logits, 0.0).sum()
 
     slopes = jax.jit(jax.grad(loss))(params)

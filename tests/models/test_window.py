@@ -1,4 +1,4 @@
-"""The feed-forward model over a window: Bengio's formula, packed documents, decoding, errors."""
+"""Check the feed-forward model over a window: its formula, packing, decoding and errors."""
 
 import dataclasses
 from functools import cache, partial
@@ -99,7 +99,7 @@ def test_a_prediction_depends_on_the_tokens_of_its_window_alone():
 
 
 def test_packed_documents_are_read_as_if_alone():
-    """Padding between their tokens is no part of them, and the state is the last document's."""
+    """Check that padding is no part of them, and that the state is the last document's."""
     params, tokens = parameters(PLAIN), draw_tokens()
     logits, state = run(PLAIN, params, tokens, segments=DOCUMENTS, valid=VALID)
     first, last = [0, 1, 3], [6, 7, 8, 9, 10]
@@ -116,7 +116,7 @@ def test_packed_documents_are_read_as_if_alone():
 
 
 def test_in_any_chunks_with_padding_anywhere_equals_the_whole():
-    """Each row reads its own tokens at its own pace."""
+    """Check rows that each read their own tokens at their own pace."""
     params, rng = parameters(PLAIN), np.random.default_rng(23)
     state = init_recent_tokens(PLAIN, ROWS)
     read, logits = [[] for _ in range(ROWS)], [[] for _ in range(ROWS)]
@@ -139,7 +139,7 @@ def test_in_any_chunks_with_padding_anywhere_equals_the_whole():
 
 
 def test_logits_of_some_tokens_are_those_of_the_whole():
-    """NaN where there is no such token, as in the other models."""
+    """Check also that an index without a token gives NaN, as in the other models."""
     params, tokens = parameters(PLAIN), draw_tokens()
     at = np.array([[TOKENS - 1, 0], [2, -1], [0, TOKENS]], np.int32)
     got, state = run(PLAIN, params, tokens, at=at)
@@ -152,7 +152,7 @@ def test_logits_of_some_tokens_are_those_of_the_whole():
 
 @every_config
 def test_greedy_tokens_are_the_best_of_the_full_pass(config):
-    """Ragged prompts; each token is the formula's best after all before it, in float64."""
+    """Compare each token with the formula's best after all before it, from ragged prompts."""
     prompt, step, params = draw_tokens(), make_step(build(config)), parameters(config)
     state, arguments = init_recent_tokens(config, ROWS), dict(num_tokens=7, lengths=LENGTHS)
     tokens = np.asarray(generate(step, params, prompt, fork(state, 1), **arguments).tokens)
@@ -166,7 +166,7 @@ def test_greedy_tokens_are_the_best_of_the_full_pass(config):
 
 
 def test_the_score_of_a_beam_is_that_of_the_full_pass():
-    """And the best beam is at least as probable as the greedy text."""
+    """Check also that the best beam is at least as probable as the greedy text."""
     prompt, step, params = draw_tokens(), make_step(build(PLAIN)), parameters(PLAIN)
     state = init_recent_tokens(PLAIN, ROWS)
     arguments = dict(num_tokens=3, lengths=LENGTHS)
@@ -183,7 +183,7 @@ def test_the_score_of_a_beam_is_that_of_the_full_pass():
 
 
 def test_gradients_are_those_of_a_small_difference():
-    """The vector of the beginning and the direct matrix learn; padding does not."""
+    """Check the vector of the beginning, the direct matrix, and that padding has no part."""
     params, tokens = parameters(DEEP), draw_tokens()
     tokens = np.where(VALID, np.where(tokens == 1, 2, tokens), 1)
     rng = np.random.default_rng(29)
@@ -213,7 +213,7 @@ def test_gradients_are_those_of_a_small_difference():
 
 
 def test_dropout_is_on_with_a_key_only(monkeypatch):
-    """On the vectors, between the layers and before the output."""
+    """Check that it stands on the vectors, between the layers and before the output."""
     config, seen = dataclasses.replace(DEEP, dropout=0.3), []
     monkeypatch.setattr(window, "dropout", lambda x, rate, key: seen.append((x.shape, key)) or x)
     apply = partial(build(config).apply, {"params": parameters(DEEP)}, draw_tokens())

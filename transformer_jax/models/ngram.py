@@ -82,8 +82,8 @@ def _lay_out(
     config: NgramConfig, documents: np.ndarray | Sequence[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:  # i64[X], i64[X]
     """Return all tokens in a line, each document after its beginning, and the room to its end."""
-    if isinstance(documents, np.ndarray) and documents.ndim == 1:
-        documents = [documents]
+    if getattr(documents, "ndim", None) == 1:
+        documents = [np.asarray(documents)]
     begin = np.full(config.context, config.vocab_size, np.int64)
     line, room = [], []
     for document in documents:
@@ -136,13 +136,14 @@ class NgramLM(nn.Module):
         if cfg.nodes is None:
             rule = "count first: config, params = count_ngrams(config, documents)"
             fail("nodes", cfg.nodes, rule)
-        sizes = (1, *cfg.nodes)
-        self.words = [self._array(f"words_{k}", n, jnp.int32) for k, n in _from(1, sizes)]
-        self.weights = [self._array(f"weights_{k}", n, F32) for k, n in _from(1, sizes)]
-        self.start = [self._array(f"start_{k}", n + 1, jnp.int32) for k, n in _from(0, sizes[:-1])]
-        self.backoff = [self._array(f"backoff_{k}", n, F32) for k, n in _from(0, sizes[:-1])]
+        sizes, orders = (1, *cfg.nodes), range(cfg.order)
+        self.words = [self._array(f"words_{k + 1}", sizes[k + 1], jnp.int32) for k in orders]
+        self.weights = [self._array(f"weights_{k + 1}", sizes[k + 1], F32) for k in orders]
+        self.start = [self._array(f"start_{k}", sizes[k] + 1, jnp.int32) for k in orders]
+        self.backoff = [self._array(f"backoff_{k}", sizes[k], F32) for k in orders]
 
     def _array(self, name: str, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Declare an array of the trie; zeros until it is counted."""
         value = self.param(name, lambda key: jnp.zeros((size,), dtype))
         return jnp.asarray(value)  # NumPy's arrays have no traced indices
 
@@ -187,7 +188,7 @@ class NgramLM(nn.Module):
         return nodes
 
     def _child(self, order: int, node: jax.Array, token: jax.Array) -> jax.Array:
-        """Return the nodes one token further, by binary search; -1 where there is none."""
+        """Return the nodes one token further, found by binary search; -1 where there is none."""
         words, (low, end) = self.words[order], self._followers(order, node)
 
         def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -227,8 +228,3 @@ class NgramLM(nn.Module):
             return done + CHUNK, p.at[rows, word].add(weights[index], mode="drop")
 
         return jax.lax.while_loop(lambda carry: carry[0] < longest, add, (jnp.int32(0), p))[1]
-
-
-def _from(first: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return (order, number of n-grams) from the order `first` on; `sizes` begins with order 0."""
-    return list(enumerate(sizes))[first:]

@@ -105,7 +105,7 @@ def slide_window(
         order = jnp.argsort(~known, axis=1, stable=True)
         tokens = jnp.take_along_axis(tokens, order, axis=1)
         documents = jnp.take_along_axis(documents, order, axis=1)
-    # Row by row: the state's tokens, then the valid ones; what the last n of them are is an index.
+    # The valid tokens of each row stand without gaps after the state's, so a window is a slice.
     line = jnp.concatenate([state.tokens, tokens], axis=1)
     owner = jnp.concatenate([jnp.zeros_like(state.tokens), documents], axis=1)
     last_seen = seen.max(axis=1, initial=0, keepdims=True)
@@ -167,11 +167,11 @@ class RecentTokensStep:
         *,
         valid: jax.Array | None = None,  # bool[B, T]
     ) -> tuple[jax.Array, RecentTokens]:  # f32[B, Q, V]
-        """Do as a call, with the logits after the tokens `at` alone."""
+        """Read the tokens and return the logits after the tokens `at` alone; None is all."""
         result: Any = self.model.apply({"params": params}, tokens, state=state, valid=valid, at=at)
         return result
 
     def check(self, prompt: np.ndarray, state: RecentTokens, total: np.ndarray) -> None:
-        """ValueError where the prompt or the state is not this model's; no length is too long."""
+        """Raise ValueError where the prompt or the state does not fit; no length is too long."""
         check_tokens(prompt, self.model.config.vocab_size)
         check_recent_tokens(self.model.config, state, len(prompt), "prompt has")
