@@ -21,7 +21,8 @@ from transformer_jax.models.recent_tokens import init_recent_tokens
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 VOCAB, ORDER, ROWS, TOKENS = 5, 3, 3, 11
-CORPUS = [[0, 1, 2, 0, 1, 3, 0, 1, 2, 2, 1, 0, 1, 2], [1, 1, 0, 1, 2, 0], [3, 0, 1]]
+CORPUS = [[0, 1, 2, 0, 1, 3, 0, 1, 2, 2, 1, 0, 1, 2], [1, 1, 0, 1, 2, 0], [3, 0, 1], [2, 3, 3]]
+"""Nothing follows 3 3, and 4 does not occur."""
 
 
 @cache
