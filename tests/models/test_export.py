@@ -33,7 +33,7 @@ CASES = {
     "ring with sinks": decoder(window=5, sink_tokens=2, positions="alibi"),
     "pattern": decoder(window=(5, None)),
     "scanned": decoder(scan_layers=True),
-    "encoder-decoder": decoder(kind="encoder-decoder"),
+    "encoder-decoder": decoder(kind="encoder-decoder", source_vocab_size=5),
     "gru": RecurrentConfig(vocab_size=17, d_embed=3, d_hidden=5, cell="gru"),
     "additive": RecurrentConfig(
         vocab_size=17, source_vocab_size=7, d_embed=3, d_hidden=5, attention="additive"

@@ -123,7 +123,8 @@ def kind_of(positions) -> str:
 
 
 def _embed(config, params: Params, tokens, token_place: list[int], types, side="") -> np.ndarray:
-    x = params["tokens"][tokens]
+    own = side == "" and config.source_vocab_size is not None
+    x = params["source_tokens" if own else "tokens"][tokens]
     width = x.shape[1]
     if config.scale_embeddings:
         x = x * math.sqrt(width)
@@ -390,6 +391,6 @@ def randomised(params: Params, rng: np.random.Generator) -> dict[str, Any]:
         elif name in ("bias", "positions", "target_positions", "types", "shaw_key", "shaw_value"):
             leaf = 0.4 * noise
         else:
-            leaf = noise * (0.3 if name in ("tokens", "output") else 1.0)
+            leaf = noise * (0.3 if name in ("tokens", "source_tokens", "output") else 1.0)
         out[name] = leaf.astype(np.float32)
     return out

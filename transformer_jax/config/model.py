@@ -35,7 +35,10 @@ class ModelConfig:
     kind: Kind = "decoder"
     """decoder (causal language model), encoder (bidirectional), or encoder-decoder."""
     vocab_size: int = 256
-    """Token kinds."""
+    """Token kinds; with a source_vocab_size, the target's."""
+    source_vocab_size: int | None = None
+    """encoder-decoder: token kinds of the source, whose embeddings are then a table of their own;
+    None shares the target's."""
     d_model: int = 128
     """Width of the residual stream (D)."""
     num_layers: int = 4
@@ -140,7 +143,7 @@ class ModelConfig:
         sizes = (
             "vocab_size", "d_model", "num_layers", "num_decoder_layers", "num_heads",
             "num_kv_heads", "head_dim", "value_head_dim", "d_ff", "max_len", "type_vocab_size",
-            "num_classes",
+            "num_classes", "source_vocab_size",
         )  # fmt: skip
         positive(self, *sizes, "norm_eps", "init_std")
         positive(self, "attention_softcap", "attention_scale", "logit_softcap", "logit_scale")
@@ -157,7 +160,8 @@ class ModelConfig:
     def _check_kind(self) -> None:
         """Check what only some kinds have."""
         if self.kind != "encoder-decoder":
-            unread(self, "needs kind 'encoder-decoder'", "num_decoder_layers")
+            rule = "needs kind 'encoder-decoder'"
+            unread(self, rule, "num_decoder_layers", "source_vocab_size")
         if self.kind != "encoder":
             heads = "type_vocab_size", "num_classes", "pooler", "masked_token_head"
             unread(self, "needs kind 'encoder'", *heads)
@@ -199,6 +203,11 @@ class ModelConfig:
     @property
     def ff_dim(self) -> int:
         return 4 * self.d_model if self.d_ff is None else self.d_ff
+
+    @property
+    def encoder_vocab_size(self) -> int:
+        """Return how many kinds of tokens the encoder reads."""
+        return self.vocab_size if self.source_vocab_size is None else self.source_vocab_size
 
     @property
     def decoder_layers(self) -> int:

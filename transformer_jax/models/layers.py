@@ -502,8 +502,9 @@ class Block(nn.Module):
 class Embed(nn.Module):
     """Token (and position, and type) vectors in, logits out.
 
-    Both sides of an encoder-decoder share the tokens' vectors; the target has a table of positions
-    and a norm of its own (Lewis et al. 2020).
+    Both sides of an encoder-decoder share the tokens' vectors, unless the config has a
+    `source_vocab_size`; the target has a table of positions and a norm of its own (Lewis et al.
+    2020).
     """
 
     config: ModelConfig
@@ -513,6 +514,9 @@ class Embed(nn.Module):
         std = cfg.d_model**-0.5 if cfg.scale_embeddings else cfg.init_std
         normal = nn.initializers.normal(std)
         self.tokens = parameter(self, "tokens", normal, (cfg.vocab_size, cfg.d_model))
+        if cfg.source_vocab_size is not None:
+            shape = cfg.source_vocab_size, cfg.d_model
+            self.source_tokens = parameter(self, "source_tokens", normal, shape)
         sides = ("", "target_") if cfg.kind == "encoder-decoder" else ("",)
         if isinstance(cfg.positions, Learned):
             shape = cfg.max_len + cfg.positions.offset, cfg.d_model
@@ -536,7 +540,8 @@ class Embed(nn.Module):
     ) -> jax.Array:  # [B, T, D]
         """Return E[token] (times sqrt(D)) plus position and type vectors; zeros where padded."""
         cfg = self.config
-        x = lookup(self.tokens, tokens)
+        own = cfg.source_vocab_size is not None and not target
+        x = lookup(self.source_tokens if own else self.tokens, tokens)
         if cfg.scale_embeddings:
             x = x * cfg.d_model**0.5
         added = None

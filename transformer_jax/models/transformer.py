@@ -196,7 +196,10 @@ class Decoder(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Source in, target out (Vaswani et al. 2017); both stacks share the embedding."""
+    """Source in, target out (Vaswani et al. 2017).
+
+    Both stacks share the embedding, unless the config has a `source_vocab_size`.
+    """
 
     config: ModelConfig
 
@@ -238,7 +241,7 @@ class EncoderDecoder(nn.Module):
         weights: bool = False,
     ) -> StackOutput:
         refuse_rngs(self, key)
-        check_tokens(source, self.config.vocab_size)
+        check_tokens(source, self.config.encoder_vocab_size)
         token_positions, masks = positions_and_masks(self.config, source, positions, None, mask)
         embed_key, stack_key = split_key(key, 2)
         return self.encoder(
