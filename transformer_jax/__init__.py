@@ -41,9 +41,11 @@ from transformer_jax.cache.model_cache import ModelCache, rewind_cache
 from transformer_jax.config import (
     PRESETS,
     ConfigError,
+    Frames,
     Learned,
     LoraConfig,
     ModelConfig,
+    Patches,
     RecurrentConfig,
     Rope,
     RopeConfig,
@@ -51,6 +53,7 @@ from transformer_jax.config import (
     Sinusoidal,
     T5Buckets,
     TrainConfig,
+    Vectors,
     preset,
     train_preset,
 )
@@ -91,6 +94,7 @@ from transformer_jax.decoding.speculative import (
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, cache_bytes, init_cache, init_params, num_params
 from transformer_jax.models.functional import layer_norm, rms_norm
+from transformer_jax.models.inputs import frame_positions
 from transformer_jax.models.lora import apply_lora, init_lora, lora_loss, merge_lora
 from transformer_jax.models.positions import (
     apply_rope,
@@ -150,6 +154,7 @@ __all__ = [
     "EncoderDecoder",
     "Force",
     "ForceLast",
+    "Frames",
     "FrequencyPenalty",
     "GNMTPenalty",
     "Greedy",
@@ -165,6 +170,7 @@ __all__ = [
     "ModelConfig",
     "NoRepeatNGram",
     "Padding",
+    "Patches",
     "Predicate",
     "Prefix",
     "PresencePenalty",
@@ -197,6 +203,7 @@ __all__ = [
     "TopP",
     "TrainConfig",
     "Typical",
+    "Vectors",
     "Window",
     "additive_attention",
     "admit",
@@ -216,6 +223,7 @@ __all__ = [
     "dot_product_attention_weights",
     "explain_attention",
     "fork",
+    "frame_positions",
     "generate",
     "init_cache",
     "init_lora",

@@ -5,6 +5,7 @@ imported, and no array or module is made here: `models` builds what a config des
 """
 
 from transformer_jax.config.fields import ConfigError
+from transformer_jax.config.inputs import Frames, Inputs, Patches, Vectors
 from transformer_jax.config.lora import LoraConfig
 from transformer_jax.config.model import (
     Activation,
@@ -37,12 +38,15 @@ __all__ = [
     "Cell",
     "ConfigError",
     "DType",
+    "Frames",
+    "Inputs",
     "Kind",
     "Learned",
     "LoraConfig",
     "ModelConfig",
     "Norm",
     "NormOrder",
+    "Patches",
     "Pooler",
     "Positions",
     "RecurrentConfig",
@@ -55,6 +59,7 @@ __all__ = [
     "T5Buckets",
     "Tokenizer",
     "TrainConfig",
+    "Vectors",
     "fine_tuning",
     "preset",
     "train_preset",

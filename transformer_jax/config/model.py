@@ -18,6 +18,7 @@ from transformer_jax.config.fields import (
     positive,
     unread,
 )
+from transformer_jax.config.inputs import Frames, Patches, Vectors
 from transformer_jax.config.positions import Learned, Positions, positions_of
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
@@ -58,6 +59,9 @@ class ModelConfig:
     max_len: int = 256
     """Longest sequence; the size of a learned position table."""
 
+    inputs: Vectors | Patches | Frames | None = None
+    """What the encoder reads in the place of tokens: Vectors, Patches of images, or Frames of
+    sound; None reads tokens. With it an encoder has no token table and no logits."""
     positions: Positions | None = field(default=Learned())
     """How order enters: Learned or Sinusoidal vectors join the embeddings; Rope, Shaw, T5Buckets
     and Alibi act in attention; None has no positions. A string is short for a kind with its
@@ -96,7 +100,7 @@ class ModelConfig:
     """Multiplier on q k^T; None is head_dim^-0.5."""
 
     scale_embeddings: bool = False
-    """Multiply embeddings by sqrt(d_model) (Vaswani et al.)."""
+    """Multiply embeddings of tokens by sqrt(d_model) (Vaswani et al.)."""
     tie_embeddings: bool = True
     """The output matrix is the embedding matrix."""
     logit_scale: float | None = None
@@ -137,6 +141,8 @@ class ModelConfig:
         self._check_heads()
         if self.positions is not None:
             self.positions.check_model(self)
+        if self.inputs is not None:
+            self.inputs.check_model(self)
         self._check_kind()
 
     def _check_ranges(self) -> None:

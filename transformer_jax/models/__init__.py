@@ -7,6 +7,7 @@ their own; decoding knows a model only as a step.
 
 from transformer_jax.models.factory import build, cache_bytes, init_cache, init_params, num_params
 from transformer_jax.models.functional import layer_norm, rms_norm
+from transformer_jax.models.inputs import frame_positions
 from transformer_jax.models.lora import apply_lora, init_lora, lora_loss, merge_lora
 from transformer_jax.models.positions import (
     apply_rope,
@@ -51,6 +52,7 @@ __all__ = [
     "build",
     "cache_bytes",
     "chunk_mask",
+    "frame_positions",
     "init_cache",
     "init_lora",
     "init_params",

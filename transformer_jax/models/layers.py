@@ -513,7 +513,8 @@ class Embed(nn.Module):
         cfg = self.config
         std = cfg.d_model**-0.5 if cfg.scale_embeddings else cfg.init_std
         normal = nn.initializers.normal(std)
-        self.tokens = parameter(self, "tokens", normal, (cfg.vocab_size, cfg.d_model))
+        if cfg.kind != "encoder" or cfg.inputs is None:
+            self.tokens = parameter(self, "tokens", normal, (cfg.vocab_size, cfg.d_model))
         if cfg.source_vocab_size is not None:
             shape = cfg.source_vocab_size, cfg.d_model
             self.source_tokens = parameter(self, "source_tokens", normal, shape)
@@ -532,7 +533,7 @@ class Embed(nn.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,  # i32[B, T]
+        tokens: jax.Array,  # i32[B, T], or [B, T, D] what an `InputLayer` gives
         token_positions: jax.Array,  # i32[B, T] or [T]
         types: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
@@ -540,10 +541,7 @@ class Embed(nn.Module):
     ) -> jax.Array:  # [B, T, D]
         """Return E[token] (times sqrt(D)) plus position and type vectors; zeros where padded."""
         cfg = self.config
-        own = cfg.source_vocab_size is not None and not target
-        x = lookup(self.source_tokens if own else self.tokens, tokens)
-        if cfg.scale_embeddings:
-            x = x * cfg.d_model**0.5
+        x = tokens.astype(F32) if tokens.ndim == 3 else self._look_up(tokens, target)
         added = None
         if isinstance(cfg.positions, Learned):
             added = pos.learned(self.tables[target], token_positions, cfg.positions.offset)
@@ -558,6 +556,12 @@ class Embed(nn.Module):
         if cfg.embedding_norm:
             x = self.norms[target](x)
         return dropout(x, cfg.dropout, key).astype(cfg.dtype)
+
+    def _look_up(self, tokens: jax.Array, target: bool) -> jax.Array:  # i32[B, T] -> [B, T, D]
+        cfg = self.config
+        own = cfg.source_vocab_size is not None and not target
+        x = lookup(self.source_tokens if own else self.tokens, tokens)
+        return x * cfg.d_model**0.5 if cfg.scale_embeddings else x
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
         """Return (scale) x E^T (+ bias), soft-capped, in f32 whatever the compute dtype."""
