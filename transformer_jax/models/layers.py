@@ -125,6 +125,17 @@ def branch_std(config: ModelConfig, depth: int | None) -> float:
     return config.init_std / (2 * (config.num_layers if depth is None else depth)) ** 0.5
 
 
+class HeadMasks(NamedTuple):
+    """Hold what the outputs of heads are multiplied by; None leaves them as they are."""
+
+    own: jax.Array | None = None  # [N]; of a whole stack, [N] or [L, N]
+    cross: jax.Array | None = None  # of the attention to an encoder's output
+
+
+ALL_HEADS = HeadMasks()
+"""No mask: every head counts as it is."""
+
+
 class AttendedKeys(NamedTuple):
     """Hold the keys that one attention weighed, and how."""
 
@@ -172,7 +183,8 @@ class Attention(nn.Module):
     """Multi-head attention with MHA, GQA or MQA heads, to x itself or to an encoder's output.
 
     out = W_o concat_n softmax(scale q_n k_g^T + bias) v_g, with key head g = n // G of query head n
-    (Vaswani et al. 2017, 3.2; Ainslie et al. 2023).
+    (Vaswani et al. 2017, 3.2; Ainslie et al. 2023). A head mask multiplies what the heads give,
+    before W_o (Michel et al. 2019).
     """
 
     config: ModelConfig
@@ -240,6 +252,7 @@ class Attention(nn.Module):
         cache: kv.KVCache | None = None,
         cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
+        head_mask: jax.Array | None = None,  # [N]
         record: bool = False,
     ) -> AttentionOutput:
         """Attend to x itself, through `cache` if given, or to the keys of a `cross_cache`.
@@ -264,6 +277,8 @@ class Attention(nn.Module):
                 k, v = k.astype(cfg.dtype), v.astype(cfg.dtype)
         heads = _Heads(q, k, v, mask, bias, positions, k_positions)
         out = self._attend(heads, key) if self._shaw is None else self._attend_shaw(heads, key)
+        if head_mask is not None:
+            out = out * head_mask.astype(out.dtype)[None, None, :, None]
         return AttentionOutput(self.out(out), cache, self._attended(heads) if record else None)
 
     def _attend(self, heads: _Heads, key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
@@ -429,6 +444,7 @@ class Block(nn.Module):
         carry: tuple[jax.Array, kv.KVCache | None],  # [B, T, D], leaves [B, L, ...]
         layer: jax.Array,  # i32[]
         key: jax.Array | None,
+        head_masks: HeadMasks,
         cross_caches: kv.KVCache | None,  # leaves [B, L, ...]
         *shared: Any,
     ) -> tuple[tuple[jax.Array, kv.KVCache | None], BlockRecord | None]:
@@ -446,7 +462,7 @@ class Block(nn.Module):
 
         x, caches = carry
         cache, cross_cache = jax.tree.map(part, (caches, cross_caches))
-        x, cache, record = self(x, cache, cross_cache, key, *shared)
+        x, cache, record = self(x, cache, cross_cache, key, head_masks, *shared)
         caches = None if caches is None else jax.tree.map(write, caches, cache)
         return (x, caches), record
 
@@ -456,6 +472,7 @@ class Block(nn.Module):
         cache: kv.KVCache | None = None,
         cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
+        head_masks: HeadMasks = ALL_HEADS,
         positions: jax.Array | None = None,  # i32[B, T]; None is arange(T)
         token_positions: jax.Array | None = None,  # i32[B, T] or [T]
         mask: Mask | None = None,
@@ -477,6 +494,7 @@ class Block(nn.Module):
             bias=bias,
             cache=cache,
             key=keys[1],
+            head_mask=head_masks.own,
             record=record is not None,
         )
         x, crossed = self._join("attention", x, own.x, keys[0]), None
@@ -489,6 +507,7 @@ class Block(nn.Module):
                 positions=positions,
                 cross_cache=cross_cache,
                 key=keys[3],
+                head_mask=head_masks.cross,
                 record=record is not None,
             )
             x, crossed = self._join("cross_attention", x, out.x, keys[2]), out.attended

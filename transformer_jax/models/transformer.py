@@ -29,7 +29,14 @@ from transformer_jax.checks import as_int32, check_positions
 from transformer_jax.config import Frames, Learned, ModelConfig, Patches
 from transformer_jax.models.functional import activate, split_key
 from transformer_jax.models.inputs import InputLayer, check_inputs, input_positions
-from transformer_jax.models.layers import Embed, Linear, Norm, refuse_rngs
+from transformer_jax.models.layers import (
+    ALL_HEADS,
+    Embed,
+    HeadMasks,
+    Linear,
+    Norm,
+    refuse_rngs,
+)
 from transformer_jax.models.stack import AttentionWeights, Stack, StackOutput
 
 
@@ -65,15 +72,17 @@ class Encoder(nn.Module):
         mask: Mask | None = None,
         segments: jax.Array | None = None,  # i32[B, T]
         types: jax.Array | None = None,  # i32[B, T]
+        head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
     ) -> jax.Array:  # [B, T, D]
         """Return the hidden state of every token, [B, T, D]; of frames, of every output of theirs.
 
         Tokens stand at `positions`, or at arange(T). `segments` packs documents, as in `Decoder`;
-        `types` are BERT's token types, 0 where none are given. ValueError where an argument does
+        `types` are BERT's token types, 0 where none are given. `head_mask` multiplies what each
+        head gives, before the output matrix (Michel et al. 2019). ValueError where an argument does
         not fit the tokens or the config.
         """
-        return self._encode(tokens, positions, mask, segments, types, key).x
+        return self._encode(tokens, positions, mask, segments, types, key, head_mask).x
 
     def attend(
         self,
@@ -101,10 +110,12 @@ class Encoder(nn.Module):
         segments: jax.Array | None,
         types: jax.Array | None,
         key: jax.Array | None,
+        head_mask: jax.Array | None = None,
         weights: bool = False,
     ) -> StackOutput:
         cfg = self.config
         refuse_rngs(self, key)
+        check_head_mask("head_mask", head_mask, cfg.num_layers, cfg.num_heads)
         if types is not None and cfg.type_vocab_size is None:
             raise ValueError("types are given, but type_vocab_size is None")
         if segments is not None and isinstance(cfg.inputs, Patches | Frames):
@@ -119,6 +130,7 @@ class Encoder(nn.Module):
             token_positions=token_positions,
             masks=masks,
             key=stack_key,
+            head_masks=HeadMasks(head_mask),
             weights=weights,
         )
 
@@ -185,6 +197,7 @@ class Decoder(nn.Module):
         cache: ModelCache | None = None,
         segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, ModelCache | None]:
         """Return logits f32[B, T, V] of the next token, and the updated cache.
@@ -195,10 +208,12 @@ class Decoder(nn.Module):
         packs documents: attention stays within one, and its positions start at 0 (padding may be
         a document of its own). `at` asks for the logits [B, Q, V] after the tokens of these
         indices alone, NaN where there is no such token: a vocabulary is wide, and after a prompt
-        one row of T counts. `key` turns dropout on. ValueError where an argument does not fit the
+        one row of T counts. `head_mask` multiplies what each head gives, before the output matrix
+        (Michel et al. 2019). `key` turns dropout on. ValueError where an argument does not fit the
         tokens, the config or the cache, and where a known position is past the cache's end.
         """
-        return decode_tokens(self, tokens, positions, mask, cache, segments, key, at=at)[:2]
+        heads = HeadMasks(head_mask)
+        return decode_tokens(self, tokens, positions, mask, cache, segments, key, heads, at=at)[:2]
 
     def attend(
         self,
@@ -240,10 +255,11 @@ class EncoderDecoder(nn.Module):
         *,
         positions: jax.Array | None = None,  # i32[B, S]; negative is padding
         mask: Mask | None = None,
+        head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
     ) -> jax.Array:  # [B, S, D]
         """Return the encoder's output of a source, which the decoder attends to: its memory."""
-        return self._encode(source, positions, mask, key).x
+        return self._encode(source, positions, mask, key, head_mask).x
 
     def attend_source(
         self,
@@ -263,9 +279,11 @@ class EncoderDecoder(nn.Module):
         positions: jax.Array | None,
         mask: Mask | None,
         key: jax.Array | None,
+        head_mask: jax.Array | None = None,
         weights: bool = False,
     ) -> StackOutput:
         refuse_rngs(self, key)
+        check_head_mask("head_mask", head_mask, self.config.num_layers, self.config.num_heads)
         x, positions = _read(self, source, positions)
         token_positions, masks = positions_and_masks(self.config, _places(x), positions, None, mask)
         embed_key, stack_key = split_key(key, 2)
@@ -275,14 +293,19 @@ class EncoderDecoder(nn.Module):
             token_positions=token_positions,
             masks=masks,
             key=stack_key,
+            head_masks=HeadMasks(head_mask),
             weights=weights,
         )
 
     def _memory(
-        self, source: jax.Array, positions: jax.Array | None, key: jax.Array | None
+        self,
+        source: jax.Array,
+        positions: jax.Array | None,
+        key: jax.Array | None,
+        head_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:  # [B, S, D], i32[B, S]
         """Return the encoder's output and where it stands, negative for padding."""
-        memory = self.encode(source, positions=positions, key=key)
+        memory = self.encode(source, positions=positions, head_mask=head_mask, key=key)
         positions = input_positions(self.config.inputs, positions)
         return memory, _default_positions(memory.shape[:2], positions)
 
@@ -315,6 +338,9 @@ class EncoderDecoder(nn.Module):
         mask: Mask | None = None,  # on the target; None is Causal()
         cache: ModelCache | None = None,
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        head_mask: jax.Array | None = None,  # f32[L, N] or [N]: over the target
+        cross_head_mask: jax.Array | None = None,  # f32[L, N] or [N]: over the source
+        encoder_head_mask: jax.Array | None = None,  # f32[L, N] or [N]; needs a source
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, ModelCache | None]:
         """Return logits f32[B, T, V] of the next target token, and the updated cache.
@@ -322,15 +348,23 @@ class EncoderDecoder(nn.Module):
         They are read from a `source`, as in training, or from a `cache` of `init_cache`, which has
         read its source: give one of the two. `source_positions` are the source's, negative where it
         is padding; `positions` are the target's. `at` asks for the logits [B, Q, V] after the
-        tokens of these indices alone. `key` turns dropout on, in both stacks. ValueError as in
+        tokens of these indices alone. A head mask multiplies what each head of its attention gives,
+        before the output matrix. `key` turns dropout on, in both stacks. ValueError as in
         `Decoder`.
 
             logits, _ = model.apply({"params": params}, target, source=source)
             cache = model.apply({"params": params}, source, capacity=64, method="init_cache")
             logits, cache = model.apply({"params": params}, target, cache=cache)
         """
-        out = self._decode(tokens, source, source_positions, positions, mask, cache, key, at=at)
-        return out[:2]
+        layers, heads = self.config.num_layers, self.config.num_heads
+        check_head_mask("encoder_head_mask", encoder_head_mask, layers, heads)
+        if encoder_head_mask is not None and source is None:
+            raise ValueError("encoder_head_mask without a source: a cache has already read its own")
+        masks = HeadMasks(head_mask, cross_head_mask)
+        return self._decode(
+            tokens, source, source_positions, positions, mask, cache, key, at=at,
+            head_masks=masks, encoder_head_mask=encoder_head_mask,
+        )[:2]  # fmt: skip
 
     def attend(
         self,
@@ -361,6 +395,8 @@ class EncoderDecoder(nn.Module):
         key: jax.Array | None,
         weights: bool = False,
         at: jax.Array | None = None,
+        head_masks: HeadMasks = ALL_HEADS,
+        encoder_head_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, ModelCache | None, AttentionWeights | None]:
         refuse_rngs(self, key)
         if (source is None) == (cache is None):
@@ -370,10 +406,13 @@ class EncoderDecoder(nn.Module):
         encoder_key, key = split_key(key, 2)
         memory = None
         if source is not None:
-            memory, source_positions = self._memory(source, source_positions, encoder_key)
+            memory, source_positions = self._memory(
+                source, source_positions, encoder_key, encoder_head_mask
+            )
         return decode_tokens(
-            self, tokens, positions, mask, cache, None, key, memory, source_positions, weights, at
-        )
+            self, tokens, positions, mask, cache, None, key, head_masks,
+            memory, source_positions, weights, at,
+        )  # fmt: skip
 
 
 def decode_tokens(
@@ -384,6 +423,7 @@ def decode_tokens(
     cache: ModelCache | None,
     segments: jax.Array | None,
     key: jax.Array | None,
+    head_masks: HeadMasks = ALL_HEADS,
     memory: jax.Array | None = None,
     memory_positions: jax.Array | None = None,
     weights: bool = False,
@@ -396,6 +436,8 @@ def decode_tokens(
     cfg = model.config
     refuse_rngs(model, key)
     check_tokens(tokens, cfg.vocab_size)
+    check_head_mask("head_mask", head_masks.own, cfg.decoder_layers, cfg.num_heads)
+    check_head_mask("cross_head_mask", head_masks.cross, cfg.decoder_layers, cfg.num_heads)
     overflow, crossed = None, isinstance(model, EncoderDecoder)
     if cache is not None:
         if segments is not None:
@@ -413,6 +455,7 @@ def decode_tokens(
         memory=memory,
         memory_positions=memory_positions,
         key=stack_key,
+        head_masks=head_masks,
         weights=weights,
     )
     logits = model.embed.logits(out.x if at is None else gather_tokens(out.x, at))
@@ -549,6 +592,18 @@ def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
         raise ValueError(
             f"token {known[row, column]} at [{row}, {column}]: must be in 0..{vocab_size - 1}"
         )
+
+
+def check_head_mask(name: str, mask: jax.Array | None, layers: int, heads: int) -> None:
+    """Raise ValueError unless a head mask is None, or floats of each head or layer and head."""
+    if mask is None:
+        return
+    wanted = f"must be floats [{heads}] or [{layers}, {heads}], of heads or layers and heads"
+    if not hasattr(mask, "ndim"):
+        raise ValueError(f"{name} is a {type(mask).__name__}: {wanted}")
+    fits = mask.shape in ((heads,), (layers, heads))
+    if not fits or not jnp.issubdtype(mask.dtype, jnp.floating):
+        raise ValueError(f"{name} is {mask.dtype}{list(mask.shape)}: {wanted}")
 
 
 def check_one(tokens: jax.Array) -> None:
