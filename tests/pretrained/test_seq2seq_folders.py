@@ -35,6 +35,7 @@ from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.text.text_model import load_text_model
 from transformer_jax.text.translation import translate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -248,6 +249,14 @@ def test_texts_are_written_from_a_source_of_another_vocabulary(tmp_path):
     target = np.concatenate([start, written[:, :-1]], axis=1).astype(np.int32)
     logits = oracle.forward(config, params, target, source=source)
     np.testing.assert_array_equal(logits.argmax(-1), written)
+
+
+def test_a_model_of_two_vocabularies_is_no_text_model(tmp_path):
+    """Refuse it: one tokenizer would read the source with the ids of the target."""
+    tables = dict(encoder=SOURCE, decoder=TARGET)
+    folder = changed(tmp_path, "marian", lambda x: with_tables(x, bart=False, **tables), **APART)
+    with pytest.raises(ConfigError, match="share_encoder_decoder_embeddings is False: source and"):
+        load_text_model(folder)
 
 
 def test_ids_of_a_source_are_checked_against_its_own_vocabulary():

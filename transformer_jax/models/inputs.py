@@ -10,6 +10,7 @@ Sources: Dosovitskiy et al. 2021 (patches), Synnaeve et al. 2020 and Radford et 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -94,8 +95,7 @@ class InputLayer(nn.Module):
     def _patches(self, inputs: Patches, x: jax.Array, positions: jax.Array | None) -> jax.Array:
         shape = len(x), inputs.num_tokens()
         positions = check_positions(shape, positions)
-        size = inputs.size
-        x = rearrange(x, "B (Y P) (X Q) C -> B (Y X) P Q C", P=size, Q=size)
+        x = by_compiler(partial(_cut, inputs.size), [x], split(x, slice(1)))
         if positions is not None:
             x = _without_padding(x, positions[:, int(inputs.class_token) :])
         x = self._linear(x, "projection", contract=3)
@@ -103,8 +103,7 @@ class InputLayer(nn.Module):
             return x
         normal = nn.initializers.normal(self.config.init_std)
         first = parameter(self, "class_token", normal, (self.config.d_model,)).astype(x.dtype)
-        first = jnp.broadcast_to(first, (len(x), 1, *first.shape))
-        return jnp.concatenate([first, x], axis=1)
+        return by_compiler(_put_first, [first, x], split(x))
 
     def _frames(self, inputs: Frames, x: jax.Array, positions: jax.Array | None) -> jax.Array:
         counts = None
@@ -118,6 +117,16 @@ class InputLayer(nn.Module):
             windows = strided_windows(x, inputs.kernel, inputs.stride)
             x = activate(self._linear(windows, f"conv_{i}", contract=2), "gelu")
         return x
+
+
+def _cut(size: int, x: jax.Array) -> jax.Array:  # [B, H, W, C] -> [B, H W / P^2, P, P, C]
+    """Cut images into square patches of `size` P, in row-major order."""
+    return rearrange(x, "B (Y P) (X Q) C -> B (Y X) P Q C", P=size, Q=size)
+
+
+def _put_first(first: jax.Array, x: jax.Array) -> jax.Array:  # [D], [B, T, D] -> [B, 1 + T, D]
+    """Put one vector before the vectors of each row."""
+    return jnp.concatenate([jnp.broadcast_to(first, (len(x), 1, len(first))), x], axis=1)
 
 
 def _without_padding(x: jax.Array, positions: jax.Array | None) -> jax.Array:
