@@ -41,10 +41,12 @@ from transformer_jax.cache.model_cache import ModelCache, rewind_cache
 from transformer_jax.config import (
     PRESETS,
     ConfigError,
+    Frames,
     Learned,
     LoraConfig,
     ModelConfig,
     NgramConfig,
+    Patches,
     RecurrentConfig,
     Rope,
     RopeConfig,
@@ -52,6 +54,7 @@ from transformer_jax.config import (
     Sinusoidal,
     T5Buckets,
     TrainConfig,
+    Vectors,
     WindowConfig,
     preset,
     train_preset,
@@ -100,6 +103,7 @@ from transformer_jax.models.factory import (
     num_params,
 )
 from transformer_jax.models.functional import layer_norm, rms_norm
+from transformer_jax.models.inputs import frame_positions
 from transformer_jax.models.lora import apply_lora, init_lora, lora_loss, merge_lora
 from transformer_jax.models.ngram import NgramLM, count_ngrams
 from transformer_jax.models.positions import (
@@ -167,6 +171,7 @@ __all__ = [
     "EncoderDecoder",
     "Force",
     "ForceLast",
+    "Frames",
     "FrequencyPenalty",
     "GNMTPenalty",
     "Greedy",
@@ -184,6 +189,7 @@ __all__ = [
     "NgramLM",
     "NoRepeatNGram",
     "Padding",
+    "Patches",
     "Predicate",
     "Prefix",
     "PresencePenalty",
@@ -219,6 +225,7 @@ __all__ = [
     "TopP",
     "TrainConfig",
     "Typical",
+    "Vectors",
     "Window",
     "WindowConfig",
     "WindowLM",
@@ -241,6 +248,7 @@ __all__ = [
     "dot_product_attention_weights",
     "explain_attention",
     "fork",
+    "frame_positions",
     "generate",
     "init_cache",
     "init_decode_state",

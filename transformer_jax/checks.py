@@ -15,6 +15,19 @@ from transformer_jax.tracing import at_once
 INT32 = np.iinfo(np.int32)
 
 
+def check_positions(
+    shape: tuple[int, ...], positions: jax.Array | None
+) -> jax.Array | None:  # i32[B, T]
+    """Return positions as i32; ValueError where they are not integers of the tokens' shape."""
+    if positions is None:
+        return None
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(f"positions are {positions.dtype}: must be integers")
+    if positions.shape != shape:
+        raise ValueError(f"positions {positions.shape} and tokens {shape} differ in shape")
+    return as_int32("positions", positions)
+
+
 def as_int32(name: str, values: Any) -> Any:
     """Return integers as i32, NumPy's as NumPy's; anything else as it is.
 

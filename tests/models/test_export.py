@@ -34,7 +34,7 @@ CASES = {
     "ring with sinks": decoder(window=5, sink_tokens=2, positions="alibi"),
     "pattern": decoder(window=(5, None)),
     "scanned": decoder(scan_layers=True),
-    "encoder-decoder": decoder(kind="encoder-decoder"),
+    "encoder-decoder": decoder(kind="encoder-decoder", source_vocab_size=5),
     "window": WindowConfig(vocab_size=17, context=2, d_embed=3, d_hidden=5),
     "gru": RecurrentConfig(vocab_size=17, d_embed=3, d_hidden=5, cell="gru"),
     "additive": RecurrentConfig(

@@ -20,7 +20,13 @@ from tests.support.tolerances import assert_near, assert_same_bits, largest_erro
 from transformer_jax.attention.masks import Causal, Prefix
 from transformer_jax.config import Learned, ModelConfig, Rope, Shaw, Sinusoidal, T5Buckets
 from transformer_jax.config import positions as position_kinds
-from transformer_jax.models.factory import build, init_cache, init_params, num_params
+from transformer_jax.models.factory import (
+    build,
+    cache_bytes,
+    init_cache,
+    init_params,
+    num_params,
+)
 from transformer_jax.models.stack import stack_layers, unstack_layers
 from transformer_jax.models.transformer import check_cache_room, positions_and_masks
 
@@ -156,6 +162,10 @@ CASES: dict[str, dict] = {
         kind="encoder-decoder", positions=Shaw(max_distance=3), num_layers=1,
         source_positions=True, embedding_norm=True,
     ),
+    "two-vocabularies": dict(
+        kind="encoder-decoder", source_vocab_size=43, positions="rope", num_layers=1,
+        source_positions=True, logit_bias=True,
+    ),
 }  # fmt: skip
 
 
@@ -180,7 +190,8 @@ def prepared(case: str, rng):
     if inputs["types"]:
         arguments["types"] = rng.integers(0, 3, tokens.shape, dtype=np.int32)
     if config.kind == "encoder-decoder":
-        arguments["source"] = random_tokens(rng, 2, SOURCE)
+        kinds = config.encoder_vocab_size
+        arguments["source"] = rng.integers(0, kinds, (2, SOURCE), dtype=np.int32)
         if inputs["source_positions"]:
             places = np.tile(np.arange(SOURCE, dtype=np.int32), (2, 1))
             places[0, 5:] = -1
@@ -215,12 +226,13 @@ def test_logits_equal_the_oracle(case, rng):
     assert_near(np.asarray(got)[real], want[real], MODEL_F32)
 
 
-@pytest.mark.parametrize("case", ["gemma3", "bart"])
+@pytest.mark.parametrize("case", ["gemma3", "bart", "two-vocabularies"])
 def test_logits_read_in_parts_through_a_cache_equal_the_oracle(case, rng):
     """Keys are cached as their own layer turns them; a target is placed by its own table."""
     config, tokens, arguments, params = prepared(case, rng)
     want = oracle.forward(config, params, tokens, **arguments)
-    places, model = arguments["positions"], build(config)
+    model = build(config)
+    places = arguments.get("positions", np.tile(np.arange(TOKENS, dtype=np.int32), (2, 1)))
     if config.kind == "decoder":
         cache = init_cache(config, 2, TOKENS)
     else:
@@ -258,6 +270,7 @@ def test_logits_of_some_tokens_equal_the_oracle(case, rng):
 ELSEWHERE = {
     "vocab_size", "d_model", "head_dim", "d_ff", "max_len", "init_std", "dropout", "remat",
     "attention_dropout", "dtype", "scan_layers", "implementation", "num_classes", "pooler",
+    "inputs",
 }  # fmt: skip
 """Fields that other tests vary, or that size what all formulas read."""
 
@@ -736,7 +749,8 @@ def test_remat_keeps_less_for_the_backward_pass(scan, rng):
 
 
 def test_stacking_layers_round_trips_bit_for_bit(rng):
-    for change in (dict(num_layers=11), dict(kind="encoder-decoder", num_decoder_layers=3)):
+    both = dict(kind="encoder-decoder", num_decoder_layers=3)
+    for change in (dict(num_layers=11), dict(both, source_vocab_size=43), both):
         config = dataclasses.replace(SMALL, **change)
         params = oracle.randomised(shapes(config), rng)
         stacked = stack_layers(params)
@@ -1043,6 +1057,22 @@ def test_parameters_are_plain_dicts_with_these_names():
         **block("decoder/block_1", cross=True),
         **within("decoder/norm", NORM),
     }
+
+
+def test_a_source_vocabulary_adds_one_table_and_is_checked(rng):
+    shared = dataclasses.replace(SMALL, kind="encoder-decoder")
+    config = dataclasses.replace(shared, source_vocab_size=43)
+    plain, own = names(shapes(shared)), names(shapes(config))
+    assert own == {**plain, "embed/source_tokens": (43, 26)}
+    assert num_params(config) == num_params(shared) + 43 * 26
+    assert cache_bytes(config, 2, 7, source_length=5) == cache_bytes(shared, 2, 7, source_length=5)
+    source, target = np.full((1, 3), 42, np.int32), np.full((1, 3), VOCAB, np.int32)
+    model, params = build(config), oracle.randomised(shapes(config), rng)
+    assert np.isfinite(model.apply({"params": params}, source, method="encode")).all()
+    with pytest.raises(ValueError, match=r"token 43 at \[0, 0\]: must be in 0..42"):
+        model.apply({"params": params}, source + 1, method="encode")
+    with pytest.raises(ValueError, match=r"token 31 at \[0, 0\]: must be in 0..30"):
+        model.apply({"params": params}, target, source=source)
 
 
 def test_each_kind_of_position_has_these_parameters_of_its_own():

@@ -24,6 +24,7 @@ from tests.support.attention_suite import draw
 from tests.support.plain_kernels import Plain
 from transformer_jax import (
     ModelConfig,
+    Patches,
     PresencePenalty,
     PromptLookup,
     Request,
@@ -57,6 +58,10 @@ MODELS = {
     "dropout": replace(SMALL, positions="alibi", dropout=0.1, attention_dropout=0.1),
     "encoder": replace(SMALL, kind="encoder"),
     "encoder-decoder": replace(SMALL, kind="encoder-decoder", num_layers=1),
+    "patches": replace(
+        SMALL, kind="encoder-decoder", num_layers=1,
+        inputs=Patches(size=2, height=8, width=2, channels=24),
+    ),
 }  # fmt: skip
 LAYOUTS = "whole", "split like the batch", "split by heads and widths"
 
@@ -146,7 +151,12 @@ def training(name: str, layout: str, context: bool) -> dict[str, Any]:
     key = jax.random.key(1) if name == "dropout" else None
 
     def loss(params, tokens):
-        source = dict(source=tokens[:, 1:]) if name == "encoder-decoder" else {}
+        source = {}
+        if config.inputs is not None:
+            column = jax.nn.one_hot(tokens[:, 1:], 24)[:, :, None]
+            source = dict(source=jnp.concatenate([column, -column], axis=2))
+        elif config.kind == "encoder-decoder":
+            source = dict(source=tokens[:, 1:])
         logits, _ = model.apply({"params": params}, tokens[:, :-1], key=key, **source)
         return cross_entropy(logits, tokens[:, 1:])[0]
 

@@ -387,6 +387,21 @@ def test_a_t5_of_either_style_has_the_output_that_transformers_gives_it(tmp_path
         assert_round_trip(folder, tmp_path / f"{name} again", AUTO, **both)
 
 
+def test_a_marian_of_two_vocabularies_has_the_logits_that_transformers_gives_it(tmp_path):
+    rng = np.random.default_rng(1)
+    options: Any = dict(share_encoder_decoder_embeddings=False, decoder_vocab_size=97)
+    options |= dict(encoder_layers=1, decoder_layers=1)
+    folder = saved(marian(6, 0.0, **options), tmp_path / "marian")
+    config, params = load_pretrained(folder)
+    assert (config.source_vocab_size, config.vocab_size) == (VOCAB, 97)
+    source, target = tokens(rng, VOCAB, 2, 13), tokens(rng, 97, 2, 5)
+    both = dict(input_ids=torch.tensor(source), decoder_input_ids=torch.tensor(target))
+    with torch.no_grad():
+        want = reopened(folder, AUTO)(**both).logits
+    assert_same_logits(apply(config, params)(target, source=source)[0], want)
+    assert_round_trip(folder, tmp_path / "again", AUTO, **both)
+
+
 def test_sinusoids_of_marian_are_ours(loaded):
     x = loaded("marian")
     table = x.model.model.encoder.embed_positions.weight.detach().numpy()

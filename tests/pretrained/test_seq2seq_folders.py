@@ -20,10 +20,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from transformer_jax.config import ConfigError, ModelConfig
+from tests.support import model_oracle as oracle
+from transformer_jax.config import ConfigError, Learned, ModelConfig
+from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.logit_processors import NoRepeatNGram
+from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.models.positions import sinusoidal
@@ -32,6 +35,8 @@ from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.text.text_model import load_text_model
+from transformer_jax.text.translation import translate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -130,6 +135,135 @@ def test_saved_and_read_again_nothing_changes(name, tmp_path):
     content = json.loads((tmp_path / "a" / "config.json").read_text())
     first = json.loads((GOLDEN / name / "config.json").read_text())
     assert {key: content[key] for key in first} == first
+
+
+# Tables that are not shared
+
+SOURCE_KINDS = 47
+UNTIED = dict(tie_word_embeddings=False)
+APART = dict(share_encoder_decoder_embeddings=False, vocab_size=SOURCE_KINDS, decoder_vocab_size=41)
+ENCODER, DECODER = "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"
+AS_BART: Any = dict(
+    model_type="bart", share_encoder_decoder_embeddings=..., decoder_vocab_size=...,
+    static_position_embeddings=..., normalize_embedding=...,
+)  # fmt: skip
+
+
+def drawn(rows: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((rows, 18)) * 18**-0.5).astype(np.float32)
+
+
+def with_tables(held: dict[str, np.ndarray], *, bart: bool, **tables: Any) -> Any:
+    """Return the tensors of a Marian, or a BART, with these tables in place of the shared one."""
+    held = {name: value for name, value in held.items() if name != "model.shared.weight"}
+    if bart:
+        for side in ("encoder", "decoder"):
+            held[f"model.{side}.layernorm_embedding.weight"] = np.ones(18, np.float32)
+            held[f"model.{side}.layernorm_embedding.bias"] = np.zeros(18, np.float32)
+            held[f"model.{side}.embed_positions.weight"] = drawn(33, 5)
+    names = dict(
+        shared="model.shared.weight",
+        encoder=ENCODER,
+        decoder=DECODER,
+        output="lm_head.weight",
+    )
+    return held | {names[table]: value for table, value in tables.items()}
+
+
+SOURCE, TARGET, OUTPUT = drawn(SOURCE_KINDS, 1), drawn(41, 2), drawn(41, 3)
+THREE = dict(encoder=SOURCE, decoder=TARGET, output=OUTPUT)
+SEPARATE: dict[str, tuple[Any, dict[str, np.ndarray], bool]] = {
+    "marian tied output": (APART, dict(encoder=SOURCE, decoder=TARGET), False),
+    "marian copied output": (APART, dict(encoder=SOURCE, decoder=TARGET, output=TARGET), False),
+    "marian three tables": (APART | UNTIED, THREE, False),
+    "marian shared but the output": (UNTIED, dict(shared=TARGET, output=OUTPUT), False),
+    "bart three tables": (
+        AS_BART | UNTIED, dict(THREE, encoder=SOURCE[:41], shared=OUTPUT), True
+    ),
+    "bart shared but the output": (AS_BART | UNTIED, dict(shared=TARGET, output=OUTPUT), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_tables_that_are_not_shared_are_read_used_and_saved(name, tmp_path):
+    """Compare logits with the formulas on the tables of the file, and the saved file with it."""
+    keys, tables, bart = SEPARATE[name]
+    folder = changed(
+        tmp_path, "marian", lambda held: with_tables(held, bart=bart, **tables), **keys
+    )
+    config, params = load_pretrained(folder)
+    embed = params["embed"]
+    apart = "encoder" in tables
+    assert config.tie_embeddings == (keys.get("tie_word_embeddings", True))
+    assert config.source_vocab_size == (len(tables["encoder"]) if apart else None)
+    np.testing.assert_array_equal(embed["tokens"], TARGET)
+    np.testing.assert_array_equal(embed.get("source_tokens"), tables["encoder"] if apart else None)
+    rng = np.random.default_rng(11)
+    source = rng.integers(0, config.encoder_vocab_size, (2, 5), dtype=np.int32)
+    target = rng.integers(0, 41, (2, 3), dtype=np.int32)
+    got, _ = jax.jit(build(config).apply)({"params": params}, target, source=source)
+    want = oracle.forward(config, params, target, source=source)
+    assert want.std() > 0.2 and np.abs(got - want).max() <= TOLERANCE
+    save_pretrained(tmp_path / "saved", config, params)
+    back, again = load_pretrained(tmp_path / "saved")
+    assert back == config
+    chex.assert_trees_all_equal(again, params, strict=True)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    found = load_file(folder / "model.safetensors")
+    assert saved.keys() <= found.keys()
+    assert all(saved[tensor].tobytes() == found[tensor].tobytes() for tensor in saved)
+
+
+def test_a_copy_of_the_output_that_differs_from_the_decoder_s_table_is_refused(tmp_path):
+    folder = changed(tmp_path, "marian", lambda x: with_tables(x, bart=False, **THREE), **APART)
+    with pytest.raises(CheckpointError, match=f"lm_head.weight differs from {DECODER}"):
+        load_pretrained(folder)
+
+
+def test_a_bart_cannot_say_two_vocabularies_or_an_encoder_s_own_table_with_tied_output():
+    def config(**change: Any) -> ModelConfig:
+        return ModelConfig(
+            kind="encoder-decoder", vocab_size=41, norm_order="post", embedding_norm=True,
+            positions=Learned(offset=2), logit_bias=True, activation="gelu", **change,
+        )  # fmt: skip
+
+    write_config(FAMILIES["bart"], config(source_vocab_size=41, tie_embeddings=False))
+    for wrong in (dict(source_vocab_size=43, tie_embeddings=False), dict(source_vocab_size=41)):
+        with pytest.raises(ConfigError, match=r"vocab_size is \d+: a bart has"):
+            write_config(FAMILIES["bart"], config(**wrong))
+
+
+def test_texts_are_written_from_a_source_of_another_vocabulary(tmp_path):
+    """Compare the tokens of greedy and beam search with those of a whole forward pass."""
+    tables = dict(encoder=SOURCE, decoder=TARGET)
+    folder = changed(tmp_path, "marian", lambda x: with_tables(x, bart=False, **tables), **APART)
+    config, params = load_pretrained(folder)
+    model = build(dataclasses.replace(config, implementation="xla"))
+    source = np.array([[46, 41, 3], [2, 45, 44]], np.int32)
+    state = model.apply({"params": params}, source, capacity=5, method="init_cache")
+    start = np.full((2, 1), 40)
+    written = generate(make_step(model), params, start, fork(state, 1), num_tokens=4).tokens
+    best = beam_search(make_step(model), params, start, state, num_tokens=4, num_beams=1)
+    np.testing.assert_array_equal(best.tokens[:, 0], written)
+    target = np.concatenate([start, written[:, :-1]], axis=1).astype(np.int32)
+    logits = oracle.forward(config, params, target, source=source)
+    np.testing.assert_array_equal(logits.argmax(-1), written)
+
+
+def test_a_model_of_two_vocabularies_is_no_text_model(tmp_path):
+    """Refuse it: one tokenizer would read the source with the ids of the target."""
+    tables = dict(encoder=SOURCE, decoder=TARGET)
+    folder = changed(tmp_path, "marian", lambda x: with_tables(x, bart=False, **tables), **APART)
+    with pytest.raises(ConfigError, match="share_encoder_decoder_embeddings is False: source and"):
+        load_text_model(folder)
+
+
+def test_ids_of_a_source_are_checked_against_its_own_vocabulary():
+    config = ModelConfig(kind="encoder-decoder", vocab_size=11, source_vocab_size=13, d_model=12)
+    arguments: Any = dict(start=0, sampler=Sample(), key=jax.random.key(0))
+    with pytest.raises(ValueError, match="the source has id 13: the model has 13"):
+        translate(config, {}, None, np.array([11, 13]), 2, **arguments)  # type: ignore[arg-type]
 
 
 # What a folder may hold, and what not
@@ -282,9 +416,11 @@ def test_a_model_without_its_head(tmp_path):
         ("marian", dict(add_final_layer_norm=True), "add_final_layer_norm is True: must be False"),
         ("marian", dict(normalize_embedding=True), "normalize_embedding is True: must be False"),
         ("marian", dict(static_position_embeddings=False), "static_position_embeddings is False"),
-        ("marian", dict(share_encoder_decoder_embeddings=False), "share_encoder_decoder_embedding"),
-        ("marian", dict(decoder_vocab_size=43), "decoder_vocab_size is 43: must be None or 41"),
-        ("marian", dict(tie_word_embeddings=False), "tie_word_embeddings is False: must be True"),
+        ("marian", dict(share_encoder_decoder_embeddings=False),
+         "tensor model.encoder.embed_tokens.weight is missing"),
+        ("marian", dict(share_encoder_decoder_embeddings=0), "must be true or false"),
+        ("marian", dict(decoder_vocab_size=43), "decoder_vocab_size is 43: must be vocab_size, 41"),
+        ("marian", dict(tie_word_embeddings=False), "tensor lm_head.weight is missing"),
         ("marian", dict(model_type="bart", share_encoder_decoder_embeddings=...,
                         decoder_vocab_size=...), "tensor model.encoder.embed_positions.weight is "),
         ("marian", dict(model_type="bart", normalize_embedding=False), "normalize_embedding is F"),

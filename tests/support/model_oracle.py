@@ -11,6 +11,7 @@ time, one head at a time, one pair of positions at a time where that is clearest
     norm      scale, or 1 + scale, times the normalised
     logits    (scale x) E^T + b, capped
     pooled    act(P h + p) of the first token
+    inputs    W x + b of vectors; of patches, row by row, after a class token; gelu(conv) of frames
 
 Sources: Vaswani et al. 2017, Shaw et al. 2018, Devlin et al. 2019, Radford et al. 2019, Zhang and
 Sennrich 2019, Raffel et al. 2020, Shazeer 2019 and 2020, Henry et al. 2020 (QK-norm), Su et al.
@@ -73,8 +74,8 @@ def forward(
             memory = memory_row = None
             if config.kind == "encoder-decoder":
                 assert source is not None
-                memory_row = _sequence(source.shape[1], _row(source_positions, b), None)
-                memory = _encode(config, params, source[b], memory_row, None)
+                x, memory_row = _read(config, params, source[b], _row(source_positions, b))
+                memory = _encode(config, params, x, memory_row, None)
             side = "target_" if config.kind == "encoder-decoder" else ""
             x = _embed(config, embed, tokens[b], row.token_place, None, side)
             p = params["decoder"]
@@ -99,9 +100,9 @@ def pool(
     params = _double(params)
     rows = []
     for b in range(len(tokens)):
-        row = _sequence(tokens.shape[1], _row(positions, b), None)
+        read, row = _read(config, params, tokens[b], _row(positions, b))
         first = next(i for i, place in enumerate(row.place) if place >= 0)
-        x = _encode(config, params, tokens[b], row, _row(types, b))[first : first + 1]
+        x = _encode(config, params, read, row, _row(types, b))[first : first + 1]
         x = _affine(x, params["pooler"])
         rows.append((np.maximum(x, 0) if config.pooler == "relu" else np.tanh(x))[0])
     return np.stack(rows)
@@ -112,8 +113,60 @@ def classify(config: Any, params: Params, tokens: np.ndarray, **arguments) -> np
     return _affine(pool(config, params, tokens, **arguments), _double(params)["classifier"])
 
 
+def encode(
+    config: Any, params: Params, inputs: np.ndarray, *, positions: np.ndarray | None = None
+) -> list[np.ndarray]:  # of each row [T', D]
+    """Return the hidden states of an encoder; of padded frames, those of the others' tokens."""
+    params = _double(params)
+    rows = []
+    for b in range(len(inputs)):
+        x, row = _read(config, params, inputs[b], _row(positions, b))
+        rows.append(_encode(config, params, x, row, None))
+    return rows
+
+
+def _read(config, params: Params, x: np.ndarray, positions) -> tuple[np.ndarray, Sequence]:
+    """Return the tokens of a row, or the vectors made of it, and where they stand."""
+    kind = type(config.inputs).__name__
+    if kind == "NoneType":
+        return x, _sequence(len(x), positions, None)
+    p, x = params["inputs"], x.astype(np.float64)
+    if kind == "Patches":
+        made = _patches(config.inputs, p, x)
+        return made, _sequence(len(made), positions, None)
+    if kind == "Vectors":
+        return _affine(x, p["projection"]), _sequence(len(x), positions, None)
+    if positions is not None:
+        x = x[positions >= 0]
+    for i in range(config.inputs.layers):
+        x = _convolution(p[f"conv_{i}"], x, config.inputs.stride)
+    return x, _sequence(len(x), None, None)
+
+
+def _patches(inputs, p: Params, image: np.ndarray) -> np.ndarray:
+    made = [p["class_token"]] if inputs.class_token else []
+    for top in range(0, inputs.height, inputs.size):
+        for left in range(0, inputs.width, inputs.size):
+            patch = image[top : top + inputs.size, left : left + inputs.size]
+            made.append(np.tensordot(patch, p["projection"]["kernel"], 3) + p["projection"]["bias"])
+    return np.stack(made)
+
+
+def _convolution(p: Params, x: np.ndarray, stride: int) -> np.ndarray:
+    """Return gelu(sum_k W_k x_(s t + k - (K - 1) / 2) + b) at every t whose middle is a frame."""
+    kernel, made = p["kernel"], []
+    for middle in range(0, len(x), stride):
+        y = p["bias"].copy()
+        for k in range(len(kernel)):
+            at = middle + k - len(kernel) // 2
+            if 0 <= at < len(x):
+                y += x[at] @ kernel[k]
+        made.append(_gelu(y))
+    return np.stack(made)
+
+
 def _encode(config, params, tokens, row: Sequence, types, record=None, hidden=None) -> np.ndarray:
-    x = _embed(config, params["embed"], tokens, row.token_place, types)
+    x = _embed(config, params.get("embed", {}), tokens, row.token_place, types)
     return _stack(config, params["encoder"], x, row, False, None, None, record, hidden)
 
 
@@ -123,10 +176,13 @@ def kind_of(positions) -> str:
 
 
 def _embed(config, params: Params, tokens, token_place: list[int], types, side="") -> np.ndarray:
-    x = params["tokens"][tokens]
+    if tokens.ndim == 2:
+        x = tokens.copy()
+    else:
+        own = side == "" and config.source_vocab_size is not None
+        x = params["source_tokens" if own else "tokens"][tokens]
+        x = x * math.sqrt(x.shape[1]) if config.scale_embeddings else x
     width = x.shape[1]
-    if config.scale_embeddings:
-        x = x * math.sqrt(width)
     for i, place in enumerate(token_place):
         if place < 0:
             continue  # padding: whatever stands here must reach nobody
@@ -390,6 +446,6 @@ def randomised(params: Params, rng: np.random.Generator) -> dict[str, Any]:
         elif name in ("bias", "positions", "target_positions", "types", "shaw_key", "shaw_value"):
             leaf = 0.4 * noise
         else:
-            leaf = noise * (0.3 if name in ("tokens", "output") else 1.0)
+            leaf = noise * (0.3 if name in ("tokens", "source_tokens", "output") else 1.0)
         out[name] = leaf.astype(np.float32)
     return out

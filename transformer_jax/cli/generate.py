@@ -208,8 +208,8 @@ def _checked_ids(config: ModelConfig, ids: np.ndarray) -> np.ndarray:  # i32[P]
     """Return the ids of a prompt; DataError for one that the model does not have."""
     from transformer_jax.training.data import DataError
 
-    if len(ids) and ids.max() >= config.vocab_size:
-        rule = f"the model has {config.vocab_size} tokens"
+    if len(ids) and ids.max() >= config.encoder_vocab_size:
+        rule = f"the model has {config.encoder_vocab_size} tokens"
         raise DataError(f"the prompt has id {ids.max()}: {rule}")
     return ids
 

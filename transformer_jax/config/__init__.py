@@ -5,6 +5,7 @@ imported, and no array or module is made here: `models` builds what a config des
 """
 
 from transformer_jax.config.fields import ConfigError
+from transformer_jax.config.inputs import Frames, Inputs, Patches, Vectors
 from transformer_jax.config.lora import LoraConfig
 from transformer_jax.config.model import (
     Activation,
@@ -40,6 +41,8 @@ __all__ = [
     "ConfigError",
     "ContextUse",
     "DType",
+    "Frames",
+    "Inputs",
     "Kind",
     "Learned",
     "LoraConfig",
@@ -47,6 +50,7 @@ __all__ = [
     "NgramConfig",
     "Norm",
     "NormOrder",
+    "Patches",
     "Pooler",
     "Positions",
     "RecurrentConfig",
@@ -59,6 +63,7 @@ __all__ = [
     "T5Buckets",
     "Tokenizer",
     "TrainConfig",
+    "Vectors",
     "WindowConfig",
     "fine_tuning",
     "preset",

@@ -18,6 +18,7 @@ from transformer_jax.config.fields import (
     positive,
     unread,
 )
+from transformer_jax.config.inputs import Frames, Patches, Vectors
 from transformer_jax.config.positions import Learned, Positions, positions_of
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
@@ -35,7 +36,10 @@ class ModelConfig:
     kind: Kind = "decoder"
     """decoder (causal language model), encoder (bidirectional), or encoder-decoder."""
     vocab_size: int = 256
-    """Token kinds."""
+    """Token kinds; with a source_vocab_size, the target's."""
+    source_vocab_size: int | None = None
+    """encoder-decoder: token kinds of the source, whose embeddings are then a table of their own;
+    None shares the target's."""
     d_model: int = 128
     """Width of the residual stream (D)."""
     num_layers: int = 4
@@ -55,6 +59,9 @@ class ModelConfig:
     max_len: int = 256
     """Longest sequence; the size of a learned position table."""
 
+    inputs: Vectors | Patches | Frames | None = None
+    """What the encoder reads in the place of tokens: Vectors, Patches of images, or Frames of
+    sound; None reads tokens. With it an encoder has no token table and no logits."""
     positions: Positions | None = field(default=Learned())
     """How order enters: Learned or Sinusoidal vectors join the embeddings; Rope, Shaw, T5Buckets
     and Alibi act in attention; None has no positions. A string is short for a kind with its
@@ -93,7 +100,7 @@ class ModelConfig:
     """Multiplier on q k^T; None is head_dim^-0.5."""
 
     scale_embeddings: bool = False
-    """Multiply embeddings by sqrt(d_model) (Vaswani et al.)."""
+    """Multiply embeddings of tokens by sqrt(d_model) (Vaswani et al.)."""
     tie_embeddings: bool = True
     """The output matrix is the embedding matrix."""
     logit_scale: float | None = None
@@ -134,13 +141,15 @@ class ModelConfig:
         self._check_heads()
         if self.positions is not None:
             self.positions.check_model(self)
+        if self.inputs is not None:
+            self.inputs.check_model(self)
         self._check_kind()
 
     def _check_ranges(self) -> None:
         sizes = (
             "vocab_size", "d_model", "num_layers", "num_decoder_layers", "num_heads",
             "num_kv_heads", "head_dim", "value_head_dim", "d_ff", "max_len", "type_vocab_size",
-            "num_classes",
+            "num_classes", "source_vocab_size",
         )  # fmt: skip
         positive(self, *sizes, "norm_eps", "init_std")
         positive(self, "attention_softcap", "attention_scale", "logit_softcap", "logit_scale")
@@ -157,7 +166,8 @@ class ModelConfig:
     def _check_kind(self) -> None:
         """Check what only some kinds have."""
         if self.kind != "encoder-decoder":
-            unread(self, "needs kind 'encoder-decoder'", "num_decoder_layers")
+            rule = "needs kind 'encoder-decoder'"
+            unread(self, rule, "num_decoder_layers", "source_vocab_size")
         if self.kind != "encoder":
             heads = "type_vocab_size", "num_classes", "pooler", "masked_token_head"
             unread(self, "needs kind 'encoder'", *heads)
@@ -199,6 +209,11 @@ class ModelConfig:
     @property
     def ff_dim(self) -> int:
         return 4 * self.d_model if self.d_ff is None else self.d_ff
+
+    @property
+    def encoder_vocab_size(self) -> int:
+        """Return how many kinds of tokens the encoder reads."""
+        return self.vocab_size if self.source_vocab_size is None else self.source_vocab_size
 
     @property
     def decoder_layers(self) -> int:

@@ -14,6 +14,7 @@ from transformer_jax.models.factory import (
     num_params,
 )
 from transformer_jax.models.functional import layer_norm, rms_norm
+from transformer_jax.models.inputs import frame_positions
 from transformer_jax.models.lora import apply_lora, init_lora, lora_loss, merge_lora
 from transformer_jax.models.ngram import NgramLM, count_ngrams
 from transformer_jax.models.positions import (
@@ -72,6 +73,7 @@ __all__ = [
     "cache_bytes",
     "chunk_mask",
     "count_ngrams",
+    "frame_positions",
     "init_cache",
     "init_decode_state",
     "init_lora",

@@ -12,8 +12,15 @@ import jax.numpy as jnp
 from transformer_jax.attention.api import IMPLEMENTATIONS
 from transformer_jax.cache.model_cache import ModelCache, empty_layers
 from transformer_jax.checks import check_key
-from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, WindowConfig
+from transformer_jax.config import (
+    ModelConfig,
+    NgramConfig,
+    Patches,
+    RecurrentConfig,
+    WindowConfig,
+)
 from transformer_jax.config.fields import fail
+from transformer_jax.models.inputs import example_inputs
 from transformer_jax.models.ngram import NgramLM
 from transformer_jax.models.packing import check_valid
 from transformer_jax.models.recent_tokens import RecentTokens, init_recent_tokens
@@ -79,9 +86,12 @@ def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
 
 def _init(config: Config, key: jax.Array) -> dict[str, Any]:
     model, tokens = build(config), jnp.zeros((1, 1), jnp.int32)
-    reads = isinstance(model, EncoderDecoder | RecurrentSeq2Seq)
-    more: dict[str, Any] = {"source": tokens} if reads else {}
-    return model.init({"params": key}, tokens, **more)["params"]
+    source: jax.Array = tokens
+    if isinstance(config, ModelConfig) and config.inputs is not None:
+        source = example_inputs(config.inputs, 1, 1)
+    if isinstance(model, EncoderDecoder | RecurrentSeq2Seq):
+        return model.init({"params": key}, tokens, source=source)["params"]
+    return model.init({"params": key}, source)["params"]
 
 
 def num_params(config: Config) -> int:
@@ -123,17 +133,21 @@ def cache_bytes(
     batch: int,
     capacity: int,
     dtype: jax.typing.DTypeLike | None = None,
-    source_length: int | None = None,  # of an encoder-decoder
+    source_length: int | None = None,  # of an encoder-decoder; of its vectors or frames, if any
     slack: int = 0,
 ) -> int:
     """Count the bytes of the arrays of `init_cache` with these arguments; nothing is allocated."""
     arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype, slack=slack)
     if config.kind == "encoder-decoder":
-        if source_length is None:
+        images = isinstance(config.inputs, Patches)
+        if source_length is None and not images:
             raise ValueError("source_length is None: an encoder-decoder also caches its source")
+        length = 1 if source_length is None else source_length
 
         def empty() -> Any:
-            source = jnp.zeros((batch, source_length), jnp.int32)
+            source = jnp.zeros((batch, length), jnp.int32)
+            if config.inputs is not None:
+                source = example_inputs(config.inputs, batch, length)
             params = {"params": _init(config, jax.random.key(0))}
             return build(config).apply(params, source, **arguments, method="init_cache")
     else:

@@ -125,6 +125,17 @@ def branch_std(config: ModelConfig, depth: int | None) -> float:
     return config.init_std / (2 * (config.num_layers if depth is None else depth)) ** 0.5
 
 
+class HeadMasks(NamedTuple):
+    """Hold what the outputs of heads are multiplied by; None leaves them as they are."""
+
+    own: jax.Array | None = None  # [N]; of a whole stack, [N] or [L, N]
+    cross: jax.Array | None = None  # of the attention to an encoder's output
+
+
+ALL_HEADS = HeadMasks()
+"""No mask: every head counts as it is."""
+
+
 class AttendedKeys(NamedTuple):
     """Hold the keys that one attention weighed, and how."""
 
@@ -172,7 +183,8 @@ class Attention(nn.Module):
     """Multi-head attention with MHA, GQA or MQA heads, to x itself or to an encoder's output.
 
     out = W_o concat_n softmax(scale q_n k_g^T + bias) v_g, with key head g = n // G of query head n
-    (Vaswani et al. 2017, 3.2; Ainslie et al. 2023).
+    (Vaswani et al. 2017, 3.2; Ainslie et al. 2023). A head mask multiplies what the heads give,
+    before W_o (Michel et al. 2019).
     """
 
     config: ModelConfig
@@ -240,6 +252,7 @@ class Attention(nn.Module):
         cache: kv.KVCache | None = None,
         cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
+        head_mask: jax.Array | None = None,  # [N]
         record: bool = False,
     ) -> AttentionOutput:
         """Attend to x itself, through `cache` if given, or to the keys of a `cross_cache`.
@@ -264,6 +277,8 @@ class Attention(nn.Module):
                 k, v = k.astype(cfg.dtype), v.astype(cfg.dtype)
         heads = _Heads(q, k, v, mask, bias, positions, k_positions)
         out = self._attend(heads, key) if self._shaw is None else self._attend_shaw(heads, key)
+        if head_mask is not None:
+            out = out * head_mask.astype(out.dtype)[None, None, :, None]
         return AttentionOutput(self.out(out), cache, self._attended(heads) if record else None)
 
     def _attend(self, heads: _Heads, key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
@@ -429,6 +444,7 @@ class Block(nn.Module):
         carry: tuple[jax.Array, kv.KVCache | None],  # [B, T, D], leaves [B, L, ...]
         layer: jax.Array,  # i32[]
         key: jax.Array | None,
+        head_masks: HeadMasks,
         cross_caches: kv.KVCache | None,  # leaves [B, L, ...]
         *shared: Any,
     ) -> tuple[tuple[jax.Array, kv.KVCache | None], BlockRecord | None]:
@@ -446,7 +462,7 @@ class Block(nn.Module):
 
         x, caches = carry
         cache, cross_cache = jax.tree.map(part, (caches, cross_caches))
-        x, cache, record = self(x, cache, cross_cache, key, *shared)
+        x, cache, record = self(x, cache, cross_cache, key, head_masks, *shared)
         caches = None if caches is None else jax.tree.map(write, caches, cache)
         return (x, caches), record
 
@@ -456,6 +472,7 @@ class Block(nn.Module):
         cache: kv.KVCache | None = None,
         cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
+        head_masks: HeadMasks = ALL_HEADS,
         positions: jax.Array | None = None,  # i32[B, T]; None is arange(T)
         token_positions: jax.Array | None = None,  # i32[B, T] or [T]
         mask: Mask | None = None,
@@ -477,6 +494,7 @@ class Block(nn.Module):
             bias=bias,
             cache=cache,
             key=keys[1],
+            head_mask=head_masks.own,
             record=record is not None,
         )
         x, crossed = self._join("attention", x, own.x, keys[0]), None
@@ -489,6 +507,7 @@ class Block(nn.Module):
                 positions=positions,
                 cross_cache=cross_cache,
                 key=keys[3],
+                head_mask=head_masks.cross,
                 record=record is not None,
             )
             x, crossed = self._join("cross_attention", x, out.x, keys[2]), out.attended
@@ -502,8 +521,9 @@ class Block(nn.Module):
 class Embed(nn.Module):
     """Token (and position, and type) vectors in, logits out.
 
-    Both sides of an encoder-decoder share the tokens' vectors; the target has a table of positions
-    and a norm of its own (Lewis et al. 2020).
+    Both sides of an encoder-decoder share the tokens' vectors, unless the config has a
+    `source_vocab_size`; the target has a table of positions and a norm of its own (Lewis et al.
+    2020).
     """
 
     config: ModelConfig
@@ -512,7 +532,11 @@ class Embed(nn.Module):
         cfg = self.config
         std = cfg.d_model**-0.5 if cfg.scale_embeddings else cfg.init_std
         normal = nn.initializers.normal(std)
-        self.tokens = parameter(self, "tokens", normal, (cfg.vocab_size, cfg.d_model))
+        if cfg.kind != "encoder" or cfg.inputs is None:
+            self.tokens = parameter(self, "tokens", normal, (cfg.vocab_size, cfg.d_model))
+        if cfg.source_vocab_size is not None:
+            shape = cfg.source_vocab_size, cfg.d_model
+            self.source_tokens = parameter(self, "source_tokens", normal, shape)
         sides = ("", "target_") if cfg.kind == "encoder-decoder" else ("",)
         if isinstance(cfg.positions, Learned):
             shape = cfg.max_len + cfg.positions.offset, cfg.d_model
@@ -528,7 +552,7 @@ class Embed(nn.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,  # i32[B, T]
+        tokens: jax.Array,  # i32[B, T], or [B, T, D] what an `InputLayer` gives
         token_positions: jax.Array,  # i32[B, T] or [T]
         types: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
@@ -536,9 +560,7 @@ class Embed(nn.Module):
     ) -> jax.Array:  # [B, T, D]
         """Return E[token] (times sqrt(D)) plus position and type vectors; zeros where padded."""
         cfg = self.config
-        x = lookup(self.tokens, tokens)
-        if cfg.scale_embeddings:
-            x = x * cfg.d_model**0.5
+        x = tokens.astype(F32) if tokens.ndim == 3 else self._look_up(tokens, target)
         added = None
         if isinstance(cfg.positions, Learned):
             added = pos.learned(self.tables[target], token_positions, cfg.positions.offset)
@@ -553,6 +575,12 @@ class Embed(nn.Module):
         if cfg.embedding_norm:
             x = self.norms[target](x)
         return dropout(x, cfg.dropout, key).astype(cfg.dtype)
+
+    def _look_up(self, tokens: jax.Array, target: bool) -> jax.Array:  # i32[B, T] -> [B, T, D]
+        cfg = self.config
+        own = cfg.source_vocab_size is not None and not target
+        x = lookup(self.source_tokens if own else self.tokens, tokens)
+        return x * cfg.d_model**0.5 if cfg.scale_embeddings else x
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
         """Return (scale) x E^T (+ bias), soft-capped, in f32 whatever the compute dtype."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
@@ -17,7 +19,15 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache.model_cache import Layers, ModelCache, layer_window
 from transformer_jax.config import Alibi, ModelConfig, T5Buckets
 from transformer_jax.models.functional import split_key
-from transformer_jax.models.layers import Block, BlockRecord, Norm, PositionBias, parameter
+from transformer_jax.models.layers import (
+    ALL_HEADS,
+    Block,
+    BlockRecord,
+    HeadMasks,
+    Norm,
+    PositionBias,
+    parameter,
+)
 
 
 class AttentionWeights(NamedTuple):
@@ -26,6 +36,9 @@ class AttentionWeights(NamedTuple):
     A row sums to 1, to less by the share of `attention_sinks`, and to 0 where it sees nothing or is
     of a padding token. Of one token, as `make_step(model).attend` gives them, there is no T, and S
     are the slots of the cache: slot p of a full cache is position p.
+
+    All layers take [B, L, N, T, S] in f32. Of a looped stack, a program that returns one layer of
+    `self` computes and holds that layer's alone: XLA removes the others. A scanned stack holds all.
     """
 
     self: jax.Array | tuple[jax.Array, ...]
@@ -99,7 +112,7 @@ class Stack(nn.Module):
             self.blocks = nn.scan(
                 block,
                 methods={
-                    "scan_step": dict(lifted, in_axes=(0, 0, *shared), out_axes=1),
+                    "scan_step": dict(lifted, in_axes=(0, 0, 0, *shared), out_axes=1),
                     "scan_cross_cache": dict(lifted, in_axes=nn.broadcast, out_axes=1),
                 },
             )(cfg, self.cross, self.depth, layer_window(cfg, 0))
@@ -149,12 +162,15 @@ class Stack(nn.Module):
         memory: jax.Array | None = None,  # [B, S, D]: an encoder's output
         memory_positions: jax.Array | None = None,  # i32[B, S]
         key: jax.Array | None = None,
+        head_masks: HeadMasks = ALL_HEADS,  # [N] or [L, N]
         weights: bool = False,
     ) -> StackOutput:
         """Run the blocks: the output, normalised unless post-norm, and the updated cache.
 
         With `weights`, what the blocks read and weighed comes along.
         """
+        shape = self.depth, self.config.num_heads
+        head_masks = jax.tree.map(partial(jnp.broadcast_to, shape=shape), head_masks)
 
         def shared(i: int) -> tuple[Any, ...]:
             record = () if weights else None
@@ -167,14 +183,17 @@ class Stack(nn.Module):
         if self.config.scan_layers:
             keys = None if key is None else jax.random.split(key, self.depth)
             numbers, blocks = jnp.arange(self.depth), cast(Any, self.blocks)
-            (x, layers), records = blocks.scan_step((x, layers), numbers, keys, cross, *shared(0))
+            (x, layers), records = blocks.scan_step(
+                (x, layers), numbers, keys, head_masks, cross, *shared(0)
+            )
         else:
             updated: list[Any] = []
             records = []
             for i, own_key in enumerate(split_key(key, self.depth)):
                 layer = layers[i] if isinstance(layers, tuple) else None
                 cross_cache = cross[i] if isinstance(cross, tuple) else None
-                x, layer, record = self.block[i](x, layer, cross_cache, own_key, *shared(i))
+                heads = jax.tree.map(itemgetter(i), head_masks)
+                x, layer, record = self.block[i](x, layer, cross_cache, own_key, heads, *shared(i))
                 updated.append(layer)
                 records.append(record)
             layers = None if layers is None else tuple(updated)

@@ -25,21 +25,36 @@ from transformer_jax.cache.model_cache import (
     refuse_past_capacity,
     refuse_past_int32,
 )
-from transformer_jax.checks import as_int32
-from transformer_jax.config import Learned, ModelConfig
+from transformer_jax.checks import as_int32, check_positions
+from transformer_jax.config import Frames, Learned, ModelConfig, Patches
 from transformer_jax.models.functional import activate, split_key
-from transformer_jax.models.layers import Embed, Linear, Norm, refuse_rngs
+from transformer_jax.models.inputs import InputLayer, check_inputs, input_positions
+from transformer_jax.models.layers import (
+    ALL_HEADS,
+    Embed,
+    HeadMasks,
+    Linear,
+    Norm,
+    refuse_rngs,
+)
 from transformer_jax.models.stack import AttentionWeights, Stack, StackOutput
 
 
 class Encoder(nn.Module):
-    """Bidirectional stack with masked-token and classification heads (Devlin et al. 2019)."""
+    """Bidirectional stack with masked-token and classification heads (Devlin et al. 2019).
+
+    Where the config has `inputs`, it reads vectors, images or frames in the place of tokens: a
+    method's `tokens` are then f32[B, T, D_in] or f32[B, H, W, C], and `positions` are those of the
+    vectors, of the frames, or of the patches and the class token. It has no logits then.
+    """
 
     config: ModelConfig
 
     def setup(self) -> None:
         cfg = self.config
         self.embed = Embed(cfg)
+        if cfg.inputs is not None:
+            self.inputs = InputLayer(cfg)
         self.encoder = Stack(cfg, cfg.num_layers, bidirectional=True)
         if cfg.masked_token_head:
             self.head_dense = Linear(cfg, (cfg.d_model,))
@@ -51,21 +66,23 @@ class Encoder(nn.Module):
 
     def encode(
         self,
-        tokens: jax.Array,  # i32[B, T]
+        tokens: jax.Array,  # i32[B, T], or what the config's inputs describe
         *,
         positions: jax.Array | None = None,  # i32[B, T]; negative is padding
         mask: Mask | None = None,
         segments: jax.Array | None = None,  # i32[B, T]
         types: jax.Array | None = None,  # i32[B, T]
+        head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
     ) -> jax.Array:  # [B, T, D]
-        """Return the hidden state of every token, [B, T, D].
+        """Return the hidden state of every token, [B, T, D]; of frames, of every output of theirs.
 
         Tokens stand at `positions`, or at arange(T). `segments` packs documents, as in `Decoder`;
-        `types` are BERT's token types, 0 where none are given. ValueError where an argument does
+        `types` are BERT's token types, 0 where none are given. `head_mask` multiplies what each
+        head gives, before the output matrix (Michel et al. 2019). ValueError where an argument does
         not fit the tokens or the config.
         """
-        return self._encode(tokens, positions, mask, segments, types, key).x
+        return self._encode(tokens, positions, mask, segments, types, key, head_mask).x
 
     def attend(
         self,
@@ -76,10 +93,14 @@ class Encoder(nn.Module):
         segments: jax.Array | None = None,  # i32[B, T]
         types: jax.Array | None = None,  # i32[B, T]
     ) -> tuple[jax.Array, None, AttentionWeights]:
-        """Return the logits of `__call__`, None, and what every layer weighed the tokens with."""
+        """Return the logits of `__call__`, None, and what every layer weighed the tokens with.
+
+        Where the config has `inputs`, the hidden states of `encode` in the place of logits.
+        """
         out = self._encode(tokens, positions, mask, segments, types, None, weights=True)
         assert out.weights is not None
-        return self._logits(out.x), None, out.weights
+        x = out.x if self.config.inputs is not None else self._logits(out.x)
+        return x, None, out.weights
 
     def _encode(
         self,
@@ -89,32 +110,44 @@ class Encoder(nn.Module):
         segments: jax.Array | None,
         types: jax.Array | None,
         key: jax.Array | None,
+        head_mask: jax.Array | None = None,
         weights: bool = False,
     ) -> StackOutput:
         cfg = self.config
         refuse_rngs(self, key)
-        check_tokens(tokens, cfg.vocab_size)
+        check_head_mask("head_mask", head_mask, cfg.num_layers, cfg.num_heads)
         if types is not None and cfg.type_vocab_size is None:
             raise ValueError("types are given, but type_vocab_size is None")
-        token_positions, masks = positions_and_masks(cfg, tokens, positions, segments, mask)
+        if segments is not None and isinstance(cfg.inputs, Patches | Frames):
+            kind = type(cfg.inputs).__name__
+            raise ValueError(f"segments with {kind}: give each of them a row of its own")
+        x, positions = _read(self, tokens, positions)
+        token_positions, masks = positions_and_masks(cfg, _places(x), positions, segments, mask)
         embed_key, stack_key = split_key(key, 2)
         return self.encoder(
-            self.embed(tokens, token_positions, types, embed_key),
+            self.embed(x, token_positions, types, embed_key),
             positions=positions,
             token_positions=token_positions,
             masks=masks,
             key=stack_key,
+            head_masks=HeadMasks(head_mask),
             weights=weights,
         )
 
     def __call__(self, tokens: jax.Array, **arguments: Any) -> tuple[jax.Array, None]:
-        """Return logits f32[B, T, V] for masked-token training; takes what `encode` takes."""
+        """Return logits f32[B, T, V] for masked-token training; takes what `encode` takes.
+
+        ValueError where the config has `inputs`: take `encode`, `pool` or `classify`.
+        """
+        if self.config.inputs is not None and not self.is_initializing():
+            rule = "there are no logits of tokens: method='encode', 'pool' or 'classify'"
+            raise ValueError(f"inputs is {self.config.inputs!r}: {rule}")
         x = self.encode(tokens, **arguments)
         if self.config.pooling is not None and self.is_initializing():
             self._pool(x, None)
         if self.config.num_classes is not None and self.is_initializing():
             self._classes(x, None)
-        return self._logits(x), None
+        return x if self.config.inputs is not None else self._logits(x), None
 
     def _logits(self, x: jax.Array) -> jax.Array:
         if self.config.masked_token_head:
@@ -136,7 +169,7 @@ class Encoder(nn.Module):
 
     def _pool(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
         first = x[:, 0]
-        if positions is not None:
+        if positions is not None and not isinstance(self.config.inputs, Frames):
             at = jnp.argmax(positions >= 0, axis=1)
             first = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
         pooled = self.pooler(first)
@@ -164,6 +197,7 @@ class Decoder(nn.Module):
         cache: ModelCache | None = None,
         segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, ModelCache | None]:
         """Return logits f32[B, T, V] of the next token, and the updated cache.
@@ -174,10 +208,12 @@ class Decoder(nn.Module):
         packs documents: attention stays within one, and its positions start at 0 (padding may be
         a document of its own). `at` asks for the logits [B, Q, V] after the tokens of these
         indices alone, NaN where there is no such token: a vocabulary is wide, and after a prompt
-        one row of T counts. `key` turns dropout on. ValueError where an argument does not fit the
+        one row of T counts. `head_mask` multiplies what each head gives, before the output matrix
+        (Michel et al. 2019). `key` turns dropout on. ValueError where an argument does not fit the
         tokens, the config or the cache, and where a known position is past the cache's end.
         """
-        return decode_tokens(self, tokens, positions, mask, cache, segments, key, at=at)[:2]
+        heads = HeadMasks(head_mask)
+        return decode_tokens(self, tokens, positions, mask, cache, segments, key, heads, at=at)[:2]
 
     def attend(
         self,
@@ -196,30 +232,38 @@ class Decoder(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Source in, target out (Vaswani et al. 2017); both stacks share the embedding."""
+    """Source in, target out (Vaswani et al. 2017).
+
+    Both stacks share the embedding, unless the config has a `source_vocab_size`, or `inputs`: then
+    a `source` is f32[B, S, D_in] or f32[B, H, W, C], and its positions are those of the vectors, of
+    the frames, or of the patches and the class token.
+    """
 
     config: ModelConfig
 
     def setup(self) -> None:
         cfg = self.config
         self.embed = Embed(cfg)
+        if cfg.inputs is not None:
+            self.inputs = InputLayer(cfg)
         self.encoder = Stack(cfg, cfg.num_layers, bidirectional=True)
         self.decoder = Stack(cfg, cfg.decoder_layers, cross=True)
 
     def encode(
         self,
-        source: jax.Array,  # i32[B, S]
+        source: jax.Array,  # i32[B, S], or what the config's inputs describe
         *,
         positions: jax.Array | None = None,  # i32[B, S]; negative is padding
         mask: Mask | None = None,
+        head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
     ) -> jax.Array:  # [B, S, D]
         """Return the encoder's output of a source, which the decoder attends to: its memory."""
-        return self._encode(source, positions, mask, key).x
+        return self._encode(source, positions, mask, key, head_mask).x
 
     def attend_source(
         self,
-        source: jax.Array,  # i32[B, S]
+        source: jax.Array,  # i32[B, S], or what the config's inputs describe
         *,
         positions: jax.Array | None = None,  # i32[B, S]; negative is padding
         mask: Mask | None = None,
@@ -235,24 +279,39 @@ class EncoderDecoder(nn.Module):
         positions: jax.Array | None,
         mask: Mask | None,
         key: jax.Array | None,
+        head_mask: jax.Array | None = None,
         weights: bool = False,
     ) -> StackOutput:
         refuse_rngs(self, key)
-        check_tokens(source, self.config.vocab_size)
-        token_positions, masks = positions_and_masks(self.config, source, positions, None, mask)
+        check_head_mask("head_mask", head_mask, self.config.num_layers, self.config.num_heads)
+        x, positions = _read(self, source, positions)
+        token_positions, masks = positions_and_masks(self.config, _places(x), positions, None, mask)
         embed_key, stack_key = split_key(key, 2)
         return self.encoder(
-            self.embed(source, token_positions, key=embed_key),
+            self.embed(x, token_positions, key=embed_key),
             positions=positions,
             token_positions=token_positions,
             masks=masks,
             key=stack_key,
+            head_masks=HeadMasks(head_mask),
             weights=weights,
         )
 
+    def _memory(
+        self,
+        source: jax.Array,
+        positions: jax.Array | None,
+        key: jax.Array | None,
+        head_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:  # [B, S, D], i32[B, S]
+        """Return the encoder's output and where it stands, negative for padding."""
+        memory = self.encode(source, positions=positions, head_mask=head_mask, key=key)
+        positions = input_positions(self.config.inputs, positions)
+        return memory, _default_positions(memory.shape[:2], positions)
+
     def init_cache(
         self,
-        source: jax.Array,  # i32[B, S]
+        source: jax.Array,  # i32[B, S], or what the config's inputs describe
         *,
         capacity: int,
         positions: jax.Array | None = None,  # i32[B, S]; negative is padding
@@ -264,8 +323,7 @@ class EncoderDecoder(nn.Module):
         `capacity`, `dtype` and `slack` are of the target's cache, and mean what they mean for
         `models.init_cache`; the source is held in the compute dtype.
         """
-        memory = self.encode(source, positions=positions)
-        cross = self.decoder.init_cross_cache(memory, _default_positions(source, positions))
+        cross = self.decoder.init_cross_cache(*self._memory(source, positions, None))
         cfg = self.config
         depth, rows = cfg.decoder_layers, len(source)
         return ModelCache(empty_layers(cfg, depth, rows, capacity, dtype, slack), cross)
@@ -274,12 +332,15 @@ class EncoderDecoder(nn.Module):
         self,
         tokens: jax.Array,  # i32[B, T]: the target
         *,
-        source: jax.Array | None = None,  # i32[B, S]
+        source: jax.Array | None = None,  # i32[B, S], or what the config's inputs describe
         source_positions: jax.Array | None = None,  # i32[B, S]; negative is padding
         positions: jax.Array | None = None,  # i32[B, T]; negative is padding
         mask: Mask | None = None,  # on the target; None is Causal()
         cache: ModelCache | None = None,
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        head_mask: jax.Array | None = None,  # f32[L, N] or [N]: over the target
+        cross_head_mask: jax.Array | None = None,  # f32[L, N] or [N]: over the source
+        encoder_head_mask: jax.Array | None = None,  # f32[L, N] or [N]; needs a source
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, ModelCache | None]:
         """Return logits f32[B, T, V] of the next target token, and the updated cache.
@@ -287,21 +348,29 @@ class EncoderDecoder(nn.Module):
         They are read from a `source`, as in training, or from a `cache` of `init_cache`, which has
         read its source: give one of the two. `source_positions` are the source's, negative where it
         is padding; `positions` are the target's. `at` asks for the logits [B, Q, V] after the
-        tokens of these indices alone. `key` turns dropout on, in both stacks. ValueError as in
+        tokens of these indices alone. A head mask multiplies what each head of its attention gives,
+        before the output matrix. `key` turns dropout on, in both stacks. ValueError as in
         `Decoder`.
 
             logits, _ = model.apply({"params": params}, target, source=source)
             cache = model.apply({"params": params}, source, capacity=64, method="init_cache")
             logits, cache = model.apply({"params": params}, target, cache=cache)
         """
-        out = self._decode(tokens, source, source_positions, positions, mask, cache, key, at=at)
-        return out[:2]
+        layers, heads = self.config.num_layers, self.config.num_heads
+        check_head_mask("encoder_head_mask", encoder_head_mask, layers, heads)
+        if encoder_head_mask is not None and source is None:
+            raise ValueError("encoder_head_mask without a source: a cache has already read its own")
+        masks = HeadMasks(head_mask, cross_head_mask)
+        return self._decode(
+            tokens, source, source_positions, positions, mask, cache, key, at=at,
+            head_masks=masks, encoder_head_mask=encoder_head_mask,
+        )[:2]  # fmt: skip
 
     def attend(
         self,
         tokens: jax.Array,  # i32[B, T]: the target
         *,
-        source: jax.Array | None = None,  # i32[B, S]
+        source: jax.Array | None = None,  # i32[B, S], or what the config's inputs describe
         source_positions: jax.Array | None = None,  # i32[B, S]; negative is padding
         positions: jax.Array | None = None,  # i32[B, T]; negative is padding
         mask: Mask | None = None,  # on the target; None is Causal()
@@ -326,6 +395,8 @@ class EncoderDecoder(nn.Module):
         key: jax.Array | None,
         weights: bool = False,
         at: jax.Array | None = None,
+        head_masks: HeadMasks = ALL_HEADS,
+        encoder_head_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, ModelCache | None, AttentionWeights | None]:
         refuse_rngs(self, key)
         if (source is None) == (cache is None):
@@ -335,11 +406,13 @@ class EncoderDecoder(nn.Module):
         encoder_key, key = split_key(key, 2)
         memory = None
         if source is not None:
-            memory = self.encode(source, positions=source_positions, key=encoder_key)
-            source_positions = _default_positions(source, source_positions)
+            memory, source_positions = self._memory(
+                source, source_positions, encoder_key, encoder_head_mask
+            )
         return decode_tokens(
-            self, tokens, positions, mask, cache, None, key, memory, source_positions, weights, at
-        )
+            self, tokens, positions, mask, cache, None, key, head_masks,
+            memory, source_positions, weights, at,
+        )  # fmt: skip
 
 
 def decode_tokens(
@@ -350,6 +423,7 @@ def decode_tokens(
     cache: ModelCache | None,
     segments: jax.Array | None,
     key: jax.Array | None,
+    head_masks: HeadMasks = ALL_HEADS,
     memory: jax.Array | None = None,
     memory_positions: jax.Array | None = None,
     weights: bool = False,
@@ -362,6 +436,8 @@ def decode_tokens(
     cfg = model.config
     refuse_rngs(model, key)
     check_tokens(tokens, cfg.vocab_size)
+    check_head_mask("head_mask", head_masks.own, cfg.decoder_layers, cfg.num_heads)
+    check_head_mask("cross_head_mask", head_masks.cross, cfg.decoder_layers, cfg.num_heads)
     overflow, crossed = None, isinstance(model, EncoderDecoder)
     if cache is not None:
         if segments is not None:
@@ -379,6 +455,7 @@ def decode_tokens(
         memory=memory,
         memory_positions=memory_positions,
         key=stack_key,
+        head_masks=head_masks,
         weights=weights,
     )
     logits = model.embed.logits(out.x if at is None else gather_tokens(out.x, at))
@@ -414,7 +491,7 @@ def check_cache_room(
     this model's.
     """
     check_cache(config, cache, tokens, crossed)
-    positions = _check_positions(tokens, positions)
+    positions = check_positions(tokens.shape, positions)
     if positions is None:
         positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
     limit = cache_limit(config, cache.capacity)
@@ -423,10 +500,29 @@ def check_cache_room(
     return refuse_past_capacity(positions, limit)
 
 
-def _default_positions(tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
+def _read(
+    model: Encoder | EncoderDecoder,
+    source: jax.Array,  # i32[B, S], or what the config's inputs describe
+    positions: jax.Array | None,  # i32[B, S]
+) -> tuple[jax.Array, jax.Array | None]:  # i32[B, T] or [B, T, D], i32[B, T]
+    """Check what an encoder reads; return its tokens, or their vectors, and where they stand."""
+    cfg = model.config
+    if cfg.inputs is None:
+        check_tokens(source, cfg.encoder_vocab_size)
+        return source, positions
+    check_inputs(cfg.inputs, source)
+    return model.inputs(source, positions), input_positions(cfg.inputs, positions)
+
+
+def _places(x: jax.Array) -> jax.Array:  # [B, T] or [B, T, D] -> [B, T]
+    """Return an array with one element for each token."""
+    return x if x.ndim == 2 else x[:, :, 0]
+
+
+def _default_positions(shape: tuple[int, ...], positions: jax.Array | None) -> jax.Array:
     if positions is not None:
         return as_int32("positions", positions)
-    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return jnp.broadcast_to(jnp.arange(shape[1]), shape)
 
 
 def positions_and_masks(
@@ -442,7 +538,7 @@ def positions_and_masks(
     The masks, one for each item of the window pattern, are `mask` with that window, the sink tokens
     and the segments. The positions are i32[B, T] or [T]; with segments each counts from 0.
     """
-    positions = _check_positions(tokens, positions)
+    positions = check_positions(tokens.shape, positions)
     if isinstance(config.positions, Learned) and positions is None and segments is None:
         if tokens.shape[1] > config.max_len:
             raise ValueError(f"{tokens.shape[1]} tokens are more than max_len {config.max_len}")
@@ -471,17 +567,6 @@ def positions_and_masks(
     return token_positions, tuple(map(within, config.windows))
 
 
-def _check_positions(tokens: jax.Array, positions: jax.Array | None) -> jax.Array | None:
-    """Return positions as i32[B, T]; ValueError where they are not integers of that shape."""
-    if positions is None:
-        return None
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise ValueError(f"positions are {positions.dtype}: must be integers")
-    if positions.shape != tokens.shape:
-        raise ValueError(f"positions {positions.shape} and tokens {tokens.shape} differ in shape")
-    return as_int32("positions", positions)
-
-
 def _within_segments(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]
     """Return each token's distance from the first of its run of equal ids."""
     index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
@@ -507,6 +592,18 @@ def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
         raise ValueError(
             f"token {known[row, column]} at [{row}, {column}]: must be in 0..{vocab_size - 1}"
         )
+
+
+def check_head_mask(name: str, mask: jax.Array | None, layers: int, heads: int) -> None:
+    """Raise ValueError unless a head mask is None, or floats of each head or layer and head."""
+    if mask is None:
+        return
+    wanted = f"must be floats [{heads}] or [{layers}, {heads}], of heads or layers and heads"
+    if not hasattr(mask, "ndim"):
+        raise ValueError(f"{name} is a {type(mask).__name__}: {wanted}")
+    fits = mask.shape in ((heads,), (layers, heads))
+    if not fits or not jnp.issubdtype(mask.dtype, jnp.floating):
+        raise ValueError(f"{name} is {mask.dtype}{list(mask.shape)}: {wanted}")
 
 
 def check_one(tokens: jax.Array) -> None:

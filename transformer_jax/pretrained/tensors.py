@@ -135,6 +135,7 @@ class CheckpointTensors:
         elements = sum(int(np.prod(t.shape, dtype=object)) for t in self._folder.tensors.values())
         for name, size in (
             ("vocab_size", config.vocab_size),
+            ("source_vocab_size", config.encoder_vocab_size),
             ("d_model", config.d_model),
             ("d_ff", config.ff_dim),
             ("num_heads", config.num_heads),
@@ -148,7 +149,7 @@ class CheckpointTensors:
                     f"{where}: {said[0] if said else name} is {size}, "
                     f"and the files have {elements} numbers"
                 )
-        self._check_names(self._table(config))
+        self._check_names(config, self._table(config))
 
     def mappings(self, config: ModelConfig, shapes: Shapes) -> list[TensorMapping]:
         """Return the family's table after comparing it with the parameters and the files."""
@@ -167,7 +168,7 @@ class CheckpointTensors:
                 )
             self._float_dtype(actual)
         for name in sorted(self.names - {mapping.tensor for mapping in table}):
-            first = self._family.tied_copies.get(name)
+            first = self._family.copies(config).get(name)
             if first in self._in_file:
                 self._check_copy(name, first)
             elif name in self._family.computed_tensors:
@@ -206,14 +207,15 @@ class CheckpointTensors:
         """Return the family's table; a lone copy of a tied tensor takes the first one's name."""
         table = self._family.table(config)
         wanted = {mapping.tensor for mapping in table}
-        for copy, first in self._family.tied_copies.items():
+        for copy, first in self._family.copies(config).items():
             if copy in self._in_file and copy not in wanted and first not in self._in_file:
                 self._in_file[first] = self._in_file.pop(copy)
         return table
 
-    def _check_names(self, table: list[TensorMapping]) -> None:
+    def _check_names(self, config: ModelConfig, table: list[TensorMapping]) -> None:
         """Check that the files have every tensor of the table and no unknown one."""
         family = self._family
+        copies = family.copies(config)
         for mapping in table:
             if mapping.tensor not in self._in_file:
                 missing = f"{self._folder.path}: tensor {mapping.tensor} is missing"
@@ -225,7 +227,7 @@ class CheckpointTensors:
                     )
                 raise CheckpointError(missing)
         for name in sorted(self.names - {mapping.tensor for mapping in table}):
-            if name in family.computed_tensors or family.tied_copies.get(name) in self._in_file:
+            if name in family.computed_tensors or copies.get(name) in self._in_file:
                 continue
             if not _matches(name, family.ignored_tensors):
                 rule = f"a {family.name} of this config.json has no such tensor"

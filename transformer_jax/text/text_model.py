@@ -105,6 +105,10 @@ def load_text_model(
     none. Arguments are those of `load_pretrained`.
     """
     folder = open_folder(path_or_id)
+    if folder.config.get("share_encoder_decoder_embeddings") is False:
+        rule = "source and target have a tokenizer each; load_pretrained and translate take ids"
+        where = folder.path / CONFIG
+        raise ConfigError(f"{where}: share_encoder_decoder_embeddings is False: {rule}")
     tokenizer = published_tokenizer(folder)
     config, params = load_pretrained(folder.path, dtype=dtype, max_len=max_len)
     if config.kind == "encoder":

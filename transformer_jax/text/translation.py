@@ -126,8 +126,9 @@ def _read(
         raise ValueError("the source has no tokens: must have at least one")
     if config.positions is not None and config.positions.absolute and len(source) > config.max_len:
         raise ValueError(f"the source has {len(source)} tokens: max_len is {config.max_len}")
-    if wrong := [int(i) for i in source if not 0 <= i < config.vocab_size]:
-        raise ValueError(f"the source has id {wrong[0]}: the model has {config.vocab_size}")
+    if wrong := [int(i) for i in source if not 0 <= i < config.encoder_vocab_size]:
+        rule = f"the model has {config.encoder_vocab_size}"
+        raise ValueError(f"the source has id {wrong[0]}: {rule}")
     return _state(config, params, jnp.asarray(source[None]), num_tokens, dtype)
 
 

@@ -1,8 +1,18 @@
 """Map BART (Lewis et al. 2020) and Marian (Junczys-Dowmunt et al. 2018).
 
-In both, encoder and decoder share the embeddings, norms come after the branches (post-norm), and
-logits have a bias. BART has learned positions and a norm of the embeddings on each side; Marian has
-sinusoids, sines first. Their dropout of whole layers and within the feed-forward is left out.
+In both, norms come after the branches (post-norm), and logits have a bias. BART has learned
+positions and a norm of the embeddings on each side; Marian has sinusoids, sines first. Their
+dropout of whole layers and within the feed-forward is left out.
+
+Encoder, decoder and output share one table, `model.shared`, unless a key says otherwise:
+
+| family | key                                     | tables                                       |
+|--------|-----------------------------------------|----------------------------------------------|
+| Marian | share_encoder_decoder_embeddings: false | encoder.embed_tokens [vocab_size, D],        |
+|        |                                         | decoder.embed_tokens [decoder_vocab_size, D] |
+| both   | tie_word_embeddings: false              | lm_head for the output; encoder.embed_tokens |
+|        |                                         | and decoder.embed_tokens where the files     |
+|        |                                         | have both, else shared                       |
 """
 
 from __future__ import annotations
@@ -28,10 +38,13 @@ from transformer_jax.pretrained.families.table import (
 )
 
 BIAS = "final_logits_bias"
+HEAD = "lm_head.weight"
+SHARED = "model.shared.weight"
+ENCODER, DECODER = "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"
 
 
 def _table(config: ModelConfig) -> list[TensorMapping]:
-    mappings = [TensorMapping("embed/tokens", "model.shared.weight")]
+    mappings = _embeddings(config)
     for side, depth in (("encoder", config.num_layers), ("decoder", config.decoder_layers)):
         target = "target_" if side == "decoder" else ""
         if isinstance(config.positions, Learned):
@@ -57,6 +70,24 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
     return [*mappings, *([TensorMapping("embed/bias", BIAS, ROW)] if config.logit_bias else [])]
 
 
+def _embeddings(config: ModelConfig) -> list[TensorMapping]:
+    if config.source_vocab_size is None:
+        mappings = [TensorMapping("embed/tokens", SHARED)]
+    else:
+        mappings = [
+            TensorMapping("embed/source_tokens", ENCODER),
+            TensorMapping("embed/tokens", DECODER),
+        ]
+    return [*mappings, *([] if config.tie_embeddings else [TensorMapping("embed/output", HEAD)])]
+
+
+def _copies(config: ModelConfig) -> dict[str, str]:
+    """Return the second copies that a file may hold of the tables that the config shares."""
+    first = SHARED if config.source_vocab_size is None else DECODER
+    head = {HEAD: first} if config.tie_embeddings else {}
+    return head | ({DECODER: first, ENCODER: first} if first == SHARED else {})
+
+
 def _attention(param: str, tensor: str) -> list[TensorMapping]:
     return [
         *linear(f"{param}/query", f"{tensor}.q_proj"),
@@ -69,7 +100,6 @@ def _attention(param: str, tensor: str) -> list[TensorMapping]:
 def _common(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
     """Read the fields of ModelConfig that both families have."""
     keys.require("is_encoder_decoder", True)
-    keys.require("tie_word_embeddings", True)
     keys.require("normalize_before", False)
     keys.require("add_final_layer_norm", False)
     keys.require("add_bias_logits", False, True)  # the bias is there either way
@@ -87,6 +117,7 @@ def _common(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
         max_len=keys.integer("max_position_embeddings", 1024),
         norm_order="post",
         activation=keys.choice("activation_function", ACTIVATIONS, "gelu"),
+        tie_embeddings=keys.flag("tie_word_embeddings", True),
         scale_embeddings=keys.flag("scale_embedding", False),
         logit_bias=BIAS in names,
         dropout=keys.rate("dropout", 0.1),
@@ -107,7 +138,7 @@ def _write_common(config: ModelConfig) -> dict[str, Any]:
     return dict(
         is_encoder_decoder=True,
         tie_word_embeddings=config.tie_embeddings,
-        vocab_size=config.vocab_size,
+        vocab_size=config.encoder_vocab_size,
         d_model=config.d_model,
         encoder_layers=config.num_layers,
         decoder_layers=config.decoder_layers,
@@ -129,12 +160,19 @@ def _read_bart(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     keys.require("static_position_embeddings", False)
     keys.require("extra_pos_embeddings", 2)
     keys.ignore("force_bos_token_to_be_generated")
+    vocab = keys.integer("vocab_size", 50265)
     return ModelConfig(
-        vocab_size=keys.integer("vocab_size", 50265),
+        vocab_size=vocab,
+        source_vocab_size=vocab if _untied_sides(fields, names) else None,
         positions=Learned(offset=2),
         embedding_norm=True,
         **fields,
     )
+
+
+def _untied_sides(fields: dict[str, Any], names: frozenset[str]) -> bool:
+    """Return whether encoder and decoder have a table each, though the config does not say so."""
+    return not fields["tie_embeddings"] and {ENCODER, DECODER} <= names
 
 
 def _write_bart(config: ModelConfig) -> dict[str, Any]:
@@ -145,11 +183,19 @@ def _read_marian(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = _common(keys, names)
     keys.require("normalize_embedding", False)
     keys.require("static_position_embeddings", True)
-    keys.require("share_encoder_decoder_embeddings", True)
     keys.ignore("extra_pos_embeddings", "save_step")
-    vocab = keys.integer("vocab_size", 58101)
-    keys.require("decoder_vocab_size", None, vocab)
-    return ModelConfig(vocab_size=vocab, positions=Sinusoidal(layout="halves"), **fields)
+    source = keys.integer("vocab_size", 58101)
+    target = keys.optional_integer("decoder_vocab_size", None) or source
+    shared = keys.flag("share_encoder_decoder_embeddings", True)
+    if shared and target != source:
+        rule = f"must be vocab_size, {source}, while share_encoder_decoder_embeddings is true"
+        keys.fail("decoder_vocab_size", target, rule)
+    return ModelConfig(
+        vocab_size=target,
+        source_vocab_size=source if not shared or _untied_sides(fields, names) else None,
+        positions=Sinusoidal(layout="halves"),
+        **fields,
+    )
 
 
 def _write_marian(config: ModelConfig) -> dict[str, Any]:
@@ -158,7 +204,7 @@ def _write_marian(config: ModelConfig) -> dict[str, Any]:
         keys["activation_function"] = "swish"  # as published Marians spell it
     return dict(
         architectures=["MarianMTModel"],
-        share_encoder_decoder_embeddings=True,
+        share_encoder_decoder_embeddings=config.source_vocab_size is None,
         decoder_vocab_size=config.vocab_size,
         static_position_embeddings=True,
         normalize_embedding=False,
@@ -183,12 +229,8 @@ _family = partial(
     Family,
     table=_table,
     prefix="model.",
-    ignored_tensors=("model.encoder.version", "model.decoder.version"),
-    tied_copies={
-        "lm_head.weight": "model.shared.weight",
-        "model.decoder.embed_tokens.weight": "model.shared.weight",
-        "model.encoder.embed_tokens.weight": "model.shared.weight",
-    },
+    ignored_tensors=("model.encoder.version", "model.decoder.version", SHARED),
+    tied_copies=_copies,
     head_tensors=("lm_head.*", BIAS),
 )
 

@@ -146,8 +146,11 @@ class Family:
     """Patterns of the names that never have the prefix."""
     ignored_tensors: tuple[str, ...] = ()
     """Patterns of names that hold no parameter: buffers, and layers that the model does not use."""
-    tied_copies: Mapping[str, str] = field(default_factory=dict)
-    """Name of a second copy of a tied tensor, which a file may hold, to the name of the first."""
+    tied_copies: Mapping[str, str] | Callable[[ModelConfig], Mapping[str, str]] = field(
+        default_factory=dict
+    )
+    """Name of a second copy of a tied tensor, which a file may hold, to the name of the first; or
+    a function that makes this mapping for a config."""
     computed_tensors: Mapping[str, Callable[[ModelConfig, Shape], np.ndarray | None]] = field(
         default_factory=dict
     )
@@ -155,6 +158,10 @@ class Family:
     in the file; the function gives None if the tensor cannot have that shape."""
     old_suffixes: Mapping[str, str] = field(default_factory=dict)
     """How names of tensors end in old files, and how the same names end today."""
+
+    def copies(self, config: ModelConfig) -> Mapping[str, str]:
+        """Return the name of every second copy that a file of this config may hold."""
+        return self.tied_copies(config) if callable(self.tied_copies) else self.tied_copies
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -1,0 +1,105 @@
+"""Check what may be configured of an encoder's inputs, and that folders and flags hold it."""
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+
+from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json
+from transformer_jax.cli.flags import ConfigFlags, changed
+from transformer_jax.config import (
+    ConfigError,
+    Frames,
+    ModelConfig,
+    Patches,
+    TrainConfig,
+    Vectors,
+)
+
+KINDS = [
+    None,
+    Vectors(width=7),
+    Patches(size=4, height=8, width=12, class_token=False),
+    Frames(kernel=3),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Vectors(width=0), "width is 0: must be positive"),
+        (lambda: Vectors(width=2**31), r"width is 2147483648: must be below 2\*\*31"),
+        (lambda: Patches(size="16"), "size is '16': must be of type int"),
+        (lambda: Patches(size=5), "height is 224: must be a multiple of size 5"),
+        (lambda: Patches(size=7, width=15), "width is 15: must be a multiple of size 7"),
+        (lambda: Patches(class_token=1), "class_token is 1: must be of type bool"),
+        (lambda: Frames(kernel=4), "kernel is 4: must be odd"),
+        (lambda: Frames(kernel=3, stride=5), "stride is 5: must not exceed kernel 3"),
+        (lambda: Frames(layers=0), "layers is 0: must be positive"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(kind="decoder"), r"inputs is Vectors\(width=80\): needs kind 'encoder' or 'encoder-"),
+        (
+            dict(source_vocab_size=7, kind="encoder-decoder"),
+            "source_vocab_size is 7: a source",
+        ),
+        (dict(masked_token_head=True), "masked_token_head is True: an encoder of inputs has no to"),
+        (dict(type_vocab_size=2), "type_vocab_size is 2: an encoder of inputs has no tokens"),
+        (dict(tie_embeddings=False), "tie_embeddings is False: an encoder of inputs has no tokens"),
+        (dict(inputs=Patches(), max_len=196), "max_len is 196: must be at least the 197 tokens"),
+        (dict(inputs="patches"), "inputs is 'patches': must be"),
+    ],
+)
+def test_fields_that_contradict_inputs_are_refused(change, said):
+    with pytest.raises(ConfigError, match=said):
+        ModelConfig(**dict(dict(kind="encoder", inputs=Vectors()), **change))
+
+
+def test_fields_that_inputs_leave_alone_are_allowed():
+    ModelConfig(kind="encoder", inputs=Patches(), max_len=197, num_classes=3)
+    ModelConfig(kind="encoder", inputs=Patches(), positions="rope")
+    ModelConfig(kind="encoder-decoder", inputs=Frames(), tie_embeddings=False, logit_bias=True)
+
+
+def test_lengths_are_those_of_the_formulas():
+    assert Patches(size=4, height=8, width=12).num_tokens() == 2 * 3 + 1
+    assert Patches(size=4, height=8, width=12, class_token=False).num_tokens() == 2 * 3
+    frames = Frames(kernel=5, stride=3, layers=2)
+    assert [frames.num_tokens(n) for n in (1, 9, 10, 18, 19)] == [1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("inputs", KINDS, ids=lambda value: type(value).__name__)
+def test_a_run_folder_gives_back_the_inputs(inputs):
+    config = TrainConfig(model=ModelConfig(kind="encoder-decoder", inputs=inputs))
+    text = config_to_json(config)
+    stored = json.loads(text)["model"]
+    kind = None if inputs is None else type(inputs).__name__.lower()
+    assert stored["inputs"] is None if kind is None else stored["inputs"]["kind"] == kind
+    assert config_from_json(text) == config
+    del stored["inputs"], stored["source_vocab_size"]  # as a folder of before
+    plain = TrainConfig(model=ModelConfig(kind="encoder-decoder"))
+    assert config_from_json(json.dumps({"model": stored})) == plain
+
+
+def test_flags_choose_inputs_and_their_fields():
+    flags = ConfigFlags(ModelConfig)
+    base = ModelConfig(kind="encoder-decoder")
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
+    flags.add_to(parser, base)
+
+    def read(*words: str) -> Any:
+        return changed(base, flags.read(flags.given(parser.parse_args(words)), base)).inputs
+
+    assert read("--inputs", "frames", "--inputs.width", "40") == Frames(width=40)
+    assert read("--inputs", "vectors", "--inputs.width", "3") == Vectors(width=3)
+    with pytest.raises(ConfigError, match=r"inputs\.stride is '2': needs --inputs frames"):
+        read("--inputs", "vectors", "--inputs.stride", "2")

@@ -1,0 +1,163 @@
+"""Turn vectors, images and frames of sound into the vectors that an encoder's blocks read.
+
+    Vectors  h_t = W x_t + b
+    Patches  h_p = W patch_p + b, patches in row-major order; before them a learned class token
+    Frames   h = c_L(... c_1(x)), c_i(x)_t = gelu(sum_k W_ik x_(s t + k - P) + b_i), P = (K - 1) / 2
+
+Sources: Dosovitskiy et al. 2021 (patches), Synnaeve et al. 2020 and Radford et al. 2023 (frames).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from transformer_jax.checks import check_positions
+from transformer_jax.config import Frames, Inputs, ModelConfig, Patches
+from transformer_jax.models.functional import activate
+from transformer_jax.models.layers import Linear, parameter
+from transformer_jax.sharding import by_compiler, split
+
+
+def check_inputs(inputs: Inputs, x: jax.Array) -> None:
+    """Raise ValueError unless `x` holds floats in the shape that the config asks for."""
+    letters = "B, H, W, C" if isinstance(inputs, Patches) else "B, T, D"
+    length = x.shape[1] if getattr(x, "ndim", 0) > 1 else 1
+    row = inputs.row_shape(length)
+    wanted = f"must be floats [{letters}] of rows {list(row)}"
+    if not hasattr(x, "ndim"):
+        raise ValueError(f"inputs are a {type(x).__name__}: {wanted}")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.shape[1:] != row or not length:
+        raise ValueError(f"inputs are {x.dtype}{list(x.shape)}: {wanted}")
+
+
+def frame_positions(
+    inputs: Frames,
+    positions: jax.Array,  # i32[B, T]: of frames; negative is padding
+) -> jax.Array:  # i32[B, T']
+    """Return the positions of the tokens that convolutions make of padded frames.
+
+    A row of n frames that are not padding gives ceil(n / stride^layers) tokens, which stand at 0,
+    1, ..., wherever in the row the frames stood; -1 is padding.
+    """
+    step = inputs.stride**inputs.layers
+    counts = -(-(positions >= 0).sum(axis=1) // step)
+    index = jnp.arange(inputs.num_tokens(positions.shape[1]), dtype=jnp.int32)[None]
+    return jnp.where(index < counts[:, None], index, -1)
+
+
+def input_positions(
+    inputs: Inputs | None, positions: jax.Array | None
+) -> jax.Array | None:  # i32[B, T] -> i32[B, T']
+    """Return the positions of the encoder's tokens, of those of its input."""
+    if isinstance(inputs, Frames) and positions is not None:
+        return frame_positions(inputs, positions)
+    return positions
+
+
+def example_inputs(inputs: Inputs, batch: int, length: int) -> jax.Array:
+    """Return zeros in the shape of a batch of inputs."""
+    return jnp.zeros((batch, *inputs.row_shape(length)), jnp.float32)
+
+
+class InputLayer(nn.Module):
+    """Make the vectors that join the positions, from what the config's `inputs` describe."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, D_in] or [B, H, W, C]
+        positions: jax.Array | None = None,  # i32[B, T]; of patches, of those and the class token
+    ) -> jax.Array:  # [B, T', D]
+        """Return one vector for each token; what padding holds reaches none of the others."""
+        inputs = self.config.inputs
+        assert inputs is not None
+        if isinstance(inputs, Patches):
+            return self._patches(inputs, x, positions)
+        positions = check_positions(x.shape[:2], positions)
+        if isinstance(inputs, Frames):
+            return self._frames(inputs, x, positions)
+        return self._linear(_without_padding(x, positions), "projection")
+
+    def _linear(self, x: jax.Array, name: str, contract: int = 1) -> jax.Array:
+        """Project the last `contract` axes to the width of the model."""
+        cfg = self.config
+        std = math.prod(x.shape[x.ndim - contract :]) ** -0.5
+        return Linear(cfg, (cfg.d_model,), contract=contract, std=std, name=name)(x)
+
+    def _patches(self, inputs: Patches, x: jax.Array, positions: jax.Array | None) -> jax.Array:
+        shape = len(x), inputs.num_tokens()
+        positions = check_positions(shape, positions)
+        x = by_compiler(partial(_cut, inputs.size), [x], split(x, slice(1)))
+        if positions is not None:
+            x = _without_padding(x, positions[:, int(inputs.class_token) :])
+        x = self._linear(x, "projection", contract=3)
+        if not inputs.class_token:
+            return x
+        normal = nn.initializers.normal(self.config.init_std)
+        first = parameter(self, "class_token", normal, (self.config.d_model,)).astype(x.dtype)
+        return by_compiler(_put_first, [first, x], split(x))
+
+    def _frames(self, inputs: Frames, x: jax.Array, positions: jax.Array | None) -> jax.Array:
+        counts = None
+        if positions is not None:
+            x, counts = frames_to_front(x, positions), (positions >= 0).sum(axis=1)
+        for i in range(inputs.layers):
+            if counts is not None:
+                index = jnp.arange(x.shape[1])[None]
+                x = _without_padding(x, jnp.where(index < counts[:, None], index, -1))
+                counts = -(-counts // inputs.stride)
+            windows = strided_windows(x, inputs.kernel, inputs.stride)
+            x = activate(self._linear(windows, f"conv_{i}", contract=2), "gelu")
+        return x
+
+
+def _cut(size: int, x: jax.Array) -> jax.Array:  # [B, H, W, C] -> [B, H W / P^2, P, P, C]
+    """Cut images into square patches of `size` P, in row-major order."""
+    return rearrange(x, "B (Y P) (X Q) C -> B (Y X) P Q C", P=size, Q=size)
+
+
+def _put_first(first: jax.Array, x: jax.Array) -> jax.Array:  # [D], [B, T, D] -> [B, 1 + T, D]
+    """Put one vector before the vectors of each row."""
+    return jnp.concatenate([jnp.broadcast_to(first, (len(x), 1, len(first))), x], axis=1)
+
+
+def _without_padding(x: jax.Array, positions: jax.Array | None) -> jax.Array:
+    """Replace padding by 0, or a NaN in it would enter the gradients of a matrix."""
+    if positions is None:
+        return x
+    padding = (positions < 0).reshape(*positions.shape, *(1,) * (x.ndim - 2))
+    return jnp.where(padding, jnp.zeros_like(x), x)
+
+
+def frames_to_front(
+    x: jax.Array,  # [B, T, D]
+    positions: jax.Array,  # i32[B, T]; negative is padding
+) -> jax.Array:  # [B, T, D]
+    """Move the frames of each row that are not padding to its front, in their order.
+
+    A stride then meets them as it would without padding, on whichever side that stands.
+    """
+
+    def move(x: jax.Array, positions: jax.Array) -> jax.Array:
+        order = jnp.argsort(positions < 0, axis=1, stable=True)
+        return jnp.take_along_axis(x, order[:, :, None], axis=1)
+
+    return by_compiler(move, [x, positions], split(x))
+
+
+def strided_windows(x: jax.Array, kernel: int, stride: int) -> jax.Array:
+    """Return the frames around each `stride`-th, [B, T, D] -> [B, ceil(T / stride), kernel, D].
+
+    Beyond the ends of a row they are 0.
+    """
+    reach, last = kernel // 2, stride * (-(-x.shape[1] // stride) - 1)
+    x = jnp.pad(x, ((0, 0), (reach, reach), (0, 0)))
+    return jnp.stack([x[:, k : k + last + 1 : stride] for k in range(kernel)], axis=2)
