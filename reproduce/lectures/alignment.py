@@ -3,9 +3,9 @@
     python -m reproduce.lectures.alignment
 
 A bidirectional GRU reads the French words, and a GRU with additive attention writes the English
-ones (Bahdanau et al. 2015); the sentences are those of the grammar below, whole words each a
-token. The model trains until it translates all of them. Row i of the alignment is the softmax over
-the source words that the decoder read before it wrote word i:
+ones (Bahdanau et al. 2015). The sentences are all those of a small grammar; a token is a word.
+After 300 steps the model translates every one of them. Row i of the alignment has the decoder's
+attention weights over the French words j when it writes word i:
 
     a_ij = softmax_j(v . tanh(W_q s_{i-1} + W_k h_j))
 """
@@ -53,7 +53,7 @@ START, END = "<s>", "</s>"
 
 
 def sentence_pairs() -> list[tuple[str, str]]:
-    """Return the sentences of the grammar: French, and English with a, and its end, a full stop."""
+    """Return the sentences of the grammar, French and English."""
     pairs = []
     for subject, said in BE.items():
         others = MANY if subject in ("nous sommes", "ils sont") else ONE

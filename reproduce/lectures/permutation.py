@@ -33,7 +33,7 @@ CONFIG = ModelConfig(
 
 
 def largest_difference(kind: str) -> float:
-    """Return the largest element of |f(P x) - P f(x)| for an encoder with this kind of positions."""
+    """Return the largest element of |f(P x) - P f(x)| of an encoder with such positions."""
     config = replace(CONFIG, positions=kind)
     model, params = build(config), init_params(config, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (3, 13), 0, config.vocab_size)  # [B, T]
@@ -49,7 +49,7 @@ def largest_difference(kind: str) -> float:
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Run the demonstration; return each kind's largest difference."""
     arguments = read_arguments(__doc__, argv)
-    kinds = ("none", "sinusoidal", "rope") if arguments.quick else KINDS
+    kinds = ("none", "rope") if arguments.quick else KINDS
     differences = {kind: largest_difference(kind) for kind in kinds}
     rows = [
         [kind, f"{value:.1e}", "yes" if value < 1e-4 else "no"]

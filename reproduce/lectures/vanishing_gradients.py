@@ -61,13 +61,13 @@ def jacobian(
 
 def measure(length: int, seeds: int) -> dict[str, np.ndarray]:  # f64[T] of each network
     """Return the mean norm over seeds for every distance T - t, from 0 on."""
-    keys = jax.random.split(jax.random.key(0), seeds)
     norms = {}
     for name, (kind, bias) in CELLS.items():
 
         def of_key(key: jax.Array, kind: Any = kind, bias: float | None = bias) -> jax.Array:
             return jacobian(kind(WIDTH), bias, length, key)
 
+        keys = jax.random.split(jax.random.key(0), seeds)
         # The squares of the smallest elements are below what float32 holds.
         jacobians = np.asarray(jax.jit(jax.vmap(of_key))(keys), np.float64)
         norms[name] = np.sqrt((jacobians**2).sum(axis=(1, 3))).mean(axis=0)[::-1]
