@@ -17,12 +17,14 @@ known stays right.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 
 from reproduce.lectures.shared import (
     COLOURS,
@@ -64,14 +66,14 @@ def train_model(config: ModelConfig, steps: int, length: int) -> Any:
         return cross_entropy(logits, tokens[:, 1:])[0]
 
     params = init_params(config, jax.random.key(0))
-    return train(loss, params, texts.reshape(steps, rows, length + 1), learning_rate=0.02)[0]
+    return train(loss, params, rearrange(texts, "(I B) T -> I B T", B=rows), learning_rate=0.02)[0]
 
 
 def measure_errors(
     config: ModelConfig, params: Any, length: int
 ) -> tuple[np.ndarray, np.ndarray]:  # f64[T], f64[T]
     """Return the share of wrong tokens at each position: teacher-forced, free-running."""
-    first = np.stack(np.meshgrid(range(MODULUS), range(MODULUS)), axis=-1).reshape(-1, 2)
+    first = np.array(list(itertools.product(range(MODULUS), repeat=2)))
     texts = continue_texts(first, PROMPT + length)
     prompt, rest = texts[:, :PROMPT], texts[:, PROMPT:]
     model = build(config)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 
 from reproduce.lectures.shared import (
     COLOURS,
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = read_arguments(__doc__, argv)
     kinds = ("learned", "sinusoidal", "alibi") if arguments.quick else KINDS
     steps, length, layers = (200, 16, 1) if arguments.quick else (600, 32, 2)
-    texts = make_texts(steps * 16, length + 1, seed=1).reshape(steps, 16, length + 1)
+    texts = rearrange(make_texts(steps * 16, length + 1, seed=1), "(I B) T -> I B T", B=16)
     longer = make_texts(128, 4 * length + 1, seed=2)
     found: dict[str, Any] = {}
     figure, (axes,) = new_figure()
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         losses = losses_by_position(config, texts, longer)
         found[kind] = losses
         if losses is not None:
-            smooth = losses.reshape(-1, 8).mean(axis=1)
+            smooth = rearrange(losses, "(P C) -> P C", C=8).mean(axis=1)
             axes.plot(8 * np.arange(len(smooth)) + 4, smooth, color=colour, label=kind)
     quarters = [f"{i * length}-{(i + 1) * length}" for i in range(4)]
     rows = [
