@@ -56,6 +56,7 @@ def new_figure(columns: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes
 def label(axes: Axes, title: str, x: str, y: str, legend: bool = True) -> None:
     """Write a plot's title, the quantity and unit of each axis, and its legend."""
     axes.set_title(title, loc="left", color=INK, fontsize=11)
+    axes.minorticks_off()
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
     if legend:
