@@ -78,12 +78,13 @@ def learn_two_layers(answers: np.ndarray, steps: int) -> tuple[Any, float]:
 def draw(learned: dict[str, Any], arguments: Any) -> None:
     """Draw each gate's four points over what its network answers between them."""
     figure, plots = new_figure(len(GATES), height=4.2)
-    side = np.linspace(-0.4, 1.4, 41, dtype=np.float32)
+    side = np.linspace(-0.4, 1.4, 55, dtype=np.float32)
     grid = np.stack(np.meshgrid(side, side), axis=-1)  # [y, x, 2]
     for axes, (name, answers) in zip(plots, GATES.items(), strict=True):
         points = two_layers(learned[name]["params"], rearrange(grid, "Y X D -> (Y X) D"))
         logits = rearrange(points, "(Y X) -> Y X", Y=len(side))
         extent = (side[0], side[-1], side[0], side[-1])
+        axes.grid(False)
         shades = np.asarray(jax.nn.sigmoid(logits))
         axes.imshow(shades, cmap="RdBu", vmin=0, vmax=1, alpha=0.7, extent=extent, origin="lower")
         axes.contour(side, side, logits, [0.0], colors="#444444", linewidths=1.2)
