@@ -1,0 +1,152 @@
+"""Count and time what it costs to generate n tokens: without a cache, with one, with a window.
+
+    python -m reproduce.lectures.decoding_cost
+
+Query-key products of one head of one layer, where step t has t tokens:
+
+    no cache    sum of t (t + 1) / 2 = n (n + 1) (n + 2) / 6    every query again, at every step
+    cache       sum of t             = n (n + 1) / 2            one query a step
+    window W    sum of min(t, W)     = n W - W (W - 1) / 2      one query a step, n >= W
+
+The counts are summed from the masks that the steps use, over the positions that the cache holds.
+Times are of a whole generation by a small decoder, medians of runs in turn; without a cache the
+program reads a text of n tokens at every step, since its shapes are fixed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reproduce.lectures.shared import (
+    COLOURS,
+    label,
+    new_figure,
+    print_table,
+    read_arguments,
+    save_picture,
+)
+from transformer_jax import (
+    Causal,
+    ModelConfig,
+    Window,
+    build,
+    cache,
+    generate,
+    init_cache,
+    init_params,
+    make_step,
+)
+
+WINDOW = 16
+NAMES = ("no cache", "cache", f"window {WINDOW}")
+
+
+def formulas(n: int) -> list[int]:
+    """Return the number of query-key products of each way to generate n tokens."""
+    w = min(WINDOW, n)
+    return [n * (n + 1) * (n + 2) // 6, n * (n + 1) // 2, n * w - w * (w - 1) // 2]
+
+
+def count(n: int) -> list[int]:
+    """Count the pairs that the masks of all n steps let through."""
+
+    def without(t: jax.Array) -> jax.Array:
+        positions = jnp.where(jnp.arange(n) < t, jnp.arange(n), -1)
+        return Causal().materialize(positions, positions).sum()
+
+    def with_cache(mask: Any, capacity: int) -> jax.Array:
+        def step(state: cache.KVCache, t: jax.Array) -> tuple[cache.KVCache, jax.Array]:
+            new = jnp.zeros((1, 1, 1, 1))  # [B, T, K, H]
+            state = cache.update(state, new, new, t[None, None])
+            return state, mask.materialize(t[None, None], state.positions).sum()
+
+        return jax.lax.scan(step, cache.init(1, capacity, 1, 1), jnp.arange(n))[1]
+
+    counts = jax.jit(
+        lambda: (
+            jax.lax.map(without, jnp.arange(1, n + 1)),
+            with_cache(Causal(), n),
+            with_cache(Causal() & Window(WINDOW), min(WINDOW, n)),
+        )
+    )()
+    return [int(np.asarray(steps, np.int64).sum()) for steps in counts]
+
+
+def ways_to_generate(n: int) -> dict[str, Callable[[], Any]]:
+    """Return a function for each way, which generates n tokens and waits for them."""
+    config = ModelConfig(
+        vocab_size=61, d_model=32, num_layers=1, num_heads=2, positions="rope", max_len=n + 1
+    )
+    prompt, calls = jnp.zeros((1, 1), jnp.int32), []
+    params = init_params(config, jax.random.key(0))
+
+    @jax.jit
+    def without(params: Any) -> jax.Array:
+        def step(t: jax.Array, tokens: jax.Array) -> jax.Array:  # i32[1, n + 1]
+            logits, _ = build(config).apply({"params": params}, tokens)
+            return tokens.at[:, t + 1].set(logits[:, t].argmax(axis=-1))
+
+        return jax.lax.fori_loop(0, n, step, jnp.zeros((1, n + 1), jnp.int32))
+
+    calls.append(lambda: without(params))
+    for window in (None, WINDOW):
+        model = build(ModelConfig(**{**vars(config), "window": window}))
+        capacity = n + 1 if window is None else window
+
+        def cached(model: Any = model, capacity: int = capacity) -> jax.Array:
+            state = init_cache(model.config, batch=1, capacity=capacity)
+            return generate(make_step(model), params, prompt, state, num_tokens=n).tokens
+
+        calls.append(cached)
+    return dict(zip(NAMES, calls, strict=True))
+
+
+def measure_times(n: int, runs: int) -> list[float]:
+    """Return the median seconds of each way to generate n tokens; the ways take turns."""
+    calls = ways_to_generate(n)
+    for call in calls.values():
+        jax.block_until_ready(call())
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(runs):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - start)
+    return [statistics.median(each) for each in seconds.values()]
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the demonstration; return lengths, counts, formulas and seconds."""
+    arguments = read_arguments(__doc__, argv)
+    lengths, runs = ([24], 2) if arguments.quick else ([64, 128, 256, 512], 5)
+    counts = [count(n) for n in lengths]
+    seconds = [measure_times(n, runs) for n in lengths]
+    rows = [
+        [n, *pairs, *(f"{1e3 * s:.1f} ms" for s in times)]
+        for n, pairs, times in zip(lengths, counts, seconds, strict=True)
+    ]
+    print_table(["tokens n", *(f"{name}: products" for name in NAMES), *NAMES], rows)
+    figure, (left, right) = new_figure(2)
+    for i, name in enumerate(NAMES):
+        left.plot(lengths, [c[i] for c in counts], "o-", color=COLOURS[i], label=name)
+        right.plot(lengths, [1e3 * s[i] for s in seconds], "o-", color=COLOURS[i], label=name)
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(lengths, [str(n) for n in lengths])
+    label(left, "Query-key products", "tokens generated", "products of a head")
+    label(right, "Time of one generation", "tokens generated", "milliseconds")
+    save_picture(figure, arguments, "decoding_cost")
+    expected = [formulas(n) for n in lengths]
+    return {"lengths": lengths, "counts": counts, "formulas": expected, "seconds": seconds}
+
+
+if __name__ == "__main__":
+    main()

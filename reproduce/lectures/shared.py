@@ -1,0 +1,117 @@
+"""Read arguments, print tables, save pictures and train: what the demonstrations share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+COLOURS = ("#3b6fb6", "#e07b39", "#4c9a5b", "#a04a8f", "#8a6d3b", "#777777")
+INK = "#444444"
+
+
+def read_arguments(description: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the flags that every demonstration has: `out`, `format` and `quick`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    folder = Path("runs/lectures")
+    parser.add_argument("--out", type=Path, default=folder, help="the folder of the picture")
+    parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the picture")
+    parser.add_argument("--quick", action="store_true", help="small sizes, for a test")
+    return parser.parse_args(argv)
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print rows under their headings: the first column to the left, the others to the right."""
+    texts = [[str(cell) for cell in row] for row in [headings, *rows]]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for first, *others in texts:
+        cells = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+        print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+
+
+def new_figure(columns: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes]]:
+    """Make a figure with so many empty plots beside each other, in the style of `plot_losses`."""
+    figure = Figure(figsize=(7.0 if columns == 1 else 4.7 * columns, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    plots = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
+    for axes in plots:
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color("#bbbbbb")
+        axes.tick_params(colors=INK)
+    return figure, plots
+
+
+def label(axes: Axes, title: str, x: str, y: str, legend: bool = True) -> None:
+    """Write a plot's title, the quantity and unit of each axis, and its legend."""
+    axes.set_title(title, loc="left", color=INK, fontsize=11)
+    axes.minorticks_off()
+    axes.set_xlabel(x, color=INK)
+    axes.set_ylabel(y, color=INK)
+    if legend:
+        axes.legend(frameon=False, labelcolor=INK, fontsize=9)
+
+
+def draw_matrix(
+    axes: Axes,
+    values: np.ndarray,  # [rows, columns], from 0 to 1
+    rows: Sequence[str],
+    columns: Sequence[str],
+) -> None:
+    """Draw weights from white, 0, to blue, 1, with their numbers and the names of both axes."""
+    axes.imshow(values, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
+    axes.grid(False)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(length=0)
+    for (i, j), value in np.ndenumerate(values):
+        shade = "white" if value > 0.6 else INK
+        axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=shade, fontsize=9)
+
+
+def save_picture(figure: Figure, arguments: argparse.Namespace, name: str) -> Path:
+    """Save a figure in the folder and format of the arguments; equal figures are equal files."""
+    import matplotlib
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"{name}.{arguments.format}"
+    metadata = {"Date": None} if arguments.format == "svg" else {}
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(path, dpi=110, metadata=metadata)
+    print(f"picture: {path}")
+    return path
+
+
+def train(
+    loss: Callable[[Any, Any], jax.Array],
+    params: Any,
+    batches: Any,  # arrays [steps, ...]
+    learning_rate: float,
+) -> tuple[Any, jax.Array]:  # params, f32[steps]
+    """Minimise loss(params, batch) by Adam, a step for each batch; return params and losses.
+
+    The learning rate falls to zero along a half cosine.
+    """
+    steps = len(jax.tree.leaves(batches)[0])
+    optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
+
+    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, moments = state
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, moments = optimizer.update(gradients, moments)
+        return (optax.apply_updates(params, updates), moments), value
+
+    run = jax.jit(lambda params, batches: jax.lax.scan(step, params, batches))
+    (params, _), losses = run((params, optimizer.init(params)), batches)
+    return params, losses

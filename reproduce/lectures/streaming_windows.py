@@ -1,0 +1,123 @@
+"""Compare a streaming causal window with overlapping windows that are computed anew.
+
+    python -m reproduce.lectures.streaming_windows
+
+Frames arrive in chunks of C. A stack of L causal layers of window W sees R = L (W - 1) + 1 frames.
+
+    overlapping   run the stack on the last h frames and the new chunk, keep the chunk's outputs:
+                  (h + C) / C frames a new frame; right where h >= R - 1, wrong before
+    streaming     keep the last W keys and values of each layer: 1 frame a new frame, always right
+
+Counted beside frames: query-key products of a head, from the masks of the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reproduce.lectures.shared import (
+    COLOURS,
+    label,
+    new_figure,
+    print_table,
+    read_arguments,
+    save_picture,
+)
+from transformer_jax import (
+    Causal,
+    ModelConfig,
+    StreamingEncoder,
+    Window,
+    init_cache,
+    receptive_field,
+)
+
+CHUNK, FRAME = 8, 5
+
+
+def products(window: int, queries: np.ndarray, keys: np.ndarray) -> int:
+    """Count the pairs that a causal window lets through."""
+    mask = Causal() & Window(window)
+    return int(jax.jit(lambda q, k: mask.materialize(q, k).sum())(queries, keys))
+
+
+def run_overlapping(
+    apply: Any, frames: jax.Array, history: int, config: ModelConfig
+) -> tuple[jax.Array, int, int]:
+    """Return the outputs [B, T, D] of overlapping windows, frames run, and products of a head."""
+    outputs, run, pairs = [], 0, 0
+    for start in range(0, frames.shape[1], CHUNK):
+        first = max(0, start - history)
+        features, _ = apply(frames[:, first : start + CHUNK], None)
+        outputs.append(features[:, start - first :])
+        positions = np.arange(first, start + CHUNK)
+        run += len(positions)
+        pairs += config.num_layers * products(config.window, positions, positions)
+    return jnp.concatenate(outputs, axis=1), run, pairs
+
+
+def run_streaming(apply: Any, frames: jax.Array, config: ModelConfig) -> tuple[jax.Array, int, int]:
+    """Return the outputs [B, T, D] of a stream, frames run, and products of a head."""
+    outputs, run, pairs = [], 0, 0
+    state = init_cache(config, batch=len(frames), capacity=config.window)
+    for start in range(0, frames.shape[1], CHUNK):
+        features, state = apply(frames[:, start : start + CHUNK], state)
+        outputs.append(features)
+        positions = np.arange(start, start + CHUNK)
+        held = np.arange(max(0, start - config.window), start + CHUNK)
+        run += len(positions)
+        pairs += config.num_layers * products(config.window, positions, held)
+    return jnp.concatenate(outputs, axis=1), run, pairs
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the demonstration; return of each way (largest error, frames, products)."""
+    arguments = read_arguments(__doc__, argv)
+    layers, window, length = (2, 5, 24) if arguments.quick else (3, 9, 96)
+    config = ModelConfig(
+        d_model=16, num_layers=layers, num_heads=2, positions="rope", window=window, init_std=0.3
+    )
+    model = StreamingEncoder(config, frame_dim=FRAME)
+    frames = jax.random.normal(jax.random.key(0), (1, length, FRAME))  # [B, T, frame_dim]
+    params = model.init(jax.random.key(1), frames[:, :1])
+    whole, _ = model.apply(params, frames)
+    apply = jax.jit(lambda frames, state: model.apply(params, frames, cache=state))
+    reach = receptive_field(config) - 1
+    histories = [0, reach - 1, reach]
+    if not arguments.quick:
+        histories[1:1] = [reach // 4, reach // 2]
+    ways = {f"overlap {h}": run_overlapping(apply, frames, h, config) for h in histories}
+    ways["streaming"] = run_streaming(apply, frames, config)
+    found = {
+        name: (float(jnp.abs(outputs - whole).max()), run, pairs)
+        for name, (outputs, run, pairs) in ways.items()
+    }
+    rows = [
+        [name, f"{error:.0e}", f"{run / length:.2f}", f"{pairs / length:.1f}"]
+        for name, (error, run, pairs) in found.items()
+    ]
+    print(f"{layers} layers of window {window}: R = {reach + 1} frames; chunks of {CHUNK}")
+    print_table(["way", "largest error", "frames a frame", "products a frame"], rows)
+    figure, (left, right) = new_figure(2)
+    errors = [max(found[f"overlap {h}"][0], 1e-8) for h in histories]
+    left.plot(histories, errors, "o-", color=COLOURS[1], label="overlapping")
+    left.axhline(found["streaming"][0], color=COLOURS[0], label="streaming")
+    left.axvline(reach, color="#bbbbbb", linestyle="--", label="R - 1")
+    left.set_yscale("log")
+    costs = [found[f"overlap {h}"][1] / length for h in histories]
+    right.plot(histories, costs, "o-", color=COLOURS[1], label="overlapping")
+    right.axhline(1.0, color=COLOURS[0], label="streaming")
+    right.set_ylim(0, None)
+    label(left, "Error against the whole sequence", "overlap h (frames)", "largest error")
+    label(right, "Frames computed a new frame", "overlap h (frames)", "frames")
+    save_picture(figure, arguments, "streaming_windows")
+    return {"reach": reach, "length": length, **found}
+
+
+if __name__ == "__main__":
+    main()

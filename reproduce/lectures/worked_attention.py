@@ -1,0 +1,86 @@
+"""Work one layer of self-attention through by hand: three tokens, width 4, every number printed.
+
+    python -m reproduce.lectures.worked_attention
+
+    X = E + P                     embeddings and sinusoidal positions
+    Q, K, V = X W_Q, X W_K, X W_V
+    S = Q K^T / sqrt(4)           scores
+    A = softmax(S)                weights, a row for each query
+    O = A V                       output
+    Y = norm(O + P)               residual connection and normalisation
+
+Vaswani et al. 2017, 3.2.1. The numbers are those of the lecture, which adds the positions again
+where a transformer block would add X.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reproduce.lectures.shared import draw_matrix, label, new_figure, read_arguments, save_picture
+from transformer_jax import (
+    dot_product_attention,
+    dot_product_attention_weights,
+    layer_norm,
+    sinusoidal,
+)
+
+EMBEDDINGS = jnp.array([[1.0, 2, 1, 2], [3, 2, 1, 2], [4, 1, 2, 1]])  # [T, D]
+W_Q = jnp.array([[1.0, 2, 3, 1], [4, 1, 2, 3], [1, 1, 2, 2], [1, 2, 1, 1]])  # [D, H]
+W_K = W_V = jnp.array([[1.0, 2, 2, 1], [1, 2, 2, 3], [1, 3, 4, 2], [1, 2, 3, 1]])
+TOKENS = ("token 0", "token 1", "token 2")
+
+
+def one_head(matrix: jax.Array) -> jax.Array:  # [T, H] -> [B, T, N, H]
+    """Return a matrix as the only head of the only row of a batch."""
+    return matrix[None, :, None]
+
+
+def compute() -> dict[str, np.ndarray]:
+    """Return every intermediate of the example by its name, each with a row for a token."""
+    positions = sinusoidal(jnp.arange(3), 4)
+    x = EMBEDDINGS + positions
+    q, k, v = x @ W_Q, x @ W_K, x @ W_V
+    weights = dot_product_attention_weights(one_head(q), one_head(k))[0, 0]
+    output = dot_product_attention(one_head(q), one_head(k), one_head(v))[0, :, 0]
+    residual = output + positions
+    return {
+        "embeddings E": np.asarray(EMBEDDINGS),
+        "positions P": np.asarray(positions),
+        "input X = E + P": np.asarray(x),
+        "queries Q": np.asarray(q),
+        "keys K": np.asarray(k),
+        "values V": np.asarray(v),
+        "scores S": np.asarray(q @ k.T / 2),
+        "weights A": np.asarray(weights),
+        "output O": np.asarray(output),
+        "residual O + P": np.asarray(residual),
+        "normalised Y": np.asarray(layer_norm(residual, None, None, eps=0.0)),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """Run the demonstration; return every intermediate by its name."""
+    arguments = read_arguments(__doc__, argv)
+    steps = compute()
+    for name, rows in steps.items():
+        print(name)
+        for i, row in enumerate(rows):
+            print(f"  row {i}  " + " ".join(f"{value:10.4f}" for value in row))
+    print("the scores of a row are so far apart that all its weight is on key 1")
+    unit = np.asarray(jax.nn.softmax(steps["scores S"] / 50))
+    figure, (left, right) = new_figure(2, height=3.4)
+    draw_matrix(left, steps["weights A"], TOKENS, TOKENS)
+    draw_matrix(right, unit, TOKENS, TOKENS)
+    label(left, "softmax(S): one-hot", "key", "query", legend=False)
+    label(right, "softmax(S / 50): what smaller scores give", "key", "query", legend=False)
+    save_picture(figure, arguments, "worked_attention")
+    return steps
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Run the demonstrations of the lectures with small sizes, and check what they claim."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "reproduce" / "lectures"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "shared"))
+EMBEDDINGS = np.array([[1, 2, 1, 2], [3, 2, 1, 2], [4, 1, 2, 1]])
+W_Q = np.array([[1, 2, 3, 1], [4, 1, 2, 3], [1, 1, 2, 2], [1, 2, 1, 1]])
+W_K = np.array([[1, 2, 2, 1], [1, 2, 2, 3], [1, 3, 4, 2], [1, 2, 3, 1]])
+
+
+@pytest.fixture(scope="module")
+def demonstrate(tmp_path_factory):
+    """Return a function that runs a demonstration small, once for the module."""
+    folder = tmp_path_factory.mktemp("lectures")
+
+    @functools.cache
+    def run(name: str) -> Any:
+        script = importlib.import_module(f"reproduce.lectures.{name}")
+        found = script.main(["--quick", "--out", str(folder)])
+        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+        return found
+
+    return run
+
+
+def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
+    """Check that each script has a test, a command on a page, and a picture below 60 KB."""
+    tests = Path(__file__).read_text()
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "lectures").glob("*.md"))
+    assert len(NAMES) == 12
+    for name in NAMES:
+        assert f'demonstrate("{name}")' in tests, name
+        assert f"python -m reproduce.lectures.{name}" in pages, name
+        assert f"pictures/lectures/{name}.svg" in pages, name
+        size = (ROOT / "docs" / "pictures" / "lectures" / f"{name}.svg").stat().st_size
+        assert 1000 < size < 60_000, name
+
+
+def test_decoding_costs_as_many_products_as_the_formulas_say(demonstrate):
+    """Compare counts of the masks with the formulas and with sums in NumPy."""
+    found = demonstrate("decoding_cost")
+    assert found["counts"] == found["formulas"]
+    for n, counts in zip(found["lengths"], found["counts"], strict=True):
+        steps = np.arange(1, n + 1)
+        expected = [(steps * (steps + 1) // 2).sum(), steps.sum(), np.minimum(steps, 16).sum()]
+        assert counts == [int(x) for x in expected]
+    assert np.isfinite(found["seconds"]).all() and np.min(found["seconds"]) > 0
+
+
+def test_paths_and_sequential_steps_are_those_of_the_table(demonstrate):
+    """Compare paths and steps with Table 1 of Vaswani et al. 2017."""
+    found = demonstrate("path_length")
+    for n, steps, paths in zip(found["lengths"], found["steps"], found["paths"], strict=True):
+        assert steps == [n, 1, 1]
+        assert paths == [n, 1, math.ceil((n - 1) / 4)]
+
+
+def test_gradients_vanish_unless_the_forget_gate_is_open(demonstrate):
+    """Check that gradients fall in every network but an LSTM with a forget bias."""
+    norms = demonstrate("vanishing_gradients")
+    assert all(np.isfinite(curve).all() and curve.min() > 0 for curve in norms.values())
+    last = {name: curve[-1] / curve[0] for name, curve in norms.items()}
+    for name in ("Elman", "GRU", "LSTM, forget bias 0"):
+        assert last[name] < 1e-3, name
+    assert last["LSTM, forget bias 1"] > 10 * last["Elman"]
+    assert last["LSTM, forget bias 3"] > 0.1
+    curve = norms["LSTM, forget bias 1"]
+    rate = (curve[-1] / curve[10]) ** (1 / (len(curve) - 11))
+    assert abs(rate - 1 / (1 + math.exp(-1))) < 0.15  # the gate at its bias
+
+
+def test_errors_grow_over_a_text_that_the_model_writes_itself(demonstrate):
+    """Check that errors stay on true prefixes, and accumulate on the model's own text."""
+    found = demonstrate("exposure_bias")
+    forced, free = found["teacher-forced"], found["free-running"]
+    assert 0.01 < forced[0] < 0.5
+    assert forced == pytest.approx(forced[0])
+    assert free[0] == forced[0]
+    assert free[-1] > 2 * forced[-1]
+    np.testing.assert_allclose(free[:3], 1 - (1 - forced[0]) ** np.arange(1, 4), atol=0.05)
+
+
+def test_an_encoder_without_positions_is_equivariant(demonstrate):
+    """Check that a permutation changes nothing without positions, and much with them."""
+    differences = demonstrate("permutation")
+    assert differences.pop("none") < 2e-5
+    assert min(differences.values()) > 0.1
+
+
+@pytest.mark.slow
+def test_loss_beyond_the_trained_length_depends_on_the_kind_of_positions(demonstrate):
+    """Check that ALiBi keeps its loss, sinusoids do not, and a learned table refuses."""
+    losses = demonstrate("length_extrapolation")
+    assert losses["learned"] is None
+    n = len(losses["alibi"]) // 4
+    within, beyond = ({k: losses[k][part].mean() for k in ("alibi", "sinusoidal")}
+                      for part in (slice(2, n), slice(2 * n, None)))  # fmt: skip
+    assert max(within.values()) < 1.3 < math.log(11)
+    assert beyond["sinusoidal"] > within["sinusoidal"] + 0.5
+    assert beyond["alibi"] < within["alibi"] + 0.25
+
+
+@pytest.mark.slow
+def test_overlapping_windows_agree_with_a_stream_once_they_overlap_enough(demonstrate):
+    """Check where overlapping windows are right, and count what they compute."""
+    found = demonstrate("streaming_windows")
+    reach = found["reach"]
+    assert reach == 2 * (5 - 1)
+    assert found["streaming"][0] < 1e-5 and found["streaming"][1] == found["length"]
+    for history in (0, reach - 1):
+        assert found[f"overlap {history}"][0] > 1e-4
+    error, frames, products = found[f"overlap {reach}"]
+    assert error < 1e-5
+    chunks = np.arange(0, found["length"], 8)
+    assert frames == (np.minimum(chunks, reach) + 8).sum()
+    seen = [sum(min(i + 1, 5) for i in range(min(c, reach) + 8)) for c in chunks]
+    assert products == 2 * sum(seen)
+    assert found["streaming"][2] == 2 * sum(min(i + 1, 5) for i in range(found["length"]))
+
+
+def test_stacked_windows_see_as_many_inputs_as_the_formula_says(demonstrate):
+    """Compare the inputs that have a gradient with L (W - 1) + 1."""
+    fields = demonstrate("receptive_field")
+    assert len(fields) == 3
+    for (layers, window), (measured, formula) in fields.items():
+        assert measured == formula == layers * (window - 1) + 1
+
+
+def test_scores_have_the_variance_d_and_1_when_scaled(demonstrate):
+    """Check variances of scores, and that scaling keeps the entropy of the softmax."""
+    found = demonstrate("score_variance")
+    for d, ((raw, sharp), (scaled, soft)) in found.items():
+        assert abs(raw / d - 1) < 0.1
+        assert abs(scaled - 1) < 0.1
+        assert 0 < sharp < soft < math.log(64)
+    assert found[64][0][1] < found[4][0][1] / 2
+    assert abs(found[64][1][1] - found[4][1][1]) < 0.1
+
+
+def test_a_perceptron_finds_and_and_or_but_two_layers_find_xor_too(demonstrate):
+    """Check that XOR has no perceptron, and that two layers learn all three gates."""
+    found = demonstrate("perceptron")
+    inputs = np.array([[0, 0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1]])
+    gates = {"AND": [0, 0, 0, 1], "OR": [0, 1, 1, 1], "XOR": [0, 1, 1, 0]}
+    for name, answers in gates.items():
+        right = (inputs @ found[name]["perceptron"] > 0).astype(int).tolist() == answers
+        assert right == (name != "XOR") == (found[name]["epochs"] is not None)
+        assert np.abs(found[name]["outputs"] - answers).max() < 0.05
+
+
+def test_the_worked_example_is_that_of_float64(demonstrate):
+    """Compare every intermediate of the worked example with NumPy in float64."""
+    found = demonstrate("worked_attention")
+    angles = np.arange(3)[:, None] * np.array([1, 0.01])
+    positions = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(3, 4)
+    x = EMBEDDINGS + positions
+    q, k, v = x @ W_Q, x @ W_K, x @ W_K
+    scores = q @ k.T / 2
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    total = weights @ v + positions
+    centred = total - total.mean(axis=1, keepdims=True)
+    expected = {
+        "queries Q": q, "keys K": k, "values V": v, "scores S": scores, "weights A": weights,
+        "output O": weights @ v, "residual O + P": total,
+        "normalised Y": centred / np.sqrt((centred**2).mean(axis=1, keepdims=True)),
+    }  # fmt: skip
+    for name, rows in expected.items():
+        np.testing.assert_allclose(found[name], rows, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert found["normalised Y"][0].round(4).tolist() == pytest.approx(
+        [-1.4909, 0.6280, 1.1423, -0.2794], abs=1e-6
+    )
+
+
+@pytest.mark.slow
+def test_the_translator_looks_at_the_word_that_it_translates(demonstrate):
+    """Check translations, and that each noun and adjective looks at its French word."""
+    found = demonstrate("alignment")
+    assert found["right"] > 0.9
+    words, weights = found["je suis étudiant"]
+    assert words == ["i", "am", "a", "student", "</s>"]
+    np.testing.assert_allclose(weights.sum(axis=1), 1, atol=1e-5)
+    assert weights[words.index("student")].argmax() == 2
+    words, weights = found["nous avons un chat noir"]
+    assert words == ["we", "have", "a", "black", "cat", "</s>"]
+    assert [weights[words.index(word)].argmax() for word in ("black", "cat")] == [4, 3]
