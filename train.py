@@ -1,13 +1,20 @@
-"""Train a language model on a text.
+"""Train a model for a task.
 
     python train.py                                  Python's own documentation, about two minutes
     python train.py --data book.txt --out runs/book
-    python train.py --preset shakespeare-cpu --out runs/shakespeare
-    python train.py --init-from gpt2-folder --data book.txt --out runs/tuned
+    python train.py --data book.txt --model lstm --out runs/lstm
+    python train.py --task masked --data book.txt --out runs/masked
+    python train.py --task seq2seq --data pairs.tsv --out runs/translator
+    python train.py --task classify --data labels.tsv --init-from runs/masked --out runs/classes
+    python train.py --task reverse --model gru --out runs/reverse
+    python train.py --task digits --out runs/digits  pictures to words; tones: sound to letters
     python train.py --out runs/book --resume         goes on where it stopped
 
-The run folder then holds the config, the tokenizer, the checkpoints, the curves and a sample. To
-write with the model: python -m transformer_jax generate --run runs/book --prompt "Once".
+Tasks: language, masked, seq2seq, prefix, classify, chat; and, made of the seed, reverse, copy,
+addition, dates, recall, modular, digits, tones. The run folder then holds the config, the
+tokenizer, the checkpoints, the curves and a sample. What to do with the model:
+    python -m transformer_jax generate --run runs/book --prompt "Once"
+    python -m transformer_jax evaluate --run runs/book --data FILE
 """
 
 from __future__ import annotations
@@ -27,7 +34,8 @@ from transformer_jax.cli.flags import changed
 from transformer_jax.cli.process import interrupts, keep_freed_memory, one_line
 from transformer_jax.cli.report import how_to_resume, how_to_write, summary, what_text
 from transformer_jax.cli.run_flags import RunFlags, check_published, parse
-from transformer_jax.config import ConfigError, TrainConfig, fine_tuning, train_preset
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig, fine_tuning
+from transformer_jax.config.tasks import ContinuousTask
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,9 +84,13 @@ def train(argv: Sequence[str]) -> int:
         show(f"  {how_to_resume(config)}")
         return 128 + received[0]
     show(summary(result))
-    show(f"Write with the model, or train on{what_text(config)}:")
-    show(f"  {how_to_write(result)}")
-    show(f"  {how_to_resume(config, f' --steps {2 * config.steps}')}")
+    if isinstance(config.task, ContinuousTask):  # which no prompt can hold
+        show("Train on:")
+    else:
+        show(f"Write with the model, or train on{what_text(config)}:")
+        show(f"  {how_to_write(result)}")
+    if config.steps > 1:
+        show(f"  {how_to_resume(config, f' --steps {2 * config.steps}')}")
     return 0
 
 
@@ -97,15 +109,16 @@ def configure(flags: RunFlags) -> tuple[TrainConfig, int | None]:
         return changed(base, given), given.get(("model", "vocab_size"), base.model.vocab_size)
     if flags.init_from is not None:
         from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
-        from transformer_jax.pretrained.load import pretrained_config
+        from transformer_jax.training.initial import start_model
 
-        model = pretrained_config(flags.init_from)
-        base = fine_tuning(model, flags.init_from)
+        model = start_model(flags.init_from).config
+        base = fine_tuning(model, flags.init_from, flags.task)
         check_published(flags.changes(base), model, flags.init_from, OVERRIDABLE_FIELDS)
-        if model.dtype == "float16":  # whose gradients vanish where nothing scales the loss
+        if isinstance(model, ModelConfig) and model.dtype == "float16":
+            # whose gradients vanish where nothing scales the loss
             base = dataclasses.replace(base, model=dataclasses.replace(model, dtype="float32"))
     else:
-        base = train_preset(flags.preset)
+        base = flags.start()
     given = flags.changes(base)
     return changed(base, given), given.get(("model", "vocab_size"))
 

@@ -18,8 +18,8 @@ import transformer_jax as tj
 from transformer_jax.config import TrainConfig
 from transformer_jax.kernels import Target, using
 from transformer_jax.training import (
+    batch_loss,
     init_state,
-    language_model_loss,
     make_optimizer,
     make_train_step,
 )
@@ -64,7 +64,7 @@ def take_a_step() -> None:
     )
     optimizer = make_optimizer(config)
     state = init_state(config.model, optimizer, 0)
-    step = make_train_step(language_model_loss(config.model), optimizer)
+    step = make_train_step(batch_loss(config.model), optimizer)
     corpus = jnp.arange(400) % 61
     batch = windows(corpus, jnp.array([[0, 100, 200]]), 16)  # [1, B, T]: one micro-batch
     losses = []

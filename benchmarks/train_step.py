@@ -105,13 +105,13 @@ def tokens(case: TrainCase) -> np.ndarray:  # i32[B, T + 1]
 
 def ours(case: TrainCase) -> Step:
     """This library, as train.py runs it."""
-    from transformer_jax.training import step as training
+    from transformer_jax import training
 
     text = jnp.asarray(tokens(case))
     batch = training.Batch(text[None, :, :-1], text[None, :, 1:])
     optimizer = training.make_optimizer(RECIPE)
     state = training.init_state(case.model, optimizer, 0)
-    step = training.make_train_step(training.language_model_loss(case.model), optimizer)
+    step = training.make_train_step(training.batch_loss(case.model), optimizer)
 
     def call() -> float:
         nonlocal state

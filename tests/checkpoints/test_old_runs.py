@@ -48,6 +48,7 @@ from transformer_jax import (
 )
 from transformer_jax.checkpoints.checkpoint import restore, saved_steps, verify
 from transformer_jax.checkpoints.run_folder import RunFolder, config_from_json, config_to_json
+from transformer_jax.config.tasks import usual_task
 from transformer_jax.text.text_model import load_run
 
 GENERATE = ("transformer_jax", "generate")
@@ -269,7 +270,8 @@ def test_an_old_model_config_means_what_it_did(name):
     stored = over(DEFAULTS["train"]["model"], entry["config"])
     assert len(same_fields(config, stored)) == len(stored) - len(REGROUPED)
     assert model_of(entry["config"]) == config
-    whole = dataclasses.replace(train_preset(), model=config, context=None)
+    task = usual_task(config)
+    whole = dataclasses.replace(train_preset(), task=task, model=config, context=None)
     assert config_from_json(config_to_json(whole)) == whole
     params = filled(shapes_of(config, entry))
     assert_near(logits_of(config, params)[0, -1], entry["logits"])

@@ -9,8 +9,11 @@ from typing import Literal
 import pytest
 
 from transformer_jax.cli.flags import ConfigFlags, changed, spelled
-from transformer_jax.cli.run_flags import FLAGS, OWN, TRAINABLE
-from transformer_jax.config import ConfigError, train_preset
+from transformer_jax.cli.run_flags import FLAGS, OWN
+from transformer_jax.config import PRESETS, ConfigError, preset, train_preset
+from transformer_jax.config.fields import kind_name
+from transformer_jax.config.presets import task_recipe
+from transformer_jax.config.tasks import TASKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,16 +177,23 @@ def test_no_two_fields_share_a_spelling(flags):
     assert not {f"--{name}" for name in OWN} & flags.names.keys()
 
 
+def _fitting(name):
+    """Return a task that a preset's model can learn."""
+    kind = "decoder" if name is None else preset(name).kind
+    return next(task() for task in TASKS.values() if kind in task().shapes)
+
+
 def test_every_field_of_a_run_is_read_back_as_it_is_shown():
     """Typing the default that a flag shows changes no field of any preset."""
-    for name in (None, *TRAINABLE):
-        base, given = train_preset(name), {}
+    recipes = [train_preset(name, task=_fitting(name)) for name in (None, *PRESETS)]
+    for base in (*recipes, *(task_recipe(task()) for task in TASKS.values())):
+        given = {}
         for path in FLAGS.fields:
             value = base
             for part in path:
                 value = getattr(value, part, dataclasses.MISSING)
             if dataclasses.is_dataclass(value):
-                value = type(value).__name__
+                value = kind_name(type(value))
             if value is not dataclasses.MISSING:  # else a field of another kind than is there
                 given[path] = ",".join(map(str, value)) if type(value) is tuple else str(value)
         assert len(given) > 60

@@ -29,8 +29,21 @@ from transformer_jax.cli import command, generate
 from transformer_jax.cli.flags import spelled
 from transformer_jax.cli.report import suggested_prompt, summary
 from transformer_jax.cli.run_flags import FLAGS, parse
-from transformer_jax.config import ConfigError, ModelConfig, Rope, TrainConfig, train_preset
+from transformer_jax.config import (
+    ConfigError,
+    Frames,
+    ModelConfig,
+    NgramConfig,
+    Patches,
+    RecurrentConfig,
+    Rope,
+    TrainConfig,
+    Vectors,
+    WindowConfig,
+    train_preset,
+)
 from transformer_jax.config.positions import KINDS
+from transformer_jax.config.tasks import TASKS, LanguageTask
 from transformer_jax.decoding.logit_processors import (
     Ban,
     Force,
@@ -47,6 +60,7 @@ from transformer_jax.training import loop as training
 from transformer_jax.training import progress
 from transformer_jax.training.data import DataError
 from transformer_jax.training.loop import fit
+from transformer_jax.training.tasks.language import LanguageWindows
 
 ROOT = Path(train.__file__).parent
 SMALL = (
@@ -97,7 +111,7 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ("--glu maybe", "glu is 'maybe': must be True|False"),
         (f"--seed {2**70}", "seed is 1180591620717411303424: must be at least 0"),
         ("--d-model 30 --num-heads 4", "num_heads is 4: does not divide d_model 30"),
-        ("--tokenizer word", "tokenizer is 'word': must be char|byte|bpe"),
+        ("--tokenizer letter", "tokenizer is 'letter': must be char|byte|bpe|word"),
         ("--scaling linear", "scaling is 'linear': needs --model.positions rope, it is learned"),
         (
             "--positions rope --scaling linaer",
@@ -105,9 +119,12 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ),
         ("--preset gtp2", "preset is 'gtp2': must be one of tiny, "),
         ("--preset gtp2", ", nearest: gpt2"),
-        ("--preset bert-base", "preset is 'bert-base': an encoder; this trains decoders: tiny, "),
-        ("--preset=transformer-base --steps 3", "an encoder-decoder; this trains decoders: tiny"),
-        ("--preset bert-large --help", "preset is 'bert-large': an encoder; this trains decoders"),
+        (
+            "--preset bert-base",
+            "preset is 'bert-base': an encoder learns --task masked or classify, not language",
+        ),
+        ("--preset=transformer-base --steps 3", "an encoder-decoder learns --task seq2seq or "),
+        ("--preset bert-large --help", "preset is 'bert-large': an encoder learns --task masked"),
         ("--positions rope --short-factors 1,x", "short_factors is 'x': must be NUMBER"),
         (
             "--positions rope --short-factors 1,2",
@@ -115,11 +132,31 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ),
         ("--context 9999", "context is 9999: exceeds the model's max_len"),
         ("stray", "unrecognized arguments: stray"),
-        ("--kind encoder", "kind is 'encoder': text is trained on with a 'decoder'"),
+        ("--kind encoder", "task is 'language': is learnt by a decoder, the model is of"),
         ("--data /nonexistent", "data is '/nonexistent': no such file or folder"),
         ("--vocab-size 3", "vocab_size is 3: the tokenizer has"),
         ("--resume --out /nonexistent", "/nonexistent: no run here"),
         ("--resume --preset tiny", "preset and resume"),
+        ("--resume --model gru", "model and resume"),
+        ("--preset tiny --model gru", "preset and model: give one of them"),
+        (
+            "--model lstn",
+            "model is 'lstn': must be one of transformer, lstm, gru, rnn, window, ngram",
+        ),
+        ("--model lstm --num-heads 3", "num_heads is '3': needs --model"),
+        ("--model window --task masked", "model is 'window': task 'masked' is learnt by another"),
+        ("--task maskd", "task is 'maskd': must be language|masked|seq2seq|"),
+        ("--task masked --documents lines", "documents is 'lines': needs --task language, it is"),
+        (
+            "--task seq2seq",
+            "data is 'python-docs': must be a file, which task 'seq2seq' reads line",
+        ),
+        ("--task reverse --data x", "data is 'x': task 'reverse' makes its own examples"),
+        (
+            "--model ngram --steps 5",
+            "steps is 5: an n-gram model is counted in one step: must be 1",
+        ),
+        ("--frozen embd", "frozen has 'embd': no parameter begins so (there are decoder, embed)"),
     ],
 )
 def test_bad_usage_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message):
@@ -165,8 +202,10 @@ def test_every_field_is_a_flag_and_means_what_it_says():
     def flat(cls, *skipped):
         return {f.name for f in dataclasses.fields(cls)} - {*skipped}
 
-    expected = flat(TrainConfig, "model") | flat(ModelConfig)
-    expected = expected.union(*map(flat, KINDS.values()))
+    models = ModelConfig, RecurrentConfig, WindowConfig, NgramConfig
+    expected = flat(TrainConfig, "model").union(*map(flat, models))
+    inputs = Patches, Frames, Vectors
+    expected = expected.union(*map(flat, (*KINDS.values(), *TASKS.values(), *inputs)))
     assert {path[-1] for path in FLAGS.fields} == expected
     argv = (
         "--positions rope --base 500 --scaling yarn --original-len 64 --factor 2 --glu True "
@@ -240,7 +279,7 @@ def test_help_explains_every_flag(capsys):
         assert "[" in text[1], f"{flag} shows no default"
     assert "Optimizer steps. [5000]" in " ".join(out.split())
     assert "--preset" in out and "--resume" in out and "--debug" in out
-    assert "gpt2-xl" in out and "bert" not in out and "transformer-base" not in out
+    assert "gpt2-xl" in out and "bert-base" in out and "--model NAME" in out
 
 
 @pytest.mark.slow
@@ -301,9 +340,8 @@ def test_a_text_from_standard_input_is_asked_for_again(capsys, flags, tmp_path, 
 def test_only_a_prompt_that_the_tokenizer_can_read_is_suggested(tmp_path):
     def start(characters: str, sample: str) -> str:
         RunFolder(tmp_path).write_tokenizer(CharTokenizer.train(characters))
-        return suggested_prompt(
-            SimpleNamespace(sample=sample, config=SimpleNamespace(out=tmp_path))
-        )
+        config = SimpleNamespace(out=tmp_path, task=LanguageTask())
+        return suggested_prompt(SimpleNamespace(sample=sample, config=config))
 
     assert start("to be or", "to be or to") == "to be or"
     assert start("emma\nava", "emma\nava\n") == "emma"
@@ -317,8 +355,9 @@ def test_a_reader_that_has_had_enough_does_not_end_the_run(flags, tmp_path, monk
         for line in "one", "two":
             progress.say(line)
         return SimpleNamespace(
-            config=config, sample="to be", val_loss_per_character=1.0, rejected=0, interrupted=False
-        )
+            config=config, sample="to be", val_loss_per_character=1.0, rejected=0,
+            interrupted=False, unit="character", perplexity=2.0, accuracy=None, scores={},
+        )  # fmt: skip
 
     (tmp_path / "run").mkdir()
     RunFolder(tmp_path / "run").write_tokenizer(ByteTokenizer())
@@ -352,7 +391,12 @@ def test_an_interrupt_during_the_imports_shows_no_traceback(inherited, status, p
     [
         ("--help", 0, "generate ", ""),
         ("", 2, "", "usage: python -m transformer_jax COMMAND"),
-        ("generat", 2, "", "transformer_jax: command is 'generat': must be generate or convert, n"),
+        (
+            "generat",
+            2,
+            "",
+            "transformer_jax: command is 'generat': must be generate or ev",
+        ),
         ("convert --to x", 2, "", "convert: run and model: give one of them\n"),
         ("generate --modle x", 2, "", "generate: --modle: no such flag, nearest: --model\n"),
         ("generate --help", 0, "usage: python -m transformer_jax generate [--FLAG VALUE ...]", ""),
@@ -450,13 +494,18 @@ def fit_parameters(run: Path) -> int:
 def test_a_loss_per_byte_is_called_so():
     def said(tokenizer: str) -> str:
         config = dataclasses.replace(train_preset(None), tokenizer=tokenizer)
+        task = SimpleNamespace(config=config, data=SimpleNamespace(val=range(8), val_characters=6))
+        loss, unit = LanguageWindows.per_character(task, 1.5)
         result = SimpleNamespace(
-            config=config, sample="", rejected=0, val_loss=1.5, val_loss_per_character=2.0
-        )
-        return summary(result).splitlines()[0]
+            config=config, sample="", rejected=0, val_loss=1.5, val_loss_per_character=loss,
+            unit=unit, perplexity=np.exp(1.5), accuracy=0.25, scores={"exact_match": 0.5},
+        )  # fmt: skip
+        return summary(result).splitlines()[:3]
 
-    assert said("byte") == "held-out loss: 1.5000 nats per byte = 2.1640 bits"
-    assert said("char") == "held-out loss: 2.0000 nats per character = 2.8854 bits"
+    assert said("byte")[0] == "held-out loss: 1.5000 nats per byte = 2.1640 bits"
+    assert said("char")[0] == "held-out loss: 2.0000 nats per character = 2.8854 bits"
+    wanted = "perplexity 4.48 per token, 25.0% of the labels are the likeliest", "exact_match 0.5"
+    assert tuple(said("char")[1:]) == wanted
 
 
 def test_a_second_signal_ends_at_once(flags, tmp_path, monkeypatch):

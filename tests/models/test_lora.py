@@ -26,7 +26,8 @@ from transformer_jax.models.lora import (
 )
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.pretrained.peft import load_lora, save_lora
-from transformer_jax.training.step import Batch, language_model_loss, make_train_step, start_state
+from transformer_jax.training.batch import Batch, batch_loss
+from transformer_jax.training.step import make_train_step, start_state
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
@@ -160,7 +161,7 @@ def test_training_moves_adapters_and_no_bit_of_the_parameters(params, scan):
     optimizer = optax.adamw(0.05, weight_decay=0.01)
     adapters = init_lora(params, lora, jax.random.key(1))
     state = start_state(adapters, optimizer, jax.random.key(2))
-    step = make_train_step(lora_loss(language_model_loss(config), lora), optimizer)
+    step = make_train_step(lora_loss(batch_loss(config), lora), optimizer)
     batch = Batch(TOKENS[None, :, :-1], TOKENS[None, :, 1:])
     losses = []
     for _ in range(12):

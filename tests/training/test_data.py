@@ -16,11 +16,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from transformer_jax.config import TrainConfig, preset
+from transformer_jax.tokenizers.special import tokenizer_from_json
 from transformer_jax.tokenizers.trained import (
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
-    tokenizer_from_json,
 )
 from transformer_jax.training import data
 from transformer_jax.training.data import (

@@ -25,10 +25,21 @@ from transformer_jax.checkpoints.run_folder import (
     locked,
     plot_losses,
 )
-from transformer_jax.config import PRESETS, ConfigError, ModelConfig, TrainConfig, train_preset
+from transformer_jax.config import (
+    PRESETS,
+    ConfigError,
+    ModelConfig,
+    TrainConfig,
+    preset,
+    train_preset,
+)
+from transformer_jax.config.architectures import ARCHITECTURES
+from transformer_jax.config.presets import task_recipe
+from transformer_jax.config.tasks import TASKS, LanguageTask
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.training import loop as training
+from transformer_jax.training.batch import Batch, batch_loss, batch_scores
 from transformer_jax.training.data import (
     IGNORE,
     DataError,
@@ -36,13 +47,11 @@ from transformer_jax.training.data import (
     load_dataset,
     random_starts,
 )
-from transformer_jax.training.loop import MOST_REJECTED, fit
+from transformer_jax.training.loop import MOST_REJECTED, Scores, fit
 from transformer_jax.training.progress import Silent
 from transformer_jax.training.step import (
-    Batch,
     decays,
     init_state,
-    language_model_loss,
     learning_rate_schedule,
     make_eval_step,
     make_optimizer,
@@ -50,6 +59,7 @@ from transformer_jax.training.step import (
     start_state,
     windows,
 )
+from transformer_jax.training.tasks import language
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -87,10 +97,12 @@ def fresh_trace_counter():
 @pytest.fixture
 def traced_once(monkeypatch):
     """One program for training and one for evaluation serve all runs: another trace raises."""
-    make = training.language_model_loss
-    monkeypatch.setattr(
-        training, "language_model_loss", lambda *args: chex.assert_max_traces(make(*args), n=2)
-    )
+
+    def once(make):
+        return lambda *args: chex.assert_max_traces(make(*args), n=1)
+
+    monkeypatch.setattr(training, "batch_loss", once(training.batch_loss))
+    monkeypatch.setattr(training, "batch_scores", once(training.batch_scores))
     training._compiled.cache_clear()
     yield
     training._compiled.cache_clear()
@@ -149,7 +161,7 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(config, monkeypatch, trac
         read.append((step, starts.tolist()))
         return starts
 
-    monkeypatch.setattr(training, "random_starts", spy)
+    monkeypatch.setattr(language, "random_starts", spy)
     straight = VARIANTS[variant](config)
     whole = fit(straight)
     order, read[:] = list(read), []
@@ -201,7 +213,7 @@ SMALL = replace(MODEL, vocab_size=31, dropout=0.0)
 @pytest.fixture(scope="module")
 def step():
     """A step of SMALL that gives the gradient."""
-    return make_train_step(language_model_loss(SMALL), KEEP)
+    return make_train_step(batch_loss(SMALL), KEEP)
 
 
 def test_micro_batches_weighted_by_tokens_are_one_big_batch(rng, step):
@@ -244,7 +256,7 @@ def test_a_step_without_labels_has_no_loss_and_no_gradient(step):
 def test_dropout_draws_anew_at_each_step_and_in_each_micro_batch():
     model = replace(MODEL, dropout=0.5, vocab_size=31)
     optimizer = KEEP
-    step = make_train_step(language_model_loss(model), optimizer)
+    step = make_train_step(batch_loss(model), optimizer)
     tokens = jnp.arange(26, dtype=jnp.int32).reshape(1, 2, 13)
     one, two = (Batch(*[jnp.concatenate([tokens] * n)] * 2) for n in (1, 2))
     first, first_loss = step(init_state(model, optimizer, 3), one)
@@ -319,8 +331,8 @@ def test_the_tenth_rejected_step_in_a_row_ends_the_run_and_the_ninth_does_not(
     assert MOST_REJECTED == 10
     compiled = training._compiled
 
-    def rejecting(config):
-        programs = compiled(config)
+    def rejecting(config, prepare):
+        programs = compiled(config, prepare)
 
         def step(state, corpus, starts):
             state, measured = programs.train_step(state, corpus, starts)
@@ -464,11 +476,11 @@ def test_evaluation_weighs_every_held_out_token_once(rng):
         more = numpy_loss(read({"params": params}, tokens)[0][0, : len(part) - 1], part[1:])
         summed, count = summed + more[0], count + more[1]
     assert count == 96
-    loss = chex.assert_max_traces(language_model_loss(model), n=1)
-    step = make_eval_step(loss, lambda c, s: windows(c, s, 13))
+    scores = chex.assert_max_traces(batch_scores(model), n=1)
+    step = make_eval_step(scores, lambda c, s: windows(c, s, 13))
     padded = np.concatenate([starts, np.full(-len(starts) % 3, 97)]).reshape(-1, 3)
-    found = training.evaluate(step, params, jnp.asarray(corpus), padded.astype(np.int32))
-    assert_near(found, summed / count, 1e-6)
+    found = training.evaluate(step, params, (jnp.asarray(corpus),), padded.astype(np.int32))
+    assert_near(found.loss, summed / count, 1e-6)
 
 
 def test_the_run_folder_holds_what_it_should(config):
@@ -476,7 +488,8 @@ def test_the_run_folder_holds_what_it_should(config):
     result = fit(config)
     folder = RunFolder(Path(config.out))
     assert sorted(p.name for p in folder.path.iterdir()) == [
-        "checkpoints", "config.json", "loss.png", "metrics.jsonl", "sample.txt", "tokenizer.json",
+        "checkpoints", "config.json", "loss.png", "metrics.jsonl", "sample.txt", "scores.json",
+        "tokenizer.json",
     ]  # fmt: skip
     assert folder.read_config() == result.config
     assert result.config.model.vocab_size == len(set(Path(config.data).read_text()))
@@ -515,9 +528,9 @@ def test_the_drawn_curve_neither_lags_nor_leaves_the_losses(rng):
 def test_random_batches_evaluate_the_same_windows_every_time(config, monkeypatch):
     seen = []
 
-    def spy(step, params, corpus, starts):
-        seen.append(starts.tolist())
-        return 1.0
+    def spy(step, params, held_out, batches):
+        seen.append([starts.tolist() for starts in batches])
+        return Scores(1.0, 0.5)
 
     monkeypatch.setattr(training, "evaluate", spy)
     fit(replace(config, eval_batches=2), stop=after(12))
@@ -530,7 +543,7 @@ def test_fifty_steps_of_three_runs_compile_once(config, traced_once):
     fit(config)
     fit(replace(config, out=config.out + "-2", seed=3, keep=1), stop=after(10))
     assert fit(replace(config, out=config.out + "-3", seed=2**32 - 1)).step == 20
-    with pytest.raises(AssertionError, match="traced > 2 times"):
+    with pytest.raises(AssertionError, match="traced > 1 times"):
         fit(replace(config, out=config.out + "-4", batch_size=2))
 
 
@@ -749,7 +762,8 @@ def test_a_folder_that_cannot_be_made_is_an_os_error(config, text):
 
 @pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
 def test_text_is_trained_on_with_decoders_only(config, kind):
-    with pytest.raises(ConfigError, match=f"kind is '{kind}'"):
+    rule = f"task is 'language': is learnt by a decoder, the model is of kind '{kind}'"
+    with pytest.raises(ConfigError, match=rule):
         fit(changed(config, kind=kind))
     assert not Path(config.out).exists()
 
@@ -782,8 +796,30 @@ def test_a_text_too_short_leaves_no_run_folder(config, tmp_path):
 
 @pytest.mark.parametrize("name", [None, *PRESETS])
 def test_a_config_comes_back_from_its_file(name):
-    config = replace(train_preset(name), eval_batches=7, learning_rate=1 / 3)
+    kind = "decoder" if name is None else preset(name).kind
+    task = next(task() for task in TASKS.values() if kind in task().shapes)
+    config = replace(train_preset(name, task=task), eval_batches=7, learning_rate=1 / 3)
     assert config_from_json(config_to_json(config)) == config
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", TASKS)
+def test_the_recipe_of_every_task_and_model_comes_back_from_its_file(name, architecture):
+    try:
+        config = task_recipe(TASKS[name](), architecture)
+    except ConfigError as error:
+        assert f"task {name!r} is learnt by another kind of model" in str(error)
+        return
+    again = config_from_json(config_to_json(config))
+    assert again == config
+    assert type(again.model) is type(config.model)
+
+
+def test_a_config_from_before_there_were_tasks_is_a_decoder_s_that_reads_text():
+    """Its model had a `kind` of its own, and nothing said what it was trained for."""
+    config = config_from_json('{"model": {"kind": "decoder", "d_model": 8}, "steps": 7}')
+    assert config == TrainConfig(model=ModelConfig(d_model=8), steps=7)
+    assert config.task == LanguageTask()
 
 
 @pytest.mark.parametrize(

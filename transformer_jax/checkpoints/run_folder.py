@@ -1,11 +1,12 @@
 """Read and write the folder of a training run: what is needed to continue, use and inspect it.
 
 config.json     the resolved TrainConfig
-tokenizer.json
+tokenizer.json  and source_tokenizer.json where sources have one of their own
 metrics.jsonl   one object a line
 loss.png        both curves
 checkpoints/    step-N folders, see checkpoint.py
-sample.txt      a text of the trained model
+sample.txt      what the trained model makes of its task
+scores.json     what the held-out examples came to at the end
 lock            the number of the process that is writing here; gone when it ends
 """
 
@@ -25,19 +26,24 @@ from typing import Any, cast, get_args, get_type_hints
 
 from transformer_jax.checkpoints.checkpoint import CheckpointError, naming, write_file
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config.fields import kind_name
 from transformer_jax.config.migrate import current_model_fields
-from transformer_jax.tokenizers.trained import Tokenizer, tokenizer_from_json
+from transformer_jax.config.tasks import usual_task
+from transformer_jax.tokenizers.special import tokenizer_from_json
+from transformer_jax.tokenizers.trained import Tokenizer
 
 CONFIG_LIMIT = 2**20
 """Largest config.json that is read, in bytes."""
 
 MAY_CHANGE = frozenset(
     {
-        "data", "out", "steps", "eval_every", "eval_batches",
+        "data", "val_data", "out", "steps", "task.judged", "task.beams", "task.targets",
+        "task.val_targets", "model.nodes", "eval_every", "eval_batches",
         "checkpoint_every", "keep", "log_every", "sample_tokens",
     }
 )  # fmt: skip
-"""Fields a resumed run may set anew. `data` may move; its content is compared by hash."""
+"""Fields a resumed run may set anew. `data` may move; its content is compared by hash, and what is
+counted of it follows."""
 
 
 class RunError(RuntimeError):
@@ -77,21 +83,26 @@ class RunFolder:
         except ConfigError as error:
             raise ConfigError(f"{self.config_file}: {error}") from None
 
+    @property
+    def source_tokenizer_file(self) -> Path:
+        return self.path / "source_tokenizer.json"
+
     def read_tokenizer(self, sha256: str | None = None) -> Tokenizer:
         """Read the run's tokenizer, whose file must have this hash if one is given."""
-        try:
-            content = self.tokenizer_file.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{self.tokenizer_file}: {error.strerror}") from None
-        if sha256 is not None and _sha256(content) != sha256:
-            raise CheckpointError(f"{self.tokenizer_file}: sha256 mismatch")
-        try:
-            return tokenizer_from_json(content.decode("utf-8", "surrogatepass"))
-        except ValueError as error:
-            raise CheckpointError(f"{self.tokenizer_file}: {error}") from None
+        return _read_tokenizer(self.tokenizer_file, sha256)
+
+    def read_source_tokenizer(self, sha256: str | None = None) -> Tokenizer | None:
+        """Read the tokenizer of the run's sources; None where they share the run's."""
+        file = self.source_tokenizer_file
+        return _read_tokenizer(file, sha256) if file.exists() or sha256 is not None else None
 
     def write_tokenizer(self, tokenizer: Tokenizer) -> None:
         write_file(self.tokenizer_file, tokenizer.to_json())
+
+    def write_source_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """Write the tokenizer of the run's sources, where they have one of their own."""
+        if tokenizer is not None:
+            write_file(self.source_tokenizer_file, tokenizer.to_json())
 
     def write_config(self, config: TrainConfig) -> None:
         write_file(self.config_file, config_to_json(config))
@@ -122,6 +133,19 @@ class RunFolder:
         return [_measurement(line) for line in lines]
 
 
+def _read_tokenizer(file: Path, sha256: str | None) -> Tokenizer:
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from None
+    if sha256 is not None and _sha256(content) != sha256:
+        raise CheckpointError(f"{file}: sha256 mismatch")
+    try:
+        return tokenizer_from_json(content.decode("utf-8", "surrogatepass"))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+
+
 def _measurement(text: str) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl: an object with an integer `step`, whose losses are numbers."""
     try:
@@ -145,14 +169,10 @@ def _plain(config: Any) -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            kind = {"kind": _kind(type(value))} if get_args(hints[field.name]) else {}
+            kind = {"kind": kind_name(type(value))} if get_args(hints[field.name]) else {}
             value = kind | _plain(value)
         content[field.name] = value
     return content
-
-
-def _kind(cls: type) -> str:
-    return cls.__name__.lower()
 
 
 def config_from_json(text: str | bytes) -> TrainConfig:
@@ -193,6 +213,8 @@ def _build(cls: type, content: Any, path: str) -> Any:
             raise ConfigError(f"{path}{key}: unknown key{hint}")
         value = tuple(value) if isinstance(value, list) else value
         arguments[key] = _field(hints[key], value, f"{path}{key}")
+    if cls is TrainConfig and "task" not in arguments and "model" in arguments:
+        arguments["task"] = usual_task(arguments["model"])  # written before there were tasks
     try:
         return cls(**arguments)
     except ConfigError as error:
@@ -203,15 +225,32 @@ def _field(hint: Any, value: Any, path: str) -> Any:
     """Return the value of a field: itself, or the config that it describes."""
     if dataclasses.is_dataclass(hint):
         return _build(cast(type, hint), value, f"{path}.")
-    options = [cls for cls in get_args(hint) if isinstance(cls, type)]
-    kinds = {_kind(cls): cls for cls in options if dataclasses.is_dataclass(cls)}
-    if not kinds or not isinstance(value, dict):
+    kinds = _kinds(hint)
+    if not kinds or value is None or isinstance(value, str):  # a string is short for positions
         return value
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is {value!r}: must be an object")
     content = dict(value)
-    kind = content.pop("kind", None)
+    own = [cls for cls in kinds.values() if "kind" in cls.__dataclass_fields__]
+    kind = content.pop("kind", own[0].kind if own else None)
     if not isinstance(kind, str) or kind not in kinds:
         raise ConfigError(f"{path}.kind is {kind!r}: must be one of {', '.join(kinds)}")
+    if kinds[kind] in own:
+        content["kind"] = kind
     return _build(kinds[kind], content, f"{path}.")
+
+
+def _kinds(hint: Any) -> dict[str, Any]:
+    """Return the config classes of a union by the `kind` that they have in a file.
+
+    A class with a field `kind` of its own, such as ModelConfig, has every value of it.
+    """
+    found: dict[str, Any] = {}
+    for cls in get_args(hint):
+        if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+            own = get_args(get_type_hints(cls).get("kind"))
+            found |= dict.fromkeys(own or (kind_name(cls),), cls)
+    return found
 
 
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:

@@ -59,7 +59,10 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
     model = load_run("convert", arguments.run, arguments.checkpoint)
     if arguments.dtype is not None:
         model = with_parameters_in(model, arguments.dtype)
-    config, params, lines = model.config, model.params, []
+    config, params, lines = model.config, model.params, list[str]()
+    if not isinstance(config, ModelConfig):
+        rule = "other libraries have no such model: must be a transformer"
+        raise ConfigError(f"model of the run is a {type(config).__name__}: {rule}")
     try:
         family = written_family(config, arguments.family)
     except ConfigError as error:

@@ -21,6 +21,7 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from transformer_jax.config import ConfigError
+from transformer_jax.config.fields import kind_name
 
 Path = tuple[str, ...]
 """The names of the fields that lead from a config to a field within it."""
@@ -77,10 +78,12 @@ class Field:
 class ConfigFlags:
     """Hold the flags of a config class and of every config within it."""
 
-    def __init__(self, config: type) -> None:
+    def __init__(self, config: type, without: Collection[Path] = ()) -> None:
+        """Collect the fields; those `without` a flag are set by the command itself."""
         self.fields: dict[Path, list[Field]] = {}
         for field in _walk(config, ()):
-            self.fields.setdefault(field.path, []).append(field)
+            if field.path not in without:
+                self.fields.setdefault(field.path, []).append(field)
         self.names = _spellings(self.fields)
         """Every spelling of a flag, and the flag it means."""
 
@@ -198,7 +201,7 @@ def _kinds(hint: Any) -> list[type]:
 
 
 def _kind_name(kind: type) -> str:
-    return "None" if kind is NoneType else kind.__name__.lower()
+    return "None" if kind is NoneType else kind_name(kind)
 
 
 def _read(name: str, hint: Any, text: str) -> Any:
@@ -221,7 +224,7 @@ def _read(name: str, hint: Any, text: str) -> Any:
             if text in get_args(option):
                 return text
         elif get_origin(option) is tuple:
-            if "," in text:
+            if "," in text or (text and set(_options(hint)) <= {NoneType, option}):
                 return tuple(_read(name, get_args(option)[0], item) for item in text.split(","))
         else:
             with contextlib.suppress(ValueError):
@@ -268,10 +271,11 @@ def _summary(config: type) -> str:
 
 
 def _field_docs(config: type) -> dict[str, str]:
-    """Return the string below each field of a dataclass."""
+    """Return the string below each field of a dataclass, inherited fields included."""
+    bases = (base for base in config.__bases__ if is_dataclass(base))
+    docs = {name: text for base in bases for name, text in _field_docs(base).items()}
     tree = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
     assert isinstance(tree, ast.ClassDef)
-    docs = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
             if isinstance(below.value, ast.Constant) and isinstance(field.target, ast.Name):

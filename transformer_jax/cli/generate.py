@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformer_jax.cli.command import Parser, load_run, run
-from transformer_jax.config import ConfigError, Learned, ModelConfig
+from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig
+from transformer_jax.config.architectures import AnyModelConfig, model_shape
+from transformer_jax.config.tasks import (
+    ChatTask,
+    ClassifyTask,
+    ContinuousTask,
+    LanguageTask,
+    MaskedTask,
+    Task,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,13 +57,55 @@ def _write(arguments: argparse.Namespace) -> None:
         model = load_run("generate", arguments.run, arguments.checkpoint)
     else:
         model = load_text_model(arguments.model, dtype=arguments.dtype, max_len=arguments.max_len)
-    processors = (*model.processors, *_processors(arguments, model.tokenizer))
     with contextlib.suppress(AttributeError):  # a replaced stdout may have no such method
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    if model.config.kind == "encoder-decoder":
+    if model.run is not None and not isinstance(model.run.task, LanguageTask):
+        _answer(arguments, model, model.run)
+        return
+    processors = (*model.processors, *_processors(arguments, model.tokenizer))
+    if model_shape(model.config) == "encoder-decoder":
         _translate(arguments, model, sampler, processors, stop)
     else:
         _continue(arguments, model, sampler, processors, stop)
+
+
+def _answered_by(task: Task) -> tuple[str, ...]:
+    """Return the flags that a run of another task than `language` reads."""
+    common = "prompt", "prompts", "checkpoint"
+    match task:
+        case MaskedTask() | ClassifyTask():
+            return common
+        case ChatTask():
+            return (*common, "tokens", "seed")
+    return (*common, "beams", "tokens")
+
+
+def _answer(arguments: argparse.Namespace, model: TextModel, run: TrainConfig) -> None:
+    """Do with each prompt what a run was trained for: translate, fill masks, label, answer."""
+    from transformer_jax.training.tasks.prompts import answer_prompts
+    from transformer_jax.training.tasks.task import Tokenizers
+
+    if isinstance(run.task, ContinuousTask):
+        rule = "it reads no text; sample.txt and scores.json in its folder say what it wrote"
+        raise ConfigError(f"run is {arguments.run!r}: its task is {run.task.kind!r}: {rule}")
+    flags = _answered_by(run.task)
+    for name, value in vars(arguments).items():
+        if name not in ("run", "debug", *flags) and value not in (None, False):
+            rule = f"a run of task {run.task.kind!r} reads {', '.join(flags)}"
+            raise ConfigError(f"{name} is {value!r}: {rule}")
+    if arguments.prompts is not None:
+        texts = _prompts(arguments.prompts, every_line=True)
+    elif arguments.prompt:
+        texts = [arguments.prompt]
+    else:
+        raise ConfigError(f"prompt is '': a run of task {run.task.kind!r} needs one, or prompts")
+    if arguments.seed is not None:
+        run = dataclasses.replace(run, seed=arguments.seed)
+    tokenizers = Tokenizers(model.tokenizer, model.source_tokenizer)
+    for text in answer_prompts(
+        run, tokenizers, model.params, texts, beams=arguments.beams, num_tokens=arguments.tokens
+    ):
+        print(text.replace("\n", "\\n") if arguments.prompts else text, flush=True)
 
 
 def _continue(
@@ -64,6 +116,8 @@ def _continue(
     stop: Sequence[str],
 ) -> None:
     """Write with a decoder: one text as it comes, or whole texts."""
+    if arguments.prompts is not None and arguments.beams is not None:
+        raise ConfigError("prompts and beams: give one of them")
     import jax
 
     from transformer_jax.text import completion
@@ -98,17 +152,19 @@ def _continue(
     sys.stdout.write("\n")
 
 
-def _fitting(tokens: int | None, left: int, config: ModelConfig) -> int:
+def _fitting(tokens: int | None, left: int, config: AnyModelConfig) -> int:
     """Return how many tokens to write: those asked for, else as many as fit, up to 400."""
+    from transformer_jax.text import completion
+
     if left < 1 or (tokens or 1) > left:
-        fits = f"{max(left, 0)} fit after the prompt (max_len {config.max_len})"
+        fits = f"{max(left, 0)} fit after the prompt (max_len {completion.longest_text(config)})"
         raise ConfigError(f"tokens is {tokens or 1}: {fits}")
     return tokens or min(left, 400)
 
 
 def _print_texts(
     arguments: argparse.Namespace,
-    model: tuple[ModelConfig, Any, Tokenizer],
+    model: tuple[Any, Any, Tokenizer],
     prompts: Sequence[np.ndarray],
     shown: Sequence[str],
     count: int,
@@ -161,7 +217,9 @@ def _translate(
     for name in ("lookup", "chat", "slots"):
         if getattr(arguments, name):
             raise ConfigError(f"{name}: needs a decoder, {arguments.model} is an encoder-decoder")
-    config, count = model.config, arguments.tokens or min(400, model.config.max_len)
+    config = model.config
+    assert isinstance(config, ModelConfig)  # a run's was answered before
+    count = arguments.tokens or min(400, config.max_len)
     if config.positions is not None and config.positions.absolute and count > config.max_len:
         raise ConfigError(f"tokens is {count}: {config.max_len} fit (max_len)")
     if model.forced_bos_id is not None:
@@ -204,21 +262,20 @@ def _begun(arguments: argparse.Namespace, text: str) -> str:
     return text.removeprefix(" ") if arguments.chat else text
 
 
-def _checked_ids(config: ModelConfig, ids: np.ndarray) -> np.ndarray:  # i32[P]
+def _checked_ids(config: AnyModelConfig, ids: np.ndarray) -> np.ndarray:  # i32[P]
     """Return the ids of a prompt; DataError for one that the model does not have."""
     from transformer_jax.training.data import DataError
 
-    if len(ids) and ids.max() >= config.encoder_vocab_size:
-        rule = f"the model has {config.encoder_vocab_size} tokens"
+    known = config.encoder_vocab_size if isinstance(config, ModelConfig) else config.vocab_size
+    if len(ids) and ids.max() >= known:
+        rule = f"the model has {known} tokens"
         raise DataError(f"the prompt has id {ids.max()}: {rule}")
     return ids
 
 
-def _shortened(config: ModelConfig, needed: int) -> ModelConfig:
+def _shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
     """Return a config with room for so many tokens, whose cache is no larger than it has to be."""
-    import dataclasses
-
-    if isinstance(config.positions, Learned):
+    if not isinstance(config, ModelConfig) or isinstance(config.positions, Learned):
         return config
     return dataclasses.replace(config, max_len=min(config.max_len, -(-needed // 64) * 64))
 
@@ -234,7 +291,8 @@ def _one_way(arguments: argparse.Namespace) -> None:
     elif arguments.checkpoint is not None:
         raise ConfigError("checkpoint with model: needs run")
     ways = [name for name in ("prompts", "beams", "lookup") if getattr(arguments, name) is not None]
-    if len(ways) > 1:
+    of_pairs = arguments.run is not None and ways == ["prompts", "beams"]
+    if len(ways) > 1 and not of_pairs:
         raise ConfigError(f"{ways[0]} and {ways[1]}: give one of them")
     if arguments.samples is not None and ways and ways != ["beams"]:
         raise ConfigError(f"samples and {ways[0]}: give one of them")
@@ -261,8 +319,11 @@ def _one_way(arguments: argparse.Namespace) -> None:
         raise ConfigError("chat: needs a prompt, the message")
 
 
-def _prompts(path: str) -> list[str]:
-    """Return every line of a file that is not empty; `-` is standard input."""
+def _prompts(path: str, every_line: bool = False) -> list[str]:
+    """Return every line of a file that is not empty; `-` is standard input.
+
+    With `every_line`, an empty one is a ConfigError: an answer a line is written.
+    """
     from transformer_jax.training.data import Source
 
     if path == "-":
@@ -270,6 +331,12 @@ def _prompts(path: str) -> list[str]:
     else:
         source = Source(path, Path(path).read_bytes())
     lines = source.text().replace("\r\n", "\n").split("\n")
+    lines = lines[:-1] if lines and not lines[-1] else lines
+    if every_line and "" in lines:
+        number = lines.index("") + 1
+        raise ConfigError(
+            f"prompts is {path!r}: line {number} is empty, and every line is answered"
+        )
     prompts = [line for line in lines if line]
     if not prompts:
         raise ConfigError(f"prompts is {path!r}: it has no line with text")
@@ -317,21 +384,14 @@ def _sampler(arguments: argparse.Namespace) -> Sample:
     """Return how the flags draw a token."""
     from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
 
-    if arguments.temperature is None:
-        arguments.temperature = 0.8
-    return Sample(
-        *(
-            _valued(name, getattr(arguments, name), kind)
-            for name, kind in (
-                ("temperature", Temperature),
-                ("top_k", TopK),
-                ("top_p", TopP),
-                ("min_p", MinP),
-                ("typical_p", Typical),
-            )
-            if getattr(arguments, name) is not None
-        )
+    kinds: dict[str, Any] = dict(
+        temperature=Temperature, top_k=TopK, top_p=TopP, min_p=MinP, typical_p=Typical
     )
+    given = {name: getattr(arguments, name) for name in kinds}
+    if given["temperature"] is None:
+        given["temperature"] = 0.8
+    named = {name: value for name, value in given.items() if value is not None}
+    return Sample(*(_valued(name, value, kinds[name]) for name, value in named.items()))
 
 
 def _parser() -> Parser:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformer_jax.config import TrainConfig
+from transformer_jax.config.tasks import ChatTask, ClassifyTask, LanguageTask, MaskedTask
 
 if TYPE_CHECKING:
     from transformer_jax.training.loop import Result
@@ -17,17 +18,22 @@ if TYPE_CHECKING:
 def summary(result: Result) -> str:
     """Return the sample, the held-out loss in the unit of the text, and where everything is."""
     lines = ["", result.sample.strip("\n"), ""] if result.sample else []
-    nats, unit = result.val_loss_per_character, "character"
-    if result.config.tokenizer == "byte":
-        nats, unit = result.val_loss, "byte"
-    if nats is None:
+    nats = result.val_loss_per_character
+    nats = result.val_loss if nats is None else nats
+    if nats is None or result.perplexity is None:
         lines.append("held-out loss: not finite")
     else:
         bits = nats / math.log(2)
-        lines.append(f"held-out loss: {nats:.4f} nats per {unit} = {bits:.4f} bits")
+        lines.append(f"held-out loss: {nats:.4f} nats per {result.unit} = {bits:.4f} bits")
+        if result.accuracy is not None:
+            right = f"{result.accuracy:.1%} of the labels are the likeliest"
+            lines.append(f"perplexity {result.perplexity:.2f} per token, {right}")
+    if result.scores:
+        lines.append(", ".join(f"{name} {value:.4g}" for name, value in result.scores.items()))
     if result.rejected:
         lines.append(f"{result.rejected} steps were skipped: their loss was not finite")
-    lines.append(f"in {result.config.out}: loss.png, metrics.jsonl, sample.txt, checkpoints")
+    files = "loss.png, metrics.jsonl, sample.txt, scores.json, checkpoints"
+    lines.append(f"in {result.config.out}: {files}")
     return "\n".join(lines)
 
 
@@ -52,10 +58,23 @@ def how_to_write(result: Result) -> str:
     return f"python -m transformer_jax generate --run {shlex.quote(result.config.out)}{ending}"
 
 
+def _example(result: Result) -> str:
+    """Return what the first example of a sample asks, as the task's sample shows it."""
+    lines = result.sample.split("\n")
+    match result.config.task:
+        case MaskedTask():
+            return lines[1] if len(lines) > 1 else ""
+        case ClassifyTask() | ChatTask():
+            return lines[0].partition(": ")[2]
+    return lines[0].partition(" -> ")[0]
+
+
 def suggested_prompt(result: Result) -> str:
     """Return a few words of the sample, or one; "" where the tokenizer can read none."""
     from transformer_jax.checkpoints.run_folder import RunFolder
 
+    if not isinstance(result.config.task, LanguageTask):
+        return _example(result)
     tokenizer = RunFolder(Path(result.config.out)).read_tokenizer()
     words = [word for word in result.sample.split() if word.isascii() and word.isalpha()]
     for start in (" ".join(words[:3]), *words[:1], "The"):

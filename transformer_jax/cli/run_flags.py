@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from transformer_jax.cli.flags import ConfigFlags, Path, changed, nearest, spelled, value_at
-from transformer_jax.config import (
-    PRESETS,
-    ConfigError,
-    ModelConfig,
-    TrainConfig,
-    preset,
-    train_preset,
-)
+from transformer_jax.config import PRESETS, ConfigError, TrainConfig, preset, train_preset
+from transformer_jax.config.architectures import ARCHITECTURES, AnyModelConfig
+from transformer_jax.config.presets import learns, task_recipe
+from transformer_jax.config.tasks import TASKS, LanguageTask, Task
 
-FLAGS = ConfigFlags(TrainConfig)
+FLAGS = ConfigFlags(TrainConfig, without=(("model",),))
 
-TRAINABLE = tuple(name for name in PRESETS if preset(name).kind == "decoder")
-"""The presets of decoders: what the command trains."""
-
-OWN = ("preset", "resume", "debug", "help")
+OWN = ("preset", "model", "resume", "debug", "help")
 """Flags that are no fields of a config."""
+
+
+@dataclass(frozen=True)
+class _Bare:
+    """Hold a task without a model that would have to fit it."""
+
+    task: Task
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class RunFlags:
     """Hold what was typed: where the run starts, and the text of every field that was given."""
 
     preset: str | None
+    model: str | None
     resume: bool
     fields: Mapping[Path, str]
 
@@ -44,15 +45,34 @@ class RunFlags:
         given = {name: self.fields[name]} if name in self.fields else {}
         return FLAGS.read(given, TrainConfig()).get(name)
 
+    @property
+    def task(self) -> Task:
+        """Return the task that was asked for, with the fields that were given."""
+        given = {path: text for path, text in self.fields.items() if path[0] == "task"}
+        return changed(_Bare(LanguageTask()), FLAGS.read(given, TrainConfig())).task
+
     def check_start(self) -> None:
-        """Raise ConfigError for more than one start, or a preset that cannot be trained."""
-        if self.preset is None:
-            return
-        if self.resume:
-            raise ConfigError("preset and resume: a run goes on with its own config")
-        if self.init_from is not None:
-            raise ConfigError("preset and init_from: the model is that of init_from")
-        check_trainable(self.preset)
+        """Raise ConfigError for more than one start, or a preset that does not fit the task."""
+        for name in ("preset", "model"):
+            if getattr(self, name) is None:
+                continue
+            if self.resume:
+                raise ConfigError(f"{name} and resume: a run goes on with its own config")
+            if self.init_from is not None:
+                raise ConfigError(f"{name} and init_from: the model is that of init_from")
+        if self.preset is not None and self.model is not None:
+            raise ConfigError("preset and model: give one of them")
+        if self.model is not None and self.model not in ARCHITECTURES:
+            rule = f"must be one of {', '.join(ARCHITECTURES)}{nearest(self.model, ARCHITECTURES)}"
+            raise ConfigError(f"model is {self.model!r}: {rule}")
+        if self.preset is not None:
+            check_preset(self.preset, self.task)
+
+    def start(self) -> TrainConfig:
+        """Return the run that the flags begin with: of a preset, or of a kind of model."""
+        if self.preset is not None:
+            return train_preset(self.preset, task=self.task)
+        return task_recipe(self.task, self.model or "transformer")
 
     def changes(self, base: TrainConfig) -> dict[Path, Any]:
         """Return the fields that were given, read as `base` has them."""
@@ -71,26 +91,28 @@ def parse(argv: Sequence[str], description: str | None) -> RunFlags:
     own = {f"--{name}": f"--{name}" for name in OWN}
     arguments = _parser(None).parse_args(spelled(argv, FLAGS.names | own))
     if arguments.help:
-        if arguments.preset is not None:
-            check_trainable(arguments.preset)
-        _parser(description, train_preset(arguments.preset)).print_help()
+        flags = RunFlags(arguments.preset, arguments.model, False, FLAGS.given(arguments))
+        flags.check_start()
+        _parser(description, flags.start()).print_help()
         raise SystemExit(0)
-    return RunFlags(arguments.preset, arguments.resume, FLAGS.given(arguments))
+    return RunFlags(arguments.preset, arguments.model, arguments.resume, FLAGS.given(arguments))
 
 
-def check_trainable(name: str) -> None:
-    """Raise ConfigError where no preset has that name, or the command cannot train it."""
-    listed = ", ".join(TRAINABLE)
+def check_preset(name: str, task: Task) -> None:
+    """Raise ConfigError where no preset has that name, or its model cannot learn the task."""
     if name not in PRESETS:
-        rule = f"must be one of {listed}{nearest(name, TRAINABLE)}"
+        rule = f"must be one of {', '.join(PRESETS)}{nearest(name, PRESETS)}"
         raise ConfigError(f"preset is {name!r}: {rule}")
-    if name not in TRAINABLE:
-        kind = preset(name).kind
-        raise ConfigError(f"preset is {name!r}: an {kind}; this trains decoders: {listed}")
+    kind = preset(name).kind
+    if kind not in task.shapes:
+        fitting = (own for own, other in TASKS.items() if learns(other(), preset(name)))
+        rule = f"learns --task {' or '.join(fitting)}, not {task.kind}"
+        article = "a" if kind == "decoder" else "an"
+        raise ConfigError(f"preset is {name!r}: {article} {kind} {rule}")
 
 
 def check_published(
-    changes: Mapping[Path, Any], model: ModelConfig, init_from: str, may_change: Collection[str]
+    changes: Mapping[Path, Any], model: AnyModelConfig, init_from: str, may_change: Collection[str]
 ) -> None:
     """Raise ConfigError for a change to the published model, but for how it is run."""
     for path, value in changes.items():
@@ -123,7 +145,11 @@ def _parser(description: str | None, defaults: TrainConfig | None = None) -> _Pa
     add("-h", "--help", action="store_true", default=False, help="show this, and exit")
     add(
         "--preset", default=None, metavar="NAME",
-        help=f"model and recipe to start from: {', '.join(TRAINABLE)}",
+        help=f"model and recipe to start from: {', '.join(PRESETS)}",
+    )  # fmt: skip
+    add(
+        "--model", default=None, metavar="NAME",
+        help=f"kind of model: {', '.join(ARCHITECTURES)} [transformer]",
     )  # fmt: skip
     add("--resume", action="store_true", default=False, help="go on with the run in --out")
     add("--debug", action="store_true", default=False, help="show the traceback of an error")

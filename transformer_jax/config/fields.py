@@ -10,6 +10,14 @@ class ConfigError(ValueError):
     """Say that a config field has a value that is not allowed, or that two fields contradict."""
 
 
+def kind_name(kind: type) -> str:
+    """Return the name of a class of configs in files and flags: its own, in lower case.
+
+    Positions: rope, learned, ...; tasks: masked, seq2seq, ...; models: recurrent, window, ...
+    """
+    return kind.__name__.removesuffix("Task").removesuffix("Config").lower()
+
+
 def fail(name: str, value: object, rule: str) -> NoReturn:
     """Raise the ConfigError that names a field, its value and the rule it breaks."""
     raise ConfigError(f"{name} is {value!r}: {rule}")

@@ -12,6 +12,7 @@ from transformer_jax.config.fields import (
     below_int32,
     check_types,
     fail,
+    kind_name,
     non_negative,
     positive,
     unread,
@@ -41,7 +42,7 @@ class _Positions:
     @property
     def kind(self) -> str:
         """Return the name of this kind in files and flags: the class's, in lower case."""
-        return type(self).__name__.lower()
+        return kind_name(type(self))
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise ConfigError where these positions and the fields of `model` contradict."""

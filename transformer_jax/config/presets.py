@@ -6,9 +6,18 @@ import dataclasses
 import difflib
 from typing import Any
 
+from transformer_jax.config.architectures import ARCHITECTURES, AnyModelConfig, default_model
 from transformer_jax.config.fields import ConfigError
 from transformer_jax.config.model import ModelConfig
+from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.positions import Rope, Sinusoidal
+from transformer_jax.config.tasks import (
+    ContinuousTask,
+    GeneratedTask,
+    LanguageTask,
+    Task,
+    usual_task,
+)
 from transformer_jax.config.train import TrainConfig
 
 _GPT2 = ModelConfig(vocab_size=50257, d_model=768, num_layers=12, num_heads=12, max_len=1024)
@@ -86,15 +95,57 @@ def preset(name: str, **changes: Any) -> ModelConfig:
 
 
 def train_preset(name: str | None = None, **changes: Any) -> TrainConfig:
-    """Return the training recipe of a preset; None is the default run on Python's documentation."""
+    """Return the training recipe of a preset; None is the default run on Python's documentation.
+
+    Where `changes` name no task, it is the usual one of the preset's kind of model.
+    """
     recipe: dict[str, Any] = _TRAINING.get("default" if name is None else name, {})
     model = _SHAKESPEARE if name is None else _lookup(name)
-    return _changed(TrainConfig(model=model, **recipe), changes)
+    for field in changes:
+        _known("field", field, [f.name for f in dataclasses.fields(TrainConfig)])
+    return TrainConfig(**{"model": model, "task": usual_task(model), **recipe, **changes})
 
 
-def fine_tuning(model: ModelConfig, init_from: str) -> TrainConfig:
-    """Return the recipe that goes on with the published `model` of `init_from`."""
+def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:
+    """Return the usual run of a task with a small model of an architecture (ARCHITECTURES).
+
+    ConfigError where no model of that architecture can learn the task.
+    """
+    _known("model", architecture, list(ARCHITECTURES))
+    models = (default_model(architecture, shape) for shape in task.shapes)
+    fitted = (task.fit_model(model) for model in models if model is not None)
+    model = next((model for model in fitted if learns(task, model)), None)
+    if model is None:
+        shapes = " or ".join(task.shapes)
+        whose = "a transformer" if isinstance(task, ContinuousTask) else "another kind of model"
+        rule = f"task {task.kind!r} is learnt by {whose}, of shape {shapes}"
+        raise ConfigError(f"model is {architecture!r}: {rule}")
+    if isinstance(task, LanguageTask) and architecture == "transformer":
+        return train_preset(None, task=task)
+    recipe: dict[str, Any] = dict(learning_rate=2e-3, batch_size=32, sample_tokens=200)
+    if isinstance(model, NgramConfig):
+        recipe |= dict(steps=1, warmup_steps=0)
+    elif isinstance(task, ContinuousTask):
+        recipe |= dict(steps=300, batch_size=64, eval_every=100)
+    elif isinstance(task, GeneratedTask):
+        recipe |= dict(steps=2000, batch_size=64, eval_every=500)
+    return TrainConfig(task=task, model=model, **recipe)
+
+
+def learns(task: Task, model: AnyModelConfig) -> bool:
+    """Say whether a model can learn a task."""
+    try:
+        task.check_model(model)
+    except ConfigError:
+        return False
+    return True
+
+
+def fine_tuning(model: AnyModelConfig, init_from: str, task: Task | None = None) -> TrainConfig:
+    """Return the recipe that goes on with the `model` of a run or a published one, `init_from`."""
+    longest = model.max_len if isinstance(model, ModelConfig) else 64
     return TrainConfig(
-        model=model, init_from=init_from, tokenizer="pretrained", context=min(model.max_len, 512),
+        task=LanguageTask() if task is None else task,
+        model=model, init_from=init_from, tokenizer="pretrained", context=min(longest, 512),
         batch_size=8, steps=500, learning_rate=5e-5, min_learning_rate=5e-6, warmup_steps=50,
     )  # fmt: skip

@@ -15,24 +15,41 @@ from transformer_jax.config.fields import (
     unread,
 )
 from transformer_jax.config.model import ModelConfig
+from transformer_jax.config.ngram import NgramConfig
+from transformer_jax.config.recurrent import RecurrentConfig
+from transformer_jax.config.tasks import ContinuousTask, GeneratedTask, LanguageTask, Task
+from transformer_jax.config.window import WindowConfig
 
-Tokenizer = Literal["char", "byte", "bpe", "pretrained"]
+Tokenizer = Literal["char", "byte", "bpe", "word", "pretrained"]
+Schedule = Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Describe a training run: what to read, how long, how fast, where to write."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    task: Task = field(default_factory=LanguageTask)
+    """What the model is trained for."""
+    model: ModelConfig | RecurrentConfig | WindowConfig | NgramConfig = field(
+        default_factory=ModelConfig
+    )
     data: str = "python-docs"
-    """A text file, a folder of them, - for standard input, python-docs, or shakespeare."""
+    """A text file, a folder of them, - for standard input, python-docs, or shakespeare. Tasks of
+    pairs, classes and messages read one file; generated tasks read none."""
+    val_data: str | None = None
+    """A file to hold out; None holds out the last part of `data`."""
     tokenizer: Tokenizer = "char"
-    """char: the text's own characters; byte: UTF-8 bytes; bpe: trained on the text; pretrained:
-    that of init_from."""
+    """char: the text's own characters; byte: UTF-8 bytes; bpe: trained on the text; word: what
+    stands between spaces; pretrained: that of init_from."""
     init_from: str | None = None
-    """A published decoder to start from, a folder or an id; the model and its tokenizer are its."""
+    """What to start from: the folder of a run, whose parts that fit are taken over, or a published
+    decoder, a folder or an id. The tokenizer is its own."""
+    frozen: tuple[str, ...] | None = None
+    """Parameters that stay as they are, by the beginnings of their names: embed,decoder/block_0."""
     bpe_vocab_size: int = 1024
     """bpe: token kinds."""
+    word_count: int = 1
+    """word: how often a word must occur to be a token; a rarer one is unknown."""
     text_errors: Literal["strict", "replace"] = "strict"
     """Invalid UTF-8: strict stops and names the offset, replace writes U+FFFD."""
     val_fraction: float = 0.1
@@ -44,13 +61,18 @@ class TrainConfig:
     batch_size: int = 12
     """Sequences in a micro-batch."""
     context: int | None = None
-    """Tokens in a training sequence; None is the model's max_len."""
+    """Tokens in a training sequence; None is the model's max_len, or 64 where it has none."""
     accumulation: int = 1
     """Micro-batches of a step; their gradients are weighted by tokens."""
     learning_rate: float = 1e-3
     """Peak, after the warm-up."""
     min_learning_rate: float = 1e-4
-    """Where the cosine ends."""
+    """Where the schedule ends."""
+    schedule: Schedule = "cosine"
+    """After the warm-up: cosine or linear down to the end; inverse_sqrt of the step (Vaswani et
+    al. 2017); wsd is constant and falls in the last decay_steps (Hu et al. 2024); or constant."""
+    decay_steps: int | None = None
+    """wsd: the last steps, in which the rate falls; None is a tenth of all."""
     warmup_steps: int = 100
     """Linear warm-up from 0."""
     beta1: float = 0.9
@@ -81,6 +103,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_types(self)
         positive(self, "steps", "batch_size", "context", "accumulation", "learning_rate")
+        positive(self, "word_count", "decay_steps")
         positive(self, "clip_norm", "eval_every", "eval_batches", "checkpoint_every", "keep")
         positive(self, "log_every", "bpe_vocab_size")
         non_negative(self, "min_learning_rate", "warmup_steps", "weight_decay", "sample_tokens")
@@ -95,17 +118,40 @@ class TrainConfig:
             fail("min_learning_rate", self.min_learning_rate, rule)
         if not 0 <= self.seed < 2**32:
             fail("seed", self.seed, "must be at least 0 and below 2**32")
-        if self.context is not None and self.context > self.model.max_len:
-            fail("context", self.context, f"exceeds the model's max_len {self.model.max_len}")
+        self.task.check_model(self.model)
+        if isinstance(self.model, NgramConfig) and self.steps != 1:
+            fail("steps", self.steps, "an n-gram model is counted in one step: must be 1")
+        self._check_context()
         if self.bpe_vocab_size < 257:
             rule = "must be at least 257 (every byte, one merge)"
             fail("bpe_vocab_size", self.bpe_vocab_size, rule)
         if (self.tokenizer == "pretrained") != (self.init_from is not None):
             rule = f"must be 'pretrained' where init_from is given, it is {self.init_from!r}"
             fail("tokenizer", self.tokenizer, rule)
+        self._check_unread()
+
+    def _check_context(self) -> None:
+        """Check the length of a sequence against the model's longest."""
+        longest = self.model.max_len if isinstance(self.model, ModelConfig) else None
+        if self.context is not None and longest is not None and self.context > longest:
+            fail("context", self.context, f"exceeds the model's max_len {longest}")
+
+    def _check_unread(self) -> None:
+        """Check that no field is set that nothing reads."""
         if self.tokenizer != "bpe":
             unread(self, "needs tokenizer 'bpe'", "bpe_vocab_size")
+        if self.tokenizer != "word":
+            unread(self, "needs tokenizer 'word'", "word_count")
+        if self.schedule != "wsd":
+            unread(self, "needs schedule 'wsd'", "decay_steps")
+        if self.decay_steps is not None and self.decay_steps > self.steps:
+            fail("decay_steps", self.decay_steps, f"must not exceed steps {self.steps}")
+        if isinstance(self.task, GeneratedTask | ContinuousTask):
+            unread(self, f"task {self.task.kind!r} makes its own examples", "val_data", "data")
 
     @property
     def sequence_len(self) -> int:
-        return self.model.max_len if self.context is None else self.context
+        """Return the tokens of a training sequence."""
+        if self.context is not None:
+            return self.context
+        return self.model.max_len if isinstance(self.model, ModelConfig) else 64

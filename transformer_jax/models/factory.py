@@ -164,7 +164,7 @@ def init_decode_state(
     batch: int,
     capacity: int,
     *,
-    source: jax.Array | None = None,  # i32[B, S]
+    source: jax.Array | None = None,  # i32[B, S], or what the config's inputs describe
     source_valid: jax.Array | None = None,  # bool[B, S]; False is padding
     dtype: jax.typing.DTypeLike | None = None,
 ) -> DecodeState:
@@ -193,7 +193,8 @@ def init_decode_state(
     positions = None
     if source_valid is not None:
         assert source is not None
-        valid = check_valid("source", source, source_valid)
+        rows = source if source.ndim == 2 else source[:, :, 0]  # a frame has one place
+        valid = check_valid("source", rows, source_valid)
         positions = jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
     given = dict(capacity=capacity, dtype=dtype, positions=positions)
     state = model.apply({"params": params}, source, **given, method="init_cache")

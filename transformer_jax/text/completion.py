@@ -17,6 +17,7 @@ import numpy as np
 
 from transformer_jax.checks import check_count
 from transformer_jax.config import ModelConfig
+from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.continuous_batching import Request, serve
@@ -32,9 +33,9 @@ from transformer_jax.decoding.logit_processors import (
 from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.speculative import PromptLookup, Speculation, speculate
 from transformer_jax.decoding.step import make_step
-from transformer_jax.models.factory import init_cache
-from transformer_jax.models.transformer import Decoder
+from transformer_jax.models.factory import build, init_cache, init_decode_state
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.special import SpecialTokens
 from transformer_jax.tokenizers.trained import Tokenizer
 
 Prompt = str | np.ndarray
@@ -55,7 +56,7 @@ class FirstIds:
 
 
 def complete(
-    config: ModelConfig,
+    config: AnyModelConfig,
     params: Any,
     tokenizer: Tokenizer,
     prompt: Prompt,
@@ -84,13 +85,24 @@ def complete(
     return pieces(tokenizer, ids, stop, stop_ids)
 
 
-def room(config: ModelConfig, tokenizer: Tokenizer, prompt: Prompt) -> int:
+def longest_text(config: AnyModelConfig) -> int:
+    """Return how many tokens a model reads at most: max_len; without a cache, any number."""
+    return config.max_len if isinstance(config, ModelConfig) else 2**30
+
+
+def _step(config: AnyModelConfig) -> Any:
+    """Return the step of a model that writes tokens."""
+    model: Any = build(config)
+    return make_step(model)
+
+
+def room(config: AnyModelConfig, tokenizer: Tokenizer, prompt: Prompt) -> int:
     """Return how many tokens fit after a prompt before any text is read anew."""
-    return config.max_len + 1 - len(read_prompt(tokenizer, prompt))
+    return longest_text(config) + 1 - len(read_prompt(tokenizer, prompt))
 
 
 def samples(
-    config: ModelConfig,
+    config: AnyModelConfig,
     params: Any,
     tokenizer: Tokenizer,
     prompt: Prompt,
@@ -112,9 +124,9 @@ def samples(
         raise ValueError(f"count is {count}: must be at least 1")
     stop = check_stop_strings(stop)
     check_count("num_tokens", num_tokens, 1)
-    step: Any = make_step(Decoder(config))
+    step: Any = _step(config)
     read: Any = read_prompt(tokenizer, prompt)[None]
-    empty = init_cache(config, 1, config.max_len, cache_dtype)
+    empty = init_decode_state(config, None, 1, longest_text(config), dtype=cache_dtype)
     columns = read.shape[1]
     step.check(read, empty, np.array([columns + num_tokens - 1]))
     read = jnp.asarray(read)
@@ -132,7 +144,7 @@ def samples(
 
 
 def search(
-    config: ModelConfig,
+    config: AnyModelConfig,
     params: Any,
     tokenizer: Tokenizer,
     prompt: Prompt,
@@ -147,10 +159,10 @@ def search(
 ) -> list[tuple[float, str]]:
     """Return the best texts of at most `num_tokens` tokens of a beam search, and their scores."""
     found = beam_search(
-        make_step(Decoder(config)),
+        _step(config),
         params,
         jnp.asarray(read_prompt(tokenizer, prompt)[None]),
-        init_cache(config, 1, config.max_len, cache_dtype),
+        init_decode_state(config, None, 1, longest_text(config), dtype=cache_dtype),
         num_tokens=num_tokens,
         num_beams=beams,
         num_results=results,
@@ -193,7 +205,7 @@ def look_up(
     elif config.window is not None:
         space["slack"] = num_draft
     out = speculate(
-        make_step(Decoder(config)),
+        _step(config),
         params,
         jnp.asarray(read_prompt(tokenizer, prompt)[None]),
         init_cache(config, **space),
@@ -209,7 +221,7 @@ def look_up(
 
 
 def answer(
-    config: ModelConfig,
+    config: AnyModelConfig,
     params: Any,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
@@ -230,12 +242,12 @@ def answer(
         for n, prompt in enumerate(prompts)
     ]
     done = serve(
-        make_step(Decoder(config)),
+        _step(config),
         params,
         requests,
-        init_cache(config, 1, config.max_len, cache_dtype),
+        init_decode_state(config, None, 1, longest_text(config), dtype=cache_dtype),
         slots=slots,
-        capacity=config.max_len,
+        capacity=longest_text(config),
         sampler=Sample(*known_ids(config, tokenizer), *sampler.processors),
         processors=processors,
         stop=stop_ids,
@@ -266,6 +278,9 @@ def read_prompt(tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:  # i32[P]
     """
     if not isinstance(prompt, str):
         return prompt
+    if isinstance(tokenizer, SpecialTokens) and "eos" in tokenizer.special_ids:
+        start = np.array([tokenizer.special_ids["eos"]], np.int32)  # as every document begins
+        return np.concatenate([start, tokenizer.encode(prompt)])
     if isinstance(tokenizer, PretrainedTokenizer):
         text = tokenizer.encode(prompt, special_tokens=False)
         ids = np.concatenate([_front(tokenizer), text])
@@ -283,7 +298,7 @@ def _front(tokenizer: PretrainedTokenizer) -> np.ndarray:  # i32[n]
     return whole[: next(found, 0)]
 
 
-def known_ids(config: ModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, ...]:
+def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, ...]:
     """Return what keeps a padded vocabulary to its tokenizer's ids.
 
     A published tokenizer may have tokens that its model has not: ids are compared, not counts.
@@ -305,7 +320,7 @@ def _first_prompt(tokenizer: Tokenizer) -> str:
 
 
 def _ids(
-    config: ModelConfig,
+    config: AnyModelConfig,
     params: Any,
     history: np.ndarray,  # i32[P]
     num_tokens: int,
@@ -316,7 +331,7 @@ def _ids(
     cache_dtype: jax.typing.DTypeLike | None,
 ) -> Iterator[int]:
     """Yield token after token; where the text outgrows max_len, read its last half anew."""
-    step, length = make_step(Decoder(config)), config.max_len
+    step, length = _step(config), longest_text(config)
     part, written, given = 0, 0, len(history)
     while num_tokens > 0:
         read = history if len(history) < length else history[-max(1, length // 2) :]
@@ -327,7 +342,7 @@ def _ids(
             step,
             params,
             jnp.asarray(read[None]),
-            init_cache(config, 1, length, cache_dtype),
+            init_decode_state(config, None, 1, length, dtype=cache_dtype),
             num_tokens=count,
             sampler=sampler,
             key=jax.random.fold_in(key, part),

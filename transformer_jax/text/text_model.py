@@ -13,7 +13,8 @@ import numpy as np
 
 from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.run_folder import RunFolder
-from transformer_jax.config import ConfigError, DType, ModelConfig
+from transformer_jax.config import ConfigError, DType, ModelConfig, TrainConfig
+from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.decoding.logit_processors import Ban, BanSequences, HistoryProcessor
 from transformer_jax.models.factory import init_params
 from transformer_jax.pretrained.load import load_pretrained
@@ -25,6 +26,7 @@ from transformer_jax.pretrained.safetensors_folder import (
 )
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.special import SpecialTokens
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 
@@ -35,7 +37,7 @@ Which = Literal["best", "last"]
 class TextModel:
     """Hold a model, its tokenizer, and how its texts begin and end."""
 
-    config: ModelConfig
+    config: AnyModelConfig
     params: Any
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...] = ()
@@ -52,6 +54,10 @@ class TextModel:
     """The checkpoint of the run it is of; None of a published model."""
     step: int | None = None
     """The step of that checkpoint."""
+    source_tokenizer: Tokenizer | None = None
+    """That of the sources, where they have one of their own."""
+    run: TrainConfig | None = None
+    """The run that the model is of; None of a published model."""
 
     def chat(self, message: str) -> np.ndarray:  # i32[P]
         """Return a user's message as the model was trained to read it: through its template."""
@@ -75,9 +81,15 @@ def load_run(path: str | Path, which: Which | None = None) -> TextModel:
     tokenizer = folder.read_tokenizer(metadata["tokenizer_sha256"])
     template = jax.eval_shape(lambda: init_params(config.model, jax.random.key(0)))
     params = checkpoint.restore(saved, {"params": template})["params"]
+    source = metadata.get("source_tokenizer_sha256")
     stop = tokenizer.stop_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
+    if isinstance(tokenizer, SpecialTokens) and "eos" in tokenizer.special_ids:
+        stop = (*stop, tokenizer.special_ids["eos"])
     stop = _within(stop, config.model)
-    return TextModel(config.model, params, tokenizer, stop, which=which, step=step)
+    return TextModel(
+        config.model, params, tokenizer, stop, which=which, step=step, run=config,
+        source_tokenizer=source and folder.read_source_tokenizer(source),
+    )  # fmt: skip
 
 
 def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:
@@ -141,11 +153,13 @@ def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
 
 def with_parameters_in(model: TextModel, dtype: DType) -> TextModel:
     """Return the model with its parameters in another dtype, in which it then computes."""
+    if not isinstance(model.config, ModelConfig):
+        raise ConfigError(f"dtype is {dtype!r}: a {type(model.config).__name__} has float32 alone")
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), model.params)
     return replace(model, params=params, config=replace(model.config, dtype=dtype))
 
 
-def _within(ids: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
+def _within(ids: tuple[int, ...], config: AnyModelConfig) -> tuple[int, ...]:
     """Return the ids that the model can write at all, in order."""
     return tuple(sorted({i for i in ids if i < config.vocab_size}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -156,12 +157,57 @@ class BPETokenizer:
         return _dump({"kind": "bpe", "definition": json.loads(self.definition)})
 
 
-def tokenizer_from_json(text: str) -> Tokenizer:
-    """Return the tokenizer that `to_json` wrote; DataError if the text is anything else."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"tokenizer: not JSON ({error})") from None
+@dataclass(frozen=True)
+class WordTokenizer:
+    """Give each word an id, by what stands between spaces; the rest of the words share one.
+
+    Id 0 is a word that is not known, id 1 the end of a line. A text comes back with one space
+    between words, so it is not for text that has to come back as it was.
+    """
+
+    words: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.words)) != len(self.words) or not all(
+            w == "".join(w.split()) and w for w in self.words
+        ):
+            raise DataError("words of a tokenizer: must be distinct and without spaces")
+
+    @classmethod
+    def train(cls, text: str, count: int = 1) -> WordTokenizer:
+        """Make a tokenizer of the words that occur at least `count` times, the frequent first."""
+        found = Counter(text.split())
+        known = [word for word, times in found.items() if times >= count]
+        return cls(tuple(sorted(known, key=lambda word: (-found[word], word))))
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.words) + 2
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {word: i for i, word in enumerate(self.words, start=2)}
+
+    def encode(self, text: str) -> np.ndarray:
+        ids: list[int] = []
+        for number, line in enumerate(text.split("\n")):
+            ids += [1] * (number > 0)
+            ids += [self._ids.get(word, 0) for word in line.split()]
+        return np.array(ids, np.int32)
+
+    def to_bytes(self, ids: Iterable[int]) -> bytes:
+        """Return the words, each with a space before it."""
+        spelled = (
+            "\n" if i == 1 else " " + ("<unk>" if i == 0 else self.words[i - 2]) for i in ids
+        )
+        return "".join(spelled).encode("utf-8", "surrogatepass")
+
+    def to_json(self) -> str:
+        return _dump({"kind": "word", "words": list(self.words)})
+
+
+def tokenizer_of(content: Any) -> Tokenizer:
+    """Return the tokenizer that an object of a file describes; DataError if it is none."""
     match content:
         case {"kind": "char", "characters": str(characters), **rest} if not rest:
             return CharTokenizer(characters)
@@ -169,9 +215,13 @@ def tokenizer_from_json(text: str) -> Tokenizer:
             return ByteTokenizer()
         case {"kind": "bpe", "definition": dict(definition), **rest} if not rest:
             return BPETokenizer(_canonical(definition))
+        case {"kind": "word", "words": list(words), **rest} if not rest:
+            if not all(isinstance(word, str) for word in words):
+                raise DataError("words of a tokenizer: must be texts")
+            return WordTokenizer(tuple(words))
         case {"kind": "pretrained"}:
             return pretrained_from_json(content)
-    kinds = "'char', 'byte', 'bpe' or 'pretrained'"
+    kinds = "'char', 'byte', 'bpe', 'word', 'special' or 'pretrained'"
     raise DataError(f"tokenizer: must have kind {kinds}, and what belongs to it")
 
 

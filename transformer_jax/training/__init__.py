@@ -1,4 +1,4 @@
-"""Train a model: data, losses, the step, the loop and its progress.
+"""Train a model: data, batches, losses, the step, the tasks, the loop and its progress.
 
 `loop.fit` runs what a `TrainConfig` says; `step` and `losses` are the parts for a loop of one's
 own. What optax and other heavy packages need is imported with the names below, not before.
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 
 if TYPE_CHECKING:
+    from transformer_jax.training.batch import Batch, batch_loss
     from transformer_jax.training.loop import MOST_REJECTED, Result, RunError, evaluate, fit
     from transformer_jax.training.step import (
         TrainState,
         init_state,
-        language_model_loss,
         learning_rate_schedule,
         make_eval_step,
         make_optimizer,
@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOST_REJECTED",
+    "Batch",
     "Result",
     "RunError",
     "TrainState",
+    "batch_loss",
     "chunked_cross_entropy",
     "cross_entropy",
     "evaluate",
     "fit",
     "init_state",
-    "language_model_loss",
     "learning_rate_schedule",
+    "load_task",
     "make_eval_step",
     "make_optimizer",
     "make_train_step",
@@ -44,13 +46,15 @@ __all__ = [
 
 _LATER = {
     "MOST_REJECTED": "loop",
+    "load_task": "tasks",
     "Result": "loop",
+    "Batch": "batch",
     "RunError": "loop",
     "evaluate": "loop",
     "fit": "loop",
     "TrainState": "step",
     "init_state": "step",
-    "language_model_loss": "step",
+    "batch_loss": "batch",
     "learning_rate_schedule": "step",
     "make_eval_step": "step",
     "make_optimizer": "step",

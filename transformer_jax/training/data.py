@@ -11,14 +11,20 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from transformer_jax.config import TrainConfig
-from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
+from transformer_jax.tokenizers.trained import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    WordTokenizer,
+)
 from transformer_jax.tokenizers.utf8 import DataError as DataError
 
 SHAKESPEARE = (
@@ -160,30 +166,25 @@ class Dataset:
 def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
     """Read `config.data`, train the tokenizer unless one is given, encode and split.
 
-    The split is by characters (bytes for `byte`): the last `val_fraction` is held out. `char`
-    takes its characters from the whole text, `bpe` learns its merges from the training part.
+    The split is by characters (bytes for `byte`): the last `val_fraction` is held out, or the
+    whole of `val_data`. `char` takes its characters from the whole text, `bpe` learns its merges
+    from the training part.
     """
-    sources = read(config.data, config.out)
-    content = b"".join(source.content for source in sources)
-    if not content:
-        hint = "; pipe a text into the command" if config.data == "-" else ""
-        raise DataError(f"data is {config.data!r}: it is empty{hint}")
-    kept = 1.0 - config.val_fraction
+    sources, kept = _read_all(config, config.data), 1.0 - config.val_fraction
+    held_out = [] if config.val_data is None else _read_all(config, config.val_data)
+    content = b"".join(source.content for source in (*sources, *held_out))
+    before = sum(len(source.content) for source in sources)
     if config.tokenizer == "byte":
         tokenizer = tokenizer or ByteTokenizer()
         ids = np.frombuffer(content, np.uint8)
-        cut = int(len(ids) * kept)
+        cut = before if held_out else int(len(ids) * kept)
         train, val = ids[:cut], ids[cut:]
         val_characters = len(content[cut:].decode("utf-8", "replace"))
     else:
-        text = "".join(source.text(config.text_errors) for source in sources)
-        cut = int(len(text) * kept)
-        if tokenizer is None and config.tokenizer == "char":
-            tokenizer = CharTokenizer.train(text)
-        elif tokenizer is None and config.tokenizer == "pretrained":
-            raise DataError("tokenizer is 'pretrained': none is given")
-        elif tokenizer is None:
-            tokenizer = BPETokenizer.train(text[:cut], config.bpe_vocab_size)
+        texts = [source.text(config.text_errors) for source in (*sources, *held_out)]
+        text = "".join(texts)
+        cut = sum(map(len, texts[: len(sources)])) if held_out else int(len(text) * kept)
+        tokenizer = tokenizer or train_tokenizer(config, text, text[:cut])
         train, val = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
         if config.tokenizer == "pretrained":
             _check_known(config, train, val)
@@ -206,6 +207,42 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
         val_characters=val_characters,
         sha256=hashlib.sha256(content).hexdigest(),
     )
+
+
+def _read_all(config: TrainConfig, data: str) -> list[Source]:
+    """Return what `read` does; DataError where it is empty."""
+    sources = read(data, config.out)
+    if not any(source.content for source in sources):
+        hint = "; pipe a text into the command" if data == "-" else ""
+        name = "data" if data == config.data else "val_data"
+        raise DataError(f"{name} is {data!r}: it is empty{hint}")
+    return sources
+
+
+def train_tokenizer(config: TrainConfig, text: str, training: str) -> Tokenizer:
+    """Make the tokenizer that a config names: of the whole text, or of its training part.
+
+    Characters are those of the whole text; words and the merges of a BPE those of its training
+    part.
+    """
+    match config.tokenizer:
+        case "byte":
+            return ByteTokenizer()
+        case "char":
+            return CharTokenizer.train(text)
+        case "word":
+            return WordTokenizer.train(training, config.word_count)
+        case "bpe":
+            return BPETokenizer.train(training, config.bpe_vocab_size)
+        case "pretrained":
+            raise DataError("tokenizer is 'pretrained': none is given")
+
+
+def line_tokenizer(config: TrainConfig, lines: Iterable[str], training: Iterable[str]) -> Tokenizer:
+    """Make the tokenizer that a config names of texts without newlines, as `train_tokenizer`."""
+    if config.tokenizer == "char":
+        return CharTokenizer.train("".join(lines))
+    return train_tokenizer(config, "\n".join(lines), "\n".join(training))
 
 
 def _check_known(config: TrainConfig, *parts: np.ndarray) -> None:

@@ -1,20 +1,24 @@
-"""Train a decoder on a text: read it, step, evaluate, keep checkpoints, stop and continue.
+"""Train a model for a task: read it, step, evaluate, keep checkpoints, stop and continue.
 
-`fit` is all of it; `step` has the parts for a loop of one's own.
+`fit` is all of it; `step` has the parts for a loop of one's own. What is learnt, and of what, is
+the task's (`tasks`): the loop is the same for all.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -30,37 +34,28 @@ from transformer_jax.checkpoints.run_folder import (
     plot_losses,
     tokenizer_sha256,
 )
-from transformer_jax.config import ConfigError, Learned, TrainConfig
-from transformer_jax.decoding.samplers import Sample, Temperature
-from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
-from transformer_jax.pretrained.load import load_pretrained, pretrained_config
-from transformer_jax.pretrained.safetensors_folder import open_folder
-from transformer_jax.text.completion import complete
-from transformer_jax.text.text_model import published_tokenizer
-from transformer_jax.tokenizers.trained import Tokenizer
-from transformer_jax.training.data import Dataset, consecutive_starts, load_dataset, random_starts
+from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.config.ngram import NgramConfig
+from transformer_jax.models.ngram import count_ngrams
+from transformer_jax.training.batch import Batch, batch_loss, batch_scores
+from transformer_jax.training.initial import StartModel, check_model, start_model, start_params
 from transformer_jax.training.progress import Progress, Silent
 from transformer_jax.training.step import (
-    Batch,
     Metrics,
     Params,
     TrainState,
     init_state,
-    language_model_loss,
     learning_rate_schedule,
     make_eval_step,
     make_optimizer,
     make_train_step,
     split_seed,
     start_state,
-    windows,
 )
+from transformer_jax.training.tasks import Tokenizers, TrainingTask, load_task
 
 MOST_REJECTED = 10
 """Steps in a row with a loss or gradient that is not finite, after which a run gives up."""
-
-_EVAL_STREAM = 2**62
-"""The `step` whose windows an evaluation on random batches reads: no training step has it."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +71,31 @@ class Result:
     """At `step`, nats per token; None where it is not finite, or where the run stopped between two
     evaluations."""
     val_loss_per_character: float | None
-    """The same in nats per character, whatever the tokenizer."""
+    """The same in nats per character, whatever the tokenizer; None where a task has none."""
     best_step: int | None
     sample: str
+    """What the model makes of its task: a text, or held-out examples."""
     rejected: int
     """Steps whose loss or gradient was not finite."""
+    accuracy: float | None = None
+    """Share of the held-out labels that are the likeliest, at `step`."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """What the held-out examples came to once they were decoded."""
+    unit: str = "token"
+    """What `val_loss_per_character` is of: character or byte; token where it is None."""
+
+    @property
+    def perplexity(self) -> float | None:
+        """Return exp(val_loss), of a token."""
+        return None if self.val_loss is None else math.exp(min(self.val_loss, 700.0))
+
+
+class Scores(NamedTuple):
+    """Hold what an evaluation found."""
+
+    loss: float
+    """Nats a label."""
+    accuracy: float
 
 
 def fit(
@@ -94,8 +109,9 @@ def fit(
     """Train as `config` says, into the folder `config.out`.
 
     The model's vocab_size becomes the tokenizer's, or `vocab_size`, which may be larger. With
-    `config.init_from`, parameters and tokenizer start from that published model, whose config
-    `config.model` must be, but for `OVERRIDABLE_FIELDS`; `fine_tuning` makes such a config. With
+    `config.init_from`, parameters and tokenizer start from that run or published model, whose
+    config `config.model` must be, but for `OVERRIDABLE_FIELDS` and what the task adds at the ends
+    of its tables; `fine_tuning` makes such a config. With
     `resume`, the run in that folder goes on from its last checkpoint, bit for bit as if it had
     never stopped; what `run_folder.MAY_CHANGE` lists may differ from it (with another `steps` the
     schedule follows the new one). `stop` is asked after every step: True saves and returns.
@@ -104,27 +120,30 @@ def fit(
     OSError for what happens on the way; the checkpoints so far stay good.
     """
     progress = progress or Silent()
-    if config.model.kind != "decoder":
-        raise ConfigError(f"kind is {config.model.kind!r}: text is trained on with a 'decoder'")
     folder = RunFolder(Path(config.out))
     with ExitStack() as stack:
-        found = None
+        found, start = None, None
         if resume:
             stored = folder.read_config()
             stack.enter_context(locked(folder.path))
-            config, dataset, found = _continued(config, stored, folder, vocab_size, progress)
+            task, found = _continued(config, stored, folder, vocab_size, progress)
+            if config.init_from is not None and found is None:
+                start = start_model(config.init_from)
         else:
             check_unused(folder.path)
-            dataset = load_dataset(config, _published(config))
-            config = _resolved(config, dataset, vocab_size)
-        run = _Run(config, folder, dataset, progress, stop)
+            if config.init_from is not None:
+                start = start_model(config.init_from)
+                check_model(config.model, start, config.init_from)
+            task = load_task(config, None if start is None else start.tokenizers, vocab_size)
+        run = _Run(task, folder, progress, stop)
         if not resume:
             stack.enter_context(_claimed(folder.path))
-        state = run.first_state() if found is None else run.restored(found)
+        state = run.first_state(start) if found is None else run.restored(found)
         if found is not None:
             checkpoint.set_aside(folder.checkpoints, found.step)
-        folder.write_config(config)
-        folder.write_tokenizer(dataset.tokenizer)
+        folder.write_config(run.config)
+        folder.write_tokenizer(task.tokenizers.tokenizer)
+        folder.write_source_tokenizer(task.tokenizers.source)
         if damaged := folder.cut_metrics(int(state.step)):
             progress.say(f"{folder.metrics_file}: damaged lines left out: {damaged}")
         for line in run.described(int(state.step)):
@@ -139,20 +158,22 @@ def _continued(
     folder: RunFolder,
     vocab_size: int | None,
     progress: Progress,
-) -> tuple[TrainConfig, Dataset, checkpoint.Manifest | None]:
+) -> tuple[TrainingTask, checkpoint.Manifest | None]:
     """Return what a resumed run goes on with; its checkpoint is None where none was saved yet."""
     checkpoint.remove_partial(folder.checkpoints)
-    found, tokenizer = _last_good(folder, progress), None
+    found, tokenizers = _last_good(folder, progress), None
     if found is not None:
-        tokenizer = folder.read_tokenizer(found.metadata["tokenizer_sha256"])
+        metadata = found.metadata
+        own = folder.read_tokenizer(metadata["tokenizer_sha256"])
+        source = metadata.get("source_tokenizer_sha256")
+        tokenizers = Tokenizers(own, source and folder.read_source_tokenizer(source))
     else:
         _check_none_lost(folder, stored.checkpoint_every)
         if config.init_from is not None:
-            tokenizer = folder.read_tokenizer()
-    dataset = load_dataset(config, tokenizer)
-    config = _resolved(config, dataset, vocab_size)
-    _check_same(stored, config, found, dataset)
-    return config, dataset, found
+            tokenizers = Tokenizers(folder.read_tokenizer(), folder.read_source_tokenizer())
+    task = load_task(config, tokenizers, vocab_size)
+    _check_same(stored, task.config, found, task)
+    return task, found
 
 
 @contextmanager
@@ -166,15 +187,16 @@ def _claimed(path: Path) -> Iterator[None]:
 
 
 def evaluate(
-    eval_step: Callable[..., tuple[jax.Array, jax.Array]],
+    eval_step: Callable[..., jax.Array],
     params: Params,
-    corpus: jax.Array,  # uint or i32[n]
-    starts: np.ndarray,  # i32[N, B]
-) -> float:
-    """Return the mean loss in nats per token over batches of windows, weighted by their tokens."""
-    parts = [eval_step(params, corpus, jax.device_put(batch)) for batch in starts]
-    losses, weights = np.array(jax.device_get(parts), np.float64).T
-    return float(losses.sum() / weights.sum())
+    held_out: tuple[Any, ...],
+    batches: Iterable[Any],
+) -> Scores:
+    """Return mean loss and accuracy over batches, weighted by their labels."""
+    parts = [eval_step(params, *held_out, jax.device_put(batch)) for batch in batches]
+    losses, weights, right = np.array(jax.device_get(parts), np.float64).T
+    labels = max(weights.sum(), 1.0)
+    return Scores(float(losses.sum() / labels), float(right.sum() / labels))
 
 
 @dataclass(frozen=True)
@@ -194,30 +216,36 @@ class _Run:
 
     def __init__(
         self,
-        config: TrainConfig,
+        task: TrainingTask,
         folder: RunFolder,
-        dataset: Dataset,
         progress: Progress,
         stop: Callable[[], bool],
     ) -> None:
-        self.config, self.folder, self.dataset = config, folder, dataset
+        self.config, self.task, self.folder = task.config, task, folder
         self.progress, self.stop = progress, stop
-        self.programs = _compiled(_numerics(config))
+        if isinstance(self.config.model, NgramConfig):
+            self.config, self.programs = _counted(self.config, task)
+            task.config = self.config
+        else:
+            self.programs = _compiled(_numerics(self.config), task.prepare)
         self.template = jax.eval_shape(
-            partial(init_state, config.model, self.programs.optimizer), np.uint32(config.seed)
+            partial(init_state, self.config.model, self.programs.optimizer),
+            np.uint32(self.config.seed),
         )
         _check_memory(self.template)
-        self.held_out = jax.device_put(dataset.val)
-        self.eval_starts = self._eval_starts()
+        self.held_out = jax.device_put(task.held_out)
 
-    def first_state(self) -> TrainState:
+    def first_state(self, start: StartModel | None) -> TrainState:
+        """Return the state of step 0: fresh, or of the model to start from."""
         config = self.config
         seed = jax.device_put(np.uint32(config.seed))
-        if config.init_from is None:
+        if start is None:
             return init_state(config.model, self.programs.optimizer, seed)
-        scanned = config.model.scan_layers
-        params = load_pretrained(config.init_from, dtype="float32", scan_layers=scanned)[1]
-        return start_state(params, self.programs.optimizer, split_seed(seed)[1])
+        init_key, key = split_seed(seed)
+        params, changes = start_params(config, start, init_key)
+        for line in changes:
+            self.progress.say(line)
+        return start_state(params, self.programs.optimizer, key)
 
     def restored(self, found: checkpoint.Manifest) -> TrainState:
         if found.step > self.config.steps:
@@ -226,35 +254,31 @@ class _Run:
         return checkpoint.restore(found.path, self.template)
 
     def described(self, done: int) -> list[str]:
-        """Return two lines: the model and its device, and the text that it is trained on."""
+        """Return two lines: the model and its device, and what it is trained on."""
         config, device = self.config, jax.local_devices()[0]
         leaves = jax.tree.leaves(self.template.params)
         count = sum(math.prod(leaf.shape) for leaf in leaves)
         kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
-        train, held_out = len(self.dataset.train), len(self.dataset.val)
-        step = config.accumulation * config.batch_size * config.sequence_len
         start = f", from step {done} on" if done else ""
         return [
             f"model: {count:,} parameters, vocabulary of {config.model.vocab_size:,}, "
             f"on {device.platform}{kind}",
-            f"text: {train:,} tokens and {held_out:,} held out, {step:,} in a step{start}",
+            f"{self.task.described()}{start}",
         ]
 
     def train(self, state: TrainState) -> Result:
         config = self.config
         done = int(state.step)
-        val_loss = self._saved_val_loss(done)
+        scores, val_loss = None, self._saved_val_loss(done)
         best = checkpoint.best_step(self.folder.checkpoints)
         best_loss = None if best is None else self._saved_val_loss(best)
-        corpus = jax.device_put(self.dataset.train)
-        shape = (config.accumulation, config.batch_size)
-        count = len(self.dataset.train) - config.sequence_len
-        clock = _Clock(config.accumulation * config.batch_size * config.sequence_len)
+        resident = jax.device_put(self.task.resident)
+        clock = _Clock(self.task.tokens_per_step)
         interrupted, pending = False, None
         self.progress.start(done, config.steps)
         while done < config.steps and not interrupted:
-            starts = random_starts(config.seed, done, shape, count)
-            state, metrics = self.programs.train_step(state, corpus, jax.device_put(starts))
+            inputs = jax.device_put(self.task.inputs(done))
+            state, metrics = self.programs.train_step(state, *resident, inputs)
             if pending is not None:  # its numbers are read while this step runs
                 self._write(self._read(*pending, clock))
             done += 1
@@ -264,37 +288,49 @@ class _Run:
             kept = last or interrupted or done % config.checkpoint_every == 0
             if not (evaluated or kept):
                 continue
-            measured, pending, val_loss = self._read(*pending, clock), None, None
+            measured, pending = self._read(*pending, clock), None
+            scores, val_loss = None, None
             with clock.paused():
                 if evaluated:
-                    val_loss = self._evaluate(state.params)
-                self._write(measured, val_loss)
+                    scores = self._evaluate(state.params)
+                    val_loss = _finite(scores.loss)
+                self._write(measured, scores)
                 if val_loss is not None and (best_loss is None or val_loss < best_loss):
                     best_loss, kept = val_loss, True
                 if kept:
                     self._save(state, val_loss)
             interrupted = interrupted and not last
-        if val_loss is None and not interrupted:  # the run was complete before
-            val_loss = self._evaluate(state.params)
-        return self._finish(state, val_loss, interrupted)
+        if scores is None and not interrupted:  # the run was complete before
+            scores = self._evaluate(state.params)
+            val_loss = _finite(scores.loss)
+        return self._finish(state, val_loss, scores, interrupted)
 
-    def _finish(self, state: TrainState, val_loss: float | None, interrupted: bool) -> Result:
-        sample = ""
+    def _finish(
+        self, state: TrainState, val_loss: float | None, scores: Scores | None, interrupted: bool
+    ) -> Result:
+        """Sample, judge and draw the curves, and return what the run came to."""
+        sample, judged = "", dict[str, float]()
         if not interrupted and self.config.sample_tokens:
-            sample = self._sample(state.params)
+            sample = self.task.sample(state.params)
             checkpoint.write_file(self.folder.path / "sample.txt", sample + "\n")
+        if not interrupted:
+            judged = self.task.judge(state.params)
+            checkpoint.write_file(self.folder.path / "scores.json", json.dumps(judged, indent=1))
         plot_losses(self.folder)
-        tokens, characters = len(self.dataset.val), self.dataset.val_characters
+        character = None if val_loss is None else self.task.per_character(val_loss)
         return Result(
             config=self.config,
             state=state,
             step=int(state.step),
             interrupted=interrupted,
             val_loss=val_loss,
-            val_loss_per_character=None if val_loss is None else val_loss * tokens / characters,
+            val_loss_per_character=None if character is None else character[0],
             best_step=checkpoint.best_step(self.folder.checkpoints),
             sample=sample,
             rejected=int(state.rejected),
+            accuracy=None if scores is None else scores.accuracy,
+            scores=judged,
+            unit="token" if character is None else character[1],
         )
 
     def _read(self, step: int, metrics: Metrics, clock: _Clock) -> _Measured:
@@ -311,12 +347,16 @@ class _Run:
         updates = max(step - 1 - int(metrics.rejected), 0)
         return _Measured(step, loss, norm, updates, clock.tokens_per_second)
 
-    def _write(self, measured: _Measured, val_loss: float | None = None) -> None:
+    def _write(self, measured: _Measured, scores: Scores | None = None) -> None:
         """Append a line to metrics.jsonl, where one is due."""
         step, held_out = measured.step, {}
-        if val_loss is not None:
-            held_out = {"val_loss": val_loss}
-            self.progress.say(f"step {step}: held-out loss {val_loss:.4f}")
+        if scores is not None and math.isfinite(scores.loss):
+            held_out = {"val_loss": scores.loss, "val_accuracy": scores.accuracy}
+            perplexity = math.exp(min(scores.loss, 700.0))
+            self.progress.say(
+                f"step {step}: held-out loss {scores.loss:.4f}, perplexity {perplexity:.2f}, "
+                f"accuracy {scores.accuracy:.3f}"
+            )
         elif step % self.config.log_every and step not in (1, self.config.steps):
             return
         rate = self.programs.rate(jax.device_put(np.int32(measured.updates)))
@@ -329,19 +369,8 @@ class _Run:
         }
         self.folder.append_metrics(line | held_out)
 
-    def _evaluate(self, params: Params) -> float | None:
-        return _finite(evaluate(self.programs.eval_step, params, self.held_out, self.eval_starts))
-
-    def _eval_starts(self) -> np.ndarray:  # i32[N, B]
-        config, length = self.config, self.config.sequence_len
-        size = config.batch_size
-        if config.eval_batches is not None:
-            shape = (config.eval_batches, size)
-            count = len(self.dataset.val) - length
-            return random_starts(config.seed, _EVAL_STREAM, shape, count)
-        starts = consecutive_starts(len(self.dataset.val), length)
-        padding = np.full(-len(starts) % size, len(self.dataset.val), np.int32)  # no labels there
-        return np.concatenate([starts, padding]).reshape(-1, size)
+    def _evaluate(self, params: Params) -> Scores:
+        return evaluate(self.programs.eval_step, params, self.held_out, self.task.evaluation())
 
     def _save(self, state: TrainState, val_loss: float | None) -> None:
         step = int(state.step)
@@ -350,9 +379,11 @@ class _Run:
             raise RunError(f"step {step}: parameters are no longer finite; not saved")
         metadata = {
             "val_loss": val_loss,
-            "data_sha256": self.dataset.sha256,
-            "tokenizer_sha256": tokenizer_sha256(self.dataset.tokenizer),
+            "data_sha256": self.task.sha256,
+            "tokenizer_sha256": tokenizer_sha256(self.task.tokenizers.tokenizer),
         }
+        if self.task.tokenizers.source is not None:
+            metadata["source_tokenizer_sha256"] = tokenizer_sha256(self.task.tokenizers.source)
         checkpoint.save(self.folder.checkpoints, step, state, metadata)
         checkpoint.prune(self.folder.checkpoints, self.config.keep)
 
@@ -362,27 +393,12 @@ class _Run:
             return None
         return checkpoint.read_manifest(path).metadata["val_loss"]
 
-    def _sample(self, params: Params) -> str:
-        model = self.config.model
-        if self.config.init_from is not None and not isinstance(model.positions, Learned):
-            model = replace(model, max_len=self.config.sequence_len)  # a cache of that length
-        pieces = complete(
-            model,
-            params,
-            self.dataset.tokenizer,
-            "",
-            self.config.sample_tokens,
-            sampler=Sample(Temperature(0.8)),
-            key=jax.random.fold_in(jax.random.key(self.config.seed), 2),  # 0 and 1 are in use
-        )
-        return "".join(pieces)
-
 
 def _numerics(config: TrainConfig) -> TrainConfig:
     """Return `config` with all that enters no compiled program at its default."""
-    defaults = TrainConfig(model=config.model)
-    names = (MAY_CHANGE | {"seed"}) - {"steps"}
-    return replace(config, **{name: getattr(defaults, name) for name in names})
+    names = [name for name in (MAY_CHANGE | {"seed"}) - {"steps"} if "." not in name]
+    fields: Any = TrainConfig.__dataclass_fields__
+    return replace(config, **{name: fields[name].default for name in names})
 
 
 @dataclass(frozen=True)
@@ -391,24 +407,42 @@ class _Programs:
 
     optimizer: optax.GradientTransformation
     train_step: Callable[..., tuple[TrainState, Metrics]]
-    eval_step: Callable[..., tuple[jax.Array, jax.Array]]
+    eval_step: Callable[..., jax.Array]
     rate: Callable[[jax.Array], jax.Array]
 
 
 @lru_cache(maxsize=8)
-def _compiled(config: TrainConfig) -> _Programs:
+def _compiled(config: TrainConfig, prepare: Callable[..., Batch]) -> _Programs:
     """Return the programs of a config; another run of the same numbers compiles nothing."""
-
-    def prepare(corpus: jax.Array, starts: jax.Array) -> Batch:
-        return windows(corpus, starts, config.sequence_len)
-
     optimizer = make_optimizer(config)
-    loss = language_model_loss(config.model, config.label_smoothing)
+    loss = batch_loss(config.model, config.label_smoothing)
     return _Programs(
         optimizer=optimizer,
         train_step=make_train_step(loss, optimizer, prepare),
-        eval_step=make_eval_step(language_model_loss(config.model), prepare),
+        eval_step=make_eval_step(batch_scores(config.model), prepare),
         rate=jax.jit(learning_rate_schedule(config)),
+    )
+
+
+def _counted(config: TrainConfig, task: TrainingTask) -> tuple[TrainConfig, _Programs]:
+    """Return the programs of an n-gram model, whose only step counts, and its config."""
+    assert isinstance(config.model, NgramConfig)
+    model, params = count_ngrams(config.model, task.documents())
+    scores = batch_scores(model)
+
+    def step(state: TrainState, *inputs: Any) -> tuple[TrainState, Metrics]:
+        """Put the counts in place; the loss is that of what a step of another model reads."""
+        first = jax.tree.map(lambda leaf: leaf[0], task.prepare(*inputs))
+        total, labels, _ = jax.jit(scores)(params, first)
+        none = jnp.zeros((), jnp.int32)
+        state = replace(state, step=state.step + 1, params=jax.device_put(params))
+        return state, Metrics(total / labels, labels, jnp.zeros(()), none, none)
+
+    return replace(config, model=model), _Programs(
+        optimizer=optax.identity(),
+        train_step=step,
+        eval_step=make_eval_step(scores, task.prepare),
+        rate=lambda count: jnp.zeros(()),
     )
 
 
@@ -433,29 +467,6 @@ class _Clock:
         yield
         pause = time.perf_counter() - before
         self._times = [t + pause for t in self._times]
-
-
-def _resolved(config: TrainConfig, dataset: Dataset, vocab_size: int | None) -> TrainConfig:
-    """Return `config` with the vocabulary of its tokenizer; a published model has its own."""
-    if config.init_from is not None:
-        return config
-    needed = dataset.tokenizer.vocab_size
-    size = needed if vocab_size is None else vocab_size
-    if size < needed:
-        raise ConfigError(f"vocab_size is {size}: the tokenizer has {needed} tokens")
-    return replace(config, model=replace(config.model, vocab_size=size))
-
-
-def _published(config: TrainConfig) -> Tokenizer | None:
-    """Return the tokenizer of the model to start from; check that `config.model` is that model."""
-    if config.init_from is None:
-        return None
-    published = pretrained_config(config.init_from)
-    for field in fields(published):
-        one, two = getattr(config.model, field.name), getattr(published, field.name)
-        if field.name not in OVERRIDABLE_FIELDS and one != two:
-            raise ConfigError(f"{field.name} is {one!r}: {config.init_from} has {two!r}")
-    return published_tokenizer(open_folder(config.init_from))
 
 
 def _last_good(folder: RunFolder, progress: Progress) -> checkpoint.Manifest | None:
@@ -488,12 +499,12 @@ def _check_same(
     stored: TrainConfig,
     config: TrainConfig,
     found: checkpoint.Manifest | None,
-    dataset: Dataset,
+    task: TrainingTask,
 ) -> None:
     """Raise ConfigError that lists what a resumed run may not change and has."""
     wrong = differences(stored, config)
-    if found is not None and found.metadata["data_sha256"] != dataset.sha256:
-        old, new = found.metadata["data_sha256"], dataset.sha256
+    if found is not None and found.metadata["data_sha256"] != task.sha256:
+        old, new = found.metadata["data_sha256"], task.sha256
         wrong.append(f"data (sha256): {old[:16]} -> {new[:16]}")
     if wrong:
         raise ConfigError(f"{config.out}: cannot resume with other settings: " + "; ".join(wrong))

@@ -1,6 +1,6 @@
 """Take one optimizer step as a pure function of its state, and measure the loss on held-out text.
 
-AdamW (Loshchilov & Hutter 2019), warm-up and cosine (Loshchilov & Hutter 2017), clipping of the
+AdamW (Loshchilov & Hutter 2019), warm-up and a schedule, clipping of the
 global norm (Pascanu et al. 2013). Step n draws from `fold_in(key, n)`, its micro-batch i from
 `fold_in` of that and i, so a restored state continues bit for bit.
 """
@@ -16,22 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from transformer_jax.config import ModelConfig, TrainConfig
-from transformer_jax.models.factory import build, init_params
+from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.models.factory import init_params
+from transformer_jax.training.batch import Batch, Loss, Params
 from transformer_jax.training.data import IGNORE
-from transformer_jax.training.losses import cross_entropy
-
-Params = Any
-"""A model's parameters: nested dicts of arrays."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Batch:
-    """Hold tokens and, at each of them, the one to predict."""
-
-    tokens: jax.Array  # i32[..., B, T]
-    labels: jax.Array  # i32[..., B, T]; IGNORE where there is none
 
 
 @jax.tree_util.register_dataclass
@@ -59,47 +48,53 @@ class Metrics:
     rejected_in_a_row: jax.Array  # i32[]
 
 
-Loss = Callable[..., tuple[jax.Array, jax.Array]]
-"""`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; no key is no dropout."""
-
 Prepare = Callable[..., Batch]
 """What makes micro-batches, leaves [A, B, T], of a step's inputs."""
 
 
-def language_model_loss(config: ModelConfig, label_smoothing: float = 0.0) -> Loss:
-    """Return the loss of a decoder: mean cross-entropy of its next tokens, in nats."""
-    model = build(config)
-
-    def loss(
-        params: Params, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
-        logits, _ = model.apply({"params": params}, batch.tokens, key=key)
-        return cross_entropy(
-            logits, batch.labels, ignore_label=IGNORE, label_smoothing=label_smoothing
-        )
-
-    return loss
-
-
 def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
-    """Return the rate of update 0, 1, ...: warm-up, then a cosine (Loshchilov & Hutter 2017).
+    """Return the rate of update 0, 1, ...: a linear warm-up, then what `config.schedule` names.
 
-    With W warm-up steps of N, peak p and end m:
-        p (count + 1) / (W + 1)                                     count < W
-        m + (p - m) (1 + cos(pi (count - W) / (N - W))) / 2         W <= count < N
-    and m from N on. A run that ends within its warm-up has no cosine.
+    With W warm-up steps of N, peak p, end m, and n = (count - W) / (N - W):
+        p (count + 1) / (W + 1)                  count < W
+        m + (p - m) (1 + cos(pi n)) / 2          cosine (Loshchilov & Hutter 2017)
+        p + (m - p) n                            linear
+        p sqrt((W + 1) / (count + 1)), >= m      inverse_sqrt (Vaswani et al. 2017, 5.3)
+        p, and linear to m in the last D steps   wsd (Hu et al. 2024), D = decay_steps
+        p                                        constant
+    and the rate of N from N on: m, but for inverse_sqrt and constant. A run that ends within its
+    warm-up has no more.
     """
     peak, end = config.learning_rate, config.min_learning_rate
     warmup, first = config.warmup_steps, config.learning_rate / (config.warmup_steps + 1)
-    if config.steps > warmup:
+    left = config.steps - warmup
+    if left > 0 and config.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(first, peak, warmup, config.steps, end)
-    rising = optax.linear_schedule(first, peak, warmup)
-    return optax.join_schedules([rising, optax.constant_schedule(end)], [warmup])
+    rising, more = optax.linear_schedule(first, peak, warmup), [warmup]
+    after: list[optax.Schedule]
+    if left <= 0:
+        after = [optax.constant_schedule(end)]
+    elif config.schedule == "linear":
+        after = [optax.linear_schedule(peak, end, left)]
+    elif config.schedule == "inverse_sqrt":
+        after = [partial(_inverse_sqrt, peak, end, warmup)]
+    elif config.schedule == "wsd":
+        decay = min(config.decay_steps or max(config.steps // 10, 1), left)
+        after = [optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)]
+        more = [warmup, config.steps - decay]
+    else:
+        after = [optax.constant_schedule(peak)]
+    return optax.join_schedules([rising, *after], more)
+
+
+def _inverse_sqrt(peak: float, end: float, warmup: int, count: jax.Array) -> jax.Array:
+    """Return the rate `count` updates after the warm-up."""
+    return jnp.maximum(peak * jnp.sqrt((warmup + 1) / (count + warmup + 1)), end)
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Return AdamW on the schedule after clipping; it decays matrices and tables only."""
-    return optax.chain(
+    steps = [
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
             learning_rate_schedule(config),
@@ -108,7 +103,30 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             weight_decay=config.weight_decay,
             mask=decays,
         ),
-    )
+    ]
+    if config.frozen is not None:
+        steps.append(optax.masked(optax.set_to_zero(), partial(is_frozen, config.frozen)))
+    return optax.chain(*steps)
+
+
+def is_frozen(names: tuple[str, ...], params: Params) -> Params:
+    """Mark the parameters whose names begin with one of `names`, such as decoder/block_0.
+
+    ConfigError for a name with which no parameter begins.
+    """
+    used = set[str]()
+
+    def within(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        found = {part for part in names if f"{name}/".startswith(f"{part.strip('/')}/")}
+        used.update(found)
+        return bool(found)
+
+    marked = jax.tree_util.tree_map_with_path(within, params)
+    if unused := [name for name in names if name not in used]:
+        parts = ", ".join(sorted(params))
+        raise ConfigError(f"frozen has {unused[0]!r}: no parameter begins so (there are {parts})")
+    return marked
 
 
 def decays(params: Params) -> Params:
@@ -125,7 +143,7 @@ def decays(params: Params) -> Params:
 
 
 def init_state(
-    config: ModelConfig,
+    config: AnyModelConfig,
     optimizer: optax.GradientTransformation,
     seed: jax.typing.ArrayLike,  # u32[]
 ) -> TrainState:
@@ -221,7 +239,7 @@ def _gradient(
         found = differentiate(params, batch, jax.random.fold_in(key, index))
         return jax.tree.map(jnp.add, carry, found), None
 
-    count = batches.tokens.shape[0]
+    count = jax.tree.leaves(batches)[0].shape[0]
     if count == 1:
         only = jax.tree.map(lambda leaf: leaf[0], batches)
         (summed, weight), grads = differentiate(params, only, jax.random.fold_in(key, 0))
@@ -260,12 +278,11 @@ def _updated(
 
 
 def make_eval_step(
-    loss: Loss, prepare: Prepare = lambda batch: batch
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return the jitted `step(params, *inputs) -> (summed loss, tokens)`, without dropout."""
+    scores: Callable[..., jax.Array], prepare: Prepare = lambda batch: batch
+) -> Callable[..., jax.Array]:
+    """Return the jitted `step(params, *inputs) -> scores(params, batch)`, without dropout."""
 
-    def step(params: Params, *inputs: Any) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
-        mean, weight = loss(params, prepare(*inputs), None)
-        return mean * weight, weight
+    def step(params: Params, *inputs: Any) -> jax.Array:  # f32[3]
+        return scores(params, prepare(*inputs))
 
     return jax.jit(step)

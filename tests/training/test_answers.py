@@ -1,0 +1,114 @@
+"""Targets that a trained model writes are those that the full pass over them says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.attention.masks import Causal, Prefix
+from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, TrainConfig
+from transformer_jax.config.tasks import LanguageTask, PrefixTask, Seq2SeqTask
+from transformer_jax.models.factory import build, init_params
+from transformer_jax.tokenizers.special import special_ids, with_special_tokens
+from transformer_jax.tokenizers.trained import CharTokenizer
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.loop import fit
+from transformer_jax.training.tasks.answers import _write, answer_sources
+from transformer_jax.training.tasks.task import Tokenizers
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SOURCES = ["a", "bcd", "dcbaa", "bb"]
+SMALL = dict(d_model=12, num_heads=2, num_layers=2, max_len=13, init_std=0.5, tie_embeddings=False)
+
+
+def untrained(task, model, names):
+    """Return a run of a fresh model with weights large enough to write various targets."""
+    tokenizer = with_special_tokens(CharTokenizer("abcd"), names)
+    config = TrainConfig(task=task, model=model, context=13)
+    return config, Tokenizers(tokenizer), init_params(model, jax.random.key(4))
+
+
+def likeliest(config, params, sources, prompts, written):
+    """Return the likeliest token after each token of prompts and targets, by one full pass."""
+    rows = [[*prompt, *target] for prompt, target in zip(prompts, written, strict=True)]
+    width = min(max(map(len, rows)), 13)  # the last token that fits is written, and not read
+    tokens = np.array([(row + [0] * width)[:width] for row in rows])
+    given = {}
+    if len(prompts[0]) == 1:
+        longest = max(map(len, sources))
+        padded = np.array([list(s) + [0] * (longest - len(s)) for s in sources])
+        valid = np.arange(longest)[None] < np.array([[len(s)] for s in sources])
+        given["source"] = padded
+        if isinstance(config.model, ModelConfig):
+            given["source_positions"] = np.where(valid, np.arange(longest)[None], -1)
+        else:
+            given["source_valid"] = valid
+    if isinstance(config.task, PrefixTask) and config.task.bidirectional:
+        given["mask"] = Causal() | Prefix(jnp.asarray([len(prompt) for prompt in prompts]))
+    logits, _ = jax.jit(build(config.model).apply)({"params": params}, tokens, **given)
+    return np.asarray(logits.argmax(axis=-1))
+
+
+CASES = {
+    "prefix": (PrefixTask(beams=1), ModelConfig(vocab_size=6, **SMALL), ["sep", "eos"]),
+    "causal": (
+        PrefixTask(beams=1, bidirectional=False), ModelConfig(vocab_size=6, **SMALL),
+        ["sep", "eos"],
+    ),
+    "encoder-decoder": (
+        Seq2SeqTask(beams=1), ModelConfig(kind="encoder-decoder", vocab_size=6, **SMALL),
+        ["bos", "eos"],
+    ),
+    "recurrent": (
+        Seq2SeqTask(beams=1),
+        RecurrentConfig(
+            vocab_size=6, source_vocab_size=6, d_embed=5, d_hidden=7, attention="additive",
+            init_std=1.0,
+        ),
+        ["bos", "eos"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_targets_written_in_a_batch_are_those_of_a_full_pass(name):
+    """Sources of different length, side by side, with a cache or a state."""
+    config, tokenizers, params = untrained(*CASES[name])
+    ids = special_ids(tokenizers.tokenizer)
+    sources = [tokenizers.tokenizer.encode(source) for source in SOURCES]
+    two_rows = "bos" in ids
+    prompts = [[ids["bos"]] if two_rows else [*source, ids["sep"]] for source in sources]
+    read = sources if two_rows else [np.array(prompt, np.int32) for prompt in prompts]
+    written = _write(config, tokenizers, params, read, 1, None)
+    likely = likeliest(config, params, sources, prompts, written)
+    for row, prompt, target in zip(likely, prompts, written, strict=True):
+        limit = 13 if two_rows else 14 - len(prompt)  # whatever stands in the other rows
+        said = row[len(prompt) - 1 :]
+        assert np.array_equal(said[: len(target)], target)
+        assert len(target) == limit or said[len(target)] == ids["eos"]
+    assert len({tuple(target) for target in written}) > 1
+
+
+def test_a_source_that_does_not_fit_is_refused_by_its_length():
+    run = untrained(*CASES["prefix"])
+    with pytest.raises(DataError, match="prompt is 'aaaaaaaaaaaaaaaa': 17 tokens, the model was"):
+        answer_sources(*run, ["a" * 16])
+    with pytest.raises(DataError, match="prompt is '': a source must have at least one token"):
+        answer_sources(*run, [""])
+
+
+def test_an_n_gram_model_is_counted_in_one_step_of_the_same_loop(tmp_path):
+    """Its loss is that of dictionaries of counts: here, of letters that follow in a circle."""
+    (tmp_path / "text.txt").write_text("abcd" * 200)
+    config = TrainConfig(
+        task=LanguageTask(), model=NgramConfig(order=3), data=str(tmp_path / "text.txt"),
+        out=str(tmp_path / "run"), steps=1, warmup_steps=0, sample_tokens=9, batch_size=4,
+    )  # fmt: skip
+    result = fit(config)
+    assert len(result.config.model.nodes) == 3
+    assert result.accuracy == 1.0 and result.val_loss < 0.01
+    assert result.perplexity == pytest.approx(np.exp(result.val_loss))
+    assert result.sample in "abcd" * 4
+    again = fit(config, resume=True)
+    assert (again.step, again.val_loss) == (1, result.val_loss)

@@ -1,0 +1,121 @@
+"""Rows of examples: buckets, packing, and the order in which epochs read them."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support.tolerances import assert_near
+from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, WindowConfig
+from transformer_jax.models.factory import init_params
+from transformer_jax.models.ngram import count_ngrams
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training import rows as training_rows
+from transformer_jax.training.batch import batch_scores
+from transformer_jax.training.data import IGNORE
+from transformer_jax.training.rows import Example, bucketed, packed, packs
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def examples(count, longest, prefix=False, seed=5):
+    """Draw examples whose first token is their number + 1, so that rows can be told apart."""
+    random = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        ids = random.integers(1, 17, random.integers(3, longest + 1)).astype(np.int32)
+        ids[0] = number + 1
+        labels = ids[1:].copy()
+        labels[0] = IGNORE
+        found.append(Example(ids[:-1], labels, 1 if prefix else 0))
+    return found
+
+
+def test_every_epoch_reads_every_row_once_in_another_order():
+    rows = bucketed(examples(41, 7))
+    read = [rows.step(3, step, 2, 5).tokens[..., 0].ravel() for step in range(10)]
+    first, second = np.concatenate(read[:5]), np.concatenate(read[5:])
+    for epoch in (first, second):
+        numbers, counts = np.unique(epoch, return_counts=True)
+        assert numbers.tolist() == list(range(1, 42))
+        assert counts.sum() == 50  # the last step takes nine rows again
+    assert not np.array_equal(first, second)
+
+
+def test_the_rows_of_a_step_follow_from_seed_and_step_alone():
+    made = [bucketed(examples(41, 7)).step(seed, step, 2, 5) for seed, step in [(3, 4)] * 2]
+    assert np.array_equal(made[0].tokens, made[1].tokens)
+    for seed, step in ((4, 4), (3, 5)):
+        other = bucketed(examples(41, 7)).step(seed, step, 2, 5)
+        assert not np.array_equal(made[0].tokens, other.tokens)
+
+
+def test_an_evaluation_reads_every_row_once_and_pads_the_last_batch_with_nothing():
+    rows = bucketed(examples(13, 7))
+    batches = list(rows.batches(5))
+    assert [batch.tokens.shape[0] for batch in batches] == [5, 5, 5]
+    assert (batches[-1].labels[3:] == IGNORE).all()
+    labels = sum((batch.labels != IGNORE).sum() for batch in batches)
+    assert labels == rows.labels == sum(len(e.labels) - 1 for e in examples(13, 7))
+
+
+def test_buckets_hold_rows_of_about_one_length(monkeypatch):
+    monkeypatch.setattr(training_rows, "BUCKET_ROWS", 10)
+    given = examples(61, 41)
+    rows = bucketed(given)
+    assert len(rows.buckets) == 4
+    lengths = [bucket.tokens.shape[1] for bucket in rows.buckets]
+    assert lengths == sorted(lengths) and all(length % 8 == 0 for length in lengths)
+    for bucket in rows.buckets:
+        for tokens, labels in zip(bucket.tokens, bucket.labels, strict=True):
+            own = given[tokens[0] - 1]
+            size = len(own.tokens)
+            assert np.array_equal(tokens[:size], own.tokens) and not tokens[size:].any()
+            assert np.array_equal(labels[:size], own.labels) and (labels[size:] == IGNORE).all()
+    padded = sum(bucket.tokens.size for bucket in rows.buckets)
+    assert padded < 0.75 * 61 * 48
+
+
+def test_packing_keeps_every_example_whole_and_pays_where_two_fit():
+    given = examples(23, 7)
+    (rows,) = packed(given, 13).buckets
+    found = set()
+    for tokens, labels, segments in zip(rows.tokens, rows.labels, rows.segments, strict=True):
+        for number in range(1, segments.max() + 1):
+            (at,) = np.nonzero(segments == number)
+            assert np.array_equal(at, np.arange(at[0], at[-1] + 1))
+            own = given[tokens[at[0]] - 1]
+            assert np.array_equal(tokens[at], own.tokens)
+            assert np.array_equal(labels[at], own.labels)
+            found.add(tokens[at[0]])
+    assert len(found) == 23
+    assert packs(given, 13) and not packs(given, 7)
+    with pytest.raises(DataError, match="example 0 has 5 tokens: a row has 4"):
+        packed([Example(np.arange(5), np.arange(5))], 4)
+
+
+MODELS = {
+    "causal": ModelConfig(vocab_size=29, d_model=12, num_heads=2, num_layers=2, max_len=19),
+    "prefix": ModelConfig(vocab_size=29, d_model=12, num_heads=2, num_layers=2, max_len=19),
+    "gru": RecurrentConfig(vocab_size=29, cell="gru", d_embed=5, d_hidden=7),
+    "window": WindowConfig(vocab_size=29, context=3, d_embed=5, d_hidden=7),
+    "ngram": NgramConfig(vocab_size=29, order=3),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_packed_batch_has_the_loss_of_the_examples_one_by_one(name):
+    given = examples(19, 7, prefix=name == "prefix")
+    model = MODELS[name]
+    if isinstance(model, NgramConfig):
+        model, params = count_ngrams(model, [example.tokens for example in given])
+    else:
+        params = init_params(model, jax.random.key(2))
+    scores = jax.jit(batch_scores(model))
+
+    def totals(rows):
+        return sum(np.asarray(scores(params, batch), np.float64) for batch in rows.batches(4))
+
+    apart, together = totals(bucketed(given)), totals(packed(given, 19))
+    assert apart[1] == together[1] == sum(len(e.labels) - 1 for e in given)
+    assert_near(together[0] / together[1], apart[0] / apart[1], 1e-5)
+    assert apart[2] == together[2]

@@ -1,0 +1,72 @@
+"""Learning rates against their formulas, and parameters that stay as they are."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support.tolerances import assert_near
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.models.factory import init_params
+from transformer_jax.training.step import is_frozen, learning_rate_schedule, make_optimizer
+
+PEAK, END, WARMUP, STEPS, DECAY = 0.7, 0.1, 7, 31, 5
+
+
+def after_warmup(name, count):
+    """Return the rate of an update from the warm-up on, from the formula in float64."""
+    left = STEPS - WARMUP
+    share = min((count - WARMUP) / left, 1.0)
+    match name:
+        case "cosine":
+            return END + (PEAK - END) * (1 + np.cos(np.pi * share)) / 2
+        case "linear":
+            return PEAK + (END - PEAK) * share
+        case "inverse_sqrt":
+            return max(PEAK * np.sqrt((WARMUP + 1) / (count + 1)), END)
+        case "wsd":
+            done = np.clip((count - (STEPS - DECAY)) / DECAY, 0.0, 1.0)
+            return PEAK + (END - PEAK) * done
+        case "constant":
+            return PEAK
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "inverse_sqrt", "wsd", "constant"])
+def test_a_schedule_rises_in_a_line_and_then_follows_its_formula(name):
+    config = TrainConfig(
+        schedule=name, steps=STEPS, warmup_steps=WARMUP, learning_rate=PEAK,
+        min_learning_rate=END, decay_steps=DECAY if name == "wsd" else None,
+    )  # fmt: skip
+    rate = learning_rate_schedule(config)
+    found = [float(rate(np.int32(count))) for count in range(STEPS + 3)]
+    rising = [PEAK * (count + 1) / (WARMUP + 1) for count in range(WARMUP)]
+    wanted = rising + [after_warmup(name, count) for count in range(WARMUP, STEPS + 3)]
+    assert_near(np.array(found), np.array(wanted), 1e-6)
+
+
+def test_the_decay_of_wsd_is_a_tenth_of_the_steps_where_none_is_named():
+    config = TrainConfig(
+        schedule="wsd", steps=50, warmup_steps=0, learning_rate=1.0, min_learning_rate=0.0
+    )
+    rate = learning_rate_schedule(config)
+    assert [float(rate(np.int32(n))) for n in (44, 45)] == [1.0, 1.0]
+    assert float(rate(np.int32(47))) == pytest.approx(0.6)
+
+
+def test_frozen_parameters_get_no_update_not_even_weight_decay():
+    model = ModelConfig(vocab_size=5, d_model=6, num_heads=2, num_layers=2, d_ff=7, max_len=3)
+    params = init_params(model, jax.random.key(0))
+    config = TrainConfig(frozen=("embed", "decoder/block_1/feed_forward"), warmup_steps=0)
+    optimizer = make_optimizer(config)
+    gradients = jax.tree.map(np.ones_like, params)
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    for path, update in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        frozen = name.startswith(("embed/", "decoder/block_1/feed_forward/"))
+        assert np.any(np.asarray(update)) != frozen, name
+
+
+def test_a_name_with_which_no_parameter_begins_is_refused():
+    params = {"embed": {"tokens": np.zeros((2, 2))}, "decoder": {"norm": np.zeros(2)}}
+    with pytest.raises(ConfigError, match="frozen has 'dec': no parameter begins so"):
+        is_frozen(("embed", "dec"), params)

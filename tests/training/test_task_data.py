@@ -1,0 +1,373 @@
+"""What tasks make of files: layouts, masks, generated pairs, and what they refuse."""
+
+import datetime
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig, TrainConfig
+from transformer_jax.config.presets import task_recipe
+from transformer_jax.config.tasks import (
+    TASKS,
+    AdditionTask,
+    ChatTask,
+    ClassifyTask,
+    DatesTask,
+    LanguageTask,
+    MaskedTask,
+    ModularTask,
+    PrefixTask,
+    RecallTask,
+    ReverseTask,
+    Seq2SeqTask,
+)
+from transformer_jax.tokenizers.special import (
+    SpecialTokens,
+    special_ids,
+    tokenizer_from_json,
+    with_special_tokens,
+)
+from transformer_jax.tokenizers.trained import CharTokenizer, WordTokenizer
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.data import IGNORE
+from transformer_jax.training.tasks import load_task
+from transformer_jax.training.tasks.generated import generate_pairs
+from transformer_jax.training.tasks.metrics import (
+    compare_texts,
+    confusion_matrix,
+    edit_distance,
+    macro_f1,
+)
+
+SMALL = dict(d_model=8, num_heads=2, num_layers=1, max_len=24)
+
+
+def run(task, file=None, **changes):
+    """Return a small run of a task on a file."""
+    shape = task.shapes[0]
+    model = changes.pop("model", ModelConfig(kind=shape, **SMALL))
+    data = {} if file is None else {"data": str(file)}
+    return TrainConfig(task=task, model=model, batch_size=2, **data, **changes)
+
+
+def write(tmp_path, content, name="data.txt"):
+    file = tmp_path / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return file
+
+
+PAIRS = "".join(f"{a}{b}\t{b}{a}{a}\n" for a in "abcde" for b in "vwxyz")
+
+
+def test_a_pair_of_a_decoder_is_one_row_whose_target_alone_is_learnt(tmp_path):
+    task = load_task(run(PrefixTask(packed=False), write(tmp_path, PAIRS)))
+    ids = special_ids(task.tokenizers.tokenizer)
+    assert list(ids) == ["sep", "eos"] and task.config.model.vocab_size == 12
+    a, v = task.tokenizers.tokenizer.encode("av")
+    (bucket,) = task.train.buckets
+    assert bucket.tokens[0].tolist() == [a, v, ids["sep"], v, a, a, 0, 0]
+    assert bucket.labels[0].tolist() == [*[IGNORE] * 2, v, a, a, ids["eos"], *[IGNORE] * 2]
+    assert bucket.prefix[0].tolist() == [True] * 3 + [False] * 5
+    causal = load_task(run(PrefixTask(bidirectional=False), write(tmp_path, PAIRS)))
+    assert causal.train.buckets[0].prefix is None
+    assert causal.train.buckets[0].segments is not None  # 24 tokens hold three pairs
+
+
+def test_a_pair_of_an_encoder_decoder_is_a_source_and_a_target_that_begins_and_ends(tmp_path):
+    task = load_task(run(Seq2SeqTask(), write(tmp_path, PAIRS)))
+    ids = special_ids(task.tokenizers.tokenizer)
+    a, v = task.tokenizers.tokenizer.encode("av")
+    (bucket,) = task.train.buckets
+    assert bucket.source[0].tolist() == [a, v, *[0] * 6]
+    assert bucket.source_valid[0].tolist() == [True] * 2 + [False] * 6
+    assert bucket.tokens[0].tolist() == [ids["bos"], v, a, a, *[0] * 4]
+    assert bucket.labels[0].tolist() == [v, a, a, ids["eos"], *[IGNORE] * 4]
+
+
+def test_parallel_files_are_the_pairs_of_their_lines(tmp_path):
+    sources = "".join(line.split("\t")[0] + "\n" for line in PAIRS.splitlines())
+    targets = "".join(line.split("\t")[1] + "\n" for line in PAIRS.splitlines())
+    one, two = write(tmp_path, sources, "a"), write(tmp_path, targets, "b")
+    apart = load_task(run(Seq2SeqTask(targets=str(two)), one))
+    joined = load_task(run(Seq2SeqTask(), write(tmp_path, PAIRS)))
+    assert [p[:2] for p in apart.pairs] == [p[:2] for p in joined.pairs]
+    assert np.array_equal(apart.train.buckets[0].labels, joined.train.buckets[0].labels)
+
+
+def test_separate_vocabularies_know_their_own_side_alone(tmp_path):
+    file = write(tmp_path, "ab\txyz\n" * 20)
+    task = load_task(run(Seq2SeqTask(vocabulary="separate"), file))
+    assert task.tokenizers.source == CharTokenizer("ab")
+    assert task.config.model.source_vocab_size == 2
+    assert task.config.model.vocab_size == 3 + 2
+    recurrent = RecurrentConfig(source_vocab_size=1, d_embed=3, d_hidden=3)
+    task = load_task(run(Seq2SeqTask(), file, model=recurrent))
+    assert task.tokenizers.source is None
+    assert task.config.model.source_vocab_size == task.config.model.vocab_size == 5 + 2
+
+
+def test_hidden_tokens_have_the_shares_that_the_task_names(tmp_path):
+    text = "".join(np.random.default_rng(3).choice(list("abcdefghij"), 20011))
+    config = run(MaskedTask(rate=0.2, replaced=0.6, random=0.3), write(tmp_path, text))
+    task = load_task(config)
+    mask = special_ids(task.tokenizers.tokenizer)["mask"]
+    batches = [task.inputs(step) for step in range(400)]
+    tokens, labels = (np.stack([getattr(b, n) for b in batches]) for n in ("tokens", "labels"))
+    hidden = labels != IGNORE
+    assert abs(hidden.mean() - 0.2) < 0.01
+    assert abs((tokens[hidden] == mask).mean() - 0.6) < 0.03
+    other = (tokens[hidden] != mask) & (tokens[hidden] != labels[hidden])
+    assert abs(other.mean() - 0.3 * 0.9) < 0.03  # one random letter in ten is the right one
+    assert not (tokens[~hidden] == mask).any()
+    assert not np.array_equal(batches[0].labels, batches[1].labels)
+    again = load_task(config)
+    assert np.array_equal(again.inputs(7).tokens, batches[7].tokens)
+    first, second = ([b.labels.tolist() for b in t.evaluation()] for t in (task, task))
+    assert first == second and len(first) > 10
+
+
+def test_whole_words_are_hidden_together(tmp_path):
+    words = np.random.default_rng(3).choice(["one", "seven", "eleven"], 2003)
+    task = load_task(run(MaskedTask(rate=0.3, whole_words=True), write(tmp_path, " ".join(words))))
+    hidden = 0
+    for step in range(50):
+        batch = task.inputs(step)
+        whole = np.where(batch.labels != IGNORE, batch.labels, batch.tokens).reshape(-1, 24)
+        for row, labels in zip(whole, batch.labels.reshape(-1, 24), strict=True):
+            text = task.tokenizers.tokenizer.to_bytes(row).decode()
+            for (one, left), (two, right) in pairwise(zip(text, labels != IGNORE, strict=True)):
+                if one.isalpha() and two.isalpha():
+                    assert left == right
+                hidden += left
+    assert hidden > 500
+
+
+def test_a_class_is_a_head_s_of_an_encoder_and_a_token_of_a_decoder(tmp_path):
+    file = write(tmp_path, "up\tabc\ndown\tcba\n" * 10)
+    task = load_task(run(ClassifyTask(), file))
+    assert task.config.task.labels == ("down", "up") and task.config.model.num_classes == 2
+    (bucket,) = task.train.buckets
+    ids = special_ids(task.tokenizers.tokenizer)
+    assert bucket.labels[:2].tolist() == [1, 0]
+    assert bucket.tokens[1].tolist() == [ids["cls"], 2, 1, 0, *[0] * 4]
+    assert bucket.valid[1].tolist() == [True] * 4 + [False] * 4
+    decoder = load_task(run(ClassifyTask(), file, model=ModelConfig(**SMALL)))
+    ids = special_ids(decoder.tokenizers.tokenizer)
+    (bucket,) = decoder.train.buckets
+    assert bucket.tokens[1].tolist() == [2, 1, 0, ids["cls"], *[0] * 4]
+    assert bucket.labels[1].tolist() == [*[IGNORE] * 3, ids["label:down"], *[IGNORE] * 4]
+
+
+def test_of_a_conversation_only_the_assistant_is_learnt(tmp_path):
+    talk = [("user", "ab"), ("assistant", "cd"), ("user", "a"), ("assistant", "d")]
+    line = json.dumps({"messages": [{"role": r, "content": c} for r, c in talk]}) + "\n"
+    task = load_task(run(ChatTask(packed=False), write(tmp_path, line * 10)))
+    ids = special_ids(task.tokenizers.tokenizer)
+    (bucket,) = task.train.buckets
+    user, assistant, eos = (ids[name] for name in ("user", "assistant", "eos"))
+    whole = [user, 0, 1, assistant, 2, 3, eos, user, 0, assistant, 3, eos]
+    learnt = [False] * 4 + [True] * 3 + [False] * 3 + [True] * 2
+    assert bucket.tokens[0, :11].tolist() == whole[:-1]
+    wanted = [i if yes else IGNORE for i, yes in zip(whole, learnt, strict=True)][1:]
+    assert bucket.labels[0, :11].tolist() == wanted
+
+
+def test_documents_begin_and_end_and_are_packed_where_they_are_short(tmp_path):
+    file = write(tmp_path, "ab\ncab\n\nb\n" * 9)
+    task = load_task(run(LanguageTask(documents="lines"), file))
+    (rows,) = task.train.buckets
+    eos = special_ids(task.tokenizers.tokenizer)["eos"]
+    assert rows.tokens[0, :8].tolist() == [eos, 0, 1, eos, 2, 0, 1, eos]
+    assert rows.labels[0, :8].tolist() == [0, 1, eos, 2, 0, 1, eos, 1]
+    assert rows.segments[0, :8].tolist() == [1, 1, 1, 2, 2, 2, 2, 3]
+    apart = load_task(run(LanguageTask(documents="lines", packed=False), file))
+    assert apart.train.buckets[0].segments is None
+    paragraphs = load_task(run(LanguageTask(documents="paragraphs"), file))
+    eos = special_ids(paragraphs.tokenizers.tokenizer)["eos"]
+    tokens = paragraphs.train.buckets[0].tokens[0]
+    assert tokens[:7].tolist() == [eos, 1, 2, 0, 3, 1, 2] and tokens[7] == eos
+
+
+@pytest.mark.parametrize(
+    ("task", "target"),
+    [
+        (ReverseTask(examples=500), lambda source: "".join(reversed(list(source)))),
+        (AdditionTask(examples=500), lambda source: str(eval(source))),
+        (AdditionTask(examples=500, reversed=True), lambda s: str(eval(s))[::-1]),
+        (ModularTask(operation="*"), lambda source: str(eval(source) % 23)),
+        (RecallTask(examples=500), lambda s: s[s.index(s[-1]) + 1]),
+        (
+            RecallTask(examples=500, queries=3),
+            lambda s: "".join(s[s.index(letter) + 1] for letter in s.split()[1]),
+        ),
+    ],
+    ids=["reverse", "addition", "addition reversed", "modular", "recall", "recall three"],
+)
+def test_generated_targets_are_what_the_task_says(task, target):
+    pairs = generate_pairs(task, 7)
+    assert len({source for source, _ in pairs}) == len(pairs) >= 400
+    assert all(target(source) == written for source, written in pairs)
+    assert generate_pairs(task, 7) == pairs != generate_pairs(task, 8)
+
+
+def test_generated_dates_are_the_same_day_in_other_words():
+    forms = "%d %B %Y", "%B %d, %Y", "%d. %b %Y", "%b %d %Y"
+    for source, target in generate_pairs(DatesTask(examples=300), 7):
+        days = set()
+        for form in forms:
+            try:
+                days.add(datetime.datetime.strptime(source, form).date().isoformat())
+            except ValueError:
+                continue
+        assert days == {target}
+
+
+def recursive_distance(one, two):
+    """Return the edit distance from its definition."""
+    if not one or not two:
+        return len(one) + len(two)
+    return min(
+        recursive_distance(one[1:], two) + 1,
+        recursive_distance(one, two[1:]) + 1,
+        recursive_distance(one[1:], two[1:]) + (one[0] != two[0]),
+    )
+
+
+def test_edit_distance_is_that_of_its_definition():
+    random = np.random.default_rng(11)
+    for _ in range(60):
+        one, two = ("".join(random.choice(list("abc"), random.integers(0, 6))) for _ in "12")
+        assert edit_distance(one, two) == recursive_distance(one, two)
+
+
+def test_texts_are_compared_by_whole_texts_and_by_words():
+    found = compare_texts(["a b c", "x ", "p q"], ["a b d", "x", "q"])
+    assert found["exact_match"] == pytest.approx(1 / 3)
+    assert found["word_error_rate"] == pytest.approx(2 / 5)
+
+
+def test_bleu_and_chrf_are_sacrebleu_s():
+    pytest.importorskip("sacrebleu")
+    same = compare_texts(["the cat sat on the mat"], ["the cat sat on the mat"])
+    other = compare_texts(["the cat sat on a mat"], ["the cat sat on the mat"])
+    assert same["bleu"] == pytest.approx(100) and same["chrf"] == pytest.approx(100)
+    assert 0 < other["bleu"] < 100
+
+
+def test_f1_is_the_mean_over_classes_that_occur():
+    said, wanted = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 1, 1, 0])
+    confusion = confusion_matrix(said, wanted, 4)
+    assert confusion.tolist() == [[1, 0, 1, 0], [1, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    # F1 of 0: precision 1/2, recall 1/2; of 1: precision 1, recall 2/3; of 2: nothing right
+    assert macro_f1(confusion) == pytest.approx((0.5 + 0.8 + 0.0) / 3)
+
+
+REFUSED = {
+    "no tab": (Seq2SeqTask(), "a b\n", "line 1: 'a b': must be a source, one tab and a target"),
+    "two tabs": (PrefixTask(), "a\tb\nc\td\te\n", "line 2: 'c\\td\\te': must be a source, one tab"),
+    "empty line": (Seq2SeqTask(), "a\tb\n\nc\td\n", "line 2: it is empty"),
+    "no target": (Seq2SeqTask(), "a\tb\nc\t\n", "line 2: 'c\\t': must be a source, one tab"),
+    "empty file": (ClassifyTask(), "", "it is empty"),
+    "one pair": (Seq2SeqTask(), "a\tb\n", "1 pairs: must have one for training and one held out"),
+    "long": (Seq2SeqTask(), "a\tb\n" + "a" * 30 + "\tb\n", "line 2: source: 30 tokens: a sequence"),
+    "long row": (PrefixTask(), "a\tb\na\t" + "b" * 23 + "\n", "line 2: source and target: 25 tok"),
+    "encoding": (Seq2SeqTask(), b"a\tb\n\xff\tb\n", "byte 4 is 0xff: not UTF-8"),
+    "one label": (ClassifyTask(), "x\tab\nx\tcd\n", "its only label is 'x': must have two"),
+    "label": (ClassifyTask(), "x\ta\ny\tb\n" * 2 + "z\tb\n", "line 5: label 'z': must be one of"),
+    "not JSON": (ChatTask(), "{]\n", "line 1: not JSON"),
+    "no messages": (ChatTask(), '{"text": "a"}\n', "line 1: must be {"),
+    "role": (ChatTask(), '{"messages": [{"role": "cat", "content": "a"}]}\n', "must have a role"),
+    "no answer": (ChatTask(), '{"messages": [{"role": "user", "content": "a"}]}\n', "nothing to"),
+    "one document": (LanguageTask(documents="lines"), "abc\n", "1 lines: must have one for train"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_data_that_cannot_be_used_is_named_in_one_line(tmp_path, name):
+    task, content, message = REFUSED[name]
+    file = write(tmp_path, content)
+    with pytest.raises(DataError) as caught:
+        load_task(run(task, file, val_fraction=0.3))
+    assert message in str(caught.value) and str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_of_different_length_are_refused_by_both_lengths(tmp_path):
+    one, two = write(tmp_path, "a\nb\nc\n", "a"), write(tmp_path, "x\ny\n", "b")
+    with pytest.raises(DataError, match=r"a has 3 lines, .*b has 2: parallel files have as many"):
+        load_task(run(Seq2SeqTask(targets=str(two)), one))
+    with pytest.raises(DataError, match="targets is '/nowhere': must be a file"):
+        load_task(run(Seq2SeqTask(targets="/nowhere"), one))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(task=MaskedTask(), model=ModelConfig()), "task is 'masked': is learnt by an encoder"),
+        (dict(task=Seq2SeqTask()), "task is 'seq2seq': is learnt by an encoder-decoder"),
+        (dict(task=ReverseTask(), data="x"), "data is 'x': task 'reverse' makes its own examples"),
+        (dict(decay_steps=3), "decay_steps is 3: needs schedule 'wsd'"),
+        (dict(schedule="wsd", decay_steps=9, steps=5), "decay_steps is 9: must not exceed steps 5"),
+        (dict(word_count=2), "word_count is 2: needs tokenizer 'word'"),
+    ],
+)
+def test_a_run_that_contradicts_itself_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "message"),
+    [
+        (MaskedTask, dict(rate=0.0), "rate is 0.0: must be above 0"),
+        (MaskedTask, dict(replaced=0.8, random=0.3), "replaced is 0.8: must be at least 0, and"),
+        (ClassifyTask, dict(labels=("a",)), "labels is .'a',.: must be at least two different"),
+        (ReverseTask, dict(min_length=5, max_length=3), "min_length is 5: must not exceed"),
+        (ReverseTask, dict(letters=27), "letters is 27: must be at most 26"),
+        (Seq2SeqTask, dict(beams=0), "beams is 0: must be positive"),
+        (LanguageTask, dict(packed=False), "packed is False: needs documents"),
+    ],
+)
+def test_a_field_of_a_task_is_refused_by_name(task, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        task(**fields)
+
+
+def test_models_that_cannot_learn_a_task_are_named_by_the_recipe():
+    for name, architecture in (("masked", "ngram"), ("seq2seq", "window"), ("classify", "ngram")):
+        rule = f"model is '{architecture}': task '{name}' is learnt by another"
+        with pytest.raises(ConfigError, match=rule):
+            task_recipe(TASKS[name](), architecture)
+
+
+def test_words_come_back_with_one_space_between_them():
+    tokenizer = WordTokenizer.train("b a  b\nc a b", 2)
+    assert tokenizer.words == ("b", "a")
+    ids = tokenizer.encode("a  b c\nb")
+    assert ids.tolist() == [3, 2, 0, 1, 2]
+    assert tokenizer.to_bytes(ids).decode() == " a b <unk>\n b"
+    assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
+
+
+def test_special_tokens_stand_after_the_text_s_and_for_no_text():
+    base = CharTokenizer("abc")
+    tokenizer = with_special_tokens(with_special_tokens(base, ["sep"]), ["sep", "eos"])
+    assert tokenizer == SpecialTokens(base, ("sep", "eos")) and tokenizer.vocab_size == 5
+    assert special_ids(tokenizer) == {"sep": 3, "eos": 4}
+    assert tokenizer.to_bytes([0, 3, 1, 4]) == b"ab"
+    assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
+    with pytest.raises(DataError, match="names of special tokens"):
+        SpecialTokens(base, ("a", "a"))
+
+
+def test_a_held_out_file_of_its_own_leaves_the_other_whole(tmp_path):
+    one, two = write(tmp_path, PAIRS), write(tmp_path, "ax\txa\n", "val")
+    task = load_task(run(Seq2SeqTask(), one, val_data=str(two)))
+    assert sum(task.train.counts) == 25 and [p.source for p in task.pairs] == ["ax"]
+    text = write(tmp_path, "abc" * 30, "text")
+    other = write(tmp_path, "cba" * 10, "held out")
+    found = load_task(replace(run(LanguageTask(), text, val_data=str(other))))
+    assert (len(found.data.train), len(found.data.val), found.data.val_characters) == (90, 30, 30)

@@ -1,0 +1,145 @@
+"""Judge a model on a file that it has not seen, by the measures of the task it was trained for.
+
+python -m transformer_jax evaluate --run RUN --data FILE
+python -m transformer_jax evaluate --model FOLDER_OR_ID --data FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformer_jax.cli.command import Parser, load_run, run
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config.architectures import model_shape
+from transformer_jax.config.tasks import (
+    GeneratedTask,
+    LanguageTask,
+    MaskedTask,
+    PrefixTask,
+    Seq2SeqTask,
+    Task,
+)
+
+if TYPE_CHECKING:
+    from transformer_jax.training.tasks import Tokenizers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
+    return run(_parser(), argv, _evaluate)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    if (arguments.run is None) == (arguments.model is None):
+        raise ConfigError("run and model: give one of them")
+    if arguments.model is not None and arguments.checkpoint is not None:
+        raise ConfigError(f"checkpoint is {arguments.checkpoint!r}: needs run")
+    if arguments.run is not None and arguments.context is not None:
+        raise ConfigError(f"context is {arguments.context}: needs model, a run has its own")
+    if arguments.data is None:
+        raise ConfigError("data is None: the file to judge the model on is needed")
+    for name in ("examples", "beams", "context"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}: must be at least 1")
+    config, tokenizers, params = _of_run(arguments) if arguments.run else _published(arguments)
+    found = judge_file(config, tokenizers, params)
+    print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found)))
+
+
+def judge_file(config: TrainConfig, tokenizers: Tokenizers, params: Any) -> dict[str, float]:
+    """Return what a model comes to on `config.val_data`, all of which is held out."""
+    from transformer_jax.training.batch import batch_scores
+    from transformer_jax.training.loop import evaluate
+    from transformer_jax.training.step import make_eval_step
+    from transformer_jax.training.tasks import load_task
+
+    task = load_task(config, tokenizers, config.model.vocab_size)
+    step = make_eval_step(batch_scores(config.model), task.prepare)
+    scores = evaluate(step, params, task.held_out, task.evaluation())
+    found = {"nats_per_token": scores.loss, "bits_per_token": scores.loss / math.log(2)}
+    found["perplexity"] = math.exp(min(scores.loss, 700.0))
+    if (character := task.per_character(scores.loss)) is not None:
+        found[f"nats_per_{character[1]}"] = character[0]
+        found[f"bits_per_{character[1]}"] = character[0] / math.log(2)
+    return found | {"likeliest_label": scores.accuracy} | task.judge(params)
+
+
+def _of_run(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any]:
+    """Return a run's config with the file to judge it on, its tokenizers and parameters."""
+    from transformer_jax.training.tasks import Tokenizers
+
+    model = load_run("evaluate", arguments.run, arguments.checkpoint)
+    assert model.run is not None
+    task: Task = model.run.task
+    if isinstance(task, GeneratedTask):  # a file of pairs, read as those of its examples
+        two_rows = model_shape(model.config) == "encoder-decoder"
+        task = Seq2SeqTask(beams=1) if two_rows else PrefixTask(bidirectional=False, beams=1)
+    if isinstance(task, Seq2SeqTask | PrefixTask):
+        changes: dict[str, Any] = {"judged": arguments.examples or 2**31 - 1}
+        if arguments.beams is not None:
+            changes["beams"] = arguments.beams
+        changes |= {"targets": arguments.targets, "val_targets": arguments.targets}
+        task = dataclasses.replace(task, **changes)
+    else:
+        for name in ("targets", "beams", "examples"):
+            if getattr(arguments, name) is not None:
+                rule = f"a run of task {task.kind!r} has no pairs"
+                raise ConfigError(f"{name} is {getattr(arguments, name)!r}: {rule}")
+    config = dataclasses.replace(
+        model.run, task=task, data=arguments.data, val_data=arguments.data, eval_batches=None
+    )
+    return config, Tokenizers(model.tokenizer, model.source_tokenizer), model.params
+
+
+def _published(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any]:
+    """Return the config of a published model's evaluation, its tokenizer and parameters."""
+    from transformer_jax.pretrained.load import load_pretrained
+    from transformer_jax.pretrained.safetensors_folder import open_folder
+    from transformer_jax.text.text_model import published_tokenizer
+    from transformer_jax.training.tasks import Tokenizers
+
+    for name in ("targets", "beams", "examples"):
+        if getattr(arguments, name) is not None:
+            rule = "a published model is judged on text"
+            raise ConfigError(f"{name} is {getattr(arguments, name)!r}: {rule}")
+    folder = open_folder(arguments.model)
+    tokenizer = published_tokenizer(folder)
+    model, params = load_pretrained(folder.path, dtype="float32")
+    if model.kind == "encoder-decoder":
+        raise ConfigError(f"model is {arguments.model!r}: an encoder-decoder; give it a run")
+    assert isinstance(model, ModelConfig)
+    config = TrainConfig(
+        model=model, task=LanguageTask() if model.kind == "decoder" else MaskedTask(),
+        tokenizer="pretrained", init_from=arguments.model, data=arguments.data,
+        val_data=arguments.data, context=min(model.max_len, arguments.context or 512), batch_size=4,
+    )  # fmt: skip
+    return config, Tokenizers(tokenizer), params
+
+
+def _lines(found: dict[str, float]) -> list[str]:
+    width = max(map(len, found))
+    return [f"{name:{width}}  {value:.6g}" for name, value in found.items()]
+
+
+def _parser() -> Parser:
+    parser = Parser("evaluate", "Judge a model on a file that it has not seen.")
+    add = parser.add_argument
+    add("--run", metavar="FOLDER", help="the run folder that train.py wrote")
+    add("--model", metavar="FOLDER_OR_ID", help="a published decoder or encoder instead")
+    add("--data", metavar="FILE", help="what to judge on: a file like the run's own data")
+    add("--targets", metavar="FILE", help="of pairs: the file of the targets, line by line")
+    add("--examples", type=int, metavar="N", help="of pairs: decode the first N; default: all")
+    add("--beams", type=int, metavar="N", help="of pairs: beams of the search; default: the run's")
+    add("--context", type=int, metavar="N", help="of --model: tokens of a window; default: 512")
+    add("--json", action="store_true", help="print one JSON object")
+    add(
+        "--checkpoint", choices=("best", "last"),
+        help="of --run: the lowest held-out loss, or the last step; default: best, if there is one",
+    )  # fmt: skip
+    return parser

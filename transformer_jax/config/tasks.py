@@ -1,0 +1,470 @@
+"""Configure what a model is trained for: one value, whose fields are those of its task.
+
+A task here says what is asked for; `training/tasks` reads the files and makes the batches. `fits`
+says which models can learn it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from transformer_jax.config.architectures import AnyModelConfig, Shape, model_shape
+from transformer_jax.config.fields import (
+    below_int32,
+    check_types,
+    fail,
+    fraction,
+    kind_name,
+    non_negative,
+    positive,
+    unread,
+)
+from transformer_jax.config.inputs import Frames, Inputs, Patches
+from transformer_jax.config.model import ModelConfig
+from transformer_jax.config.ngram import NgramConfig
+from transformer_jax.config.recurrent import RecurrentConfig
+
+Documents = Literal["lines", "paragraphs", "files"]
+Vocabulary = Literal["shared", "separate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """Say what every task has in common."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    @property
+    def kind(self) -> str:
+        """Return the task's name in files and flags."""
+        return kind_name(type(self))
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Return the shapes of model that can learn the task, the usual one first."""
+        return ("decoder",)
+
+    def check_model(self, model: AnyModelConfig) -> None:
+        """Raise ConfigError where the model cannot learn this task."""
+        shape = model_shape(model)
+        if shape not in self.shapes:
+            wanted = " or ".join(self.shapes)
+            article = "a" if wanted.startswith("d") else "an"
+            rule = f"is learnt by {article} {wanted}, the model is of kind {shape!r}"
+            fail("task", self.kind, rule)
+
+    def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
+        """Return a model with what the task asks of it, where that is more than its shape."""
+        return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageTask(_Task):
+    """Predict the next token of a text."""
+
+    documents: Documents | None = None
+    """What is a document of its own: each line, each paragraph (an empty line ends it), or each
+    file; None reads one long text, in windows."""
+    packed: bool = True
+    """With documents: several short ones in a row, which do not see each other."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.documents is None:
+            unread(self, "needs documents", "packed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedTask(_Task):
+    """Predict tokens that were hidden in a text (Devlin et al. 2019, 3.1)."""
+
+    rate: float = 0.15
+    """Share of the tokens that are to be predicted."""
+    replaced: float = 0.8
+    """Share of those that become the mask token."""
+    random: float = 0.1
+    """Share of those that become a random token; the rest stay as they are."""
+    whole_words: bool = False
+    """All tokens of a word are hidden together."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fraction(self, "rate", "random")
+        if not 0.0 <= self.replaced <= 1.0 or self.replaced + self.random > 1.0:
+            rule = f"must be at least 0, and with random {self.random} at most 1"
+            fail("replaced", self.replaced, rule)
+        if self.rate == 0:
+            fail("rate", self.rate, "must be above 0")
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return ("encoder",)
+
+    def check_model(self, model: AnyModelConfig) -> None:
+        super().check_model(model)
+        if isinstance(model, ModelConfig) and model.num_classes is not None:
+            fail("num_classes", model.num_classes, "a masked task has no classes: must be None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PairFilesTask(_Task):
+    """Say where the pairs of two texts come from."""
+
+    targets: str | None = None
+    """The file of the targets, line by line beside `data`; None: a line of `data` holds source and
+    target with a tab between them."""
+    val_targets: str | None = None
+    """The file of the targets of `val_data`."""
+    beams: int = 4
+    """Beams of the search when the held-out pairs are decoded; 1 takes the likeliest token."""
+    judged: int = 200
+    """Held-out pairs that are decoded at the end of a run; 0 decodes none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "beams")
+        below_int32(self, "beams", "judged")
+        if self.judged < 0:
+            fail("judged", self.judged, "must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seq2SeqTask(_PairFilesTask):
+    """Read a source and write its target (Sutskever et al. 2014)."""
+
+    vocabulary: Vocabulary = "shared"
+    """shared: one tokenizer for source and target; separate: one for each."""
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return ("encoder-decoder",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixTask(_PairFilesTask):
+    """Go on from a source with its target in one row (Raffel et al. 2020, 3.2.1)."""
+
+    bidirectional: bool = True
+    """The tokens of a source see each other in both directions; a transformer's only."""
+    packed: bool = True
+    """Several short pairs in a row, which do not see each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyTask(_Task):
+    """Say which class a text is of."""
+
+    labels: tuple[str, ...] | None = None
+    """The names of the classes; None takes those of the training part, in order."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.labels is not None and len(set(self.labels)) < max(2, len(self.labels)):
+            fail("labels", self.labels, "must be at least two different names")
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return ("encoder", "decoder")
+
+    def check_model(self, model: AnyModelConfig) -> None:
+        super().check_model(model)
+        if isinstance(model, NgramConfig):
+            fail("task", self.kind, "is not learnt by counting: the model is an n-gram")
+        if model_shape(model) == "encoder" and isinstance(model, RecurrentConfig):
+            fail("bidirectional", True, "a recurrent classifier reads its text once: must be False")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTask(_Task):
+    """Answer messages: the loss is of the assistant's turns alone."""
+
+    packed: bool = True
+    """Several short conversations in a row, which do not see each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GeneratedTask(_Task):
+    """Say how many examples are made of a seed, which is the run's."""
+
+    examples: int = 20000
+    """Different examples, the held-out ones included; fewer where there are not as many."""
+    judged: int = 200
+    """Held-out examples that are decoded at the end of a run; 0 decodes none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "examples", *self.sizes)
+        below_int32(self, "examples", "judged", *self.sizes)
+        if self.judged < 0:
+            fail("judged", self.judged, "must not be negative")
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """Return the names of the fields that must be positive."""
+        return ()
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return ("encoder-decoder", "decoder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LettersTask(_GeneratedTask):
+    """Say what random strings of letters look like."""
+
+    letters: int = 8
+    """Different letters, from a on."""
+    min_length: int = 2
+    max_length: int = 8
+    """Letters of a string."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.letters > 26:
+            fail("letters", self.letters, "must be at most 26")
+        if self.min_length > self.max_length:
+            fail("min_length", self.min_length, f"must not exceed max_length {self.max_length}")
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return "letters", "min_length", "max_length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReverseTask(_LettersTask):
+    """Write a string backwards: bad -> dab."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyTask(_LettersTask):
+    """Write a string again: bad -> bad."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdditionTask(_GeneratedTask):
+    """Add two numbers: 17+5 -> 22."""
+
+    digits: int = 2
+    """Digits of a number at most."""
+    reversed: bool = False
+    """The sum begins with its last digit: 17+5 -> 22, 17+8 -> 52 (Lee et al. 2023)."""
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return ("digits",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.digits > 9:
+            fail("digits", self.digits, "must be at most 9")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatesTask(_GeneratedTask):
+    """Write a date by its numbers: 9 may 1998 -> 1998-05-09."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallTask(_GeneratedTask):
+    """Recall what stood after letters: a3c7b1 ca -> 73 (Ba et al. 2016, 4.1; Arora et al. 2023)."""
+
+    pairs: int = 4
+    """Letters, each with a digit after it."""
+    letters: int = 26
+    """Different letters, from a on."""
+    queries: int = 1
+    """Letters that are asked for, all different."""
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return "pairs", "letters", "queries"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.letters > 26:
+            fail("letters", self.letters, "must be at most 26")
+        if self.pairs > self.letters:
+            fail("pairs", self.pairs, f"must not exceed letters {self.letters}")
+        if self.queries > self.pairs:
+            fail("queries", self.queries, f"must not exceed pairs {self.pairs}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModularTask(_GeneratedTask):
+    """Compute (a operation b) modulo a number: 5*4 -> 6 modulo 7 (Power et al. 2022)."""
+
+    modulus: int = 23
+    operation: Literal["+", "-", "*"] = "+"
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return ("modulus",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ContinuousTask(_GeneratedTask):
+    """Say what tasks of pictures and of sound have in common."""
+
+    examples: int = 4000
+    """Different examples, the held-out ones included."""
+
+    @property
+    def inputs(self) -> Inputs:
+        """Return inputs of a model that can read the examples."""
+        raise NotImplementedError
+
+    def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
+        """Return a transformer that reads the task's inputs; other models as they are.
+
+        Weights begin at 0.1, about the inverse root of the width: from GPT-2's 0.02 on, an encoder
+        as small as this stands still for hundreds of steps.
+        """
+        if not isinstance(model, ModelConfig):
+            return model
+        return replace(model, inputs=self.inputs, init_std=0.1)
+
+    def check_model(self, model: AnyModelConfig) -> None:
+        super().check_model(model)
+        found = model.inputs if isinstance(model, ModelConfig) else None
+        wanted = self.inputs
+        if not isinstance(found, type(wanted)):
+            fail("task", self.kind, f"needs model.inputs {kind_name(type(wanted))}")
+        if found.row_shape(1) != wanted.row_shape(1):
+            rule = f"has inputs of {wanted.row_shape(1)}, model.inputs reads {found.row_shape(1)}"
+            fail("task", self.kind, rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsTask(_ContinuousTask):
+    """Read a picture of a digit and write its name, or say which digit it is.
+
+    An encoder-decoder writes the name by its letters; an encoder says the class.
+    """
+
+    source: Literal["glyphs", "scikit-learn"] = "glyphs"
+    """Where the 8 x 8 pictures come from. glyphs: drawn from the seed; scikit-learn: its 1797
+    handwritten digits, which must be installed."""
+    noise: float = 0.1
+    """glyphs: standard deviation of the noise, where ink is from 0.5 to 1 and paper 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        non_negative(self, "noise")
+        if self.source != "glyphs":
+            unread(self, "needs source 'glyphs'", "noise")
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return ("encoder-decoder", "encoder")
+
+    @property
+    def inputs(self) -> Patches:
+        return Patches(size=2, height=8, width=8, channels=1)
+
+    def check_model(self, model: AnyModelConfig) -> None:
+        super().check_model(model)
+        inputs = model.inputs if isinstance(model, ModelConfig) else None
+        if model_shape(model) == "encoder" and not getattr(inputs, "class_token", True):
+            fail("class_token", False, "an encoder says the class by this token: must be True")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TonesTask(_ContinuousTask):
+    """Hear pure tones, each of which stands for a letter, and write the letters."""
+
+    letters: int = 8
+    """Different letters, from a on: letter number i is a tone of 200 + 150 i Hz."""
+    min_length: int = 1
+    max_length: int = 5
+    """Letters of a sequence."""
+    noise: float = 0.1
+    """Standard deviation of white noise, where a tone has an amplitude from 0.5 to 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        non_negative(self, "noise")
+        if self.letters > 12:
+            rule = "must be at most 12: the next tone is above half the sampling rate"
+            fail("letters", self.letters, rule)
+        if self.min_length > self.max_length:
+            fail("min_length", self.min_length, f"must not exceed max_length {self.max_length}")
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return "letters", "min_length", "max_length"
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return ("encoder-decoder",)
+
+    @property
+    def inputs(self) -> Frames:
+        return Frames(width=16)
+
+
+Task = (
+    LanguageTask
+    | MaskedTask
+    | Seq2SeqTask
+    | PrefixTask
+    | ClassifyTask
+    | ChatTask
+    | ReverseTask
+    | CopyTask
+    | AdditionTask
+    | DatesTask
+    | RecallTask
+    | ModularTask
+    | DigitsTask
+    | TonesTask
+)
+"""What a model can be trained for."""
+
+GeneratedTask = ReverseTask | CopyTask | AdditionTask | DatesTask | RecallTask | ModularTask
+"""Tasks whose pairs are made of a seed."""
+
+ContinuousTask = DigitsTask | TonesTask
+"""Tasks whose inputs are numbers, made of a seed, in the place of tokens."""
+
+PairsTask = Seq2SeqTask | PrefixTask | GeneratedTask
+"""Tasks of a source and its target."""
+
+TASKS = {kind_name(task): task for task in get_args(Task)}
+"""Every task by its name."""
+
+
+def usual_task(model: AnyModelConfig) -> Task:
+    """Return the first task that a model can learn: language, masked or seq2seq."""
+    shape = model_shape(model)
+    usual: dict[Shape, Task] = {
+        "decoder": LanguageTask(), "encoder": MaskedTask(), "encoder-decoder": Seq2SeqTask(),
+    }  # fmt: skip
+    if shape == "encoder" and isinstance(model, ModelConfig) and model.num_classes is not None:
+        return ClassifyTask()
+    return usual[shape]
+
+
+__all__ = [
+    "TASKS",
+    "AdditionTask",
+    "ChatTask",
+    "ClassifyTask",
+    "ContinuousTask",
+    "CopyTask",
+    "DatesTask",
+    "DigitsTask",
+    "GeneratedTask",
+    "LanguageTask",
+    "MaskedTask",
+    "ModularTask",
+    "PairsTask",
+    "PrefixTask",
+    "RecallTask",
+    "ReverseTask",
+    "Seq2SeqTask",
+    "Task",
+    "TonesTask",
+    "usual_task",
+]

@@ -1,0 +1,109 @@
+"""Give a tokenizer ids that stand for no text: the end of a target, a mask, a class."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.trained import Tokenizer, tokenizer_of
+from transformer_jax.tokenizers.utf8 import DataError
+
+STAND_INS = {
+    "bos": ("bos", "cls", "eos"),
+    "eos": ("eos", "sep"),
+    "sep": ("sep", "eos", "bos"),
+    "cls": ("cls", "bos", "eos"),
+    "mask": ("mask",),
+}
+"""Roles of a published tokenizer that may serve for one that it has not, the first there is."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Add ids after those of another tokenizer, each with a name and no text."""
+
+    base: Tokenizer
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.names or len(set(self.names)) != len(self.names):
+            raise DataError(f"names of special tokens are {self.names!r}: must be distinct")
+        if isinstance(self.base, SpecialTokens):
+            raise DataError("base of special tokens has special tokens: must be a plain tokenizer")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.base.vocab_size + len(self.names)
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Map each name to its id."""
+        return {name: self.base.vocab_size + i for i, name in enumerate(self.names)}
+
+    def encode(self, text: str) -> np.ndarray:  # i32[n]
+        """Return the ids of a text, in which no special token can be written."""
+        return encode_text(self.base, text)
+
+    def to_bytes(self, ids: Iterable[int]) -> bytes:
+        """Return the bytes of the ids that stand for text."""
+        return self.base.to_bytes(i for i in ids if i < self.base.vocab_size)
+
+    def to_json(self) -> str:
+        base = json.loads(self.base.to_json())
+        content = {"kind": "special", "names": list(self.names), "base": base}
+        return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
+    """Return the ids of a text alone: none is added, and a special token spelled out is text."""
+    if isinstance(tokenizer, PretrainedTokenizer):
+        return tokenizer.encode(text, special_tokens=False, written="text")
+    return tokenizer.encode(text)
+
+
+def with_special_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
+    """Return the tokenizer with those of the named tokens that it lacks added at its end."""
+    own = special_ids(tokenizer)
+    missing = tuple(name for name in names if name not in own)
+    if not missing:
+        return tokenizer
+    if isinstance(tokenizer, SpecialTokens):
+        return SpecialTokens(tokenizer.base, tokenizer.names + missing)
+    return SpecialTokens(tokenizer, missing)
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Map the names of a tokenizer's special tokens to their ids.
+
+    A published tokenizer's roles may stand in for one another, as `STAND_INS` says.
+    """
+    if isinstance(tokenizer, PretrainedTokenizer):
+        own = tokenizer.special_ids
+        found = {role: [r for r in others if r in own] for role, others in STAND_INS.items()}
+        return {role: own[roles[0]] for role, roles in found.items() if roles}
+    if isinstance(tokenizer, SpecialTokens):
+        return {**special_ids(tokenizer.base), **tokenizer.special_ids}
+    return {}
+
+
+def plain(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer under the special tokens, or the tokenizer itself."""
+    return tokenizer.base if isinstance(tokenizer, SpecialTokens) else tokenizer
+
+
+def tokenizer_from_json(text: str) -> Tokenizer:
+    """Return the tokenizer that `to_json` wrote; DataError if the text is anything else."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"tokenizer: not JSON ({error})") from None
+    match content:
+        case {"kind": "special", "names": list(names), "base": dict(base), **rest} if not rest:
+            if not all(isinstance(name, str) for name in names):
+                raise DataError(f"names of special tokens are {names!r:.80}: must be texts")
+            return SpecialTokens(tokenizer_of(base), tuple(names))
+    return tokenizer_of(content)

@@ -1,0 +1,115 @@
+"""Hold a batch of examples, and let any model read it: logits where labels stand.
+
+Every task is learnt by the same loss, the cross-entropy of labels: of next tokens, of hidden
+tokens, of targets or of classes. What a task is lies in its batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.attention.masks import Causal, Padding
+from transformer_jax.config import ModelConfig, NgramConfig
+from transformer_jax.config.architectures import AnyModelConfig, model_shape
+from transformer_jax.models.factory import build
+from transformer_jax.training.data import IGNORE
+from transformer_jax.training.losses import cross_entropy
+
+Params = Any
+"""A model's parameters: nested dicts of arrays."""
+
+Loss = Callable[..., tuple[jax.Array, jax.Array]]
+"""`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; no key is no dropout."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Hold what a model reads, and what it is to say of it; leaves lead with [..., B].
+
+    A field that a task does not need is None. T is the length of the rows, S of their sources.
+    Pictures are `tokens` of an encoder; pictures and frames are the `source` of an encoder-decoder.
+    """
+
+    tokens: Any  # i32[..., B, T], or f32[..., B, H, W, C]
+    labels: Any  # i32[..., B, T], or [..., B] of classes; IGNORE where there is none
+    segments: Any = None  # i32[..., B, T]: ids of the documents packed in a row; 0 is padding
+    valid: Any = None  # bool[..., B, T]: False is padding
+    prefix: Any = None  # bool[..., B, T]: tokens that all of their document sees
+    source: Any = None  # i32[..., B, S], f32[..., B, S, D_in] or f32[..., B, H, W, C]
+    source_valid: Any = None  # bool[..., B, S]
+
+    def first(self) -> Batch:
+        """Return the first of the micro-batches."""
+        found: Batch = jax.tree.map(lambda leaf: leaf[0], self)
+        return found
+
+
+def batch_logits(config: AnyModelConfig) -> Callable[..., jax.Array]:
+    """Return `logits(params, batch, key) -> f32[B, T, V]` of a model, or [B, C] of a classifier.
+
+    A decoder reads the tokens of a document up to each, those of a prefix in both directions; an
+    encoder reads a row in both directions; an encoder-decoder reads the source besides.
+    """
+    model: Any = build(config)
+    transformer, shape = isinstance(config, ModelConfig), model_shape(config)
+
+    def padding(name: str, valid: jax.Array | None) -> dict[str, Any]:
+        """Return the argument that tells the model where padding stands, if there is any."""
+        if valid is None:
+            return {}
+        if not transformer:
+            return {name + "valid": valid}
+        index = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
+        return {name + "positions": jnp.where(valid, index, -1)}
+
+    def logits(params: Params, batch: Batch, key: jax.Array | None) -> Any:
+        given: dict[str, Any] = padding("", batch.valid)
+        if not isinstance(config, NgramConfig):  # which has no dropout
+            given["key"] = key
+        if batch.segments is not None:
+            given["segments"] = batch.segments
+        if batch.prefix is not None:
+            given["mask"] = Causal() | Padding(batch.prefix)
+        if shape == "encoder-decoder":
+            given |= {"source": batch.source, **padding("source_", batch.source_valid)}
+        if batch.labels.ndim == 1:
+            return model.apply({"params": params}, batch.tokens, method="classify", **given)
+        return model.apply({"params": params}, batch.tokens, **given)[0]
+
+    return logits
+
+
+def batch_loss(config: AnyModelConfig, label_smoothing: float = 0.0) -> Loss:
+    """Return the loss of a batch: the mean cross-entropy of its labels, in nats."""
+    logits = batch_logits(config)
+
+    def loss(
+        params: Params, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
+        return cross_entropy(
+            logits(params, batch, key),
+            batch.labels,
+            ignore_label=IGNORE,
+            label_smoothing=label_smoothing,
+        )
+
+    return loss
+
+
+def batch_scores(config: AnyModelConfig) -> Callable[..., jax.Array]:
+    """Return `scores(params, batch) -> f32[3]`: summed loss, labels, labels that are likeliest."""
+    logits = batch_logits(config)
+
+    def scores(params: Params, batch: Batch) -> jax.Array:  # f32[3]
+        found = logits(params, batch, None)
+        mean, weight = cross_entropy(found, batch.labels, ignore_label=IGNORE)
+        right = (jnp.argmax(found, axis=-1) == batch.labels).sum(dtype=jnp.float32)
+        return jnp.stack([mean * weight, weight, right])
+
+    return scores

@@ -1,0 +1,51 @@
+"""Hold the tasks that a model is trained for: how files become batches, and how it is judged.
+
+`load_task` reads what a config names. The loop in `training.loop` trains any of them by the same
+steps; what a task may be asked is `task.TrainingTask`.
+"""
+
+from __future__ import annotations
+
+from transformer_jax.config import TrainConfig
+from transformer_jax.config.tasks import (
+    ChatTask,
+    ClassifyTask,
+    DigitsTask,
+    LanguageTask,
+    MaskedTask,
+    TonesTask,
+)
+from transformer_jax.training.tasks.chat import Conversations
+from transformer_jax.training.tasks.classify import Classes
+from transformer_jax.training.tasks.continuous import Signals
+from transformer_jax.training.tasks.language import LanguageDocuments, LanguageWindows
+from transformer_jax.training.tasks.masked import MaskedWindows
+from transformer_jax.training.tasks.metrics import compare_texts, edit_distance
+from transformer_jax.training.tasks.pairs import Pairs
+from transformer_jax.training.tasks.task import Tokenizers, TrainingTask
+
+__all__ = ["Tokenizers", "TrainingTask", "compare_texts", "edit_distance", "load_task"]
+
+
+def load_task(
+    config: TrainConfig, tokenizers: Tokenizers | None = None, vocab_size: int | None = None
+) -> TrainingTask:
+    """Read the data of a config's task, and make its tokenizers unless they are given.
+
+    `vocab_size` is a larger vocabulary than the tokenizer's. ConfigError or DataError says in one
+    line what cannot be used.
+    """
+    match config.task:
+        case LanguageTask(documents=None):
+            return LanguageWindows(config, tokenizers, vocab_size)
+        case LanguageTask():
+            return LanguageDocuments(config, tokenizers, vocab_size)
+        case MaskedTask():
+            return MaskedWindows(config, tokenizers, vocab_size)
+        case ClassifyTask():
+            return Classes(config, tokenizers, vocab_size)
+        case ChatTask():
+            return Conversations(config, tokenizers, vocab_size)
+        case DigitsTask() | TonesTask():
+            return Signals(config, tokenizers, vocab_size)
+    return Pairs(config, tokenizers, vocab_size)

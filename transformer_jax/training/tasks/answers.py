@@ -1,0 +1,204 @@
+"""Let a trained model answer: write the target of a source, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.attention.masks import Causal, Prefix
+from transformer_jax.cache.kv_cache import next_positions
+from transformer_jax.cache.model_cache import ModelCache
+from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.config.architectures import model_shape
+from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
+from transformer_jax.decoding.beams import LengthPenalty, beam_search
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.step import ModelStep, make_step
+from transformer_jax.models.factory import build, init_decode_state
+from transformer_jax.tokenizers.special import encode_text, plain, special_ids
+from transformer_jax.tokenizers.trained import Tokenizer, WordTokenizer
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.batch import Params
+from transformer_jax.training.rows import stack_rows
+from transformer_jax.training.tasks.task import Tokenizers
+
+BATCH = 32
+"""Sources that are read at a time."""
+
+
+@dataclass(frozen=True)
+class PrefixStep(ModelStep):
+    """Run a decoder whose prompts were learnt as prefixes: their tokens see each other.
+
+    Every call with more than one token a row is a prompt, read whole.
+    """
+
+    def read(
+        self,
+        params: Params,
+        tokens: jax.Array,  # i32[B, T]
+        state: ModelCache,
+        at: jax.Array | None,  # i32[B, Q]
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]
+    ) -> tuple[jax.Array, ModelCache]:  # f32[B, Q, V]
+        """Read the tokens and return the logits after the tokens `at` alone; None is all."""
+        if tokens.shape[1] == 1:
+            return super().read(params, tokens, state, at, valid=valid)
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        lengths = state.length + valid.sum(axis=1, dtype=jnp.int32)
+        arguments: dict[str, Any] = dict(
+            positions=next_positions(state.length, valid),
+            cache=state,
+            mask=Causal() | Prefix(lengths),
+        )
+        result: Any = self.model.apply({"params": params}, tokens, at=at, **arguments)
+        return result
+
+    def __call__(
+        self,
+        params: Params,
+        tokens: jax.Array,  # i32[B, T]
+        state: ModelCache,
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]
+    ) -> tuple[jax.Array, ModelCache]:  # f32[B, T, V]
+        return self.read(params, tokens, state, None, valid=valid)
+
+
+def answer_sources(
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Params,
+    sources: Sequence[str],
+    *,
+    beams: int | None = None,
+    num_tokens: int | None = None,
+) -> list[str]:
+    """Write the target of each source: with `beams`, those of the task where it is None.
+
+    One beam takes the likeliest token at each step. Scores of beams are mean log-probabilities of
+    their tokens. DataError for a source that does not fit the model.
+    """
+    task = config.task
+    if beams is None:
+        beams = task.beams if isinstance(task, Seq2SeqTask | PrefixTask) else 1
+    encoded = [_encoded(config, tokenizers, text) for text in sources]
+    return write_targets(config, tokenizers, params, encoded, beams=beams, num_tokens=num_tokens)
+
+
+def write_targets(
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Params,
+    sources: Sequence[np.ndarray],  # i32[S], f32[S, D_in] or f32[H, W, C] each
+    *,
+    beams: int = 1,
+    num_tokens: int | None = None,
+) -> list[str]:
+    """Write the target of each source that is given as the model reads it, as `answer_sources`."""
+    found = [""] * len(sources)
+    one_row = model_shape(config.model) != "encoder-decoder"
+    for chosen in _batches(sources, alike=one_row and beams > 1):
+        rows = [sources[i] for i in chosen]
+        rows += [rows[-1]] * (BATCH - len(rows) if len(sources) > BATCH else 0)  # one program
+        written = _write(config, tokenizers, params, rows, beams, num_tokens)
+        for i, ids in zip(chosen, written, strict=False):
+            found[i] = _text(tokenizers.tokenizer, ids)
+    return found
+
+
+def _batches(sources: Sequence[np.ndarray], alike: bool) -> list[list[int]]:
+    """Return batches of the numbers of sources, short ones first; `alike` ones are of one length.
+
+    Beams of one row all end where the row is full, so that a search needs rows of one length.
+    """
+    found: list[list[int]] = []
+    for i in sorted(range(len(sources)), key=lambda i: len(sources[i])):
+        last = found[-1] if found else []
+        other = alike and last and len(sources[last[-1]]) != len(sources[i])
+        if not last or len(last) == BATCH or other:
+            found.append([])
+        found[-1].append(i)
+    return found
+
+
+def _encoded(config: TrainConfig, tokenizers: Tokenizers, text: str) -> np.ndarray:  # i32[S]
+    """Return the ids of a source; of a decoder, with the separator after them."""
+    ids = encode_text(tokenizers.of_source, text)
+    if not len(ids):
+        raise DataError(f"prompt is {text!r}: a source must have at least one token")
+    if model_shape(config.model) != "encoder-decoder":
+        ids = np.append(ids, special_ids(tokenizers.tokenizer)["sep"])
+    if len(ids) > config.sequence_len and isinstance(config.model, ModelConfig):
+        raise DataError(
+            f"prompt is {text!r:.40}: {len(ids)} tokens, the model was trained on at most "
+            f"{config.sequence_len}"
+        )
+    return ids.astype(np.int32)
+
+
+def _write(
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Params,
+    rows: Sequence[np.ndarray],
+    beams: int,
+    num_tokens: int | None,
+) -> list[np.ndarray]:
+    """Return the ids that are written after each row, up to their end."""
+    model, ids = config.model, special_ids(tokenizers.tokenizer)
+    tokens, valid = stack_rows(rows)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    count = config.sequence_len if num_tokens is None else num_tokens
+    prompts: dict[str, Any] = {}
+    built: Any = build(model)
+    step: Any = make_step(built)
+    if model_shape(model) == "encoder-decoder":
+        prompt = np.full((len(rows), 1), ids["bos"], np.int32)
+        state = _start(model, params, len(rows), count, tokens, valid)
+    else:
+        if isinstance(model, ModelConfig):
+            room = config.sequence_len + 1 - lengths
+            count = min(count, int(room.max()))
+            prompts["limits"] = np.minimum(room, count)
+        if isinstance(config.task, PrefixTask) and config.task.bidirectional:
+            step = PrefixStep(step.model) if isinstance(step, ModelStep) else step
+        prompt, prompts["lengths"] = tokens, lengths
+        state = init_decode_state(model, params, len(rows), config.sequence_len + count)
+    if beams == 1:
+        out = generate(step, params, prompt, state, num_tokens=count, stop=ids["eos"], **prompts)
+        written = out.rows()
+    else:
+        prompts.pop("limits", None)  # rows of a search are of one length
+        best = beam_search(
+            step, params, prompt, state, num_tokens=count, num_beams=beams, stop=ids["eos"],
+            length_penalty=LengthPenalty(1.0), **prompts,
+        )  # fmt: skip
+        sizes = np.asarray(best.lengths)[:, 0]
+        written = [row[:n] for row, n in zip(np.asarray(best.tokens)[:, 0], sizes, strict=True)]
+    return [row[(row != ids["eos"]) & (row >= 0)] for row in written]
+
+
+def _start(
+    model: Any,
+    params: Params,
+    batch: int,
+    capacity: int,
+    source: np.ndarray,  # [B, S, ...]
+    valid: np.ndarray | None,  # bool[B, S]
+) -> Any:
+    """Return the state of a decoder whose encoder has read the sources."""
+    start = jax.jit(init_decode_state, static_argnums=(0, 2, 3))
+    return start(model, params, batch, capacity, source=source, source_valid=valid)
+
+
+def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """Return the text of ids, without the space that a word tokenizer begins with."""
+    text = tokenizer.to_bytes(int(i) for i in ids).decode("utf-8", "replace")
+    return text.removeprefix(" ") if isinstance(plain(tokenizer), WordTokenizer) else text

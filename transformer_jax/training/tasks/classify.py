@@ -1,0 +1,172 @@
+"""Train on the classes of texts: an encoder by a head over its first token, others by a token.
+
+An encoder reads <cls> text, and its classification head says the class. A model that writes reads
+text <cls>, and writes the class as a token of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from transformer_jax.config import TrainConfig
+from transformer_jax.config.architectures import AnyModelConfig, model_shape
+from transformer_jax.config.tasks import ClassifyTask
+from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.batch import Batch, Params, batch_logits
+from transformer_jax.training.data import IGNORE, line_tokenizer
+from transformer_jax.training.rows import Example, Rows, bucketed, padded
+from transformer_jax.training.tasks.metrics import confusion_matrix, macro_f1
+from transformer_jax.training.tasks.pairs import SHOWN, Pair, _split, read_pairs
+from transformer_jax.training.tasks.task import (
+    RowsTask,
+    Tokenizers,
+    check_lengths,
+    sha256_of,
+    with_vocabulary,
+)
+
+_RULE = "must be a label, one tab and a text"
+
+
+class Classes(RowsTask):
+    """Train on lines "label TAB text"."""
+
+    def __init__(
+        self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
+    ) -> None:
+        train, val, content = _read(config)
+        config = replace(config, task=ClassifyTask(labels=_labels(config, train, val)))
+        if tokenizers is None:
+            texts = [[pair.target for pair in part] for part in ([*train, *val], train)]
+            tokenizers = Tokenizers(line_tokenizer(config, *texts))
+        names = ["cls", *label_names(config)]
+        tokenizers = Tokenizers(with_special_tokens(tokenizers.tokenizer, names))
+        changes = {} if names[1:] else {"num_classes": len(labels_of(config))}
+        config = with_vocabulary(config, tokenizers, vocab_size, **changes)
+        self.pairs = val
+
+        def rows(pairs: Sequence[Pair]) -> Rows:
+            padding = model_shape(config.model) == "encoder"
+            return bucketed([class_example(config, tokenizers, pair) for pair in pairs], padding)
+
+        super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
+
+    def sample(self, params: Params) -> str:
+        """Return the first held-out texts and the labels that the model gives them."""
+        pairs = self.pairs[:SHOWN]
+        said = label_texts(self.config, self.tokenizers, params, [pair.target for pair in pairs])
+        lines = []
+        for pair, (label, probability) in zip(pairs, said, strict=True):
+            wanted = "" if label == pair.source else f" (wanted: {pair.source})"
+            lines.append(f"{label} {probability:.2f}{wanted}: {pair.target}")
+        return "\n".join(lines)
+
+    def judge(self, params: Params) -> dict[str, float]:
+        """Return accuracy and macro F1 on the held-out texts, and what was taken for what."""
+        labels = labels_of(self.config)
+        texts = [pair.target for pair in self.pairs]
+        said = label_texts(self.config, self.tokenizers, params, texts)
+        confusion = confusion_matrix(
+            np.array([labels.index(label) for label, _ in said]),
+            np.array([labels.index(pair.source) for pair in self.pairs]),
+            len(labels),
+        )
+        found = {"accuracy": float(np.trace(confusion) / confusion.sum())}
+        found["macro_f1"] = macro_f1(confusion)
+        for i, j in np.argwhere(confusion):
+            if i != j:
+                found[f"confusion {labels[i]} as {labels[j]}"] = float(confusion[i, j])
+        return found
+
+
+def labels_of(config: TrainConfig) -> tuple[str, ...]:
+    """Return the names of the classes of a run."""
+    assert isinstance(config.task, ClassifyTask) and config.task.labels is not None
+    return config.task.labels
+
+
+def label_names(config: TrainConfig) -> list[str]:
+    """Return the names of the tokens that stand for classes; none where a head says the class."""
+    if model_shape(config.model) == "encoder":
+        return []
+    return [f"label:{label}" for label in labels_of(config)]
+
+
+def class_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Example:
+    """Return a text as a model of the config reads it, with its class."""
+    ids, text = special_ids(tokenizers.tokenizer), encode_text(tokenizers.tokenizer, pair.target)
+    check_lengths(config, {pair.where: len(text) + 1})
+    names = label_names(config)
+    number = labels_of(config).index(pair.source)
+    if not names:
+        tokens = np.append(ids["cls"], text).astype(np.int32)
+        return Example(tokens, np.array(number, np.int32))
+    tokens = np.append(text, ids["cls"]).astype(np.int32)
+    labels = np.full(len(tokens), IGNORE, np.int32)
+    labels[-1] = ids[names[number]]
+    return Example(tokens, labels)
+
+
+def label_texts(
+    config: TrainConfig, tokenizers: Tokenizers, params: Params, texts: Sequence[str]
+) -> list[tuple[str, float]]:
+    """Return the likeliest label of each text, and its probability among the labels."""
+    labels, names = labels_of(config), label_names(config)
+    ids = special_ids(tokenizers.tokenizer)
+    columns = np.array([ids[name] for name in names], np.int32)
+    pairs = [Pair(labels[0], text, f"text {n + 1}") for n, text in enumerate(texts)]
+    examples = [class_example(config, tokenizers, pair) for pair in pairs]
+    found: list[tuple[str, float]] = []
+    size = config.batch_size
+    longest = max(len(example.tokens) for example in examples)
+    for start in range(0, len(examples), size):
+        part = examples[start : start + size]
+        filler = Example(np.zeros(longest, np.int32), part[0].labels * 0 + IGNORE)
+        if names:
+            filler = Example(filler.tokens, np.full(longest, IGNORE, np.int32))
+        batch = padded([*part, *[filler] * (size - len(part) + 1)], not names)
+        logits = _class_logits(config.model, params, batch, columns if names else None)
+        for row in np.asarray(jax.nn.softmax(logits, axis=-1))[: len(part)]:
+            best = int(row.argmax())
+            found.append((labels[best], float(row[best])))
+    return found
+
+
+@partial(jax.jit, static_argnums=0)
+def _class_logits(
+    model: AnyModelConfig, params: Params, batch: Batch, columns: Any
+) -> jax.Array:  # f32[B, C]
+    """Return the logits of the classes: of a head, or of the class tokens after <cls>."""
+    logits = batch_logits(model)(params, batch, None)
+    if columns is None:
+        return logits
+    at = (batch.labels != IGNORE).argmax(axis=1)
+    return jax.numpy.take_along_axis(logits, at[:, None, None], axis=1)[:, 0][:, columns]
+
+
+def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
+    train, content = read_pairs(config, "data", config.data, None, _RULE)
+    if config.val_data is None:
+        return *_split(config, train), content
+    val, more = read_pairs(config, "val_data", config.val_data, None, _RULE)
+    return train, val, content + more
+
+
+def _labels(config: TrainConfig, train: Sequence[Pair], val: Sequence[Pair]) -> tuple[str, ...]:
+    """Return the names of the classes; DataError for one that the training part has not."""
+    assert isinstance(config.task, ClassifyTask)
+    labels = config.task.labels or tuple(sorted({pair.source for pair in train}))
+    if len(labels) < 2:
+        raise DataError(f"data is {config.data!r}: its only label is {labels[0]!r}: must have two")
+    for pair in (*train, *val):
+        if pair.source not in labels:
+            listed = ", ".join(labels[:10])
+            raise DataError(f"{pair.where}: label {pair.source!r}: must be one of {listed}")
+    return labels

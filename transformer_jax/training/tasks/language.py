@@ -1,0 +1,204 @@
+"""Train on the next token of a text: in windows of one long text, or a document at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from transformer_jax.config import Learned, ModelConfig, TrainConfig
+from transformer_jax.config.tasks import LanguageTask
+from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.text.completion import complete
+from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.batch import Batch, Params
+from transformer_jax.training.data import (
+    Dataset,
+    consecutive_starts,
+    line_tokenizer,
+    load_dataset,
+    random_starts,
+    read,
+)
+from transformer_jax.training.rows import Example, Rows, bucketed, packed, packs
+from transformer_jax.training.step import windows
+from transformer_jax.training.tasks.task import (
+    RowsTask,
+    Tokenizers,
+    sha256_of,
+    with_vocabulary,
+)
+
+_EVAL_STREAM = 2**62
+"""The `step` whose windows an evaluation on random batches reads: no training step has it."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Cut windows out of a text that lies on the device."""
+
+    length: int
+
+    def __call__(self, corpus: jax.Array, starts: jax.Array) -> Batch:
+        return windows(corpus, starts, self.length)
+
+
+class LanguageWindows:
+    """Train on windows of one long text, which start anywhere."""
+
+    def __init__(
+        self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
+    ) -> None:
+        self.data: Dataset = load_dataset(config, None if tokenizers is None else tokenizers[0])
+        self.tokenizers, self.sha256 = Tokenizers(self.data.tokenizer), self.data.sha256
+        self.config = with_vocabulary(config, self.tokenizers, vocab_size)
+        self.prepare: Callable[..., Batch] = Windows(config.sequence_len)
+        self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
+
+    @property
+    def resident(self) -> tuple[Any, ...]:
+        """Return the training part."""
+        return (self.data.train,)
+
+    @property
+    def held_out(self) -> tuple[Any, ...]:
+        """Return the held-out part."""
+        return (self.data.val,)
+
+    def inputs(self, step: int) -> np.ndarray:  # i32[A, B]
+        """Return where the windows of a step start."""
+        config = self.config
+        shape = (config.accumulation, config.batch_size)
+        count = len(self.data.train) - config.sequence_len
+        return random_starts(config.seed, step, shape, count)
+
+    def evaluation(self) -> Iterator[np.ndarray]:  # i32[B] each
+        """Yield where windows start: `eval_batches` random ones, or such as cover the part once."""
+        config, length, size = self.config, self.config.sequence_len, self.config.batch_size
+        if config.eval_batches is not None:
+            shape, count = (config.eval_batches, size), len(self.data.val) - length
+            yield from random_starts(config.seed, _EVAL_STREAM, shape, count)
+            return
+        starts = consecutive_starts(len(self.data.val), length)
+        padding = np.full(-len(starts) % size, len(self.data.val), np.int32)  # no labels there
+        yield from np.concatenate([starts, padding]).reshape(-1, size)
+
+    def described(self) -> str:
+        """Return how long the text is."""
+        train, held_out = len(self.data.train), len(self.data.val)
+        return (
+            f"text: {train:,} tokens and {held_out:,} held out, {self.tokens_per_step:,} in a step"
+        )
+
+    def per_character(self, loss: float) -> tuple[float, str] | None:
+        """Return the loss a character, or a byte of the byte tokenizer."""
+        if self.config.tokenizer == "byte":
+            return loss, "byte"
+        return loss * len(self.data.val) / self.data.val_characters, "character"
+
+    def sample(self, params: Params) -> str:
+        """Return a text that the model writes."""
+        return write_sample(self.config, self.tokenizers, params)
+
+    def judge(self, params: Params) -> dict[str, float]:
+        """Return nothing: the held-out loss says it all."""
+        return {}
+
+    def documents(self) -> list[np.ndarray]:
+        """Return the training part as one sequence."""
+        return [self.data.train]
+
+
+class LanguageDocuments(RowsTask):
+    """Train on documents, each of which begins and ends with the token of an end."""
+
+    def __init__(
+        self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
+    ) -> None:
+        task = config.task
+        assert isinstance(task, LanguageTask) and task.documents is not None
+        train, val, content = _documents(config, task.documents)
+        if tokenizers is None:
+            tokenizers = Tokenizers(line_tokenizer(config, [*train, *val], train))
+        tokenizer = with_special_tokens(tokenizers.tokenizer, ["eos"])
+        tokenizers, end = Tokenizers(tokenizer), special_ids(tokenizer)["eos"]
+        config = with_vocabulary(config, tokenizers, vocab_size)
+        self.characters = sum(len(text) + 1 for text in val)
+
+        def rows(texts: list[str]) -> Rows:
+            examples = []
+            for text in texts:
+                ids = np.concatenate([[end], encode_text(tokenizer, text), [end]]).astype(np.int32)
+                examples += list(_pieces(ids, config.sequence_len))
+            if task.packed and packs(examples, config.sequence_len):
+                return packed(examples, config.sequence_len)
+            return bucketed(examples)
+
+        super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
+
+    def per_character(self, loss: float) -> tuple[float, str] | None:
+        """Return the loss a character, each document with one for its end."""
+        return loss * self.val.labels / self.characters, "character"
+
+    def sample(self, params: Params) -> str:
+        """Return a text that the model writes."""
+        return write_sample(self.config, self.tokenizers, params)
+
+    def judge(self, params: Params) -> dict[str, float]:
+        """Return nothing: the held-out loss says it all."""
+        return {}
+
+
+def _pieces(ids: np.ndarray, length: int) -> Iterator[Example]:
+    """Yield a document in pieces of at most `length` tokens."""
+    for start in range(0, len(ids) - 1, length):
+        piece = ids[start : start + length + 1]
+        yield Example(piece[:-1], piece[1:])
+
+
+def _documents(config: TrainConfig, kind: str) -> tuple[list[str], list[str], bytes]:
+    """Return the documents of the training part and of the held-out one, and all bytes."""
+    parts, contents = [], []
+    for data in filter(None, (config.data, config.val_data)):
+        sources = read(data, config.out)
+        contents += [source.content for source in sources]
+        texts = [source.text(config.text_errors) for source in sources]
+        if kind == "lines":
+            texts = [line for text in texts for line in text.splitlines()]
+        elif kind == "paragraphs":
+            texts = [part for text in texts for part in re.split(r"\n\s*\n", text)]
+        parts.append([text.strip("\n") for text in texts if text.strip()])
+    if len(parts) == 1:
+        cut = int(len(parts[0]) * (1 - config.val_fraction))
+        parts = [parts[0][:cut], parts[0][cut:]]
+    if not (parts[0] and parts[1]):
+        rule = "must have one for training and one held out at least"
+        raise DataError(f"data is {config.data!r}: {len(parts[0] + parts[1])} {kind}: {rule}")
+    return parts[0], parts[1], b"".join(contents)
+
+
+def write_sample(config: TrainConfig, tokenizers: Tokenizers, params: Params) -> str:
+    """Return a text of `sample_tokens` tokens that the model writes from nothing."""
+    model = config.model
+    if config.init_from is not None and isinstance(model, ModelConfig):
+        if not isinstance(model.positions, Learned):
+            model = replace(model, max_len=config.sequence_len)  # a cache of that length
+    tokenizer = tokenizers.tokenizer
+    stop = special_ids(tokenizer).get("eos")
+    documents = isinstance(config.task, LanguageTask) and config.task.documents is not None
+    pieces = complete(
+        model,
+        params,
+        tokenizer,
+        "",
+        config.sample_tokens,
+        sampler=Sample(Temperature(0.8)),
+        key=jax.random.fold_in(jax.random.key(config.seed), 2),  # 0 and 1 are in use
+        stop_ids=(stop,) if documents and stop is not None else (),
+    )
+    return "".join(pieces)

@@ -1,0 +1,226 @@
+"""Train on tokens that are hidden in a text (Devlin et al. 2019, 3.1), anew at every step.
+
+Of the tokens, `rate` are to be predicted; of those, `replaced` become the mask token, `random` any
+token, and the rest stay, so that a model learns to look at every token. An evaluation hides the
+same tokens every time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.config import TrainConfig
+from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config.tasks import MaskedTask
+from transformer_jax.tokenizers.special import plain, special_ids, with_special_tokens
+from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.batch import Batch, Params, batch_logits, batch_scores
+from transformer_jax.training.data import IGNORE, load_dataset, random_starts
+from transformer_jax.training.rows import Rows
+from transformer_jax.training.tasks.task import GivenBatches, Tokenizers, with_vocabulary
+
+_EVAL_STREAM = 2**61
+"""From this `step` on, the tokens that evaluations hide: no training step has it."""
+
+PSEUDO_WINDOWS = 4
+"""Held-out windows whose pseudo-perplexity is taken."""
+
+
+class MaskedWindows:
+    """Train on windows of a text in which tokens are hidden."""
+
+    prepare: Callable[..., Batch] = GivenBatches()
+    resident: tuple[Any, ...] = ()
+    held_out: tuple[Any, ...] = ()
+
+    def __init__(
+        self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
+    ) -> None:
+        own = None if tokenizers is None else tokenizers.tokenizer
+        self.data = load_dataset(config, None if own is None else plain(own))
+        tokenizer = with_special_tokens(own or self.data.tokenizer, ["mask"])
+        self.tokenizers, self.sha256 = Tokenizers(tokenizer), self.data.sha256
+        self.config = with_vocabulary(config, self.tokenizers, vocab_size)
+        self.masking = Masking(self.config, tokenizer)
+        self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
+        self.unigram = _unigram_loss(self.data.train, self.data.val, tokenizer.vocab_size)
+
+    def inputs(self, step: int) -> Batch:
+        """Return the windows of a step, leaves [A, B, ...], with tokens hidden."""
+        config = self.config
+        shape, count = (config.accumulation, config.batch_size), len(self.data.train)
+        starts = random_starts(config.seed, step, shape, count - config.sequence_len + 1)
+        return self.masking(_windows(self.data.train, starts, config.sequence_len), step)
+
+    def evaluation(self) -> Iterator[Batch]:
+        """Yield windows that cover the held-out part, or `eval_batches` batches of random ones.
+
+        What does not fill a window is left out.
+        """
+        config = self.config
+        length, size = config.sequence_len, config.batch_size
+        starts = np.arange(0, len(self.data.val) - length + 1, length, dtype=np.int32)
+        if config.eval_batches is not None:
+            count = len(self.data.val) - length + 1
+            shape = (config.eval_batches * size,)
+            starts = random_starts(config.seed, _EVAL_STREAM, shape, count)
+        for number, first in enumerate(range(0, len(starts), size)):
+            here = starts[first : first + size]
+            batch = self.masking(_windows(self.data.val, here, length), _EVAL_STREAM + number)
+            empty = size - len(here)
+            tokens = np.pad(batch.tokens, ((0, empty), (0, 0)))
+            yield Batch(tokens, np.pad(batch.labels, ((0, empty), (0, 0)), constant_values=IGNORE))
+
+    def described(self) -> str:
+        """Return how long the text is, and what guessing by frequency alone would give."""
+        train, held_out = len(self.data.train), len(self.data.val)
+        return (
+            f"text: {train:,} tokens and {held_out:,} held out, {self.tokens_per_step:,} in a "
+            f"step; a guess by frequency has {self.unigram:.4f} nats a token"
+        )
+
+    def per_character(self, loss: float) -> tuple[float, str] | None:
+        """Return None: the loss is of hidden tokens, whatever they are."""
+        return None
+
+    def sample(self, params: Params) -> str:
+        """Return held-out text with hidden tokens, what the model puts there, and what stood there.
+
+        A hidden token shows as _.
+        """
+        length = self.config.sequence_len
+        tokens = np.asarray(self.data.val[:length], np.int32)[None]
+        hidden = self.masking(tokens, _EVAL_STREAM, replaced=1.0)
+        guess = _guesses(self.config, params, hidden.tokens, self.masking.kinds)
+        filled = np.where(hidden.labels != IGNORE, guess, tokens)[0]
+        show = self.tokenizers.tokenizer
+        marks = ["_" if i == self.masking.mask else _text(show, [i]) for i in hidden.tokens[0]]
+        parts = [f"hidden:\n{''.join(marks)}", f"filled:\n{_text(show, filled)}"]
+        return "\n".join([*parts, f"text:\n{_text(show, tokens[0])}"])
+
+    def judge(self, params: Params) -> dict[str, float]:
+        """Return the pseudo-perplexity of the first held-out windows.
+
+        exp(-mean log p(token | all others)), each token hidden alone (Salazar et al. 2020).
+        """
+        length = self.config.sequence_len
+        count = min(PSEUDO_WINDOWS, len(self.data.val) // length)
+        losses = []
+        for window in np.asarray(self.data.val[: count * length], np.int32).reshape(count, length):
+            tokens = np.where(np.eye(length, dtype=bool), self.masking.mask, window[None])
+            labels = np.where(np.eye(length, dtype=bool), window[None], IGNORE)
+            rows = Rows((Batch(tokens, labels.astype(np.int32)),))
+            scores = [_scores(self.config.model, params, batch) for batch in rows.batches(8)]
+            losses.append(float(sum(np.asarray(score)[0] for score in scores)) / length)
+        return {"pseudo_perplexity": math.exp(float(np.mean(losses)))} if losses else {}
+
+    def documents(self) -> list[np.ndarray]:
+        """Return the training part as one sequence."""
+        return [self.data.train]
+
+
+class Masking:
+    """Hide tokens of rows, by random numbers that follow from (seed, step) alone."""
+
+    def __init__(self, config: TrainConfig, tokenizer: Tokenizer) -> None:
+        assert isinstance(config.task, MaskedTask)
+        ids = special_ids(tokenizer)
+        if "mask" not in ids:
+            raise DataError("tokenizer has no mask token: task 'masked' needs one")
+        self.task, self.seed, self.mask = config.task, config.seed, ids["mask"]
+        self.kinds = plain(tokenizer).vocab_size  # a random token is one that stands for text
+        self.opens = self.closes = None
+        if self.task.whole_words:
+            pieces = [_text(tokenizer, [i]) for i in range(self.kinds)]
+            self.opens = np.array([not piece[:1].isalnum() for piece in pieces] + [True])
+            self.closes = np.array([not piece[-1:].isalnum() for piece in pieces] + [True])
+
+    def __call__(self, tokens: np.ndarray, step: int, replaced: float | None = None) -> Batch:
+        """Return rows i32[..., T] with tokens hidden; the labels are what stood there."""
+        task = self.task
+        replaced = task.replaced if replaced is None else replaced
+        chosen, how, which = _uniform(self.seed, step, (3, *tokens.shape))
+        if self.opens is not None and self.closes is not None:
+            known = np.minimum(tokens, self.kinds)
+            starts = self.opens[known]
+            starts[..., 1:] |= self.closes[known][..., :-1]
+            starts[..., 0] = True
+            chosen = _spread(chosen, starts)
+        chosen = chosen < task.rate
+        random = (which * self.kinds).astype(np.int32)
+        hidden = np.where(how < replaced, self.mask, tokens)
+        hidden = np.where((how >= replaced) & (how < replaced + task.random), random, hidden)
+        labels = np.where(chosen, tokens, IGNORE).astype(np.int32)
+        return Batch(np.where(chosen, hidden, tokens).astype(np.int32), labels)
+
+
+def _spread(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return at every place the value of the last start at or before it."""
+    index = np.where(starts, np.arange(values.shape[-1]), 0)
+    return np.take_along_axis(values, np.maximum.accumulate(index, axis=-1), axis=-1)
+
+
+def _uniform(seed: int, step: int, shape: tuple[int, ...]) -> np.ndarray:  # f64[shape] in [0, 1)
+    """Draw numbers from the arguments alone, of another stream than where windows start."""
+    key = (seed << 64) + (1 << 63) + step
+    words = np.random.Philox(key=key, counter=1).random_raw(math.prod(shape))
+    return ((words >> np.uint64(11)) * 2.0**-53).reshape(shape)
+
+
+def _windows(corpus: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:  # i32[..., T]
+    return corpus[starts[..., None] + np.arange(length)].astype(np.int32)
+
+
+def _unigram_loss(train: np.ndarray, val: np.ndarray, vocab_size: int) -> float:
+    """Return the loss of a guess by frequency: nats a token, with one added to each count."""
+    counts = np.bincount(train, minlength=vocab_size) + 1.0
+    return float(-np.log(counts / counts.sum())[val].mean())
+
+
+@partial(jax.jit, static_argnums=0)
+def _scores(model: AnyModelConfig, params: Params, batch: Batch) -> jax.Array:  # f32[3]
+    return batch_scores(model)(params, batch)
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(model: AnyModelConfig, params: Params, tokens: jax.Array) -> jax.Array:  # f32[B, T, V]
+    batch = Batch(tokens, jnp.full(tokens.shape, IGNORE))
+    return batch_logits(model)(params, batch, None)
+
+
+def _guesses(
+    config: TrainConfig, params: Params, tokens: np.ndarray, kinds: int
+) -> np.ndarray:  # i32[B, T]
+    """Return the likeliest of the first `kinds` tokens, which stand for text, at every place."""
+    return np.asarray(jnp.argmax(_logits(config.model, params, tokens)[..., :kinds], axis=-1))
+
+
+def _text(tokenizer: Tokenizer, ids: Any) -> str:
+    return tokenizer.to_bytes([int(i) for i in ids]).decode("utf-8", "replace")
+
+
+def fill_masks(config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str) -> str:
+    """Return a text with every mask, written as "[MASK]" or "_", filled with the likeliest token.
+
+    DataError where there is none.
+    """
+    tokenizer = tokenizers.tokenizer
+    mask = special_ids(tokenizer)["mask"]
+    sign = "[MASK]" if "[MASK]" in text else "_"
+    parts: list[Any] = [plain(tokenizer).encode(part) if part else [] for part in text.split(sign)]
+    if len(parts) < 2:
+        raise DataError(f"prompt is {text!r:.60}: must have a [MASK] (or _) to fill")
+    ids = [int(i) for number, part in enumerate(parts) for i in [*[mask] * (number > 0), *part]]
+    if len(ids) > config.sequence_len:
+        raise DataError(f"prompt has {len(ids)} tokens: must be at most {config.sequence_len}")
+    tokens = np.array(ids, np.int32)
+    guess = _guesses(config, params, tokens[None], plain(tokenizer).vocab_size)[0]
+    return _text(tokenizer, np.where(tokens == mask, guess, tokens))

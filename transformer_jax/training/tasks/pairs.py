@@ -1,0 +1,211 @@
+"""Train on pairs of a source and its target: in two rows, or in one.
+
+An encoder-decoder reads the source and writes <bos> target <eos>. A decoder reads both in one row,
+source <sep> target <eos>, of which only the target is learnt; as a prefix, the tokens of the source
+see each other in both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import numpy as np
+
+from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.config.architectures import model_shape
+from transformer_jax.config.tasks import GeneratedTask, PairsTask, PrefixTask, Seq2SeqTask
+from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.batch import Params
+from transformer_jax.training.data import IGNORE, line_tokenizer, read
+from transformer_jax.training.rows import Example, Rows, bucketed, packed, packs
+from transformer_jax.training.tasks.answers import answer_sources
+from transformer_jax.training.tasks.generated import generate_pairs
+from transformer_jax.training.tasks.metrics import compare_texts
+from transformer_jax.training.tasks.task import (
+    RowsTask,
+    Tokenizers,
+    check_lengths,
+    sha256_of,
+    with_vocabulary,
+)
+
+SHOWN = 5
+"""Held-out pairs in the sample of a run."""
+
+
+class Pair(NamedTuple):
+    """Hold a source, its target, and where they stand."""
+
+    source: str
+    target: str
+    where: str
+
+
+class Pairs(RowsTask):
+    """Train on pairs of texts, from files or made of the seed."""
+
+    def __init__(
+        self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
+    ) -> None:
+        train, val, content = _read(config)
+        two_rows = model_shape(config.model) == "encoder-decoder"
+        tokenizers = _tokenizers(config, tokenizers, train, val, two_rows)
+        config = with_vocabulary(config, tokenizers, vocab_size)
+        self.pairs = val
+
+        def rows(pairs: Sequence[Pair]) -> Rows:
+            examples = [pair_example(config, tokenizers, pair) for pair in pairs]
+            one_row = isinstance(config.task, PrefixTask) and config.task.packed
+            if one_row and not two_rows and packs(examples, config.sequence_len):
+                return packed(examples, config.sequence_len)
+            return bucketed(examples)
+
+        super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
+
+    def sample(self, params: Params) -> str:
+        """Return what the model makes of the first held-out sources."""
+        pairs = self.pairs[:SHOWN]
+        written = answer_sources(self.config, self.tokenizers, params, [p.source for p in pairs])
+        lines = []
+        for pair, text in zip(pairs, written, strict=True):
+            wanted = "" if text == pair.target else f"   (wanted: {pair.target})"
+            lines.append(f"{pair.source} -> {text}{wanted}")
+        return "\n".join(lines)
+
+    def judge(self, params: Params) -> dict[str, float]:
+        """Return how the targets that the model writes compare with the held-out ones."""
+        task = self.config.task
+        assert isinstance(task, get_args(PairsTask))
+        pairs = self.pairs[: task.judged]
+        if not pairs:
+            return {}
+        written = answer_sources(self.config, self.tokenizers, params, [p.source for p in pairs])
+        made = isinstance(task, GeneratedTask)
+        return compare_texts(written, [p.target for p in pairs], translations=not made)
+
+
+def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Example:
+    """Return a pair as a model of the config reads it; DataError where it is too long."""
+    ids = special_ids(tokenizers.tokenizer)
+    source = encode_text(tokenizers.of_source, pair.source)
+    target = encode_text(tokenizers.tokenizer, pair.target)
+    if not len(source):
+        raise DataError(f"{pair.where}: the source has no tokens")
+    if model_shape(config.model) == "encoder-decoder":
+        check_lengths(
+            config, {f"{pair.where}: source": len(source), f"{pair.where}: target": len(target) + 1}
+        )
+        whole = np.concatenate([[ids["bos"]], target, [ids["eos"]]]).astype(np.int32)
+        return Example(whole[:-1], whole[1:], source=source)
+    whole = np.concatenate([source, [ids["sep"]], target, [ids["eos"]]]).astype(np.int32)
+    check_lengths(config, {f"{pair.where}: source and target": len(whole) - 1})
+    labels = whole[1:].copy()
+    labels[: len(source)] = IGNORE
+    return Example(whole[:-1], labels, len(source) + 1 if both_directions(config) else 0)
+
+
+def both_directions(config: TrainConfig) -> bool:
+    """Say whether the tokens of a source see each other in both directions."""
+    wanted = isinstance(config.task, PrefixTask) and config.task.bidirectional
+    return wanted and isinstance(config.model, ModelConfig)
+
+
+def _tokenizers(
+    config: TrainConfig,
+    given: Tokenizers | None,
+    train: Sequence[Pair],
+    val: Sequence[Pair],
+    two_rows: bool,
+) -> Tokenizers:
+    """Return the run's tokenizers, made of its pairs where none are given."""
+    names = ["bos", "eos"] if two_rows else ["sep", "eos"]
+    separate = isinstance(config.task, Seq2SeqTask) and config.task.vocabulary == "separate"
+    if given is None:
+
+        def made(*columns: int) -> Tokenizers:
+            both = [pair[c] for pair in (*train, *val) for c in columns]
+            training = [pair[c] for pair in train for c in columns]
+            return Tokenizers(line_tokenizer(config, both, training))
+
+        given = Tokenizers(made(1).tokenizer, made(0).tokenizer) if separate else made(0, 1)
+    if two_rows and separate != (given.source is not None):
+        rule = f"init_from {config.init_from!r} has {'one' if separate else 'two'}"
+        raise DataError(f"vocabulary is {'separate' if separate else 'shared'!r}: {rule}")
+    return Tokenizers(with_special_tokens(given.tokenizer, names), given.source)
+
+
+def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
+    """Return the pairs of the training part and of the held-out one, and all bytes."""
+    task = config.task
+    if isinstance(task, GeneratedTask):
+        made = generate_pairs(task, config.seed)
+        pairs = [Pair(*pair, f"example {number}") for number, pair in enumerate(made)]
+        content = "\n".join(f"{p.source}\t{p.target}" for p in pairs).encode()
+        return *_split(config, pairs), content
+    assert isinstance(task, Seq2SeqTask | PrefixTask)
+    train, content = read_pairs(config, "data", config.data, task.targets)
+    if config.val_data is None:
+        if task.val_targets is not None:
+            raise DataError(f"val_targets is {task.val_targets!r}: needs val_data")
+        return *_split(config, train), content
+    if (task.targets is None) != (task.val_targets is None):
+        rule = f"must be given with val_data exactly where targets is, which is {task.targets!r}"
+        raise DataError(f"val_targets is {task.val_targets!r}: {rule}")
+    val, more = read_pairs(config, "val_data", config.val_data, task.val_targets)
+    return train, val, content + more
+
+
+def _split(config: TrainConfig, pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
+    cut = int(len(pairs) * (1 - config.val_fraction))
+    if not 0 < cut < len(pairs):
+        rule = "must have one for training and one held out at least"
+        raise DataError(f"data is {config.data!r}: {len(pairs)} pairs: {rule}")
+    return pairs[:cut], pairs[cut:]
+
+
+def read_lines(config: TrainConfig, name: str, data: str) -> tuple[list[str], bytes]:
+    """Return the lines of a file, and its bytes; DataError names an empty line."""
+    if not Path(data).is_file():
+        rule = f"must be a file, which task {config.task.kind!r} reads line by line"
+        raise DataError(f"{name} is {data!r}: {rule}")
+    (source,) = read(data)
+    lines = source.text(config.text_errors).removeprefix("\ufeff").split("\n")
+    lines = [line.removesuffix("\r") for line in (lines[:-1] if not lines[-1] else lines)]
+    if not lines:
+        raise DataError(f"{name} is {data!r}: it is empty")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            raise DataError(f"{data}, line {number}: it is empty")
+    return lines, source.content
+
+
+def read_pairs(
+    config: TrainConfig,
+    name: str,
+    data: str,
+    targets: str | None,
+    rule: str = "must be a source, one tab and a target",
+) -> tuple[list[Pair], bytes]:
+    """Return the pairs of a file of lines "source TAB target", or of two parallel files.
+
+    DataError names the file and the line that is wrong, or files of different length.
+    """
+    lines, content = read_lines(config, name, data)
+    if targets is not None:
+        others, more = read_lines(config, name.replace("data", "targets"), targets)
+        if len(lines) != len(others):
+            rule = "parallel files have as many lines"
+            raise DataError(f"{data} has {len(lines)} lines, {targets} has {len(others)}: {rule}")
+        places = (f"{data}, line {number}" for number in range(1, len(lines) + 1))
+        found = zip(lines, others, places, strict=True)
+        return [Pair(*three) for three in found], content + more
+    pairs = []
+    for number, line in enumerate(lines, start=1):
+        parts = line.split("\t")
+        if len(parts) != 2 or not all(part.strip() for part in parts):
+            raise DataError(f"{data}, line {number}: {line!r:.60}: {rule}")
+        pairs.append(Pair(parts[0], parts[1], f"{data}, line {number}"))
+    return pairs, content

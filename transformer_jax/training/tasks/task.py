@@ -1,0 +1,185 @@
+"""Say what the training loop needs of a task; it knows no more of any."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig, TrainConfig
+from transformer_jax.config.architectures import model_shape
+from transformer_jax.config.tasks import Seq2SeqTask
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.batch import Batch, Params
+from transformer_jax.training.rows import Rows
+
+
+class Tokenizers(NamedTuple):
+    """Hold a run's tokenizer, and that of the sources where they have one of their own."""
+
+    tokenizer: Tokenizer
+    source: Tokenizer | None = None
+
+    @property
+    def of_source(self) -> Tokenizer:
+        """Return the tokenizer of the sources."""
+        return self.tokenizer if self.source is None else self.source
+
+
+class TrainingTask(Protocol):
+    """Hold the examples of a task, and judge what a model makes of them.
+
+    A step's inputs become micro-batches by `prepare(*resident, inputs)`, on the device; `prepare`
+    is hashable, and equal ones share their compiled programs.
+    """
+
+    config: TrainConfig
+    """The run's, with the sizes of the model that follow from the data."""
+    tokenizers: Tokenizers
+    sha256: str
+    """Of all that was read."""
+    prepare: Callable[..., Batch]
+    tokens_per_step: int
+    """Tokens that a step reads, padding included."""
+
+    @property
+    def resident(self) -> tuple[Any, ...]:
+        """Return arrays of the training part that stay on the device."""
+
+    @property
+    def held_out(self) -> tuple[Any, ...]:
+        """Return arrays of the held-out part that stay on the device."""
+
+    def inputs(self, step: int) -> Any:
+        """Return what step `step`, from 0 on, reads, from the run's seed and the step alone."""
+
+    def evaluation(self) -> Iterable[Any]:
+        """Yield what an evaluation reads, a batch at a time, the same every time."""
+
+    def described(self) -> str:
+        """Return a line about the examples."""
+
+    def per_character(self, loss: float) -> tuple[float, str] | None:
+        """Return a loss in nats of a unit that does not depend on the tokenizer, and the unit."""
+
+    def sample(self, params: Params) -> str:
+        """Return a few examples of what the model makes of held-out ones, as text."""
+
+    def judge(self, params: Params) -> dict[str, float]:
+        """Return what the held-out examples come to once they are decoded."""
+
+    def documents(self) -> Sequence[np.ndarray]:
+        """Return the sequences of the training part, for a model that counts."""
+
+
+@dataclass(frozen=True)
+class GivenBatches:
+    """Hand on batches that are made on the host."""
+
+    def __call__(self, batch: Batch) -> Batch:
+        return batch
+
+
+class RowsTask:
+    """Serve a task whose examples are rows: all but windows of one long text."""
+
+    prepare: Callable[..., Batch] = GivenBatches()
+    resident: tuple[Any, ...] = ()
+    held_out: tuple[Any, ...] = ()
+
+    def __init__(
+        self, config: TrainConfig, tokenizers: Tokenizers, sha256: str, train: Rows, val: Rows
+    ) -> None:
+        self.config, self.tokenizers, self.sha256 = config, tokenizers, sha256
+        self.train, self.val = train, val
+        longest = max(bucket.tokens.shape[1] for bucket in train.buckets)
+        self.tokens_per_step = config.accumulation * config.batch_size * longest
+
+    def inputs(self, step: int) -> Batch:
+        """Return the rows of a step."""
+        config = self.config
+        return self.train.step(config.seed, step, config.accumulation, config.batch_size)
+
+    def evaluation(self) -> Iterator[Batch]:
+        """Yield the held-out rows, or `eval_batches` random batches of them."""
+        seed, size, limit = self.config.seed, self.config.batch_size, self.config.eval_batches
+        if limit is None:
+            yield from self.val.batches(size)
+            return
+        for step in range(limit):
+            yield self.val.step(seed, step, 1, size).first()
+
+    def described(self) -> str:
+        """Return how many rows there are, and how long they are."""
+        parts = ", ".join(
+            f"{count:,} of {bucket.tokens.shape[1]}"
+            for count, bucket in zip(self.train.counts, self.train.buckets, strict=True)
+        )
+        held_out = sum(self.val.counts)
+        return f"rows by length: {parts}; {held_out:,} held out; {self.train.labels:,} labels"
+
+    def per_character(self, loss: float) -> tuple[float, str] | None:
+        """Return None: a loss of labels is not one of characters."""
+        return None
+
+    def documents(self) -> list[np.ndarray]:
+        """Return the sequences of all rows: what is read, and the label of its end."""
+        found = []
+        for bucket in self.train.buckets:
+            segments = bucket.segments
+            for row, (tokens, labels) in enumerate(zip(bucket.tokens, bucket.labels, strict=True)):
+                last = labels.shape[0] - np.argmax(labels[::-1] >= 0) if segments is None else 0
+                if segments is None:
+                    found.append(np.append(tokens[:last], labels[last - 1]))
+                    continue
+                for number in range(1, segments[row].max() + 1):
+                    (at,) = np.nonzero(segments[row] == number)
+                    found.append(np.append(tokens[at], labels[at[-1]]))
+        return found
+
+
+def with_vocabulary(
+    config: TrainConfig, tokenizers: Tokenizers, vocab_size: int | None, **changes: Any
+) -> TrainConfig:
+    """Return the config with the sizes of a model that reads and writes these tokenizers' ids.
+
+    With a `vocab_size` that was asked for there may be more. A model to start from keeps its own,
+    but for the special tokens that its tokenizer did not have.
+    """
+    model, tokenizer = config.model, tokenizers.tokenizer
+    needed = tokenizer.vocab_size
+    if config.init_from is not None:
+        published = isinstance(tokenizer, PretrainedTokenizer)  # it may know more than its model
+        changes["vocab_size"] = model.vocab_size if published else max(needed, model.vocab_size)
+    elif vocab_size is not None and vocab_size < needed:
+        raise ConfigError(f"vocab_size is {vocab_size}: the tokenizer has {needed} tokens")
+    else:
+        changes["vocab_size"] = needed if vocab_size is None else vocab_size
+    separate = isinstance(config.task, Seq2SeqTask) and config.task.vocabulary == "separate"
+    if isinstance(model, RecurrentConfig) and model_shape(model) == "encoder-decoder":
+        separate = True  # it has two tables in any case
+    if separate and isinstance(model, ModelConfig | RecurrentConfig):
+        changes["source_vocab_size"] = tokenizers.of_source.vocab_size
+    return replace(config, model=replace(model, **changes))
+
+
+def check_lengths(config: TrainConfig, sizes: Mapping[str, int]) -> None:
+    """Raise DataError for the first example that has more tokens than a sequence may have."""
+    for where, size in sizes.items():
+        if size > config.sequence_len:
+            limit = "max_len" if config.context is None else "context"
+            rule = f"a sequence has at most {config.sequence_len} ({limit})"
+            raise DataError(f"{where}: {size} tokens: {rule}")
+
+
+def sha256_of(*parts: bytes) -> str:
+    """Return the hash of several contents, one after the other."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
