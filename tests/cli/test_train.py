@@ -156,7 +156,7 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
             "--model ngram --steps 5",
             "steps is 5: an n-gram model is counted in one step: must be 1",
         ),
-        ("--frozen embd", "frozen has 'embd': no parameter begins so (there are decoder, embed)"),
+        ("--frozen embd", "frozen has 'embd': no parameter begins so (there are decoder/block_0, "),
     ],
 )
 def test_bad_usage_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message):

@@ -363,6 +363,16 @@ def test_special_tokens_stand_after_the_text_s_and_for_no_text():
         SpecialTokens(base, ("a", "a"))
 
 
+def test_a_text_that_the_tokenizer_does_not_know_is_named_by_its_line(tmp_path):
+    """As of a file that a run with a tokenizer of its own is judged on."""
+    tokenizers = load_task(run(Seq2SeqTask(), write(tmp_path, PAIRS))).tokenizers
+    other = write(tmp_path, "av\tva\nax\txQ\n", "other.tsv")
+    with pytest.raises(
+        DataError, match=r"other.tsv, line 2: character 1 is U\+0051 'Q': not among"
+    ):
+        load_task(run(Seq2SeqTask(), other, val_data=str(other)), tokenizers)
+
+
 def test_a_held_out_file_of_its_own_leaves_the_other_whole(tmp_path):
     one, two = write(tmp_path, PAIRS), write(tmp_path, "ax\txa\n", "val")
     task = load_task(run(Seq2SeqTask(), one, val_data=str(two)))

@@ -124,7 +124,9 @@ def is_frozen(names: tuple[str, ...], params: Params) -> Params:
 
     marked = jax.tree_util.tree_map_with_path(within, params)
     if unused := [name for name in names if name not in used]:
-        parts = ", ".join(sorted(params))
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        heads = [jax.tree_util.keystr(path[:2], simple=True, separator="/") for path in paths]
+        parts = ", ".join(dict.fromkeys(heads))
         raise ConfigError(f"frozen has {unused[0]!r}: no parameter begins so (there are {parts})")
     return marked
 

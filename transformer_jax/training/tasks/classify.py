@@ -17,7 +17,7 @@ import numpy as np
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.tasks import ClassifyTask
-from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
+from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params, batch_logits
 from transformer_jax.training.data import IGNORE, line_tokenizer
@@ -28,6 +28,7 @@ from transformer_jax.training.tasks.task import (
     RowsTask,
     Tokenizers,
     check_lengths,
+    encode_line,
     sha256_of,
     with_vocabulary,
 )
@@ -101,7 +102,10 @@ def label_names(config: TrainConfig) -> list[str]:
 
 def class_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Example:
     """Return a text as a model of the config reads it, with its class."""
-    ids, text = special_ids(tokenizers.tokenizer), encode_text(tokenizers.tokenizer, pair.target)
+    ids, text = (
+        special_ids(tokenizers.tokenizer),
+        encode_line(tokenizers.tokenizer, pair.target, pair.where),
+    )
     check_lengths(config, {pair.where: len(text) + 1})
     names = label_names(config)
     number = labels_of(config).index(pair.source)

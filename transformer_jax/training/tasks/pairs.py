@@ -16,7 +16,7 @@ import numpy as np
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import GeneratedTask, PairsTask, PrefixTask, Seq2SeqTask
-from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
+from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Params
 from transformer_jax.training.data import IGNORE, line_tokenizer, read
@@ -28,6 +28,7 @@ from transformer_jax.training.tasks.task import (
     RowsTask,
     Tokenizers,
     check_lengths,
+    encode_line,
     sha256_of,
     with_vocabulary,
 )
@@ -90,8 +91,8 @@ class Pairs(RowsTask):
 def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Example:
     """Return a pair as a model of the config reads it; DataError where it is too long."""
     ids = special_ids(tokenizers.tokenizer)
-    source = encode_text(tokenizers.of_source, pair.source)
-    target = encode_text(tokenizers.tokenizer, pair.target)
+    source = encode_line(tokenizers.of_source, pair.source, pair.where)
+    target = encode_line(tokenizers.tokenizer, pair.target, pair.where)
     if not len(source):
         raise DataError(f"{pair.where}: the source has no tokens")
     if model_shape(config.model) == "encoder-decoder":

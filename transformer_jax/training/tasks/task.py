@@ -13,6 +13,7 @@ from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig, Tr
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import Seq2SeqTask
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.special import encode_text
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params
@@ -175,6 +176,14 @@ def check_lengths(config: TrainConfig, sizes: Mapping[str, int]) -> None:
             limit = "max_len" if config.context is None else "context"
             rule = f"a sequence has at most {config.sequence_len} ({limit})"
             raise DataError(f"{where}: {size} tokens: {rule}")
+
+
+def encode_line(tokenizer: Tokenizer, text: str, where: str) -> np.ndarray:  # i32[n]
+    """Return the ids of a text; the DataError of one that has none begins with where it stands."""
+    try:
+        return encode_text(tokenizer, text)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
 
 
 def sha256_of(*parts: bytes) -> str:
