@@ -12,9 +12,11 @@ from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.positions import Rope, Sinusoidal
 from transformer_jax.config.tasks import (
+    ClassifyTask,
     ContinuousTask,
     GeneratedTask,
     LanguageTask,
+    MaskedTask,
     Task,
     usual_task,
 )
@@ -122,6 +124,8 @@ def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:
         raise ConfigError(f"model is {architecture!r}: {rule}")
     if isinstance(task, LanguageTask) and architecture == "transformer":
         return train_preset(None, task=task)
+    if isinstance(task, MaskedTask | ClassifyTask) and isinstance(model, ModelConfig):
+        model = dataclasses.replace(model, positions=Rope())  # learns sooner: benchmarks/NOTES.md
     recipe: dict[str, Any] = dict(learning_rate=2e-3, batch_size=32, sample_tokens=200)
     if isinstance(model, NgramConfig):
         recipe |= dict(steps=1, warmup_steps=0)

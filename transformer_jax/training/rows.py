@@ -7,7 +7,7 @@ length is filled with rows that the epoch has read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import NamedTuple
@@ -93,7 +93,8 @@ def _shuffled(seed: int, epoch: int, part: int, count: int) -> np.ndarray:  # i6
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
-def _mapped(batch: Batch, change) -> Batch:  # type: ignore[no-untyped-def]
+def _mapped(batch: Batch, change: Callable[[str, np.ndarray], np.ndarray]) -> Batch:
+    """Return a batch with `change(name, leaf)` in the place of each leaf that there is."""
     found = {}
     for part in fields(batch):
         leaf = getattr(batch, part.name)
@@ -101,7 +102,8 @@ def _mapped(batch: Batch, change) -> Batch:  # type: ignore[no-untyped-def]
     return Batch(**found)
 
 
-def _taken(batch: Batch, index: np.ndarray) -> Batch:
+def _taken(batch: Batch, index: np.ndarray) -> Batch:  # i64[n]
+    """Return the rows of these numbers."""
     return _mapped(batch, lambda name, leaf: leaf[index])
 
 

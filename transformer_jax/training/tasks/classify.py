@@ -23,7 +23,7 @@ from transformer_jax.training.batch import Batch, Params, batch_logits
 from transformer_jax.training.data import IGNORE, line_tokenizer
 from transformer_jax.training.rows import Example, Rows, bucketed, padded
 from transformer_jax.training.tasks.metrics import confusion_matrix, macro_f1
-from transformer_jax.training.tasks.pairs import SHOWN, Pair, _split, read_pairs
+from transformer_jax.training.tasks.pairs import SHOWN, Pair, read_pairs, split_pairs
 from transformer_jax.training.tasks.task import (
     RowsTask,
     Tokenizers,
@@ -158,7 +158,7 @@ def _class_logits(
 def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
     train, content = read_pairs(config, "data", config.data, None, _RULE)
     if config.val_data is None:
-        return *_split(config, train), content
+        return *split_pairs(config, train), content
     val, more = read_pairs(config, "val_data", config.val_data, None, _RULE)
     return train, val, content + more
 

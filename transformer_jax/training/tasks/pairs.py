@@ -145,13 +145,13 @@ def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
         made = generate_pairs(task, config.seed)
         pairs = [Pair(*pair, f"example {number}") for number, pair in enumerate(made)]
         content = "\n".join(f"{p.source}\t{p.target}" for p in pairs).encode()
-        return *_split(config, pairs), content
+        return *split_pairs(config, pairs), content
     assert isinstance(task, Seq2SeqTask | PrefixTask)
     train, content = read_pairs(config, "data", config.data, task.targets)
     if config.val_data is None:
         if task.val_targets is not None:
             raise DataError(f"val_targets is {task.val_targets!r}: needs val_data")
-        return *_split(config, train), content
+        return *split_pairs(config, train), content
     if (task.targets is None) != (task.val_targets is None):
         rule = f"must be given with val_data exactly where targets is, which is {task.targets!r}"
         raise DataError(f"val_targets is {task.val_targets!r}: {rule}")
@@ -159,7 +159,8 @@ def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
     return train, val, content + more
 
 
-def _split(config: TrainConfig, pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
+def split_pairs(config: TrainConfig, pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
+    """Return the pairs to train on, and the last ones, which are held out."""
     cut = int(len(pairs) * (1 - config.val_fraction))
     if not 0 < cut < len(pairs):
         rule = "must have one for training and one held out at least"
