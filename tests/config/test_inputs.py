@@ -16,6 +16,7 @@ from transformer_jax.config import (
     TrainConfig,
     Vectors,
 )
+from transformer_jax.config.tasks import Seq2SeqTask
 
 KINDS = [
     None,
@@ -79,14 +80,16 @@ def test_lengths_are_those_of_the_formulas():
 
 @pytest.mark.parametrize("inputs", KINDS, ids=lambda value: type(value).__name__)
 def test_a_run_folder_gives_back_the_inputs(inputs):
-    config = TrainConfig(model=ModelConfig(kind="encoder-decoder", inputs=inputs))
+    config = TrainConfig(
+        task=Seq2SeqTask(), model=ModelConfig(kind="encoder-decoder", inputs=inputs)
+    )
     text = config_to_json(config)
     stored = json.loads(text)["model"]
     kind = None if inputs is None else type(inputs).__name__.lower()
     assert stored["inputs"] is None if kind is None else stored["inputs"]["kind"] == kind
     assert config_from_json(text) == config
     del stored["inputs"], stored["source_vocab_size"]  # as a folder of before
-    plain = TrainConfig(model=ModelConfig(kind="encoder-decoder"))
+    plain = TrainConfig(task=Seq2SeqTask(), model=ModelConfig(kind="encoder-decoder"))
     assert config_from_json(json.dumps({"model": stored})) == plain
 
 
