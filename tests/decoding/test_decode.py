@@ -613,5 +613,5 @@ def test_an_encoder_is_no_step():
 
 def test_a_recurrent_model_has_a_state_and_no_cache():
     config = RecurrentConfig(vocab_size=VOCAB)
-    with pytest.raises(ValueError, match=r"config is a RecurrentConfig: .*init_recurrent_state"):
+    with pytest.raises(ValueError, match=r"config is a RecurrentConfig: .*init_decode_state"):
         init_cache(config, 2, 7)
