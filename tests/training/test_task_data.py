@@ -1,4 +1,4 @@
-"""What tasks make of files: layouts, masks, generated pairs, and what they refuse."""
+"""Check the batches that tasks make of files, generated pairs, and what is refused."""
 
 import datetime
 import json
@@ -364,7 +364,7 @@ def test_special_tokens_stand_after_the_text_s_and_for_no_text():
 
 
 def test_a_text_that_the_tokenizer_does_not_know_is_named_by_its_line(tmp_path):
-    """As of a file that a run with a tokenizer of its own is judged on."""
+    """Judge a run, whose tokenizer is its own, on another file."""
     tokenizers = load_task(run(Seq2SeqTask(), write(tmp_path, PAIRS))).tokenizers
     other = write(tmp_path, "av\tva\nax\txQ\n", "other.tsv")
     with pytest.raises(

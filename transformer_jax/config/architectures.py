@@ -15,7 +15,7 @@ AnyModelConfig: TypeAlias = ModelConfig | RecurrentConfig | WindowConfig | Ngram
 Shape = Literal["decoder", "encoder", "encoder-decoder"]
 
 ARCHITECTURES = "transformer", "lstm", "gru", "rnn", "window", "ngram"
-"""What `--model` may be."""
+"""Names that `--model` takes."""
 
 
 def model_shape(model: AnyModelConfig) -> Shape:

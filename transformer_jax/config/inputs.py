@@ -126,4 +126,4 @@ class Frames(_Inputs):
 
 
 Inputs = Vectors | Patches | Frames
-"""What an encoder reads in the place of tokens."""
+"""Kinds of input that an encoder reads in the place of tokens."""

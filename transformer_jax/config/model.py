@@ -60,8 +60,8 @@ class ModelConfig:
     """Longest sequence; the size of a learned position table."""
 
     inputs: Vectors | Patches | Frames | None = None
-    """What the encoder reads in the place of tokens: Vectors, Patches of images, or Frames of
-    sound; None reads tokens. With it an encoder has no token table and no logits."""
+    """Input of the encoder in the place of tokens: Vectors, Patches of images, or Frames of sound;
+    None reads tokens. With it an encoder has no token table and no logits."""
     positions: Positions | None = field(default=Learned())
     """How order enters: Learned or Sinusoidal vectors join the embeddings; Rope, Shaw, T5Buckets
     and Alibi act in attention; None has no positions. A string is short for a kind with its

@@ -65,8 +65,8 @@ class LanguageTask(_Task):
     """Predict the next token of a text."""
 
     documents: Documents | None = None
-    """What is a document of its own: each line, each paragraph (an empty line ends it), or each
-    file; None reads one long text, in windows."""
+    """Cut the text into documents: at each line, at each empty line, or at the end of each file;
+    None reads one long text, in windows."""
     packed: bool = True
     """With documents: several short ones in a row, which do not see each other."""
 
@@ -420,7 +420,7 @@ Task = (
     | DigitsTask
     | TonesTask
 )
-"""What a model can be trained for."""
+"""The settings of any task."""
 
 GeneratedTask = ReverseTask | CopyTask | AdditionTask | DatesTask | RecallTask | ModularTask
 """Tasks whose pairs are made of a seed."""

@@ -29,7 +29,7 @@ class TrainConfig:
     """Describe a training run: what to read, how long, how fast, where to write."""
 
     task: Task = field(default_factory=LanguageTask)
-    """What the model is trained for."""
+    """The task that the model is trained for."""
     model: ModelConfig | RecurrentConfig | WindowConfig | NgramConfig = field(
         default_factory=ModelConfig
     )
@@ -42,8 +42,8 @@ class TrainConfig:
     """char: the text's own characters; byte: UTF-8 bytes; bpe: trained on the text; word: what
     stands between spaces; pretrained: that of init_from."""
     init_from: str | None = None
-    """What to start from: the folder of a run, whose parts that fit are taken over, or a published
-    decoder, a folder or an id. The tokenizer is its own."""
+    """Model to start from: the folder of a run, whose parts that fit are taken over, or a published
+    model, a folder or an id. The tokenizer is that model's."""
     frozen: tuple[str, ...] | None = None
     """Parameters that stay as they are, by the beginnings of their names: embed,decoder/block_0."""
     bpe_vocab_size: int = 1024

@@ -188,10 +188,19 @@ class ModelStep:
         valid: jax.Array | None = None,  # bool[B, T]
     ) -> tuple[jax.Array, ModelCache]:  # f32[B, Q, V]
         """Read the tokens and return the logits after the tokens `at` alone; None is all."""
-        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        arguments: dict[str, Any] = dict(positions=next_positions(state.length, valid), cache=state)
-        result: Any = self.model.apply({"params": params}, tokens, at=at, **arguments)
+        given = self.arguments(tokens, state, valid)
+        result: Any = self.model.apply({"params": params}, tokens, at=at, **given)
         return result
+
+    def arguments(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        state: ModelCache,
+        valid: jax.Array | None,  # bool[B, T]
+    ) -> dict[str, Any]:
+        """Return what the model is called with beside the tokens: their positions and the cache."""
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        return dict(positions=next_positions(state.length, valid), cache=state)
 
     def attend(
         self,
@@ -203,9 +212,8 @@ class ModelStep:
     ) -> tuple[jax.Array, ModelCache, AttentionWeights]:
         """Read one token a row; return also its weights [B, L, N, S] by slot of the cache."""
         check_one(tokens)
-        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        arguments: dict[str, Any] = dict(positions=next_positions(state.length, valid), cache=state)
-        result: Any = self.model.apply({"params": params}, tokens, **arguments, method="attend")
+        given = self.arguments(tokens, state, valid)
+        result: Any = self.model.apply({"params": params}, tokens, **given, method="attend")
         logits, state, weights = result
         return logits, state, by_slot(weights, state)
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.attention.masks import Causal, Prefix
-from transformer_jax.cache.kv_cache import next_positions
 from transformer_jax.cache.model_cache import ModelCache
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
@@ -38,37 +36,18 @@ class PrefixStep(ModelStep):
     Every call with more than one token a row is a prompt, read whole.
     """
 
-    def read(
+    def arguments(
         self,
-        params: Params,
         tokens: jax.Array,  # i32[B, T]
         state: ModelCache,
-        at: jax.Array | None,  # i32[B, Q]
-        *,
-        valid: jax.Array | None = None,  # bool[B, T]
-    ) -> tuple[jax.Array, ModelCache]:  # f32[B, Q, V]
-        """Read the tokens and return the logits after the tokens `at` alone; None is all."""
-        if tokens.shape[1] == 1:
-            return super().read(params, tokens, state, at, valid=valid)
-        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        lengths = state.length + valid.sum(axis=1, dtype=jnp.int32)
-        arguments: dict[str, Any] = dict(
-            positions=next_positions(state.length, valid),
-            cache=state,
-            mask=Causal() | Prefix(lengths),
-        )
-        result: Any = self.model.apply({"params": params}, tokens, at=at, **arguments)
-        return result
-
-    def __call__(
-        self,
-        params: Params,
-        tokens: jax.Array,  # i32[B, T]
-        state: ModelCache,
-        *,
-        valid: jax.Array | None = None,  # bool[B, T]
-    ) -> tuple[jax.Array, ModelCache]:  # f32[B, T, V]
-        return self.read(params, tokens, state, None, valid=valid)
+        valid: jax.Array | None,  # bool[B, T]
+    ) -> dict[str, Any]:
+        """Return what the model is called with: of a prompt, with the mask of a prefix."""
+        given = super().arguments(tokens, state, valid)
+        if tokens.shape[1] > 1:
+            lengths = given["positions"].max(axis=1) + 1
+            given["mask"] = Causal() | Prefix(lengths)
+        return given
 
 
 def answer_sources(
