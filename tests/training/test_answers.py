@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from transformer_jax.__main__ import main as run_command
 from transformer_jax.attention.masks import Causal, Prefix
 from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, TrainConfig
 from transformer_jax.config.tasks import LanguageTask, PrefixTask, Seq2SeqTask
@@ -112,3 +113,18 @@ def test_an_n_gram_model_is_counted_in_one_step_of_the_same_loop(tmp_path):
     assert result.sample in "abcd" * 4
     again = fit(config, resume=True)
     assert (again.step, again.val_loss) == (1, result.val_loss)
+
+
+def test_a_model_of_documents_begins_and_ends_them_as_it_learnt(tmp_path, capsys):
+    """Every document is "ab" or "bca": the first letter decides the rest, and where it ends."""
+    (tmp_path / "text.txt").write_text("ab\nbca\n" * 90)
+    out = str(tmp_path / "run")
+    config = TrainConfig(
+        task=LanguageTask(documents="lines"), model=NgramConfig(order=4), out=out,
+        data=str(tmp_path / "text.txt"), steps=1, warmup_steps=0, sample_tokens=20,
+    )  # fmt: skip
+    assert fit(config).sample in ("ab", "bca")
+    for prompt, whole in (("a", "ab"), ("b", "bca")):
+        argv = ["generate", "--run", out, "--prompt", prompt, "--temperature", "0"]
+        assert run_command(argv) == 0
+        assert capsys.readouterr().out == whole + "\n"

@@ -5,11 +5,12 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig, TrainConfig
-from transformer_jax.config.presets import task_recipe
+from transformer_jax.config.presets import fine_tuning, task_recipe
 from transformer_jax.config.tasks import (
     TASKS,
     AdditionTask,
@@ -33,6 +34,7 @@ from transformer_jax.tokenizers.special import (
 from transformer_jax.tokenizers.trained import CharTokenizer, WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.data import IGNORE
+from transformer_jax.training.initial import merged
 from transformer_jax.training.tasks import load_task
 from transformer_jax.training.tasks.generated import generate_pairs
 from transformer_jax.training.tasks.metrics import (
@@ -381,3 +383,25 @@ def test_a_held_out_file_of_its_own_leaves_the_other_whole(tmp_path):
     other = write(tmp_path, "cba" * 10, "held out")
     found = load_task(replace(run(LanguageTask(), text, val_data=str(other))))
     assert (len(found.data.train), len(found.data.val), found.data.val_characters) == (90, 30, 30)
+
+
+def test_a_masked_model_of_a_classifier_leaves_its_head_out():
+    """Its config has no classes, and its parameters of the head have no place."""
+    model = ModelConfig(kind="encoder", num_classes=3, **SMALL)
+    assert fine_tuning(model, "runs/classes", MaskedTask()).model == replace(
+        model, num_classes=None
+    )
+    params = {"encoder": {"w": jnp.ones(2)}, "classifier": {"kernel": jnp.ones((2, 3))}}
+    found, lines = merged({"encoder": {"w": jnp.zeros(2)}}, params)
+    assert found["encoder"]["w"].tolist() == [1, 1]
+    assert lines == ["parameters that the new model has not: classifier/kernel"]
+
+
+def test_rows_of_a_table_that_grew_are_kept_and_another_shape_is_refused():
+    fresh = {"table": jnp.zeros((5, 2)), "head": jnp.zeros(3)}
+    found, lines = merged(fresh, {"table": jnp.arange(6.0).reshape(3, 2)})
+    assert found["table"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 0], [0, 0]]
+    assert lines == ["new parameters: table[3:], head"]
+    rule = r"table has shape \[5, 2\]: the model to start from has \[5, 3\]"
+    with pytest.raises(ConfigError, match=rule):
+        merged(fresh, {"table": jnp.zeros((5, 3))})

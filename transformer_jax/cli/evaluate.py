@@ -10,10 +10,12 @@ import argparse
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformer_jax.cli.command import Parser, load_run, run
+from transformer_jax.cli.report import missing_metrics
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import (
@@ -49,6 +51,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{name} is {value}: must be at least 1")
     config, tokenizers, params = _of_run(arguments) if arguments.run else _published(arguments)
     found = judge_file(config, tokenizers, params)
+    if (hint := missing_metrics(config, found)) is not None:
+        print(f"evaluate: {hint}", file=sys.stderr)
     print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found)))
 
 

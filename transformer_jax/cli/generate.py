@@ -125,7 +125,11 @@ def _continue(
     texts = [arguments.prompt or ""]
     if arguments.prompts is not None:
         texts = _prompts(arguments.prompts)
-    read = given.chat if arguments.chat else partial(completion.read_prompt, given.tokenizer)
+    read = (
+        given.chat
+        if arguments.chat
+        else partial(completion.read_prompt, given.tokenizer, begin=given.begin_id)
+    )
     prompts = [_checked_ids(given.config, read(text)) for text in texts]
     shown = ["" if arguments.chat else text for text in texts]
     config = given.config

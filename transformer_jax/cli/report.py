@@ -5,11 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformer_jax.config import TrainConfig
-from transformer_jax.config.tasks import ChatTask, ClassifyTask, LanguageTask, MaskedTask
+from transformer_jax.config.tasks import (
+    ChatTask,
+    ClassifyTask,
+    LanguageTask,
+    MaskedTask,
+    PrefixTask,
+    Seq2SeqTask,
+)
 
 if TYPE_CHECKING:
     from transformer_jax.training.loop import Result
@@ -32,9 +40,19 @@ def summary(result: Result) -> str:
         lines.append(", ".join(f"{name} {value:.4g}" for name, value in result.scores.items()))
     if result.rejected:
         lines.append(f"{result.rejected} steps were skipped: their loss was not finite")
+    if (hint := missing_metrics(result.config, result.scores)) is not None:
+        lines.append(hint)
     files = "loss.png, metrics.jsonl, sample.txt, scores.json, checkpoints"
     lines.append(f"in {result.config.out}: {files}")
     return "\n".join(lines)
+
+
+def missing_metrics(config: TrainConfig, scores: Mapping[str, float]) -> str | None:
+    """Return what to install, where pairs were compared without BLEU and chrF for want of it."""
+    compared = isinstance(config.task, Seq2SeqTask | PrefixTask) and "exact_match" in scores
+    if not compared or "bleu" in scores:
+        return None
+    return "BLEU and chrF need sacrebleu: pip install 'transformer_jax[metrics]'"
 
 
 def how_to_resume(config: TrainConfig, more: str = "") -> str:

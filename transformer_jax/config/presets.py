@@ -148,6 +148,8 @@ def learns(task: Task, model: AnyModelConfig) -> bool:
 def fine_tuning(model: AnyModelConfig, init_from: str, task: Task | None = None) -> TrainConfig:
     """Return the recipe that goes on with the `model` of a run or a published one, `init_from`."""
     longest = model.max_len if isinstance(model, ModelConfig) else 64
+    if isinstance(task, MaskedTask) and isinstance(model, ModelConfig):
+        model = dataclasses.replace(model, num_classes=None)  # a classifier's head is left out
     return TrainConfig(
         task=LanguageTask() if task is None else task,
         model=model, init_from=init_from, tokenizer="pretrained", context=min(longest, 512),

@@ -35,7 +35,7 @@ from transformer_jax.decoding.speculative import PromptLookup, Speculation, spec
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_decode_state
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import SpecialTokens
+from transformer_jax.tokenizers.special import encode_text
 from transformer_jax.tokenizers.trained import Tokenizer
 
 Prompt = str | np.ndarray
@@ -271,16 +271,18 @@ class WithoutHistory:
         return self.processor(logits)
 
 
-def read_prompt(tokenizer: Tokenizer, prompt: Prompt) -> np.ndarray:  # i32[P]
+def read_prompt(
+    tokenizer: Tokenizer, prompt: Prompt, begin: int | None = None
+) -> np.ndarray:  # i32[P]
     """Return the prompt's tokens, after those that a published tokenizer puts before any text.
 
-    An empty prompt is what begins a text, else a newline, else the first token there is.
+    Where the model learnt that a text begins with the token `begin`, it stands in their place. An
+    empty prompt is what begins a text, else a newline, else the first token there is.
     """
     if not isinstance(prompt, str):
         return prompt
-    if isinstance(tokenizer, SpecialTokens) and "eos" in tokenizer.special_ids:
-        start = np.array([tokenizer.special_ids["eos"]], np.int32)  # as every document begins
-        return np.concatenate([start, tokenizer.encode(prompt)])
+    if begin is not None:
+        return np.append(np.int32(begin), encode_text(tokenizer, prompt)).astype(np.int32)
     if isinstance(tokenizer, PretrainedTokenizer):
         text = tokenizer.encode(prompt, special_tokens=False)
         ids = np.concatenate([_front(tokenizer), text])

@@ -15,6 +15,7 @@ from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import ConfigError, DType, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config.tasks import LanguageTask
 from transformer_jax.decoding.logit_processors import Ban, BanSequences, HistoryProcessor
 from transformer_jax.models.factory import init_params
 from transformer_jax.pretrained.load import load_pretrained
@@ -26,7 +27,7 @@ from transformer_jax.pretrained.safetensors_folder import (
 )
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import SpecialTokens
+from transformer_jax.tokenizers.special import special_ids
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 
@@ -54,6 +55,8 @@ class TextModel:
     """The checkpoint of the run it is of; None of a published model."""
     step: int | None = None
     """The step of that checkpoint."""
+    begin_id: int | None = None
+    """The token that every text begins with, where the model was trained on documents."""
     source_tokenizer: Tokenizer | None = None
     """That of the sources, where they have one of their own."""
     run: TrainConfig | None = None
@@ -83,11 +86,13 @@ def load_run(path: str | Path, which: Which | None = None) -> TextModel:
     params = checkpoint.restore(saved, {"params": template})["params"]
     source = metadata.get("source_tokenizer_sha256")
     stop = tokenizer.stop_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
-    if isinstance(tokenizer, SpecialTokens) and "eos" in tokenizer.special_ids:
-        stop = (*stop, tokenizer.special_ids["eos"])
+    begin = None
+    if isinstance(config.task, LanguageTask) and config.task.documents is not None:
+        begin = special_ids(tokenizer)["eos"]
+        stop = (*stop, begin)
     stop = _within(stop, config.model)
     return TextModel(
-        config.model, params, tokenizer, stop, which=which, step=step, run=config,
+        config.model, params, tokenizer, stop, which=which, step=step, run=config, begin_id=begin,
         source_tokenizer=source and folder.read_source_tokenizer(source),
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ import numpy as np
 from transformer_jax.config import Learned, ModelConfig, TrainConfig
 from transformer_jax.config.tasks import LanguageTask
 from transformer_jax.decoding.samplers import Sample, Temperature
-from transformer_jax.text.completion import complete
+from transformer_jax.text.completion import complete, read_prompt
 from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params
@@ -189,16 +189,18 @@ def write_sample(config: TrainConfig, tokenizers: Tokenizers, params: Params) ->
         if not isinstance(model.positions, Learned):
             model = replace(model, max_len=config.sequence_len)  # a cache of that length
     tokenizer = tokenizers.tokenizer
-    stop = special_ids(tokenizer).get("eos")
-    documents = isinstance(config.task, LanguageTask) and config.task.documents is not None
+    prompt, stop = read_prompt(tokenizer, ""), tuple[int, ...]()
+    if isinstance(config.task, LanguageTask) and config.task.documents is not None:
+        end = special_ids(tokenizer)["eos"]
+        prompt, stop = read_prompt(tokenizer, "", end), (end,)
     pieces = complete(
         model,
         params,
         tokenizer,
-        "",
+        prompt,
         config.sample_tokens,
         sampler=Sample(Temperature(0.8)),
         key=jax.random.fold_in(jax.random.key(config.seed), 2),  # 0 and 1 are in use
-        stop_ids=(stop,) if documents and stop is not None else (),
+        stop_ids=stop,
     )
     return "".join(pieces)
