@@ -491,6 +491,29 @@ def test_a_tagger_reads_each_document_from_both_ends(config):
         assert_near(some[row, 0], want[PADDED[row, :column].sum()], 3 * FORWARD_F32)
 
 
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+def test_a_class_is_read_from_the_last_states_of_both_directions(cell):
+    """Check with padding before, between and after the tokens of a row."""
+    config = dataclasses.replace(TAGGER, cell=cell, num_classes=3)
+    params, tokens = parameters(config), draw_tokens()
+    logits = build(config).apply({"params": params}, tokens, valid=PADDED, method="classify")
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    for row in range(ROWS):
+        x = [wide["embed"]["tokens"][token] for token in tokens[row, PADDED[row]]]
+        for i in range(config.num_layers):
+            x, forward, backward = oracle_layer(config, wide["layers"], i, x)
+        ends = np.concatenate([forward[-1], backward[-1]])
+        want = ends @ wide["classifier"]["kernel"] + wide["classifier"]["bias"]
+        assert_near(logits[row], want, 3 * FORWARD_F32)
+
+
+def test_a_tagger_without_classes_has_no_head():
+    params = parameters(RNN_TAGGER)
+    assert "classifier" not in params
+    with pytest.raises(ValueError, match="^num_classes is None: this model has no classification"):
+        build(RNN_TAGGER).apply({"params": params}, draw_tokens(), method="classify")
+
+
 def test_a_tagger_trains_on_padded_text_without_its_padding():
     params, tokens = parameters(RNN_TAGGER), draw_tokens()
     tokens = np.where(PADDED, np.where(tokens == 1, 2, tokens), 1)
@@ -647,6 +670,8 @@ def test_equal_steps_share_their_programs():
         ({}, dict(dropout=1.0), "dropout is 1.0: must be at least 0 and below 1"),
         ({}, dict(init_std=0.0), "init_std is 0.0: must be positive"),
         ({}, dict(attention="dot"), "attention is 'dot': needs a source_vocab_size"),
+        ({}, dict(num_classes=2), "num_classes is 2: needs bidirectional, and no source_vocab"),
+        (dict(bidirectional=True), dict(num_classes=0), "num_classes is 0: must be positive"),
         (
             dict(source_vocab_size=5),
             dict(context="input"),

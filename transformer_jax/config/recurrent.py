@@ -48,6 +48,8 @@ class RecurrentConfig:
     the paper's: input with additive, output with dot and general."""
     d_attention: int | None = None
     """additive: width of the hidden layer; None is d_hidden."""
+    num_classes: int | None = None
+    """Classes of the classification head of a model that reads from both ends; None has no head."""
     tie_embeddings: bool = False
     """The output matrix is the embedding matrix."""
     dropout: float = 0.0
@@ -58,10 +60,12 @@ class RecurrentConfig:
     def __post_init__(self) -> None:
         check_types(self)
         positive(self, "vocab_size", "source_vocab_size", "d_embed", "d_hidden", "num_layers")
-        positive(self, "d_attention", "init_std")
+        positive(self, "d_attention", "init_std", "num_classes")
         fraction(self, "dropout")
         if self.source_vocab_size is None:
             unread(self, "needs a source_vocab_size", "attention")
+        if not self.is_tagger:
+            unread(self, "needs bidirectional, and no source_vocab_size", "num_classes")
         if self.attention is None:
             unread(self, "needs an attention", "context")
         if self.attention != "additive":

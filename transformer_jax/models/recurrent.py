@@ -289,8 +289,9 @@ class RecurrentLM(nn.Module):
 class RecurrentTagger(nn.Module):
     """Give logits for each token of a text that is read from both ends (Graves et al. 2005).
 
-    For training on masked tokens, or to tag. In each layer one cell reads forward and one backward;
-    both outputs together go to the next layer, and tanh(W [forward; backward] + b) to the logits.
+    For training on masked tokens, to tag, or to classify. In each layer one cell reads forward and
+    one backward; both outputs together go to the next layer, and tanh(W [forward; backward] + b) to
+    the logits.
     """
 
     config: RecurrentConfig
@@ -299,6 +300,8 @@ class RecurrentTagger(nn.Module):
         self.embed = Vocabulary(self.config)
         self.layers = BothDirections(self.config)
         self.read_out = nn.Dense(self.config.read_out_dim)
+        if self.config.num_classes is not None:
+            self.classifier = nn.Dense(self.config.num_classes)
 
     def __call__(
         self,
@@ -315,15 +318,59 @@ class RecurrentTagger(nn.Module):
         logits [B, Q, V] of these indices alone. `key` turns dropout on. ValueError where arguments
         do not fit.
         """
-        cfg = self.config
-        refuse_rngs(self, key)
-        check_tokens(tokens, cfg.vocab_size)
         check_segments(tokens, segments, None)
-        valid = check_valid("tokens", tokens, valid)
-        embed_key, layers_key, top_key = split_key(key, 3)
-        x = self.layers(self.embed(tokens, valid, embed_key), valid, segments, layers_key)
-        x = dropout(jnp.tanh(self.read_out(x)), cfg.dropout, top_key)
+        read_key, top_key = split_key(key, 2)
+        states, valid = self._read(tokens, valid, segments, read_key)
+        x = dropout(jnp.tanh(self.read_out(states)), self.config.dropout, top_key)
+        if self.config.num_classes is not None and self.is_initializing():
+            self._classes(states, valid, None)
         return self.embed.logits(x if at is None else gather_tokens(x, at)), None
+
+    def classify(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        *,
+        valid: jax.Array | None = None,  # bool[B, T]; False is padding
+        key: jax.Array | None = None,
+    ) -> jax.Array:  # f32[B, C]
+        """Return class logits W [forward; backward] + b of each row.
+
+        forward is the top layer's state after the last token of a row, backward the one after the
+        first: each has read the whole row. `key` turns dropout on. ValueError where the model has
+        no classification head or the arguments do not fit.
+        """
+        if self.config.num_classes is None:
+            raise ValueError("num_classes is None: this model has no classification head")
+        read_key, top_key = split_key(key, 2)
+        states, valid = self._read(tokens, valid, None, read_key)
+        return self._classes(states, valid, top_key)
+
+    def _read(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        valid: jax.Array | None,  # bool[B, T]
+        segments: jax.Array | None,  # i32[B, T]
+        key: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:  # [B, T, 2 H], bool[B, T]
+        """Return the states of both directions at each token, and which tokens are no padding."""
+        refuse_rngs(self, key)
+        check_tokens(tokens, self.config.vocab_size)
+        valid = check_valid("tokens", tokens, valid)
+        embed_key, layers_key = split_key(key, 2)
+        x = self.embed(tokens, valid, embed_key)
+        return self.layers(x, valid, segments, layers_key), valid
+
+    def _classes(
+        self,
+        states: jax.Array,  # [B, T, 2 H]
+        valid: jax.Array,  # bool[B, T]
+        key: jax.Array | None,
+    ) -> jax.Array:  # f32[B, C]
+        first = jnp.argmax(valid, axis=1)
+        last = valid.shape[1] - 1 - jnp.argmax(valid[:, ::-1], axis=1)
+        forward, backward = jnp.split(gather_tokens(states, jnp.stack([last, first], 1)), 2, axis=2)
+        x = jnp.concatenate([forward[:, 0], backward[:, 1]], axis=-1)
+        return self.classifier(dropout(x, self.config.dropout, key)).astype(F32)
 
 
 class BothDirections(nn.Module):

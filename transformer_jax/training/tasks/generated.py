@@ -85,8 +85,9 @@ def _recall(task: RecallTask, random: Random) -> Pair:
     letters = [chr(97 + int(i)) for i in random.permutation(task.letters)[: task.pairs]]
     digits = [str(int(i)) for i in random.integers(0, 10, task.pairs)]
     asked = random.permutation(task.pairs)[: task.queries]
-    shown = "".join(a + b for a, b in zip(letters, digits, strict=True))
-    return f"{shown} {''.join(letters[i] for i in asked)}", "".join(digits[i] for i in asked)
+    pairs = [letter + digit for letter, digit in zip(letters, digits, strict=True)]
+    queries = "".join(letters[i] for i in asked)
+    return f"{''.join(pairs)} {queries}", "".join(pairs[i] for i in asked)
 
 
 def _modular(task: ModularTask, random: Random) -> Pair:
