@@ -68,6 +68,7 @@ def draw_matrix(
     values: np.ndarray,  # [rows, columns], from 0 to 1
     rows: Sequence[str],
     columns: Sequence[str],
+    numbers: bool = True,
 ) -> None:
     """Draw weights from white, 0, to blue, 1, with their numbers and the names of both axes."""
     axes.imshow(values, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
@@ -75,7 +76,7 @@ def draw_matrix(
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     axes.tick_params(length=0)
-    for (i, j), value in np.ndenumerate(values):
+    for (i, j), value in np.ndenumerate(values) if numbers else ():
         shade = "white" if value > 0.6 else INK
         axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=shade, fontsize=9)
 

@@ -13,7 +13,7 @@ from tests.training.test_training import assert_same_state
 from transformer_jax.__main__ import main as run_command
 from transformer_jax.config import ConfigError, Frames, ModelConfig, Patches, TrainConfig
 from transformer_jax.config.presets import task_recipe
-from transformer_jax.config.tasks import DigitsTask, TonesTask
+from transformer_jax.config.tasks import ClassifyTask, DigitsTask, Seq2SeqTask, TonesTask
 from transformer_jax.models.factory import init_params
 from transformer_jax.tokenizers.special import special_ids
 from transformer_jax.tokenizers.utf8 import DataError
@@ -216,6 +216,18 @@ def test_a_picture_or_a_sound_is_written_in_letters_to_90_percent(tmp_path, task
                 model=ModelConfig(kind="encoder", inputs=replace(PICTURES, class_token=False)),
             ),
             "class_token is False: an encoder says the class by this token",
+        ),
+        (
+            lambda: TrainConfig(
+                task=Seq2SeqTask(), model=ModelConfig(kind="encoder-decoder", inputs=Frames())
+            ),
+            "task is 'seq2seq': reads tokens, model.inputs is 'frames'",
+        ),
+        (
+            lambda: TrainConfig(
+                task=ClassifyTask(), model=ModelConfig(kind="encoder", inputs=PICTURES)
+            ),
+            "task is 'classify': reads tokens, model.inputs is 'patches'",
         ),
         (
             lambda: task_recipe(DigitsTask(), "gru"),

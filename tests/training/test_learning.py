@@ -10,12 +10,23 @@ import pytest
 from tests.training.test_training import assert_same_state
 from transformer_jax.__main__ import main as run_command
 from transformer_jax.checkpoints.run_folder import RunFolder
-from transformer_jax.config import ModelConfig, RecurrentConfig, TrainConfig, WindowConfig
+from transformer_jax.config import (
+    ModelConfig,
+    NgramConfig,
+    RecurrentConfig,
+    TrainConfig,
+    WindowConfig,
+)
 from transformer_jax.config.tasks import (
+    AdditionTask,
+    ChatTask,
     ClassifyTask,
     CopyTask,
+    DatesTask,
+    LanguageTask,
     MaskedTask,
     PrefixTask,
+    RecallTask,
     ReverseTask,
     Seq2SeqTask,
 )
@@ -23,6 +34,7 @@ from transformer_jax.training.loop import fit
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+CELLS = "rnn", "lstm", "gru"
 SIZES = dict(vocab_size=8, d_model=48, num_heads=4, num_layers=2, d_ff=96, max_len=24)
 
 
@@ -30,18 +42,30 @@ def recurrent(cell, **fields):
     return RecurrentConfig(cell=cell, **(dict(d_embed=24, d_hidden=48) | fields))
 
 
-def translator(cell):
-    return recurrent(cell, source_vocab_size=8, bidirectional=True, attention="additive")
+def translator(cell, **fields):
+    both = dict(source_vocab_size=8, bidirectional=True, attention="additive")
+    return recurrent(cell, **both, **fields)
 
 
+def row(cell):
+    return recurrent(cell, d_hidden=96)
+
+
+# From GPT-2's standard deviation, 0.02, on, transformers as narrow as these learn far later.
+WIDER = SIZES | dict(d_model=64, d_ff=128, max_len=48, init_std=0.2)
 MODELS = {
     "encoder-decoder": ModelConfig(kind="encoder-decoder", **{**SIZES, "num_layers": 1}),
     "decoder": ModelConfig(**SIZES),
     "encoder": ModelConfig(kind="encoder", positions="rope", **SIZES),
     "window": WindowConfig(context=12, d_embed=24, d_hidden=96),
-    **{f"{cell} translator": translator(cell) for cell in ("rnn", "lstm", "gru")},
-    **{cell: recurrent(cell, d_hidden=96) for cell in ("rnn", "lstm", "gru")},
-    **{f"{cell} tagger": recurrent(cell, bidirectional=True) for cell in ("rnn", "lstm", "gru")},
+    "ngram": NgramConfig(order=7),
+    "wider decoder": ModelConfig(**WIDER | dict(init_std=0.1)),
+    "wider encoder-decoder": ModelConfig(kind="encoder-decoder", **WIDER),
+    "rotary encoder-decoder": ModelConfig(kind="encoder-decoder", positions="rope", **WIDER),
+    **{f"{cell} translator": translator(cell) for cell in CELLS},
+    **{f"wider {cell} translator": translator(cell, d_embed=32, d_hidden=64) for cell in CELLS},
+    **{cell: row(cell) for cell in CELLS},
+    **{f"{cell} tagger": recurrent(cell, bidirectional=True) for cell in CELLS},
 }
 
 
@@ -55,31 +79,136 @@ def run(out, task, model, steps, **changes) -> TrainConfig:
 
 
 STRINGS = dict(letters=5, min_length=1, max_length=4)
-LEARNT = {
-    "reverse encoder-decoder": (ReverseTask(**STRINGS), 100, {}),
-    "reverse decoder": (ReverseTask(**STRINGS), 150, {}),
-    "reverse gru translator": (ReverseTask(**STRINGS), 120, {}),
-    "copy lstm translator": (CopyTask(**STRINGS), 150, {}),
-    "copy rnn translator": (CopyTask(**STRINGS), 150, {}),
-    "copy window": (CopyTask(**STRINGS), 100, {}),
+REVERSE, COPY = ReverseTask(**STRINGS), CopyTask(**STRINGS)
+RECALL = RecallTask(pairs=5, queries=5, letters=8)
+ADDITION = AdditionTask(reversed=True)
+DATES = DatesTask(examples=4000)
+FAST = dict(learning_rate=8e-3)
+GENERATED = {
+    "reverse encoder-decoder": (REVERSE, 100, {}),
+    "reverse decoder": (REVERSE, 150, {}),
+    "reverse gru translator": (REVERSE, 120, {}),
+    "reverse lstm translator": (REVERSE, 200, FAST),
+    "reverse rnn translator": (REVERSE, 200, {}),
+    "reverse window": (REVERSE, 200, dict(learning_rate=1.6e-2)),
+    "reverse lstm": (REVERSE, 400, dict(learning_rate=1e-2)),
+    "reverse gru": (REVERSE, 300, FAST),
+    "reverse rnn": (REVERSE, 400, dict(learning_rate=3e-3)),
+    "copy encoder-decoder": (COPY, 100, {}),
+    "copy decoder": (COPY, 150, {}),
+    "copy gru translator": (COPY, 120, {}),
+    "copy lstm translator": (COPY, 150, {}),
+    "copy rnn translator": (COPY, 150, {}),
+    "copy window": (COPY, 100, {}),
+    "copy lstm": (COPY, 400, dict(learning_rate=1e-2)),
+    "copy gru": (COPY, 300, FAST),
+    "copy rnn": (COPY, 400, dict(learning_rate=3e-3)),
+    "recall wider decoder": (RECALL, 600, {}),
+    "recall rotary encoder-decoder": (RECALL, 1000, dict(learning_rate=3e-3)),
+    "recall wider gru translator": (RECALL, 300, FAST),
+    "recall wider lstm translator": (RECALL, 800, FAST),
+    "recall wider rnn translator": (RECALL, 800, {}),
+    "addition wider decoder": (ADDITION, 1500, dict(batch_size=128)),
+    "addition wider encoder-decoder": (ADDITION, 1500, dict(batch_size=128)),
+    "addition wider gru translator": (ADDITION, 1000, FAST | dict(batch_size=128)),
+    "addition wider lstm translator": (ADDITION, 1000, FAST | dict(batch_size=128)),
+    "addition wider rnn translator": (ADDITION, 1000, dict(batch_size=128)),
+    "dates wider decoder": (DATES, 400, {}),
+    "dates wider encoder-decoder": (DATES, 400, {}),
+    "dates wider gru translator": (DATES, 300, FAST),
 }
+QUICK = "reverse encoder-decoder", "reverse gru translator", "copy window", "reverse rnn"
 
 
-@pytest.mark.slow_cases("copy rnn", "copy lstm", "reverse decoder")
-@pytest.mark.parametrize("name", LEARNT)
+@pytest.mark.slow_cases(*(f"{name}]" for name in GENERATED if name not in QUICK))
+@pytest.mark.parametrize("name", GENERATED)
 def test_a_generated_task_is_learnt_to_99_of_100(tmp_path, name):
-    """Write all of the 78 held-out strings right: one mistake is already more than 1 of 100."""
-    task, steps, changes = LEARNT[name]
+    """Of 200 held-out examples at most two may be written wrong; of 78 strings, none."""
+    task, steps, changes = GENERATED[name]
     result = fit(run(tmp_path, task, name.split(" ", 1)[1], steps, **changes))
     assert result.scores["exact_match"] >= 0.99
     assert result.scores["word_error_rate"] <= 0.01
+
+
+WORDS = "alpha", "bravo", "cargo", "delta", "eagle"
+
+
+@pytest.mark.slow_cases("decoder", "rnn", "lstm", "window")
+@pytest.mark.parametrize("model", ["decoder", "rnn", "lstm", "gru", "window", "ngram"])
+def test_a_text_is_foretold_nearly_as_well_as_it_can_be(tmp_path, model):
+    """The text has five words in random order: log(5) nats a word of 6 characters, no less.
+
+    The first characters of a row are read without those before them.
+    """
+    words = np.random.default_rng(3).choice(WORDS, 3001)
+    (tmp_path / "text.txt").write_text(" ".join(words))
+    steps = 1 if model == "ngram" else 250
+    data = dict(data=str(tmp_path / "text.txt"), context=24, batch_size=32)
+    warmup = dict(warmup_steps=0) if model == "ngram" else {}
+    result = fit(run(tmp_path, LanguageTask(), model, steps, **data, **warmup))
+    least = np.log(5) / 6
+    assert 0.9 * least < result.val_loss < 1.35 * least
+
+
+NUMBERS = dict(
+    zip("0123456789", "zero one two three four five six seven eight nine".split(), strict=True)
+)
+
+
+def spoken(tmp_path) -> str:
+    """Write numbers with their digits in words, in the other order."""
+    random = np.random.default_rng(4)
+    found = {str(random.integers(0, 10 ** random.integers(1, 4))) for _ in range(2000)}
+    lines = [f"{' '.join(n)}\t{' '.join(NUMBERS[d] for d in reversed(n))}\n" for n in sorted(found)]
+    (tmp_path / "pairs.tsv").write_text("".join(random.permutation(lines)))
+    return str(tmp_path / "pairs.tsv")
+
+
+TRANSLATED = {
+    "seq2seq encoder-decoder": (Seq2SeqTask(vocabulary="separate"), 250),
+    "seq2seq rnn translator": (Seq2SeqTask(), 250),
+    "seq2seq lstm translator": (Seq2SeqTask(), 250),
+    "seq2seq gru translator": (Seq2SeqTask(), 250),
+    "prefix decoder": (PrefixTask(), 250),
+    "prefix rnn": (PrefixTask(), 400),
+    "prefix lstm": (PrefixTask(), 400),
+    "prefix gru": (PrefixTask(), 400),
+    "prefix window": (PrefixTask(), 250),
+}
+
+
+@pytest.mark.slow_cases(*(f"{name}]" for name in TRANSLATED if name != "prefix decoder"))
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_pairs_of_a_file_are_learnt_to_99_of_100(tmp_path, name):
+    task, steps = TRANSLATED[name]
+    data = dict(data=spoken(tmp_path), tokenizer="word")
+    result = fit(run(tmp_path, task, name.split(" ", 1)[1], steps, **data))
+    assert result.scores["exact_match"] >= 0.99
+    assert result.scores["word_error_rate"] <= 0.01
+
+
+@pytest.mark.slow_cases("rnn", "lstm")
+@pytest.mark.parametrize("model", ["decoder", "rnn", "lstm", "gru"])
+def test_answers_of_a_chat_are_learnt_to_99_of_100(tmp_path, model):
+    """Each letter of an answer follows from the question, which alone is not learnt."""
+    random, lines = np.random.default_rng(6), []
+    for _ in range(900):
+        word = "".join(random.choice(list("abcdef"), random.integers(1, 4)))
+        turns = ("user", f"say {word}"), ("assistant", f"{word}!")
+        messages = [{"role": role, "content": text} for role, text in turns]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "talks.jsonl").write_text("".join(lines))
+    data = dict(data=str(tmp_path / "talks.jsonl"), learning_rate=8e-3)
+    result = fit(run(tmp_path, ChatTask(), model, 200, **data))
+    assert result.accuracy >= 0.99
+    assert result.val_loss < 0.05
 
 
 @pytest.mark.slow_cases("rnn tagger", "gru tagger")
 @pytest.mark.parametrize("model", ["encoder", "rnn tagger", "lstm tagger", "gru tagger"])
 def test_hidden_letters_are_guessed_far_better_than_by_frequency(tmp_path, model):
     """The text repeats five words in random order: most hidden letters follow from the others."""
-    words = np.random.default_rng(3).choice(["alpha", "bravo", "cargo", "delta", "eagle"], 3001)
+    words = np.random.default_rng(3).choice(WORDS, 3001)
     (tmp_path / "text.txt").write_text(" ".join(words))
     config = run(tmp_path, MaskedTask(), model, 120, data=str(tmp_path / "text.txt"))
     result = fit(replace(config, batch_size=32))
@@ -104,10 +233,13 @@ def labelled(tmp_path) -> str:
     return str(tmp_path / "labels.tsv")
 
 
-@pytest.mark.slow_cases("lstm", "rnn", "decoder")
-@pytest.mark.parametrize("model", ["encoder", "decoder", "rnn", "lstm", "gru"])
+@pytest.mark.slow_cases("lstm]", "rnn]", "decoder", "rnn tagger", "lstm tagger")
+@pytest.mark.parametrize(
+    "model", ["encoder", "decoder", *CELLS, "rnn tagger", "lstm tagger", "gru tagger"]
+)
 def test_a_class_is_learnt_to_95_of_100(tmp_path, model):
-    result = fit(run(tmp_path, ClassifyTask(), model, 150, data=labelled(tmp_path)))
+    steps = 300 if model == "lstm" else 150  # it begins to learn later
+    result = fit(run(tmp_path, ClassifyTask(), model, steps, data=labelled(tmp_path)))
     assert result.config.task.labels == ("cat", "dog", "owl")
     assert result.scores["accuracy"] >= 0.95
     assert result.scores["macro_f1"] >= 0.95

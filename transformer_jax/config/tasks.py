@@ -46,6 +46,11 @@ class _Task:
         """Return the shapes of model that can learn the task, the usual one first."""
         return ("decoder",)
 
+    @property
+    def reads_numbers(self) -> bool:
+        """Say whether the examples are numbers, as of a picture, in the place of tokens."""
+        return False
+
     def check_model(self, model: AnyModelConfig) -> None:
         """Raise ConfigError where the model cannot learn this task."""
         shape = model_shape(model)
@@ -54,6 +59,9 @@ class _Task:
             article = "a" if wanted.startswith("d") else "an"
             rule = f"is learnt by {article} {wanted}, the model is of kind {shape!r}"
             fail("task", self.kind, rule)
+        inputs = getattr(model, "inputs", None)
+        if inputs is not None and not self.reads_numbers:
+            fail("task", self.kind, f"reads tokens, model.inputs is {kind_name(type(inputs))!r}")
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
         """Return a model with what the task asks of it, where that is more than its shape."""
@@ -311,6 +319,10 @@ class _ContinuousTask(_GeneratedTask):
 
     examples: int = 4000
     """Different examples, the held-out ones included."""
+
+    @property
+    def reads_numbers(self) -> bool:
+        return True
 
     @property
     def inputs(self) -> Inputs:

@@ -1,0 +1,295 @@
+"""Train translators on real pairs, and judge them on a part that no training has seen.
+
+    python -m reproduce.pairs --set multi30k --data multi30k --task seq2seq
+    python -m reproduce.pairs --set g2p --data g2p --language hun --task prefix
+
+multi30k: 29,000 German sentences and their English ones (Elliott et al. 2016); its folder has
+train, val and test_2016_flickr, each as .de and .en. Text is lower-cased, and words, numbers and
+signs stand apart. g2p: words and their sounds (SIGMORPHON 2021, task 1); its folder has
+LANGUAGE_train.tsv, LANGUAGE_dev.tsv and LANGUAGE_test.tsv of lines "word TAB sounds". Letters stand
+apart as sounds do, so that a token is a letter or a sound.
+
+Task seq2seq trains an encoder-decoder, task prefix a decoder that reads source and target in one
+row. The run is that of `train.py` with the settings of RECIPES, and its folder is one of its runs.
+Prints the measures of the test part, decoded with 4 beams, and some of what was written; draws the
+held-out loss of training (curve.png) and what the written tokens look at (alignment.png). A run
+that is complete is judged again, not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.timing import environment
+from reproduce.lectures.shared import (
+    COLOURS,
+    draw_matrix,
+    label,
+    new_figure,
+    print_table,
+    save_picture,
+)
+from transformer_jax import ModelConfig, build, num_params
+from transformer_jax.attention.masks import Causal, Padding
+from transformer_jax.checkpoints.run_folder import RunFolder
+from transformer_jax.cli.evaluate import judge_file
+from transformer_jax.cli.process import keep_freed_memory
+from transformer_jax.config import Rope, TrainConfig
+from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
+from transformer_jax.text.text_model import TextModel, load_run
+from transformer_jax.training.batch import Params
+from transformer_jax.training.loop import fit
+from transformer_jax.training.tasks import Tokenizers
+from transformer_jax.training.tasks.answers import answer_sources
+from transformer_jax.training.tasks.pairs import Pair, pair_example
+
+SHOWN = 6
+"""Test pairs that are printed; the first two are drawn."""
+
+LONGEST = 24
+"""Written tokens that are drawn, at most."""
+
+ALL = 2**31 - 1
+
+MODELS = {
+    ("multi30k", "seq2seq"): ModelConfig(
+        kind="encoder-decoder", d_model=256, num_layers=3, num_heads=8, d_ff=512, max_len=64,
+        positions=Rope(), dropout=0.2,
+    ),
+    ("multi30k", "prefix"): ModelConfig(
+        d_model=128, num_layers=4, num_heads=4, d_ff=512, max_len=128, positions=Rope(),
+        dropout=0.1, init_std=0.1,
+    ),
+    ("g2p", "seq2seq"): ModelConfig(
+        kind="encoder-decoder", d_model=128, num_layers=2, num_heads=4, d_ff=256, max_len=64,
+        positions=Rope(), dropout=0.2, use_bias=False, init_std=0.1,
+    ),
+    ("g2p", "prefix"): ModelConfig(
+        d_model=128, num_layers=4, num_heads=4, d_ff=256, max_len=64, positions=Rope(),
+        dropout=0.2, use_bias=False, init_std=0.1,
+    ),
+}  # fmt: skip
+
+RECIPES: dict[tuple[str, str], dict[str, Any]] = {
+    ("multi30k", "seq2seq"): dict(steps=2500, batch_size=128, learning_rate=1e-3),
+    ("multi30k", "prefix"): dict(steps=1500, batch_size=32, learning_rate=2e-3),
+    ("g2p", "seq2seq"): dict(steps=2500, batch_size=64, learning_rate=2e-3),
+    ("g2p", "prefix"): dict(steps=2500, batch_size=16, learning_rate=2e-3),
+}
+"""Steps and rates. A step of `prefix` reads packed rows, of about 4 pairs each."""
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the command; return the measures and sizes of the run."""
+    arguments = read_arguments(argv)
+    keep_freed_memory()
+    files = write_files(arguments)
+    config = training_config(arguments, files)
+    seconds = train(config)
+    model = load_run(config.out)
+    found = judge(model, files["test"]) | sizes(model) | seconds
+    print_table(["measure", "value"], [[name, f"{value:.6g}"] for name, value in found.items()])
+    pairs = list(zip(*(lines(file) for file in files["test"]), strict=True))[:SHOWN]
+    written = answer_sources(model.run, tokenizers(model), model.params, [s for s, _ in pairs])
+    for (source, target), text in zip(pairs, written, strict=True):
+        print(f"\n  {source}\n  = {target}\n  > {text}")
+    draw_curve(arguments, config)
+    drawn = [(source, text) for (source, _), text in zip(pairs, written, strict=True)]
+    draw_alignment(arguments, model, drawn[:2])
+    record = {"figures": found, "environment": environment()}
+    (Path(config.out) / "test.json").write_text(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--set", choices=("multi30k", "g2p"), required=True)
+    parser.add_argument("--data", type=Path, required=True, help="the folder of the set")
+    parser.add_argument("--language", default="hun", help="of g2p")
+    parser.add_argument("--task", choices=("seq2seq", "prefix"), default="seq2seq")
+    parser.add_argument("--steps", type=int, help="default: those of RECIPES")
+    parser.add_argument("--d-model", type=int, help="default: that of RECIPES")
+    parser.add_argument("--out", type=Path, default=Path("runs/pairs"), help="folder of the runs")
+    parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the pictures")
+    arguments = parser.parse_args(argv)
+    name = arguments.set if arguments.set == "multi30k" else f"g2p_{arguments.language}"
+    arguments.texts = arguments.out / name
+    arguments.out = arguments.out / f"{name}_{arguments.task}"
+    return arguments
+
+
+def write_files(arguments: argparse.Namespace) -> dict[str, tuple[str, str]]:
+    """Write the parts of the set with spaces between tokens; return the two files of each part."""
+    arguments.texts.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for part in ("train", "val", "test"):
+        texts = (translations if arguments.set == "multi30k" else sounds)(arguments, part)
+        stem = arguments.texts / part
+        files[part] = f"{stem}.source", f"{stem}.target"
+        for file, column in zip(files[part], texts, strict=True):
+            Path(file).write_text("".join(line + "\n" for line in column), encoding="utf-8")
+    return files
+
+
+def lines(file: str | Path) -> list[str]:
+    """Return the lines of a file."""
+    return Path(file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+
+
+def translations(arguments: argparse.Namespace, part: str) -> list[list[str]]:
+    """Return the German and the English sentences of a part of multi30k."""
+    stem = "test_2016_flickr" if part == "test" else part
+    columns = [lines(arguments.data / f"{stem}.{language}") for language in ("de", "en")]
+    return [[" ".join(re.findall(r"\w+|[^\w\s]", line.lower())) for line in c] for c in columns]
+
+
+def sounds(arguments: argparse.Namespace, part: str) -> list[list[str]]:
+    """Return the words, with spaces between letters, and the sounds of a part of g2p."""
+    stem = "dev" if part == "val" else part
+    pairs = [
+        line.split("\t") for line in lines(arguments.data / f"{arguments.language}_{stem}.tsv")
+    ]
+    return [[" ".join(word) for word, _ in pairs], [spoken for _, spoken in pairs]]
+
+
+def training_config(
+    arguments: argparse.Namespace, files: dict[str, tuple[str, str]]
+) -> TrainConfig:
+    """Return the run of a set and a task."""
+    given = dict(targets=files["train"][1], val_targets=files["val"][1], judged=0)
+    task = Seq2SeqTask(vocabulary="separate", **given)
+    one_row = arguments.task == "prefix"
+    key = arguments.set, arguments.task
+    recipe = dict(RECIPES[key])
+    recipe["steps"] = arguments.steps or recipe["steps"]
+    model = MODELS[key]
+    if arguments.d_model is not None:
+        model = dataclasses.replace(model, d_model=arguments.d_model)
+    return TrainConfig(
+        task=PrefixTask(**given) if one_row else task,
+        model=model,
+        data=files["train"][0],
+        val_data=files["val"][0],
+        tokenizer="word",
+        word_count=2 if arguments.set == "multi30k" else 1,
+        label_smoothing=0.1,
+        warmup_steps=min(300, recipe["steps"] // 8),
+        eval_every=max(1, recipe["steps"] // 10),
+        checkpoint_every=recipe["steps"],
+        sample_tokens=0,
+        out=str(arguments.out),
+        **recipe,
+    )
+
+
+def train(config: TrainConfig) -> dict[str, float]:
+    """Train the run if it is not complete; return the seconds that this took."""
+    folder = RunFolder(Path(config.out))
+    done = folder.read_metrics() if folder.metrics_file.exists() else []
+    if done and done[-1]["step"] >= config.steps:
+        print(f"{config.out} is complete: judged again")
+        return {}
+    wall, cpu = time.perf_counter(), time.process_time()
+    fit(config, resume=bool(done))
+    return {"seconds": time.perf_counter() - wall, "CPU seconds": time.process_time() - cpu}
+
+
+def tokenizers(model: TextModel) -> Tokenizers:
+    """Return the tokenizers of a run's targets and sources."""
+    return Tokenizers(model.tokenizer, model.source_tokenizer)
+
+
+def judge(model: TextModel, files: tuple[str, str]) -> dict[str, float]:
+    """Return the measures of a run on the test part, all of it."""
+    assert model.run is not None and isinstance(model.run.task, Seq2SeqTask | PrefixTask)
+    task = dataclasses.replace(
+        model.run.task, targets=files[1], val_targets=files[1], judged=ALL, beams=4
+    )
+    config = dataclasses.replace(model.run, task=task, data=files[0], val_data=files[0])
+    started = time.perf_counter()
+    found = judge_file(config, tokenizers(model), model.params)
+    return found | {"test seconds": time.perf_counter() - started}
+
+
+def sizes(model: TextModel) -> dict[str, float]:
+    """Return the size of a model and of its vocabularies, and the step of its checkpoint."""
+    given = {"parameters": num_params(model.config), "vocabulary": model.config.vocab_size}
+    if model.source_tokenizer is not None:
+        given["source vocabulary"] = model.source_tokenizer.vocab_size
+    return given | {"step": model.step or 0}
+
+
+def draw_curve(arguments: argparse.Namespace, config: TrainConfig) -> None:
+    """Draw the held-out loss and accuracy of a run over its steps."""
+    metrics = RunFolder(Path(config.out)).read_metrics()
+    figure, plots = new_figure(2)
+    for axes, name, unit in zip(
+        plots, ("val_loss", "val_accuracy"), ("nats a token", "share of tokens"), strict=True
+    ):
+        points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
+        axes.plot(*zip(*points, strict=True), color=COLOURS[0], marker="o", ms=4)
+        what = "held-out loss" if name == "val_loss" else "likeliest token is the label"
+        label(axes, what, "step", unit, legend=False)
+    save_picture(figure, arguments, "curve")
+
+
+def draw_alignment(
+    arguments: argparse.Namespace, model: TextModel, pairs: Sequence[tuple[str, str]]
+) -> None:
+    """Draw what each written token looks at in its source."""
+    figure, plots = new_figure(2, height=5.0)
+    for axes, (source, target) in zip(plots, pairs, strict=True):
+        written, weights = alignment(model, source, target)
+        draw_matrix(axes, weights, written, source.split(), numbers=False)
+        axes.tick_params(axis="x", rotation=60)
+        label(axes, "", "source", "written", legend=False)
+    save_picture(figure, arguments, "alignment")
+
+
+def alignment(model: TextModel, source: str, target: str) -> tuple[list[str], np.ndarray]:
+    """Return the words that are written, and their weights f32[T, S] over those of the source.
+
+    Row i belongs to the place that writes word i. Weights are means over the heads of the layer
+    before the last, which follows the words most closely (Garg et al. 2019); those of a decoder are
+    divided by what they give to the source in all.
+    """
+    assert model.run is not None
+    target = " ".join(target.split()[:LONGEST])
+    example = pair_example(model.run, tokenizers(model), Pair(source, target, "pair"))
+    apply = jax.jit(build(model.config).apply, static_argnames="method")
+    given: dict[str, Any] = {}
+    if example.source is not None:
+        given["source"] = example.source[None]
+    elif example.prefix:
+        prefix = np.arange(len(example.tokens)) < example.prefix
+        given["mask"] = Causal() | Padding(prefix[None])
+    weights = _attend(apply, model.params, example.tokens[None], given)
+    words = [*target.split(), "<eos>"]
+    if example.source is not None:
+        found = np.asarray(weights.cross)[0, -2].mean(axis=0)
+    else:
+        own = np.asarray(weights.self)[0, -2].mean(axis=0)
+        found = own[-len(words) :, : len(source.split())]
+        found = found / found.sum(axis=1, keepdims=True)
+    return words, found
+
+
+def _attend(apply: Any, params: Params, tokens: np.ndarray, given: dict[str, Any]) -> Any:
+    return apply({"params": params}, tokens, method="attend", **given)[2]
+
+
+if __name__ == "__main__":
+    main()

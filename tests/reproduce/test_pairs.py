@@ -1,0 +1,85 @@
+"""Train translators on a few pairs by the command, and check what it reads, prints and draws."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from reproduce import pairs
+from transformer_jax.text.text_model import load_run
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+WORDS = {"ein": "a", "Hund": "dog", "Mann": "man", "läuft": "runs", "sieht": "sees"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with both sets: 40 pairs to train on, 6 held out, 5 to test."""
+    random, path = np.random.default_rng(3), tmp_path_factory.mktemp("sets")
+    for part, count in (("train", 40), ("val", 6), ("test", 5)):
+        rows = [random.choice(list(WORDS), random.integers(2, 6)) for _ in range(count)]
+        stem = "test_2016_flickr" if part == "test" else part
+        (path / f"{stem}.de").write_text("".join(f"{' '.join(row)}.\n" for row in rows))
+        english = [" ".join(WORDS[word] for word in row) for row in rows]
+        (path / f"{stem}.en").write_text("".join(f"{line.title()}.\n" for line in english))
+        stem = "dev" if part == "val" else part
+        said = ["".join(random.choice(list("áb"), random.integers(2, 6))) for _ in range(count)]
+        lines = [f"{word}\t{' '.join(word.replace('á', 'aː'))}\n" for word in said]
+        (path / f"xyz_{stem}.tsv").write_text("".join(lines))
+    return path
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Make the models of the command small."""
+    sizes = dict(d_model=8, num_heads=2, num_layers=2, d_ff=8, max_len=20)
+    models = {key: dataclasses.replace(model, **sizes) for key, model in pairs.MODELS.items()}
+    monkeypatch.setattr(pairs, "MODELS", models)
+
+
+def run(folder, out, name, task, capsys):
+    language = ["--language", "xyz"]
+    record = pairs.main(
+        ["--set", name, "--data", str(folder), "--task", task, "--steps", "3", "--out", str(out)]
+        + (language if name == "g2p" else [])
+    )
+    return record["figures"], capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["seq2seq", "prefix"])
+@pytest.mark.parametrize("name", ["multi30k", "g2p"])
+def test_a_run_is_judged_on_the_test_part_and_drawn(folder, small, tmp_path, capsys, name, task):
+    figures, said = run(folder, tmp_path, name, task, capsys)
+    stem = name if name == "multi30k" else "g2p_xyz"
+    out = tmp_path / f"{stem}_{task}"
+    assert figures["step"] == 3 and 0 <= figures["exact_match"] <= 1
+    assert figures["perplexity"] == pytest.approx(np.exp(figures["nats_per_token"]))
+    assert json.loads((out / "test.json").read_text())["figures"] == figures
+    assert all((out / f"{picture}.png").stat().st_size > 5000 for picture in ("curve", "alignment"))
+    assert re.search(r"^perplexity +\d", said, re.MULTILINE) and said.count("\n  > ") == 5
+    model = load_run(out)
+    source = "ein hund läuft ." if name == "multi30k" else "á b"
+    rows, weights = pairs.alignment(model, source, "a dog" if name == "multi30k" else "aː")
+    assert rows[-1] == "<eos>" and weights.shape == (len(rows), len(source.split()))
+    assert np.allclose(weights.sum(axis=1), 1, atol=1e-5) and (weights > 0).all()
+
+
+def test_a_complete_run_is_judged_again_and_words_are_of_the_training_part(
+    folder, small, tmp_path, capsys
+):
+    first, _ = run(folder, tmp_path, "multi30k", "seq2seq", capsys)
+    again, said = run(folder, tmp_path, "multi30k", "seq2seq", capsys)
+    assert "is complete: judged again" in said and "seconds" not in again
+    timed = {"seconds", "CPU seconds", "test seconds"}
+    assert {k: v for k, v in first.items() if k not in timed} == {
+        k: v for k, v in again.items() if k not in timed
+    }
+    texts = (tmp_path / "multi30k" / "train.source").read_text().splitlines()
+    assert set(" ".join(texts).split()) == {*(word.lower() for word in WORDS), "."}
+    assert first["source vocabulary"] == len(WORDS) + 1 + 2
