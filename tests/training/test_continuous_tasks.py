@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from dataclasses import replace
 
 import jax
@@ -23,7 +24,13 @@ from transformer_jax.training.loop import fit
 from transformer_jax.training.rows import stack_rows
 from transformer_jax.training.tasks import load_task
 from transformer_jax.training.tasks.answers import write_targets
-from transformer_jax.training.tasks.signals import DIGITS, GLYPHS, log_energies, make_signals
+from transformer_jax.training.tasks.signals import (
+    DIGITS,
+    GLYPHS,
+    log_energies,
+    make_signals,
+    read_signals,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -270,10 +277,151 @@ def test_no_text_is_asked_of_a_run_of_pictures(tmp_path, capsys):
         "letter_error_rate",
     }
     commands = {
-        "its task is 'digits': it reads no text": ["generate", "--run", str(out), "--prompt", "a"],
-        "task 'digits' makes its own examples": ["evaluate", "--run", str(out), "--data", "a.txt"],
+        "prompt is 'a': a run of task 'digits' reads prompts, checkpoint": [
+            "generate",
+            "--run",
+            str(out),
+            "--prompt",
+            "a",
+        ],
+        "a.txt: must be a .npz file of arrays": ["evaluate", "--run", str(out), "--data", "a.txt"],
     }
     for message, command in commands.items():
         assert run_command(command) == 2
         line = capsys.readouterr().err.strip()
         assert message in line and "\n" not in line
+
+
+def written_file(path, task, change=None):
+    """Write a .npz file of nine signals, with one of its arrays changed."""
+    signals = make_signals(replace(task, examples=9), 77)
+    inputs, valid = stack_rows([signal.values for signal in signals])
+    arrays = dict(inputs=inputs, targets=np.array([signal.target for signal in signals]))
+    if valid is not None:
+        arrays["lengths"] = valid.sum(axis=1)
+    if change is not None:
+        change(arrays)
+    np.savez(path, **arrays)
+    return signals
+
+
+@pytest.mark.parametrize("task", [DigitsTask(), TonesTask()], ids=["digits", "tones"])
+def test_signals_of_a_file_are_those_that_were_written(tmp_path, task):
+    file = tmp_path / "seen.npz"
+    signals = written_file(file, task)
+    found = read_signals(task, str(file))
+    for one, two in zip(found, signals, strict=True):
+        assert one.target == two.target and np.array_equal(one.values, two.values)
+    blind = read_signals(task, str(file), targets=False)
+    assert [signal.target for signal in blind] == [""] * 9
+    if isinstance(task, DigitsTask):
+        written_file(file, task, lambda arrays: arrays.update(inputs=arrays["inputs"][..., 0]))
+        assert np.array_equal(read_signals(task, str(file))[3].values, signals[3].values)
+
+
+def put(name, index, value):
+    return lambda arrays: arrays[name].__setitem__(index, value)
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "message"),
+    [
+        (DigitsTask(), lambda a: a.pop("inputs"), r"has no array inputs, only \['targets'\]"),
+        (DigitsTask(), lambda a: a.pop("targets"), r"has no array targets, only \['inputs'\]"),
+        (
+            DigitsTask(),
+            lambda a: a.update(inputs=a["inputs"][:, 1:]),
+            r"inputs is float32\[9, 7, 8, 1\]: must be numbers \[N, 8, 8, 1\]",
+        ),
+        (
+            DigitsTask(),
+            lambda a: a.update(inputs=a["inputs"].astype("U9")),
+            r"inputs is <U9\[9, 8, 8, 1\]: must be numbers",
+        ),
+        (DigitsTask(), lambda a: a.update(lengths=np.ones(9, int)), "lengths: a picture has none"),
+        (
+            DigitsTask(),
+            put("inputs", (4, 0, 0, 0), np.nan),
+            r"inputs\[4\] has a number that is not finite",
+        ),
+        (
+            DigitsTask(),
+            lambda a: a.update(targets=np.array(["ten"] * 9)),
+            r"targets\[0\] is 'ten': must be one of zero, one,",
+        ),
+        (
+            DigitsTask(),
+            lambda a: a.update(targets=np.arange(9)),
+            r"targets is int64\[9\]: must be texts \[9\]",
+        ),
+        (
+            TonesTask(),
+            lambda a: a.update(inputs=a["inputs"][:, :, :15]),
+            r"15\]: must be numbers \[N, T, 16\]",
+        ),
+        (TonesTask(), put("lengths", 2, 0), "lengths must be from 1 to the"),
+        (TonesTask(), put("lengths", 2, 999), "lengths must be from 1 to the"),
+        (TonesTask(), lambda a: a.update(lengths=np.ones(8, int)), r"must be integers \[9\]"),
+        (
+            TonesTask(letters=3),
+            lambda a: a.update(targets=np.array(["abd"] * 9)),
+            r"targets\[0\] is 'abd': must be letters from a to c",
+        ),
+    ],
+)
+def test_a_file_of_signals_that_is_wrong_is_named_with_its_array(tmp_path, task, change, message):
+    file = tmp_path / "seen.npz"
+    written_file(file, task, change)
+    with pytest.raises(DataError, match=rf"^{re.escape(str(file))}: .*{message}") as caught:
+        read_signals(task, str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_holds_no_arrays_is_refused(tmp_path):
+    for content in (b"", b"text", b"PK\x03\x04 cut off"):
+        (tmp_path / "x.npz").write_bytes(content)
+        with pytest.raises(DataError, match=r"must be a \.npz file of arrays"):
+            read_signals(DigitsTask(), str(tmp_path / "x.npz"))
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(DataError, match=r"must be a \.npz file of arrays"):
+        read_signals(DigitsTask(), str(tmp_path / "one.npy"))
+    np.savez(tmp_path / "objects.npz", inputs=np.array([{}]))
+    with pytest.raises(DataError, match=r"must be a \.npz file of arrays"):
+        read_signals(DigitsTask(), str(tmp_path / "objects.npz"))
+
+
+@pytest.mark.slow_cases("tones", "digits-encoder]")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("digits", "encoder-decoder"), ("digits", "encoder"), ("tones", "encoder-decoder")],
+)
+def test_a_run_is_judged_on_a_file_and_writes_a_line_for_each_signal(tmp_path, name, kind, capsys):
+    """The held-out examples of the run, in a file, come to what the run came to."""
+    task = DigitsTask(examples=60) if name == "digits" else TonesTask(examples=60)
+    config = small(task, kind, steps=8, eval_every=8, checkpoint_every=8, warmup_steps=2)
+    config = replace(config, learning_rate=5e-3, out=str(tmp_path / "run"))
+    result = fit(config)
+    held_out = make_signals(task, config.seed)[54:]
+    inputs, valid = stack_rows([signal.values for signal in held_out])
+    lengths = {} if valid is None else {"lengths": valid.sum(axis=1)}
+    targets = np.array([signal.target for signal in held_out])
+    file = str(tmp_path / "seen.npz")
+    np.savez(file, inputs=inputs, targets=targets, **lengths)
+    assert run_command(["evaluate", "--run", config.out, "--data", file, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["nats_per_token"] == pytest.approx(result.val_loss, abs=1e-5)
+    assert {key: found[key] for key in result.scores} == pytest.approx(result.scores)
+    assert run_command(["generate", "--run", config.out, "--prompts", file]) == 0
+    lines = capsys.readouterr().out.removesuffix("\n").split("\n")
+    assert len(lines) == 6
+    scored = "accuracy" if kind == "encoder" else "exact_match"
+    right = np.mean([one == two for one, two in zip(lines, targets, strict=True)])
+    assert right == pytest.approx(found[scored])
+    for command, message in (
+        (["generate", "--run", config.out, "--prompt", "x"], f"a run of task '{name}' reads"),
+        (["generate", "--run", config.out], "prompts is None: a run of task"),
+        (["evaluate", "--run", config.out, "--data", str(tmp_path)], "must be a .npz file"),
+    ):
+        assert run_command(command) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1

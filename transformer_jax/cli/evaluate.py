@@ -19,16 +19,19 @@ from transformer_jax.cli.report import missing_metrics
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import (
+    DigitsTask,
     GeneratedTask,
     LanguageTask,
     MaskedTask,
     PrefixTask,
     Seq2SeqTask,
     Task,
+    TonesTask,
 )
 
 if TYPE_CHECKING:
     from transformer_jax.training.tasks import Tokenizers
+    from transformer_jax.training.tasks.task import TrainingTask
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +53,10 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: must be at least 1")
     config, tokenizers, params = _of_run(arguments) if arguments.run else _published(arguments)
-    found = judge_file(config, tokenizers, params)
+    if isinstance(config.task, DigitsTask | TonesTask):
+        found = judge_signals(config, tokenizers, params, arguments.data)
+    else:
+        found = judge_file(config, tokenizers, params)
     if (hint := missing_metrics(config, found)) is not None:
         print(f"evaluate: {hint}", file=sys.stderr)
     print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found)))
@@ -58,12 +64,30 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def judge_file(config: TrainConfig, tokenizers: Tokenizers, params: Any) -> dict[str, float]:
     """Return what a model comes to on `config.val_data`, all of which is held out."""
+    from transformer_jax.training.tasks import load_task
+
+    return judge(load_task(config, tokenizers, config.model.vocab_size), params)
+
+
+def judge_signals(
+    config: TrainConfig, tokenizers: Tokenizers, params: Any, path: str
+) -> dict[str, float]:
+    """Return what a model of pictures or sounds comes to on those of a .npz file."""
+    from transformer_jax.training.tasks.continuous import Signals
+    from transformer_jax.training.tasks.signals import read_signals
+
+    assert isinstance(config.task, DigitsTask | TonesTask)
+    signals = read_signals(config.task, path)
+    return judge(Signals(config, tokenizers, config.model.vocab_size, signals), params)
+
+
+def judge(task: TrainingTask, params: Any) -> dict[str, float]:
+    """Return the loss and the measures of a task's held-out part."""
     from transformer_jax.training.batch import batch_scores
     from transformer_jax.training.loop import evaluate
     from transformer_jax.training.step import make_eval_step
-    from transformer_jax.training.tasks import load_task
 
-    task = load_task(config, tokenizers, config.model.vocab_size)
+    config = task.config
     step = make_eval_step(batch_scores(config.model), task.prepare)
     scores = evaluate(step, params, task.held_out, task.evaluation())
     found = {"nats_per_token": scores.loss, "bits_per_token": scores.loss / math.log(2)}
@@ -90,6 +114,10 @@ def _of_run(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any
             changes["beams"] = arguments.beams
         changes |= {"targets": arguments.targets, "val_targets": arguments.targets}
         task = dataclasses.replace(task, **changes)
+    elif isinstance(task, DigitsTask | TonesTask):
+        task = dataclasses.replace(task, judged=2**31 - 1)
+        run = dataclasses.replace(model.run, task=task, eval_batches=None)
+        return run, Tokenizers(model.tokenizer, model.source_tokenizer), model.params
     else:
         for name in ("targets", "beams", "examples"):
             if getattr(arguments, name) is not None:

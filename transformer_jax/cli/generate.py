@@ -23,9 +23,11 @@ from transformer_jax.config.tasks import (
     ChatTask,
     ClassifyTask,
     ContinuousTask,
+    DigitsTask,
     LanguageTask,
     MaskedTask,
     Task,
+    TonesTask,
 )
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from transformer_jax.decoding.samplers import Sample
     from transformer_jax.text.text_model import TextModel
     from transformer_jax.tokenizers.trained import Tokenizer
+    from transformer_jax.training.tasks.task import Tokenizers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +80,8 @@ def _answered_by(task: Task) -> tuple[str, ...]:
             return common
         case ChatTask():
             return (*common, "tokens", "seed")
+        case DigitsTask() | TonesTask():
+            return "prompts", "checkpoint"
     return (*common, "beams", "tokens")
 
 
@@ -85,14 +90,15 @@ def _answer(arguments: argparse.Namespace, model: TextModel, run: TrainConfig) -
     from transformer_jax.training.tasks.prompts import answer_prompts
     from transformer_jax.training.tasks.task import Tokenizers
 
-    if isinstance(run.task, ContinuousTask):
-        rule = "it reads no text; sample.txt and scores.json in its folder say what it wrote"
-        raise ConfigError(f"run is {arguments.run!r}: its task is {run.task.kind!r}: {rule}")
     flags = _answered_by(run.task)
     for name, value in vars(arguments).items():
         if name not in ("run", "debug", *flags) and value not in (None, False):
             rule = f"a run of task {run.task.kind!r} reads {', '.join(flags)}"
             raise ConfigError(f"{name} is {value!r}: {rule}")
+    tokenizers = Tokenizers(model.tokenizer, model.source_tokenizer)
+    if isinstance(run.task, ContinuousTask):
+        _hear_or_see(arguments, run, tokenizers, model.params)
+        return
     if arguments.prompts is not None:
         texts = _prompts(arguments.prompts, every_line=True)
     elif arguments.prompt:
@@ -101,11 +107,25 @@ def _answer(arguments: argparse.Namespace, model: TextModel, run: TrainConfig) -
         raise ConfigError(f"prompt is '': a run of task {run.task.kind!r} needs one, or prompts")
     if arguments.seed is not None:
         run = dataclasses.replace(run, seed=arguments.seed)
-    tokenizers = Tokenizers(model.tokenizer, model.source_tokenizer)
     for text in answer_prompts(
         run, tokenizers, model.params, texts, beams=arguments.beams, num_tokens=arguments.tokens
     ):
         print(text.replace("\n", "\\n") if arguments.prompts else text, flush=True)
+
+
+def _hear_or_see(
+    arguments: argparse.Namespace, run: TrainConfig, tokenizers: Tokenizers, params: Any
+) -> None:
+    """Print a line for each picture or sound of a file."""
+    from transformer_jax.training.tasks.continuous import answer_signals
+    from transformer_jax.training.tasks.signals import read_signals
+
+    if arguments.prompts is None:
+        rule = f"a run of task {run.task.kind!r} reads numbers: give a .npz file"
+        raise ConfigError(f"prompts is None: {rule}")
+    assert isinstance(run.task, DigitsTask | TonesTask)
+    signals = read_signals(run.task, arguments.prompts, targets=False)
+    print("\n".join(answer_signals(run, tokenizers, params, signals)))
 
 
 def _continue(

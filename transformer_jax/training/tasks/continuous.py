@@ -38,15 +38,22 @@ SHOWN = 5
 
 
 class Signals(RowsTask):
-    """Train on pictures or sounds that are made of the seed."""
+    """Train on pictures or sounds made of the seed, or judge a model on others, `held_out`."""
 
     def __init__(
-        self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
+        self,
+        config: TrainConfig,
+        tokenizers: Tokenizers | None,
+        vocab_size: int | None,
+        held_out: Sequence[Signal] | None = None,
     ) -> None:
         assert isinstance(config.task, DigitsTask | TonesTask)
         self.task, self.classes = config.task, model_shape(config.model) == "encoder"
-        made = make_signals(self.task, config.seed)
-        cut = int(len(made) * (1 - config.val_fraction))
+        if held_out is None:
+            made = make_signals(self.task, config.seed)
+            cut = int(len(made) * (1 - config.val_fraction))
+        else:  # the first stands for the training part, which nothing reads
+            made, cut = [held_out[0], *held_out], 1
         if not 0 < cut < len(made):
             rule = "must have one for training and one held out at least"
             raise DataError(f"examples is {len(made)}: {rule}")
@@ -113,13 +120,9 @@ class Signals(RowsTask):
 
     def answers(self, params: Params, signals: Sequence[Signal]) -> list[str]:
         """Return what the model writes of each signal, or the name of its class."""
-        if self.classes:
-            pictures = np.stack([signal.values for signal in signals])
-            return [DIGITS[i] for i in np.asarray(_classes(self.config.model, params, pictures))]
         longest = max(len(self.tokenizers.tokenizer.encode(signal.target)) for signal in signals)
-        sources = [signal.values for signal in signals]
-        return write_targets(
-            self.config, self.tokenizers, params, sources, num_tokens=longest + 1
+        return answer_signals(
+            self.config, self.tokenizers, params, signals, num_tokens=longest + 1
         )  # with <eos>; a longer text would be wrong in any case
 
     def _name(self, signal: Signal) -> str:
@@ -127,6 +130,21 @@ class Signals(RowsTask):
         if isinstance(self.task, TonesTask):
             return f"tones of {signal.target}"
         return f"picture of {'an' if signal.target == 'eight' else 'a'} {signal.target}"
+
+
+def answer_signals(
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Params,
+    signals: Sequence[Signal],
+    num_tokens: int | None = None,
+) -> list[str]:
+    """Return what a model writes of each signal, at most `num_tokens`, or the name of its class."""
+    if model_shape(config.model) == "encoder":
+        pictures = np.stack([signal.values for signal in signals])
+        return [DIGITS[i] for i in np.asarray(_classes(config.model, params, pictures))]
+    sources = [signal.values for signal in signals]
+    return write_targets(config, tokenizers, params, sources, num_tokens=num_tokens)
 
 
 def signal_example(

@@ -15,6 +15,7 @@ where X[t] is the Fourier transform of n = 128 samples from 64 t on, times Hann'
 from __future__ import annotations
 
 import importlib.util
+import zipfile
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +74,80 @@ def make_signals(task: ContinuousTask, seed: int) -> list[Signal]:
     if task.source == "scikit-learn":
         return _handwritten(task, random)
     return [_glyph(task, random) for _ in range(task.examples)]
+
+
+def read_signals(task: ContinuousTask, path: str, *, targets: bool = True) -> list[Signal]:
+    """Read signals of a .npz file: `inputs`, with `targets` what is to be written of each.
+
+    inputs: numbers [N, 8, 8, 1] or [N, 8, 8] of pictures; of sounds the frames [N, T, 16], and
+    lengths: integers [N], the frames of each, all T where it is missing. targets: str[N]. DataError
+    names the file, the array and the rule. Without `targets` these are not read, and are "".
+    """
+    arrays = {}
+    try:
+        if zipfile.is_zipfile(path):
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile):  # it holds objects, or is cut off
+        arrays = {}
+    if not arrays:
+        raise DataError(f"{path}: must be a .npz file of arrays, without Python objects")
+    inputs = _inputs(task, path, arrays)
+    count = len(inputs)
+    lengths = arrays.get("lengths", np.full(count, inputs.shape[1]))
+    if isinstance(task, DigitsTask) and "lengths" in arrays:
+        raise DataError(f"{path}: lengths: a picture has none")
+    if lengths.shape != (count,) or not np.issubdtype(lengths.dtype, np.integer):
+        raise DataError(f"{path}: lengths is {_described(lengths)}: must be integers [{count}]")
+    if not ((lengths >= 1) & (lengths <= inputs.shape[1])).all():
+        raise DataError(f"{path}: lengths must be from 1 to the {inputs.shape[1]} frames of inputs")
+    for number, (row, length) in enumerate(zip(inputs, lengths, strict=True)):
+        if not np.isfinite(row[:length]).all():
+            raise DataError(f"{path}: inputs[{number}] has a number that is not finite")
+    written = _targets(task, path, arrays, count) if targets else [""] * count
+    if isinstance(task, DigitsTask):
+        return [Signal(*pair) for pair in zip(inputs, written, strict=True)]
+    rows = zip(inputs, lengths, written, strict=True)
+    return [Signal(row[:length], target) for row, length, target in rows]
+
+
+def _inputs(task: ContinuousTask, path: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the inputs of a file as f32[N, ...]; DataError where they are not the task's."""
+    if "inputs" not in arrays:
+        raise DataError(f"{path}: has no array inputs, only {sorted(arrays)}")
+    inputs = arrays["inputs"]
+    picture = isinstance(task, DigitsTask)
+    shape = task.inputs.row_shape(inputs.shape[1] if inputs.ndim > 1 else 1)
+    if picture and inputs.shape[1:] == shape[:2]:
+        inputs = inputs[..., None]
+    if inputs.dtype.kind not in "fiu" or not inputs.size or inputs.shape[1:] != shape:
+        wanted = ", ".join(map(str, shape if picture else ("T", *shape[1:])))
+        raise DataError(f"{path}: inputs is {_described(inputs)}: must be numbers [N, {wanted}]")
+    return inputs.astype(np.float32)
+
+
+def _targets(
+    task: ContinuousTask, path: str, arrays: dict[str, np.ndarray], count: int
+) -> list[str]:
+    """Return the targets of a file; DataError where one is not what the task writes."""
+    if "targets" not in arrays:
+        raise DataError(f"{path}: has no array targets, only {sorted(arrays)}")
+    found = arrays["targets"]
+    if found.shape != (count,) or found.dtype.kind != "U":
+        raise DataError(f"{path}: targets is {_described(found)}: must be texts [{count}]")
+    for number, target in enumerate(found.tolist()):
+        if isinstance(task, DigitsTask) and target not in DIGITS:
+            rule = f"must be one of {', '.join(DIGITS)}"
+            raise DataError(f"{path}: targets[{number}] is {target!r}: {rule}")
+        letters = {chr(97 + i) for i in range(getattr(task, "letters", 0))}
+        if not isinstance(task, DigitsTask) and (not target or not set(target) <= letters):
+            rule = f"must be letters from a to {max(letters)}"
+            raise DataError(f"{path}: targets[{number}] is {target!r}: {rule}")
+    return [str(target) for target in found]
+
+
+def _described(array: np.ndarray) -> str:
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def _glyph(task: DigitsTask, random: np.random.Generator) -> Signal:
