@@ -26,6 +26,7 @@ from transformer_jax.training.tasks.answers import write_targets
 from transformer_jax.training.tasks.metrics import confusion_matrix, edit_distance, macro_f1
 from transformer_jax.training.tasks.signals import DIGITS, Signal, make_signals
 from transformer_jax.training.tasks.task import (
+    Report,
     RowsTask,
     Tokenizers,
     check_lengths,
@@ -89,7 +90,7 @@ class Signals(RowsTask):
             lines.append(f"{self._name(signal)} -> {text}{wanted}")
         return "\n".join(lines)
 
-    def judge(self, params: Params) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return how what the model says compares with the held-out targets.
 
         Of texts exact_match and letter_error_rate, the letters to insert, delete or replace by
@@ -98,7 +99,8 @@ class Signals(RowsTask):
         signals = self.signals[: self.task.judged]
         if not signals:
             return {}
-        said, wanted = self.answers(params, signals), [signal.target for signal in signals]
+        said = self.answers(params, signals, report)
+        wanted = [signal.target for signal in signals]
         if self.classes:
             one, two = (np.array([DIGITS.index(name) for name in row]) for row in (said, wanted))
             confusion = confusion_matrix(one, two, len(DIGITS))
@@ -111,7 +113,9 @@ class Signals(RowsTask):
             "letter_error_rate": errors / sum(map(len, wanted)),
         }
 
-    def answers(self, params: Params, signals: Sequence[Signal]) -> list[str]:
+    def answers(
+        self, params: Params, signals: Sequence[Signal], report: Report | None = None
+    ) -> list[str]:
         """Return what the model writes of each signal, or the name of its class."""
         if self.classes:
             pictures = np.stack([signal.values for signal in signals])
@@ -119,7 +123,7 @@ class Signals(RowsTask):
         longest = max(len(self.tokenizers.tokenizer.encode(signal.target)) for signal in signals)
         sources = [signal.values for signal in signals]
         return write_targets(
-            self.config, self.tokenizers, params, sources, num_tokens=longest + 1
+            self.config, self.tokenizers, params, sources, num_tokens=longest + 1, report=report
         )  # with <eos>; a longer text would be wrong in any case
 
     def _name(self, signal: Signal) -> str:
