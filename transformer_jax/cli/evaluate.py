@@ -29,6 +29,7 @@ from transformer_jax.config.tasks import (
 
 if TYPE_CHECKING:
     from transformer_jax.training.tasks import Tokenizers
+    from transformer_jax.training.tasks.task import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,15 +50,22 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: must be at least 1")
+    from transformer_jax.training.progress import DecodingLine
+
     config, tokenizers, params = _of_run(arguments) if arguments.run else _published(arguments)
-    found = judge_file(config, tokenizers, params)
+    found = judge_file(config, tokenizers, params, DecodingLine())
     if (hint := missing_metrics(config, found)) is not None:
         print(f"evaluate: {hint}", file=sys.stderr)
     print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found)))
 
 
-def judge_file(config: TrainConfig, tokenizers: Tokenizers, params: Any) -> dict[str, float]:
-    """Return what a model comes to on `config.val_data`, all of which is held out."""
+def judge_file(
+    config: TrainConfig, tokenizers: Tokenizers, params: Any, report: Report | None = None
+) -> dict[str, float]:
+    """Return what a model comes to on `config.val_data`, all of which is held out.
+
+    `report` is told how many examples are decoded.
+    """
     from transformer_jax.training.batch import batch_scores
     from transformer_jax.training.loop import evaluate
     from transformer_jax.training.step import make_eval_step
@@ -71,7 +79,7 @@ def judge_file(config: TrainConfig, tokenizers: Tokenizers, params: Any) -> dict
     if (character := task.per_character(scores.loss)) is not None:
         found[f"nats_per_{character[1]}"] = character[0]
         found[f"bits_per_{character[1]}"] = character[0] / math.log(2)
-    return found | {"likeliest_label": scores.accuracy} | task.judge(params)
+    return found | {"likeliest_label": scores.accuracy} | task.judge(params, report)
 
 
 def _of_run(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any]:
