@@ -261,6 +261,18 @@ def test_early_exit_ends_a_row_when_no_living_beam_can_win():
     assert steps == [3, 13]  # the prompt is one of them
 
 
+def test_the_bound_of_a_score_looks_no_further_than_the_limit():
+    """Here of a penalty that is neither rising nor falling: the least factor still ahead."""
+    divisors = np.array([3.0, 7.0, 2.0, 5.0, 11.0])
+    limits = np.array([5, 4, 3, 1, 2])
+    scoring = beam._Scoring.of(divisors, 0.0, True)
+    for n in range(1, 6):
+        got = np.asarray(scoring.best_factors(jnp.int32(n), jnp.asarray(limits)))
+        for row, limit in enumerate(limits):
+            ahead = 1 / divisors[min(n, limit - 1) : limit]
+            assert got[row] == np.float32(ahead.min())
+
+
 def test_ties_go_to_the_lower_beam_and_then_to_the_lower_token():
     """All strings of one length are alike. Token 1 stops, so 3 beams keep 0, 2, 3, then 00, 02."""
     params = jax.tree.map(jnp.zeros_like, automaton(1, 4))
@@ -349,6 +361,129 @@ def test_rows_are_independent_and_ragged():
 
 def row_of(tree, row: int):
     return jax.tree.map(lambda leaf: leaf[row : row + 1], tree)
+
+
+LIMITED = [  # vocabulary, longest, beams, results, stop, groups, diversity
+    (5, 7, 6, 5, (1, 2), 3, 0.9),
+    (3, 5, 8, 7, (0,), 1, 0.0),
+    (3, 5, 3, 3, (), 1, 0.0),
+]
+
+
+@pytest.mark.parametrize("case", LIMITED, ids=str)
+def test_limited_rows_are_those_of_the_row_alone(case):
+    """Limits of ragged prompts: plain Python's texts, the row's bits alone."""
+    vocab, longest, beams, results, stop, groups, diversity = case
+    prompt, lengths = prompts(vocab, columns=5), np.array([5, 1, 2, 4], np.int32)
+    ran_out = 0
+    for seed, (penalty, divisor) in enumerate(PENALTIES):
+        params = automaton(20 + seed, vocab)
+        search = partial(
+            beam_search, STEP, params, num_beams=beams, num_results=results, stop=stop,
+            length_penalty=penalty, groups=groups, diversity=diversity,
+        )  # fmt: skip
+        limits = np.roll([1, longest, longest - 2, 3], seed)
+        together = search(
+            prompt, states(), num_tokens=longest, lengths=lengths, limits=limits,
+            early_exit=seed % 2 == 0,
+        )  # fmt: skip
+        for row, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
+            given = prompt[row, :length]
+            after = log_probs_of(params, row, given.tolist())
+            want = plain_beams(after, limit, beams, stop, divisor, results, groups, diversity)
+            got = row_of(together, row)
+            assert_row(got, 0, want, results)
+            assert (np.asarray(got.tokens)[..., limit:] == -1).all()
+            alone = search(given[None], row_of(states(), row), num_tokens=int(limit))
+            short = dataclasses.replace(got, tokens=got.tokens[..., :limit])
+            assert_same(alone, short)
+            ran_out += sum(len(text) == limit < longest for text, _, _ in want)
+    assert ran_out > 20
+
+
+def test_wide_beams_find_the_best_of_all_strings_up_to_the_limit_of_their_row():
+    prompt, limits = prompts(3), np.array([4, 1, 3, 2])
+    for seed, (penalty, divisor) in enumerate(PENALTIES):
+        params = automaton(30 + seed, 3)
+        got = beam_search(
+            STEP, params, prompt, states(), num_tokens=4, num_beams=27, num_results=5, stop=0,
+            length_penalty=penalty, limits=limits,
+        )  # fmt: skip
+        for row, limit in enumerate(limits):
+            after = log_probs_of(params, row, prompt[row].tolist())
+            assert_row(got, row, best_of_all(after, 3, limit, (0,), divisor, 5), 5)
+
+
+def test_a_row_with_limit_0_has_no_result():
+    """Not even where what follows its prompt is NaN."""
+    params = automaton(2, 7)
+    got = beam_search(
+        STEP, dict(params, logits=params["logits"].at[3].set(np.nan)), prompts(7), states(),
+        limits=[0, 11, 0, 1], **COMMON,
+    )  # fmt: skip
+    assert (np.asarray(got.tokens) == -1).all() and (np.asarray(got.lengths) == 0).all()
+    for numbers in (got.scores, got.log_probs):
+        assert np.asarray(numbers)[[0, 2]].tolist() == [[-np.inf] * 2] * 2
+        assert np.isnan(np.asarray(numbers)[[1, 3]]).all()
+
+
+def test_a_row_reads_nothing_after_its_limit():
+    """All but the last of its tokens, whatever the other rows still read."""
+    seen = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Watched(Automaton):
+        def __call__(self, params, tokens, state, *, valid=None):
+            logits, new = super().__call__(params, tokens, state, valid=valid)
+            jax.debug.callback(lambda place: seen.append(np.asarray(place)), new["place"])
+            return logits, new
+
+    lengths, limits = np.array([5, 1, 2, 4]), np.array([2, 7, 1, 4])
+    beam_search(
+        Watched(), automaton(4, 5), prompts(5, columns=5), states(), num_tokens=7, num_beams=3,
+        lengths=lengths, limits=limits,
+    )  # fmt: skip
+    jax.effects_barrier()
+    places = np.array(seen[1:]).reshape(6, 4, 3)
+    assert np.array_equal(places.max(axis=(0, 2)), np.maximum(lengths + limits - 1, lengths))
+    assert np.array_equal(places.min(axis=2), places.max(axis=2))
+
+
+def test_a_limited_row_needs_no_more_cache_than_alone():
+    """It is full when the row ends: a token more would be past it, and the row nonfinite."""
+    params, prompt, limits = network(ROPE), prompts(VOCAB, rows=3, columns=5), [2, 6, 4]
+    step, lengths = make_step(build(ROPE)), [5, 1, 3]
+    search = partial(
+        beam_search, step, params, num_beams=5, num_results=5, stop=STOP,
+        length_penalty=LengthPenalty(0.7),
+    )  # fmt: skip
+    together = search(
+        prompt, init_cache(ROPE, 3, 6), num_tokens=NEW, lengths=lengths, limits=limits
+    )
+    for row, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
+        given = prompt[row : row + 1, :length]
+        alone = search(given, init_cache(ROPE, 1, 6), num_tokens=limit)
+        got = row_of(together, row)
+        assert np.array_equal(got.tokens[..., :limit], alone.tokens)
+        assert np.array_equal(got.lengths, alone.lengths)
+        assert_near(got.scores, alone.scores, SUM_F32)
+    with pytest.raises(ValueError, match="reach length 7: the limit is 6"):
+        search(prompt, init_cache(ROPE, 3, 6), num_tokens=NEW, lengths=lengths, limits=[2, 7, 4])
+
+
+def test_traced_limits_are_clipped_to_the_number_of_tokens():
+    params, prompt, step = automaton(3, 7), prompts(7), Counting()
+    search = partial(beam_search, step, params, prompt, **COMMON | dict(stop=()))
+    whole = search(states(), limits=[11, 0, 5, 11])
+
+    @jax.jit
+    def go(limits, state):
+        return search(state, limits=limits)
+
+    assert_same(go(jnp.array([99, -3, 5, 11]), states()), whole)
+    traced = len(step.calls)
+    assert_same(go(jnp.array([11, 11, 12, 11]), states()), search(states()))
+    assert len(step.calls) == traced
 
 
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf])
@@ -541,9 +676,8 @@ def test_leaves_that_the_step_returns_untouched_are_not_gathered():
     options = beam._check_options(5, 3, 1, (), (), 1, None)
     scoring = beam._Scoring.of(np.ones(5), 0.0, True)
     lengths = jnp.full(4, 3, jnp.int32)
-    program = beam._search.lower(
-        Reading(), automaton(1, 5), jnp.asarray(prompts(5)), lengths, state, scoring, options
-    ).as_text()
+    arrays = automaton(1, 5), jnp.asarray(prompts(5)), lengths, jnp.full(4, 5), state, scoring
+    program = beam._search.lower(Reading(), *arrays, options).as_text()
     gathers = [line for line in program.splitlines() if "stablehlo.gather" in line]
     assert any("12x89" in line for line in gathers)
     assert not any("12x97" in line for line in gathers)
@@ -569,13 +703,13 @@ def test_one_program_serves_all_prompts_of_a_bucket_and_all_penalties():
     changes: list[dict[str, Any]] = [
         dict(lengths=None), dict(lengths=[2, 1, 2, 2]), dict(length_penalty=GNMTPenalty(0.6)),
         dict(length_penalty=LengthPenalty(-1.0), early_exit=False), dict(diversity=0.7),
-        dict(stop=[1, 0, 1]),
+        dict(stop=[1, 0, 1]), dict(limits=[3, 0, 1, 2]),
     ]  # fmt: skip
-    for columns, change in zip((16, 2, 1, 5, 13, 7), changes, strict=True):
+    for columns, change in zip((16, 2, 1, 5, 13, 7, 11), changes, strict=True):
         arguments: dict[str, Any] = dict(num_tokens=3, num_beams=4, groups=2, stop=(0, 1)) | change
         beam_search(step, params, prompts(5, columns=columns), states(), **arguments)
         sizes.append(len(step.calls))
-    assert sizes[0] > 0 and sizes == sizes[:1] * 6
+    assert sizes[0] > 0 and sizes == sizes[:1] * 7
 
 
 REFUSED = [
@@ -607,6 +741,10 @@ REFUSED = [
     (r"state's leaves lead with", dict(state=dict(states(), more=jnp.zeros((3, 1))))),
     (r"chunk is 0", dict(chunk=0)),
     (r"lengths are \[0, 1, 1, 1\]", dict(lengths=[0, 1, 1, 1])),
+    (r"limits are \[4, 1, 1, 1\]: must be from 0 to 3", dict(limits=[4, 1, 1, 1])),
+    (r"limits are \[3, -1, 1, 1\]: must be from 0 to 3", dict(limits=[3, -1, 1, 1])),
+    (r"limits are float64\[4\]: must be integers \[4\]", dict(limits=np.ones(4))),
+    (r"limits are int64\[1\]: must be integers \[4\]", dict(limits=[3])),
     (r"prompt has shape \(4, 0\)", dict(prompt=np.zeros((4, 0), np.int32))),
 ]
 

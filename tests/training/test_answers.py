@@ -1,5 +1,7 @@
 """Targets that a trained model writes are those that the full pass over them says."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,13 @@ from transformer_jax.__main__ import main as run_command
 from transformer_jax.attention.masks import Causal, Prefix
 from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, TrainConfig
 from transformer_jax.config.tasks import LanguageTask, PrefixTask, Seq2SeqTask
+from transformer_jax.decoding import beams
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.loop import fit
+from transformer_jax.training.tasks import answers
 from transformer_jax.training.tasks.answers import _write, answer_sources
 from transformer_jax.training.tasks.task import Tokenizers
 
@@ -23,11 +27,11 @@ SOURCES = ["a", "bcd", "dcbaa", "bb"]
 SMALL = dict(d_model=12, num_heads=2, num_layers=2, max_len=13, init_std=0.5, tie_embeddings=False)
 
 
-def untrained(task, model, names):
+def untrained(task, model, names, seed=4):
     """Return a run of a fresh model with weights large enough to write various targets."""
     tokenizer = with_special_tokens(CharTokenizer("abcd"), names)
     config = TrainConfig(task=task, model=model, context=13)
-    return config, Tokenizers(tokenizer), init_params(model, jax.random.key(4))
+    return config, Tokenizers(tokenizer), init_params(model, jax.random.key(seed))
 
 
 def likeliest(config, params, sources, prompts, written):
@@ -89,6 +93,49 @@ def test_targets_written_in_a_batch_are_those_of_a_full_pass(name):
         assert np.array_equal(said[: len(target)], target)
         assert len(target) == limit or said[len(target)] == ids["eos"]
     assert len({tuple(target) for target in written}) > 1
+
+
+ONE_ROW = RecurrentConfig(vocab_size=6, d_embed=5, d_hidden=7, cell="gru", init_std=1.0)
+WITH_BEAMS = {
+    **CASES,
+    "rope": (
+        PrefixTask(), ModelConfig(vocab_size=6, **SMALL | dict(positions="rope")), ["sep", "eos"],
+    ),
+    "recurrent decoder": (PrefixTask(), ONE_ROW, ["sep", "eos"]),
+}  # fmt: skip
+VARIOUS = {"recurrent": 3, "rope": 1}
+"""Seeds of models that write various targets."""
+MANY = ["a", "bcd", "abcdabcdabcd", "dcbaa", "bb", "cadbcad", "abcdabcdabc"]
+
+
+@pytest.mark.parametrize("num_tokens", [None, 5])
+@pytest.mark.parametrize("name", WITH_BEAMS)
+def test_answers_of_beams_do_not_depend_on_the_batch_they_stand_in(name, num_tokens, monkeypatch):
+    """Sources of 1 to 12 letters, the last batch filled up; two have room for 1 and 2 tokens."""
+    monkeypatch.setattr(answers, "BATCH", 3)
+    config, tokenizers, params = untrained(*WITH_BEAMS[name], seed=VARIOUS.get(name, 4))
+    told = []
+    write = partial(answer_sources, config, tokenizers, params, beams=3, num_tokens=num_tokens)
+    together = write(MANY, report=lambda *counts: told.append(counts))
+    assert together == [write([source])[0] for source in MANY]
+    assert told == [(0, 7), (3, 7), (6, 7), (7, 7)]
+    assert len(set(together)) > 3
+    if isinstance(config.model, ModelConfig) and config.model.kind == "decoder":
+        most = [min(13 - len(source), num_tokens or 13) for source in MANY]
+        sizes = [len(text) for text in together]
+        assert all(size <= limit for size, limit in zip(sizes, most, strict=True))
+        assert len(set(sizes)) > 2
+
+
+def test_sources_of_one_bucket_share_the_program_of_their_search(monkeypatch):
+    monkeypatch.setattr(answers, "BATCH", 3)
+    run = untrained(
+        PrefixTask(), ModelConfig(vocab_size=6, **SMALL | dict(d_model=10)), ["sep", "eos"]
+    )
+    before = beams._search._cache_size()
+    answer_sources(*run, MANY)
+    answer_sources(*run, ["d" * n for n in range(1, 13)])
+    assert beams._search._cache_size() == before + 1
 
 
 def test_a_source_that_does_not_fit_is_refused_by_its_length():

@@ -31,6 +31,7 @@ from transformer_jax.config.tasks import (
     Seq2SeqTask,
 )
 from transformer_jax.training.loop import fit
+from transformer_jax.training.progress import DecodingLine, Silent
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -269,12 +270,22 @@ def test_every_task_goes_on_bit_for_bit(tmp_path, name):
     assert (again.val_loss, again.accuracy) == (whole.val_loss, whole.accuracy)
 
 
-def test_a_model_of_pairs_translates_lines_and_is_judged_on_a_file(tmp_path, capsys):
+def test_a_model_of_pairs_translates_lines_and_is_judged_on_a_file(tmp_path, capsys, monkeypatch):
     """Use the run's folder alone, by the commands that a user types."""
+    told: list[tuple[int, int]] = []
+
+    class Told(Silent):
+        def decoded(self, done, total):
+            told.append((done, total))
+
+    monkeypatch.setattr(DecodingLine, "__call__", lambda self, *counts: told.append(counts))
     model = MODELS["gru translator"]
     config = run(tmp_path, ReverseTask(**STRINGS), "gru translator", 120)
     assert model is config.model
-    fit(config)
+    fit(config, progress=Told())
+    total = told[0][1]
+    assert total > 32 and told == [(n, total) for n in [*range(0, total, 32), total]]
+    told.clear()
     (tmp_path / "lines.txt").write_text("abcd\nedc\na\n")
     folder = ["--run", config.out]
     assert run_command(["generate", *folder, "--prompts", str(tmp_path / "lines.txt")]) == 0
@@ -286,6 +297,7 @@ def test_a_model_of_pairs_translates_lines_and_is_judged_on_a_file(tmp_path, cap
     assert run_command(judged) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["exact_match"] == 0.75
+    assert told == [(0, 4), (4, 4)]
     assert found["perplexity"] == pytest.approx(np.exp(found["nats_per_token"]))
     for argv, message in (
         (["--prompt", "xyz"], "character 0 is U+0078 'x': not among the 5 characters"),

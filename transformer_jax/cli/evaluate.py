@@ -31,7 +31,7 @@ from transformer_jax.config.tasks import (
 
 if TYPE_CHECKING:
     from transformer_jax.training.tasks import Tokenizers
-    from transformer_jax.training.tasks.task import TrainingTask
+    from transformer_jax.training.tasks.task import Report, TrainingTask
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,25 +52,36 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: must be at least 1")
+    from transformer_jax.training.progress import DecodingLine
+
     config, tokenizers, params = _of_run(arguments) if arguments.run else _published(arguments)
     if isinstance(config.task, DigitsTask | TonesTask):
-        found = judge_signals(config, tokenizers, params, arguments.data)
+        found = judge_signals(config, tokenizers, params, arguments.data, DecodingLine())
     else:
-        found = judge_file(config, tokenizers, params)
+        found = judge_file(config, tokenizers, params, DecodingLine())
     if (hint := missing_metrics(config, found)) is not None:
         print(f"evaluate: {hint}", file=sys.stderr)
     print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found)))
 
 
-def judge_file(config: TrainConfig, tokenizers: Tokenizers, params: Any) -> dict[str, float]:
-    """Return what a model comes to on `config.val_data`, all of which is held out."""
+def judge_file(
+    config: TrainConfig, tokenizers: Tokenizers, params: Any, report: Report | None = None
+) -> dict[str, float]:
+    """Return what a model comes to on `config.val_data`, all of which is held out.
+
+    `report` is told how many examples are decoded.
+    """
     from transformer_jax.training.tasks import load_task
 
-    return judge(load_task(config, tokenizers, config.model.vocab_size), params)
+    return judge(load_task(config, tokenizers, config.model.vocab_size), params, report)
 
 
 def judge_signals(
-    config: TrainConfig, tokenizers: Tokenizers, params: Any, path: str
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Any,
+    path: str,
+    report: Report | None = None,
 ) -> dict[str, float]:
     """Return what a model of pictures or sounds comes to on those of a .npz file."""
     from transformer_jax.training.tasks.continuous import Signals
@@ -78,10 +89,10 @@ def judge_signals(
 
     assert isinstance(config.task, DigitsTask | TonesTask)
     signals = read_signals(config.task, path)
-    return judge(Signals(config, tokenizers, config.model.vocab_size, signals), params)
+    return judge(Signals(config, tokenizers, config.model.vocab_size, signals), params, report)
 
 
-def judge(task: TrainingTask, params: Any) -> dict[str, float]:
+def judge(task: TrainingTask, params: Any, report: Report | None = None) -> dict[str, float]:
     """Return the loss and the measures of a task's held-out part."""
     from transformer_jax.training.batch import batch_scores
     from transformer_jax.training.loop import evaluate
@@ -95,7 +106,7 @@ def judge(task: TrainingTask, params: Any) -> dict[str, float]:
     if (character := task.per_character(scores.loss)) is not None:
         found[f"nats_per_{character[1]}"] = character[0]
         found[f"bits_per_{character[1]}"] = character[0] / math.log(2)
-    return found | {"likeliest_label": scores.accuracy} | task.judge(params)
+    return found | {"likeliest_label": scores.accuracy} | task.judge(params, report)
 
 
 def _of_run(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any]:

@@ -2,7 +2,8 @@
 
 At every step each beam is extended by every token. Of a row's `num_beams` best extensions, those
 that end in a stop token are finished hypotheses; the `num_beams` best that do not stop are the next
-beams (as in fairseq and Hugging Face). A beam that lives after the last step is a hypothesis too.
+beams (as in fairseq and Hugging Face). A beam that lives after a row's last step is a hypothesis
+too.
 The hypotheses with the best scores, log p over a divisor of the length, are the result.
 
 Ties go to the lower beam, then to the lower token id; of equal scores, to what ended earlier.
@@ -24,6 +25,7 @@ from transformer_jax.decoding.batch_rows import State, count_rows, fork, gather_
 from transformer_jax.decoding.generation import (
     PerRow,
     Prompt,
+    check_limits,
     check_prompt,
     check_with_step,
     make_donatable,
@@ -108,6 +110,7 @@ def beam_search(
     num_results: int = 1,
     stop: int | Sequence[int] = (),
     lengths: PerRow | None = None,  # i32[B]; None is P in every row
+    limits: PerRow | None = None,  # i32[B]; None is num_tokens in every row
     processors: Sequence[HistoryProcessor] = (),
     length_penalty: Penalty | None = None,
     groups: int = 1,
@@ -119,6 +122,9 @@ def beam_search(
 
     log p sums log_softmax(processed logits) over the new tokens, the stop token included. Without a
     `length_penalty`, the score is log p: the shorter of two texts tends to win.
+
+    Row b has at most `limits[b]` tokens: its result is that of the row alone with as many
+    `num_tokens`, and with 0 it has none. The compiled program is shared by all limits.
 
     With `groups` G, the beams are G searches of num_beams / G side by side; each ranks its
     extensions by log p - `diversity` * (beams of the groups before it that took this token at this
@@ -133,19 +139,21 @@ def beam_search(
     runs with B * num_beams, and each step copies the state once, to let every beam follow its
     parent; leaves that `step` returns untouched, such as the keys of a source, stay in place.
 
-    ValueError where an argument is wrong, before anything is compiled or consumed.
+    ValueError where an argument is wrong, before anything is compiled or consumed. Under a trace of
+    yours limits are clipped to 0..num_tokens.
     """
     options = _check_options(num_tokens, num_beams, num_results, stop, processors, groups, chunk)
     _check_diversity(diversity, options)
     divisors = _length_divisors(length_penalty, options.num_tokens)
     scoring = _Scoring.of(divisors, diversity, early_exit)
     tokens, lengths = check_prompt(prompt, lengths)
+    limits = jnp.asarray(check_limits(limits, len(tokens), options.num_tokens), jnp.int32)
     state = make_donatable(state)
-    check_with_step(step, tokens, lengths, options.num_tokens, state)
+    check_with_step(step, tokens, lengths, limits, state)
     if jax.tree.leaves(state) and count_rows(state) != len(tokens):
         raise ValueError(f"prompt has {len(tokens)} rows, the state {count_rows(state)}")
     tokens, lengths = pad_to_bucket(tokens, lengths)
-    return _search(step, params, tokens, lengths, state, scoring, options)[0]
+    return _search(step, params, tokens, lengths, limits, state, scoring, options)[0]
 
 
 @dataclass(frozen=True)
@@ -167,7 +175,6 @@ class _Scoring:
     """Numbers of the scores: arrays, so one program serves all their values."""
 
     factors: jax.Array  # f32[num_tokens]; score = log p * factors[length - 1]
-    best_factors: jax.Array  # f32[num_tokens]; at n - 1 the least factor of a length above n
     diversity: jax.Array  # f32[]
     early_exit: jax.Array  # bool[]
 
@@ -179,23 +186,42 @@ class _Scoring:
         a bound on a score holds exactly.
         """
         factors = (1 / divisors).astype(np.float32)
-        least = np.minimum.accumulate(factors[::-1])[::-1]  # log p is never above 0
-        best_factors = np.append(least[1:], least[-1])
-        numbers = factors, best_factors, np.float32(diversity), np.bool_(early_exit)
-        return cls(*jax.device_put(numbers))
+        return cls(*jax.device_put((factors, np.float32(diversity), np.bool_(early_exit))))
+
+    def best_factors(
+        self,
+        n: jax.Array,  # i32[]
+        limits: jax.Array,  # i32[B]
+    ) -> jax.Array:  # f32[B]
+        """Return the factor of a row's best length after n tokens; log p is never above 0.
+
+        Lengths go from n + 1 to the row's limit; after its last token it has that length only.
+        """
+        length, limits = 1 + jnp.arange(len(self.factors))[None], limits[:, None]
+        ahead = (length >= jnp.minimum(n + 1, limits)) & (length <= limits)
+        return jnp.where(ahead, self.factors[None], jnp.inf).min(axis=1)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _SearchState:
-    """Beams [B, M] after n tokens; a beam that has ended has log p -inf, and any token."""
+    """Beams [B, M] after n tokens; a beam that has ended has log p -inf, and any token.
+
+    A row that has reached its limit stands still from then on: it keeps its beams.
+    """
 
     n: jax.Array  # i32[]
+    limits: jax.Array  # i32[B]
     tokens: jax.Array  # i32[B, M, num_tokens]
     log_probs: jax.Array  # f32[B, M]
     hypotheses: Beams
     """The best that have ended."""
     nonfinite: jax.Array  # bool[B]
+
+    @property
+    def extended(self) -> jax.Array:  # bool[B]
+        """Return which rows have not reached their limit."""
+        return self.n < self.limits
 
 
 @partial(jax.jit, static_argnames=("step", "options"), donate_argnames="state")
@@ -204,12 +230,13 @@ def _search(
     params: Params,
     prompt: jax.Array,
     lengths: jax.Array,
+    limits: jax.Array,
     state: State,
     scoring: _Scoring,
     options: _BeamOptions,
 ) -> tuple[Beams, State]:
     """Return the result; and the state after the prompt, which takes the given one's memory."""
-    arrays = [params, prompt, lengths, state, scoring]
+    arrays = [params, prompt, lengths, limits, state, scoring]
     results = split_rows(state), jax.tree.map(split, state)
     return by_compiler(partial(_search_rows, step, options), arrays, results)
 
@@ -223,6 +250,7 @@ def _search_rows(
     params: Params,
     prompt: jax.Array,
     lengths: jax.Array,
+    limits: jax.Array,
     state: State,
     scoring: _Scoring,
 ) -> tuple[Beams, State]:
@@ -231,23 +259,24 @@ def _search_rows(
         raise ValueError(f"stop has {options.stop[-1]}: must be in 0..{logits.shape[-1] - 1}")
     history = History.of(prompt, lengths, options.num_tokens) if options.processors else None
     logits, state, history = fork((logits, after_prompt, history), options.num_beams)
-    search = _init_search(options, len(prompt))
+    search = _init_search(options, limits)
     search, history, _ = _extend_beams(options, scoring, search, logits, history)
 
     def any_alive(carry: _Carry[State]) -> jax.Array:
         search = carry[0]
-        return (search.n < options.num_tokens) & (search.log_probs > -jnp.inf).any()
+        return (search.extended[:, None] & (search.log_probs > -jnp.inf)).any()
 
     def search_step(carry: _Carry[State]) -> _Carry[State]:
         search, state, history = carry
         last = jnp.take(search.tokens, search.n - 1, axis=2, mode="clip")
-        logits, new = step(params, last.reshape(-1, 1), state)
+        valid = jnp.repeat(search.extended, options.num_beams)[:, None]
+        logits, new = step(params, last.reshape(-1, 1), state, valid=valid)
         search, history, parents = _extend_beams(options, scoring, search, logits[:, 0], history)
         return search, _follow_parents(state, new, parents), history
 
     search, _, _ = jax.lax.while_loop(any_alive, search_step, (search, state, history))
-    N, factor = options.num_tokens, scoring.factors[-1]
-    best = _keep_best(options, search.hypotheses, search.tokens, N, search.log_probs, factor)
+    factor = jnp.take(scoring.factors, limits - 1, mode="clip")
+    best = _keep_best(options, search.hypotheses, search.tokens, limits, search.log_probs, factor)
     nonfinite = search.nonfinite[:, None]
     return Beams(
         tokens=jnp.where(nonfinite[..., None], -1, best.tokens),
@@ -257,14 +286,21 @@ def _search_rows(
     ), after_prompt
 
 
-def _init_search(options: _BeamOptions, rows: int) -> _SearchState:
-    """Return one living beam of each group, the empty text; its copies have ended."""
-    M, N, R = options.num_beams, options.num_tokens, options.num_results
-    first = jnp.arange(M) % (M // options.groups) == 0
+def _init_search(
+    options: _BeamOptions,
+    limits: jax.Array,  # i32[B]
+) -> _SearchState:
+    """Return one living beam of each group, the empty text; its copies have ended.
+
+    Where the limit is 0, none lives: no text is a result.
+    """
+    rows, M, N, R = len(limits), options.num_beams, options.num_tokens, options.num_results
+    first = (jnp.arange(M) % (M // options.groups) == 0)[None] & (limits > 0)[:, None]
     return _SearchState(
         n=jnp.int32(0),
+        limits=limits,
         tokens=jnp.full((rows, M, N), -1, jnp.int32),
-        log_probs=jnp.tile(jnp.where(first, 0.0, -jnp.inf).astype(jnp.float32), (rows, 1)),
+        log_probs=jnp.where(first, 0.0, -jnp.inf).astype(jnp.float32),
         hypotheses=Beams(
             tokens=jnp.full((rows, R, N), -1, jnp.int32),
             lengths=jnp.zeros((rows, R), jnp.int32),
@@ -284,11 +320,12 @@ def _extend_beams(
 ) -> tuple[_SearchState, History | None, jax.Array]:
     """Extend the beams by a token; return also the parent of each, i32[B * M], a row of B * M."""
     rows, M = search.log_probs.shape
+    extended = search.extended[:, None]
     step_log_probs, usable = _log_probs(options.processors, history, logits)
-    living = search.log_probs > -jnp.inf
+    living = extended & (search.log_probs > -jnp.inf)
     nonfinite = search.nonfinite | (living & ~usable.reshape(rows, M)).any(axis=1)
     totals = search.log_probs[..., None] + step_log_probs.reshape(rows, M, logits.shape[-1])
-    totals = jnp.where(nonfinite[:, None, None], -jnp.inf, totals)
+    totals = jnp.where((extended & ~nonfinite[:, None])[..., None], totals, -jnp.inf)
     alive, ended = _best_extensions(options, totals, scoring.diversity)
 
     def texts(extensions: _Extensions) -> jax.Array:  # i32[B, M, num_tokens]
@@ -297,15 +334,18 @@ def _extend_beams(
 
     n, hypotheses, log_probs = search.n + 1, search.hypotheses, alive.log_prob
     if options.stop:
-        factor = scoring.factors[search.n]
-        hypotheses = _keep_best(options, hypotheses, texts(ended), n, ended.log_prob, factor)
-    bound = log_probs.max(axis=1) * scoring.best_factors[search.n]
+        length, factor = jnp.full(rows, n), jnp.full(rows, scoring.factors[search.n])
+        hypotheses = _keep_best(options, hypotheses, texts(ended), length, ended.log_prob, factor)
+    bound = log_probs.max(axis=1) * scoring.best_factors(n, search.limits)
     decided = scoring.early_exit & (bound <= hypotheses.scores[:, -1])
     log_probs = jnp.where(decided[:, None], -jnp.inf, log_probs)
+    log_probs = jnp.where(extended, log_probs, search.log_probs)
+    tokens = jnp.where(extended[..., None], texts(alive), search.tokens)
     parents = (alive.parent + M * jnp.arange(rows)[:, None]).reshape(-1)
     if history is not None:
         history = gather_rows(history, parents).append(alive.token.reshape(-1), jnp.bool_(True))
-    return _SearchState(n, texts(alive), log_probs, hypotheses, nonfinite), history, parents
+    search = _SearchState(n, search.limits, tokens, log_probs, hypotheses, nonfinite)
+    return search, history, parents
 
 
 def _log_probs(
@@ -374,18 +414,19 @@ def _keep_best(
     options: _BeamOptions,
     hypotheses: Beams,
     tokens: jax.Array,  # i32[B, M, num_tokens]
-    length: jax.Array | int,
+    length: jax.Array,  # i32[B]
     log_probs: jax.Array,  # f32[B, M]; -inf is none
-    factor: jax.Array,
+    factor: jax.Array,  # f32[B]
 ) -> Beams:
-    """Return the best of the hypotheses and of new ones, which are all of one length."""
+    """Return the best of the hypotheses and of new ones, which are of one length in a row."""
     if options.groups > 1:
         same = (tokens[:, :, None] == tokens[:, None]).all(axis=-1)  # [B, M, M]
         before = np.tril(np.ones(same.shape[1:], bool), -1)[None]
         repeated = (same & before & (log_probs > -jnp.inf)[:, None]).any(axis=2)
         log_probs = jnp.where(repeated, -jnp.inf, log_probs)
-    scores = log_probs * factor
-    new = Beams(tokens, jnp.full(scores.shape, length, jnp.int32), scores, log_probs)
+    scores = log_probs * factor[:, None]
+    lengths = jnp.broadcast_to(length.astype(jnp.int32)[:, None], scores.shape)
+    new = Beams(tokens, lengths, scores, log_probs)
     both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), hypotheses, new)
     best = jax.lax.top_k(both.scores, options.num_results)[1]
     return jax.tree.map(partial(_gather_beams, index=best), both)

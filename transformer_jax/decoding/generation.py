@@ -490,7 +490,7 @@ def check_arguments(
     keys = row_keys(key, rows)
     ends = bool(stop) or limits is not None
     options = DecodeOptions(sampler, processors, stop, ends, attention)
-    limits = _check_limits(limits, rows, num_tokens)
+    limits = check_limits(limits, rows, num_tokens)
     state = make_donatable(state)
     check_with_step(step, tokens, lengths, limits, state)
     check_stop(stop, step, params, rows, state)
@@ -619,7 +619,11 @@ def make_donatable(state: State) -> State:
     return jax.tree.map(copy_repeated, state)
 
 
-def _check_limits(limits: PerRow | None, rows: int, num_tokens: int) -> Array:  # i32[B]
+def check_limits(limits: PerRow | None, rows: int, num_tokens: int) -> Array:  # i32[B]
+    """Return the most new tokens of each row; None is `num_tokens` in all.
+
+    ValueError where they are no integers from 0 to `num_tokens`; under a trace they are clipped.
+    """
     if limits is None:
         return np.full(rows, num_tokens, np.int32)
     given: Any = limits if traced(limits) else np.asarray(limits)

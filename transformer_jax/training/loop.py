@@ -314,7 +314,7 @@ class _Run:
             sample = self.task.sample(state.params)
             checkpoint.write_file(self.folder.path / "sample.txt", sample + "\n")
         if not interrupted:
-            judged = self.task.judge(state.params)
+            judged = self.task.judge(state.params, self.progress.decoded)
             checkpoint.write_file(self.folder.path / "scores.json", json.dumps(judged, indent=1))
         plot_losses(self.folder)
         character = None if val_loss is None else self.task.per_character(val_loss)

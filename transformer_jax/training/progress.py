@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -17,6 +18,9 @@ class Progress(Protocol):
     def step(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Take the loss of a step that was made."""
 
+    def decoded(self, done: int, total: int) -> None:
+        """Take how many held-out examples are decoded, from 0 on: after the last step."""
+
     def say(self, line: str) -> None:
         """Take a line for the reader."""
 
@@ -31,13 +35,59 @@ class Silent:
 
     def step(self, step: int, loss: float, tokens_per_second: float | None) -> None: ...
 
+    def decoded(self, done: int, total: int) -> None: ...
+
     def say(self, line: str) -> None: ...
 
     def stop(self) -> None: ...
 
 
+class DecodingLine:
+    """Show on standard error how many examples are decoded, once that has taken ten seconds.
+
+    A terminal has one line, rewritten and in the end removed; any other output at most about
+    twenty.
+    """
+
+    def __call__(self, done: int, total: int) -> None:
+        """Take how many of `total` examples are decoded; 0 begins."""
+        now = time.monotonic()
+        if done == 0:
+            self._begun, self._last = now, (0, now)
+            self._first: tuple[int, float] | None = None
+            self._drawn = 0
+            return
+        self._first = self._first or (done, now)  # after the compilation
+        if done == total:
+            self._write("\r" + " " * self._drawn + "\r" if self._drawn else "")
+        elif now - self._begun >= 10:
+            self._show(done, total, now)
+
+    def _show(self, done: int, total: int, now: float) -> None:
+        assert self._first is not None
+        line = f"decoded {done:{len(str(total))}}/{total}"
+        if done > self._first[0]:
+            seconds = (now - self._first[1]) / (done - self._first[0])
+            line += f"  {_clock(seconds * (total - done))} left"
+        if sys.stderr is not None and sys.stderr.isatty():
+            self._write(f"\r{line:{self._drawn}}")
+            self._drawn = len(line)
+        elif now - self._last[1] >= 10 and done - self._last[0] >= total / 20:
+            self._write(line + "\n")
+            self._last = done, now
+
+    def _write(self, text: str) -> None:
+        if sys.stderr is not None and text:
+            with contextlib.suppress(BrokenPipeError):
+                sys.stderr.write(text)
+                sys.stderr.flush()
+
+
 class Lines:
     """Print about twenty lines over a run."""
+
+    def __init__(self) -> None:
+        self.decoded = DecodingLine()
 
     def start(self, step: int, steps: int) -> None:
         self._steps, self._every = steps, max(1, steps // 20)
@@ -75,6 +125,7 @@ class Bar:
             progress.TextColumn("[dim]left"),
             expand=True,
         )
+        self._decoding = DecodingLine()
 
     def start(self, step: int, steps: int) -> None:
         self._task = self._bar.add_task("", total=steps, completed=step, loss="", rate="")
@@ -88,6 +139,10 @@ class Bar:
         self._shown = now
         rate = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}", rate=rate)
+
+    def decoded(self, done: int, total: int) -> None:
+        self._bar.stop()  # it holds the terminal
+        self._decoding(done, total)
 
     def say(self, line: str) -> None:
         self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -15,7 +15,7 @@ from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
-from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.generation import bucket, generate
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.tokenizers.special import encode_text, plain, special_ids
@@ -23,7 +23,7 @@ from transformer_jax.tokenizers.trained import Tokenizer, WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Params
 from transformer_jax.training.rows import stack_rows
-from transformer_jax.training.tasks.task import Tokenizers
+from transformer_jax.training.tasks.task import Report, Tokenizers
 
 BATCH = 32
 """Sources that are read at a time."""
@@ -58,17 +58,21 @@ def answer_sources(
     *,
     beams: int | None = None,
     num_tokens: int | None = None,
+    report: Report | None = None,
 ) -> list[str]:
     """Write the target of each source: with `beams`, those of the task where it is None.
 
     One beam takes the likeliest token at each step. Scores of beams are mean log-probabilities of
-    their tokens. DataError for a source that does not fit the model.
+    their tokens. `report` is told after every batch. DataError for a source that does not fit the
+    model.
     """
     task = config.task
     if beams is None:
         beams = task.beams if isinstance(task, Seq2SeqTask | PrefixTask) else 1
     encoded = [_encoded(config, tokenizers, text) for text in sources]
-    return write_targets(config, tokenizers, params, encoded, beams=beams, num_tokens=num_tokens)
+    return write_targets(
+        config, tokenizers, params, encoded, beams=beams, num_tokens=num_tokens, report=report
+    )
 
 
 def write_targets(
@@ -79,31 +83,24 @@ def write_targets(
     *,
     beams: int = 1,
     num_tokens: int | None = None,
+    report: Report | None = None,
 ) -> list[str]:
-    """Write the target of each source that is given as the model reads it, as `answer_sources`."""
+    """Write the target of each source that is given as the model reads it, as `answer_sources`.
+
+    Sources of about one length are read together; an answer depends on no other source.
+    """
     found = [""] * len(sources)
-    one_row = model_shape(config.model) != "encoder-decoder"
-    for chosen in _batches(sources, alike=one_row and beams > 1):
+    order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+    tell = report or (lambda done, total: None)
+    tell(0, len(sources))
+    for start in range(0, len(order), BATCH):
+        chosen = order[start : start + BATCH]
         rows = [sources[i] for i in chosen]
         rows += [rows[-1]] * (BATCH - len(rows) if len(sources) > BATCH else 0)  # one program
         written = _write(config, tokenizers, params, rows, beams, num_tokens)
         for i, ids in zip(chosen, written, strict=False):
             found[i] = _text(tokenizers.tokenizer, ids)
-    return found
-
-
-def _batches(sources: Sequence[np.ndarray], alike: bool) -> list[list[int]]:
-    """Return batches of the numbers of sources, short ones first; `alike` ones are of one length.
-
-    Beams of one row all end where the row is full, so that a search needs rows of one length.
-    """
-    found: list[list[int]] = []
-    for i in sorted(range(len(sources)), key=lambda i: len(sources[i])):
-        last = found[-1] if found else []
-        other = alike and last and len(sources[last[-1]]) != len(sources[i])
-        if not last or len(last) == BATCH or other:
-            found.append([])
-        found[-1].append(i)
+        tell(start + len(chosen), len(sources))
     return found
 
 
@@ -142,19 +139,20 @@ def _write(
         prompt = np.full((len(rows), 1), ids["bos"], np.int32)
         state = _start(model, params, len(rows), count, tokens, valid)
     else:
+        capacity = config.sequence_len
         if isinstance(model, ModelConfig):
-            room = config.sequence_len + 1 - lengths
-            count = min(count, int(room.max()))
-            prompts["limits"] = np.minimum(room, count)
+            prompts["limits"] = np.minimum(config.sequence_len + 1 - lengths, count)
+            # sizes that follow from the bucket alone: one program for all sources in it
+            count = min(count, config.sequence_len)
+            capacity = min(capacity, bucket(tokens.shape[1]) + count)
         if isinstance(config.task, PrefixTask) and config.task.bidirectional:
             step = PrefixStep(step.model) if isinstance(step, ModelStep) else step
         prompt, prompts["lengths"] = tokens, lengths
-        state = init_decode_state(model, params, len(rows), config.sequence_len + count)
+        state = init_decode_state(model, params, len(rows), capacity)
     if beams == 1:
         out = generate(step, params, prompt, state, num_tokens=count, stop=ids["eos"], **prompts)
         written = out.rows()
     else:
-        prompts.pop("limits", None)  # rows of a search are of one length
         best = beam_search(
             step, params, prompt, state, num_tokens=count, num_beams=beams, stop=ids["eos"],
             length_penalty=LengthPenalty(1.0), **prompts,

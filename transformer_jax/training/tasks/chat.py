@@ -27,6 +27,7 @@ from transformer_jax.training.data import IGNORE, line_tokenizer
 from transformer_jax.training.rows import Example, Rows, bucketed, packed, packs
 from transformer_jax.training.tasks.pairs import read_lines
 from transformer_jax.training.tasks.task import (
+    Report,
     RowsTask,
     Tokenizers,
     check_lengths,
@@ -84,7 +85,7 @@ class Conversations(RowsTask):
             lines.append(f"assistant: {answer}")
         return "\n".join(lines)
 
-    def judge(self, params: Params) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return nothing: answers are judged by their loss."""
         return {}
 

@@ -25,6 +25,7 @@ from transformer_jax.training.rows import Example, Rows, bucketed, padded
 from transformer_jax.training.tasks.metrics import confusion_matrix, macro_f1
 from transformer_jax.training.tasks.pairs import SHOWN, Pair, read_pairs, split_pairs
 from transformer_jax.training.tasks.task import (
+    Report,
     RowsTask,
     Tokenizers,
     check_lengths,
@@ -69,7 +70,7 @@ class Classes(RowsTask):
             lines.append(f"{label} {probability:.2f}{wanted}: {pair.target}")
         return "\n".join(lines)
 
-    def judge(self, params: Params) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return accuracy and macro F1 on the held-out texts, and what was taken for what."""
         labels = labels_of(self.config)
         texts = [pair.target for pair in self.pairs]

@@ -26,6 +26,7 @@ from transformer_jax.training.tasks.answers import write_targets
 from transformer_jax.training.tasks.metrics import confusion_matrix, edit_distance, macro_f1
 from transformer_jax.training.tasks.signals import DIGITS, Signal, make_signals
 from transformer_jax.training.tasks.task import (
+    Report,
     RowsTask,
     Tokenizers,
     check_lengths,
@@ -96,7 +97,7 @@ class Signals(RowsTask):
             lines.append(f"{self._name(signal)} -> {text}{wanted}")
         return "\n".join(lines)
 
-    def judge(self, params: Params) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return how what the model says compares with the held-out targets.
 
         Of texts exact_match and letter_error_rate, the letters to insert, delete or replace by
@@ -105,7 +106,8 @@ class Signals(RowsTask):
         signals = self.signals[: self.task.judged]
         if not signals:
             return {}
-        said, wanted = self.answers(params, signals), [signal.target for signal in signals]
+        said = self.answers(params, signals, report)
+        wanted = [signal.target for signal in signals]
         if self.classes:
             one, two = (np.array([DIGITS.index(name) for name in row]) for row in (said, wanted))
             confusion = confusion_matrix(one, two, len(DIGITS))
@@ -118,11 +120,13 @@ class Signals(RowsTask):
             "letter_error_rate": errors / sum(map(len, wanted)),
         }
 
-    def answers(self, params: Params, signals: Sequence[Signal]) -> list[str]:
+    def answers(
+        self, params: Params, signals: Sequence[Signal], report: Report | None = None
+    ) -> list[str]:
         """Return what the model writes of each signal, or the name of its class."""
         longest = max(len(self.tokenizers.tokenizer.encode(signal.target)) for signal in signals)
         return answer_signals(
-            self.config, self.tokenizers, params, signals, num_tokens=longest + 1
+            self.config, self.tokenizers, params, signals, num_tokens=longest + 1, report=report
         )  # with <eos>; a longer text would be wrong in any case
 
     def _name(self, signal: Signal) -> str:
@@ -138,13 +142,14 @@ def answer_signals(
     params: Params,
     signals: Sequence[Signal],
     num_tokens: int | None = None,
+    report: Report | None = None,
 ) -> list[str]:
     """Return what a model writes of each signal, at most `num_tokens`, or the name of its class."""
     if model_shape(config.model) == "encoder":
         pictures = np.stack([signal.values for signal in signals])
         return [DIGITS[i] for i in np.asarray(_classes(config.model, params, pictures))]
     sources = [signal.values for signal in signals]
-    return write_targets(config, tokenizers, params, sources, num_tokens=num_tokens)
+    return write_targets(config, tokenizers, params, sources, num_tokens=num_tokens, report=report)
 
 
 def signal_example(

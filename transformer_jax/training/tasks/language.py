@@ -28,6 +28,7 @@ from transformer_jax.training.data import (
 from transformer_jax.training.rows import Example, Rows, bucketed, packed, packs
 from transformer_jax.training.step import windows
 from transformer_jax.training.tasks.task import (
+    Report,
     RowsTask,
     Tokenizers,
     sha256_of,
@@ -105,7 +106,7 @@ class LanguageWindows:
         """Return a text that the model writes."""
         return write_sample(self.config, self.tokenizers, params)
 
-    def judge(self, params: Params) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return nothing: the held-out loss says it all."""
         return {}
 
@@ -149,7 +150,7 @@ class LanguageDocuments(RowsTask):
         """Return a text that the model writes."""
         return write_sample(self.config, self.tokenizers, params)
 
-    def judge(self, params: Params) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return nothing: the held-out loss says it all."""
         return {}
 

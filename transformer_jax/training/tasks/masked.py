@@ -25,7 +25,7 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params, batch_logits, batch_scores
 from transformer_jax.training.data import IGNORE, load_dataset, random_starts
 from transformer_jax.training.rows import Rows
-from transformer_jax.training.tasks.task import GivenBatches, Tokenizers, with_vocabulary
+from transformer_jax.training.tasks.task import GivenBatches, Report, Tokenizers, with_vocabulary
 
 _EVAL_STREAM = 2**61
 """From this `step` on, the tokens that evaluations hide: no training step has it."""
@@ -106,7 +106,7 @@ class MaskedWindows:
         parts = [f"hidden:\n{''.join(marks)}", f"filled:\n{_text(show, filled)}"]
         return "\n".join([*parts, f"text:\n{_text(show, tokens[0])}"])
 
-    def judge(self, params: Params) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return the pseudo-perplexity of the first held-out windows.
 
         exp(-mean log p(token | all others)), each token hidden alone (Salazar et al. 2020).

@@ -25,6 +25,7 @@ from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.generated import generate_pairs
 from transformer_jax.training.tasks.metrics import compare_texts
 from transformer_jax.training.tasks.task import (
+    Report,
     RowsTask,
     Tokenizers,
     check_lengths,
@@ -76,14 +77,15 @@ class Pairs(RowsTask):
             lines.append(f"{pair.source} -> {text}{wanted}")
         return "\n".join(lines)
 
-    def judge(self, params: Params) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return how the targets that the model writes compare with the held-out ones."""
         task = self.config.task
         assert isinstance(task, get_args(PairsTask))
         pairs = self.pairs[: task.judged]
         if not pairs:
             return {}
-        written = answer_sources(self.config, self.tokenizers, params, [p.source for p in pairs])
+        sources = [pair.source for pair in pairs]
+        written = answer_sources(self.config, self.tokenizers, params, sources, report=report)
         made = isinstance(task, GeneratedTask)
         return compare_texts(written, [p.target for p in pairs], translations=not made)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params
 from transformer_jax.training.rows import Rows
+
+Report: TypeAlias = Callable[[int, int], None]
+"""Take how many examples are decoded, from 0 on, and how many there are."""
 
 
 class Tokenizers(NamedTuple):
@@ -71,8 +74,11 @@ class TrainingTask(Protocol):
     def sample(self, params: Params) -> str:
         """Return a few examples of what the model makes of held-out ones, as text."""
 
-    def judge(self, params: Params) -> dict[str, float]:
-        """Return what the held-out examples come to once they are decoded."""
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
+        """Return what the held-out examples come to once they are decoded.
+
+        Where many are, `report` is told on the way.
+        """
 
     def documents(self) -> Sequence[np.ndarray]:
         """Return the sequences of the training part, for a model that counts."""

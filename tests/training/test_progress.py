@@ -1,0 +1,56 @@
+"""Progress is shown where work is long, on the stream that is not the result's."""
+
+import io
+import sys
+
+import pytest
+
+from transformer_jax.training import progress
+from transformer_jax.training.progress import DecodingLine, Lines
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def decode(monkeypatch):
+    """Tell of `batch` examples more every `seconds`; return what was written to stderr."""
+
+    def run(total, batch, seconds, stream, report):
+        clock = iter(range(0, 10**6, seconds))
+        monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(sys, "stderr", stream)
+        for done in [*range(0, total, batch), total]:
+            report(done, total)
+        return stream.getvalue()
+
+    return run
+
+
+def test_a_terminal_shows_one_line_of_decoding_and_removes_it(decode):
+    """From ten seconds on: after the second batch of 7 s."""
+    report = DecodingLine()
+    for _ in range(2):  # it may begin again
+        text = decode(1100, 300, 7, Terminal(), report)
+        assert text == (
+            "\rdecoded  600/1100  0:12 left"
+            "\rdecoded  900/1100  0:05 left"
+            "\r" + " " * 28 + "\r"
+        )  # fmt: skip
+
+
+def test_another_output_gets_about_twenty_lines_of_decoding(decode):
+    text = decode(3201, 32, 2, io.StringIO(), Lines().decoded)
+    lines = text.splitlines()
+    assert 15 < len(lines) <= 20 and text.endswith("\n")
+    assert lines[0] == "decoded  192/3201  3:08 left" and lines[-1].startswith("decoded 3")
+    every = decode(320, 32, 60, io.StringIO(), DecodingLine())
+    assert len(every.splitlines()) == 9
+
+
+@pytest.mark.parametrize(("total", "batch", "seconds"), [(5, 32, 99), (256, 32, 1), (64, 32, 4)])
+def test_little_decoding_shows_nothing(decode, total, batch, seconds):
+    for stream in (Terminal(), io.StringIO()):
+        assert decode(total, batch, seconds, stream, DecodingLine()) == ""
