@@ -318,7 +318,7 @@ def test_a_masked_model_becomes_a_classifier_with_a_new_head(tmp_path, capsys):
     said = []
 
     class Said:
-        start = step = stop = staticmethod(lambda *given: None)
+        start = step = decoded = stop = staticmethod(lambda *given: None)
         say = staticmethod(said.append)
 
     config = replace(
