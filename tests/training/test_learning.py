@@ -110,12 +110,12 @@ GENERATED = {
     "recall wider lstm translator": (RECALL, 800, FAST),
     "recall wider rnn translator": (RECALL, 800, {}),
     "addition wider decoder": (ADDITION, 1500, dict(batch_size=128)),
-    "addition wider encoder-decoder": (ADDITION, 1500, dict(batch_size=128)),
+    "addition wider encoder-decoder": (AdditionTask(), 2000, dict(learning_rate=3e-3)),
     "addition wider gru translator": (ADDITION, 1000, FAST | dict(batch_size=128)),
     "addition wider lstm translator": (ADDITION, 1000, FAST | dict(batch_size=128)),
-    "addition wider rnn translator": (ADDITION, 1000, dict(batch_size=128)),
+    "addition wider rnn translator": (ADDITION, 1500, dict(batch_size=128)),
     "dates wider decoder": (DATES, 400, {}),
-    "dates wider encoder-decoder": (DATES, 400, {}),
+    "dates rotary encoder-decoder": (DATES, 600, {}),
     "dates wider gru translator": (DATES, 300, FAST),
 }
 QUICK = "reverse encoder-decoder", "reverse gru translator", "copy window", "reverse rnn"
