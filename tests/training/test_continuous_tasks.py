@@ -421,6 +421,7 @@ def test_a_run_is_judged_on_a_file_and_writes_a_line_for_each_signal(tmp_path, n
         (["generate", "--run", config.out, "--prompt", "x"], f"a run of task '{name}' reads"),
         (["generate", "--run", config.out], "prompts is None: a run of task"),
         (["evaluate", "--run", config.out, "--data", str(tmp_path)], "must be a .npz file"),
+        (["evaluate", "--run", config.out, "--data", file, "--beams", "2"], "beams is 2: a run of"),
     ):
         assert run_command(command) == 2
         error = capsys.readouterr().err

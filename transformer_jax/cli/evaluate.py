@@ -125,19 +125,20 @@ def _of_run(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any
             changes["beams"] = arguments.beams
         changes |= {"targets": arguments.targets, "val_targets": arguments.targets}
         task = dataclasses.replace(task, **changes)
-    elif isinstance(task, DigitsTask | TonesTask):
-        task = dataclasses.replace(task, judged=2**31 - 1)
-        run = dataclasses.replace(model.run, task=task, eval_batches=None)
-        return run, Tokenizers(model.tokenizer, model.source_tokenizer), model.params
     else:
-        for name in ("targets", "beams", "examples"):
+        signals = isinstance(task, DigitsTask | TonesTask)
+        for name in ("targets", "beams") if signals else ("targets", "beams", "examples"):
             if getattr(arguments, name) is not None:
                 rule = f"a run of task {task.kind!r} has no pairs"
                 raise ConfigError(f"{name} is {getattr(arguments, name)!r}: {rule}")
+    held = Tokenizers(model.tokenizer, model.source_tokenizer)
+    if isinstance(task, DigitsTask | TonesTask):  # which reads no file while it is trained
+        task = dataclasses.replace(task, judged=arguments.examples or 2**31 - 1)
+        return dataclasses.replace(model.run, task=task, eval_batches=None), held, model.params
     config = dataclasses.replace(
         model.run, task=task, data=arguments.data, val_data=arguments.data, eval_batches=None
     )
-    return config, Tokenizers(model.tokenizer, model.source_tokenizer), model.params
+    return config, held, model.params
 
 
 def _published(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any]:
@@ -177,7 +178,12 @@ def _parser() -> Parser:
     add("--model", metavar="FOLDER_OR_ID", help="a published decoder or encoder instead")
     add("--data", metavar="FILE", help="what to judge on: a file like the run's own data")
     add("--targets", metavar="FILE", help="of pairs: the file of the targets, line by line")
-    add("--examples", type=int, metavar="N", help="of pairs: decode the first N; default: all")
+    add(
+        "--examples",
+        type=int,
+        metavar="N",
+        help="of pairs and signals: decode the first N; default: all",
+    )
     add("--beams", type=int, metavar="N", help="of pairs: beams of the search; default: the run's")
     add("--context", type=int, metavar="N", help="of --model: tokens of a window; default: 512")
     add("--json", action="store_true", help="print one JSON object")
