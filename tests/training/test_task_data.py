@@ -344,6 +344,14 @@ def test_models_that_cannot_learn_a_task_are_named_by_the_recipe():
             task_recipe(TASKS[name](), architecture)
 
 
+def test_the_recipe_of_a_recurrent_classifier_reads_from_both_ends():
+    for cell in ("lstm", "gru", "rnn"):
+        model = task_recipe(ClassifyTask(), cell).model
+        assert isinstance(model, RecurrentConfig) and model.cell == cell and model.bidirectional
+        again = fine_tuning(replace(model, num_classes=3), "runs/classes", MaskedTask())
+        assert again.model == model
+
+
 def test_words_come_back_with_one_space_between_them():
     tokenizer = WordTokenizer.train("b a  b\nc a b", 2)
     assert tokenizer.words == ("b", "a")

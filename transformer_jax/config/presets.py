@@ -11,6 +11,7 @@ from transformer_jax.config.fields import ConfigError
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.positions import Rope, Sinusoidal
+from transformer_jax.config.recurrent import RecurrentConfig
 from transformer_jax.config.tasks import (
     ClassifyTask,
     ContinuousTask,
@@ -154,7 +155,7 @@ def learns(task: Task, model: AnyModelConfig) -> bool:
 def fine_tuning(model: AnyModelConfig, init_from: str, task: Task | None = None) -> TrainConfig:
     """Return the recipe that goes on with the `model` of a run or a published one, `init_from`."""
     longest = model.max_len if isinstance(model, ModelConfig) else 64
-    if isinstance(task, MaskedTask) and isinstance(model, ModelConfig):
+    if isinstance(task, MaskedTask) and isinstance(model, ModelConfig | RecurrentConfig):
         model = dataclasses.replace(model, num_classes=None)  # a classifier's head is left out
     return TrainConfig(
         task=LanguageTask() if task is None else task,
