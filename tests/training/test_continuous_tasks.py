@@ -256,8 +256,14 @@ def test_what_contradicts_a_task_is_refused_in_one_line(change, message):
 def test_digits_of_scikit_learn_need_it_and_are_its_own(monkeypatch):
     task = DigitsTask(source="scikit-learn", examples=53)
     if importlib.util.find_spec("sklearn") is not None:
-        signals = make_signals(task, 3)
-        assert {signal.values.shape for signal in signals} == {(8, 8, 1)} and len(signals) == 53
+        from sklearn.datasets import load_digits
+
+        signals, theirs = make_signals(task, 3), load_digits()
+        assert len(signals) == 53
+        for signal in signals:
+            same = (theirs.images == 16 * signal.values[:, :, 0]).all(axis=(1, 2))
+            assert DIGITS[int(theirs.target[same.argmax()])] == signal.target and same.any()
+            assert signal.values.shape == (8, 8, 1) and signal.values.max() <= 1
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="source is 'scikit-learn': it is not installed"):
         make_signals(task, 3)
