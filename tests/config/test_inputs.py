@@ -16,7 +16,7 @@ from transformer_jax.config import (
     TrainConfig,
     Vectors,
 )
-from transformer_jax.config.tasks import Seq2SeqTask
+from transformer_jax.config.tasks import DigitsTask, Seq2SeqTask, TonesTask
 
 KINDS = [
     None,
@@ -78,11 +78,11 @@ def test_lengths_are_those_of_the_formulas():
     assert [frames.num_tokens(n) for n in (1, 9, 10, 18, 19)] == [1, 1, 2, 2, 3]
 
 
-@pytest.mark.parametrize("inputs", KINDS, ids=lambda value: type(value).__name__)
-def test_a_run_folder_gives_back_the_inputs(inputs):
-    config = TrainConfig(
-        task=Seq2SeqTask(), model=ModelConfig(kind="encoder-decoder", inputs=inputs)
-    )
+@pytest.mark.parametrize("task", [Seq2SeqTask(), DigitsTask(), TonesTask()])
+def test_a_run_folder_gives_back_the_inputs(task):
+    inputs = getattr(task, "inputs", None)
+    model = ModelConfig(kind="encoder-decoder", inputs=inputs)
+    config = TrainConfig(task=task, model=model)
     text = config_to_json(config)
     stored = json.loads(text)["model"]
     kind = None if inputs is None else type(inputs).__name__.lower()
