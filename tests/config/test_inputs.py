@@ -18,13 +18,6 @@ from transformer_jax.config import (
 )
 from transformer_jax.config.tasks import DigitsTask, Seq2SeqTask, TonesTask
 
-KINDS = [
-    None,
-    Vectors(width=7),
-    Patches(size=4, height=8, width=12, class_token=False),
-    Frames(kernel=3),
-]
-
 
 @pytest.mark.parametrize(
     ("make", "said"),

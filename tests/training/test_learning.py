@@ -138,7 +138,7 @@ def test_a_generated_task_is_learnt_to_99_of_100(tmp_path, name):
 WORDS = "alpha", "bravo", "cargo", "delta", "eagle"
 
 
-@pytest.mark.slow_cases("decoder", "rnn", "lstm", "window")
+@pytest.mark.slow_cases("decoder", "rnn", "lstm", "gru")
 @pytest.mark.parametrize("model", ["decoder", "rnn", "lstm", "gru", "window", "ngram"])
 def test_a_text_is_foretold_nearly_as_well_as_it_can_be(tmp_path, model):
     """The text has five words in random order: log(5) nats a word of 6 characters, no less.
@@ -192,7 +192,7 @@ def test_pairs_of_a_file_are_learnt_to_99_of_100(tmp_path, name):
     assert result.scores["word_error_rate"] <= 0.01
 
 
-@pytest.mark.slow_cases("rnn", "lstm")
+@pytest.mark.slow_cases("rnn", "lstm", "gru")
 @pytest.mark.parametrize("model", ["decoder", "rnn", "lstm", "gru"])
 def test_answers_of_a_chat_are_learnt_to_99_of_100(tmp_path, model):
     """Each letter of an answer follows from the question, which alone is not learnt."""
