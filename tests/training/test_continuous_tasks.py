@@ -1,8 +1,10 @@
 """Tasks of pictures and sound: what is made of a seed, how it is laid out, and what is learnt."""
 
 import importlib.util
+import io
 import json
 import re
+import zipfile
 from dataclasses import replace
 
 import jax
@@ -365,8 +367,13 @@ def put(name, index, value):
             lambda a: a.update(inputs=a["inputs"][:, :, :15]),
             r"15\]: must be numbers \[N, T, 16\]",
         ),
-        (TonesTask(), put("lengths", 2, 0), "lengths must be from 1 to the"),
-        (TonesTask(), put("lengths", 2, 999), "lengths must be from 1 to the"),
+        (TonesTask(), put("lengths", 2, 0), r"lengths\[2\] is 0: must be from 1 to the"),
+        (TonesTask(), put("lengths", 2, 999), r"lengths\[2\] is 999: must be from 1 to the"),
+        (
+            DigitsTask(),
+            lambda a: a.update(inputs=np.full((9, 8, 8), 1e300)),
+            r"inputs\[0\] has a number that is not finite",
+        ),
         (TonesTask(), lambda a: a.update(lengths=np.ones(8, int)), r"must be integers \[9\]"),
         (
             TonesTask(letters=3),
@@ -394,6 +401,32 @@ def test_a_file_that_holds_no_arrays_is_refused(tmp_path):
     np.savez(tmp_path / "objects.npz", inputs=np.array([{}]))
     with pytest.raises(DataError, match=r"must be a \.npz file of arrays"):
         read_signals(DigitsTask(), str(tmp_path / "objects.npz"))
+
+
+@pytest.mark.parametrize("damage", ["array", "header", "bytes", "size", "deflated"])
+def test_a_damaged_array_is_refused_in_one_line(tmp_path, damage):
+    """A header may ask for more memory than there is, or be no array's at all."""
+    whole = io.BytesIO()
+    np.save(whole, np.zeros((3, 8, 8, 1), np.float32))
+    content = whole.getvalue()
+    content = {
+        "array": content[:-9],
+        "header": content.replace(b"{'descr'", b"{{descr'"),
+        "bytes": b"pictures",
+        "size": content.replace(b"(3, 8, 8, 1), }", b"(99999999999,)}"),
+        "deflated": content,
+    }[damage]
+    how = zipfile.ZIP_DEFLATED if damage == "deflated" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", how) as file:
+        file.writestr("inputs.npy", content)
+        file.writestr("targets.npy", content)
+    if damage == "deflated":
+        raw = bytearray((tmp_path / "a.npz").read_bytes())
+        raw[45:49] = b"\xff\xff\xff\xff"
+        (tmp_path / "a.npz").write_bytes(raw)
+    with pytest.raises(DataError, match=r"a\.npz: must be a \.npz file of arrays") as caught:
+        read_signals(DigitsTask(), str(tmp_path / "a.npz"))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow_cases("tones", "digits-encoder]")

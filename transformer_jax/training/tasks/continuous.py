@@ -37,6 +37,9 @@ from transformer_jax.training.tasks.task import (
 SHOWN = 5
 """Held-out examples in the sample of a run."""
 
+READ = 128
+"""Pictures that are classified at a time."""
+
 
 class Signals(RowsTask):
     """Train on pictures or sounds made of the seed, or judge a model on others, `held_out`."""
@@ -146,8 +149,10 @@ def answer_signals(
 ) -> list[str]:
     """Return what a model writes of each signal, at most `num_tokens`, or the name of its class."""
     if model_shape(config.model) == "encoder":
-        pictures = np.stack([signal.values for signal in signals])
-        return [DIGITS[i] for i in np.asarray(_classes(config.model, params, pictures))]
+        parts = [signals[i : i + READ] for i in range(0, len(signals), READ)]
+        pictures = (np.stack([signal.values for signal in part]) for part in parts)
+        found = [np.asarray(_classes(config.model, params, part)) for part in pictures]
+        return [DIGITS[i] for i in np.concatenate(found)]
     sources = [signal.values for signal in signals]
     return write_targets(config, tokenizers, params, sources, num_tokens=num_tokens, report=report)
 

@@ -83,15 +83,7 @@ def read_signals(task: ContinuousTask, path: str, *, targets: bool = True) -> li
     lengths: integers [N], the frames of each, all T where it is missing. targets: str[N]. DataError
     names the file, the array and the rule. Without `targets` these are not read, and are "".
     """
-    arrays = {}
-    try:
-        if zipfile.is_zipfile(path):
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile):  # it holds objects, or is cut off
-        arrays = {}
-    if not arrays:
-        raise DataError(f"{path}: must be a .npz file of arrays, without Python objects")
+    arrays = _arrays(path)
     inputs = _inputs(task, path, arrays)
     count = len(inputs)
     lengths = arrays.get("lengths", np.full(count, inputs.shape[1]))
@@ -99,8 +91,10 @@ def read_signals(task: ContinuousTask, path: str, *, targets: bool = True) -> li
         raise DataError(f"{path}: lengths: a picture has none")
     if lengths.shape != (count,) or not np.issubdtype(lengths.dtype, np.integer):
         raise DataError(f"{path}: lengths is {_described(lengths)}: must be integers [{count}]")
-    if not ((lengths >= 1) & (lengths <= inputs.shape[1])).all():
-        raise DataError(f"{path}: lengths must be from 1 to the {inputs.shape[1]} frames of inputs")
+    wrong = np.flatnonzero((lengths < 1) | (lengths > inputs.shape[1]))
+    if len(wrong):
+        rule = f"must be from 1 to the {inputs.shape[1]} frames of inputs"
+        raise DataError(f"{path}: lengths[{wrong[0]}] is {lengths[wrong[0]]}: {rule}")
     for number, (row, length) in enumerate(zip(inputs, lengths, strict=True)):
         if not np.isfinite(row[:length]).all():
             raise DataError(f"{path}: inputs[{number}] has a number that is not finite")
@@ -109,6 +103,20 @@ def read_signals(task: ContinuousTask, path: str, *, targets: bool = True) -> li
         return [Signal(*pair) for pair in zip(inputs, written, strict=True)]
     rows = zip(inputs, lengths, written, strict=True)
     return [Signal(row[:length], target) for row, length, target in rows]
+
+
+def _arrays(path: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a .npz file; DataError where it is none, or damaged."""
+    arrays = {}
+    try:
+        if zipfile.is_zipfile(path):
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+    except Exception:  # NumPy, zipfile and zlib each raise their own for a damaged file
+        arrays = {}
+    if not arrays or not all(isinstance(array, np.ndarray) for array in arrays.values()):
+        raise DataError(f"{path}: must be a .npz file of arrays, without Python objects")
+    return arrays
 
 
 def _inputs(task: ContinuousTask, path: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
@@ -123,7 +131,8 @@ def _inputs(task: ContinuousTask, path: str, arrays: dict[str, np.ndarray]) -> n
     if inputs.dtype.kind not in "fiu" or not inputs.size or inputs.shape[1:] != shape:
         wanted = ", ".join(map(str, shape if picture else ("T", *shape[1:])))
         raise DataError(f"{path}: inputs is {_described(inputs)}: must be numbers [N, {wanted}]")
-    return inputs.astype(np.float32)
+    with np.errstate(over="ignore"):  # too large is not finite, and said so
+        return inputs.astype(np.float32)
 
 
 def _targets(
