@@ -145,7 +145,9 @@ def write_files(arguments: argparse.Namespace) -> dict[str, tuple[str, str]]:
 
 
 def lines(file: str | Path) -> list[str]:
-    """Return the lines of a file."""
+    """Return the lines of a file; exit with a line where it is not there."""
+    if not Path(file).is_file():
+        raise SystemExit(f"pairs: {file}: no such file; --data is the folder of the set")
     return Path(file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
 
 

@@ -83,3 +83,10 @@ def test_a_complete_run_is_judged_again_and_words_are_of_the_training_part(
     texts = (tmp_path / "multi30k" / "train.source").read_text().splitlines()
     assert set(" ".join(texts).split()) == {*(word.lower() for word in WORDS), "."}
     assert first["source vocabulary"] == len(WORDS) + 1 + 2
+
+
+def test_a_set_that_is_not_there_is_said_in_one_line(tmp_path):
+    with pytest.raises(SystemExit, match=r"^pairs: .*xyz_train\.tsv: no such file; --data is"):
+        pairs.main(
+            ["--set", "g2p", "--data", str(tmp_path), "--language", "xyz", "--out", str(tmp_path)]
+        )
