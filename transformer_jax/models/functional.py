@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from transformer_jax.checks import check_key
 from transformer_jax.config import Activation
-from transformer_jax.sharding import by_compiler, split
+from transformer_jax.sharding import by_compiler, gathered, split
 
 F32 = jnp.float32
 
@@ -114,7 +114,8 @@ def project(
     """
     lead = slice(x.ndim - contract)
     outputs = split(kernel, slice(contract, None))
-    return by_compiler(partial(_project, contract), [x, kernel, bias], split(x, lead, outputs))
+    arrays = [x, gathered(kernel, x), gathered(bias, x)]
+    return by_compiler(partial(_project, contract), arrays, split(x, lead, outputs))
 
 
 def _project(contract: int, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -160,7 +161,7 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], i32[...] -
     if ids.dtype.itemsize < 4:  # too narrow, perhaps, for the table's length
         ids = ids.astype(jnp.int32)
     ids = jnp.where(ids < 0, table.shape[0], ids)
-    return by_compiler(_take, [table, ids], split(ids))
+    return by_compiler(_take, [gathered(table, ids), ids], split(ids))
 
 
 def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
