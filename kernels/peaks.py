@@ -49,7 +49,7 @@ _KINDS = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Return the chip that JAX calls `device_kind`; None where its peak is not known, as a CPU's."""
+    """Return the chip that JAX calls `device_kind`; None where its peak is not known."""
     for kind, name in sorted(_KINDS.items(), key=lambda item: -len(item[0])):
         if device_kind.startswith(kind):
             return CHIPS[name]

@@ -37,8 +37,8 @@ def split_rows(state: Any) -> PartitionSpec:
     return split(leaves[0], slice(1)) if leaves else PartitionSpec()
 
 
-def gathered(parameter: Any, x: Any) -> Any:
-    """Return a parameter whole along the axes of the mesh that split `x`, which it is used with.
+def gathered(parameter: Any, x: Any, axes: slice) -> Any:
+    """Return a parameter whole along the axes of the mesh that split these axes of `x`, its rows.
 
     Where both are split over the same devices, as rows and parameters by "fsdp", the compiler might
     as well move the activations; of the two, the parameter is the one to gather. None stays None.
@@ -46,10 +46,10 @@ def gathered(parameter: Any, x: Any) -> Any:
     mesh = None if parameter is None else jax.typeof(parameter).sharding.mesh
     if mesh is None or not mesh.explicit_axes:
         return parameter
-    taken = {name for one in split(x) for name in _names(one)}
+    taken = {name for one in split(x, axes) for name in _names(one)}
     spec = split(parameter)
-    kept = (tuple(name for name in _names(one) if name not in taken) or None for one in spec)
-    wanted = PartitionSpec(*kept)
+    kept = [[name for name in _names(one) if name not in taken] for one in spec]
+    wanted = PartitionSpec(*(one[0] if len(one) == 1 else tuple(one) or None for one in kept))
     return (
         parameter
         if wanted == spec

@@ -18,13 +18,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from transformer_jax.config import Adafactor, MeshConfig, ModelConfig, Muon, Rope, TrainConfig
 from transformer_jax.config.tasks import ReverseTask
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.functional import dropout
+from transformer_jax.training.batch import Batch, batch_loss
 from transformer_jax.training.loop import Result, fit
 from transformer_jax.training.placement import make_placement
+from transformer_jax.training.step import init_state, make_train_step
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 MODEL = ModelConfig(
@@ -99,9 +102,25 @@ def main(names: list[str]) -> None:
             config, _ = run(Path(folder), LAYOUTS["all"], stop_after=3)
             moved = replace(config, mesh=LAYOUTS["fsdp, tensor"])
             results["moved"] = told(moved, fit(moved, resume=True))
+    if not names or "work" in names:
+        results["work"] = {layout: work(mesh) for layout, mesh in LAYOUTS.items()}
     if not names or "random" in names:
         results["random"] = random_numbers()
     print(json.dumps(results))
+
+
+def work(mesh: MeshConfig | None) -> float:
+    """Return the multiplications and additions of a step on all devices."""
+    model = replace(
+        MODEL, num_kv_heads=4, d_model=128, d_ff=512, dropout=0.0, attention_dropout=0.0
+    )
+    placement, optimizer = make_placement(mesh), optax.sgd(0.1)
+    state = jax.eval_shape(partial(init_state, model, optimizer), np.uint32(0))
+    tokens = np.zeros((1, 16, 12), np.int32)
+    batch = placement.rows(Batch(tokens, tokens), axis=1)
+    step = make_train_step(batch_loss(model), optimizer)
+    found = step.lower(placement.state(state), batch).compile().cost_analysis()
+    return float(found["flops"]) * (1 if mesh is None else mesh.devices)
 
 
 def drawn(mesh: MeshConfig | None) -> tuple[Any, str]:

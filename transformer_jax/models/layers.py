@@ -597,7 +597,7 @@ class Embed(nn.Module):
         table = self.tokens if cfg.tie_embeddings else self.output
         if cfg.logit_scale is not None:
             x = x * cfg.logit_scale
-        table = gathered(table.astype(cfg.dtype), x)
+        table = gathered(table.astype(cfg.dtype), x, slice(2))
         return OutputLayer(x, table, self.bias if cfg.logit_bias else None)
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
