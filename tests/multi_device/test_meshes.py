@@ -86,8 +86,14 @@ def test_tiles_of_rows_and_heads_are_of_one_device_and_nothing_is_gathered(cases
 def test_a_run_over_any_mesh_has_the_losses_of_one_device(cases):
     """Also one that goes on over another mesh. Random bits are the same, bit for bit."""
     results = on_devices(8, "-m", "tests.multi_device.training_on_eight", *cases, optimise=False)
-    one, *others = results.pop("work").values()
-    assert all(one <= other <= 1.1 * one for other in others), "devices repeat each other's work"
+    work = results.pop("work")
+    one, _ = work["one"]
+    assert all(one <= other <= 1.1 * one for other, _ in work.values()), "work is repeated"
+    gathered = {layout: share for layout, (_, share) in work.items()}
+    assert gathered["one"] == gathered["data"] == 0
+    # of every parameter the part that the device's tensor axis leaves it, once
+    for layout, share in {"fsdp": 1, "fsdp, tensor": 1 / 4, "all": 1 / 2}.items():
+        assert 0.8 * share < gathered[layout] < 1.1 * share, (layout, gathered)
     random = results.pop("random")
     assert len(random["dropout"]) == 5 and len({*random["dropout"]}) == 1
     assert random["apart"] <= 1e-6  # the same bits, made into normal numbers by other programs

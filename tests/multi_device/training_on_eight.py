@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
+import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -109,8 +111,8 @@ def main(names: list[str]) -> None:
     print(json.dumps(results))
 
 
-def work(mesh: MeshConfig | None) -> float:
-    """Return the multiplications and additions of a step on all devices."""
+def work(mesh: MeshConfig | None) -> tuple[float, float]:
+    """Return the operations of a step on all devices, and what one gathers, of all parameters."""
     model = replace(
         MODEL, num_kv_heads=4, d_model=128, d_ff=512, dropout=0.0, attention_dropout=0.0
     )
@@ -119,8 +121,11 @@ def work(mesh: MeshConfig | None) -> float:
     tokens = np.zeros((1, 16, 12), np.int32)
     batch = placement.rows(Batch(tokens, tokens), axis=1)
     step = make_train_step(batch_loss(model), optimizer)
-    found = step.lower(placement.state(state), batch).compile().cost_analysis()
-    return float(found["flops"]) * (1 if mesh is None else mesh.devices)
+    program = step.lower(placement.state(state), batch).compile()
+    operations = float(program.cost_analysis()["flops"]) * (1 if mesh is None else mesh.devices)
+    shapes = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", program.as_text())
+    gathered = sum(math.prod(map(int, shape.split(","))) for shape in shapes)
+    return operations, gathered / sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
 
 def drawn(mesh: MeshConfig | None) -> tuple[Any, str]:
