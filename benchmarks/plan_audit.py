@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.timing import environment
 from transformer_jax.config import Adafactor, AdamW, Lion, ModelConfig, Rope, TrainConfig, preset
+from transformer_jax.config.tasks import MaskedTask, Seq2SeqTask
 
 LLAMA = ModelConfig(
     vocab_size=32000, d_model=768, num_layers=8, num_heads=12, num_kv_heads=4, d_ff=2048,
@@ -36,11 +37,11 @@ RUNS = {
     ),
     "translator 93M, adafactor, 8 x 128": TrainConfig(
         model=preset("transformer-base", dropout=0.0), batch_size=8, context=128,
-        optimizer=Adafactor(), accumulation=2,
+        optimizer=Adafactor(), accumulation=2, task=Seq2SeqTask(),
     ),
     "bert 110M, average, 4 x 256": TrainConfig(
         model=preset("bert-base", dropout=0.0, attention_dropout=0.0), batch_size=4, context=256,
-        optimizer=AdamW(), ema_decay=0.99,
+        optimizer=AdamW(), ema_decay=0.99, task=MaskedTask(),
     ),
 }  # fmt: skip
 
@@ -67,11 +68,6 @@ def measure(name: str) -> dict[str, float]:
     from transformer_jax.training.step import init_state, make_train_step
 
     config = RUNS[name]
-    if config.model.kind != "decoder":
-        from transformer_jax.config.tasks import MaskedTask, Seq2SeqTask
-
-        task = MaskedTask() if config.model.kind == "encoder" else Seq2SeqTask()
-        config = replace(config, task=task)
     plan = plan_training(config, find_hardware("cpu"))
     optimizer = make_optimizer(config)
     fresh = jax.jit(
