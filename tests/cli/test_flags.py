@@ -58,6 +58,8 @@ class Adapter:
     """Columns."""
     base: float = 2.0
     """Another base."""
+    targets: tuple[str, ...] = ("all",)
+    """What it adapts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,9 @@ def parsed(argv: str, base: Outer | None = None) -> Outer:
         ("--order turned --order.reach .25", Inner(order=Turned(reach=0.25))),
         ("--offset 2", Inner(order=Table(2))),
         ("--adapter adapter --adapter.base 3 --rank 4", Inner(adapter=Adapter(4, 3.0))),
+        ("--adapter rank=4,base=3", Inner(adapter=Adapter(4, 3.0))),
+        ("--adapter targets=q,v,rank=3", Inner(adapter=Adapter(3, targets=("q", "v")))),
+        ("--adapter rank=4 --adapter.base 3", Inner(adapter=Adapter(4, 3.0))),
         ("--inner.seed 5 --width 6 --mode exact", Inner(width=6, seed=5, mode="exact")),
     ],
 )
@@ -129,6 +134,15 @@ def test_fields_of_a_kind_that_is_there_change_it_and_a_kind_named_again_changes
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (
+            "--adapter rnak=4",
+            "inner.adapter has 'rnak': must be one of rank, base, targets, nearest",
+        ),
+        ("--adapter 4,rank=4", "inner.adapter is '4,rank=4': must be KEY=VALUE,..."),
+        ("--adapter rank=4,rank=5", "inner.adapter is 'rank=4,rank=5': rank is there twice"),
+        ("--adapter rank=4 --rank 5", "inner.adapter.rank is given twice"),
+        ("--adapter rank=x", "inner.adapter.rank is 'x': must be INTEGER"),
+        ("--order base=5", "inner.order is 'base=5': must be None|table|clipped|turned"),
         ("--order truned", "inner.order is 'truned': must be None|table|clipped|turned, nearest: "),
         ("--order t", "inner.order is 't': must be None|table|clipped|turned"),
         ("--order.base 5", "inner.order.base is '5': needs --inner.order turned, it is table"),

@@ -3,7 +3,8 @@
 A field is a flag named by its path: `--model.d-model 64`, `--model.positions.base 5e5`. An end of
 the path that no other field's path has is enough: `--d-model`, `--positions.base`. A field that
 holds one of several configs is given by the name of its kind, and the fields of that kind follow:
-`--model.positions rope --model.positions.base 5e5`.
+`--model.positions rope --model.positions.base 5e5`. Where there is one kind, or None, its fields may
+stand in one word: `--mesh data=2,fsdp=4`.
 """
 
 from __future__ import annotations
@@ -108,12 +109,33 @@ class ConfigFlags:
         found = vars(arguments)
         return {path: found[".".join(path)] for path in self.fields if ".".join(path) in found}
 
+    def _spread(self, given: Mapping[Path, str]) -> dict[Path, str]:
+        """Return the flags with `--mesh data=2,fsdp=4` as a kind and its fields."""
+        found = dict(given)
+        for path, text in given.items():
+            kinds = _kinds(self.fields[path][0].hint)
+            if len(kinds) != 1 or "=" not in text:
+                continue
+            name = ".".join(path)
+            known = [field.name for field in fields(kinds[0])]
+            found[path] = _kind_name(kinds[0])
+            for key, value in _items(name, text):
+                field = key.replace("-", "_")
+                if field not in known:
+                    rule = f"must be one of {', '.join(known)}{nearest(field, known)}"
+                    raise ConfigError(f"{name} has {key!r}: {rule}")
+                if (*path, field) in given:
+                    raise ConfigError(f"{name}.{field} is given twice")
+                found[*path, field] = value
+        return found
+
     def read(self, given: Mapping[Path, str], base: Any) -> dict[Path, Any]:
         """Return what the flags change in `base`: values by path, a class for a kind of config.
 
         ConfigError names the field, its text and what it may be.
         """
         changes: dict[Path, Any] = {}
+        given = self._spread(given)
         for path in sorted(given, key=len):  # a kind is known before its fields are read
             holder = _at(base, changes, path[:-1])
             own = [field for field in self.fields[path] if field.owner is type(holder)]
@@ -123,6 +145,22 @@ class ConfigFlags:
                 raise ConfigError(f"{'.'.join(path)} is {given[path]!r}: {rule}")
             changes[path] = _read(".".join(path), own[0].hint, given[path])
         return changes
+
+
+def _items(name: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield the fields of `key=value,key=value`; a comma within a value needs no key after it."""
+    found: list[list[str]] = []
+    for item in text.split(","):
+        key, equals, value = item.partition("=")
+        if equals:
+            found.append([key.strip(), value])
+        elif found:
+            found[-1][1] += f",{item}"
+        else:
+            raise ConfigError(f"{name} is {text!r}: must be KEY=VALUE,...")
+    if twice := [key for key, count in Counter(key for key, _ in found).items() if count > 1]:
+        raise ConfigError(f"{name} is {text!r}: {twice[0]} is there twice")
+    yield from ((key, value) for key, value in found)
 
 
 def changed(config: Config, changes: Mapping[Path, Any], path: Path = ()) -> Config:

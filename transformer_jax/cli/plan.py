@@ -8,7 +8,10 @@ r"""Say what a training or decoding step takes on hardware, before paying for it
 
 The step is compiled for the target, which need not be attached; nothing is run, and no data is
 read. All flags of train.py say what the run is. Of a TPU it needs `pip install libtpu`, of a GPU
-`pip install "jax[cuda13]"`. Targets: cpu, h200, h200-N, tpu-v5e-N, tpu-v5p-N, tpu-v6e-N.
+`pip install "jax[cuda13]"`; there three quarters of the memory count, which is what JAX takes
+unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+
+Targets: cpu, h200, h200-N, tpu-v5e-N, tpu-v5p-N, tpu-v6e-N.
 """
 
 from __future__ import annotations

@@ -98,9 +98,15 @@ class Hardware:
 
     @property
     def memory(self) -> int:
-        """Return the bytes of a chip's memory; of a CPU, of this machine's."""
+        """Return the bytes of a chip's memory that JAX takes; of a CPU, of this machine's.
+
+        Of a GPU that is three quarters, or XLA_PYTHON_CLIENT_MEM_FRACTION of it.
+        """
         if self.chip is not None:
-            return self.chip.memory
+            share = 1.0
+            if self.name.startswith("h200"):
+                share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+            return int(share * self.chip.memory)
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.count
 
 
