@@ -17,8 +17,10 @@ import pytest
 from transformer_jax.__main__ import main
 from transformer_jax.config import ConfigError
 from transformer_jax.config.prepare import PrepareConfig
+from transformer_jax.corpus import documents as reading
 from transformer_jax.corpus import is_prepared, open_corpus, prepare
 from transformer_jax.corpus import prepare as preparing  # the function; its module is below
+from transformer_jax.corpus.documents import cut_file, read_input
 from transformer_jax.corpus.folder import MANIFEST, PARTS, end_id, prepared_folders, sealed
 from transformer_jax.corpus.prepare import part_of
 from transformer_jax.tokenizers.trained import ByteTokenizer
@@ -126,6 +128,23 @@ def test_paragraphs_files_and_json_lines(tmp_path):
         paths.append(str(tmp_path / f"{i:02}.txt"))
     corpus = prepare(config(*paths, documents="files", val_fraction=0.3), tmp_path / "files")
     assert documents(corpus, "train") == [t for t in texts[:20] if part_of(t, 0.3) == "train"]
+
+
+@pytest.mark.parametrize("block", [1, 3, 17])
+def test_chunks_begin_at_the_same_documents_however_the_file_is_read(block, tmp_path, monkeypatch):
+    file = tmp_path / "text.txt"
+    file.write_text(
+        "".join(f"document {i}\nline" + "\n  \t\n\n \n"[: 2 + i % 6] for i in range(97))
+    )
+    given = read_input(str(file))
+    wanted = cut_file(given, "paragraphs", 50)
+    monkeypatch.setattr(reading, "BLOCK", block)
+    assert read_input(str(file)) == given
+    assert cut_file(given, "paragraphs", 50) == wanted
+    assert len(wanted) > 12
+    content = file.read_bytes()
+    for chunk in wanted[1:]:
+        assert content[chunk.start : chunk.start + 8] == b"document"
 
 
 def test_parquet(tmp_path):
@@ -333,7 +352,10 @@ def test_damage_is_found_and_named(name, damage, text, tmp_path):
     (out / name).write_bytes(content)
     if damage == "gone":
         (out / name).unlink()
-    with pytest.raises(DataError, match=f"{name}|preparation has not ended"):
+    said = f"{name}|preparation has not ended"
+    if damage in ("shorter", "longer") and name != MANIFEST:  # told without reading the file
+        said = rf"{name}: has \d+ bytes, \d+ were written: it is damaged"
+    with pytest.raises(DataError, match=said):
         open_corpus(out).check()
 
 

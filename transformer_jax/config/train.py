@@ -34,8 +34,12 @@ class TrainConfig:
         default_factory=ModelConfig
     )
     data: str = "python-docs"
-    """A text file, a folder of them, - for standard input, python-docs, or shakespeare. Tasks of
-    pairs, classes and messages read one file; generated tasks read none."""
+    """A text file, a folder of them, - for standard input, python-docs, or shakespeare; or what the
+    command prepare wrote: a folder, or several with commas between them. Tasks of pairs, classes
+    and messages read one file; generated tasks read none."""
+    data_weights: tuple[float, ...] | None = None
+    """Several prepared folders: the share of each among the rows, up to a factor; None is its share
+    of all."""
     val_data: str | None = None
     """A file to hold out; None holds out the last part of `data`."""
     tokenizer: Tokenizer = "char"
@@ -104,6 +108,8 @@ class TrainConfig:
         check_types(self)
         positive(self, "steps", "batch_size", "context", "accumulation", "learning_rate")
         positive(self, "word_count", "decay_steps")
+        if self.data_weights is not None and min(self.data_weights, default=0) <= 0:
+            fail("data_weights", self.data_weights, "must be positive")
         positive(self, "clip_norm", "eval_every", "eval_batches", "checkpoint_every", "keep")
         positive(self, "log_every", "bpe_vocab_size")
         non_negative(self, "min_learning_rate", "warmup_steps", "weight_decay", "sample_tokens")
@@ -147,7 +153,8 @@ class TrainConfig:
         if self.decay_steps is not None and self.decay_steps > self.steps:
             fail("decay_steps", self.decay_steps, f"must not exceed steps {self.steps}")
         if isinstance(self.task, GeneratedTask | ContinuousTask):
-            unread(self, f"task {self.task.kind!r} makes its own examples", "val_data", "data")
+            rule = f"task {self.task.kind!r} makes its own examples"
+            unread(self, rule, "val_data", "data", "data_weights")
 
     @property
     def sequence_len(self) -> int:
