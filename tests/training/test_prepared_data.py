@@ -1,9 +1,11 @@
 """Training on prepared folders: which rows a step reads, in which order, and what is refused."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -14,6 +16,7 @@ import pytest
 import train
 from tests.support.tolerances import FORWARD_F32, assert_near
 from tests.training.test_training import assert_same_state
+from transformer_jax.__main__ import main as run_command
 from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.prepare import PrepareConfig
@@ -264,6 +267,10 @@ def test_two_processes_read_the_halves_of_what_one_reads(folders, monkeypatch):
         assert len(reads) == 24 and sorted(reads[:12]) == sorted(reads[12:])
         same(whole, jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *halves))
         reads.clear()
+    batches = [list(task.evaluation(process, 2)) for process in range(2)]
+    assert len(batches[0]) == len(batches[1]) > 3
+    for whole, *halves in zip(task.evaluation(), *batches, strict=True):
+        same(whole, jax.tree.map(lambda *leaves: np.concatenate(leaves), *halves))
     with pytest.raises(ConfigError, match="batch_size is 6: must be a multiple of the 4 processes"):
         task.inputs(0, 0, 4)
 
@@ -291,6 +298,27 @@ def test_an_evaluation_reads_the_held_out_documents_in_order_each_label_once(fol
     some = load_task(config(folders, "web", "books", task=task, eval_batches=3))
     assert len(list(some.evaluation())) == 3
     same(list(some.evaluation()), list(some.evaluation()))
+
+
+def test_steps_do_not_wait_for_storage_that_is_slow(folders, monkeypatch):
+    real = Part.read
+
+    def read(part, start, into):
+        time.sleep(0.002)
+        real(part, start, into)
+
+    monkeypatch.setattr(Part, "read", read)
+    task = load_task(config(folders))  # 12 rows a step
+    waits = []
+    for step in range(25):
+        start = time.perf_counter()
+        task.inputs(step)
+        waits.append(time.perf_counter() - start)
+        time.sleep(0.03)
+    start = time.perf_counter()
+    task.inputs(25, 0, 1)
+    assert time.perf_counter() - start > 0.024
+    assert np.median(waits[1:]) < 0.012
 
 
 def test_the_loss_of_characters_counts_the_end_of_each_document(tmp_path):
@@ -417,6 +445,16 @@ def test_the_command_trains_on_a_mixture(folders, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "web: 3,334 tokens in" in said and "held-out loss" in said and "per byte" in said
     assert train.main(["--out", str(tmp_path / "run"), "--resume", "--steps", "3"]) == 0
+    capsys.readouterr()
+    run = ["--run", str(tmp_path / "run")]
+    found = []
+    for given in (str(folders / "web"), f"{folders / 'web'},{folders / 'books'}"):
+        assert run_command(["evaluate", *run, "--data", given, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["nats_per_byte"])
+    assert found[0] != found[1] and 3.0 < found[1] < 6.0
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found[1] == pytest.approx(last["val_loss"], rel=1e-6)
+    assert run_command(["generate", *run, "--prompt", "web", "--tokens", "3"]) == 0
     assert train.main([*flags.split(), "--data", str(folders / "web"), "--out", "x"]) == 2
     assert "data_weights is (0.7, 0.3): must be one for each" in capsys.readouterr().err
 

@@ -29,10 +29,10 @@ OPEN_ROWS = 64
 MIXTURE = 2**16
 """Rows after which the folders of a mixture take turns as before."""
 
-THREADS = 2
+THREADS = 4
 """Threads that read steps ahead."""
 
-AHEAD = 4
+AHEAD = 8
 """Steps that are read, and on the device, before they are asked for."""
 
 
@@ -235,6 +235,19 @@ class RowReader:
         return Batch(tokens, labels, segments)
 
 
+def own_rows(batch_size: int, process: tuple[int, int]) -> slice:
+    """Return which rows of a batch a process has: of process p of P, p B / P to (p + 1) B / P.
+
+    ConfigError where P does not divide B.
+    """
+    index, count = process
+    if batch_size % count:
+        rule = f"must be a multiple of the {count} processes"
+        raise ConfigError(f"batch_size is {batch_size}: {rule}")
+    own = batch_size // count
+    return slice(index * own, (index + 1) * own)
+
+
 def step_batches(
     reader: RowReader,
     order: grain.MapDataset,
@@ -244,18 +257,13 @@ def step_batches(
 ) -> grain.MapDataset:
     """Return what each step reads: Batch, leaves [A, B / P, T], of this process alone.
 
-    Process p of P has rows p B / P to (p + 1) B / P of every micro-batch, and reads no other.
     ConfigError where P does not divide B.
     """
-    index, count = process
-    if batch_size % count:
-        rule = f"must be a multiple of the {count} processes"
-        raise ConfigError(f"batch_size is {batch_size}: {rule}")
-    own = batch_size // count
+    own = own_rows(batch_size, process)
 
     def chosen(pairs: np.ndarray) -> np.ndarray:
         rows = pairs.reshape(accumulation, batch_size, 2)
-        return rows[:, index * own : (index + 1) * own]
+        return rows[:, own]
 
     return order.batch(accumulation * batch_size, batch_fn=np.array).map(chosen).map(reader)
 

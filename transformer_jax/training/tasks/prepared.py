@@ -29,6 +29,7 @@ from transformer_jax.training.prepared import (
     Prefetched,
     RowReader,
     WindowRows,
+    own_rows,
     row_order,
     step_batches,
 )
@@ -106,23 +107,26 @@ class PreparedText:
         Those of this process are read ahead, and are on its devices.
         """
         if process_index is not None and process_count is not None:
-            found: Batch = self.steps(process_index, process_count)[step]
+            found: Batch = self.steps((process_index, process_count))[step]
             return found
         if self._ahead is None:
-            steps = self.steps(jax.process_index(), jax.process_count())
-            self._ahead = Prefetched(steps, self.place)
+            self._ahead = Prefetched(self.steps(_this_process()), self.place)
         return self._ahead(step)
 
-    def steps(self, process_index: int, process_count: int) -> Any:
-        """Return the `grain.MapDataset` of what each step reads in a process."""
+    def steps(self, process: tuple[int, int]) -> Any:
+        """Return the `grain.MapDataset` of what each step reads in a process, of so many."""
         config = self.config
         order = row_order([len(rows) for rows in self.rows], config.seed, config.data_weights)
-        process = process_index, process_count
         size = config.accumulation, config.batch_size
         return step_batches(RowReader(self.rows), order, *size, process)
 
-    def evaluation(self) -> Iterator[Batch]:
-        """Yield the held-out rows in order, or `eval_batches` random batches of them."""
+    def evaluation(
+        self, process_index: int | None = None, process_count: int | None = None
+    ) -> Iterator[Batch]:  # leaves [B / P, T]
+        """Yield the held-out rows in order, or `eval_batches` random batches of them.
+
+        Of each batch, those that belong to a process, this one where none is named.
+        """
         config, counts = self.config, [len(rows) for rows in self.val_rows]
         total, size = sum(counts), config.batch_size
         first = np.cumsum([0, *counts])
@@ -132,8 +136,11 @@ class PreparedText:
         else:
             rows = np.arange(-(-total // size) * size)
             batches = np.where(rows < total, rows, -1).reshape(-1, size)
-        read = RowReader(self.val_rows)
-        for batch in batches:
+        process = _this_process()
+        if process_index is not None and process_count is not None:
+            process = process_index, process_count
+        own, read = own_rows(size, process), RowReader(self.val_rows)
+        for batch in batches[:, own]:
             folder = np.searchsorted(first, batch, "right") - 1  # of an empty row -1
             yield read(np.stack([folder, batch - first[folder]], axis=-1))
 
@@ -170,6 +177,10 @@ class PreparedText:
             part.read(0, tokens)
             found.append(tokens)
         return found
+
+
+def _this_process() -> tuple[int, int]:
+    return jax.process_index(), jax.process_count()
 
 
 def _held_out(data: str) -> list[Corpus]:
