@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -225,7 +224,7 @@ def test_killed_at_any_write_to_the_disk_it_goes_on_to_the_same_bytes(text, tmp_
 
 
 SCRIPT = """
-import sys, time
+import resource, sys, time
 from transformer_jax.config.prepare import PrepareConfig
 from transformer_jax.corpus import prepare
 from transformer_jax.corpus.prepare import _Encoder
@@ -233,6 +232,8 @@ def report(progress):
     print(progress.phase, progress.done, flush=True)
     time.sleep(0.02)
 if __name__ == "__main__":
+    if len(sys.argv) > 4:  # no file may be longer
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]),) * 2)
     data = (sys.argv[1],)
     config = PrepareConfig(data=data, documents="lines", tokenizer="byte", val_fraction=0.1)
     sys.modules["transformer_jax.corpus.prepare"].RECORD_SECONDS = 0.05
@@ -288,11 +289,8 @@ def alive(pid):
 def test_a_full_disk_is_one_line_and_the_command_goes_on_once_there_is_room(text, tmp_path):
     out, script = tmp_path / "out", tmp_path / "script.py"
     script.write_text(SCRIPT)
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))  # noqa: E731
-    ended = subprocess.run(
-        [sys.executable, str(script), text, str(out), "1"],
-        preexec_fn=limit, capture_output=True, text=True,
-    )  # fmt: skip
+    command = [sys.executable, str(script), text, str(out), "1", "8000"]
+    ended = subprocess.run(command, capture_output=True, text=True)
     last = ended.stderr.strip().splitlines()[-1]
     assert "DataError" in last and "train-00000.bin: cannot be written (File too large)" in last
     assert not (out / MANIFEST).exists()

@@ -42,7 +42,7 @@ FORMAT = "transformer_jax tokens, 1"
 PARTS = ("train", "val")
 MANIFEST_LIMIT = 64 * 2**20
 """Largest manifest that is read, in bytes."""
-BLOCK = 2**22
+BLOCK = 2**20
 """Bytes that are read at once when a file is checked."""
 
 _FILES = Untrusted(DataError)
