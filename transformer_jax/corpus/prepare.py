@@ -71,7 +71,7 @@ from transformer_jax.tokenizers.trained import (
 )
 from transformer_jax.tokenizers.utf8 import DataError
 
-CHUNK_BYTES = 2**23
+CHUNK_BYTES = 2**22
 """About how much of a file a process reads at once."""
 
 RECORD_SECONDS = 2.0
@@ -114,10 +114,10 @@ def prepare(
     if (tokenizer is None) != (config.tokenizer in TRAINED):
         raise ConfigError(f"tokenizer is {config.tokenizer!r}: must be given where it is not made")
     folder = Path(out)
-    size = sum(os.path.getsize(path) for path in config.data if os.path.exists(path))
-    workers = min(workers, -(-size // chunk_bytes) or 1)
+    sizes = [os.path.getsize(path) if os.path.exists(path) else 0 for path in config.data]
+    workers = min(workers, -(-sum(sizes) // chunk_bytes) or 1)
     with _locked_folder(folder), _Workers(workers) as pool:
-        inputs = list(_counted("reading", pool.map(read_input, config.data), config.data, report))
+        inputs = list(_counted("reading", pool.map(read_input, config.data), sizes, report))
         plan = _plan(config, inputs, tokenizer, chunk_bytes)
         _claim(folder, plan)
         if not (folder / MANIFEST).exists():
@@ -235,14 +235,15 @@ class _Work:
             return ByteTokenizer()
         if config.tokenizer == "char":
             letters = self.pool.map(partial(_letters, self.reader), self.chunks)
-            counted = _counted("characters", letters, self.chunks, self.report)
+            counted = _counted("characters", letters, _sizes(self.chunks), self.report)
             found = frozenset[str]().union(*counted)
             if not found:
                 raise _empty(config)
             return CharTokenizer("".join(sorted(found)))
         chosen = _evenly(self.chunks, config.sample_mb * 10**6)
         read = partial(_training_text, self.reader, config.val_fraction)
-        text = "".join(_counted("sample", self.pool.map(read, chosen), chosen, self.report))
+        texts = self.pool.map(read, chosen)
+        text = "".join(_counted("sample", texts, _sizes(chosen), self.report))
         if not text:
             raise _empty(config)
         self.report(Progress("tokenizer", 0, 0, 0))
@@ -263,8 +264,8 @@ class _Work:
                 appended.go_on(recorded.get(part))
             first = done = recorded["chunks"]
             encoder = _Encoder(self.folder, self.reader, self.config.val_fraction)
-            last, total = time.monotonic(), sum(chunk.bytes for chunk in self.chunks)
-            read = sum(chunk.bytes for chunk in self.chunks[:first])
+            last, total = time.monotonic(), sum(_sizes(self.chunks))
+            read = sum(_sizes(self.chunks[:first]))
             for encoded in self.pool.map(encoder, self.chunks[first:]):
                 for part, appended in parts.items():
                     appended.append(encoded[part])
@@ -455,13 +456,9 @@ def _start_worker() -> None:
 
 
 def _counted(
-    phase: str, found: Iterable[Found], items: Sequence[Any], report: Report
+    phase: str, found: Iterable[Found], sizes: Sequence[int], report: Report
 ) -> Iterator[Found]:
-    """Hand on what is found for each item, and report how many bytes were read."""
-    sizes = [os.path.getsize(i) if isinstance(i, str) and os.path.exists(i) else 0 for i in items]
-    sizes = [
-        item.bytes if isinstance(item, Chunk) else s for item, s in zip(items, sizes, strict=True)
-    ]
+    """Hand on what is found, one thing for each of `sizes`, and report the bytes so far."""
     done = 0
     for size, one in zip(sizes, found, strict=True):
         done += size
@@ -469,9 +466,13 @@ def _counted(
         yield one
 
 
+def _sizes(chunks: Sequence[Chunk]) -> list[int]:
+    return [chunk.bytes for chunk in chunks]
+
+
 def _evenly(chunks: Sequence[Chunk], size: int) -> list[Chunk]:
     """Return about `size` bytes of chunks, from all over the files."""
-    total = sum(chunk.bytes for chunk in chunks)
+    total = sum(_sizes(chunks))
     count = len(chunks) if total <= size else max(1, len(chunks) * size // total)
     return [chunks[i * len(chunks) // count] for i in range(count)]
 
