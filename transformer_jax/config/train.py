@@ -108,8 +108,6 @@ class TrainConfig:
         check_types(self)
         positive(self, "steps", "batch_size", "context", "accumulation", "learning_rate")
         positive(self, "word_count", "decay_steps")
-        if self.data_weights is not None and min(self.data_weights, default=0) <= 0:
-            fail("data_weights", self.data_weights, "must be positive")
         positive(self, "clip_norm", "eval_every", "eval_batches", "checkpoint_every", "keep")
         positive(self, "log_every", "bpe_vocab_size")
         non_negative(self, "min_learning_rate", "warmup_steps", "weight_decay", "sample_tokens")
@@ -119,6 +117,8 @@ class TrainConfig:
         fraction(self, "beta1", "beta2", "label_smoothing")
         if not 0.0 < self.val_fraction < 1.0:
             fail("val_fraction", self.val_fraction, "must be between 0 and 1")
+        if self.data_weights is not None and min(self.data_weights, default=0) <= 0:
+            fail("data_weights", self.data_weights, "must be positive")
         if self.min_learning_rate > self.learning_rate:
             rule = f"must not exceed learning_rate {self.learning_rate}"
             fail("min_learning_rate", self.min_learning_rate, rule)
