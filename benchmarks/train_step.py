@@ -160,9 +160,9 @@ def flax_modules(case: TrainCase) -> Step:
         optax.clip_by_global_norm(RECIPE.clip_norm),
         optax.adamw(
             RECIPE.learning_rate,
-            b1=RECIPE.beta1,
-            b2=RECIPE.beta2,
-            weight_decay=RECIPE.weight_decay,
+            b1=RECIPE.optimizer.beta1,
+            b2=RECIPE.optimizer.beta2,
+            weight_decay=RECIPE.optimizer.weight_decay,
             mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
         ),
     )
@@ -273,11 +273,11 @@ def _torch_step(case: TrainCase, model: Any, forward: Callable[..., Any], device
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [
-            {"params": matrices, "weight_decay": RECIPE.weight_decay},
+            {"params": matrices, "weight_decay": RECIPE.optimizer.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ],
         lr=RECIPE.learning_rate,
-        betas=(RECIPE.beta1, RECIPE.beta2),
+        betas=(RECIPE.optimizer.beta1, RECIPE.optimizer.beta2),
         fused=True,
     )
 

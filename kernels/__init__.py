@@ -31,7 +31,7 @@ import jax
 
 from transformer_jax.kernels.contract import Blocks
 
-__all__ = ["Target", "target", "using"]
+__all__ = ["Target", "platform", "target", "using"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,14 @@ def using(chosen: Target) -> Iterator[None]:
 def target() -> Target | str:
     """Return where a kernel would run, or why none would."""
     return _chosen.get() or _attached()
+
+
+def platform() -> str:
+    """Return what programs are made for: cpu, gpu or tpu, of a target that is not interpreted."""
+    chosen = _chosen.get()
+    if chosen is None or chosen.interpret:
+        return jax.default_backend()
+    return "tpu" if chosen.backend == "tpu" else "gpu"
 
 
 @functools.cache

@@ -1,4 +1,7 @@
-"""Register frozen dataclasses as pytrees whose checks run for callers only, and for export."""
+"""Register frozen dataclasses as pytrees whose checks run for callers only, and for export.
+
+`cast_floats` changes the dtype of a tree's numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,17 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import export
 
 C = TypeVar("C", bound=type)
+
+
+def cast_floats(tree: Any, dtype: jax.typing.DTypeLike) -> Any:
+    """Return a tree whose floating-point arrays are in `dtype`; others stay as they are."""
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
 
 
 def register(*, arrays: tuple[str, ...] = (), static: tuple[str, ...] = ()) -> Callable[[C], C]:

@@ -18,7 +18,7 @@ from transformer_jax.kernels.contract import no_mesh, vary
 
 Result = TypeVar("Result")
 
-__all__ = ["by_compiler", "no_mesh", "split", "split_rows", "vary"]
+__all__ = ["by_compiler", "gathered", "no_mesh", "split", "split_rows", "vary"]
 
 
 def split(x: Any, axes: slice = slice(None), after: Iterable[Any] = ()) -> PartitionSpec:
@@ -35,6 +35,26 @@ def split_rows(state: Any) -> PartitionSpec:
     """Return how the rows of a state are split, with which all of its arrays begin."""
     leaves = jax.tree.leaves(state)
     return split(leaves[0], slice(1)) if leaves else PartitionSpec()
+
+
+def gathered(parameter: Any, x: Any, axes: slice) -> Any:
+    """Return a parameter whole along the axes of the mesh that split these axes of `x`, its rows.
+
+    Where both are split over the same devices, as rows and parameters by "fsdp", the compiler might
+    as well move the activations; of the two, the parameter is the one to gather. None stays None.
+    """
+    mesh = None if parameter is None else jax.typeof(parameter).sharding.mesh
+    if mesh is None or not mesh.explicit_axes:
+        return parameter
+    taken = {name for one in split(x, axes) for name in _names(one)}
+    spec = split(parameter)
+    kept = [[name for name in _names(one) if name not in taken] for one in spec]
+    wanted = PartitionSpec(*(one[0] if len(one) == 1 else tuple(one) or None for one in kept))
+    return (
+        parameter
+        if wanted == spec
+        else jax.sharding.reshard(parameter, NamedSharding(mesh, wanted))
+    )
 
 
 def by_compiler(function: Callable[..., Result], arguments: Sequence[Any], results: Any) -> Result:

@@ -135,12 +135,12 @@ def test_looped_scanned_and_rematerialised_stacks_have_the_same_weights():
     _, _, want = attend(config, params, tokens)
     assert want.self.shape == (ROWS, 2, 4, PROMPT, PROMPT)
     np.testing.assert_array_equal(want.positions, np.tile(np.arange(PROMPT), (ROWS, 1)))
-    other = dataclasses.replace(config, scan_layers=True, remat=True)
+    other = dataclasses.replace(config, scan_layers=True, remat="full")
     _, _, got = attend(other, stack_layers(params), tokens)
     np.testing.assert_array_equal(got.positions, want.positions)
     assert_near(got.self, want.self, WEIGHTS)
     assert_near(got.hidden, want.hidden, WEIGHTS)
-    other = dataclasses.replace(config, remat=True)
+    other = dataclasses.replace(config, remat="full")
     got = jax.eval_shape(partial(attend, other), params, tokens)[2]
     assert got.self.shape == want.self.shape
     assert got.hidden.shape == want.hidden.shape == (ROWS, 3, PROMPT, 14)

@@ -60,6 +60,14 @@ REGROUPED = {
 }  # fmt: skip
 """Fields of the old `ModelConfig` that may be called otherwise now; all others are as they were."""
 
+MOVED = {
+    "remat": lambda config: {"none": False, "full": True}[config.remat],
+    "beta1": lambda config: config.optimizer.beta1,
+    "beta2": lambda config: config.optimizer.beta2,
+    "weight_decay": lambda config: config.optimizer.weight_decay,
+}
+"""Old fields that are written otherwise now, and what they were."""
+
 # Up to here.
 
 OLD = Path(__file__).parents[1] / "golden" / "old_runs"
@@ -120,7 +128,7 @@ def same_fields(config: Any, stored: dict[str, Any]) -> list[str]:
     """Compare each field of a config that is not regrouped; their names."""
     names = sorted(set(stored) - REGROUPED - {"model"})
     for name in names:
-        value = getattr(config, name)
+        value = MOVED[name](config) if name in MOVED else getattr(config, name)
         value = list(value) if isinstance(value, tuple) else value
         assert (value, type(value)) == (stored[name], type(stored[name])), name
     return names

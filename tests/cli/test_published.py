@@ -283,10 +283,10 @@ def test_what_contradicts_the_published_model_is_refused(
 
 
 def test_how_it_is_run_may_change(published, text, tmp_path):
-    more = "--dropout 0.1 --remat True --scan-layers True --dtype bfloat16"
+    more = "--dropout 0.1 --remat dots --scan-layers True --dtype bfloat16"
     config, _ = train.configure(parse(flags(published, text, tmp_path, *more.split()), None))
     model = config.model
-    assert (model.dropout, model.remat, model.scan_layers) == (0.1, True, True)
+    assert (model.dropout, model.remat, model.scan_layers) == (0.1, "dots", True)
     assert model.dtype == "bfloat16"
     other = dataclasses.replace(model, norm_eps=1e-3)
     wrong = dataclasses.replace(config, model=other, out=str(tmp_path / "x"))

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,10 @@ from transformer_jax.cli.run_flags import FLAGS, parse
 from transformer_jax.config import (
     ConfigError,
     Frames,
+    MeshConfig,
     ModelConfig,
     NgramConfig,
+    Optimizer,
     Patches,
     RecurrentConfig,
     Rope,
@@ -206,6 +209,7 @@ def test_every_field_is_a_flag_and_means_what_it_says():
     expected = flat(TrainConfig, "model").union(*map(flat, models))
     inputs = Patches, Frames, Vectors
     expected = expected.union(*map(flat, (*KINDS.values(), *TASKS.values(), *inputs)))
+    expected = expected.union(*map(flat, (*get_args(Optimizer), MeshConfig)))
     assert {path[-1] for path in FLAGS.fields} == expected
     argv = (
         "--positions rope --base 500 --scaling yarn --original-len 64 --factor 2 --glu True "

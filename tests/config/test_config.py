@@ -11,6 +11,7 @@ import transformer_jax
 from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json, differences
 from transformer_jax.config import (
     PRESETS,
+    AdamW,
     Alibi,
     ConfigError,
     Learned,
@@ -229,10 +230,10 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (TrainConfig, {}, dict(min_learning_rate=-1.0), "min_learning_rate", "-1.0", "negative"),
     (TrainConfig, {}, dict(min_learning_rate=1.0), "min_learning_rate", "1.0", "rate 0.001"),
     (TrainConfig, {}, dict(warmup_steps=-1), "warmup_steps", "-1", "negative"),
-    (TrainConfig, {}, dict(weight_decay=-0.1), "weight_decay", "-0.1", "negative"),
+    (AdamW, {}, dict(weight_decay=-0.1), "weight_decay", "-0.1", "negative"),
     (TrainConfig, {}, dict(sample_tokens=-1), "sample_tokens", "-1", "negative"),
-    (TrainConfig, {}, dict(beta1=1.0), "beta1", "1.0", "below 1"),
-    (TrainConfig, {}, dict(beta2=-0.1), "beta2", "-0.1", "at least 0"),
+    (AdamW, {}, dict(beta1=1.0), "beta1", "1.0", "below 1"),
+    (AdamW, {}, dict(beta2=-0.1), "beta2", "-0.1", "at least 0"),
     (TrainConfig, {}, dict(label_smoothing=1.0), "label_smoothing", "1.0", "below 1"),
     (TrainConfig, {}, dict(val_fraction=0.0), "val_fraction", "0.0", "between 0 and 1"),
     (TrainConfig, {}, dict(val_fraction=1.0), "val_fraction", "1.0", "between 0 and 1"),
@@ -269,7 +270,13 @@ def test_values_at_the_edge_of_a_rule_are_allowed():
     ModelConfig(kind="encoder", positions=T5Buckets(buckets=4, max_distance=3))
     ModelConfig(positions="shaw", implementation="xla")
     Rope(scaling="yarn", original_len=1, factor=1.0)
-    TrainConfig(seed=2**32 - 1, context=256, beta1=0.0, warmup_steps=0, min_learning_rate=1e-3)
+    TrainConfig(
+        seed=2**32 - 1,
+        context=256,
+        optimizer=AdamW(beta1=0.0),
+        warmup_steps=0,
+        min_learning_rate=1e-3,
+    )
 
 
 def test_a_field_that_one_choice_needs_is_read_by_it():

@@ -264,7 +264,7 @@ def test_texts_of_a_source_of_inputs_equal_the_oracle(case, rng):
 
 def test_a_scanned_and_recomputed_encoder_of_patches_is_the_looped_one(rng):
     config, x, params = prepared(dict(inputs=PATCHES, num_layers=2), rng)
-    scanned = dataclasses.replace(config, scan_layers=True, remat=True)
+    scanned = dataclasses.replace(config, scan_layers=True, remat="full")
     want = oracle.encode(config, params, x)
     assert_near(applied(scanned, stack_layers(params), x, "encode"), np.stack(want), MODEL_F32)
 

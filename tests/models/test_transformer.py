@@ -660,9 +660,11 @@ def test_rows_are_independent(kind, rng):
 
 FORMS = {
     "loop": dict(),
-    "loop-remat": dict(remat=True),
+    "loop-remat": dict(remat="full"),
+    "loop-remat-attention": dict(remat="attention"),
     "scan": dict(scan_layers=True),
-    "scan-remat": dict(scan_layers=True, remat=True),
+    "scan-remat": dict(scan_layers=True, remat="full"),
+    "scan-remat-dots": dict(scan_layers=True, remat="dots"),
 }
 
 
@@ -729,12 +731,13 @@ def test_each_rate_of_dropout_acts_alone_and_needs_a_key(kind, change, rng):
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
-def test_remat_keeps_less_for_the_backward_pass(scan, rng):
+def test_each_kind_of_remat_keeps_less_for_the_backward_pass(scan, rng):
     """Counted in what the forward pass hands to the backward pass; no compilation needed."""
     tokens = random_tokens(rng, 2, 41)
+    base = dataclasses.replace(SMALL, num_layers=3, scan_layers=scan, implementation="xla")
 
-    def kept(remat: bool) -> int:
-        config = dataclasses.replace(SMALL, num_layers=3, remat=remat, scan_layers=scan)
+    def kept(remat: str) -> int:
+        config = dataclasses.replace(base, remat=remat)
 
         def backward(params):
             return jax.vjp(lambda p: build(config).apply({"params": p}, tokens)[0], params)[1]
@@ -743,9 +746,13 @@ def test_remat_keeps_less_for_the_backward_pass(scan, rng):
         saved = jax.eval_shape(backward, tree)
         return sum(leaf.size for leaf in jax.tree.leaves(saved)) - num_params(config)
 
-    with_remat, without = kept(True), kept(False)
-    layer_inputs = 3 * 2 * 41 * 26
-    assert layer_inputs <= with_remat < 0.4 * without
+    found = {remat: kept(remat) for remat in ("full", "dots", "attention", "none")}
+    rows, scores = 3 * 2 * 41, 3 * 2 * 41 * 41 * base.num_heads
+    width = base.num_heads * base.key_dim + base.kv_heads * (base.key_dim + base.value_dim)
+    products = rows * (width + base.ff_dim)  # those that the backward pass reads, at the least
+    assert rows * base.d_model <= found["full"] < 0.4 * found["none"]
+    assert found["full"] + products <= found["dots"] < found["none"]
+    assert found["attention"] <= found["none"] - scores  # of weights there is at least one
 
 
 def test_stacking_layers_round_trips_bit_for_bit(rng):
@@ -1300,7 +1307,7 @@ def test_training_and_decoding_are_clean_under(setting, rng, key):
         positions="rope",
         dropout=0.1,
         attention_dropout=0.1,
-        remat=True,
+        remat="full",
         window=3,
         num_layers=1,
     )

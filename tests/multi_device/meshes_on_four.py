@@ -54,7 +54,7 @@ MODELS = {
         qk_norm=True, attention_sinks=True, logit_bias=True, scan_layers=True,
     ),
     "shaw": replace(SMALL, positions="shaw", implementation="xla"),
-    "t5": replace(SMALL, num_layers=1, positions="t5", remat=True, implementation="blockwise"),
+    "t5": replace(SMALL, num_layers=1, positions="t5", remat="full", implementation="blockwise"),
     "dropout": replace(SMALL, positions="alibi", dropout=0.1, attention_dropout=0.1),
     "encoder": replace(SMALL, kind="encoder"),
     "encoder-decoder": replace(SMALL, kind="encoder-decoder", num_layers=1),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests.support.devices import on_devices
-from tests.support.tolerances import GRADIENT_F32
+from tests.support.tolerances import GRADIENT_F32, assert_near
+from transformer_jax.training.placement import parameter_spec
 
 ROWS_HEADS = ["data", None, "model"]
 
@@ -72,3 +74,57 @@ def test_tiles_of_rows_and_heads_are_of_one_device_and_nothing_is_gathered(cases
         gathers = case.startswith("three key heads") or case == SUGGESTED
         assert bool(result["gathered"]) == gathers, (case, result)
         assert not result.get("rounded"), (case, result)  # before they are added up
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(["one", "all", "moved", "random", "work"], id="some"),
+        pytest.param([], marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="all"),
+    ],
+)
+def test_a_run_over_any_mesh_has_the_losses_of_one_device(cases):
+    """Also one that goes on over another mesh. Random bits are the same, bit for bit."""
+    results = on_devices(8, "-m", "tests.multi_device.training_on_eight", *cases, optimise=False)
+    work = results.pop("work")
+    one, _ = work["one"]
+    assert all(one <= other <= 1.1 * one for other, _ in work.values()), "work is repeated"
+    gathered = {layout: share for layout, (_, share) in work.items()}
+    assert gathered["one"] == gathered["data"] == 0
+    # of every parameter the part that the device's tensor axis leaves it, once
+    for layout, share in {"fsdp": 1, "fsdp, tensor": 1 / 4, "all": 1 / 2}.items():
+        assert 0.8 * share < gathered[layout] < 1.1 * share, (layout, gathered)
+    random = results.pop("random")
+    assert len(random["dropout"]) == 5 and len({*random["dropout"]}) == 1
+    assert random["apart"] <= 1e-6  # the same bits, made into normal numbers by other programs
+    assert len(results) == len(cases) - 2 or len(results) > 20
+    for case, result in results.items():
+        layout, _, change = case.partition("; ")
+        wanted = results[f"one; {change}" if change else "one"]
+        # rounded at random: a number near a threshold may fall on the other side
+        tolerance = 1e-4 if "bfloat16" in case else 1e-5
+        assert len(result["losses"]) == 6 and min(result["losses"]) > 1
+        assert_near(result["losses"], wanted["losses"], tolerance, case)
+        assert_near([result["held out"]], [wanted["held out"]], tolerance, case)
+        assert result["sample"] == wanted["sample"] and wanted["sample"], case
+        assert result["split"].keys() == wanted["split"].keys()
+        split = {name: spec for name, spec in result["split"].items() if "'" in spec}
+        assert bool(split) == (layout not in ("one", "data")), case
+        if case == "all":
+            for tree in ("params", "opt_state/1/0/mu", "average"):
+                block = f"{tree}/decoder/block_0"
+                assert split[f"{block}/attention/query/kernel"] == "P('fsdp', 'tensor', None)"
+                assert split[f"{block}/attention/out/kernel"] == "P('tensor', None, 'fsdp')"
+                assert split[f"{block}/feed_forward/up/kernel"] == "P('fsdp', 'tensor')"
+                assert split[f"{tree}/embed/tokens"] == "P('tensor', 'fsdp')"
+
+
+def test_an_axis_that_its_devices_do_not_divide_is_whole():
+    sizes = {"data": 2, "fsdp": 4, "tensor": 2}
+    path = ("decoder", "blocks", "attention", "key", "kernel")
+    assert parameter_spec(path, (3, 32, 2, 8), sizes) == P(None, "fsdp", "tensor", None)
+    assert parameter_spec(path, (3, 30, 1, 8), sizes) == P(None, None, None, None)
+    assert parameter_spec(("embed", "tokens"), (50257, 768), sizes) == P(None, "fsdp")
+    assert parameter_spec(("decoder", "norm", "scale"), (32,), sizes) == P()
+    # the row sums of Adafactor stand at the path of their parameter
+    assert parameter_spec(("v_row", "block_0", "up", "kernel"), (32,), sizes) == P()

@@ -11,6 +11,7 @@ from tests.training.test_training import assert_same_state
 from transformer_jax.__main__ import main as run_command
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import (
+    AdamW,
     ModelConfig,
     NgramConfig,
     RecurrentConfig,
@@ -72,8 +73,8 @@ MODELS = {
 
 def run(out, task, model, steps, **changes) -> TrainConfig:
     recipe = dict(
-        batch_size=64, learning_rate=4e-3, warmup_steps=20, weight_decay=0.01, log_every=1000,
-        eval_every=steps, checkpoint_every=steps, sample_tokens=0, seed=11,
+        batch_size=64, learning_rate=4e-3, warmup_steps=20, optimizer=AdamW(weight_decay=0.01),
+        log_every=1000, eval_every=steps, checkpoint_every=steps, sample_tokens=0, seed=11,
     )  # fmt: skip
     fields = recipe | {"steps": steps} | changes
     return TrainConfig(task=task, model=MODELS[model], out=str(out / "run"), **fields)
@@ -113,7 +114,7 @@ GENERATED = {
     "addition wider encoder-decoder": (
         AdditionTask(),
         3000,
-        dict(learning_rate=3e-3, weight_decay=0.3),
+        dict(learning_rate=3e-3, optimizer=AdamW(weight_decay=0.3)),
     ),
     "addition wider gru translator": (ADDITION, 1000, FAST | dict(batch_size=128)),
     "addition wider lstm translator": (ADDITION, 1000, FAST | dict(batch_size=128)),

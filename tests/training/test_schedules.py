@@ -7,7 +7,7 @@ import pytest
 from tests.support.tolerances import assert_near
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.models.factory import init_params
-from transformer_jax.training.step import is_frozen, learning_rate_schedule, make_optimizer
+from transformer_jax.training.optimizers import is_frozen, learning_rate_schedule, make_optimizer
 
 PEAK, END, WARMUP, STEPS, DECAY = 0.7, 0.1, 7, 31, 5
 

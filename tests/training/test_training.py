@@ -27,8 +27,13 @@ from transformer_jax.checkpoints.run_folder import (
 )
 from transformer_jax.config import (
     PRESETS,
+    Adafactor,
+    AdamW,
     ConfigError,
+    Lion,
     ModelConfig,
+    Muon,
+    ScheduleFree,
     TrainConfig,
     preset,
     train_preset,
@@ -48,13 +53,15 @@ from transformer_jax.training.data import (
     random_starts,
 )
 from transformer_jax.training.loop import MOST_REJECTED, Scores, fit
+from transformer_jax.training.optimizers import (
+    decays,
+    learning_rate_schedule,
+    make_optimizer,
+)
 from transformer_jax.training.progress import Silent
 from transformer_jax.training.step import (
-    decays,
     init_state,
-    learning_rate_schedule,
     make_eval_step,
-    make_optimizer,
     make_train_step,
     start_state,
     windows,
@@ -99,7 +106,7 @@ def traced_once(monkeypatch):
     """One program for training and one for evaluation serve all runs: another trace raises."""
 
     def once(make):
-        return lambda *args: chex.assert_max_traces(make(*args), n=1)
+        return lambda *args, **named: chex.assert_max_traces(make(*args, **named), n=1)
 
     monkeypatch.setattr(training, "batch_loss", once(training.batch_loss))
     monkeypatch.setattr(training, "batch_scores", once(training.batch_scores))
@@ -148,10 +155,18 @@ VARIANTS = {
     "bfloat16": lambda c: changed(c, dtype="bfloat16"),
     "tied, scanned": lambda c: changed(c, num_layers=2, scan_layers=True),
     "untied": lambda c: changed(c, tie_embeddings=False, logit_bias=True),
+    "bfloat16 parameters, average, chunks": lambda c: replace(
+        c, param_dtype="bfloat16", ema_decay=0.9, loss_chunk=5, z_loss=1e-3, optimizer=Lion()
+    ),
+    "schedulefree": lambda c: replace(c, optimizer=ScheduleFree(), schedule="constant"),
+    "muon, rematerialised": lambda c: replace(changed(c, remat="dots"), optimizer=Muon()),
+    "adafactor": lambda c: replace(c, optimizer=Adafactor(smallest_factored=8)),
 }
 
 
-@pytest.mark.slow_cases("bfloat16", "dropout]", "tied", "untied", "warm")
+@pytest.mark.slow_cases(
+    "bfloat16]", "adafactor", "muon", "schedulefree", "dropout]", "tied", "untied", "warm"
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(config, monkeypatch, traced_once, variant):
     read: list[tuple] = []
@@ -310,7 +325,7 @@ def test_a_step_that_is_not_finite_changes_nothing(what, token, label, count):
 
 def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(config):
     wild = replace(config, learning_rate=1e37, checkpoint_every=1, keep=40, eval_every=100)
-    wild = replace(wild, steps=40, weight_decay=0.0)
+    wild = replace(wild, steps=40, optimizer=AdamW(weight_decay=0.0))
     with pytest.raises(RunError, match=r"step 1\d: loss or gradient was not finite 10 times"):
         fit(wild)
     folder = Path(wild.out) / "checkpoints"
@@ -392,8 +407,8 @@ def test_the_rate_is_that_of_runs_written_before_optax_gave_it(config, steps, wa
 def test_the_optimizer_is_adamw_with_clipping(rng):
     """Five steps against the published update, in float64."""
     config = TrainConfig(
-        learning_rate=0.1, min_learning_rate=0.01, warmup_steps=2, steps=5, weight_decay=0.3,
-        clip_norm=1.7, beta1=0.8, beta2=0.9,
+        learning_rate=0.1, min_learning_rate=0.01, warmup_steps=2, steps=5, clip_norm=1.7,
+        optimizer=AdamW(beta1=0.8, beta2=0.9, weight_decay=0.3),
     )  # fmt: skip
     shapes = {"kernel": (3, 5), "bias": (2, 3), "scale": (5,), "sinks": (2,), "tokens": (7, 3)}
     params = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
@@ -780,7 +795,7 @@ def test_a_vocabulary_may_be_wider_than_its_tokenizer_but_not_narrower(config):
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(config):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ConfigError, match=r"model has [\d,]+ parameters: with the optimizer"):
+    with pytest.raises(ConfigError, match=r"model has [\d,]+ parameters: needs [\d,.]+ GiB on"):
         fit(changed(config, d_model=10**9))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
     assert not Path(config.out).exists()

@@ -36,7 +36,7 @@ from transformer_jax.attention.cudnn import Cudnn
 from transformer_jax.attention.fused import Pallas
 from transformer_jax.attention.masks import Mask
 from transformer_jax.attention.reference import Xla, reference_weights
-from transformer_jax.kernels import target
+from transformer_jax.kernels import platform, target
 from transformer_jax.kernels.chips import FASTEST
 from transformer_jax.sharding import by_compiler, split
 
@@ -293,7 +293,7 @@ def _best_first(call: AttentionCall) -> list[str]:
     is filled. On an accelerator the scores may take a gibibyte.
     """
     B, T, N, S = call.sizes
-    if jax.default_backend() == "cpu":
+    if platform() == "cpu":
         size = 4 * (B * T * N * S + call.key.size + call.value.size)
         small = T * S < 128 * 128 and size <= 2**23
         small = small and not (T <= FEW_QUERIES and S >= 64)

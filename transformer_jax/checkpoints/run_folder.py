@@ -27,7 +27,7 @@ from typing import Any, cast, get_args, get_type_hints
 from transformer_jax.checkpoints.checkpoint import CheckpointError, naming, write_file
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.fields import kind_name
-from transformer_jax.config.migrate import current_model_fields
+from transformer_jax.config.migrate import current_model_fields, current_train_fields
 from transformer_jax.config.tasks import usual_task
 from transformer_jax.tokenizers.special import tokenizer_from_json
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -37,7 +37,7 @@ CONFIG_LIMIT = 2**20
 
 MAY_CHANGE = frozenset(
     {
-        "data", "val_data", "out", "steps", "task.judged", "task.beams", "task.targets",
+        "data", "val_data", "out", "steps", "mesh", "task.judged", "task.beams", "task.targets",
         "task.val_targets", "model.nodes", "eval_every", "eval_batches",
         "checkpoint_every", "keep", "log_every", "sample_tokens",
     }
@@ -204,6 +204,8 @@ def _build(cls: type, content: Any, path: str) -> Any:
             content = current_model_fields(content)
         except ConfigError as error:
             raise ConfigError(f"{path}{error}") from None
+    if cls is TrainConfig:
+        content = current_train_fields(content)
     hints = get_type_hints(cls)
     arguments = {}
     for key, value in content.items():
@@ -255,7 +257,8 @@ def _kinds(hint: Any) -> dict[str, Any]:
 
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     """Return "key: old -> new" for every changed field that a resumed run may not change."""
-    return [line for key, line in _differences(old, new, "") if key not in MAY_CHANGE]
+    found = _differences(old, new, "")
+    return [line for key, line in found if not {key, key.partition(".")[0]} & MAY_CHANGE]
 
 
 def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, str]]:

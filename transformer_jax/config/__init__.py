@@ -7,6 +7,7 @@ imported, and no array or module is made here: `models` builds what a config des
 from transformer_jax.config.fields import ConfigError
 from transformer_jax.config.inputs import Frames, Inputs, Patches, Vectors
 from transformer_jax.config.lora import LoraConfig
+from transformer_jax.config.mesh import MeshConfig
 from transformer_jax.config.model import (
     Activation,
     DType,
@@ -15,8 +16,17 @@ from transformer_jax.config.model import (
     Norm,
     NormOrder,
     Pooler,
+    Remat,
 )
 from transformer_jax.config.ngram import NgramConfig
+from transformer_jax.config.optimizers import (
+    Adafactor,
+    AdamW,
+    Lion,
+    Muon,
+    Optimizer,
+    ScheduleFree,
+)
 from transformer_jax.config.positions import (
     Alibi,
     Learned,
@@ -36,6 +46,8 @@ from transformer_jax.config.window import WindowConfig
 __all__ = [
     "PRESETS",
     "Activation",
+    "Adafactor",
+    "AdamW",
     "Alibi",
     "Cell",
     "ConfigError",
@@ -45,18 +57,24 @@ __all__ = [
     "Inputs",
     "Kind",
     "Learned",
+    "Lion",
     "LoraConfig",
+    "MeshConfig",
     "ModelConfig",
+    "Muon",
     "NgramConfig",
     "Norm",
     "NormOrder",
+    "Optimizer",
     "Patches",
     "Pooler",
     "Positions",
     "RecurrentConfig",
+    "Remat",
     "Rope",
     "RopeConfig",
     "RopeScaling",
+    "ScheduleFree",
     "Shaw",
     "Sinusoidal",
     "StateAttention",

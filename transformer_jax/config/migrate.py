@@ -1,8 +1,10 @@
-"""Read the fields of configs that were written before positions were one value.
+"""Read the fields of configs that were written before some of them were one value.
 
-Until then `positions` was a name, and the settings of every kind were fields of the model beside
-it: `rope`, `window_rope_base`, `position_offset`, `sinusoid`, `relative_buckets` and
-`relative_max_distance`, at their defaults where the name was another.
+`remat` was true or false, and the settings of AdamW, the only optimizer, were fields of the run.
+
+`positions` was a name, and the settings of every kind were fields of the model beside it: `rope`,
+`window_rope_base`, `position_offset`, `sinusoid`, `relative_buckets` and `relative_max_distance`,
+at their defaults where the name was another.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ def current_model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     the old `positions` did not read, and that is not at its default.
     """
     out = dict(content)
+    if isinstance(out.get("remat"), bool):
+        out["remat"] = "full" if out["remat"] else "none"
     name = out.get("positions", "learned")
     old = {key: out.pop(key) for key in ("rope", *OLD_FIELDS) if key in out}
     if not isinstance(name, str) or name not in SHORTHANDS:
@@ -46,6 +50,17 @@ def current_model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
             fail(key, value, f"needs positions {' or '.join(map(repr, reader))}")
     kind: type[Positions] | None = SHORTHANDS[name]
     out["positions"] = None if kind is None else {"kind": kind().kind, **settings}
+    return out
+
+
+def current_train_fields(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a run with its optimizer as one object `{"kind": ..., ...}`."""
+    out = dict(content)
+    old = {key: out.pop(key) for key in ("beta1", "beta2", "weight_decay") if key in out}
+    if old and "optimizer" in out:
+        fail(next(iter(old)), next(iter(old.values())), "is a field of optimizer now")
+    if old:
+        out["optimizer"] = {"kind": "adamw", **old}
     return out
 
 

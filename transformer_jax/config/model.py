@@ -27,6 +27,7 @@ NormOrder = Literal["pre", "post", "sandwich"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 DType = Literal["float32", "bfloat16", "float16"]
 Pooler = Literal["tanh", "relu"]
+Remat = Literal["none", "attention", "dots", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +126,9 @@ class ModelConfig:
     """Standard deviation of weights; branch outputs get it divided by sqrt(2 L)."""
     dtype: DType = "float32"
     """Compute dtype; parameters are float32."""
-    remat: bool = False
-    """Recompute each block in the backward pass."""
+    remat: Remat = "none"
+    """What the backward pass computes again, to hold less: none; attention, what is between queries
+    and its output; dots, of each block all but the products with its matrices; full, each block."""
     scan_layers: bool = False
     """One stacked block under lax.scan instead of a Python loop."""
     implementation: str | None = None

@@ -14,8 +14,10 @@ from transformer_jax.config.fields import (
     positive,
     unread,
 )
+from transformer_jax.config.mesh import MeshConfig
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
+from transformer_jax.config.optimizers import AdamW, Muon, Optimizer, ScheduleFree
 from transformer_jax.config.recurrent import RecurrentConfig
 from transformer_jax.config.tasks import ContinuousTask, GeneratedTask, LanguageTask, Task
 from transformer_jax.config.window import WindowConfig
@@ -60,10 +62,12 @@ class TrainConfig:
     """The last part of the text, held out."""
     out: str = "runs/default"
     """The run folder."""
+    mesh: MeshConfig | None = None
+    """How the run is split over devices: data=2,fsdp=4,tensor=2. None is one device."""
     steps: int = 2000
     """Optimizer steps."""
     batch_size: int = 12
-    """Sequences in a micro-batch."""
+    """Sequences in a micro-batch, on all devices together."""
     context: int | None = None
     """Tokens in a training sequence; None is the model's max_len, or 64 where it has none."""
     accumulation: int = 1
@@ -79,16 +83,24 @@ class TrainConfig:
     """wsd: the last steps, in which the rate falls; None is a tenth of all."""
     warmup_steps: int = 100
     """Linear warm-up from 0."""
-    beta1: float = 0.9
-    """AdamW's decay of the mean gradient."""
-    beta2: float = 0.99
-    """AdamW's decay of the mean squared gradient."""
-    weight_decay: float = 0.1
-    """AdamW's, on matrices only."""
+    optimizer: Optimizer = field(default_factory=AdamW)
+    """What makes a step of a gradient: adamw, adafactor, lion, muon or schedulefree."""
     clip_norm: float = 1.0
     """Largest global norm of the gradient."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What parameters are held in. bfloat16 takes half the memory: a step is computed in float32
+    and rounded at random, up or down, so that small steps count on average."""
+    ema_decay: float | None = None
+    """Decay of an average of the parameters over the steps, in float32; it is what is evaluated and
+    used (Polyak & Juditsky 1992). None keeps none."""
     label_smoothing: float = 0.0
     """Share of a label's probability spread over the vocabulary, in training only."""
+    z_loss: float = 0.0
+    """Multiplier of log(Z)^2 in the loss of training, Z the denominator of the softmax; 1e-4 keeps
+    logits from drifting (Chowdhery et al. 2022, 5)."""
+    loss_chunk: int | None = None
+    """Tokens of each row whose logits exist at a time in the loss; None chooses by their size, and
+    the length of a row or more makes all of them at once."""
     eval_every: int = 250
     """Steps between evaluations on the held-out part."""
     eval_batches: int | None = None
@@ -107,14 +119,16 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_types(self)
         positive(self, "steps", "batch_size", "context", "accumulation", "learning_rate")
-        positive(self, "word_count", "decay_steps")
+        positive(self, "word_count", "decay_steps", "loss_chunk")
         positive(self, "clip_norm", "eval_every", "eval_batches", "checkpoint_every", "keep")
         positive(self, "log_every", "bpe_vocab_size")
-        non_negative(self, "min_learning_rate", "warmup_steps", "weight_decay", "sample_tokens")
+        non_negative(self, "min_learning_rate", "warmup_steps", "sample_tokens", "z_loss")
         below_int32(self, "steps", "batch_size", "accumulation", "warmup_steps", "eval_every")
         below_int32(self, "eval_batches", "checkpoint_every", "keep", "log_every", "bpe_vocab_size")
         below_int32(self, "sample_tokens")
-        fraction(self, "beta1", "beta2", "label_smoothing")
+        fraction(self, "label_smoothing")
+        if self.ema_decay is not None:
+            fraction(self, "ema_decay")
         if not 0.0 < self.val_fraction < 1.0:
             fail("val_fraction", self.val_fraction, "must be between 0 and 1")
         if self.data_weights is not None and min(self.data_weights, default=0) <= 0:
@@ -128,6 +142,9 @@ class TrainConfig:
         if isinstance(self.model, NgramConfig) and self.steps != 1:
             fail("steps", self.steps, "an n-gram model is counted in one step: must be 1")
         self._check_context()
+        self._check_optimizer()
+        if self.mesh is not None:
+            self._check_mesh(self.mesh)
         if self.bpe_vocab_size < 257:
             rule = "must be at least 257 (every byte, one merge)"
             fail("bpe_vocab_size", self.bpe_vocab_size, rule)
@@ -141,6 +158,26 @@ class TrainConfig:
         longest = self.model.max_len if isinstance(self.model, ModelConfig) else None
         if self.context is not None and longest is not None and self.context > longest:
             fail("context", self.context, f"exceeds the model's max_len {longest}")
+
+    def _check_mesh(self, mesh: MeshConfig) -> None:
+        """Check what a mesh needs of the other fields."""
+        if not isinstance(self.model, ModelConfig):
+            kind = type(self.model).__name__.removesuffix("Config").lower()
+            fail("mesh", str(mesh), f"is for transformers, the model is {kind}")
+        if self.batch_size % mesh.row_shards:
+            rule = f"must be a multiple of {mesh.row_shards}, over which mesh {mesh} splits rows"
+            fail("batch_size", self.batch_size, rule)
+
+    def _check_optimizer(self) -> None:
+        """Check what an optimizer needs of the other fields."""
+        if isinstance(self.optimizer, Muon) and not isinstance(self.model, ModelConfig):
+            kind = type(self.model).__name__.removesuffix("Config").lower()
+            fail("optimizer", "muon", f"is for the blocks of transformers, the model is {kind}")
+        if isinstance(self.optimizer, ScheduleFree):
+            needed = dict(schedule="constant", param_dtype="float32", ema_decay=None)
+            for name, value in needed.items():
+                if getattr(self, name) != value:
+                    fail(name, getattr(self, name), f"optimizer 'schedulefree' needs {value!r}")
 
     def _check_unread(self) -> None:
         """Check that no field is set that nothing reads."""

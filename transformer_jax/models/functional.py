@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from transformer_jax.checks import check_key
 from transformer_jax.config import Activation
-from transformer_jax.sharding import by_compiler, split
+from transformer_jax.kernels import platform
+from transformer_jax.sharding import by_compiler, gathered, split
 
 F32 = jnp.float32
 
@@ -113,15 +114,16 @@ def project(
     one product uses a core and a half.
     """
     lead = slice(x.ndim - contract)
-    outputs = split(kernel, slice(contract, None))
-    return by_compiler(partial(_project, contract), [x, kernel, bias], split(x, lead, outputs))
+    result = split(x, lead, split(kernel, slice(contract, None)))
+    arrays = [x, gathered(kernel, x, lead), gathered(bias, x, lead)]
+    return by_compiler(partial(_project, contract), arrays, result)
 
 
 def _project(contract: int, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
     lead, outputs = x.shape[: x.ndim - contract], kernel.shape[contract:]
     inputs, width, rows = math.prod(kernel.shape[:contract]), math.prod(outputs), math.prod(lead)
     x, kernel = x.reshape(rows, inputs), kernel.reshape(inputs, width)
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = platform() == "cpu"
     if on_cpu and rows >= inputs > width:
         across = jax.lax.optimization_barrier(kernel.T)
         y = jax.lax.dot_general(x, across, (((1,), (1,)), ((), ())))
@@ -146,7 +148,7 @@ def _against(
     then read as it lies: up to half as fast again (benchmarks/NOTES.md).
     """
     rows = x.reshape(math.prod(x.shape[:2]), x.shape[2])
-    if 1 < len(rows) <= 16 and jax.default_backend() == "cpu":
+    if 1 < len(rows) <= 16 and platform() == "cpu":
         y = jnp.einsum("VD,XD->VX", table, rows, preferred_element_type=F32)
         y = jax.lax.optimization_barrier(y).T
     else:
@@ -160,7 +162,7 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], i32[...] -
     if ids.dtype.itemsize < 4:  # too narrow, perhaps, for the table's length
         ids = ids.astype(jnp.int32)
     ids = jnp.where(ids < 0, table.shape[0], ids)
-    return by_compiler(_take, [table, ids], split(ids))
+    return by_compiler(_take, [gathered(table, ids, slice(None)), ids], split(ids))
 
 
 def _take(table: jax.Array, ids: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ from transformer_jax.models.functional import (
     rms_norm,
     split_key,
 )
-from transformer_jax.sharding import by_compiler, split
+from transformer_jax.sharding import by_compiler, gathered, split
 
 PositionBias = biases.ALiBi | biases.RelativeBias
 """The biases of a distance that a config can ask for."""
@@ -276,7 +276,8 @@ class Attention(nn.Module):
                 cache, k, v, k_positions = kv.extend(cache, k, v, positions, self.window)
                 k, v = k.astype(cfg.dtype), v.astype(cfg.dtype)
         heads = _Heads(q, k, v, mask, bias, positions, k_positions)
-        out = self._attend(heads, key) if self._shaw is None else self._attend_shaw(heads, key)
+        attend = self._attend if self._shaw is None else self._attend_shaw
+        out = (jax.checkpoint(attend) if cfg.remat == "attention" else attend)(heads, key)
         if head_mask is not None:
             out = out * head_mask.astype(out.dtype)[None, None, :, None]
         return AttentionOutput(self.out(out), cache, self._attended(heads) if record else None)
@@ -518,6 +519,14 @@ class Block(nn.Module):
         return BlockOutput(x, own.cache, BlockRecord(entered, own.attended, crossed))
 
 
+class OutputLayer(NamedTuple):
+    """Hold what logits are computed of: x table^T + bias, before a soft cap."""
+
+    x: jax.Array  # [B, T, D]
+    table: jax.Array  # [V, D]
+    bias: jax.Array | None  # [V]
+
+
 class Embed(nn.Module):
     """Token (and position, and type) vectors in, logits out.
 
@@ -582,14 +591,19 @@ class Embed(nn.Module):
         x = lookup(self.source_tokens if own else self.tokens, tokens)
         return x * cfg.d_model**0.5 if cfg.scale_embeddings else x
 
-    def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
-        """Return (scale) x E^T (+ bias), soft-capped, in f32 whatever the compute dtype."""
+    def output_layer(self, x: jax.Array) -> OutputLayer:  # [B, T, D]
+        """Return what the logits of hidden states are computed of."""
         cfg = self.config
         table = self.tokens if cfg.tie_embeddings else self.output
         if cfg.logit_scale is not None:
             x = x * cfg.logit_scale
-        arrays = [x, table.astype(cfg.dtype), self.bias if cfg.logit_bias else None]
-        y = by_compiler(_against, arrays, split(x, slice(2), split(table, slice(1))))
+        table = gathered(table.astype(cfg.dtype), x, slice(2))
+        return OutputLayer(x, table, self.bias if cfg.logit_bias else None)
+
+    def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
+        """Return (scale) x E^T (+ bias), soft-capped, in f32 whatever the compute dtype."""
+        cfg, arrays = self.config, self.output_layer(x)
+        y = by_compiler(_against, arrays, split(arrays.x, slice(2), split(arrays.table, slice(1))))
         if cfg.logit_softcap is not None:
             y = cfg.logit_softcap * jnp.tanh(y / cfg.logit_softcap)
         return y

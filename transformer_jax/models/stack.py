@@ -93,6 +93,20 @@ class StackOutput(NamedTuple):
     weights: AttentionWeights | None = None  # where they were asked for
 
 
+def _rematerialised(config: ModelConfig) -> type[Block]:
+    """Return the block that computes again in the backward pass what `config.remat` says.
+
+    What only attention computes again is the block's own affair.
+    """
+    if config.remat in ("none", "attention"):
+        return Block
+    policy = None  # nothing is kept but what a block reads
+    if config.remat == "dots":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    # in a loop, XLA would join the second computation with the first
+    return nn.remat(Block, prevent_cse=not config.scan_layers, policy=policy)
+
+
 class Stack(nn.Module):
     """Blocks one after the other: a loop (`block_0`, ...) or a scan over stacked parameters."""
 
@@ -104,7 +118,7 @@ class Stack(nn.Module):
     def setup(self) -> None:
         cfg = self.config
         if cfg.scan_layers:
-            block = nn.remat(Block, prevent_cse=False) if cfg.remat else Block
+            block = _rematerialised(cfg)
             lifted: dict[str, Any] = dict(
                 variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
             )
@@ -117,7 +131,7 @@ class Stack(nn.Module):
                 },
             )(cfg, self.cross, self.depth, layer_window(cfg, 0))
         else:
-            block = nn.remat(Block) if cfg.remat else Block
+            block = _rematerialised(cfg)
             self.block = [
                 block(cfg, self.cross, self.depth, layer_window(cfg, i)) for i in range(self.depth)
             ]

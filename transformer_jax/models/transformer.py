@@ -35,6 +35,7 @@ from transformer_jax.models.layers import (
     HeadMasks,
     Linear,
     Norm,
+    OutputLayer,
     refuse_rngs,
 )
 from transformer_jax.models.stack import AttentionWeights, Stack, StackOutput
@@ -150,9 +151,20 @@ class Encoder(nn.Module):
         return x if self.config.inputs is not None else self._logits(x), None
 
     def _logits(self, x: jax.Array) -> jax.Array:
+        return self.embed.logits(self._transformed(x))
+
+    def _transformed(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
+        """Return what the output matrix reads."""
         if self.config.masked_token_head:
             x = self.head_norm(activate(self.head_dense(x), self.config.activation))
-        return self.embed.logits(x)
+        return x
+
+    def output_layer(self, tokens: jax.Array, **arguments: Any) -> OutputLayer:
+        """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
+
+        It takes what `encode` takes.
+        """
+        return self.embed.output_layer(self._transformed(self.encode(tokens, **arguments)))
 
     def classify(self, tokens: jax.Array, **arguments: Any) -> jax.Array:  # f32[B, C]
         """Return class logits of each row: W times what `pool` gives; takes what `encode` takes."""
@@ -214,6 +226,22 @@ class Decoder(nn.Module):
         """
         heads = HeadMasks(head_mask)
         return decode_tokens(self, tokens, positions, mask, cache, segments, key, heads, at=at)[:2]
+
+    def output_layer(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        *,
+        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        mask: Mask | None = None,  # None is Causal(); another mask replaces it
+        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
+        key: jax.Array | None = None,
+    ) -> OutputLayer:
+        """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
+
+        They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them.
+        """
+        x = run_decoder(self, tokens, positions, mask, None, segments, key)[0].x
+        return self.embed.output_layer(x)
 
     def attend(
         self,
@@ -384,6 +412,27 @@ class EncoderDecoder(nn.Module):
         assert weights is not None
         return logits, cache, weights
 
+    def output_layer(
+        self,
+        tokens: jax.Array,  # i32[B, T]: the target
+        *,
+        source: jax.Array,  # i32[B, S], or what the config's inputs describe
+        source_positions: jax.Array | None = None,  # i32[B, S]; negative is padding
+        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        key: jax.Array | None = None,
+    ) -> OutputLayer:
+        """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
+
+        They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them.
+        """
+        refuse_rngs(self, key)
+        encoder_key, key = split_key(key, 2)
+        memory, source_positions = self._memory(source, source_positions, encoder_key)
+        x = run_decoder(
+            self, tokens, positions, None, None, None, key, ALL_HEADS, memory, source_positions
+        )[0].x
+        return self.embed.output_layer(x)
+
     def _decode(
         self,
         tokens: jax.Array,
@@ -433,6 +482,30 @@ def decode_tokens(
 
     The logits, the updated cache, and where `weights` asks for them the weights.
     """
+    out, overflow = run_decoder(
+        model, tokens, positions, mask, cache, segments, key, head_masks,
+        memory, memory_positions, weights,
+    )  # fmt: skip
+    logits = model.embed.logits(out.x if at is None else gather_tokens(out.x, at))
+    if overflow is not None:
+        logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
+    return logits, out.cache, out.weights
+
+
+def run_decoder(
+    model: Decoder | EncoderDecoder,
+    tokens: jax.Array,
+    positions: jax.Array | None,
+    mask: Mask | None,
+    cache: ModelCache | None,
+    segments: jax.Array | None,
+    key: jax.Array | None,
+    head_masks: HeadMasks = ALL_HEADS,
+    memory: jax.Array | None = None,
+    memory_positions: jax.Array | None = None,
+    weights: bool = False,
+) -> tuple[StackOutput, jax.Array | None]:
+    """Embed tokens and run the decoder stack, and mark the rows for which a cache has no room."""
     cfg = model.config
     refuse_rngs(model, key)
     check_tokens(tokens, cfg.vocab_size)
@@ -458,10 +531,7 @@ def decode_tokens(
         head_masks=head_masks,
         weights=weights,
     )
-    logits = model.embed.logits(out.x if at is None else gather_tokens(out.x, at))
-    if overflow is not None:
-        logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
-    return logits, out.cache, out.weights
+    return out, overflow
 
 
 def gather_tokens(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B, Q] -> [B, Q, D]

@@ -15,6 +15,7 @@ from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import ConfigError, DType, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config.optimizers import ScheduleFree
 from transformer_jax.config.tasks import LanguageTask
 from transformer_jax.decoding.logit_processors import Ban, BanSequences, HistoryProcessor
 from transformer_jax.models.factory import init_params
@@ -25,6 +26,7 @@ from transformer_jax.pretrained.safetensors_folder import (
     WeightFolder,
     open_folder,
 )
+from transformer_jax.pytree import cast_floats
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import special_ids
@@ -82,8 +84,7 @@ def load_run(path: str | Path, which: Which | None = None) -> TextModel:
     saved = checkpoint.step_path(folder.checkpoints, step)
     metadata = checkpoint.read_manifest(saved).metadata
     tokenizer = folder.read_tokenizer(metadata["tokenizer_sha256"])
-    template = jax.eval_shape(lambda: init_params(config.model, jax.random.key(0)))
-    params = checkpoint.restore(saved, {"params": template})["params"]
+    params = _used_params(config, saved)
     source = metadata.get("source_tokenizer_sha256")
     stop = tokenizer.stop_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
     begin = None
@@ -95,6 +96,17 @@ def load_run(path: str | Path, which: Which | None = None) -> TextModel:
         config.model, params, tokenizer, stop, which=which, step=step, run=config, begin_id=begin,
         source_tokenizer=source and folder.read_source_tokenizer(source),
     )  # fmt: skip
+
+
+def _used_params(config: TrainConfig, saved: Path) -> Any:
+    """Return the parameters of a checkpoint that are to be used: an average, if any; f32."""
+    averages = config.ema_decay is not None or isinstance(config.optimizer, ScheduleFree)
+    name = "average" if averages else "params"
+    dtype = jnp.float32 if averages else config.param_dtype
+    template = jax.eval_shape(
+        lambda: cast_floats(init_params(config.model, jax.random.key(0)), dtype)
+    )
+    return cast_floats(checkpoint.restore(saved, {name: template})[name], jnp.float32)
 
 
 def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:

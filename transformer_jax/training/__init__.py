@@ -1,4 +1,4 @@
-"""Train a model: data, batches, losses, the step, the tasks, the loop and its progress.
+"""Train a model: data, batches, losses, optimizers, the step, the tasks, the loop and its progress.
 
 `loop.fit` runs what a `TrainConfig` says; `step` and `losses` are the parts for a loop of one's
 own. What optax and other heavy packages need is imported with the names below, not before.
@@ -14,12 +14,11 @@ from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 if TYPE_CHECKING:
     from transformer_jax.training.batch import Batch, batch_loss
     from transformer_jax.training.loop import MOST_REJECTED, Result, RunError, evaluate, fit
+    from transformer_jax.training.optimizers import learning_rate_schedule, make_optimizer
     from transformer_jax.training.step import (
         TrainState,
         init_state,
-        learning_rate_schedule,
         make_eval_step,
-        make_optimizer,
         make_train_step,
         start_state,
     )
@@ -55,9 +54,9 @@ _LATER = {
     "TrainState": "step",
     "init_state": "step",
     "batch_loss": "batch",
-    "learning_rate_schedule": "step",
+    "learning_rate_schedule": "optimizers",
     "make_eval_step": "step",
-    "make_optimizer": "step",
+    "make_optimizer": "optimizers",
     "make_train_step": "step",
     "start_state": "step",
 }

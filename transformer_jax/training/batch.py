@@ -18,7 +18,7 @@ from transformer_jax.config import ModelConfig, NgramConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.models.factory import build
 from transformer_jax.training.data import IGNORE
-from transformer_jax.training.losses import cross_entropy
+from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 
 Params = Any
 """A model's parameters: nested dicts of arrays."""
@@ -50,12 +50,8 @@ class Batch:
         return found
 
 
-def batch_logits(config: AnyModelConfig) -> Callable[..., jax.Array]:
-    """Return `logits(params, batch, key) -> f32[B, T, V]` of a model, or [B, C] of a classifier.
-
-    A decoder reads the tokens of a document up to each, those of a prefix in both directions; an
-    encoder reads a row in both directions; an encoder-decoder reads the source besides.
-    """
+def _reading(config: AnyModelConfig) -> Callable[..., Any]:
+    """Return `read(method, params, batch, key)`: a method of the model on what a batch holds."""
     model: Any = build(config)
     transformer, shape = isinstance(config, ModelConfig), model_shape(config)
 
@@ -68,7 +64,7 @@ def batch_logits(config: AnyModelConfig) -> Callable[..., jax.Array]:
         index = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
         return {name + "positions": jnp.where(valid, index, -1)}
 
-    def logits(params: Params, batch: Batch, key: jax.Array | None) -> Any:
+    def read(method: str, params: Params, batch: Batch, key: jax.Array | None) -> Any:
         given: dict[str, Any] = padding("", batch.valid)
         if not isinstance(config, NgramConfig):  # which has no dropout
             given["key"] = key
@@ -78,26 +74,74 @@ def batch_logits(config: AnyModelConfig) -> Callable[..., jax.Array]:
             given["mask"] = Causal() | Padding(batch.prefix)
         if shape == "encoder-decoder":
             given |= {"source": batch.source, **padding("source_", batch.source_valid)}
+        return model.apply({"params": params}, batch.tokens, method=method, **given)
+
+    return read
+
+
+def batch_logits(config: AnyModelConfig) -> Callable[..., jax.Array]:
+    """Return `logits(params, batch, key) -> f32[B, T, V]` of a model, or [B, C] of a classifier.
+
+    A decoder reads the tokens of a document up to each, those of a prefix in both directions; an
+    encoder reads a row in both directions; an encoder-decoder reads the source besides.
+    """
+    read = _reading(config)
+
+    def logits(params: Params, batch: Batch, key: jax.Array | None) -> jax.Array:
         if batch.labels.ndim == 1:
-            return model.apply({"params": params}, batch.tokens, method="classify", **given)
-        return model.apply({"params": params}, batch.tokens, **given)[0]
+            found: jax.Array = read("classify", params, batch, key)
+            return found
+        return read("__call__", params, batch, key)[0]
 
     return logits
 
 
-def batch_loss(config: AnyModelConfig, label_smoothing: float = 0.0) -> Loss:
-    """Return the loss of a batch: the mean cross-entropy of its labels, in nats."""
-    logits = batch_logits(config)
+LOGITS_AT_ONCE = 2**26
+"""Logits of a batch, from which on a loss takes them in chunks: 256 MiB of float32."""
+
+LOGITS_OF_CHUNK = 2**23
+"""Logits of a chunk, at most, where the loss chooses its size: 32 MiB of float32."""
+
+
+def chosen_chunk(rows: int, length: int, vocab_size: int) -> int:
+    """Return how many tokens of each of a device's rows have their logits at a time in a loss."""
+    if rows * length * vocab_size <= LOGITS_AT_ONCE:
+        return length
+    return max(1, LOGITS_OF_CHUNK // (rows * vocab_size))
+
+
+def batch_loss(
+    config: AnyModelConfig,
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+    row_shards: int = 1,
+) -> Loss:
+    """Return the loss of a batch: the mean cross-entropy of its labels, in nats.
+
+    A transformer's logits are computed for `chunk` tokens of each row at a time, forward and
+    backward; None chooses by their size (`chosen_chunk`), and all at once is the plain loss. The
+    rows of a batch are split over `row_shards` devices.
+    """
+    read, logits = _reading(config), batch_logits(config)
+    terms: dict[str, Any] = dict(label_smoothing=label_smoothing, z_loss=z_loss)
 
     def loss(
         params: Params, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
-        return cross_entropy(
-            logits(params, batch, key),
-            batch.labels,
-            ignore_label=IGNORE,
-            label_smoothing=label_smoothing,
-        )
+        labels = batch.labels
+        if isinstance(config, ModelConfig) and labels.ndim == 2:
+            rows, length = labels.shape
+            size = chosen_chunk(rows // row_shards, length, config.vocab_size)
+            size = size if chunk is None else chunk
+            if size < labels.shape[1]:
+                x, table, bias = read("output_layer", params, batch, key)
+                return chunked_cross_entropy(
+                    x, table, labels, chunk_size=size, softcap=config.logit_softcap,
+                    logit_bias=bias, ignore_label=IGNORE, **terms,
+                )  # fmt: skip
+        return cross_entropy(logits(params, batch, key), labels, ignore_label=IGNORE, **terms)
 
     return loss
 

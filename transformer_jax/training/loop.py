@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,18 +35,20 @@ from transformer_jax.checkpoints.run_folder import (
 )
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.ngram import NgramConfig
+from transformer_jax.config.optimizers import ScheduleFree
 from transformer_jax.models.ngram import count_ngrams
 from transformer_jax.training.batch import Batch, batch_loss, batch_scores
 from transformer_jax.training.initial import StartModel, check_model, start_model, start_params
+from transformer_jax.training.memory import CompiledAhead, check_state, check_step, step_memory
+from transformer_jax.training.optimizers import learning_rate_schedule, make_optimizer
+from transformer_jax.training.placement import make_placement
 from transformer_jax.training.progress import Progress, Silent
 from transformer_jax.training.step import (
     Metrics,
     Params,
     TrainState,
     init_state,
-    learning_rate_schedule,
     make_eval_step,
-    make_optimizer,
     make_train_step,
     split_seed,
     start_state,
@@ -136,6 +137,7 @@ def fit(
                 check_model(config.model, start, config.init_from)
             task = load_task(config, None if start is None else start.tokenizers, vocab_size)
         run = _Run(task, folder, progress, stop)
+        run.check_memory(0 if found is None else found.step)
         if not resume:
             stack.enter_context(_claimed(folder.path))
         state = run.first_state(start) if found is None else run.restored(found)
@@ -223,29 +225,53 @@ class _Run:
     ) -> None:
         self.config, self.task, self.folder = task.config, task, folder
         self.progress, self.stop = progress, stop
+        self._first: Any = None
         if isinstance(self.config.model, NgramConfig):
             self.config, self.programs = _counted(self.config, task)
             task.config = self.config
         else:
             self.programs = _compiled(_numerics(self.config), task.prepare)
-        self.template = jax.eval_shape(
-            partial(init_state, self.config.model, self.programs.optimizer),
-            np.uint32(self.config.seed),
+        self.placement = make_placement(self.config.mesh)
+        self.template = self.placement.state(
+            jax.eval_shape(self.programs.fresh_state, np.uint32(self.config.seed))
         )
-        _check_memory(self.template)
-        self.held_out = jax.device_put(task.held_out)
+        check_state(self.template)
+        self.held_out = self.placement.whole(task.held_out)
+        self.resident = self.placement.whole(task.resident)
+
+    def check_memory(self, step: int) -> None:
+        """Compile the step that comes first; ConfigError where it needs more than a device has."""
+        program = self.programs.train_step
+        if isinstance(program, CompiledAhead) and step < self.config.steps:
+            self._first = self._inputs(step)
+            given = (*self.resident, self._first)
+            compiled = program.program(self.template, *given)
+            check_step(step_memory(compiled, self.template, given), self.config.batch_size)
+
+    def _inputs(self, step: int) -> Any:
+        """Return what step `step`, from 0 on, reads, on the devices."""
+        if self._first is not None:
+            found, self._first = self._first, None  # was made to compile the first step
+            return found
+        return self.placement.rows(self.task.inputs(step), axis=1)
 
     def first_state(self, start: StartModel | None) -> TrainState:
         """Return the state of step 0: fresh, or of the model to start from."""
-        config = self.config
-        seed = jax.device_put(np.uint32(config.seed))
+        config, shardings = self.config, self.placement.shardings(self.template)
+        seed = self.placement.whole(np.uint32(config.seed))
         if start is None:
-            return init_state(config.model, self.programs.optimizer, seed)
-        init_key, key = split_seed(seed)
+            if shardings is None:
+                return self.programs.fresh_state(seed)
+            return jax.jit(self.programs.fresh_state, out_shardings=shardings)(seed)
+        init_key, key = split_seed(np.uint32(config.seed))
         params, changes = start_params(config, start, init_key)
         for line in changes:
             self.progress.say(line)
-        return start_state(params, self.programs.optimizer, key)
+        if shardings is None:
+            return self.programs.state_of(params, key=key)
+        params = jax.device_put(params, shardings.params)
+        key = jax.device_put(key, shardings.key)
+        return jax.jit(self.programs.state_of, out_shardings=shardings)(params, key=key)
 
     def restored(self, found: checkpoint.Manifest) -> TrainState:
         if found.step > self.config.steps:
@@ -255,14 +281,12 @@ class _Run:
 
     def described(self, done: int) -> list[str]:
         """Return two lines: the model and its device, and what it is trained on."""
-        config, device = self.config, jax.local_devices()[0]
         leaves = jax.tree.leaves(self.template.params)
         count = sum(math.prod(leaf.shape) for leaf in leaves)
-        kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
         start = f", from step {done} on" if done else ""
         return [
-            f"model: {count:,} parameters, vocabulary of {config.model.vocab_size:,}, "
-            f"on {device.platform}{kind}",
+            f"model: {count:,} parameters, vocabulary of {self.config.model.vocab_size:,}, "
+            f"on {self.placement.described()}",
             f"{self.task.described()}{start}",
         ]
 
@@ -272,13 +296,13 @@ class _Run:
         scores, val_loss = None, self._saved_val_loss(done)
         best = checkpoint.best_step(self.folder.checkpoints)
         best_loss = None if best is None else self._saved_val_loss(best)
-        resident = jax.device_put(self.task.resident)
         clock = _Clock(self.task.tokens_per_step)
         interrupted, pending = False, None
         self.progress.start(done, config.steps)
         while done < config.steps and not interrupted:
-            inputs = jax.device_put(self.task.inputs(done))
-            state, metrics = self.programs.train_step(state, *resident, inputs)
+            inputs = self._inputs(done)
+            step = self.programs.train_step(state, *self.resident, inputs)
+            state, metrics = self.placement.settled(step)
             if pending is not None:  # its numbers are read while this step runs
                 self._write(self._read(*pending, clock))
             done += 1
@@ -292,7 +316,7 @@ class _Run:
             scores, val_loss = None, None
             with clock.paused():
                 if evaluated:
-                    scores = self._evaluate(state.params)
+                    scores = self._evaluate(state.used_params)
                     val_loss = _finite(scores.loss)
                 self._write(measured, scores)
                 if val_loss is not None and (best_loss is None or val_loss < best_loss):
@@ -301,7 +325,7 @@ class _Run:
                     self._save(state, val_loss)
             interrupted = interrupted and not last
         if scores is None and not interrupted:  # the run was complete before
-            scores = self._evaluate(state.params)
+            scores = self._evaluate(state.used_params)
             val_loss = _finite(scores.loss)
         return self._finish(state, val_loss, scores, interrupted)
 
@@ -311,10 +335,10 @@ class _Run:
         """Sample, judge and draw the curves, and return what the run came to."""
         sample, judged = "", dict[str, float]()
         if not interrupted and self.config.sample_tokens:
-            sample = self.task.sample(state.params)
+            sample = self.task.sample(state.used_params)
             checkpoint.write_file(self.folder.path / "sample.txt", sample + "\n")
         if not interrupted:
-            judged = self.task.judge(state.params, self.progress.decoded)
+            judged = self.task.judge(state.used_params, self.progress.decoded)
             checkpoint.write_file(self.folder.path / "scores.json", json.dumps(judged, indent=1))
         plot_losses(self.folder)
         character = None if val_loss is None else self.task.per_character(val_loss)
@@ -370,11 +394,18 @@ class _Run:
         self.folder.append_metrics(line | held_out)
 
     def _evaluate(self, params: Params) -> Scores:
-        return evaluate(self.programs.eval_step, params, self.held_out, self.task.evaluation())
+        batches = (self.placement.rows(batch, axis=0) for batch in self.task.evaluation())
+
+        def step(*arguments: Any) -> jax.Array:
+            return self.placement.settled(self.programs.eval_step(*arguments))
+
+        return evaluate(step, params, self.held_out, batches)
 
     def _save(self, state: TrainState, val_loss: float | None) -> None:
         step = int(state.step)
-        params = jax.device_get(state.params)
+        if isinstance(self.config.optimizer, ScheduleFree):
+            state = replace(state, average=state.used_params)  # for those who use the model
+        params = jax.device_get((state.params, state.average))
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
             raise RunError(f"step {step}: parameters are no longer finite; not saved")
         metadata = {
@@ -396,16 +427,19 @@ class _Run:
 
 def _numerics(config: TrainConfig) -> TrainConfig:
     """Return `config` with all that enters no compiled program at its default."""
-    names = [name for name in (MAY_CHANGE | {"seed"}) - {"steps"} if "." not in name]
+    names = [name for name in (MAY_CHANGE | {"seed"}) - {"steps", "mesh"} if "." not in name]
     fields: Any = TrainConfig.__dataclass_fields__
     return replace(config, **{name: fields[name].default for name in names})
 
 
 @dataclass(frozen=True)
 class _Programs:
-    """Hold the optimizer of a run and what is compiled for it."""
+    """Hold what makes the state of a run, and what is compiled for it."""
 
-    optimizer: optax.GradientTransformation
+    fresh_state: Callable[[Any], TrainState]
+    """Makes the state of step 0 of a seed, u32[]."""
+    state_of: Callable[..., TrainState]
+    """Makes the state of step 0 of parameters and a key."""
     train_step: Callable[..., tuple[TrainState, Metrics]]
     eval_step: Callable[..., jax.Array]
     rate: Callable[[jax.Array], jax.Array]
@@ -415,10 +449,22 @@ class _Programs:
 def _compiled(config: TrainConfig, prepare: Callable[..., Batch]) -> _Programs:
     """Return the programs of a config; another run of the same numbers compiles nothing."""
     optimizer = make_optimizer(config)
-    loss = batch_loss(config.model, config.label_smoothing)
+    loss = batch_loss(
+        config.model,
+        config.label_smoothing,
+        z_loss=config.z_loss,
+        chunk=config.loss_chunk,
+        row_shards=1 if config.mesh is None else config.mesh.row_shards,
+    )
+    held_as: dict[str, Any] = dict(
+        param_dtype=jnp.dtype(config.param_dtype), average=config.ema_decay is not None
+    )
     return _Programs(
-        optimizer=optimizer,
-        train_step=make_train_step(loss, optimizer, prepare),
+        fresh_state=partial(init_state, config.model, optimizer, **held_as),
+        state_of=partial(start_state, optimizer=optimizer, **held_as),
+        train_step=CompiledAhead(
+            make_train_step(loss, optimizer, prepare, ema_decay=config.ema_decay)
+        ),
         eval_step=make_eval_step(batch_scores(config.model), prepare),
         rate=jax.jit(learning_rate_schedule(config)),
     )
@@ -439,7 +485,8 @@ def _counted(config: TrainConfig, task: TrainingTask) -> tuple[TrainConfig, _Pro
         return state, Metrics(total / labels, labels, jnp.zeros(()), none, none)
 
     return replace(config, model=model), _Programs(
-        optimizer=optax.identity(),
+        fresh_state=partial(init_state, model, optax.identity()),
+        state_of=partial(start_state, optimizer=optax.identity()),
         train_step=step,
         eval_step=make_eval_step(scores, task.prepare),
         rate=lambda count: jnp.zeros(()),
@@ -508,24 +555,6 @@ def _check_same(
         wrong.append(f"data (sha256): {old[:16]} -> {new[:16]}")
     if wrong:
         raise ConfigError(f"{config.out}: cannot resume with other settings: " + "; ".join(wrong))
-
-
-def _check_memory(template: TrainState) -> None:
-    """Raise ConfigError for a state larger than the device's memory, before allocating it."""
-    leaves = jax.tree.leaves((template.params, template.opt_state))
-    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    device = jax.local_devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        there = stats["bytes_limit"]
-    else:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(template.params))
-        raise ConfigError(
-            f"model has {count:,} parameters: with the optimizer {needed / 2**30:,.1f} GiB, "
-            f"the device has {there / 2**30:,.1f} GiB"
-        )
 
 
 def _finite(value: float) -> float | None:

@@ -1,8 +1,7 @@
 """Take one optimizer step as a pure function of its state, and measure the loss on held-out text.
 
-AdamW (Loshchilov & Hutter 2019), warm-up and a schedule, clipping of the
-global norm (Pascanu et al. 2013). Step n draws from `fold_in(key, n)`, its micro-batch i from
-`fold_in` of that and i, so a restored state continues bit for bit.
+Step n draws from `fold_in(key, n)`, its micro-batch i from `fold_in` of that and i, so a restored
+state continues bit for bit.
 """
 
 from __future__ import annotations
@@ -14,13 +13,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.models.factory import init_params
+from transformer_jax.pytree import cast_floats
+from transformer_jax.sharding import by_compiler, split
 from transformer_jax.training.batch import Batch, Loss, Params
 from transformer_jax.training.data import IGNORE
+from transformer_jax.training.optimizers import averaged_params, round_stochastically
+
+_ROUNDING = np.uint32(2**32 - 1)
+"""What `fold_in` makes the key of a step's rounding of: no micro-batch has this number."""
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +39,15 @@ class TrainState:
     key: jax.Array  # key[]
     rejected: jax.Array  # i32[]; steps whose loss or gradient was not finite
     rejected_in_a_row: jax.Array  # i32[]
+    average: Params | None = None
+    """f32; the parameters averaged over the steps, where a run keeps that."""
+
+    @property
+    def used_params(self) -> Params:
+        """Return the parameters to evaluate and to use: an average, where there is one."""
+        if self.average is not None:
+            return self.average
+        return averaged_params(self.opt_state, self.params)
 
 
 @jax.tree_util.register_dataclass
@@ -52,113 +66,33 @@ Prepare = Callable[..., Batch]
 """What makes micro-batches, leaves [A, B, T], of a step's inputs."""
 
 
-def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
-    """Return the rate of update 0, 1, ...: a linear warm-up, then what `config.schedule` names.
-
-    With W warm-up steps of N, peak p, end m, and n = (count - W) / (N - W):
-        p (count + 1) / (W + 1)                  count < W
-        m + (p - m) (1 + cos(pi n)) / 2          cosine (Loshchilov & Hutter 2017)
-        p + (m - p) n                            linear
-        p sqrt((W + 1) / (count + 1)), >= m      inverse_sqrt (Vaswani et al. 2017, 5.3)
-        p, and linear to m in the last D steps   wsd (Hu et al. 2024), D = decay_steps
-        p                                        constant
-    and the rate of N from N on: m, but for inverse_sqrt and constant. A run that ends within its
-    warm-up has no more.
-    """
-    peak, end = config.learning_rate, config.min_learning_rate
-    warmup, first = config.warmup_steps, config.learning_rate / (config.warmup_steps + 1)
-    left = config.steps - warmup
-    if left > 0 and config.schedule == "cosine":
-        return optax.warmup_cosine_decay_schedule(first, peak, warmup, config.steps, end)
-    rising, more = optax.linear_schedule(first, peak, warmup), [warmup]
-    after: list[optax.Schedule]
-    if left <= 0:
-        after = [optax.constant_schedule(end)]
-    elif config.schedule == "linear":
-        after = [optax.linear_schedule(peak, end, left)]
-    elif config.schedule == "inverse_sqrt":
-        after = [partial(_inverse_sqrt, peak, end, warmup)]
-    elif config.schedule == "wsd":
-        decay = min(config.decay_steps or max(config.steps // 10, 1), left)
-        after = [optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)]
-        more = [warmup, config.steps - decay]
-    else:
-        after = [optax.constant_schedule(peak)]
-    return optax.join_schedules([rising, *after], more)
-
-
-def _inverse_sqrt(peak: float, end: float, warmup: int, count: jax.Array) -> jax.Array:
-    """Return the rate `count` updates after the warm-up."""
-    return jnp.maximum(peak * jnp.sqrt((warmup + 1) / (count + warmup + 1)), end)
-
-
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Return AdamW on the schedule after clipping; it decays matrices and tables only."""
-    steps = [
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate_schedule(config),
-            b1=config.beta1,
-            b2=config.beta2,
-            weight_decay=config.weight_decay,
-            mask=decays,
-        ),
-    ]
-    if config.frozen is not None:
-        steps.append(optax.masked(optax.set_to_zero(), partial(is_frozen, config.frozen)))
-    return optax.chain(*steps)
-
-
-def is_frozen(names: tuple[str, ...], params: Params) -> Params:
-    """Mark the parameters whose names begin with one of `names`, such as decoder/block_0.
-
-    ConfigError for a name with which no parameter begins.
-    """
-    used = set[str]()
-
-    def within(path: tuple[Any, ...], leaf: jax.Array) -> bool:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        found = {part for part in names if f"{name}/".startswith(f"{part.strip('/')}/")}
-        used.update(found)
-        return bool(found)
-
-    marked = jax.tree_util.tree_map_with_path(within, params)
-    if unused := [name for name in names if name not in used]:
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-        heads = [jax.tree_util.keystr(path[:2], simple=True, separator="/") for path in paths]
-        parts = ", ".join(dict.fromkeys(heads))
-        raise ConfigError(f"frozen has {unused[0]!r}: no parameter begins so (there are {parts})")
-    return marked
-
-
-def decays(params: Params) -> Params:
-    """Mark the parameters that weight decay shrinks: all but biases, norm scales and sinks.
-
-    By name, not by rank: a bias of heads has two axes, and stacked layers add one to everything.
-    """
-
-    def decay(path: tuple[Any, ...], leaf: jax.Array) -> bool:
-        name = jax.tree_util.keystr(path[-1:], simple=True)
-        return leaf.ndim >= 2 and not name.endswith(("bias", "scale", "sinks"))
-
-    return jax.tree_util.tree_map_with_path(decay, params)
-
-
 def init_state(
     config: AnyModelConfig,
     optimizer: optax.GradientTransformation,
     seed: jax.typing.ArrayLike,  # u32[]
+    *,
+    param_dtype: jax.typing.DTypeLike = jnp.float32,
+    average: bool = False,
 ) -> TrainState:
     """Return the state of step 0, with fresh parameters."""
     init_key, key = split_seed(seed)
-    return start_state(init_params(config, init_key), optimizer, key)
+    params = init_params(config, init_key)
+    return start_state(params, optimizer, key, param_dtype=param_dtype, average=average)
 
 
 def start_state(
-    params: Params, optimizer: optax.GradientTransformation, key: jax.Array
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    *,
+    param_dtype: jax.typing.DTypeLike = jnp.float32,
+    average: bool = False,
 ) -> TrainState:
-    """Return the state of step 0 with these parameters, which the first step then donates."""
-    return _start(optimizer, params, key)
+    """Return the state of step 0 with these parameters, which the first step then donates.
+
+    They are held in `param_dtype`; with `average`, an average of them is kept beside.
+    """
+    return _start(optimizer, jnp.dtype(param_dtype), average, params, key)
 
 
 @jax.jit
@@ -167,16 +101,28 @@ def split_seed(seed: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(jax.random.split(jax.random.key(seed)))
 
 
-@partial(jax.jit, static_argnums=0)
-def _start(optimizer: optax.GradientTransformation, params: Params, key: jax.Array) -> TrainState:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _start(
+    optimizer: optax.GradientTransformation,
+    dtype: np.dtype,
+    average: bool,
+    params: Params,
+    key: jax.Array,
+) -> TrainState:
     return TrainState(
         step=jnp.zeros((), jnp.int32),
-        params=params,
-        opt_state=optimizer.init(params),
+        params=cast_floats(params, dtype),
+        opt_state=optimizer.init(_wide(params)),
         key=key,
         rejected=jnp.zeros((), jnp.int32),
         rejected_in_a_row=jnp.zeros((), jnp.int32),
+        average=_wide(params) if average else None,
     )
+
+
+def _wide(tree: Params) -> Params:
+    """Return the leaves in float32, in which a step is computed."""
+    return cast_floats(tree, jnp.float32)
 
 
 def windows(
@@ -185,23 +131,30 @@ def windows(
     length: int,
 ) -> Batch:
     """Return `length` tokens from each start, labelled with the next; past the end, ignored."""
-    index = starts[..., None] + jnp.arange(length, dtype=jnp.int32).reshape(
-        *(1,) * starts.ndim, length
-    )
     last = corpus.shape[0] - 1
-    tokens = corpus[jnp.minimum(index, last)].astype(jnp.int32)
-    labels = corpus[jnp.minimum(index + 1, last)].astype(jnp.int32)
-    return Batch(tokens, jnp.where(index < last, labels, IGNORE))
+
+    def cut(corpus: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        offsets = jnp.arange(length, dtype=jnp.int32).reshape(*(1,) * starts.ndim, length)
+        index = starts[..., None] + offsets
+        tokens = corpus[jnp.minimum(index, last)].astype(jnp.int32)
+        labels = corpus[jnp.minimum(index + 1, last)].astype(jnp.int32)
+        return tokens, jnp.where(index < last, labels, IGNORE)
+
+    rows = split(starts, after=(None,))
+    return Batch(*by_compiler(cut, (corpus, starts), (rows, rows)))
 
 
 def make_train_step(
     loss: Loss,
     optimizer: optax.GradientTransformation,
     prepare: Prepare = lambda batches: batches,
+    *,
+    ema_decay: float | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Return the jitted `step(state, *inputs, frozen=()) -> (state, metrics)`.
 
-    The state is donated. `prepare(*inputs)` gives micro-batches, leaves [A, B, T]. Where the loss
+    The state is donated. With `ema_decay` d, its average a becomes d a + (1 - d) params.
+    `prepare(*inputs)` gives micro-batches, leaves [A, B, T]. Where the loss
     or the gradient is not finite, parameters and optimizer stay as they were, and the step counts
     as rejected. What is `frozen` goes to the loss after its other arguments, and has no gradient.
     """
@@ -212,7 +165,8 @@ def make_train_step(
         key = jax.random.fold_in(state.key, state.step)
         mean, weight, grads = _gradient(loss, state.params, prepare(*inputs), key, frozen)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
-        state = _updated(state, optimizer, grads, jnp.isfinite(mean) & jnp.isfinite(norm))
+        accepted = jnp.isfinite(mean) & jnp.isfinite(norm)
+        state = _updated(state, optimizer, ema_decay, grads, accepted, key)
         return state, Metrics(mean, weight, norm, state.rejected, state.rejected_in_a_row)
 
     return jax.jit(step, donate_argnums=0)
@@ -238,8 +192,8 @@ def _gradient(
 
     def add(carry: Any, micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         index, batch = micro
-        found = differentiate(params, batch, jax.random.fold_in(key, index))
-        return jax.tree.map(jnp.add, carry, found), None
+        found, grads = differentiate(params, batch, jax.random.fold_in(key, index))
+        return jax.tree.map(jnp.add, carry, (found, _wide(grads))), None
 
     count = jax.tree.leaves(batches)[0].shape[0]
     if count == 1:
@@ -247,28 +201,37 @@ def _gradient(
         (summed, weight), grads = differentiate(params, only, jax.random.fold_in(key, 0))
     else:
         zero = jnp.zeros((), jnp.float32)
-        start = ((zero, zero), jax.tree.map(jnp.zeros_like, params))
+        start = ((zero, zero), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params))
         ((summed, weight), grads), _ = jax.lax.scan(add, start, (jnp.arange(count), batches))
     divisor = jnp.where(weight > 0, weight, 1.0)
-    return summed / divisor, weight, jax.tree.map(lambda g: g / divisor, grads)
+    return summed / divisor, weight, jax.tree.map(lambda g: g / divisor, _wide(grads))
 
 
 def _updated(
     state: TrainState,
     optimizer: optax.GradientTransformation,
-    grads: Params,
+    ema_decay: float | None,
+    grads: Params,  # f32
     accepted: jax.Array,  # bool[]
+    key: jax.Array,
 ) -> TrainState:
     """Return the state after a step: updated where it is accepted, else only counted."""
+    held = state.params, state.opt_state, state.average
 
-    def update(grads: Params) -> tuple[Params, Any]:
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return optax.apply_updates(state.params, updates), opt_state
+    def update(held: Any, grads: Params, key: jax.Array) -> Any:
+        params, opt_state, average = held
+        wide = _wide(params)
+        updates, opt_state = optimizer.update(grads, opt_state, wide)
+        new = optax.apply_updates(wide, updates)
+        if ema_decay is not None:
+            average = optax.incremental_update(new, average, 1 - ema_decay)
+        return _held_like(params, new, jax.random.fold_in(key, _ROUNDING)), opt_state, average
 
-    def keep(grads: Params) -> tuple[Params, Any]:
-        return state.params, state.opt_state
+    def update_or_keep(held: Any, grads: Params, accepted: jax.Array, key: jax.Array) -> Any:
+        return jax.lax.cond(accepted, update, lambda held, *_: held, held, grads, key)
 
-    params, opt_state = jax.lax.cond(accepted, update, keep, grads)
+    splits = jax.tree.map(lambda leaf: split(leaf), held)
+    params, opt_state, average = by_compiler(update_or_keep, (held, grads, accepted, key), splits)
     return TrainState(
         step=state.step + 1,
         params=params,
@@ -276,7 +239,20 @@ def _updated(
         key=state.key,
         rejected=state.rejected + jnp.where(accepted, 0, 1),
         rejected_in_a_row=jnp.where(accepted, 0, state.rejected_in_a_row + 1),
+        average=average,
     )
+
+
+def _held_like(params: Params, new: Params, key: jax.Array) -> Params:
+    """Return parameters of a step in the dtypes that they are held in."""
+    old, structure = jax.tree.flatten(params)
+    found = [
+        value.astype(leaf.dtype)
+        if leaf.dtype != jnp.bfloat16
+        else round_stochastically(value, jax.random.fold_in(key, number))
+        for number, (leaf, value) in enumerate(zip(old, jax.tree.leaves(new), strict=True))
+    ]
+    return jax.tree.unflatten(structure, found)
 
 
 def make_eval_step(

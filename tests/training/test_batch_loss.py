@@ -1,0 +1,77 @@
+"""The loss of a batch in chunks of its logits is that of all at once, for every transformer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models.test_transformer import assert_gradients_near
+from tests.support.tolerances import assert_near
+from transformer_jax.config import ModelConfig
+from transformer_jax.models.factory import init_params
+from transformer_jax.training.batch import (
+    LOGITS_AT_ONCE,
+    LOGITS_OF_CHUNK,
+    Batch,
+    batch_loss,
+    chosen_chunk,
+)
+from transformer_jax.training.data import IGNORE
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SMALL = dict(vocab_size=37, d_model=12, num_heads=2, num_layers=1, max_len=11, init_std=0.5)
+MODELS = {
+    "decoder": ModelConfig(**SMALL, dropout=0.2, logit_softcap=3.0, logit_scale=0.7),
+    "packed": ModelConfig(**SMALL, tie_embeddings=False, logit_bias=True),
+    "prefix": ModelConfig(**SMALL, positions="rope"),
+    "encoder": ModelConfig(**SMALL, kind="encoder", masked_token_head=True, logit_bias=True),
+    "encoder-decoder": ModelConfig(**SMALL, kind="encoder-decoder", dropout=0.2),
+}
+
+
+def batch_of(name, rng):
+    tokens = rng.integers(0, 37, (3, 11)).astype(np.int32)
+    labels = np.where(rng.random((3, 11)) < 0.3, IGNORE, rng.integers(0, 37, (3, 11)))
+    more = {}
+    if name == "packed":
+        more["segments"] = np.repeat([[1, 2, 2], [1, 1, 1], [1, 2, 0]], [4, 3, 4], axis=1)
+    if name == "prefix":
+        more["prefix"] = np.arange(11)[None] < np.array([[3], [0], [5]])
+    if name == "encoder":
+        more["valid"] = np.arange(11)[None] < np.array([[11], [7], [9]])
+        labels = np.where(more["valid"], labels, IGNORE)
+    if name == "encoder-decoder":
+        more["source"] = rng.integers(0, 37, (3, 7)).astype(np.int32)
+        more["source_valid"] = np.arange(7)[None] < np.array([[7], [2], [5]])
+    return jax.tree.map(jnp.asarray, Batch(tokens, labels.astype(np.int32), **more))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loss_in_chunks_is_that_of_all_logits_at_once(name, rng):
+    """Loss, weight and gradients, with dropout, smoothing and z-loss; the oracle has no chunks."""
+    config, batch = MODELS[name], batch_of(name, rng)
+    params = init_params(config, jax.random.key(1))
+    found = []
+    for chunk in (11, 4):
+        key = jax.random.key(2) if config.dropout else None
+        loss = batch_loss(config, 0.1, z_loss=0.01, chunk=chunk)
+        measure = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        found.append(measure(params, batch, key))
+        logits = f"f32[{3 * 11},37]", "f32[3,11,37]"
+        program = str(jax.make_jaxpr(measure)(params, batch, None))
+        assert any(shape in program for shape in logits) == (chunk == 11)
+    ((whole, weight), slopes), ((parts, same), part_slopes) = found
+    assert float(weight) == float(same) == (np.asarray(batch.labels) != IGNORE).sum()
+    assert_near(parts, np.asarray(whole), 1e-6)
+    assert_gradients_near(part_slopes, slopes, 2e-5)
+
+
+def test_logits_that_would_be_large_are_taken_in_chunks():
+    assert chosen_chunk(8, 256, 1000) == 256  # 2 M logits
+    rows, length, vocab = 8, 1024, 50_257
+    assert rows * length * vocab > LOGITS_AT_ONCE
+    size = chosen_chunk(rows, length, vocab)
+    assert 0 < size < length
+    assert rows * size * vocab <= LOGITS_OF_CHUNK < rows * (size + 1) * vocab
+    assert chosen_chunk(4096, 8, 10**6) == 1

@@ -1,0 +1,259 @@
+"""Optimizers against their published steps in NumPy's float64, and the parameters they apply to."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.support.tolerances import assert_near
+from transformer_jax.config import (
+    Adafactor,
+    AdamW,
+    ConfigError,
+    Lion,
+    ModelConfig,
+    Muon,
+    RecurrentConfig,
+    ScheduleFree,
+    TrainConfig,
+)
+from transformer_jax.models.factory import init_params
+from transformer_jax.models.stack import stack_layers
+from transformer_jax.training.batch import Batch
+from transformer_jax.training.optimizers import (
+    averaged_params,
+    make_optimizer,
+    matrix_dimensions,
+    round_stochastically,
+)
+from transformer_jax.training.step import make_train_step, start_state
+
+RATE, STEPS = 0.1, 4
+BASE = TrainConfig(
+    learning_rate=RATE, min_learning_rate=RATE, schedule="constant", warmup_steps=0, clip_norm=1e9
+)
+SHAPES = {
+    "block_0": {"query": {"kernel": (5, 2, 3)}, "out": {"kernel": (2, 3, 5)}},
+    "tokens": (7, 5),
+}
+SHAPES |= {"norm": {"scale": (5,)}}
+LEAF = dict(is_leaf=lambda shape: isinstance(shape, tuple))
+
+
+def followed(optimizer, rng, oracle):
+    """Take steps with ours and with `oracle(name, p, g, n, state) -> p`; return both trees."""
+    params = jax.tree.map(lambda shape: rng.standard_normal(shape), SHAPES, **LEAF)
+    chain = make_optimizer(replace(BASE, optimizer=optimizer))
+
+    @jax.jit
+    def update(grads, state, params):
+        updates, state = chain.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    ours = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
+    state, memory = chain.init(ours), {}
+    for n in range(STEPS):
+        grads = jax.tree.map(lambda p: rng.standard_normal(p.shape), params)
+        ours, state = update(
+            jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), grads), state, ours
+        )
+
+        def step(path, p, g, n=n):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return oracle(name, p, g, n, memory.setdefault(name, {}))
+
+        params = jax.tree_util.tree_map_with_path(step, params, grads)
+    return ours, state, params, memory
+
+
+def decayed(name):
+    return 0.0 if name.endswith("scale") else 0.3
+
+
+def adam_step(g, n, memory, beta1, beta2):
+    mu = memory["mu"] = beta1 * memory.get("mu", 0.0) + (1 - beta1) * g
+    nu = memory["nu"] = beta2 * memory.get("nu", 0.0) + (1 - beta2) * g**2
+    return mu / (1 - beta1 ** (n + 1)) / (np.sqrt(nu / (1 - beta2 ** (n + 1))) + 1e-8)
+
+
+def test_lion_steps_by_the_sign_of_its_mean_gradient(rng):
+    def oracle(name, p, g, n, memory):
+        mean = memory.get("mean", 0.0)
+        step = np.sign(0.8 * mean + 0.2 * g)
+        memory["mean"] = 0.9 * mean + 0.1 * g
+        return p - RATE * (step + decayed(name) * p)
+
+    ours, _, wanted, _ = followed(Lion(beta1=0.8, beta2=0.9, weight_decay=0.3), rng, oracle)
+    jax.tree.map(lambda a, b: assert_near(a, b, 2e-6), ours, wanted)
+
+
+def test_adafactor_holds_a_row_and_a_column_of_second_moments_and_clips_each_step(rng):
+    def oracle(name, p, g, n, memory):
+        weight = 1 - (n + 1.0) ** -0.7
+        square = g**2 + 1e-30
+        if g.ndim >= 2 and sorted(g.shape)[-2] >= 3:
+            # the two longest axes, the longest last; the mean of what both leave
+            longest = np.argsort(g.shape, kind="stable")[-2:]
+            d1, d0 = int(longest[0]), int(longest[1])
+            row = weight * memory.get("row", 0.0) + (1 - weight) * square.mean(
+                axis=d0, keepdims=True
+            )
+            column = weight * memory.get("column", 0.0)
+            column = column + (1 - weight) * square.mean(axis=d1, keepdims=True)
+            memory.update(row=row, column=column)
+            moment = row * column / row.mean(axis=d1, keepdims=True)
+        else:
+            moment = memory["all"] = weight * memory.get("all", 0.0) + (1 - weight) * square
+        step = g / np.sqrt(moment)
+        step = step / max(1.0, np.sqrt((step**2).mean()) / 0.5)
+        return p - RATE * (step + decayed(name) * p)
+
+    own = Adafactor(decay_rate=0.7, smallest_factored=3, clipping=0.5, weight_decay=0.3)
+    ours, _, wanted, memory = followed(own, rng, oracle)
+    jax.tree.map(lambda a, b: assert_near(a, b, 5e-6), ours, wanted)
+    assert {name for name, kept in memory.items() if "row" in kept} == {
+        "block_0/query/kernel", "block_0/out/kernel", "tokens"
+    }  # fmt: skip
+
+
+def orthogonalised(matrix):
+    """Return five Newton-Schulz iterations of Jordan et al. 2024, of a matrix of float64."""
+    x = matrix / np.linalg.norm(matrix)
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def test_muon_orthogonalises_the_matrices_of_blocks_and_leaves_the_rest_to_adamw(rng):
+    """Of the query [D, (N H)] and the output [(N H), D] of attention, not of [D, N] or the like."""
+
+    def oracle(name, p, g, n, memory):
+        if not name.endswith("kernel"):
+            return p - RATE * (adam_step(g, n, memory, 0.8, 0.9) + decayed(name) * p)
+        mean = memory["mean"] = 0.7 * memory.get("mean", 0.0) + 0.3 * g
+        ahead = (0.7 * mean / (1 - 0.7 ** (n + 2))) + 0.3 * g / (1 - 0.7 ** (n + 1))
+        matrix = ahead.reshape(5, 6) if "query" in name else ahead.reshape(6, 5)
+        step = orthogonalised(matrix) * 0.2 * np.sqrt(6)
+        return p - RATE * (step.reshape(p.shape) + decayed(name) * p)
+
+    own = Muon(momentum=0.7, beta1=0.8, beta2=0.9, weight_decay=0.3)
+    ours, _, wanted, _ = followed(own, rng, oracle)
+    jax.tree.map(lambda a, b: assert_near(a, b, 2e-5), ours, wanted)
+
+
+def test_muon_takes_each_of_the_stacked_layers_as_a_matrix_of_its_own():
+    config = ModelConfig(d_model=22, num_heads=2, num_layers=3, max_len=13, glu=True)
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    found = matrix_dimensions(params)
+    assert found["embed"]["tokens"] is None and found["decoder"]["norm"]["scale"] is None
+    block = found["decoder"]["block_1"]
+    assert block["attention"]["query"]["kernel"] == ((0,), (1, 2))
+    assert block["attention"]["out"]["kernel"] == ((0, 1), (2,))
+    assert block["feed_forward"]["gate"]["kernel"] == ((0,), (1,))
+    assert block["attention"]["query"]["bias"] is None
+    stacked = matrix_dimensions(jax.eval_shape(stack_layers, params["decoder"]))["blocks"]
+    assert stacked["attention"]["out"]["kernel"] == ((1, 2), (3,))
+
+
+def test_schedule_free_is_evaluated_at_the_average_of_its_steps(rng):
+    """z steps by AdamW's rule, x is the mean of all z, gradients are those of y between them."""
+
+    def oracle(name, p, g, n, memory):
+        z, x = memory.get("z", p), memory.get("x", p)
+        nu = memory["nu"] = 0.9 * memory.get("nu", 0.0) + 0.1 * g**2
+        step = g / (np.sqrt(nu / (1 - 0.9 ** (n + 1))) + 1e-8)
+        z = z - RATE * (step + decayed(name) * p)
+        x = x + (z - x) / (n + 1)
+        memory.update(z=z, x=x)
+        return 0.8 * x + 0.2 * z
+
+    own = ScheduleFree(beta1=0.8, beta2=0.9, weight_decay=0.3)
+    ours, state, wanted, memory = followed(own, rng, oracle)
+    jax.tree.map(lambda a, b: assert_near(a, b, 5e-6), ours, wanted)
+    used = jax.tree_util.tree_flatten_with_path(averaged_params(state, ours))[0]
+    for path, leaf in used:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert_near(leaf, memory[name]["x"], 5e-6, name)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [AdamW(), Adafactor(), Lion(), Muon(), ScheduleFree()],
+    ids=lambda o: type(o).__name__,
+)
+def test_frozen_parameters_stay_whatever_the_optimizer(optimizer, rng):
+    config = replace(BASE, optimizer=optimizer, frozen=("tokens",))
+    params = jax.tree.map(
+        lambda s: jnp.asarray(rng.standard_normal(s), jnp.float32), SHAPES, **LEAF
+    )
+    chain = make_optimizer(config)
+    state, now = chain.init(params), params
+    for _ in range(3):
+        updates, state = chain.update(jax.tree.map(jnp.ones_like, params), state, now)
+        now = optax.apply_updates(now, updates)
+    used = averaged_params(state, now)
+    assert np.array_equal(now["tokens"], params["tokens"])
+    assert_near(used["tokens"], np.asarray(params["tokens"]), 1e-6)
+    assert np.abs(used["block_0"]["out"]["kernel"] - params["block_0"]["out"]["kernel"]).min() > 0
+
+
+def test_what_an_optimizer_needs_of_the_run_is_said():
+    with pytest.raises(ConfigError, match="schedule is 'cosine': optimizer 'schedulefree' needs"):
+        TrainConfig(optimizer=ScheduleFree())
+    with pytest.raises(ConfigError, match="optimizer is 'muon': is for the blocks of transformers"):
+        TrainConfig(optimizer=Muon(), model=RecurrentConfig())
+
+
+def linear_loss(params, batch, key):
+    del key
+    return jnp.sum(params["w"] * batch.tokens), jnp.float32(1)
+
+
+def test_bfloat16_parameters_move_on_average_by_steps_too_small_to_see(rng):
+    """Each step is 2^-12 of a weight, a sixteenth of what rounding to the nearest would notice."""
+    rates = dict(learning_rate=2**-12, min_learning_rate=2**-12)
+    config = replace(BASE, optimizer=AdamW(weight_decay=0.0), **rates)
+    optimizer = make_optimizer(config)
+    step = make_train_step(linear_loss, optimizer)
+    params = {"w": jnp.ones((64, 64))}
+    state = start_state(params, optimizer, jax.random.key(3), param_dtype=jnp.bfloat16)
+    assert state.params["w"].dtype == jnp.bfloat16
+    assert state.opt_state[1][0].mu["w"].dtype == jnp.float32
+    batch = Batch(jnp.ones((1, 64, 64)), jnp.ones((1, 64, 64), jnp.int32))
+    for _ in range(64):
+        state, _ = step(state, batch)
+    moved = 1 - np.asarray(state.params["w"], np.float64)
+    assert set(np.unique(moved * 2**8)) <= set(range(-20, 20)) and len(np.unique(moved)) > 4
+    assert moved.mean() == pytest.approx(64 * 2**-12, rel=0.03)
+
+
+def test_rounding_at_random_keeps_exact_numbers_and_what_is_not_finite():
+    exact = jnp.array([0.0, 1.0, -3.5, 2.0**100, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
+    found = round_stochastically(exact, jax.random.key(0))
+    assert np.array_equal(np.asarray(found, np.float32), np.asarray(exact), equal_nan=True)
+    between = jnp.full(20_000, 1 + 2**-9, jnp.float32)  # a quarter of the way to the next one
+    found = np.asarray(round_stochastically(between, jax.random.key(1)), np.float32)
+    assert set(np.unique(found)) == {1.0, 1.0 + 2**-7}
+    assert (found > 1).mean() == pytest.approx(0.25, abs=0.015)
+
+
+def test_the_average_follows_its_formula_and_waits_where_a_step_is_rejected(rng):
+    optimizer = make_optimizer(replace(BASE, optimizer=AdamW(weight_decay=0.0)))
+    step = make_train_step(linear_loss, optimizer, ema_decay=0.75)
+    start = rng.standard_normal((5, 3)).astype(np.float32)
+    state = start_state({"w": jnp.asarray(start)}, optimizer, jax.random.key(0), average=True)
+    average = start.astype(np.float64)
+    for n in range(5):
+        scale = np.nan if n == 2 else 1.0
+        tokens = jnp.asarray(scale * rng.standard_normal((1, 5, 3)), jnp.float32)
+        state, _ = step(state, Batch(tokens, jnp.zeros((1, 5), jnp.int32)))
+        if n != 2:
+            average = 0.75 * average + 0.25 * np.asarray(state.params["w"], np.float64)
+    assert int(state.rejected) == 1
+    assert_near(state.average["w"], average, 1e-6)
+    assert state.used_params is state.average

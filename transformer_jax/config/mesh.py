@@ -1,0 +1,50 @@
+"""Configure how a run is split over devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from transformer_jax.config.fields import below_int32, check_types, positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Lay out devices in a grid, `data=2,fsdp=4,tensor=2`, over which a run is split.
+
+    All of them are used: the product of the sizes is how many there are, in all processes together.
+    """
+
+    data: int = 1
+    """Devices that take different rows of a batch and hold the same parameters."""
+    fsdp: int = 1
+    """Devices that take different rows of a batch, and each a part of every parameter and of the
+    optimizer's state: the parts of a matrix are gathered where it is used (Rajbhandari et al.
+    2020)."""
+    tensor: int = 1
+    """Devices that share the heads and the widths of each layer: they take the same rows (Shoeybi
+    et al. 2019)."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        positive(self, "data", "fsdp", "tensor")
+        below_int32(self, "data", "fsdp", "tensor")
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Return the size of each axis by its name, in the order of the grid."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def devices(self) -> int:
+        """Return how many devices the grid has."""
+        return math.prod(self.shape.values())
+
+    @property
+    def row_shards(self) -> int:
+        """Return over how many devices the rows of a batch are split."""
+        return self.data * self.fsdp
+
+    def __str__(self) -> str:
+        sizes = [f"{name}={size}" for name, size in self.shape.items() if size > 1]
+        return ",".join(sizes) or "data=1"

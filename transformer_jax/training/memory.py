@@ -1,0 +1,135 @@
+"""Compile a step before its arrays exist, and say how much memory it takes on each device."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+
+from transformer_jax.config import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Hold the bytes that a step needs on one device."""
+
+    parameters: int
+    optimizer: int
+    """The optimizer's state, and the average of the parameters where one is kept."""
+    inputs: int
+    """The batch, and what stays on the device beside the state, such as a text."""
+    working: int
+    """What only exists within the step: gradients, activations and buffers."""
+
+    @property
+    def total(self) -> int:
+        """Return all of them: the state is donated, so it exists once."""
+        return self.parameters + self.optimizer + self.inputs + self.working
+
+    def described(self) -> str:
+        """Return the parts in GiB, in one line."""
+        parts = {
+            "parameters": self.parameters,
+            "optimizer": self.optimizer,
+            "inputs": self.inputs,
+            "gradients and activations": self.working,
+        }
+        return ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in parts.items() if size)
+
+
+class CompiledAhead(Generic[P, R]):
+    """Call a jitted function of (state, *inputs) by programs that are compiled ahead of time.
+
+    A program is compiled for each shape of the inputs after the state, which always has one shape.
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self.function: Any = function
+        self._programs: dict[Any, Any] = {}
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        found: R = self.program(*args)(*args)
+        return found
+
+    def program(self, *args: Any) -> Any:
+        """Return the compiled program for arguments, or for the shapes of arguments."""
+        leaves, structure = jax.tree.flatten(args[1:])
+        key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+        if key not in self._programs:
+            self._programs[key] = self.function.lower(*args).compile()
+        return self._programs[key]
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Count the bytes of arrays, or of shapes, on one of the devices that they are split over."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
+        if sharding is not None:
+            shape = sharding.shard_shape(shape)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            total += 16 * math.prod(shape)
+        else:
+            total += math.prod(shape) * leaf.dtype.itemsize
+    return total
+
+
+def step_memory(program: Any, state: Any, inputs: Any) -> StepMemory:
+    """Return what a compiled step needs on a device, for a state and inputs of these shapes."""
+    found = program.memory_analysis()
+    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    parameters = bytes_on_device(state.params)
+    optimizer = bytes_on_device((state.opt_state, state.average))
+    given = bytes_on_device(inputs)
+    working = max(held + found.temp_size_in_bytes - parameters - optimizer - given, 0)
+    return StepMemory(parameters, optimizer, given, working)
+
+
+def device_memory() -> int:
+    """Return the bytes that a device of this process may use; of a CPU, its share of the memory."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return whole // (jax.local_device_count() if device.platform == "cpu" else 1)
+
+
+def check_state(state: Any) -> None:
+    """Raise ConfigError for a state that, with its gradients, is larger than a device's memory.
+
+    Nothing is compiled: a model that cannot fit might take long to compile.
+    """
+    parameters = bytes_on_device(state.params)
+    optimizer, there = bytes_on_device((state.opt_state, state.average)), device_memory()
+    gradients = parameters
+    needed = parameters + optimizer + gradients
+    if needed > there:
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+        parts = f"parameters {_gib(parameters)}, optimizer {_gib(optimizer)}"
+        raise ConfigError(
+            f"model has {count:,} parameters: needs {_gib(needed)} GiB on each device before any "
+            f"batch ({parts}, gradients {_gib(gradients)}), which has {_gib(there)} GiB"
+        )
+
+
+def check_step(memory: StepMemory, batch_size: int) -> None:
+    """Raise ConfigError for a step that needs more than a device's memory."""
+    there = device_memory()
+    if memory.total > there:
+        raise ConfigError(
+            f"batch_size is {batch_size}: a step needs {_gib(memory.total)} GiB on each device "
+            f"({memory.described()}), which has {_gib(there)} GiB; a smaller batch_size with more "
+            "accumulation needs less, and so do --remat full, --scan-layers True and a mesh"
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f}"
