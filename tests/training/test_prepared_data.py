@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from tests.training.test_training import assert_same_state
 from transformer_jax.__main__ import main as run_command
 from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config.mesh import MeshConfig
 from transformer_jax.config.prepare import PrepareConfig
 from transformer_jax.config.tasks import LanguageTask, MaskedTask
 from transformer_jax.corpus import prepare
@@ -283,6 +285,48 @@ def test_a_process_reads_its_own_share_unless_it_is_told(folders, monkeypatch):
     assert task.inputs(6).tokens.shape == (2, 2, 13)
 
 
+TWO = """
+import sys
+from functools import partial
+import jax
+import numpy as np
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+from jax.experimental.multihost_utils import process_allgather
+from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.config.mesh import MeshConfig
+from transformer_jax.training.placement import make_placement
+from transformer_jax.training.tasks import load_task
+from transformer_jax.training.tasks.task import ReadsAhead
+model = ModelConfig(d_model=22, num_heads=2, num_layers=1, max_len=13)
+task = load_task(TrainConfig(model=model, data=sys.argv[3], batch_size=6, accumulation=2))
+assert isinstance(task, ReadsAhead)
+task.place = partial(make_placement(MeshConfig(data=2)).own_rows, axis=1)
+for step in (0, 1, 7):
+    tokens = task.inputs(step).tokens
+    assert tokens.shape == (2, 6, 13) and tokens.addressable_data(0).shape == (2, 3, 13)
+    found = process_allgather(tokens, tiled=True)
+    assert np.array_equal(found, task.inputs(step, 0, 1).tokens)
+print("the same")
+"""
+
+
+def test_two_processes_that_run_put_one_batch_together(folders):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO, port, str(process), str(folders / "web")],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for process in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=120)[0] for process in both]
+    assert all("the same" in text for text in said), said
+
+
 @pytest.mark.parametrize("task", [LanguageTask(), documents()])
 def test_an_evaluation_reads_the_held_out_documents_in_order_each_label_once(folders, task):
     made = load_task(config(folders, "web", "books", task=task))
@@ -507,6 +551,13 @@ def test_reading_all_of_a_corpus_takes_far_less_memory_than_the_corpus(tmp_path)
     (small, before), (large, after) = (map(int, line.split()) for line in ended.stdout.splitlines())
     assert large > 75e6 > 10 * small
     assert after - before < 0.2 * large
+
+
+def test_a_run_over_a_mesh_reads_what_one_device_reads(folders):
+    """Here with one device: tests/multi_device has more."""
+    one = config(folders, out=str(folders / "one"), steps=3)
+    over = replace(one, out=str(folders / "over"), mesh=MeshConfig(data=1))
+    assert fit(one).val_loss == pytest.approx(fit(over).val_loss, rel=1e-6)
 
 
 def test_prepared_text_is_what_load_task_gives(folders):

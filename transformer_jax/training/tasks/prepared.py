@@ -52,8 +52,6 @@ class PreparedText:
     prepare: Callable[..., Batch] = GivenBatches()
     resident: tuple[Any, ...] = ()
     held_out: tuple[Any, ...] = ()
-    place: Callable[[Batch], Batch] = staticmethod(jax.device_put)
-    """Brings a batch to the devices while the step before is computed."""
 
     def __init__(
         self,
@@ -85,6 +83,7 @@ class PreparedText:
         self.rows = tuple(self._rows(part, whole=False) for part in self.parts)
         self.val_rows = tuple(self._rows(part, whole=True) for part in self.val_parts)
         self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
+        self.place: Callable[[Batch], Batch] = jax.device_put  # while other steps are computed
         self._ahead: Prefetched | None = None
 
     def _rows(self, part: Part, whole: bool) -> PartRows:
