@@ -28,16 +28,13 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports too, without a traceback
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from transformer_jax.cli.flags import changed
 from transformer_jax.cli.process import interrupts, keep_freed_memory, one_line
 from transformer_jax.cli.report import how_to_resume, how_to_write, summary, what_text
-from transformer_jax.cli.run_flags import RunFlags, check_published, parse
-from transformer_jax.config import ConfigError, ModelConfig, TrainConfig, fine_tuning
+from transformer_jax.cli.run_flags import configure, parse
+from transformer_jax.config import ConfigError
 from transformer_jax.config.tasks import ContinuousTask
 
 
@@ -95,35 +92,6 @@ def train(argv: Sequence[str]) -> int:
     if config.steps > 1:
         show(f"  {how_to_resume(config, f' --steps {2 * config.steps}')}")
     return 0
-
-
-def configure(flags: RunFlags) -> tuple[TrainConfig, int | None]:
-    """Return the config that the flags ask for, and the vocabulary size where that is given.
-
-    A run starts from its own config, from a published model or from a preset.
-    """
-    flags.check_start()
-    if flags.resume:
-        from transformer_jax.checkpoints.run_folder import RunFolder
-
-        base = RunFolder(Path(flags.out)).read_config()
-        base = dataclasses.replace(base, out=flags.out)  # the folder may have moved
-        given = flags.changes(base)
-        return changed(base, given), given.get(("model", "vocab_size"), base.model.vocab_size)
-    if flags.init_from is not None:
-        from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
-        from transformer_jax.training.initial import start_model
-
-        model = start_model(flags.init_from).config
-        base = fine_tuning(model, flags.init_from, flags.task)
-        check_published(flags.changes(base), model, flags.init_from, OVERRIDABLE_FIELDS)
-        if isinstance(model, ModelConfig) and model.dtype == "float16":
-            # whose gradients vanish where nothing scales the loss
-            base = dataclasses.replace(base, model=dataclasses.replace(model, dtype="float32"))
-    else:
-        base = flags.start()
-    given = flags.changes(base)
-    return changed(base, given), given.get(("model", "vocab_size"))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path as Folder
 from typing import Any, NoReturn
 
 from transformer_jax.cli.flags import ConfigFlags, Path, changed, nearest, spelled, value_at
-from transformer_jax.config import PRESETS, ConfigError, TrainConfig, preset, train_preset
+from transformer_jax.config import (
+    PRESETS,
+    ConfigError,
+    ModelConfig,
+    TrainConfig,
+    fine_tuning,
+    preset,
+    train_preset,
+)
 from transformer_jax.config.architectures import ARCHITECTURES, AnyModelConfig
 from transformer_jax.config.presets import learns, task_recipe
 from transformer_jax.config.tasks import TASKS, LanguageTask, Task
@@ -123,6 +133,35 @@ def check_published(
             value, own = value.__name__.lower(), type(own).__name__.lower()
         if value != own:
             raise ConfigError(f"{'.'.join(path)} is {value!r}: {init_from} has {own!r}")
+
+
+def configure(flags: RunFlags) -> tuple[TrainConfig, int | None]:
+    """Return the config that the flags ask for, and the vocabulary size where that is given.
+
+    A run starts from its own config, from a published model or from a preset.
+    """
+    flags.check_start()
+    if flags.resume:
+        from transformer_jax.checkpoints.run_folder import RunFolder
+
+        base = RunFolder(Folder(flags.out)).read_config()
+        base = dataclasses.replace(base, out=flags.out)  # the folder may have moved
+        given = flags.changes(base)
+        return changed(base, given), given.get(("model", "vocab_size"), base.model.vocab_size)
+    if flags.init_from is not None:
+        from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
+        from transformer_jax.training.initial import start_model
+
+        model = start_model(flags.init_from).config
+        base = fine_tuning(model, flags.init_from, flags.task)
+        check_published(flags.changes(base), model, flags.init_from, OVERRIDABLE_FIELDS)
+        if isinstance(model, ModelConfig) and model.dtype == "float16":
+            # whose gradients vanish where nothing scales the loss
+            base = dataclasses.replace(base, model=dataclasses.replace(model, dtype="float32"))
+    else:
+        base = flags.start()
+    given = flags.changes(base)
+    return changed(base, given), given.get(("model", "vocab_size"))
 
 
 class _Parser(argparse.ArgumentParser):

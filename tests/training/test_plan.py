@@ -1,0 +1,233 @@
+"""Plans of steps: what is counted, against closed forms, and programs of devices not attached."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from transformer_jax.config import (
+    AdamW,
+    ConfigError,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+    preset,
+)
+from transformer_jax.kernels.peaks import CHIPS, chip_of
+from transformer_jax.models.factory import cache_bytes, num_params
+from transformer_jax.models.flops import forward_flops, training_flops
+from transformer_jax.training.hardware import Hardware, find_hardware
+from transformer_jax.training.network import network_traffic
+from transformer_jax.training.plan import (
+    largest_batch,
+    least_chips,
+    plan_decoding,
+    plan_training,
+    remedies,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SMALL = ModelConfig(vocab_size=61, d_model=32, num_heads=4, num_layers=2, max_len=16, d_ff=48)
+RUN = TrainConfig(model=SMALL, batch_size=4)
+CPU = Hardware("cpu", None, 1)
+
+
+def test_operations_are_those_of_the_products_in_closed_form():
+    """Llama 3 8B: 2 x (parameters without the input table) a token, and causal attention."""
+    config, length = preset("llama3-8b"), 4096
+    table = config.vocab_size * config.d_model
+    norms = (2 * config.num_layers + 1) * config.d_model
+    matrices = num_params(config) - table - norms
+    pairs = length * (length + 1) / 2
+    attention = config.num_layers * pairs * config.num_heads * 4 * config.key_dim
+    assert forward_flops(config, length) == 2 * matrices * length + attention
+    assert training_flops(config, length) == 3 * forward_flops(config, length)
+
+
+def brute(config, length, source=0):
+    """Count multiplications and additions of one sequence one by one."""
+    d, n, k, h, f = (
+        config.d_model,
+        config.num_heads,
+        config.kv_heads,
+        config.key_dim,
+        config.ff_dim,
+    )
+
+    def block(queries, keys, pairs, window=None):
+        own = 2 * d * n * h * queries * 2 + 2 * 2 * d * k * h * keys
+        return own + 4 * n * h * pairs
+
+    feed = 2 * d * f * (3 if config.glu else 2)
+
+    def seen(size, window, causal):
+        reach = size if window is None else window
+        return sum(
+            1
+            for q in range(size)
+            for s in range(size)
+            if (q - reach < s <= q if causal else abs(q - s) < reach)
+        )
+
+    total = 2 * config.vocab_size * d * length
+    if config.kind == "encoder-decoder":
+        for _ in range(config.num_layers):
+            total += block(source, source, source**2) + feed * source
+        for _ in range(config.decoder_layers):
+            total += block(length, length, seen(length, None, True)) + feed * length
+            total += block(length, source, length * source)
+        return total
+    causal = config.kind == "decoder"
+    for i in range(config.num_layers):
+        window = config.windows[i % len(config.windows)]
+        total += block(length, length, seen(length, window, causal)) + feed * length
+    return total
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(SMALL, num_kv_heads=2, glu=True),
+        replace(SMALL, window=(5, None)),
+        replace(SMALL, kind="encoder", window=3),
+        replace(SMALL, kind="encoder-decoder", num_decoder_layers=3, glu=True),
+    ],
+    ids=["decoder", "windows", "encoder", "encoder-decoder"],
+)
+def test_operations_of_every_kind_are_counted_one_by_one(config):
+    source = 7 if config.kind == "encoder-decoder" else 0
+    assert forward_flops(config, 11, source) == brute(config, 11, source)
+
+
+HLO = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%body (p: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
+  %g = bf16[64,16]{1,0} all-gather(%x), channel_id=3, replica_groups=[4,8]<=[32], dimensions={0}
+  %again = bf16[64,16]{1,0} all-gather(%x), channel_id=3, replica_groups=[4,8]<=[32], dimensions={0}
+}
+
+%limit (p: (s32[], bf16[8,16])) -> pred[] {
+  %n = s32[] constant(5)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+%all-reduce-scatter.1 (p: f32[32]) -> f32[4] {
+  %r = f32[32]{0} all-reduce(%p), channel_id=4, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+}
+
+%unused (p: f32[999]) -> f32[999] {
+  %r = f32[999]{0} all-reduce(%p), channel_id=9, replica_groups={{0,1}}, to_apply=%add
+}
+
+ENTRY %main (p: f32[32]) -> f32[32] {
+  %w = (s32[], bf16[8,16]) while(%t), condition=%limit, body=%body
+  %f = f32[4]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
+  %m = (f32[10], f32[6]) all-reduce(%a), channel_id=5, replica_groups=mesh['x'=2,'y'=3] {'y'}
+}
+"""
+
+
+def test_bytes_between_devices_are_read_off_a_program():
+    """A gather in a loop of five turns, once; a scatter as the TPU writes it; two sums in one."""
+    found = network_traffic(HLO)
+    assert found.unknown_loops == 0
+    assert found.bytes == {
+        "all-gather": 5 * 64 * 16 * 2 * 7 / 8,
+        "reduce-scatter": 32 * 4 * 3 / 4,
+        "all-reduce": 2 * 16 * 4 * 2 / 3,
+    }
+    open_ended = HLO.replace("%n = s32[] constant(5)", "%n = s32[] get-tuple-element(%p), index=0")
+    assert network_traffic(open_ended).unknown_loops == 2
+
+
+def test_a_plan_for_this_machine_is_of_the_step_that_a_run_takes():
+    plan = plan_training(RUN, CPU)
+    size = 4 * num_params(SMALL)
+    assert plan.memory.parameters == size
+    assert plan.memory.optimizer == 2 * size + 2 * 4  # two moments, two counters
+    assert plan.tokens == 4 * 16 and plan.flops == 4 * training_flops(SMALL, 16)
+    assert plan.fits and plan.bounds is None and plan.cache == 0
+    wider = plan_training(replace(RUN, batch_size=64), CPU)
+    assert wider.memory.working > 4 * plan.memory.working
+    halves = plan_training(replace(RUN, batch_size=64, accumulation=2), CPU)
+    assert halves.tokens == 2 * wider.tokens
+    assert halves.memory.working < 1.5 * wider.memory.working
+
+
+def test_a_plan_of_decoding_has_the_cache_and_the_parameters_once():
+    plan = plan_decoding(SMALL, CPU, batch_size=3, length=13)
+    assert plan.memory.parameters == 4 * num_params(SMALL)
+    assert plan.cache == cache_bytes(SMALL, 3, 13)
+    assert plan.memory.working < plan.memory.parameters
+    # one token: the matrices once a row, and all keys of the cache
+    matrices = 2 * (SMALL.num_layers * (4 * 32**2 + 2 * 32 * 48) + 61 * 32)
+    assert plan.flops == 3 * (matrices + SMALL.num_layers * 13 * 4 * 32)
+
+
+def test_a_state_that_does_not_fit_is_not_compiled_and_what_would_fit_is_said():
+    chip = replace(CHIPS["h200"], memory=10 * 4 * num_params(SMALL) // 4)
+    hardware = replace(CPU, chip=chip)
+    plan = plan_training(RUN, hardware)
+    assert not plan.compiled and not plan.fits and plan.bounds is None
+    assert plan.memory.working == plan.memory.parameters  # the gradients
+    flags = [flags for flags, _ in remedies(RUN, hardware)]
+    mild = "--remat full --scan-layers True --batch-size 1"
+    assert flags == [f"{mild} --param-dtype bfloat16 --optimizer adafactor"]
+    assert largest_batch(RUN, hardware, plan) is None
+    # of 16 bytes a parameter 2.5 are left to a chip
+    assert least_chips(RUN, hardware) == math.ceil(16.001 * num_params(SMALL) / chip.memory)
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not():
+    first = plan_training(RUN, CPU)
+    chip = replace(CHIPS["h200"], memory=3 * first.total)
+    hardware = replace(CPU, chip=chip)
+    size, plan = largest_batch(RUN, hardware, plan_training(RUN, hardware))
+    assert plan.fits and plan.total <= chip.memory
+    assert size > 4 and not plan_training(replace(RUN, batch_size=size * 5 // 4), hardware).fits
+
+
+def test_hardware_is_named_and_what_there_is_not_is_refused():
+    assert find_hardware("tpu-v5e-256").count == 256
+    assert find_hardware("tpu-v5p-8").count == 4  # eight cores
+    assert find_hardware("h200-8") == Hardware("h200-8", CHIPS["h200"], 8)
+    for name, rule in {
+        "tpu-v5e-7": "N must be one of 1, 4, 8",
+        "tpu-v5p-7": "N must be one of 2, 8",
+        "tpu-v9-8": "must be cpu, h200",
+        "h200-3": "a machine has 1, 2, 4 or 8",
+        "cpu-1000": "needs 1000 CPU devices",
+    }.items():
+        with pytest.raises(ConfigError, match=f"target is '{name}': {rule}"):
+            find_hardware(name)
+    with pytest.raises(ConfigError, match="mesh is 'data=2': 2 devices; cpu has one chip"):
+        plan_training(replace(RUN, mesh=MeshConfig(data=2)), CPU)
+
+
+def test_chips_are_known_by_the_names_that_jax_has_for_them():
+    assert chip_of("TPU v5 lite") is CHIPS["v5e"] and chip_of("TPU v5p") is CHIPS["v5p"]
+    assert chip_of("NVIDIA H200") is CHIPS["h200"] and chip_of("cpu") is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_llama_3_8b_is_planned_for_256_chips_that_are_not_attached():
+    pytest.importorskip("libtpu")
+    model = preset("llama3-8b", scan_layers=True, remat="full")
+    mesh = MeshConfig(fsdp=64, tensor=4)
+    config = TrainConfig(model=model, mesh=mesh, batch_size=64, context=4096, optimizer=AdamW())
+    plan = plan_training(config, find_hardware("tpu-v5e-256"))
+    assert plan.fits and plan.compiled
+    assert plan.memory.parameters == pytest.approx(4 * num_params(model) / 256, rel=0.01)
+    assert plan.memory.optimizer == pytest.approx(8 * num_params(model) / 256, rel=0.01)
+    assert plan.bounds is not None and plan.bounds.compute == pytest.approx(0.251, rel=0.01)
+    if plan.traffic is not None:
+        # the matrices in bfloat16, forward and backward; six sums of the activations a layer
+        matrices = 2 * (num_params(model) - 2 * 128256 * 4096) / 4
+        assert plan.traffic.bytes["all-gather"] == pytest.approx(2 * matrices, rel=0.15)
+        sums = 6 * 32 * 4096 * 4096 * 2 * 2 * 3 / 4
+        assert plan.traffic.bytes["all-reduce"] == pytest.approx(sums, rel=0.1)

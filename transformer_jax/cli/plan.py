@@ -1,0 +1,173 @@
+r"""Say what a training or decoding step takes on hardware, before paying for it.
+
+    python -m transformer_jax plan --target tpu-v5e-256 --preset llama3-8b --context 4096 \
+        --mesh fsdp=64,tensor=4 --batch-size 64 --scan-layers True --remat full
+    python -m transformer_jax plan --target h200 --init-from FOLDER --batch-size 4
+    python -m transformer_jax plan --target h200 --preset llama3-8b --decode --batch-size 32
+    python -m transformer_jax plan --target cpu --run runs/book
+
+The step is compiled for the target, which need not be attached; nothing is run, and no data is
+read. All flags of train.py say what the run is. Of a TPU it needs `pip install libtpu`, of a GPU
+`pip install "jax[cuda13]"`. Targets: cpu, h200, h200-N, tpu-v5e-N, tpu-v5p-N, tpu-v6e-N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from transformer_jax.cli.command import Parser
+from transformer_jax.cli.process import one_line
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from transformer_jax.training.plan import Plan
+
+GIB = 2**30
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 0; 1 where the step does not fit; 2: usage."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    own, rest = parser.parse_known_args(argv)
+    try:
+        return 0 if plan(own, rest) else 1
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if own.debug:
+            raise
+        print(f"plan: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> Parser:
+    parser = Parser("plan", __doc__ or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--target", required=True, help="hardware: cpu, h200, tpu-v5e-256, ...")
+    add("--run", help="plan the run in this folder, with the flags' changes")
+    add("--decode", action="store_true", help="plan the writing of a token, not training")
+    add("--quick", action="store_true", help="do not look for the largest batch, or for remedies")
+    return parser
+
+
+def plan(own: argparse.Namespace, rest: Sequence[str]) -> bool:
+    """Print the plan of what the flags ask for; return whether it fits."""
+    from transformer_jax.training.hardware import find_hardware
+    from transformer_jax.training.plan import plan_decoding, plan_training
+
+    config = _configured(own.run, rest)
+    hardware = find_hardware(own.target)
+    model = config.model
+    if not isinstance(model, ModelConfig):
+        raise ConfigError(f"model is a {type(model).__name__}: plans are made of transformers")
+    print(_title(config, own.target), flush=True)
+    if own.decode:
+        length = config.sequence_len
+        found = plan_decoding(
+            model, hardware, batch_size=config.batch_size, length=length, mesh=config.mesh
+        )
+        print(
+            f"writing a token of {config.batch_size:,} rows in {length:,} positions, over", end=" "
+        )
+        print(f"{found.mesh}")
+        _print(found)
+        return found.fits
+    found = plan_training(config, hardware)
+    rows = config.accumulation * config.batch_size
+    print(f"training on {rows:,} x {config.sequence_len:,} tokens a step, over {found.mesh}")
+    _print(found)
+    if not own.quick:
+        _advise(config, found)
+    return found.fits
+
+
+def _configured(run: str | None, argv: Sequence[str]) -> TrainConfig:
+    """Return the run that the flags describe."""
+    from transformer_jax.cli.run_flags import configure, parse
+
+    words = list(argv) if run is None else [*argv, "--resume", "--out", run]
+    return configure(parse(words, None))[0]
+
+
+def _title(config: TrainConfig, target: str) -> str:
+    model = config.model
+    assert isinstance(model, ModelConfig)
+    from transformer_jax.models.factory import num_params
+
+    return (
+        f"{model.kind} of {num_params(model):,} parameters, vocabulary of {model.vocab_size:,}, "
+        f"computing in {model.dtype}, for {target}"
+    )
+
+
+def _print(found: Plan) -> None:
+    """Print the memory of a chip by kind, and the least time of a step."""
+    memory, hardware = found.memory, found.hardware
+    chip = "this machine" if hardware.chip is None else f"a chip ({hardware.chip.name})"
+    unknown = not found.compiled
+    kinds = [
+        ("parameters", memory.parameters),
+        ("optimizer", memory.optimizer),
+        ("cache", found.cache),
+        ("inputs", memory.inputs),
+        ("gradients" if unknown else "gradients and activations", memory.working),
+    ]
+    if found.cache:
+        kinds[-1] = "activations", memory.working
+    print(f"memory of {chip}, GiB")
+    for kind, size in kinds:
+        if size >= GIB / 1000:
+            print(f"  {kind:26} {size / GIB:9.3f}")
+    sign = "fits" if found.fits else "does not fit"
+    more = " and more: not compiled" if unknown else ""
+    there = hardware.memory / GIB
+    print(f"  {'all':26} {found.total / GIB:9.3f}{more} of {there:.3f}: {sign}")
+    print(f"operations of a token       {found.flops / found.tokens / 1e9:9.3f} GFLOP")
+    bounds = found.bounds
+    if bounds is not None:
+        network = "not known (this jaxlib cannot read the program)"
+        if bounds.network is not None:
+            network = _time(bounds.network)
+        print(
+            f"least time of a step        compute {_time(bounds.compute)}, "
+            f"memory {_time(bounds.memory)}, network {network}"
+        )
+        rate = found.tokens / bounds.least
+        chips = "1 chip" if hardware.count == 1 else f"{hardware.count} chips"
+        print(f"so at most                  {rate:,.0f} tokens/s on {chips}")
+        if found.traffic is not None and found.traffic.unknown_loops:
+            print(f"network: {found.traffic.unknown_loops} collectives in loops of unknown length")
+    elif hardware.chip is None:
+        print("least time of a step        not known: no peak of this machine is published")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms"
+
+
+def _advise(config: TrainConfig, found: Plan) -> None:
+    """Print the largest batch that fits, or what to change where nothing does."""
+    from transformer_jax.training.plan import largest_batch, least_chips, plan_training, remedies
+
+    hardware = found.hardware
+    largest = largest_batch(config, hardware, found)
+    if largest is not None:
+        size, plan = largest
+        print(f"largest --batch-size        {size:,} ({plan.total / GIB:.3f} GiB)")
+    if found.fits:
+        return
+    for flags, changed in remedies(config, hardware):
+        plan = plan_training(changed, hardware)
+        if plan.fits:
+            print(f"fits with                   {flags} ({plan.total / GIB:.3f} GiB)")
+            break
+    else:
+        print("no remat, batch or optimizer makes it fit on this target")
+    if hardware.chip is not None:
+        least = least_chips(config, hardware)
+        print(f"state and gradients alone   are split to fit by --mesh fsdp={least} or more")

@@ -1,0 +1,153 @@
+"""Name hardware, attached or not, and give the devices that programs are compiled for.
+
+Nothing can run on devices that are not attached: they only compile. A TPU needs the package
+`libtpu`, an NVIDIA GPU jax with CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from transformer_jax.config import ConfigError
+from transformer_jax.kernels import Target, using
+from transformer_jax.kernels.peaks import CHIPS, Chip
+
+_GRIDS = {
+    "2d": {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16",
+           256: "16x16"},
+    "3d": {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8",
+           256: "4x8x8", 512: "8x8x8"},
+}  # fmt: skip
+"""The shapes of slices by how many chips they have; v5e and v6e are flat, v5p is not."""
+
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 141000000000
+  cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H200"
+"""
+"""An H200 as XLA wants it described (GpuTargetConfigProto, text format)."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Hold what a plan is made for."""
+
+    name: str
+    chip: Chip | None
+    """Its published peaks; None of a CPU."""
+    count: int
+    """How many chips there are; JAX has one device for each."""
+
+    def devices(self) -> list[Any]:
+        """Return devices to compile for; ConfigError where a package for them is missing."""
+        kind = self.name.split("-")[0]
+        if kind == "cpu":
+            return jax.devices()[: self.count]
+        from jax.experimental import topologies
+
+        if kind == "tpu":
+            model = self.name.split("-")[1]
+            shape = _GRIDS["3d" if model == "v5p" else "2d"][self.count]
+            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no such machine to ask
+            try:
+                with _quiet():
+                    found = topologies.get_topology_desc(f"{model}:{shape}", platform="tpu")
+                return list(found.devices)
+            except Exception as error:
+                raise _missing(self.name, "pip install libtpu", error) from None
+        try:
+            found = topologies.get_topology_desc(
+                "", platform="cuda", target_config=_H200, topology=f"1x1x{self.count}"
+            )
+            return list(found.devices)
+        except Exception as error:
+            raise _missing(self.name, 'pip install "jax[cuda13]"', error) from None
+
+    def lowering(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which programs are made for these devices and not for this one."""
+        if self.chip is None or self.name.startswith("cpu"):
+            return contextlib.nullcontext()
+        return using(
+            Target("tpu" if self.name.startswith("tpu") else "hopper", chip=self.chip.name)
+        )
+
+    @property
+    def memory(self) -> int:
+        """Return the bytes of a chip's memory; of a CPU, of this machine's."""
+        if self.chip is not None:
+            return self.chip.memory
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.count
+
+
+def find_hardware(name: str) -> Hardware:
+    """Return hardware by its name: cpu, h200, h200-8, tpu-v5e-256, tpu-v6e-8, tpu-v5p-8.
+
+    The number counts chips; but as its maker counts v5p by cores, of which a chip has two,
+    tpu-v5p-8 has 4 chips. ConfigError for another name, or a number that no slice has.
+    """
+    parts = name.split("-")
+    number = parts[-1] if parts[-1].isdigit() and len(parts) > 1 else ""
+    count = int(number or 1)
+    head = name.removesuffix(f"-{number}") if number else name
+    if head == "cpu":
+        there = len(jax.devices())
+        if count > there:
+            raise ConfigError(f"target is {name!r}: needs {count} CPU devices, there are {there}")
+        return Hardware(name, None, count)
+    if head == "h200":
+        if count not in (1, 2, 4, 8):
+            raise ConfigError(f"target is {name!r}: a machine has 1, 2, 4 or 8 of them")
+        return Hardware(name, CHIPS["h200"], count)
+    model = head.removeprefix("tpu-")
+    if head not in ("tpu-v5e", "tpu-v5p", "tpu-v6e"):
+        rule = "must be cpu, h200, h200-N, tpu-v5e-N, tpu-v5p-N or tpu-v6e-N"
+        raise ConfigError(f"target is {name!r}: {rule}")
+    cores = 2 if model == "v5p" else 1
+    grids = _GRIDS["3d" if model == "v5p" else "2d"]
+    if count % cores or count // cores not in grids:
+        rule = f"N must be one of {', '.join(str(n * cores) for n in grids)}"
+        raise ConfigError(f"target is {name!r}: {rule}")
+    return Hardware(name, CHIPS[model], count // cores)
+
+
+def _missing(name: str, how: str, error: Exception) -> ConfigError:
+    why = " ".join(str(error).split())[:120]
+    return ConfigError(f"target is {name!r}: cannot be compiled for here; {how} ({why})")
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Leave out what a library writes to the standard error stream of the process."""
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)

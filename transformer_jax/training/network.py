@@ -1,0 +1,141 @@
+"""Count the bytes that a compiled program moves between devices, from its text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from typing import NamedTuple
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+_SHAPE = re.compile(r"(pred|bf16|f\d+\w*|s\d+|u\d+)\[([\d,]*)\]")
+_BYTES = {"pred": 1.0, "bf16": 2.0, "s4": 0.5, "u4": 0.5}
+
+
+class Traffic(NamedTuple):
+    """Hold what a device sends in one run of a program."""
+
+    bytes: dict[str, float]
+    """By kind of collective."""
+    unknown_loops: int
+    """Collectives in loops whose number of turns the text does not tell: counted once."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.bytes.values())
+
+
+def network_traffic(text: str) -> Traffic:
+    """Return the bytes that a device sends, in rings, in one run of a compiled program.
+
+    Of a group of g devices: (g - 1) / g of what is gathered, or scattered; twice that of what is
+    summed; all of what is permuted. Loops count by their turns. `text` is that of
+    `jax.stages.Compiled.as_text`.
+    """
+    lines = _computations(text)
+    turns, unknown = _turns(lines)
+    found: dict[str, tuple[str, float]] = {}
+    uncertain = 0
+    for name, body in lines.items():
+        for number, line in enumerate(body):
+            match = _COLLECTIVE.search(line)
+            if match is None or turns[name] == 0:
+                continue
+            kind, size, group = match[2], _largest(match[1]), _group(line)
+            if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+                kind = "reduce-scatter"  # as the TPU's compiler writes it
+            elif kind == "reduce-scatter":
+                size *= group  # its result is a part
+            share = {"all-reduce": 2 * (group - 1) / group, "collective-permute": 1.0}
+            sent = size * share.get(kind, (group - 1) / group) * turns[name]
+            channel = re.search(r"channel_id=(\d+)", line)
+            key = f"channel {channel[1]}" if channel else f"{name} {number}"
+            if key not in found or found[key][1] < sent:  # asynchronous ones are written in parts
+                found[key] = kind, sent
+            uncertain += name in unknown
+    sums: dict[str, float] = defaultdict(float)
+    for kind, sent in found.values():
+        sums[kind] += sent
+    return Traffic(dict(sums), uncertain)
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """Return the lines of each computation by its name; that of the entry is `entry`."""
+    found: dict[str, list[str]] = {}
+    name = None
+    for line in text.splitlines():
+        match = _COMPUTATION.match(line)
+        if match:
+            name = "entry" if line.startswith("ENTRY") else match[1]
+            found[name] = []
+        elif line.startswith("}"):
+            name = None
+        elif name is not None:
+            found[name].append(line)
+    return found
+
+
+def _turns(lines: dict[str, list[str]]) -> tuple[dict[str, float], set[str]]:
+    """Return how often each computation runs, and those within loops of unknown turns."""
+    calls: dict[str, list[tuple[str, float, bool]]] = defaultdict(list)
+    for name, body in lines.items():
+        for line in body:
+            loop = _WHILE.search(line)
+            if loop:
+                limits = _LIMIT.findall("\n".join(lines.get(loop[1], [])))
+                known = len(limits) == 1
+                calls[name].append((loop[2], float(limits[0]) if known else 1.0, not known))
+                continue
+            called = _CALLED.findall(line)
+            for branches in _BRANCHES.findall(line):
+                called += re.findall(r"%?([\w.\-]+)", branches)
+            calls[name] += [(one, 1.0, False) for one in called]
+    turns: dict[str, float] = defaultdict(float)
+    unknown: set[str] = set()
+
+    def visit(name: str, count: float, uncertain: bool) -> None:
+        turns[name] += count
+        if uncertain:
+            unknown.add(name)
+        for called, factor, open_ended in calls[name]:
+            if called in lines:
+                visit(called, count * factor, uncertain or open_ended)
+
+    visit("entry", 1.0, False)
+    return turns, unknown
+
+
+def _largest(shapes: str) -> float:
+    """Return the bytes of the result, or of all results but those that only repeat the operand."""
+    sizes = [
+        math.prod(int(n) for n in dims.split(",") if n) * _BYTES.get(kind, _width(kind))
+        for kind, dims in _SHAPE.findall(shapes)
+    ]
+    return max(sizes, default=0.0) if "-start" in shapes else sum(sizes)
+
+
+def _width(kind: str) -> float:
+    digits = re.search(r"\d+", kind)
+    return int(digits[0]) / 8 if digits else 4.0
+
+
+def _group(line: str) -> int:
+    """Return how many devices take part in one group of a collective."""
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
+    if named:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", line)
+    if counted:
+        return int(counted[2])
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+    return len(listed[1].split(",")) if listed and listed[1] else 1

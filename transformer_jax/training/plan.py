@@ -1,0 +1,339 @@
+"""Plan a training or decoding step for hardware that need not be attached: compile it, run nothing.
+
+The program is the real one, of `make_train_step` or of a decoder's step, over the placement that a
+run takes. Memory is what the compiler says; time is bounded from below by what the chips can do at
+best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from transformer_jax.config import AdamW, ConfigError, MeshConfig, ModelConfig, TrainConfig
+from transformer_jax.config.optimizers import Adafactor
+from transformer_jax.models.factory import build, init_cache, init_params
+from transformer_jax.models.flops import forward_flops, training_flops
+from transformer_jax.models.inputs import example_inputs
+from transformer_jax.pytree import cast_floats
+from transformer_jax.training.batch import Batch, batch_loss
+from transformer_jax.training.hardware import Hardware
+from transformer_jax.training.memory import StepMemory, bytes_on_device, step_memory
+from transformer_jax.training.network import Traffic, network_traffic
+from transformer_jax.training.optimizers import make_optimizer
+from transformer_jax.training.placement import ROWS, Placement
+from transformer_jax.training.step import init_state, make_train_step
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Hold the least seconds that a step can take, by what limits it."""
+
+    compute: float
+    """All products at the chip's peak of bfloat16."""
+    memory: float
+    """Reading and writing once what the step holds."""
+    network: float | None
+    """What moves between chips, at the network's peak; None where that is not known."""
+
+    @property
+    def least(self) -> float:
+        """Return the longest of them, as if the others took place meanwhile."""
+        return max(self.compute, self.memory, self.network or 0.0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hold what a step takes on each chip of a target."""
+
+    hardware: Hardware
+    mesh: MeshConfig
+    memory: StepMemory
+    cache: int
+    """Bytes of the decoder's cache; 0 in training."""
+    tokens: int
+    """Tokens of a step, on all chips."""
+    flops: float
+    """Operations of a step's products, on all chips."""
+    compiled: bool
+    """Where nothing was, memory has no activations."""
+    traffic: Traffic | None = None
+    """None where nothing was compiled, or where this jaxlib cannot read what was."""
+
+    @property
+    def total(self) -> int:
+        """Return the bytes that a chip holds at the peak."""
+        return self.memory.total + self.cache
+
+    @property
+    def fits(self) -> bool:
+        """Say whether a chip's memory is enough."""
+        return self.compiled and self.total <= self.hardware.memory
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """Return the least times; None of a CPU, whose peaks are not published, or uncompiled."""
+        chip = self.hardware.chip
+        if chip is None or not self.compiled:
+            return None
+        held = self.memory.parameters + self.memory.optimizer
+        written = held if self.cache == 0 else 0  # decoding writes no parameters
+        moved = held + written + self.cache + 2 * self.memory.working
+        return Bounds(
+            self.flops / self.hardware.count / chip.flops,
+            moved / chip.bandwidth,
+            None if self.traffic is None else self.traffic.total / chip.network,
+        )
+
+
+def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = True) -> Plan:
+    """Compile a training step of a transformer for hardware, and say what it takes.
+
+    Rows of tokens are `config.batch_size` x `config.sequence_len`, in `config.accumulation`
+    micro-batches; an encoder-decoder's source is as long. Where the state and its gradients alone
+    are more than a chip has, or `compiled` is False, nothing is compiled: activations are left out.
+    ConfigError where the mesh does not have the hardware's chips.
+    """
+    model = config.model
+    if not isinstance(model, ModelConfig):
+        raise ConfigError(f"model is a {type(model).__name__}: plans are made of transformers")
+    mesh = config.mesh or MeshConfig(fsdp=hardware.count)
+    config = replace(config, mesh=mesh)
+    rows, length = config.batch_size, config.sequence_len
+    flops = config.accumulation * rows * training_flops(model, length, length)
+    tokens = config.accumulation * rows * length
+    abstract = _placement(mesh, hardware, None)
+    optimizer = make_optimizer(config)
+    fresh = partial(
+        init_state,
+        model,
+        optimizer,
+        param_dtype=jnp.dtype(config.param_dtype),
+        average=config.ema_decay is not None,
+    )
+    template = jax.eval_shape(fresh, np.uint32(0))
+    state = abstract.state(template)
+    parameters = bytes_on_device(state.params)
+    held = StepMemory(parameters, bytes_on_device((state.opt_state, state.average)), 0, parameters)
+    if not compiled or held.total > hardware.memory:
+        return Plan(hardware, mesh, held, 0, tokens, flops, False)
+    placement = _placement(mesh, hardware, hardware.devices())
+    state = placement.state(template)
+    batch = _batch(model, (config.accumulation, rows, length), placement)
+    loss = batch_loss(
+        model, config.label_smoothing, z_loss=config.z_loss, chunk=config.loss_chunk,
+        row_shards=mesh.row_shards,
+    )  # fmt: skip
+    step: Any = make_train_step(loss, optimizer, ema_decay=config.ema_decay)
+    with hardware.lowering():
+        program = step.lower(state, batch)
+    found = program.compile()
+    memory = step_memory(found, state, batch)
+    return Plan(hardware, mesh, memory, 0, tokens, flops, True, _traffic(found))
+
+
+def plan_decoding(
+    model: ModelConfig,
+    hardware: Hardware,
+    *,
+    batch_size: int,
+    length: int,
+    mesh: MeshConfig | None = None,
+) -> Plan:
+    """Compile a decoder's step of one token a row, with a cache of `length` positions.
+
+    Parameters and cache are in the model's compute dtype. ConfigError where the model is no
+    decoder, or the mesh does not have the hardware's chips.
+    """
+    if model.kind != "decoder":
+        raise ConfigError(f"kind is {model.kind!r}: a plan of decoding is made of a decoder")
+    mesh = mesh or MeshConfig(tensor=hardware.count)
+    if batch_size % mesh.row_shards:
+        rule = f"must be a multiple of {mesh.row_shards}, over which mesh {mesh} splits rows"
+        raise ConfigError(f"batch_size is {batch_size}: {rule}")
+    placement = _placement(mesh, hardware, hardware.devices())
+    dtype = jnp.dtype(model.dtype)
+    params = jax.eval_shape(lambda: cast_floats(init_params(model, jax.random.key(0)), dtype))
+    params = placement.state(params)
+    cache = jax.eval_shape(lambda: init_cache(model, batch_size, length))
+    cache = _placed_cache(cache, placement, model)
+    rows = _sharding(placement, PartitionSpec(ROWS))
+    tokens = jax.ShapeDtypeStruct((batch_size, 1), jnp.int32, sharding=rows)
+
+    def step(params: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        logits, cache = build(model).apply({"params": params}, tokens, cache=cache)
+        return jnp.argmax(logits[:, -1], axis=-1), cache
+
+    with hardware.lowering():
+        program = jax.jit(step, donate_argnums=1).lower(params, cache, tokens)
+    found = program.compile()
+    memory: Any = found.memory_analysis()
+    parameters, held = bytes_on_device(params), bytes_on_device(cache)
+    given = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    working = given - memory.alias_size_in_bytes + memory.temp_size_in_bytes - parameters - held
+    sizes = StepMemory(parameters, 0, 0, max(working, 0))
+    # the cache is read to its end: this is the last token that it has room for
+    flops = forward_flops(model, length) - forward_flops(model, length - 1)
+    flops *= batch_size
+    return Plan(hardware, mesh, sizes, held, batch_size, flops, True, _traffic(found))
+
+
+def _traffic(program: Any) -> Traffic | None:
+    """Return what a compiled program sends; None where this jaxlib cannot read its text.
+
+    A newer libtpu may write what an older jaxlib does not know.
+    """
+    try:
+        return network_traffic(str(program.as_text()))
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
+def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple[int, Plan] | None:
+    """Return the largest batch_size that fits, and its plan; None where not even the smallest does.
+
+    It is a multiple of what the mesh splits rows over. Memory grows about in a line with the batch:
+    the line through two sizes gives a third, which is compiled to be sure, and up to four more
+    between the largest that fits and the smallest that does not.
+    """
+    unit = first.mesh.row_shards
+    plans = {config.batch_size: first}
+
+    def at(size: int) -> Plan:
+        if size not in plans:
+            plans[size] = plan_training(replace(config, batch_size=size), hardware)
+        return plans[size]
+
+    if not first.compiled:
+        return None
+    one, two = config.batch_size, max(config.batch_size // 2 // unit * unit, unit)
+    two = two if two != one else 2 * one
+    slope = (at(one).total - at(two).total) / (one - two)
+    if slope <= 0:
+        return None
+    room = hardware.memory - at(one).total
+    at(max(int(one + room / slope) // unit * unit, unit))
+    for _ in range(4):
+        fitting = max((size for size, plan in plans.items() if plan.fits), default=0)
+        failing = min((size for size, plan in plans.items() if not plan.fits), default=None)
+        if failing is None or failing - fitting <= max(unit, fitting // 16):
+            break
+        at(max((fitting + failing) // 2 // unit * unit, unit))
+    fitting = max((size for size, plan in plans.items() if plan.fits), default=0)
+    return (fitting, plans[fitting]) if fitting else None
+
+
+def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, TrainConfig]]:
+    """Yield what to change of a run that does not fit, the mildest first; each includes the last.
+
+    A remedy is yielded where its state and gradients alone would fit.
+    """
+    assert isinstance(config.model, ModelConfig)
+    mesh = config.mesh or MeshConfig(fsdp=hardware.count)
+    changed, flags = config, list[str]()
+
+    def with_model(**changes: Any) -> TrainConfig:
+        assert isinstance(changed.model, ModelConfig)
+        return replace(changed, model=replace(changed.model, **changes))
+
+    steps: list[tuple[bool, str, Any]] = [
+        (config.model.remat != "full", "--remat full", lambda: with_model(remat="full")),
+        (
+            not config.model.scan_layers and not isinstance(config.model.window, tuple),
+            "--scan-layers True",
+            lambda: with_model(scan_layers=True),
+        ),
+        (
+            config.batch_size > mesh.row_shards,
+            f"--batch-size {mesh.row_shards}",
+            lambda: replace(changed, batch_size=mesh.row_shards),
+        ),
+        (
+            config.param_dtype == "float32",
+            "--param-dtype bfloat16",
+            lambda: replace(changed, param_dtype="bfloat16"),
+        ),
+        (
+            isinstance(config.optimizer, AdamW),
+            "--optimizer adafactor",
+            lambda: replace(changed, optimizer=Adafactor()),
+        ),
+    ]
+    for applies, flag, change in steps:
+        if not applies:
+            continue
+        changed = change()
+        flags.append(flag)
+        if plan_training(changed, hardware, compiled=False).total <= hardware.memory:
+            yield " ".join(flags), changed
+
+
+def least_chips(config: TrainConfig, hardware: Hardware) -> int:
+    """Return over how many chips of this kind state and gradients must be split to fit one."""
+    assert hardware.chip is not None
+    whole = plan_training(
+        replace(config, mesh=MeshConfig(), batch_size=1), replace(hardware, count=1), compiled=False
+    )
+    return -(-whole.total // hardware.memory)
+
+
+def _placement(mesh: MeshConfig, hardware: Hardware, devices: list[Any] | None) -> Placement:
+    """Return the placement over devices; over an abstract mesh where there are none."""
+    if mesh.devices != hardware.count:
+        found = "has one chip" if hardware.count == 1 else f"has {hardware.count} chips"
+        raise ConfigError(f"mesh is {str(mesh)!r}: {mesh.devices} devices; {hardware.name} {found}")
+    shape, names = tuple(mesh.shape.values()), tuple(mesh.shape)
+    axes = (AxisType.Explicit,) * len(shape)
+    if devices is None:
+        abstract: Any = jax.sharding.AbstractMesh(shape, names, axis_types=axes)
+        return Placement(abstract)
+    return Placement(Mesh(np.array(devices).reshape(shape), names, axis_types=axes))
+
+
+def _sharding(placement: Placement, spec: PartitionSpec) -> NamedSharding:
+    assert placement.mesh is not None
+    return NamedSharding(placement.mesh, spec)
+
+
+def _batch(model: ModelConfig, shape: tuple[int, int, int], placement: Placement) -> Batch:
+    """Return the shapes of a step's micro-batches [A, B, T], split by rows."""
+    rows = _sharding(placement, PartitionSpec(None, ROWS))
+
+    def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+
+    tokens = array(shape)
+    source: Any = tokens if model.kind == "encoder-decoder" else None
+    if model.inputs is not None:
+        like = jax.eval_shape(lambda: example_inputs(model.inputs, shape[1], shape[2]))  # type: ignore[arg-type]
+        given = array((shape[0], *like.shape), like.dtype)
+        if model.kind == "encoder":
+            return Batch(given, array(shape[:2]))
+        source = given
+    if model.kind == "encoder" and model.num_classes is not None:
+        return Batch(tokens, array(shape[:2]))
+    return Batch(tokens, tokens, source=source)
+
+
+def _placed_cache(cache: Any, placement: Placement, model: ModelConfig) -> Any:
+    """Return the shapes of a cache, split by rows, and by key heads where tensor divides them."""
+    assert placement.mesh is not None
+    split = model.kv_heads % placement.mesh.shape["tensor"] == 0
+    heads = "tensor" if split else None
+
+    def placed(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        axes: list[Any] = [ROWS, *(None,) * (leaf.ndim - 1)]
+        if name in ("k", "v"):
+            axes[-2] = heads
+        sharding = _sharding(placement, PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(placed, cache)
