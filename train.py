@@ -3,6 +3,7 @@
     python train.py                                  Python's own documentation, about two minutes
     python train.py --data book.txt --out runs/book
     python train.py --data book.txt --model lstm --out runs/lstm
+    python train.py --data FOLDER                    what the command prepare wrote
     python train.py --task masked --data book.txt --out runs/masked
     python train.py --task seq2seq --data pairs.tsv --out runs/translator
     python train.py --task classify --data labels.tsv --init-from runs/masked --out runs/classes
@@ -15,6 +16,8 @@ addition, dates, recall, modular, digits, tones. The run folder then holds the c
 tokenizer, the checkpoints, the curves and a sample. What to do with the model:
     python -m transformer_jax generate --run runs/book --prompt "Once"
     python -m transformer_jax evaluate --run runs/book --data FILE
+A corpus larger than memory becomes a folder of tokens first:
+    python -m transformer_jax prepare --data FILE ... --out FOLDER
 """
 
 from __future__ import annotations

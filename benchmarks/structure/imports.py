@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels", "tracing"),
     ("checks", "config", "pytree", "sharding", "untrusted_files"),
     ("tokenizers",),
-    ("attention", "cache"),
+    ("attention", "cache", "corpus"),
     ("checkpoints", "models"),
     ("decoding", "pretrained"),
     ("text",),

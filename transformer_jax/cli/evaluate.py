@@ -136,8 +136,9 @@ def _of_run(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any
         task = dataclasses.replace(task, judged=arguments.examples or 2**31 - 1)
         return dataclasses.replace(model.run, task=task, eval_batches=None), held, model.params
     config = dataclasses.replace(
-        model.run, task=task, data=arguments.data, val_data=arguments.data, eval_batches=None
-    )
+        model.run, task=task, data=arguments.data, val_data=arguments.data, eval_batches=None,
+        data_weights=None,
+    )  # fmt: skip
     return config, held, model.params
 
 

@@ -30,7 +30,7 @@ def check_types(config: Any) -> None:
     """
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
-        options = get_args(hint) if get_origin(hint) not in (None, Literal) else (hint,)
+        options = get_args(hint) if get_origin(hint) not in (None, Literal, tuple) else (hint,)
         if not any(_fits(value, option) for option in options):
             fail(name, value, f"must be {_spell(hint)}")
 

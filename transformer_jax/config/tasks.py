@@ -25,7 +25,7 @@ from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.recurrent import RecurrentConfig
 
-Documents = Literal["lines", "paragraphs", "files"]
+Documents = Literal["lines", "paragraphs", "files", "prepared"]
 Vocabulary = Literal["shared", "separate"]
 
 
@@ -74,7 +74,7 @@ class LanguageTask(_Task):
 
     documents: Documents | None = None
     """Cut the text into documents: at each line, at each empty line, or at the end of each file;
-    None reads one long text, in windows."""
+    prepared: those of a prepared folder; None reads one long text, in windows."""
     packed: bool = True
     """With documents: several short ones in a row, which do not see each other."""
 

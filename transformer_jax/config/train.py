@@ -36,8 +36,12 @@ class TrainConfig:
         default_factory=ModelConfig
     )
     data: str = "python-docs"
-    """A text file, a folder of them, - for standard input, python-docs, or shakespeare. Tasks of
-    pairs, classes and messages read one file; generated tasks read none."""
+    """A text file, a folder of them, - for standard input, python-docs, or shakespeare; or what the
+    command prepare wrote: a folder, or several with commas between them. Tasks of pairs, classes
+    and messages read one file; generated tasks read none."""
+    data_weights: tuple[float, ...] | None = None
+    """Several prepared folders: the share of each among the rows, up to a factor; None is its share
+    of all."""
     val_data: str | None = None
     """A file to hold out; None holds out the last part of `data`."""
     tokenizer: Tokenizer = "char"
@@ -127,6 +131,8 @@ class TrainConfig:
             fraction(self, "ema_decay")
         if not 0.0 < self.val_fraction < 1.0:
             fail("val_fraction", self.val_fraction, "must be between 0 and 1")
+        if self.data_weights is not None and min(self.data_weights, default=0) <= 0:
+            fail("data_weights", self.data_weights, "must be positive")
         if self.min_learning_rate > self.learning_rate:
             rule = f"must not exceed learning_rate {self.learning_rate}"
             fail("min_learning_rate", self.min_learning_rate, rule)
@@ -184,7 +190,8 @@ class TrainConfig:
         if self.decay_steps is not None and self.decay_steps > self.steps:
             fail("decay_steps", self.decay_steps, f"must not exceed steps {self.steps}")
         if isinstance(self.task, GeneratedTask | ContinuousTask):
-            unread(self, f"task {self.task.kind!r} makes its own examples", "val_data", "data")
+            rule = f"task {self.task.kind!r} makes its own examples"
+            unread(self, rule, "val_data", "data", "data_weights")
 
     @property
     def sequence_len(self) -> int:

@@ -54,6 +54,7 @@ from transformer_jax.training.step import (
     start_state,
 )
 from transformer_jax.training.tasks import Tokenizers, TrainingTask, load_task
+from transformer_jax.training.tasks.task import ReadsAhead
 
 MOST_REJECTED = 10
 """Steps in a row with a loss or gradient that is not finite, after which a run gives up."""
@@ -236,6 +237,8 @@ class _Run:
             jax.eval_shape(self.programs.fresh_state, np.uint32(self.config.seed))
         )
         check_state(self.template)
+        if isinstance(task, ReadsAhead):
+            task.place = partial(self.placement.own_rows, axis=1)
         self.held_out = self.placement.whole(task.held_out)
         self.resident = self.placement.whole(task.resident)
 
@@ -253,7 +256,10 @@ class _Run:
         if self._first is not None:
             found, self._first = self._first, None  # was made to compile the first step
             return found
-        return self.placement.rows(self.task.inputs(step), axis=1)
+        inputs = self.task.inputs(step)
+        if isinstance(self.task, ReadsAhead):  # which has placed them
+            return inputs
+        return self.placement.rows(inputs, axis=1)
 
     def first_state(self, start: StartModel | None) -> TrainState:
         """Return the state of step 0: fresh, or of the model to start from."""
@@ -394,7 +400,9 @@ class _Run:
         self.folder.append_metrics(line | held_out)
 
     def _evaluate(self, params: Params) -> Scores:
-        batches = (self.placement.rows(batch, axis=0) for batch in self.task.evaluation())
+        own = isinstance(self.task, ReadsAhead)  # whose processes read a part each
+        place = self.placement.own_rows if own else self.placement.rows
+        batches = (place(batch, axis=0) for batch in self.task.evaluation())
 
         def step(*arguments: Any) -> jax.Array:
             return self.placement.settled(self.programs.eval_step(*arguments))

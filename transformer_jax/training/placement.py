@@ -113,6 +113,19 @@ class Placement:
             return jax.device_put(batch)
         return self._put(batch, PartitionSpec(*(None,) * axis, ROWS))
 
+    def own_rows(self, batch: Any, axis: int) -> Any:
+        """Return `rows` of a batch of which this process holds its own alone, one P-th in order."""
+        if self.mesh is None:
+            return jax.device_put(batch)
+        sharding = NamedSharding(self.mesh, PartitionSpec(*(None,) * axis, ROWS))
+
+        def put(x: np.ndarray) -> jax.Array:
+            rows = x.shape[axis] * jax.process_count()
+            shape = (*x.shape[:axis], rows, *x.shape[axis + 1 :])
+            return jax.make_array_from_process_local_data(sharding, x, shape)
+
+        return jax.tree.map(put, batch)
+
     def whole(self, tree: Any) -> Any:
         """Return arrays on the devices, all of them on each."""
         return jax.device_put(tree) if self.mesh is None else self._put(tree, PartitionSpec())

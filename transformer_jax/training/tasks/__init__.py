@@ -7,14 +7,18 @@ steps; what a task may be asked is `task.TrainingTask`.
 from __future__ import annotations
 
 from transformer_jax.config import TrainConfig
+from transformer_jax.config.fields import fail
 from transformer_jax.config.tasks import (
     ChatTask,
     ClassifyTask,
+    ContinuousTask,
     DigitsTask,
+    GeneratedTask,
     LanguageTask,
     MaskedTask,
     TonesTask,
 )
+from transformer_jax.corpus.folder import prepared_folders
 from transformer_jax.training.tasks.chat import Conversations
 from transformer_jax.training.tasks.classify import Classes
 from transformer_jax.training.tasks.continuous import Signals
@@ -35,6 +39,10 @@ def load_task(
     `vocab_size` is a larger vocabulary than the tokenizer's. ConfigError or DataError says in one
     line what cannot be used.
     """
+    if folders := _prepared(config):
+        from transformer_jax.training.tasks.prepared import PreparedText  # which imports grain
+
+        return PreparedText(config, folders, tokenizers, vocab_size)
     match config.task:
         case LanguageTask(documents=None):
             return LanguageWindows(config, tokenizers, vocab_size)
@@ -49,3 +57,18 @@ def load_task(
         case DigitsTask() | TonesTask():
             return Signals(config, tokenizers, vocab_size)
     return Pairs(config, tokenizers, vocab_size)
+
+
+def _prepared(config: TrainConfig) -> tuple[str, ...]:
+    """Return the prepared folders that a config names; ConfigError where they are needed."""
+    if isinstance(config.task, GeneratedTask | ContinuousTask):
+        return ()
+    folders = prepared_folders(config.data)
+    weights = config.data_weights
+    if weights is not None and len(weights) != len(folders):
+        rule = f"must be one for each of the prepared folders in data, {len(folders)}"
+        fail("data_weights", weights, rule)
+    if not folders and isinstance(config.task, LanguageTask):
+        if config.task.documents == "prepared":
+            fail("documents", "prepared", f"data is {config.data!r}: no prepared folder")
+    return folders

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -82,6 +82,14 @@ class TrainingTask(Protocol):
 
     def documents(self) -> Sequence[np.ndarray]:
         """Return the sequences of the training part, for a model that counts."""
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """Read batches ahead and bring them to the devices; each process reads its own rows alone."""
+
+    place: Callable[[Batch], Batch]
+    """Brings what `inputs` will return to where the loop needs it."""
 
 
 @dataclass(frozen=True)

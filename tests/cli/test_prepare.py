@@ -1,0 +1,447 @@
+"""The command prepare: what it writes, of which files, and how it goes on once it was killed."""
+
+import hashlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from transformer_jax.__main__ import main
+from transformer_jax.config import ConfigError
+from transformer_jax.config.prepare import PrepareConfig
+from transformer_jax.corpus import documents as reading
+from transformer_jax.corpus import is_prepared, open_corpus, prepare
+from transformer_jax.corpus import prepare as preparing  # the function; its module is below
+from transformer_jax.corpus.documents import cut_file, read_input
+from transformer_jax.corpus.folder import MANIFEST, PARTS, end_id, prepared_folders, sealed
+from transformer_jax.corpus.prepare import part_of
+from transformer_jax.tokenizers.trained import ByteTokenizer
+from transformer_jax.tokenizers.utf8 import DataError
+
+module = sys.modules[preparing.__module__]
+LINES = [f"line {i} " + "wörter " * (i * 7 % 11) + str(i * i) for i in range(211)]
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(LINES) + "\n")
+    return str(file)
+
+
+def config(*data, **changes):
+    usual = dict(data=data, documents="lines", tokenizer="byte", val_fraction=0.1)
+    return PrepareConfig(**usual | changes)
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def documents(corpus, name):
+    """Read the documents of a part by NumPy alone, and hold its layout against the description."""
+    part = getattr(corpus, name)
+    files = sorted(corpus.path.glob(f"{name}-[0-9]*.bin"))
+    stream = np.concatenate([np.fromfile(file, part.dtype) for file in files])
+    bounds = np.fromfile(corpus.path / f"{name}-index.bin", "<i8")
+    assert len(stream) == part.tokens and len(bounds) == part.documents + 1
+    assert (stream[bounds] == end_id(corpus.tokenizer)).all()
+    assert bounds[0] == 0 and bounds[-1] == len(stream) - 1
+    pairs = itertools.pairwise(bounds)
+    return [corpus.tokenizer.to_bytes(stream[a + 1 : b]).decode() for a, b in pairs]
+
+
+def test_documents_come_back_in_order_each_in_one_part(text, tmp_path):
+    corpus = prepare(config(text), tmp_path / "out")
+    found = {name: documents(corpus, name) for name in PARTS}
+    for name in PARTS:
+        assert found[name] == [line for line in LINES if part_of(line, 0.1) == name]
+        assert getattr(corpus, name).characters == sum(map(len, found[name]))
+    assert 5 < len(found["val"]) < 50
+    corpus.check()
+
+
+def test_several_processes_and_small_chunks_write_the_same_bytes(text, tmp_path):
+    sizes = {"bpe_vocab_size": 300, "tokenizer": "bpe"}
+    one = prepare(config(text, **sizes), tmp_path / "one", chunk_bytes=500)
+    two = prepare(config(text, **sizes), tmp_path / "two", chunk_bytes=500, workers=2)
+    assert contents(one.path) == contents(two.path)
+    whole = prepare(config(text), tmp_path / "whole")
+    cut = prepare(config(text), tmp_path / "cut", chunk_bytes=97)
+    for name in PARTS:
+        assert documents(whole, name) == documents(cut, name)
+
+
+def test_files_of_tokens_end_at_the_largest_size(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(f"{i:01000d}" for i in range(1300)))
+    corpus = prepare(config(str(file), shard_mb=1), tmp_path / "out")
+    sizes = [f.stat().st_size for f in sorted(corpus.path.glob("train-0*.bin"))]
+    assert len(sizes) == 3 and sizes[:2] == [10**6] * 2 and 0 < sizes[2] < 10**6
+    first = documents(corpus, "train")
+    assert first == [f"{i:01000d}" for i in range(1300) if part_of(f"{i:01000d}", 0.1) == "train"]
+    stream = np.concatenate([np.fromfile(f, "<u2") for f in sorted(corpus.path.glob("train-0*"))])
+    into = np.zeros(1200, np.uint16)
+    for start in (0, 499_000, 499_999, 500_000, len(stream) - 1200):
+        corpus.train.read(start, into)
+        assert np.array_equal(into, stream[start : start + 1200])
+
+
+@pytest.mark.parametrize("size", [70_000, 1000])
+def test_ids_take_16_bits_where_all_fit(size, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"{chr(0x1000 + i)}\n" for i in range(size) if i + 0x1000 != 0xFFFF
+                            and not 0xD800 <= i + 0x1000 < 0xE000))  # fmt: skip
+    corpus = prepare(config(str(file), tokenizer="char"), tmp_path / "out")
+    assert corpus.train.dtype == ("<u4" if size == 70_000 else "<u2")
+    texts = file.read_text().splitlines()
+    assert documents(corpus, "val") == [t for t in texts if part_of(t, 0.1) == "val"]
+
+
+def test_paragraphs_files_and_json_lines(tmp_path):
+    texts = [f"first {i}\nsecond {i}" for i in range(60)]
+    files = {
+        "paragraphs": ("a.txt", "\n\n".join(texts[:30]) + "\n  \n\n" + "\n \n".join(texts[30:])),
+        "jsonl": (
+            "a.jsonl",
+            "\n".join(json.dumps({"id": i, "body": t}) for i, t in enumerate(texts)),
+        ),
+    }
+    for kind, (name, content) in files.items():
+        (tmp_path / name).write_text(content)
+        changes = {"field": "body"} if kind == "jsonl" else {}
+        given = config(str(tmp_path / name), documents=None, val_fraction=0.3, **changes)
+        corpus = prepare(given, tmp_path / kind, chunk_bytes=101)
+        for part in PARTS:
+            assert documents(corpus, part) == [t for t in texts if part_of(t, 0.3) == part]
+    paths = []
+    for i, t in enumerate(texts[:20]):
+        (tmp_path / f"{i:02}.txt").write_text(t)
+        paths.append(str(tmp_path / f"{i:02}.txt"))
+    corpus = prepare(config(*paths, documents="files", val_fraction=0.3), tmp_path / "files")
+    assert documents(corpus, "train") == [t for t in texts[:20] if part_of(t, 0.3) == "train"]
+
+
+@pytest.mark.parametrize("block", [1, 3, 17])
+def test_chunks_begin_at_the_same_documents_however_the_file_is_read(block, tmp_path, monkeypatch):
+    file = tmp_path / "text.txt"
+    file.write_text(
+        "".join(f"document {i}\nline" + "\n  \t\n\n \n"[: 2 + i % 6] for i in range(97))
+    )
+    given = read_input(str(file))
+    wanted = cut_file(given, "paragraphs", 50)
+    monkeypatch.setattr(reading, "BLOCK", block)
+    assert read_input(str(file)) == given
+    assert cut_file(given, "paragraphs", 50) == wanted
+    assert len(wanted) > 12
+    content = file.read_bytes()
+    for chunk in wanted[1:]:
+        assert content[chunk.start : chunk.start + 8] == b"document"
+
+
+def test_parquet(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = [f"document {i}" for i in range(50)]
+    file = str(tmp_path / "a.parquet")
+    table = arrow.table({"text": texts, "n": list(range(50))})
+    parquet.write_table(table, file, row_group_size=7)
+    corpus = prepare(config(file, documents=None), tmp_path / "out")
+    assert documents(corpus, "train") == [t for t in texts if part_of(t, 0.1) == "train"]
+    with pytest.raises(DataError, match=r"a.parquet: has no column 'body' \(there are text, n\)"):
+        prepare(config(file, documents=None, field="body"), tmp_path / "other")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(DataError, match=r"a.parquet: not a whole Parquet file \("):
+        prepare(config(file, documents=None), tmp_path / "damaged")
+
+
+def test_parquet_without_its_library_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    file = tmp_path / "a.parquet"
+    file.write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"pip install 'transformer_jax\[parquet\]'"):
+        prepare(config(str(file), documents=None), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", b"good\nbad \xff\n", r"a.txt: byte 9 is 0xff: not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl: line at byte 14: not JSON"),
+        ("a.jsonl", b'{"text": 7}\n', r"a.jsonl: line at byte 0: text is a int: must be a text"),
+        ("a.jsonl", b'{"body": "a"}\n', r"a.jsonl: line at byte 0: text is missing"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"line at byte 0: character 0 is U\+D800"),
+        ("a.txt", b" \n\n", r"a.txt': has no document"),
+        ("a.txt", b"one", r"val_fraction is 0.1: of 1 documents"),
+    ],
+)
+def test_what_cannot_be_read_is_named(name, content, said, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        prepare(config(str(tmp_path / name), documents=None), tmp_path / "out")
+    assert not (tmp_path / "out" / MANIFEST).exists()
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_killed_at_any_write_to_the_disk_it_goes_on_to_the_same_bytes(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "RECORD_SECONDS", 0.0)
+    given = config(text, tokenizer="bpe", bpe_vocab_size=280)
+    want = contents(prepare(given, tmp_path / "whole", chunk_bytes=2500).path)
+    real, out, ended = os.fsync, tmp_path / "out", 0
+    for calls in range(1000):
+        left = calls
+
+        def fsync(handle):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            real(handle)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        try:
+            prepare(given, out, chunk_bytes=2500)
+        except Killed:
+            ended += 1
+            if not (out / MANIFEST).exists():
+                with pytest.raises(DataError):
+                    open_corpus(out)
+            continue
+        break
+    assert ended > 2
+    assert contents(out) == want
+
+
+SCRIPT = """
+import resource, sys, time
+from transformer_jax.config.prepare import PrepareConfig
+from transformer_jax.corpus import prepare
+from transformer_jax.corpus.prepare import _Encoder
+def report(progress):
+    print(progress.phase, progress.done, flush=True)
+    time.sleep(0.02)
+if __name__ == "__main__":
+    if len(sys.argv) > 4:  # no file may be longer
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]),) * 2)
+    data = (sys.argv[1],)
+    config = PrepareConfig(data=data, documents="lines", tokenizer="byte", val_fraction=0.1)
+    sys.modules["transformer_jax.corpus.prepare"].RECORD_SECONDS = 0.05
+    prepare(config, sys.argv[2], workers=int(sys.argv[3]), chunk_bytes=300, report=report)
+"""
+
+
+def test_a_process_that_is_killed_leaves_what_the_same_command_goes_on_with(text, tmp_path):
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), text, str(out), "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("encoding") and int(line.split()[1]) > 4000:
+            break
+    children = children_of(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert json.loads((out / "progress.json").read_text())["chunks"] > 0
+    assert is_prepared(out) and not (out / MANIFEST).exists()
+    with pytest.raises(DataError, match="has not ended"):
+        open_corpus(out)
+    deadline = time.monotonic() + 10  # its processes end with it
+    while any(map(alive, children)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(children) >= 2 and not any(map(alive, children))
+    read = []
+    corpus = prepare(
+        config(text), out, chunk_bytes=300,
+        report=lambda p: read.append(p.done) if p.phase == "encoding" else None,
+    )  # fmt: skip
+    assert read[0] > 300  # what was recorded is not read again
+    assert contents(corpus.path) == contents(
+        prepare(config(text), tmp_path / "w", chunk_bytes=300).path
+    )
+
+
+def children_of(pid):
+    """Return the numbers of a process's children."""
+    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid):
+    """Say whether a process still runs: one that has ended may wait to be collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_full_disk_is_one_line_and_the_command_goes_on_once_there_is_room(text, tmp_path):
+    out, script = tmp_path / "out", tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), text, str(out), "1", "8000"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "DataError" in last and "train-00000.bin: cannot be written (File too large)" in last
+    assert not (out / MANIFEST).exists()
+    again = prepare(config(text), out, chunk_bytes=300)
+    assert contents(again.path) == contents(
+        prepare(config(text), tmp_path / "w", chunk_bytes=300).path
+    )
+
+
+def test_a_changed_file_and_other_settings_are_refused(text, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def killed(*arguments):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(module._Work, "encode", killed)
+        prepare(config(text), out)
+    with pytest.raises(ConfigError, match=r"other settings: val_fraction: 0.1 -> 0.2"):
+        prepare(config(text, val_fraction=0.2), out)
+    with open(text, "a") as stream:
+        stream.write("one more\n")
+    with pytest.raises(DataError, match=r"text.txt: has changed since .*out was begun: sha256"):
+        prepare(config(text), out)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(text, tmp_path, monkeypatch):
+    real = module._Work.encode
+
+    def encode(work):
+        with open(text, "r+b") as stream:
+            stream.write(b"LINE")
+        os.utime(text, ns=(1, 1))
+        real(work)
+
+    monkeypatch.setattr(module._Work, "encode", encode)
+    with pytest.raises(DataError, match=r"text.txt: has changed while it was read"):
+        prepare(config(text), tmp_path / "out")
+
+
+def test_two_preparations_of_one_folder(text, tmp_path):
+    with module._locked_folder(tmp_path / "out"):
+        with pytest.raises(DataError, match="another process is preparing it"):
+            prepare(config(text), tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "val-00000.bin", "train-index.bin",
+                                  "tokenizer.json", MANIFEST])  # fmt: skip
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "longer", "gone"])
+def test_damage_is_found_and_named(name, damage, text, tmp_path):
+    out = prepare(config(text), tmp_path / "out").path
+    content = bytearray((out / name).read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1
+    content = content[:-2] if damage == "shorter" else content
+    content = content + b"  " if damage == "longer" else content
+    (out / name).write_bytes(content)
+    if damage == "gone":
+        (out / name).unlink()
+    said = f"{name}|preparation has not ended"
+    if damage in ("shorter", "longer") and name != MANIFEST:  # told without reading the file
+        said = rf"{name}: has \d+ bytes, \d+ were written: it is damaged"
+    with pytest.raises(DataError, match=said):
+        open_corpus(out).check()
+
+
+def test_an_id_that_the_vocabulary_has_not_is_named(text, tmp_path):
+    corpus = prepare(config(text), tmp_path / "out")
+    corpus.check(257)
+    with pytest.raises(
+        DataError, match=r".bin: has token 256: must be below the vocabulary of 256"
+    ):
+        corpus.check(256)
+    file = corpus.path / "train-00000.bin"
+    tokens = np.fromfile(file, "<u2")
+    tokens[7] = 300
+    tokens.tofile(file)
+    manifest = json.loads((corpus.path / MANIFEST).read_text())
+    manifest["files"][file.name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (corpus.path / MANIFEST).write_text(sealed(manifest))
+    with pytest.raises(DataError, match=r"train-00000.bin: has token 300: must be below the voc"):
+        open_corpus(corpus.path).check()
+
+
+def test_a_tokenizer_of_wrong_ids_is_refused(text, tmp_path):
+    class Wrong(ByteTokenizer):
+        def encode(self, text):
+            return super().encode(text) + 1000
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "encode_text", lambda tokenizer, text: Wrong().encode(text))
+        with pytest.raises(
+            DataError, match=r"gave token 1\d+: must be below the vocabulary of 257"
+        ):
+            prepare(config(text), tmp_path / "out")
+
+
+def test_a_shard_cut_short_while_it_is_read_is_an_error_and_not_the_end(text, tmp_path):
+    corpus = prepare(config(text), tmp_path / "out")
+    into = np.zeros(11, corpus.train.dtype)
+    corpus.train.read(500, into)
+    os.truncate(corpus.path / "train-00000.bin", 600)
+    with pytest.raises(DataError, match=r"train-00000.bin: ends before byte 1022"):
+        corpus.train.read(500, into)
+
+
+def test_which_data_are_prepared_folders(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        prepare(config(text), name)
+    assert prepared_folders("one") == ("one",)
+    assert prepared_folders("one,two") == ("one", "two")
+    assert prepared_folders(text) == prepared_folders("none,neither") == ()
+    with pytest.raises(DataError, match="'three' is no prepared folder"):
+        prepared_folders("one,three")
+
+
+def test_command(text, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    flags = [
+        "prepare",
+        "--data",
+        text,
+        "--documents",
+        "lines",
+        "--val-fraction",
+        "0.1",
+        "--workers",
+        "1",
+    ]
+    assert main([*flags, "--out", out, "--tokenizer", "byte"]) == 0
+    said = capsys.readouterr()
+    assert "tokens of 1" in said.out and "vocabulary of 257, 16 bits a token" in said.out
+    assert "prepare: encoding 100%" in said.err
+    assert contents(tmp_path / "out") == contents(prepare(config(text), tmp_path / "same").path)
+    assert main([*flags, "--out", str(tmp_path / "b"), "--tokenizer", out]) == 0
+    assert open_corpus(tmp_path / "b").tokenizer == open_corpus(out).tokenizer
+    capsys.readouterr()
+    wrong = {
+        "tokenizer is 'nowhere': must be byte, char, word, bpe, or a folder": [
+            "--tokenizer",
+            "nowhere",
+        ],
+        "workers is 0: must be at least 1": ["--workers", "0"],
+        "field is 'body': needs documents 'jsonl' or 'parquet'": ["--field", "body"],
+        "shard_mb is 0: must be positive": ["--shard-mb", "0"],
+    }
+    for line, more in wrong.items():
+        assert main([*flags, "--out", str(tmp_path / "c"), *more]) == 2
+        assert capsys.readouterr().err.startswith(f"prepare: {line}")
+    missing = ["prepare", "--data", str(tmp_path / "no"), "--out", str(tmp_path / "c")]
+    assert main(missing) == 2
+    assert "no': cannot be read (No such file or directory)" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()

@@ -1,0 +1,286 @@
+"""Read the rows of a step from prepared folders: shuffled, mixed, and ready before they are due.
+
+The order of rows is a pipeline of grain (https://google-grain.readthedocs.io): the rows of each
+folder shuffled by (seed, epoch), the folders mixed by weight, and cut into batches. Every stage is
+random access, so what step n reads follows from the seed and n: a resumed run needs no state.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import grain
+import numpy as np
+
+from transformer_jax.config import ConfigError
+from transformer_jax.corpus.folder import Part
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.batch import Batch
+from transformer_jax.training.data import IGNORE
+
+OPEN_ROWS = 64
+"""Rows that a piece of a document may still join, when documents are packed."""
+
+MIXTURE = 2**16
+"""Rows after which the folders of a mixture take turns as before."""
+
+THREADS = 4
+"""Threads that read steps ahead."""
+
+AHEAD = 8
+"""Steps that are read, and on the device, before they are asked for."""
+
+
+class PartRows(Protocol):
+    """Hold rows of one part of a prepared folder."""
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of a row."""
+
+    @property
+    def separate(self) -> bool:
+        """Say whether several documents stand in a row and do not see each other."""
+
+    def __len__(self) -> int: ...
+
+    def read(
+        self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: np.ndarray | None
+    ) -> None:
+        """Fill in a row, i32[T] each; what it has no token for stays as it is."""
+
+
+@dataclass(frozen=True)
+class WindowRows:
+    """Cut the stream of a part into windows, one after the other: each token is a label once."""
+
+    part: Part
+    length: int
+    whole: bool = False
+    """Whether the last window may have fewer labels; else there is none such."""
+    separate: bool = False
+
+    def __len__(self) -> int:
+        labels = self.part.tokens - 1
+        return -(-labels // self.length) if self.whole else labels // self.length
+
+    def read(
+        self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: np.ndarray | None
+    ) -> None:
+        start = row * self.length
+        size = min(self.length, self.part.tokens - 1 - start)
+        _read_piece(self.part, start, size, tokens, labels)
+
+
+class DocumentRows:
+    """Lay documents out in rows, several short ones in each, or a long one in several.
+
+    Piece for piece in the order of the corpus, each goes into the fullest of the last OPEN_ROWS
+    rows with room. A row's labels are the tokens that follow in the same document.
+    """
+
+    def __init__(self, part: Part, length: int, packed: bool = True) -> None:
+        self.part, self.length, self.separate = part, length, packed
+        starts, sizes = _pieces(part.bounds(), length)
+        if packed:
+            row_of = pack(sizes, length)
+            order = np.argsort(row_of, kind="stable")
+            starts, sizes = starts[order], sizes[order]
+            counts = np.bincount(row_of)
+        else:
+            counts = np.ones(len(sizes), np.int64)
+        self._starts, self._sizes = starts, sizes
+        self._first = np.concatenate([[0], np.cumsum(counts)])
+
+    def __len__(self) -> int:
+        return len(self._first) - 1
+
+    def read(
+        self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: np.ndarray | None
+    ) -> None:
+        at = 0
+        pieces = range(self._first[row], self._first[row + 1])
+        for number, piece in enumerate(pieces, start=1):
+            size = int(self._sizes[piece])
+            _read_piece(self.part, int(self._starts[piece]), size, tokens[at:], labels[at:])
+            if segments is not None:
+                segments[at : at + size] = number
+            at += size
+
+
+def _read_piece(part: Part, start: int, size: int, tokens: np.ndarray, labels: np.ndarray) -> None:
+    found = np.empty(size + 1, part.dtype)
+    part.read(start, found)
+    tokens[:size], labels[:size] = found[:-1], found[1:]
+
+
+def _pieces(
+    bounds: np.ndarray,  # i64[documents + 1]
+    length: int,
+) -> tuple[np.ndarray, np.ndarray]:  # i64[n], i32[n]
+    """Return where the pieces of documents start, and their labels: at most `length` each.
+
+    A document reads from the token that ends the one before, and its last label is its own end.
+    """
+    sizes = np.diff(bounds)
+    counts = -(-sizes // length)
+    if sizes.min(initial=1) < 1:
+        raise DataError("index: must be ascending")
+    first = np.cumsum(counts) - counts
+    offsets = (np.arange(counts.sum()) - np.repeat(first, counts)) * length
+    left = np.repeat(sizes, counts) - offsets
+    return np.repeat(bounds[:-1], counts) + offsets, np.minimum(left, length).astype(np.int32)
+
+
+def pack(
+    sizes: np.ndarray,  # i32[n], at most `length` each
+    length: int,
+) -> np.ndarray:  # i32[n]
+    """Return the row of each piece: the fullest with room, among the last OPEN_ROWS begun."""
+    found = np.empty(len(sizes), np.int32)
+    rooms, rows, count = list[int](), list[int](), 0  # of rows with room, the fullest first
+    for block in range(0, len(sizes), 2**16):
+        for piece, size in enumerate(sizes[block : block + 2**16].tolist(), start=block):
+            at = bisect_left(rooms, size)
+            if at < len(rooms):
+                row, room = rows.pop(at), rooms.pop(at) - size
+            else:
+                row, room, count = count, length - size, count + 1
+                if len(rooms) == OPEN_ROWS:
+                    del rooms[0], rows[0]
+            found[piece] = row
+            if room:
+                at = bisect_left(rooms, room)
+                rooms.insert(at, room)
+                rows.insert(at, row)
+    return found
+
+
+def row_order(
+    counts: Sequence[int], seed: int, weights: Sequence[float] | None = None
+) -> grain.MapDataset:
+    """Return an endless order of (folder, row), for folders of `counts` rows.
+
+    An epoch of a folder reads each of its rows once, in an order of its own. The folders take turns
+    by their weights (`Mixture`), or by how many rows they have.
+    """
+    for count in counts:
+        if not 0 < count < 2**31:
+            raise DataError(f"a folder has {count} rows: must be at least 1 and below 2**31")
+    orders = [
+        grain.MapDataset.range(count)
+        .shuffle(seed=(seed * 0x9E3779B1 + folder) % 2**32)  # odd: another seed, other epochs
+        .repeat()
+        .map(partial(_numbered, folder))
+        for folder, count in enumerate(counts)
+    ]
+    if len(orders) == 1:
+        return orders[0]
+    mixture = Mixture(counts if weights is None else weights)
+    return grain.MapDataset.select_from_datasets(orders, mixture)
+
+
+class Mixture:
+    """Say which folder each row of an endless order is of, and which of that folder's rows it is.
+
+    Turns repeat after MIXTURE rows, of which folder f has round(MIXTURE w_f / sum(w)), at least one
+    and evenly spread.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        shares = np.asarray(weights, np.float64) / np.sum(weights, dtype=np.float64) * MIXTURE
+        self._counts = np.maximum(shares.round().astype(np.int64), 1)
+        folders = np.repeat(np.arange(len(weights)), self._counts)
+        ranks = np.concatenate([np.arange(count) for count in self._counts])
+        turns = np.argsort((ranks + 0.5) / self._counts[folders], kind="stable")
+        self._folders, self._ranks = folders[turns], ranks[turns]
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, row: int) -> tuple[int, int]:
+        turn, at = divmod(row, len(self._folders))
+        folder = int(self._folders[at])
+        return folder, turn * int(self._counts[folder]) + int(self._ranks[at])
+
+
+def _numbered(folder: int, row: int) -> tuple[int, int]:
+    return folder, int(row)
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Read rows of several folders into batches."""
+
+    rows: tuple[PartRows, ...]
+
+    def __call__(
+        self,
+        chosen: np.ndarray,  # i64[..., B, 2]: folder and row; folder -1 is an empty row
+    ) -> Batch:  # leaves i32[..., B, T]
+        """Return the rows; labels are IGNORE where there is nothing."""
+        shape = (*chosen.shape[:-1], self.rows[0].length)
+        tokens, labels = np.zeros(shape, np.int32), np.full(shape, IGNORE, np.int32)
+        segments = np.zeros(shape, np.int32) if self.rows[0].separate else None
+        for index in np.ndindex(*chosen.shape[:-1]):
+            folder, row = (int(i) for i in chosen[index])
+            if folder >= 0:
+                own = None if segments is None else segments[index]
+                self.rows[folder].read(row, tokens[index], labels[index], own)
+        return Batch(tokens, labels, segments)
+
+
+def own_rows(batch_size: int, process: tuple[int, int]) -> slice:
+    """Return which rows of a batch a process has: of process p of P, p B / P to (p + 1) B / P.
+
+    ConfigError where P does not divide B.
+    """
+    index, count = process
+    if batch_size % count:
+        rule = f"must be a multiple of the {count} processes"
+        raise ConfigError(f"batch_size is {batch_size}: {rule}")
+    own = batch_size // count
+    return slice(index * own, (index + 1) * own)
+
+
+def step_batches(
+    reader: RowReader,
+    order: grain.MapDataset,
+    accumulation: int,
+    batch_size: int,
+    process: tuple[int, int] = (0, 1),  # index and count
+) -> grain.MapDataset:
+    """Return what each step reads: Batch, leaves [A, B / P, T], of this process alone.
+
+    ConfigError where P does not divide B.
+    """
+    own = own_rows(batch_size, process)
+
+    def chosen(pairs: np.ndarray) -> np.ndarray:
+        rows = pairs.reshape(accumulation, batch_size, 2)
+        return rows[:, own]
+
+    return order.batch(accumulation * batch_size, batch_fn=np.array).map(chosen).map(reader)
+
+
+class Prefetched:
+    """Hand out the elements of a random-access pipeline, read ahead while they are in order."""
+
+    def __init__(self, steps: grain.MapDataset, place: Callable[[Batch], Batch]) -> None:
+        """Read `steps`, each of which `place` brings to where it is needed."""
+        options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)
+        self._iterator = iter(steps.map(place).to_iter_dataset(options))
+        self._next = 0
+
+    def __call__(self, step: int) -> Batch:
+        """Return element `step`."""
+        if step != self._next:
+            self._iterator.set_state({"next_index": step})
+        self._next = step + 1
+        found: Batch = next(self._iterator)
+        return found

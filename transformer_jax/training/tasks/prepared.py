@@ -1,0 +1,200 @@
+"""Train on the next token of prepared folders, which are read while a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.config.fields import fail
+from transformer_jax.config.tasks import LanguageTask
+from transformer_jax.corpus.folder import (
+    Corpus,
+    Part,
+    check_same_tokenizer,
+    open_corpus,
+    prepared_folders,
+)
+from transformer_jax.tokenizers.special import plain, with_special_tokens
+from transformer_jax.tokenizers.trained import ByteTokenizer
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.batch import Batch, Params
+from transformer_jax.training.data import random_starts
+from transformer_jax.training.prepared import (
+    DocumentRows,
+    PartRows,
+    Prefetched,
+    RowReader,
+    WindowRows,
+    own_rows,
+    row_order,
+    step_batches,
+)
+from transformer_jax.training.tasks.language import write_sample
+from transformer_jax.training.tasks.task import (
+    GivenBatches,
+    Report,
+    Tokenizers,
+    sha256_of,
+    with_vocabulary,
+)
+
+_EVAL_STREAM = 2**62
+"""The `step` whose rows an evaluation on random batches reads: no training step has it."""
+
+
+class PreparedText:
+    """Train on windows of prepared folders, or on their documents."""
+
+    prepare: Callable[..., Batch] = GivenBatches()
+    resident: tuple[Any, ...] = ()
+    held_out: tuple[Any, ...] = ()
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folders: Sequence[str],
+        tokenizers: Tokenizers | None,
+        vocab_size: int | None,
+    ) -> None:
+        task = config.task
+        if not isinstance(task, LanguageTask):
+            fail("task", task.kind, f"reads files, data is the prepared folder {folders[0]}")
+        if task.documents not in (None, "prepared"):
+            fail("documents", task.documents, "data is a prepared folder: must be prepared or None")
+        if config.tokenizer not in (TrainConfig.tokenizer, "pretrained"):
+            fail("tokenizer", config.tokenizer, "data is a prepared folder, which has its own")
+        train = [open_corpus(folder) for folder in folders]
+        held_out = train if config.val_data is None else _held_out(config.val_data)
+        corpora = [*train, *(corpus for corpus in held_out if corpus not in train)]
+        check_same_tokenizer(corpora)
+        self.tokenizers = Tokenizers(corpora[0].tokenizer)
+        if tokenizers is not None:
+            _check_tokenizer(corpora[0], tokenizers, config)
+        self.config = with_vocabulary(config, self.tokenizers, vocab_size)
+        for corpus in corpora:
+            corpus.check(self.config.model.vocab_size)
+        self.sha256 = sha256_of(*(corpus.sha256.encode() for corpus in corpora))
+        self.parts = [corpus.train for corpus in train]
+        self.val_parts = [corpus.val for corpus in held_out]
+        self.rows = tuple(self._rows(part, whole=False) for part in self.parts)
+        self.val_rows = tuple(self._rows(part, whole=True) for part in self.val_parts)
+        self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
+        self.place: Callable[[Batch], Batch] = jax.device_put  # while other steps are computed
+        self._ahead: Prefetched | None = None
+
+    def _rows(self, part: Part, whole: bool) -> PartRows:
+        """Return the rows of a part; DataError where there is none."""
+        task, length = self.config.task, self.config.sequence_len
+        assert isinstance(task, LanguageTask)
+        rows: PartRows = WindowRows(part, length, whole)
+        if task.documents is not None:
+            rows = DocumentRows(part, length, task.packed)
+        if len(rows) == 0:
+            needed = f"a window of context {length} needs {length + 1}"
+            raise DataError(f"{part.folder}: {part.name} has {part.tokens} tokens, {needed}")
+        return rows
+
+    def inputs(
+        self, step: int, process_index: int | None = None, process_count: int | None = None
+    ) -> Batch:  # leaves [A, B / P, T]
+        """Return the rows of a step that belong to a process, this one where none is named.
+
+        Those of this process are read ahead, and are on its devices.
+        """
+        if process_index is not None and process_count is not None:
+            found: Batch = self.steps((process_index, process_count))[step]
+            return found
+        if self._ahead is None:
+            self._ahead = Prefetched(self.steps(_this_process()), self.place)
+        return self._ahead(step)
+
+    def steps(self, process: tuple[int, int]) -> Any:
+        """Return the `grain.MapDataset` of what each step reads in a process, of so many."""
+        config = self.config
+        order = row_order([len(rows) for rows in self.rows], config.seed, config.data_weights)
+        size = config.accumulation, config.batch_size
+        return step_batches(RowReader(self.rows), order, *size, process)
+
+    def evaluation(
+        self, process_index: int | None = None, process_count: int | None = None
+    ) -> Iterator[Batch]:  # leaves [B / P, T]
+        """Yield the held-out rows in order, or `eval_batches` random batches of them.
+
+        Of each batch, those that belong to a process, this one where none is named.
+        """
+        config, counts = self.config, [len(rows) for rows in self.val_rows]
+        total, size = sum(counts), config.batch_size
+        first = np.cumsum([0, *counts])
+        if config.eval_batches is not None:
+            shape = (config.eval_batches, size)
+            batches = random_starts(config.seed, _EVAL_STREAM, shape, total)
+        else:
+            rows = np.arange(-(-total // size) * size)
+            batches = np.where(rows < total, rows, -1).reshape(-1, size)
+        process = _this_process()
+        if process_index is not None and process_count is not None:
+            process = process_index, process_count
+        own, read = own_rows(size, process), RowReader(self.val_rows)
+        for batch in batches[:, own]:
+            folder = np.searchsorted(first, batch, "right") - 1  # of an empty row -1
+            yield read(np.stack([folder, batch - first[folder]], axis=-1))
+
+    def described(self) -> str:
+        """Return how much there is to read, folder by folder."""
+        parts = ", ".join(
+            f"{part.folder}: {part.tokens:,} tokens in {len(rows):,} rows"
+            for part, rows in zip(self.parts, self.rows, strict=True)
+        )
+        held_out = sum(part.tokens for part in self.val_parts)
+        return f"{parts}; {held_out:,} tokens held out, {self.tokens_per_step:,} in a step"
+
+    def per_character(self, loss: float) -> tuple[float, str]:
+        """Return the loss a character or byte, each document with one for its end."""
+        if isinstance(plain(self.tokenizers.tokenizer), ByteTokenizer):
+            return loss, "byte"
+        labels = sum(part.tokens - 1 for part in self.val_parts)
+        characters = sum(part.characters + part.documents for part in self.val_parts)
+        return loss * labels / characters, "character"
+
+    def sample(self, params: Params) -> str:
+        """Return a text that the model writes."""
+        return write_sample(self.config, self.tokenizers, params)
+
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
+        """Return nothing: the held-out loss says it all."""
+        return {}
+
+    def documents(self) -> list[np.ndarray]:
+        """Return the training parts, for a model that counts: it needs all of it in memory."""
+        found = []
+        for part in self.parts:
+            tokens = np.empty(part.tokens, part.dtype)
+            part.read(0, tokens)
+            found.append(tokens)
+        return found
+
+
+def _this_process() -> tuple[int, int]:
+    return jax.process_index(), jax.process_count()
+
+
+def _held_out(data: str) -> list[Corpus]:
+    """Return the folders that `val_data` names; DataError where it names files."""
+    folders = prepared_folders(data)
+    if not folders:
+        rule = "must be a prepared folder, as data is"
+        raise DataError(f"val_data is {data!r}: {rule}")
+    return [open_corpus(folder) for folder in folders]
+
+
+def _check_tokenizer(corpus: Corpus, given: Tokenizers, config: TrainConfig) -> None:
+    """Raise ConfigError where a model to start from, or a run, has another tokenizer."""
+    own = with_special_tokens(given.tokenizer, ["eos"])
+    if own.to_json() != corpus.tokenizer.to_json():
+        model = config.init_from or config.out
+        rule = f"has another tokenizer than {model}: prepare it with --tokenizer {model}"
+        raise ConfigError(f"data is {str(corpus.path)!r}: {rule}")
