@@ -3,8 +3,8 @@
 A field is a flag named by its path: `--model.d-model 64`, `--model.positions.base 5e5`. An end of
 the path that no other field's path has is enough: `--d-model`, `--positions.base`. A field that
 holds one of several configs is given by the name of its kind, and the fields of that kind follow:
-`--model.positions rope --model.positions.base 5e5`. Where there is one kind, or None, its fields may
-stand in one word: `--mesh data=2,fsdp=4`.
+`--model.positions rope --model.positions.base 5e5`. Where there is one kind, or None, its fields
+may stand in one word: `--mesh data=2,fsdp=4`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ Targets: cpu, h200, h200-N, tpu-v5e-N, tpu-v5p-N, tpu-v6e-N.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ GIB = 2**30
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0; 1 where the step does not fit; 2: usage."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on what may be attached
     parser = _parser()
     own, rest = parser.parse_known_args(argv)
     try:
