@@ -11,7 +11,7 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.models.factory import init_params
 from transformer_jax.training.batch import (
     LOGITS_AT_ONCE,
-    LOGITS_OF_CHUNK,
+    TOKENS_OF_CHUNK,
     Batch,
     batch_loss,
     chosen_chunk,
@@ -71,7 +71,6 @@ def test_logits_that_would_be_large_are_taken_in_chunks():
     assert chosen_chunk(8, 256, 1000) == 256  # 2 M logits
     rows, length, vocab = 8, 1024, 50_257
     assert rows * length * vocab > LOGITS_AT_ONCE
-    size = chosen_chunk(rows, length, vocab)
-    assert 0 < size < length
-    assert rows * size * vocab <= LOGITS_OF_CHUNK < rows * (size + 1) * vocab
+    assert rows * chosen_chunk(rows, length, vocab) == TOKENS_OF_CHUNK < rows * length
     assert chosen_chunk(4096, 8, 10**6) == 1
+    assert chosen_chunk(1, 512, 10**6) == 512
