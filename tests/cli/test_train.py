@@ -21,6 +21,7 @@ import pytest
 
 import train
 from tests.support.compilation import quick_environment
+from tests.support.saved import arrays_of, largest_file
 from tests.training.test_training import assert_same_state
 from transformer_jax.__main__ import main as run_command
 from transformer_jax.checkpoints import checkpoint
@@ -492,7 +493,8 @@ def test_a_run_first_says_what_it_trains(capsys, flags, tmp_path):
 
 def fit_parameters(run: Path) -> int:
     """Numbers in the parameters that a run saved."""
-    return sum(file.stat().st_size for file in run.rglob("step-00000008/params.bin")) // 4
+    arrays = arrays_of(run / "checkpoints" / "step-00000008")
+    return sum(array.size for name, array in arrays.items() if name.startswith("params:"))
 
 
 def test_a_loss_per_byte_is_called_so():
@@ -732,12 +734,13 @@ def test_a_bad_wish_is_one_line(capsys, trained, argv, message, status):
 
 def test_a_damaged_checkpoint_is_not_written_with(capsys, trained, tmp_path):
     shutil.copytree(trained, tmp_path / "copy")
-    for file in (tmp_path / "copy").rglob("params.bin"):
+    for path in (tmp_path / "copy").glob("checkpoints/step-*"):
+        file = largest_file(path, "params")
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert generate.main(["--run", str(tmp_path / "copy")]) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "params.bin: sha256 mismatch" in err
+    assert "/params/" in err and ": sha256 mismatch" in err
 
 
 @pytest.mark.slow

@@ -63,8 +63,8 @@ def run(
 def told(config: TrainConfig, result: Result) -> dict[str, Any]:
     lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
     split = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): str(
-            getattr(leaf.sharding, "spec", None)
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            "whole" if leaf.sharding.is_fully_replicated else str(leaf.sharding.spec)
         )
         for path, leaf in jax.tree_util.tree_flatten_with_path(result.state)[0]
     }

@@ -1,27 +1,30 @@
-"""Save and restore checkpoints: plain bytes and a manifest, written whole or not at all.
+"""Save and restore checkpoints: arrays by orbax and a manifest, whole or not at all.
 
     step-00000500/
-        params.bin      the leaves under `params`, one after the other, little-endian
-        opt_state.bin
-        state.bin       the leaves at the top level
+        params/         the leaves under `params`, as orbax writes them
+        opt_state/
+        state/          the leaves at the top level
         manifest.json   names, dtypes, shapes; size and sha256 of each file, and its own sha256
 
-The folder is written as `step-00000500.tmp`: files, then the manifest, each synced to the disk, and
-then renamed. So a `step-N` is complete, and a process that was killed leaves a `.tmp`. Nothing in
-the folder can run code, and every size is compared with the file's before it is used.
+A save copies the values to the host and returns; a thread writes them. The folder is written as
+`step-00000500.tmp`: each process writes its shards, then process 0 the manifest; all is synced to
+the disk, and then renamed. So a `step-N` is complete, and a process that was killed leaves a
+`.tmp`. Nothing in the folder can run code, and every file is compared with its hash before use.
+The checkpoints of format 1 (`old_container`) are read as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
-import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +33,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.checkpoints import old_container, orbax_arrays
+
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 64 * 2**20
 """Largest manifest that is read, in bytes."""
@@ -37,7 +42,7 @@ MANIFEST_LIMIT = 64 * 2**20
 PyTree: TypeAlias = Any
 """A nested structure of arrays, PRNG keys and numbers."""
 
-_FORMAT = 1
+_FORMAT = 2
 _DTYPES = {
     str(np.dtype(t)): np.dtype(t)
     for t in (
@@ -61,13 +66,14 @@ class Leaf:
     shape: tuple[int, ...]
 
     @property
-    def file(self) -> str:
-        group, _, rest = self.name.partition("/")
-        return f"{group if rest else 'state'}.bin"
+    def numpy_dtype(self) -> np.dtype:
+        return _DTYPES[self.dtype]
 
     @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+    def group(self) -> str:
+        """Return the folder that holds it."""
+        group, _, rest = self.name.partition("/")
+        return group if rest else "state"
 
 
 @dataclass(frozen=True)
@@ -78,91 +84,164 @@ class Manifest:
     step: int
     metadata: Mapping[str, Any]
     files: Mapping[str, Mapping[str, Any]]
-    """Name of each file to its {"bytes", "sha256"}."""
+    """Path of each file, from the checkpoint's folder, to its {"bytes", "sha256"}."""
     leaves: tuple[Leaf, ...]
-    """Every leaf, in the order of their bytes."""
+    """Every leaf, in the order of the tree."""
     keys: Mapping[str, str]
     """Names of PRNG keys to their implementation; their leaves are uint32 key data."""
+    format: int
+    """1: an old container; 2: written by orbax."""
 
 
-def save(folder: Path, step: int, tree: PyTree, metadata: Mapping[str, Any] | None = None) -> Path:
-    """Write `tree` as `folder/step-N` and return that path; an older `step-N` is replaced.
+Check: TypeAlias = Callable[[int, Mapping[str, np.ndarray]], None]
+"""Raises where the arrays of a step, by their names, must not be saved. Of a sharded array it is
+given each shard of this process."""
 
-    Leaves are arrays (PRNG keys too) or Python numbers. An error leaves the folder as it was.
+
+class Saver:
+    """Save checkpoints into a folder while the caller goes on; as a context, wait for the last.
+
+    One save is written at a time: the next waits for it. An error of writing is raised by the next
+    `save`, by `wait` or at the end of the context, and leaves the other checkpoints as they were.
+    With several processes each of them calls the same methods, and the folder is one they share.
     """
-    leaves, keys, contents = [], {}, []
-    for name, value in _named(tree).items():
-        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            keys[name] = str(jax.random.key_impl(value))
-            value = jax.random.key_data(value)
-        array = np.asarray(jax.device_get(value))
-        if str(array.dtype) not in _DTYPES:
-            raise ValueError(f"{name}: dtype {array.dtype} cannot be saved")
-        leaves.append(Leaf(name, str(array.dtype), array.shape))
-        contents.append(np.ascontiguousarray(array))
-    final = folder / f"step-{step:08d}"
-    partial = final.with_name(final.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        files = {}
-        for file in sorted({leaf.file for leaf in leaves}):
-            parts = (c for leaf, c in zip(leaves, contents, strict=True) if leaf.file == file)
-            files[file] = _write(partial / file, parts)
+
+    def __init__(self, folder: Path, keep: int | None = None, check: Check | None = None) -> None:
+        """Save into `folder`; after each save `prune` to `keep`, if given.
+
+        `check` is asked about the arrays before they are written.
+        """
+        self._folder, self._keep, self._check = folder, keep, check
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
+        try:
+            self.wait()
+        except Exception:
+            if kind is None:  # else the error of the context is the one to know
+                raise
+
+    def save(self, step: int, tree: PyTree, metadata: Mapping[str, Any] | None = None) -> Path:
+        """Begin to write `tree` as `folder/step-N` and return that path.
+
+        Leaves are arrays (PRNG keys too) or Python numbers; saved are their values at the call,
+        though the caller donates them next. An older `step-N` is replaced.
+        """
+        self.wait()
+        leaves, keys, arrays = _staged(tree)
         content = {
             "format": _FORMAT,
             "step": step,
             "metadata": dict(metadata or {}),
-            "files": files,
             "leaves": [[leaf.name, leaf.dtype, list(leaf.shape)] for leaf in leaves],
             "keys": keys,
         }
-        _write(partial / MANIFEST, [np.frombuffer(_sealed(content).encode(), np.uint8)])
-        sync(partial)
-        if final.exists():
-            _remove(final)
-        partial.rename(final)
-        sync(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return final
+        content = json.loads(json.dumps(content, allow_nan=False))
+        final = step_path(self._folder, step)
+        groups: dict[str, dict[str, np.ndarray | jax.Array]] = {}
+        for leaf in leaves:
+            if 0 not in leaf.shape:
+                groups.setdefault(leaf.group, {})[leaf.name] = arrays[leaf.name]
+        del arrays
+        self._thread = threading.Thread(
+            target=self._write, args=(final, content, groups), name="save checkpoint"
+        )
+        self._thread.start()
+        return final
+
+    def wait(self) -> None:
+        """Return when the last save is on the disk; raise its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _write(
+        self,
+        final: Path,
+        content: dict[str, Any],
+        groups: Mapping[str, Mapping[str, np.ndarray | jax.Array]],
+    ) -> None:
+        partial = final.with_name(final.name + ".tmp")
+        first = jax.process_index() == 0
+        meeting = f"{final}:{next(_meetings)}"
+        try:
+            with _together(f"{meeting}:made"):
+                if first:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    for group in (".", *groups):
+                        (partial / group).mkdir(parents=True, exist_ok=True)
+            with _together(f"{meeting}:written"):
+                for group, staged in groups.items():
+                    arrays = {name: _on_host(array) for name, array in staged.items()}
+                    if self._check is not None:
+                        self._check(content["step"], _shards(arrays))
+                    orbax_arrays.write(partial / group, arrays)
+            with _together(f"{meeting}:committed"):
+                if first:
+                    for group in groups:
+                        orbax_arrays.finish(partial / group)
+                    _commit(partial, final, content)
+                    if self._keep is not None:
+                        prune(self._folder, self._keep)
+        except BaseException as error:
+            self._error = error
+            if first:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
-def restore(path: Path, like: PyTree) -> PyTree:
+def save(folder: Path, step: int, tree: PyTree, metadata: Mapping[str, Any] | None = None) -> Path:
+    """Write `tree` as `folder/step-N` and return that path once it is there; see `Saver.save`.
+
+    An error leaves the folder as it was.
+    """
+    with Saver(folder) as saver:
+        return saver.save(step, tree, metadata)
+
+
+def restore(path: Path, like: PyTree, *, verified: bool = False) -> PyTree:
     """Return the tree that was saved, bit for bit, in the structure of `like`.
 
     Leaves of `like` are arrays, numbers or `jax.ShapeDtypeStruct`. Each leaf comes back as the same
     kind: NumPy array, Python number, or JAX array with the sharding of the `ShapeDtypeStruct`, if
-    it has one. With only some of the top-level entries, `{"params": ...}`, the files of the others
-    are not read. CheckpointError names the file that is damaged, or the leaves that are missing,
-    unexpected or of another shape.
+    it has one, whatever it was saved from. With only some of the top-level entries,
+    `{"params": ...}`, the files of the others are not read. Where `verify` has just been asked,
+    `verified`, the hashes are not compared again, and each process reads what its devices hold.
+    CheckpointError names the file that is damaged, or the leaves that are missing, unexpected or
+    of another shape.
     """
     manifest = read_manifest(path)
     wanted = _named(like)
-    files = {Leaf(name, "", ()).file for name in wanted}
-    _compare(manifest, wanted, files)
-    values: dict[str, Any] = {}
-    for file in sorted(files):
-        content, offset = _verified(manifest, file), 0
-        for leaf in manifest.leaves:
-            if leaf.file != file:
-                continue
-            dtype = _DTYPES[leaf.dtype]
-            array: np.ndarray = np.ndarray(leaf.shape, dtype, content, offset)
-            offset += leaf.bytes
-            values[leaf.name] = _as(wanted[leaf.name], array, manifest.keys.get(leaf.name))
-    return jax.tree.unflatten(jax.tree.structure(like), [values[name] for name in wanted])
+    groups = {Leaf(name, "", ()).group for name in wanted}
+    _compare(manifest, wanted, groups)
+    if manifest.format == 1:
+        files = [name for name in manifest.files if name.removesuffix(".bin") in groups]
+        contents = {name: _verified(manifest, name) for name in files}
+        arrays: dict[str, Any] = dict(old_container.arrays_of(manifest.leaves, contents))
+    else:
+        if not verified:
+            for group in groups:
+                _check_files(manifest, group)
+        arrays = {}
+        for group in sorted(groups):
+            leaves = [leaf for leaf in manifest.leaves if leaf.group == group]
+            arrays |= _read_group(manifest, group, leaves, wanted)
+    values = {
+        name: _as(value, arrays[name], manifest.keys.get(name)) for name, value in wanted.items()
+    }
+    return jax.tree.unflatten(jax.tree.structure(like), list(values.values()))
 
 
 def verify(path: Path) -> Manifest:
     """Check every file of a checkpoint against its manifest."""
     manifest = read_manifest(path)
-    found = {entry.name for entry in os.scandir(path)} - {MANIFEST}
-    for name in sorted(found - set(manifest.files)):
-        raise CheckpointError(f"{path / name}: not part of this checkpoint")
-    for name in manifest.files:
-        _verified(manifest, name)
+    _check_files(manifest)
     return manifest
 
 
@@ -174,23 +253,35 @@ def read_manifest(path: Path) -> Manifest:
         content = json.loads(text)
         leaves = tuple(Leaf(n, d, tuple(s)) for n, d, s in content["leaves"])
         manifest = Manifest(
-            path, content["step"], content["metadata"], content["files"], leaves, content["keys"]
+            path=path,
+            step=content["step"],
+            metadata=content["metadata"],
+            files=content["files"],
+            leaves=leaves,
+            keys=content["keys"],
+            format=content["format"],
         )
         del content["sha256"]
-        sealed, version = _sealed(content), content["format"]
-        sizes = {leaf.file: 0 for leaf in leaves}
+        sealed = _sealed(content)
         for leaf in leaves:
             _check_name(leaf.name)
             if not all(type(n) is int and n >= 0 for n in leaf.shape):
                 raise ValueError(f"shape of {leaf.name}")
-            sizes[leaf.file] += leaf.bytes
-        consistent = sizes == {name: entry["bytes"] for name, entry in manifest.files.items()}
+            if leaf.dtype not in _DTYPES:
+                raise ValueError(f"dtype of {leaf.name}")
+        sizes = {name: int(entry["bytes"]) for name, entry in manifest.files.items()}
+        if manifest.format == 1:
+            consistent = sizes == old_container.file_sizes(leaves)
+        else:
+            groups = {leaf.group for leaf in leaves if 0 not in leaf.shape}
+            consistent = groups == {_group_of(name) for name in sizes}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: damaged ({error!r})") from None
     if text != sealed or not consistent:
         raise CheckpointError(f"{file}: damaged (its checksum or its sizes are wrong)")
-    if version != _FORMAT:
-        raise CheckpointError(f"{file}: format {version}: this version reads {_FORMAT}")
+    if manifest.format not in (1, _FORMAT):
+        rule = f"this version reads 1 and {_FORMAT}"
+        raise CheckpointError(f"{file}: format {manifest.format}: {rule}")
     if path.name != f"step-{manifest.step!s:0>8}":
         raise CheckpointError(f"{file}: is of step {manifest.step}, not of {path.name}")
     return manifest
@@ -248,7 +339,7 @@ def write_file(path: Path, content: str) -> None:
     """Replace a small file: afterwards, or after a crash, it holds the old text or the new."""
     partial = path.with_name(path.name + ".tmp")
     try:
-        _write(partial, [np.frombuffer(content.encode("utf-8", "surrogatepass"), np.uint8)])
+        _write_text(partial, content)
         os.replace(partial, path)
         sync(path.parent)
     except BaseException:
@@ -273,17 +364,159 @@ def _check_name(name: str) -> None:
         raise ValueError(f"leaf {name!r}: must be words separated by /")
 
 
-def _write(path: Path, arrays: Iterable[np.ndarray]) -> dict[str, Any]:
-    digest, size = hashlib.sha256(), 0
+def _staged(
+    tree: PyTree,
+) -> tuple[list[Leaf], dict[str, str], dict[str, np.ndarray | jax.Array]]:
+    """Return the leaves, the kinds of the keys among them, and their values copied to the host."""
+    leaves, keys, arrays = [], {}, {}
+    for name, value in _named(tree).items():
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            keys[name] = str(jax.random.key_impl(value))
+            value = jax.random.key_data(value)
+        array = value if isinstance(value, jax.Array) else np.array(value)
+        if str(array.dtype) not in _DTYPES:
+            raise ValueError(f"{name}: dtype {array.dtype} cannot be saved")
+        leaves.append(Leaf(name, str(array.dtype), array.shape))
+        arrays[name] = array
+    values = {
+        name: orbax_arrays.staged(array) if isinstance(array, jax.Array) else array
+        for name, array in arrays.items()
+    }
+    return leaves, keys, values
+
+
+def _on_host(array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """Return a staged array as NumPy's, unless several devices share it."""
+    if isinstance(array, jax.Array) and array.is_fully_replicated:
+        return np.asarray(array)
+    return array
+
+
+def _shards(arrays: Mapping[str, np.ndarray | jax.Array]) -> dict[str, np.ndarray]:
+    """Return the arrays of a process, and of those it shares its shards."""
+    parts: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array):
+            for number, shard in enumerate(array.addressable_shards):
+                parts[f"{name}[{number}]"] = np.asarray(shard.data)
+        else:
+            parts[name] = array
+    return parts
+
+
+_meetings = itertools.count()
+
+
+@contextlib.contextmanager
+def _together(name: str) -> Iterator[None]:
+    """Leave the context with all processes, or with an error in all."""
+    try:
+        yield
+    except BaseException as error:
+        orbax_arrays.agree(name, error)
+        raise
+    else:
+        orbax_arrays.agree(name)
+
+
+def _commit(partial: Path, final: Path, content: dict[str, Any]) -> None:
+    """Write the manifest of what is in `partial`, and rename it once all is on the disk."""
+    names = sorted(name for name, is_folder in _contents(partial) if not is_folder)
+    files = {name: _hashed(partial / name) for name in names}
+    text = _sealed(content | {"files": files})
+    _write_text(partial / MANIFEST, text)
+    for name, is_folder in _contents(partial):
+        if is_folder:
+            sync(partial / name)
+    sync(partial)
+    if final.exists():
+        _remove(final)
+    partial.rename(final)
+    sync(final.parent)
+
+
+def _contents(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Yield all that is below a folder, its path from there, and whether it is a folder."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        is_folder = entry.is_dir(follow_symlinks=False)
+        yield entry.name, is_folder
+        if is_folder:
+            for name, inner in _contents(Path(entry.path)):
+                yield f"{entry.name}/{name}", inner
+
+
+def _hashed(path: Path) -> dict[str, Any]:
+    """Return the size and the hash of a file that is on the disk now."""
+    sync(path)
+    with open(path, "rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+        return {"bytes": stream.tell(), "sha256": digest.hexdigest()}
+
+
+def _check_files(manifest: Manifest, group: str | None = None) -> None:
+    """Compare the files of a checkpoint, or of one group of its leaves, with the manifest."""
+
+    def asked(name: str) -> bool:
+        return group is None or name.startswith(f"{group}/")
+
+    try:
+        found = {name for name, is_folder in _contents(manifest.path) if not is_folder}
+    except OSError as error:
+        raise CheckpointError(f"{manifest.path}: cannot be read ({error.strerror})") from None
+    for name in sorted(found - set(manifest.files) - {MANIFEST}):
+        if asked(name):
+            raise CheckpointError(f"{manifest.path / name}: not part of this checkpoint")
+    for name in sorted(manifest.files):
+        if asked(name):
+            _verified(manifest, name)
+
+
+def _group_of(name: str) -> str:
+    """Return the folder of a file; ValueError for a name that could be elsewhere."""
+    parts = name.split("/")
+    if len(parts) < 2 or any(not re.fullmatch(r"\w[\w.-]*", p, re.ASCII) for p in parts):
+        raise ValueError(f"file {name!r}")
+    return parts[0]
+
+
+def _read_group(
+    manifest: Manifest, group: str, leaves: list[Leaf], wanted: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Read the leaves of one folder, each as its own kind or as NumPy's."""
+    like: dict[str, jax.ShapeDtypeStruct] = {}
+    arrays: dict[str, Any] = {}
+    for leaf in leaves:
+        value = wanted[leaf.name]
+        sharding = value.sharding if isinstance(value, jax.ShapeDtypeStruct) else None
+        if 0 in leaf.shape:
+            arrays[leaf.name] = np.zeros(leaf.shape, leaf.numpy_dtype)
+        elif sharding is None or leaf.name in manifest.keys:
+            like[leaf.name] = jax.ShapeDtypeStruct(leaf.shape, leaf.numpy_dtype)
+        else:
+            _check_width(leaf.numpy_dtype)
+            like[leaf.name] = jax.ShapeDtypeStruct(leaf.shape, leaf.numpy_dtype, sharding=sharding)
+    if like:
+        try:
+            arrays |= orbax_arrays.read(manifest.path / group, like)
+        except (ValueError, KeyError, OSError) as error:
+            why = str(error).splitlines()[0] if str(error) else repr(error)
+            raise CheckpointError(f"{manifest.path / group}: cannot be read ({why})") from None
+    for leaf in leaves:
+        array = arrays[leaf.name]
+        if array.shape != leaf.shape or array.dtype != leaf.numpy_dtype:
+            there = f"{array.dtype}{list(array.shape)}"
+            raise CheckpointError(
+                f"{manifest.path / group}: {leaf.name} is {there}, the manifest says "
+                f"{leaf.dtype}{list(leaf.shape)}"
+            )
+    return arrays
+
+
+def _write_text(path: Path, content: str) -> None:
     with naming(path), open(path, "wb") as stream:
-        for array in arrays:
-            data = array.reshape(-1).view(np.uint8).data
-            digest.update(data)
-            stream.write(data)
-            size += len(data)
+        stream.write(content.encode("utf-8", "surrogatepass"))
         stream.flush()
         os.fsync(stream.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def sync(path: Path) -> None:
@@ -351,8 +584,8 @@ def _verified(manifest: Manifest, name: str) -> bytes:
     return content
 
 
-def _compare(manifest: Manifest, wanted: Mapping[str, Any], files: set[str]) -> None:
-    saved = {leaf.name: leaf for leaf in manifest.leaves if leaf.file in files}
+def _compare(manifest: Manifest, wanted: Mapping[str, Any], groups: set[str]) -> None:
+    saved = {leaf.name: leaf for leaf in manifest.leaves if leaf.group in groups}
     wrong = [f"{name} is missing" for name in wanted if name not in saved]
     wrong += [f"{name} is unexpected" for name in saved if name not in wanted]
     for name, value in wanted.items():
@@ -384,16 +617,24 @@ def _key(data: Any, implementation: str) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(data), impl=implementation)
 
 
-def _as(like: Any, array: np.ndarray, key: str | None) -> Any:
+def _check_width(dtype: np.dtype) -> None:
+    if str(jax.dtypes.canonicalize_dtype(dtype)) != str(dtype):
+        raise CheckpointError(f"dtype {dtype} needs jax_enable_x64")
+
+
+def _as(like: Any, array: np.ndarray | jax.Array, key: str | None) -> Any:
+    """Return an array that was read as the kind of leaf that `like` is."""
+    sharding = like.sharding if isinstance(like, jax.ShapeDtypeStruct) else None
     if key is not None:
-        return _key(array, key)
+        value = _key(array, key)
+        return value if sharding is None else jax.device_put(value, sharding)
+    if isinstance(array, jax.Array):
+        return array
     if isinstance(like, np.ndarray | np.generic):
         return array.copy() if isinstance(like, np.ndarray) else array[()]
     if isinstance(like, bool | int | float):
         return array.item()
-    if str(jax.dtypes.canonicalize_dtype(array.dtype)) != str(array.dtype):
-        raise CheckpointError(f"dtype {array.dtype} needs jax_enable_x64")
-    sharding = like.sharding if isinstance(like, jax.ShapeDtypeStruct) else None
+    _check_width(array.dtype)
     if sharding is not None:
         return jax.device_put(array, sharding)
     return jnp.array(array)  # a copy: a buffer that NumPy owns could not be donated

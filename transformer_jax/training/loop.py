@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -151,7 +151,7 @@ def fit(
             progress.say(f"{folder.metrics_file}: damaged lines left out: {damaged}")
         for line in run.described(int(state.step)):
             progress.say(line)
-        with _closing(progress):
+        with _closing(progress), run.saver:
             return run.train(state)
 
 
@@ -241,6 +241,7 @@ class _Run:
             task.place = partial(self.placement.own_rows, axis=1)
         self.held_out = self.placement.whole(task.held_out)
         self.resident = self.placement.whole(task.resident)
+        self.saver = checkpoint.Saver(folder.checkpoints, self.config.keep, _check_finite)
 
     def check_memory(self, step: int) -> None:
         """Compile the step that comes first; ConfigError where it needs more than a device has."""
@@ -283,7 +284,7 @@ class _Run:
         if found.step > self.config.steps:
             rule = f"the run is at step {found.step} already"
             raise ConfigError(f"steps is {self.config.steps}: {rule}")
-        return checkpoint.restore(found.path, self.template)
+        return checkpoint.restore(found.path, self.template, verified=True)
 
     def described(self, done: int) -> list[str]:
         """Return two lines: the model and its device, and what it is trained on."""
@@ -339,6 +340,7 @@ class _Run:
         self, state: TrainState, val_loss: float | None, scores: Scores | None, interrupted: bool
     ) -> Result:
         """Sample, judge and draw the curves, and return what the run came to."""
+        self.saver.wait()
         sample, judged = "", dict[str, float]()
         if not interrupted and self.config.sample_tokens:
             sample = self.task.sample(state.used_params)
@@ -410,12 +412,8 @@ class _Run:
         return evaluate(step, params, self.held_out, batches)
 
     def _save(self, state: TrainState, val_loss: float | None) -> None:
-        step = int(state.step)
         if isinstance(self.config.optimizer, ScheduleFree):
             state = replace(state, average=state.used_params)  # for those who use the model
-        params = jax.device_get((state.params, state.average))
-        if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)):
-            raise RunError(f"step {step}: parameters are no longer finite; not saved")
         metadata = {
             "val_loss": val_loss,
             "data_sha256": self.task.sha256,
@@ -423,14 +421,20 @@ class _Run:
         }
         if self.task.tokenizers.source is not None:
             metadata["source_tokenizer_sha256"] = tokenizer_sha256(self.task.tokenizers.source)
-        checkpoint.save(self.folder.checkpoints, step, state, metadata)
-        checkpoint.prune(self.folder.checkpoints, self.config.keep)
+        self.saver.save(int(state.step), state, metadata)
 
     def _saved_val_loss(self, step: int) -> float | None:
         path = checkpoint.step_path(self.folder.checkpoints, step)
         if not path.exists():
             return None
         return checkpoint.read_manifest(path).metadata["val_loss"]
+
+
+def _check_finite(step: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise RunError where parameters are not to be saved."""
+    for name, array in arrays.items():
+        if name.startswith(("params/", "average/")) and not np.isfinite(array).all():
+            raise RunError(f"step {step}: parameters are no longer finite; not saved")
 
 
 def _numerics(config: TrainConfig) -> TrainConfig:
