@@ -183,7 +183,7 @@ TRANSLATED = {
 }
 
 
-@pytest.mark.slow_cases(*(f"{name}]" for name in TRANSLATED if name != "prefix decoder"))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_pairs_of_a_file_are_learnt_to_99_of_100(tmp_path, name):
     task, steps = TRANSLATED[name]
@@ -193,7 +193,7 @@ def test_pairs_of_a_file_are_learnt_to_99_of_100(tmp_path, name):
     assert result.scores["word_error_rate"] <= 0.01
 
 
-@pytest.mark.slow_cases("rnn", "lstm", "gru")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["decoder", "rnn", "lstm", "gru"])
 def test_answers_of_a_chat_are_learnt_to_99_of_100(tmp_path, model):
     """Each letter of an answer follows from the question, which alone is not learnt."""

@@ -183,12 +183,13 @@ def test_a_state_that_does_not_fit_is_not_compiled_and_what_would_fit_is_said():
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not():
-    first = plan_training(RUN, CPU)
+    run = replace(RUN, model=replace(SMALL, num_layers=1))
+    first = plan_training(run, CPU)
     chip = replace(CHIPS["h200"], memory=3 * first.total)
     hardware = replace(CPU, chip=chip)
-    size, plan = largest_batch(RUN, hardware, plan_training(RUN, hardware))
+    size, plan = largest_batch(run, hardware, replace(first, hardware=hardware))
     assert plan.fits and plan.total <= chip.memory
-    assert size > 4 and not plan_training(replace(RUN, batch_size=size * 5 // 4), hardware).fits
+    assert size > 4 and not plan_training(replace(run, batch_size=size * 5 // 4), hardware).fits
 
 
 def test_hardware_is_named_and_what_there_is_not_is_refused():
