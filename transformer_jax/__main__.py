@@ -11,6 +11,7 @@ COMMANDS = {
     "generate": "write, answer or translate with a trained or published model",
     "evaluate": "judge a trained or published model on a file that it has not seen",
     "prepare": "turn files of text into a folder of tokens, for corpora larger than memory",
+    "plot": "compare runs: their losses, a table and a picture",
     "plan": "say what a step takes on hardware that need not be attached",
     "convert": "write a run or a published model as a published checkpoint",
 }

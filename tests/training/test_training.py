@@ -20,12 +20,12 @@ from transformer_jax.checkpoints.checkpoint import CheckpointError, saved_steps
 from transformer_jax.checkpoints.run_folder import (
     RunError,
     RunFolder,
-    _smooth,
     check_unused,
     config_from_json,
     config_to_json,
     locked,
     plot_losses,
+    smooth,
 )
 from transformer_jax.config import (
     PRESETS,
@@ -537,9 +537,9 @@ def test_the_run_folder_holds_what_it_should(config):
 
 def test_the_drawn_curve_neither_lags_nor_leaves_the_losses(rng):
     rising = tuple(float(n) for n in range(211))
-    assert_near(_smooth(rising), rising, 1e-12)
+    assert_near(smooth(rising), rising, 1e-12)
     noise = tuple(rng.standard_normal(211))
-    found = _smooth(noise)
+    found = smooth(noise)
     assert (found[0], found[-1]) == pytest.approx((noise[0], noise[-1]))
     assert_near(found[100], np.mean(noise[96:105]), 1e-9)
 

@@ -342,7 +342,7 @@ def plot_losses(folder: RunFolder) -> None:
     if train:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, color=blue, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, _smooth(losses), color=blue, linewidth=1.8, label="training")
+        axes.plot(steps, smooth(losses), color=blue, linewidth=1.8, label="training")
     if held_out:
         steps, losses = zip(*held_out, strict=True)
         axes.plot(steps, losses, color=orange, linewidth=1.8, marker="o", ms=4, label="held out")
@@ -364,7 +364,7 @@ def plot_losses(folder: RunFolder) -> None:
     figure.savefig(folder.path / "loss.png")
 
 
-def _smooth(values: tuple[float, ...]) -> list[float]:
+def smooth(values: tuple[float, ...]) -> list[float]:
     """Return means over a centred window of 1/25 of the curve, narrower at its ends."""
     sums = [0.0, *itertools.accumulate(values)]
     last, widest = len(values) - 1, len(values) // 50

@@ -1,0 +1,91 @@
+"""The command that compares runs: its table, its picture, and what it says of damaged folders."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.cli.test_train import run_command
+from transformer_jax.checkpoints.run_folder import RunFolder
+from transformer_jax.cli.plot import named, read_runs, table
+from transformer_jax.config import AdamW, Lion, ModelConfig, TrainConfig
+
+BASE = TrainConfig(model=ModelConfig(d_model=32, num_heads=4, max_len=16), batch_size=4)
+
+
+def write_run(path, config, steps, floor, rate=1000.0):
+    """Write a run whose loss falls to a floor, evaluated every fifth step."""
+    path.mkdir()
+    folder = RunFolder(path)
+    folder.write_config(replace(config, out=str(path)))
+    noise = np.random.default_rng(1).standard_normal(steps + 1)
+    for step in range(1, steps + 1):
+        loss = floor + 3 / step
+        line = {"step": step, "loss": loss + 0.02 * noise[step], "learning_rate": 1e-3 / step}
+        line["tokens_per_second"] = rate
+        if step % 5 == 0:
+            line["val_loss"] = loss + (0.3 if step > 20 else 0.0)
+        folder.append_metrics(line)
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path):
+    wide = replace(BASE, model=replace(BASE.model, d_model=64), accumulation=2)
+    return [
+        write_run(tmp_path / "small", BASE, 30, 1.5),
+        write_run(tmp_path / "wide", wide, 25, 1.25, rate=500.0),
+    ]
+
+
+def test_runs_are_named_by_what_differs():
+    others = [BASE, replace(BASE, optimizer=Lion(), seed=3), replace(BASE, learning_rate=1e-4)]
+    assert named(others) == [
+        "learning_rate 0.001, optimizer adamw",
+        "learning_rate 0.001, optimizer lion",
+        "learning_rate 0.0001, optimizer adamw",
+    ]
+    assert named([BASE, replace(BASE, seed=3)]) == ["seed 0", "seed 3"]
+    assert named([replace(BASE, optimizer=AdamW(beta1=0.5))]) == [""]
+
+
+def test_the_table_says_what_each_run_came_to(runs):
+    first, small, wide = table(read_runs(runs)).splitlines()
+    assert first.split()[:4] == ["run", "step", "tokens", "training"]
+    # 4 rows of 16 tokens; the wide run has two micro-batches
+    assert small.split()[:3] == ["small", "30", "1,920"] and wide.split()[2] == "3,200"
+    held_out = [1.5 + 3 / step + (0.3 if step > 20 else 0) for step in range(5, 31, 5)]
+    assert f"{held_out[-1]:.4f}" in small and f"{min(held_out):.4f}, 20" in small
+    assert small.endswith("1,000  d_model 32, accumulation 1")
+    assert wide.endswith("500  d_model 64, accumulation 2")
+
+
+@pytest.mark.parametrize(
+    ("axis", "last"), [("step", 30), ("tokens", 1920), ("hours", 1920 / 3.6e6)]
+)
+def test_points_stand_at_steps_tokens_or_hours(runs, axis, last):
+    small = read_runs(runs)[0]
+    points = small.points("loss", axis)
+    assert len(points) == 30 and points[-1][0] == pytest.approx(last)
+    assert len(small.points("val_loss", axis)) == 6
+
+
+def test_the_command_draws_and_counts_damaged_lines(runs, tmp_path, capsys):
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": "x"}\nnot json\n' + json.dumps({"step": 31, "loss": None}) + "\n")
+    out = tmp_path / "compared.png"
+    assert run_command(["plot", *map(str, runs), "--x", "tokens", "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "small: damaged lines of metrics.jsonl left out: 2" in told
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
+    assert run_command(["plot", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"plot: {tmp_path}: no run here (config.json is missing)\n"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    RunFolder(empty).write_config(BASE)
+    assert run_command(["plot", str(empty)]) == 2
+    assert "nothing is measured yet" in capsys.readouterr().err

@@ -1,0 +1,234 @@
+"""Compare runs: a table of what each came to, and a picture of their curves.
+
+    python -m transformer_jax plot runs/*
+    python -m transformer_jax plot runs/small runs/large --x tokens --out compared.png
+
+The table says what the config of each run has that the others' have not. `--x` is step, tokens or
+hours; hours are those of training steps, evaluations and checkpoints left out. Everything is read
+from config.json and metrics.jsonl, also while a run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformer_jax.cli.command import Parser, run
+from transformer_jax.config import ConfigError, TrainConfig
+
+Axis = Literal["step", "tokens", "hours"]
+
+COLOURS = "#3b6fb6", "#e07b39", "#4a9d6f", "#b0519a", "#8a6d3b", "#c23b3b", "#5b5fc7", "#2f8f9d"
+INK, FAINT = "#444444", "#bbbbbb"
+
+UNNAMED = {"out", "seed", "log_every", "eval_every", "checkpoint_every", "keep", "sample_tokens"}
+"""Fields that do not say what a run is; the seed is told where nothing else differs."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Hold what a run measured, each at a place on the axis."""
+
+    name: str
+    label: str
+    lines: tuple[dict[str, Any], ...]
+    tokens_per_step: int
+    damaged: int
+    """Lines of metrics.jsonl that could not be read."""
+
+    def points(self, field: str, axis: Axis) -> list[tuple[float, float]]:
+        """Return the values of a field over the axis; lines without it are left out."""
+        found = []
+        seconds, last = 0.0, 0
+        for line in self.lines:
+            rate = line.get("tokens_per_second")
+            if rate:
+                seconds += (line["step"] - last) * self.tokens_per_step / rate
+            last = line["step"]
+            value = line.get(field)
+            if isinstance(value, int | float) and math.isfinite(value):
+                where = {"step": line["step"], "tokens": line["step"] * self.tokens_per_step}
+                found.append((float(where.get(axis, seconds / 3600)), float(value)))
+        return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = Parser("plot", __doc__ or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs")
+    parser.add_argument("--x", choices=("step", "tokens", "hours"), default="step")
+    parser.add_argument("--out", type=Path, default=Path("runs.png"), help="the picture, a PNG")
+    return run(parser, argv, plot)
+
+
+def plot(arguments: argparse.Namespace) -> None:
+    """Print the table and draw the picture."""
+    curves = read_runs([Path(path) for path in arguments.runs])
+    print(table(curves))
+    for one in curves:
+        if one.damaged:
+            print(f"{one.name}: damaged lines of metrics.jsonl left out: {one.damaged}")
+    draw(curves, arguments.x, arguments.out)
+    print(f"drawn: {arguments.out}")
+
+
+def read_runs(paths: Sequence[Path]) -> list[Curves]:
+    """Read runs; ConfigError for a folder without one, or with nothing measured."""
+    from transformer_jax.checkpoints.run_folder import RunFolder
+
+    configs = {path: RunFolder(path).read_config() for path in paths}
+    labels = named(list(configs.values()))
+    found = []
+    for (path, config), label in zip(configs.items(), labels, strict=True):
+        folder = RunFolder(path)
+        lines = folder.read_metrics()
+        if not lines:
+            raise ConfigError(f"{path}: nothing is measured yet (metrics.jsonl has no line)")
+        written = folder.metrics_file.read_text(errors="replace").count("\n")
+        tokens = config.accumulation * config.batch_size * config.sequence_len
+        lines.sort(key=lambda line: line["step"])
+        found.append(Curves(path.name, label, tuple(lines), tokens, written - len(lines)))
+    return found
+
+
+def named(configs: Sequence[TrainConfig]) -> list[str]:
+    """Return what each config has that not all have, as `d_model 64, learning_rate 0.001`."""
+    flat = [dict(_flat(config, "")) for config in configs]
+    paths = list(dict.fromkeys(path for one in flat for path in one))
+    differing = [path for path in paths if len({one.get(path) for one in flat}) > 1]
+    whole = {path for path in differing if path.rpartition(".")[0] not in differing}
+    telling = [path for path in differing if path.split(".")[0] not in UNNAMED and path in whole]
+    telling = telling or [path for path in differing if path == "seed"]
+    return [
+        ", ".join(f"{path.split('.')[-1]} {_shown(one[path])}" for path in telling if path in one)
+        for one in flat
+    ]
+
+
+def _flat(config: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a config and of those within it, by path, with the kind of each."""
+    for field in dataclasses.fields(config):
+        value, here = getattr(config, field.name), path + field.name
+        if dataclasses.is_dataclass(value):
+            yield here, type(value).__name__.removesuffix("Config").removesuffix("Task").lower()
+            yield from _flat(value, f"{here}.")
+        else:
+            yield here, value
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if type(value) is float else str(value)
+
+
+def table(curves: Sequence[Curves]) -> str:
+    """Return a line a run: what it is, how far it is, its losses and its speed."""
+    header = ["run", "step", "tokens", "training", "held out", "best, at step", "tokens/s", "what"]
+    rows = []
+    for one in curves:
+        training = [value for _, value in one.points("loss", "step")]
+        held_out = one.points("val_loss", "step")
+        rates = [value for _, value in one.points("tokens_per_second", "step")]
+        step = one.lines[-1]["step"]
+        best = min(held_out, key=lambda point: point[1], default=None)
+        rows.append(
+            [
+                one.name,
+                f"{step:,}",
+                f"{step * one.tokens_per_step:,}",
+                f"{statistics.fmean(training[-20:]):.4f}" if training else "-",
+                f"{held_out[-1][1]:.4f}" if held_out else "-",
+                f"{best[1]:.4f}, {best[0]:,.0f}" if best else "-",
+                f"{statistics.median(rates):,.0f}" if rates else "-",
+                one.label,
+            ]
+        )
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in (0, len(header) - 1) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [header, *rows]
+    )
+
+
+def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
+    """Draw losses, and below them learning rate and speed, each run in a colour of its own."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from transformer_jax.checkpoints.run_folder import smooth
+
+    figure = Figure(figsize=(9, 6.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels: dict[str, Any] = figure.subplot_mosaic(
+        [["loss", "loss"], ["rate", "speed"]], height_ratios=[3, 1], gridspec_kw={"hspace": 0.08}
+    )
+    ends = []
+    for number, one in enumerate(curves):
+        colour = COLOURS[number % len(COLOURS)]
+        training, held_out = one.points("loss", axis), one.points("val_loss", axis)
+        if training:
+            x, y = zip(*training, strict=True)
+            panels["loss"].plot(x, y, color=colour, alpha=0.15, linewidth=0.7)
+            panels["loss"].plot(x, smooth(y), color=colour, alpha=0.6, linewidth=1.2)
+        if held_out:
+            x, y = zip(*held_out, strict=True)
+            panels["loss"].plot(x, y, color=colour, linewidth=1.8, marker="o", markersize=3.5)
+        last = (held_out or training or [(0.0, math.nan)])[-1]
+        ends.append((last[0], last[1], one.name, colour))
+        for panel, name in (("rate", "learning_rate"), ("speed", "tokens_per_second")):
+            points = one.points(name, axis)
+            if points:
+                panels[panel].plot(*zip(*points, strict=True), color=colour, linewidth=1.2)
+    _zoom(panels["loss"], curves, axis)
+    _label_ends(panels["loss"], ends)
+    unit = {"step": "step", "tokens": "tokens", "hours": "hours of training steps"}[axis]
+    panels["loss"].set_ylabel("loss (nats per label)", color=INK)
+    panels["loss"].set_title(
+        "held out (dots) and training (faint)", loc="left", color=INK, fontsize=10
+    )
+    panels["rate"].set_title("learning rate", loc="left", color=INK, fontsize=9)
+    panels["speed"].set_title("tokens per second", loc="left", color=INK, fontsize=9)
+    panels["speed"].set_ylim(bottom=0)
+    for name, panel in panels.items():
+        panel.set_xlabel(unit if name == "loss" else "", color=INK)
+        panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.spines[["left", "bottom"]].set_color(FAINT)
+        panel.tick_params(colors=INK, labelsize=8 if name != "loss" else 9)
+    figure.savefig(out)
+
+
+def _zoom(panel: Any, curves: Sequence[Curves], axis: Axis) -> None:
+    """Leave out the first fall of the losses, in the first tenth of the longest run."""
+    every = [one.points(name, axis) for one in curves for name in ("loss", "val_loss")]
+    longest = max((points[-1][0] for points in every if points), default=0.0)
+    later = [value for points in every for x, value in points if x >= longest / 10]
+    if later:
+        low, high = min(later), max(later)
+        room = 0.08 * max(high - low, 1e-3)
+        panel.set_ylim(low - room, high + 3 * room)
+
+
+def _label_ends(panel: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write each run's name after its curve, far enough from the others to be read."""
+    known = [end for end in ends if math.isfinite(end[1])]
+    low, high = panel.get_ylim()
+    room = (high - low) / 22
+    place = -math.inf
+    for x, y, label, colour in sorted(known, key=lambda end: end[1]):
+        place = max(y, place + room)
+        short = label if len(label) <= 24 else f"{label[:23]}…"
+        panel.annotate(
+            f" {short}  {y:.3f}", (x, y), xytext=(panel.get_xlim()[1], place), textcoords="data",
+            color=colour, fontsize=8.5, va="center", annotation_clip=False, parse_math=False,
+        )  # fmt: skip
