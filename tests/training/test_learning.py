@@ -275,6 +275,7 @@ def test_every_task_goes_on_bit_for_bit(tmp_path, name):
     assert (again.val_loss, again.accuracy) == (whole.val_loss, whole.accuracy)
 
 
+@pytest.mark.slow
 def test_a_model_of_pairs_translates_lines_and_is_judged_on_a_file(tmp_path, capsys, monkeypatch):
     """Use the run's folder alone, by the commands that a user types."""
     told: list[tuple[int, int]] = []

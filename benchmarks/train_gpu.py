@@ -1,0 +1,221 @@
+"""How fast does one GPU train GPT-2 124M and a Llama shape of 1.3 billion parameters, in bfloat16?
+
+    python -m benchmarks.train_gpu --out benchmarks/results/train_gpu.json
+    JAX_PLATFORMS=cpu python -m benchmarks.train_gpu --quick
+
+Steps of 524,288 tokens (GPT-2) and 131,072 (Llama), of random tokens, in micro-batches whose
+gradients add up: ours by `make_train_step`, with each implementation of attention that runs; torch
+compiled, with its fused attention and optimizer under autocast. Utilisation counts the products
+alone, causal pairs once, against the chip's published peak. Goals: 1.25 x torch, 620,000 tokens a
+second for GPT-2 and 58 % for the Llama shape on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.peers import Absent
+from benchmarks.train_step import RECIPE, _torch_model
+from transformer_jax.config import ModelConfig, Rope, preset
+from transformer_jax.kernels.peaks import chip_of
+from transformer_jax.models.factory import num_params
+from transformer_jax.models.flops import training_flops
+
+QUESTION = "training on one GPU: tokens a second and utilisation"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Hold a model, and how many rows a step reads in how many micro-batches."""
+
+    name: str
+    model: ModelConfig
+    rows: int
+    micro_batches: int
+    torch: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.micro_batches * self.model.max_len
+
+
+GPT2 = preset(
+    "gpt2", dropout=0.0, attention_dropout=0.0, use_bias=False, dtype="bfloat16", vocab_size=50304
+)
+LLAMA = ModelConfig(
+    vocab_size=32000, d_model=2048, num_layers=24, num_heads=16, d_ff=5504, max_len=2048,
+    positions=Rope(), norm="rmsnorm", activation="silu", glu=True, use_bias=False,
+    tie_embeddings=False, dtype="bfloat16", scan_layers=True, remat="dots",
+)  # fmt: skip
+CASES = (
+    Case("GPT-2 124M, 524,288 tokens", GPT2, 32, 16, True),
+    Case("Llama 1.3B, 131,072 tokens", LLAMA, 8, 8, False),
+)
+SMALL = replace(GPT2, d_model=64, num_layers=2, num_heads=2, max_len=64, vocab_size=512)
+QUICK = (Case("quick", SMALL, 4, 2, True),)
+
+
+def tokens(case: Case) -> np.ndarray:  # i32[A, B, T + 1]
+    shape = case.micro_batches, case.rows, case.model.max_len + 1
+    return np.random.default_rng(0).integers(0, case.model.vocab_size, shape, dtype=np.int32)
+
+
+def ours(case: Case, implementation: str | None) -> Callable[[], float]:
+    """Return a step of this library with an implementation of attention."""
+    from transformer_jax import training
+
+    model = replace(case.model, implementation=implementation)
+    text = jnp.asarray(tokens(case))
+    batch = training.Batch(text[..., :-1], text[..., 1:])
+    optimizer = training.make_optimizer(RECIPE)
+    state = training.init_state(model, optimizer, 0)
+    step = training.make_train_step(training.batch_loss(model), optimizer)
+
+    def call() -> float:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return float(metrics.loss)
+
+    return call
+
+
+def torch_compiled(case: Case) -> Callable[[], float]:
+    """Return a step of the same model in torch, compiled, in bfloat16 under autocast."""
+    model, device = _torch_model(case.model)
+    import torch
+    from torch.nn import functional as F
+
+    torch._dynamo.reset()
+    forward = torch.compile(model, dynamic=False)
+    text = torch.from_numpy(tokens(case).astype(np.int64)).to(device)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    own = RECIPE.optimizer
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": own.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=RECIPE.learning_rate,
+        betas=(own.beta1, own.beta2),
+        fused=True,
+    )
+
+    def call() -> float:
+        total = torch.zeros((), device=device)
+        for rows in text:
+            with torch.autocast(device, dtype=torch.bfloat16):
+                logits = forward(rows[:, :-1].contiguous())
+                loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].reshape(-1))
+            (loss / len(text)).backward()
+            total += loss.detach() / len(text)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPE.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(total)
+
+    return call
+
+
+def contenders(case: Case) -> dict[str, Callable[[], Callable[[], float]]]:
+    found: dict[str, Callable[[], Callable[[], float]]] = {
+        f"ours, {name or 'as it chooses'}": lambda name=name: ours(case, name)
+        for name in (None, "cudnn", "pallas")
+    }
+    if case.torch:
+        found["torch.compile"] = lambda: torch_compiled(case)
+    return found
+
+
+def measure(case: Case, seconds: float) -> dict[str, Any]:
+    """Return the time of each contender's steps; one after the other, as memory asks."""
+    results: dict[str, Any] = {}
+    per_row = training_flops(case.model, case.model.max_len)
+    flops = case.tokens / case.model.max_len * per_row
+    chip = chip_of(jax.devices()[0].device_kind)
+    for name, build in contenders(case).items():
+        try:
+            step = build()
+            first = step()
+            expected = float(np.log(case.model.vocab_size))
+            if not abs(first - expected) < 0.5:
+                raise AssertionError(f"first loss {first:.3f}, expected about {expected:.3f}")
+            step()
+            samples, begun = [], time.perf_counter()
+            while len(samples) < 3 or time.perf_counter() - begun < seconds:
+                start = time.perf_counter()
+                last = step()
+                samples.append(time.perf_counter() - start)
+            if not last < first:
+                raise AssertionError(f"does not train: {first:.4f}, then {last:.4f}")
+        except Absent as reason:
+            results[name] = {"absent": str(reason)}
+            continue
+        except Exception as error:
+            results[name] = {"absent": timing.brief(error)}
+            continue
+        median = statistics.median(samples)
+        results[name] = {
+            "median_s": median,
+            "samples_s": samples,
+            "tokens_per_s": case.tokens / median,
+            "utilisation": None if chip is None else flops / median / chip.flops,
+            "losses": [first, last],
+        }
+        del step
+    return results
+
+
+def report(case: Case, results: dict[str, Any]) -> str:
+    peer = results.get("torch.compile", {}).get("median_s")
+    rows = []
+    for name, found in results.items():
+        if "absent" in found:
+            continue
+        used = found["utilisation"]
+        rows.append(
+            (
+                name,
+                f"{1e3 * found['median_s']:.1f}",
+                f"{found['tokens_per_s']:,.0f}",
+                "not known" if used is None else f"{100 * used:.1f} %",
+                "" if peer is None else f"{peer / found['median_s']:.2f}x",
+            )
+        )
+    size = f"{num_params(case.model):,} parameters, {case.tokens:,} tokens a step"
+    lines = [f"\n{case.name}: {size}"]
+    lines.append(timing.table(("", "ms", "tokens/s", "of the peak", "against torch"), rows))
+    lines += [f"{name}: {found['absent']}" for name, found in results.items() if "absent" in found]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all runs")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--seconds", type=float, default=30.0, help="about, for each contender")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    options = parser.parse_args(argv)
+    before, results = timing.environment(), {}
+    print(timing.headline(before))
+    for case in QUICK if options.quick else CASES:
+        if options.only in case.name:
+            results[case.name] = measure(case, 0.0 if options.quick else options.seconds)
+            print(report(case, results[case.name]), flush=True)
+            if options.out is not None:  # after each case: a run may be cut short
+                timing.write(options.out, QUESTION, before, results)
+
+
+if __name__ == "__main__":
+    main()
