@@ -61,9 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(argv: Sequence[str]) -> int:
     """Train as the flags say, report, and return the exit status."""
     flags = parse(argv, __doc__)
+    if flags.processes is not None:
+        flags.processes.join()
     config, vocab_size = configure(flags)
 
     from transformer_jax.training.loop import fit
+    from transformer_jax.training.processes import is_first
     from transformer_jax.training.progress import progress_for_output, show
 
     with contextlib.suppress(AttributeError):  # a replaced stdout may have no such method
@@ -79,10 +82,12 @@ def train(argv: Sequence[str]) -> int:
             progress=progress,
             stop=lambda: bool(received),
         )
+    if not is_first():  # which says it all
+        return 128 + (received or [signal.SIGTERM])[0] if result.interrupted else 0
     if result.interrupted:
         show(f"stopped at step {result.step}; to go on{what_text(config)}:")
         show(f"  {how_to_resume(config)}")
-        return 128 + received[0]
+        return 128 + (received or [signal.SIGTERM])[0]
     show(summary(result))
     if isinstance(config.task, ContinuousTask):  # which no prompt can hold
         show("Train on:")

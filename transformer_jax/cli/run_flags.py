@@ -25,7 +25,10 @@ from transformer_jax.config.tasks import TASKS, LanguageTask, Task
 
 FLAGS = ConfigFlags(TrainConfig, without=(("model",),))
 
-OWN = ("preset", "model", "resume", "debug", "help")
+OWN = (
+    "preset", "model", "resume", "debug", "help", "distributed", "coordinator", "processes",
+    "process",
+)  # fmt: skip
 """Flags that are no fields of a config."""
 
 
@@ -37,6 +40,42 @@ class _Bare:
 
 
 @dataclass(frozen=True)
+class Processes:
+    """Say how the processes of a run find each other."""
+
+    coordinator: str | None = None
+    """HOST:PORT of the first process; None leaves it to the cluster, Slurm, GKE or a TPU's."""
+    count: int | None = None
+    index: int | None = None
+
+    def join(self) -> None:
+        """Wait for the other processes; before JAX is used for anything else."""
+        import jax
+
+        jax.distributed.initialize(self.coordinator, self.count, self.index)
+
+
+def _processes(arguments: argparse.Namespace) -> Processes | None:
+    """Return how processes find each other; ConfigError where only some of it is said."""
+    own = {name: getattr(arguments, name) for name in ("coordinator", "processes", "process")}
+    if all(value is None for value in own.values()):
+        return Processes() if arguments.distributed else None
+    if arguments.distributed:
+        raise ConfigError("distributed and coordinator: give one of them")
+    for name, value in own.items():
+        if value is None:
+            raise ConfigError(f"{name} is None: coordinator, processes and process go together")
+    numbers = []
+    for name in ("processes", "process"):
+        if not own[name].isdigit():
+            raise ConfigError(f"{name} is {own[name]!r}: must be INTEGER")
+        numbers.append(int(own[name]))
+    if not numbers[1] < numbers[0]:
+        raise ConfigError(f"process is {numbers[1]}: must be below processes {numbers[0]}")
+    return Processes(own["coordinator"], *numbers)
+
+
+@dataclass(frozen=True)
 class RunFlags:
     """Hold what was typed: where the run starts, and the text of every field that was given."""
 
@@ -44,6 +83,7 @@ class RunFlags:
     model: str | None
     resume: bool
     fields: Mapping[Path, str]
+    processes: Processes | None = None
 
     @property
     def out(self) -> str:
@@ -105,7 +145,8 @@ def parse(argv: Sequence[str], description: str | None) -> RunFlags:
         flags.check_start()
         _parser(description, flags.start()).print_help()
         raise SystemExit(0)
-    return RunFlags(arguments.preset, arguments.model, arguments.resume, FLAGS.given(arguments))
+    given, processes = FLAGS.given(arguments), _processes(arguments)
+    return RunFlags(arguments.preset, arguments.model, arguments.resume, given, processes)
 
 
 def check_preset(name: str, task: Task) -> None:
@@ -192,5 +233,11 @@ def _parser(description: str | None, defaults: TrainConfig | None = None) -> _Pa
     )  # fmt: skip
     add("--resume", action="store_true", default=False, help="go on with the run in --out")
     add("--debug", action="store_true", default=False, help="show the traceback of an error")
+    text = "train with the other processes of this job: of Slurm, of GKE, of a TPU slice"
+    add("--distributed", action="store_true", default=False, help=text)
+    text = "without such a job: where the first process listens"
+    add("--coordinator", default=None, metavar="HOST:PORT", help=text)
+    add("--processes", default=None, metavar="INTEGER", help="how many processes there are")
+    add("--process", default=None, metavar="INTEGER", help="which of them this is, from 0 on")
     FLAGS.add_to(parser, defaults or TrainConfig())
     return parser

@@ -42,6 +42,13 @@ from transformer_jax.training.initial import StartModel, check_model, start_mode
 from transformer_jax.training.memory import CompiledAhead, check_state, check_step, step_memory
 from transformer_jax.training.optimizers import learning_rate_schedule, make_optimizer
 from transformer_jax.training.placement import make_placement
+from transformer_jax.training.processes import (
+    any_process,
+    by_first,
+    gathered_here,
+    is_first,
+    wait_for_all,
+)
 from transformer_jax.training.progress import Progress, Silent
 from transformer_jax.training.step import (
     Metrics,
@@ -118,21 +125,25 @@ def fit(
     never stopped; what `run_folder.MAY_CHANGE` lists may differ from it (with another `steps` the
     schedule follows the new one). `stop` is asked after every step: True saves and returns.
 
+    Of several processes (`jax.distributed`), each calls it with the same config, whose mesh is of
+    all their devices, and a folder that all of them see; the first writes it. They are asked
+    whether to stop every `log_every` steps.
+
     Raises ConfigError, DataError or CheckpointError before anything is written, RunError and
     OSError for what happens on the way; the checkpoints so far stay good.
     """
-    progress = progress or Silent()
+    progress = progress if progress is not None and is_first() else Silent()
     folder = RunFolder(Path(config.out))
     with ExitStack() as stack:
         found, start = None, None
         if resume:
             stored = folder.read_config()
-            stack.enter_context(locked(folder.path))
+            by_first(lambda: stack.enter_context(locked(folder.path)))
             task, found = _continued(config, stored, folder, vocab_size, progress)
             if config.init_from is not None and found is None:
                 start = start_model(config.init_from)
         else:
-            check_unused(folder.path)
+            by_first(lambda: check_unused(folder.path))
             if config.init_from is not None:
                 start = start_model(config.init_from)
                 check_model(config.model, start, config.init_from)
@@ -140,19 +151,25 @@ def fit(
         run = _Run(task, folder, progress, stop)
         run.check_memory(0 if found is None else found.step)
         if not resume:
-            stack.enter_context(_claimed(folder.path))
+            by_first(lambda: stack.enter_context(_claimed(folder.path)))
         state = run.first_state(start) if found is None else run.restored(found)
+        done = int(state.step)
         if found is not None:
-            checkpoint.set_aside(folder.checkpoints, found.step)
-        folder.write_config(run.config)
-        folder.write_tokenizer(task.tokenizers.tokenizer)
-        folder.write_source_tokenizer(task.tokenizers.source)
-        if damaged := folder.cut_metrics(int(state.step)):
+            by_first(lambda: checkpoint.set_aside(folder.checkpoints, done))
+        by_first(lambda: _write_folder(folder, run.config, task.tokenizers))
+        if damaged := by_first(lambda: folder.cut_metrics(done)):
             progress.say(f"{folder.metrics_file}: damaged lines left out: {damaged}")
-        for line in run.described(int(state.step)):
+        for line in run.described(done):
             progress.say(line)
         with _closing(progress), run.saver:
             return run.train(state)
+
+
+def _write_folder(folder: RunFolder, config: TrainConfig, tokenizers: Tokenizers) -> None:
+    """Write what a run's folder holds beside measurements and checkpoints."""
+    folder.write_config(config)
+    folder.write_tokenizer(tokenizers.tokenizer)
+    folder.write_source_tokenizer(tokenizers.source)
 
 
 def _continued(
@@ -163,7 +180,7 @@ def _continued(
     progress: Progress,
 ) -> tuple[TrainingTask, checkpoint.Manifest | None]:
     """Return what a resumed run goes on with; its checkpoint is None where none was saved yet."""
-    checkpoint.remove_partial(folder.checkpoints)
+    by_first(lambda: checkpoint.remove_partial(folder.checkpoints))
     found, tokenizers = _last_good(folder, progress), None
     if found is not None:
         metadata = found.metadata
@@ -196,7 +213,11 @@ def evaluate(
     batches: Iterable[Any],
 ) -> Scores:
     """Return mean loss and accuracy over batches, weighted by their labels."""
-    parts = [eval_step(params, *held_out, jax.device_put(batch)) for batch in batches]
+
+    def placed(leaf: Any) -> jax.Array:
+        return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
+
+    parts = [eval_step(params, *held_out, jax.tree.map(placed, batch)) for batch in batches]
     losses, weights, right = np.array(jax.device_get(parts), np.float64).T
     labels = max(weights.sum(), 1.0)
     return Scores(float(losses.sum() / labels), float(right.sum() / labels))
@@ -227,6 +248,7 @@ class _Run:
         self.config, self.task, self.folder = task.config, task, folder
         self.progress, self.stop = progress, stop
         self._first: Any = None
+        self._stop = False
         if isinstance(self.config.model, NgramConfig):
             self.config, self.programs = _counted(self.config, task)
             task.config = self.config
@@ -314,7 +336,7 @@ class _Run:
                 self._write(self._read(*pending, clock))
             done += 1
             pending = (done, metrics)
-            interrupted, last = self.stop(), done == config.steps
+            interrupted, last = self._told_to_stop(done), done == config.steps
             evaluated = last or done % config.eval_every == 0
             kept = last or interrupted or done % config.checkpoint_every == 0
             if not (evaluated or kept):
@@ -336,19 +358,30 @@ class _Run:
             val_loss = _finite(scores.loss)
         return self._finish(state, val_loss, scores, interrupted)
 
+    def _told_to_stop(self, done: int) -> bool:
+        """Say whether any process was told to stop; several agree now and then alone."""
+        if jax.process_count() == 1:
+            return self.stop()
+        self._stop = self._stop or self.stop()
+        return done % self.config.log_every == 0 and any_process(self._stop)
+
     def _finish(
         self, state: TrainState, val_loss: float | None, scores: Scores | None, interrupted: bool
     ) -> Result:
         """Sample, judge and draw the curves, and return what the run came to."""
         self.saver.wait()
         sample, judged = "", dict[str, float]()
-        if not interrupted and self.config.sample_tokens:
-            sample = self.task.sample(state.used_params)
-            checkpoint.write_file(self.folder.path / "sample.txt", sample + "\n")
-        if not interrupted:
-            judged = self.task.judge(state.used_params, self.progress.decoded)
-            checkpoint.write_file(self.folder.path / "scores.json", json.dumps(judged, indent=1))
-        plot_losses(self.folder)
+        params = None if interrupted else gathered_here(state.used_params)
+        if is_first():
+            if not interrupted and self.config.sample_tokens:
+                sample = self.task.sample(params)
+                checkpoint.write_file(self.folder.path / "sample.txt", sample + "\n")
+            if not interrupted:
+                judged = self.task.judge(params, self.progress.decoded)
+                scored = json.dumps(judged, indent=1)
+                checkpoint.write_file(self.folder.path / "scores.json", scored)
+            plot_losses(self.folder)
+        wait_for_all("finished")
         character = None if val_loss is None else self.task.per_character(val_loss)
         return Result(
             config=self.config,
@@ -399,7 +432,8 @@ class _Run:
             "grad_norm": _finite(measured.grad_norm),
             "tokens_per_second": measured.tokens_per_second,
         }
-        self.folder.append_metrics(line | held_out)
+        if is_first():
+            self.folder.append_metrics(line | held_out)
 
     def _evaluate(self, params: Params) -> Scores:
         own = isinstance(self.task, ReadsAhead)  # whose processes read a part each

@@ -168,6 +168,9 @@ def make_placement(config: MeshConfig | None) -> Placement:
     ConfigError unless the mesh has as many devices as there are.
     """
     if config is None:
+        if jax.process_count() > 1:
+            rule = f"there are {jax.process_count()} processes with {len(jax.devices())} devices"
+            raise ConfigError(f"mesh is None: {rule}, which it has to share out, as data=2")
         return Placement()
     there = len(jax.devices())
     if config.devices != there:

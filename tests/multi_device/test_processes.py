@@ -1,0 +1,121 @@
+"""Two processes that train together, on loopback: the same numbers, one folder, one end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.compilation import quick_environment
+from tests.support.tolerances import assert_near
+from transformer_jax.cli.run_flags import parse
+from transformer_jax.config import ConfigError
+from transformer_jax.text.text_model import load_run
+
+ROOT = Path(__file__).parents[2]
+FLAGS = (
+    "--d-model 16 --num-heads 2 --num-layers 1 --max-len 8 --batch-size 8 --eval-every 4 "
+    "--checkpoint-every 4 --log-every 2 --sample-tokens 5 --warmup-steps 2 --dropout 0.1"
+)
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    return file
+
+
+def free_port() -> int:
+    with socket.socket() as own:
+        own.bind(("localhost", 0))
+        return own.getsockname()[1]
+
+
+def started(devices: int, *argv: str) -> subprocess.Popen:
+    environment = quick_environment(f"--xla_force_host_platform_device_count={devices}")
+    environment["JAX_PLATFORMS"] = "cpu"
+    command = [sys.executable, "train.py", *FLAGS.split(), "--mesh", "data=2,fsdp=2", *argv]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **pipes)
+
+
+def together(*argv: str) -> list[subprocess.Popen]:
+    where = f"localhost:{free_port()}"
+    return [
+        started(2, *argv, "--coordinator", where, "--processes", "2", "--process", str(index))
+        for index in range(2)
+    ]
+
+
+def ended(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+    told = [process.communicate(timeout=240) for process in processes]
+    return [(p.returncode, *output) for p, output in zip(processes, told, strict=True)]
+
+
+def measured(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_train_as_one_does_and_one_goes_on(text, tmp_path):
+    data = ["--data", str(text), "--steps", "8"]
+    (first, second) = ended(together(*data, "--out", str(tmp_path / "two")))
+    assert first[0] == 0, first[2]
+    assert second[0] == 0, second[2]
+    own = [line for line in second[1].splitlines() if not line.startswith("[Gloo]")]
+    assert "held-out loss" in first[1] and not own
+    (alone,) = ended([started(4, *data, "--out", str(tmp_path / "one"))])
+    assert alone[0] == 0, alone[2]
+    two, one = measured(tmp_path / "two"), measured(tmp_path / "one")
+    for field in ("loss", "val_loss", "grad_norm"):
+        found = [line[field] for line in two if field in line]
+        assert_near(found, [line[field] for line in one if field in line], 1e-5, field)
+    params = [load_run(tmp_path / name, "last").params for name in ("two", "one")]
+    kernels = [p["decoder"]["block_0"]["attention"]["query"]["kernel"] for p in params]
+    assert_near(kernels[0], np.asarray(kernels[1]), 1e-5)
+    (again,) = ended([started(4, "--out", str(tmp_path / "two"), "--resume", "--steps", "12")])
+    assert again[0] == 0 and measured(tmp_path / "two")[-1]["step"] == 12, again[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_signal_to_one_process_ends_both_and_an_error_of_the_first_is_both_s(text, tmp_path):
+    out = tmp_path / "run"
+    processes = together("--data", str(text), "--steps", "100000", "--out", str(out))
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not (out / "metrics.jsonl").exists():
+        time.sleep(0.2)
+    while time.monotonic() < deadline and len(measured(out)) < 2:
+        time.sleep(0.2)
+    processes[1].send_signal(signal.SIGTERM)
+    (first, second) = ended(processes)
+    assert (first[0], second[0]) == (143, 143), (first[2], second[2])
+    assert "stopped at step" in first[1]
+    steps = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert len(steps) <= 3 and all(name.startswith("step-") for name in steps)
+    refused = ended(together("--data", str(text), "--steps", "4", "--out", str(out)))
+    for status, _, error in refused:
+        assert status == 2 and "the folder holds a run" in error, error
+
+
+def test_how_processes_find_each_other_is_said_whole():
+    assert parse([], None).processes is None
+    found = parse("--coordinator h:1 --processes 4 --process 3".split(), None).processes
+    assert (found.coordinator, found.count, found.index) == ("h:1", 4, 3)
+    assert parse(["--distributed"], None).processes.coordinator is None
+    for argv, message in {
+        "--coordinator h:1": "processes is None: coordinator, processes and process go together",
+        "--coordinator h:1 --processes 2 --process 2": "process is 2: must be below processes 2",
+        "--coordinator h:1 --processes x --process 2": "processes is 'x': must be INTEGER",
+        "--distributed --process 2": "distributed and coordinator: give one of them",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            parse(argv.split(), None)

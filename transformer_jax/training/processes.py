@@ -1,0 +1,88 @@
+"""Let the processes of one run agree: the first writes, and all go on or stop together.
+
+With one process nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from transformer_jax.checkpoints.checkpoint import CheckpointError
+from transformer_jax.checkpoints.run_folder import RunError
+from transformer_jax.config import ConfigError
+
+T = TypeVar("T")
+
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (ConfigError, RunError, CheckpointError, OSError)
+}
+_LONGEST = 4096
+"""Bytes of an error's name and message that the other processes are told."""
+
+
+def is_first() -> bool:
+    """Say whether this is the process that writes the run's folder."""
+    return jax.process_index() == 0
+
+
+def by_first(work: Callable[[], T]) -> T | None:
+    """Do work in the first process alone and return its result there, None in the others.
+
+    All wait for it; an error of the first is raised in all.
+    """
+    if jax.process_count() == 1:
+        return work()
+    result, error = None, None
+    if is_first():
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+    _agree_on(error)
+    if error is not None:
+        raise error
+    return result
+
+
+def _agree_on(error: Exception | None) -> None:
+    """Tell all processes of the first one's error, which then raise it too."""
+    from jax.experimental import multihost_utils
+
+    told = np.zeros(_LONGEST, np.uint8)
+    if error is not None:
+        content = f"{type(error).__name__}\n{error}".encode()[:_LONGEST]
+        told[: len(content)] = np.frombuffer(content, np.uint8)
+    said = bytes(np.asarray(multihost_utils.broadcast_one_to_all(told))).rstrip(b"\0")
+    if said and not is_first():
+        name, _, message = said.decode(errors="replace").partition("\n")
+        raise _ERRORS.get(name, RuntimeError)(message)
+
+
+def any_process(flag: bool) -> bool:
+    """Say whether a flag is set in any process; all have to ask."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
+def gathered_here(tree: Any) -> Any:
+    """Return arrays that are split over several processes whole, on the host of each."""
+    if jax.process_count() == 1:
+        return tree
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def wait_for_all(what: str) -> None:
+    """Return when all processes have come this far."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(what)
