@@ -9,11 +9,13 @@ from tests.models.test_transformer import assert_gradients_near
 from tests.support.tolerances import assert_near
 from transformer_jax.config import ModelConfig
 from transformer_jax.models.factory import init_params
+from transformer_jax.training import batch
 from transformer_jax.training.batch import (
     LOGITS_AT_ONCE,
     TOKENS_OF_CHUNK,
     Batch,
     batch_loss,
+    batch_scores,
     chosen_chunk,
 )
 from transformer_jax.training.data import IGNORE
@@ -50,21 +52,36 @@ def batch_of(name, rng):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loss_in_chunks_is_that_of_all_logits_at_once(name, rng):
     """Loss, weight and gradients, with dropout, smoothing and z-loss; the oracle has no chunks."""
-    config, batch = MODELS[name], batch_of(name, rng)
+    config, given = MODELS[name], batch_of(name, rng)
     params = init_params(config, jax.random.key(1))
     found = []
     for chunk in (11, 4):
         key = jax.random.key(2) if config.dropout else None
         loss = batch_loss(config, 0.1, z_loss=0.01, chunk=chunk)
         measure = jax.jit(jax.value_and_grad(loss, has_aux=True))
-        found.append(measure(params, batch, key))
+        found.append(measure(params, given, key))
         logits = f"f32[{3 * 11},37]", "f32[3,11,37]"
-        program = str(jax.make_jaxpr(measure)(params, batch, None))
+        program = str(jax.make_jaxpr(measure)(params, given, None))
         assert any(shape in program for shape in logits) == (chunk == 11)
     ((whole, weight), slopes), ((parts, same), part_slopes) = found
-    assert float(weight) == float(same) == (np.asarray(batch.labels) != IGNORE).sum()
+    assert float(weight) == float(same) == (np.asarray(given.labels) != IGNORE).sum()
     assert_near(parts, np.asarray(whole), 1e-6)
     assert_gradients_near(part_slopes, slopes, 2e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_in_chunks_are_those_of_all_logits_at_once(name, rng, monkeypatch):
+    """Also where the length is no multiple of a chunk."""
+    config, given = MODELS[name], batch_of(name, rng)
+    params = init_params(config, jax.random.key(1))
+    whole = jax.jit(batch_scores(config))(params, given)
+    monkeypatch.setattr(batch, "LOGITS_AT_ONCE", 0)
+    monkeypatch.setattr(batch, "TOKENS_OF_CHUNK", 12)
+    parts = jax.jit(batch_scores(config))
+    assert "f32[3,4,37]" in str(jax.make_jaxpr(parts)(params, given))
+    assert float(whole[1]) == (np.asarray(given.labels) != IGNORE).sum() > 0
+    assert_near(parts(params, given), np.asarray(whole), 1e-6)
+    assert float(parts(params, given)[2]) == float(whole[2])
 
 
 def test_logits_that_would_be_large_are_taken_in_chunks():

@@ -126,7 +126,7 @@ def _print(found: Plan) -> None:
         kinds[-1] = "activations", memory.working
     print(f"memory of {chip}, GiB")
     for kind, size in kinds:
-        if size >= GIB / 1000:
+        if size:
             print(f"  {kind:26} {size / GIB:9.3f}")
     sign = "fits" if found.fits else "does not fit"
     more = " and more: not compiled" if unknown else ""
@@ -152,7 +152,7 @@ def _print(found: Plan) -> None:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3g} ms"
+    return f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _advise(config: TrainConfig, found: Plan) -> None:
@@ -173,6 +173,7 @@ def _advise(config: TrainConfig, found: Plan) -> None:
             break
     else:
         print("no remat, batch or optimizer makes it fit on this target")
-    if hardware.chip is not None:
+    if hardware.chip is not None and not found.compiled:
         least = least_chips(config, hardware)
-        print(f"state and gradients alone   are split to fit by --mesh fsdp={least} or more")
+        if least is not None:
+            print(f"state and gradients alone   fit when split by --mesh fsdp={least}")

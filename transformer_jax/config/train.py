@@ -19,7 +19,13 @@ from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.optimizers import AdamW, Muon, Optimizer, ScheduleFree
 from transformer_jax.config.recurrent import RecurrentConfig
-from transformer_jax.config.tasks import ContinuousTask, GeneratedTask, LanguageTask, Task
+from transformer_jax.config.tasks import (
+    ClassifyTask,
+    ContinuousTask,
+    GeneratedTask,
+    LanguageTask,
+    Task,
+)
 from transformer_jax.config.window import WindowConfig
 
 Tokenizer = Literal["char", "byte", "bpe", "word", "pretrained"]
@@ -181,6 +187,13 @@ class TrainConfig:
 
     def _check_unread(self) -> None:
         """Check that no field is set that nothing reads."""
+        if not isinstance(self.model, ModelConfig):
+            unread(self, "needs a transformer", "loss_chunk")
+        if isinstance(self.model, NgramConfig):
+            rule = "an n-gram model is counted, and has no steps"
+            unread(self, rule, "ema_decay", "param_dtype", "z_loss")
+        if isinstance(self.task, ClassifyTask):
+            unread(self, "needs a task with labels of tokens", "loss_chunk")
         if self.tokenizer != "bpe":
             unread(self, "needs tokenizer 'bpe'", "bpe_vocab_size")
         if self.tokenizer != "word":

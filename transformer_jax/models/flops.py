@@ -18,8 +18,8 @@ def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> f
     2 x the elements of each matrix x the tokens that it multiplies, and of each attention
     2 N (H + Hv) for each pair of a query and a key that its mask lets through (Kaplan et al. 2020,
     2.1; causal pairs are counted once, not the square). `length` is that of the target of an
-    encoder-decoder, whose source has `source_length`. Norms, activations and look-ups are left out.
-    Where the config has `inputs`, their projection is left out too.
+    encoder-decoder, whose source has `source_length`. Norms, activations and look-ups are left out;
+    a classifier has logits of its classes, and none of tokens.
     """
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     shapes = jax.eval_shape(unstack_layers, shapes)
@@ -28,17 +28,19 @@ def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> f
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         if names[-1] == "kernel":
             total += 2 * math.prod(leaf.shape) * _tokens(names, config, length, source_length)
-    if config.inputs is None or config.kind == "encoder-decoder":
+    if config.num_classes is None and (config.inputs is None or config.kind != "encoder"):
         total += 2.0 * config.vocab_size * config.d_model * length
     causal = config.kind != "encoder"
     target = length if config.kind != "encoder" else 0
     pair = 2.0 * config.num_heads * (config.key_dim + config.value_dim)
     if config.kind != "decoder":
         source = length if config.kind == "encoder" else source_length
-        total += pair * sum(_pairs(w, source, False) for w in _windows(config, config.num_layers))
+        windows = _windows(config, config.num_layers)
+        total += pair * sum(_pairs(w, source, False, config.sink_tokens) for w in windows)
     if target:
         depth = config.decoder_layers if config.kind == "encoder-decoder" else config.num_layers
-        total += pair * sum(_pairs(w, target, causal) for w in _windows(config, depth))
+        windows = _windows(config, depth)
+        total += pair * sum(_pairs(w, target, causal, config.sink_tokens) for w in windows)
         if config.kind == "encoder-decoder":
             total += pair * depth * target * source_length
     return total
@@ -56,11 +58,17 @@ def _windows(config: ModelConfig, depth: int) -> list[int | None]:
     return [config.windows[i % len(config.windows)] for i in range(depth)]
 
 
-def _pairs(window: int | None, length: int, causal: bool) -> float:
-    """Count the pairs of a query and a key that a window lets through."""
+def _pairs(window: int | None, length: int, causal: bool, sinks: int) -> float:
+    """Count the pairs of a query and a key that a window and the sink tokens let through."""
     reach = length if window is None else min(window, length)
     before = reach * (reach + 1) / 2 + (length - reach) * reach  # the query itself included
-    return before if causal else 2 * before - length
+    past = length - reach  # keys that the last query has before its window, one less for each
+    some = min(sinks, past)
+    before += some * (some + 1) / 2 + (past - some) * some
+    if causal:
+        return before
+    after = reach * (reach + 1) / 2 + (length - reach) * reach
+    return before + after - length
 
 
 def _tokens(names: list[str], config: ModelConfig, length: int, source_length: int) -> Any:
@@ -68,4 +76,4 @@ def _tokens(names: list[str], config: ModelConfig, length: int, source_length: i
     if config.kind != "encoder-decoder":
         return 1 if names[0] in ("pooler", "classifier") else length
     of_memory = "cross_attention" in names and names[-2] in ("key", "value")
-    return source_length if names[0] == "encoder" or of_memory else length
+    return source_length if names[0] in ("encoder", "inputs") or of_memory else length

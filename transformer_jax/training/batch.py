@@ -12,11 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
+from jax.sharding import PartitionSpec
 
 from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.config import ModelConfig, NgramConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.models.factory import build
+from transformer_jax.sharding import by_compiler
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 
@@ -148,14 +151,47 @@ def batch_loss(
     return loss
 
 
-def batch_scores(config: AnyModelConfig) -> Callable[..., jax.Array]:
-    """Return `scores(params, batch) -> f32[3]`: summed loss, labels, labels that are likeliest."""
-    logits = batch_logits(config)
+def batch_scores(config: AnyModelConfig, *, row_shards: int = 1) -> Callable[..., jax.Array]:
+    """Return `scores(params, batch) -> f32[3]`: summed loss, labels, labels that are likeliest.
+
+    Logits that would be large are computed in chunks, as in `batch_loss`.
+    """
+    read, logits = _reading(config), batch_logits(config)
+
+    def judged(found: jax.Array, labels: jax.Array) -> jax.Array:  # [..., V], i32[...] -> f32[3]
+        mean, weight = cross_entropy(found, labels, ignore_label=IGNORE)
+        right = (jnp.argmax(found, axis=-1) == labels).sum(dtype=jnp.float32)
+        return jnp.stack([mean * weight, weight, right])
 
     def scores(params: Params, batch: Batch) -> jax.Array:  # f32[3]
-        found = logits(params, batch, None)
-        mean, weight = cross_entropy(found, batch.labels, ignore_label=IGNORE)
-        right = (jnp.argmax(found, axis=-1) == batch.labels).sum(dtype=jnp.float32)
-        return jnp.stack([mean * weight, weight, right])
+        labels = batch.labels
+        if isinstance(config, ModelConfig) and labels.ndim == 2:
+            size = chosen_chunk(len(labels) // row_shards, labels.shape[1], config.vocab_size)
+            if size < labels.shape[1]:
+                x, table, bias = read("output_layer", params, batch, None)
+                cap = config.logit_softcap
+
+                def in_chunks(x: Any, table: Any, bias: Any, labels: Any) -> jax.Array:
+                    padding = (0, -labels.shape[1] % size)
+                    x = jnp.pad(x, ((0, 0), padding, (0, 0)))
+                    labels = jnp.pad(labels, ((0, 0), padding), constant_values=IGNORE)
+                    parts = (
+                        rearrange(x, "B (n T) D -> n B T D", T=size),
+                        rearrange(labels, "B (n T) -> n B T", T=size),
+                    )
+
+                    def one(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+                        found = jnp.einsum(
+                            "BTD,VD->BTV", part[0], table, preferred_element_type=jnp.float32
+                        )
+                        found = found if bias is None else found + bias[None, None]
+                        found = found if cap is None else cap * jnp.tanh(found / cap)
+                        return judged(found, part[1])
+
+                    return jax.lax.map(one, parts).sum(axis=0)
+
+                found: jax.Array = by_compiler(in_chunks, [x, table, bias, labels], PartitionSpec())
+                return found
+        return judged(logits(params, batch, None), labels)
 
     return scores

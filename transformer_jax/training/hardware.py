@@ -105,9 +105,19 @@ class Hardware:
         if self.chip is not None:
             share = 1.0
             if self.name.startswith("h200"):
-                share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+                share = _share()
             return int(share * self.chip.memory)
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.count
+
+
+def _share() -> float:
+    """Return the share of a GPU's memory that JAX takes; ConfigError where it is no number."""
+    text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    try:
+        return float(text)
+    except ValueError:
+        rule = "must be a number"
+        raise ConfigError(f"XLA_PYTHON_CLIENT_MEM_FRACTION is {text!r}: {rule}") from None
 
 
 def find_hardware(name: str) -> Hardware:
@@ -117,9 +127,12 @@ def find_hardware(name: str) -> Hardware:
     tpu-v5p-8 has 4 chips. ConfigError for another name, or a number that no slice has.
     """
     parts = name.split("-")
-    number = parts[-1] if parts[-1].isdigit() and len(parts) > 1 else ""
-    count = int(number or 1)
+    last = parts[-1]
+    number = last if last.isascii() and last.isdigit() and len(parts) > 1 else ""
+    count = int(number or "1")
     head = name.removesuffix(f"-{number}") if number else name
+    if count < 1:
+        raise ConfigError(f"target is {name!r}: N must be at least 1")
     if head == "cpu":
         there = len(jax.devices())
         if count > there:

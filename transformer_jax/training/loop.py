@@ -495,12 +495,13 @@ class _Programs:
 def _compiled(config: TrainConfig, prepare: Callable[..., Batch]) -> _Programs:
     """Return the programs of a config; another run of the same numbers compiles nothing."""
     optimizer = make_optimizer(config)
+    row_shards = 1 if config.mesh is None else config.mesh.row_shards
     loss = batch_loss(
         config.model,
         config.label_smoothing,
         z_loss=config.z_loss,
         chunk=config.loss_chunk,
-        row_shards=1 if config.mesh is None else config.mesh.row_shards,
+        row_shards=row_shards,
     )
     held_as: dict[str, Any] = dict(
         param_dtype=jnp.dtype(config.param_dtype), average=config.ema_decay is not None
@@ -511,7 +512,7 @@ def _compiled(config: TrainConfig, prepare: Callable[..., Batch]) -> _Programs:
         train_step=CompiledAhead(
             make_train_step(loss, optimizer, prepare, ema_decay=config.ema_decay)
         ),
-        eval_step=make_eval_step(batch_scores(config.model), prepare),
+        eval_step=make_eval_step(batch_scores(config.model, row_shards=row_shards), prepare),
         rate=jax.jit(learning_rate_schedule(config)),
     )
 

@@ -6,13 +6,12 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 
 from transformer_jax.config import ConfigError
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -44,17 +43,17 @@ class StepMemory:
         return ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in parts.items() if size)
 
 
-class CompiledAhead(Generic[P, R]):
+class CompiledAhead(Generic[R]):
     """Call a jitted function of (state, *inputs) by programs that are compiled ahead of time.
 
     A program is compiled for each shape of the inputs after the state, which always has one shape.
     """
 
-    def __init__(self, function: Callable[P, R]) -> None:
+    def __init__(self, function: Callable[..., R]) -> None:
         self.function: Any = function
         self._programs: dict[Any, Any] = {}
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: Any) -> R:
         found: R = self.program(*args)(*args)
         return found
 

@@ -34,12 +34,12 @@ class Traffic(NamedTuple):
         return sum(self.bytes.values())
 
 
-def network_traffic(text: str) -> Traffic:
+def network_traffic(text: str, devices: int) -> Traffic:
     """Return the bytes that a device sends, in rings, in one run of a compiled program.
 
     Of a group of g devices: (g - 1) / g of what is gathered, or scattered; twice that of what is
     summed; all of what is permuted. Loops count by their turns. `text` is that of
-    `jax.stages.Compiled.as_text`.
+    `jax.stages.Compiled.as_text`, of a program for so many `devices`.
     """
     lines = _computations(text)
     turns, unknown = _turns(lines)
@@ -50,7 +50,8 @@ def network_traffic(text: str) -> Traffic:
             match = _COLLECTIVE.search(line)
             if match is None or turns[name] == 0:
                 continue
-            kind, size, group = match[2], _largest(match[1]), _group(line)
+            kind, group = match[2], _group(line, devices)
+            size = _result_bytes(match[1], kind, "-start(" in match[0])
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"  # as the TPU's compiler writes it
             elif kind == "reduce-scatter":
@@ -114,13 +115,21 @@ def _turns(lines: dict[str, list[str]]) -> tuple[dict[str, float], set[str]]:
     return turns, unknown
 
 
-def _largest(shapes: str) -> float:
-    """Return the bytes of the result, or of all results but those that only repeat the operand."""
+def _result_bytes(shapes: str, kind: str, begins: bool) -> float:
+    """Return the bytes of a collective's results.
+
+    The beginning of an asynchronous one, but for a sum, gives its operands first: (in, out), or
+    ((in, in), (out, out)), and a permutation two numbers after them.
+    """
     sizes = [
         math.prod(int(n) for n in dims.split(",") if n) * _BYTES.get(kind, _width(kind))
         for kind, dims in _SHAPE.findall(shapes)
     ]
-    return max(sizes, default=0.0) if "-start" in shapes else sum(sizes)
+    if not begins or kind == "all-reduce":
+        return sum(sizes)
+    if kind == "collective-permute":
+        return sizes[1] if len(sizes) > 1 else sum(sizes)
+    return sum(sizes[len(sizes) // 2 :])
 
 
 def _width(kind: str) -> float:
@@ -128,8 +137,8 @@ def _width(kind: str) -> float:
     return int(digits[0]) / 8 if digits else 4.0
 
 
-def _group(line: str) -> int:
-    """Return how many devices take part in one group of a collective."""
+def _group(line: str, devices: int) -> int:
+    """Return how many devices take part in one group of a collective; none named is all."""
     named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
     if named:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
@@ -138,4 +147,4 @@ def _group(line: str) -> int:
     if counted:
         return int(counted[2])
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
-    return len(listed[1].split(",")) if listed and listed[1] else 1
+    return len(listed[1].split(",")) if listed and listed[1] else devices

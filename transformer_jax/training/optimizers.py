@@ -62,8 +62,8 @@ def _inverse_sqrt(peak: float, end: float, warmup: int, count: jax.Array) -> jax
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Return what `config.optimizer` names, on the schedule, after clipping.
 
-    Frozen parameters get no update. ConfigError, once it meets the parameters, for a frozen name
-    with which none begins, and for Muon where no parameter is a matrix of a block.
+    Frozen parameters get no update, and their gradients do not count in the clipped norm.
+    ConfigError, once it meets the parameters, for a frozen name with which none begins.
     """
     rate, last = learning_rate_schedule(config), []
     if config.frozen is not None:
@@ -98,7 +98,8 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         case ScheduleFree(beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay):
             adamw = optax.adamw(rate, 0.0, beta2, eps, weight_decay=decay, mask=decays)
             steps = schedule_free(optax.chain(adamw, *last), rate, beta1)
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), steps, *last)
+    clipped = optax.chain(*last, optax.clip_by_global_norm(config.clip_norm))
+    return optax.chain(clipped, steps, *last)
 
 
 def is_frozen(names: tuple[str, ...], params: Params) -> Params:

@@ -7,6 +7,7 @@ best.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer_jax.config import AdamW, ConfigError, MeshConfig, ModelConfig, TrainConfig
 from transformer_jax.config.optimizers import Adafactor
+from transformer_jax.config.tasks import ClassifyTask, ContinuousTask, GeneratedTask
 from transformer_jax.models.factory import build, init_cache, init_params
 from transformer_jax.models.flops import forward_flops, training_flops
 from transformer_jax.models.inputs import example_inputs
@@ -104,6 +106,11 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     model = config.model
     if not isinstance(model, ModelConfig):
         raise ConfigError(f"model is a {type(model).__name__}: plans are made of transformers")
+    if isinstance(config.task, GeneratedTask | ContinuousTask):
+        rule = "the lengths of its examples are its own: plans are made of --context tokens"
+        raise ConfigError(f"task is {config.task.kind!r}: {rule}")
+    if isinstance(config.task, ClassifyTask) and model.num_classes is None:
+        raise ConfigError("model.num_classes is None: the data tells, which a plan does not read")
     mesh = config.mesh or MeshConfig(fsdp=hardware.count)
     config = replace(config, mesh=mesh)
     rows, length = config.batch_size, config.sequence_len
@@ -121,7 +128,8 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     template = jax.eval_shape(fresh, np.uint32(0))
     state = abstract.state(template)
     parameters = bytes_on_device(state.params)
-    held = StepMemory(parameters, bytes_on_device((state.opt_state, state.average)), 0, parameters)
+    gradients = parameters if config.param_dtype == "float32" else 2 * parameters  # in float32
+    held = StepMemory(parameters, bytes_on_device((state.opt_state, state.average)), 0, gradients)
     if not compiled or held.total > hardware.memory:
         return Plan(hardware, mesh, held, 0, tokens, flops, False)
     placement = _placement(mesh, hardware, hardware.devices())
@@ -134,9 +142,12 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     step: Any = make_train_step(loss, optimizer, ema_decay=config.ema_decay)
     with hardware.lowering():
         program = step.lower(state, batch)
-    found = program.compile()
+    found = _compiled(program)
+    if isinstance(found, int):
+        memory = replace(held, working=max(found - parameters - held.optimizer, gradients))
+        return Plan(hardware, mesh, memory, 0, tokens, flops, True)
     memory = step_memory(found, state, batch)
-    return Plan(hardware, mesh, memory, 0, tokens, flops, True, _traffic(found))
+    return Plan(hardware, mesh, memory, 0, tokens, flops, True, _traffic(found, hardware.count))
 
 
 def plan_decoding(
@@ -173,25 +184,40 @@ def plan_decoding(
 
     with hardware.lowering():
         program = jax.jit(step, donate_argnums=1).lower(params, cache, tokens)
-    found = program.compile()
-    memory: Any = found.memory_analysis()
+    found = _compiled(program)
     parameters, held = bytes_on_device(params), bytes_on_device(cache)
-    given = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    working = given - memory.alias_size_in_bytes + memory.temp_size_in_bytes - parameters - held
-    sizes = StepMemory(parameters, 0, 0, max(working, 0))
     # the cache is read to its end: this is the last token that it has room for
     flops = forward_flops(model, length) - forward_flops(model, length - 1)
     flops *= batch_size
-    return Plan(hardware, mesh, sizes, held, batch_size, flops, True, _traffic(found))
+    if isinstance(found, int):
+        sizes = StepMemory(parameters, 0, 0, max(found - parameters - held, 0))
+        return Plan(hardware, mesh, sizes, held, batch_size, flops, True)
+    memory: Any = found.memory_analysis()
+    given = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    working = given - memory.alias_size_in_bytes + memory.temp_size_in_bytes - parameters - held
+    sizes = StepMemory(parameters, 0, 0, max(working, 0))
+    traffic = _traffic(found, hardware.count)
+    return Plan(hardware, mesh, sizes, held, batch_size, flops, True, traffic)
 
 
-def _traffic(program: Any) -> Traffic | None:
+def _compiled(program: Any) -> Any:
+    """Return a compiled program; where a TPU's compiler refuses it for its size, the bytes."""
+    try:
+        return program.compile()
+    except jax.errors.JaxRuntimeError as error:
+        used = re.search(r"\(([\d.]+)([KMGT])\) exceeds", str(error))
+        if "RESOURCE_EXHAUSTED" not in str(error) or used is None:
+            raise
+        return int(float(used[1]) * 2 ** (10 * (1 + "KMGT".index(used[2]))))
+
+
+def _traffic(program: Any, devices: int) -> Traffic | None:
     """Return what a compiled program sends; None where this jaxlib cannot read its text.
 
     A newer libtpu may write what an older jaxlib does not know.
     """
     try:
-        return network_traffic(str(program.as_text()))
+        return network_traffic(str(program.as_text()), devices)
     except jax.errors.JaxRuntimeError:
         return None
 
@@ -200,8 +226,9 @@ def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple
     """Return the largest batch_size that fits, and its plan; None where not even the smallest does.
 
     It is a multiple of what the mesh splits rows over. Memory grows about in a line with the batch:
-    the line through two sizes gives a third, which is compiled to be sure, and up to four more
-    between the largest that fits and the smallest that does not.
+    the line through two sizes gives a third, which is compiled to be sure, and then up to four
+    more: larger ones until one does not fit, and such between. What is found is within a sixteenth
+    of the largest, unless these do not suffice.
     """
     unit = first.mesh.row_shards
     plans = {config.batch_size: first}
@@ -223,9 +250,12 @@ def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple
     for _ in range(4):
         fitting = max((size for size, plan in plans.items() if plan.fits), default=0)
         failing = min((size for size, plan in plans.items() if not plan.fits), default=None)
-        if failing is None or failing - fitting <= max(unit, fitting // 16):
+        if failing is None:  # there is more room than the line says: a quarter more rows
+            at(max(fitting * 5 // 4 // unit * unit, fitting + unit))
+        elif failing - fitting <= max(unit, fitting // 16):
             break
-        at(max((fitting + failing) // 2 // unit * unit, unit))
+        else:
+            at(max((fitting + failing) // 2 // unit * unit, unit))
     fitting = max((size for size, plan in plans.items() if plan.fits), default=0)
     return (fitting, plans[fitting]) if fitting else None
 
@@ -275,13 +305,17 @@ def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, Tra
             yield " ".join(flags), changed
 
 
-def least_chips(config: TrainConfig, hardware: Hardware) -> int:
-    """Return over how many chips of this kind state and gradients must be split to fit one."""
-    assert hardware.chip is not None
-    whole = plan_training(
-        replace(config, mesh=MeshConfig(), batch_size=1), replace(hardware, count=1), compiled=False
-    )
-    return -(-whole.total // hardware.memory)
+def least_chips(config: TrainConfig, hardware: Hardware) -> int | None:
+    """Return the least power of two of chips over which `fsdp` splits state and gradients to fit.
+
+    None where 4096 are not enough: an axis that they do not divide stays whole.
+    """
+    for count in (2**n for n in range(13)):
+        run = replace(config, mesh=MeshConfig(fsdp=count), batch_size=count)
+        plan = plan_training(run, replace(hardware, count=count), compiled=False)
+        if plan.total <= hardware.memory:
+            return count
+    return None
 
 
 def _placement(mesh: MeshConfig, hardware: Hardware, devices: list[Any] | None) -> Placement:
