@@ -6,6 +6,8 @@ from tests.cli.test_train import flags, kill_and_finish
 
 __all__ = ["flags"]
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")  # as the runs that are killed compile
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
