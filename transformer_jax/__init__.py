@@ -104,7 +104,14 @@ from transformer_jax.models.factory import (
 )
 from transformer_jax.models.functional import layer_norm, rms_norm
 from transformer_jax.models.inputs import frame_positions
-from transformer_jax.models.lora import apply_lora, init_lora, lora_loss, merge_lora
+from transformer_jax.models.lora import (
+    apply_lora,
+    init_lora,
+    lora_loss,
+    merge_lora,
+    unmerge_lora,
+    with_adapters,
+)
 from transformer_jax.models.ngram import NgramLM, count_ngrams
 from transformer_jax.models.positions import (
     apply_rope,
@@ -292,5 +299,7 @@ __all__ = [
     "stream_attention",
     "tensor_names",
     "train_preset",
+    "unmerge_lora",
     "unstack_layers",
+    "with_adapters",
 ]

@@ -6,15 +6,28 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
 
 C = TypeVar("C", bound=type)
+
+
+def sha256_of(tree: Any) -> str:
+    """Return the SHA-256 of a tree of arrays: of each one's path, dtype, shape and bytes."""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        array = np.ascontiguousarray(leaf)
+        head = f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n"
+        found.update(head.encode())
+        found.update(array.view(np.uint8).data if array.size else b"")
+    return found.hexdigest()
 
 
 def cast_floats(tree: Any, dtype: jax.typing.DTypeLike) -> Any:

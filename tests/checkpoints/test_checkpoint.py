@@ -79,6 +79,13 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path, tree):
     assert read_manifest(path).metadata == {"val_loss": 1.5, "note": "é"}
 
 
+def test_a_folder_may_be_relative_to_the_current_one(tmp_path, tree, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = checkpoint.save(Path("run"), 5, tree)
+    assert not path.is_absolute()
+    chex.assert_trees_all_equal(checkpoint.restore(path, tree), tree)
+
+
 def test_orbax_alone_reads_what_was_saved(tmp_path, tree):
     found = arrays_of(save(tmp_path, 7, tree))
     assert (

@@ -34,6 +34,7 @@ from transformer_jax.cli.run_flags import FLAGS, parse
 from transformer_jax.config import (
     ConfigError,
     Frames,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     NgramConfig,
@@ -210,7 +211,7 @@ def test_every_field_is_a_flag_and_means_what_it_says():
     expected = flat(TrainConfig, "model").union(*map(flat, models))
     inputs = Patches, Frames, Vectors
     expected = expected.union(*map(flat, (*KINDS.values(), *TASKS.values(), *inputs)))
-    expected = expected.union(*map(flat, (*get_args(Optimizer), MeshConfig)))
+    expected = expected.union(*map(flat, (*get_args(Optimizer), MeshConfig, LoraConfig)))
     assert {path[-1] for path in FLAGS.fields} == expected
     argv = (
         "--positions rope --base 500 --scaling yarn --original-len 64 --factor 2 --glu True "
@@ -233,6 +234,21 @@ def test_every_field_is_a_flag_and_means_what_it_says():
     assert (config.context, config.data, config.eval_batches) == (32, "-", 3)
     assert config.min_learning_rate == 1e-5
     assert vocab_size is None
+
+
+def test_adapters_are_one_word_and_leave_the_short_flags_to_others():
+    first = configured(["--dropout", "0.25", "--positions", "rope", "--base", "500"])[0].model
+    assert (first.dropout, first.positions.base) == (0.25, 500.0)
+    given = {("lora",): "rank=4,targets=query,value,dropout=0.5,base=int8"}
+    changes = FLAGS.read(given, TrainConfig())
+    assert {path[-1]: value for path, value in changes.items()} == {
+        "lora": LoraConfig, "rank": 4, "targets": ("query", "value"), "dropout": 0.5,
+        "base": "int8",
+    }  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"lora has 'rnak': must be one of rank, .* nearest: rank"
+    ):
+        FLAGS.read({("lora",): "rnak=4"}, TrainConfig())
 
 
 def test_factors_of_pairs_are_flags_and_survive_a_run_folder(tmp_path):

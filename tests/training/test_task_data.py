@@ -25,6 +25,7 @@ from transformer_jax.config.tasks import (
     ReverseTask,
     Seq2SeqTask,
 )
+from transformer_jax.models.factory import merged
 from transformer_jax.tokenizers.special import (
     SpecialTokens,
     special_ids,
@@ -34,7 +35,6 @@ from transformer_jax.tokenizers.special import (
 from transformer_jax.tokenizers.trained import CharTokenizer, WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.data import IGNORE
-from transformer_jax.training.initial import merged
 from transformer_jax.training.tasks import load_task
 from transformer_jax.training.tasks.generated import generate_pairs
 from transformer_jax.training.tasks.metrics import (

@@ -353,8 +353,8 @@ def test_the_tenth_rejected_step_in_a_row_ends_the_run_and_the_ninth_does_not(
     def rejecting(config, prepare):
         programs = compiled(config, prepare)
 
-        def step(state, corpus, starts):
-            state, measured = programs.train_step(state, corpus, starts)
+        def step(state, corpus, starts, **frozen):
+            state, measured = programs.train_step(state, corpus, starts, **frozen)
             done = int(state.step)
             bad = max(0, done - 2) if done <= 2 + rejected else 0
             loss = jnp.where(bad > 0, jnp.nan, measured.loss)

@@ -50,7 +50,7 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> None:
 
     tree = {_key(name): array for name, array in arrays.items()}
     with _quiet(), _os_errors():
-        saving = _handler().async_save(epath.Path(folder), args=args.PyTreeSave(tree))
+        saving = _handler().async_save(epath.Path(folder.absolute()), args=args.PyTreeSave(tree))
         for future in asyncio.run(saving) or ():
             future.result()
 
@@ -60,7 +60,7 @@ def finish(folder: Path) -> None:
     from etils import epath
 
     with _quiet(), _os_errors():
-        _handler().finalize(epath.Path(folder))
+        _handler().finalize(epath.Path(folder.absolute()))
 
 
 def read(
@@ -83,7 +83,7 @@ def read(
     }
     request = args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
     with _quiet():
-        found = _handler().restore(epath.Path(folder), args=request)
+        found = _handler().restore(epath.Path(folder.absolute()), args=request)
     return {name: found[_key(name)] for name in wanted}
 
 

@@ -1,6 +1,7 @@
 """Write a folder of config.json, safetensors and a tokenizer as Hugging Face's libraries read it.
 
 python -m transformer_jax convert --run RUN --to FOLDER              what train.py trained
+python -m transformer_jax convert --run RUN --to FOLDER --adapter    its adapters alone, as PEFT's
 python -m transformer_jax convert --model FOLDER_OR_ID --to FOLDER   a published model, saved anew
 """
 
@@ -28,15 +29,21 @@ def _convert(arguments: argparse.Namespace) -> list[str]:
     if (arguments.run is None) == (arguments.model is None):
         raise ConfigError("run and model: give one of them")
     if arguments.model is not None:
-        for name in ("family", "checkpoint"):
-            if getattr(arguments, name) is not None:
+        for name in ("family", "checkpoint", "adapter"):
+            if getattr(arguments, name) not in (None, False):
                 raise ConfigError(f"{name} with model: needs run")
+    if arguments.adapter:
+        for name in ("dtype", "shard_gb"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError(f"{name} with adapter: an adapter is one file, in float32")
     shard_bytes = _shard_bytes(arguments.shard_gb)
     target = Path(arguments.to)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"to is {str(target)!r}: must not exist, or be an empty folder")
     if arguments.model is not None:
         return _save_anew(arguments.model, target, arguments.dtype, shard_bytes)
+    if arguments.adapter:
+        return _adapter(arguments, target)
     return _export(arguments, target, shard_bytes)
 
 
@@ -49,6 +56,37 @@ def _save_anew(model: str, target: Path, dtype: Any, shard_bytes: int) -> list[s
     config, params = load_pretrained(folder, dtype=dtype)
     save_pretrained(target, config, params, like=folder, shard_bytes=shard_bytes)
     return [_written(target, params)]
+
+
+_TASK_TYPES = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
+"""What PEFT calls the tasks of kinds of models; it has no name for an encoder's hidden tokens."""
+
+
+def _adapter(arguments: argparse.Namespace, target: Path) -> list[str]:
+    """Write the adapters of a run as a folder of PEFT."""
+    import jax
+
+    from transformer_jax.models.factory import init_params
+    from transformer_jax.pretrained.config_json import written_family
+    from transformer_jax.pretrained.peft import save_lora
+    from transformer_jax.pretrained.tensors import tensor_names
+    from transformer_jax.text.text_model import load_adapters
+
+    config, adapters = load_adapters(arguments.run, arguments.checkpoint)
+    model = config.model
+    assert config.lora is not None and isinstance(model, ModelConfig)
+    family = written_family(model, arguments.family)
+    names = tensor_names(model, family)
+    shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    written = save_lora(
+        target, shapes, adapters, config.lora, names, base_model=config.init_from or "",
+        task_type=_TASK_TYPES.get(model.kind), fan_in_fan_out=family == "gpt2",
+    )  # fmt: skip
+    count = sum(leaf.size for leaf in jax.tree.leaves(adapters))
+    return [
+        f"{target}: adapters of {count:,} parameters, rank {written.rank}, of a {family}; "
+        f"base model: {config.init_from}"
+    ]
 
 
 def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> list[str]:
@@ -209,6 +247,10 @@ def _parser() -> Parser:
     add(
         "--checkpoint", choices=("best", "last"),
         help="of --run: the lowest held-out loss, or the last step; default: best, if there is one",
+    )  # fmt: skip
+    add(
+        "--adapter", action="store_true",
+        help="of --run with lora: the adapters alone, as a folder of PEFT",
     )  # fmt: skip
     add(
         "--dtype", choices=("float32", "bfloat16", "float16"),

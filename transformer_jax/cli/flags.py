@@ -4,7 +4,8 @@ A field is a flag named by its path: `--model.d-model 64`, `--model.positions.ba
 the path that no other field's path has is enough: `--d-model`, `--positions.base`. A field that
 holds one of several configs is given by the name of its kind, and the fields of that kind follow:
 `--model.positions rope --model.positions.base 5e5`. Where there is one kind, or None, its fields
-may stand in one word: `--mesh data=2,fsdp=4`.
+may stand in one word: `--mesh data=2,fsdp=4`; an end that they share with another field is that
+field's: `--dropout` is the model's, not that of `--lora`.
 """
 
 from __future__ import annotations
@@ -217,16 +218,26 @@ def _walk(config: type, path: Path) -> Iterator[Field]:
             yield from _walk(kind, here)
 
 
-def _spellings(paths: Collection[Path]) -> dict[str, str]:
-    """Return every spelling of the flags: whole paths, and ends that only one path has."""
-    ends = Counter(path[start:] for path in paths for start in range(len(path)))
+def _spellings(fields: Mapping[Path, Sequence[Field]]) -> dict[str, str]:
+    """Return every spelling of the flags: whole paths, and ends that only one path has.
+
+    A path into what may stand in one word, as lora.dropout, gives way to one that does not.
+    """
+    words = {path for path, alike in fields.items() if len(_kinds(alike[0].hint)) == 1}
+    others = [path for path in fields if not any(path[:i] in words for i in range(1, len(path)))]
+    every, first = _ends(fields), _ends(others)
     names = {
         _flag(path[start:]): _flag(path)
-        for path in paths
+        for path in fields
         for start in range(1, len(path))
-        if ends[path[start:]] == 1
+        if (first if path in others else every)[path[start:]] == 1
     }
-    return names | {_flag(path): _flag(path) for path in paths}
+    return names | {_flag(path): _flag(path) for path in fields}
+
+
+def _ends(paths: Collection[Path]) -> Counter[Path]:
+    """Count how many paths end so."""
+    return Counter(path[start:] for path in paths for start in range(len(path)))
 
 
 def _flag(path: Path) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from transformer_jax.config.fields import check_types, fail, positive
+from transformer_jax.config.fields import check_types, fail, fraction, positive
+
+Base = Literal["float32", "bfloat16", "int8", "int4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +24,22 @@ class LoraConfig:
     whatever the parameters are."""
     layers: tuple[int, ...] | None = None
     """Only in these blocks of each stack; None is everywhere."""
+    dropout: float = 0.0
+    """Rate of dropout on what A reads, in training."""
     rslora: bool = False
     """Scale alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023)."""
+
+    base: Base = "float32"
+    """What the other parameters, which stay as they are, are held in while adapters are trained.
+    int8 and int4 are for the kernels of blocks, everything else is then bfloat16."""
+    trained: tuple[str, ...] = ()
+    """Parameters that are trained whole beside the adapters, by the beginnings of their names:
+    embed,decoder/norm."""
 
     def __post_init__(self) -> None:
         check_types(self)
         positive(self, "rank", "alpha")
+        fraction(self, "dropout")
         if not self.targets or "" in tuple(self.targets):
             fail("targets", self.targets, "must name at least one module, and none by ''")
         if self.layers is not None:

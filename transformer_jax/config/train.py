@@ -14,6 +14,7 @@ from transformer_jax.config.fields import (
     positive,
     unread,
 )
+from transformer_jax.config.lora import LoraConfig
 from transformer_jax.config.mesh import MeshConfig
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
@@ -58,6 +59,9 @@ class TrainConfig:
     model, a folder or an id. The tokenizer is that model's."""
     frozen: tuple[str, ...] | None = None
     """Parameters that stay as they are, by the beginnings of their names: embed,decoder/block_0."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters of the model of init_from, which itself stays as it is:
+    rank=16,targets=all-linear. None trains all parameters."""
     bpe_vocab_size: int = 1024
     """bpe: token kinds."""
     word_count: int = 1
@@ -157,7 +161,29 @@ class TrainConfig:
         if (self.tokenizer == "pretrained") != (self.init_from is not None):
             rule = f"must be 'pretrained' where init_from is given, it is {self.init_from!r}"
             fail("tokenizer", self.tokenizer, rule)
+        if self.lora is not None:
+            self._check_lora()
         self._check_unread()
+
+    def _check_lora(self) -> None:
+        """Check what adapters need of the other fields."""
+        if not isinstance(self.model, ModelConfig):
+            kind = type(self.model).__name__.removesuffix("Config").lower()
+            fail("lora", "LoraConfig", f"is for transformers, the model is {kind}")
+        if self.init_from is None:
+            fail("init_from", None, "must name the model that lora adapts")
+        if isinstance(self.optimizer, Muon):
+            fail("optimizer", "muon", "is for kernels, and lora trains none")
+        rule = "with lora, lora.base and lora.trained say what stays as it is, and how it is held"
+        unread(self, rule, "frozen", "param_dtype")
+
+    @property
+    def trained_whole(self) -> tuple[str, ...]:
+        """Return the beginnings of the parameters that lora trains whole because they are new."""
+        if not isinstance(self.task, ClassifyTask):
+            return ()
+        pooled = isinstance(self.model, ModelConfig) and self.model.pooling is not None
+        return ("pooler", "classifier") if pooled else ("classifier",)
 
     def _check_context(self) -> None:
         """Check the length of a sequence against the model's longest."""

@@ -15,7 +15,14 @@ from transformer_jax.models.factory import (
 )
 from transformer_jax.models.functional import layer_norm, rms_norm
 from transformer_jax.models.inputs import frame_positions
-from transformer_jax.models.lora import apply_lora, init_lora, lora_loss, merge_lora
+from transformer_jax.models.lora import (
+    apply_lora,
+    init_lora,
+    lora_loss,
+    merge_lora,
+    unmerge_lora,
+    with_adapters,
+)
 from transformer_jax.models.ngram import NgramLM, count_ngrams
 from transformer_jax.models.positions import (
     apply_rope,
@@ -95,5 +102,7 @@ __all__ = [
     "sinusoidal",
     "stack_layers",
     "stream_attention",
+    "unmerge_lora",
     "unstack_layers",
+    "with_adapters",
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer_jax.attention.api import IMPLEMENTATIONS
 from transformer_jax.cache.model_cache import ModelCache, empty_layers
@@ -19,7 +21,7 @@ from transformer_jax.config import (
     RecurrentConfig,
     WindowConfig,
 )
-from transformer_jax.config.fields import fail
+from transformer_jax.config.fields import ConfigError, fail
 from transformer_jax.models.inputs import example_inputs
 from transformer_jax.models.ngram import NgramLM
 from transformer_jax.models.packing import check_valid
@@ -223,3 +225,31 @@ def _check_state_arguments(
     if source is not None and len(source) != batch:
         raise ValueError(f"source has {len(source)} rows: batch is {batch}")
     return reads
+
+
+def merged(fresh: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return fresh parameters with those that are given in their places, and lines about the rest.
+
+    A leaf whose first axis is longer keeps its own last rows. The lines name what stayed fresh, and
+    what was given and has no place.
+    """
+    found, old = flatten_dict(fresh), flatten_dict(given)
+    new = []
+    for path, leaf in found.items():
+        name = "/".join(map(str, path))
+        if path not in old:
+            new.append(name)
+            continue
+        value = jnp.asarray(old[path], leaf.dtype)
+        if value.shape == leaf.shape:
+            found[path] = value
+        elif value.shape[1:] == leaf.shape[1:] and len(value) < len(leaf):
+            found[path] = leaf.at[: len(value)].set(value)
+            new.append(f"{name}[{len(value)}:]")
+        else:
+            rule = f"the model to start from has {list(value.shape)}"
+            raise ConfigError(f"{name} has shape {list(leaf.shape)}: {rule}")
+    unused = ["/".join(map(str, path)) for path in old if path not in found]
+    lines = [f"new parameters: {', '.join(new)}"] if new else []
+    lines += [f"parameters that the new model has not: {', '.join(unused)}"] if unused else []
+    return unflatten_dict(found), lines

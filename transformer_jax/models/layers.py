@@ -22,6 +22,7 @@ from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.config import Learned, ModelConfig, Rope, Shaw, Sinusoidal
 from transformer_jax.models import positions as pos
+from transformer_jax.models.adapters import product
 from transformer_jax.models.functional import (
     F32,
     _against,
@@ -29,7 +30,6 @@ from transformer_jax.models.functional import (
     dropout,
     layer_norm,
     lookup,
-    project,
     rms_norm,
     split_key,
 )
@@ -100,7 +100,10 @@ def _unit(config: ModelConfig, scale: jax.Array) -> jax.Array:
 
 
 class Linear(nn.Module):
-    """Return x W + b in the compute dtype, W ~ N(0, std^2), over the last `contract` axes."""
+    """Return x W + b in the compute dtype, W ~ N(0, std^2), over the last `contract` axes.
+
+    The key is for the dropout of adapters, where the kernel has any.
+    """
 
     config: ModelConfig
     features: tuple[int, ...]
@@ -109,15 +112,15 @@ class Linear(nn.Module):
     std: float | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         cfg = self.config
         std = cfg.init_std if self.std is None else self.std
         shape = (*x.shape[x.ndim - self.contract :], *self.features)
-        kernel = parameter(self, "kernel", nn.initializers.normal(std), shape).astype(cfg.dtype)
+        kernel = parameter(self, "kernel", nn.initializers.normal(std), shape)
         bias = None
         if cfg.use_bias if self.use_bias is None else self.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros, self.features).astype(cfg.dtype)
-        return project(x.astype(cfg.dtype), kernel, bias, self.contract)
+        return product(x.astype(cfg.dtype), kernel, bias, self.contract, key, str(self.name))
 
 
 def branch_std(config: ModelConfig, depth: int | None) -> float:
@@ -230,10 +233,11 @@ class Attention(nn.Module):
         self,
         x: jax.Array,  # [B, S, D]
         token_positions: jax.Array | None,  # i32[B, S] or [S], for the rotation
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
         """Project keys, normalised and rotated as they are cached, and values."""
         cfg = self.config
-        k, v = self.key(x), self.value(x)
+        k, v = self.key(x, key), self.value(x, key)
         if cfg.qk_norm:
             k = rms_norm(k, _unit(cfg, self.key_scale), cfg.norm_eps)
         if self._rope is not None:
@@ -260,7 +264,7 @@ class Attention(nn.Module):
         The output [B, T, D] and the updated cache; with `record`, what was weighed, too.
         """
         cfg = self.config
-        q = self.query(x)
+        q = self.query(x, key)
         if cfg.qk_norm:
             q = rms_norm(q, _unit(cfg, self.query_scale), cfg.norm_eps)
         k_positions = positions
@@ -270,7 +274,7 @@ class Attention(nn.Module):
             if self._rope is not None:
                 assert token_positions is not None
                 q = pos.apply_rope(q, token_positions, self._rope)
-            k, v = self.keys_values(x, token_positions)
+            k, v = self.keys_values(x, token_positions, key)
             if cache is not None:
                 assert positions is not None
                 cache, k, v, k_positions = kv.extend(cache, k, v, positions, self.window)
@@ -280,7 +284,7 @@ class Attention(nn.Module):
         out = (jax.checkpoint(attend) if cfg.remat == "attention" else attend)(heads, key)
         if head_mask is not None:
             out = out * head_mask.astype(out.dtype)[None, None, :, None]
-        return AttentionOutput(self.out(out), cache, self._attended(heads) if record else None)
+        return AttentionOutput(self.out(out, key), cache, self._attended(heads) if record else None)
 
     def _attend(self, heads: _Heads, key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
         cfg = self.config
@@ -371,15 +375,17 @@ class FeedForward(nn.Module):
     """Blocks of the stack it stands in; None is num_layers."""
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
+    def __call__(
+        self, x: jax.Array, key: jax.Array | None = None
+    ) -> jax.Array:  # [B, T, D] -> [B, T, D]
         cfg = self.config
         linear = partial(Linear, cfg, use_bias=cfg.ff_bias)
-        hidden = linear((cfg.ff_dim,), name="up")(x)
+        hidden = linear((cfg.ff_dim,), name="up")(x, key)
         if cfg.glu:
-            hidden = activate(linear((cfg.ff_dim,), name="gate")(x), cfg.activation) * hidden
+            hidden = activate(linear((cfg.ff_dim,), name="gate")(x, key), cfg.activation) * hidden
         else:
             hidden = activate(hidden, cfg.activation)
-        return linear((cfg.d_model,), name="down", std=branch_std(cfg, self.depth))(hidden)
+        return linear((cfg.d_model,), name="down", std=branch_std(cfg, self.depth))(hidden, key)
 
 
 class Block(nn.Module):
@@ -428,9 +434,10 @@ class Block(nn.Module):
         self,
         memory: jax.Array,  # [B, S, D]
         positions: jax.Array,  # i32[B, S]; negative where padded
+        key: jax.Array | None = None,
     ) -> kv.KVCache:
         """Compute the keys and values of an encoder's output once, for all later queries."""
-        k, v = self.cross_attention.keys_values(memory, None)
+        k, v = self.cross_attention.keys_values(memory, None, key)
         positions = jnp.array(positions, jnp.int32)  # a copy: layers share no memory
         return kv.KVCache(k, v, positions, jnp.maximum(positions.max(axis=1) + 1, 0))
 
@@ -502,7 +509,7 @@ class Block(nn.Module):
         if self.cross:
             if cross_cache is None:
                 assert memory is not None and memory_positions is not None
-                cross_cache = self.init_cross_cache(memory, memory_positions)
+                cross_cache = self.init_cross_cache(memory, memory_positions, keys[3])
             out = self.cross_attention(
                 self._enter("cross_attention", x),
                 positions=positions,
@@ -512,7 +519,7 @@ class Block(nn.Module):
                 record=record is not None,
             )
             x, crossed = self._join("cross_attention", x, out.x, keys[2]), out.attended
-        y = self.feed_forward(self._enter("feed_forward", x))
+        y = self.feed_forward(self._enter("feed_forward", x), keys[4])
         x = self._join("feed_forward", x, y, keys[4])
         if own.attended is None:
             return BlockOutput(x, own.cache)

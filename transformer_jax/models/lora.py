@@ -8,14 +8,15 @@ and in a scanned stack {"blocks": ...} with a leading L, so `stack_layers` and `
 serve them too. A kernel counts as the matrix [inputs, outputs] it multiplies with: query [D, N H],
 out [N Hv, D].
 
-There is no dropout here: that of LoRA is on each module's input, before A, and a sum of weights
-does not see inputs.
+`with_adapters` puts them beside the kernels of a transformer, which then computes two products;
+`apply_lora` adds them to the kernels of any model. Dropout, which is on what A reads, is of the
+first alone: a sum of weights does not see inputs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +26,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer_jax.checks import check_key
 from transformer_jax.config import ConfigError, LoraConfig
+from transformer_jax.models.adapters import AdaptedKernel
 from transformer_jax.models.stack import stack_layers, unstack_layers
+from transformer_jax.pytree import cast_floats
 
 Matrices = dict[str, tuple[int, int]]
 """Paths of modules with a kernel, those of a looped stack, to the kernel's (inputs, outputs)."""
@@ -68,19 +71,53 @@ def apply_lora(
     first: a step of few tokens would spend its time here.
     """
 
-    def walk(params: Mapping[str, Any], adapters: Mapping[str, Any], path: str) -> dict[str, Any]:
-        out = dict(params)
-        for name, part in adapters.items():
-            if not isinstance(params.get(name), Mapping):
-                raise ValueError(f"adapters have {path}{name}: the parameters have no such module")
-            if part.keys() == {"a", "b"}:
-                adapted = _adapted(path + name, params[name], part["a"], part["b"], config)
-                out[name] = {**params[name], "kernel": adapted}
-            else:
-                out[name] = walk(params[name], part, f"{path}{name}/")
-        return out
+    def add(path: str, module: Mapping[str, Any], part: Mapping[str, Any]) -> jax.Array:
+        _check_adapter(path, module["kernel"], part, config.rank)
+        delta = config.scale * jnp.matmul(part["a"], part["b"], precision="highest")
+        return module["kernel"] + delta.reshape(module["kernel"].shape)
 
-    return walk(params, adapters, "")
+    return _with_kernels(params, adapters, add)
+
+
+def with_adapters(
+    params: Mapping[str, Any],
+    adapters: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    config: LoraConfig,
+    rows: jax.Array | None = None,  # i32[B]
+) -> dict[str, Any]:
+    """Return the parameters of a transformer with its adapters beside the kernels of its blocks.
+
+    They are taken wherever parameters are: the model computes x W + s (drop(x) A) B, with dropout
+    where it gets a key. Nothing is computed here. Of several adapters, all of the same config,
+    `rows` says which one each row of a batch uses; -1 is the base alone. ValueError for an adapter
+    that does not fit, or is of a kernel outside of the blocks.
+    """
+    several = not isinstance(adapters, Mapping)
+    if several != (rows is not None):
+        raise ValueError("rows: must be given for several adapters, and for these alone")
+    if isinstance(adapters, Mapping):
+        tree: Mapping[str, Any] = adapters
+    else:
+        tree = jax.tree_util.tree_map_with_path(_side_by_side, *adapters)
+
+    def beside(path: str, module: Mapping[str, Any], part: Mapping[str, Any]) -> AdaptedKernel:
+        kernel, own = module["kernel"], rows
+        if layer(path) is None and not _is_scanned(path):
+            raise ValueError(f"adapters have {path}: only kernels of blocks have adapters beside")
+        first = part
+        if several:
+            first = {name: _one(part[name], 1 if _is_scanned(path) else 0) for name in "ab"}
+        _check_adapter(path, kernel, first, config.rank)
+        if own is not None:
+            own = jnp.asarray(own, jnp.int32)
+            if _is_scanned(path):
+                own = jnp.broadcast_to(own, (kernel.shape[0], *own.shape))
+        return AdaptedKernel(
+            base=kernel, a=part["a"], b=part["b"], rows=own, scale=config.scale,
+            dropout=config.dropout,
+        )  # fmt: skip
+
+    return _with_kernels(params, tree, beside)
 
 
 def merge_lora(
@@ -89,16 +126,95 @@ def merge_lora(
     """Apply adapters once and for all: plain parameters, each kernel in the dtype it had.
 
     In f32 these are the same numbers. In bf16 each sum is rounded: what it adds to a weight is lost
-    below 2^-9 of the weight. There is no way back from the sums; keep `params`.
+    below 2^-9 of the weight.
     """
     adapted = apply_lora(params, adapters, config)
     return jax.tree.map(lambda new, old: new.astype(old.dtype), adapted, dict(params))
 
 
+def unmerge_lora(
+    params: Mapping[str, Any], adapters: Mapping[str, Any], config: LoraConfig
+) -> dict[str, Any]:
+    """Take adapters out of merged parameters: kernel - scale A B, in the dtype of the kernel.
+
+    Two sums are rounded, so a weight comes back to within two roundings of its dtype: of bf16, to
+    2^-8 of the larger of itself and the merged weight. `params` from before are exact: keep them.
+    """
+    negative = dict(adapters)
+    taken = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: -leaf if path[-1].key == "b" else leaf, negative
+    )
+    return merge_lora(params, taken, config)
+
+
+def trained_part(
+    params: Mapping[str, Any], config: LoraConfig, key: jax.Array, whole: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return what fine-tuning with adapters trains: {"lora": adapters, "whole": {name: array}}.
+
+    Of `whole` and `config.trained` each names the beginning of parameters that are trained beside
+    the adapters. ConfigError where one names none, or a kernel that has an adapter.
+    """
+    adapters = init_lora(params, config, key)
+    return {"lora": adapters, "whole": _whole(params, adapters, (*config.trained, *whole))}
+
+
+def frozen_part(
+    params: Mapping[str, Any], config: LoraConfig, whole: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return the parameters that stay as they are, held as `config.base` says."""
+    names = tuple(f"{name.strip('/')}/" for name in (*config.trained, *whole))
+    flat = flatten_dict(params, sep="/")
+    kept = {name: leaf for name, leaf in flat.items() if not f"{name}/".startswith(names)}
+    return cast_floats(
+        unflatten_dict(kept, sep="/"),
+        jnp.float32 if config.base == "float32" else jnp.bfloat16,
+    )
+
+
+def rejoined(
+    frozen: Mapping[str, Any], trained: Mapping[str, Any], config: LoraConfig
+) -> dict[str, Any]:
+    """Return a model's parameters of both parts, with adapters beside their kernels."""
+    return with_adapters(_filled(frozen, trained), trained["lora"], config)
+
+
+def merged_parts(
+    frozen: Mapping[str, Any], trained: Mapping[str, Any], config: LoraConfig
+) -> dict[str, Any]:
+    """Return a model's plain parameters of both parts, with adapters added to their kernels."""
+    return merge_lora(_filled(frozen, trained), trained["lora"], config)
+
+
+def _filled(frozen: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
+    flat = {tuple(name.split("/")): leaf for name, leaf in trained["whole"].items()}
+    return unflatten_dict(flatten_dict(frozen) | flat)
+
+
+def _whole(
+    params: Mapping[str, Any], adapters: Mapping[str, Any], names: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return the parameters whose names begin with one of `names`, by name."""
+    flat, found = flatten_dict(params, sep="/"), dict[str, Any]()
+    adapted = {at.rpartition("/")[0] + "/kernel" for at in flatten_dict(adapters, sep="/")}
+    for name in names:
+        begun = [at for at in flat if f"{at}/".startswith(f"{name.strip('/')}/")]
+        if not begun:
+            heads = ", ".join(dict.fromkeys("/".join(at.split("/")[:2]) for at in flat))
+            raise ConfigError(
+                f"lora.trained has {name!r}: no parameter begins so (there are {heads})"
+            )
+        if both := sorted(adapted.intersection(begun)):
+            raise ConfigError(f"lora.trained has {name!r}: {both[0]} has an adapter")
+        found |= {at: flat[at] for at in begun}
+    return found
+
+
 def lora_loss(loss: Callable[..., Any], config: LoraConfig) -> Callable[..., Any]:
     """Make `loss(params, batch, key)` a function of the adapters: `(adapters, batch, key, params)`.
 
-    The parameters are an argument, which `make_train_step` takes as `frozen=(params,)`: closed
+    It is of any model; a transformer's train step has the cheaper `with_adapters`. The parameters
+    are an argument, which `make_train_step` takes as `frozen=(params,)`: closed
     over, they would be constants of the compiled program.
     """
 
@@ -197,18 +313,52 @@ def _matrix(path: str, shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:contract]), math.prod(shape[contract:])
 
 
-def _adapted(
-    path: str, module: Mapping[str, Any], a: jax.Array, b: jax.Array, config: LoraConfig
-) -> jax.Array:
-    if "kernel" not in module:
-        raise ValueError(f"adapters have {path}: the parameters have no kernel there")
-    kernel = module["kernel"]
-    stacked = 1 if "blocks" in path.split("/") else 0
-    lead = kernel.shape[:stacked]
-    inputs, outputs = _matrix(path, kernel.shape[stacked:])
-    wanted = (*lead, inputs, config.rank), (*lead, config.rank, outputs)
-    if (np.shape(a), np.shape(b)) != wanted:
-        given = f"a {np.shape(a)} and b {np.shape(b)}"
-        raise ValueError(f"{path}: {given}: rank {config.rank} wants {wanted[0]} and {wanted[1]}")
-    delta = config.scale * jnp.matmul(a, b, precision="highest")
-    return kernel + delta.reshape(kernel.shape)
+def _is_scanned(path: str) -> bool:
+    return "blocks" in path.split("/")
+
+
+def _one(stacked: jax.Array, axis: int) -> jax.ShapeDtypeStruct:
+    """Return the shape of one of the adapters that are stacked along an axis."""
+    shape = (*stacked.shape[:axis], *stacked.shape[axis + 1 :])
+    return jax.ShapeDtypeStruct(shape, stacked.dtype)
+
+
+def _side_by_side(path: tuple[Any, ...], *leaves: jax.Array) -> jax.Array:
+    """Stack the adapters of one kernel: [n, ...], and in a scanned stack [L, n, ...]."""
+    scanned = any(getattr(part, "key", None) == "blocks" for part in path)
+    return jnp.stack(leaves, axis=1 if scanned else 0)
+
+
+def _with_kernels(
+    params: Mapping[str, Any],
+    adapters: Mapping[str, Any],
+    make: Callable[[str, Mapping[str, Any], Mapping[str, Any]], Any],
+) -> dict[str, Any]:
+    """Return `params` with `make(path, module, adapter)` as the kernel of each adapted module."""
+
+    def walk(params: Mapping[str, Any], adapters: Mapping[str, Any], path: str) -> dict[str, Any]:
+        out = dict(params)
+        for name, part in adapters.items():
+            if not isinstance(params.get(name), Mapping):
+                raise ValueError(f"adapters have {path}{name}: the parameters have no such module")
+            if part.keys() == {"a", "b"}:
+                if "kernel" not in params[name]:
+                    rule = "the parameters have no kernel there"
+                    raise ValueError(f"adapters have {path}{name}: {rule}")
+                out[name] = {**params[name], "kernel": make(path + name, params[name], part)}
+            else:
+                out[name] = walk(params[name], part, f"{path}{name}/")
+        return out
+
+    return walk(params, adapters, "")
+
+
+def _check_adapter(path: str, kernel: Any, part: Mapping[str, Any], rank: int) -> None:
+    """Raise ValueError where the shapes of A and B are not those that a kernel wants."""
+    stacked = 1 if _is_scanned(path) else 0
+    lead = tuple(kernel.shape[:stacked])
+    inputs, outputs = _matrix(path, tuple(kernel.shape[stacked:]))
+    wanted = (*lead, inputs, rank), (*lead, rank, outputs)
+    if (np.shape(part["a"]), np.shape(part["b"])) != wanted:
+        given = f"a {np.shape(part['a'])} and b {np.shape(part['b'])}"
+        raise ValueError(f"{path}: {given}: rank {rank} wants {wanted[0]} and {wanted[1]}")

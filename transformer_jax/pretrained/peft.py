@@ -97,7 +97,7 @@ def save_lora(
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": config.dropout,
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": rank,

@@ -18,7 +18,8 @@ from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.optimizers import ScheduleFree
 from transformer_jax.config.tasks import LanguageTask
 from transformer_jax.decoding.logit_processors import Ban, BanSequences, HistoryProcessor
-from transformer_jax.models.factory import init_params
+from transformer_jax.models.factory import init_params, merged
+from transformer_jax.models.lora import merged_parts, trained_part
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import (
     CONFIG,
@@ -26,7 +27,7 @@ from transformer_jax.pretrained.safetensors_folder import (
     WeightFolder,
     open_folder,
 )
-from transformer_jax.pytree import cast_floats
+from transformer_jax.pytree import cast_floats, sha256_of
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import special_ids
@@ -84,7 +85,7 @@ def load_run(path: str | Path, which: Which | None = None) -> TextModel:
     saved = checkpoint.step_path(folder.checkpoints, step)
     metadata = checkpoint.read_manifest(saved).metadata
     tokenizer = folder.read_tokenizer(metadata["tokenizer_sha256"])
-    params = _used_params(config, saved)
+    params = _used_params(config, saved, metadata)
     source = metadata.get("source_tokenizer_sha256")
     stop = tokenizer.stop_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
     begin = None
@@ -98,15 +99,81 @@ def load_run(path: str | Path, which: Which | None = None) -> TextModel:
     )  # fmt: skip
 
 
-def _used_params(config: TrainConfig, saved: Path) -> Any:
-    """Return the parameters of a checkpoint that are to be used: an average, if any; f32."""
+def is_run(path: str) -> bool:
+    """Say whether a path is the folder of a run, and not of a published model."""
+    return (Path(path) / "checkpoints").is_dir()
+
+
+def base_params(init_from: str, scanned: bool) -> Any:
+    """Load the f32 parameters of a run or a published model, to be gone on with.
+
+    Those of a published model are of a scanned stack, or of a looped one.
+    """
+    if is_run(init_from):
+        return load_run(init_from).params
+    return load_pretrained(init_from, dtype="float32", scan_layers=scanned)[1]
+
+
+def _adapted_base(config: TrainConfig, metadata: Mapping[str, Any]) -> Any:
+    """Load the parameters that a run's adapters are of; CheckpointError where they have changed."""
+    assert config.init_from is not None and isinstance(config.model, ModelConfig)
+    base = base_params(config.init_from, config.model.scan_layers)
+    check_base(config.init_from, base, metadata)
+    shapes = jax.eval_shape(lambda: init_params(config.model, jax.random.key(0)))
+    return merged(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), base)[0]
+
+
+def check_base(init_from: str, base: Any, metadata: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a model is not the one that a checkpoint's adapters are of."""
+    found, wanted = sha256_of(base), metadata["base_sha256"]
+    if found != wanted:
+        rule = f"the run began with {wanted[:16]}"
+        raise CheckpointError(f"{init_from}: parameters have sha256 {found[:16]}: {rule}")
+
+
+def _used_params(config: TrainConfig, saved: Path, metadata: Mapping[str, Any]) -> Any:
+    """Return the parameters of a checkpoint that are to be used: an average, if any; f32.
+
+    Adapters are added to the model that the run began with, as it was before it was quantised.
+    """
+    found = _trained(config, saved)
+    if config.lora is None:
+        return found
+    return merged_parts(_adapted_base(config, metadata), found, config.lora)
+
+
+def _trained(config: TrainConfig, saved: Path) -> Any:
+    """Return what a checkpoint's run trains, averaged if the run did so; f32."""
     averages = config.ema_decay is not None or isinstance(config.optimizer, ScheduleFree)
     name = "average" if averages else "params"
     dtype = jnp.float32 if averages else config.param_dtype
-    template = jax.eval_shape(
-        lambda: cast_floats(init_params(config.model, jax.random.key(0)), dtype)
-    )
-    return cast_floats(checkpoint.restore(saved, {name: template})[name], jnp.float32)
+
+    def fresh() -> Any:
+        key, lora = jax.random.key(0), config.lora
+        params = init_params(config.model, key)
+        if lora is not None:
+            params = trained_part(params, lora, key, config.trained_whole)
+        return cast_floats(params, dtype)
+
+    found = checkpoint.restore(saved, {name: jax.eval_shape(fresh)})[name]
+    return cast_floats(found, jnp.float32)
+
+
+def load_adapters(path: str | Path, which: Which | None = None) -> tuple[TrainConfig, Any]:
+    """Load the config and the f32 adapters of a run that trained some; see `load_run`.
+
+    ConfigError where it trained none, or other parameters as well.
+    """
+    folder = RunFolder(Path(path))
+    config = folder.read_config()
+    if config.lora is None:
+        raise ConfigError(f"run is {str(path)!r}: it has no adapters, lora is None")
+    saved = checkpoint.step_path(folder.checkpoints, _chosen_step(folder, which)[1])
+    found = _trained(config, saved)
+    if found["whole"]:
+        names = ", ".join(found["whole"])
+        raise ConfigError(f"run is {str(path)!r}: beside its adapters it has trained {names}")
+    return config, found["lora"]
 
 
 def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:

@@ -6,24 +6,23 @@ copied, row by row, and what is not is drawn afresh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer_jax.checkpoints.run_folder import RunFolder
-from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import ClassifyTask
-from transformer_jax.models.factory import init_params
+from transformer_jax.models.factory import init_params, merged
 from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
-from transformer_jax.pretrained.load import load_pretrained, pretrained_config
+from transformer_jax.pretrained.load import pretrained_config
 from transformer_jax.pretrained.safetensors_folder import open_folder
-from transformer_jax.text.text_model import load_run, published_tokenizer
+from transformer_jax.text.text_model import base_params, is_run, published_tokenizer
 from transformer_jax.training.batch import Params
 from transformer_jax.training.tasks.task import Tokenizers
 
@@ -43,11 +42,6 @@ class StartModel:
     """The classes of its head, where it is a classifier's run."""
 
 
-def is_run(path: str) -> bool:
-    """Say whether a path is the folder of a run, and not of a published model."""
-    return (Path(path) / "checkpoints").is_dir()
-
-
 def start_model(init_from: str) -> StartModel:
     """Find the model to start from; ConfigError or CheckpointError where it cannot be used."""
     if not is_run(init_from):
@@ -55,13 +49,13 @@ def start_model(init_from: str) -> StartModel:
         return StartModel(
             pretrained_config(init_from),
             Tokenizers(tokenizer),
-            lambda scanned: load_pretrained(init_from, dtype="float32", scan_layers=scanned)[1],
+            partial(base_params, init_from),
         )
     folder = RunFolder(Path(init_from))
     found = folder.read_config()
     tokenizers = Tokenizers(folder.read_tokenizer(), folder.read_source_tokenizer())
     labels = found.task.labels if isinstance(found.task, ClassifyTask) else None
-    return StartModel(found.model, tokenizers, lambda scanned: load_run(init_from).params, labels)
+    return StartModel(found.model, tokenizers, partial(base_params, init_from), labels)
 
 
 def check_model(model: AnyModelConfig, start: StartModel, init_from: str) -> None:
@@ -75,48 +69,18 @@ def check_model(model: AnyModelConfig, start: StartModel, init_from: str) -> Non
 
 
 def start_params(
-    config: TrainConfig, start: StartModel, key: jax.Array
+    config: TrainConfig, start: StartModel, given: Params, key: jax.Array
 ) -> tuple[Params, list[str]]:
     """Return the parameters that a run starts with, and a line about each part that changed.
 
-    Of a table that has grown, the rows that were there are kept. A head of other classes is drawn
-    afresh. ConfigError for a parameter of another shape.
+    They are `given`, those of the model to start from, where these fit. Of a table that has grown,
+    the rows that were there are kept. A head of other classes is drawn afresh.
+    ConfigError for a parameter of another shape.
     """
-    model = config.model
-    scanned = isinstance(model, ModelConfig) and model.scan_layers
-    params = start.params(scanned)
-    task = config.task
+    model, params, task = config.model, given, config.task
     if isinstance(task, ClassifyTask) and start.labels not in (None, task.labels):
         params = {name: part for name, part in params.items() if name != "classifier"}
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     if jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes):
         return params, []
     return merged(init_params(model, key), params)
-
-
-def merged(fresh: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return fresh parameters with those that are given in their places, and lines about the rest.
-
-    A leaf whose first axis is longer keeps its own last rows. The lines name what stayed fresh, and
-    what was given and has no place.
-    """
-    found, old = flatten_dict(fresh), flatten_dict(given)
-    new = []
-    for path, leaf in found.items():
-        name = "/".join(map(str, path))
-        if path not in old:
-            new.append(name)
-            continue
-        value = jnp.asarray(old[path], leaf.dtype)
-        if value.shape == leaf.shape:
-            found[path] = value
-        elif value.shape[1:] == leaf.shape[1:] and len(value) < len(leaf):
-            found[path] = leaf.at[: len(value)].set(value)
-            new.append(f"{name}[{len(value)}:]")
-        else:
-            rule = f"the model to start from has {list(value.shape)}"
-            raise ConfigError(f"{name} has shape {list(leaf.shape)}: {rule}")
-    unused = ["/".join(map(str, path)) for path in old if path not in found]
-    lines = [f"new parameters: {', '.join(new)}"] if new else []
-    lines += [f"parameters that the new model has not: {', '.join(unused)}"] if unused else []
-    return unflatten_dict(found), lines

@@ -36,7 +36,9 @@ from transformer_jax.checkpoints.run_folder import (
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.optimizers import ScheduleFree
+from transformer_jax.models.factory import init_params
 from transformer_jax.models.ngram import count_ngrams
+from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_trained, given_params
 from transformer_jax.training.batch import Batch, batch_loss, batch_scores
 from transformer_jax.training.initial import StartModel, check_model, start_model, start_params
 from transformer_jax.training.memory import CompiledAhead, check_state, check_step, step_memory
@@ -140,7 +142,7 @@ def fit(
             stored = folder.read_config()
             by_first(lambda: stack.enter_context(locked(folder.path)))
             task, found = _continued(config, stored, folder, vocab_size, progress)
-            if config.init_from is not None and found is None:
+            if config.init_from is not None and (found is None or config.lora is not None):
                 start = start_model(config.init_from)
         else:
             by_first(lambda: check_unused(folder.path))
@@ -152,7 +154,10 @@ def fit(
         run.check_memory(0 if found is None else found.step)
         if not resume:
             by_first(lambda: stack.enter_context(_claimed(folder.path)))
-        state = run.first_state(start) if found is None else run.restored(found)
+        if found is None:
+            state = run.first_state(start)
+        else:
+            state = run.restored(found, start)
         done = int(state.step)
         if found is not None:
             by_first(lambda: checkpoint.set_aside(folder.checkpoints, done))
@@ -258,7 +263,9 @@ class _Run:
         self.template = self.placement.state(
             jax.eval_shape(self.programs.fresh_state, np.uint32(self.config.seed))
         )
-        check_state(self.template)
+        self.base = FrozenBase(self.config, self.placement) if self.config.lora else None
+        self.frozen: tuple[Params, ...] = () if self.base is None else (self.base.template,)
+        check_state(self.template, self.frozen)
         if isinstance(task, ReadsAhead):
             task.place = partial(self.placement.own_rows, axis=1)
         self.held_out = self.placement.whole(task.held_out)
@@ -271,8 +278,9 @@ class _Run:
         if isinstance(program, CompiledAhead) and step < self.config.steps:
             self._first = self._inputs(step)
             given = (*self.resident, self._first)
-            compiled = program.program(self.template, *given)
-            check_step(step_memory(compiled, self.template, given), self.config.batch_size)
+            compiled = program.program(self.template, *given, frozen=self.frozen)
+            memory = step_memory(compiled, self.template, given, self.frozen)
+            check_step(memory, self.config.batch_size)
 
     def _inputs(self, step: int) -> Any:
         """Return what step `step`, from 0 on, reads, on the devices."""
@@ -293,7 +301,11 @@ class _Run:
                 return self.programs.fresh_state(seed)
             return jax.jit(self.programs.fresh_state, out_shardings=shardings)(seed)
         init_key, key = split_seed(np.uint32(config.seed))
-        params, changes = start_params(config, start, init_key)
+        if self.base is not None:
+            params, changes = self.base.load(start, init_key)
+            self.frozen = (self.base.params,)
+        else:
+            params, changes = start_params(config, start, given_params(config, start), init_key)
         for line in changes:
             self.progress.say(line)
         if shardings is None:
@@ -302,20 +314,36 @@ class _Run:
         key = jax.device_put(key, shardings.key)
         return jax.jit(self.programs.state_of, out_shardings=shardings)(params, key=key)
 
-    def restored(self, found: checkpoint.Manifest) -> TrainState:
+    def restored(self, found: checkpoint.Manifest, start: StartModel | None) -> TrainState:
+        """Return the state of a checkpoint; what stays as it is comes from the model to start."""
         if found.step > self.config.steps:
             rule = f"the run is at step {found.step} already"
             raise ConfigError(f"steps is {self.config.steps}: {rule}")
+        if self.base is not None:
+            assert start is not None
+            self.base.load(start, split_seed(np.uint32(self.config.seed))[0], found.metadata)
+            self.frozen = (self.base.params,)
         return checkpoint.restore(found.path, self.template, verified=True)
+
+    def used_params(self, state: TrainState) -> Params:
+        """Return the parameters of the model, which adapters are a part of."""
+        if self.base is None:
+            return state.used_params
+        return self.base.rejoined(state.used_params)
 
     def described(self, done: int) -> list[str]:
         """Return two lines: the model and its device, and what it is trained on."""
         leaves = jax.tree.leaves(self.template.params)
         count = sum(math.prod(leaf.shape) for leaf in leaves)
+        if self.base is not None:
+            kept = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.base.template))
+            trained, count = f" ({count:,} of them trained)", count + kept
+        else:
+            trained = ""
         start = f", from step {done} on" if done else ""
         return [
-            f"model: {count:,} parameters, vocabulary of {self.config.model.vocab_size:,}, "
-            f"on {self.placement.described()}",
+            f"model: {count:,} parameters{trained}, "
+            f"vocabulary of {self.config.model.vocab_size:,}, on {self.placement.described()}",
             f"{self.task.described()}{start}",
         ]
 
@@ -330,7 +358,7 @@ class _Run:
         self.progress.start(done, config.steps)
         while done < config.steps and not interrupted:
             inputs = self._inputs(done)
-            step = self.programs.train_step(state, *self.resident, inputs)
+            step = self.programs.train_step(state, *self.resident, inputs, frozen=self.frozen)
             state, metrics = self.placement.settled(step)
             if pending is not None:  # its numbers are read while this step runs
                 self._write(self._read(*pending, clock))
@@ -345,7 +373,7 @@ class _Run:
             scores, val_loss = None, None
             with clock.paused():
                 if evaluated:
-                    scores = self._evaluate(state.used_params)
+                    scores = self._evaluate(self.used_params(state))
                     val_loss = _finite(scores.loss)
                 self._write(measured, scores)
                 if val_loss is not None and (best_loss is None or val_loss < best_loss):
@@ -354,7 +382,7 @@ class _Run:
                     self._save(state, val_loss)
             interrupted = interrupted and not last
         if scores is None and not interrupted:  # the run was complete before
-            scores = self._evaluate(state.used_params)
+            scores = self._evaluate(self.used_params(state))
             val_loss = _finite(scores.loss)
         return self._finish(state, val_loss, scores, interrupted)
 
@@ -371,7 +399,7 @@ class _Run:
         """Sample, judge and draw the curves, and return what the run came to."""
         self.saver.wait()
         sample, judged = "", dict[str, float]()
-        params = None if interrupted else gathered_here(state.used_params)
+        params = None if interrupted else gathered_here(self.used_params(state))
         if is_first():
             if not interrupted and self.config.sample_tokens:
                 sample = self.task.sample(params)
@@ -453,6 +481,8 @@ class _Run:
             "data_sha256": self.task.sha256,
             "tokenizer_sha256": tokenizer_sha256(self.task.tokenizers.tokenizer),
         }
+        if self.base is not None:
+            metadata["base_sha256"] = self.base.sha256
         if self.task.tokenizers.source is not None:
             metadata["source_tokenizer_sha256"] = tokenizer_sha256(self.task.tokenizers.source)
         self.saver.save(int(state.step), state, metadata)
@@ -506,8 +536,13 @@ def _compiled(config: TrainConfig, prepare: Callable[..., Batch]) -> _Programs:
     held_as: dict[str, Any] = dict(
         param_dtype=jnp.dtype(config.param_dtype), average=config.ema_decay is not None
     )
+    fresh: Callable[[Any], TrainState]
+    fresh = partial(init_state, config.model, optimizer, **held_as)
+    if config.lora is not None:
+        loss = adapted_loss(loss, config.lora)
+        fresh = partial(_fresh_adapters, config, optimizer, held_as)
     return _Programs(
-        fresh_state=partial(init_state, config.model, optimizer, **held_as),
+        fresh_state=fresh,
         state_of=partial(start_state, optimizer=optimizer, **held_as),
         train_step=CompiledAhead(
             make_train_step(loss, optimizer, prepare, ema_decay=config.ema_decay)
@@ -517,13 +552,22 @@ def _compiled(config: TrainConfig, prepare: Callable[..., Batch]) -> _Programs:
     )
 
 
+def _fresh_adapters(
+    config: TrainConfig, optimizer: Any, held_as: Mapping[str, Any], seed: Any
+) -> TrainState:
+    """Return the state of step 0 of a run that trains adapters of a fresh model."""
+    init_key, key = split_seed(seed)
+    params = fresh_trained(config, init_params(config.model, init_key), init_key)
+    return start_state(params, optimizer, key, **held_as)
+
+
 def _counted(config: TrainConfig, task: TrainingTask) -> tuple[TrainConfig, _Programs]:
     """Return the programs of an n-gram model, whose only step counts, and its config."""
     assert isinstance(config.model, NgramConfig)
     model, params = count_ngrams(config.model, task.documents())
     scores = batch_scores(model)
 
-    def step(state: TrainState, *inputs: Any) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, *inputs: Any, frozen: Any) -> tuple[TrainState, Metrics]:
         """Put the counts in place; the loss is that of what a step of another model reads."""
         first = jax.tree.map(lambda leaf: leaf[0], task.prepare(*inputs))
         total, labels, _ = jax.jit(scores)(params, first)

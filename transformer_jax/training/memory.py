@@ -46,23 +46,24 @@ class StepMemory:
 class CompiledAhead(Generic[R]):
     """Call a jitted function of (state, *inputs) by programs that are compiled ahead of time.
 
-    A program is compiled for each shape of the inputs after the state, which always has one shape.
+    A program is compiled for each shape of the inputs after the state. The state and what is given
+    by name always have one shape.
     """
 
     def __init__(self, function: Callable[..., R]) -> None:
         self.function: Any = function
         self._programs: dict[Any, Any] = {}
 
-    def __call__(self, *args: Any) -> R:
-        found: R = self.program(*args)(*args)
+    def __call__(self, *args: Any, **named: Any) -> R:
+        found: R = self.program(*args, **named)(*args, **named)
         return found
 
-    def program(self, *args: Any) -> Any:
+    def program(self, *args: Any, **named: Any) -> Any:
         """Return the compiled program for arguments, or for the shapes of arguments."""
         leaves, structure = jax.tree.flatten(args[1:])
         key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if key not in self._programs:
-            self._programs[key] = self.function.lower(*args).compile()
+            self._programs[key] = self.function.lower(*args, **named).compile()
         return self._programs[key]
 
 
@@ -80,11 +81,14 @@ def bytes_on_device(tree: Any) -> int:
     return total
 
 
-def step_memory(program: Any, state: Any, inputs: Any) -> StepMemory:
-    """Return what a compiled step needs on a device, for a state and inputs of these shapes."""
+def step_memory(program: Any, state: Any, inputs: Any, frozen: Any = ()) -> StepMemory:
+    """Return what a compiled step needs on a device, for a state and inputs of these shapes.
+
+    Parameters that are `frozen`, given beside the state, count among the parameters.
+    """
     found = program.memory_analysis()
     held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    parameters = bytes_on_device(state.params)
+    parameters = bytes_on_device((state.params, frozen))
     optimizer = bytes_on_device((state.opt_state, state.average))
     given = bytes_on_device(inputs)
     working = max(held + found.temp_size_in_bytes - parameters - optimizer - given, 0)
@@ -101,17 +105,18 @@ def device_memory() -> int:
     return whole // (jax.local_device_count() if device.platform == "cpu" else 1)
 
 
-def check_state(state: Any) -> None:
+def check_state(state: Any, frozen: Any = ()) -> None:
     """Raise ConfigError for a state that, with its gradients, is larger than a device's memory.
 
-    Nothing is compiled: a model that cannot fit might take long to compile.
+    Beside it are the parameters that are `frozen`. Nothing is compiled: a model that cannot fit
+    might take long to compile.
     """
-    parameters = bytes_on_device(state.params)
+    gradients = bytes_on_device(state.params)
+    parameters = gradients + bytes_on_device(frozen)
     optimizer, there = bytes_on_device((state.opt_state, state.average)), device_memory()
-    gradients = parameters
     needed = parameters + optimizer + gradients
     if needed > there:
-        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((state.params, frozen)))
         parts = f"parameters {_gib(parameters)}, optimizer {_gib(optimizer)}"
         raise ConfigError(
             f"model has {count:,} parameters: needs {_gib(needed)} GiB on each device before any "

@@ -1,0 +1,90 @@
+"""Multiply with a kernel that has low-rank adapters: x W + s (x A) B, in two products.
+
+The sum W + s A B is never made: no kernel exists twice, and none gets a gradient unless it is asked
+for. A batch can use several adapters of one kernel, one for each row.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.models.functional import dropout, project
+from transformer_jax.pytree import exportable, register
+from transformer_jax.sharding import by_compiler, split
+
+
+@exportable
+@register(arrays=("base", "a", "b", "rows"), static=("scale", "dropout"))
+@dataclass(frozen=True, kw_only=True)
+class AdaptedKernel:
+    """Stand in a model's parameters where a kernel stands: the kernel, and its adapters.
+
+    In a scanned stack all arrays lead with L.
+    """
+
+    base: Any  # [*inputs, *outputs]
+    a: jax.Array  # f32[inputs, r], or of n adapters [n, inputs, r]
+    b: jax.Array  # f32[r, outputs], or [n, r, outputs]
+    rows: jax.Array | None = None  # i32[B]: which adapter a row of the batch uses; -1 is none
+    scale: float
+    dropout: float = 0.0
+    """Rate of dropout on what A reads."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the kernel."""
+        return tuple(self.base.shape)
+
+
+def product(
+    x: jax.Array,  # [..., *inputs]
+    kernel: Any,  # [*inputs, *outputs]; an array or an AdaptedKernel
+    bias: jax.Array | None,  # [*outputs]
+    contract: int,
+    key: jax.Array | None,
+    name: str,
+) -> jax.Array:  # [..., *outputs]
+    """Return x W + b over the last `contract` axes of x, in the dtype of x.
+
+    Of an adapted kernel, x W + s (drop(x) A) B + b. Dropout is on where there is a key; the bits
+    are those of the key and the module's `name`.
+    """
+    if not isinstance(kernel, AdaptedKernel):
+        return project(x, kernel.astype(x.dtype), bias, contract)
+    y = product(x, kernel.base, bias, contract, None, name)
+    if key is not None and kernel.dropout:
+        key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        x = dropout(x, kernel.dropout, key)
+    rows = kernel.rows
+    if rows is not None and rows.shape != x.shape[:1]:
+        rule = f"must be one for each of the {x.shape[0]} rows of the batch"
+        raise ValueError(f"rows has shape {list(rows.shape)}: {rule}")
+    arrays = [x, kernel.a.astype(x.dtype), kernel.b.astype(x.dtype), rows]
+    added = by_compiler(partial(_low_rank, contract, kernel.shape[contract:]), arrays, split(y))
+    return y + jnp.asarray(kernel.scale, y.dtype) * added
+
+
+def _low_rank(
+    contract: int,
+    outputs: tuple[int, ...],
+    x: jax.Array,  # [..., *inputs]
+    a: jax.Array,
+    b: jax.Array,
+    rows: jax.Array | None,
+) -> jax.Array:  # [..., *outputs]
+    lead = x.shape[: x.ndim - contract]
+    x = x.reshape(*lead, math.prod(x.shape[x.ndim - contract :]))
+    if rows is None:
+        y = (x @ a) @ b
+    else:
+        a, b = (jnp.take(part, jnp.maximum(rows, 0), axis=0, mode="fill") for part in (a, b))
+        y = jnp.einsum("B...r,Bro->B...o", jnp.einsum("B...i,Bir->B...r", x, a), b)
+        y = jnp.where(rows.reshape(-1, *(1,) * (y.ndim - 1)) < 0, 0, y)
+    return y.reshape(*lead, *outputs)

@@ -1,0 +1,105 @@
+"""Train adapters of a model that stays as it is: its own state, and its part of a run.
+
+The state of such a run holds adapters, and parameters that are trained whole. The others, the
+base, are an argument of each step, and are in no checkpoint: they are loaded from where the run
+began, and known by their SHA-256.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax.traverse_util import flatten_dict
+
+from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
+from transformer_jax.models.factory import init_params
+from transformer_jax.models.lora import frozen_part, rejoined, trained_part
+from transformer_jax.pytree import sha256_of
+from transformer_jax.text.text_model import check_base
+from transformer_jax.training.batch import Batch, Loss, Params
+from transformer_jax.training.initial import StartModel, start_params
+from transformer_jax.training.placement import Placement
+
+_ADAPTERS = 1
+"""What `fold_in` makes the key of adapters of: the parameters are drawn from the key itself."""
+
+
+def adapted_loss(loss: Loss, lora: LoraConfig) -> Loss:
+    """Return `loss(params, batch, key)` as `loss(trained, batch, key, base)`."""
+
+    def adapted(
+        trained: Params, batch: Batch, key: jax.Array | None, base: Params
+    ) -> tuple[jax.Array, jax.Array]:
+        return loss(rejoined(base, trained, lora), batch, key)
+
+    return adapted
+
+
+def given_params(config: TrainConfig, start: StartModel) -> Params:
+    """Load the parameters of the model to start from, of the stack that the run has."""
+    return start.params(isinstance(config.model, ModelConfig) and config.model.scan_layers)
+
+
+def fresh_trained(config: TrainConfig, params: Params, key: jax.Array) -> Params:
+    """Return what a run with adapters trains, at its start."""
+    assert config.lora is not None
+    own = jax.random.fold_in(key, _ADAPTERS)
+    return trained_part(params, config.lora, own, config.trained_whole)
+
+
+class FrozenBase:
+    """Hold the parameters of a run that stay as they are."""
+
+    params: Params
+    """On the devices, once they are loaded."""
+    sha256: str
+    """Of the parameters that were loaded, before any of them was quantised."""
+
+    def __init__(self, config: TrainConfig, placement: Placement) -> None:
+        assert config.lora is not None
+        self.config, self.lora, self._placement = config, config.lora, placement
+        model, lora, whole = config.model, config.lora, config.trained_whole
+
+        def fresh() -> Params:
+            return frozen_part(init_params(model, jax.random.key(0)), lora, whole)
+
+        self.template: Params = placement.state(jax.eval_shape(fresh))
+
+    def load(
+        self, start: StartModel, key: jax.Array, metadata: Mapping[str, Any] | None = None
+    ) -> tuple[Params, list[str]]:
+        """Load them; return what the run trains, at its start, and lines about what is new.
+
+        CheckpointError where `metadata` of a checkpoint has another model, ConfigError where a
+        parameter is new and is not trained.
+        """
+        config = self.config
+        given = given_params(config, start)
+        if metadata is None:
+            self.sha256 = sha256_of(given)
+        else:
+            assert config.init_from is not None
+            check_base(config.init_from, given, metadata)
+            self.sha256 = metadata["base_sha256"]
+        params, changes = start_params(config, start, given, key)
+        trained = fresh_trained(config, params, key)
+        _check_trained(given, params, trained["whole"])
+        base = frozen_part(params, self.lora, config.trained_whole)
+        shardings = self._placement.shardings(self.template)
+        self.params = base if shardings is None else jax.device_put(base, shardings)
+        return trained, changes
+
+    def rejoined(self, trained: Params) -> Params:
+        """Return the parameters of the model, with the adapters beside their kernels."""
+        return rejoined(self.params, trained, self.lora)
+
+
+def _check_trained(given: Params, params: Params, whole: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a parameter is not the given one, and is not trained whole."""
+    old = flatten_dict(given, sep="/")
+    for name, leaf in flatten_dict(params, sep="/").items():
+        if name not in whole and (name not in old or old[name].shape != leaf.shape):
+            rule = "it is new, at least in part, and would stay as it was drawn"
+            raise ConfigError(f"lora.trained lacks {name!r}: {rule}")
