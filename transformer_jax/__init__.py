@@ -121,6 +121,7 @@ from transformer_jax.models.positions import (
     shaw_values,
     sinusoidal,
 )
+from transformer_jax.models.quantized import QuantizedKernel, quantize
 from transformer_jax.models.recent_tokens import (
     RecentTokens,
     RecentTokensStep,
@@ -204,6 +205,7 @@ __all__ = [
     "PromptLookup",
     "Proposal",
     "Proposer",
+    "QuantizedKernel",
     "RecentTokens",
     "RecentTokensStep",
     "RecurrentConfig",
@@ -277,6 +279,7 @@ __all__ = [
     "pool_sentences",
     "prefill",
     "preset",
+    "quantize",
     "read_g2p",
     "rebase_cache",
     "rebase_state",

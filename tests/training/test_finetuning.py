@@ -1,4 +1,4 @@
-"""Runs that train adapters: what learns and what stays, resuming, and what is refused."""
+"""Compare what fine-tuning takes of memory: all parameters, or adapters of a frozen base.
 
 import dataclasses
 import json
@@ -89,6 +89,8 @@ CASES = {
     "accumulation": dict(accumulation=2),
     "average": dict(ema_decay=0.5),
     "bfloat16 base": dict(lora=dataclasses.replace(LORA, base="bfloat16")),
+    "int8 base": dict(lora=dataclasses.replace(LORA, base="int8")),
+    "int4 base": dict(lora=dataclasses.replace(LORA, base="int4")),
     "trained": dict(lora=dataclasses.replace(LORA, trained=("embed", "decoder/norm"))),
     "packed": dict(task=LanguageTask(documents="lines")),
 }
@@ -123,6 +125,19 @@ def test_what_the_run_measures_is_what_its_merged_parameters_have(base, tmp_path
         for batch in task.evaluation()
     )
     assert_near(total[0] / total[1], result.val_loss, 1e-5)
+
+
+@pytest.mark.parametrize("held", ["bfloat16", "int8", "int4"])
+def test_a_base_in_fewer_bits_measures_nearly_the_same(base, tmp_path, held):
+    """Its state is the same size; the loss before the first step is off by what rounding costs."""
+    whole = tuned_config(tmp_path, base, "whole", steps=1)
+    fewer = dataclasses.replace(LORA, base=held)
+    config = tuned_config(tmp_path, base, "fewer", steps=1, lora=fewer)
+    results = [fit(one) for one in (whole, config)]
+    losses = [result.val_loss for result in results]
+    assert losses[0] != losses[1]
+    assert abs(losses[0] - losses[1]) < {"bfloat16": 0.01, "int8": 0.02, "int4": 0.3}[held]
+    assert load_run(config.out, "last").params["decoder"]["norm"]["scale"].dtype == jnp.float32
 
 
 def test_a_base_that_has_changed_is_refused(base, tmp_path):
@@ -182,15 +197,17 @@ def test_an_encoder_decoder_is_adapted_too(tmp_path):
 def test_what_cannot_be_adapted_is_one_line(base, tmp_path):
     config = tuned_config(tmp_path, base)
     refused = {
-        "init_from is None: must name the model that lora adapts": dict(
-            init_from=None, tokenizer="char"
-        ),
         "with lora, lora.base and lora.trained say": dict(param_dtype="bfloat16"),
         "frozen is ": dict(frozen=("embed",)),
     }
     for line, changes in refused.items():
         with pytest.raises(ConfigError, match=line):
             dataclasses.replace(config, **changes)
+    alone = dataclasses.replace(config, init_from=None, tokenizer="char")
+    with pytest.raises(
+        ConfigError, match="init_from is None: must name the model"
+    ):
+        fit(alone)
     late = {
         r"targets has 'qerry': matches nothing": LoraConfig(targets=("qerry",)),
         r"lora.trained has 'decoder': .*/kernel has an adapter": dataclasses.replace(

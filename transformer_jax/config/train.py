@@ -170,8 +170,6 @@ class TrainConfig:
         if not isinstance(self.model, ModelConfig):
             kind = type(self.model).__name__.removesuffix("Config").lower()
             fail("lora", "LoraConfig", f"is for transformers, the model is {kind}")
-        if self.init_from is None:
-            fail("init_from", None, "must name the model that lora adapts")
         if isinstance(self.optimizer, Muon):
             fail("optimizer", "muon", "is for kernels, and lora trains none")
         rule = "with lora, lora.base and lora.trained say what stays as it is, and how it is held"

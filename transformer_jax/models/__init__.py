@@ -32,6 +32,7 @@ from transformer_jax.models.positions import (
     shaw_values,
     sinusoidal,
 )
+from transformer_jax.models.quantized import QuantizedKernel, quantize
 from transformer_jax.models.recent_tokens import (
     RecentTokens,
     RecentTokensStep,
@@ -64,6 +65,7 @@ __all__ = [
     "Encoder",
     "EncoderDecoder",
     "NgramLM",
+    "QuantizedKernel",
     "RecentTokens",
     "RecentTokensStep",
     "RecurrentLM",
@@ -92,6 +94,7 @@ __all__ = [
     "lora_loss",
     "merge_lora",
     "num_params",
+    "quantize",
     "rebase_cache",
     "rebase_state",
     "receptive_field",

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.models.functional import dropout, project
+from transformer_jax.models.quantized import QuantizedKernel, quantized_project
 from transformer_jax.pytree import exportable, register
 from transformer_jax.sharding import by_compiler, split
 
@@ -45,7 +46,7 @@ class AdaptedKernel:
 
 def product(
     x: jax.Array,  # [..., *inputs]
-    kernel: Any,  # [*inputs, *outputs]; an array or an AdaptedKernel
+    kernel: Any,  # [*inputs, *outputs]; an array, a QuantizedKernel or an AdaptedKernel
     bias: jax.Array | None,  # [*outputs]
     contract: int,
     key: jax.Array | None,
@@ -56,6 +57,8 @@ def product(
     Of an adapted kernel, x W + s (drop(x) A) B + b. Dropout is on where there is a key; the bits
     are those of the key and the module's `name`.
     """
+    if isinstance(kernel, QuantizedKernel):
+        return quantized_project(x, kernel, bias, contract)
     if not isinstance(kernel, AdaptedKernel):
         return project(x, kernel.astype(x.dtype), bias, contract)
     y = product(x, kernel.base, bias, contract, None, name)

@@ -27,6 +27,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from transformer_jax.checks import check_key
 from transformer_jax.config import ConfigError, LoraConfig
 from transformer_jax.models.adapters import AdaptedKernel
+from transformer_jax.models.quantized import QuantizedKernel, quantize
 from transformer_jax.models.stack import stack_layers, unstack_layers
 from transformer_jax.pytree import cast_floats
 
@@ -72,6 +73,8 @@ def apply_lora(
     """
 
     def add(path: str, module: Mapping[str, Any], part: Mapping[str, Any]) -> jax.Array:
+        if isinstance(module["kernel"], QuantizedKernel):
+            raise ValueError(f"{path}: is quantised: adapters are added to what it was made of")
         _check_adapter(path, module["kernel"], part, config.rank)
         delta = config.scale * jnp.matmul(part["a"], part["b"], precision="highest")
         return module["kernel"] + delta.reshape(module["kernel"].shape)
@@ -166,9 +169,16 @@ def frozen_part(
     names = tuple(f"{name.strip('/')}/" for name in (*config.trained, *whole))
     flat = flatten_dict(params, sep="/")
     kept = {name: leaf for name, leaf in flat.items() if not f"{name}/".startswith(names)}
-    return cast_floats(
-        unflatten_dict(kept, sep="/"),
-        jnp.float32 if config.base == "float32" else jnp.bfloat16,
+    tree = unflatten_dict(kept, sep="/")
+    if config.base == "float32":
+        return cast_floats(tree, jnp.float32)
+    if config.base == "bfloat16":
+        return quantize(tree, "bf16")
+    found = quantize(tree, config.base)
+    return jax.tree.map(
+        lambda x: x if isinstance(x, QuantizedKernel) else cast_floats(x, jnp.bfloat16),
+        found,
+        is_leaf=lambda x: isinstance(x, QuantizedKernel),
     )
 
 

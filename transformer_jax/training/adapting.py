@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import optax
 from flax.traverse_util import flatten_dict
 
 from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
@@ -21,6 +22,7 @@ from transformer_jax.text.text_model import check_base
 from transformer_jax.training.batch import Batch, Loss, Params
 from transformer_jax.training.initial import StartModel, start_params
 from transformer_jax.training.placement import Placement
+from transformer_jax.training.step import TrainState, split_seed, start_state
 
 _ADAPTERS = 1
 """What `fold_in` makes the key of adapters of: the parameters are drawn from the key itself."""
@@ -47,6 +49,15 @@ def fresh_trained(config: TrainConfig, params: Params, key: jax.Array) -> Params
     assert config.lora is not None
     own = jax.random.fold_in(key, _ADAPTERS)
     return trained_part(params, config.lora, own, config.trained_whole)
+
+
+def fresh_adapters(
+    config: TrainConfig, optimizer: optax.GradientTransformation, seed: jax.typing.ArrayLike
+) -> TrainState:
+    """Return the state of step 0 of a run that trains adapters of a fresh model."""
+    init_key, key = split_seed(seed)
+    params = fresh_trained(config, init_params(config.model, init_key), init_key)
+    return start_state(params, optimizer, key, average=config.ema_decay is not None)
 
 
 class FrozenBase:

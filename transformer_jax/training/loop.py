@@ -36,9 +36,9 @@ from transformer_jax.checkpoints.run_folder import (
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.optimizers import ScheduleFree
-from transformer_jax.models.factory import init_params
 from transformer_jax.models.ngram import count_ngrams
-from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_trained, given_params
+from transformer_jax.models.quantized import count
+from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_adapters, given_params
 from transformer_jax.training.batch import Batch, batch_loss, batch_scores
 from transformer_jax.training.initial import StartModel, check_model, start_model, start_params
 from transformer_jax.training.memory import CompiledAhead, check_state, check_step, step_memory
@@ -135,6 +135,8 @@ def fit(
     OSError for what happens on the way; the checkpoints so far stay good.
     """
     progress = progress if progress is not None and is_first() else Silent()
+    if config.lora is not None and config.init_from is None:
+        raise ConfigError("init_from is None: must name the model that lora adapts")
     folder = RunFolder(Path(config.out))
     with ExitStack() as stack:
         found, start = None, None
@@ -333,16 +335,15 @@ class _Run:
 
     def described(self, done: int) -> list[str]:
         """Return two lines: the model and its device, and what it is trained on."""
-        leaves = jax.tree.leaves(self.template.params)
-        count = sum(math.prod(leaf.shape) for leaf in leaves)
+        total = count(self.template.params)
         if self.base is not None:
-            kept = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.base.template))
-            trained, count = f" ({count:,} of them trained)", count + kept
+            kept = count(self.base.template)
+            trained, total = f" ({total:,} of them trained)", total + kept
         else:
             trained = ""
         start = f", from step {done} on" if done else ""
         return [
-            f"model: {count:,} parameters{trained}, "
+            f"model: {total:,} parameters{trained}, "
             f"vocabulary of {self.config.model.vocab_size:,}, on {self.placement.described()}",
             f"{self.task.described()}{start}",
         ]
@@ -540,7 +541,7 @@ def _compiled(config: TrainConfig, prepare: Callable[..., Batch]) -> _Programs:
     fresh = partial(init_state, config.model, optimizer, **held_as)
     if config.lora is not None:
         loss = adapted_loss(loss, config.lora)
-        fresh = partial(_fresh_adapters, config, optimizer, held_as)
+        fresh = partial(fresh_adapters, config, optimizer)
     return _Programs(
         fresh_state=fresh,
         state_of=partial(start_state, optimizer=optimizer, **held_as),
@@ -550,15 +551,6 @@ def _compiled(config: TrainConfig, prepare: Callable[..., Batch]) -> _Programs:
         eval_step=make_eval_step(batch_scores(config.model, row_shards=row_shards), prepare),
         rate=jax.jit(learning_rate_schedule(config)),
     )
-
-
-def _fresh_adapters(
-    config: TrainConfig, optimizer: Any, held_as: Mapping[str, Any], seed: Any
-) -> TrainState:
-    """Return the state of step 0 of a run that trains adapters of a fresh model."""
-    init_key, key = split_seed(seed)
-    params = fresh_trained(config, init_params(config.model, init_key), init_key)
-    return start_state(params, optimizer, key, **held_as)
 
 
 def _counted(config: TrainConfig, task: TrainingTask) -> tuple[TrainConfig, _Programs]:

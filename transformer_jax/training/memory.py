@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from transformer_jax.config import ConfigError
+from transformer_jax.models.quantized import count
 
 R = TypeVar("R")
 
@@ -116,10 +117,10 @@ def check_state(state: Any, frozen: Any = ()) -> None:
     optimizer, there = bytes_on_device((state.opt_state, state.average)), device_memory()
     needed = parameters + optimizer + gradients
     if needed > there:
-        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((state.params, frozen)))
+        total = count((state.params, frozen))
         parts = f"parameters {_gib(parameters)}, optimizer {_gib(optimizer)}"
         raise ConfigError(
-            f"model has {count:,} parameters: needs {_gib(needed)} GiB on each device before any "
+            f"model has {total:,} parameters: needs {_gib(needed)} GiB on each device before any "
             f"batch ({parts}, gradients {_gib(gradients)}), which has {_gib(there)} GiB"
         )
 

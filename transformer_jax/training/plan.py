@@ -25,6 +25,7 @@ from transformer_jax.models.factory import build, init_cache, init_params
 from transformer_jax.models.flops import forward_flops, training_flops
 from transformer_jax.models.inputs import example_inputs
 from transformer_jax.pytree import cast_floats
+from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_adapters
 from transformer_jax.training.batch import Batch, batch_loss
 from transformer_jax.training.hardware import Hardware
 from transformer_jax.training.memory import StepMemory, bytes_on_device, step_memory
@@ -125,10 +126,15 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
         param_dtype=jnp.dtype(config.param_dtype),
         average=config.ema_decay is not None,
     )
+    frozen: tuple[Any, ...] = ()
+    if config.lora is not None:
+        fresh = partial(fresh_adapters, config, optimizer)
+        frozen = (FrozenBase(config, abstract).template,)
     template = jax.eval_shape(fresh, np.uint32(0))
     state = abstract.state(template)
-    parameters = bytes_on_device(state.params)
-    gradients = parameters if config.param_dtype == "float32" else 2 * parameters  # in float32
+    trained = bytes_on_device(state.params)
+    parameters = trained + bytes_on_device(frozen)
+    gradients = trained if config.param_dtype == "float32" else 2 * trained  # in float32
     held = StepMemory(parameters, bytes_on_device((state.opt_state, state.average)), 0, gradients)
     if not compiled or held.total > hardware.memory:
         return Plan(hardware, mesh, held, 0, tokens, flops, False)
@@ -139,14 +145,17 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
         model, config.label_smoothing, z_loss=config.z_loss, chunk=config.loss_chunk,
         row_shards=mesh.row_shards,
     )  # fmt: skip
+    if config.lora is not None:
+        loss = adapted_loss(loss, config.lora)
+        frozen = (FrozenBase(config, placement).template,)
     step: Any = make_train_step(loss, optimizer, ema_decay=config.ema_decay)
     with hardware.lowering():
-        program = step.lower(state, batch)
+        program = step.lower(state, batch, frozen=frozen)
     found = _compiled(program)
     if isinstance(found, int):
         memory = replace(held, working=max(found - parameters - held.optimizer, gradients))
         return Plan(hardware, mesh, memory, 0, tokens, flops, True)
-    memory = step_memory(found, state, batch)
+    memory = step_memory(found, state, batch, frozen)
     return Plan(hardware, mesh, memory, 0, tokens, flops, True, _traffic(found, hardware.count))
 
 

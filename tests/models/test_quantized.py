@@ -1,0 +1,181 @@
+"""Kernels in 8 and 4 bits: how far they are off, that models run from them, and in what memory."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.tolerances import assert_near, assert_same_bits
+from transformer_jax.config import ConfigError, LoraConfig, ModelConfig
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache, init_params
+from transformer_jax.models.lora import apply_lora, init_lora, with_adapters
+from transformer_jax.models.quantized import QuantizedKernel, quantize
+from transformer_jax.models.stack import stack_layers, unstack_layers
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SMALL = dict(vocab_size=23, d_model=32, num_heads=2, d_ff=64, max_len=17, init_std=0.3)
+MODELS = {
+    "decoder": ModelConfig(
+        num_layers=2, num_kv_heads=1, head_dim=6, glu=True, positions="rope", **SMALL
+    ),
+    "encoder": ModelConfig(kind="encoder", num_layers=2, norm_order="post", **SMALL),
+    "encoder-decoder": ModelConfig(kind="encoder-decoder", num_layers=1, **SMALL),
+}
+TOKENS = jnp.array(np.random.default_rng(5).integers(0, 23, (3, 11)), jnp.int32)
+
+
+def is_quantized(x):
+    return isinstance(x, QuantizedKernel)
+
+
+def plain(params):
+    """The same numbers as arrays."""
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float32) if is_quantized(x) else x, params, is_leaf=is_quantized
+    )
+
+
+def logits(config, params, **given):
+    if config.kind == "encoder-decoder":
+        given["source"] = TOKENS[:, ::-1]
+    return build(config).apply({"params": params}, TOKENS, **given)[0]
+
+
+@pytest.mark.parametrize(("kind", "levels", "group"), [("int8", 127, 96), ("int4", 7, 32)])
+def test_a_weight_is_off_by_half_a_step_at_most(rng, kind, levels, group):
+    kernel = rng.normal(size=(96, 5)).astype(np.float32) * rng.lognormal(size=(1, 5))
+    kernel[:, 3] = 0.0
+    kernel = kernel.astype(np.float32)
+    found = quantize({"block_0": {"up": {"kernel": jnp.array(kernel)}}}, kind)
+    found = found["block_0"]["up"]["kernel"]
+    back = np.asarray(found.astype(jnp.float32), np.float64)
+    assert back.shape == found.shape == kernel.shape
+    largest = np.abs(kernel.astype(np.float64)).reshape(-1, group, 5).max(axis=1, keepdims=True)
+    error = np.abs(back - kernel).reshape(-1, group, 5)
+    assert (error <= largest / (2 * levels) * (1 + 1e-6)).all()
+    assert (error.max(axis=1) > largest[:, 0] / (2 * levels) * 0.8)[:, [0, 1, 2, 4]].mean() > 0.6
+    assert not back[:, 3].any()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(found))
+    assert size == {"int8": 96 * 5 + 4 * 5, "int4": 96 * 5 // 2 + 3 * 4 * 5}[kind]
+
+
+@pytest.mark.parametrize(("kind", "share"), [("int8", 0.01), ("int4", 0.12)])
+def test_a_product_of_normal_weights_is_off_by_a_share_of_itself(rng, kind, share):
+    kernel = rng.normal(size=(256, 64))
+    x = rng.normal(size=(100, 256))
+    found = quantize({"block_0": {"up": {"kernel": jnp.array(kernel, jnp.float32)}}}, kind)
+    back = np.asarray(found["block_0"]["up"]["kernel"].astype(jnp.float32), np.float64)
+    error = np.linalg.norm(x @ (back - kernel)) / np.linalg.norm(x @ kernel)
+    assert share / 2 < error < share
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_computes_what_its_numbers_say(model, scan, kind):
+    config = dataclasses.replace(MODELS[model], scan_layers=scan)
+    params = quantize(init_params(config, jax.random.key(0)), kind)
+    counted = sum(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
+    kernels = {"decoder": 7, "encoder": 6, "encoder-decoder": 16}[model]
+    assert counted == (kernels if scan or config.num_layers == 1 else 2 * kernels)
+    wanted = logits(config, plain(params))
+    assert_near(logits(config, params), wanted, 1e-5)
+    key = dataclasses.replace(config, dropout=0.2)
+    assert_near(
+        logits(key, params, key=jax.random.key(1)),
+        logits(key, plain(params), key=jax.random.key(1)),
+        1e-5,
+    )
+
+
+def test_stacked_and_unstacked_kernels_are_the_same():
+    config = MODELS["decoder"]
+    looped = quantize(init_params(config, jax.random.key(0)), "int4")
+    again = unstack_layers(stack_layers(looped))
+    jax.tree.map(assert_same_bits, again, looped)
+    scanned = dataclasses.replace(config, scan_layers=True)
+    assert_near(logits(scanned, stack_layers(looped)), logits(config, looped), 1e-5)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_quantised_model_writes_what_its_numbers_write(scan):
+    config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
+    params = quantize(init_params(config, jax.random.key(0)), "int8")
+    step = make_step(build(config))
+
+    def written(params):
+        state = init_cache(config, 3, 17)
+        return generate(step, params, TOKENS[:, :5], state, num_tokens=9).tokens
+
+    np.testing.assert_array_equal(written(params), written(plain(params)))
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_adapters_beside_quantised_kernels_have_the_gradients_of_the_sum(scan):
+    config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
+    params = init_params(config, jax.random.key(0))
+    lora = LoraConfig(rank=2, targets="all-linear")
+    adapters = init_lora(params, lora, jax.random.key(1))
+    rng = np.random.default_rng(2)
+    adapters = jax.tree.map(lambda x: jnp.array(rng.normal(0, 0.2, x.shape), x.dtype), adapters)
+    params = quantize(params, "int4")
+
+    def loss(adapters, params, join):
+        return jnp.square(logits(config, join(params, adapters, lora))).mean()
+
+    found = jax.grad(loss)(adapters, params, with_adapters)
+    wanted = jax.grad(loss)(adapters, plain(params), apply_lora)
+    jax.tree.map(lambda x, y: assert_near(x, y, 1e-4), found, wanted)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_backward_pass_holds_no_kernel_but_the_one_it_uses(remat):
+    """In a scanned stack; in a looped one XLA's CPU backend joins the second making with the first.
+
+    Compiled for an H200 and a TPU v5e, a looped one holds no more either (benchmarks/NOTES.md).
+    """
+    width = 256
+    kernels = 4 * (4 * width * width + 2 * width * 4 * width)  # bytes of f32 in a block
+
+    def working(depth, kind):
+        config = ModelConfig(
+            vocab_size=23, d_model=width, num_heads=2, num_layers=depth, max_len=8,
+            scan_layers=True, remat=remat, positions="rope",
+        )  # fmt: skip
+        lora = LoraConfig(rank=2)
+        params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+        adapters = jax.eval_shape(lambda p: init_lora(p, lora, jax.random.key(1)), params)
+        if kind is not None:
+            params = jax.eval_shape(lambda p: quantize(p, kind), params)
+
+        def loss(adapters, params, tokens):
+            model = with_adapters(params, adapters, lora)
+            return build(config).apply({"params": model}, tokens)[0].mean()
+
+        tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+        program = jax.jit(jax.grad(loss)).lower(adapters, params, tokens).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    for kind in ("int8", "int4"):
+        assert (working(8, kind) - working(4, kind)) / 4 < 0.1 * kernels
+    assert working(4, "int8") < 2.5 * kernels
+
+
+def test_what_cannot_be_quantised_is_one_line():
+    def one(kernel):
+        return {"block_0": {"up": {"kernel": kernel}}}
+
+    with pytest.raises(ConfigError, match=r"^block_0/up/kernel is not finite: cannot be"):
+        quantize(one(jnp.full((4, 4), jnp.nan)), "int8")
+    with pytest.raises(ConfigError, match=r"^block_0/up/kernel has 5 inputs: must be even"):
+        quantize(one(jnp.ones((5, 4))), "int4")
+    twice = quantize(one(jnp.ones((4, 4))), "int8")
+    with pytest.raises(ConfigError, match=r"kernel is a QuantizedKernel: must be an array"):
+        quantize(twice, "int8")
+    low = quantize({"embed": {"tokens": jnp.ones((4, 4))}, **one(jnp.ones((4, 4)))}, "bf16")
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(low)} == {"bfloat16"}

@@ -1,0 +1,161 @@
+"""Hold kernels in 8 or 4 bits, and multiply with them: symmetric, absolute maximum (no zero point).
+
+W' = scale q, with q an integer: of 8 bits one scale for each output, of 4 bits one for each output
+and each group of inputs. LLM.int8 (Dettmers et al. 2022) keeps outliers apart, NF4 (Dettmers et al.
+2023) has other levels than integers: neither is done here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.config import ConfigError
+from transformer_jax.models.functional import project
+from transformer_jax.pytree import cast_floats, exportable, register
+
+Kind = Literal["bf16", "int8", "int4"]
+
+GROUP = 32
+"""Inputs that share a scale in 4 bits; where their number is no multiple of it, all share one."""
+
+
+@exportable
+@register(arrays=("values", "scale"), static=("inputs", "outputs", "bits"))
+@dataclass(frozen=True, kw_only=True)
+class QuantizedKernel:
+    """Stand in a model's parameters where a kernel stands: integers, and what to multiply them by.
+
+    In a scanned stack both arrays lead with L.
+    """
+
+    values: jax.Array
+    """i8[inputs, outputs]; of 4 bits u8[inputs / 2, outputs], two values in a byte, + 8 each, the
+    first in its low half."""
+    scale: jax.Array
+    """f32[groups, outputs]."""
+    inputs: tuple[int, ...]
+    """The axes of the kernel that are summed over, such as [N, Hv] of an attention's output."""
+    outputs: tuple[int, ...]
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the kernel."""
+        return (*self.values.shape[:-2], *self.inputs, *self.outputs)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Return the dtype of the kernel, when it is no longer quantised."""
+        return np.dtype(np.float32)
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Return the kernel W' as an array: scale x value, computed in f32."""
+        values = self.values
+        if self.bits == 4:
+            low, high = values & 15, values >> 4
+            values = jnp.stack([low, high], axis=-2)  # [..., inputs / 2, 2, outputs]
+            values = values.reshape(*values.shape[:-3], -1, values.shape[-1]).astype(jnp.int8) - 8
+        *lead, inputs, outputs = values.shape
+        groups = self.scale.shape[-2]
+        grouped = values.reshape(*lead, groups, inputs // groups, outputs).astype(jnp.float32)
+        return (grouped * self.scale[..., None, :]).astype(dtype).reshape(self.shape)
+
+
+def quantize(params: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    """Return parameters of a transformer whose kernels of blocks are held in 8 or 4 bits.
+
+    "bf16" casts every float. With "int8" and "int4" other parameters (embeddings, norms, biases,
+    heads) stay as they are. Of each weight, |W - W'| <= scale / 2, which is at most 1/254 of the
+    largest weight of its output in 8 bits, and 1/14 of the largest in its group of 32 inputs in 4
+    (of all inputs, where their number is no multiple of 32). ConfigError for a kernel that is not
+    finite, is quantised already, or has an odd number of inputs in 4 bits.
+    """
+    if kind == "bf16":
+        return cast_floats(dict(params), jnp.bfloat16)
+    return _walk(params, "", kind)
+
+
+def count(params: Any) -> int:
+    """Count the numbers of parameters or of their shapes; of a quantised kernel, its weights."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantizedKernel))
+    return sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+def _walk(tree: Mapping[str, Any], path: str, kind: Kind) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for name, part in tree.items():
+        at = f"{path}/{name}" if path else name
+        if isinstance(part, Mapping):
+            found[name] = _walk(part, at, kind)
+        elif name == "kernel" and any(one.startswith("block") for one in path.split("/")):
+            found[name] = _quantized(at, part, 8 if kind == "int8" else 4)
+        else:
+            found[name] = part
+    return found
+
+
+def _quantized(path: str, kernel: Any, bits: int) -> QuantizedKernel:
+    if not isinstance(kernel, jax.Array | np.ndarray):
+        raise ConfigError(f"{path} is a {type(kernel).__name__}: must be an array")
+    names = path.split("/")
+    lead = kernel.shape[:1] if "blocks" in names else ()
+    contract = 2 if names[-2] == "out" else 1
+    inputs = tuple(kernel.shape[len(lead) : len(lead) + contract])
+    outputs = tuple(kernel.shape[len(lead) + contract :])
+    rows = math.prod(inputs)
+    if bits == 4 and rows % 2:
+        raise ConfigError(f"{path} has {rows} inputs: must be even in 4 bits")
+    if not isinstance(kernel, jax.core.Tracer) and not bool(jnp.isfinite(kernel).all()):
+        raise ConfigError(f"{path} is not finite: cannot be quantised")
+    groups = rows // GROUP if bits == 4 and rows % GROUP == 0 else 1
+    values, scale = _rounded(
+        jnp.asarray(kernel).reshape(*lead, groups, -1, math.prod(outputs)), bits
+    )
+    return QuantizedKernel(values=values, scale=scale, inputs=inputs, outputs=outputs, bits=bits)
+
+
+@partial(jax.jit, static_argnums=1)
+def _rounded(
+    grouped: jax.Array,  # [..., groups, inputs of a group, outputs]
+    bits: int,
+) -> tuple[jax.Array, jax.Array]:
+    largest = 2 ** (bits - 1) - 1
+    grouped = grouped.astype(jnp.float32)
+    scale = jnp.abs(grouped).max(axis=-2) / largest
+    divisor = jnp.where(scale > 0, scale, 1.0)[..., None, :]
+    values = jnp.clip(jnp.round(grouped / divisor), -largest, largest).astype(jnp.int8)
+    values = values.reshape(*values.shape[:-3], -1, values.shape[-1])
+    if bits == 4:
+        pairs = (values + 8).astype(jnp.uint8)
+        pairs = pairs.reshape(*pairs.shape[:-2], -1, 2, pairs.shape[-1])
+        values = pairs[..., 0, :] | pairs[..., 1, :] << 4
+    return values, scale
+
+
+def quantized_project(
+    x: jax.Array,  # [..., *inputs]
+    kernel: QuantizedKernel,
+    bias: jax.Array | None,  # [*outputs]
+    contract: int,
+) -> jax.Array:  # [..., *outputs]
+    """Return x W' + b in the dtype of x, as `project`.
+
+    W' only exists within the product: it is made when x is there, and the backward pass makes it
+    again. It has no gradient. XLA's CPU backend keeps the first for the second in a looped stack.
+    """
+
+    @jax.checkpoint
+    def multiply(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
+        x, kernel = jax.lax.optimization_barrier((x, jax.lax.stop_gradient(kernel)))
+        return project(x, kernel.astype(x.dtype), None, contract)
+
+    y = multiply(x, kernel)
+    return y if bias is None else y + bias.reshape(*(1,) * (y.ndim - bias.ndim), *bias.shape)
