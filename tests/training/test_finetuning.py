@@ -1,4 +1,4 @@
-"""Compare what fine-tuning takes of memory: all parameters, or adapters of a frozen base.
+"""Runs that train adapters: what learns and what stays, resuming, and what is refused."""
 
 import dataclasses
 import json
@@ -204,9 +204,7 @@ def test_what_cannot_be_adapted_is_one_line(base, tmp_path):
         with pytest.raises(ConfigError, match=line):
             dataclasses.replace(config, **changes)
     alone = dataclasses.replace(config, init_from=None, tokenizer="char")
-    with pytest.raises(
-        ConfigError, match="init_from is None: must name the model"
-    ):
+    with pytest.raises(ConfigError, match="init_from is None: must name the model"):
         fit(alone)
     late = {
         r"targets has 'qerry': matches nothing": LoraConfig(targets=("qerry",)),
