@@ -23,6 +23,7 @@ from transformer_jax.config.tasks import (
     GeneratedTask,
     LanguageTask,
     MaskedTask,
+    PreferenceTask,
     PrefixTask,
     Seq2SeqTask,
     Task,
@@ -116,6 +117,9 @@ def _of_run(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any
     model = load_run("evaluate", arguments.run, arguments.checkpoint)
     assert model.run is not None
     task: Task = model.run.task
+    if isinstance(task, PreferenceTask):
+        rule = "its loss is relative to the model that the run began with; train.py measures it"
+        raise ConfigError(f"run is of task 'preference': {rule}")
     if isinstance(task, GeneratedTask):  # a file of pairs, read as those of its examples
         two_rows = model_shape(model.config) == "encoder-decoder"
         task = Seq2SeqTask(beams=1) if two_rows else PrefixTask(bidirectional=False, beams=1)

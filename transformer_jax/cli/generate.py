@@ -26,6 +26,7 @@ from transformer_jax.config.tasks import (
     DigitsTask,
     LanguageTask,
     MaskedTask,
+    PreferenceTask,
     Task,
     TonesTask,
 )
@@ -78,7 +79,7 @@ def _answered_by(task: Task) -> tuple[str, ...]:
     match task:
         case MaskedTask() | ClassifyTask():
             return common
-        case ChatTask():
+        case ChatTask() | PreferenceTask():
             return (*common, "tokens", "seed")
         case DigitsTask() | TonesTask():
             return "prompts", "checkpoint"

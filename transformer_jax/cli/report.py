@@ -15,6 +15,7 @@ from transformer_jax.config.tasks import (
     ClassifyTask,
     LanguageTask,
     MaskedTask,
+    PreferenceTask,
     PrefixTask,
     Seq2SeqTask,
 )
@@ -82,7 +83,7 @@ def _example(result: Result) -> str:
     match result.config.task:
         case MaskedTask():
             return lines[1] if len(lines) > 1 else ""
-        case ClassifyTask() | ChatTask():
+        case ClassifyTask() | ChatTask() | PreferenceTask():
             return lines[0].partition(": ")[2]
     return lines[0].partition(" -> ")[0]
 

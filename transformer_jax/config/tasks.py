@@ -191,6 +191,24 @@ class ChatTask(_Task):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PreferenceTask(_Task):
+    """Learn from pairs of answers which is preferred, relative to the model of init_from (DPO)."""
+
+    beta: float = 0.1
+    """How much a log-probability that has moved away from that model's counts, per nat."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "beta")
+
+    def check_model(self, model: AnyModelConfig) -> None:
+        super().check_model(model)
+        if not isinstance(model, ModelConfig):
+            kind = kind_name(type(model)).removesuffix("config")
+            fail("task", self.kind, f"is for transformers, the model is {kind}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class _GeneratedTask(_Task):
     """Say how many examples are made of a seed, which is the run's."""
 
@@ -425,6 +443,7 @@ Task = (
     | PrefixTask
     | ClassifyTask
     | ChatTask
+    | PreferenceTask
     | ReverseTask
     | CopyTask
     | AdditionTask
@@ -474,6 +493,7 @@ __all__ = [
     "MaskedTask",
     "ModularTask",
     "PairsTask",
+    "PreferenceTask",
     "PrefixTask",
     "RecallTask",
     "ReverseTask",

@@ -25,6 +25,7 @@ from transformer_jax.config.tasks import (
     ContinuousTask,
     GeneratedTask,
     LanguageTask,
+    PreferenceTask,
     Task,
 )
 from transformer_jax.config.window import WindowConfig
@@ -172,6 +173,10 @@ class TrainConfig:
             fail("lora", "LoraConfig", f"is for transformers, the model is {kind}")
         if isinstance(self.optimizer, Muon):
             fail("optimizer", "muon", "is for kernels, and lora trains none")
+        assert self.lora is not None
+        if isinstance(self.task, PreferenceTask) and self.lora.trained:
+            rule = "task 'preference' compares with the base, which has them as they were"
+            fail("lora.trained", self.lora.trained, rule)
         rule = "with lora, lora.base and lora.trained say what stays as it is, and how it is held"
         unread(self, rule, "frozen", "param_dtype")
 
@@ -218,6 +223,13 @@ class TrainConfig:
             unread(self, rule, "ema_decay", "param_dtype", "z_loss")
         if isinstance(self.task, ClassifyTask):
             unread(self, "needs a task with labels of tokens", "loss_chunk")
+        if isinstance(self.task, PreferenceTask):
+            unread(
+                self,
+                "is of a cross-entropy, which 'preference' has not",
+                "label_smoothing",
+                "z_loss",
+            )
         if self.tokenizer != "bpe":
             unread(self, "needs tokenizer 'bpe'", "bpe_vocab_size")
         if self.tokenizer != "word":

@@ -28,13 +28,17 @@ _ADAPTERS = 1
 """What `fold_in` makes the key of adapters of: the parameters are drawn from the key itself."""
 
 
-def adapted_loss(loss: Loss, lora: LoraConfig) -> Loss:
-    """Return `loss(params, batch, key)` as `loss(trained, batch, key, base)`."""
+def adapted_loss(loss: Loss, lora: LoraConfig, *, relative: bool = False) -> Loss:
+    """Return `loss(params, batch, key)` as `loss(trained, batch, key, base)`.
+
+    A loss that is `relative` to where the run began gets the base besides, which is that.
+    """
 
     def adapted(
         trained: Params, batch: Batch, key: jax.Array | None, base: Params
     ) -> tuple[jax.Array, jax.Array]:
-        return loss(rejoined(base, trained, lora), batch, key)
+        reference = (base,) if relative else ()
+        return loss(rejoined(base, trained, lora), batch, key, *reference)
 
     return adapted
 

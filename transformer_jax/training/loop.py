@@ -36,6 +36,7 @@ from transformer_jax.checkpoints.run_folder import (
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.optimizers import ScheduleFree
+from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.models.ngram import count_ngrams
 from transformer_jax.models.quantized import count
 from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_adapters, given_params
@@ -44,6 +45,7 @@ from transformer_jax.training.initial import StartModel, check_model, start_mode
 from transformer_jax.training.memory import CompiledAhead, check_state, check_step, step_memory
 from transformer_jax.training.optimizers import learning_rate_schedule, make_optimizer
 from transformer_jax.training.placement import make_placement
+from transformer_jax.training.preference import Reference, preference_loss, preference_scores
 from transformer_jax.training.processes import (
     any_process,
     by_first,
@@ -135,8 +137,10 @@ def fit(
     OSError for what happens on the way; the checkpoints so far stay good.
     """
     progress = progress if progress is not None and is_first() else Silent()
-    if config.lora is not None and config.init_from is None:
-        raise ConfigError("init_from is None: must name the model that lora adapts")
+    keeps = config.lora is not None or isinstance(config.task, PreferenceTask)
+    if keeps and config.init_from is None:
+        what = "lora adapts" if config.lora is not None else "task 'preference' starts from"
+        raise ConfigError(f"init_from is None: must name the model that {what}")
     folder = RunFolder(Path(config.out))
     with ExitStack() as stack:
         found, start = None, None
@@ -144,7 +148,7 @@ def fit(
             stored = folder.read_config()
             by_first(lambda: stack.enter_context(locked(folder.path)))
             task, found = _continued(config, stored, folder, vocab_size, progress)
-            if config.init_from is not None and (found is None or config.lora is not None):
+            if config.init_from is not None and (found is None or keeps):
                 start = start_model(config.init_from)
         else:
             by_first(lambda: check_unused(folder.path))
@@ -265,7 +269,11 @@ class _Run:
         self.template = self.placement.state(
             jax.eval_shape(self.programs.fresh_state, np.uint32(self.config.seed))
         )
-        self.base = FrozenBase(self.config, self.placement) if self.config.lora else None
+        self.base: FrozenBase | Reference | None = None
+        if self.config.lora is not None:
+            self.base = FrozenBase(self.config, self.placement)
+        elif isinstance(self.config.task, PreferenceTask):
+            self.base = Reference(self.config, self.placement, self.template.params)
         self.frozen: tuple[Params, ...] = () if self.base is None else (self.base.template,)
         check_state(self.template, self.frozen)
         if isinstance(task, ReadsAhead):
@@ -336,7 +344,7 @@ class _Run:
     def described(self, done: int) -> list[str]:
         """Return two lines: the model and its device, and what it is trained on."""
         total = count(self.template.params)
-        if self.base is not None:
+        if isinstance(self.base, FrozenBase):
             kept = count(self.base.template)
             trained, total = f" ({total:,} of them trained)", total + kept
         else:
@@ -469,8 +477,12 @@ class _Run:
         place = self.placement.own_rows if own else self.placement.rows
         batches = (place(batch, axis=0) for batch in self.task.evaluation())
 
+        relative = isinstance(self.config.task, PreferenceTask)
+        reference: dict[str, Any] = {"frozen": self.frozen} if relative else {}
+
         def step(*arguments: Any) -> jax.Array:
-            return self.placement.settled(self.programs.eval_step(*arguments))
+            step = self.programs.eval_step(*arguments, **reference)
+            return self.placement.settled(step)
 
         return evaluate(step, params, self.held_out, batches)
 
@@ -534,13 +546,18 @@ def _compiled(config: TrainConfig, prepare: Callable[..., Batch]) -> _Programs:
         chunk=config.loss_chunk,
         row_shards=row_shards,
     )
+    scores = batch_scores(config.model, row_shards=row_shards)
+    if isinstance(config.task, PreferenceTask):
+        beta = config.task.beta
+        loss = preference_loss(config, beta, row_shards=row_shards)
+        scores = preference_scores(config, beta, row_shards=row_shards)
     held_as: dict[str, Any] = dict(
         param_dtype=jnp.dtype(config.param_dtype), average=config.ema_decay is not None
     )
     fresh: Callable[[Any], TrainState]
     fresh = partial(init_state, config.model, optimizer, **held_as)
     if config.lora is not None:
-        loss = adapted_loss(loss, config.lora)
+        loss = adapted_loss(loss, config.lora, relative=isinstance(config.task, PreferenceTask))
         fresh = partial(fresh_adapters, config, optimizer)
     return _Programs(
         fresh_state=fresh,
@@ -548,7 +565,7 @@ def _compiled(config: TrainConfig, prepare: Callable[..., Batch]) -> _Programs:
         train_step=CompiledAhead(
             make_train_step(loss, optimizer, prepare, ema_decay=config.ema_decay)
         ),
-        eval_step=make_eval_step(batch_scores(config.model, row_shards=row_shards), prepare),
+        eval_step=make_eval_step(scores, prepare),
         rate=jax.jit(learning_rate_schedule(config)),
     )
 

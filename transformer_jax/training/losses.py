@@ -95,6 +95,53 @@ def chunked_cross_entropy(
     return _mean(by_compiler(partial(_chunked_sum, head), arrays, PartitionSpec()), weights)
 
 
+def row_log_probs(
+    hidden: jax.Array,  # [B, T, D]
+    output_weights: jax.Array,  # [V, D]
+    labels: jax.Array,  # i32[B, T]
+    *,
+    chunk_size: int,
+    softcap: float | None = None,
+    logit_bias: jax.Array | None = None,  # [V]
+    ignore_label: int = -100,
+) -> jax.Array:  # f32[B]
+    """Return the summed log-probability of each row's labels, in nats.
+
+    Logits are those of `chunked_cross_entropy`, for `chunk_size` of the T positions at a time; the
+    backward pass computes them again. A label that is no index of V gives NaN.
+    """
+    size = min(chunk_size, max(hidden.shape[1], 1))
+
+    @jax.checkpoint
+    def of_chunk(
+        hidden: jax.Array, table: jax.Array, bias: jax.Array | None, labels: jax.Array
+    ) -> jax.Array:  # f32[B]
+        logits = jnp.einsum("BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32)
+        logits = logits if bias is None else logits + bias.astype(jnp.float32)[None, None]
+        logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+        counts = labels != ignore_label
+        picked = jnp.where(counts, labels, 0)[..., None]
+        found = jnp.take_along_axis(logits, picked, axis=-1, mode="fill")[..., 0]
+        found = found - jax.nn.logsumexp(logits, axis=-1)
+        return jnp.where(counts, found, 0.0).sum(axis=1)
+
+    def summed(
+        hidden: jax.Array, table: jax.Array, bias: jax.Array | None, labels: jax.Array
+    ) -> jax.Array:
+        padding = (0, -labels.shape[1] % size)
+        hidden = jnp.pad(hidden, ((0, 0), padding, (0, 0)))
+        labels = jnp.pad(labels, ((0, 0), padding), constant_values=ignore_label)
+        parts = (
+            rearrange(hidden, "B (n T) D -> n B T D", T=size),
+            rearrange(labels, "B (n T) -> n B T", T=size),
+        )
+        found = jax.lax.map(lambda part: of_chunk(part[0], table, bias, part[1]), parts)
+        return found.sum(axis=0)
+
+    arrays = [hidden, output_weights, logit_bias, labels]
+    return by_compiler(summed, arrays, PartitionSpec())
+
+
 @dataclass(frozen=True)
 class _Terms:
     """Hold what is added to the plain loss; static."""

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer_jax.config import AdamW, ConfigError, MeshConfig, ModelConfig, TrainConfig
 from transformer_jax.config.optimizers import Adafactor
-from transformer_jax.config.tasks import ClassifyTask, ContinuousTask, GeneratedTask
+from transformer_jax.config.tasks import ClassifyTask, ContinuousTask, GeneratedTask, PreferenceTask
 from transformer_jax.models.factory import build, init_cache, init_params
 from transformer_jax.models.flops import forward_flops, training_flops
 from transformer_jax.models.inputs import example_inputs
@@ -110,6 +110,8 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     if isinstance(config.task, GeneratedTask | ContinuousTask):
         rule = "the lengths of its examples are its own: plans are made of --context tokens"
         raise ConfigError(f"task is {config.task.kind!r}: {rule}")
+    if isinstance(config.task, PreferenceTask):
+        raise ConfigError("task is 'preference': plans are made of tasks with one row an example")
     if isinstance(config.task, ClassifyTask) and model.num_classes is None:
         raise ConfigError("model.num_classes is None: the data tells, which a plan does not read")
     mesh = config.mesh or MeshConfig(fsdp=hardware.count)

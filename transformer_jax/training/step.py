@@ -258,9 +258,12 @@ def _held_like(params: Params, new: Params, key: jax.Array) -> Params:
 def make_eval_step(
     scores: Callable[..., jax.Array], prepare: Prepare = lambda batch: batch
 ) -> Callable[..., jax.Array]:
-    """Return the jitted `step(params, *inputs) -> scores(params, batch)`, without dropout."""
+    """Return the jitted `step(params, *inputs, frozen=()) -> scores(params, batch, *frozen)`.
 
-    def step(params: Params, *inputs: Any) -> jax.Array:  # f32[3]
-        return scores(params, prepare(*inputs))
+    There is no dropout.
+    """
+
+    def step(params: Params, *inputs: Any, frozen: tuple[Any, ...] = ()) -> jax.Array:  # f32[3]
+        return scores(params, prepare(*inputs), *frozen)
 
     return jax.jit(step)

@@ -16,6 +16,7 @@ from transformer_jax.config.tasks import (
     GeneratedTask,
     LanguageTask,
     MaskedTask,
+    PreferenceTask,
     TonesTask,
 )
 from transformer_jax.corpus.folder import prepared_folders
@@ -26,6 +27,7 @@ from transformer_jax.training.tasks.language import LanguageDocuments, LanguageW
 from transformer_jax.training.tasks.masked import MaskedWindows
 from transformer_jax.training.tasks.metrics import compare_texts, edit_distance
 from transformer_jax.training.tasks.pairs import Pairs
+from transformer_jax.training.tasks.preferences import Preferences
 from transformer_jax.training.tasks.task import Tokenizers, TrainingTask
 
 __all__ = ["Tokenizers", "TrainingTask", "compare_texts", "edit_distance", "load_task"]
@@ -54,6 +56,8 @@ def load_task(
             return Classes(config, tokenizers, vocab_size)
         case ChatTask():
             return Conversations(config, tokenizers, vocab_size)
+        case PreferenceTask():
+            return Preferences(config, tokenizers, vocab_size)
         case DigitsTask() | TonesTask():
             return Signals(config, tokenizers, vocab_size)
     return Pairs(config, tokenizers, vocab_size)

@@ -8,8 +8,8 @@ tokenizer writes them by its chat template; another one with a special token for
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -41,6 +41,8 @@ SHOWN = 3
 
 Messages = Sequence[Mapping[str, Any]]
 
+T = TypeVar("T")
+
 
 class Conversations(RowsTask):
     """Train on the assistant's turns of conversations."""
@@ -50,7 +52,7 @@ class Conversations(RowsTask):
     ) -> None:
         assert isinstance(config.task, ChatTask)
         is_packed = config.task.packed
-        train, val, content = _read(config)
+        train, val, content = read_objects(config, "conversations", _messages)
         if tokenizers is None:
             texts = [
                 [message["content"] for _, messages in part for message in messages]
@@ -146,33 +148,36 @@ def _example(config: TrainConfig, tokenizer: Tokenizer, where: str, messages: Me
     return Example(whole[:-1], np.where(spoken[1:], whole[1:], IGNORE).astype(np.int32))
 
 
-def _read(
-    config: TrainConfig,
-) -> tuple[list[tuple[str, Messages]], list[tuple[str, Messages]], bytes]:
-    """Return conversations with where they stand, of both parts, and all bytes."""
-    train, content = _read_file(config, "data", config.data)
+def read_objects(
+    config: TrainConfig, what: str, check: Callable[[str, Any], T]
+) -> tuple[list[tuple[str, T]], list[tuple[str, T]], bytes]:
+    """Return the JSON values of lines with where they stand, of both parts, and all bytes.
+
+    `check(where, value)` returns what a value is, or raises DataError.
+    """
+    train, content = _read_file(config, "data", config.data, check)
     if config.val_data is not None:
-        val, more = _read_file(config, "val_data", config.val_data)
+        val, more = _read_file(config, "val_data", config.val_data, check)
         return train, val, content + more
     cut = int(len(train) * (1 - config.val_fraction))
     if not 0 < cut < len(train):
         rule = "must have one for training and one held out at least"
-        raise DataError(f"data is {config.data!r}: {len(train)} conversations: {rule}")
+        raise DataError(f"data is {config.data!r}: {len(train)} {what}: {rule}")
     return train[:cut], train[cut:], content
 
 
 def _read_file(
-    config: TrainConfig, name: str, data: str
-) -> tuple[list[tuple[str, Messages]], bytes]:
+    config: TrainConfig, name: str, data: str, check: Callable[[str, Any], T]
+) -> tuple[list[tuple[str, T]], bytes]:
     lines, content = read_lines(config, name, data)
     found = []
     for number, line in enumerate(lines, start=1):
         where = f"{data}, line {number}"
         try:
-            read = json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not JSON ({error})") from None
-        found.append((where, _messages(where, read)))
+        found.append((where, check(where, value)))
     return found, content
 
 
@@ -181,11 +186,16 @@ def _messages(where: str, read: Any) -> Messages:
     messages = read.get("messages") if isinstance(read, dict) else None
     if not isinstance(messages, list) or not messages:
         raise DataError(f'{where}: must be {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
+    check_messages(where, messages)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f"{where}: no message is the assistant's: there is nothing to learn")
+    return messages
+
+
+def check_messages(where: str, messages: Sequence[Any]) -> None:
+    """Raise DataError for a message without a role and a content."""
     for number, message in enumerate(messages, start=1):
         given = message if isinstance(message, dict) else {}
         if given.get("role") not in ROLES or not isinstance(given.get("content"), str):
             rule = f"must have a role, {', '.join(ROLES)}, and a content"
             raise DataError(f"{where}: message {number} is {message!r:.60}: {rule}")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{where}: no message is the assistant's: there is nothing to learn")
-    return messages

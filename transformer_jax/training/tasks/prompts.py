@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformer_jax.config import ConfigError, TrainConfig
-from transformer_jax.config.tasks import ChatTask, ClassifyTask, MaskedTask
+from transformer_jax.config.tasks import ChatTask, ClassifyTask, MaskedTask, PreferenceTask
 from transformer_jax.training.batch import Params
 from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.chat import answer_messages
 from transformer_jax.training.tasks.classify import label_texts
 from transformer_jax.training.tasks.masked import fill_masks
+from transformer_jax.training.tasks.preferences import answer_preferred
 from transformer_jax.training.tasks.task import Tokenizers
 
 
@@ -28,7 +29,9 @@ def answer_prompts(
     ConfigError for `beams` where the task has none.
     """
     task = config.task
-    if beams is not None and isinstance(task, MaskedTask | ClassifyTask | ChatTask):
+    if beams is not None and isinstance(
+        task, MaskedTask | ClassifyTask | ChatTask | PreferenceTask
+    ):
         raise ConfigError(f"beams is {beams}: task {task.kind!r} has no search")
     match task:
         case MaskedTask():
@@ -44,4 +47,11 @@ def answer_prompts(
                 )
                 for number, text in enumerate(texts)
             ]  # fmt: skip
+        case PreferenceTask():
+            return [
+                answer_preferred(
+                    config, tokenizers.tokenizer, params, text, number, num_tokens or 400
+                )
+                for number, text in enumerate(texts)
+            ]
     return answer_sources(config, tokenizers, params, texts, beams=beams, num_tokens=num_tokens)

@@ -1,0 +1,261 @@
+"""Preferences between answers: the loss against NumPy, the data, and runs that learn them."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.tolerances import assert_near, assert_same_bits
+from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, fine_tuning
+from transformer_jax.config.tasks import ChatTask, LanguageTask, PreferenceTask
+from transformer_jax.models.factory import build, init_params
+from transformer_jax.text.text_model import load_run
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.batch import Batch
+from transformer_jax.training.data import IGNORE
+from transformer_jax.training.loop import fit
+from transformer_jax.training.losses import row_log_probs
+from transformer_jax.training.preference import preference_loss, preference_scores
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+MODEL = ModelConfig(
+    vocab_size=11, d_model=12, num_layers=1, num_heads=2, max_len=9, init_std=0.4, dropout=0.1
+)
+BETA = 0.3
+
+
+def a_batch(rng, rows=3, length=7):
+    tokens = rng.integers(0, 11, (rows, 2, length + 1))
+    labels = tokens[..., 1:].copy()
+    labels[..., :2] = IGNORE  # the prompt
+    labels[0, 1, 5:] = IGNORE  # a shorter answer
+    flat = rows, 2 * length
+    return Batch(
+        jnp.array(tokens[..., :-1].reshape(flat), jnp.int32),
+        jnp.array(labels.reshape(flat), jnp.int32),
+    )
+
+
+def log_probs(params, batch):
+    """Of each answer, in float64, from the logits of one row at a time: [B, 2]."""
+    rows = []
+    for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
+        for half in range(2):
+            one, said = tokens.reshape(2, -1)[half], np.asarray(labels).reshape(2, -1)[half]
+            logits, _ = build(MODEL).apply({"params": params}, one[None])
+            logits = np.asarray(logits[0], np.float64)
+            logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            rows.append(sum(logs[t, said[t]] for t in range(len(said)) if said[t] != IGNORE))
+    return np.array(rows).reshape(-1, 2)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_the_loss_is_that_of_the_paper(rng, chunk):
+    config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA), loss_chunk=chunk)
+    params, reference = (init_params(MODEL, jax.random.key(seed)) for seed in (0, 1))
+    batch = a_batch(rng)
+    rewards = BETA * (log_probs(params, batch) - log_probs(reference, batch))
+    margins = rewards[:, 0] - rewards[:, 1]
+    losses = np.log1p(np.exp(-margins))
+    mean, pairs = preference_loss(config, BETA)(params, batch, None, reference)
+    assert_near(mean, losses.mean(), 1e-5)
+    assert float(pairs) == 3
+    scores = preference_scores(config, BETA)(params, batch, reference)
+    assert_near(scores, [losses.sum(), 3, (margins > 0).sum()], 1e-5)
+    assert 0 < (margins > 0).sum() < 3
+
+
+def test_rows_without_a_pair_count_nothing(rng):
+    config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))
+    params, reference = (init_params(MODEL, jax.random.key(seed)) for seed in (0, 1))
+    batch = a_batch(rng)
+    more = Batch(*(jnp.concatenate([x, jnp.full_like(x[:2], fill)])
+                   for x, fill in ((batch.tokens, 0), (batch.labels, IGNORE))))  # fmt: skip
+    for function in (preference_loss, preference_scores):
+        given = (None, reference) if function is preference_loss else (reference,)
+        one, two = (function(config, BETA)(params, b, *given) for b in (batch, more))
+        assert_near(jnp.stack(one), jnp.stack(two), 1e-6)
+
+
+def test_at_the_start_it_is_log_2_and_pushes_the_two_apart(rng):
+    config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))
+    params, batch = init_params(MODEL, jax.random.key(0)), a_batch(rng)
+    loss = preference_loss(config, BETA)
+    (mean, _), grads = jax.value_and_grad(loss, has_aux=True)(params, batch, None, params)
+    assert_near(mean, np.log(2), 1e-6)
+
+    def margin(params):
+        x, table, bias = build(MODEL).apply(
+            {"params": params}, batch.tokens.reshape(6, -1), method="output_layer"
+        )
+        found = row_log_probs(
+            x, table, batch.labels.reshape(6, -1), chunk_size=7, logit_bias=bias,
+            ignore_label=IGNORE,
+        ).reshape(3, 2)  # fmt: skip
+        return (found[:, 0] - found[:, 1]).mean()
+
+    wanted = jax.tree.map(lambda g: -BETA / 2 * g, jax.grad(margin)(params))
+    found, wanted = (
+        jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+        for tree in (grads, wanted)
+    )
+    assert_near(found, wanted, 1e-5)
+    moved = jax.grad(lambda r: loss(params, batch, None, r)[0])(params)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(moved))
+
+
+def test_log_probabilities_in_chunks_are_those_at_once(rng):
+    hidden = jnp.array(rng.normal(size=(2, 10, 4)), jnp.float32)
+    table = jnp.array(rng.normal(size=(7, 4)), jnp.float32)
+    labels = jnp.array(rng.integers(0, 7, (2, 10)), jnp.int32).at[0, 3:6].set(IGNORE)
+    given = dict(softcap=2.0, logit_bias=jnp.arange(7.0), ignore_label=IGNORE)
+
+    def total(hidden, size):
+        return row_log_probs(hidden, table, labels, chunk_size=size, **given).sum()
+
+    (one, d_one), (two, d_two) = (jax.value_and_grad(total)(hidden, size) for size in (10, 3))
+    assert_near(one, two, 1e-6)
+    assert_near(d_one, d_two, 1e-6)
+    logits = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64).T + np.arange(7)
+    logits = 2 * np.tanh(logits / 2)
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    said = np.asarray(labels)
+    picked = np.take_along_axis(logs, np.maximum(said, 0)[..., None], -1)[..., 0]
+    assert_near(one, picked[said != IGNORE].sum(), 1e-5)
+
+
+WORDS = ["to be", "or not", "that is", "the question", "a sea", "of troubles"]
+
+
+def pairs_file(path, messages=False, count=60):
+    """The preferred answer repeats the first letter of the prompt, the other its last."""
+    lines = []
+    for i in range(count):
+        prompt = WORDS[i % 6] + " " + WORDS[(i // 6) % 6]
+        answers = prompt[0] * 3, prompt[-1] * 3
+        if answers[0] == answers[1]:
+            continue
+        if messages:
+            said = [[{"role": "assistant", "content": a}] for a in answers]
+            values = [{"role": "user", "content": prompt}], *said
+        else:
+            values = prompt + ":", *answers
+        lines.append(json.dumps(dict(zip(("prompt", "chosen", "rejected"), values, strict=True))))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def a_base(tmp_path, task):
+    model = ModelConfig(d_model=32, num_layers=2, num_heads=4, max_len=48, positions="rope")
+    config = TrainConfig(
+        model=model, task=task, data=str(tmp_path / "base.txt"), out=str(tmp_path / "base"),
+        steps=20, batch_size=4, eval_every=20, sample_tokens=0, warmup_steps=2,
+    )  # fmt: skip
+    text = "".join(f"{a} {b}: {a[0] * 3}\n" for a in WORDS for b in WORDS)
+    if isinstance(task, ChatTask):
+        text = "".join(
+            json.dumps({"messages": [
+                {"role": "user", "content": f"{a} {b}"}, {"role": "assistant", "content": a[0]}
+            ]}) + "\n" for a in WORDS for b in WORDS
+        )  # fmt: skip
+    (tmp_path / "base.txt").write_text(text)
+    fit(config)
+    return config
+
+
+def a_run(tmp_path, base, **changes):
+    model = load_run(base.out).config
+    start = fine_tuning(model, base.out, PreferenceTask(beta=0.5))
+    return dataclasses.replace(start, **dict(
+        data=str(tmp_path / "pairs.jsonl"), out=str(tmp_path / "run"), context=48, steps=60,
+        batch_size=8, eval_every=60, learning_rate=2e-3, min_learning_rate=1e-4, warmup_steps=5,
+        sample_tokens=4,
+    ) | changes)  # fmt: skip
+
+
+@pytest.mark.parametrize("messages", [False, True])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, targets="all-linear")])
+def test_a_run_learns_which_answers_are_preferred(tmp_path, messages, lora):
+    base = a_base(tmp_path, ChatTask() if messages else LanguageTask(documents="lines"))
+    pairs_file(tmp_path / "pairs.jsonl", messages)
+    rate = 2e-3 if lora is None else 1e-2
+    result = fit(a_run(tmp_path, base, lora=lora, learning_rate=rate))
+    assert result.accuracy == 1.0
+    assert result.val_loss < 0.3  # of log 2 = 0.69
+    lines = (tmp_path / "run/sample.txt").read_text().splitlines()
+    assert lines[0].startswith("user: " if messages else "prompt: ")
+    assert lines[1].startswith("answer: ")
+    assert load_run(tmp_path / "run").step == 60
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, dropout=0.1)])
+def test_a_resumed_run_has_the_same_bits(tmp_path, lora):
+    base = a_base(tmp_path, LanguageTask(documents="lines"))
+    pairs_file(tmp_path / "pairs.jsonl")
+    config = a_run(tmp_path, base, steps=9, eval_every=9, sample_tokens=0, lora=lora,
+                   checkpoint_every=4)  # fmt: skip
+    whole = fit(dataclasses.replace(config, out=str(tmp_path / "whole")))
+    calls = iter(range(100))
+    assert fit(config, stop=lambda: next(calls) == 4).step == 5
+    again = fit(config, resume=True)
+    for one, two in zip(*(jax.tree.leaves(r.state.params) for r in (again, whole)), strict=True):
+        assert_same_bits(one, two)
+    assert again.val_loss == whole.val_loss != pytest.approx(np.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "chosen": "b"}', "line 2: lacks rejected: must be {"),
+        ("[1]", "line 2: lacks prompt, chosen, rejected: must be {"),
+        ("{", "line 2: not JSON"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "b"}', "line 2: chosen and rejected are the"),
+        (
+            '{"prompt": "a", "chosen": "b", "rejected": 3}',
+            "line 2: prompt is 'a': all must be texts",
+        ),
+        ('{"prompt": "", "chosen": "b", "rejected": "t"}', "line 2: prompt has no tokens"),
+        (
+            json.dumps({"prompt": "a", "chosen": "b", "rejected": "t" * 90}),
+            "line 2, rejected: 91 tokens: a sequence has at most 48",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}], "chosen": [{"role": "cat", '
+            '"content": "b"}], "rejected": [{"role": "assistant", "content": "t"}]}',
+            "line 2, chosen: message 1 is",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}], "chosen": [{"role": "user", '
+            '"content": "b"}], "rejected": [{"role": "assistant", "content": "t"}]}',
+            "line 2: chosen: must be one message of the assistant",
+        ),
+    ],
+)
+def test_bad_pairs_are_one_line(tmp_path, line, message, base_of_lines):
+    pairs_file(tmp_path / "pairs.jsonl")
+    lines = (tmp_path / "pairs.jsonl").read_text().splitlines()
+    lines[1] = line
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError) as caught:
+        fit(a_run(tmp_path, base_of_lines))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def base_of_lines(tmp_path_factory):
+    return a_base(tmp_path_factory.mktemp("base"), LanguageTask(documents="lines"))
+
+
+def test_what_does_not_go_together_is_one_line(tmp_path, base_of_lines):
+    pairs_file(tmp_path / "pairs.jsonl")
+    config = a_run(tmp_path, base_of_lines)
+    with pytest.raises(ConfigError, match="init_from is None: must name the model that task 'pref"):
+        fit(dataclasses.replace(config, init_from=None, tokenizer="char"))
+    with pytest.raises(ConfigError, match=r"lora.trained is \('embed',\): task 'preference' comp"):
+        dataclasses.replace(config, lora=LoraConfig(trained=("embed",)))
+    with pytest.raises(ConfigError, match=r"z_loss is 0\.1: is of a cross-entropy"):
+        dataclasses.replace(config, z_loss=0.1)

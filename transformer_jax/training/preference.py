@@ -1,0 +1,160 @@
+"""Learn from pairs of answers which one is preferred, relative to where the run began.
+
+Direct preference optimisation (Rafailov et al. 2023, 4): with the reward of an answer y to a
+prompt x, r(y) = beta (log p(y | x) - log p0(y | x)), p0 the model that the run starts from, a
+pair's loss is -log sigmoid(r(chosen) - r(rejected)).
+
+A row of a batch holds both, each after its prompt: the chosen one in its first half, the rejected
+one in its second. A model reads the halves as two rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.models.factory import build
+from transformer_jax.pytree import sha256_of
+from transformer_jax.sharding import by_compiler, split
+from transformer_jax.text.text_model import check_base
+from transformer_jax.training.adapting import given_params
+from transformer_jax.training.batch import Batch, Loss, Params, chosen_chunk
+from transformer_jax.training.data import IGNORE
+from transformer_jax.training.initial import StartModel, start_params
+from transformer_jax.training.losses import row_log_probs
+from transformer_jax.training.placement import Placement
+
+
+def answer_log_probs(
+    config: ModelConfig, *, chunk: int | None = None, row_shards: int = 1
+) -> Callable[..., jax.Array]:
+    """Return `log_probs(params, batch, key) -> f32[B, 2]`: of each row's answers, in nats.
+
+    That is the sum over an answer's labels, which the prompt's tokens do not have. Logits exist for
+    `chunk` tokens of each row at a time; None chooses by their size.
+    """
+    model: Any = build(config)
+
+    def halves(x: jax.Array) -> jax.Array:  # [B, 2 T] -> [2 B, T]
+        return by_compiler(lambda x: x.reshape(2 * len(x), -1), [x], split(x, slice(1)))
+
+    def log_probs(params: Params, batch: Batch, key: jax.Array | None) -> jax.Array:
+        tokens, labels = halves(batch.tokens), halves(batch.labels)
+        x, table, bias = model.apply({"params": params}, tokens, method="output_layer", key=key)
+        rows, length = labels.shape
+        size = chosen_chunk(rows // row_shards, length, config.vocab_size)
+        found = row_log_probs(
+            x, table, labels, chunk_size=chunk or size, softcap=config.logit_softcap,
+            logit_bias=bias, ignore_label=IGNORE,
+        )  # fmt: skip
+        return found.reshape(-1, 2)
+
+    return log_probs
+
+
+def preference_loss(config: TrainConfig, beta: float, *, row_shards: int = 1) -> Loss:
+    """Return `loss(params, batch, key, reference) -> (mean, pairs)`, in nats a pair.
+
+    The reference is read without dropout, and has no gradient.
+    """
+    margins = _margins(config, beta, row_shards)
+
+    def loss(
+        params: Params, batch: Batch, key: jax.Array | None, reference: Params
+    ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
+        found, counts = margins(params, batch, key, reference)
+
+        def mean(found: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+            pairs = counts.sum()
+            lost = jnp.where(counts > 0, -jax.nn.log_sigmoid(found), 0.0)
+            return lost.sum() / jnp.maximum(pairs, 1.0), pairs
+
+        return by_compiler(mean, [found, counts], PartitionSpec())
+
+    return loss
+
+
+def preference_scores(
+    config: TrainConfig, beta: float, *, row_shards: int = 1
+) -> Callable[..., jax.Array]:
+    """Return `scores(params, batch, reference) -> f32[3]`: summed loss, pairs, and those right.
+
+    A pair is right where the chosen answer has the larger reward.
+    """
+    margins = _margins(config, beta, row_shards)
+
+    def scores(params: Params, batch: Batch, reference: Params) -> jax.Array:
+        found, counts = margins(params, batch, None, reference)
+
+        def summed(found: jax.Array, counts: jax.Array) -> jax.Array:
+            lost = jnp.where(counts > 0, -jax.nn.log_sigmoid(found), 0.0)
+            right = jnp.where(counts > 0, found > 0, False)
+            return jnp.stack([lost.sum(), counts.sum(), right.sum(dtype=jnp.float32)])
+
+        return by_compiler(summed, [found, counts], PartitionSpec())
+
+    return scores
+
+
+def _margins(config: TrainConfig, beta: float, row_shards: int) -> Callable[..., Any]:
+    """Return what gives r(chosen) - r(rejected) of each row, f32[B], and 1 where it has a pair."""
+    model = config.model
+    assert isinstance(model, ModelConfig)
+    log_probs = answer_log_probs(model, chunk=config.loss_chunk, row_shards=row_shards)
+
+    def margins(
+        params: Params, batch: Batch, key: jax.Array | None, reference: Params
+    ) -> tuple[jax.Array, jax.Array]:
+        own = log_probs(params, batch, key)
+        first = jax.lax.stop_gradient(log_probs(reference, batch, None))
+
+        def differences(own: jax.Array, first: jax.Array, labels: jax.Array) -> Any:
+            rewards = beta * (own - first)
+            counts = (labels != IGNORE).any(axis=1).astype(jnp.float32)
+            return rewards[:, 0] - rewards[:, 1], counts
+
+        arrays = [own, first, batch.labels]
+        return by_compiler(differences, arrays, (PartitionSpec(), PartitionSpec()))
+
+    return margins
+
+
+class Reference:
+    """Hold the parameters that a run without adapters began with, beside those that it trains."""
+
+    params: Params
+    sha256: str
+
+    def __init__(self, config: TrainConfig, placement: Placement, template: Params) -> None:
+        self.config, self._placement, self.template = config, placement, template
+
+    def load(
+        self, start: StartModel, key: jax.Array, metadata: Mapping[str, Any] | None = None
+    ) -> tuple[Params, list[str]]:
+        """Load them, and return a copy to train, with lines about what is new.
+
+        CheckpointError where `metadata` of a checkpoint has another model.
+        """
+        config = self.config
+        given = given_params(config, start)
+        if metadata is None:
+            self.sha256 = sha256_of(given)
+        else:
+            assert config.init_from is not None
+            check_base(config.init_from, given, metadata)
+            self.sha256 = metadata["base_sha256"]
+        params, changes = start_params(config, start, given, key)
+        dtype = jnp.dtype(config.param_dtype)
+        held = jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
+        shardings = self._placement.shardings(self.template)
+        self.params = held if shardings is None else jax.device_put(held, shardings)
+        return params, changes
+
+    def rejoined(self, trained: Params) -> Params:
+        """Return the parameters of the model, which are all trained."""
+        return trained

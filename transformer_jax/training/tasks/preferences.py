@@ -1,0 +1,207 @@
+"""Read pairs of answers to a prompt, of which one is preferred.
+
+A line of the file is an object {"prompt": ..., "chosen": ..., "rejected": ...}: all texts, or all
+lists of messages {"role": ..., "content": ...} as in conversations, the answers then of the
+assistant. Messages are written as `chat` writes them; an answer of plain text ends with <eos>.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.text.completion import complete
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
+from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.batch import Batch, Params
+from transformer_jax.training.data import IGNORE, line_tokenizer
+from transformer_jax.training.rows import MULTIPLE, Rows
+from transformer_jax.training.tasks.chat import (
+    ROLES,
+    SHOWN,
+    check_messages,
+    message_ids,
+    read_objects,
+)
+from transformer_jax.training.tasks.task import (
+    Report,
+    RowsTask,
+    Tokenizers,
+    check_lengths,
+    sha256_of,
+    with_vocabulary,
+)
+
+FIELDS = "prompt", "chosen", "rejected"
+
+
+class Pair(NamedTuple):
+    """Hold a prompt and two answers: texts, or lists of messages."""
+
+    where: str
+    prompt: Any
+    chosen: Any
+    rejected: Any
+
+    @property
+    def is_text(self) -> bool:
+        """Say whether all three are texts."""
+        return isinstance(self.prompt, str)
+
+    @property
+    def texts(self) -> list[str]:
+        """Return all that it says."""
+        if self.is_text:
+            return [self.prompt, self.chosen, self.rejected]
+        return [m["content"] for part in (self.prompt, self.chosen, self.rejected) for m in part]
+
+
+class Preferences(RowsTask):
+    """Train on pairs of answers."""
+
+    def __init__(
+        self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
+    ) -> None:
+        train, val, content = read_objects(config, "pairs", _pair)
+        pairs, held = ([pair for _, pair in part] for part in (train, val))
+        if tokenizers is None:
+            texts = [
+                [text for pair in part for text in pair.texts] for part in ([*pairs, *held], pairs)
+            ]
+            tokenizers = Tokenizers(line_tokenizer(config, *texts))
+        tokenizer = tokenizers.tokenizer
+        templates = isinstance(tokenizer, PretrainedTokenizer) and tokenizer.chat_templates
+        messages = not all(pair.is_text for pair in (*pairs, *held))
+        if messages and not templates:
+            tokenizer = with_special_tokens(tokenizer, [*ROLES, "eos"])
+        elif not (isinstance(tokenizer, PretrainedTokenizer) and tokenizer.stop_ids):
+            tokenizer = with_special_tokens(tokenizer, ["eos"])
+        tokenizers = Tokenizers(tokenizer)
+        config = with_vocabulary(config, tokenizers, vocab_size)
+        self.pairs = held
+        rows = [_rows(config, tokenizer, part) for part in (pairs, held)]
+        super().__init__(config, tokenizers, sha256_of(content), *rows)
+
+    def sample(self, params: Params) -> str:
+        """Return the first held-out prompts and what the model answers."""
+        lines = []
+        for number, pair in enumerate(self.pairs[:SHOWN]):
+            said = _answered(self.config, self.tokenizers.tokenizer, params, pair.prompt, number)
+            asked = [("prompt", pair.prompt)]
+            if not pair.is_text:
+                asked = [(m["role"], m["content"]) for m in pair.prompt]
+            lines += [*(f"{role}: {text}" for role, text in asked), f"answer: {said}"]
+        return "\n".join(lines)
+
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
+        """Return nothing: answers are judged by how they are preferred, which the loss says."""
+        return {}
+
+
+def answer_preferred(
+    config: TrainConfig, tokenizer: Tokenizer, params: Params, text: str, number: int, tokens: int
+) -> str:
+    """Draw an answer to a prompt, which is a user's message where the tokenizer has roles."""
+    prompt: Any = text
+    if isinstance(tokenizer, PretrainedTokenizer):
+        roles = bool(tokenizer.chat_templates)
+    else:
+        roles = "assistant" in special_ids(tokenizer)
+    if roles:
+        prompt = [{"role": "user", "content": text}]
+    return _answered(config, tokenizer, params, prompt, number, tokens)
+
+
+def _answered(
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    params: Params,
+    prompt: Any,
+    number: int,
+    tokens: int | None = None,
+) -> str:
+    ids, stop = _prompt_ids(tokenizer, prompt), _end(tokenizer)
+    assert isinstance(config.model, ModelConfig)
+    if len(ids) >= config.model.max_len:
+        rule = f"must be less than max_len {config.model.max_len}"
+        raise DataError(f"the prompt has {len(ids)} tokens: {rule}")
+    pieces = complete(
+        config.model, params, tokenizer, ids, config.sample_tokens if tokens is None else tokens,
+        sampler=Sample(Temperature(0.8)), stop_ids=stop,
+        key=jax.random.fold_in(jax.random.key(config.seed), 2 + number),
+    )  # fmt: skip
+    return "".join(pieces).strip()
+
+
+def _end(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that end an answer."""
+    stop = tokenizer.stop_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
+    return stop or (special_ids(tokenizer)["eos"],)
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompt: Any) -> np.ndarray:  # i32[n]
+    if isinstance(prompt, str):
+        return encode_text(tokenizer, prompt)
+    return message_ids(tokenizer, prompt, answer=True)
+
+
+def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> Rows:
+    """Lay out a pair a row: the chosen answer after its prompt, then the rejected one."""
+    both = [[_answer_ids(config, tokenizer, pair, name) for name in FIELDS[1:]] for pair in pairs]
+    longest = max(len(ids) - 1 for row in both for ids, _ in row)
+    length = min(-(-longest // MULTIPLE) * MULTIPLE, config.sequence_len)
+    tokens = np.zeros((len(pairs), 2, length), np.int32)
+    labels = np.full(tokens.shape, IGNORE, np.int32)
+    for number, row in enumerate(both):
+        for half, (ids, start) in enumerate(row):
+            here = number, half, slice(len(ids) - 1)
+            tokens[here] = ids[:-1]
+            labels[here] = np.where(np.arange(1, len(ids)) >= start, ids[1:], IGNORE)
+    flat = len(pairs), 2 * length
+    return Rows((Batch(tokens.reshape(flat), labels.reshape(flat)),))
+
+
+def _answer_ids(
+    config: TrainConfig, tokenizer: Tokenizer, pair: Pair, name: str
+) -> tuple[np.ndarray, int]:
+    """Return a prompt with one of its answers, i32[n], and where the answer begins."""
+    answer, before = getattr(pair, name), _prompt_ids(tokenizer, pair.prompt)
+    if pair.is_text:
+        last = _end(tokenizer)[:1]
+        ids = np.concatenate([before, encode_text(tokenizer, answer), last]).astype(np.int32)
+    else:
+        ids = message_ids(tokenizer, [*pair.prompt, *answer])
+        if not np.array_equal(ids[: len(before)], before):
+            rule = "the chat template does not write an answer after what was said before it"
+            raise DataError(f"{pair.where}: {name}: {rule}")
+    if not len(before):
+        raise DataError(f"{pair.where}: prompt has no tokens: there must be one to answer")
+    check_lengths(config, {f"{pair.where}, {name}": len(ids) - 1})
+    return ids, len(before)
+
+
+def _pair(where: str, read: Any) -> Pair:
+    """Return the pair of a line; DataError says what is wrong with it."""
+    if not isinstance(read, dict) or any(name not in read for name in FIELDS):
+        lacks = [name for name in FIELDS if not isinstance(read, dict) or name not in read]
+        rule = 'must be {"prompt": ..., "chosen": ..., "rejected": ...}'
+        raise DataError(f"{where}: lacks {', '.join(lacks)}: {rule}")
+    values = [read[name] for name in FIELDS]
+    if not all(isinstance(value, str) for value in values):
+        for name, value in zip(FIELDS, values, strict=True):
+            if not isinstance(value, list) or not value:
+                rule = "all must be texts, or all lists of messages"
+                raise DataError(f"{where}: {name} is {value!r:.60}: {rule}")
+            check_messages(f"{where}, {name}", value)
+            if name != "prompt" and [message["role"] for message in value] != ["assistant"]:
+                raise DataError(f"{where}: {name}: must be one message of the assistant")
+    if read["chosen"] == read["rejected"]:
+        raise DataError(f"{where}: chosen and rejected are the same: there is nothing to learn")
+    return Pair(where, *values)
