@@ -39,7 +39,8 @@ MAY_CHANGE = frozenset(
     {
         "data", "val_data", "out", "steps", "mesh", "task.judged", "task.beams", "task.targets",
         "task.val_targets", "model.nodes", "eval_every", "eval_batches",
-        "checkpoint_every", "keep", "log_every", "sample_tokens",
+        "checkpoint_every", "keep", "log_every", "sample_tokens", "log", "profile",
+        "dump_batch",
     }
 )  # fmt: skip
 """Fields a resumed run may set anew. `data` may move; its content is compared by hash, and what is

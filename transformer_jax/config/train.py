@@ -31,6 +31,7 @@ from transformer_jax.config.tasks import (
 from transformer_jax.config.window import WindowConfig
 
 Tokenizer = Literal["char", "byte", "bpe", "word", "pretrained"]
+TRACKERS = "tensorboard", "wandb", "trackio"
 Schedule = Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"]
 
 
@@ -122,6 +123,13 @@ class TrainConfig:
     """How many of the last checkpoints stay."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
+    log: tuple[str, ...] | None = None
+    """Where measurements go beside metrics.jsonl: tensorboard, wandb, trackio."""
+    profile: str | None = None
+    """Steps to record a profile of, as 10-12, into OUT/profile."""
+    dump_batch: float | None = None
+    """Keep the batch of a step whose loss is more than so many times the median of the last 50, or
+    not finite, in OUT/spikes."""
     sample_tokens: int = 400
     """Length of the sample at the end; 0 writes none."""
     seed: int = 0
@@ -152,6 +160,12 @@ class TrainConfig:
         self.task.check_model(self.model)
         if isinstance(self.model, NgramConfig) and self.steps != 1:
             fail("steps", self.steps, "an n-gram model is counted in one step: must be 1")
+        if self.dump_batch is not None and not 1 < self.dump_batch < float("inf"):
+            fail("dump_batch", self.dump_batch, "must be above 1")
+        log = self.log or ()
+        if not {*log} <= {*TRACKERS} or len({*log}) < len(log):
+            fail("log", self.log, f"must name some of {', '.join(TRACKERS)}, each once")
+        self._check_profile()
         self._check_context()
         self._check_optimizer()
         if self.mesh is not None:
@@ -187,6 +201,25 @@ class TrainConfig:
             return ()
         pooled = isinstance(self.model, ModelConfig) and self.model.pooling is not None
         return ("pooler", "classifier") if pooled else ("classifier",)
+
+    def _check_profile(self) -> None:
+        """Check the steps of a profile."""
+        if self.profile is None:
+            return
+        parts = self.profile.split("-")
+        if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
+            fail("profile", self.profile, "must be a first and a last step, as 10-12")
+        first, last = (int(part) for part in parts)
+        if not 1 <= first <= last <= self.steps:
+            fail("profile", self.profile, f"must be steps from 1 to {self.steps}, in order")
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """Return the first and the last step of a profile, from 1 on."""
+        if self.profile is None:
+            return None
+        first, last = self.profile.split("-")
+        return int(first), int(last)
 
     def _check_context(self) -> None:
         """Check the length of a sequence against the model's longest."""

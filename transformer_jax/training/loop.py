@@ -44,6 +44,7 @@ from transformer_jax.training.batch import Batch, batch_loss, batch_scores
 from transformer_jax.training.initial import StartModel, check_model, start_model, start_params
 from transformer_jax.training.memory import CompiledAhead, check_state, check_step, step_memory
 from transformer_jax.training.optimizers import learning_rate_schedule, make_optimizer
+from transformer_jax.training.phases import Phases, flops_utilisation, peak_memory
 from transformer_jax.training.placement import make_placement
 from transformer_jax.training.preference import Reference, preference_loss, preference_scores
 from transformer_jax.training.processes import (
@@ -53,7 +54,9 @@ from transformer_jax.training.processes import (
     is_first,
     wait_for_all,
 )
+from transformer_jax.training.profiling import Profile
 from transformer_jax.training.progress import Progress, Silent
+from transformer_jax.training.spikes import Spikes
 from transformer_jax.training.step import (
     Metrics,
     Params,
@@ -66,6 +69,7 @@ from transformer_jax.training.step import (
 )
 from transformer_jax.training.tasks import Tokenizers, TrainingTask, load_task
 from transformer_jax.training.tasks.task import ReadsAhead
+from transformer_jax.training.trackers import Trackers, check_trackers
 
 MOST_REJECTED = 10
 """Steps in a row with a loss or gradient that is not finite, after which a run gives up."""
@@ -141,6 +145,8 @@ def fit(
     if keeps and config.init_from is None:
         what = "lora adapts" if config.lora is not None else "task 'preference' starts from"
         raise ConfigError(f"init_from is None: must name the model that {what}")
+    if is_first():
+        check_trackers(config.log or ())
     folder = RunFolder(Path(config.out))
     with ExitStack() as stack:
         found, start = None, None
@@ -172,7 +178,7 @@ def fit(
             progress.say(f"{folder.metrics_file}: damaged lines left out: {damaged}")
         for line in run.described(done):
             progress.say(line)
-        with _closing(progress), run.saver:
+        with _closing(progress), run.watched(), run.saver:
             return run.train(state)
 
 
@@ -260,6 +266,10 @@ class _Run:
         self.progress, self.stop = progress, stop
         self._first: Any = None
         self._stop = False
+        self.phases, self.profile = Phases(), Profile(task.config, folder.path)
+        self.trackers = Trackers((), folder.path, task.config, progress.say)
+        factor = task.config.dump_batch
+        self.spikes = None if factor is None else Spikes(factor, folder.path)
         if isinstance(self.config.model, NgramConfig):
             self.config, self.programs = _counted(self.config, task)
             task.config = self.config
@@ -281,6 +291,17 @@ class _Run:
         self.held_out = self.placement.whole(task.held_out)
         self.resident = self.placement.whole(task.resident)
         self.saver = checkpoint.Saver(folder.checkpoints, self.config.keep, _check_finite)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Open what a run is watched by, and close it however the run ends."""
+        names = (self.config.log or ()) if is_first() else ()
+        self.trackers = Trackers(names, self.folder.path, self.config, self.progress.say)
+        try:
+            yield
+        finally:
+            self.profile.close()
+            self.trackers.close()
 
     def check_memory(self, step: int) -> None:
         """Compile the step that comes first; ConfigError where it needs more than a device has."""
@@ -365,14 +386,19 @@ class _Run:
         clock = _Clock(self.task.tokens_per_step)
         interrupted, pending = False, None
         self.progress.start(done, config.steps)
+        self.phases.taken()
         while done < config.steps and not interrupted:
-            inputs = self._inputs(done)
-            step = self.programs.train_step(state, *self.resident, inputs, frozen=self.frozen)
-            state, metrics = self.placement.settled(step)
+            with self.phases.of("data"):
+                inputs = self._inputs(done)
+            self.profile.before(done + 1, state)
+            with self.phases.of("step"):
+                step = self.programs.train_step(state, *self.resident, inputs, frozen=self.frozen)
+                state, metrics = self.placement.settled(step)
+            self.profile.after(done + 1, state)
             if pending is not None:  # its numbers are read while this step runs
                 self._write(self._read(*pending, clock))
             done += 1
-            pending = (done, metrics)
+            pending = (done, metrics, None if self.spikes is None else inputs)
             interrupted, last = self._told_to_stop(done), done == config.steps
             evaluated = last or done % config.eval_every == 0
             kept = last or interrupted or done % config.checkpoint_every == 0
@@ -382,13 +408,15 @@ class _Run:
             scores, val_loss = None, None
             with clock.paused():
                 if evaluated:
-                    scores = self._evaluate(self.used_params(state))
+                    with self.phases.of("evaluation"):
+                        scores = self._evaluate(self.used_params(state))
                     val_loss = _finite(scores.loss)
                 self._write(measured, scores)
                 if val_loss is not None and (best_loss is None or val_loss < best_loss):
                     best_loss, kept = val_loss, True
                 if kept:
-                    self._save(state, val_loss)
+                    with self.phases.of("checkpoint"):
+                        self._save(state, val_loss)
             interrupted = interrupted and not last
         if scores is None and not interrupted:  # the run was complete before
             scores = self._evaluate(self.used_params(state))
@@ -435,11 +463,14 @@ class _Run:
             unit="token" if character is None else character[1],
         )
 
-    def _read(self, step: int, metrics: Metrics, clock: _Clock) -> _Measured:
+    def _read(self, step: int, metrics: Metrics, inputs: Any, clock: _Clock) -> _Measured:
         """Wait for a step's numbers and show them; RunError after too many rejected steps."""
-        metrics = jax.device_get(metrics)
+        with self.phases.of("step"):
+            metrics = jax.device_get(metrics)
         clock.tick()
         loss, norm = float(metrics.loss), float(metrics.grad_norm)
+        if self.spikes is not None and self.spikes.stands_out(loss, norm):
+            self._keep_batch(self.spikes, step, inputs, loss, norm)
         if metrics.rejected_in_a_row >= MOST_REJECTED:
             raise RunError(
                 f"step {step}: loss or gradient was not finite {MOST_REJECTED} times in a row "
@@ -448,6 +479,16 @@ class _Run:
         self.progress.step(step, loss, clock.tokens_per_second)
         updates = max(step - 1 - int(metrics.rejected), 0)
         return _Measured(step, loss, norm, updates, clock.tokens_per_second)
+
+    def _keep_batch(
+        self, spikes: Spikes, step: int, inputs: Any, loss: float, grad_norm: float
+    ) -> None:
+        """Write what a step has read, unless enough is kept."""
+        batch = gathered_here(self.task.prepare(*self.resident, inputs))
+        if is_first() and not spikes.is_full():
+            tokenizer = self.task.tokenizers.tokenizer
+            file = spikes.save(step, batch, loss, grad_norm, tokenizer)
+            self.progress.say(f"step {step}: loss {loss:.4f} stands out: its batch is in {file}")
 
     def _write(self, measured: _Measured, scores: Scores | None = None) -> None:
         """Append a line to metrics.jsonl, where one is due."""
@@ -468,9 +509,15 @@ class _Run:
             "learning_rate": float(jax.device_get(rate)),
             "grad_norm": _finite(measured.grad_norm),
             "tokens_per_second": measured.tokens_per_second,
+            **self.phases.taken(),
+            "peak_memory": peak_memory(),
         }
+        if measured.tokens_per_second is not None:
+            used = flops_utilisation(self.config, measured.tokens_per_second)
+            line |= {} if used is None else {"flops_utilisation": used}
         if is_first():
             self.folder.append_metrics(line | held_out)
+        self.trackers.write(step, line | held_out)
 
     def _evaluate(self, params: Params) -> Scores:
         own = isinstance(self.task, ReadsAhead)  # whose processes read a part each

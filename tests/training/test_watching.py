@@ -1,0 +1,269 @@
+"""What a run says beside its losses: phases, use of a chip, trackers, profiles, spikes."""
+
+import dataclasses
+import json
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support.tolerances import assert_near, assert_same_bits
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.kernels.peaks import CHIPS
+from transformer_jax.training import loop, spikes
+from transformer_jax.training.batch import batch_loss
+from transformer_jax.training.loop import fit
+from transformer_jax.training.phases import PHASES, Phases, flops_utilisation
+from transformer_jax.training.spikes import Spikes, read_batch
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture
+def config(tmp_path) -> TrainConfig:
+    (tmp_path / "text.txt").write_text("to be or not to be that is the question\n" * 30)
+    model = ModelConfig(d_model=16, num_layers=1, num_heads=2, max_len=8)
+    return TrainConfig(
+        model=model, data=str(tmp_path / "text.txt"), out=str(tmp_path / "run"), steps=24,
+        batch_size=2, eval_every=12, checkpoint_every=8, log_every=4, sample_tokens=0,
+        warmup_steps=2,
+    )  # fmt: skip
+
+
+def lines_of(config):
+    text = (loop.Path(config.out) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_the_phases_add_up_to_the_time_that_passed(config):
+    fit(config)
+    lines = lines_of(config)
+    assert [line["step"] for line in lines] == [1, 4, 8, 12, 16, 20, 24]
+    for line in lines:
+        parts = [line[f"seconds_{phase}"] for phase in PHASES]
+        assert min(parts) >= 0 and line["peak_memory"] > 2**20
+        assert "flops_utilisation" not in line  # no peak of a CPU is published
+    total = sum(line["seconds"] for line in lines)
+    known = sum(line[f"seconds_{phase}"] for line in lines for phase in PHASES)
+    assert 0.5 * total < known <= total * 1.001
+    assert lines[3]["seconds_evaluation"] > 0 == lines[1]["seconds_evaluation"]
+    assert sum(line["seconds_checkpoint"] for line in lines) > 0
+
+
+def test_a_phase_counts_its_own_time_alone(monkeypatch):
+    now = iter([0.0, 1.0, 4.0, 4.5, 6.5, 9.0, 10.0, 12.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    phases = Phases()  # 0
+    with phases.of("data"):  # 1 to 4
+        pass
+    with phases.of("step"):  # 4.5 to 6.5
+        pass
+    found = phases.taken()  # 9
+    assert (found["seconds_data"], found["seconds_step"], found["seconds"]) == (3.0, 2.0, 9.0)
+    with pytest.raises(KeyError), phases.of("step"):  # 10 to 12: counted though it fails
+        raise KeyError
+    assert phases._seconds["step"] == 2.0
+
+
+def test_the_use_of_a_chip_is_operations_over_its_peak(config):
+    model = ModelConfig(
+        vocab_size=50, d_model=64, num_layers=3, num_heads=4, d_ff=256, max_len=32, glu=False
+    )
+    config = dataclasses.replace(config, model=model, context=32)
+    blocks = 3 * (4 * 64 * 64 + 2 * 64 * 256) + 50 * 64
+    attention = 3 * 2 * 64 * (32 + 1) / 2  # scores and sums over what a token sees, on average
+    each = 6 * (blocks + attention)
+    found = flops_utilisation(config, 1e6, "NVIDIA H200", 2)
+    assert_near(found, 1e6 * each / (2 * CHIPS["h200"].flops), 1e-6)
+    assert flops_utilisation(config, 1e6, "cpu", 1) is None
+
+
+class Fake:
+    """A tracker as a package of others would be, which notes what it is told."""
+
+    def __init__(self, fails_at=None):
+        self.told, self.closed, self.fails_at = [], 0, fails_at
+
+    def log(self, numbers, step):
+        if step == self.fails_at:
+            raise OSError("no network")
+        self.told.append((step, numbers))
+
+    def finish(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_is_told_every_line_and_closed(config, monkeypatch, name):
+    run, given = Fake(), []
+    module = types.ModuleType(name)
+    module.__spec__ = types.SimpleNamespace()
+    module.init = lambda **settings: given.append(settings) or run
+    monkeypatch.setitem(sys.modules, name, module)
+    fit(dataclasses.replace(config, log=(name,)))
+    lines = lines_of(config)
+    assert [step for step, _ in run.told] == [line["step"] for line in lines]
+    for (_, numbers), line in zip(run.told, lines, strict=True):
+        assert numbers == {k: float(v) for k, v in line.items() if k != "step" and v is not None}
+    assert run.closed == 1
+    assert given[0]["name"] == "run" and given[0]["resume"] == "allow"
+    assert given[0]["config"]["steps"] == 24
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(config, monkeypatch):
+    run, said = Fake(fails_at=8), []
+    module = types.ModuleType("trackio")
+    module.__spec__ = types.SimpleNamespace()
+    module.init = lambda **settings: run
+    monkeypatch.setitem(sys.modules, "trackio", module)
+
+    class Telling(loop.Silent):
+        def say(self, line):
+            said.append(line)
+
+    result = fit(dataclasses.replace(config, log=("trackio",)), progress=Telling())
+    assert result.step == 24
+    assert [step for step, _ in run.told] == [1, 4]
+    (line,) = [line for line in said if line.startswith("log:")]
+    assert line == "log: trackio failed and is left out (OSError: no network)"
+
+
+def test_a_package_that_is_missing_is_said_before_anything_is_written(config, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^log has 'wandb': needs a package: pip install wandb$"):
+        fit(dataclasses.replace(config, log=("wandb",)))
+    assert not loop.Path(config.out).exists()
+
+
+def test_tensorboard_reads_what_was_measured(config):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    fit(dataclasses.replace(config, log=("tensorboard",)))
+    (file,) = (loop.Path(config.out) / "tensorboard").glob("events.*")
+    data, at, found = file.read_bytes(), 0, {}
+    while at < len(data):  # length, its checksum, an event, its checksum
+        size = int.from_bytes(data[at : at + 8], "little")
+        event = Event.FromString(data[at + 12 : at + 12 + size])
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value.simple_value))
+        at += 16 + size
+    lines = lines_of(config)
+    assert [step for step, _ in found["loss"]] == [line["step"] for line in lines]
+    assert_near([value for _, value in found["loss"]], [line["loss"] for line in lines], 1e-6)
+    assert len(found["val_loss"]) == 2
+
+
+def test_nothing_that_watches_changes_a_bit(config, tmp_path):
+    plain = fit(config)
+    watched = dataclasses.replace(
+        config, out=str(tmp_path / "watched"), log=("tensorboard",), profile="3-4", dump_batch=1.01
+    )
+    found = fit(watched)
+    for one, two in zip(*(jax.tree.leaves(r.state.params) for r in (plain, found)), strict=True):
+        assert_same_bits(one, two)
+    assert found.val_loss == plain.val_loss
+
+
+def test_a_profile_is_of_its_steps_alone(config, monkeypatch):
+    calls, steps = [], []
+    monkeypatch.setattr("jax.profiler.start_trace", lambda path: calls.append((path, len(steps))))
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append((None, len(steps))))
+    compiled = loop._compiled
+
+    def counted(*given):
+        programs = compiled(*given)
+
+        def step(*arguments, **named):
+            steps.append(1)
+            return programs.train_step(*arguments, **named)
+
+        return dataclasses.replace(programs, train_step=step)
+
+    monkeypatch.setattr(loop, "_compiled", counted)
+    fit(dataclasses.replace(config, profile="5-7"))
+    assert calls == [(loop.Path(config.out) / "profile", 4), (None, 7)]
+
+
+def test_a_profile_leaves_its_files(config):
+    fit(dataclasses.replace(config, profile="3-4", steps=5))
+    assert list((loop.Path(config.out) / "profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize("text", ["3", "0-2", "4-3", "1-25", "a-b", "1-2-3", "-1-2"])
+def test_a_profile_of_no_steps_is_refused(config, text):
+    with pytest.raises(ConfigError, match=f"^profile is '{text}': must be "):
+        dataclasses.replace(config, profile=text)
+
+
+@pytest.mark.parametrize("names", [("tensorbord",), ("wandb", "wandb")])
+def test_trackers_that_are_none_are_refused(config, names):
+    with pytest.raises(ConfigError, match=r"^log is .*: must name some of tensorboard, wandb"):
+        dataclasses.replace(config, log=names)
+
+
+def test_a_loss_stands_out_above_the_median(tmp_path):
+    found = Spikes(2.0, tmp_path)
+    assert not any(found.stands_out(loss, 1.0) for loss in [9.0, *[1.0] * 8])
+    assert not found.stands_out(5.0, 1.0)  # of nine before it nothing is known yet
+    assert not found.stands_out(1.9, 1.0)
+    assert found.stands_out(2.1, 1.0)
+    assert found.stands_out(float("nan"), 1.0) and found.stands_out(1.0, float("inf"))
+    for _ in range(200):  # what stands out is no measure of what follows
+        assert found.stands_out(2.1, 1.0)
+
+
+def test_the_batch_of_a_spike_is_kept_and_gives_its_loss_again(config, monkeypatch):
+    monkeypatch.setattr(spikes, "LEAST", 3)
+    states, compiled = {}, loop._compiled
+
+    def kept(*given):
+        programs = compiled(*given)
+
+        def step(state, *arguments, **named):
+            states[int(state.step) + 1] = jax.tree.map(np.array, state.params)
+            state, metrics = programs.train_step(state, *arguments, **named)
+            loss = metrics.loss * (100.0 if int(state.step) == 9 else 1.0)
+            return state, dataclasses.replace(metrics, loss=loss)
+
+        return dataclasses.replace(programs, train_step=step)
+
+    monkeypatch.setattr(loop, "_compiled", kept)
+    result = fit(dataclasses.replace(config, dump_batch=10.0, accumulation=2))
+    (file,) = (loop.Path(config.out) / "spikes").glob("*.npz")
+    assert file.name == "step-00000009.npz"
+    with np.load(file) as found:
+        assert int(found["step"]) == 9
+        loss = float(found["loss"]) / 100
+    batch = read_batch(file)
+    assert batch.tokens.shape == (2, 2, 8)
+    measure = batch_loss(result.config.model)
+    parts = [
+        measure(states[9], jax.tree.map(lambda leaf, i=i: leaf[i], batch), None)[0]
+        for i in range(2)
+    ]
+    assert_near(np.mean(parts), loss, 1e-5)
+    text = file.with_suffix(".txt").read_text().splitlines()
+    assert text[0].startswith("step 9, loss ") and len(text) == 5
+    assert eval(text[1].partition(": ")[2]) in (loop.Path(config.data)).read_text()
+
+
+def test_a_run_without_a_spike_keeps_nothing_and_no_run_keeps_many(config, monkeypatch):
+    fit(dataclasses.replace(config, dump_batch=50.0))
+    assert not (loop.Path(config.out) / "spikes").exists()
+    monkeypatch.setattr(spikes, "MOST", 2)
+    monkeypatch.setattr(Spikes, "stands_out", lambda *numbers: True)
+    many = dataclasses.replace(config, dump_batch=2.0, out=config.out + "2")
+    fit(many)
+    assert len(list((loop.Path(many.out) / "spikes").glob("*.npz"))) == 2
+
+
+def test_what_watches_may_change_when_a_run_goes_on(config):
+    fit(dataclasses.replace(config, steps=8))
+    result = fit(
+        dataclasses.replace(config, log=("tensorboard",), profile="10-11", dump_batch=3.0),
+        resume=True,
+    )
+    assert result.step == 24

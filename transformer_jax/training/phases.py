@@ -1,0 +1,75 @@
+"""Say where a run's time and memory go, and how much of a chip it uses."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import jax
+
+from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.kernels.peaks import chip_of
+from transformer_jax.models.flops import training_flops
+
+Phase = Literal["data", "step", "evaluation", "checkpoint"]
+PHASES: tuple[Phase, ...] = ("data", "step", "evaluation", "checkpoint")
+
+
+class Phases:
+    """Add up the wall-clock seconds of each phase since the last line of measurements."""
+
+    def __init__(self) -> None:
+        self._begun, self._seconds = time.perf_counter(), dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def of(self, phase: Phase) -> Iterator[None]:
+        """Count the time that passes within as that of a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - start
+
+    def taken(self) -> dict[str, float]:
+        """Return the seconds of each phase and of all, and begin anew."""
+        now = time.perf_counter()
+        found = {f"seconds_{phase}": seconds for phase, seconds in self._seconds.items()}
+        found["seconds"] = now - self._begun
+        self._begun, self._seconds = now, dict.fromkeys(PHASES, 0.0)
+        return {name: round(seconds, 6) for name, seconds in found.items()}
+
+
+def peak_memory() -> int:
+    """Return the most bytes that a device of this process has held; on a CPU, the process."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def flops_utilisation(
+    config: TrainConfig,
+    tokens_per_second: float,
+    device_kind: str | None = None,
+    devices: int | None = None,
+) -> float | None:
+    """Return the share of the chips' peak that training uses (MFU; Chowdhery et al. 2022, B).
+
+    The operations are those of learning from rows of `config.sequence_len` tokens, by all
+    parameters; the peak is that of dense bfloat16 products, whatever the run computes in. None
+    where no peak is published here, as of a CPU, or the model is no transformer.
+    """
+    found = jax.devices()
+    chip = chip_of(found[0].device_kind if device_kind is None else device_kind)
+    if chip is None or not isinstance(config.model, ModelConfig):
+        return None
+    length = config.sequence_len
+    each = training_flops(config.model, length, length) / length
+    count = len(found) if devices is None else devices
+    return tokens_per_second * each / (chip.flops * count)

@@ -1,0 +1,140 @@
+"""Send a run's measurements to TensorBoard, Weights & Biases or trackio, beside metrics.jsonl.
+
+Each is an optional package, imported when a run that names it starts. A tracker that fails later,
+for lack of a network or a disk, is left out with a line: it neither stops nor changes a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformer_jax.config import ConfigError, TrainConfig
+
+PACKAGES: dict[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+"""The package of each tracker."""
+
+PROJECT = "transformer_jax"
+
+
+class Tracker(Protocol):
+    """Take numbers of a step."""
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Write TensorBoard's event files into the run folder: `tensorboard --logdir runs`."""
+
+    def __init__(self, folder: Path, config: TrainConfig) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Log to Weights & Biases; a resumed run goes on in the same one."""
+
+    def __init__(self, folder: Path, config: TrainConfig) -> None:
+        import wandb
+
+        identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        self._run = wandb.init(
+            project=PROJECT, name=folder.name, id=identity, resume="allow", dir=str(folder),
+            config=asdict(config),
+        )  # fmt: skip
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """Log to trackio; a resumed run goes on in the one of the same name."""
+
+    def __init__(self, folder: Path, config: TrainConfig) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project=PROJECT, name=folder.name, resume="allow", config=asdict(config)
+        )
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Path, TrainConfig], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+}
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise ConfigError where the package of a tracker is not installed."""
+    for name in names:
+        package = PACKAGES[name]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"log has {name!r}: needs a package: pip install {package}")
+
+
+class Trackers:
+    """Hold the trackers of a run; what fails is said once, and left out."""
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        folder: Path,
+        config: TrainConfig,
+        say: Callable[[str], None],
+    ) -> None:
+        self._say = say
+        self._open: dict[str, Tracker] = {}
+        for name in names:
+            self._try(name, partial(self._start, name, folder, config))
+
+    def _start(self, name: str, folder: Path, config: TrainConfig) -> None:
+        self._open[name] = TRACKERS[name](folder, config)
+
+    def write(self, step: int, line: Mapping[str, Any]) -> None:
+        """Send the numbers of a line of metrics.jsonl, all but the step, which they are of."""
+        numbers = {
+            name: float(value)
+            for name, value in line.items()
+            if name != "step" and isinstance(value, int | float)
+        }
+        for name, tracker in list(self._open.items()):
+            self._try(name, partial(tracker.write, step, numbers))
+
+    def close(self) -> None:
+        """End all of them."""
+        for name, tracker in list(self._open.items()):
+            self._try(name, tracker.close)
+        self._open.clear()
+
+    def _try(self, name: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a package of others may raise
+            self._open.pop(name, None)
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self._say(f"log: {name} failed and is left out ({why})")
