@@ -74,9 +74,18 @@ def test_a_product_of_normal_weights_is_off_by_a_share_of_itself(rng, kind, shar
     assert share / 2 < error < share
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "scan", "kind"),
+    [
+        ("decoder", False, "int4"),
+        ("decoder", True, "int8"),
+        ("encoder-decoder", True, "int4"),
+        ("encoder", False, "int8"),
+        pytest.param("decoder", True, "int4", marks=pytest.mark.slow),
+        pytest.param("encoder-decoder", False, "int8", marks=pytest.mark.slow),
+        pytest.param("encoder", True, "int4", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_computes_what_its_numbers_say(model, scan, kind):
     config = dataclasses.replace(MODELS[model], scan_layers=scan)
     params = quantize(init_params(config, jax.random.key(0)), kind)

@@ -96,7 +96,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OFTEN = "dropout", "int8 base", "trained"
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in OFTEN else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
 def test_a_resumed_run_has_the_same_bits(base, tmp_path, case):
     changes = CASES[case]
     if case == "packed":  # whose base knows the token that ends a document
@@ -127,7 +132,10 @@ def test_what_the_run_measures_is_what_its_merged_parameters_have(base, tmp_path
     assert_near(total[0] / total[1], result.val_loss, 1e-5)
 
 
-@pytest.mark.parametrize("held", ["bfloat16", "int8", "int4"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("held", [pytest.param("bfloat16", marks=SLOW), "int8", "int4"])
 def test_a_base_in_fewer_bits_measures_nearly_the_same(base, tmp_path, held):
     """Its state is the same size; the loss before the first step is off by what rounding costs."""
     whole = tuned_config(tmp_path, base, "whole", steps=1)
@@ -173,6 +181,7 @@ def test_a_new_head_is_trained_beside_the_adapters(base, tmp_path):
         load_adapters(config.out)
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_is_adapted_too(tmp_path):
     rows = [f"{a}{b}\t{b}{a}\n" for a in "abcd" for b in "efgh"]
     (tmp_path / "pairs.tsv").write_text("".join(rows))
@@ -230,6 +239,7 @@ def test_a_table_that_has_grown_must_be_trained(base, tmp_path):
     assert [*result.state.params["whole"]] == ["embed/tokens"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_run_of_adapters(base, tmp_path):
     config = tuned_config(tmp_path, base)
     fit(config)

@@ -176,8 +176,18 @@ def a_run(tmp_path, base, **changes):
     ) | changes)  # fmt: skip
 
 
-@pytest.mark.parametrize("messages", [False, True])
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, targets="all-linear")])
+ADAPTERS = LoraConfig(rank=4, targets="all-linear")
+
+
+@pytest.mark.parametrize(
+    ("messages", "lora"),
+    [
+        (False, None),
+        (True, ADAPTERS),
+        pytest.param(True, None, marks=pytest.mark.slow),
+        pytest.param(False, ADAPTERS, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_learns_which_answers_are_preferred(tmp_path, messages, lora):
     base = a_base(tmp_path, ChatTask() if messages else LanguageTask(documents="lines"))
     pairs_file(tmp_path / "pairs.jsonl", messages)

@@ -115,10 +115,16 @@ class ConfigFlags:
         found = dict(given)
         for path, text in given.items():
             kinds = _kinds(self.fields[path][0].hint)
-            if len(kinds) != 1 or "=" not in text:
+            if len(kinds) != 1:
                 continue
             name = ".".join(path)
             known = [field.name for field in fields(kinds[0])]
+            if "=" not in text:
+                names = _kind_name(kinds[0]), "none"
+                if not text or not any(one.startswith(text.lower()) for one in names):
+                    rule = f"must be KEY=VALUE,... of {', '.join(known)}, or None"
+                    raise ConfigError(f"{name} is {text!r}: {rule}")
+                continue
             found[path] = _kind_name(kinds[0])
             for key, value in _items(name, text):
                 field = key.replace("-", "_")

@@ -27,7 +27,10 @@ Axis = Literal["step", "tokens", "hours"]
 COLOURS = "#3b6fb6", "#e07b39", "#4a9d6f", "#b0519a", "#8a6d3b", "#c23b3b", "#5b5fc7", "#2f8f9d"
 INK, FAINT = "#444444", "#bbbbbb"
 
-UNNAMED = {"out", "seed", "log_every", "eval_every", "checkpoint_every", "keep", "sample_tokens"}
+UNNAMED = {
+    "out", "seed", "log_every", "eval_every", "checkpoint_every", "keep", "sample_tokens", "log",
+    "profile", "dump_batch",
+}  # fmt: skip
 """Fields that do not say what a run is; the seed is told where nothing else differs."""
 
 
