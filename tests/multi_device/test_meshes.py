@@ -119,6 +119,18 @@ def test_a_run_over_any_mesh_has_the_losses_of_one_device(cases):
                 assert split[f"{tree}/embed/tokens"] == "P('tensor', 'fsdp')"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_fine_tuning_over_any_mesh_has_the_losses_of_one_device():
+    """With adapters, whose dropout has the same bits, and by preferences between answers."""
+    results = on_devices(4, "-m", "tests.multi_device.finetuning_on_four", optimise=False)
+    assert len(results) == 12
+    for case, losses in results.items():
+        wanted = results[f"one; {case.partition('; ')[2]}"]
+        assert len(losses) == 6 and losses[0] != losses[4]
+        assert_near(losses, wanted, 1e-5, case)
+
+
 def test_an_axis_that_its_devices_do_not_divide_is_whole():
     sizes = {"data": 2, "fsdp": 4, "tensor": 2}
     path = ("decoder", "blocks", "attention", "key", "kernel")
