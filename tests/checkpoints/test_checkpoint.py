@@ -1,5 +1,6 @@
 """Checkpoints: every bit comes back, every damage is seen, a crash leaves whole ones only."""
 
+import errno
 import hashlib
 import json
 import os
@@ -345,6 +346,34 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(tmp_path, tree)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     assert digest(path) == before
     verify(path)
+
+
+def test_a_folder_that_became_read_only_keeps_what_it_has(tmp_path, tree, monkeypatch):
+    path = save(tmp_path, 7, tree)
+    before, make = digest(path), Path.mkdir
+
+    def refuse(self, *given, **named):
+        if ".tmp" in str(self):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+        make(self, *given, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", refuse)
+        with pytest.raises(OSError, match=r"Read-only file system: '.*step-00000008"):
+            save(tmp_path, 8, tree)
+    assert digest(path) == before
+    verify(path)
+    save(tmp_path, 8, tree)  # once it can be written again
+    assert checkpoint.saved_steps(tmp_path) == [7, 8]
+
+
+def test_an_array_that_stands_in_two_places_comes_back_in_both(tmp_path, rng):
+    shared = jnp.array(rng.normal(size=(3, 4)), jnp.float32)
+    tree = {"params": {"embed": shared, "head": shared}}
+    found = checkpoint.restore(save(tmp_path, 1, tree), tree)
+    chex.assert_trees_all_equal(found, tree)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(found["params"]["embed"])  # each is its own
+    np.testing.assert_array_equal(found["params"]["head"], shared)
 
 
 SLOW = [pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8)]

@@ -1,0 +1,64 @@
+"""Every task, stopped and gone on with, has the bits of a run that was never stopped."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from tests.support.tolerances import assert_same_bits
+from transformer_jax.config import TrainConfig
+from transformer_jax.config.presets import task_recipe
+from transformer_jax.config.tasks import TASKS, ContinuousTask, GeneratedTask, PreferenceTask
+from transformer_jax.training.loop import fit
+
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
+
+LINES = [f"{a} {b}" for a in ("to be", "or not", "that is") for b in ("a sea", "of troubles")]
+
+
+def written(folder, name: str) -> str:
+    """A file of a task's examples: more than a step reads, fewer than the steps of a run do."""
+    match name:
+        case "seq2seq" | "prefix":
+            rows = [f"{line}\t{line[::-1]}" for line in LINES * 3]
+        case "classify":
+            rows = [f"{line[0]}\t{line}" for line in LINES * 4]
+        case "chat":
+            rows = [
+                json.dumps({"messages": [
+                    {"role": "user", "content": line}, {"role": "assistant", "content": line[:2]}
+                ]}) for line in LINES * 3
+            ]  # fmt: skip
+        case _:
+            rows = LINES * 20
+    (folder / "data.txt").write_text("\n".join(rows) + "\n")
+    return str(folder / "data.txt")
+
+
+@pytest.mark.parametrize("name", [n for n in TASKS if TASKS[n] is not PreferenceTask])
+def test_a_task_goes_on_bit_for_bit(tmp_path, name):
+    recipe = task_recipe(TASKS[name]())
+    task = recipe.task
+    changes = {"judged": 0, "examples": 60} if hasattr(task, "examples") else {}
+    if hasattr(task, "beams"):
+        changes["beams"] = None if type(task).__dataclass_fields__["beams"].default is None else 1
+    task = dataclasses.replace(task, **changes)
+    reads = not isinstance(task, GeneratedTask | ContinuousTask)
+    small = dict(d_model=16, num_layers=1, num_heads=2, dropout=0.1)
+    config: TrainConfig = dataclasses.replace(
+        recipe, task=task, model=dataclasses.replace(recipe.model, **small), steps=8,
+        batch_size=4, eval_every=8, checkpoint_every=3, warmup_steps=2, sample_tokens=0,
+        out=str(tmp_path / "parts"), **({"data": written(tmp_path, name)} if reads else {}),
+    )  # fmt: skip
+    whole = fit(dataclasses.replace(config, out=str(tmp_path / "whole")))
+    calls = iter(range(100))
+    half = fit(config, stop=lambda: next(calls) == 3)
+    assert half.interrupted and half.step == 4
+    again = fit(config, resume=True)
+    one, two = (jax.tree.leaves(result.state.params) for result in (again, whole))
+    for own, other in zip(one, two, strict=True):
+        assert_same_bits(own, other)
+    assert again.val_loss == whole.val_loss
+    begun = jax.tree.leaves(half.state.params)
+    assert any(bool((a != b).any()) for a, b in zip(begun, two, strict=True))
