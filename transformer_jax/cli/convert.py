@@ -67,7 +67,6 @@ def _adapter(arguments: argparse.Namespace, target: Path) -> list[str]:
     import jax
 
     from transformer_jax.models.factory import init_params
-    from transformer_jax.pretrained.config_json import written_family
     from transformer_jax.pretrained.peft import save_lora
     from transformer_jax.pretrained.tensors import tensor_names
     from transformer_jax.text.text_model import load_adapters
@@ -75,7 +74,7 @@ def _adapter(arguments: argparse.Namespace, target: Path) -> list[str]:
     config, adapters = load_adapters(arguments.run, arguments.checkpoint)
     model = config.model
     assert config.lora is not None and isinstance(model, ModelConfig)
-    family = written_family(model, arguments.family)
+    family, model = _written_as(model, arguments.family)
     names = tensor_names(model, family)
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     written = save_lora(
@@ -90,7 +89,6 @@ def _adapter(arguments: argparse.Namespace, target: Path) -> list[str]:
 
 
 def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> list[str]:
-    from transformer_jax.pretrained.config_json import written_family
     from transformer_jax.pretrained.save import save_pretrained
     from transformer_jax.text.text_model import with_parameters_in
 
@@ -101,17 +99,9 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
     if not isinstance(config, ModelConfig):
         rule = "other libraries have no such model: must be a transformer"
         raise ConfigError(f"model of the run is a {type(config).__name__}: {rule}")
-    try:
-        family = written_family(config, arguments.family)
-    except ConfigError as error:
-        biased = replace(config, use_bias=True)
-        if config.use_bias:
-            raise
-        try:
-            family = written_family(biased, arguments.family)
-        except ConfigError:
-            raise error from None
-        config, params = biased, with_zero_biases(biased, params)
+    family, written = _written_as(config, arguments.family)
+    if written != config:
+        config, params = written, with_zero_biases(written, params)
         lines = [f"a {family} has biases: they are written as zeros"]
     files, note = tokenizer_files(model.tokenizer, config.vocab_size)
     save_pretrained(
@@ -119,6 +109,22 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
         shard_bytes=shard_bytes,
     )  # fmt: skip
     return [_written(target, params, family), *lines, note]
+
+
+def _written_as(config: ModelConfig, family: str | None) -> tuple[str, ModelConfig]:
+    """Return the family that a model is written as, and its config there, perhaps with biases."""
+    from transformer_jax.pretrained.config_json import written_family
+
+    try:
+        return written_family(config, family), config
+    except ConfigError as error:
+        biased = replace(config, use_bias=True)
+        if config.use_bias:
+            raise
+        try:
+            return written_family(biased, family), biased
+        except ConfigError:
+            raise error from None
 
 
 def with_zero_biases(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:

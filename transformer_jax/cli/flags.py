@@ -279,13 +279,20 @@ def _read(name: str, hint: Any, text: str) -> Any:
             if text in get_args(option):
                 return text
         elif get_origin(option) is tuple:
-            if "," in text or (text and set(_options(hint)) <= {NoneType, option}):
+            if "," in text or (text and _is_one_item(text, _options(hint))):
                 return tuple(_read(name, get_args(option)[0], item) for item in text.split(","))
         else:
             with contextlib.suppress(ValueError):
                 return option(text)
     choices = _spell(hint).split("|")
     raise ConfigError(f"{name} is {text!r}: must be {_spell(hint)}{nearest(text, choices)}")
+
+
+def _is_one_item(text: str, options: tuple[Any, ...]) -> bool:
+    """Say whether a text without a comma is a tuple's only item: no other option can be meant."""
+    named = [option for option in options if get_origin(option) is Literal]
+    plain = [o for o in options if o is not NoneType and get_origin(o) is not tuple]
+    return plain == named and not any(text in get_args(option) for option in named)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
