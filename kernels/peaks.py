@@ -1,7 +1,7 @@
 """State what chips can do at best, as their makers publish it; no rate here was measured.
 
 TPUs: cloud.google.com/tpu/docs, pages v5e, v5p and v6e. H200: NVIDIA's data sheet of the H200 SXM;
-A100 and H100 likewise. Rates are those of dense products in bfloat16. The memory of v5e and v5p is
+A100 and H100 likewise. Rates are those of dense products in bfloat16. The memory of TPUs is
 what their compiler lets a program have, that of an H200 what one of them says of itself.
 """
 
@@ -28,7 +28,7 @@ class Chip:
 CHIPS = {
     "v5e": Chip("TPU v5e", 197e12, int(15.75 * 2**30), 819e9, 200e9),
     "v5p": Chip("TPU v5p", 459e12, int(95.73 * 2**30), 2765e9, 600e9),
-    "v6e": Chip("TPU v6e", 918e12, 32 * 10**9, 1600e9, 400e9),
+    "v6e": Chip("TPU v6e", 918e12, int(31.24 * 2**30), 1600e9, 400e9),
     "h200": Chip("NVIDIA H200", 989e12, 139 * 2**30, 4800e9, 450e9),
     "h100": Chip("NVIDIA H100", 989e12, 80 * 10**9, 3350e9, 450e9),
     "a100": Chip("NVIDIA A100", 312e12, 80 * 10**9, 2039e9, 300e9),

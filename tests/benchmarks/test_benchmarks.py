@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import decode, load, serve, specs, timing, tune_attention
+from benchmarks import decode, load, saving_and_watching, serve, specs, timing, tune_attention
 from benchmarks.timing import Contender
 from transformer_jax.kernels.contract import Blocks
 from transformer_jax.models.factory import init_params, num_params
@@ -29,6 +29,16 @@ def test_train_flops_are_six_per_weight_and_token_at_a_short_context():
     weights = num_params(case.model) - table
     assert case.matmul_flops() > 6 * weights * case.tokens * 0.99
     assert case.matmul_flops() < 6 * weights * case.tokens * 1.2
+
+
+def test_a_save_counts_in_the_stretch_after_its_step_and_the_first_is_left_out():
+    names = "step", "seconds", "seconds_checkpoint"
+    lines = [(1, 9.0, 0.0), (4, 8.0, 0.0), (6, 2.0, 0.5), (8, 3.0, 0.0), (12, 7.0, 0.25)]
+    found = saving_and_watching._stretches([dict(zip(names, x, strict=True)) for x in lines], 4)
+    assert found == [
+        {"seconds": 5.0, "seconds_checkpoint": 0.5},
+        {"seconds": 7.0, "seconds_checkpoint": 0.25},
+    ]
 
 
 def test_decoding_fits_the_cache_and_every_row_has_a_prompt():

@@ -421,6 +421,13 @@ def test_an_interrupt_during_the_imports_shows_no_traceback(inherited, status, p
         ("convert --to x", 2, "", "convert: run and model: give one of them\n"),
         ("generate --modle x", 2, "", "generate: --modle: no such flag, nearest: --model\n"),
         ("generate --help", 0, "usage: python -m transformer_jax generate [--FLAG VALUE ...]", ""),
+        (
+            "plan --target cpu --run x --preset gpt2",
+            2,
+            "",
+            "plan: run and preset: a run is planned with its own config\n",
+        ),
+        ("plan --target cpu --run x --out y", 2, "", "plan: run and out: a run is planned with"),
     ],
 )
 def test_a_command_is_named_by_the_first_word(capsys, argv, status, out, err):

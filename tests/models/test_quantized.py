@@ -79,7 +79,7 @@ def test_a_product_of_normal_weights_is_off_by_a_share_of_itself(rng, kind, shar
     [
         ("decoder", False, "int4"),
         ("decoder", True, "int8"),
-        ("encoder-decoder", True, "int4"),
+        pytest.param("encoder-decoder", True, "int4", marks=pytest.mark.slow),
         ("encoder", False, "int8"),
         pytest.param("decoder", True, "int4", marks=pytest.mark.slow),
         pytest.param("encoder-decoder", False, "int8", marks=pytest.mark.slow),
@@ -124,7 +124,7 @@ def test_a_quantised_model_writes_what_its_numbers_write(scan):
     np.testing.assert_array_equal(written(params), written(plain(params)))
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_adapters_beside_quantised_kernels_have_the_gradients_of_the_sum(scan):
     config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
     params = init_params(config, jax.random.key(0))

@@ -70,6 +70,7 @@ def test_a_run_is_judged_on_the_test_part_and_drawn(folder, small, tmp_path, cap
     assert np.allclose(weights.sum(axis=1), 1, atol=1e-5) and (weights > 0).all()
 
 
+@pytest.mark.slow
 def test_a_complete_run_is_judged_again_and_words_are_of_the_training_part(
     folder, small, tmp_path, capsys
 ):

@@ -174,6 +174,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, kind):
     assert_same_state(again.state, whole.state)
 
 
+@pytest.mark.slow
 def test_a_picture_is_named_to_95_percent(tmp_path):
     config = small(
         DigitsTask(examples=1500), "encoder", 48, 2, steps=120, batch_size=48,

@@ -96,7 +96,7 @@ CASES = {
 }
 
 
-OFTEN = "dropout", "int8 base", "trained"
+OFTEN = "dropout", "int8 base"
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,8 @@ def test_what_the_run_measures_is_what_its_merged_parameters_have(base, tmp_path
     assert_near(total[0] / total[1], result.val_loss, 1e-5)
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("held", [pytest.param("bfloat16", marks=SLOW), "int8", "int4"])
+@pytest.mark.slow_cases("bfloat16", "int8")
+@pytest.mark.parametrize("held", ["bfloat16", "int8", "int4"])
 def test_a_base_in_fewer_bits_measures_nearly_the_same(base, tmp_path, held):
     """Its state is the same size; the loss before the first step is off by what rounding costs."""
     whole = tuned_config(tmp_path, base, "whole", steps=1)
@@ -148,6 +146,7 @@ def test_a_base_in_fewer_bits_measures_nearly_the_same(base, tmp_path, held):
     assert load_run(config.out, "last").params["decoder"]["norm"]["scale"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_base_that_has_changed_is_refused(base, tmp_path):
     own = dataclasses.replace(base, out=str(tmp_path / "own"), steps=10, eval_every=10)
     fit(own)
@@ -160,6 +159,7 @@ def test_a_base_that_has_changed_is_refused(base, tmp_path):
         load_run(config.out)
 
 
+@pytest.mark.slow
 def test_a_new_head_is_trained_beside_the_adapters(base, tmp_path):
     rows = ["yes\tbe or not be\nno\tquestion the is\n" for _ in range(20)]
     (tmp_path / "classes.tsv").write_text("".join(rows))
@@ -230,6 +230,7 @@ def test_what_cannot_be_adapted_is_one_line(base, tmp_path):
         assert not (tmp_path / "tuned").exists()
 
 
+@pytest.mark.slow
 def test_a_table_that_has_grown_must_be_trained(base, tmp_path):
     config = tuned_config(tmp_path, base, task=LanguageTask(documents="lines"))  # and their end
     with pytest.raises(ConfigError, match=r"lora\.trained lacks 'embed/tokens': it is new"):

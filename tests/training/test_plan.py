@@ -189,6 +189,23 @@ def test_a_plan_of_decoding_has_the_cache_and_the_parameters_once():
     assert plan.flops == 3 * (matrices + SMALL.num_layers * 13 * 4 * 32)
 
 
+def test_a_table_that_has_rows_looked_up_is_not_read_whole():
+    chip = replace(CHIPS["h200"], bandwidth=1.0)
+    untied = replace(SMALL, tie_embeddings=False)
+    tied, own = (
+        replace(
+            plan_decoding(model, CPU, batch_size=3, length=13), hardware=replace(CPU, chip=chip)
+        )
+        for model in (SMALL, untied)
+    )
+    table = 4 * SMALL.vocab_size * SMALL.d_model
+    assert own.memory.parameters - tied.memory.parameters == table
+    positions = 4 * SMALL.max_len * SMALL.d_model
+    for plan in (tied, own):
+        moved = plan.bounds.memory - 2 * plan.memory.working
+        assert moved == tied.memory.parameters - positions + tied.cache
+
+
 def test_a_state_that_does_not_fit_is_not_compiled_and_what_would_fit_is_said():
     chip = replace(CHIPS["h200"], memory=11 * num_params(SMALL))
     hardware = replace(CPU, chip=chip)

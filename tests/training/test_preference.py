@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.tolerances import assert_near, assert_same_bits
+from transformer_jax.cli.report import summary
 from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, fine_tuning
 from transformer_jax.config.tasks import ChatTask, LanguageTask, PreferenceTask
 from transformer_jax.models.factory import build, init_params
@@ -183,7 +184,7 @@ ADAPTERS = LoraConfig(rank=4, targets="all-linear")
     ("messages", "lora"),
     [
         (False, None),
-        (True, ADAPTERS),
+        pytest.param(True, ADAPTERS, marks=pytest.mark.slow),
         pytest.param(True, None, marks=pytest.mark.slow),
         pytest.param(False, ADAPTERS, marks=pytest.mark.slow),
     ],
@@ -195,6 +196,9 @@ def test_a_run_learns_which_answers_are_preferred(tmp_path, messages, lora):
     result = fit(a_run(tmp_path, base, lora=lora, learning_rate=rate))
     assert result.accuracy == 1.0
     assert result.val_loss < 0.3  # of log 2 = 0.69
+    assert result.perplexity is None  # a loss of pairs says nothing of a token
+    said = summary(result)
+    assert "nats per pair" in said and "100.0% of the pairs" in said and "perplexity" not in said
     lines = (tmp_path / "run/sample.txt").read_text().splitlines()
     assert lines[0].startswith("user: " if messages else "prompt: ")
     assert lines[1].startswith("answer: ")

@@ -1,13 +1,23 @@
 """Learning rates against their formulas, and parameters that stay as they are."""
 
+import math
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.support.tolerances import assert_near
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.models.factory import init_params
-from transformer_jax.training.optimizers import is_frozen, learning_rate_schedule, make_optimizer
+from transformer_jax.training.batch import Batch, batch_loss
+from transformer_jax.training.optimizers import (
+    is_frozen,
+    learning_rate_schedule,
+    make_optimizer,
+    without_frozen,
+)
+from transformer_jax.training.step import init_state, make_train_step
 
 PEAK, END, WARMUP, STEPS, DECAY = 0.7, 0.1, 7, 31, 5
 
@@ -64,6 +74,28 @@ def test_frozen_parameters_get_no_update_not_even_weight_decay():
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         frozen = name.startswith(("embed/", "decoder/block_1/feed_forward/"))
         assert np.any(np.asarray(update)) != frozen, name
+
+
+def test_the_norm_of_a_step_is_of_what_is_trained_and_the_rest_is_not_computed(rng):
+    """With all frozen but one block's feed-forward layer, it is the root of that one's squares."""
+    model = ModelConfig(vocab_size=5, d_model=6, num_heads=2, num_layers=2, d_ff=7, max_len=3)
+    names = ("embed", "decoder/norm", "decoder/block_0", "decoder/block_1/attention",
+             "decoder/block_1/norm_attention", "decoder/block_1/norm_feed_forward")  # fmt: skip
+    text = jnp.asarray(rng.integers(0, 5, (4, 4)))
+    batch, whole = Batch(text[:, :-1], text[:, 1:]), batch_loss(model)
+    optimizer = make_optimizer(TrainConfig(frozen=names, warmup_steps=0))
+    norms, operations = [], []
+    for loss in (without_frozen(whole, names), whole):
+        state = init_state(model, optimizer, 0)
+        gradients = jax.grad(lambda p: whole(p, batch, None)[0])(state.params)
+        micro = jax.tree.map(lambda leaf: leaf[None], batch)
+        program = make_train_step(loss, optimizer).lower(state, micro).compile()
+        operations.append(program.cost_analysis()["flops"])
+        norms.append(float(program(state, micro)[1].grad_norm))
+    trained = jax.tree.leaves(gradients["decoder"]["block_1"]["feed_forward"])
+    wanted = math.sqrt(sum(float(jnp.sum(leaf**2)) for leaf in trained))
+    assert norms[0] == pytest.approx(wanted, 1e-5) and norms[1] > 1.1 * wanted
+    assert operations[0] < 0.8 * operations[1]
 
 
 def test_a_name_with_which_no_parameter_begins_is_refused():

@@ -35,6 +35,7 @@ from transformer_jax.config import (
     Lion,
     ModelConfig,
     Muon,
+    RecurrentConfig,
     ScheduleFree,
     TrainConfig,
     preset,
@@ -55,6 +56,7 @@ from transformer_jax.training.data import (
     random_starts,
 )
 from transformer_jax.training.loop import MOST_REJECTED, Scores, fit
+from transformer_jax.training.memory import StepMemory, check_step
 from transformer_jax.training.optimizers import (
     decays,
     learning_rate_schedule,
@@ -813,6 +815,15 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(config):
         fit(changed(config, d_model=10**9))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
     assert not Path(config.out).exists()
+
+
+@pytest.mark.parametrize("model", [ModelConfig(), RecurrentConfig()])
+def test_a_step_larger_than_the_memory_is_told_what_its_model_can_do(model):
+    memory = StepMemory(0, 0, 0, 2**60)
+    rule = r"batch_size is 5: a step needs [\d,.]+ GiB on each device .* needs less, and so do "
+    with pytest.raises(ConfigError, match=rule) as error:
+        check_step(memory, TrainConfig(model=model, batch_size=5))
+    assert ("--remat" in str(error.value)) == isinstance(model, ModelConfig)
 
 
 def test_a_text_too_short_leaves_no_run_folder(config, tmp_path):

@@ -95,8 +95,13 @@ def _configured(run: str | None, argv: Sequence[str]) -> TrainConfig:
     """Return the run that the flags describe."""
     from transformer_jax.cli.run_flags import configure, parse
 
-    words = list(argv) if run is None else [*argv, "--resume", "--out", run]
-    return configure(parse(words, None))[0]
+    if run is None:
+        return configure(parse(argv, None))[0]
+    given = parse(argv, None)
+    for name in ("preset", "model", "init_from", "out"):
+        if getattr(given, name, None) not in (None, TrainConfig.out):
+            raise ConfigError(f"run and {name}: a run is planned with its own config")
+    return configure(parse([*argv, "--resume", "--out", run], None))[0]
 
 
 def _title(config: TrainConfig, target: str) -> str:

@@ -29,8 +29,12 @@ def summary(result: Result) -> str:
     lines = ["", result.sample.strip("\n"), ""] if result.sample else []
     nats = result.val_loss_per_character
     nats = result.val_loss if nats is None else nats
-    if nats is None or result.perplexity is None:
+    if nats is None:
         lines.append("held-out loss: not finite")
+    elif result.perplexity is None:
+        lines.append(f"held-out loss: {nats:.4f} nats per pair; 0.6931 prefers neither answer")
+        if result.accuracy is not None:
+            lines.append(f"of {result.accuracy:.1%} of the pairs the chosen answer is preferred")
     else:
         bits = nats / math.log(2)
         lines.append(f"held-out loss: {nats:.4f} nats per {result.unit} = {bits:.4f} bits")
@@ -43,7 +47,8 @@ def summary(result: Result) -> str:
         lines.append(f"{result.rejected} steps were skipped: their loss was not finite")
     if (hint := missing_metrics(result.config, result.scores)) is not None:
         lines.append(hint)
-    files = "loss.png, metrics.jsonl, sample.txt, scores.json, checkpoints"
+    sample = "sample.txt, " if result.config.sample_tokens else ""
+    files = f"loss.png, metrics.jsonl, {sample}scores.json, checkpoints"
     lines.append(f"in {result.config.out}: {files}")
     return "\n".join(lines)
 

@@ -254,7 +254,7 @@ def select(found: Matrices, config: LoraConfig) -> list[str]:
     if config.targets == "all-linear":
         chosen = {path for path in within if layer(path) is not None}
         if not chosen:
-            raise ConfigError("targets is 'all-linear': there is no block with a kernel")
+            raise ConfigError("lora.targets is 'all-linear': there is no block with a kernel")
         return sorted(chosen)
     chosen = set()
     for target in config.targets:
@@ -262,7 +262,9 @@ def select(found: Matrices, config: LoraConfig) -> list[str]:
         if not meant:
             there = ", ".join(sorted({"/".join(p.split("/")[-2:]) for p in within})) or "no kernel"
             where = "" if config.layers is None else f" in layers {config.layers!r}"
-            raise ConfigError(f"targets has {target!r}: matches nothing{where}; there is {there}")
+            raise ConfigError(
+                f"lora.targets has {target!r}: matches nothing{where}; there is {there}"
+            )
         chosen |= meant
     return sorted(chosen)
 

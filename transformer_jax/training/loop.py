@@ -43,7 +43,11 @@ from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_ad
 from transformer_jax.training.batch import Batch, batch_loss, batch_scores
 from transformer_jax.training.initial import StartModel, check_model, start_model, start_params
 from transformer_jax.training.memory import CompiledAhead, check_state, check_step, step_memory
-from transformer_jax.training.optimizers import learning_rate_schedule, make_optimizer
+from transformer_jax.training.optimizers import (
+    learning_rate_schedule,
+    make_optimizer,
+    without_frozen,
+)
 from transformer_jax.training.phases import Phases, flops_utilisation, peak_memory
 from transformer_jax.training.placement import make_placement
 from transformer_jax.training.preference import Reference, preference_loss, preference_scores
@@ -103,8 +107,10 @@ class Result:
 
     @property
     def perplexity(self) -> float | None:
-        """Return exp(val_loss), of a token."""
-        return None if self.val_loss is None else math.exp(min(self.val_loss, 700.0))
+        """Return exp(val_loss), of a token; None where the loss is of pairs, or not finite."""
+        if self.val_loss is None or isinstance(self.config.task, PreferenceTask):
+            return None
+        return math.exp(min(self.val_loss, 700.0))
 
 
 class Scores(NamedTuple):
@@ -311,7 +317,7 @@ class _Run:
             given = (*self.resident, self._first)
             compiled = program.program(self.template, *given, frozen=self.frozen)
             memory = step_memory(compiled, self.template, given, self.frozen)
-            check_step(memory, self.config.batch_size)
+            check_step(memory, self.config)
 
     def _inputs(self, step: int) -> Any:
         """Return what step `step`, from 0 on, reads, on the devices."""
@@ -495,9 +501,11 @@ class _Run:
         step, held_out = measured.step, {}
         if scores is not None and math.isfinite(scores.loss):
             held_out = {"val_loss": scores.loss, "val_accuracy": scores.accuracy}
-            perplexity = math.exp(min(scores.loss, 700.0))
+            perplexity = ""
+            if not isinstance(self.config.task, PreferenceTask):
+                perplexity = f"perplexity {math.exp(min(scores.loss, 700.0)):.2f}, "
             self.progress.say(
-                f"step {step}: held-out loss {scores.loss:.4f}, perplexity {perplexity:.2f}, "
+                f"step {step}: held-out loss {scores.loss:.4f}, {perplexity}"
                 f"accuracy {scores.accuracy:.3f}"
             )
         elif step % self.config.log_every and step not in (1, self.config.steps):
@@ -603,6 +611,8 @@ def _compiled(config: TrainConfig, prepare: Callable[..., Batch]) -> _Programs:
     )
     fresh: Callable[[Any], TrainState]
     fresh = partial(init_state, config.model, optimizer, **held_as)
+    if config.frozen is not None:
+        loss = without_frozen(loss, config.frozen)
     if config.lora is not None:
         loss = adapted_loss(loss, config.lora, relative=isinstance(config.task, PreferenceTask))
         fresh = partial(fresh_adapters, config, optimizer)

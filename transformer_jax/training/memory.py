@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-from transformer_jax.config import ConfigError
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.models.quantized import count
 
 R = TypeVar("R")
@@ -125,14 +125,17 @@ def check_state(state: Any, frozen: Any = ()) -> None:
         )
 
 
-def check_step(memory: StepMemory, batch_size: int) -> None:
+def check_step(memory: StepMemory, config: TrainConfig) -> None:
     """Raise ConfigError for a step that needs more than a device's memory."""
     there = device_memory()
     if memory.total > there:
+        more = "a shorter context and a mesh"
+        if isinstance(config.model, ModelConfig):
+            more = "--remat full, --scan-layers True and a mesh"
         raise ConfigError(
-            f"batch_size is {batch_size}: a step needs {_gib(memory.total)} GiB on each device "
-            f"({memory.described()}), which has {_gib(there)} GiB; a smaller batch_size with more "
-            "accumulation needs less, and so do --remat full, --scan-layers True and a mesh"
+            f"batch_size is {config.batch_size}: a step needs {_gib(memory.total)} GiB on each "
+            f"device ({memory.described()}), which has {_gib(there)} GiB; a smaller batch_size "
+            f"with more accumulation needs less, and so do {more}"
         )
 
 

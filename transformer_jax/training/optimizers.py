@@ -16,7 +16,7 @@ from optax.contrib import MuonDimensionNumbers, ScheduleFreeState, muon, schedul
 
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.optimizers import Adafactor, AdamW, Lion, Muon, ScheduleFree
-from transformer_jax.training.batch import Params
+from transformer_jax.training.batch import Batch, Loss, Params
 
 
 def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
@@ -100,6 +100,22 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             steps = schedule_free(optax.chain(adamw, *last), rate, beta1)
     clipped = optax.chain(*last, optax.clip_by_global_norm(config.clip_norm))
     return optax.chain(clipped, steps, *last)
+
+
+def without_frozen(loss: Loss, names: tuple[str, ...]) -> Loss:
+    """Return the loss without gradients of the parameters whose names begin with one of `names`.
+
+    Their products of the backward pass are then not computed, nor do they count in a norm.
+    """
+
+    def held(
+        params: Params, batch: Batch, key: jax.Array | None, *others: Params
+    ) -> tuple[jax.Array, jax.Array]:
+        marked = is_frozen(names, params)
+        params = jax.tree.map(lambda p, m: jax.lax.stop_gradient(p) if m else p, params, marked)
+        return loss(params, batch, key, *others)
+
+    return held
 
 
 def is_frozen(names: tuple[str, ...], params: Params) -> Params:

@@ -30,7 +30,7 @@ from transformer_jax.training.batch import Batch, batch_loss
 from transformer_jax.training.hardware import Hardware
 from transformer_jax.training.memory import StepMemory, bytes_on_device, step_memory
 from transformer_jax.training.network import Traffic, network_traffic
-from transformer_jax.training.optimizers import make_optimizer
+from transformer_jax.training.optimizers import make_optimizer, without_frozen
 from transformer_jax.training.placement import ROWS, Placement
 from transformer_jax.training.step import init_state, make_train_step
 
@@ -69,6 +69,9 @@ class Plan:
     """Where nothing was, memory has no activations."""
     traffic: Traffic | None = None
     """None where nothing was compiled, or where this jaxlib cannot read what was."""
+    looked_up: int = 0
+    """Bytes of the tables of which a step of decoding reads rows only: positions, and tokens where
+    the logits have a table of their own."""
 
     @property
     def total(self) -> int:
@@ -86,7 +89,7 @@ class Plan:
         chip = self.hardware.chip
         if chip is None or not self.compiled:
             return None
-        held = self.memory.parameters + self.memory.optimizer
+        held = self.memory.parameters + self.memory.optimizer - self.looked_up
         written = held if self.cache == 0 else 0  # decoding writes no parameters
         moved = held + written + self.cache + 2 * self.memory.working
         return Bounds(
@@ -147,6 +150,8 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
         model, config.label_smoothing, z_loss=config.z_loss, chunk=config.loss_chunk,
         row_shards=mesh.row_shards,
     )  # fmt: skip
+    if config.frozen is not None:
+        loss = without_frozen(loss, config.frozen)
     if config.lora is not None:
         loss = adapted_loss(loss, config.lora)
         frozen = (FrozenBase(config, placement).template,)
@@ -197,18 +202,21 @@ def plan_decoding(
         program = jax.jit(step, donate_argnums=1).lower(params, cache, tokens)
     found = _compiled(program)
     parameters, held = bytes_on_device(params), bytes_on_device(cache)
+    names = {"positions"} if model.tie_embeddings else {"positions", "tokens"}
+    tables = [table for name, table in params["embed"].items() if name in names]
+    looked_up = bytes_on_device(tables)
     # the cache is read to its end: this is the last token that it has room for
     flops = forward_flops(model, length) - forward_flops(model, length - 1)
     flops *= batch_size
     if isinstance(found, int):
         sizes = StepMemory(parameters, 0, 0, max(found - parameters - held, 0))
-        return Plan(hardware, mesh, sizes, held, batch_size, flops, True)
+        return Plan(hardware, mesh, sizes, held, batch_size, flops, True, looked_up=looked_up)
     memory: Any = found.memory_analysis()
     given = memory.argument_size_in_bytes + memory.output_size_in_bytes
     working = given - memory.alias_size_in_bytes + memory.temp_size_in_bytes - parameters - held
     sizes = StepMemory(parameters, 0, 0, max(working, 0))
     traffic = _traffic(found, hardware.count)
-    return Plan(hardware, mesh, sizes, held, batch_size, flops, True, traffic)
+    return Plan(hardware, mesh, sizes, held, batch_size, flops, True, traffic, looked_up)
 
 
 def _compiled(program: Any) -> Any:
