@@ -1,7 +1,7 @@
 """Run fused attention kernels, imported as `transformer_jax.kernels`; needs only jax and numpy.
 
-A backend is a module that keeps the contract: `hopper` (NVIDIA, Pallas on Mosaic GPU) and `tpu`
-(Pallas on Mosaic TPU). What attention means (masks, arguments, the choice of an implementation) is
+A backend is a module that keeps the contract: `hopper` (NVIDIA, Pallas on Mosaic GPU), `tpu`
+(Pallas on Mosaic TPU) and `cpu` (C++). What attention means (masks, arguments, the choice of an implementation) is
 in `transformer_jax.attention`, which calls `gradient.attend`.
 
     contract   what a kernel computes and is given
@@ -10,7 +10,7 @@ in `transformer_jax.attention`, which calls `gradient.attend`.
     gradient   the backward pass, and the repair pass for what is not finite
     batching   `vmap`
     sharding   device meshes
-    hopper/, tpu/   the kernels
+    hopper/, tpu/, cpu/   the kernels
 
 `target()` is the backend of this process. `using` takes another one: for the interpreters of the
 backends on a CPU, and for compiling for a device that is not attached.
@@ -38,7 +38,7 @@ __all__ = ["Target", "platform", "target", "using"]
 class Target:
     """Name a backend, and say how it runs."""
 
-    backend: Literal["tpu", "hopper"]
+    backend: Literal["tpu", "hopper", "cpu"]
     interpret: Any = False
     """False on the device. On a CPU what the backend's interpreter takes: True or an
     `InterpretParams` of Pallas for TPUs, an `InterpretGPUParams` of Pallas for Mosaic GPU."""
@@ -57,7 +57,9 @@ class Target:
         except ModuleNotFoundError as error:
             if error.name != name:
                 raise
-            raise ValueError(f"backend is {self.backend!r}: must be 'tpu' or 'hopper'") from None
+            raise ValueError(
+                f"backend is {self.backend!r}: must be 'tpu', 'hopper' or 'cpu'"
+            ) from None
 
 
 _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)

@@ -16,9 +16,10 @@ Where a pair is not visible, p, ds and du are selected to be 0, not multiplied: 
 do_i . v_j may overflow there.
 
 Every backend is a module with `refuse`, `blocks`, the constants `LIST_BYTES` (the most that lists
-of tiles may take, or None), `HEADS_FIRST` (whether results come as [B, N, T, H], transposed) and
-`SHORTEST` (the shortest tile of a short sequence, or None), and these kernels, one for each of
-`chips.Kind`:
+of tiles may take, or None), `HEADS_FIRST` (whether results come as [B, N, T, H], transposed),
+`SHORTEST` (the shortest tile of a short sequence, or None) and `REPAIRS` (whether its kernels keep
+the rule on what is not finite themselves: log l is NaN in the rows that it breaks), and these
+kernels, one for each of `chips.Kind`:
 
     forward(problem, operands, lists, blocks)                     out, m, log l
     backward_dq(problem, operands, lists, blocks, saved)          dq, and rows of dslopes or None
@@ -27,6 +28,7 @@ of tiles may take, or None), `HEADS_FIRST` (whether results come as [B, N, T, H]
     backward_single_pass(problem, operands, lists, blocks, saved) dq, dk, dv[, rows of dslopes]
 
 The last one is only called where the backend does not refuse a problem that is `nondeterministic`.
+That of `cpu` is deterministic, and the only one there.
 `transformer_jax.kernels.gradient` calls them all.
 """
 

@@ -79,6 +79,8 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return output, m and log l, repaired where they were nonfinite, and whether they were."""
     results = _kernel(problem, where, "forward", (QUERIES, ROWS, ROWS))(operands, lists["forward"])
+    if where.module.REPAIRS:
+        return *results, jnp.zeros((), bool)
     nonfinite = jnp.isnan(results[2]).any()
 
     def transposed(out: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
@@ -105,6 +107,15 @@ def _attend_backward(
         do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
     D = _row_dot(do, out) - dlse  # [B, N, T]
     fully_masked = jnp.isneginf(row_max)
+    if where.module.REPAIRS:
+        lost = fully_masked | jnp.isnan(log_sum)
+        rows = Saved(
+            do,
+            jnp.where(lost, jnp.inf, row_max),
+            jnp.where(lost, 0, log_sum),
+            jnp.where(lost, 0, D),
+        )
+        return _cotangents(operands, lists, _gradients(problem, where, operands, lists, rows))
     nonfinite = nonfinite | jnp.isnan(D).any()
     D = jnp.where(fully_masked, 0, D)
     rows = Saved(
@@ -123,7 +134,11 @@ def _attend_backward(
         )
         return _gradients(problem, where, _without_nonfinite(operands)[0], lists, rows)
 
-    gradients = once(nonfinite, repaired, results)
+    return _cotangents(operands, lists, once(nonfinite, repaired, results))
+
+
+def _cotangents(operands: Operands, lists: Any, gradients: Gradients) -> tuple[Any, Any]:
+    """Return gradients as cotangents of operands and lists; integers have none."""
     no_gradient = lambda x: np.zeros(x.shape, jax.dtypes.float0)  # noqa: E731
     integers, lists = jax.tree.map(no_gradient, (operands, lists))
     dq, dk, dv, dbias, dslopes, dsinks = gradients

@@ -39,10 +39,11 @@ from transformer_jax.attention.masks import (  # noqa: E402
     Prefix,
     Window,
 )
+from transformer_jax.kernels import cpu  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-NAMES = ("xla", "blockwise", "pallas", "pallas_unordered", "cudnn")
+NAMES = ("xla", "blockwise", "pallas", "pallas_unordered", "cudnn", "native")
 
 
 class TestXla(AttentionSuite):
@@ -106,6 +107,17 @@ class TestBlockwise(AttentionSuite):
             assert (sizes.rows, sizes.groups[0]) == (1, 3)
         else:
             assert (sizes.rows, sizes.heads, sizes.groups) == (1, 11, (2, 3))
+
+
+@pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.library()))
+class TestNative(AttentionSuite):
+    slow_cases = TestBlockwise.slow_cases | {
+        "test_any_length_matches_the_oracle": ("1x257", "2x129", "3x127", "63x63", "64x17", "7x65"),
+        "test_many_rows_and_heads_each_have_their_own": ("groups", "rows apart", "rows together"),
+        "test_masked_keys_and_values_have_no_influence": ("padding-nan",),
+        "test_runs_repeat_bit_for_bit": ("",),
+    }
+    implementation = "native"
 
 
 class TestXlaAcrossTiles(TestBlockwise):

@@ -33,7 +33,7 @@ from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.blockwise.core import Blockwise
 from transformer_jax.attention.blockwise.tiles import FEW_QUERIES
 from transformer_jax.attention.cudnn import Cudnn
-from transformer_jax.attention.fused import Pallas
+from transformer_jax.attention.fused import Native, Pallas
 from transformer_jax.attention.masks import Mask
 from transformer_jax.attention.reference import Xla, reference_weights
 from transformer_jax.kernels import platform, target
@@ -60,6 +60,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "pallas": Pallas(),
     "pallas_unordered": Pallas(nondeterministic=True),
     "cudnn": Cudnn(),
+    "native": Native(),
 }
 """Every implementation by its name; one of your own is one more entry."""
 
@@ -156,10 +157,10 @@ def dot_product_attention(
 
     `implementation` is "xla" (materialises the scores, any option, forward mode too), "blockwise"
     (memory O(T + S); the gradient, but neither forward mode nor a gradient of the gradient),
-    "pallas" (the same, fused, on a TPU or an NVIDIA Hopper GPU), "pallas_unordered" (on Hopper: a
-    single-pass backward, nondeterministic in its last bits), "cudnn", None for the
-    best that runs here, or a sequence that is tried in order. A named one runs or raises
-    NotImplementedError with the reason.
+    "native" (the same, compiled C++, on a CPU), "pallas" (the same, fused, on a TPU or an NVIDIA
+    Hopper GPU), "pallas_unordered" (on Hopper: a single-pass backward, nondeterministic in its last
+    bits), "cudnn", None for the best that runs here, or a sequence that is tried in order. A named
+    one runs or raises NotImplementedError with the reason.
     ValueError where the arguments do not fit together.
     """
     call = check_call(

@@ -10,15 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.attention.arguments import AttentionCall, Implementation
+from transformer_jax.attention.arguments import AttentionCall, Implementation, bias_shape
 from transformer_jax.attention.biases import ALiBi
 from transformer_jax.attention.block_plan import BlockPlan, pad
+from transformer_jax.attention.blockwise.core import scaled
 from transformer_jax.attention.mask_vectors import MATRICES, Comparison, MaskVectors
 from transformer_jax.attention.masks import Everything, Mask
-from transformer_jax.kernels import Target, target
+from transformer_jax.kernels import Target, platform, target
 from transformer_jax.kernels.chips import Kind, kinds
 from transformer_jax.kernels.chips import blocks as blocks_of
-from transformer_jax.kernels.contract import Blocks, Operands, Problem
+from transformer_jax.kernels.contract import Blocks, Operands, Problem, Refused
 from transformer_jax.kernels.gradient import ListsByKernel, attend
 from transformer_jax.sharding import vary
 from transformer_jax.tracing import at_once
@@ -31,17 +32,25 @@ class Pallas(Implementation):
     nondeterministic: bool = False
     """Whether the backward pass is the single-pass one, whose last bits differ from run to run."""
 
+    pads = True
+    """Whether arrays are made as long as whole tiles."""
+
+    @property
+    def single_pass(self) -> bool:
+        """Say whether one backward kernel makes all gradients."""
+        return self.nondeterministic
+
     def environment(self) -> Target | str:
         """Return the target, which `kernels.using` changes."""
         return target()
 
     def refuse(self, call: AttentionCall) -> str | None:
         """Return why the kernels would not run a call, or None."""
-        where = target()
+        where = self.environment()
         if isinstance(where, str):
             return where
         query, key, value, bias = call.query, call.key, call.value, call.bias
-        if 0 in (*query.shape, *key.shape, *value.shape):
+        if self.pads and 0 in (*query.shape, *key.shape, *value.shape):
             return f"an axis is empty: query {query.shape}, key {key.shape}, value {value.shape}"
         if call.scale_array is not None:
             return "takes no scale that is an array"
@@ -51,27 +60,97 @@ class Pallas(Implementation):
             return "computes in float32, the bias is float64"
         reason = None if call.mask is None else refuse_mask(call.mask)
         if reason is None:
-            problem = _problem(call, None, where, self.nondeterministic)
+            problem = _problem(call, None, where, self.single_pass)
             reason = where.module.refuse(problem, query, key, value)
         return reason or _refuse_lists(call, where)
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
-        where = target()
+        where = self.environment()
         assert isinstance(where, Target)
         _, T, _, S = call.sizes
         H, Hv, width = call.query.shape[3], call.value.shape[3], call.query.dtype.itemsize
         blocks = {
-            kind: blocks_of(where, kind, H, Hv, width, T, S)
-            for kind in kinds(self.nondeterministic)
+            kind: blocks_of(where, kind, H, Hv, width, T, S) for kind in kinds(self.single_pass)
         }
-        padded_T = _round_up(T, math.lcm(*(b.q for b in blocks.values())))
-        padded_S = _round_up(S, math.lcm(*(b.k for b in blocks.values())))
+        padded_T, padded_S = T, S
+        if self.pads:
+            padded_T = _round_up(T, math.lcm(*(b.q for b in blocks.values())))
+            padded_S = _round_up(S, math.lcm(*(b.k for b in blocks.values())))
         operands, lists, visible = _inputs(call, blocks, (padded_T, padded_S))
-        problem = _problem(call, visible, where, self.nondeterministic)
+        problem = _problem(call, visible, where, self.single_pass)
         where = dataclasses.replace(where, blocks=tuple(blocks.items()))
         out, lse = attend(problem, where, *vary((operands, lists)))
         return out[:, :T], jnp.moveaxis(lse[:, :, :T], 1, 2)
+
+
+@dataclass(frozen=True)
+class Native(Pallas):
+    """Run the compiled kernels of kernels/cpu on a CPU."""
+
+    pads = False
+
+    @property
+    def single_pass(self) -> bool:
+        """Say that one kernel makes all gradients: each of its sums has one order."""
+        return True
+
+    def environment(self) -> Target | str:
+        """Return the target, with the instruction set, or why there is none."""
+        if platform() != "cpu":
+            return f"needs a CPU, the backend is {platform()}"
+        from transformer_jax.kernels import cpu
+
+        found = cpu.library()
+        return found if isinstance(found, str) else Target("cpu", chip=cpu.instructions())
+
+    def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
+        """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
+        query, key, value, bias = call.query, call.key, call.value, call.bias
+        if 0 in (*query.shape, *key.shape, *value.shape):
+            out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
+            return out, jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+        if _is_evaluated(bias):
+            call = dataclasses.replace(call, bias=bias.materialize(*call.positions()))
+        if call.scale_array is None:
+            return super().attend(call)
+        wide = dataclasses.replace(
+            call,
+            query=scaled(query, call.scale_array),
+            key=key.astype(jnp.float32),
+            value=value.astype(jnp.float32),
+            scale=1.0,
+            scale_array=None,
+        )
+        out, lse = super().attend(wide)
+        return out.astype(query.dtype), lse
+
+    def refuse(self, call: AttentionCall) -> str | None:
+        """Return why the kernels would not run a call, or None."""
+        given = dataclasses.replace(call, scale_array=None)
+        if _is_evaluated(call.bias):
+            array = bias_shape(call.bias, *call.positions())
+            if 4 * array.size > MOST_BIAS:
+                size = f"{4 * array.size / 2**30:.1f} GiB"
+                return f"makes an array of {type(call.bias).__name__}: {size}, at most 1"
+            given = dataclasses.replace(given, bias=array)
+        reason = super().refuse(given)
+        if reason is not None or call.mask is None or not call.mask.calls_user_code:
+            return reason
+        try:  # a comparison that somebody else wrote
+            jax.eval_shape(self.attend, call)
+        except Refused as error:
+            return str(error)
+        return None
+
+
+MOST_BIAS = 2**30
+"""The most bytes of a bias that the native kernels get as an array though it is a value."""
+
+
+def _is_evaluated(bias: Any) -> bool:
+    """Say whether a bias is a value that has no kernel of its own."""
+    return bias is not None and not hasattr(bias, "shape") and not isinstance(bias, ALiBi)
 
 
 def refuse_mask(mask: Mask) -> str | None:
@@ -151,7 +230,7 @@ def plan_of(
 ) -> BlockPlan:
     """Return the plan of padded lengths; tiles after the end are skipped."""
     plan = mask.block_plan(q, k, block_q=blocks.q, block_k=blocks.k)
-    return plan.padded(padded[0] // blocks.q, padded[1] // blocks.k)
+    return plan.padded(-(-padded[0] // blocks.q), -(-padded[1] // blocks.k))
 
 
 def _biases(

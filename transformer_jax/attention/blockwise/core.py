@@ -108,7 +108,7 @@ class Blockwise(Implementation):
             return out, jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
         scale = 1 / math.sqrt(query.shape[3]) if call.scale is None else call.scale
         if call.scale_array is not None:
-            query, scale = _scaled(query, call.scale_array), 1.0
+            query, scale = scaled(query, call.scale_array), 1.0
         inner = dataclasses.replace(
             call,
             query=query,
@@ -134,7 +134,7 @@ def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     return _attend(vary(dataclasses.replace(call, sinks=sinks)))
 
 
-def _scaled(query: jax.Array, scale: jax.Array) -> jax.Array:  # f32[B, T, N, H]
+def scaled(query: jax.Array, scale: jax.Array) -> jax.Array:  # f32[B, T, N, H]
     """Return the query times an array, unrounded; a row that is not finite has no slope in it."""
     wide = query.astype(jnp.float32)
     finite = jnp.isfinite(wide).all(axis=-1, keepdims=True)

@@ -1,0 +1,169 @@
+"""Flash attention on a CPU: C++, called through XLA's foreign-function interface.
+
+The library beside this module is compiled by `pip install` where there is a compiler. It has the
+kernels for several instruction sets, and takes the widest that the processor knows. `source/` has
+one file per thing:
+
+    vectors     one vector type, exp, tanh, the hash of dropout
+    matmul      one micro-kernel, and how its operands are laid out
+    mask        the mask's program, which `program.py` writes
+    attention, backward    the kernels
+    handlers    what XLA calls, and its threads
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.kernels.contract import (
+    Blocks,
+    Operands,
+    Problem,
+    Saved,
+    TileLists,
+    learns_slopes,
+    vary,
+)
+from transformer_jax.kernels.cpu.program import Program, program_of
+from transformer_jax.kernels.dropout import threshold
+
+HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
+LIST_BYTES = None
+SHORTEST = None
+REPAIRS = True  # whether the kernels themselves keep the rule on what is not finite
+HANDLERS = "attention_forward", "attention_backward", "attention_backward_bias"
+DTYPES = "float32", "bfloat16", "float16"
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """Return the compiled library, its handlers known to XLA; or why there is none."""
+    if os.environ.get("TRANSFORMER_JAX_NATIVE") == "0":
+        return "TRANSFORMER_JAX_NATIVE is 0"
+    found = sorted(Path(__file__).parent.glob("_native*.so"))
+    if not found:
+        return "was not compiled: pip install found no C++ compiler"
+    try:
+        loaded = ctypes.CDLL(str(found[0]))
+    except OSError as error:
+        return f"cannot be loaded: {error}"
+    for name in HANDLERS:
+        capsule = jax.ffi.pycapsule(getattr(loaded, name))
+        jax.ffi.register_ffi_target(f"transformer_jax_{name}", capsule, platform="cpu")
+    return loaded
+
+
+def instructions() -> str:
+    """Return the instruction set that the kernels use here."""
+    loaded = library()
+    assert not isinstance(loaded, str)
+    loaded.attention_instructions.restype = ctypes.c_char_p
+    found: bytes = loaded.attention_instructions()
+    return found.decode()
+
+
+def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
+    """Return why these arrays can't be done here, or None."""
+    dtypes = [jnp.dtype(x.dtype).name for x in (query, key, value)]
+    if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
+        return f"dtypes {', '.join(dtypes)}: must be {', '.join(DTYPES)}, and the same"
+    return None
+
+
+def blocks(kind: str, H: int, Hv: int, itemsize: int) -> Blocks:
+    """Return the tile sizes of a kernel."""
+    del H, Hv, itemsize
+    return Blocks(q=96, k=256) if kind == "forward" else Blocks(q=96, k=128)
+
+
+def forward(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
+) -> tuple[jax.Array, ...]:
+    """Return the output [B, T, N, Hv], m and log l, f32[B, N, T]."""
+    B, T, N, _ = operands.query.shape
+    out = (B, T, N, operands.value.shape[3]), operands.query.dtype
+    rows = (B, N, T), jnp.float32
+    return _call("attention_forward", problem, operands, lists, blocks, (), (out, rows, rows))
+
+
+def backward_single_pass(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+) -> tuple[jax.Array, ...]:
+    """Return dq, dk, dv, and where slopes are learned f32[B, N, S], sums of -ds |q - k|."""
+    shapes = [(x.shape, x.dtype) for x in operands[:3]]
+    if learns_slopes(problem, operands):
+        B, _, N, _ = operands.query.shape
+        shapes.append(((B, N, operands.key.shape[1]), jnp.dtype(jnp.float32)))
+    return _call("attention_backward", problem, operands, lists, blocks, saved, shapes)
+
+
+def backward_bias(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+) -> jax.Array:
+    """Return the gradient of an array bias, f32 of its shape."""
+    assert operands.bias is not None
+    shapes = [(operands.bias.shape, jnp.float32)]
+    name = "attention_backward_bias"
+    return _call(name, problem, operands, lists, blocks, saved, shapes)[0]
+
+
+def mask_program(problem: Problem, operands: Operands) -> Program:
+    """Return the program of a call's mask; Refused where the kernels cannot evaluate it."""
+    if problem.visible is None:
+        return Program()
+    pairs = operands.pairs is not None
+    counts = len(operands.q_vectors), len(operands.k_vectors)
+    return program_of(problem.visible, *counts, pairs=pairs)
+
+
+def _call(
+    name: str,
+    problem: Problem,
+    operands: Operands,
+    lists: TileLists,
+    blocks: Blocks,
+    saved: Any,
+    shapes: Any,
+) -> tuple[jax.Array, ...]:
+    program = mask_program(problem, operands)
+    rate = problem.dropout_rate
+    optional = (
+        (operands.pairs, 4, jnp.int8), (operands.bias, 4, jnp.float32),
+        (operands.slopes, 2, jnp.float32), (operands.sinks, 2, jnp.float32),
+        (operands.dropout, 3, jnp.uint32),
+    )  # fmt: skip
+    call = jax.ffi.ffi_call(
+        f"transformer_jax_{name}",
+        [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes],
+        vmap_method="sequential",
+    )
+    found = call(
+        *operands[:3],
+        _stacked(operands.q_vectors),
+        _stacked(operands.k_vectors),
+        *(jnp.zeros((0,) * ndim, dtype) if x is None else x for x, ndim, dtype in optional),
+        *lists,
+        *saved,
+        scale=np.float32(problem.scale),
+        softcap=np.float32(problem.softcap or 0),
+        threshold=np.int64(threshold(rate)),
+        kept=np.float32(0 if rate == 1 else 1 / (1 - rate)),
+        block_q=np.int64(blocks.q),
+        block_k=np.int64(blocks.k),
+        program=np.array(program.operations, np.int32),
+        constants=np.array(program.constants, np.int32),
+    )
+    return vary(tuple(found), operands.query)
+
+
+def _stacked(vectors: tuple[jax.Array, ...]) -> jax.Array:  # i32[n, B or 1, T]
+    rows = max(x.shape[0] for x in vectors)
+    return jnp.stack([jnp.broadcast_to(x, (rows, x.shape[1])) for x in vectors])

@@ -1,0 +1,12 @@
+#include "call.h"
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c")
+#define LANES 8
+#define NAMESPACE avx2
+#include "vectors.h"
+#include "matmul.h"
+#include "mask.h"
+#include "attention.h"
+
+const Kernels KERNELS_AVX2 = {avx2::forward, avx2::backward, avx2::backward_bias};
+#endif

@@ -1,0 +1,84 @@
+// What a call of attention is, for every instruction set: arrays, sizes and the mask's program.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <vector>
+
+struct bfloat16 {
+  uint16_t bits;
+};
+typedef _Float16 float16;
+
+enum class Dtype { float32, bfloat16, float16 };
+
+// A call's arrays; a pointer is null where there is no such array. Leading axes that may be 1 are
+// told by their lengths.
+struct Call {
+  int64_t B, T, S, N, K, H, Hv;
+  int64_t threads;
+  Dtype dtype;
+  const void *query, *key, *value;
+  float scale, softcap;  // softcap 0: none
+
+  // the mask: vectors i32[n][lead][T or S], and a program over them
+  const int32_t *q_vectors, *k_vectors;
+  int64_t num_q, num_k, lead_q, lead_k;
+  const int8_t* pairs;  // [pairs_b][pairs_n][T][S]
+  int64_t pairs_b, pairs_n;
+  const int32_t* program;  // of (operation, x, y, z) each
+  int64_t num_operations;
+  const int32_t* constants;
+  int64_t num_constants;
+
+  const void* bias;
+  bool bias_is_wide;  // float32, else of `dtype`
+  int64_t bias_shape[4];
+  const float* slopes;  // [lead][N]
+  int64_t slopes_b;
+  const float* sinks;  // [lead][N]
+  int64_t sinks_b;
+  const uint32_t* dropout;  // [2][B][N]
+  uint32_t threshold;
+  float kept;  // what a kept weight is multiplied by
+
+  // tiles: [lead][lead][rows][columns]
+  int64_t block_q, block_k;
+  const int32_t *order, *full, *seen;
+  int64_t tiles_b, tiles_n, tile_rows, tile_columns;
+
+  // forward
+  void* out;
+  float *row_max, *log_sum;  // [B][N][T]
+
+  // backward
+  const void* do_;
+  const float *saved_max, *saved_sum, *D;  // [B][N][T]
+  void *dq, *dk, *dv;
+  float *slope_rows;  // [B][N][S], or null
+  float* dbias;       // of the bias's shape
+};
+
+// Runs `work(item)` for all items, on several threads; every item once.
+using Parallel = std::function<void(int64_t items, const std::function<void(int64_t)>& work)>;
+
+struct Kernels {
+  void (*forward)(const Call&, const Parallel&);
+  void (*backward)(const Call&, const Parallel&);
+  void (*backward_bias)(const Call&, const Parallel&);
+};
+extern const Kernels KERNELS_WIDE, KERNELS_AVX2, KERNELS_PLAIN;
+
+// Memory of a call, kept for the next one.
+struct Scratch {
+  explicit Scratch(size_t floats);
+  ~Scratch();
+  Scratch(const Scratch&) = delete;
+  float* data;
+  size_t size;
+};

@@ -1,0 +1,208 @@
+// What XLA calls: read a call's buffers and attributes, choose the instruction set, run on XLA's
+// own threads.
+#include "call.h"
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// Memory that calls have used, for the next ones: fresh pages cost more than a small call.
+std::mutex kept_lock;
+std::vector<std::pair<size_t, float*>> kept;
+size_t kept_size = 0;
+constexpr size_t MOST_KEPT = 64 << 20;  // bytes
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+  static const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (wide) return KERNELS_WIDE;
+  if (avx2) return KERNELS_AVX2;
+#endif
+  return KERNELS_PLAIN;
+}
+
+// Items of one call. Threads of the pool that come late find none, and touch nothing else.
+struct Items {
+  int64_t count;
+  std::function<void(int64_t)> work;
+  std::atomic<int64_t> next{0}, done{0};
+  std::mutex lock;
+  std::condition_variable finished;
+
+  void take() {
+    for (int64_t item; (item = next++) < count;) {
+      work(item);
+      if (++done == count) {
+        std::lock_guard<std::mutex> hold(lock);
+        finished.notify_all();
+      }
+    }
+  }
+};
+
+// Runs items on the pool's threads and on this one, which never waits for a thread that has not
+// begun: it may itself be one of the pool.
+void run(ffi::ThreadPool& pool, int64_t count, const std::function<void(int64_t)>& work) {
+  const int64_t threads = std::min<int64_t>(pool.num_threads(), count);
+  if (threads <= 1) {
+    for (int64_t item = 0; item < count; item++) work(item);
+    return;
+  }
+  auto items = std::make_shared<Items>();
+  items->count = count;
+  items->work = work;
+  for (int64_t t = 1; t < threads; t++) pool.Schedule([items] { items->take(); });
+  items->take();
+  std::unique_lock<std::mutex> hold(items->lock);
+  items->finished.wait(hold, [&] { return items->done == items->count; });
+}
+
+template <class T>
+const T* array(const ffi::AnyBuffer& buffer) {
+  return buffer.element_count() ? (const T*)buffer.untyped_data() : nullptr;
+}
+
+int64_t axis(const ffi::AnyBuffer& buffer, int at) { return buffer.dimensions()[at]; }
+
+ffi::Error called(int kind, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  float scale, float softcap, int64_t threshold, float keeps, int64_t block_q,
+                  int64_t block_k, ffi::Span<const int32_t> program,
+                  ffi::Span<const int32_t> constants) {
+  Call call{};
+  std::vector<ffi::AnyBuffer> in;
+  for (size_t i = 0; i < args.size(); i++) in.push_back(args.get<ffi::AnyBuffer>(i).value());
+  std::vector<ffi::AnyBuffer> out;
+  for (size_t i = 0; i < rets.size(); i++) out.push_back(*rets.get<ffi::AnyBuffer>(i).value());
+  const ffi::AnyBuffer &query = in[0], &key = in[1], &value = in[2];
+  call.B = axis(query, 0), call.T = axis(query, 1), call.N = axis(query, 2);
+  call.H = axis(query, 3), call.S = axis(key, 1), call.K = axis(key, 2), call.Hv = axis(value, 3);
+  switch (query.element_type()) {
+    case ffi::F32: call.dtype = Dtype::float32; break;
+    case ffi::BF16: call.dtype = Dtype::bfloat16; break;
+    case ffi::F16: call.dtype = Dtype::float16; break;
+    default: return ffi::Error::InvalidArgument("query: must be float32, bfloat16 or float16");
+  }
+  call.query = query.untyped_data(), call.key = key.untyped_data();
+  call.value = value.untyped_data();
+  call.scale = scale, call.softcap = softcap, call.threshold = (uint32_t)threshold;
+  call.kept = keeps;
+  call.q_vectors = array<int32_t>(in[3]), call.k_vectors = array<int32_t>(in[4]);
+  call.num_q = axis(in[3], 0), call.lead_q = axis(in[3], 1);
+  call.num_k = axis(in[4], 0), call.lead_k = axis(in[4], 1);
+  call.pairs = array<int8_t>(in[5]);
+  call.pairs_b = axis(in[5], 0), call.pairs_n = axis(in[5], 1);
+  call.bias = array<void>(in[6]);
+  call.bias_is_wide = in[6].element_type() == ffi::F32;
+  for (int i = 0; i < 4; i++) call.bias_shape[i] = axis(in[6], i);
+  call.slopes = array<float>(in[7]), call.slopes_b = axis(in[7], 0);
+  call.sinks = array<float>(in[8]), call.sinks_b = axis(in[8], 0);
+  call.dropout = array<uint32_t>(in[9]);
+  call.order = array<int32_t>(in[10]), call.full = array<int32_t>(in[11]);
+  call.seen = array<int32_t>(in[12]);
+  call.tiles_b = axis(in[10], 0), call.tiles_n = axis(in[10], 1);
+  call.tile_rows = axis(in[10], 2), call.tile_columns = axis(in[10], 3);
+  call.block_q = block_q, call.block_k = block_k;
+  call.program = program.begin(), call.num_operations = program.size() / 4;
+  call.constants = constants.begin(), call.num_constants = constants.size();
+  call.threads = pool.num_threads();
+  const Parallel parallel = [&](int64_t count, const std::function<void(int64_t)>& work) {
+    run(pool, count, work);
+  };
+  if (kind == 0) {
+    call.out = out[0].untyped_data();
+    call.row_max = (float*)out[1].untyped_data(), call.log_sum = (float*)out[2].untyped_data();
+    kernels().forward(call, parallel);
+    return ffi::Error::Success();
+  }
+  call.do_ = in[13].untyped_data();
+  call.saved_max = array<float>(in[14]), call.saved_sum = array<float>(in[15]);
+  call.D = array<float>(in[16]);
+  if (kind == 1) {
+    call.dq = out[0].untyped_data(), call.dk = out[1].untyped_data();
+    call.dv = out[2].untyped_data();
+    call.slope_rows = out.size() > 3 ? (float*)out[3].untyped_data() : nullptr;
+    kernels().backward(call, parallel);
+  } else {
+    call.dbias = (float*)out[0].untyped_data();
+    kernels().backward_bias(call, parallel);
+  }
+  return ffi::Error::Success();
+}
+
+template <int kind>
+ffi::Error handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  float scale, float softcap, int64_t threshold, float keeps, int64_t block_q,
+                  int64_t block_k, ffi::Span<const int32_t> program,
+                  ffi::Span<const int32_t> constants) {
+  try {
+    return called(kind, pool, args, rets, scale, softcap, threshold, keeps, block_q, block_k,
+                  program, constants);
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "attention: no memory is left");
+  }
+}
+
+}  // namespace
+
+Scratch::Scratch(size_t floats) : size((floats + 63) / 16 * 64) {
+  {
+    std::lock_guard<std::mutex> hold(kept_lock);
+    for (size_t i = 0; i < kept.size(); i++)
+      if (kept[i].first >= size && kept[i].first <= 2 * size) {
+        size = kept[i].first, data = kept[i].second;
+        kept_size -= size;
+        kept.erase(kept.begin() + i);
+        return;
+      }
+  }
+  data = (float*)std::aligned_alloc(64, size);
+  if (!data) throw std::bad_alloc();
+}
+
+Scratch::~Scratch() {
+  {
+    std::lock_guard<std::mutex> hold(kept_lock);
+    if (kept_size + size <= MOST_KEPT) {
+      kept.emplace_back(size, data);
+      kept_size += size;
+      return;
+    }
+  }
+  std::free(data);
+}
+
+#pragma GCC visibility push(default)
+#define HANDLER(name, kind)                                       \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, handle<kind>,               \
+                                ffi::Ffi::Bind()                  \
+                                    .Ctx<ffi::ThreadPool>()       \
+                                    .RemainingArgs()              \
+                                    .RemainingRets()              \
+                                    .Attr<float>("scale")         \
+                                    .Attr<float>("softcap")       \
+                                    .Attr<int64_t>("threshold")   \
+                                    .Attr<float>("kept")          \
+                                    .Attr<int64_t>("block_q")     \
+                                    .Attr<int64_t>("block_k")     \
+                                    .Attr<ffi::Span<const int32_t>>("program") \
+                                    .Attr<ffi::Span<const int32_t>>("constants"))
+
+HANDLER(attention_forward, 0);
+HANDLER(attention_backward, 1);
+HANDLER(attention_backward_bias, 2);
+extern "C" const char* attention_instructions() {
+#if defined(__x86_64__)
+  return &kernels() == &KERNELS_WIDE ? "AVX-512" : &kernels() == &KERNELS_AVX2 ? "AVX2" : "plain";
+#else
+  return "plain";
+#endif
+}
+#pragma GCC visibility pop

@@ -1,0 +1,9 @@
+#include "call.h"
+#define LANES 4
+#define NAMESPACE plain
+#include "vectors.h"
+#include "matmul.h"
+#include "mask.h"
+#include "attention.h"
+
+const Kernels KERNELS_PLAIN = {plain::forward, plain::backward, plain::backward_bias};

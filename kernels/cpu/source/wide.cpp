@@ -1,0 +1,12 @@
+#include "call.h"
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#define LANES 16
+#define NAMESPACE wide
+#include "vectors.h"
+#include "matmul.h"
+#include "mask.h"
+#include "attention.h"
+
+const Kernels KERNELS_WIDE = {wide::forward, wide::backward, wide::backward_bias};
+#endif

@@ -1,0 +1,203 @@
+"""The kernels of a CPU beside float64: masks as programs, sizes around tiles, threads."""
+
+import itertools
+import operator
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits
+from transformer_jax import (
+    ALiBi,
+    Causal,
+    Dense,
+    Padding,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+    dot_product_attention,
+    explain_attention,
+)
+from transformer_jax.kernels import cpu
+from transformer_jax.kernels.contract import Refused
+from transformer_jax.kernels.cpu.program import program_of
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.skipif(isinstance(cpu.library(), str), reason=f"no kernels: {cpu.library()}"),
+]
+
+
+def run(program, q, k):
+    """Evaluate a program for one pair in Python, register by register."""
+    operations = (
+        operator.add, operator.sub, operator.mul, operator.and_, operator.or_, operator.xor,
+        min, max, *(lambda x, y, f=f: int(f(x, y)) for f in
+                    (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)),
+        operator.lshift, operator.rshift,
+    )  # fmt: skip
+    registers = [*q, *k, *program.constants]
+    for at in range(0, len(program.operations), 4):
+        code, x, y, z = program.operations[at : at + 4]
+        x, y, z = registers[x], registers[y], registers[z]
+        registers.append((z if x else y) if code == 16 else operations[code](x, y))
+    return registers[-1]
+
+
+@pytest.mark.parametrize(
+    "visible",
+    [
+        lambda q, k: (k[0] <= q[0]) & (k[0] >= 0),
+        lambda q, k: ((k[0] <= q[0]) | (k[1] < 3)) & ~(q[1] == k[1]),
+        lambda q, k: jnp.abs(q[0] - k[0]) <= 2,
+        lambda q, k: jnp.where(q[1] == 1, k[0] > q[0], jnp.clip(k[0], 1, 2) == k[1]),
+        lambda q, k: (k[0] << 1) - (q[0] >> 1) != -k[1] * 2,
+        lambda q, k: k[0] >= 0,
+        lambda q, k: q[0] == q[0],
+        lambda q, k: jnp.asarray(True),
+    ],
+)
+def test_a_program_says_what_the_comparison_says(visible):
+    program = program_of(visible, 2, 2, pairs=False)
+    for q in itertools.product(range(-1, 4), range(3)):
+        for k in itertools.product(range(-1, 4), range(3)):
+            wanted = visible(tuple(map(jnp.int32, q)), tuple(map(jnp.int32, k)))
+            assert bool(run(program, q, k)) == bool(wanted), (q, k)
+
+
+def test_what_is_no_program_is_refused_by_name():
+    with pytest.raises(Refused, match=r"masks of integers of 32 bits, .* is of float32"):
+        program_of(lambda q, k: q[0].astype(jnp.float32) < 0.5, 1, 1, pairs=False)
+    with pytest.raises(Refused, match="takes no mask that computes population_count"):
+        program_of(lambda q, k: jax.lax.population_count(q[0]) < 2, 1, 1, pairs=False)
+    x = jnp.zeros((1, 3, 1, 8))
+    mask = Predicate(lambda q, k: jnp.sin(q) < k)
+    why = explain_attention(x, x, x, mask=mask)["native"]
+    assert "takes masks of integers of 32 bits" in why
+    with pytest.raises(NotImplementedError, match="native: takes masks of integers"):
+        dot_product_attention(x, x, x, mask=mask, implementation="native")
+
+
+def drawn(rng, T, S, N, K, H, Hv, B=2, dtype=np.float32):
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def double(q, k, v, seen, bias=0.0, softcap=None):
+    """Attention of float64 arrays, and the gradient of its sum times a fixed pattern."""
+    q, k, v = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v))
+    groups = q.shape[2] // k.shape[2]
+
+    def attend(q, k, v):
+        wide_k, wide_v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+        s = jnp.einsum("btnh,bsnh->bnts", q, wide_k) / np.sqrt(q.shape[3])
+        s = softcap * jnp.tanh(s / softcap) if softcap else s
+        s = jnp.where(seen, s + bias, -jnp.inf)
+        top = jnp.where(seen.any(-1, keepdims=True), s.max(-1, keepdims=True), 0.0)
+        p = jnp.where(seen, jnp.exp(s - jax.lax.stop_gradient(top)), 0.0)
+        p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-300)
+        return jnp.einsum("bnts,bsnh->btnh", p, wide_v)
+
+    return attend(q, k, v), jax.grad(lambda *x: (pattern(attend(*x))).sum(), (0, 1, 2))(q, k, v)
+
+
+def pattern(out):
+    return out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)
+
+
+def masks(rng, T, S):
+    """Masks of every kind with what they show, bool[B or 1, N or 1, T, S]."""
+    q, k = np.arange(T)[:, None], np.arange(S)
+    ids = np.sort(rng.integers(0, 3, (2, max(T, S))), axis=1).astype(np.int32)
+    lengths = rng.integers(1, S + 1, 2)
+    dense = rng.random((2, 1, T, S)) < 0.3
+    same = ids[:, None, :T, None] == ids[:, None, None, :S]
+    return {
+        "none": (None, np.ones((T, S), bool)),
+        "causal": (Causal(), k <= q),
+        "window": (Window(5, 2), (q - k < 5) & (k - q < 2)),
+        "documents": (Causal() & Segments(ids[:, :T], ids[:, :S]), same & (k <= q)),
+        "padding": (Padding(k[None] < lengths[:, None]), (k < lengths[:, None])[:, None, None]),
+        "prefix or not": (
+            Prefix(np.array([2, 3], np.int32)) | ~Causal(),
+            (k < np.array([2, 3])[:, None])[:, None, None] | (k > q) | (k <= q) & False,
+        ),
+        "dense": (Dense(dense), dense),
+    }  # fmt: skip
+
+
+CASES = [
+    # T, S, N, K, H, Hv: around panels of 16 and 32, groups of 6 and 12 rows, tiles of 96, 128, 256
+    (1, 1, 1, 1, 1, 1), (5, 7, 2, 1, 3, 5), (12, 32, 2, 2, 16, 16), (13, 33, 3, 1, 17, 31),
+    (97, 96, 2, 2, 8, 40), (96, 257, 4, 2, 32, 8), (100, 130, 2, 1, 40, 64), (1, 300, 4, 2, 64, 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_every_mask_at_sizes_around_tiles_is_within_rounding_of_float64(sizes, rng):
+    T, S = sizes[:2]
+    arrays = drawn(rng, *sizes)
+    for name, (mask, seen) in masks(rng, T, S).items():
+        seen = np.broadcast_to(seen, (2, 1, T, S))
+
+        def attend(*arrays, mask=mask):
+            return dot_product_attention(*arrays, mask=mask, implementation="native")
+
+        with jax.enable_x64(True):
+            wanted, gradients = jax.tree.map(np.asarray, double(*arrays, seen))
+        assert_near(attend(*arrays), wanted, FORWARD_F32, name)
+        found = jax.grad(lambda *x, f=attend: pattern(f(*x)).sum(), (0, 1, 2))(*arrays)
+        # together: those of a query that sees one key are zero but for rounding
+        one, own = (np.concatenate([np.ravel(x) for x in tree]) for tree in (found, gradients))
+        assert_near(one, own, GRADIENT_F32, name)
+
+
+def test_results_do_not_depend_on_who_computes_a_tile(rng):
+    """Ten calls, of which threads take the tiles as they come, have the same bits."""
+    arrays = drawn(rng, 300, 300, 4, 2, 16, 16)
+    call = jax.jit(
+        jax.value_and_grad(
+            lambda *x: dot_product_attention(*x, mask=Causal(), implementation="native").sum(),
+            (0, 1, 2),
+        )
+    )
+    first = call(*arrays)
+    for _ in range(9):
+        jax.tree.map(assert_same_bits, call(*arrays), first)
+
+
+def test_capped_scores_with_slopes_are_those_of_float64(rng):
+    arrays = drawn(rng, 60, 70, 4, 2, 16, 8)
+    bias = ALiBi.heads(4) if hasattr(ALiBi, "heads") else ALiBi(np.array([0.5, 0.25, 0.1, 0.0]))
+    away = np.abs(np.arange(60)[:, None] - np.arange(70))
+    wide = -np.asarray(bias.slopes, np.float64)[:, None, None] * away
+    with jax.enable_x64(True):
+        wanted, gradients = jax.tree.map(
+            np.asarray, double(*arrays, np.ones((1, 1, 60, 70), bool), wide[None], 1.5)
+        )
+
+    def attend(*x):
+        return dot_product_attention(*x, bias=bias, softcap=1.5, implementation="native")
+
+    assert_near(attend(*arrays), wanted, FORWARD_F32)
+    found = jax.grad(lambda *x: pattern(attend(*x)).sum(), (0, 1, 2))(*arrays)
+    for one, own in zip(found, gradients, strict=True):
+        assert_near(one, own, GRADIENT_F32)
+
+
+def test_without_the_library_the_reason_is_said():
+    code = (
+        "import jax.numpy as jnp\nfrom transformer_jax import explain_attention\n"
+        "x = jnp.zeros((1, 2, 1, 4))\nprint(explain_attention(x, x, x)['native'])"
+    )
+    environment = os.environ | {"TRANSFORMER_JAX_NATIVE": "0"}
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert out.stdout == "TRANSFORMER_JAX_NATIVE is 0\n", out.stderr
