@@ -7,6 +7,7 @@ Run with the interpreter of an environment that has the wheel and nothing of the
 
 import importlib
 import pkgutil
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 
 import transformer_jax as tj
 from transformer_jax.config import TrainConfig
-from transformer_jax.kernels import Target, using
+from transformer_jax.kernels import Target, cpu, using
 from transformer_jax.training import (
     batch_loss,
     init_state,
@@ -76,7 +77,7 @@ def take_a_step() -> None:
 
 
 def run_a_kernel() -> None:
-    """Hold the TPU kernel, in its interpreter, against the materialised scores."""
+    """Hold a TPU's kernel, in its interpreter, and a CPU's against the materialised scores."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 200, 2, 32))
     mask = tj.Causal() & tj.Window(50)
     with using(Target("tpu", interpret=True)):
@@ -85,6 +86,13 @@ def run_a_kernel() -> None:
     error = float(jnp.abs(fused - plain).max())
     assert error < 1e-5, error
     print("largest error of the TPU kernel in its interpreter:", error)
+    if shutil.which("c++") is None:
+        print("no C++ compiler: the kernels of a CPU are not in the wheel")
+        return
+    native = tj.dot_product_attention(q, k, v, mask=mask, implementation="native")
+    error = float(jnp.abs(native - plain).max())
+    assert error < 1e-5, error
+    print("largest error of the kernel of a CPU:", error, "by", cpu.instructions())
 
 
 if __name__ == "__main__":

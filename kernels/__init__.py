@@ -1,8 +1,8 @@
 """Run fused attention kernels, imported as `transformer_jax.kernels`; needs only jax and numpy.
 
 A backend is a module that keeps the contract: `hopper` (NVIDIA, Pallas on Mosaic GPU), `tpu`
-(Pallas on Mosaic TPU) and `cpu` (C++). What attention means (masks, arguments, the choice of an implementation) is
-in `transformer_jax.attention`, which calls `gradient.attend`.
+(Pallas on Mosaic TPU) and `cpu` (C++). What attention means (masks, arguments, the choice of an
+implementation) is in `transformer_jax.attention`, which calls `gradient.attend`.
 
     contract   what a kernel computes and is given
     dropout    which weights dropout keeps, on every backend

@@ -82,5 +82,5 @@ def test_lists_that_do_not_fit_are_refused_beforehand():
 
 
 def test_a_target_that_is_none_is_refused_by_name():
-    with pytest.raises(ValueError, match="backend is 'gpu': must be 'tpu' or 'hopper'"):
+    with pytest.raises(ValueError, match="backend is 'gpu': must be 'tpu', 'hopper' or 'cpu'"):
         _ = Target("gpu").module

@@ -34,12 +34,17 @@ struct Items {
   int64_t count;
   std::function<void(int64_t)> work;
   std::atomic<int64_t> next{0}, done{0};
+  std::atomic<bool> out_of_memory{false};
   std::mutex lock;
   std::condition_variable finished;
 
   void take() {
     for (int64_t item; (item = next++) < count;) {
-      work(item);
+      try {
+        work(item);
+      } catch (const std::bad_alloc&) {  // a thread of XLA's must not see it
+        out_of_memory = true;
+      }
       if (++done == count) {
         std::lock_guard<std::mutex> hold(lock);
         finished.notify_all();
@@ -63,6 +68,7 @@ void run(ffi::ThreadPool& pool, int64_t count, const std::function<void(int64_t)
   items->take();
   std::unique_lock<std::mutex> hold(items->lock);
   items->finished.wait(hold, [&] { return items->done == items->count; });
+  if (items->out_of_memory) throw std::bad_alloc();
 }
 
 template <class T>

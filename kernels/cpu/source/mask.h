@@ -64,12 +64,13 @@ class Mask {
   // Take the keys j0 .. j0 + count of a batch row; what is only of keys is computed here.
   void take_keys(int64_t b, int64_t n, int64_t j0, int64_t count) {
     b_ = b, n_ = n, j0_ = j0, count_ = count;
+    active_ = (count + PANEL - 1) / PANEL * PANEL;
     for (int64_t v = 0; v < call_.num_k; v++) {
       int32_t* to = own(call_.num_q + v);
       const int64_t lead = call_.lead_k == 1 ? 0 : b;
       const int32_t* from = call_.k_vectors + (v * call_.lead_k + lead) * call_.S + j0;
       for (int64_t j = 0; j < count; j++) to[j] = from[j];
-      for (int64_t j = count; j < width_; j++) to[j] = v == 0 ? -1 : 0;
+      for (int64_t j = count; j < active_; j++) to[j] = v == 0 ? -1 : 0;
       registers_[call_.num_q + v].keys = to;
     }
     if (call_.pairs) {
@@ -91,18 +92,21 @@ class Mask {
       const int8_t* from = call_.pairs + ((b * call_.pairs_n + n) * call_.T + i) * call_.S + j0_;
       int32_t* to = own(call_.num_q + call_.num_k);
       for (int64_t j = 0; j < count_; j++) to[j] = from[j];
-      for (int64_t j = count_; j < width_; j++) to[j] = 0;
+      for (int64_t j = count_; j < active_; j++) to[j] = 0;
     }
     evaluate(true);
     const Register& result = registers_.back();
     int32_t* to = own(registers_.size() - 1);
     if (!result.keys)
-      for (int64_t j = 0; j < width_; j++) to[j] = j < count_ ? result.row : 0;
+      for (int64_t j = 0; j < active_; j++) to[j] = j < count_ ? result.row : 0;
     else
-      for (int64_t j = count_; j < width_; j++) to[j] = 0;
-    *begin = 0, *end = count_;
-    while (*begin < *end && !to[*begin]) ++*begin;
-    while (*end > *begin && !to[*end - 1]) --*end;
+      for (int64_t j = count_; j < active_; j++) to[j] = 0;
+    int64_t first = 0, last = active_;
+    while (first < last && !any(load(to + first))) first += W;
+    while (last > first && !any(load(to + last - W))) last -= W;
+    while (first < last && !to[first]) ++first;
+    while (last > first && !to[last - 1]) --last;
+    *begin = first, *end = last;
     return to;
   }
 
@@ -125,8 +129,8 @@ class Mask {
       const bool select = code[0] == SELECT;
       const bool depends = x.of_row || y.of_row || (select && z.of_row) || code[1] < call_.num_q ||
                            code[2] < call_.num_q || (select && code[3] < call_.num_q);
-      if (depends != of_row) continue;
       to.of_row = depends;
+      if (depends != of_row) continue;
       if (!x.keys && !y.keys && !(select && z.keys)) {
         to.keys = nullptr;
         to.row = select ? (x.row ? z.row : y.row) : applied_once(code[0], x.row, y.row);
@@ -134,10 +138,10 @@ class Mask {
       }
       to.keys = own(first + o);
       if (select) {
-        for (int64_t j = 0; j < width_; j++)
+        for (int64_t j = 0; j < active_; j++)
           to.keys[j] = at(x, j) ? at(z, j) : at(y, j);
       } else if (code[0] >= SHIFT_LEFT) {
-        for (int64_t j = 0; j < width_; j++)
+        for (int64_t j = 0; j < active_; j++)
           to.keys[j] = applied_once(code[0], at(x, j), at(y, j));
       } else if (x.keys && y.keys) {
         run(code[0], [&](int64_t j) { return load(x.keys + j); },
@@ -160,7 +164,7 @@ class Mask {
   void run(int32_t operation, X x, Y y, int32_t* to) {
 #define CASE(name, expression)                           \
   case name:                                             \
-    for (int64_t j = 0; j < width_; j += W) {            \
+    for (int64_t j = 0; j < active_; j += W) {            \
       const vi a = x(j), b = y(j);                       \
       *reinterpret_cast<vi_at*>(to + j) = (expression);  \
     }                                                    \
@@ -185,7 +189,7 @@ class Mask {
   }
 
   const Call& call_;
-  int64_t width_, b_ = 0, n_ = 0, j0_ = 0, count_ = 0;
+  int64_t width_, active_ = 0, b_ = 0, n_ = 0, j0_ = 0, count_ = 0;
   std::vector<Register> registers_;
   std::vector<int32_t> numbers_;
 };

@@ -44,8 +44,10 @@ static inline float largest(vf x) {
 }
 
 static inline bool any(vi x) {
-  int32_t found = 0;
-  for (int i = 0; i < W; i++) found |= x[i];
+  typedef int64_t halves __attribute__((vector_size(4 * LANES)));
+  const halves wide = (halves)x;
+  int64_t found = 0;
+  for (int i = 0; i < W / 2; i++) found |= wide[i];
   return found != 0;
 }
 
