@@ -56,7 +56,13 @@ def extensions() -> list[Extension]:
                 f"{SOURCE}/{name}.h"
                 for name in ("attention", "backward", "call", "mask", "matmul", "vectors")
             ],
-            extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-fvisibility=hidden"],
+            extra_compile_args=[
+                "-g0",
+                "-std=c++17",
+                "-O3",
+                "-fno-math-errno",
+                "-fvisibility=hidden",
+            ],
             optional=True,
         )
     ]
