@@ -307,7 +307,10 @@ def test_gradients_are_theirs(name, loaded):
     want = torch.nn.functional.cross_entropy(logits, torch.tensor(labels[x.real]).long())
     family = json.loads((x.folder / "config.json").read_text())["model_type"]
     table = FAMILIES[family].table(x.config)
-    assert_same_gradients(x.config, x.params, loss, x.model, want, table)
+    # `transformers` 5.24 gives the sinusoids of a loaded Marian a gradient; 5.23 gave them none.
+    sinusoids = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
+    constants = sinusoids if family == "marian" else ()
+    assert_same_gradients(x.config, x.params, loss, x.model, want, table, constants)
 
 
 def new_tokens(sequence: Any, end: int) -> list[int]:

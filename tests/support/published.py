@@ -108,15 +108,21 @@ def assert_round_trip(folder: Path, tmp_path: Path, auto: Any, **inputs: Any) ->
 
 
 def assert_same_gradients(
-    config: Any, params: Any, loss: Any, model: Any, want_loss: Any, table: Any
-) -> None:
+    config: Any, params: Any, loss: Any, model: Any, want_loss: Any, table: Any,
+    constants: tuple[str, ...] = (),
+) -> None:  # fmt: skip
     """Compare d loss / d parameter of every tensor, ours in the layout of the file, with torch's.
 
     `loss(params)` and the torch scalar `want_loss` are the same function; `table` the family's.
+    Tensors named in `constants` are not trained in our model, whether or not torch has a gradient.
     """
     model.zero_grad()
     want_loss.backward()
-    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    theirs = {
+        name: p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None and name not in constants
+    }
     value, gradient = jax.jit(jax.value_and_grad(loss))(params)
     assert abs(float(value) - float(want_loss.detach())) <= 1e-5 * max(1.0, abs(float(value)))
     ours = flatten_dict(gradient, sep="/")
