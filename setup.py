@@ -54,7 +54,7 @@ def extensions() -> list[Extension]:
             sources=[f"{SOURCE}/{name}.cpp" for name in UNITS],
             depends=[
                 f"{SOURCE}/{name}.h"
-                for name in ("attention", "backward", "call", "mask", "matmul", "vectors")
+                for name in ("attention", "backward", "call", "decode", "mask", "matmul", "vectors")
             ],
             extra_compile_args=[
                 "-g0",

@@ -8,6 +8,7 @@ one file per thing:
     matmul      one micro-kernel, and how its operands are laid out
     mask        the mask's program, which `program.py` writes
     attention, backward    the kernels
+    decode      the forward pass of few queries over many keys
     handlers    what XLA calls, and its threads
 """
 
@@ -39,15 +40,25 @@ HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 LIST_BYTES = None
 SHORTEST = None
 REPAIRS = True  # whether the kernels themselves keep the rule on what is not finite
-HANDLERS = "attention_forward", "attention_backward", "attention_backward_bias"
+HANDLERS = (
+    "attention_forward", "attention_backward", "attention_backward_bias", "attention_few_queries",
+)  # fmt: skip
+FEW_ROWS = 16
+"""The most queries of a key head, T N / K, for which keys and values are read as they lie."""
+NO_LISTS = TileLists(*(np.zeros((0,) * ndim, np.int32) for ndim in (4, 3, 3)))
+INSTRUCTIONS = "avx512", "avx2", "plain"
+"""What TRANSFORMER_JAX_NATIVE may name, besides 0 (no kernels) and 1 (the widest there are)."""
 DTYPES = "float32", "bfloat16", "float16"
 
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """Return the compiled library, its handlers known to XLA; or why there is none."""
-    if os.environ.get("TRANSFORMER_JAX_NATIVE") == "0":
+    wanted = os.environ.get("TRANSFORMER_JAX_NATIVE", "1")
+    if wanted == "0":
         return "TRANSFORMER_JAX_NATIVE is 0"
+    if wanted not in ("1", *INSTRUCTIONS):
+        return f"TRANSFORMER_JAX_NATIVE is {wanted!r}: must be 0, 1, {', '.join(INSTRUCTIONS)}"
     found = sorted(Path(__file__).parent.glob("_native*.so"))
     if not found:
         return "was not compiled: pip install found no C++ compiler"
@@ -55,6 +66,10 @@ def library() -> ctypes.CDLL | str:
         loaded = ctypes.CDLL(str(found[0]))
     except OSError as error:
         return f"cannot be loaded: {error}"
+    loaded.attention_instructions.restype = ctypes.c_char_p
+    loaded.attention_use.restype = ctypes.c_bool
+    if wanted != "1" and not loaded.attention_use(wanted.encode()):
+        return f"TRANSFORMER_JAX_NATIVE is {wanted}: this processor does not know it"
     for name in HANDLERS:
         capsule = jax.ffi.pycapsule(getattr(loaded, name))
         jax.ffi.register_ffi_target(f"transformer_jax_{name}", capsule, platform="cpu")
@@ -65,7 +80,6 @@ def instructions() -> str:
     """Return the instruction set that the kernels use here."""
     loaded = library()
     assert not isinstance(loaded, str)
-    loaded.attention_instructions.restype = ctypes.c_char_p
     found: bytes = loaded.attention_instructions()
     return found.decode()
 
@@ -91,7 +105,10 @@ def forward(
     B, T, N, _ = operands.query.shape
     out = (B, T, N, operands.value.shape[3]), operands.query.dtype
     rows = (B, N, T), jnp.float32
-    return _call("attention_forward", problem, operands, lists, blocks, (), (out, rows, rows))
+    name = "attention_forward"
+    if T * N // operands.key.shape[2] <= FEW_ROWS:
+        name, lists = "attention_few_queries", NO_LISTS
+    return _call(name, problem, operands, lists, blocks, (), (out, rows, rows))
 
 
 def backward_single_pass(

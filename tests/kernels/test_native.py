@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support import oracle
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits
 from transformer_jax import (
     ALiBi,
@@ -189,6 +190,156 @@ def test_capped_scores_with_slopes_are_those_of_float64(rng):
     found = jax.grad(lambda *x: pattern(attend(*x)).sum(), (0, 1, 2))(*arrays)
     for one, own in zip(found, gradients, strict=True):
         assert_near(one, own, GRADIENT_F32)
+
+
+@pytest.fixture(params=cpu.INSTRUCTIONS)
+def instructions(request):
+    """Run with each instruction set that this processor has."""
+    library, before = cpu.library(), cpu.instructions()
+    if not library.attention_use(request.param.encode()):
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    library.attention_use(before.encode())
+
+
+FEW = [
+    # B, T, S, N, K, H, Hv: of 1, 2, 4 rows and more; rows shorter than a register; several chunks
+    (1, 1, 1, 1, 1, 1, 1), (2, 1, 33, 4, 2, 17, 24), (1, 3, 100, 5, 5, 3, 70),
+    (2, 4, 257, 8, 2, 64, 20), (1, 1, 700, 3, 1, 130, 16), (1, 2, 300, 42, 14, 64, 64),
+]  # fmt: skip
+
+
+def few_arrays(rng, sizes, dtype):
+    B, T, S, N, K, H, Hv = sizes
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def same_as_oracle(arrays, seen, dtype="float32", bias=None, **rest):
+    """Compare output and lse with float64 of the same rounded inputs."""
+    q, k, v = map(oracle.double, arrays)
+    wanted = oracle.attention(q, k, v, mask=seen, bias=bias, **rest)
+
+    def check(out, lse):
+        assert_near(out, wanted.out, FEW_TOLERANCES[dtype])
+        masked = np.isneginf(wanted.lse)
+        np.testing.assert_array_equal(np.isneginf(lse), masked)
+        assert_near(np.where(masked, 0, lse), np.where(masked, 0, wanted.lse), FORWARD_F32)
+
+    return check
+
+
+# inputs are rounded already: one rounding, of the output
+FEW_TOLERANCES = {"float32": FORWARD_F32, "bfloat16": 2**-8, "float16": 2**-11}
+
+
+@pytest.mark.parametrize("dtype", FEW_TOLERANCES)
+@pytest.mark.parametrize("sizes", FEW, ids=str)
+def test_few_queries_over_a_cache_are_within_rounding_of_float64(sizes, dtype, instructions, rng):
+    """Rows of a cache are filled to different lengths, one not at all."""
+    B, T, S, N, *_ = sizes
+    arrays = few_arrays(rng, sizes, dtype)
+    filled = np.array([S // 2 + 1, 0][:B])
+    k_positions = np.where(np.arange(S) < filled[:, None], np.arange(S), -1).astype(np.int32)
+    q_positions = (filled[:, None] - T + np.arange(T)).clip(0).astype(np.int32)
+    seen = oracle.allowed(oracle.causal(), q_positions, k_positions, batch=B, heads=N)
+    found = dot_product_attention(
+        *arrays, mask=Causal(), q_positions=q_positions, k_positions=k_positions,
+        return_lse=True, implementation="native",
+    )  # fmt: skip
+    same_as_oracle(arrays, seen, dtype)(*found)
+
+
+def test_few_queries_take_every_option(instructions, rng):
+    sizes = B, T, S, N, *_ = 2, 3, 133, 10, 5, 40, 36
+    arrays = few_arrays(rng, sizes, jnp.float32)
+    bias = jnp.asarray(rng.normal(size=(1, N, T, S)), jnp.float32)
+    sinks = jnp.asarray(rng.normal(size=N), jnp.float32)
+    dense = rng.random((1, N, T, S)) < 0.2
+    options = dict(softcap=2.0, sinks=sinks, scale=0.7)
+    for shape in ((1, N, T, S), (1, 1, T, S), (1, N, 1, S), (1, N, T, 1)):
+        part = bias[tuple(slice(n) for n in shape)]
+        found = dot_product_attention(
+            *arrays, mask=Dense(dense), bias=part, **options, return_lse=True,
+            implementation="native",
+        )  # fmt: skip
+        wide = np.broadcast_to(oracle.double(part), bias.shape)
+        same_as_oracle(arrays, np.broadcast_to(dense, (B, N, T, S)), bias=wide, **options)(*found)
+    slopes = np.linspace(0.01, 0.5, N).astype(np.float32)
+    positions = np.arange(S - T, S, dtype=np.int32)
+    found = dot_product_attention(
+        *arrays, bias=ALiBi(slopes), q_positions=positions, return_lse=True, implementation="native"
+    )
+    same_as_oracle(arrays, None, bias=oracle.alibi(slopes, positions, np.arange(S)))(*found)
+
+
+def test_few_queries_drop_the_same_weights_as_xla(instructions, rng):
+    arrays = few_arrays(rng, (2, 3, 70, 4, 2, 16, 16), jnp.float32)
+    options = dict(dropout_rate=0.4, dropout_key=jax.random.key(3))
+    one, own = (
+        dot_product_attention(*arrays, **options, implementation=name) for name in ("native", "xla")
+    )
+    assert_near(one, np.asarray(own, np.float64), FORWARD_F32)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("H", [8, 40])
+def test_few_queries_are_nan_where_they_see_what_is_not_finite(bad, H, instructions, rng):
+    """A key of head 0 and a value of head 1 are bad; a query sees some of them, or none."""
+    B, T, S, N, K = 1, 3, 100, 4, 2
+    q, k, v = few_arrays(rng, (B, T, S, N, K, H, H), jnp.float32)
+    k, v = k.at[0, 50, 0, 3].set(bad), v.at[0, 51, 1, H - 1].set(bad)
+    seen = np.ones((1, 1, T, S), bool)
+    seen[..., 0, 50], seen[..., 1, 51], seen[..., 2, 50:52] = False, False, False
+    out, lse = dot_product_attention(
+        q, k, v, mask=Dense(seen), return_lse=True, implementation="native"
+    )
+    lost = np.zeros((B, T, N), bool)
+    lost[:, 1, :2], lost[:, 0, 2:] = True, True
+    np.testing.assert_array_equal(np.isnan(out), np.broadcast_to(lost[..., None], out.shape))
+    np.testing.assert_array_equal(np.isnan(lse), lost)
+    clean = [np.where(np.isfinite(x), x, 0) for x in (q, k, v)]
+    wanted = oracle.attention(*clean, mask=np.broadcast_to(seen, (B, N, T, S)))
+    assert_near(np.where(lost[..., None], 0, out), np.where(lost[..., None], 0, wanted.out),
+                FORWARD_F32)  # fmt: skip
+
+
+def test_few_queries_do_not_read_the_unfilled_part_of_a_cache(rng):
+    """What is there changes no bit, and no program sorts tiles for it."""
+    sizes = 1, 1, 640, 4, 2, 64, 64
+    q, k, v = few_arrays(rng, sizes, jnp.float32)
+    k_positions = jnp.where(jnp.arange(640) < 100, jnp.arange(640), -1)
+
+    @jax.jit
+    def attend(q, k, v, q_positions, k_positions):
+        return dot_product_attention(
+            q, k, v, mask=Causal(), q_positions=q_positions, k_positions=k_positions,
+            implementation="native",
+        )  # fmt: skip
+
+    positions = jnp.array([99]), k_positions
+    junk = [x.at[:, 100:].set(jnp.nan) for x in (k, v)]
+    assert_same_bits(attend(q, *junk, *positions), attend(q, k, v, *positions))
+    assert " sort(" not in attend.lower(q, k, v, *positions).compile().as_text()
+
+
+@pytest.mark.parametrize("name", ["sse9", "plain"])
+def test_the_environment_names_the_instruction_set(name):
+    code = (
+        "import jax.numpy as jnp\nfrom transformer_jax import explain_attention\n"
+        "from transformer_jax.kernels import cpu\n"
+        "x = jnp.zeros((1, 2, 1, 4))\nprint(explain_attention(x, x, x)['native'])\n"
+        "print(isinstance(cpu.library(), str) or cpu.instructions())"
+    )
+    environment = os.environ | {"TRANSFORMER_JAX_NATIVE": name}
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    wanted = {
+        "sse9": "TRANSFORMER_JAX_NATIVE is 'sse9': must be 0, 1, avx512, avx2, plain\nTrue\n",
+        "plain": "None\nplain\n",
+    }[name]
+    assert out.stdout == wanted, out.stderr
 
 
 def test_without_the_library_the_reason_is_said():

@@ -21,7 +21,7 @@ class Scores {
 
   void take_tile(int64_t b, int64_t n, int64_t j0, int64_t count, bool partial) {
     b_ = b, n_ = n, j0_ = j0, count_ = count, partial_ = partial;
-    if (partial || call_.slopes) mask_.take_keys(b, n, j0, count);
+    if (partial) mask_.take_keys(b, n, j0, count);
     if (call_.dropout) {
       const int64_t at = b * call_.N + n;
       word_a_ = call_.dropout[at], word_b_ = call_.dropout[call_.B * call_.N + at];
@@ -77,9 +77,16 @@ class Scores {
  private:
   template <class T>
   const float* read_bias(const T* from) {
-    const bool one = call_.bias_shape[3] == 1;
-    for (int64_t j = 0; j < count_; j++) bias_[j] = widened(from[one ? 0 : j0_ + j]);
-    for (size_t j = count_; j < bias_.size(); j++) bias_[j] = 0;
+    if (call_.bias_shape[3] == 1) {
+      std::fill(bias_.begin(), bias_.begin() + count_, widened(from[0]));
+    } else {
+      if constexpr (sizeof(T) == 4)
+        if (count_ % PANEL == 0) return from + j0_;
+      int64_t j = 0;
+      for (; j + W <= count_; j += W) store(bias_.data() + j, load(from + j0_ + j));
+      for (; j < count_; j++) bias_[j] = widened(from[j0_ + j]);
+    }
+    std::fill(bias_.begin() + count_, bias_.end(), 0.0f);
     return bias_.data();
   }
 
@@ -201,12 +208,34 @@ static inline void cap_and_bias(const Call& call, float* row, Range keys, const 
     for (int64_t j = keys.begin; j < keys.end; j += W) store(row + j, load(row + j) + load(bias + j));
 }
 
+// Write the results of a row from its sum of p v, its maximum and the sum of p; a sink joins them.
+template <class T>
+static void finish_row(const Call& call, int64_t b, int64_t n, int64_t i, float* row, float m,
+                       float l, bool lost) {
+  const bool masked = m == -INF;
+  float factor = 1;
+  if (call.sinks && !masked) {
+    const float sink = call.sinks[(call.sinks_b == 1 ? 0 : b) * call.N + n];
+    const float now = std::max(m, sink);
+    factor = std::exp(m - now);
+    l = l * factor + std::exp(sink - now);
+    m = now;
+  }
+  const bool nan = !masked && (lost || !(m < INF) || l != l);
+  T* to = (T*)call.out + ((b * call.T + i) * call.N + n) * call.Hv;
+  if (nan) std::fill(row, row + call.Hv, NAN);
+  write_row(row, call.Hv, nan ? 1.0f : masked ? 0.0f : factor / l, to);
+  const int64_t at = (b * call.N + n) * call.T + i;
+  call.row_max[at] = nan ? NAN : m;
+  call.log_sum[at] = nan ? NAN : masked ? 0.0f : std::log(l);
+}
+
 // Forward: one tile of queries of one head.
 template <class T>
 static void forward_tile(const Call& call, const Sizes& sizes, const Packed& packed, int64_t b,
                          int64_t n, int64_t tile) {
   const int64_t i0 = tile * call.block_q, rows = std::min(call.block_q, call.T - i0);
-  const int64_t H = call.H, Hv = call.Hv, padded = sizes.value_panels, BK = call.block_k;
+  const int64_t H = call.H, padded = sizes.value_panels, BK = call.block_k;
   Scratch memory(rows * (H + padded + 2) + (ROWS + 1) * (BK + PANEL) + 64);
   float *query = memory.data, *out = query + rows * H, *most = out + rows * padded,
         *total = most + rows, *scores = total + rows;
@@ -305,26 +334,8 @@ static void forward_tile(const Call& call, const Sizes& sizes, const Packed& pac
                               out + r * padded + h, padded);
     }
   }
-  const int64_t row_at = (b * call.N + n) * call.T + i0;
-  T* result = (T*)call.out + ((b * call.T + i0) * call.N + n) * Hv;
-  for (int64_t i = 0; i < rows; i++) {
-    const bool masked = most[i] == -INF;
-    float m = most[i], l = total[i];
-    float* row = out + i * padded;
-    if (call.sinks && !masked) {
-      const float sink = call.sinks[(call.sinks_b == 1 ? 0 : b) * call.N + n];
-      const float now = std::max(m, sink), factor = std::exp(m - now);
-      l = l * factor + std::exp(sink - now);
-      for (int64_t h = 0; h < padded; h++) row[h] *= factor;
-      m = now;
-    }
-    const bool nan = !masked && (lost[i] || broken[i] || !(m < INF) || l != l);
-    const float inverse = masked ? 0.0f : nan ? NAN : 1 / l;
-    T* to = result + i * call.N * Hv;
-    for (int64_t h = 0; h < Hv; h++) narrowed(nan ? NAN : row[h] * inverse, to + h);
-    call.row_max[row_at + i] = nan ? NAN : m;
-    call.log_sum[row_at + i] = nan ? NAN : masked ? 0.0f : std::log(l);
-  }
+  for (int64_t i = 0; i < rows; i++)
+    finish_row<T>(call, b, n, i0 + i, out + i * padded, most[i], total[i], lost[i] || broken[i]);
 }
 
 template <class T>
@@ -352,12 +363,20 @@ static void forward_of(const Call& call, const Parallel& parallel) {
 }
 
 #include "backward.h"
+#include "decode.h"
 
 static void forward(const Call& call, const Parallel& parallel) {
   switch (call.dtype) {
     case Dtype::float32: return forward_of<float>(call, parallel);
     case Dtype::bfloat16: return forward_of<bfloat16>(call, parallel);
     case Dtype::float16: return forward_of<float16>(call, parallel);
+  }
+}
+static void few_queries(const Call& call, const Parallel& parallel) {
+  switch (call.dtype) {
+    case Dtype::float32: return few_queries_of<float>(call, parallel);
+    case Dtype::bfloat16: return few_queries_of<bfloat16>(call, parallel);
+    case Dtype::float16: return few_queries_of<float16>(call, parallel);
   }
 }
 static void backward(const Call& call, const Parallel& parallel) {

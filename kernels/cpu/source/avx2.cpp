@@ -1,5 +1,6 @@
 #include "call.h"
 #if defined(__x86_64__)
+#include <immintrin.h>
 #pragma GCC target("avx2,fma,f16c")
 #define LANES 8
 #define NAMESPACE avx2
@@ -8,5 +9,5 @@
 #include "mask.h"
 #include "attention.h"
 
-const Kernels KERNELS_AVX2 = {avx2::forward, avx2::backward, avx2::backward_bias};
+const Kernels KERNELS_AVX2 = {avx2::forward, avx2::few_queries, avx2::backward, avx2::backward_bias};
 #endif

@@ -256,9 +256,8 @@ static void backward_of(const Call& call, const Parallel& parallel) {
       }
       for (int64_t j = 0; j < count; j++) {
         const int64_t at = (b * call.S + j0 + j) * call.K + k;
-        for (int64_t h = 0; h < H; h++)
-          narrowed(dk[j * wide + h] * call.scale, (T*)call.dk + at * H + h);
-        for (int64_t h = 0; h < Hv; h++) narrowed(dv[j * wide_v + h], (T*)call.dv + at * Hv + h);
+        write_row(dk + j * wide, H, call.scale, (T*)call.dk + at * H);
+        write_row(dv + j * wide_v, Hv, 1.0f, (T*)call.dv + at * Hv);
       }
     }
   });
@@ -268,8 +267,7 @@ static void backward_of(const Call& call, const Parallel& parallel) {
       float* row = sums.data + head * each + i * wide;
       for (int64_t s = 1; s < stretches; s++)
         for (int64_t h = 0; h < H; h++) row[h] += row[s * all_heads * each + h];
-      T* to = (T*)call.dq + ((b * call.T + i) * call.N + n) * H;
-      for (int64_t h = 0; h < H; h++) narrowed(row[h], to + h);
+      write_row(row, H, 1.0f, (T*)call.dq + ((b * call.T + i) * call.N + n) * H);
     }
   });
 }

@@ -69,6 +69,7 @@ using Parallel = std::function<void(int64_t items, const std::function<void(int6
 
 struct Kernels {
   void (*forward)(const Call&, const Parallel&);
+  void (*few_queries)(const Call&, const Parallel&);  // forward, without lists of tiles
   void (*backward)(const Call&, const Parallel&);
   void (*backward_bias)(const Call&, const Parallel&);
 };

@@ -18,16 +18,29 @@ std::vector<std::pair<size_t, float*>> kept;
 size_t kept_size = 0;
 constexpr size_t MOST_KEPT = 64 << 20;  // bytes
 
-const Kernels& kernels() {
+// The instruction sets that this library has and the processor knows, the widest first.
+struct Instructions {
+  const char* name;
+  const Kernels* kernels;
+};
+std::vector<Instructions> known_instructions() {
+  std::vector<Instructions> known;
 #if defined(__x86_64__)
-  static const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (wide) return KERNELS_WIDE;
-  if (avx2) return KERNELS_AVX2;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    known.push_back({"avx512", &KERNELS_WIDE});
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    known.push_back({"avx2", &KERNELS_AVX2});
 #endif
-  return KERNELS_PLAIN;
+  known.push_back({"plain", &KERNELS_PLAIN});
+  return known;
 }
+std::atomic<const Instructions*>& chosen() {
+  static const std::vector<Instructions> known = known_instructions();
+  static std::atomic<const Instructions*> chosen{known.data()};
+  return chosen;
+}
+const Kernels& kernels() { return *chosen().load()->kernels; }
 
 // Items of one call. Threads of the pool that come late find none, and touch nothing else.
 struct Items {
@@ -122,10 +135,10 @@ ffi::Error called(int kind, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
   const Parallel parallel = [&](int64_t count, const std::function<void(int64_t)>& work) {
     run(pool, count, work);
   };
-  if (kind == 0) {
+  if (kind == 0 || kind == 3) {
     call.out = out[0].untyped_data();
     call.row_max = (float*)out[1].untyped_data(), call.log_sum = (float*)out[2].untyped_data();
-    kernels().forward(call, parallel);
+    (kind == 0 ? kernels().forward : kernels().few_queries)(call, parallel);
     return ffi::Error::Success();
   }
   call.do_ = in[13].untyped_data();
@@ -204,11 +217,16 @@ Scratch::~Scratch() {
 HANDLER(attention_forward, 0);
 HANDLER(attention_backward, 1);
 HANDLER(attention_backward_bias, 2);
-extern "C" const char* attention_instructions() {
-#if defined(__x86_64__)
-  return &kernels() == &KERNELS_WIDE ? "AVX-512" : &kernels() == &KERNELS_AVX2 ? "AVX2" : "plain";
-#else
-  return "plain";
-#endif
+HANDLER(attention_few_queries, 3);
+extern "C" const char* attention_instructions() { return chosen().load()->name; }
+// Take other instructions; return whether the processor knows them.
+extern "C" bool attention_use(const char* name) {
+  static const std::vector<Instructions> known = known_instructions();
+  for (const Instructions& one : known)
+    if (!std::strcmp(one.name, name)) {
+      chosen() = &one;
+      return true;
+    }
+  return false;
 }
 #pragma GCC visibility pop

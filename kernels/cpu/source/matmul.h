@@ -42,6 +42,7 @@ static inline void multiply(int rows, const float* A, int64_t lda, const float* 
   if constexpr (M > 1) multiply<TURNED, KEEPS, M - 1>(rows, A, lda, B, depth, C, ldc);
 }
 
+// Numbers of a dtype as float32, and back: one of them, and as many as a register has.
 static inline float widened(float x) { return x; }
 static inline float widened(bfloat16 x) {
   const uint32_t bits = (uint32_t)x.bits << 16;
@@ -58,16 +59,65 @@ static inline void narrowed(float x, bfloat16* to) {  // to the nearest, ties to
   to->bits = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+static inline vf load(const bfloat16* p) {
+  return (vf)(__builtin_convertvector(*reinterpret_cast<const vh*>(p), vu) << 16);
+}
+static inline void store(bfloat16* p, vf x) {
+  const vu bits = (vu)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  *reinterpret_cast<vh*>(p) = __builtin_convertvector(x != x ? all(0x7fc0) : (vi)rounded, vh);
+}
+#if LANES == 16  // g++ 12 converts vectors of _Float16 number by number
+static inline vf load(const float16* p) {
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
+static inline void store(float16* p, vf x) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif LANES == 8
+static inline vf load(const float16* p) {
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+static inline void store(float16* p, vf x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+static inline vf load(const float16* p) {
+  vf x;
+  for (int i = 0; i < W; i++) x[i] = (float)p[i];
+  return x;
+}
+static inline void store(float16* p, vf x) {
+  for (int i = 0; i < W; i++) p[i] = (float16)x[i];
+}
+#endif
+
 // Copy a row of `count` numbers as float32 times a scale; return whether all of them are finite.
 template <class T>
 static inline bool copy_row(const T* from, int count, float scale, float* to) {
-  float zero = 0;
-  for (int i = 0; i < count; i++) {
+  vf zeros = vf{};
+  int i = 0;
+  for (; i + W <= count; i += W) {
+    const vf x = load(from + i);
+    store(to + i, x * scale);
+    zeros += x * 0.0f;
+  }
+  float zero = sum(zeros);
+  for (; i < count; i++) {
     const float x = widened(from[i]);
     to[i] = x * scale;
     zero += x * 0.0f;
   }
   return zero == 0;
+}
+
+// Copy a row of float32 times a scale as numbers of a dtype.
+template <class T>
+static inline void write_row(const float* from, int count, float scale, T* to) {
+  int i = 0;
+  for (; i + W <= count; i += W) store(to + i, load(from + i) * scale);
+  for (; i < count; i++) narrowed(from[i] * scale, to + i);
 }
 
 // Lay rows [count, width] out as panels [width / PANEL][count][PANEL], zeros after the width.
@@ -76,6 +126,12 @@ static inline void pack_rows(const float* from, int64_t stride, int count, int w
   for (int h = 0; h < width; h += PANEL) {
     float* panel = to + h / PANEL * panel_stride;
     const int there = std::min(PANEL, width - h);
+    if (there == PANEL) {
+      for (int i = 0; i < count; i++)
+        for (int j = 0; j < PANEL; j += W)
+          store(panel + i * PANEL + j, load(from + i * stride + h + j));
+      continue;
+    }
     for (int i = 0; i < count; i++) {
       for (int j = 0; j < there; j++) panel[i * PANEL + j] = from[i * stride + h + j];
       for (int j = there; j < PANEL; j++) panel[i * PANEL + j] = 0;

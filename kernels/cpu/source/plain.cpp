@@ -6,4 +6,4 @@
 #include "mask.h"
 #include "attention.h"
 
-const Kernels KERNELS_PLAIN = {plain::forward, plain::backward, plain::backward_bias};
+const Kernels KERNELS_PLAIN = {plain::forward, plain::few_queries, plain::backward, plain::backward_bias};

@@ -1,5 +1,6 @@
 #include "call.h"
 #if defined(__x86_64__)
+#include <immintrin.h>
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 #define LANES 16
 #define NAMESPACE wide
@@ -8,5 +9,5 @@
 #include "mask.h"
 #include "attention.h"
 
-const Kernels KERNELS_WIDE = {wide::forward, wide::backward, wide::backward_bias};
+const Kernels KERNELS_WIDE = {wide::forward, wide::few_queries, wide::backward, wide::backward_bias};
 #endif

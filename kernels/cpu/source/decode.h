@@ -1,0 +1,415 @@
+// Few queries over many keys, as in decoding; included by attention.h, inside its namespace.
+//
+// Such a call takes as long as its keys and values take to be read. So they are read once, as they
+// lie, [S][K][H] in their own dtype, and widened in registers. An item is a batch row, some key
+// heads that lie side by side, and a chunk of keys; its rows are the queries of each head. It
+// leaves m_i, l_i and sum_j p_ij v_j of every row, and these are merged in the order of chunks.
+//
+// The mask's program runs over all keys, lists of tiles are not needed: it reads a number where a
+// key has K (H + Hv). Blocks that no query sees are not read.
+//
+// Nonfinite keys and values show themselves in scores and sums. An item that has such ones starts
+// over and copies its blocks, with zeros for rows that are not finite.
+
+constexpr int BLOCK = 32;               // keys whose scores are made at a time
+constexpr int64_t ITEM_BYTES = 512 << 10;  // of keys and values
+constexpr int64_t ROW_BYTES = 4096;     // of keys, of an item's heads
+
+// How a call is cut.
+struct FewSizes {
+  int64_t rows;            // queries of a key head
+  int64_t heads, groups;   // key heads of an item, and how many such there are
+  int64_t chunk, chunks;   // keys of an item
+  int64_t parts, value_parts;  // registers of a row
+  int64_t record;          // floats that an item leaves of a row
+  template <class T>
+  static FewSizes of(const Call& call) {
+    FewSizes s;
+    s.rows = call.T * (call.N / call.K);
+    s.heads = std::max<int64_t>(1, std::min<int64_t>(call.K, ROW_BYTES / (call.H * sizeof(T))));
+    s.groups = (call.K + s.heads - 1) / s.heads;
+    const int64_t key_bytes = s.heads * (call.H + call.Hv) * sizeof(T);
+    s.chunk = round_up(std::max<int64_t>(ITEM_BYTES / key_bytes, BLOCK), BLOCK);
+    s.chunks = (call.S + s.chunk - 1) / s.chunk;
+    s.parts = (call.H + W - 1) / W, s.value_parts = (call.Hv + W - 1) / W;
+    s.record = (s.value_parts + 1) * W;
+    return s;
+  }
+};
+
+// Where register `part` of a row begins: the last one ends with the row, and so may begin before
+// the end of the one before it.
+static inline int64_t part_at(int64_t part, int64_t width) {
+  return std::min<int64_t>(part * W, width - W);
+}
+
+// Read rows in the order of memory, which the processor then fetches ahead of need; the order in
+// which they are multiplied, head by head, is none that it foresees.
+static inline void touch(const void* rows, int64_t count, int64_t bytes, int64_t step) {
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t at = 0; at < bytes; at += 64)
+      (void)*((const volatile char*)rows + i * step + at);
+}
+
+// The sums of W registers, as one.
+template <int D>
+__attribute__((always_inline)) static inline vf sums_of(vf* x) {
+  if constexpr (D > 0) {
+    vi first, second;
+    for (int j = 0; j < W; j++) {
+      first[j] = j & D ? W + j - D : j;
+      second[j] = j & D ? W + j : j + D;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < D; i++)
+      x[i] = __builtin_shuffle(x[i], x[i + D], first) + __builtin_shuffle(x[i], x[i + D], second);
+    return sums_of<D / 2>(x);
+  }
+  return x[0];
+}
+
+// Products of R queries, [R][parts][W], and `count` keys, [count][width] with `step` between rows.
+template <int R, class T>
+static inline void multiply_keys(const float* queries, int64_t parts, const T* keys, int64_t step,
+                                 int count, int64_t width, float* to) {
+  constexpr int J = W / R;
+  for (int j = 0; j < count; j += J) {
+    const T* at[J];
+    for (int i = 0; i < J; i++) at[i] = keys + std::min(j + i, count - 1) * step;
+    vf sums[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) sums[i] = vf{};
+    for (int64_t part = 0; part < parts; part++) {
+      const int64_t h = part_at(part, width);
+      vf query[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) query[r] = load(queries + (r * parts + part) * W);
+#pragma GCC unroll 16
+      for (int i = 0; i < J; i++) {
+        const vf key = load(at[i] + h);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) sums[r * J + i] += key * query[r];
+      }
+    }
+    float found[W];
+    store(found, sums_of<W / 2>(sums));
+    for (int r = 0; r < R; r++) std::memcpy(to + r * BLOCK + j, found + r * J, 4 * J);
+  }
+}
+
+// Add p v of R rows p[R][BLOCK] and `count` values to parts first .. first + V of [R][record].
+template <int R, int V, class T>
+static inline void add_parts(const float* p, const T* values, int64_t step, int count,
+                             int64_t width, int64_t first, float* to, int64_t record) {
+  vf sums[R][V];
+  int64_t at[V];
+#pragma GCC unroll 8
+  for (int v = 0; v < V; v++) at[v] = part_at(first + v, width);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) sums[r][v] = load(to + r * record + (first + v) * W);
+  for (int j = 0; j < count; j++) {
+    vf value[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) value[v] = load(values + j * step + at[v]);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) sums[r][v] += p[r * BLOCK + j] * value[v];
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) store(to + r * record + (first + v) * W, sums[r][v]);
+}
+
+template <int R, class T>
+static inline void add_values(const float* p, const T* values, int64_t step, int count,
+                              int64_t width, int64_t parts, float* to, int64_t record) {
+  constexpr int V = R == 4 && W < 16 ? 2 : 4;
+  int64_t part = 0;
+  for (; part + V <= parts; part += V)
+    add_parts<R, V>(p, values, step, count, width, part, to, record);
+  for (; part < parts; part++)
+    add_parts<R, 1>(p, values, step, count, width, part, to, record);
+}
+
+// One item: what it needs beside the call, and what it leaves.
+template <class T>
+class FewQueries {
+ public:
+  FewQueries(const Call& call, const FewSizes& sizes, const float* queries, int64_t b, int64_t k,
+             int64_t j0, float* records)
+      : call_(call), sizes_(sizes), queries_(queries), b_(b), k_(k), j0_(j0),
+        keys_(std::min(sizes.chunk, call.S - j0)),
+        heads_(std::min(sizes.heads, call.K - k)),
+        masked_heads_(call.pairs && call.pairs_n > 1 ? heads_ * (call.N / call.K) : 1),
+        records_(records), scores_(call, BLOCK) {}
+
+  void run() {
+    if (call_.num_operations) find_visible();
+    if (call_.H >= W && call_.Hv >= W && visit<false>()) return;
+    copies_ = std::vector<float>(BLOCK * (std::max<int64_t>(W, call_.H) + std::max<int64_t>(W, call_.Hv)));
+    visit<true>();
+  }
+
+ private:
+  int64_t of_head(int64_t k) const { return (k - k_) * sizes_.rows * sizes_.record; }
+
+  // Evaluate the mask: 0 or 1 for each query, or each query of each head, and each key.
+  void find_visible() {
+    const int64_t first_head = k_ * (call_.N / call_.K);
+    visible_.resize(masked_heads_ * call_.T * sizes_.chunk);
+    Mask mask(call_, sizes_.chunk);
+    for (int64_t n = 0; n < masked_heads_; n++) {
+      mask.take_keys(b_, first_head + n, j0_, keys_);
+      for (int64_t i = 0; i < call_.T; i++) {
+        int64_t begin, end;
+        const int32_t* row = mask.row(i, &begin, &end);
+        int32_t* to = visible_.data() + (n * call_.T + i) * sizes_.chunk;
+        std::copy(row, row + keys_, to);
+        std::fill(to + keys_, to + sizes_.chunk, 0);
+      }
+    }
+  }
+
+  // What query i of a head sees of the block at j; null where there is no mask.
+  const int32_t* visible(int64_t n, int64_t i, int64_t j) const {
+    if (visible_.empty()) return nullptr;
+    const int64_t head = masked_heads_ == 1 ? 0 : n - k_ * (call_.N / call_.K);
+    return visible_.data() + (head * call_.T + i) * sizes_.chunk + j;
+  }
+
+  // The keys of a block, in whole registers, that any query sees.
+  Range seen_of(int64_t j) const {
+    const int64_t count = std::min<int64_t>(BLOCK, keys_ - j);
+    if (visible_.empty()) return {0, count};
+    Range seen{count, 0};
+    for (int64_t at = 0; at < count; at += W) {
+      vi found = vi{};
+      for (int64_t row = 0; row < masked_heads_ * call_.T; row++)
+        found |= load(visible_.data() + row * sizes_.chunk + j + at);
+      if (any(found)) seen = {std::min(seen.begin, at), std::min<int64_t>(at + W, count)};
+    }
+    return seen;
+  }
+
+  // Visit the blocks; return false where something is not finite, unless COPIES says where.
+  template <bool COPIES>
+  bool visit() {
+    lost_.assign(heads_ * sizes_.rows, 0);
+    for (int64_t row = 0; row < heads_ * sizes_.rows; row++) {
+      float* record = records_ + row * sizes_.record;
+      std::fill(record, record + sizes_.record, 0.0f);
+      record[sizes_.record - W] = -INF;
+    }
+    for (int64_t j = 0; j < keys_; j += BLOCK) {
+      const Range seen = seen_of(j);
+      if (seen.begin >= seen.end) continue;
+      const int64_t first = (b_ * call_.S + j0_ + j + seen.begin) * call_.K + k_, size = sizeof(T);
+      touch((const T*)call_.key + first * call_.H, seen.end - seen.begin, heads_ * call_.H * size,
+            call_.K * call_.H * size);
+      touch((const T*)call_.value + first * call_.Hv, seen.end - seen.begin,
+            heads_ * call_.Hv * size, call_.K * call_.Hv * size);
+      for (int64_t k = k_; k < k_ + heads_; k++) {
+        const int64_t at = (b_ * call_.S + j0_ + j + seen.begin) * call_.K + k;
+        const T* keys = (const T*)call_.key + at * call_.H;
+        const T* values = (const T*)call_.value + at * call_.Hv;
+        const int count = seen.end - seen.begin;
+        bool finite = true;
+        if constexpr (COPIES) {
+          const int64_t width = std::max<int64_t>(W, call_.H);
+          const int64_t value_width = std::max<int64_t>(W, call_.Hv);
+          float *own_keys = copies_.data(), *own_values = own_keys + BLOCK * width;
+          for (int i = 0; i < count; i++) {
+            float *key = own_keys + i * width, *value = own_values + i * value_width;
+            broken_[i] = !(copy_row(keys + i * call_.K * call_.H, call_.H, 1.0f, key) &
+                           copy_row(values + i * call_.K * call_.Hv, call_.Hv, 1.0f, value));
+            if (broken_[i]) std::fill(key, key + width, 0.0f);
+            if (broken_[i]) std::fill(value, value + value_width, 0.0f);
+          }
+          head(k, j + seen.begin, own_keys, width, width, own_values, value_width, value_width,
+               count, broken_);
+        } else {
+          finite = head(k, j + seen.begin, keys, call_.K * call_.H, call_.H, values,
+                        call_.K * call_.Hv, call_.Hv, count, nullptr);
+        }
+        if (!finite) return false;
+      }
+    }
+    bool finite = true;
+    for (int64_t row = 0; row < heads_ * sizes_.rows; row++) {
+      float* record = records_ + row * sizes_.record;
+      record[sizes_.record - W + 2] = lost_[row];
+      vf zeros = vf{};
+      for (int64_t part = 0; part < sizes_.value_parts; part++)
+        zeros += load(record + part * W) * 0.0f;
+      finite &= sum(zeros) == 0;
+    }
+    return finite;
+  }
+
+  // One block of one head; return whether all products are finite.
+  template <class X>
+  bool head(int64_t k, int64_t j, const X* keys, int64_t step, int64_t width, const X* values,
+            int64_t value_step, int64_t value_width, int count, const uint8_t* broken) {
+    float p[4 * BLOCK] = {};
+    bool finite = true;
+    for (int64_t row = 0; row < sizes_.rows;) {
+      const float* queries = queries_ + ((k - k_) * sizes_.rows + row) * sizes_.parts * W;
+      float* records = records_ + of_head(k) + row * sizes_.record;
+      const int64_t left = sizes_.rows - row;
+      const auto finish = [&](int rows) {
+        for (int r = 0; r < rows; r++)
+          finite &= weights(k, row + r, j, count, p + r * BLOCK, records + r * sizes_.record, broken);
+      };
+#define GROUP(R)                                                                         \
+  multiply_keys<R>(queries, sizes_.parts, keys, step, count, width, p);                  \
+  finish(R);                                                                             \
+  add_values<R>(p, values, value_step, count, value_width, sizes_.value_parts, records,  \
+                sizes_.record);                                                          \
+  row += R
+      if (left >= 4) {
+        GROUP(4);
+      } else if (left >= 2) {
+        GROUP(2);
+      } else {
+        GROUP(1);
+      }
+#undef GROUP
+    }
+    return finite;
+  }
+
+  // Turn a row's products into p, and make its sum ready for them.
+  bool weights(int64_t k, int64_t row, int64_t j, int count, float* p, float* record,
+               const uint8_t* broken) {
+    const int64_t i = row % call_.T, n = k * (call_.N / call_.K) + row / call_.T;
+    float *most = record + sizes_.record - W, *total = most + 1;
+    uint8_t& lost = lost_[(k - k_) * sizes_.rows + row];
+    const int32_t* seen = visible(n, i, j);
+    const int64_t padded = round_up(count, W);
+    vi infinite = vi{};
+    for (int64_t at = 0; at < padded; at += W) {
+      const vf s = load(p + at) * call_.scale;
+      infinite |= (s - s) != 0.0f;
+      store(p + at, s);
+    }
+    if (call_.softcap > 0 || scores_.has_bias()) {
+      if (scores_.has_bias() || call_.dropout) scores_.take_tile(b_, n, j0_ + j, count, false);
+      cap_and_bias(call_, p, {0, padded}, scores_.has_bias() ? scores_.bias(i) : nullptr, nullptr);
+    } else if (call_.dropout) {
+      scores_.take_tile(b_, n, j0_ + j, count, false);
+    }
+    if (broken)
+      for (int at = 0; at < count; at++) lost |= broken[at] & (!seen || seen[at]);
+    vf peak = all(-INF);
+    vi unordered = vi{};
+    for (int64_t at = 0; at < padded; at += W) {
+      vf s = load(p + at);
+      if (seen)
+        s = load(seen + at) != 0 ? s : all(-INF);
+      else
+        s = lane() + (int32_t)at < count ? s : all(-INF);
+      store(p + at, s);
+      peak = larger(s, peak);
+      unordered |= s != s;
+    }
+    if (any(unordered)) lost = 1;
+    const float now = std::max(*most, largest(peak));
+    if (now == -INF) {
+      std::fill(p, p + padded, 0.0f);
+      return !any(infinite);
+    }
+    if (now == INF) lost = 1;
+    const float factor = now == *most ? 1.0f : *most == -INF ? 0.0f : std::exp(*most - now);
+    *most = now;
+    vf sums = vf{};
+    for (int64_t at = 0; at < padded; at += W) {
+      vf x = exp(load(p + at) - now);
+      sums += x;
+      if (call_.dropout) x *= scores_.kept(i, at);
+      store(p + at, x);
+    }
+    *total = *total * factor + sum(sums);
+    if (factor != 1.0f)
+      for (int64_t at = 0; at < sizes_.value_parts * W; at += W)
+        store(record + at, load(record + at) * factor);
+    return !any(infinite);
+  }
+
+  const Call& call_;
+  const FewSizes& sizes_;
+  const float* queries_;  // [heads][rows][parts][W]
+  const int64_t b_, k_, j0_, keys_, heads_, masked_heads_;
+  float* records_;  // [heads][rows][record]: sum of p v, m, l, whether it met what is not finite
+  Scores scores_;
+  std::vector<int32_t> visible_;
+  std::vector<float> copies_;
+  std::vector<uint8_t> lost_;
+  uint8_t broken_[BLOCK];
+};
+
+// Lay the queries out in registers [B][K][rows][parts][W]. A last register that overlaps the one
+// before it has zeros there. Rows that are not finite are zeros and marked.
+template <class T>
+static void copy_few(const Call& call, const FewSizes& sizes, float* to, uint8_t* broken) {
+  const int64_t H = call.H, last = (sizes.parts - 1) * W;
+  const int64_t overlap = H < W ? 0 : last - part_at(sizes.parts - 1, H);
+  for (int64_t head = 0; head < call.B * call.N; head++)
+    for (int64_t i = 0; i < call.T; i++, to += sizes.parts * W, broken++) {
+      const int64_t b = head / call.N, n = head % call.N;
+      const T* from = (const T*)call.query + ((b * call.T + i) * call.N + n) * H;
+      *broken = !copy_row(from, H, 1.0f, to);
+      std::fill(to + (*broken ? 0 : H), to + sizes.parts * W, 0.0f);
+      if (H >= W && overlap) {
+        std::copy_backward(to + last, to + H, to + last + W);
+        std::fill(to + last, to + last + overlap, 0.0f);
+      }
+    }
+}
+
+template <class T>
+static void few_queries_of(const Call& call, const Parallel& parallel) {
+  const FewSizes sizes = FewSizes::of<T>(call);
+  const int64_t rows = sizes.rows, all_rows = call.K * rows;
+  const int64_t query_size = all_rows * sizes.parts * W, record_size = all_rows * sizes.record;
+  Scratch queries(call.B * query_size);
+  std::vector<uint8_t> broken(call.B * all_rows);
+  copy_few<T>(call, sizes, queries.data, broken.data());
+  Scratch records(call.B * sizes.chunks * record_size);  // [B][chunks][K][rows][record]
+  parallel(call.B * sizes.groups * sizes.chunks, [&](int64_t item) {
+    const int64_t chunk = item % sizes.chunks, of = item / sizes.chunks;
+    const int64_t b = of / sizes.groups, k = of % sizes.groups * sizes.heads;
+    FewQueries<T>(call, sizes, queries.data + b * query_size + k * rows * sizes.parts * W, b, k,
+                  chunk * sizes.chunk,
+                  records.data + (b * sizes.chunks + chunk) * record_size + k * rows * sizes.record)
+        .run();
+  });
+  parallel(call.B, [&](int64_t b) {
+    std::vector<float> sums(sizes.value_parts * W);
+    for (int64_t row = 0; row < all_rows; row++) {
+      const float* first = records.data + b * sizes.chunks * record_size + row * sizes.record;
+      float most = -INF, total = 0;
+      bool lost = broken[b * all_rows + row];
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      for (int64_t c = 0; c < sizes.chunks; c++)
+        most = std::max(most, first[c * record_size + sizes.record - W]);
+      for (int64_t c = 0; c < sizes.chunks; c++) {
+        const float *record = first + c * record_size, *own = record + sizes.record - W;
+        if (own[2] != 0) lost = true;
+        if (own[0] == -INF) continue;
+        const float factor = own[0] == most ? 1.0f : std::exp(own[0] - most);
+        total += own[1] * factor;
+        for (int64_t h = 0; h < sizes.value_parts * W; h += W)
+          store(sums.data() + h, load(sums.data() + h) + load(record + h) * factor);
+      }
+      // the last register ends with the row
+      const int64_t last = (sizes.value_parts - 1) * W;
+      if (call.Hv > W && call.Hv % W)
+        std::copy(sums.begin() + last, sums.end(), sums.begin() + call.Hv - W);
+      finish_row<T>(call, b, row / call.T, row % call.T, sums.data(), most, total, lost);
+    }
+  });
+}
