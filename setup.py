@@ -1,23 +1,30 @@
 """Compile kernels/cpu, where there is a C++ compiler; pyproject.toml says everything else.
 
 Without a compiler, or with TRANSFORMER_JAX_NATIVE=0, the package is installed without it:
-`explain_attention` says so. The library is called by XLA and not by Python, so its name and its
-wheel's tag are of no Python version.
+`explain_attention` says so. The library is called by XLA and knows nothing of Python: it is
+compiled without Python's headers and flags, and its wheel is one of any version. Every .cpp file of
+the folder is a unit of it; one that is for another processor is empty.
 """
 
 import os
 import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 SOURCE = "kernels/cpu/source"
-UNITS = "wide", "avx2", "plain", "handlers"
+COMPILERS = "g++", "c++", "clang++"
+FLAGS = "-g0 -std=c++17 -O3 -fPIC -fno-math-errno -fvisibility=hidden"
 
 
 class BuildNative(build_ext):
-    """Build the library under a name without Python's version; leave it out where that fails."""
+    """Build the library, or leave it out where that fails."""
 
     def get_ext_filename(self, name: str) -> str:
         return os.path.join(*name.split(".")) + ".so"
@@ -25,11 +32,22 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         import jaxlib  # of the build's own environment: the oldest version that is supported
 
-        ext.include_dirs.append(os.path.join(os.path.dirname(jaxlib.__file__), "include"))
-        super().build_extension(ext)
+        headers = os.path.join(os.path.dirname(jaxlib.__file__), "include")
+        compiler = find_compiler()
+        os.makedirs(self.build_temp, exist_ok=True)
 
-    def get_export_symbols(self, ext: Extension) -> list[str]:
-        return []  # there is no PyInit
+        def compile_unit(source: str) -> str:
+            made = os.path.join(self.build_temp, os.path.basename(source) + ".o")
+            flags = FLAGS.split() + os.environ.get("CXXFLAGS", "").split()
+            run([*compiler, *flags, "-isystem", headers, "-c", source, "-o", made])
+            return made
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_unit, ext.sources))
+        library = self.get_ext_fullpath(ext.name)
+        os.makedirs(os.path.dirname(library), exist_ok=True)
+        flags = link_flags() + os.environ.get("LDFLAGS", "").split()
+        run([*compiler, "-shared", *objects, "-o", library, *flags])
 
 
 class TagNative(bdist_wheel):
@@ -44,28 +62,41 @@ class TagNative(bdist_wheel):
         return tag if self.root_is_pure else ("py3", "none", tag[2])
 
 
+def find_compiler() -> list[str]:
+    """Return the command that compiles C++: $CXX, or the first that is installed."""
+    given = os.environ.get("CXX", "").split()
+    found = given or [name for name in COMPILERS if shutil.which(name)][:1]
+    if not found:
+        raise CompileError(f"no C++ compiler: none of {', '.join(COMPILERS)} is installed")
+    return found
+
+
+def link_flags() -> list[str]:
+    """Return what makes a library for systems that are older than this one.
+
+    Of the names of C++ none is shown, and the functions of float16 that the compiler calls are
+    linked in. See source/older.cpp for the rest.
+    """
+    if platform.system() != "Linux":
+        return []
+    return ["-s", f"-Wl,--version-script={SOURCE}/exports.map", "-lgcc"]
+
+
+def run(command: list[str]) -> str:
+    """Return what a command prints; CompileError where it fails."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "") or ""
+        raise CompileError(f"{error}\n{said}") from error
+
+
 def extensions() -> list[Extension]:
     """Return the library, where it is wanted and the platform is known."""
     if os.environ.get("TRANSFORMER_JAX_NATIVE") == "0" or platform.system() == "Windows":
         return []
-    return [
-        Extension(
-            "transformer_jax.kernels.cpu._native",
-            sources=[f"{SOURCE}/{name}.cpp" for name in UNITS],
-            depends=[
-                f"{SOURCE}/{name}.h"
-                for name in ("attention", "backward", "call", "decode", "mask", "matmul", "vectors")
-            ],
-            extra_compile_args=[
-                "-g0",
-                "-std=c++17",
-                "-O3",
-                "-fno-math-errno",
-                "-fvisibility=hidden",
-            ],
-            optional=True,
-        )
-    ]
+    units = sorted(glob(f"{SOURCE}/*.cpp"))
+    return [Extension("transformer_jax.kernels.cpu._native", units, optional=True)]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative, "bdist_wheel": TagNative})

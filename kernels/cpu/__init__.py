@@ -9,7 +9,10 @@ one file per thing:
     mask        the mask's program, which `program.py` writes
     attention, backward    the kernels
     decode      the forward pass of few queries over many keys
-    handlers    what XLA calls, and its threads
+    handlers    what XLA calls
+    threads     who computes which item
+    memory      what calls have used, for the next ones
+    older       what lets the library run where libstdc++ and glibc are older
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ HANDLERS = (
 FEW_ROWS = 16
 """The most queries of a key head, T N / K, for which keys and values are read as they lie."""
 NO_LISTS = TileLists(*(np.zeros((0,) * ndim, np.int32) for ndim in (4, 3, 3)))
-INSTRUCTIONS = "avx512", "avx2", "plain"
+INSTRUCTIONS = "avx512", "avx2", "neon", "plain"
 """What TRANSFORMER_JAX_NATIVE may name, besides 0 (no kernels) and 1 (the widest there are)."""
 DTYPES = "float32", "bfloat16", "float16"
 
@@ -61,7 +64,10 @@ def library() -> ctypes.CDLL | str:
         return f"TRANSFORMER_JAX_NATIVE is {wanted!r}: must be 0, 1, {', '.join(INSTRUCTIONS)}"
     found = sorted(Path(__file__).parent.glob("_native*.so"))
     if not found:
-        return "was not compiled: pip install found no C++ compiler"
+        return (
+            "was not compiled when the package was installed: there was no C++ compiler (g++), "
+            "or TRANSFORMER_JAX_NATIVE was 0"
+        )
     try:
         loaded = ctypes.CDLL(str(found[0]))
     except OSError as error:

@@ -13,7 +13,19 @@
 struct bfloat16 {
   uint16_t bits;
 };
+
+// float16 is the compiler's where it has one: g++ from 12 on for x86-64, any for aarch64.
+#if defined(__aarch64__)
+typedef __fp16 float16;
+#elif defined(__FLT16_MANT_DIG__) && !defined(FLOAT16_IN_SOFTWARE)
 typedef _Float16 float16;
+#else
+#undef FLOAT16_IN_SOFTWARE
+#define FLOAT16_IN_SOFTWARE
+struct float16 {
+  uint16_t bits;
+};
+#endif
 
 enum class Dtype { float32, bfloat16, float16 };
 

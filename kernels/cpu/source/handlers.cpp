@@ -1,22 +1,12 @@
 // What XLA calls: read a call's buffers and attributes, choose the instruction set, run on XLA's
 // own threads.
 #include "call.h"
-
-#include <condition_variable>
-#include <memory>
-#include <mutex>
-
+#include "threads.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace {
-
-// Memory that calls have used, for the next ones: fresh pages cost more than a small call.
-std::mutex kept_lock;
-std::vector<std::pair<size_t, float*>> kept;
-size_t kept_size = 0;
-constexpr size_t MOST_KEPT = 64 << 20;  // bytes
 
 // The instruction sets that this library has and the processor knows, the widest first.
 struct Instructions {
@@ -32,6 +22,9 @@ std::vector<Instructions> known_instructions() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
     known.push_back({"avx2", &KERNELS_AVX2});
 #endif
+#if defined(__aarch64__)
+  known.push_back({"neon", &KERNELS_PLAIN});
+#endif
   known.push_back({"plain", &KERNELS_PLAIN});
   return known;
 }
@@ -41,48 +34,6 @@ std::atomic<const Instructions*>& chosen() {
   return chosen;
 }
 const Kernels& kernels() { return *chosen().load()->kernels; }
-
-// Items of one call. Threads of the pool that come late find none, and touch nothing else.
-struct Items {
-  int64_t count;
-  std::function<void(int64_t)> work;
-  std::atomic<int64_t> next{0}, done{0};
-  std::atomic<bool> out_of_memory{false};
-  std::mutex lock;
-  std::condition_variable finished;
-
-  void take() {
-    for (int64_t item; (item = next++) < count;) {
-      try {
-        work(item);
-      } catch (const std::bad_alloc&) {  // a thread of XLA's must not see it
-        out_of_memory = true;
-      }
-      if (++done == count) {
-        std::lock_guard<std::mutex> hold(lock);
-        finished.notify_all();
-      }
-    }
-  }
-};
-
-// Runs items on the pool's threads and on this one, which never waits for a thread that has not
-// begun: it may itself be one of the pool.
-void run(ffi::ThreadPool& pool, int64_t count, const std::function<void(int64_t)>& work) {
-  const int64_t threads = std::min<int64_t>(pool.num_threads(), count);
-  if (threads <= 1) {
-    for (int64_t item = 0; item < count; item++) work(item);
-    return;
-  }
-  auto items = std::make_shared<Items>();
-  items->count = count;
-  items->work = work;
-  for (int64_t t = 1; t < threads; t++) pool.Schedule([items] { items->take(); });
-  items->take();
-  std::unique_lock<std::mutex> hold(items->lock);
-  items->finished.wait(hold, [&] { return items->done == items->count; });
-  if (items->out_of_memory) throw std::bad_alloc();
-}
 
 template <class T>
 const T* array(const ffi::AnyBuffer& buffer) {
@@ -170,33 +121,6 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
 }
 
 }  // namespace
-
-Scratch::Scratch(size_t floats) : size((floats + 63) / 16 * 64) {
-  {
-    std::lock_guard<std::mutex> hold(kept_lock);
-    for (size_t i = 0; i < kept.size(); i++)
-      if (kept[i].first >= size && kept[i].first <= 2 * size) {
-        size = kept[i].first, data = kept[i].second;
-        kept_size -= size;
-        kept.erase(kept.begin() + i);
-        return;
-      }
-  }
-  data = (float*)std::aligned_alloc(64, size);
-  if (!data) throw std::bad_alloc();
-}
-
-Scratch::~Scratch() {
-  {
-    std::lock_guard<std::mutex> hold(kept_lock);
-    if (kept_size + size <= MOST_KEPT) {
-      kept.emplace_back(size, data);
-      kept_size += size;
-      return;
-    }
-  }
-  std::free(data);
-}
 
 #pragma GCC visibility push(default)
 #define HANDLER(name, kind)                                       \

@@ -3,35 +3,39 @@
 
 namespace NAMESPACE {
 
-// A tile of the micro-kernel: ROWS x PANEL numbers stay in registers.
-constexpr int ROWS = LANES == 16 ? 12 : 6;
-constexpr int PANEL = 2 * W;
+// A tile of the micro-kernel: ROWS x ACROSS registers of sums, of 32 with AVX-512 and NEON, of 16
+// else. On aarch64 all of b and a column of a are loaded first: with 6 rows g++ 12 spills.
+#if defined(__aarch64__)
+constexpr int ROWS = 5, ACROSS = 4;
+#else
+constexpr int ROWS = LANES == 16 ? 12 : 6, ACROSS = 2;
+#endif
+constexpr int PANEL = ACROSS * W;
 
 // C[M, PANEL] = A[M, depth] B[depth, PANEL], added to C factor where KEEPS. A(i, k) lies at
 // A[i * lda + k], or at A[k * lda + i] where TURNED; B is a panel: rows of PANEL numbers.
 template <int M, bool TURNED, bool KEEPS>
 static inline void multiply_rows(const float* A, int64_t lda, const float* B, int depth, float* C,
                                  int64_t ldc) {
-  vf c[M][2];
+  vf c[M][ACROSS], b[ACROSS];
 #pragma GCC unroll 12
-  for (int i = 0; i < M; i++) {
-    c[i][0] = KEEPS ? load(C + i * ldc) : vf{};
-    c[i][1] = KEEPS ? load(C + i * ldc + W) : vf{};
-  }
+  for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < ACROSS; j++) c[i][j] = KEEPS ? load(C + i * ldc + j * W) : vf{};
   for (int k = 0; k < depth; k++) {
-    const vf b0 = load(B + (int64_t)k * PANEL), b1 = load(B + (int64_t)k * PANEL + W);
+#pragma GCC unroll 4
+    for (int j = 0; j < ACROSS; j++) b[j] = load(B + (int64_t)k * PANEL + j * W);
 #pragma GCC unroll 12
     for (int i = 0; i < M; i++) {
       const vf a = all(TURNED ? A[k * lda + i] : A[i * lda + k]);
-      c[i][0] += a * b0;
-      c[i][1] += a * b1;
+#pragma GCC unroll 4
+      for (int j = 0; j < ACROSS; j++) c[i][j] += a * b[j];
     }
   }
 #pragma GCC unroll 12
-  for (int i = 0; i < M; i++) {
-    store(C + i * ldc, c[i][0]);
-    store(C + i * ldc + W, c[i][1]);
-  }
+  for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < ACROSS; j++) store(C + i * ldc + j * W, c[i][j]);
 }
 
 // The same of `rows` <= ROWS rows.
@@ -50,9 +54,41 @@ static inline float widened(bfloat16 x) {
   std::memcpy(&found, &bits, 4);
   return found;
 }
-static inline float widened(float16 x) { return (float)x; }
 static inline void narrowed(float x, float* to) { *to = x; }
+#ifdef FLOAT16_IN_SOFTWARE
+static inline float widened(float16 x) {
+  const uint32_t size = x.bits & 0x7fff, sign = (uint32_t)(x.bits & 0x8000) << 16;
+  uint32_t bits = size << 13;
+  float found;
+  std::memcpy(&found, &bits, 4);
+  found *= 0x1p112f;  // the difference of the exponents' biases; subnormal numbers become normal
+  std::memcpy(&bits, &found, 4);
+  bits |= sign | (size >= 0x7c00 ? 0x7f800000 : 0);
+  std::memcpy(&found, &bits, 4);
+  return found;
+}
+static inline void narrowed(float x, float16* to) {  // to the nearest, ties to even; NaN stays
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits >= 0x47800000) {  // 2^16 and more, and what is not finite
+    bits = bits > 0x7f800000 ? 0x7e00 : 0x7c00;
+  } else if (bits < 0x38800000) {  // subnormal: the addition rounds to multiples of 2^-24
+    float shifted;
+    std::memcpy(&shifted, &bits, 4);
+    shifted += 0.5f;
+    std::memcpy(&bits, &shifted, 4);
+    bits -= 0x3f000000;
+  } else {
+    bits = (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13;
+  }
+  to->bits = sign | bits;
+}
+#else
+static inline float widened(float16 x) { return (float)x; }
 static inline void narrowed(float x, float16* to) { *to = (float16)x; }
+#endif
 static inline void narrowed(float x, bfloat16* to) {  // to the nearest, ties to even; NaN stays
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -145,13 +181,13 @@ static inline void pack_columns(const float* from, int64_t stride, int count, in
   int h = 0;
   if (count == PANEL)
     for (; h + W <= width; h += W)
-      for (int half = 0; half < 2; half++) {
+      for (int part = 0; part < ACROSS; part++) {
         vf rows[W];
 #pragma GCC unroll 16
-        for (int i = 0; i < W; i++) rows[i] = load(from + (half * W + i) * stride + h);
+        for (int i = 0; i < W; i++) rows[i] = load(from + (part * W + i) * stride + h);
         exchange<W / 2>(rows);
 #pragma GCC unroll 16
-        for (int i = 0; i < W; i++) store(to + (h + i) * PANEL + half * W, rows[i]);
+        for (int i = 0; i < W; i++) store(to + (h + i) * PANEL + part * W, rows[i]);
       }
   for (; h < width; h++)
     for (int i = 0; i < PANEL; i++) to[h * PANEL + i] = i < count ? from[i * stride + h] : 0;
