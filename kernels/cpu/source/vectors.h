@@ -99,22 +99,27 @@ static inline uint32_t mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
+// Of two rows, change the places of the blocks of D numbers that are in the wrong one.
+template <int D, int... J>
+static inline void exchange_blocks(vf* first, vf* second, std::integer_sequence<int, J...>) {
+  const vf x = *first, y = *second;
+#if defined(__clang__)
+  *first = __builtin_shufflevector(x, y, (J & D ? W + J - D : J)...);
+  *second = __builtin_shufflevector(x, y, (J & D ? W + J : J + D)...);
+#else
+  *first = __builtin_shuffle(x, y, vi{(J & D ? W + J - D : J)...});
+  *second = __builtin_shuffle(x, y, vi{(J & D ? W + J : J + D)...});
+#endif
+}
+
 // Transpose W rows of W numbers: in each step, blocks of D numbers change places.
 template <int D>
 static inline void exchange(vf* rows) {
   if constexpr (D > 0) {
-    vi first, second;
-    for (int j = 0; j < W; j++) {
-      first[j] = j & D ? W + j - D : j;
-      second[j] = j & D ? W + j : j + D;
-    }
 #pragma GCC unroll 16
     for (int i = 0; i < W; i++)
-      if (!(i & D)) {
-        const vf x = rows[i], y = rows[i + D];
-        rows[i] = __builtin_shuffle(x, y, first);
-        rows[i + D] = __builtin_shuffle(x, y, second);
-      }
+      if (!(i & D))
+        exchange_blocks<D>(rows + i, rows + i + D, std::make_integer_sequence<int, W>());
     exchange<D / 2>(rows);
   }
 }
