@@ -10,6 +10,7 @@ implementation) is in `transformer_jax.attention`, which calls `gradient.attend`
     gradient   the backward pass, and the repair pass for what is not finite
     batching   `vmap`
     sharding   device meshes
+    lowering   programs for other platforms, which a library here is not for
     hopper/, tpu/, cpu/   the kernels
 
 `target()` is the backend of this process. `using` takes another one: for the interpreters of the

@@ -17,9 +17,10 @@ do_i . v_j may overflow there.
 
 Every backend is a module with `refuse`, `blocks`, the constants `LIST_BYTES` (the most that lists
 of tiles may take, or None), `HEADS_FIRST` (whether results come as [B, N, T, H], transposed),
-`SHORTEST` (the shortest tile of a short sequence, or None) and `REPAIRS` (whether its kernels keep
-the rule on what is not finite themselves: log l is NaN in the rows that it breaks), and these
-kernels, one for each of `chips.Kind`:
+`SHORTEST` (the shortest tile of a short sequence, or None), `REPAIRS` (whether its kernels keep
+the rule on what is not finite themselves: log l is NaN in the rows that it breaks) and `PORTABLE`
+(a module of the same kernels in plain JAX, for other platforms and derivatives of the kernels, or
+None), and these kernels, one for each of `chips.Kind`:
 
     forward(problem, operands, lists, blocks)                     out, m, log l
     backward_dq(problem, operands, lists, blocks, saved)          dq, and rows of dslopes or None

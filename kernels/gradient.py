@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from transformer_jax.kernels.contract import (
     learns_slopes,
     once,
 )
+from transformer_jax.kernels.lowering import here_or_elsewhere
 from transformer_jax.kernels.sharding import KEYS, QUERIES, ROWS, TILES, AxisNames
 
 Gradients = tuple[jax.Array | None, ...]
@@ -160,16 +162,25 @@ def _kernel(
 ) -> Kernel:
     """Return a kernel of (operands, lists[, saved]), with its rules for `vmap` and for a mesh."""
     blocks = dict(where.blocks)[kind]
-    function = getattr(where.module, kind if kind == "forward" else f"backward_{kind}")
+    name = kind if kind == "forward" else f"backward_{kind}"
 
-    def kernel(operands: Operands, lists: TileLists, *saved: Saved) -> tuple[jax.Array, ...]:
-        out = function(problem, operands, lists, blocks, *saved)
-        out = out if isinstance(out, tuple) else (out,)
-        return tuple(x for x in out if x is not None)
+    def kernel_of(module: ModuleType) -> Kernel:
+        function = getattr(module, name)
+
+        def kernel(operands: Operands, lists: TileLists, *saved: Saved) -> tuple[jax.Array, ...]:
+            out = function(problem, operands, lists, blocks, *saved)
+            out = out if isinstance(out, tuple) else (out,)
+            return tuple(x for x in out if x is not None)
+
+        return kernel
 
     # an interpreter with parameters calls back into Python, which no partitioner can split
     splits = problem.interpret in (True, False)
-    return batched(kernel, results, of_bias=of_bias, splits=splits)
+    here = batched(kernel_of(where.module), results, of_bias=of_bias, splits=splits)
+    if where.module.PORTABLE is None:
+        return here
+    elsewhere = kernel_of(where.module.PORTABLE)
+    return lambda *tree: here_or_elsewhere(here, elsewhere, tree)
 
 
 def _gradients(

@@ -13,6 +13,8 @@ one file per thing:
     threads     who computes which item
     memory      what calls have used, for the next ones
     older       what lets the library run where libstdc++ and glibc are older
+
+`portable.py` has the same kernels in plain JAX.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from transformer_jax.kernels.contract import (
     learns_slopes,
     vary,
 )
+from transformer_jax.kernels.cpu import portable
 from transformer_jax.kernels.cpu.program import Program, program_of
 from transformer_jax.kernels.dropout import threshold
 
@@ -43,6 +46,7 @@ HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 LIST_BYTES = None
 SHORTEST = None
 REPAIRS = True  # whether the kernels themselves keep the rule on what is not finite
+PORTABLE = portable  # what programs get that leave this machine, and derivatives
 HANDLERS = (
     "attention_forward", "attention_backward", "attention_backward_bias", "attention_few_queries",
 )  # fmt: skip

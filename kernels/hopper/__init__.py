@@ -50,6 +50,7 @@ __all__ = [
 LIST_BYTES = None  # lists are in device memory
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 REPAIRS = False  # whether the kernels themselves keep the rule on what is not finite
+PORTABLE = None
 SHORTEST = None  # short sequences are padded to whole tiles
 
 

@@ -36,6 +36,7 @@ __all__ = [
 
 HEADS_FIRST = True  # whether results come as [B, N, T, H], transposed
 REPAIRS = False  # whether the kernels themselves keep the rule on what is not finite
+PORTABLE = None
 
 
 def refuse(

@@ -27,6 +27,7 @@ from transformer_jax.kernels.dropout import keep
 LIST_BYTES = None
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 REPAIRS = False  # whether the kernels themselves keep the rule on what is not finite
+PORTABLE = None
 SHORTEST = None
 TILES = {"forward": Blocks(16, 32), "dq": Blocks(16, 16), "dkdv": Blocks(32, 16)}
 

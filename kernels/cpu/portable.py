@@ -1,0 +1,344 @@
+"""Compute what the kernels on a CPU compute, in plain JAX: for programs that leave this machine.
+
+A program that is exported, or compiled for another platform, can't hold a call of the library here.
+It gets these functions instead, of the same contract: tiles of queries, one after the other, over
+tiles of keys, all heads of all rows at once. Memory is O(T + S), and tiles that no head sees are
+skipped. The functions have derivatives, which are those that the kernels lack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from transformer_jax.kernels.contract import (
+    Blocks,
+    Operands,
+    Problem,
+    Saved,
+    TileLists,
+    learns_slopes,
+    vary,
+)
+from transformer_jax.kernels.dropout import keep
+
+
+def forward(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
+) -> tuple[jax.Array, ...]:
+    """Return the output [B, T, N, Hv], m and log l, f32[B, N, T]."""
+    tiles = _Tiles(problem, operands, blocks)
+    B, N, T = tiles.B, tiles.N, tiles.T
+    q, finite_q = _clean(tiles.by_tile(operands.query))
+    k, v, finite = _clean_keys(operands)
+    keys, values, finite = (tiles.pad_keys(x) for x in (k, v, finite[..., None]))
+    visits = _visits(lists)
+
+    def of_queries(i: jax.Array) -> tuple[jax.Array, ...]:
+        def step(j: jax.Array, state: Any) -> Any:
+            row_max, total, weighed, lost = state
+            s, seen, _ = tiles.scores(q[i], tiles.keys(keys, j), i, j)
+            bad = ~tiles.spread(tiles.keys(finite, j)[..., 0])[:, :, None]
+            lost = lost | (seen & (bad | jnp.isnan(s) | jnp.isposinf(s))).any(axis=-1)
+            s = jnp.where(lost[..., None], -jnp.inf, s)  # finite from here on, and its derivatives
+            most = lax.stop_gradient(jnp.maximum(row_max, s.max(axis=-1)))
+            safe = jnp.where(jnp.isneginf(most), 0, most)
+            p = jnp.exp(s - safe[..., None])
+            old = jnp.exp(row_max - safe)
+            total = old * total + p.sum(axis=-1)
+            if operands.dropout is not None:
+                p = p * tiles.kept(i, j)
+            added = tiles.onto_queries(p, tiles.keys(values, j))
+            return most, total, old[..., None] * weighed + added, lost
+
+        empty = jnp.full((B, N, tiles.q), -jnp.inf, jnp.float32)
+        zeros = jnp.zeros((B, N, tiles.q), jnp.float32)
+        weighed = jnp.zeros((*zeros.shape, v.shape[3]), jnp.float32)
+        state = vary((empty, zeros, weighed, zeros > 0), operands)
+        row_max, total, weighed, lost = _visit(visits[i], step, state)
+        masked = jnp.isneginf(row_max) & ~lost
+        if operands.sinks is not None:
+            sinks = operands.sinks[..., None]
+            most = lax.stop_gradient(jnp.where(masked, row_max, jnp.maximum(row_max, sinks)))
+            safe = jnp.where(masked, 0, most)
+            old = jnp.exp(row_max - safe)
+            total = jnp.where(masked, 0, total * old + jnp.exp(sinks - safe))
+            row_max, weighed = most, weighed * old[..., None]
+        broken = lost | (~finite_q[i] & ~masked) | jnp.isnan(total)
+        total = jnp.where(masked | broken, 1, total)
+        out = jnp.where(broken[..., None], jnp.nan, weighed / total[..., None])
+        nan = partial(jnp.where, broken, jnp.nan)
+        return out, nan(row_max), nan(jnp.log(total))
+
+    out, row_max, log_sum = lax.map(of_queries, jnp.arange(tiles.rows, dtype=jnp.int32))
+    out = tiles.from_tiles(out).astype(operands.query.dtype)
+    return (
+        out,
+        *(jnp.moveaxis(x, 0, 2).reshape(B, N, -1)[:, :, :T] for x in (row_max, log_sum)),
+    )
+
+
+def backward_single_pass(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+) -> tuple[jax.Array, ...]:
+    """Return dq, dk, dv, and where slopes are learned f32[B, N, S], sums of -ds |q - k|."""
+    tiles = _Tiles(problem, operands, blocks)
+    q, do, keys, values, rows = _backward_inputs(tiles, operands, saved)
+    visits, slopes = _visits(lists), learns_slopes(problem, operands)
+
+    def of_keys(dq: jax.Array, j: jax.Array) -> Any:
+        k, v = tiles.keys(keys, j), tiles.keys(values, j)
+
+        def step(i: jax.Array, state: Any) -> Any:
+            dq, dk, dv, *dslopes = state
+            p, ds, du = tiles.gradients(q[i], do[i], k, v, rows, i, j)
+            dq = dq.at[i].add(problem.scale * tiles.onto_queries(du, k))
+            dk = dk + problem.scale * tiles.onto_keys(du, q[i])
+            dv = dv + tiles.onto_keys(p, do[i])
+            dslopes = [x - (ds * tiles.distances(i, j)).sum(axis=2) for x in dslopes]
+            return dq, dk, dv, *dslopes
+
+        zeros = [jnp.zeros_like(k), jnp.zeros_like(v)]
+        zeros += [jnp.zeros((tiles.B, tiles.N, tiles.k), jnp.float32)] * slopes
+        dq, *sums = _visit(visits[j], step, vary((dq, *zeros), (operands, saved)))
+        return dq, sums
+
+    start = vary(jnp.zeros(q.shape, jnp.float32), (operands, saved))
+    steps = jnp.arange(tiles.columns, dtype=jnp.int32)
+    dq, (dk, dv, *dslopes) = lax.scan(of_keys, start, steps)
+    dk, dv = (
+        jnp.moveaxis(x, 0, 1).reshape(tiles.B, -1, *x.shape[3:])[:, : tiles.S].astype(like.dtype)
+        for x, like in ((dk, operands.key), (dv, operands.value))
+    )
+    dslopes = [
+        jnp.moveaxis(x, 0, 2).reshape(tiles.B, tiles.N, -1)[:, :, : tiles.S] for x in dslopes
+    ]
+    return tiles.from_tiles(dq).astype(operands.query.dtype), dk, dv, *dslopes
+
+
+def backward_bias(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+) -> jax.Array:
+    """Return the gradient of an array bias, f32 of its shape."""
+    assert operands.bias is not None
+    tiles, shape = _Tiles(problem, operands, blocks), operands.bias.shape
+    q, do, keys, values, rows = _backward_inputs(tiles, operands, saved)
+    visits = _visits(lists)
+    summed = tuple(axis for axis, size in enumerate(shape) if size == 1)
+    lengths = [1 if n == 1 else many * block for n, many, block in
+               ((shape[2], tiles.rows, tiles.q), (shape[3], tiles.columns, tiles.k))]  # fmt: skip
+
+    def of_queries(dbias: jax.Array, i: jax.Array) -> Any:
+        def step(j: jax.Array, dbias: Any) -> Any:
+            k, v = tiles.keys(keys, j), tiles.keys(values, j)
+            _, ds, _ = tiles.gradients(q[i], do[i], k, v, rows, i, j)
+            ds = ds.sum(axis=summed, keepdims=True)
+            at = 0, 0, 0 if shape[2] == 1 else i * tiles.q, 0 if shape[3] == 1 else j * tiles.k
+            at = tuple(jnp.asarray(x, jnp.int32) for x in at)
+            old = lax.dynamic_slice(dbias, at, ds.shape)
+            return lax.dynamic_update_slice(dbias, old + ds, at)
+
+        return _visit(visits[i], step, dbias), None
+
+    start = vary(jnp.zeros((*shape[:2], *lengths), jnp.float32), (operands, saved))
+    dbias = lax.scan(of_queries, start, jnp.arange(tiles.rows, dtype=jnp.int32))[0]
+    return dbias[:, :, : shape[2], : shape[3]]
+
+
+def _visits(lists: TileLists) -> jax.Array:  # bool[rows, columns]
+    """Return which tiles any head of any row visits."""
+    rows, columns = lists.order.shape[2:]
+    visited = jnp.arange(columns, dtype=jnp.int32) < lists.seen[..., None]
+    leads = -1, rows, columns
+    order, visited = lists.order.reshape(leads), visited.reshape(leads)
+    at = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
+    return jnp.zeros((rows, columns), bool).at[at, order].max(visited)
+
+
+def _visit(visits: jax.Array, step: Callable[[jax.Array, Any], Any], state: Any) -> Any:
+    """Fold the visited tiles of a row of tiles into the state, in order."""
+
+    def one(state: Any, at: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        visited, j = at
+        return lax.cond(visited, partial(step, j), lambda state: state, state), None
+
+    steps = jnp.arange(visits.shape[0], dtype=jnp.int32)
+    return lax.scan(one, state, (visits, steps))[0]
+
+
+def _clean(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return rows in float32, zeros where they are not finite, and which are finite."""
+    finite = jnp.isfinite(x).all(axis=-1)
+    return jnp.where(finite[..., None], x, 0).astype(jnp.float32), finite
+
+
+def _clean_keys(operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return keys and values, zeros where one of them is not finite, and where both are."""
+    (k, finite_k), (v, finite_v) = _clean(operands.key), _clean(operands.value)
+    finite = finite_k & finite_v
+    return *(jnp.where(finite[..., None], x, 0) for x in (k, v)), finite
+
+
+class _Rows(NamedTuple):
+    """Hold what is saved of the rows of a tile of queries: f32[rows, B, N, block] each."""
+
+    row_max: jax.Array
+    log_sum: jax.Array
+    D: jax.Array
+
+
+def _backward_inputs(tiles: _Tiles, operands: Operands, saved: Saved) -> tuple[Any, ...]:
+    """Return queries and cotangents by tile, keys and values, and what is saved of the rows."""
+    q, do = _clean(tiles.by_tile(operands.query))[0], tiles.by_tile(saved.do).astype(jnp.float32)
+    rows = _Rows(
+        tiles.rows_by_tile(saved.row_max, jnp.inf),
+        tiles.rows_by_tile(saved.log_sum, 0),
+        tiles.rows_by_tile(saved.D, 0),
+    )
+    do = jnp.where(jnp.isposinf(rows.row_max)[..., None], 0, do)
+    k, v, _ = _clean_keys(operands)
+    return q, do, tiles.pad_keys(k), tiles.pad_keys(v), rows
+
+
+class _Tiles:
+    """Cut the arrays of a call into tiles: `rows` of `q` queries, `columns` of `k` keys."""
+
+    def __init__(self, problem: Problem, operands: Operands, blocks: Blocks) -> None:
+        self.problem, self.operands = problem, operands
+        self.B, self.T, self.N = operands.query.shape[:3]
+        self.S, self.K = operands.key.shape[1:3]
+        self.q, self.k = min(blocks.q, self.T), min(blocks.k, self.S)
+        self.rows, self.columns = -(-self.T // self.q), -(-self.S // self.k)
+        half = operands.query.dtype != jnp.float32
+        self.precision = None if half else lax.Precision.HIGHEST
+
+    def by_tile(self, x: jax.Array) -> jax.Array:  # [B, T, N, d] to [rows, B, N, q, d]
+        x = _pad(x, 1, self.rows * self.q)
+        return x.reshape(self.B, self.rows, self.q, self.N, -1).transpose(1, 0, 3, 2, 4)
+
+    def from_tiles(self, x: jax.Array) -> jax.Array:  # [rows, B, N, q, d] to [B, T, N, d]
+        x = x.transpose(1, 0, 3, 2, 4)
+        return x.reshape(self.B, -1, self.N, x.shape[-1])[:, : self.T]
+
+    def rows_by_tile(self, x: jax.Array, end: float) -> jax.Array:  # [B, N, T] to [rows, B, N, q]
+        x = _pad(x, 2, self.rows * self.q, end)
+        return jnp.moveaxis(x.reshape(self.B, self.N, self.rows, self.q), 2, 0)
+
+    def pad_keys(self, x: jax.Array) -> jax.Array:  # [B, S, K, d]
+        return _pad(x, 1, self.columns * self.k)
+
+    def keys(self, x: jax.Array, j: jax.Array) -> jax.Array:  # [B, k, K, d] of tile j
+        return lax.dynamic_slice_in_dim(x, j * self.k, self.k, 1)
+
+    def spread(self, x: jax.Array) -> jax.Array:  # [B, k, K] to [B, N, k]
+        return jnp.repeat(x.swapaxes(1, 2), self.N // self.K, axis=1)
+
+    def _grouped(self, x: jax.Array) -> jax.Array:  # [B, N, ..] to [B, K, G, ..]
+        return x.reshape(self.B, self.K, self.N // self.K, *x.shape[2:])
+
+    def _dot(self, names: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum(names, x, y, precision=self.precision)
+
+    def onto_pairs(self, q: jax.Array, k: jax.Array) -> jax.Array:  # [B, N, q, k]
+        found = self._dot("bkgth,bskh->bkgts", self._grouped(q), k)
+        return found.reshape(self.B, self.N, *found.shape[3:])
+
+    def onto_queries(self, p: jax.Array, v: jax.Array) -> jax.Array:  # [B, N, q, d]
+        found = self._dot("bkgts,bskh->bkgth", self._grouped(p), v)
+        return found.reshape(self.B, self.N, *found.shape[3:])
+
+    def onto_keys(self, p: jax.Array, q: jax.Array) -> jax.Array:  # [B, k, K, d]
+        return self._dot("bkgts,bkgth->bskh", self._grouped(p), self._grouped(q))
+
+    def indices(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q = i * self.q + jnp.arange(self.q, dtype=jnp.int32)
+        return q, j * self.k + jnp.arange(self.k, dtype=jnp.int32)
+
+    def _part(self, x: jax.Array, axis: int, start: jax.Array, size: int, of: int) -> jax.Array:
+        """Return a tile's part along an axis, which may be shared."""
+        if x.shape[axis] == 1 and of != 1:
+            return x
+        return lax.dynamic_slice_in_dim(_pad(x, axis, -(-of // size) * size), start, size, axis)
+
+    def pairs(self, x: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Return the tile of an array [.., T or 1, S or 1]."""
+        x = self._part(x, 2, i * self.q, self.q, self.T)
+        return self._part(x, 3, j * self.k, self.k, self.S)
+
+    def vectors(self, i: jax.Array, j: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
+        """Return the vectors of a tile, [B or 1, 1, q, 1] and [B or 1, 1, 1, k]."""
+        operands = self.operands
+        q = (self._part(x, 1, i * self.q, self.q, self.T) for x in operands.q_vectors)
+        k = (self._part(x, 1, j * self.k, self.k, self.S) for x in operands.k_vectors)
+        return tuple(x[:, None, :, None] for x in q), tuple(x[:, None, None] for x in k)
+
+    def distances(self, i: jax.Array, j: jax.Array) -> jax.Array:  # f32[B or 1, 1, q, k]
+        q, k = self.vectors(i, j)
+        return jnp.abs(q[0] - k[0]).astype(jnp.float32)
+
+    def scores(
+        self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # [B, N, q, k]
+        """Return scores, -inf where not visible; what is visible; and tanh, where capped."""
+        problem, operands = self.problem, self.operands
+        at_q, at_k = self.indices(i, j)
+        seen = ((at_q < self.T)[:, None] & (at_k < self.S))[None, None]
+        if problem.visible is not None:
+            of_q, of_k = self.vectors(i, j)
+            pairs = () if operands.pairs is None else (self.pairs(operands.pairs, i, j),)
+            seen = seen & problem.visible(of_q, (*of_k, *pairs))
+        s, t = problem.scale * self.onto_pairs(q, k), None
+        if problem.softcap is not None:
+            t = jnp.tanh(s / problem.softcap)
+            s = problem.softcap * t
+        if operands.slopes is not None:
+            s = s - operands.slopes[..., None, None] * self.distances(i, j)
+        if operands.bias is not None:
+            s = s + self.pairs(operands.bias, i, j).astype(jnp.float32)
+        seen = jnp.broadcast_to(seen, s.shape)
+        return jnp.where(seen, s, -jnp.inf), seen, t
+
+    def kept(self, i: jax.Array, j: jax.Array) -> jax.Array:  # f32[B, N, q, k]
+        """Return what dropout multiplies weights with."""
+        assert self.operands.dropout is not None
+        rate = self.problem.dropout_rate
+        a, b = self.operands.dropout[..., None, None]
+        q, k = (x.astype(jnp.uint32) for x in self.indices(i, j))
+        kept = keep(a, b, q[:, None], k, rate)
+        return jnp.where(kept, jnp.float32(0 if rate == 1 else 1 / (1 - rate)), jnp.float32(0))
+
+    def gradients(
+        self,
+        q: jax.Array,
+        do: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rows: _Rows,
+        i: jax.Array,
+        j: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, q, k] each
+        """Return p, times what dropout keeps, ds and du."""
+        row_max, log_sum, D = (x[i][..., None] for x in rows)
+        s, seen, t = self.scores(q, k, i, j)
+        seen = seen & ~jnp.isposinf(row_max)
+        s, row_max = jnp.where(seen, s, 0), jnp.where(jnp.isposinf(row_max), 0, row_max)
+        p = jnp.where(seen, jnp.exp((s - row_max) - log_sum), 0)
+        dp = self.onto_pairs(do, v)
+        kept = 1.0 if self.operands.dropout is None else self.kept(i, j)
+        ds = jnp.where(seen, p * (dp * kept - D), 0)
+        du = ds if t is None else jnp.where(seen, ds * (1 - t * t), 0)
+        return p * kept, ds, du
+
+
+def _pad(x: jax.Array, axis: int, length: int, value: Any = 0) -> jax.Array:
+    """Return an array that is made so long along an axis."""
+    if x.shape[axis] == length:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = 0, length - x.shape[axis]
+    return jnp.pad(x, widths, constant_values=value)

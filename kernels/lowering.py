@@ -1,0 +1,84 @@
+"""Choose between a call of the library and plain JAX when a program is lowered, not when traced.
+
+Only then is it known for which platform a program is, and whether it is exported: such a program
+may be run where there is no library, and JAX refuses one with a call that it doesn't know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+Results = tuple[jax.Array, ...]
+
+
+def here_or_elsewhere(
+    here: Callable[..., Results], elsewhere: Callable[..., Results], tree: Any
+) -> Results:
+    """Return `here(*tree)` in a program for this machine's CPU, else `elsewhere(*tree)`.
+
+    Both compute the same, of arrays that are leaves. The second one's derivatives are the result's.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+
+    def of_leaves(function: Callable[..., Results]) -> Callable[..., Results]:
+        return lambda *leaves: function(*jax.tree.unflatten(structure, leaves))
+
+    return _bind(leaves, of_leaves(here), of_leaves(elsewhere))
+
+
+def _bind(leaves: Any, here: Callable[..., Results], elsewhere: Callable[..., Results]) -> Results:
+    # a trace, in which JAX finds what has to be split over devices, and the types in a `shard_map`
+    traced = jax.make_jaxpr(here)(*leaves)
+    return tuple(_either.bind(*leaves, here=traced, elsewhere=elsewhere))
+
+
+_either = Primitive("here_or_elsewhere")
+_either.multiple_results = True
+
+
+@_either.def_impl
+def _run(*leaves: Any, here: ClosedJaxpr, **_: Any) -> Results:
+    return tuple(jaxpr_as_fun(here)(*leaves))
+
+
+@_either.def_abstract_eval
+def _types(*_: Any, here: ClosedJaxpr, **__: Any) -> Any:
+    return here.out_avals
+
+
+def _lower(
+    context: mlir.LoweringRuleContext, *values: Any, here: ClosedJaxpr, elsewhere: Any
+) -> Any:
+    module = context.module_context
+    exported = module.lowering_parameters.for_export
+    stays = tuple(module.platforms) == ("cpu",) and not exported
+    chosen = jaxpr_as_fun(here) if stays else elsewhere
+    return mlir.lower_fun(chosen, multiple_results=True)(context, *values)
+
+
+def _differentiate(primals: Any, tangents: Any, *, elsewhere: Any, **_: Any) -> Any:
+    """Return results and tangents of the plain functions: the library has no derivatives."""
+    moved = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+    def along(*changed: jax.Array) -> Results:
+        given = dict(zip(moved, changed, strict=True))
+        found: Results = elsewhere(*(given.get(i, x) for i, x in enumerate(primals)))
+        return found
+
+    return jax.jvp(along, [primals[i] for i in moved], [tangents[i] for i in moved])
+
+
+def _map(leaves: Any, axes: Any, *, here: ClosedJaxpr, elsewhere: Any) -> Any:
+    both = jaxpr_as_fun(here), elsewhere
+    found = _bind(leaves, *(jax.vmap(function, in_axes=axes) for function in both))
+    return found, (0,) * len(found)
+
+
+mlir.register_lowering(_either, _lower)
+ad.primitive_jvps[_either] = _differentiate
+batching.primitive_batchers[_either] = _map
