@@ -72,7 +72,8 @@ def lacking(case: AttentionCase, name: str) -> str:
 def explain(case: AttentionCase) -> Explanation:
     """Which implementations of ours would run."""
     inputs = jax.eval_shape(case.inputs)
-    return explain_attention(*inputs[:3], **settings(case) | case.learned(*inputs[3:]))
+    given = settings(case) | case.positions() | case.learned(*inputs[3:])
+    return explain_attention(*inputs[:3], **given)
 
 
 def plain(case: AttentionCase) -> AttentionCase:
@@ -86,12 +87,13 @@ def plain(case: AttentionCase) -> AttentionCase:
 def ours(case: AttentionCase, name: str | None) -> Attend:
     """Ours, by the name of an implementation or as `None` chooses."""
     fixed = dict(settings(case), implementation=name)
+    arrays = dict(mask=fixed.pop("mask")) | case.positions()
 
-    def attend(mask, query, key, value, *more):
-        arguments = fixed | case.learned(*more) | dict(mask=mask)
+    def attend(arrays, query, key, value, *more):
+        arguments = fixed | case.learned(*more) | arrays
         return dot_product_attention(query, key, value, **arguments)
 
-    return Partial(attend, fixed.pop("mask"))
+    return Partial(attend, arrays)
 
 
 def settings(case: AttentionCase) -> dict[str, Any]:

@@ -46,7 +46,9 @@ class AttentionCase:
     softcap: float | None = None
     sinks: bool = False
     """A learned number for each head."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    cached: bool = False
+    """Whether the queries are the last ones, by positions in arrays, as in decoding."""
     tags: frozenset[str] = frozenset()
 
     def inputs(self, seed: int = 0) -> tuple[jax.Array, ...]:
@@ -73,6 +75,13 @@ class AttentionCase:
         """Return by name what `inputs` returns after query, key and value."""
         names = ["bias"] * (self.bias == "dense") + ["sinks"] * self.sinks
         return dict(zip(names, more, strict=True))
+
+    def positions(self) -> dict[str, jax.Array]:
+        """Return the positions of queries and keys where they are `cached`, i32[B, T] and [B, S]."""
+        if not self.cached:
+            return {}
+        k = jnp.broadcast_to(jnp.arange(self.keys, dtype=jnp.int32), (self.batch, self.keys))
+        return dict(q_positions=k[:, self.keys - self.queries :], k_positions=k)
 
     def slopes(self) -> jax.Array:  # f32[N]
         """Of ALiBi, known when tracing."""
@@ -109,7 +118,7 @@ class AttentionCase:
 
     def ranges(self) -> tuple[np.ndarray, np.ndarray]:  # int[B or 1, T]
         """The first key that each query sees and the one after the last: every mask is a range."""
-        place = np.arange(self.queries)
+        place = np.arange(self.queries) + (self.keys - self.queries if self.cached else 0)
         first, end = np.zeros((1, self.queries), int), np.full((1, self.queries), self.keys)
         if self.causal:
             end = np.minimum(end, place + 1)
@@ -261,7 +270,46 @@ def _edge() -> list[AttentionCase]:
     ]  # fmt: skip
 
 
-ATTENTION: tuple[AttentionCase, ...] = (*_cpu(), *_gpu(), *_edge())
+def _choosing() -> list[AttentionCase]:
+    """What `implementation=None` is fitted for: lengths where one begins to win over another."""
+    cases = []
+    for (batch, heads, head_dim), length in itertools.product(
+        ((1, 4, 64), (12, 4, 32), (4, 12, 64)), (8, 16, 32, 64, 96, 128, 256, 512)
+    ):
+        name = f"short-b{batch}n{heads}-h{head_dim}-s{length}"
+        cases.append(_case(name, batch, length, heads, head_dim, "short", causal=True))
+    for batch, heads, length in ((12, 6, 128), (12, 6, 256), (1, 12, 512), (1, 12, 1024),
+                                 (4, 12, 1024), (1, 8, 2048), (1, 4, 8192)):  # fmt: skip
+        name = f"long-b{batch}n{heads}-h64-s{length}"
+        cases.append(_case(name, batch, length, heads, 64, "long", causal=True))
+    for dtype in ("bfloat16", "float16"):
+        for length in (32, 512):
+            name = f"half-{dtype}-b4n12-h64-s{length}"
+            cases.append(_case(name, 4, length, 12, 64, "half", causal=True, dtype=dtype))
+    masked: dict[str, dict] = {
+        "full": dict(), "padding": dict(padded=True), "gqa": dict(causal=True, kv_heads=2),
+        "documents": dict(causal=True, documents=4), "alibi": dict(causal=True, bias="alibi"),
+        "bias": dict(causal=True, bias="dense"), "capped": dict(causal=True, softcap=30.0),
+    }  # fmt: skip
+    for label, rest in masked.items():
+        for length in (32, 512):
+            cases.append(_case(f"mask-{label}-b2n8-h64-s{length}", 2, length, 8, 64, "mask", **rest))
+    for length in (512, 4096):
+        name = f"mask-window-b1n4-h64-s{length}"
+        cases.append(_case(name, 1, length, 4, 64, "mask", causal=True, window=128))
+    for queries, (batch, heads, kv_heads, head_dim), length in itertools.product(
+        (1, 4, 16), ((1, 12, 12, 64), (8, 12, 12, 64), (1, 32, 8, 128)), (32, 128, 512, 2048)
+    ):
+        cases.append(AttentionCase(
+            name=f"decode-t{queries}-b{batch}n{heads}k{kv_heads}-h{head_dim}-s{length}",
+            batch=batch, queries=queries, keys=length, heads=heads, kv_heads=kv_heads,
+            head_dim=head_dim, value_dim=head_dim, causal=True, cached=True,
+            tags=frozenset({"decode"}),
+        ))  # fmt: skip
+    return [replace(case, tags=case.tags | {"choosing"}) for case in cases]
+
+
+ATTENTION: tuple[AttentionCase, ...] = (*_cpu(), *_gpu(), *_edge(), *_choosing())
 
 
 def attention_cases(*tags: str) -> list[AttentionCase]:

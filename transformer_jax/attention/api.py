@@ -288,19 +288,23 @@ def _candidates(implementation: str | Sequence[str] | None, call: AttentionCall)
 def _best_first(call: AttentionCall) -> list[str]:
     """Put fused ones first where they may run, then decide by size.
 
-    Our kernels come first only on chips where they were measured to be the fastest. Measured on a
-    CPU: a head of few scores is faster in one product than in tiles, while scores, keys and values
-    fit the cache; but a few queries over a cache of keys are fastest in tiles, which end where it
-    is filled. On an accelerator the scores may take a gibibyte.
+    Our kernels come first only on chips where they were measured to be the fastest. On a CPU,
+    `benchmarks/choosing.py` measures: the compiled kernels are the fastest but for heads of few
+    scores, which they are slower to begin with than one product is, and for a few queries over a
+    cache of keys, which are fastest in tiles that end where it is filled. Without the kernels, one
+    product is fastest while scores, keys and values fit the cache. On an accelerator the scores may
+    take a gibibyte.
     """
     B, T, N, S = call.sizes
+    fused = ["pallas", "cudnn"] if _pallas_is_fastest() else ["cudnn"]
     if platform() == "cpu":
         size = 4 * (B * T * N * S + call.key.size + call.value.size)
-        small = T * S < 128 * 128 and size <= 2**23
-        small = small and not (T <= FEW_QUERIES and S >= 64)
+        few_queries = T <= FEW_QUERIES and S >= 64
+        small = T * S < 128 * 128 and size <= 2**23 and not few_queries
+        if T * S >= 96 * 96 and not few_queries:
+            fused.append("native")
     else:
         small = 4 * B * T * N * S <= 2**30
-    fused = ["pallas", "cudnn"] if _pallas_is_fastest() else ["cudnn"]
     return [*fused, "xla", "blockwise"] if small else [*fused, "blockwise", "xla"]
 
 
