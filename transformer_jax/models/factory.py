@@ -22,6 +22,7 @@ from transformer_jax.config import (
     WindowConfig,
 )
 from transformer_jax.config.fields import ConfigError, fail
+from transformer_jax.models.drawing import draw
 from transformer_jax.models.inputs import example_inputs
 from transformer_jax.models.ngram import NgramLM
 from transformer_jax.models.packing import check_valid
@@ -35,6 +36,7 @@ from transformer_jax.models.recurrent import (
 )
 from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
 from transformer_jax.models.window import WindowLM
+from transformer_jax.tracing import traced
 
 Model = Encoder | Decoder | EncoderDecoder
 Recurrent = RecurrentLM | RecurrentSeq2Seq | RecurrentTagger
@@ -83,7 +85,11 @@ def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
     `count_ngrams` counted. ConfigError where that is None.
     """
     check_key("key", key)
-    return jax.jit(_init, static_argnums=0)(config, key)
+    init = jax.jit(_init, static_argnums=0)
+    if traced(key):
+        return init(config, key)
+    found = init.trace(config, key)
+    return jax.tree.unflatten(jax.tree.structure(found.out_info), draw(found.jaxpr, key))
 
 
 def _init(config: Config, key: jax.Array) -> dict[str, Any]:

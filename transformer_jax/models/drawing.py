@@ -1,0 +1,201 @@
+"""Draw the parameters of a model by few and small programs.
+
+One program that draws them all takes the compiler seconds, though a block has the shapes of the
+block before. So the initialisation is traced, but not compiled: the part of the trace that makes
+one parameter is cut out, and parts that read the same are one program. On a CPU, where also these
+take longer to compile than to run, normal numbers of any shape come from one program:
+
+    x_i = std sqrt(2) erfinv(u_i),   u_i of the bits of Threefry-2x32(key, i)
+
+Threefry: Salmon et al. 2011. The numbers are those of `jax.random.normal`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+
+CHUNK = 2**16
+"""Numbers that one call of the program for a CPU makes: they stay in a core's cache."""
+IN_FLIGHT = 16
+"""Calls whose results wait to be copied."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Hold the part of a trace that makes some results."""
+
+    text: str
+    """Equal texts are equal programs."""
+    traced: ClosedJaxpr = field(compare=False)
+
+
+def draw(traced: ClosedJaxpr, key: jax.Array) -> list[jax.Array]:
+    """Return what a traced function returns for a key, bit for bit, by small programs.
+
+    Results that are made by one loop, as those of a scanned stack, are made by one program.
+    """
+    found: dict[int, jax.Array] = {}
+    quick = _is_on_cpu(key)
+    for part, arguments, places in _parts(traced, key):
+        results = _quickly(part, arguments) if quick else None
+        if results is None:
+            results = _program(part)(*jax.device_put(arguments))
+        found |= zip(places, results, strict=True)
+    return [found[place] for place in range(len(found))]
+
+
+def _parts(traced: ClosedJaxpr, key: jax.Array) -> Iterator[tuple[_Part, list[Any], list[int]]]:
+    """Return parts, what each is called with, and the places of its results.
+
+    The number that a key is folded with is an argument: it is all that differs between layers.
+    """
+    jaxpr, _ = dce_jaxpr(traced.jaxpr, True, instantiate=True)
+    values: dict[Var, Any] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
+    values |= zip(jaxpr.invars, (key,), strict=True)
+    equations = [_with_number_as_argument(equation, values) for equation in jaxpr.eqns]
+    makers = {var: i for i, equation in enumerate(equations) for var in equation.outvars}
+    loops: dict[Any, list[int]] = {}
+    for place, out in enumerate(jaxpr.outvars):
+        needed = _needed([out], equations, makers)
+        loop = [i for i in needed if equations[i].primitive.name in ("scan", "while")]
+        loops.setdefault(loop[0] if loop else ("no loop", place), []).append(place)
+    for places in loops.values():
+        outs = [jaxpr.outvars[place] for place in places]
+        needed = _needed(outs, equations, makers)
+        own = [equations[i] for i in needed]
+        inputs = [x for equation in own for x in equation.invars] + outs
+        read = list(dict.fromkeys(x for x in inputs if isinstance(x, Var) and x not in makers))
+        names = dict(arg_names=("argument",) * len(read), result_paths=("result",) * len(outs))
+        part = Jaxpr([], read, outs, own, debug_info=jaxpr.debug_info._replace(**names))
+        text = f"{jax.config.jax_threefry_partitionable} {part}"
+        yield _Part(text, ClosedJaxpr(part, [])), [values[x] for x in read], places
+
+
+def _with_number_as_argument(equation: JaxprEqn, values: dict[Var, Any]) -> JaxprEqn:
+    """Return an equation that reads what it folds a key with, whose value `values` then has."""
+    if equation.primitive.name != "random_fold_in":
+        return equation
+    key, number = equation.invars
+    if not isinstance(number, Literal):
+        return equation
+    argument = Var(number.aval)
+    values[argument] = np.asarray(number.val, number.aval.dtype)
+    return equation.replace(invars=[key, argument])
+
+
+def _needed(outs: Sequence[Any], equations: list[JaxprEqn], makers: dict[Var, int]) -> list[int]:
+    """Return the numbers of the equations that make `outs`, in order."""
+    needed, ahead = set[int](), list(outs)
+    while ahead:
+        var = ahead.pop()
+        maker = None if isinstance(var, Literal) else makers.get(var)
+        if maker is not None and maker not in needed:
+            needed.add(maker)
+            ahead += equations[maker].invars
+    return sorted(needed)
+
+
+@lru_cache(maxsize=1024)
+def _program(part: _Part) -> Callable[..., list[jax.Array]]:
+    return jax.jit(jaxpr_as_fun(part.traced))
+
+
+def _is_on_cpu(key: jax.Array) -> bool:
+    """Return whether results need no place but a CPU, and bits are those of Threefry by index."""
+    where = getattr(key, "committed", True) or {device.platform for device in key.devices()}
+    usual = str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
+    return where == {"cpu"} and usual
+
+
+def _quickly(part: _Part, arguments: Sequence[Any]) -> list[jax.Array] | None:
+    """Return a constant or normal numbers without compiling for their shape; None: is neither."""
+    jaxpr = part.traced.jaxpr
+    equations, shape = jaxpr.eqns, jaxpr.outvars[0].aval.shape
+    if not equations or not isinstance(equations[-1].invars[-1], Literal):
+        return None
+    last = equations[-1].invars[-1].val
+    if len(equations) == 1 and equations[0].primitive.name == "broadcast_in_dim":
+        return [jax.device_put(np.full(shape, last, jaxpr.outvars[0].aval.dtype))]
+    if part.text != _normal_text(float(last), shape) or np.prod(shape) >= 2**32:
+        return None
+    key, number = arguments
+    return [jax.device_put(_normal_numbers(key, number, np.float32(last), shape))]
+
+
+@lru_cache(maxsize=1024)
+def _normal_text(std: float, shape: tuple[int, ...]) -> str:
+    """Return the text of the part that draws normal numbers."""
+
+    def normal(key: jax.Array) -> jax.Array:
+        init = nn.initializers.normal(std)
+        return init(jax.random.fold_in(key, 0), shape, jnp.float32)
+
+    key = jax.random.key(0, impl="threefry2x32")
+    ((part, _, _),) = _parts(jax.jit(normal).trace(key).jaxpr, key)
+    return part.text
+
+
+def _normal_numbers(
+    key: jax.Array, number: np.ndarray, std: np.float32, shape: tuple[int, ...]
+) -> np.ndarray:  # f32[shape]
+    """Return std times normal numbers of the key that is folded with `number`, a chunk a call."""
+    found = np.empty(int(np.prod(shape)), np.float32)
+    scale = std * np.float32(np.sqrt(2))  # as XLA joins the constants
+    words, scale = jax.device_put((_words(key, jax.device_put(number)), scale))
+    waiting: list[tuple[int, jax.Array]] = []
+
+    def copy() -> None:
+        start, chunk = waiting.pop(0)
+        found[start : start + CHUNK] = np.asarray(chunk)[: len(found) - start]
+
+    for start in range(0, len(found), CHUNK):
+        first = jax.device_put(np.uint32(start))
+        waiting.append((start, _normal_chunk(words, first, scale)))
+        if len(waiting) > IN_FLIGHT:
+            copy()
+    while waiting:
+        copy()
+    return found.reshape(shape)
+
+
+@jax.jit
+def _words(key: jax.Array, number: jax.Array) -> jax.Array:  # u32[2]
+    return jax.random.key_data(jax.random.fold_in(key, number))
+
+
+@jax.jit
+def _normal_chunk(key: jax.Array, start: jax.Array, scale: jax.Array) -> jax.Array:  # f32[CHUNK]
+    """Return the numbers from `start` on, as `jax.random.normal` makes them."""
+    index = start + jax.lax.iota(jnp.uint32, CHUNK)
+    high, low = _threefry(key, jnp.zeros_like(index), index)
+    in_1_to_2 = ((high ^ low) >> np.uint32(9)) | np.uint32(0x3F800000)
+    u = jax.lax.bitcast_convert_type(in_1_to_2, jnp.float32) - np.float32(1)
+    least = np.nextafter(np.float32(-1), np.float32(0))
+    u = jnp.maximum(least, u * (np.float32(1) - least) + least)
+    return jax.lax.erf_inv(u) * scale
+
+
+def _threefry(key: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the cipher of pairs of words; written out, it is one loop that needs no memory.
+
+    JAX writes it as a loop over rounds on a CPU, each of which goes through all words.
+    """
+    words = key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
+    x, y = x + words[0], y + words[1]
+    for group in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x = x + y
+            y = x ^ ((y << np.uint32(turn)) | (y >> np.uint32(32 - turn)))
+        x = x + words[(group + 1) % 3]
+        y = y + words[(group + 2) % 3] + np.uint32(group + 1)
+    return x, y
