@@ -32,6 +32,7 @@ import sys
 from collections.abc import Sequence
 
 from transformer_jax.cli.process import interrupts, keep_freed_memory, one_line
+from transformer_jax.cli.programs import keep_programs
 from transformer_jax.cli.report import how_to_resume, how_to_write, summary, what_text
 from transformer_jax.cli.run_flags import configure, parse
 from transformer_jax.config import ConfigError
@@ -63,6 +64,8 @@ def train(argv: Sequence[str]) -> int:
     flags = parse(argv, __doc__)
     if flags.processes is not None:
         flags.processes.join()
+    else:  # of several, one would read what another compiled for itself
+        keep_programs()
     config, vocab_size = configure(flags)
 
     from transformer_jax.training.loop import fit

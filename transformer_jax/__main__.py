@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from transformer_jax.cli.programs import keep_programs
+
 COMMANDS = {
     "generate": "write, answer or translate with a trained or published model",
     "evaluate": "judge a trained or published model on a file that it has not seen",
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in COMMANDS:
+        keep_programs()
         return importlib.import_module(f"transformer_jax.cli.{argv[0]}").main(argv[1:])
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE)

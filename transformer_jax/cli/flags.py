@@ -19,6 +19,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import cache
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -73,8 +74,12 @@ class Field:
     owner: type
     """The config class it belongs to; several kinds of a union may share a path."""
     hint: Any
-    doc: str
     default: Any
+
+    @property
+    def doc(self) -> str:
+        """Return the string below it in its class."""
+        return _field_docs(self.owner).get(self.path[-1], "")
 
 
 class ConfigFlags:
@@ -90,14 +95,20 @@ class ConfigFlags:
         """Every spelling of a flag, and the flag it means."""
 
     def add_to(self, parser: argparse.ArgumentParser, defaults: Any) -> None:
-        """Add a flag for every field, in a group for each config; the help shows `defaults`."""
+        """Add a flag for every field, in a group for each config; the help shows `defaults`.
+
+        Without `defaults` there is no help: to read it from the source takes a third of a second.
+        """
         for within in sorted(dict.fromkeys(path[:-1] for path in self.fields), key=len):
             inside = {path: fs for path, fs in self.fields.items() if path[:-1] == within}
             owners = dict.fromkeys(field.owner for fs in inside.values() for field in fs)
-            about = "\n".join(filter(None, map(_summary, owners)))
+            about, text = "", argparse.SUPPRESS
+            if defaults is not None:
+                about = "\n".join(filter(None, map(_summary, owners)))
             group = parser.add_argument_group(".".join(within) or "run", about)
             for path, alike in inside.items():
-                text = " ".join(_help(field, defaults, len(owners) > 1) for field in alike)
+                if defaults is not None:
+                    text = " ".join(_help(field, defaults, len(owners) > 1) for field in alike)
                 group.add_argument(
                     _flag(path),
                     dest=".".join(path),
@@ -210,7 +221,7 @@ def _chosen(value: Any, changes: Mapping[Path, Any], path: Path) -> Any:
 
 def _walk(config: type, path: Path) -> Iterator[Field]:
     """Yield every field of a config class and of the configs within it."""
-    hints, docs = get_type_hints(config), _field_docs(config)
+    hints = get_type_hints(config)
     for field in fields(config):
         hint, here = hints[field.name], (*path, field.name)
         if is_dataclass(hint):
@@ -219,7 +230,7 @@ def _walk(config: type, path: Path) -> Iterator[Field]:
         default = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        yield Field(here, config, hint, docs.get(field.name, ""), default)
+        yield Field(here, config, hint, default)
         for kind in _kinds(hint):
             yield from _walk(kind, here)
 
@@ -332,6 +343,7 @@ def _summary(config: type) -> str:
     return (inspect.getdoc(config) or "").partition("\n")[0]
 
 
+@cache
 def _field_docs(config: type) -> dict[str, str]:
     """Return the string below each field of a dataclass, inherited fields included."""
     bases = (base for base in config.__bases__ if is_dataclass(base))

@@ -239,5 +239,5 @@ def _parser(description: str | None, defaults: TrainConfig | None = None) -> _Pa
     add("--coordinator", default=None, metavar="HOST:PORT", help=text)
     add("--processes", default=None, metavar="INTEGER", help="how many processes there are")
     add("--process", default=None, metavar="INTEGER", help="which of them this is, from 0 on")
-    FLAGS.add_to(parser, defaults or TrainConfig())
+    FLAGS.add_to(parser, defaults)
     return parser
