@@ -52,15 +52,18 @@ def main(argv: list[str] | None = None) -> None:
 
     def limits(when: str) -> float:
         found = results["limits"][when] = timing.limits(dtype, clock)
-        matmul, copy = found["matmul_flops_per_s"], found["copy_bytes_per_s"]
+        matmul, read, copy = (
+            found[f"{name}_per_s"] for name in ("matmul_flops", "read_bytes", "copy_bytes")
+        )
         print(
             f"{when}: one {dtype} matmul {matmul / 1e9:.0f} GFLOP/s, "
-            f"one copy {copy / 1e9:.1f} GB/s",
+            f"one read {read / 1e9:.1f} GB/s, one copy {copy / 1e9:.1f} GB/s",
             flush=True,
         )
         return matmul
 
     limit = limits("before")
+    before["limits"] = results["limits"]["before"]
 
     def write(**more: Any) -> None:
         results.update(more)

@@ -24,6 +24,7 @@ from benchmarks.timing import (
     environment,
     headline,
     interleave,
+    limits,
     prepare,
     speedup,
     table,
@@ -71,6 +72,7 @@ def main() -> None:
     arguments = parser.parse_args()
     clock, before, results = prepare(one_core=arguments.one_core), environment(), {}
     print(headline(before))
+    before["limits"] = limits("float32", clock)
     for B, T in ((1, 64),) if arguments.quick else SHAPES:
         rng = np.random.default_rng(0)
         x = jnp.asarray(rng.standard_normal((B, T, D)), jnp.float32)

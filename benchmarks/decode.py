@@ -1,52 +1,48 @@
-"""How fast are new tokens, beside Hugging Face's and beside the memory they are read from?
+"""How fast are new tokens, beside our peers' and beside the memory they are read from?
 
     python -m benchmarks.decode --quick
-    python -m benchmarks.decode --out benchmarks/results/decode_cpu.json
+    python -m benchmarks.decode --weights f32,bf16,int8 --out benchmarks/results/decode_cpu.json
 
-One greedy `generate` call of a GPT-2 after a random prompt, the same weights for all: ours, and
-Hugging Face's in torch (on a GPU also compiled, with a static cache). Before anything is timed, the
-logits after the prompt must agree, and in float32 every token. A token needs every weight once, so
-the limit is the fastest read of as many bytes that XLA or torch can do, timed in the same rounds.
-The last line asks what four times the cache's capacity costs while it holds the same tokens.
+One greedy `generate` call of a GPT-2 after a random prompt, the same weights for all: ours, Hugging
+Face's in torch (also compiled, with a static cache), CTranslate2's and llama.cpp's; on a processor
+also with the weights held in bfloat16 and in 8 bits. Before anything is timed, the logits after the
+prompt must agree with ours of unrounded weights, and in float32 every token. A token needs every
+weight once, so the limit is the fastest read of as many bytes that XLA or torch can do, timed in
+the same rounds. The last line asks what four times the cache's capacity costs while it holds the
+same tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import specs, timing
-from benchmarks.peers import Absent, torch_and_device
+from benchmarks import gpt2_peers, specs, timing
+from benchmarks.gpt2_peers import LLAMA_CPP, Peer, Weights
+from benchmarks.peers import Absent
 from benchmarks.specs import DecodeCase
 from benchmarks.timing import Contender, Timing
 from transformer_jax.decoding.generation import generate, prefill
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_params
+from transformer_jax.models.quantized import quantize
 
 OURS = "ours"
+UNROUNDED = "ours, f32"
+"""Who takes part beside rounded weights, to hold them against."""
 FIRST = ", first token"
 QUESTION = "decoding: seconds per greedy generate call of ours, its peers and the memory's limit"
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+TOLERANCE: dict[Weights, float] = {"f32": 1e-3, "bf16": 0.25, "int8": 0.25}
 """Largest difference of a logit from ours; the logits of these weights are within 3 or so."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Someone who decodes; both calls return when the numbers are there."""
-
-    generate: Callable[[int], np.ndarray]
-    """i32[B, n]: the prompts continued by n tokens."""
-    logits: Callable[[], np.ndarray]
-    """f32[B, V]: after each prompt."""
+ROUNDS = {LLAMA_CPP: 0.02}
+"""The same for who rounds within his arithmetic: llama.cpp takes GELU from a table of float16."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     clock = timing.prepare(one_core=options.one_core)
     before = timing.environment()
     print(timing.headline(before), flush=True)
+    before["limits"] = timing.limits("float32", clock)
     found: list[dict[str, Any]] = []
     growth: list[dict[str, Any]] = []
 
@@ -62,17 +59,23 @@ def main(argv: list[str] | None = None) -> None:
             timing.write(options.out, QUESTION, before, {"cases": found, "capacity": growth})
 
     for case in _selected(options, before["platform"]):
-        params = weights(case)
-        found.append(measure(case, params, options, clock))
-        write()
-        print(_report(found[-1]), flush=True)
+        params = parameters(case)
+        for kind in options.weights or (own_weights(case),):
+            found.append(measure(case, params, kind, options, clock))
+            write()
+            print(_report(found[-1]), flush=True)
         if not options.skip_capacity and (case.batch == 1 or options.quick):
             growth.append(capacity_growth(case, params, options, clock))
             write()
             print(_growth_line(growth[-1]), flush=True)
 
 
-def weights(case: DecodeCase) -> dict[str, Any]:
+def own_weights(case: DecodeCase) -> Weights:
+    """What a case's own parameters are held in."""
+    return "f32" if case.model.dtype == "float32" else "bf16"
+
+
+def parameters(case: DecodeCase) -> dict[str, Any]:
     """Random parameters in the compute dtype, biases and norms random too: each is put to use."""
     params = init_params(case.model, jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)
@@ -87,26 +90,29 @@ def weights(case: DecodeCase) -> dict[str, Any]:
 def measure(
     case: DecodeCase,
     params: dict[str, Any],
+    kind: Weights,
     options: argparse.Namespace,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
     """Timings, tokens per second, ratios and the share of the limit of one case."""
-    builders: dict[str, Callable[[DecodeCase, dict[str, Any]], Peer]] = {
-        OURS: ours,
-        "Hugging Face": hugging_face,
-    }
-    if jax.default_backend() != "cpu":
-        builders["Hugging Face, compiled"] = partial(hugging_face, compiled=True)
-    size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    reads = _reads(size, case.model.dtype)  # before a peer takes what is left of the memory
+    held = params if kind == own_weights(case) else quantize(params, kind)
+    builders = {OURS: lambda: ours(case, held)}
+    if held is not params:
+        builders[UNROUNDED] = lambda: ours(case, params)
+    for name, make in gpt2_peers.BUILDERS.items():
+        builders[name] = partial(make, case, params, kind)
+    unrounded = ours(case, params)
+    expected = Peer(cache(unrounded.generate), cache(unrounded.logits), unrounded.token_bytes)
+    size = ours(case, held).token_bytes
+    reads = timing.reads(size)  # before a peer takes what is left of the memory
     peers: dict[str, Peer] = {}
     absent, differs = {}, {}
-    expected = None
-    for name, make in builders.items():
+    for name, build_peer in builders.items():
         try:
-            peer = make(case, params)
-            expected = expected or Peer(cache(peer.generate), cache(peer.logits))
-            differs |= compare(case, {name: peer, OURS: expected})
+            if name in options.without:
+                raise Absent("left out")
+            peer = build_peer()
+            differs[name] = difference(case, kind, name, peer, expected)
             peers[name] = peer
         except Absent as reason:
             absent[name] = str(reason)
@@ -125,27 +131,36 @@ def measure(
     taken = timing.interleave(
         [*contenders, *reads], rounds=options.repeats, seconds=options.seconds, clock=clock
     )
-    read = _fastest([taken[r.name] for r in reads])
+    read = timing.fastest(taken[r.name] for r in reads).samples
+    per_token = {name: _per_token(taken, name, case.new) for name in peers}
+    needed = {name: peer.token_bytes / size for name, peer in peers.items()}  # of a read
     return {
         "case": case.name,
         "new_tokens": case.new,
         "batch": case.batch,
         "dtype": case.model.dtype,
-        "weight_bytes": size * jnp.dtype(case.model.dtype).itemsize,
+        "weights": kind,
+        "weight_bytes": size,
+        "token_bytes": {name: peer.token_bytes for name, peer in peers.items()},
         "timings": {name: t.summary() for name, t in taken.items()},
         "read_s": statistics.median(read),
-        "token_s": {name: statistics.median(_per_token(taken, name, case.new)) for name in peers},
+        "token_s": {name: statistics.median(times) for name, times in per_token.items()},
         "share_of_limit": {
-            name: _spread(
-                [case.new * r / t for r, t in zip(read, taken[name].samples, strict=True)]
-            )
+            name: _ratios([case.new * needed[name] * r for r in read], taken[name].samples)
             for name in peers
         },
+        "token_share_of_limit": {
+            name: _ratios([needed[name] * r for r in read], times)
+            for name, times in per_token.items()
+        },
         "speedup_of_ours": {
-            name: _spread(
-                [p / o for o, p in zip(taken[OURS].samples, taken[name].samples, strict=True)]
-            )
+            name: _ratios(taken[name].samples, taken[OURS].samples)
             for name in peers
+            if name != OURS
+        },
+        "token_speedup_of_ours": {
+            name: _ratios(times, per_token[OURS])
+            for name, times in per_token.items()
             if name != OURS
         },
         "differs": differs,
@@ -153,18 +168,18 @@ def measure(
     }
 
 
-def compare(case: DecodeCase, peers: dict[str, Peer]) -> dict[str, float]:
-    """The largest difference of a logit from ours; who computes something else is no peer."""
-    logits = {name: peer.logits() for name, peer in peers.items()}
-    differs = {name: float(np.abs(y - logits[OURS]).max()) for name, y in logits.items()}
-    tokens = {name: peer.generate(case.new) for name, peer in peers.items()}
-    for name, found in differs.items():
-        if not found <= TOLERANCE[case.model.dtype]:
-            raise AssertionError(f"{name} computes other logits: they differ by {found}")
-        same = np.array_equal(tokens[name], tokens[OURS])
-        if case.model.dtype == "float32" and not same:
-            raise AssertionError(f"{name} continues with other tokens than ours")
-    return differs
+def difference(case: DecodeCase, kind: Weights, name: str, peer: Peer, expected: Peer) -> float:
+    """The largest difference of a logit; who computes something else is no peer."""
+    found = float(np.abs(peer.logits() - expected.logits()).max())
+    if not found <= max(TOLERANCE[kind], ROUNDS.get(name, 0.0)):
+        raise AssertionError(f"{name} computes other logits: they differ by {found}")
+    tokens = peer.generate(case.new)
+    if tokens.shape != (case.batch, case.new):
+        raise AssertionError(f"{name} returns tokens of shape {tokens.shape}")
+    exact = kind == "f32" and name not in ROUNDS
+    if exact and not np.array_equal(tokens, expected.generate(case.new)):
+        raise AssertionError(f"{name} continues with other tokens than ours")
+    return found
 
 
 def ours(case: DecodeCase, params: dict[str, Any], capacity: int | None = None) -> Peer:
@@ -181,88 +196,13 @@ def ours(case: DecodeCase, params: dict[str, Any], capacity: int | None = None) 
         )
         return np.asarray(found.tokens)
 
-    return Peer(call, lambda: np.asarray(last(params, empty())))
+    return Peer(call, lambda: np.asarray(last(params, empty())), _token_bytes(params))
 
 
-def hugging_face(case: DecodeCase, params: dict[str, Any], compiled: bool = False) -> Peer:
-    """`GPT2LMHeadModel.generate` with our weights; shorter rows are padded on the left."""
-    torch, device = torch_and_device()
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel
-    except ImportError as error:
-        raise Absent(f"{error.name} is not installed") from error
-    cfg = case.model
-    config = GPT2Config(
-        vocab_size=cfg.vocab_size, n_positions=cfg.max_len, n_embd=cfg.d_model,
-        n_layer=cfg.num_layers, n_head=cfg.num_heads, n_inner=cfg.ff_dim,
-        layer_norm_epsilon=cfg.norm_eps, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    with torch.device(device):  # drawing 1.5 billion numbers takes a processor half a minute
-        model = GPT2LMHeadModel(config)
-    state = {name: torch.from_numpy(x) for name, x in gpt2_state(params, cfg.num_layers).items()}
-    model.load_state_dict(state, strict=False)
-    dtype = getattr(torch, cfg.dtype)
-    model = model.eval().to(device=device, dtype=dtype)
-    if model.num_parameters() != sum(leaf.size for leaf in jax.tree.leaves(params)):
-        raise AssertionError(f"the peer has {model.num_parameters()} parameters")
-
-    lengths = case.lengths()
-    columns = np.arange(case.prompt)[None] - (case.prompt - lengths[:, None])  # of our own rows
-    tokens = np.take_along_axis(case.tokens(), np.maximum(columns, 0), axis=1)
-    ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    mask = torch.from_numpy((columns >= 0).astype(np.int64)).to(device)
-    more = {"cache_implementation": "static"} if compiled else {}
-
-    def call(new: int, **options: Any) -> Any:
-        with torch.inference_mode():
-            return model.generate(
-                ids, attention_mask=mask, do_sample=False, max_new_tokens=new,
-                pad_token_id=0, **more, **options,
-            )  # fmt: skip
-
-    def tokens_of(new: int) -> np.ndarray:
-        return call(new)[:, case.prompt :].cpu().numpy().astype(np.int32)
-
-    def logits() -> np.ndarray:
-        found = call(1, return_dict_in_generate=True, output_logits=True)
-        return found.logits[0].float().cpu().numpy()
-
-    return Peer(tokens_of, logits)
-
-
-def gpt2_state(params: dict[str, Any], layers: int) -> dict[str, np.ndarray]:
-    """Our parameters under the names of Hugging Face's GPT-2, whose matrices are [in, out] too."""
-
-    def array(leaf: jax.Array, *shape: int) -> np.ndarray:
-        return np.array(leaf, np.float32).reshape(shape or leaf.shape)
-
-    def norm(at: str, node: dict[str, Any]) -> dict[str, np.ndarray]:
-        return {f"{at}.weight": array(node["scale"]), f"{at}.bias": array(node["bias"])}
-
-    stack, embed = params["decoder"], params["embed"]
-    width = embed["tokens"].shape[1]
-    state = {
-        "transformer.wte.weight": array(embed["tokens"]),
-        "lm_head.weight": array(embed["tokens"]),
-        "transformer.wpe.weight": array(embed["positions"]),
-        **norm("transformer.ln_f", stack["norm"]),
-    }
-    for i in range(layers):
-        at, block = f"transformer.h.{i}", stack[f"block_{i}"]
-        attention, forward = block["attention"], block["feed_forward"]
-        qkv = [attention[name] for name in ("query", "key", "value")]
-        state |= norm(f"{at}.ln_1", block["norm_attention"])
-        state |= norm(f"{at}.ln_2", block["norm_feed_forward"])
-        state |= {
-            f"{at}.attn.c_attn.weight": np.hstack([array(x["kernel"], width, -1) for x in qkv]),
-            f"{at}.attn.c_attn.bias": np.hstack([array(x["bias"], -1) for x in qkv]),
-            f"{at}.attn.c_proj.weight": array(attention["out"]["kernel"], -1, width),
-            f"{at}.attn.c_proj.bias": array(attention["out"]["bias"]),
-        }
-        for theirs, mine in (("c_fc", "up"), ("c_proj", "down")):
-            state[f"{at}.mlp.{theirs}.weight"] = array(forward[mine]["kernel"])
-            state[f"{at}.mlp.{theirs}.bias"] = array(forward[mine]["bias"])
-    return state
+def _token_bytes(params: dict[str, Any]) -> int:
+    """Bytes of parameters that a token reads: of the table of positions only a row."""
+    embed = {name: x for name, x in params["embed"].items() if name != "positions"}
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params | {"embed": embed}))
 
 
 def capacity_growth(
@@ -286,31 +226,8 @@ def capacity_growth(
         "case": case.name,
         "capacities": [case.capacity, 4 * case.capacity],
         "token_s": [statistics.median(own), statistics.median(large)],
-        "ratio": _spread([b / a for a, b in zip(own, large, strict=True)]),
+        "ratio": _ratios(large, own),
     }
-
-
-def _reads(size: int, dtype: str) -> list[Contender]:
-    """Ways to read as many numbers once."""
-    numbers = jax.random.normal(jax.random.key(2), (size,), dtype)
-    total, largest = jax.jit(jnp.sum), jax.jit(jnp.max)
-    reads = [
-        Contender("read by XLA, sum", lambda: total(numbers).block_until_ready()),
-        Contender("read by XLA, max", lambda: largest(numbers).block_until_ready()),
-    ]
-    try:
-        import torch
-    except ImportError:
-        return reads
-    if jax.default_backend() == "cpu":
-        same = torch.from_dlpack(numbers)  # the same memory: its pages decide the rate
-        reads.append(Contender("read by torch, sum", same.sum))
-    return reads
-
-
-def _fastest(reads: list[Timing]) -> tuple[float, ...]:
-    """The samples of the read whose median is the least."""
-    return min(reads, key=lambda read: read.median).samples
 
 
 def _per_token(taken: dict[str, Timing], name: str, new: int) -> list[float]:
@@ -319,8 +236,9 @@ def _per_token(taken: dict[str, Timing], name: str, new: int) -> list[float]:
     return [(whole - first) / (new - 1) for whole, first in both]
 
 
-def _spread(ratios: list[float]) -> dict[str, Any]:
-    """Median and middle half of the rounds."""
+def _ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
+    """Median and middle half over the rounds of one time over another."""
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
     low, high = Timing(tuple(ratios), 0.0).quartiles
     return {"median": statistics.median(ratios), "quartiles": [low, high]}
 
@@ -334,6 +252,7 @@ def _report(found: dict[str, Any]) -> str:
     rows = []
     for name, share in found["share_of_limit"].items():
         taken, speedup = found["timings"][name], found["speedup_of_ours"].get(name)
+        of_token = found["token_speedup_of_ours"].get(name)
         low, high = taken["quartiles_s"]
         rows.append(
             (
@@ -344,19 +263,22 @@ def _report(found: dict[str, Any]) -> str:
                 f"{1e3 * found['token_s'][name]:.2f}",
                 f"{found['new_tokens'] * found['batch'] / taken['median_s']:,.0f}",
                 _show(share),
+                f"{found['token_share_of_limit'][name]['median']:.2f}",
                 "" if speedup is None else _show(speedup, "x"),
+                "" if of_token is None else f"{of_token['median']:.2f}x",
                 f"{found['differs'][name]:.0e}",
             )
         )
     header = (
-        "", "ms", "middle half", "first", "ms a token", "tokens/s", "of the limit", "ours is",
-        "differs",
+        "", "ms", "middle half", "first", "ms a token", "tokens/s", "of the limit", "a token",
+        "ours is", "a token", "differs",
     )  # fmt: skip
     rate = found["weight_bytes"] / found["read_s"]
     return "\n".join(
         [
             f"\n{found['case']}: {found['new_tokens']} tokens x {found['batch']} rows, "
-            f"{found['dtype']}; {found['weight_bytes'] / 1e6:.0f} MB of weights read in "
+            f"{found['dtype']}, weights in {found['weights']}, of which "
+            f"{found['weight_bytes'] / 1e6:.0f} MB are read in "
             f"{1e3 * found['read_s']:.2f} ms ({rate / 1e9:.1f} GB/s)",
             timing.table(header, rows),
             *(f"{name}: {reason}" for name, reason in found["absent"].items()),
@@ -382,6 +304,11 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="a tiny model, a few rounds")
     add("--only", default="", metavar="TEXT", help="cases whose name contains this")
+    kinds = ",".join(get_args(Weights))
+    held = f"what weights are held in, of {kinds} (the model's dtype)"
+    add("--weights", type=_weights, default=None, metavar="LIST", help=held)
+    others = tuple(gpt2_peers.BUILDERS)
+    add("--without", nargs="+", default=[], choices=others, metavar="NAME", help="to leave out")
     add("--repeats", type=int, default=None, help="rounds (10, or 3 with --quick)")
     add("--seconds", type=float, default=120.0, help="about the longest one case may take")
     add("--skip-capacity", action="store_true", help="leave out the larger cache")
@@ -391,6 +318,13 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     if options.repeats is None:
         options.repeats = 3 if options.quick else 10
     return options
+
+
+def _weights(text: str) -> tuple[Weights, ...]:
+    kinds = [kind for kind in get_args(Weights) if kind in text.split(",")]
+    if len(kinds) < len(text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be of {','.join(get_args(Weights))}")
+    return tuple(kinds)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     before = timing.environment()
     print(timing.headline(before))
+    before["limits"] = timing.limits("float32")
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         _write(model, 0.02 if options.quick else options.gigabytes)

@@ -12,6 +12,13 @@ class Absent(Exception):
     """Why a contender does not take part."""
 
 
+def cores() -> int:
+    """Threads that a peer is given on a processor: one for each core that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def torch_and_device() -> tuple[Any, str]:
     """torch, and its name of the device that JAX uses, of a processor all cores; or Absent."""
     try:
@@ -19,8 +26,7 @@ def torch_and_device() -> tuple[Any, str]:
     except ImportError as error:
         raise Absent("torch is not installed") from error
     if jax.default_backend() == "cpu":
-        if hasattr(os, "sched_getaffinity"):
-            torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(cores())
         return torch, "cpu"
     if not torch.cuda.is_available():
         raise Absent("this torch has no GPU")

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.timing import environment, headline, prepare, table, write
+from benchmarks.timing import environment, headline, limits, prepare, table, write
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import ModelConfig, TrainConfig, preset
 from transformer_jax.models.factory import num_params
@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     prepare()
     before = environment()
     print(headline(before))
+    before["limits"] = limits("float32")
     cases = [case for case in CASES if options.only is None or options.only in case.name]
     if options.quick:
         cases = [replace(CASES[0], interval=20)]

@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     clock = timing.prepare(one_core=options.one_core)
     before = timing.environment()
     print(timing.headline(before))
+    before["limits"] = timing.limits("float32", clock)
     found = []
     for case in specs.SERVE:
         if options.only in case.name and options.quick == ("quick" in case.tags):

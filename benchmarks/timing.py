@@ -24,10 +24,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks import processor
 from transformer_jax.cli.process import keep_freed_memory
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "torch", "transformers", "tokamax")
+PACKAGES = (
+    "jax", "jaxlib", "flax", "optax", "numpy", "torch", "transformers", "tokamax", "ctranslate2",
+    "llama-cpp-python", "gguf", "onnxruntime",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -150,11 +154,44 @@ def copy_rate(
     return 2 * x.nbytes / min(taken["copy"].samples)
 
 
-def limits(dtype: str, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+def reads(size: int) -> list[Contender]:
+    """Ways to read so many bytes once: by XLA, and on a processor by torch."""
+    numbers = jax.random.normal(jax.random.key(2), (size // 4,))
+    total, largest = jax.jit(jnp.sum), jax.jit(jnp.max)
+    found = [
+        Contender("read by XLA, sum", lambda: total(numbers).block_until_ready()),
+        Contender("read by XLA, max", lambda: largest(numbers).block_until_ready()),
+    ]
+    try:
+        import torch
+    except ImportError:
+        return found
+    if jax.default_backend() == "cpu":
+        same = torch.from_dlpack(numbers)  # the same memory: its pages decide the rate
+        found.append(Contender("read by torch, sum", same.sum))
+    return found
+
+
+def fastest(taken: Iterable[Timing]) -> Timing:
+    """The one whose median is the least."""
+    return min(taken, key=lambda timing: timing.median)
+
+
+def read_rate(
+    size: int = 2**28, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Bytes a second that a program reads, of an array larger than the caches."""
+    taken = interleave(reads(size), rounds=rounds, clock=clock)
+    return size / min(fastest(taken.values()).samples)
+
+
+def limits(dtype: str, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
     """What this machine reaches at this moment, with arrays that keep it busy."""
     on_cpu = jax.default_backend() == "cpu"
     return {
+        "dtype": dtype,
         "matmul_flops_per_s": matmul_rate(dtype, 2048 if on_cpu else 8192, clock=clock),
+        "read_bytes_per_s": read_rate(2**28 if on_cpu else 2**30, clock=clock),
         "copy_bytes_per_s": copy_rate(2**26 if on_cpu else 2**30, clock=clock),
     }
 
@@ -183,6 +220,7 @@ def headline(environment: Mapping[str, Any]) -> str:
     """The machine in a line, and a warning where it is busy."""
     cores, busy = environment["cores"] or 1, environment["load"] or 0.0
     line = f"{environment['device']}, {cores} cores, load {busy:.1f}, {environment['commit']}"
+    line += "\n" + processor.line(environment["processor"], environment["compiled_kernels"])
     if busy > 0.5 * cores and cores > 1:
         line += "\nothers are running: ratios mislead (most of all torch's, whose threads spin)"
     return line
@@ -196,6 +234,8 @@ def environment() -> dict[str, Any]:
         "device": device.device_kind,
         "platform": device.platform,
         "cpu": _cpu_model(),
+        "processor": processor.processor(),
+        "compiled_kernels": processor.compiled_kernels(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "os": platform.platform(),
         "python": platform.python_version(),
@@ -212,7 +252,12 @@ def load() -> float | None:
 
 
 def write(path: Path, question: str, before: Mapping[str, Any], results: Any) -> None:
-    """One JSON file: the question, the environment before, the load after, the results."""
+    """One JSON file: the question, the environment before, the load after, the results.
+
+    The environment has the `limits` of the same run: a rate means nothing without them.
+    """
+    if "limits" not in before:
+        raise ValueError("the environment lacks limits: add what timing.limits returns")
     record = {
         "question": question,
         "environment": dict(before),

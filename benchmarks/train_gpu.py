@@ -209,6 +209,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     before, results = timing.environment(), {}
     print(timing.headline(before))
+    before["limits"] = timing.limits("float32")
     for case in QUICK if options.quick else CASES:
         if options.only in case.name:
             results[case.name] = measure(case, 0.0 if options.quick else options.seconds)

@@ -42,7 +42,8 @@ def main(argv: list[str] | None = None) -> None:
     clock = timing.prepare(one_core=options.one_core)
     before = timing.environment()
     print(timing.headline(before))
-    limit = timing.matmul_rate(clock=clock)
+    before["limits"] = timing.limits("float32", clock)
+    limit = before["limits"]["matmul_flops_per_s"]
     print(f"one float32 matmul: {limit / 1e9:.0f} GFLOP/s")
     found = []
     for case in specs.TRAIN:

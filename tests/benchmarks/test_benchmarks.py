@@ -8,10 +8,21 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import decode, load, saving_and_watching, serve, specs, timing, tune_attention
+from benchmarks import (
+    decode,
+    gpt2_peers,
+    load,
+    processor,
+    saving_and_watching,
+    serve,
+    specs,
+    timing,
+    tune_attention,
+)
 from benchmarks.timing import Contender
 from transformer_jax.kernels.contract import Blocks
 from transformer_jax.models.factory import init_params, num_params
+from transformer_jax.models.quantized import quantize
 
 
 def test_names_are_unique_and_every_case_is_asked_for():
@@ -52,7 +63,7 @@ def test_decoding_fits_the_cache_and_every_row_has_a_prompt():
 def test_every_parameter_has_a_place_in_the_peers_gpt2():
     config = next(case for case in specs.DECODE if "quick" in case.tags).model
     params = init_params(config, jax.random.key(3))
-    state = decode.gpt2_state(params, config.num_layers)
+    state = gpt2_peers.gpt2_state(params, config.num_layers)
     head = state.pop("lm_head.weight")
     np.testing.assert_array_equal(head, params["embed"]["tokens"])
     assert sum(x.size for x in state.values()) == num_params(config)
@@ -77,20 +88,42 @@ def test_our_decoding_is_timed_until_its_tokens_are_there():
 
 def test_who_decodes_otherwise_is_no_peer():
     case = next(case for case in specs.DECODE if "quick" in case.tags)
-    logits, tokens = np.zeros((2, 5), np.float32), np.zeros((2, case.new), np.int32)
+    logits, tokens = np.zeros((2, 5), np.float32), np.zeros((case.batch, case.new), np.int32)
 
-    def peer(more_logits: float, more_tokens: int) -> decode.Peer:
-        return decode.Peer(lambda new: tokens + more_tokens, lambda: logits + more_logits)
+    def peer(more_logits: float, more_tokens: int, fewer: int = 0) -> gpt2_peers.Peer:
+        made = tokens[:, : case.new - fewer] + more_tokens
+        return gpt2_peers.Peer(lambda new: made, lambda: logits + more_logits, 1)
 
-    peers = {decode.OURS: peer(0, 0), "other": peer(5e-4, 0)}
-    assert decode.compare(case, peers)["other"] == pytest.approx(5e-4)
-    for wrong, message in (
-        (peer(2e-3, 0), "logits"),
-        (peer(np.nan, 0), "logits"),
-        (peer(0, 1), "tokens"),
+    def found(kind, name, one):
+        return decode.difference(case, kind, name, one, peer(0, 0))
+
+    assert found("f32", "other", peer(5e-4, 0)) == pytest.approx(5e-4)
+    for kind, name, wrong, message in (
+        ("f32", "other", peer(2e-3, 0), "logits"),
+        ("f32", "other", peer(np.nan, 0), "logits"),
+        ("f32", "other", peer(0, 1), "other tokens"),
+        ("f32", "other", peer(0, 0, fewer=1), "tokens of shape"),
+        ("int8", "other", peer(0.3, 0), "logits"),
+        ("f32", gpt2_peers.LLAMA_CPP, peer(0.03, 0), "logits"),
     ):
-        with pytest.raises(AssertionError, match=f"other.*{message}"):
-            decode.compare(case, {decode.OURS: peer(0, 0), "other": wrong})
+        with pytest.raises(AssertionError, match=f"{name}.*{message}"):
+            found(kind, name, wrong)
+    assert found("int8", "other", peer(0.2, 1)) == pytest.approx(0.2)
+    assert found("f32", gpt2_peers.LLAMA_CPP, peer(0.01, 1)) == pytest.approx(0.01)
+
+
+def test_a_token_reads_the_weights_as_they_are_held_and_the_table_of_tokens_once():
+    case = next(case for case in specs.DECODE if "quick" in case.tags)
+    params = init_params(case.model, jax.random.key(3))
+    state = gpt2_peers.gpt2_state(params, case.model.num_layers)
+    read = num_params(case.model) - case.model.max_len * case.model.d_model
+    assert gpt2_peers.token_bytes(state, 4, 4) == 4 * read
+    assert decode.ours(case, params).token_bytes == 4 * read
+    assert decode.ours(case, quantize(params, "bf16")).token_bytes == 2 * read
+    kernels = [x.size for name, x in state.items() if x.ndim == 2 and ".h." in name]
+    outputs = [x.shape[1] for name, x in state.items() if x.ndim == 2 and ".h." in name]
+    expected = 4 * read - 3 * sum(kernels) + 4 * sum(outputs)
+    assert decode.ours(case, quantize(params, "int8")).token_bytes == expected
 
 
 def test_a_token_of_decoding_leaves_out_the_prompt_and_the_first():
@@ -104,7 +137,7 @@ def test_a_token_of_decoding_leaves_out_the_prompt_and_the_first():
 def test_the_limit_is_the_read_that_is_usually_fastest():
     lucky = timing.Timing((5.0, 1.0, 5.0), first=9.0)
     steady = timing.Timing((4.0, 4.0, 4.0), first=9.0)
-    assert decode._fastest([lucky, steady]) == (4.0, 4.0, 4.0)
+    assert timing.fastest([lucky, steady]) == steady
 
 
 class Clock:
@@ -167,13 +200,65 @@ def test_contenders_of_one_name_are_refused():
 
 def test_a_result_says_where_it_was_measured(tmp_path):
     path = tmp_path / "new" / "result.json"
-    timing.write(path, "how long?", timing.environment(), {"seconds": 1.5})
+    measured = timing.environment() | {"limits": {"matmul_flops_per_s": 1e9}}
+    timing.write(path, "how long?", measured, {"seconds": 1.5})
     found = json.loads(path.read_text())
     assert found["results"] == {"seconds": 1.5}
     environment = found["environment"]
     assert environment["platform"] == "cpu"
     assert {"device", "cpu", "cores", "python", "commit", "xla_flags"} <= environment.keys()
     assert environment["packages"]["jax"] and environment["packages"]["flax"]
+    assert environment["limits"] == {"matmul_flops_per_s": 1e9}
+    with pytest.raises(ValueError, match="environment lacks limits"):
+        timing.write(path, "how long?", timing.environment(), {})
+
+
+CPUINFO = {
+    "x86-64": (
+        "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\n"
+        "model name\t: AMD EPYC\nstepping\t: 1\n"
+        "flags\t\t: fpu smep sse4_2 fma avx avx2 avx512f avx512_vnni avx512_bf16 avx_vnni\n",
+        ("AuthenticAMD", "25", "17", "1", "AMD EPYC"),
+        ["avx", "avx2", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "fma", "sse4_2"],
+    ),
+    "aarch64": (
+        "processor\t: 0\nFeatures\t: fp asimd aes asimddp sve bf16\nCPU implementer\t: 0x41\n"
+        "CPU architecture: 8\nCPU variant\t: 0x3\nCPU part\t: 0xd0c\nCPU revision\t: 1\n",
+        ("0x41", "8", "0xd0c", "1", None),
+        ["asimd", "asimddp", "bf16", "sve"],
+    ),
+    "neither": (None, (None,) * 5, None),
+}
+
+
+@pytest.mark.parametrize("kind", CPUINFO)
+def test_a_processor_is_read_from_what_linux_says(monkeypatch, tmp_path, kind):
+    """The second core says another model, which is not looked at."""
+    text, identity, sets = CPUINFO[kind]
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(f"{text}\nprocessor: 1\nmodel: 99\nCPU part: 99\n\n")
+        caches = (1, "Data", "32K"), (1, "Instruction", "64K"), (2, "Unified", "1024K")
+        for index, facts in enumerate((*caches, (3, "Unified", "2M"))):
+            (tmp_path / f"index{index}").mkdir()
+            for name, fact in zip(("level", "type", "size"), facts, strict=True):
+                (tmp_path / f"index{index}" / name).write_text(f"{fact}\n")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "CACHES", tmp_path)
+    found = processor.processor()
+    assert tuple(found[name] for name in processor.FIELDS) == identity
+    assert found["instruction_sets"] == sets
+    sizes = {"L1d": 2**15, "L1i": 2**16, "L2": 2**20, "L3": 2**21}
+    assert found["caches"] == (None if text is None else sizes)
+    assert "our kernels: plain" in processor.line(found, "plain")
+
+
+def test_this_processor_is_the_one_that_the_kernels_are_for():
+    """Also in the environment of a result; the kernels take no set that Linux does not name."""
+    found = timing.environment()
+    assert found["processor"] == processor.processor()
+    needed = {"AVX-512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}, "AVX2": {"avx2", "fma"}}
+    sets = needed.get(found["compiled_kernels"], set())
+    assert sets <= set(found["processor"]["instruction_sets"] or [])
 
 
 def test_a_table_aligns_its_columns():
@@ -237,6 +322,7 @@ def test_limits_are_those_of_this_machine(monkeypatch):
     alike = 2 * 1024**3 / (time.perf_counter() - start)
     assert alike / 20 < found["matmul_flops_per_s"] < alike * 20
     assert 1e8 < found["copy_bytes_per_s"] < 1e12
+    assert 1e8 < found["read_bytes_per_s"] < 1e12
 
 
 def test_tiles_are_read_and_written_with_their_slack():

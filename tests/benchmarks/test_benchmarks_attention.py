@@ -87,7 +87,7 @@ def two_cases(monkeypatch):
     quick = specs.attention_cases("quick")[0]
     cases = [replace(shrunk(quick), name=name, batch=1, heads=1, kv_heads=1) for name in "ab"]
     monkeypatch.setattr(specs, "attention_cases", lambda *tags: cases)
-    found = dict(matmul_flops_per_s=1e9, copy_bytes_per_s=1e9)
+    found = dict(matmul_flops_per_s=1e9, read_bytes_per_s=1e9, copy_bytes_per_s=1e9)
     monkeypatch.setattr(timing, "limits", lambda dtype, clock: found)
 
 
@@ -593,7 +593,8 @@ def test_a_run_for_the_goals_judges_each_of_them(tmp_path, monkeypatch, capsys):
     }
     monkeypatch.setattr(specs, "attention_cases", lambda *tags: cases)
     monkeypatch.setattr(goals, "cells", lambda: chosen)
-    rates = iter([dict(matmul_flops_per_s=r, copy_bytes_per_s=1e9) for r in (1e9, 4e9)])
+    same = dict(read_bytes_per_s=1e9, copy_bytes_per_s=1e9)
+    rates = iter([same | dict(matmul_flops_per_s=r) for r in (1e9, 4e9)])
     monkeypatch.setattr(timing, "limits", lambda dtype, clock: next(rates))
     path = tmp_path / "goals.json"
     arguments = ["--goals", "--ours", "xla", "--skip-memory", "--repeats", "1", "--seconds", "0"]

@@ -1,0 +1,239 @@
+"""GPT-2 with our weights in other libraries: who decodes beside us in `benchmarks.decode`.
+
+Each is built from a case, our parameters in float32 and what the weights are held in, and raises
+`Absent` where it is not installed or cannot hold them so. All use every core, keep keys and values
+in float32 (Hugging Face in the dtype it computes in), and are given the settings that were fastest
+on two cores (`NOTES.md`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from benchmarks.peers import Absent, cores, torch_and_device
+from benchmarks.specs import DecodeCase
+
+Weights = Literal["f32", "bf16", "int8"]
+HUGGING_FACE, COMPILED = "Hugging Face", "Hugging Face, compiled"
+CTRANSLATE2, LLAMA_CPP = "CTranslate2", "llama.cpp"
+DTYPES: dict[Weights, str] = {"f32": "float32", "bf16": "bfloat16", "int8": "int8"}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Someone who decodes; both calls return when the numbers are there."""
+
+    generate: Callable[[int], np.ndarray]
+    """i32[B, n]: the prompts continued by n tokens."""
+    logits: Callable[[], np.ndarray]
+    """f32[B, V]: after each prompt."""
+    token_bytes: int
+    """Bytes of the weights, as they are held, that a token reads."""
+
+
+def prompts(case: DecodeCase) -> list[list[int]]:
+    """The prompts of a case without what pads them."""
+    rows = zip(case.tokens(), case.lengths(), strict=True)
+    return [row[:length].tolist() for row, length in rows]
+
+
+def hugging_face(
+    case: DecodeCase, params: dict[str, Any], weights: Weights, compiled: bool = False
+) -> Peer:
+    """`GPT2LMHeadModel.generate`; shorter rows are padded on the left.
+
+    bf16 is the dtype that it computes in too: torch has no other product of bfloat16.
+    """
+    if weights == "int8":
+        raise Absent("no int8 weights without another package")
+    torch, device = torch_and_device()
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel
+    except ImportError as error:
+        raise Absent(f"{error.name} is not installed") from error
+    cfg = case.model
+    config = GPT2Config(
+        vocab_size=cfg.vocab_size, n_positions=cfg.max_len, n_embd=cfg.d_model,
+        n_layer=cfg.num_layers, n_head=cfg.num_heads, n_inner=cfg.ff_dim,
+        layer_norm_epsilon=cfg.norm_eps, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    with torch.device(device):  # drawing 1.5 billion numbers takes a processor half a minute
+        model = GPT2LMHeadModel(config)
+    state = gpt2_state(params, cfg.num_layers)
+    model.load_state_dict({name: torch.from_numpy(x) for name, x in state.items()}, strict=False)
+    dtype = getattr(torch, DTYPES[weights])
+    model = model.eval().to(device=device, dtype=dtype)
+    if model.num_parameters() != sum(leaf.size for leaf in jax.tree.leaves(params)):
+        raise AssertionError(f"the peer has {model.num_parameters()} parameters")
+
+    lengths = case.lengths()
+    columns = np.arange(case.prompt)[None] - (case.prompt - lengths[:, None])  # of our own rows
+    tokens = np.take_along_axis(case.tokens(), np.maximum(columns, 0), axis=1)
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    mask = torch.from_numpy((columns >= 0).astype(np.int64)).to(device)
+    more = {"cache_implementation": "static"} if compiled else {}
+
+    def call(new: int, **options: Any) -> Any:
+        with torch.inference_mode():
+            return model.generate(
+                ids, attention_mask=mask, do_sample=False, max_new_tokens=new,
+                pad_token_id=0, **more, **options,
+            )  # fmt: skip
+
+    def tokens_of(new: int) -> np.ndarray:
+        return call(new)[:, case.prompt :].cpu().numpy().astype(np.int32)
+
+    def logits() -> np.ndarray:
+        found = call(1, return_dict_in_generate=True, output_logits=True)
+        return found.logits[0].float().cpu().numpy()
+
+    each = np.dtype(np.float32).itemsize if weights == "f32" else 2
+    return Peer(tokens_of, logits, token_bytes(state, each, each))
+
+
+def ctranslate2(case: DecodeCase, params: dict[str, Any], weights: Weights) -> Peer:
+    """CTranslate2's `Generator`: its own file of our weights, as its converter of GPT-2 names them.
+
+    int8 has a scale for each output, and activations are int8 too, with a scale for each row.
+    """
+    library = _imported("ctranslate2")
+    supported = library.get_supported_compute_types("cpu")
+    if DTYPES[weights] not in supported:
+        raise Absent(f"computes in {', '.join(sorted(supported))} on this processor")
+    if jax.default_backend() != "cpu":
+        raise Absent("is given a processor only")
+    cfg, state = case.model, gpt2_state(params, case.model.num_layers)
+    spec = library.specs.TransformerDecoderModelSpec.from_config(
+        cfg.num_layers, cfg.num_heads, pre_norm=True, activation=library.specs.Activation.GELUTanh
+    )
+    _fill(spec.decoder, state)
+    spec.register_vocabulary([str(token) for token in range(cfg.vocab_size)])
+    for token in ("bos_token", "eos_token", "unk_token"):
+        setattr(spec.config, token, "0")
+    spec.config.layer_norm_epsilon = cfg.norm_eps
+    spec.validate()
+    spec.optimize(quantization=DTYPES[weights])
+    with tempfile.TemporaryDirectory() as folder:
+        spec.save(folder)
+        generator = library.Generator(
+            folder, compute_type=DTYPES[weights], inter_threads=1, intra_threads=cores()
+        )
+    starts = [[str(token) for token in row] for row in prompts(case)]
+
+    def generate(new: int) -> np.ndarray:
+        found = generator.generate_batch(
+            starts, max_length=new, include_prompt_in_result=False, sampling_topk=1, end_token=[]
+        )
+        return np.array([row.sequences_ids[0] for row in found], np.int32)
+
+    def logits() -> np.ndarray:
+        found = np.asarray(generator.forward_batch(prompts(case), return_log_probs=False))
+        return found[np.arange(case.batch), case.lengths() - 1]
+
+    return Peer(generate, logits, token_bytes(state, 1 if weights == "int8" else 4, 4, scales=4))
+
+
+def _fill(decoder: Any, state: dict[str, np.ndarray]) -> None:
+    """Give a CTranslate2 decoder our weights; its matrices are [out, in]."""
+
+    def linear(spec: Any, name: str) -> None:
+        spec.weight = np.ascontiguousarray(state[f"{name}.weight"].T)
+        spec.bias = state[f"{name}.bias"]
+
+    def norm(spec: Any, name: str) -> None:
+        spec.gamma, spec.beta = state[f"{name}.weight"], state[f"{name}.bias"]
+
+    decoder.scale_embeddings = False
+    decoder.embeddings.weight = state["transformer.wte.weight"]
+    decoder.position_encodings.encodings = state["transformer.wpe.weight"]
+    decoder.projection.weight = state["lm_head.weight"]
+    norm(decoder.layer_norm, "transformer.ln_f")
+    for i, layer in enumerate(decoder.layer):
+        at = f"transformer.h.{i}"
+        norm(layer.self_attention.layer_norm, f"{at}.ln_1")
+        linear(layer.self_attention.linear[0], f"{at}.attn.c_attn")
+        linear(layer.self_attention.linear[1], f"{at}.attn.c_proj")
+        norm(layer.ffn.layer_norm, f"{at}.ln_2")
+        linear(layer.ffn.linear_0, f"{at}.mlp.c_fc")
+        linear(layer.ffn.linear_1, f"{at}.mlp.c_proj")
+
+
+def llama_cpp(case: DecodeCase, params: dict[str, Any], weights: Weights) -> Peer:
+    raise Absent("TODO")
+
+
+def _imported(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise Absent(f"{error.name} is not installed") from error
+
+
+def token_bytes(
+    state: dict[str, np.ndarray], matrix: float, vector: float, scales: float = 0
+) -> int:
+    """Bytes that a token reads, of matrices and vectors with so many bytes an element.
+
+    The table of tokens is read once, as the head; of the table of positions only a row is.
+    `scales` are the bytes beside each output of a matrix.
+    """
+    found = 0.0
+    for name, x in state.items():
+        if x.ndim == 1:
+            found += x.size * vector
+        elif name not in ("transformer.wte.weight", "transformer.wpe.weight"):
+            outputs = x.shape[0] if name == "lm_head.weight" else x.shape[1]
+            found += x.size * matrix + outputs * scales
+    return int(found)
+
+
+def gpt2_state(params: dict[str, Any], layers: int) -> dict[str, np.ndarray]:
+    """Our parameters under the names of Hugging Face's GPT-2, whose matrices are [in, out] too."""
+
+    def array(leaf: jax.Array, *shape: int) -> np.ndarray:
+        return np.array(leaf, np.float32).reshape(shape or leaf.shape)
+
+    def norm(at: str, node: dict[str, Any]) -> dict[str, np.ndarray]:
+        return {f"{at}.weight": array(node["scale"]), f"{at}.bias": array(node["bias"])}
+
+    stack, embed = params["decoder"], params["embed"]
+    width = embed["tokens"].shape[1]
+    state = {
+        "transformer.wte.weight": array(embed["tokens"]),
+        "lm_head.weight": array(embed["tokens"]),
+        "transformer.wpe.weight": array(embed["positions"]),
+        **norm("transformer.ln_f", stack["norm"]),
+    }
+    for i in range(layers):
+        at, block = f"transformer.h.{i}", stack[f"block_{i}"]
+        attention, forward = block["attention"], block["feed_forward"]
+        qkv = [attention[name] for name in ("query", "key", "value")]
+        state |= norm(f"{at}.ln_1", block["norm_attention"])
+        state |= norm(f"{at}.ln_2", block["norm_feed_forward"])
+        state |= {
+            f"{at}.attn.c_attn.weight": np.hstack([array(x["kernel"], width, -1) for x in qkv]),
+            f"{at}.attn.c_attn.bias": np.hstack([array(x["bias"], -1) for x in qkv]),
+            f"{at}.attn.c_proj.weight": array(attention["out"]["kernel"], -1, width),
+            f"{at}.attn.c_proj.bias": array(attention["out"]["bias"]),
+        }
+        for theirs, mine in (("c_fc", "up"), ("c_proj", "down")):
+            state[f"{at}.mlp.{theirs}.weight"] = array(forward[mine]["kernel"])
+            state[f"{at}.mlp.{theirs}.bias"] = array(forward[mine]["bias"])
+    return state
+
+
+Builder = Callable[[DecodeCase, dict[str, Any], Weights], Peer]
+BUILDERS: dict[str, Builder] = {
+    HUGGING_FACE: hugging_face,
+    COMPILED: functools.partial(hugging_face, compiled=True),
+    CTRANSLATE2: ctranslate2,
+    LLAMA_CPP: llama_cpp,
+}
