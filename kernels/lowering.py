@@ -17,24 +17,31 @@ Results = tuple[jax.Array, ...]
 
 
 def here_or_elsewhere(
-    here: Callable[..., Results], elsewhere: Callable[..., Results], tree: Any
+    here: Callable[..., Results],
+    elsewhere: Callable[..., Results],
+    tree: Any,
+    *,
+    alone: bool = False,
 ) -> Results:
     """Return `here(*tree)` in a program for this machine's CPU, else `elsewhere(*tree)`.
 
     Both compute the same, of arrays that are leaves. The second one's derivatives are the result's.
+    With `alone`, the first one has no rules for `vmap` and for several devices: it is for neither.
     """
     leaves, structure = jax.tree.flatten(tree)
 
     def of_leaves(function: Callable[..., Results]) -> Callable[..., Results]:
         return lambda *leaves: function(*jax.tree.unflatten(structure, leaves))
 
-    return _bind(leaves, of_leaves(here), of_leaves(elsewhere))
+    return _bind(leaves, of_leaves(here), of_leaves(elsewhere), alone)
 
 
-def _bind(leaves: Any, here: Callable[..., Results], elsewhere: Callable[..., Results]) -> Results:
+def _bind(
+    leaves: Any, here: Callable[..., Results], elsewhere: Callable[..., Results], alone: bool
+) -> Results:
     # a trace, in which JAX finds what has to be split over devices, and the types in a `shard_map`
     traced = jax.make_jaxpr(here)(*leaves)
-    return tuple(_either.bind(*leaves, here=traced, elsewhere=elsewhere))
+    return tuple(_either.bind(*leaves, here=traced, elsewhere=elsewhere, alone=alone))
 
 
 _either = Primitive("here_or_elsewhere")
@@ -52,11 +59,17 @@ def _types(*_: Any, here: ClosedJaxpr, **__: Any) -> Any:
 
 
 def _lower(
-    context: mlir.LoweringRuleContext, *values: Any, here: ClosedJaxpr, elsewhere: Any
+    context: mlir.LoweringRuleContext,
+    *values: Any,
+    here: ClosedJaxpr,
+    elsewhere: Any,
+    alone: bool,
 ) -> Any:
     module = context.module_context
     exported = module.lowering_parameters.for_export
     stays = tuple(module.platforms) == ("cpu",) and not exported
+    if alone:
+        stays = stays and getattr(module.axis_context, "num_devices", None) == 1
     chosen = jaxpr_as_fun(here) if stays else elsewhere
     return mlir.lower_fun(chosen, multiple_results=True)(context, *values)
 
@@ -73,9 +86,12 @@ def _differentiate(primals: Any, tangents: Any, *, elsewhere: Any, **_: Any) -> 
     return jax.jvp(along, [primals[i] for i in moved], [tangents[i] for i in moved])
 
 
-def _map(leaves: Any, axes: Any, *, here: ClosedJaxpr, elsewhere: Any) -> Any:
+def _map(leaves: Any, axes: Any, *, here: ClosedJaxpr, elsewhere: Any, alone: bool) -> Any:
+    if alone:
+        found: Results = jax.vmap(elsewhere, in_axes=axes)(*leaves)
+        return found, (0,) * len(found)
     both = jaxpr_as_fun(here), elsewhere
-    found = _bind(leaves, *(jax.vmap(function, in_axes=axes) for function in both))
+    found = _bind(leaves, *(jax.vmap(function, in_axes=axes) for function in both), alone)
     return found, (0,) * len(found)
 
 

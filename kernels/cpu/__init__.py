@@ -9,6 +9,7 @@ one file per thing:
     mask        the mask's program, which `program.py` writes
     attention, backward    the kernels
     decode      the forward pass of few queries over many keys
+    products    few rows times weights
     handlers    what XLA calls
     threads     who computes which item
     memory      what calls have used, for the next ones
@@ -49,6 +50,7 @@ REPAIRS = True  # whether the kernels themselves keep the rule on what is not fi
 PORTABLE = portable  # what programs get that leave this machine, and derivatives
 HANDLERS = (
     "attention_forward", "attention_backward", "attention_backward_bias", "attention_few_queries",
+    "weight_product",
 )  # fmt: skip
 FEW_ROWS = 16
 """The most queries of a key head, T N / K, for which keys and values are read as they lie."""

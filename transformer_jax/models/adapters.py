@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.models.functional import dropout, project
+from transformer_jax.models.functional import dropout, held, project
 from transformer_jax.models.quantized import QuantizedKernel, quantized_project
 from transformer_jax.pytree import exportable, register
 from transformer_jax.sharding import by_compiler, split
@@ -60,7 +60,8 @@ def product(
     if isinstance(kernel, QuantizedKernel):
         return quantized_project(x, kernel, bias, contract)
     if not isinstance(kernel, AdaptedKernel):
-        return project(x, kernel.astype(x.dtype), bias, contract)
+        rows = math.prod(x.shape[: x.ndim - contract])
+        return project(x, held(kernel, rows, x.dtype), bias, contract)
     y = product(x, kernel.base, bias, contract, None, name)
     if key is not None and kernel.dropout:
         key = jax.random.fold_in(key, zlib.crc32(name.encode()))

@@ -113,7 +113,9 @@ def _program(part: _Part) -> Callable[..., list[jax.Array]]:
 def _is_on_cpu(key: jax.Array) -> bool:
     """Return whether results need no place but a CPU, and bits are those of Threefry by index."""
     where = getattr(key, "committed", True) or {device.platform for device in key.devices()}
-    usual = str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
+    usual = (
+        str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
+    )
     return where == {"cpu"} and usual
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from transformer_jax.checks import check_key
 from transformer_jax.config import Activation
 from transformer_jax.kernels import platform
+from transformer_jax.kernels.cpu import products
 from transformer_jax.sharding import by_compiler, gathered, split
 
 F32 = jnp.float32
@@ -96,6 +97,13 @@ def split_key(key: jax.Array | None, parts: int) -> list[jax.Array | None]:
     return list(jax.random.split(key, parts))
 
 
+def held(weights: jax.Array, rows: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return weights in a dtype; or in bfloat16, if they are, and so few rows are multiplied so."""
+    if weights.dtype == jnp.bfloat16 and products.takes(rows, dtype, weights):
+        return weights
+    return weights.astype(dtype)
+
+
 def project(
     x: jax.Array,  # [..., *inputs]
     kernel: jax.Array,  # [*inputs, *outputs]
@@ -110,8 +118,9 @@ def project(
     has the narrow matrix first and takes two thirds of the time of x^T g. With few rows, as in
     decoding, the copy would cost more than the product.
 
-    One row, there, is 8 products side by side and their sum: W is read at the memory's rate, where
-    one product uses a core and a half.
+    Few rows, there, are left to the compiled kernel, which reads W once, one in bfloat16 too beside
+    an x in float32. Without it one row is 8 products side by side and their sum: W is read at the
+    memory's rate, where one product uses a core and a half.
     """
     lead = slice(x.ndim - contract)
     result = split(x, lead, split(kernel, slice(contract, None)))
@@ -124,6 +133,9 @@ def _project(contract: int, x: jax.Array, kernel: jax.Array, bias: jax.Array | N
     inputs, width, rows = math.prod(kernel.shape[:contract]), math.prod(outputs), math.prod(lead)
     x, kernel = x.reshape(rows, inputs), kernel.reshape(inputs, width)
     on_cpu = platform() == "cpu"
+    if products.takes(rows, x.dtype, kernel):
+        y = products.product(x, kernel, bias=None if bias is None else bias.reshape(width))
+        return y.astype(x.dtype).reshape(*lead, *outputs)
     if on_cpu and rows >= inputs > width:
         across = jax.lax.optimization_barrier(kernel.T)
         y = jax.lax.dot_general(x, across, (((1,), (1,)), ((), ())))
@@ -137,17 +149,21 @@ def _project(contract: int, x: jax.Array, kernel: jax.Array, bias: jax.Array | N
     return y.reshape(*lead, *outputs)
 
 
-def _against(
+def against(
     x: jax.Array,  # [B, T, D]
     table: jax.Array,  # [V, D]
     bias: jax.Array | None,  # [V]
 ) -> jax.Array:  # f32[B, T, V]
     """Return x E^T + b, with sums in f32.
 
-    On a CPU a few rows are taken as (E x^T)^T, which XLA may not turn back: E, the large one, is
-    then read as it lies: up to half as fast again (benchmarks/NOTES.md).
+    On a CPU a few rows are left to the compiled kernel; without it they are taken as (E x^T)^T,
+    which XLA may not turn back: E, the large one, is then read as it lies: up to half as fast again
+    (benchmarks/NOTES.md).
     """
     rows = x.reshape(math.prod(x.shape[:2]), x.shape[2])
+    if products.takes(len(rows), x.dtype, table):
+        y = products.product(rows, table, bias=bias, turned=True)
+        return y.reshape(*x.shape[:2], len(table))
     if 1 < len(rows) <= 16 and platform() == "cpu":
         y = jnp.einsum("VD,XD->VX", table, rows, preferred_element_type=F32)
         y = jax.lax.optimization_barrier(y).T

@@ -6,6 +6,7 @@ and hands the parts on, so a looped and a scanned stack draw the same numbers.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,14 +26,16 @@ from transformer_jax.models import positions as pos
 from transformer_jax.models.adapters import product
 from transformer_jax.models.functional import (
     F32,
-    _against,
     activate,
+    against,
     dropout,
+    held,
     layer_norm,
     lookup,
     rms_norm,
     split_key,
 )
+from transformer_jax.models.quantized import QuantizedTable, table_logits
 from transformer_jax.sharding import by_compiler, gathered, split
 
 PositionBias = biases.ALiBi | biases.RelativeBias
@@ -595,22 +598,33 @@ class Embed(nn.Module):
     def _look_up(self, tokens: jax.Array, target: bool) -> jax.Array:  # i32[B, T] -> [B, T, D]
         cfg = self.config
         own = cfg.source_vocab_size is not None and not target
-        x = lookup(self.source_tokens if own else self.tokens, tokens)
+        table = self.source_tokens if own else self.tokens
+        quantized = isinstance(table, QuantizedTable)
+        x = table.look_up(tokens) if quantized else lookup(table, tokens)
         return x * cfg.d_model**0.5 if cfg.scale_embeddings else x
 
     def output_layer(self, x: jax.Array) -> OutputLayer:  # [B, T, D]
         """Return what the logits of hidden states are computed of."""
         cfg = self.config
-        table = self.tokens if cfg.tie_embeddings else self.output
-        if cfg.logit_scale is not None:
-            x = x * cfg.logit_scale
-        table = gathered(table.astype(cfg.dtype), x, slice(2))
+        x = x if cfg.logit_scale is None else x * cfg.logit_scale
+        table = gathered(self._output_table.astype(cfg.dtype), x, slice(2))
         return OutputLayer(x, table, self.bias if cfg.logit_bias else None)
+
+    @property
+    def _output_table(self) -> Any:  # [V, D]: an array or a QuantizedTable
+        return self.tokens if self.config.tie_embeddings else self.output
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
         """Return (scale) x E^T (+ bias), soft-capped, in f32 whatever the compute dtype."""
-        cfg, arrays = self.config, self.output_layer(x)
-        y = by_compiler(_against, arrays, split(arrays.x, slice(2), split(arrays.table, slice(1))))
+        cfg, table = self.config, self._output_table
+        if cfg.logit_scale is not None:
+            x = x * cfg.logit_scale
+        bias = self.bias if cfg.logit_bias else None
+        if isinstance(table, QuantizedTable):
+            y = table_logits(x, table, bias)
+        else:
+            table = gathered(held(table, math.prod(x.shape[:2]), cfg.dtype), x, slice(2))
+            y = by_compiler(against, [x, table, bias], split(x, slice(2), split(table, slice(1))))
         if cfg.logit_softcap is not None:
             y = cfg.logit_softcap * jnp.tanh(y / cfg.logit_softcap)
         return y

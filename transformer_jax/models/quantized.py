@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.config import ConfigError
-from transformer_jax.models.functional import project
+from transformer_jax.kernels.cpu import products
+from transformer_jax.models.functional import against, lookup, project
 from transformer_jax.pytree import cast_floats, exportable, register
 
 Kind = Literal["bf16", "int8", "int4"]
@@ -69,42 +70,91 @@ class QuantizedKernel:
         return (grouped * self.scale[..., None, :]).astype(dtype).reshape(self.shape)
 
 
-def quantize(params: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+@exportable
+@register(arrays=("values", "scale"))
+@dataclass(frozen=True, kw_only=True)
+class QuantizedTable:
+    """Stand in a model's parameters where a table of vectors stands, in 8 bits: W' = scale q."""
+
+    values: jax.Array  # i8[V, D]
+    scale: jax.Array  # f32[V]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the table."""
+        return tuple(self.values.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Return the dtype of the table, when it is no longer quantised."""
+        return np.dtype(np.float32)
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Return the table W' as an array: scale x value, computed in f32."""
+        return (self.values.astype(jnp.float32) * self.scale[:, None]).astype(dtype)
+
+    def look_up(self, ids: jax.Array) -> jax.Array:  # i32[...] -> f32[..., D]
+        """Return rows of the table; an id outside it gives NaN, as `lookup`."""
+        return lookup(self.values, ids).astype(jnp.float32) * lookup(self.scale, ids)[..., None]
+
+
+TABLES = "tokens", "source_tokens", "output"
+"""The tables that `quantize(..., embeddings=True)` holds in 8 bits."""
+
+
+def quantize(params: Mapping[str, Any], kind: Kind, *, embeddings: bool = False) -> dict[str, Any]:
     """Return parameters of a transformer whose kernels of blocks are held in 8 or 4 bits.
 
-    "bf16" casts every float. With "int8" and "int4" other parameters (embeddings, norms, biases,
-    heads) stay as they are. Of each weight, |W - W'| <= scale / 2, which is at most 1/254 of the
-    largest weight of its output in 8 bits, and 1/14 of the largest in its group of 32 inputs in 4
-    (of all inputs, where their number is no multiple of 32). ConfigError for a kernel that is not
-    finite, is quantised already, or has an odd number of inputs in 4 bits.
+    "bf16" casts every float. With "int8" and "int4" other parameters (norms, biases, heads) stay as
+    they are; so do embeddings, unless `embeddings` asks for the vectors of tokens and the output
+    matrix in 8 bits, with a scale for each token: decoding reads all of them for each new one.
+    Of each weight, |W - W'| <= scale / 2, which is at most 1/254 of the largest weight of its
+    output in 8 bits, and 1/14 of the largest in its group of 32 inputs in 4 (of all inputs, where
+    their number is no multiple of 32). ConfigError for a kernel that is not finite, is quantised
+    already, or has an odd number of inputs in 4 bits.
     """
     if kind == "bf16":
         return cast_floats(dict(params), jnp.bfloat16)
-    return _walk(params, "", kind)
+    return _walk(params, "", kind, embeddings)
 
 
 def count(params: Any) -> int:
     """Count the numbers of parameters or of their shapes; of a quantised kernel, its weights."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantizedKernel))
+    held = QuantizedKernel, QuantizedTable
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, held))
     return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
-def _walk(tree: Mapping[str, Any], path: str, kind: Kind) -> dict[str, Any]:
+def _walk(tree: Mapping[str, Any], path: str, kind: Kind, embeddings: bool) -> dict[str, Any]:
     found = dict[str, Any]()
     for name, part in tree.items():
         at = f"{path}/{name}" if path else name
         if isinstance(part, Mapping):
-            found[name] = _walk(part, at, kind)
+            found[name] = _walk(part, at, kind, embeddings)
         elif name == "kernel" and any(one.startswith("block") for one in path.split("/")):
             found[name] = _quantized(at, part, 8 if kind == "int8" else 4)
+        elif embeddings and at in [f"embed/{table}" for table in TABLES]:
+            found[name] = _quantized_table(at, part)
         else:
             found[name] = part
     return found
 
 
+def _check(path: str, weights: Any) -> None:
+    if not isinstance(weights, jax.Array | np.ndarray):
+        raise ConfigError(f"{path} is a {type(weights).__name__}: must be an array")
+    if not isinstance(weights, jax.core.Tracer) and not bool(jnp.isfinite(weights).all()):
+        raise ConfigError(f"{path} is not finite: cannot be quantised")
+
+
+def _quantized_table(path: str, table: Any) -> QuantizedTable:
+    _check(path, table)
+    values, scale = _rounded(jnp.asarray(table).T[None], 8)
+    return QuantizedTable(values=values.T, scale=scale[0])
+
+
 def _quantized(path: str, kernel: Any, bits: int) -> QuantizedKernel:
-    if not isinstance(kernel, jax.Array | np.ndarray):
-        raise ConfigError(f"{path} is a {type(kernel).__name__}: must be an array")
+    _check(path, kernel)
     names = path.split("/")
     lead = kernel.shape[:1] if "blocks" in names else ()
     contract = 2 if names[-2] == "out" else 1
@@ -113,8 +163,6 @@ def _quantized(path: str, kernel: Any, bits: int) -> QuantizedKernel:
     rows = math.prod(inputs)
     if bits == 4 and rows % 2:
         raise ConfigError(f"{path} has {rows} inputs: must be even in 4 bits")
-    if not isinstance(kernel, jax.core.Tracer) and not bool(jnp.isfinite(kernel).all()):
-        raise ConfigError(f"{path} is not finite: cannot be quantised")
     groups = rows // GROUP if bits == 4 and rows % GROUP == 0 else 1
     values, scale = _rounded(
         jnp.asarray(kernel).reshape(*lead, groups, -1, math.prod(outputs)), bits
@@ -148,14 +196,48 @@ def quantized_project(
 ) -> jax.Array:  # [..., *outputs]
     """Return x W' + b in the dtype of x, as `project`.
 
-    W' only exists within the product: it is made when x is there, and the backward pass makes it
-    again. It has no gradient. XLA's CPU backend keeps the first for the second in a looped stack.
+    Few rows, on a CPU, are left to the compiled kernel, which reads 8 bits as they are; elsewhere
+    W' only exists within the product, and the backward pass makes it again. It has no gradient.
+    XLA's CPU backend keeps the first for the second in a looped stack.
     """
-
-    @jax.checkpoint
-    def multiply(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-        x, kernel = jax.lax.optimization_barrier((x, jax.lax.stop_gradient(kernel)))
-        return project(x, kernel.astype(x.dtype), None, contract)
-
-    y = multiply(x, kernel)
+    rows = math.prod(x.shape[: x.ndim - contract])
+    native = kernel.bits == 8 and products.takes(rows, x.dtype, kernel.values)
+    y = (_multiply_few_rows if native else _multiply)(contract, x, kernel)
     return y if bias is None else y + bias.reshape(*(1,) * (y.ndim - bias.ndim), *bias.shape)
+
+
+@partial(jax.checkpoint, static_argnums=0)
+def _multiply(contract: int, x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
+    """Return x W', which is made when x is there."""
+    x, kernel = jax.lax.optimization_barrier((x, jax.lax.stop_gradient(kernel)))
+    return project(x, kernel.astype(x.dtype), None, contract)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _multiply_few_rows(contract: int, x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
+    """Return x W' of integers that are read as they are."""
+    lead = x.shape[: x.ndim - contract]
+    rows = x.reshape(math.prod(lead), -1)
+    y = products.product(rows, kernel.values, scale=kernel.scale[0]).astype(x.dtype)
+    return y.reshape(*lead, *kernel.outputs)
+
+
+@_multiply_few_rows.defjvp
+def _(contract: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    x, kernel = primals
+    return jax.jvp(lambda x: _multiply(contract, x, kernel), (x,), tangents[:1])
+
+
+def table_logits(
+    x: jax.Array,  # [B, T, D]
+    table: QuantizedTable,  # [V, D]
+    bias: jax.Array | None,  # [V]
+) -> jax.Array:  # f32[B, T, V]
+    """Return x W'^T + b in f32."""
+    rows = math.prod(x.shape[:2])
+    if not products.takes(rows, x.dtype, table.values):
+        return against(x, table.astype(x.dtype), bias)
+    y = products.product(
+        x.reshape(rows, -1), table.values, scale=table.scale, bias=bias, turned=True
+    )
+    return y.reshape(*x.shape[:2], -1)

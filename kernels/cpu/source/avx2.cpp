@@ -8,6 +8,8 @@
 #include "matmul.h"
 #include "mask.h"
 #include "attention.h"
+#include "products.h"
 
-const Kernels KERNELS_AVX2 = {avx2::forward, avx2::few_queries, avx2::backward, avx2::backward_bias};
+const Kernels KERNELS_AVX2 = {avx2::forward, avx2::few_queries, avx2::backward,
+                              avx2::backward_bias, avx2::product};
 #endif

@@ -10,6 +10,9 @@
 #include <limits>
 #include <utility>
 #include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 struct bfloat16 {
   uint16_t bits;
@@ -77,6 +80,19 @@ struct Call {
   float* dbias;       // of the bias's shape
 };
 
+enum class Weights { float32, bfloat16, int8 };
+
+// y = x W, or x W^T, times a scale per output, plus a bias; a null pointer is none.
+struct Product {
+  int64_t rows, inputs, outputs;
+  const float* x;  // [rows][inputs]
+  Weights dtype;
+  bool turned;
+  const void* weights;  // [inputs][outputs], turned [outputs][inputs]
+  const float *scale, *bias;  // [outputs]
+  float* y;  // [rows][outputs]
+};
+
 // Runs `work(item)` for all items, on several threads; every item once.
 using Parallel = std::function<void(int64_t items, const std::function<void(int64_t)>& work)>;
 
@@ -85,6 +101,7 @@ struct Kernels {
   void (*few_queries)(const Call&, const Parallel&);  // forward, without lists of tiles
   void (*backward)(const Call&, const Parallel&);
   void (*backward_bias)(const Call&, const Parallel&);
+  void (*product)(const Product&, const Parallel&);
 };
 extern const Kernels KERNELS_WIDE, KERNELS_AVX2, KERNELS_PLAIN;
 

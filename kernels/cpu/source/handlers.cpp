@@ -120,6 +120,30 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   }
 }
 
+ffi::Error multiplied(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weights,
+                      ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y,
+                      bool turned) {
+  Product p{};
+  p.rows = axis(x, 0), p.inputs = axis(x, 1), p.outputs = axis(*y, 1);
+  p.x = array<float>(x), p.weights = weights.untyped_data(), p.turned = turned;
+  p.scale = array<float>(scale), p.bias = array<float>(bias);
+  p.y = (float*)y->untyped_data();
+  switch (weights.element_type()) {
+    case ffi::F32: p.dtype = Weights::float32; break;
+    case ffi::BF16: p.dtype = Weights::bfloat16; break;
+    case ffi::S8: p.dtype = Weights::int8; break;
+    default: return ffi::Error::InvalidArgument("weights: must be float32, bfloat16 or int8");
+  }
+  try {
+    kernels().product(p, [&](int64_t count, const std::function<void(int64_t)>& work) {
+      run(pool, count, work);
+    });
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "product: no memory is left");
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -142,6 +166,15 @@ HANDLER(attention_forward, 0);
 HANDLER(attention_backward, 1);
 HANDLER(attention_backward_bias, 2);
 HANDLER(attention_few_queries, 3);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(weight_product, multiplied,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("turned"));
 extern "C" const char* attention_instructions() { return chosen().load()->name; }
 // Take other instructions; return whether the processor knows them.
 extern "C" bool attention_use(const char* name) {

@@ -6,5 +6,7 @@
 #include "matmul.h"
 #include "mask.h"
 #include "attention.h"
+#include "products.h"
 
-const Kernels KERNELS_PLAIN = {plain::forward, plain::few_queries, plain::backward, plain::backward_bias};
+const Kernels KERNELS_PLAIN = {plain::forward, plain::few_queries, plain::backward,
+                               plain::backward_bias, plain::product};

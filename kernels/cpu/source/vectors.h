@@ -27,12 +27,19 @@ static inline vi lane() {
   return x;
 }
 
+// x with lane i of it D lanes on, around the end.
+template <int D>
+static inline vf turned_by(vf x) {
+  vi from;
+  for (int i = 0; i < W; i++) from[i] = (i + D) % W;
+  return __builtin_shuffle(x, from);
+}
+
+template <int D = W / 2>
 static inline float sum(vf x) {
-  float total[W];
-  store(total, x);
-  for (int d = W / 2; d > 0; d /= 2)
-    for (int i = 0; i < d; i++) total[i] += total[i + d];
-  return total[0];
+  x += turned_by<D>(x);
+  if constexpr (D > 1) return sum<D / 2>(x);
+  return x[0];
 }
 
 static inline float largest(vf x) {

@@ -8,6 +8,8 @@
 #include "matmul.h"
 #include "mask.h"
 #include "attention.h"
+#include "products.h"
 
-const Kernels KERNELS_WIDE = {wide::forward, wide::few_queries, wide::backward, wide::backward_bias};
+const Kernels KERNELS_WIDE = {wide::forward, wide::few_queries, wide::backward,
+                              wide::backward_bias, wide::product};
 #endif

@@ -1,0 +1,70 @@
+"""Multiply few rows with a matrix of weights that is read once, as it lies: decoding on a CPU.
+
+XLA's CPU backend reads weights in the dtype of x alone, and slower where there are several rows.
+The compiled kernel (`source/products.h`) reads float32, bfloat16 or int8 and sums in float32. Where
+it can't run (exported programs, several devices, a gradient, `vmap`) XLA computes the same.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.kernels import platform
+from transformer_jax.kernels.cpu import library
+from transformer_jax.kernels.lowering import here_or_elsewhere
+
+MOST_ROWS = 16
+"""More rows than these are left to XLA, whose products of matrices keep the weights in caches."""
+SMALLEST = 2**14
+"""Fewer weights than these are left to XLA, which fuses what stands around."""
+DTYPES = "float32", "bfloat16", "int8"
+
+
+def takes(rows: int, dtype: jax.typing.DTypeLike, weights: Any) -> bool:
+    """Say whether `product` should compute x W of so many rows of a dtype on this platform."""
+    return (
+        1 <= rows <= MOST_ROWS
+        and weights.size >= SMALLEST
+        and jnp.dtype(dtype).name in ("float32", "bfloat16")
+        and jnp.dtype(weights.dtype).name in DTYPES
+        and platform() == "cpu"
+        and not isinstance(library(), str)
+    )
+
+
+def product(
+    x: jax.Array,  # [rows, inputs]
+    weights: jax.Array,  # [inputs, outputs]; turned: [outputs, inputs]
+    *,
+    scale: jax.Array | None = None,  # [outputs]
+    bias: jax.Array | None = None,  # [outputs]
+    turned: bool = False,
+) -> jax.Array:  # f32[rows, outputs]
+    """Return scale x W + bias, or of W^T where `turned`, with sums in float32."""
+    none = jnp.zeros((0,), jnp.float32)
+    more = (none if one is None else one.astype(jnp.float32) for one in (scale, bias))
+    tree = x.astype(jnp.float32), weights, *more
+    here, elsewhere = partial(_native, turned), partial(_portable, turned)
+    return here_or_elsewhere(here, elsewhere, tree, alone=True)[0]
+
+
+def _native(
+    turned: bool, x: jax.Array, weights: jax.Array, scale: jax.Array, bias: jax.Array
+) -> tuple[jax.Array]:
+    outputs = weights.shape[0 if turned else 1]
+    result = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
+    call = jax.ffi.ffi_call("transformer_jax_weight_product", result)
+    return (call(x, weights, scale, bias, turned=turned),)
+
+
+def _portable(
+    turned: bool, x: jax.Array, weights: jax.Array, scale: jax.Array, bias: jax.Array
+) -> tuple[jax.Array]:
+    axes = ((1,), (1 if turned else 0,)), ((), ())
+    y = jax.lax.dot_general(x, weights.astype(jnp.float32), axes)
+    y = y * scale[None] if scale.size else y
+    return (y + bias[None] if bias.size else y,)

@@ -1,0 +1,224 @@
+// Products of few rows with a matrix of weights, which is read once, in the layout in which it lies.
+//
+// y = x W and y = x W^T. The work is cut by sizes alone, and what two items add to one result is
+// added in one order: results do not depend on the threads.
+#pragma once
+
+namespace NAMESPACE {
+
+// W weights as float32, and one. GCC 12 takes apart what it widens from a vector of bytes: hence the
+// instructions by name.
+static inline vf weights_at(const float* p) { return load(p); }
+#if LANES == 16
+static inline vf weights_at(const bfloat16* p) {
+  return (vf)((vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
+}
+static inline vf weights_at(const int8_t* p) {
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+#elif LANES == 8 && defined(__x86_64__)
+static inline vf weights_at(const bfloat16* p) {
+  return (vf)((vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
+}
+static inline vf weights_at(const int8_t* p) {
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+#else
+static inline vf weights_at(const bfloat16* p) {
+  vu bits;
+  for (int i = 0; i < W; i++) bits[i] = p[i].bits;
+  return (vf)(bits << 16);
+}
+static inline vf weights_at(const int8_t* p) {
+  vi whole;
+  for (int i = 0; i < W; i++) whole[i] = p[i];
+  return __builtin_convertvector(whole, vf);
+}
+#endif
+static inline float weight_at(const float* p) { return *p; }
+static inline float weight_at(const bfloat16* p) { return widened(*p); }
+static inline float weight_at(const int8_t* p) { return *p; }
+
+constexpr int DEPTH = 8;  // rows of weights that are read side by side
+
+// Add x[M][R] W[R][width] to y[M][width], U registers of outputs at a time: each number of x is
+// then read for U products.
+template <class T, int M, int R, int U>
+static inline int64_t add_columns(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t j,
+                                  int64_t width, float* y, int64_t ldy) {
+  for (; j + U * W <= width; j += U * W) {
+    vf sum[M][U];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+      for (int u = 0; u < U; u++) sum[m][u] = load(y + m * ldy + j + u * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      vf weights[U];
+#pragma GCC unroll 4
+      for (int u = 0; u < U; u++) weights[u] = weights_at(w + r * ldw + j + u * W);
+      // what is read R rows on: rows are too short for the processor to foresee it
+      __builtin_prefetch(w + (r + R) * ldw + j);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) {
+        const vf factor = all(x[m * ldx + r]);
+#pragma GCC unroll 4
+        for (int u = 0; u < U; u++) sum[m][u] += weights[u] * factor;
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+      for (int u = 0; u < U; u++) store(y + m * ldy + j + u * W, sum[m][u]);
+  }
+  return j;
+}
+
+template <class T, int M, int R>
+static void add_rows(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t width, float* y,
+                     int64_t ldy) {
+  constexpr int U = LANES == 16 || M < 8 ? 2 : 1;
+  int64_t j = add_columns<T, M, R, U>(x, ldx, w, ldw, 0, width, y, ldy);
+  if constexpr (U > 1) j = add_columns<T, M, R, 1>(x, ldx, w, ldw, j, width, y, ldy);
+  for (; j < width; j++)
+    for (int m = 0; m < M; m++)
+      for (int r = 0; r < R; r++) y[m * ldy + j] += weight_at(w + r * ldw + j) * x[m * ldx + r];
+}
+
+template <class T, int R, int M = 8>
+static inline void add_rows_of(int64_t rows, const float* x, int64_t ldx, const T* w, int64_t ldw,
+                               int64_t width, float* y, int64_t ldy) {
+  for (; rows >= M; rows -= M, x += M * ldx, y += M * ldy)
+    add_rows<T, M, R>(x, ldx, w, ldw, width, y, ldy);
+  if constexpr (M > 1) {
+    if (rows) add_rows_of<T, R, M / 2>(rows, x, ldx, w, ldw, width, y, ldy);
+  }
+}
+
+// y[M][R] = x[M][depth] (w[R][depth])^T.
+template <class T, int M, int R>
+static void dot_rows(const float* x, int64_t depth, const T* w, float* y, int64_t ldy) {
+  vf sums[M][R];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) sums[m][r] = vf{};
+  int64_t k = 0;
+  for (; k + W <= depth; k += W) {
+    vf weights[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      weights[r] = weights_at(w + r * depth + k);
+      __builtin_prefetch(w + (r + R) * depth + k);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      const vf row = load(x + m * depth + k);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) sums[m][r] += weights[r] * row;
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int r = 0; r < R; r++) {
+      float total = sum(sums[m][r]);
+      for (int64_t at = k; at < depth; at++)
+        total += weight_at(w + r * depth + at) * x[m * depth + at];
+      y[m * ldy + r] = total;
+    }
+}
+
+template <class T, int R, int M = 8>
+static inline void dot_rows_of(int64_t rows, const float* x, int64_t depth, const T* w, float* y,
+                               int64_t ldy) {
+  for (; rows >= M; rows -= M, x += M * depth, y += M * ldy)
+    dot_rows<T, M, R>(x, depth, w, y, ldy);
+  if constexpr (M > 1) {
+    if (rows) dot_rows_of<T, R, M / 2>(rows, x, depth, w, y, ldy);
+  }
+}
+
+constexpr int64_t ITEM = 128 << 10;   // bytes of weights that are worth an item
+constexpr int64_t MOST_ITEMS = 32;
+constexpr int64_t SUMS = 16 << 10;    // bytes of sums that stay in a core's first cache
+constexpr int64_t NARROWEST = 256;    // outputs of an item
+
+static inline int64_t parts_of(int64_t n, int64_t part) { return (n + part - 1) / part; }
+
+// y = scale x W + bias: items are some inputs by some outputs.
+template <class T>
+static void product_of(const Product& p, const Parallel& parallel) {
+  const int64_t rows = p.rows, inputs = p.inputs, outputs = p.outputs;
+  const int64_t bytes = inputs * outputs * (int64_t)sizeof(T);
+  const int64_t wanted = std::max<int64_t>(1, std::min(MOST_ITEMS, bytes / ITEM));
+  // sums of parts are written and read: they must be few beside the weights
+  const int64_t most_parts = std::max<int64_t>(1, inputs * (int64_t)sizeof(T) / (rows * 32));
+  int64_t columns = parts_of(4 * rows * outputs, SUMS);
+  int64_t parts = std::min(most_parts, parts_of(wanted, columns));
+  while (columns * parts < wanted && outputs / (2 * columns) >= NARROWEST) columns *= 2;
+  const int64_t width = round_up(parts_of(outputs, columns), 64);
+  columns = parts_of(outputs, width);
+  const int64_t depth = round_up(parts_of(inputs, parts), DEPTH);
+  parts = parts_of(inputs, depth);
+  const int64_t padded = columns * width;
+  Scratch sums(parts * rows * padded);
+  parallel(parts * columns, [&](int64_t item) {
+    const int64_t part = item / columns, o = item % columns * width;
+    const int64_t count = std::min(width, outputs - o);
+    float* to = sums.data + part * rows * padded + o;
+    for (int64_t m = 0; m < rows; m++) std::fill(to + m * padded, to + m * padded + count, 0.0f);
+    const int64_t end = std::min(inputs, (part + 1) * depth);
+    int64_t k = part * depth;
+    const T* w = (const T*)p.weights + o;
+    for (; k + DEPTH <= end; k += DEPTH)
+      add_rows_of<T, DEPTH>(rows, p.x + k, inputs, w + k * outputs, outputs, count, to, padded);
+    for (; k < end; k++)
+      add_rows_of<T, 1>(rows, p.x + k, inputs, w + k * outputs, outputs, count, to, padded);
+  });
+  for (int64_t m = 0; m < rows; m++) {
+    float *from = sums.data + m * padded, *y = p.y + m * outputs;
+    for (int64_t part = 1; part < parts; part++) {
+      const float* more = from + part * rows * padded;
+      for (int64_t o = 0; o < outputs; o++) from[o] += more[o];
+    }
+    for (int64_t o = 0; o < outputs; o++)
+      y[o] = from[o] * (p.scale ? p.scale[o] : 1.0f) + (p.bias ? p.bias[o] : 0.0f);
+  }
+}
+
+// y = scale x W^T + bias, W [outputs][inputs]: items are some outputs.
+template <class T>
+static void turned_product_of(const Product& p, const Parallel& parallel) {
+  constexpr int R = 4;
+  const int64_t row = p.inputs * (int64_t)sizeof(T);
+  const int64_t width = round_up(std::max<int64_t>(1, ITEM / std::max<int64_t>(1, row)), R);
+  parallel(parts_of(p.outputs, width), [&](int64_t item) {
+    const int64_t begin = item * width, end = std::min(p.outputs, begin + width);
+    const T* w = (const T*)p.weights;
+    int64_t o = begin;
+    for (; o + R <= end; o += R)
+      dot_rows_of<T, R, LANES == 16 ? 4 : 2>(p.rows, p.x, p.inputs, w + o * p.inputs, p.y + o,
+                                             p.outputs);
+    for (; o < end; o++)
+      dot_rows_of<T, 1>(p.rows, p.x, p.inputs, w + o * p.inputs, p.y + o, p.outputs);
+    for (int64_t m = 0; m < p.rows; m++)
+      for (int64_t i = begin; i < end; i++) {
+        float& y = p.y[m * p.outputs + i];
+        y = y * (p.scale ? p.scale[i] : 1.0f) + (p.bias ? p.bias[i] : 0.0f);
+      }
+  });
+}
+
+template <class T>
+static void product_as(const Product& p, const Parallel& parallel) {
+  p.turned ? turned_product_of<T>(p, parallel) : product_of<T>(p, parallel);
+}
+
+static void product(const Product& p, const Parallel& parallel) {
+  switch (p.dtype) {
+    case Weights::float32: return product_as<float>(p, parallel);
+    case Weights::bfloat16: return product_as<bfloat16>(p, parallel);
+    case Weights::int8: return product_as<int8_t>(p, parallel);
+  }
+}
+
+}  // namespace NAMESPACE
