@@ -678,6 +678,9 @@ def test_every_way_of_decoding_writes_texts(capsys, trained, tmp_path):
     greedy = written(capsys, *base, "--temperature", "0")
     assert written(capsys, *base, "--temperature", "0", "--lookup", "3") == greedy
     assert written(capsys, *base, "--temperature", "0", "--cache-dtype", "int8") == greedy
+    for kind in ("bf16", "int8", "int4"):  # other numbers, so perhaps other letters
+        held = written(capsys, *base, "--temperature", "0", "--weights", kind)
+        assert len(held) == len(greedy)
     two = written(capsys, *base, "--temperature", "0", "--samples", "2")
     assert two == f"--- 1\n{greedy}--- 2\n{greedy}"
     (tmp_path / "prompts").write_text("to\n\nor\nto\n")
@@ -751,6 +754,7 @@ def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_pa
         ("--prompts /nonexistent", "/nonexistent", 1),
         ("--prompts - --samples 2", "samples and prompts: give one of them", 2),
         ("--cache-dtype int4", "--cache-dtype: invalid choice: 'int4'", 2),
+        ("--weights int3", "--weights: invalid choice: 'int3'", 2),
     ],
 )
 def test_a_bad_wish_is_one_line(capsys, trained, argv, message, status):

@@ -13,7 +13,7 @@ from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_params
 from transformer_jax.models.lora import apply_lora, init_lora, with_adapters
-from transformer_jax.models.quantized import QuantizedKernel, quantize
+from transformer_jax.models.quantized import QuantizedKernel, QuantizedTable, quantize
 from transformer_jax.models.stack import stack_layers, unstack_layers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -30,7 +30,7 @@ TOKENS = jnp.array(np.random.default_rng(5).integers(0, 23, (3, 11)), jnp.int32)
 
 
 def is_quantized(x):
-    return isinstance(x, QuantizedKernel)
+    return isinstance(x, QuantizedKernel | QuantizedTable)
 
 
 def plain(params):
@@ -100,6 +100,25 @@ def test_a_model_computes_what_its_numbers_say(model, scan, kind):
         logits(key, plain(params), key=jax.random.key(1)),
         1e-5,
     )
+
+
+@pytest.mark.parametrize(("model", "tables"), [("decoder", 1), ("untied", 2)])
+def test_embeddings_in_8_bits_are_looked_up_and_multiplied_as_their_numbers(model, tables):
+    config = MODELS["decoder"]
+    if model == "untied":
+        config = dataclasses.replace(config, tie_embeddings=False, logit_bias=True)
+    given = init_params(config, jax.random.key(0))
+    params = quantize(given, "int8", embeddings=True)
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    assert sum(isinstance(x, QuantizedTable) for x in leaves) == tables
+    for name in ("tokens", "output")[:tables]:
+        table, exact = params["embed"][name], np.asarray(given["embed"][name], np.float64)
+        error = np.abs(np.asarray(table.astype(jnp.float32), np.float64) - exact)
+        assert (error.max(axis=1) <= np.abs(exact).max(axis=1) / 254 * (1 + 1e-6)).all()
+        assert error.max() > 0
+    assert_near(logits(config, params), logits(config, plain(params)), 1e-5)
+    beyond = build(config).apply({"params": params}, jnp.array([[1, 23]]))[0]
+    assert np.isnan(beyond[:, 1]).all() and np.isfinite(beyond[:, 0]).all()
 
 
 def test_stacked_and_unstacked_kernels_are_the_same():

@@ -52,15 +52,17 @@ def _write(arguments: argparse.Namespace) -> None:
     if arguments.tokens is not None and arguments.tokens < 1:
         raise ConfigError(f"tokens is {arguments.tokens}: must be positive")
     _one_way(arguments)
-    from transformer_jax.text import completion
-    from transformer_jax.text.text_model import load_text_model
+    from transformer_jax.text import completion, text_model
 
     sampler = _sampler(arguments)
     stop = completion.check_stop_strings(arguments.stop or ())
     if arguments.run is not None:
         model = load_run("generate", arguments.run, arguments.checkpoint)
     else:
-        model = load_text_model(arguments.model, dtype=arguments.dtype, max_len=arguments.max_len)
+        given = arguments.dtype, arguments.max_len
+        model = text_model.load_text_model(arguments.model, dtype=given[0], max_len=given[1])
+    if arguments.weights is not None:
+        model = text_model.with_weights_held(model, arguments.weights)
     with contextlib.suppress(AttributeError):  # a replaced stdout may have no such method
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if model.run is not None and not isinstance(model.run.task, LanguageTask):
@@ -465,6 +467,10 @@ def _parser() -> Parser:
     add(
         "--dtype", choices=("float32", "bfloat16", "float16"),
         help="of --model: what its parameters become; default: what they are",
+    )  # fmt: skip
+    add(
+        "--weights", choices=("bf16", "int8", "int4"),
+        help="what they are held in while it computes in its own dtype; int8 a quarter of float32",
     )  # fmt: skip
     add("--max-len", type=int, metavar="N", help="of --model: another longest text than its own")
     add("--seed", type=int, metavar="N", help="all randomness follows from it; default: 0")

@@ -20,6 +20,7 @@ from transformer_jax.config.tasks import LanguageTask
 from transformer_jax.decoding.logit_processors import Ban, BanSequences, HistoryProcessor
 from transformer_jax.models.factory import init_params, merged
 from transformer_jax.models.lora import merged_parts, trained_part
+from transformer_jax.models.quantized import Kind, quantize
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import (
     CONFIG,
@@ -241,6 +242,17 @@ def with_parameters_in(model: TextModel, dtype: DType) -> TextModel:
         raise ConfigError(f"dtype is {dtype!r}: a {type(model.config).__name__} has float32 alone")
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), model.params)
     return replace(model, params=params, config=replace(model.config, dtype=dtype))
+
+
+def with_weights_held(model: TextModel, kind: Kind) -> TextModel:
+    """Return the model with its weights in fewer bits; it computes in the dtype that it has.
+
+    In "int8" and "int4" kernels are `quantize`d, and embeddings and the output matrix held in 8
+    bits. ConfigError for a model that is not a transformer.
+    """
+    if not isinstance(model.config, ModelConfig):
+        raise ConfigError(f"weights is {kind!r}: a {type(model.config).__name__} has float32 alone")
+    return replace(model, params=quantize(model.params, kind, embeddings=True))
 
 
 def _within(ids: tuple[int, ...], config: AnyModelConfig) -> tuple[int, ...]:

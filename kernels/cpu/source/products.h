@@ -39,6 +39,8 @@ static inline float weight_at(const float* p) { return *p; }
 static inline float weight_at(const bfloat16* p) { return widened(*p); }
 static inline float weight_at(const int8_t* p) { return *p; }
 
+constexpr int LINE = 64;  // bytes of a cache's line
+constexpr int PREFETCH = 256;  // bytes that are fetched ahead of a row's weights
 constexpr int DEPTH = 8;  // rows of weights that are read side by side
 
 // Add x[M][R] W[R][width] to y[M][width], U registers of outputs at a time: each number of x is
@@ -47,6 +49,9 @@ template <class T, int M, int R, int U>
 static inline int64_t add_columns(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t j,
                                   int64_t width, float* y, int64_t ldy) {
   for (; j + U * W <= width; j += U * W) {
+    // Rows are too short for the processor to foresee what follows: R rows on, from a row's end.
+    constexpr int64_t AHEAD = PREFETCH / (int64_t)sizeof(T);
+    const T* next = w + j + (j + AHEAD < width ? AHEAD : AHEAD - width + R * ldw);
     vf sum[M][U];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
@@ -57,8 +62,9 @@ static inline int64_t add_columns(const float* x, int64_t ldx, const T* w, int64
       vf weights[U];
 #pragma GCC unroll 4
       for (int u = 0; u < U; u++) weights[u] = weights_at(w + r * ldw + j + u * W);
-      // what is read R rows on: rows are too short for the processor to foresee it
-      __builtin_prefetch(w + (r + R) * ldw + j);
+#pragma GCC unroll 4
+      for (int at = 0; at < U * W * (int)sizeof(T); at += LINE)
+        __builtin_prefetch((const char*)(next + r * ldw) + at);
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
         const vf factor = all(x[m * ldx + r]);
@@ -77,7 +83,7 @@ static inline int64_t add_columns(const float* x, int64_t ldx, const T* w, int64
 template <class T, int M, int R>
 static void add_rows(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t width, float* y,
                      int64_t ldy) {
-  constexpr int U = LANES == 16 || M < 8 ? 2 : 1;
+  constexpr int U = M < 4 ? 4 : LANES == 16 || M < 8 ? 2 : 1;
   int64_t j = add_columns<T, M, R, U>(x, ldx, w, ldw, 0, width, y, ldy);
   if constexpr (U > 1) j = add_columns<T, M, R, 1>(x, ldx, w, ldw, j, width, y, ldy);
   for (; j < width; j++)

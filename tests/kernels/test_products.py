@@ -1,0 +1,98 @@
+"""Products of few rows with weights in 32, 16 and 8 bits on a CPU, beside float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
+from transformer_jax.kernels import cpu
+from transformer_jax.kernels.cpu import products
+from transformer_jax.models.functional import against, project
+
+NATIVE = not isinstance(cpu.library(), str)
+needs_kernels = pytest.mark.skipif(not NATIVE, reason=f"no kernels: {cpu.library()}")
+SIZES = [(1, 1), (3, 7), (31, 64), (67, 131), (257, 769), (1031, 300)]
+"""Inputs and outputs: below a vector, around 32 and 64, and of several items."""
+
+
+def weights_of(rng, dtype, *shape):
+    """Draw weights; return them as they are held and as exact numbers."""
+    if dtype == "int8":
+        held = jnp.array(rng.integers(-127, 128, shape), jnp.int8)
+    else:
+        held = jnp.array(rng.normal(size=shape), dtype)
+    return held, np.asarray(held.astype(jnp.float32), np.float64)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", products.DTYPES)
+def test_a_product_is_within_rounding_of_float64(rng, dtype, turned):
+    for inputs, outputs in SIZES:
+        shape = (outputs, inputs) if turned else (inputs, outputs)
+        held, exact = weights_of(rng, dtype, *shape)
+        scale, bias = rng.lognormal(size=outputs), rng.normal(size=outputs)
+        for rows in (1, 2, 3, 7, 8, 16):
+            x = rng.normal(size=(rows, inputs)).astype(np.float32)
+            wanted = x.astype(np.float64) @ (exact.T if turned else exact)
+            size = np.abs(x).astype(np.float64) @ np.abs(exact.T if turned else exact)
+            arrays = jnp.array(x), held
+            found = products.product(*arrays, turned=turned)
+            assert (np.abs(found - wanted) <= FORWARD_F32 * size + 1e-30).all()
+            more = dict(scale=jnp.array(scale, jnp.float32), bias=jnp.array(bias, jnp.float32))
+            found = products.product(*arrays, turned=turned, **more)
+            limit = FORWARD_F32 * (size * scale + np.abs(bias))
+            assert (np.abs(found - (wanted * scale + bias)) <= limit).all()
+
+
+@needs_kernels
+def test_few_rows_are_multiplied_by_the_kernel_and_many_are_not(rng):
+    kernel = jnp.array(rng.normal(size=(256, 96)), jnp.float32)
+
+    def program(rows, weights=kernel, dtype=jnp.float32):
+        x = jnp.zeros((rows, 256), dtype)
+        return jax.jit(lambda x: project(x, weights)).lower(x).as_text()
+
+    assert "weight_product" in program(1) and "weight_product" in program(16)
+    assert "weight_product" not in program(17)
+    assert "weight_product" not in program(1, kernel[:, :8])  # too few weights
+    assert "weight_product" not in program(1, kernel.astype(jnp.float16))
+    table = jax.jit(lambda x: against(x, kernel.T, None)).lower(jnp.zeros((2, 3, 256)))
+    assert "weight_product" in table.as_text()
+
+
+@needs_kernels
+def test_an_exported_product_has_no_call_of_the_kernel_and_the_same_numbers(rng):
+    kernel = jnp.array(rng.normal(size=(256, 96)), jnp.bfloat16)
+    x = jnp.array(rng.normal(size=(2, 256)), jnp.float32)
+    function = jax.jit(lambda x: project(x, kernel))
+    again = export.deserialize(export.export(function)(x).serialize())
+    assert_near(again.call(x), function(x), FORWARD_F32)
+    export.export(function, platforms=["tpu"])(x)
+
+
+def test_a_product_of_few_rows_has_derivatives_and_maps_over_rows(rng):
+    kernel = jnp.array(rng.normal(size=(256, 96)), jnp.float32)
+    x, g = (jnp.array(rng.normal(size=(3, n)), jnp.float32) for n in (256, 96))
+    exact = [np.asarray(a, np.float64) for a in (x, kernel, g)]
+    y, pull = jax.vjp(lambda x, kernel: project(x, kernel), x, kernel)
+    dx, dkernel = pull(g)
+    assert_near(y, exact[0] @ exact[1], FORWARD_F32)
+    assert_near(dx, exact[2] @ exact[1].T, FORWARD_F32)
+    assert_near(dkernel, exact[0].T @ exact[2], FORWARD_F32)
+    _, tangent = jax.jvp(lambda x: project(x, kernel), (x,), (x,))
+    assert_near(tangent, exact[0] @ exact[1], FORWARD_F32)
+    assert_near(jax.vmap(lambda x: project(x, kernel))(x), exact[0] @ exact[1], FORWARD_F32)
+    kernels = jnp.stack([kernel, 2 * kernel, -kernel])
+    found = jax.vmap(lambda x, kernel: project(x[None], kernel)[0])(x, kernels)
+    assert_near(found, exact[0] @ exact[1] * [[1], [2], [-1]], FORWARD_F32)
+
+
+@needs_kernels
+def test_sums_do_not_depend_on_who_computes_a_part(rng):
+    kernel = jnp.array(rng.normal(size=(3072, 768)), jnp.float32)
+    x = jnp.array(rng.normal(size=(1, 3072)), jnp.float32)
+    first = products.product(x, kernel)
+    for _ in range(20):
+        assert_same_bits(products.product(x, kernel), first)
