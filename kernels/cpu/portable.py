@@ -153,7 +153,8 @@ def backward_bias(
 def _visits(lists: TileLists) -> jax.Array:  # bool[rows, columns]
     """Return which tiles any head of any row visits."""
     rows, columns = lists.order.shape[2:]
-    visited = jnp.arange(columns, dtype=jnp.int32) < lists.seen[..., None]
+    steps = jnp.arange(columns, dtype=jnp.int32)[None, None, None]
+    visited = steps < lists.seen[..., None]
     leads = -1, rows, columns
     order, visited = lists.order.reshape(leads), visited.reshape(leads)
     at = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
@@ -287,7 +288,7 @@ class _Tiles:
         """Return scores, -inf where not visible; what is visible; and tanh, where capped."""
         problem, operands = self.problem, self.operands
         at_q, at_k = self.indices(i, j)
-        seen = ((at_q < self.T)[:, None] & (at_k < self.S))[None, None]
+        seen = (at_q < self.T)[None, None, :, None] & (at_k < self.S)[None, None, None]
         if problem.visible is not None:
             of_q, of_k = self.vectors(i, j)
             pairs = () if operands.pairs is None else (self.pairs(operands.pairs, i, j),)
@@ -309,7 +310,7 @@ class _Tiles:
         rate = self.problem.dropout_rate
         a, b = self.operands.dropout[..., None, None]
         q, k = (x.astype(jnp.uint32) for x in self.indices(i, j))
-        kept = keep(a, b, q[:, None], k, rate)
+        kept = keep(a, b, q[None, None, :, None], k[None, None, None], rate)
         return jnp.where(kept, jnp.float32(0 if rate == 1 else 1 / (1 - rate)), jnp.float32(0))
 
     def gradients(
