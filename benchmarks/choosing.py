@@ -19,9 +19,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
-
-import jax
 
 from benchmarks import contenders, timing
 from benchmarks.peers import Absent

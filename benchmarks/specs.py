@@ -293,12 +293,14 @@ def _choosing() -> list[AttentionCase]:
     }  # fmt: skip
     for label, rest in masked.items():
         for length in (32, 512):
-            cases.append(_case(f"mask-{label}-b2n8-h64-s{length}", 2, length, 8, 64, "mask", **rest))
+            cases.append(
+                _case(f"mask-{label}-b2n8-h64-s{length}", 2, length, 8, 64, "mask", **rest)
+            )
     for length in (512, 4096):
         name = f"mask-window-b1n4-h64-s{length}"
         cases.append(_case(name, 1, length, 4, 64, "mask", causal=True, window=128))
     for queries, (batch, heads, kv_heads, head_dim), length in itertools.product(
-        (1, 4, 16), ((1, 12, 12, 64), (8, 12, 12, 64), (1, 32, 8, 128)), (32, 128, 512, 2048)
+        (1, 4, 16, 32), ((1, 12, 12, 64), (8, 12, 12, 64), (1, 32, 8, 128)), (32, 128, 512, 2048)
     ):
         cases.append(AttentionCase(
             name=f"decode-t{queries}-b{batch}n{heads}k{kv_heads}-h{head_dim}-s{length}",

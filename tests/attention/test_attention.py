@@ -349,12 +349,37 @@ def test_a_step_of_decoding_copies_no_cache():
 
 @pytest.mark.parametrize(
     ("queries", "keys", "best"),
-    [(1, 63, "xla"), (1, 64, "blockwise"), (8, 128, "blockwise"), (9, 128, "xla")],
-)
-def test_on_a_cpu_a_few_queries_over_many_keys_take_tiles(queries, keys, best):
+    [
+        (1, 31, "xla"), (1, 32, "blockwise"), (2, 63, "xla"), (8, 128, "blockwise"), (16, 64, "blockwise"),
+        (17, 64, "xla"), (63, 65, "xla"), (64, 64, "native"), (17, 300, "native"),
+    ],
+)  # fmt: skip
+def test_on_a_cpu_the_size_decides(queries, keys, best):
     if jax.default_backend() != "cpu":
         pytest.skip("this machine has an accelerator")
-    assert explain(draw(4, queries=queries, keys=keys)).chosen == best
+    explained = explain(draw(4, queries=queries, keys=keys))
+    if best == "native" and explained["native"] is not None:
+        best = "xla"  # the kernels were not compiled
+    assert explained.chosen == best
+
+
+def test_what_the_compiled_kernels_refuse_goes_to_another():
+    if jax.default_backend() != "cpu":
+        pytest.skip("this machine has an accelerator")
+    with jax.enable_x64(True):
+        arrays = {name: x.astype("float64") for name, x in draw(4, queries=99, keys=99).items()}
+        assert explain(arrays).chosen == "xla" and call(arrays).dtype == jnp.float64
+    mask = Predicate(lambda q, k: jnp.sin(q) < k)
+    assert explain(draw(4, queries=130, keys=130), mask=mask).chosen == "blockwise"
+
+
+def test_on_a_cpu_many_short_heads_take_the_compiled_kernels():
+    """Of 32 tokens: a gradient of few heads is slower for the threads that are woken."""
+    if jax.default_backend() != "cpu" or isinstance(cpu.library(), str):
+        pytest.skip("the kernels were not compiled, or this machine has an accelerator")
+    few, many = (draw(4, batch=n, queries=32, keys=32, heads=12, dim=64, value_dim=64)
+                 for n in (2, 4))  # fmt: skip
+    assert (explain(few).chosen, explain(many).chosen) == ("xla", "native")
 
 
 def call(arrays, **settings):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.tree_util import Partial
 
-from benchmarks import attention, contenders, goals, specs, timing
+from benchmarks import attention, choosing, contenders, goals, specs, timing
 from benchmarks.peers import Absent
 from tests.support import oracle
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
@@ -684,3 +684,30 @@ def test_a_learned_bias_and_sinks_are_differentiated():
     assert [x.shape for x in results[1:]] == [x.shape for x in inputs]
     assert results[4].shape == (1, case.heads, 5, 5) and results[5].shape == (case.heads,)
     assert all(float(jnp.abs(x).max()) > 1e-3 for x in results)
+
+
+def test_a_choice_is_too_slow_where_the_median_and_three_quarters_of_the_rounds_say_so(capsys):
+    """Of a call of 8 tokens, for which "xla" is chosen."""
+    best = [1.0, 1.0, 1.0, 1.0, 1.0]
+    rounds = {
+        "slow": [1.04, 1.05, 1.2, 1.04, 0.9],
+        "near": [1.02, 1.02, 1.5, 1.02, 1.02],
+        "noise": [1.3, 0.8, 1.2, 0.9, 1.1],
+    }
+    name = "short-b1n4-h64-s8 forward"
+    found = {
+        label: choosing.check({name: {"xla": taken, "blockwise": best}})
+        for label, taken in rounds.items()
+    }
+    assert found == {"slow": [name], "near": [], "noise": []}
+    assert choosing.check({name: {"native": best}}) == [name]
+    assert "xla was not measured" in capsys.readouterr().out
+
+
+def test_a_table_of_choices_is_measured_in_pieces(tmp_path):
+    path, names = tmp_path / "choosing.json", ["short-b1n4-h64-s8", "short-b1n4-h64-s16"]
+    for name in names:
+        assert choosing.main(["--only", name, "--out", str(path), "--seconds", "0.01"]) == 0
+    rows = json.loads(path.read_text())["results"]
+    assert [*rows] == [f"{name} {x}" for name in names for x in ("forward", "forward+backward")]
+    assert all({"xla", "blockwise"} <= row.keys() for row in rows.values())

@@ -31,7 +31,6 @@ from transformer_jax.attention.arguments import (
 )
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.blockwise.core import Blockwise
-from transformer_jax.attention.blockwise.tiles import FEW_QUERIES
 from transformer_jax.attention.cudnn import Cudnn
 from transformer_jax.attention.fused import Native, Pallas
 from transformer_jax.attention.masks import Mask
@@ -157,7 +156,7 @@ def dot_product_attention(
 
     `implementation` is "xla" (materialises the scores, any option, forward mode too), "blockwise"
     (memory O(T + S); the gradient, but neither forward mode nor a gradient of the gradient),
-    "native" (the same, compiled C++, on a CPU), "pallas" (the same, fused, on a TPU or an NVIDIA
+    "native" (compiled C++ on a CPU; O(T + S), the gradient, and derivatives of it), "pallas" (the same, fused, on a TPU or an NVIDIA
     Hopper GPU), "pallas_unordered" (on Hopper: a single-pass backward, nondeterministic in its last
     bits), "cudnn", None for the best that runs here, or a sequence that is tried in order. A named
     one runs or raises NotImplementedError with the reason.
@@ -288,24 +287,34 @@ def _candidates(implementation: str | Sequence[str] | None, call: AttentionCall)
 def _best_first(call: AttentionCall) -> list[str]:
     """Put fused ones first where they may run, then decide by size.
 
-    Our kernels come first only on chips where they were measured to be the fastest. On a CPU,
-    `benchmarks/choosing.py` measures: the compiled kernels are the fastest but for heads of few
-    scores, which they are slower to begin with than one product is, and for a few queries over a
-    cache of keys, which are fastest in tiles that end where it is filled. Without the kernels, one
-    product is fastest while scores, keys and values fit the cache. On an accelerator the scores may
-    take a gibibyte.
+    Our kernels come first only on chips where they were measured to be the fastest. On an
+    accelerator the scores may take a gibibyte; on a CPU see `_best_first_on_cpu`.
     """
     B, T, N, S = call.sizes
     fused = ["pallas", "cudnn"] if _pallas_is_fastest() else ["cudnn"]
     if platform() == "cpu":
-        size = 4 * (B * T * N * S + call.key.size + call.value.size)
-        few_queries = T <= FEW_QUERIES and S >= 64
-        small = T * S < 128 * 128 and size <= 2**23 and not few_queries
-        if T * S >= 96 * 96 and not few_queries:
-            fused.append("native")
-    else:
-        small = 4 * B * T * N * S <= 2**30
+        return [*fused, *_best_first_on_cpu(call)]
+    small = 4 * B * T * N * S <= 2**30
     return [*fused, "xla", "blockwise"] if small else [*fused, "blockwise", "xla"]
+
+
+def _best_first_on_cpu(call: AttentionCall) -> list[str]:
+    """Decide by size, as fitted to benchmarks/results/choosing.json by benchmarks/choosing.py.
+
+    The compiled kernels lay out all keys and values before they multiply, and wake threads. A few
+    queries over many keys do not pay for the first, which tiles of XLA do not do; heads of few
+    scores do not pay for the second, in the gradient. Without the kernels a head of few scores is
+    faster in one product than in tiles, while scores, keys and values fit the cache.
+    """
+    B, T, N, S = call.sizes
+    rows = T * N // call.key.shape[2]  # that read a key
+    few_queries = T <= 16 and rows <= 32 and S >= (32 if T == 1 else 64)
+    size = 4 * (B * T * N * S + call.key.size + call.value.size)
+    in_cache = T * S < 128 * 128 and size <= 2**23 and not few_queries
+    others = ["xla", "blockwise"] if in_cache else ["blockwise", "xla"]
+    products = B * N * T * S * (call.query.shape[3] + call.value.shape[3])
+    many_scores = T * S >= 64 * 64 or (T * S >= 32 * 32 and products >= 6_000_000)
+    return ["native", *others] if many_scores and not few_queries else others
 
 
 def _pallas_is_fastest() -> bool:
