@@ -27,7 +27,10 @@ NEEDS_XLA = {"handlers", "older"}  # of Python alone: the driver is linked with 
 ADDRESS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 THREAD = "-O1 -g -fsanitize=thread"
 ARM = "aarch64-linux-gnu-g++"
-EMULATED = {"plain": "Nehalem", "avx2": "Haswell"}  # qemu has no AVX-512
+EMULATED = {  # qemu has no AVX-512
+    "plain": "qemu64",
+    "avx2": "qemu64,+ssse3,+sse4.1,+sse4.2,+avx,+avx2,+fma,+f16c,+movbe,+bmi1,+bmi2,+xsave",
+}
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",

@@ -1,0 +1,17 @@
+"""Random calls of the kernels of a CPU; `python -m tests.kernels.fuzz_native` makes thousands."""
+
+import pytest
+
+from tests.kernels.fuzz_native import fuzz
+from transformer_jax.kernels import cpu
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.skipif(isinstance(cpu.library(), str), reason=f"no kernels: {cpu.library()}"),
+]
+
+
+def test_random_calls_and_their_gradients_are_within_rounding_of_float64():
+    options, worst, failed = fuzz(60, seed=7, of_a_program=10)
+    assert not failed, "\n".join(failed)
+    assert len(options) > 15 and 0 < worst <= 1
