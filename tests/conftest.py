@@ -5,6 +5,7 @@ import os
 import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["TRANSFORMER_JAX_CACHE"] = "0"  # commands of tests compile their own programs
 if sys.version_info >= (3, 12):  # jax 0.12, whose interpreter of Mosaic GPU holds one of XLA's
     os.environ.setdefault("PJRT_NPROC", "8")  # threads for each warpgroup: two cores are too few
 

@@ -32,7 +32,7 @@ def keep_programs(environment: Mapping[str, str] = os.environ) -> None:
     A folder that the user has given JAX stays the one, with all that the user has said of it.
     Where the folder cannot be used, a line on stderr says so, and programs are compiled as ever.
     """
-    config = jax.config
+    config: Any = jax.config  # whose settings have no annotations
     if environment.get(SWITCH) == "0" or not config.jax_enable_compilation_cache:
         return
     if config.jax_compilation_cache_dir is not None:

@@ -49,7 +49,7 @@ def draw(traced: ClosedJaxpr, key: jax.Array) -> list[jax.Array]:
     for part, arguments, places in _parts(traced, key):
         results = _quickly(part, arguments) if quick else None
         if results is None:
-            results = _program(part)(*jax.device_put(arguments))
+            results = _program(part)(*map(_on_device, arguments))
         found |= zip(places, results, strict=True)
     return [found[place] for place in range(len(found))]
 
@@ -75,9 +75,11 @@ def _parts(traced: ClosedJaxpr, key: jax.Array) -> Iterator[tuple[_Part, list[An
         own = [equations[i] for i in needed]
         inputs = [x for equation in own for x in equation.invars] + outs
         read = list(dict.fromkeys(x for x in inputs if isinstance(x, Var) and x not in makers))
-        names = dict(arg_names=("argument",) * len(read), result_paths=("result",) * len(outs))
-        part = Jaxpr([], read, outs, own, debug_info=jaxpr.debug_info._replace(**names))
-        text = f"{jax.config.jax_threefry_partitionable} {part}"
+        info = jaxpr.debug_info._replace(
+            arg_names=("argument",) * len(read), result_paths=("result",) * len(outs)
+        )
+        part = Jaxpr([], read, outs, own, debug_info=info)
+        text = f"{_counts_numbers()} {part}"
         yield _Part(text, ClosedJaxpr(part, [])), [values[x] for x in read], places
 
 
@@ -89,7 +91,7 @@ def _with_number_as_argument(equation: JaxprEqn, values: dict[Var, Any]) -> Jaxp
     if not isinstance(number, Literal):
         return equation
     argument = Var(number.aval)
-    values[argument] = np.asarray(number.val, number.aval.dtype)
+    values[argument] = np.asarray(number.val, np.uint32)
     return equation.replace(invars=[key, argument])
 
 
@@ -105,6 +107,11 @@ def _needed(outs: Sequence[Any], equations: list[JaxprEqn], makers: dict[Var, in
     return sorted(needed)
 
 
+def _on_device(x: jax.Array | np.ndarray) -> jax.Array:
+    """Return an array as it is, where it is; a NumPy array on the usual device."""
+    return x if isinstance(x, jax.Array) else jax.device_put(x)
+
+
 @lru_cache(maxsize=1024)
 def _program(part: _Part) -> Callable[..., list[jax.Array]]:
     return jax.jit(jaxpr_as_fun(part.traced))
@@ -112,11 +119,15 @@ def _program(part: _Part) -> Callable[..., list[jax.Array]]:
 
 def _is_on_cpu(key: jax.Array) -> bool:
     """Return whether results need no place but a CPU, and bits are those of Threefry by index."""
-    where = getattr(key, "committed", True) or {device.platform for device in key.devices()}
-    usual = (
-        str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
-    )
-    return where == {"cpu"} and usual
+    if key.committed or {device.platform for device in key.devices()} != {"cpu"}:
+        return False
+    return str(jax.random.key_impl(key)) == "threefry2x32" and _counts_numbers()
+
+
+def _counts_numbers() -> bool:
+    """Return whether JAX makes random bits of a number's index, and not of pairs of them."""
+    config: Any = jax.config  # whose settings have no annotations
+    return bool(config.jax_threefry_partitionable)
 
 
 def _quickly(part: _Part, arguments: Sequence[Any]) -> list[jax.Array] | None:

@@ -86,7 +86,7 @@ def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
     """
     check_key("key", key)
     init = jax.jit(_init, static_argnums=0)
-    if traced(key):
+    if traced(jax.random.key_data(key)):  # which it is inside a trace, whatever the key is
         return init(config, key)
     found = init.trace(config, key)
     return jax.tree.unflatten(jax.tree.structure(found.out_info), draw(found.jaxpr, key))
