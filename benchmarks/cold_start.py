@@ -3,11 +3,11 @@
     python -m benchmarks.cold_start --quick
     python -m benchmarks.cold_start --out benchmarks/results/cold_start.json
 
-Each sample is a process of its own. Its files are in the page cache; compiled programs are kept only
-for a "second start". Seconds of `import`, `init_params` and the first token are read in that process,
-from its first line or around one call; the first step of train.py is when metrics.jsonl has its line,
-counted from the command. Peers do the same in torch and transformers, eager, which compile nothing;
-contenders take turns. The model of the peers' first step has the sizes of train.py's.
+Each sample is a process of its own. Its files are in the page cache; compiled programs are kept
+only for a "second start". Seconds of `import`, `init_params` and the first token are read in that
+process, from its first line or around one call; the first step of train.py is when metrics.jsonl
+has its line, counted from the command. Peers do the same in torch and transformers, eager, which
+compile nothing; contenders take turns. The peers' first step is of a model of train.py's sizes.
 """
 
 from __future__ import annotations

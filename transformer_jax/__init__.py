@@ -9,8 +9,12 @@ The alphabet, everywhere in this library (it is that of `jax.nn`):
 
 Query head n reads key/value head n // G. Arrays are [B, T, N, H]; masks are functions of positions.
 
-Training imports what it needs (optax and more) from `transformer_jax.training`, not from here.
+Training imports what it needs (optax and more) from `transformer_jax.training`, not from here, and
+what reads and writes published models is imported when it is first asked for.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from transformer_jax import cache
 from transformer_jax.attention.additive import additive_attention, state_attention
@@ -147,19 +151,21 @@ from transformer_jax.models.streaming import (
 )
 from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
 from transformer_jax.models.window import WindowLM
-from transformer_jax.pretrained.g2p import read_g2p
-from transformer_jax.pretrained.load import load_pretrained
-from transformer_jax.pretrained.peft import load_lora, save_lora
-from transformer_jax.pretrained.save import save_pretrained
-from transformer_jax.pretrained.sentences import (
-    SentenceEncoder,
-    load_sentence_encoder,
-    pool_sentences,
-)
-from transformer_jax.pretrained.tensors import tensor_names
-from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
-from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
+
+if TYPE_CHECKING:
+    from transformer_jax.pretrained.g2p import read_g2p
+    from transformer_jax.pretrained.load import load_pretrained
+    from transformer_jax.pretrained.peft import load_lora, save_lora
+    from transformer_jax.pretrained.save import save_pretrained
+    from transformer_jax.pretrained.sentences import (
+        SentenceEncoder,
+        load_sentence_encoder,
+        pool_sentences,
+    )
+    from transformer_jax.pretrained.tensors import tensor_names
+    from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
+    from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 
 __all__ = [
     "PRESETS",
@@ -306,3 +312,25 @@ __all__ = [
     "unstack_layers",
     "with_adapters",
 ]
+
+_LATER = {
+    "PretrainedTokenizer": "tokenizers.pretrained",
+    "SentenceEncoder": "pretrained.sentences",
+    "load_lora": "pretrained.peft",
+    "load_pretrained": "pretrained.load",
+    "load_sentence_encoder": "pretrained.sentences",
+    "load_tokenizer_folder": "tokenizers.hf_files",
+    "pool_sentences": "pretrained.sentences",
+    "read_g2p": "pretrained.g2p",
+    "save_lora": "pretrained.peft",
+    "save_pretrained": "pretrained.save",
+    "tensor_names": "pretrained.tensors",
+}
+"""Names that `import transformer_jax` does without, by module."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name that reads or writes published models when it is first asked for."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
