@@ -19,6 +19,9 @@ COMMANDS = {
 }
 """What each command does; each is a module of `transformer_jax.cli` with a `main`."""
 
+RUN_PROGRAMS = "generate", "evaluate"
+"""The commands that run a model, whose programs are kept for the next time."""
+
 USAGE = "\n".join(
     [
         "usage: python -m transformer_jax COMMAND [--FLAG VALUE ...]",
@@ -37,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in COMMANDS:
-        keep_programs()
+        if argv[0] in RUN_PROGRAMS:
+            keep_programs()
         return importlib.import_module(f"transformer_jax.cli.{argv[0]}").main(argv[1:])
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE)
