@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from benchmarks.peers import Absent, torch_and_device
+from benchmarks.peers import Absent, cores, imported, torch_and_device
 from benchmarks.specs import AttentionCase, Direction
 from transformer_jax import ALiBi, dot_product_attention, explain_attention
 from transformer_jax.attention.api import Explanation
@@ -26,7 +26,7 @@ from transformer_jax.attention.api import Explanation
 OURS = "ours"
 WITHOUT = "ours without softcap and sinks"
 IN_JAX = ("jax.nn", "jax.nn cudnn", "flax", "tokamax", "jax pallas")
-PEERS = (*IN_JAX, "torch", "torch flash", "torch cudnn", "torch flex")
+PEERS = (*IN_JAX, "torch", "torch flash", "torch cudnn", "torch flex", "onnxruntime")
 
 Attend = Callable[..., Any]
 """Of a case's inputs. In JAX a `Partial`, whose arrays are arguments of the program: a large mask
@@ -58,6 +58,8 @@ def builders(
             calls[f"torch {name}"] = partial(_torch_call, case, direction, options, name)
         calls["tokamax"] = jax_call(_tokamax, case, runs="tokamax")
         calls["jax pallas"] = jax_call(_jax_pallas, case, runs="pallas")
+    else:
+        calls["onnxruntime"] = partial(_onnxruntime_call, case, direction, options)
     calls["flax"] = jax_call(_flax, case, runs="xla")
     return calls
 
@@ -364,6 +366,68 @@ def _flex(torch: Any, case: AttentionCase, device: str) -> Attend:
         return (out * share[..., None]).to(out.dtype)
 
     return torch.compile(attend, dynamic=False)
+
+
+# In onnxruntime
+
+
+def _onnxruntime_call(
+    case: AttentionCase, direction: Direction, options: argparse.Namespace
+) -> Callable[[], Any]:
+    """ONNX's own operator Attention (opset 23) on heads first, its flag or a mask as an array."""
+    if direction != "forward":
+        raise Absent("has no gradient")
+    if case.dtype != "float32":
+        raise Absent("computes in float32 on a processor")
+    if case.sinks:
+        raise Absent("no sinks")
+    if case.softcap is not None and case.bias is not None:
+        raise Absent("its softcap is of the scores with their bias")
+    rows = max(map(len, case.ranges()))
+    scores = case.score_bytes() + rows * case.queries * case.keys
+    if scores > options.memory * 2**30:
+        raise Absent(f"materialised scores need {scores / 2**30:.1f} GiB")
+    onnx, runtime = imported("onnx"), imported("onnxruntime")
+    inputs = [np.array(x, np.float32) for x in case.inputs()]
+    feeds = {
+        name: np.ascontiguousarray(x.swapaxes(1, 2))
+        for name, x in zip(("q", "k", "v"), inputs[:3], strict=True)
+    }
+    if case.bias is not None:
+        bias = inputs[3] if case.bias == "dense" else np.array(_alibi(case, "float32"))
+        feeds["mask"] = np.where(case.seen()[:, None], bias, -np.inf).astype(np.float32)
+    elif case.is_dense:
+        feeds["mask"] = case.seen()[:, None]
+    types, helper = onnx.TensorProto, onnx.helper
+    flag = int(case.causal and "mask" not in feeds)
+    node = helper.make_node(
+        "Attention", list(feeds), ["y"], is_causal=flag, softcap=case.softcap or 0.0
+    )
+    given = [
+        helper.make_tensor_value_info(name, types.BOOL if x.dtype == bool else types.FLOAT, x.shape)
+        for name, x in feeds.items()
+    ]
+    shape = case.batch, case.heads, case.queries, case.value_dim
+    graph = helper.make_graph(
+        [node], "attention", given, [helper.make_tensor_value_info("y", types.FLOAT, shape)]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    settings = runtime.SessionOptions()
+    settings.intra_op_num_threads = cores()
+    session = runtime.InferenceSession(
+        model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
+    )
+    return lambda: _HeadsFirst(session.run(None, feeds))
+
+
+@dataclass(frozen=True)
+class _HeadsFirst:
+    """Arrays [B, N, T, H], given as [B, T, N, H] when looked at."""
+
+    arrays: Sequence[np.ndarray]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (x.swapaxes(1, 2) for x in self.arrays)
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ on two cores (`NOTES.md`).
 from __future__ import annotations
 
 import functools
-import importlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from benchmarks.peers import Absent, cores, torch_and_device
+from benchmarks.peers import Absent, cores, imported, torch_and_device
 from benchmarks.specs import DecodeCase
 
 Weights = Literal["f32", "bf16", "int8"]
@@ -104,7 +104,7 @@ def ctranslate2(case: DecodeCase, params: dict[str, Any], weights: Weights) -> P
 
     int8 has a scale for each output, and activations are int8 too, with a scale for each row.
     """
-    library = _imported("ctranslate2")
+    library = imported("ctranslate2")
     supported = library.get_supported_compute_types("cpu")
     if DTYPES[weights] not in supported:
         raise Absent(f"computes in {', '.join(sorted(supported))} on this processor")
@@ -167,14 +167,109 @@ def _fill(decoder: Any, state: dict[str, np.ndarray]) -> None:
 
 
 def llama_cpp(case: DecodeCase, params: dict[str, Any], weights: Weights) -> Peer:
-    raise Absent("TODO")
+    """llama.cpp, of which llama-cpp-python compiles the sources for the processor at hand.
+
+    int8 is Q8_0: a scale in float16 for each 32 weights, and for as many activations. GELU is taken
+    from a table of float16, whatever the weights are held in.
+    """
+    library, gguf = imported("llama_cpp"), imported("gguf")
+    if jax.default_backend() != "cpu":
+        raise Absent("is compiled for a processor only")
+    state = gpt2_state(params, case.model.num_layers)
+    library.llama_log_set(_silence(library), None)
+    library.llama_backend_init()
+    options = library.llama_model_default_params()
+    options.load_mode = library.LLAMA_LOAD_MODE_NONE  # into memory of its own: larger pages
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_gguf(gguf, path, case, state, weights)
+        model = library.llama_model_load_from_file(str(path).encode(), options)
+    if not model:
+        raise AssertionError("llama.cpp does not load the file that was written for it")
+    room = case.batch * case.prompt
+    options = library.llama_context_default_params()
+    options.n_ctx = case.batch * case.capacity
+    options.n_batch = options.n_ubatch = room
+    options.n_seq_max = case.batch
+    options.n_threads = options.n_threads_batch = cores()
+    options.type_k = options.type_v = library.GGML_TYPE_F32
+    options.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    context = library.llama_init_from_model(model, options)
+    if not context:
+        raise AssertionError("llama.cpp makes no context")
+    batch = library.llama_batch_init(room, 0, 1)
+
+    def step(rows: Sequence[Sequence[int]], starts: Sequence[int]) -> np.ndarray:  # f32[B, V]
+        at, ends = 0, []
+        for row, (tokens, start) in enumerate(zip(rows, starts, strict=True)):
+            for i, token in enumerate(tokens):
+                batch.token[at], batch.pos[at] = token, start + i
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
+                batch.logits[at] = i == len(tokens) - 1
+                at += 1
+            ends.append(at - 1)
+        batch.n_tokens = at
+        if library.llama_decode(context, batch) != 0:
+            raise AssertionError("llama.cpp does not decode")
+        found = [library.llama_get_logits_ith(context, end) for end in ends]
+        return np.stack([np.ctypeslib.as_array(x, (case.model.vocab_size,)) for x in found])
+
+    def logits() -> np.ndarray:
+        library.llama_memory_clear(library.llama_get_memory(context), False)
+        return step(prompts(case), [0] * case.batch)
+
+    def generate(new: int) -> np.ndarray:
+        tokens = [logits().argmax(axis=1)]
+        while len(tokens) < new:
+            starts = [length + len(tokens) - 1 for length in case.lengths().tolist()]
+            tokens.append(step(tokens[-1][:, None].tolist(), starts).argmax(axis=1))
+        return np.stack(tokens, axis=1).astype(np.int32)
+
+    each = {"f32": 4.0, "bf16": 2.0, "int8": 34 / 32}[weights]
+    return Peer(generate, logits, token_bytes(state, each, 4))
 
 
-def _imported(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise Absent(f"{error.name} is not installed") from error
+def write_gguf(
+    gguf: Any, path: Path, case: DecodeCase, state: dict[str, np.ndarray], weights: Weights
+) -> None:
+    """Write our weights in llama.cpp's format: matrices as [out, in], vectors in float32."""
+    cfg, kinds = case.model, gguf.GGMLQuantizationType
+    kind = {"f32": kinds.F32, "bf16": kinds.BF16, "int8": kinds.Q8_0}[weights]
+    names = {
+        "transformer.wte": "token_embd", "transformer.wpe": "position_embd",
+        "transformer.ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm",
+        "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up",
+        "mlp.c_proj": "ffn_down",
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_context_length(cfg.max_len)
+    writer.add_embedding_length(cfg.d_model)
+    writer.add_feed_forward_length(cfg.ff_dim)
+    writer.add_block_count(cfg.num_layers)
+    writer.add_head_count(cfg.num_heads)
+    writer.add_layer_norm_eps(cfg.norm_eps)
+    writer.add_vocab_size(cfg.vocab_size)
+    writer.add_tokenizer_model("none")
+    for name, x in state.items():
+        if name == "lm_head.weight":
+            continue  # the table of tokens is taken where there is no head
+        at, _, end = name.rpartition(".")
+        block, module = at.removeprefix("transformer.h.").partition(".")[::2]
+        label = f"blk.{block}.{names[module]}" if block.isdigit() else names[at]
+        x = np.ascontiguousarray(x.T if block.isdigit() else x)
+        rounded = x.ndim == 2 and at != "transformer.wpe"
+        data = gguf.quantize(x, kind) if rounded else x
+        writer.add_tensor(f"{label}.{end}", data, raw_dtype=kind if rounded else kinds.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@functools.cache
+def _silence(library: Any) -> Any:
+    """A logger that says nothing; it must live as long as the library."""
+    return library.llama_log_callback(lambda level, text, data: None)
 
 
 def token_bytes(

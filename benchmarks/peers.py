@@ -1,7 +1,8 @@
-"""What peers in torch have in common, and how a contender takes no part."""
+"""What peers have in common, and how a contender takes no part."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -10,6 +11,14 @@ import jax
 
 class Absent(Exception):
     """Why a contender does not take part."""
+
+
+def imported(package: str) -> Any:
+    """A package that only a benchmark needs; or Absent."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise Absent(f"{error.name} is not installed") from error
 
 
 def cores() -> int:

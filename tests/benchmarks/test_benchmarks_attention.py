@@ -93,7 +93,9 @@ def two_cases(monkeypatch):
 
 def measured(path, *options):
     """What `benchmarks.attention` leaves and says at its end."""
-    arguments = ["--quick", "--skip-memory", "--seconds", "1", "--without", "torch", *options]
+    arguments = ["--quick", "--skip-memory", "--seconds", "1"]
+    arguments += ["--without", "torch", "onnxruntime"]
+    arguments += options
     try:
         attention.main([*arguments, "--out", str(path)])
     except SystemExit as end:
@@ -119,7 +121,8 @@ def test_a_case_or_contender_that_fails_is_named_and_costs_no_other(
     assert {*results["failed"].values()} == {"RuntimeError: no such kernel"}
     assert status == "not measured: b forward, b forward+backward"
     absent = results["cases"][0]["absent"]
-    assert absent == {"torch": "left out", "flax": "AssertionError: flax is broken"}
+    left_out = dict.fromkeys(("torch", "onnxruntime"), "left out")
+    assert absent == left_out | {"flax": "AssertionError: flax is broken"}
     assert results["limits"].keys() == {"before", "after"}
     assert (tmp_path / "found.png").stat().st_size > 10_000
 
@@ -286,7 +289,7 @@ def test_contenders_see_the_same(name):
 
 
 def compare_contenders(name, direction):
-    """As many key heads as flax has, and with torch where it is installed."""
+    """As many key heads as flax has; with torch and onnxruntime where they are installed."""
     options = attention._options(["--quick", "--ours", "xla", "--seconds", "0", "--repeats", "1"])
     case = small(name)
     found = attention.measure(case, direction, options, time.perf_counter)
@@ -294,6 +297,14 @@ def compare_contenders(name, direction):
     expected = dict.fromkeys(peers, "no softcap and no sinks") if capped else {}
     if importlib.util.find_spec("torch") is None:
         expected["torch"] = "torch is not installed"
+    lacking = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
+    peers |= {"onnxruntime"}
+    if direction != "forward":
+        expected["onnxruntime"] = "has no gradient"
+    elif capped:
+        expected["onnxruntime"] = "no sinks"
+    elif lacking:
+        expected["onnxruntime"] = f"{lacking[0]} is not installed"
     assert found["absent"] == expected
     assert found["difference"].keys() == {"ours", "ours blockwise"} | NATIVE | (
         peers - expected.keys()
