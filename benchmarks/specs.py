@@ -77,7 +77,7 @@ class AttentionCase:
         return dict(zip(names, more, strict=True))
 
     def positions(self) -> dict[str, jax.Array]:
-        """Return the positions of queries and keys where they are `cached`, i32[B, T] and [B, S]."""
+        """Return positions, i32[B, T] and [B, S], where the queries are `cached`."""
         if not self.cached:
             return {}
         k = jnp.broadcast_to(jnp.arange(self.keys, dtype=jnp.int32), (self.batch, self.keys))

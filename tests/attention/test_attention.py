@@ -350,8 +350,8 @@ def test_a_step_of_decoding_copies_no_cache():
 @pytest.mark.parametrize(
     ("queries", "keys", "best"),
     [
-        (1, 31, "xla"), (1, 32, "blockwise"), (2, 63, "xla"), (8, 128, "blockwise"), (16, 64, "blockwise"),
-        (17, 64, "xla"), (63, 65, "xla"), (64, 64, "native"), (17, 300, "native"),
+        (1, 31, "xla"), (1, 32, "blockwise"), (2, 63, "xla"), (8, 128, "blockwise"),
+        (16, 64, "blockwise"), (17, 64, "xla"), (63, 65, "xla"), (64, 64, "native"), (17, 300, "native"),
     ],
 )  # fmt: skip
 def test_on_a_cpu_the_size_decides(queries, keys, best):

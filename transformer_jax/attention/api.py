@@ -156,10 +156,11 @@ def dot_product_attention(
 
     `implementation` is "xla" (materialises the scores, any option, forward mode too), "blockwise"
     (memory O(T + S); the gradient, but neither forward mode nor a gradient of the gradient),
-    "native" (compiled C++ on a CPU; O(T + S), the gradient, and derivatives of it), "pallas" (the same, fused, on a TPU or an NVIDIA
-    Hopper GPU), "pallas_unordered" (on Hopper: a single-pass backward, nondeterministic in its last
-    bits), "cudnn", None for the best that runs here, or a sequence that is tried in order. A named
-    one runs or raises NotImplementedError with the reason.
+    "native" (as "blockwise", in compiled C++ on a CPU, and derivatives of the gradient in plain
+    JAX), "pallas" (as "blockwise", fused, on a TPU or an NVIDIA Hopper GPU), "pallas_unordered" (on
+    Hopper: a single-pass backward, nondeterministic in its last bits), "cudnn", None for the best
+    that runs here, or a sequence that is tried in order. A named one runs or raises
+    NotImplementedError with the reason.
     ValueError where the arguments do not fit together.
     """
     call = check_call(
