@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.support import oracle
-from tests.support.tolerances import FORWARD_F32, GRADIENT_F32
+from tests.support.tolerances import GRADIENT_F32
 from transformer_jax import (
     ALiBi,
     Causal,
@@ -317,8 +317,10 @@ def main():
 
     options, worst, failed = fuzz(given.calls, given.seed)
     seconds = time.perf_counter() - start
-    print(f"{given.calls} calls of seed {given.seed} by {cpu.instructions()}, jax {jax.__version__},"
-          f" in {seconds:.0f} s: {len(failed)} wrong, largest error {worst:.2f} of the allowed")  # fmt: skip
+    print(
+        f"{given.calls} calls of seed {given.seed} by {cpu.instructions()}, jax {jax.__version__}, "
+        f"in {seconds:.0f} s: {len(failed)} wrong, largest error {worst:.2f} of the allowed"
+    )
     print("calls with each option:", ", ".join(f"{k} {v}" for k, v in sorted(options.items())))
     print("\n".join(failed[:20]))
     sys.exit(bool(failed))

@@ -178,6 +178,17 @@ class Case {
     if (std::memcmp(out.data(), second.data(), rows * c.Hv * (out.wide.size() ? 4 : 2)))
       note("the bits of a second call", INFINITY);
 
+    if (c.T * (c.N / c.K) <= 16) {  // as kernels/cpu/__init__.py chooses
+      Numbers few(c.dtype, rows * c.Hv);
+      std::vector<float> few_max(rows), few_sum(rows);
+      again.out = few.data(), again.row_max = few_max.data(), again.log_sum = few_sum.data();
+      again.order = again.full = again.seen = nullptr;
+      kernels.few_queries(again, parallel);
+      compare("out of few queries", few, out_, c.dtype, 1);
+      for (int64_t r = 0; r < rows; r++) lse.wide[r] = few_max[r] + few_sum[r];
+      compare("lse of few queries", lse, lse_, Dtype::float32, 1);
+    }
+
     // what kernels/gradient.py makes of the results
     std::vector<float> saved_max(rows), saved_sum(rows), D(rows);
     for (int64_t r = 0; r < rows; r++) {
@@ -553,6 +564,46 @@ class Case {
   const char* worst_name_ = "";
 };
 
+// Random products with weights; return the largest error over what roundings of the largest sum allow.
+double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const auto between = [&](int64_t least, int64_t most) {
+    return std::uniform_int_distribution<int64_t>(least, most)(random);
+  };
+  std::normal_distribution<float> normal;
+  Product p{};
+  p.rows = between(1, 16), p.inputs = between(1, 400), p.outputs = between(1, 700);
+  p.dtype = (Weights)between(0, 2), p.turned = between(0, 1);
+  const int64_t count = p.inputs * p.outputs;
+  Numbers weights(p.dtype == Weights::bfloat16 ? Dtype::bfloat16 : Dtype::float32,
+                  p.dtype == Weights::int8 ? 0 : count);
+  std::vector<int8_t> bytes(p.dtype == Weights::int8 ? count : 0);
+  for (size_t i = 0; i < weights.size(); i++) weights.put(i, normal(random));
+  for (auto& byte : bytes) byte = between(-127, 127);
+  p.weights = bytes.size() ? (void*)bytes.data() : weights.data();
+  std::vector<float> x(p.rows * p.inputs), scale(p.outputs), bias(p.outputs), y(p.rows * p.outputs);
+  for (auto* each : {&x, &scale, &bias})
+    for (auto& number : *each) number = normal(random);
+  p.x = x.data(), p.y = y.data();
+  p.scale = between(0, 1) ? scale.data() : nullptr, p.bias = between(0, 1) ? bias.data() : nullptr;
+  kernels.product(p, parallel);
+  double wrong = 0, largest = 1e-6;
+  for (int64_t r = 0; r < p.rows; r++)
+    for (int64_t o = 0; o < p.outputs; o++) {
+      double sum = 0, size = 0;
+      for (int64_t i = 0; i < p.inputs; i++) {
+        const int64_t at = p.turned ? o * p.inputs + i : i * p.outputs + o;
+        const double one = (bytes.size() ? bytes[at] : weights.at(at)) * x[r * p.inputs + i];
+        sum += one, size += std::fabs(one);
+      }
+      const double factor = p.scale ? scale[o] : 1, more = p.bias ? bias[o] : 0;
+      const double error = std::fabs(sum * factor + more - y[r * p.outputs + o]);
+      wrong = error <= wrong ? wrong : std::isnan(error) ? INFINITY : error;
+      largest = std::max(largest, size * std::fabs(factor) + std::fabs(more));
+    }
+  return wrong / (1e-6 * largest);
+}
+
 // Every float16 is read as it is, and numbers between two of them go to the nearer one.
 int wrong_conversions() {
   int wrong = 0;
@@ -607,13 +658,15 @@ int main(int count, char** given) {
       for (int64_t at; (at = next++) < cases;) {
         Case one(seed * 1000003 + at, threads);
         const double error = one.run(*kernels, parallel);
+        const double of_product = run_product(*kernels, parallel, seed * 1000003 + at);
         std::lock_guard<std::mutex> hold(lock);
-        worst = std::max(worst, error);
+        worst = std::max({worst, error, of_product});
+        if (!(of_product <= 1)) failed++, std::printf("product %d: error %g\n", (int)at, of_product);
         if (!(error <= 1)) failed++, std::printf("case %d: %s\n", (int)at, one.say().c_str());
       }
     });
   for (auto& each : running) each.join();
-  std::printf("%s: %d cases, %d failed, largest error %.2f of what is allowed\n", given[1], (int)cases,
+  std::printf("%s: %d cases and products, %d failed, largest error %.2f of what is allowed\n", given[1], (int)cases,
               (int)failed, worst);
   return failed != 0;
 }

@@ -5,7 +5,7 @@
 address     `native_driver.cpp`, with the address and undefined-behaviour sanitizers
 thread      the same with the thread sanitizer: several calls at once on one pool of threads
 emulated    each instruction set under qemu-user: on a processor that has no more than it, and NEON
-suite       tests/kernels/test_native.py in Python, the library built with the first two sanitizers
+suite       tests of the kernels in Python, the library built with the first two sanitizers
 
 Without names, all. What is not installed is named and skipped; --strict makes that an error.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "kernels" / "cpu" / "source"
 FLAGS = "-std=c++17 -fno-math-errno -Wall -Wextra -Werror -pthread".split()
-NEEDS_XLA = {"handlers", "older"}  # of Python alone: the driver is linked with this libstdc++
+NOT_OF_DRIVER = {"handlers", "older"}  # XLA's headers; what the system's own libstdc++ has
 ADDRESS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 THREAD = "-O1 -g -fsanitize=thread"
 ARM = "aarch64-linux-gnu-g++"
@@ -107,8 +107,9 @@ def suite(work: Path, cases: int, seed: int) -> list[str]:
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
     loaded = [first_line("g++", f"-print-file-name=lib{name}.so") for name in ("asan", "ubsan")]
+    tests = "tests/kernels/test_native.py", "tests/kernels/test_fuzz_native.py"
     run(
-        [sys.executable, "-c", code, "-p", "no:cacheprovider", "-m", "", "tests/kernels/test_native.py"],
+        [sys.executable, "-c", code, "-p", "no:cacheprovider", "--timeout", "3000", *tests],
         # Python and XLA themselves leak, and jaxlib throws: both are nothing of the kernels'
         {"LD_PRELOAD": ":".join(loaded), "ASAN_OPTIONS": "detect_leaks=0"},
     )  # fmt: skip
@@ -129,7 +130,7 @@ def build(made: Path, compiler: str, flags: str, *, driver: bool = True) -> Path
     """Compile every unit of the library, side by side, and link them."""
     units = sorted(SOURCE.glob("*.cpp"))
     if driver:
-        units = [unit for unit in units if unit.stem not in NEEDS_XLA]
+        units = [unit for unit in units if unit.stem not in NOT_OF_DRIVER]
         units.append(Path(__file__).with_name("native_driver.cpp"))
     folder = made.with_name(f"{made.name}.units")
     folder.mkdir()

@@ -55,14 +55,11 @@ static inline void touch(const void* rows, int64_t count, int64_t bytes, int64_t
 template <int D>
 __attribute__((always_inline)) static inline vf sums_of(vf* x) {
   if constexpr (D > 0) {
-    vi first, second;
-    for (int j = 0; j < W; j++) {
-      first[j] = j & D ? W + j - D : j;
-      second[j] = j & D ? W + j : j + D;
-    }
 #pragma GCC unroll 16
-    for (int i = 0; i < D; i++)
-      x[i] = __builtin_shuffle(x[i], x[i + D], first) + __builtin_shuffle(x[i], x[i + D], second);
+    for (int i = 0; i < D; i++) {
+      exchange_blocks<D>(x + i, x + i + D, std::make_integer_sequence<int, W>());
+      x[i] += x[i + D];
+    }
     return sums_of<D / 2>(x);
   }
   return x[0];

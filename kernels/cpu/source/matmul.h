@@ -121,11 +121,11 @@ static inline void store(float16* p, vf x) {
 #else
 static inline vf load(const float16* p) {
   vf x;
-  for (int i = 0; i < W; i++) x[i] = (float)p[i];
+  for (int i = 0; i < W; i++) x[i] = widened(p[i]);
   return x;
 }
 static inline void store(float16* p, vf x) {
-  for (int i = 0; i < W; i++) p[i] = (float16)x[i];
+  for (int i = 0; i < W; i++) narrowed(x[i], p + i);
 }
 #endif
 
