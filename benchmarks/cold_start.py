@@ -113,7 +113,8 @@ def main(argv: list[str] | None = None) -> None:
     found: list[dict[str, Any]] = []
     for case in CASES:
         if options.only in case.name:
-            found.append(_measured(case, peer, 1 if options.quick else options.repeats, options))
+            row = _measured(case, peer, 1 if options.quick else options.repeats, options)
+            found.append(row | {name: before[name] for name in ("time", "commit")})
             print(_report(found[-1]), flush=True)
             if options.out is not None:  # after each case: a run may be cut short
                 timing.write(options.out, QUESTION, before, _joined(options, found))
