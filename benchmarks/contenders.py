@@ -374,7 +374,7 @@ def _flex(torch: Any, case: AttentionCase, device: str) -> Attend:
 def _onnxruntime_call(
     case: AttentionCase, direction: Direction, options: argparse.Namespace
 ) -> Callable[[], Any]:
-    """ONNX's own operator Attention (opset 23) on heads first, its flag or a mask as an array."""
+    """Its GroupQueryAttention, or where that cannot express the case ONNX's own Attention."""
     if direction != "forward":
         raise Absent("has no gradient")
     if case.dtype != "float32":
@@ -383,51 +383,82 @@ def _onnxruntime_call(
         raise Absent("no sinks")
     if case.softcap is not None and case.bias is not None:
         raise Absent("its softcap is of the scores with their bias")
-    rows = max(map(len, case.ranges()))
-    scores = case.score_bytes() + rows * case.queries * case.keys
+    scores = case.score_bytes() + max(map(len, case.ranges())) * case.queries * case.keys
     if scores > options.memory * 2**30:
         raise Absent(f"materialised scores need {scores / 2**30:.1f} GiB")
     onnx, runtime = imported("onnx"), imported("onnxruntime")
-    inputs = [np.array(x, np.float32) for x in case.inputs()]
+    square = case.queries == case.keys and case.head_dim == case.value_dim
+    simple = case.causal and case.bias is None and case.documents is None and not case.padded
+    build = _group_query_attention if square and simple else _onnx_attention
+    node, feeds, shape = build(onnx, case, [np.array(x, np.float32) for x in case.inputs()])
+    value, operators = onnx.helper.make_tensor_value_info, onnx.helper.make_opsetid
+    kind = onnx.helper.np_dtype_to_tensor_dtype
+    graph = onnx.helper.make_graph(
+        [node],
+        "attention",
+        [value(name, kind(x.dtype), x.shape) for name, x in feeds.items()],
+        [value("y", onnx.TensorProto.FLOAT, shape)],
+    )
+    model = onnx.helper.make_model(
+        graph, opset_imports=[operators("", 23), operators("com.microsoft", 1)], ir_version=11
+    )
+    settings = runtime.SessionOptions()
+    settings.intra_op_num_threads = cores()
+    session = runtime.InferenceSession(
+        model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
+    )
+    return lambda: _Onnx(session.run(["y"], feeds)[0], case.heads)
+
+
+def _group_query_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarray]) -> Any:
+    """Causal self-attention; heads are merged, a window and softcap are attributes."""
+    feeds = {
+        name: x.reshape(case.batch, case.keys, -1)
+        for name, x in zip(("q", "k", "v"), inputs, strict=True)
+    }
+    feeds["last"] = np.full(case.batch, case.keys - 1, np.int32)
+    feeds["all"] = np.array([case.keys], np.int32)
+    names = ["q", "k", "v", "", "", "last", "all"]  # there are no keys from before
+    node = onnx.helper.make_node(
+        "GroupQueryAttention", names, ["y", "keys", "values"], domain="com.microsoft",
+        num_heads=case.heads, kv_num_heads=case.kv_heads, softcap=case.softcap or 0.0,
+        local_window_size=case.window or -1,
+    )  # fmt: skip
+    return node, feeds, feeds["q"].shape
+
+
+def _onnx_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarray]) -> Any:
+    """Heads first; what is no causal flag is an array, a bias of floats."""
     feeds = {
         name: np.ascontiguousarray(x.swapaxes(1, 2))
-        for name, x in zip(("q", "k", "v"), inputs[:3], strict=True)
+        for name, x in zip(("q", "k", "v"), inputs, strict=False)
     }
     if case.bias is not None:
         bias = inputs[3] if case.bias == "dense" else np.array(_alibi(case, "float32"))
         feeds["mask"] = np.where(case.seen()[:, None], bias, -np.inf).astype(np.float32)
     elif case.is_dense:
         feeds["mask"] = case.seen()[:, None]
-    types, helper = onnx.TensorProto, onnx.helper
     flag = int(case.causal and "mask" not in feeds)
-    node = helper.make_node(
+    node = onnx.helper.make_node(
         "Attention", list(feeds), ["y"], is_causal=flag, softcap=case.softcap or 0.0
     )
-    given = [
-        helper.make_tensor_value_info(name, types.BOOL if x.dtype == bool else types.FLOAT, x.shape)
-        for name, x in feeds.items()
-    ]
-    shape = case.batch, case.heads, case.queries, case.value_dim
-    graph = helper.make_graph(
-        [node], "attention", given, [helper.make_tensor_value_info("y", types.FLOAT, shape)]
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
-    settings = runtime.SessionOptions()
-    settings.intra_op_num_threads = cores()
-    session = runtime.InferenceSession(
-        model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
-    )
-    return lambda: _HeadsFirst(session.run(None, feeds))
+    return node, feeds, (case.batch, case.heads, case.queries, case.value_dim)
 
 
 @dataclass(frozen=True)
-class _HeadsFirst:
-    """Arrays [B, N, T, H], given as [B, T, N, H] when looked at."""
+class _Onnx:
+    """onnxruntime's result, in our layout when looked at."""
 
-    arrays: Sequence[np.ndarray]
+    array: np.ndarray  # [B, N, T, H] or [B, T, N * H]
+    heads: int
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        return (x.swapaxes(1, 2) for x in self.arrays)
+        merged = self.array.ndim == 3
+        yield (
+            self.array.reshape(*self.array.shape[:2], self.heads, -1)
+            if merged
+            else self.array.swapaxes(1, 2)
+        )
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def llama_cpp(case: DecodeCase, params: dict[str, Any], weights: Weights) -> Pee
     library.llama_log_set(_silence(library), None)
     library.llama_backend_init()
     options = library.llama_model_default_params()
-    options.load_mode = library.LLAMA_LOAD_MODE_NONE  # into memory of its own: larger pages
+    options.load_mode = library.LLAMA_LOAD_MODE_MMAP
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_gguf(gguf, path, case, state, weights)
