@@ -56,7 +56,7 @@ def hugging_face(
         raise Absent("no int8 weights without another package")
     torch, device = torch_and_device()
     try:
-        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers import CompileConfig, GPT2Config, GPT2LMHeadModel
     except ImportError as error:
         raise Absent(f"{error.name} is not installed") from error
     cfg = case.model
@@ -79,7 +79,10 @@ def hugging_face(
     tokens = np.take_along_axis(case.tokens(), np.maximum(columns, 0), axis=1)
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
     mask = torch.from_numpy((columns >= 0).astype(np.int64)).to(device)
-    more = {"cache_implementation": "static"} if compiled else {}
+    more: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}
+    if compiled and device == "cpu":  # where `generate` compiles only when it is made to
+        more["compile_config"] = CompileConfig(mode="default")
+        more["compile_config"]._compile_all_devices = True
 
     def call(new: int, **options: Any) -> Any:
         with torch.inference_mode():
