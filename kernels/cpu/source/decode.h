@@ -3,33 +3,41 @@
 // Such a call takes as long as its keys and values take to be read. So they are read once, as they
 // lie, [S][K][H] in their own dtype, and widened in registers. An item is a batch row, some key
 // heads that lie side by side, and a chunk of keys; its rows are the queries of each head. It
-// leaves m_i, l_i and sum_j p_ij v_j of every row, and these are merged in the order of chunks.
+// leaves m_i, l_i and sum_j p_ij v_j of every row, and these are merged in the order of chunks:
+// how a call is cut does not depend on the threads.
 //
-// The mask's program runs over all keys, lists of tiles are not needed: it reads a number where a
-// key has K (H + Hv). Blocks that no query sees are not read.
+// An item visits blocks of keys. One or two rows to a head are multiplied in the order of memory,
+// over all heads, which is how a processor fetches fastest. More rows take registers head by head;
+// their block is touched in order first.
+//
+// The mask's program runs over all keys, without lists of tiles: it reads a number where a key has
+// K (H + Hv). Blocks that no query sees are not read.
 //
 // Nonfinite keys and values show themselves in scores and sums. An item that has such ones starts
-// over and copies its blocks, with zeros for rows that are not finite.
+// over on copies of its blocks, with zeros for rows that are not finite, and notes who sees them.
 
-constexpr int BLOCK = 32;               // keys whose scores are made at a time
-constexpr int64_t ITEM_BYTES = 512 << 10;  // of keys and values
-constexpr int64_t ROW_BYTES = 4096;     // of keys, of an item's heads
+constexpr int64_t ROW_BYTES = 4096;        // of a key, in an item's heads
+constexpr int64_t BLOCK_BYTES = 96 << 10;  // of the keys whose scores are made at a time
+constexpr int64_t ITEM_BYTES = 512 << 10;  // of an item's keys and values
+constexpr int64_t LEAST = 32;              // keys of a block: whole registers
 
 // How a call is cut.
 struct FewSizes {
-  int64_t rows;            // queries of a key head
-  int64_t heads, groups;   // key heads of an item, and how many such there are
-  int64_t chunk, chunks;   // keys of an item
-  int64_t parts, value_parts;  // registers of a row
-  int64_t record;          // floats that an item leaves of a row
+  int64_t rows;                  // queries of a key head
+  int64_t heads, groups;         // key heads of an item, and how many such there are
+  int64_t block, chunk, chunks;  // keys of a block, and of an item, which is whole blocks
+  int64_t parts, value_parts;    // registers of a row
+  int64_t record;                // floats that an item leaves of a row
   template <class T>
   static FewSizes of(const Call& call) {
     FewSizes s;
     s.rows = call.T * (call.N / call.K);
     s.heads = std::max<int64_t>(1, std::min<int64_t>(call.K, ROW_BYTES / (call.H * sizeof(T))));
     s.groups = (call.K + s.heads - 1) / s.heads;
-    const int64_t key_bytes = s.heads * (call.H + call.Hv) * sizeof(T);
-    s.chunk = round_up(std::max<int64_t>(ITEM_BYTES / key_bytes, BLOCK), BLOCK);
+    const int64_t key_bytes = s.heads * call.H * sizeof(T);
+    const int64_t both = s.heads * (call.H + call.Hv) * sizeof(T);
+    s.block = round_up(std::min(std::max(BLOCK_BYTES / key_bytes, LEAST), call.S), LEAST);
+    s.chunk = round_up(std::max(ITEM_BYTES / both, s.block), s.block);
     s.chunks = (call.S + s.chunk - 1) / s.chunk;
     s.parts = (call.H + W - 1) / W, s.value_parts = (call.Hv + W - 1) / W;
     s.record = (s.value_parts + 1) * W;
@@ -43,8 +51,8 @@ static inline int64_t part_at(int64_t part, int64_t width) {
   return std::min<int64_t>(part * W, width - W);
 }
 
-// Read rows in the order of memory, which the processor then fetches ahead of need; the order in
-// which they are multiplied, head by head, is none that it foresees.
+// Read rows in the order of memory, which the processor then fetches ahead of need: head by head,
+// it would foresee nothing.
 static inline void touch(const void* rows, int64_t count, int64_t bytes, int64_t step) {
   for (int64_t i = 0; i < count; i++)
     for (int64_t at = 0; at < bytes; at += 64)
@@ -68,7 +76,7 @@ __attribute__((always_inline)) static inline vf sums_of(vf* x) {
 // Products of R queries, [R][parts][W], and `count` keys, [count][width] with `step` between rows.
 template <int R, class T>
 static inline void multiply_keys(const float* queries, int64_t parts, const T* keys, int64_t step,
-                                 int count, int64_t width, float* to) {
+                                 int count, int64_t width, float* to, int64_t to_step) {
   constexpr int J = W / R;
   for (int j = 0; j < count; j += J) {
     const T* at[J];
@@ -90,13 +98,13 @@ static inline void multiply_keys(const float* queries, int64_t parts, const T* k
     }
     float found[W];
     store(found, sums_of<W / 2>(sums));
-    for (int r = 0; r < R; r++) std::memcpy(to + r * BLOCK + j, found + r * J, 4 * J);
+    for (int r = 0; r < R; r++) std::memcpy(to + r * to_step + j, found + r * J, 4 * J);
   }
 }
 
-// Add p v of R rows p[R][BLOCK] and `count` values to parts first .. first + V of [R][record].
+// Add p v of R rows of p and `count` values to parts first .. first + V of [R][record].
 template <int R, int V, class T>
-static inline void add_parts(const float* p, const T* values, int64_t step, int count,
+static inline void add_parts(const float* p, int64_t p_step, const T* values, int64_t step, int count,
                              int64_t width, int64_t first, float* to, int64_t record) {
   vf sums[R][V];
   int64_t at[V];
@@ -113,7 +121,7 @@ static inline void add_parts(const float* p, const T* values, int64_t step, int 
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++) sums[r][v] += p[r * BLOCK + j] * value[v];
+      for (int v = 0; v < V; v++) sums[r][v] += p[r * p_step + j] * value[v];
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
@@ -122,14 +130,14 @@ static inline void add_parts(const float* p, const T* values, int64_t step, int 
 }
 
 template <int R, class T>
-static inline void add_values(const float* p, const T* values, int64_t step, int count,
+static inline void add_values(const float* p, int64_t p_step, const T* values, int64_t step, int count,
                               int64_t width, int64_t parts, float* to, int64_t record) {
   constexpr int V = R == 4 && W < 16 ? 2 : 4;
   int64_t part = 0;
   for (; part + V <= parts; part += V)
-    add_parts<R, V>(p, values, step, count, width, part, to, record);
+    add_parts<R, V>(p, p_step, values, step, count, width, part, to, record);
   for (; part < parts; part++)
-    add_parts<R, 1>(p, values, step, count, width, part, to, record);
+    add_parts<R, 1>(p, p_step, values, step, count, width, part, to, record);
 }
 
 // One item: what it needs beside the call, and what it leaves.
@@ -142,18 +150,19 @@ class FewQueries {
         keys_(std::min(sizes.chunk, call.S - j0)),
         heads_(std::min(sizes.heads, call.K - k)),
         masked_heads_(call.pairs && call.pairs_n > 1 ? heads_ * (call.N / call.K) : 1),
-        records_(records), scores_(call, BLOCK) {}
+        records_(records), scores_(call, sizes.block), p_(std::max<int64_t>(heads_ * sizes.rows, 4) * sizes.block),
+        sums_(sizes.rows > 2 ? 0 : heads_ * sizes.rows * sizes.block * W) {}
 
   void run() {
     if (call_.num_operations) find_visible();
     if (call_.H >= W && call_.Hv >= W && visit<false>()) return;
-    copies_ = std::vector<float>(BLOCK * (std::max<int64_t>(W, call_.H) + std::max<int64_t>(W, call_.Hv)));
+    const int64_t widths = std::max<int64_t>(W, call_.H) + std::max<int64_t>(W, call_.Hv);
+    copies_.resize(sizes_.block * heads_ * widths);
+    broken_.resize(sizes_.block * heads_);
     visit<true>();
   }
 
  private:
-  int64_t of_head(int64_t k) const { return (k - k_) * sizes_.rows * sizes_.record; }
-
   // Evaluate the mask: 0 or 1 for each query, or each query of each head, and each key.
   void find_visible() {
     const int64_t first_head = k_ * (call_.N / call_.K);
@@ -180,7 +189,7 @@ class FewQueries {
 
   // The keys of a block, in whole registers, that any query sees.
   Range seen_of(int64_t j) const {
-    const int64_t count = std::min<int64_t>(BLOCK, keys_ - j);
+    const int64_t count = std::min(sizes_.block, keys_ - j);
     if (visible_.empty()) return {0, count};
     Range seen{count, 0};
     for (int64_t at = 0; at < count; at += W) {
@@ -201,38 +210,36 @@ class FewQueries {
       std::fill(record, record + sizes_.record, 0.0f);
       record[sizes_.record - W] = -INF;
     }
-    for (int64_t j = 0; j < keys_; j += BLOCK) {
+    for (int64_t j = 0; j < keys_; j += sizes_.block) {
       const Range seen = seen_of(j);
       if (seen.begin >= seen.end) continue;
-      const int64_t first = (b_ * call_.S + j0_ + j + seen.begin) * call_.K + k_, size = sizeof(T);
-      touch((const T*)call_.key + first * call_.H, seen.end - seen.begin, heads_ * call_.H * size,
-            call_.K * call_.H * size);
-      touch((const T*)call_.value + first * call_.Hv, seen.end - seen.begin,
-            heads_ * call_.Hv * size, call_.K * call_.Hv * size);
-      for (int64_t k = k_; k < k_ + heads_; k++) {
-        const int64_t at = (b_ * call_.S + j0_ + j + seen.begin) * call_.K + k;
-        const T* keys = (const T*)call_.key + at * call_.H;
-        const T* values = (const T*)call_.value + at * call_.Hv;
-        const int count = seen.end - seen.begin;
-        bool finite = true;
-        if constexpr (COPIES) {
-          const int64_t width = std::max<int64_t>(W, call_.H);
-          const int64_t value_width = std::max<int64_t>(W, call_.Hv);
-          float *own_keys = copies_.data(), *own_values = own_keys + BLOCK * width;
-          for (int i = 0; i < count; i++) {
-            float *key = own_keys + i * width, *value = own_values + i * value_width;
-            broken_[i] = !(copy_row(keys + i * call_.K * call_.H, call_.H, 1.0f, key) &
-                           copy_row(values + i * call_.K * call_.Hv, call_.Hv, 1.0f, value));
-            if (broken_[i]) std::fill(key, key + width, 0.0f);
-            if (broken_[i]) std::fill(value, value + value_width, 0.0f);
+      const int64_t first = (b_ * call_.S + j0_ + j + seen.begin) * call_.K + k_;
+      const T* keys = (const T*)call_.key + first * call_.H;
+      const T* values = (const T*)call_.value + first * call_.Hv;
+      const int64_t step = call_.K * call_.H, value_step = call_.K * call_.Hv;
+      const int count = seen.end - seen.begin;
+      if constexpr (COPIES) {
+        const int64_t width = std::max<int64_t>(W, call_.H);
+        const int64_t value_width = std::max<int64_t>(W, call_.Hv);
+        float *own_keys = copies_.data(), *own_values = own_keys + sizes_.block * heads_ * width;
+        for (int64_t i = 0; i < count; i++)
+          for (int64_t k = 0; k < heads_; k++) {
+            float* key = own_keys + (i * heads_ + k) * width;
+            float* value = own_values + (i * heads_ + k) * value_width;
+            const bool finite =
+                copy_row(keys + i * step + k * call_.H, call_.H, 1.0f, key) &
+                copy_row(values + i * value_step + k * call_.Hv, call_.Hv, 1.0f, value);
+            broken_[k * sizes_.block + i] = !finite;
+            if (!finite) {
+              std::fill(key, key + width, 0.0f);
+              std::fill(value, value + value_width, 0.0f);
+            }
           }
-          head(k, j + seen.begin, own_keys, width, width, own_values, value_width, value_width,
-               count, broken_);
-        } else {
-          finite = head(k, j + seen.begin, keys, call_.K * call_.H, call_.H, values,
-                        call_.K * call_.Hv, call_.Hv, count, nullptr);
-        }
-        if (!finite) return false;
+        block(j + seen.begin, count, own_keys, heads_ * width, width, own_values,
+              heads_ * value_width, value_width);
+      } else {
+        if (!block(j + seen.begin, count, keys, step, call_.H, values, value_step, call_.Hv))
+          return false;
       }
     }
     bool finite = true;
@@ -247,25 +254,93 @@ class FewQueries {
     return finite;
   }
 
-  // One block of one head; return whether all products are finite.
+  // One block of all heads; return whether all products are finite.
+  template <class X>
+  bool block(int64_t j, int count, const X* keys, int64_t step, int64_t width, const X* values,
+             int64_t value_step, int64_t value_width) {
+    if (sizes_.rows == 1)
+      return in_order<1>(j, count, keys, step, width, values, value_step, value_width);
+    if (sizes_.rows == 2)
+      return in_order<2>(j, count, keys, step, width, values, value_step, value_width);
+    touch(keys, count, heads_ * width * sizeof(X), step * sizeof(X));
+    touch(values, count, heads_ * value_width * sizeof(X), value_step * sizeof(X));
+    bool finite = true;
+    for (int64_t k = 0; k < heads_; k++)
+      finite &= head(k, j, keys + k * width, step, width, values + k * value_width, value_step,
+                     value_width, count);
+    return finite;
+  }
+
+  // The block with R rows to a head: keys and values are read in the order of memory.
+  template <int R, class X>
+  bool in_order(int64_t j, int count, const X* keys, int64_t step, int64_t width, const X* values,
+                int64_t value_step, int64_t value_width) {
+    const int64_t parts = sizes_.parts, value_parts = sizes_.value_parts, block = sizes_.block;
+    float *p = p_.data(), *sums = sums_.data();  // [heads R][block], and W of each
+    for (int i = 0; i < count; i++)
+      for (int64_t k = 0; k < heads_; k++) {
+        const float* queries = queries_ + k * R * parts * W;
+        vf sum[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) sum[r] = vf{};
+        for (int64_t part = 0; part < parts; part++) {
+          const vf key = load(keys + i * step + k * width + part_at(part, width));
+#pragma GCC unroll 4
+          for (int r = 0; r < R; r++) sum[r] += key * load(queries + (r * parts + part) * W);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) store(sums + ((k * R + r) * block + i) * W, sum[r]);
+      }
+    bool finite = true;
+    for (int64_t row = 0; row < heads_ * R; row++) {
+      for (int i = 0; i < count; i += W) {
+        vf rows[W];
+#pragma GCC unroll 16
+        for (int c = 0; c < W; c++) rows[c] = load(sums + (row * block + i + c) * W);
+        store(p + row * block + i, sums_of<W / 2>(rows));
+      }
+      finite &= weights(k_ + row / R, row % R, j, count, p + row * block,
+                        records_ + row * sizes_.record);
+    }
+    for (int i = 0; i < count; i++)
+      for (int64_t k = 0; k < heads_; k++) {
+        float* to = records_ + k * R * sizes_.record;
+        vf weight[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) weight[r] = all(p[(k * R + r) * block + i]);
+        for (int64_t part = 0; part < value_parts; part++) {
+          const vf value = load(values + i * value_step + k * value_width +
+                                part_at(part, value_width));
+#pragma GCC unroll 4
+          for (int r = 0; r < R; r++) {
+            float* own = to + r * sizes_.record + part * W;
+            store(own, load(own) + weight[r] * value);
+          }
+        }
+      }
+    return finite;
+  }
+
+  // One block of one head.
   template <class X>
   bool head(int64_t k, int64_t j, const X* keys, int64_t step, int64_t width, const X* values,
-            int64_t value_step, int64_t value_width, int count, const uint8_t* broken) {
-    float p[4 * BLOCK] = {};
+            int64_t value_step, int64_t value_width, int count) {
+    float* p = p_.data();
+    const int64_t block = sizes_.block;
     bool finite = true;
     for (int64_t row = 0; row < sizes_.rows;) {
-      const float* queries = queries_ + ((k - k_) * sizes_.rows + row) * sizes_.parts * W;
-      float* records = records_ + of_head(k) + row * sizes_.record;
+      const float* queries = queries_ + (k * sizes_.rows + row) * sizes_.parts * W;
+      float* records = records_ + (k * sizes_.rows + row) * sizes_.record;
       const int64_t left = sizes_.rows - row;
       const auto finish = [&](int rows) {
         for (int r = 0; r < rows; r++)
-          finite &= weights(k, row + r, j, count, p + r * BLOCK, records + r * sizes_.record, broken);
+          finite &= weights(k_ + k, row + r, j, count, p + r * block, records + r * sizes_.record);
       };
-#define GROUP(R)                                                                         \
-  multiply_keys<R>(queries, sizes_.parts, keys, step, count, width, p);                  \
-  finish(R);                                                                             \
-  add_values<R>(p, values, value_step, count, value_width, sizes_.value_parts, records,  \
-                sizes_.record);                                                          \
+#define GROUP(R)                                                                           \
+  multiply_keys<R>(queries, sizes_.parts, keys, step, count, width, p, block);             \
+  finish(R);                                                                               \
+  add_values<R>(p, block, values, value_step, count, value_width, sizes_.value_parts,      \
+                records, sizes_.record);                                                   \
   row += R
       if (left >= 4) {
         GROUP(4);
@@ -280,8 +355,7 @@ class FewQueries {
   }
 
   // Turn a row's products into p, and make its sum ready for them.
-  bool weights(int64_t k, int64_t row, int64_t j, int count, float* p, float* record,
-               const uint8_t* broken) {
+  bool weights(int64_t k, int64_t row, int64_t j, int count, float* p, float* record) {
     const int64_t i = row % call_.T, n = k * (call_.N / call_.K) + row / call_.T;
     float *most = record + sizes_.record - W, *total = most + 1;
     uint8_t& lost = lost_[(k - k_) * sizes_.rows + row];
@@ -299,8 +373,10 @@ class FewQueries {
     } else if (call_.dropout) {
       scores_.take_tile(b_, n, j0_ + j, count, false);
     }
-    if (broken)
+    if (!broken_.empty()) {
+      const uint8_t* broken = broken_.data() + (k - k_) * sizes_.block;
       for (int at = 0; at < count; at++) lost |= broken[at] & (!seen || seen[at]);
+    }
     vf peak = all(-INF);
     vi unordered = vi{};
     for (int64_t at = 0; at < padded; at += W) {
@@ -342,10 +418,11 @@ class FewQueries {
   const int64_t b_, k_, j0_, keys_, heads_, masked_heads_;
   float* records_;  // [heads][rows][record]: sum of p v, m, l, whether it met what is not finite
   Scores scores_;
+  std::vector<float> p_, sums_;  // of a block
   std::vector<int32_t> visible_;
   std::vector<float> copies_;
   std::vector<uint8_t> lost_;
-  uint8_t broken_[BLOCK];
+  std::vector<uint8_t> broken_;
 };
 
 // Lay the queries out in registers [B][K][rows][parts][W]. A last register that overlaps the one
