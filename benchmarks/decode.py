@@ -4,7 +4,7 @@
     python -m benchmarks.decode --weights f32,bf16,int8 --out benchmarks/results/decode_cpu.json
 
 One greedy `generate` call of a GPT-2 after a random prompt, the same weights for all: ours, Hugging
-Face's in torch (also compiled, with a static cache), CTranslate2's and llama.cpp's; on a processor
+Face's in torch (with a static cache also compiled), CTranslate2's and llama.cpp's; on a processor
 also with the weights held in bfloat16 and in 8 bits. Before anything is timed, the logits after the
 prompt must agree with ours of unrounded weights, and in float32 every token. A token needs every
 weight once, so the limit is the fastest read of as many bytes that XLA or torch can do, timed in
@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from benchmarks import gpt2_peers, specs, timing
-from benchmarks.gpt2_peers import LLAMA_CPP, Peer, Weights
+from benchmarks.gpt2_peers import COMPILED, LLAMA_CPP, Peer, Weights
 from benchmarks.peers import Absent
 from benchmarks.specs import DecodeCase
 from benchmarks.timing import Contender, Timing
@@ -111,6 +111,8 @@ def measure(
         try:
             if name in options.without:
                 raise Absent("left out")
+            if name == COMPILED and not options.compiled and jax.default_backend() == "cpu":
+                raise Absent("takes part on a processor with --compiled")
             peer = build_peer()
             differs[name] = difference(case, kind, name, peer, expected)
             peers[name] = peer
@@ -309,6 +311,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add("--weights", type=_weights, default=None, metavar="LIST", help=held)
     others = tuple(gpt2_peers.BUILDERS)
     add("--without", nargs="+", default=[], choices=others, metavar="NAME", help="to leave out")
+    add("--compiled", action="store_true", help=f"{COMPILED}, on a processor too: a minute more")
     add("--repeats", type=int, default=None, help="rounds (10, or 3 with --quick)")
     add("--seconds", type=float, default=120.0, help="about the longest one case may take")
     add("--skip-capacity", action="store_true", help="leave out the larger cache")
