@@ -436,7 +436,7 @@ def _onnx_attention(onnx: Any, case: AttentionCase, inputs: list[np.ndarray]) ->
     if case.bias is not None:
         bias = inputs[3] if case.bias == "dense" else np.array(_alibi(case, "float32"))
         feeds["mask"] = np.where(case.seen()[:, None], bias, -np.inf).astype(np.float32)
-    elif case.is_dense:
+    elif case.is_dense or case.cached:  # its flag lets the first query see the first key only
         feeds["mask"] = case.seen()[:, None]
     flag = int(case.causal and "mask" not in feeds)
     node = onnx.helper.make_node(
