@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.check is not None:
         return 1 if check(json.loads(options.check.read_text())["results"]) else 0
     timing.prepare()
-    before = timing.environment()
+    before = timing.environment() | {"limits": timing.limits("float32")}
     print(timing.headline(before), flush=True)
     rows = json.loads(options.out.read_text())["results"] if options.out.exists() else {}
     for case, direction in _cells(options):

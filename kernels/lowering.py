@@ -90,8 +90,8 @@ def _map(leaves: Any, axes: Any, *, here: ClosedJaxpr, elsewhere: Any, alone: bo
     if alone:
         found: Results = jax.vmap(elsewhere, in_axes=axes)(*leaves)
         return found, (0,) * len(found)
-    both = jaxpr_as_fun(here), elsewhere
-    found = _bind(leaves, *(jax.vmap(function, in_axes=axes) for function in both), alone)
+    library = jax.vmap(jaxpr_as_fun(here), in_axes=axes)
+    found = _bind(leaves, library, jax.vmap(elsewhere, in_axes=axes), alone)
     return found, (0,) * len(found)
 
 

@@ -39,7 +39,7 @@ def forward(
     keys, values, finite = (tiles.pad_keys(x) for x in (k, v, finite[..., None]))
     visits = _visits(lists)
 
-    def of_queries(i: jax.Array) -> tuple[jax.Array, ...]:
+    def of_queries(i: jax.Array) -> Any:
         def step(j: jax.Array, state: Any) -> Any:
             row_max, total, weighed, lost = state
             s, seen, _ = tiles.scores(q[i], tiles.keys(keys, j), i, j)
@@ -77,10 +77,8 @@ def forward(
 
     out, row_max, log_sum = lax.map(of_queries, jnp.arange(tiles.rows, dtype=jnp.int32))
     out = tiles.from_tiles(out).astype(operands.query.dtype)
-    return (
-        out,
-        *(jnp.moveaxis(x, 0, 2).reshape(B, N, -1)[:, :, :T] for x in (row_max, log_sum)),
-    )
+    saved = [jnp.moveaxis(x, 0, 2).reshape(B, N, -1)[:, :, :T] for x in (row_max, log_sum)]
+    return out, *saved
 
 
 def backward_single_pass(
@@ -138,8 +136,8 @@ def backward_bias(
             k, v = tiles.keys(keys, j), tiles.keys(values, j)
             _, ds, _ = tiles.gradients(q[i], do[i], k, v, rows, i, j)
             ds = ds.sum(axis=summed, keepdims=True)
-            at = 0, 0, 0 if shape[2] == 1 else i * tiles.q, 0 if shape[3] == 1 else j * tiles.k
-            at = tuple(jnp.asarray(x, jnp.int32) for x in at)
+            places = [0 if shape[2] == 1 else i * tiles.q, 0 if shape[3] == 1 else j * tiles.k]
+            at = [jnp.asarray(x, jnp.int32) for x in (0, 0, *places)]
             old = lax.dynamic_slice(dbias, at, ds.shape)
             return lax.dynamic_update_slice(dbias, old + ds, at)
 
@@ -182,7 +180,8 @@ def _clean_keys(operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return keys and values, zeros where one of them is not finite, and where both are."""
     (k, finite_k), (v, finite_v) = _clean(operands.key), _clean(operands.value)
     finite = finite_k & finite_v
-    return *(jnp.where(finite[..., None], x, 0) for x in (k, v)), finite
+    k, v = (jnp.where(finite[..., None], x, 0) for x in (k, v))
+    return k, v, finite
 
 
 class _Rows(NamedTuple):

@@ -336,7 +336,7 @@ def test_the_environment_names_the_instruction_set(name):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
     wanted = {
-        "sse9": "TRANSFORMER_JAX_NATIVE is 'sse9': must be 0, 1, avx512, avx2, plain\nTrue\n",
+        "sse9": "TRANSFORMER_JAX_NATIVE is 'sse9': must be 0, 1, avx512, avx2, neon, plain\nTrue\n",
         "plain": "None\nplain\n",
     }[name]
     assert out.stdout == wanted, out.stderr

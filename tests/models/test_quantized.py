@@ -117,7 +117,8 @@ def test_embeddings_in_8_bits_are_looked_up_and_multiplied_as_their_numbers(mode
         assert (error.max(axis=1) <= np.abs(exact).max(axis=1) / 254 * (1 + 1e-6)).all()
         assert error.max() > 0
     assert_near(logits(config, params), logits(config, plain(params)), 1e-5)
-    beyond = build(config).apply({"params": params}, jnp.array([[1, 23]]))[0]
+    apply = jax.jit(build(config).apply)  # traced tokens are not checked
+    beyond = apply({"params": params}, jnp.array([[1, 23]]))[0]
     assert np.isnan(beyond[:, 1]).all() and np.isfinite(beyond[:, 0]).all()
 
 

@@ -31,11 +31,12 @@ from transformer_jax.attention.arguments import (
 )
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.blockwise.core import Blockwise
+from transformer_jax.attention.blockwise.tiles import FEW_QUERIES
 from transformer_jax.attention.cudnn import Cudnn
 from transformer_jax.attention.fused import Native, Pallas
 from transformer_jax.attention.masks import Mask
 from transformer_jax.attention.reference import Xla, reference_weights
-from transformer_jax.kernels import platform, target
+from transformer_jax.kernels import cpu, platform, target
 from transformer_jax.kernels.chips import FASTEST
 from transformer_jax.sharding import by_compiler, split
 
@@ -302,20 +303,20 @@ def _best_first(call: AttentionCall) -> list[str]:
 def _best_first_on_cpu(call: AttentionCall) -> list[str]:
     """Decide by size, as fitted to benchmarks/results/choosing.json by benchmarks/choosing.py.
 
-    The compiled kernels lay out all keys and values before they multiply, and wake threads. A few
-    queries over many keys do not pay for the first, which tiles of XLA do not do; heads of few
-    scores do not pay for the second, in the gradient. Without the kernels a head of few scores is
-    faster in one product than in tiles, while scores, keys and values fit the cache.
+    Few queries of a key head are what the compiled kernels do in one pass over the keys as they
+    lie. More of them wait until all keys and values are laid out and threads are awake, for which
+    heads of few scores do not pay, in the gradient: those are faster in one product of XLA. Without
+    the kernels that holds while scores, keys and values fit the cache, unless a few queries see
+    many keys, which are fastest in tiles, that end where a cache of keys is filled.
     """
     B, T, N, S = call.sizes
-    rows = T * N // call.key.shape[2]  # that read a key
-    few_queries = T <= 16 and rows <= 32 and S >= (32 if T == 1 else 64)
-    size = 4 * (B * T * N * S + call.key.size + call.value.size)
-    in_cache = T * S < 128 * 128 and size <= 2**23 and not few_queries
-    others = ["xla", "blockwise"] if in_cache else ["blockwise", "xla"]
     products = B * N * T * S * (call.query.shape[3] + call.value.shape[3])
     many_scores = T * S >= 64 * 64 or (T * S >= 32 * 32 and products >= 6_000_000)
-    return ["native", *others] if many_scores and not few_queries else others
+    few_queries = T * N // call.key.shape[2] <= cpu.FEW_ROWS and S >= 32
+    size = 4 * (B * T * N * S + call.key.size + call.value.size)
+    in_cache = T * S < 128 * 128 and size <= 2**23 and not (T <= FEW_QUERIES and S >= 64)
+    others = ["xla", "blockwise"] if in_cache else ["blockwise", "xla"]
+    return ["native", *others] if few_queries or many_scores else others
 
 
 def _pallas_is_fastest() -> bool:

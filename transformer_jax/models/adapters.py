@@ -60,8 +60,8 @@ def product(
     if isinstance(kernel, QuantizedKernel):
         return quantized_project(x, kernel, bias, contract)
     if not isinstance(kernel, AdaptedKernel):
-        rows = math.prod(x.shape[: x.ndim - contract])
-        return project(x, held(kernel, rows, x.dtype), bias, contract)
+        kernel = held(kernel, math.prod(x.shape[: x.ndim - contract]), x.dtype)
+        return project(x, kernel, bias, contract)
     y = product(x, kernel.base, bias, contract, None, name)
     if key is not None and kernel.dropout:
         key = jax.random.fold_in(key, zlib.crc32(name.encode()))

@@ -598,7 +598,7 @@ class Embed(nn.Module):
     def _look_up(self, tokens: jax.Array, target: bool) -> jax.Array:  # i32[B, T] -> [B, T, D]
         cfg = self.config
         own = cfg.source_vocab_size is not None and not target
-        table = self.source_tokens if own else self.tokens
+        table: Any = self.source_tokens if own else self.tokens
         quantized = isinstance(table, QuantizedTable)
         x = table.look_up(tokens) if quantized else lookup(table, tokens)
         return x * cfg.d_model**0.5 if cfg.scale_embeddings else x
