@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import timing
-from benchmarks.contenders import IN_JAX, OURS, PEERS, WITHOUT
+from benchmarks import contenders, timing
+from benchmarks.contenders import IN_JAX, OURS, WITHOUT
 from benchmarks.specs import Direction
 
 MATMUL = "a matmul"
@@ -19,6 +19,7 @@ MATMUL = "a matmul"
 UNORDERED = f"{OURS} pallas_unordered"
 WITNESS = "jax.nn cudnn"
 """Who takes part where nobody else does, to hold ours against."""
+PEERS = tuple(name for name in contenders.PEERS if name != "onnxruntime")  # it runs on a CPU alone
 NATIVE = tuple(name for name in IN_JAX if name != "jax.nn cudnn")
 """In JAX, without NVIDIA's closed kernel."""
 TOLERANCE = 0.1  # of the largest value: bfloat16 in another order, not another result

@@ -153,7 +153,7 @@ def test_a_goal_is_a_ratio_to_peers_a_matmul_or_the_rate_of_another_case():
         return row["ratio"], row["than"]
 
     assert ratio("tokamax") == (1.5, "tokamax")
-    assert ratio(*contenders.PEERS) == (1.5, "best peer, tokamax")
+    assert ratio(*goals.PEERS) == (1.5, "best peer, tokamax")
     assert ratio("torch", "jax.nn") == (2.5, "torch, torch")
     assert ratio("tokamax", of="ours pallas_unordered") == (3.0, "tokamax")
     assert ratio(goals.MATMUL) == (0.25, goals.MATMUL)
@@ -471,6 +471,8 @@ def test_what_would_not_fit_is_absent():
             assert absent.pop(who).startswith("materialised scores need")
         said = absent.pop("torch")
         assert said == "torch is not installed" or said.startswith("the mask or bias as an array")
+        said = absent.pop("onnxruntime")
+        assert said.startswith({"forward": "materialised", "backward": "has no"}[direction])
         assert not absent
 
 
