@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def own_weights(case: DecodeCase) -> Weights:
-    """What a case's own parameters are held in."""
+    """Name the dtype that a case's own parameters are held in."""
     return "f32" if case.model.dtype == "float32" else "bf16"
 
 

@@ -1,4 +1,4 @@
-"""What peers have in common, and how a contender takes no part."""
+"""Share what peers need, and let a contender say why it takes no part."""
 
 from __future__ import annotations
 

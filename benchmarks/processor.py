@@ -23,7 +23,7 @@ FIELDS = {
     "stepping": ("stepping", "CPU revision"),
     "name": ("model name", "Model"),
 }
-"""What the fact is called in /proc/cpuinfo on x86-64, and on aarch64."""
+"""Names of a fact in /proc/cpuinfo: on x86-64, and on aarch64."""
 
 SETS = re.compile(
     r"sse4_2|f16c|fma|avx|avx2|avx512\w*|avx_\w+|amx_\w+"  # x86-64

@@ -273,7 +273,7 @@ def _edge() -> list[AttentionCase]:
 
 
 def _choosing() -> list[AttentionCase]:
-    """What `implementation=None` is fitted for: lengths where one begins to win over another."""
+    """Return cases to fit `implementation=None` to, at lengths where the best one changes."""
     cases = []
     for (batch, heads, head_dim), length in itertools.product(
         ((1, 4, 64), (12, 4, 32), (4, 12, 64)), (8, 16, 32, 64, 96, 128, 256, 512)

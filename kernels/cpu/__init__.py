@@ -56,7 +56,7 @@ FEW_ROWS = 16
 """The most queries of a key head, T N / K, for which keys and values are read as they lie."""
 NO_LISTS = TileLists(*(np.zeros((0,) * ndim, np.int32) for ndim in (4, 3, 3)))
 INSTRUCTIONS = "avx512", "avx2", "neon", "plain"
-"""What TRANSFORMER_JAX_NATIVE may name, besides 0 (no kernels) and 1 (the widest there are)."""
+"""Values of TRANSFORMER_JAX_NATIVE, besides 0 (no kernels) and 1 (the widest instruction set)."""
 DTYPES = "float32", "bfloat16", "float16"
 
 

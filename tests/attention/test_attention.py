@@ -374,7 +374,7 @@ def test_what_the_compiled_kernels_refuse_goes_to_another():
 
 
 def test_on_a_cpu_many_short_heads_take_the_compiled_kernels():
-    """Of 32 tokens: a gradient of few heads is slower for the threads that are woken."""
+    """Check the choice at 32 tokens: waking threads makes a gradient of few heads slower."""
     if jax.default_backend() != "cpu" or isinstance(cpu.library(), str):
         pytest.skip("the kernels were not compiled, or this machine has an accelerator")
     few, many = (draw(4, batch=n, queries=32, keys=32, heads=12, dim=64, value_dim=64)

@@ -289,7 +289,7 @@ def test_contenders_see_the_same(name):
 
 
 def compare_contenders(name, direction):
-    """As many key heads as flax has; with torch and onnxruntime where they are installed."""
+    """Use as many key heads as flax has; torch and onnxruntime take part where installed."""
     options = attention._options(["--quick", "--ours", "xla", "--seconds", "0", "--repeats", "1"])
     case = small(name)
     found = attention.measure(case, direction, options, time.perf_counter)
@@ -700,7 +700,7 @@ def test_a_learned_bias_and_sinks_are_differentiated():
 
 
 def test_a_choice_is_too_slow_where_the_median_and_three_quarters_of_the_rounds_say_so(capsys):
-    """Of a call of 8 tokens, for which "xla" is chosen."""
+    """Use a call of 8 tokens, for which "xla" is chosen."""
     best = [1.0, 1.0, 1.0, 1.0, 1.0]
     rounds = {
         "slow": [1.04, 1.05, 1.2, 1.04, 0.9],

@@ -305,7 +305,7 @@ def test_few_queries_are_nan_where_they_see_what_is_not_finite(bad, H, instructi
 
 
 def test_few_queries_do_not_read_the_unfilled_part_of_a_cache(rng):
-    """What is there changes no bit, and no program sorts tiles for it."""
+    """Hold that empty slots change no bit, and that no program sorts tiles."""
     sizes = 1, 1, 640, 4, 2, 64, 64
     q, k, v = few_arrays(rng, sizes, jnp.float32)
     k_positions = jnp.where(jnp.arange(640) < 100, jnp.arange(640), -1)
