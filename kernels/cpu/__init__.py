@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,10 @@ def library() -> ctypes.CDLL | str:
         loaded = ctypes.CDLL(str(found[0]))
     except OSError as error:
         return f"cannot be loaded: {error}"
+    if not _is_of_these_sources(loaded):
+        reason = "was compiled from other sources than these: install the package again"
+        warnings.warn(f"kernels/cpu/{found[0].name} {reason}", stacklevel=2)
+        return reason
     loaded.attention_instructions.restype = ctypes.c_char_p
     loaded.attention_use.restype = ctypes.c_bool
     if wanted != "1" and not loaded.attention_use(wanted.encode()):
@@ -86,6 +92,19 @@ def library() -> ctypes.CDLL | str:
         capsule = jax.ffi.pycapsule(getattr(loaded, name))
         jax.ffi.register_ffi_target(f"transformer_jax_{name}", capsule, platform="cpu")
     return loaded
+
+
+def _is_of_these_sources(loaded: ctypes.CDLL) -> bool:
+    """Compare the library's number with that of the sources, where they lie beside it."""
+    sources = sorted((Path(__file__).parent / "source").glob("*.*"))
+    if not sources:
+        return True  # an installed package has the library alone
+    if not hasattr(loaded, "attention_sources"):
+        return False
+    loaded.attention_sources.restype = ctypes.c_char_p
+    found = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
+    same: bool = loaded.attention_sources().decode() == found.hexdigest()[:16]
+    return same
 
 
 def instructions() -> str:

@@ -3,8 +3,10 @@
 import itertools
 import operator
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -321,6 +323,25 @@ def test_few_queries_do_not_read_the_unfilled_part_of_a_cache(rng):
     junk = [x.at[:, 100:].set(jnp.nan) for x in (k, v)]
     assert_same_bits(attend(q, *junk, *positions), attend(q, k, v, *positions))
     assert " sort(" not in attend.lower(q, k, v, *positions).compile().as_text()
+
+
+def test_a_library_of_other_sources_is_refused_and_said(tmp_path):
+    """Give a copy of the folder one more comment; the library is that of the files as they are."""
+    copy = tmp_path / "cpu"
+    shutil.copytree(Path(cpu.__file__).parent, copy)
+    code = (
+        "from transformer_jax.kernels import cpu\n"
+        f"cpu.__file__ = {str(copy / '__init__.py')!r}\nprint(cpu.library())"
+    )
+    said = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        said.append((done.stdout, done.stderr))
+        with open(copy / "source" / "mask.h", "a") as file:
+            file.write("// another\n")
+    assert said[0][0].startswith("<CDLL") and not said[0][1]
+    assert said[1][0] == "was compiled from other sources than these: install the package again\n"
+    assert "UserWarning: kernels/cpu/_native.so was compiled from other sources" in said[1][1]
 
 
 @pytest.mark.parametrize("name", ["sse9", "plain"])

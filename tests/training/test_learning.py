@@ -121,7 +121,7 @@ GENERATED = {
     "addition wider rnn translator": (ADDITION, 1500, dict(batch_size=128)),
     "dates wider decoder": (DATES, 400, {}),
     "dates rotary encoder-decoder": (DATES, 600, {}),
-    "dates wider gru translator": (DATES, 300, FAST),
+    "dates wider gru translator": (DATES, 450, FAST),  # all of 200 from 400 on, 0.98 at 300
 }
 QUICK = "reverse encoder-decoder", "copy window", "reverse rnn"
 

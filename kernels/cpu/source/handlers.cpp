@@ -4,6 +4,10 @@
 #include "threads.h"
 #include "xla/ffi/api/ffi.h"
 
+#ifndef SOURCES
+#define SOURCES ""
+#endif
+
 namespace ffi = xla::ffi;
 
 namespace {
@@ -175,6 +179,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(weight_product, multiplied,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("turned"));
+// The number of the sources that setup.py gave.
+extern "C" const char* attention_sources() { return SOURCES; }
 extern "C" const char* attention_instructions() { return chosen().load()->name; }
 // Take other instructions; return whether the processor knows them.
 extern "C" bool attention_use(const char* name) {
