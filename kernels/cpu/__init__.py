@@ -10,6 +10,8 @@ one file per thing:
     attention, backward    the kernels
     decode      the forward pass of few queries over many keys
     products    few rows times weights
+    bytes       the same of weights in 8 bits, in integers
+    norms       LayerNorm and RMSNorm of few rows
     handlers    what XLA calls
     threads     who computes which item
     memory      what calls have used, for the next ones
@@ -52,7 +54,7 @@ REPAIRS = True  # whether the kernels themselves keep the rule on what is not fi
 PORTABLE = portable  # what programs get that leave this machine, and derivatives
 HANDLERS = (
     "attention_forward", "attention_backward", "attention_backward_bias", "attention_few_queries",
-    "weight_product",
+    "weight_product", "row_norm",
 )  # fmt: skip
 FEW_ROWS = 16
 """The most queries of a key head, T N / K, for which keys and values are read as they lie."""

@@ -584,9 +584,16 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
   std::vector<float> x(p.rows * p.inputs), scale(p.outputs), bias(p.outputs), y(p.rows * p.outputs);
   for (auto* each : {&x, &scale, &bias})
     for (auto& number : *each) number = normal(random);
+  if (bytes.size() && !between(0, 3)) x[between(0, x.size() - 1)] *= 1e4f;
+  if (!between(0, 7)) std::fill(x.begin(), x.begin() + p.inputs, 0.0f);
+  const bool broken = !between(0, 7);  // one row is not a number, and nothing else
+  if (broken) x[between(0, p.inputs - 1)] = NAN;
   p.x = x.data(), p.y = y.data();
   p.scale = between(0, 1) ? scale.data() : nullptr, p.bias = between(0, 1) ? bias.data() : nullptr;
   kernels.product(p, parallel);
+  std::vector<double> most(p.rows);  // of a row: with weights of 8 bits, x is rounded to 2^-24 of it
+  for (int64_t i = 0; i < p.rows * p.inputs; i++)
+    most[i / p.inputs] = std::max<double>(most[i / p.inputs], std::fabs(x[i]));
   double wrong = 0, largest = 1e-6;
   for (int64_t r = 0; r < p.rows; r++)
     for (int64_t o = 0; o < p.outputs; o++) {
@@ -595,6 +602,11 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
         const int64_t at = p.turned ? o * p.inputs + i : i * p.outputs + o;
         const double one = (bytes.size() ? bytes[at] : weights.at(at)) * x[r * p.inputs + i];
         sum += one, size += std::fabs(one);
+        if (bytes.size()) size += std::ldexp(1e6, -24) * most[r] * std::abs(bytes[at]);
+      }
+      if (broken && !r) {
+        if (y[o] == y[o]) return INFINITY;
+        continue;
       }
       const double factor = p.scale ? scale[o] : 1, more = p.bias ? bias[o] : 0;
       const double error = std::fabs(sum * factor + more - y[r * p.outputs + o]);
@@ -602,6 +614,40 @@ double run_product(const Kernels& kernels, const Parallel& parallel, uint64_t se
       largest = std::max(largest, size * std::fabs(factor) + std::fabs(more));
     }
   return wrong / (1e-6 * largest);
+}
+
+// Random norms; return the largest error over what roundings allow.
+double run_norm(const Kernels& kernels, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const auto between = [&](int64_t least, int64_t most) {
+    return std::uniform_int_distribution<int64_t>(least, most)(random);
+  };
+  std::normal_distribution<float> normal;
+  Norm n{};
+  n.rows = between(1, 4), n.width = between(1, 900), n.centred = between(0, 1), n.eps = 1e-5f;
+  std::vector<float> x(n.rows * n.width), y(x.size()), scale(n.width), bias(n.width);
+  for (auto* each : {&x, &scale, &bias})
+    for (auto& number : *each) number = normal(random);
+  for (auto& number : x) number += 2;
+  n.x = x.data(), n.y = y.data();
+  n.scale = between(0, 1) ? scale.data() : nullptr, n.bias = between(0, 1) ? bias.data() : nullptr;
+  kernels.norm(n);
+  double wrong = 0;
+  for (int64_t r = 0; r < n.rows; r++) {
+    const float* row = x.data() + r * n.width;
+    double mean = 0, squares = 0;
+    for (int64_t k = 0; k < n.width; k++) mean += n.centred ? row[k] / (double)n.width : 0;
+    for (int64_t k = 0; k < n.width; k++) squares += (row[k] - mean) * (row[k] - mean) / n.width;
+    const double factor = 1 / std::sqrt(squares + n.eps);
+    for (int64_t k = 0; k < n.width; k++) {
+      const double by = n.scale ? scale[k] : 1, more = n.bias ? bias[k] : 0;
+      const double size = (std::fabs(row[k]) + std::fabs(mean)) * factor * std::fabs(by);
+      const double error = std::fabs((row[k] - mean) * factor * by + more - y[r * n.width + k]);
+      const double share = error / (1e-6 * (size + std::fabs(more)) + 1e-30);
+      wrong = share <= wrong ? wrong : std::isnan(share) ? INFINITY : share;
+    }
+  }
+  return wrong;
 }
 
 // Every float16 is read as it is, and numbers between two of them go to the nearer one.
@@ -647,7 +693,7 @@ int main(int count, char** given) {
 
   Pool pool(threads);
   const Parallel parallel = [&](int64_t items, const std::function<void(int64_t)>& work) {
-    run(pool, items, work);
+    run(pool, items, work, items % 2);
   };
   std::atomic<int64_t> next{0}, failed{0};
   std::mutex lock;
@@ -659,14 +705,16 @@ int main(int count, char** given) {
         Case one(seed * 1000003 + at, threads);
         const double error = one.run(*kernels, parallel);
         const double of_product = run_product(*kernels, parallel, seed * 1000003 + at);
+        const double of_norm = run_norm(*kernels, seed * 1000003 + at);
         std::lock_guard<std::mutex> hold(lock);
-        worst = std::max({worst, error, of_product});
+        worst = std::max({worst, error, of_product, of_norm});
+        if (!(of_norm <= 1)) failed++, std::printf("norm %d: error %g\n", (int)at, of_norm);
         if (!(of_product <= 1)) failed++, std::printf("product %d: error %g\n", (int)at, of_product);
         if (!(error <= 1)) failed++, std::printf("case %d: %s\n", (int)at, one.say().c_str());
       }
     });
   for (auto& each : running) each.join();
-  std::printf("%s: %d cases and products, %d failed, largest error %.2f of what is allowed\n", given[1], (int)cases,
+  std::printf("%s: %d cases, products and norms, %d failed, largest error %.2f of what is allowed\n", given[1], (int)cases,
               (int)failed, worst);
   return failed != 0;
 }

@@ -194,16 +194,6 @@ def test_capped_scores_with_slopes_are_those_of_float64(rng):
         assert_near(one, own, GRADIENT_F32)
 
 
-@pytest.fixture(params=cpu.INSTRUCTIONS)
-def instructions(request):
-    """Run with each instruction set that this processor has."""
-    library, before = cpu.library(), cpu.instructions()
-    if not library.attention_use(request.param.encode()):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    library.attention_use(before.encode())
-
-
 FEW = [
     # B, T, S, N, K, H, Hv: of 1, 2, 4 rows and more; rows shorter than a register; several chunks
     (1, 1, 1, 1, 1, 1, 1), (2, 1, 33, 4, 2, 17, 24), (1, 3, 100, 5, 5, 3, 70),

@@ -26,9 +26,22 @@ def weights_of(rng, dtype, *shape):
     return held, np.asarray(held.astype(jnp.float32), np.float64)
 
 
+@needs_kernels
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", products.DTYPES)
-def test_a_product_is_within_rounding_of_float64(rng, dtype, turned):
+def test_a_product_is_within_rounding_of_float64(rng, dtype, turned, instructions):
+    check_products(rng, dtype, turned)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", products.DTYPES)
+def test_a_product_of_xla_is_within_rounding_of_float64(rng, dtype, turned, monkeypatch):
+    monkeypatch.setattr(products, "library", lambda: "is left out")
+    check_products(rng, dtype, turned)
+
+
+def check_products(rng, dtype, turned):
+    """Of weights in 8 bits, a row of x may be rounded to 2^-24 of its largest number."""
     for inputs, outputs in SIZES:
         shape = (outputs, inputs) if turned else (inputs, outputs)
         held, exact = weights_of(rng, dtype, *shape)
@@ -36,7 +49,10 @@ def test_a_product_is_within_rounding_of_float64(rng, dtype, turned):
         for rows in (1, 2, 3, 7, 8, 16):
             x = rng.normal(size=(rows, inputs)).astype(np.float32)
             wanted = x.astype(np.float64) @ (exact.T if turned else exact)
-            size = np.abs(x).astype(np.float64) @ np.abs(exact.T if turned else exact)
+            weights = np.abs(exact.T if turned else exact)
+            size = np.abs(x).astype(np.float64) @ weights
+            if dtype == "int8":
+                size += 2**-24 / FORWARD_F32 * np.abs(x).max(1)[:, None] * weights.sum(0)
             arrays = jnp.array(x), held
             found = products.product(*arrays, turned=turned)
             assert (np.abs(found - wanted) <= FORWARD_F32 * size + 1e-30).all()
@@ -96,3 +112,34 @@ def test_sums_do_not_depend_on_who_computes_a_part(rng):
     first = products.product(x, kernel)
     for _ in range(20):
         assert_same_bits(products.product(x, kernel), first)
+
+
+@needs_kernels
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_large_number_takes_no_more_than_a_24th_bit_of_it(rng, turned, instructions):
+    """A number 10,000 times the others, a row of zeros, and rows near both ends of float32."""
+    held, exact = weights_of(rng, "int8", *((70, 200) if turned else (200, 70)))
+    exact = exact.T if turned else exact
+    x = rng.normal(size=(4, 200)).astype(np.float32)
+    x[0, 17], x[1], x[2], x[3] = 1e4, 0, x[2] * np.float32(1e-33), x[3] * np.float32(1e33)
+    found = np.asarray(products.product(jnp.array(x), held, turned=turned), np.float64)
+    limit = FORWARD_F32 * (np.abs(x).astype(np.float64) @ np.abs(exact))
+    limit += 2**-24 * np.abs(x).max(1)[:, None].astype(np.float64) * np.abs(exact).sum(0)
+    assert (np.abs(found - x.astype(np.float64) @ exact) <= limit).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", products.DTYPES)
+def test_what_is_not_finite_stays_so_and_in_its_row(rng, dtype, turned, bad, instructions):
+    held, exact = weights_of(rng, dtype, *((70, 200) if turned else (200, 70)))
+    exact = exact.T if turned else exact
+    x = rng.normal(size=(3, 200)).astype(np.float32)
+    clean = x.astype(np.float64) @ exact
+    x[1, 33] = bad
+    with np.errstate(invalid="ignore"):
+        wanted = x.astype(np.float64) @ exact
+    found = products.product(jnp.array(x), held, turned=turned)
+    np.testing.assert_array_equal(found[1], wanted[1])
+    assert_near(found[jnp.array([0, 2])], clean[[0, 2]], 1e-5)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count
+from transformer_jax.kernels import platform
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
@@ -166,6 +167,8 @@ class Greedy:
 
     def __call__(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
         x = _as_float32(logits)
+        if platform() == "cpu" and x.shape[-1] < 2**24:
+            return _first_of_the_best(x)
         return _mark_nonfinite(jnp.argmax(x, axis=-1), x)
 
     def distribution(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
@@ -225,6 +228,19 @@ def _as_float32(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
     return x
 
 
+def _first_of_the_best(x: jax.Array) -> jax.Array:  # [..., V] -> i32[...]
+    """Return argmax(x), or -1 where the largest logit is not finite, by two reductions.
+
+    XLA's CPU backend takes ten times as long for the one that gives an index: 0.2 ms of 50,000.
+    Indices below 2^24 are exact in float32, whose smallest it finds faster than of integers.
+    """
+    top = _largest(x)
+    where = jax.typeof(x).sharding
+    indices = jax.lax.broadcasted_iota(jnp.float32, x.shape, x.ndim - 1, out_sharding=where)
+    first = jnp.min(jnp.where(x == top[..., None], indices, jnp.inf), axis=-1)
+    return jnp.where(jnp.isfinite(top), first, -1).astype(jnp.int32)
+
+
 def _mark_nonfinite(tokens: jax.Array, logits: jax.Array) -> jax.Array:  # i32[...]
     """Return the tokens, -1 where the largest logit is not finite."""
     return jnp.where(has_finite_maximum(logits), tokens, -1).astype(jnp.int32)
@@ -232,8 +248,12 @@ def _mark_nonfinite(tokens: jax.Array, logits: jax.Array) -> jax.Array:  # i32[.
 
 def has_finite_maximum(logits: jax.Array) -> jax.Array:  # [..., V] -> bool[...]
     """Return whether the largest logit is finite; it is not where a logit is NaN."""
-    without_nan = jnp.where(jnp.isnan(logits), jnp.inf, logits)  # XLA's maximum may lose a NaN
-    return jnp.isfinite(jnp.max(without_nan, axis=-1))
+    return jnp.isfinite(_largest(logits))
+
+
+def _largest(logits: jax.Array) -> jax.Array:  # [..., V] -> [...]
+    """Return the largest logit, infinity where one is NaN: XLA's maximum may lose a NaN."""
+    return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
 
 
 def _keep_best(

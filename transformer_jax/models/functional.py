@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from transformer_jax.checks import check_key
 from transformer_jax.config import Activation
 from transformer_jax.kernels import platform
-from transformer_jax.kernels.cpu import products
+from transformer_jax.kernels.cpu import norms, products
 from transformer_jax.sharding import by_compiler, gathered, split
 
 F32 = jnp.float32
@@ -28,13 +28,7 @@ def layer_norm(
     Computed in f32, returned in the dtype of x.
     """
 
-    def normalise(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y - y.mean(axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
-        return _affine(y, scale, bias).astype(x.dtype)
-
-    return by_compiler(normalise, [x, scale, bias], split(x))
+    return by_compiler(partial(_normalise, eps, True), [x, scale, bias], split(x))
 
 
 def rms_norm(
@@ -47,12 +41,22 @@ def rms_norm(
     Computed in f32, returned in the dtype of x.
     """
 
-    def normalise(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
-        return _affine(y, scale, None).astype(x.dtype)
+    return by_compiler(partial(_normalise, eps, False), [x, scale, None], split(x))
 
-    return by_compiler(normalise, [x, scale], split(x))
+
+def _normalise(
+    eps: float, centred: bool, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
+) -> jax.Array:
+    """Normalise in XLA, or few rows by the compiled kernel."""
+    y = x.astype(jnp.float32)
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    if norms.takes(rows, width):
+        y = norms.norm(y.reshape(rows, width), scale, bias, eps, centred=centred)
+        return y.reshape(x.shape).astype(x.dtype)
+    if centred:
+        y = y - y.mean(axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
+    return _affine(y, scale, bias).astype(x.dtype)
 
 
 def _affine(y: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:

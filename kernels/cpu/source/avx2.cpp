@@ -9,7 +9,8 @@
 #include "mask.h"
 #include "attention.h"
 #include "products.h"
+#include "norms.h"
 
 const Kernels KERNELS_AVX2 = {avx2::forward, avx2::few_queries, avx2::backward,
-                              avx2::backward_bias, avx2::product};
+                              avx2::backward_bias, avx2::product, avx2::norm};
 #endif

@@ -93,6 +93,16 @@ struct Product {
   float* y;  // [rows][outputs]
 };
 
+// y = (x - mean) / sqrt(mean (x - mean)^2 + eps), times a scale, plus a bias; null pointers are none.
+struct Norm {
+  int64_t rows, width;
+  const float* x;  // [rows][width]
+  bool centred;    // else the mean is taken to be 0
+  float eps;
+  const float *scale, *bias;  // [width]
+  float* y;                   // [rows][width]
+};
+
 // Runs `work(item)` for all items, on several threads; every item once.
 using Parallel = std::function<void(int64_t items, const std::function<void(int64_t)>& work)>;
 
@@ -102,6 +112,7 @@ struct Kernels {
   void (*backward)(const Call&, const Parallel&);
   void (*backward_bias)(const Call&, const Parallel&);
   void (*product)(const Product&, const Parallel&);
+  void (*norm)(const Norm&);
 };
 extern const Kernels KERNELS_WIDE, KERNELS_AVX2, KERNELS_PLAIN;
 

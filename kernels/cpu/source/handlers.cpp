@@ -88,7 +88,7 @@ ffi::Error called(int kind, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
   call.constants = constants.begin(), call.num_constants = constants.size();
   call.threads = pool.num_threads();
   const Parallel parallel = [&](int64_t count, const std::function<void(int64_t)>& work) {
-    run(pool, count, work);
+    run(pool, count, work, kind == 3);
   };
   if (kind == 0 || kind == 3) {
     call.out = out[0].untyped_data();
@@ -140,11 +140,21 @@ ffi::Error multiplied(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer wei
   }
   try {
     kernels().product(p, [&](int64_t count, const std::function<void(int64_t)>& work) {
-      run(pool, count, work);
+      run(pool, count, work, true);
     });
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "product: no memory is left");
   }
+  return ffi::Error::Success();
+}
+
+ffi::Error normalised(ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer bias,
+                      ffi::Result<ffi::AnyBuffer> y, float eps, bool centred) {
+  Norm n{};
+  n.rows = axis(x, 0), n.width = axis(x, 1);
+  n.x = array<float>(x), n.scale = array<float>(scale), n.bias = array<float>(bias);
+  n.eps = eps, n.centred = centred, n.y = (float*)y->untyped_data();
+  kernels().norm(n);
   return ffi::Error::Success();
 }
 
@@ -179,6 +189,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(weight_product, multiplied,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("turned"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(row_norm, normalised,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("centred"));
 // The number of the sources that setup.py gave.
 extern "C" const char* attention_sources() { return SOURCES; }
 extern "C" const char* attention_instructions() { return chosen().load()->name; }

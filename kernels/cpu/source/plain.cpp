@@ -7,6 +7,7 @@
 #include "mask.h"
 #include "attention.h"
 #include "products.h"
+#include "norms.h"
 
 const Kernels KERNELS_PLAIN = {plain::forward, plain::few_queries, plain::backward,
-                               plain::backward_bias, plain::product};
+                               plain::backward_bias, plain::product, plain::norm};

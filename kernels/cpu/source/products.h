@@ -40,8 +40,31 @@ static inline float weight_at(const bfloat16* p) { return widened(*p); }
 static inline float weight_at(const int8_t* p) { return *p; }
 
 constexpr int LINE = 64;  // bytes of a cache's line
-constexpr int PREFETCH = 256;  // bytes that are fetched ahead of a row's weights
+constexpr int AHEAD = 256;  // bytes of a row
 constexpr int DEPTH = 8;  // rows of weights that are read side by side
+
+// What is fetched while R rows are read, some columns after the others. Where rows follow each other
+// in memory, it is the next R rows in that order, into the second cache: the processor foresees them
+// in no other. Else it is the same rows, some lines on.
+template <int R>
+struct Ahead {
+  const char* from;
+  int64_t step;  // 0: in the order of memory
+  template <class T>
+  Ahead(const T* w, int64_t ldw, int64_t j, int64_t width) {
+    constexpr int64_t LATER = AHEAD / (int64_t)sizeof(T);
+    step = width == ldw ? 0 : ldw * sizeof(T);
+    from = (const char*)(w + (step == 0             ? R * (ldw + j)
+                              : j + LATER < width ? j + LATER
+                                                  : j + LATER - width + R * ldw));
+  }
+  void fetch(int r, int at, int bytes) const {
+    if (step)
+      __builtin_prefetch(from + r * step + at);
+    else
+      __builtin_prefetch(from + r * bytes + at, 0, 2);
+  }
+};
 
 // Add x[M][R] W[R][width] to y[M][width], U registers of outputs at a time: each number of x is
 // then read for U products.
@@ -49,9 +72,7 @@ template <class T, int M, int R, int U>
 static inline int64_t add_columns(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t j,
                                   int64_t width, float* y, int64_t ldy) {
   for (; j + U * W <= width; j += U * W) {
-    // Rows are too short for the processor to foresee what follows: R rows on, from a row's end.
-    constexpr int64_t AHEAD = PREFETCH / (int64_t)sizeof(T);
-    const T* next = w + j + (j + AHEAD < width ? AHEAD : AHEAD - width + R * ldw);
+    const Ahead<R> ahead(w, ldw, j, width);
     vf sum[M][U];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
@@ -64,7 +85,7 @@ static inline int64_t add_columns(const float* x, int64_t ldx, const T* w, int64
       for (int u = 0; u < U; u++) weights[u] = weights_at(w + r * ldw + j + u * W);
 #pragma GCC unroll 4
       for (int at = 0; at < U * W * (int)sizeof(T); at += LINE)
-        __builtin_prefetch((const char*)(next + r * ldw) + at);
+        if (R > 1) ahead.fetch(r, at, U * W * (int)sizeof(T));
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
         const vf factor = all(x[m * ldx + r]);
@@ -101,36 +122,38 @@ static inline void add_rows_of(int64_t rows, const float* x, int64_t ldx, const 
   }
 }
 
-// y[M][R] = x[M][depth] (w[R][depth])^T.
+// y[M][R] = x[M][depth] (w[R][depth])^T. One row of w is read after the other, as the processor
+// foresees it; of one row of x, several parts of it are added side by side.
 template <class T, int M, int R>
 static void dot_rows(const float* x, int64_t depth, const T* w, float* y, int64_t ldy) {
-  vf sums[M][R];
+  constexpr int U = M < 2 ? 4 : M < 4 ? 2 : 1;
+  for (int r = 0; r < R; r++, w += depth) {
+    vf sums[M][U];
 #pragma GCC unroll 8
-  for (int m = 0; m < M; m++)
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+      for (int u = 0; u < U; u++) sums[m][u] = vf{};
+    int64_t k = 0;
+    for (; k + U * W <= depth; k += U * W)
+#pragma GCC unroll 4
+      for (int u = 0; u < U; u++) {
+        const vf weights = weights_at(w + k + u * W);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) sums[m][r] = vf{};
-  int64_t k = 0;
-  for (; k + W <= depth; k += W) {
-    vf weights[R];
+        for (int m = 0; m < M; m++) sums[m][u] += weights * load(x + m * depth + k + u * W);
+      }
+    for (; k + W <= depth; k += W) {
+      const vf weights = weights_at(w + k);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      weights[r] = weights_at(w + r * depth + k);
-      __builtin_prefetch(w + (r + R) * depth + k);
+      for (int m = 0; m < M; m++) sums[m][0] += weights * load(x + m * depth + k);
     }
-#pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-      const vf row = load(x + m * depth + k);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) sums[m][r] += weights[r] * row;
-    }
-  }
-  for (int m = 0; m < M; m++)
-    for (int r = 0; r < R; r++) {
-      float total = sum(sums[m][r]);
-      for (int64_t at = k; at < depth; at++)
-        total += weight_at(w + r * depth + at) * x[m * depth + at];
+#pragma GCC unroll 4
+      for (int u = 1; u < U; u++) sums[m][0] += sums[m][u];
+      float total = sum(sums[m][0]);
+      for (int64_t at = k; at < depth; at++) total += weight_at(w + at) * x[m * depth + at];
       y[m * ldy + r] = total;
     }
+  }
 }
 
 template <class T, int R, int M = 8>
@@ -143,6 +166,64 @@ static inline void dot_rows_of(int64_t rows, const float* x, int64_t depth, cons
   }
 }
 
+}  // namespace NAMESPACE
+
+#if LANES == 16
+#include "bytes.h"
+#endif
+
+namespace NAMESPACE {
+
+// How a product adds up rows of weights: in float32; or in integers, where x is cut into digits.
+template <class T>
+struct Sums {
+  static constexpr int64_t STEP = DEPTH;
+  const Product& p;
+  explicit Sums(const Product& p) : p(p) {}
+
+  // Add x[rows][k..end] W[k..end][o..o + count] to `to`.
+  void add(int64_t k, int64_t end, int64_t o, int64_t count, float* to, int64_t ldy) const {
+    const T* w = (const T*)p.weights + o;
+    for (; p.rows > 1 && k + DEPTH <= end; k += DEPTH)  // one row: the processor foresees it all
+      add_rows_of<T, DEPTH>(p.rows, p.x + k, p.inputs, w + k * p.outputs, p.outputs, count, to, ldy);
+    for (; k < end; k++)
+      add_rows_of<T, 1>(p.rows, p.x + k, p.inputs, w + k * p.outputs, p.outputs, count, to, ldy);
+  }
+  // Write the sums of outputs begin..end of a turned product.
+  void dot(int64_t begin, int64_t end) const {
+    constexpr int R = 4;
+    const T* w = (const T*)p.weights;
+    for (; begin + R <= end; begin += R)
+      dot_rows_of<T, R, LANES == 16 ? 4 : 2>(p.rows, p.x, p.inputs, w + begin * p.inputs,
+                                             p.y + begin, p.outputs);
+    for (; begin < end; begin++)
+      dot_rows_of<T, 1>(p.rows, p.x, p.inputs, w + begin * p.inputs, p.y + begin, p.outputs);
+  }
+};
+
+#if LANES == 16
+struct SumsOfBytes {
+  static constexpr int64_t STEP = GROUP;
+  const Product& p;
+  const Digits digits;
+  explicit SumsOfBytes(const Product& p) : p(p), digits(p.x, p.rows, p.inputs) {}
+
+  void add(int64_t k, int64_t end, int64_t o, int64_t count, float* to, int64_t ldy) const {
+    const int8_t* w = (const int8_t*)p.weights + o;
+    for (; k < end; k += GROUP)
+      add_group(digits, k, std::min(GROUP, end - k), w + k * p.outputs, p.outputs, count, to, ldy);
+  }
+  void dot(int64_t begin, int64_t end) const {
+    constexpr int R = 4;
+    const int8_t* w = (const int8_t*)p.weights;
+    for (; begin + R <= end; begin += R)
+      dot_bytes<R>(digits, p.inputs, w + begin * p.inputs, p.y + begin, p.outputs);
+    for (; begin < end; begin++)
+      dot_bytes<1>(digits, p.inputs, w + begin * p.inputs, p.y + begin, p.outputs);
+  }
+};
+#endif
+
 constexpr int64_t ITEM = 128 << 10;   // bytes of weights that are worth an item
 constexpr int64_t MOST_ITEMS = 32;
 constexpr int64_t SUMS = 16 << 10;    // bytes of sums that stay in a core's first cache
@@ -150,35 +231,29 @@ constexpr int64_t NARROWEST = 256;    // outputs of an item
 
 static inline int64_t parts_of(int64_t n, int64_t part) { return (n + part - 1) / part; }
 
-// y = scale x W + bias: items are some inputs by some outputs.
-template <class T>
-static void product_of(const Product& p, const Parallel& parallel) {
+// y = scale x W + bias: items are some inputs by some outputs, in the order of memory.
+template <class S>
+static void product_of(const S& how, int64_t itemsize, const Parallel& parallel) {
+  const Product& p = how.p;
   const int64_t rows = p.rows, inputs = p.inputs, outputs = p.outputs;
-  const int64_t bytes = inputs * outputs * (int64_t)sizeof(T);
-  const int64_t wanted = std::max<int64_t>(1, std::min(MOST_ITEMS, bytes / ITEM));
+  const int64_t wanted = std::max<int64_t>(1, std::min(MOST_ITEMS, inputs * outputs * itemsize / ITEM));
   // sums of parts are written and read: they must be few beside the weights
-  const int64_t most_parts = std::max<int64_t>(1, inputs * (int64_t)sizeof(T) / (rows * 32));
+  const int64_t most_parts = std::max<int64_t>(1, inputs * itemsize / (rows * 32));
   int64_t columns = parts_of(4 * rows * outputs, SUMS);
   int64_t parts = std::min(most_parts, parts_of(wanted, columns));
   while (columns * parts < wanted && outputs / (2 * columns) >= NARROWEST) columns *= 2;
   const int64_t width = round_up(parts_of(outputs, columns), 64);
   columns = parts_of(outputs, width);
-  const int64_t depth = round_up(parts_of(inputs, parts), DEPTH);
+  const int64_t depth = round_up(parts_of(inputs, parts), S::STEP);
   parts = parts_of(inputs, depth);
   const int64_t padded = columns * width;
   Scratch sums(parts * rows * padded);
   parallel(parts * columns, [&](int64_t item) {
-    const int64_t part = item / columns, o = item % columns * width;
-    const int64_t count = std::min(width, outputs - o);
+    const int64_t part = item % parts, o = item / parts * width;
     float* to = sums.data + part * rows * padded + o;
-    for (int64_t m = 0; m < rows; m++) std::fill(to + m * padded, to + m * padded + count, 0.0f);
-    const int64_t end = std::min(inputs, (part + 1) * depth);
-    int64_t k = part * depth;
-    const T* w = (const T*)p.weights + o;
-    for (; k + DEPTH <= end; k += DEPTH)
-      add_rows_of<T, DEPTH>(rows, p.x + k, inputs, w + k * outputs, outputs, count, to, padded);
-    for (; k < end; k++)
-      add_rows_of<T, 1>(rows, p.x + k, inputs, w + k * outputs, outputs, count, to, padded);
+    for (int64_t m = 0; m < rows; m++) std::fill(to + m * padded, to + m * padded + width, 0.0f);
+    how.add(part * depth, std::min(inputs, (part + 1) * depth), o, std::min(width, outputs - o), to,
+            padded);
   });
   for (int64_t m = 0; m < rows; m++) {
     float *from = sums.data + m * padded, *y = p.y + m * outputs;
@@ -192,20 +267,14 @@ static void product_of(const Product& p, const Parallel& parallel) {
 }
 
 // y = scale x W^T + bias, W [outputs][inputs]: items are some outputs.
-template <class T>
-static void turned_product_of(const Product& p, const Parallel& parallel) {
-  constexpr int R = 4;
-  const int64_t row = p.inputs * (int64_t)sizeof(T);
-  const int64_t width = round_up(std::max<int64_t>(1, ITEM / std::max<int64_t>(1, row)), R);
+template <class S>
+static void turned_product_of(const S& how, int64_t itemsize, const Parallel& parallel) {
+  const Product& p = how.p;
+  const int64_t row = std::max<int64_t>(1, p.inputs * itemsize);
+  const int64_t width = round_up(std::max<int64_t>(1, ITEM / row), 4);
   parallel(parts_of(p.outputs, width), [&](int64_t item) {
     const int64_t begin = item * width, end = std::min(p.outputs, begin + width);
-    const T* w = (const T*)p.weights;
-    int64_t o = begin;
-    for (; o + R <= end; o += R)
-      dot_rows_of<T, R, LANES == 16 ? 4 : 2>(p.rows, p.x, p.inputs, w + o * p.inputs, p.y + o,
-                                             p.outputs);
-    for (; o < end; o++)
-      dot_rows_of<T, 1>(p.rows, p.x, p.inputs, w + o * p.inputs, p.y + o, p.outputs);
+    how.dot(begin, end);
     for (int64_t m = 0; m < p.rows; m++)
       for (int64_t i = begin; i < end; i++) {
         float& y = p.y[m * p.outputs + i];
@@ -214,17 +283,22 @@ static void turned_product_of(const Product& p, const Parallel& parallel) {
   });
 }
 
-template <class T>
-static void product_as(const Product& p, const Parallel& parallel) {
-  p.turned ? turned_product_of<T>(p, parallel) : product_of<T>(p, parallel);
+template <class S>
+static void product_as(const S& how, int64_t itemsize, const Parallel& parallel) {
+  how.p.turned ? turned_product_of(how, itemsize, parallel) : product_of(how, itemsize, parallel);
 }
 
 static void product(const Product& p, const Parallel& parallel) {
   switch (p.dtype) {
-    case Weights::float32: return product_as<float>(p, parallel);
-    case Weights::bfloat16: return product_as<bfloat16>(p, parallel);
-    case Weights::int8: return product_as<int8_t>(p, parallel);
+    case Weights::float32: return product_as(Sums<float>(p), 4, parallel);
+    case Weights::bfloat16: return product_as(Sums<bfloat16>(p), 2, parallel);
+    case Weights::int8: break;
   }
+#if LANES == 16
+  if (has_vnni() && can_be_cut(p.x, p.rows, p.inputs))
+    return product_as(SumsOfBytes(p), 1, parallel);
+#endif
+  product_as(Sums<int8_t>(p), 1, parallel);
 }
 
 }  // namespace NAMESPACE

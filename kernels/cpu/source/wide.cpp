@@ -9,7 +9,8 @@
 #include "mask.h"
 #include "attention.h"
 #include "products.h"
+#include "norms.h"
 
 const Kernels KERNELS_WIDE = {wide::forward, wide::few_queries, wide::backward,
-                              wide::backward_bias, wide::product};
+                              wide::backward_bias, wide::product, wide::norm};
 #endif

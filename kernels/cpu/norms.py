@@ -1,0 +1,63 @@
+"""Normalise few rows in one call: decoding on a CPU.
+
+XLA's CPU backend makes a LayerNorm of six operations, each of which costs more than the 768 numbers
+of a row. Where the compiled kernel (`source/norms.h`) can't run (exported programs, several devices,
+a gradient, `vmap`) XLA computes the same.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.kernels import platform
+from transformer_jax.kernels.cpu import library
+from transformer_jax.kernels.cpu.products import MOST_ROWS
+from transformer_jax.kernels.lowering import here_or_elsewhere
+
+SMALLEST = 128
+"""Shorter rows are left to XLA, which fuses what stands around."""
+
+
+def takes(rows: int, width: int) -> bool:
+    """Say whether `norm` should normalise so many rows on this platform."""
+    return (
+        1 <= rows <= MOST_ROWS
+        and width >= SMALLEST
+        and platform() == "cpu"
+        and not isinstance(library(), str)
+    )
+
+
+def norm(
+    x: jax.Array,  # f32[rows, D]
+    scale: jax.Array | None,  # [D]
+    bias: jax.Array | None,  # [D]
+    eps: float,
+    *,
+    centred: bool,
+) -> jax.Array:  # f32[rows, D]
+    """Return (x - mean) / sqrt(var + eps) * scale + bias of each row; mean 0 unless `centred`."""
+    none = jnp.zeros((0,), jnp.float32)
+    more = (none if one is None else one.astype(jnp.float32) for one in (scale, bias))
+    here, elsewhere = partial(_native, eps, centred), partial(_portable, eps, centred)
+    return here_or_elsewhere(here, elsewhere, (x, *more), alone=True)[0]
+
+
+def _native(
+    eps: float, centred: bool, x: jax.Array, scale: jax.Array, bias: jax.Array
+) -> tuple[jax.Array]:
+    call = jax.ffi.ffi_call("transformer_jax_row_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return (call(x, scale, bias, eps=np.float32(eps), centred=centred),)
+
+
+def _portable(
+    eps: float, centred: bool, x: jax.Array, scale: jax.Array, bias: jax.Array
+) -> tuple[jax.Array]:
+    y = x - x.mean(axis=-1, keepdims=True) if centred else x
+    y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
+    y = y * scale[None] if scale.size else y
+    return (y + bias[None] if bias.size else y,)

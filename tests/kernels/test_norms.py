@@ -1,0 +1,74 @@
+"""LayerNorm and RMSNorm of few rows on a CPU, beside float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from tests.support.tolerances import FORWARD_F32, assert_near
+from transformer_jax.kernels import cpu
+from transformer_jax.kernels.cpu import norms
+from transformer_jax.models.functional import layer_norm, rms_norm
+
+pytestmark = pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.library()))
+
+
+def exact(x, scale, bias, centred):
+    """Compute a norm in float64."""
+    x = np.asarray(x, np.float64)
+    y = x - x.mean(-1, keepdims=True) if centred else x
+    y = y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-5)
+    y = y if scale is None else y * np.asarray(scale, np.float64)
+    return y if bias is None else y + np.asarray(bias, np.float64)
+
+
+def draw(rng, *shape):
+    return jnp.array(2 + rng.normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 128), (2, 3, 131), (16, 777), (1, 129)])
+def test_norms_are_within_rounding_of_float64(rng, shape, instructions):
+    x, scale, bias = draw(rng, *shape), draw(rng, shape[-1]), draw(rng, shape[-1])
+    for one, other in ((scale, bias), (scale, None), (None, bias), (None, None)):
+        assert_near(layer_norm(x, one, other), exact(x, one, other, True), 4 * FORWARD_F32)
+    for one in (scale, None):
+        assert_near(rms_norm(x, one), exact(x, one, None, False), 4 * FORWARD_F32)
+    half = rms_norm(x.astype(jnp.bfloat16), scale)
+    assert half.dtype == jnp.bfloat16
+    assert_near(half, exact(x.astype(jnp.bfloat16), scale, None, False), 2**-8)
+
+
+def test_few_long_rows_are_the_kernel_s_and_a_gradient_is_xla_s(rng):
+    def program(function, *shape):
+        return jax.jit(function).lower(jnp.ones(shape), jnp.ones(shape[-1])).as_text()
+
+    assert "row_norm" in program(rms_norm, 1, 16, 128)
+    assert "row_norm" not in program(rms_norm, 17, 128)
+    assert "row_norm" not in program(rms_norm, 16, 127)
+    assert "row_norm" not in program(jax.grad(lambda x, scale: rms_norm(x, scale).sum()), 2, 128)
+    x, scale = draw(rng, 3, 200), draw(rng, 200)
+    again = export.deserialize(export.export(jax.jit(rms_norm))(x, scale).serialize())
+    assert_near(again.call(x, scale), exact(x, scale, None, False), 4 * FORWARD_F32)
+    mapped = jax.vmap(rms_norm, (0, None))(x, scale)
+    assert_near(mapped, exact(x, scale, None, False), 4 * FORWARD_F32)
+
+
+def test_the_gradient_of_few_rows_is_that_of_many(rng, monkeypatch):
+    x, scale, bias, g = draw(rng, 3, 150), draw(rng, 150), draw(rng, 150), draw(rng, 3, 150)
+
+    def gradients():
+        return jax.vjp(lambda *args: layer_norm(*args), x, scale, bias)[1](g)
+
+    own = gradients()
+    monkeypatch.setattr(norms, "takes", lambda *sizes: False)
+    for one, other in zip(own, gradients(), strict=True):
+        assert_near(one, np.asarray(other, np.float64), FORWARD_F32)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_row(rng, bad, instructions):
+    x = draw(rng, 3, 150).at[1, 7].set(bad)
+    found = layer_norm(x, None, None)
+    assert jnp.isnan(found[1]).all()
+    assert_near(found[::2], exact(x[::2], None, None, True), 4 * FORWARD_F32)
