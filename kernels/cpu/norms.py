@@ -1,8 +1,8 @@
 """Normalise few rows in one call: decoding on a CPU.
 
-XLA's CPU backend makes a LayerNorm of six operations, each of which costs more than the 768 numbers
-of a row. Where the compiled kernel (`source/norms.h`) can't run (exported programs, several devices,
-a gradient, `vmap`) XLA computes the same.
+XLA's CPU backend makes a LayerNorm of six operations, each of which costs more than the 768
+numbers of a row. Where the compiled kernel (`source/norms.h`) can't run (exported programs, several
+devices, a gradient, `vmap`) XLA computes the same.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ def layer_norm(
 
     Computed in f32, returned in the dtype of x.
     """
-
     return by_compiler(partial(_normalise, eps, True), [x, scale, bias], split(x))
 
 
@@ -40,7 +39,6 @@ def rms_norm(
 
     Computed in f32, returned in the dtype of x.
     """
-
     return by_compiler(partial(_normalise, eps, False), [x, scale, None], split(x))
 
 
