@@ -124,10 +124,12 @@ GENERATED = {
     "dates wider gru translator": (DATES, 450, FAST),  # all of 200 from 400 on, 0.98 at 300
 }
 QUICK = "reverse encoder-decoder", "copy window", "reverse rnn"
+LONG = [n for n, (_, steps, _) in GENERATED.items() if steps >= 400 and n not in QUICK]
+CASES = [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in GENERATED]
 
 
 @pytest.mark.slow_cases(*(f"{name}]" for name in GENERATED if name not in QUICK))
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", CASES)
 def test_a_generated_task_is_learnt_to_99_of_100(tmp_path, name):
     """Of 200 held-out examples at most two may be written wrong; of 78 strings, none."""
     task, steps, changes = GENERATED[name]
