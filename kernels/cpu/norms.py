@@ -8,12 +8,14 @@ devices, a gradient, `vmap`) XLA computes the same.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.kernels import platform
+from transformer_jax.kernels.contract import vary
 from transformer_jax.kernels.cpu import library
 from transformer_jax.kernels.cpu.products import MOST_ROWS
 from transformer_jax.kernels.lowering import here_or_elsewhere
@@ -22,10 +24,12 @@ SMALLEST = 128
 """Shorter rows are left to XLA, which fuses what stands around."""
 
 
-def takes(rows: int, width: int) -> bool:
-    """Say whether `norm` should normalise so many rows on this platform."""
+def takes(rows: int, width: int, eps: Any, *parameters: jax.Array | None) -> bool:
+    """Say whether `norm` should normalise so many rows, with these scales, on this platform."""
     return (
-        1 <= rows <= MOST_ROWS
+        not isinstance(eps, jax.core.Tracer)
+        and all(one is None or one.shape == (width,) for one in parameters)
+        and 1 <= rows <= MOST_ROWS
         and width >= SMALLEST
         and platform() == "cpu"
         and not isinstance(library(), str)
@@ -51,7 +55,7 @@ def _native(
     eps: float, centred: bool, x: jax.Array, scale: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array]:
     call = jax.ffi.ffi_call("transformer_jax_row_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
-    return (call(x, scale, bias, eps=np.float32(eps), centred=centred),)
+    return vary((call(x, scale, bias, eps=np.float32(eps), centred=centred),), (x, scale, bias))
 
 
 def _portable(

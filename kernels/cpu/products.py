@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.kernels import platform
+from transformer_jax.kernels.contract import vary
 from transformer_jax.kernels.cpu import library
 from transformer_jax.kernels.lowering import here_or_elsewhere
 
@@ -44,7 +45,16 @@ def product(
     bias: jax.Array | None = None,  # [outputs]
     turned: bool = False,
 ) -> jax.Array:  # f32[rows, outputs]
-    """Return scale x W + bias, or of W^T where `turned`, with sums in float32."""
+    """Return scale x W + bias, or of W^T where `turned`, with sums in float32.
+
+    ValueError where the sizes of x and W differ, or those of the scale or bias from the outputs.
+    """
+    inputs, outputs = weights.shape[::-1] if turned else weights.shape
+    if x.shape[1] != inputs:
+        raise ValueError(f"x has {x.shape[1]} inputs: must be {inputs}, as the weights")
+    for name, one in (("scale", scale), ("bias", bias)):
+        if one is not None and one.shape != (outputs,):
+            raise ValueError(f"{name} has shape {list(one.shape)}: must be [{outputs}]")
     none = jnp.zeros((0,), jnp.float32)
     more = (none if one is None else one.astype(jnp.float32) for one in (scale, bias))
     tree = x.astype(jnp.float32), weights, *more
@@ -60,7 +70,8 @@ def _native(
     outputs = weights.shape[0 if turned else 1]
     result = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
     call = jax.ffi.ffi_call("transformer_jax_weight_product", result)
-    return (call(x, weights, scale, bias, turned=turned),)
+    arrays = x, weights, scale, bias
+    return vary((call(*arrays, turned=turned),), arrays)
 
 
 def _portable(

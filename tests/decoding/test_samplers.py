@@ -467,3 +467,11 @@ def test_a_distribution_of_logits_without_a_finite_maximum_is_none(sampler):
     rows = jnp.asarray([[1.0, math.nan], [1.0, INFINITE], [-INFINITE, -INFINITE], [1.0, 2.0]])
     chances = jax.nn.softmax(jax.jit(sampler.distribution)(rows), axis=-1)
     assert np.isnan(chances).any(axis=1).tolist() == [True, True, True, False]
+
+
+def test_the_best_token_is_found_on_a_mesh_whose_axes_are_explicit(rng):
+    """Call eagerly: no program of one device may take part."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    logits = rng.normal(size=(4, 300)).astype(np.float32)
+    placed = jax.device_put(logits, jax.sharding.NamedSharding(mesh, jax.P("data")))
+    np.testing.assert_array_equal(Greedy()(None, placed), logits.argmax(-1))

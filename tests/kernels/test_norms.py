@@ -9,7 +9,7 @@ from jax import export
 from tests.support.tolerances import FORWARD_F32, assert_near
 from transformer_jax.kernels import cpu
 from transformer_jax.kernels.cpu import norms
-from transformer_jax.models.functional import layer_norm, rms_norm
+from transformer_jax.models.functional import layer_norm, project, rms_norm
 
 pytestmark = pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.library()))
 
@@ -72,3 +72,24 @@ def test_what_is_not_finite_stays_in_its_row(rng, bad, instructions):
     found = layer_norm(x, None, None)
     assert jnp.isnan(found[1]).all()
     assert_near(found[::2], exact(x[::2], None, None, True), 4 * FORWARD_F32)
+
+
+def test_parameters_of_another_shape_and_a_traced_eps_are_xla_s(rng):
+    x, scale = draw(rng, 2, 256), draw(rng, 128)
+    with pytest.raises(TypeError, match="incompatible shapes"):
+        layer_norm(x, scale, None)
+    one = jnp.array([2.0], jnp.float32)
+    assert_near(layer_norm(x, one, None), 2 * exact(x, None, None, True), 4 * FORWARD_F32)
+    found = jax.jit(layer_norm)(x, None, None, 1e-5)
+    assert_near(found, exact(x, None, None, True), 4 * FORWARD_F32)
+
+
+def test_results_under_shard_map_differ_between_devices_as_what_is_normalised(rng):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = jax.P("data"), jax.P()
+    x, scale, kernel = draw(rng, 2, 256), draw(rng, 256), draw(rng, 256, 128)
+    for function, more in ((rms_norm, scale), (project, kernel)):
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=(rows, whole), out_specs=rows)
+        assert_near(mapped(x, more), np.asarray(function(x, more), np.float64), FORWARD_F32)
+        with pytest.raises(ValueError, match="out_specs"):
+            jax.shard_map(function, mesh=mesh, in_specs=(rows, whole), out_specs=whole)(x, more)

@@ -143,3 +143,14 @@ def test_what_is_not_finite_stays_so_and_in_its_row(rng, dtype, turned, bad, ins
     found = products.product(jnp.array(x), held, turned=turned)
     np.testing.assert_array_equal(found[1], wanted[1])
     assert_near(found[jnp.array([0, 2])], clean[[0, 2]], 1e-5)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_sizes_that_do_not_fit_are_refused(rng, turned):
+    weights = jnp.ones((96, 256) if turned else (256, 96))
+    with pytest.raises(ValueError, match="x has 255 inputs: must be 256, as the weights"):
+        products.product(jnp.ones((2, 255)), weights, turned=turned)
+    with pytest.raises(ValueError, match=r"scale has shape \[1, 96\]: must be \[96\]"):
+        products.product(jnp.ones((2, 256)), weights, scale=jnp.ones((1, 96)), turned=turned)
+    with pytest.raises(ValueError, match=r"bias has shape \[95\]: must be \[96\]"):
+        products.product(jnp.ones((2, 256)), weights, bias=jnp.ones(95), turned=turned)

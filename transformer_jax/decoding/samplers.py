@@ -167,7 +167,8 @@ class Greedy:
 
     def __call__(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
         x = _as_float32(logits)
-        if platform() == "cpu" and x.shape[-1] < 2**24:
+        whole = jax.typeof(x).sharding.mesh.empty
+        if whole and platform() == "cpu" and x.shape[-1] < 2**24:
             return _first_of_the_best(x)
         return _mark_nonfinite(jnp.argmax(x, axis=-1), x)
 
@@ -235,8 +236,7 @@ def _first_of_the_best(x: jax.Array) -> jax.Array:  # [..., V] -> i32[...]
     Indices below 2^24 are exact in float32, whose smallest it finds faster than of integers.
     """
     top = _largest(x)
-    where = jax.typeof(x).sharding
-    indices = jax.lax.broadcasted_iota(jnp.float32, x.shape, x.ndim - 1, out_sharding=where)
+    indices = jax.lax.broadcasted_iota(jnp.float32, x.shape, x.ndim - 1)
     first = jnp.min(jnp.where(x == top[..., None], indices, jnp.inf), axis=-1)
     return jnp.where(jnp.isfinite(top), first, -1).astype(jnp.int32)
 

@@ -48,7 +48,7 @@ def _normalise(
     """Normalise in XLA, or few rows by the compiled kernel."""
     y = x.astype(jnp.float32)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    if norms.takes(rows, width):
+    if norms.takes(rows, width, eps, scale, bias):
         y = norms.norm(y.reshape(rows, width), scale, bias, eps, centred=centred)
         return y.reshape(x.shape).astype(x.dtype)
     if centred:

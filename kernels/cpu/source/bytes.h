@@ -5,7 +5,7 @@
 // -128..127 and u = max |x| / MOST, so that what is left out is at most 2^-24 of the row's
 // largest number. Sums of digits by weights are exact: they become float32 after 16 inputs, or
 // after a row. The instruction wants one side without a sign: weights enter as w + 128, and sums
-// begin at -128 times that of the digits.
+// begin at minus 128 times the sum of the digits.
 #pragma once
 
 namespace NAMESPACE {

@@ -33,7 +33,8 @@ std::vector<Instructions> known_instructions() {
   return known;
 }
 std::atomic<const Instructions*>& chosen() {
-  static const std::vector<Instructions> known = known_instructions();
+  // never destroyed: threads of XLA may still compute while the process ends
+  static const auto& known = *new std::vector<Instructions>(known_instructions());
   static std::atomic<const Instructions*> chosen{known.data()};
   return chosen;
 }
@@ -202,7 +203,7 @@ extern "C" const char* attention_sources() { return SOURCES; }
 extern "C" const char* attention_instructions() { return chosen().load()->name; }
 // Take other instructions; return whether the processor knows them.
 extern "C" bool attention_use(const char* name) {
-  static const std::vector<Instructions> known = known_instructions();
+  static const auto& known = *new std::vector<Instructions>(known_instructions());
   for (const Instructions& one : known)
     if (!std::strcmp(one.name, name)) {
       chosen() = &one;

@@ -295,7 +295,8 @@ static void product(const Product& p, const Parallel& parallel) {
     case Weights::int8: break;
   }
 #if LANES == 16
-  if (has_vnni() && can_be_cut(p.x, p.rows, p.inputs))
+  // sums of a whole row, of a turned product, stay below 2^31
+  if (has_vnni() && p.inputs < 1 << 20 && can_be_cut(p.x, p.rows, p.inputs))
     return product_as(SumsOfBytes(p), 1, parallel);
 #endif
   product_as(Sums<int8_t>(p), 1, parallel);

@@ -36,9 +36,9 @@ bool becomes(const Condition& is_true, int microseconds) {
 }
 
 // Items of one call, held by the call and by each thread that was asked to help. Threads that come
-// late find none, and touch nothing else. Each thread begins with a stretch of its own, whose memory
-// it then reads from end to end, and helps with the others' afterwards; of one stretch, all take the
-// next item.
+// late find none, and touch nothing else. A short call has a stretch of items for each thread, which
+// reads its memory from end to end, and then helps with the others'; other calls have one stretch, of
+// which each thread takes the next item.
 struct Items {
   struct alignas(64) Stretch {
     std::atomic<int64_t> next{0};
@@ -87,7 +87,8 @@ struct Items {
   }
 };
 
-// Threads that have helped in a short call and look out for the next one for a moment: to wake one
+// Threads that were asked to help in a short call, and look out for the next one until none comes
+// for a moment: to wake one
 // that sleeps takes longer than most products of a token. Each has a place, where it is given items.
 class Lookout {
  public:
