@@ -97,8 +97,9 @@ def library() -> ctypes.CDLL | str:
 
 
 def _is_of_these_sources(loaded: ctypes.CDLL) -> bool:
-    """Compare the library's number with that of the sources, where they lie beside it."""
-    sources = sorted((Path(__file__).parent / "source").glob("*.*"))
+    """Compare the hash in the library with that of the sources, where they lie beside it."""
+    folder = Path(__file__).parent / "source"
+    sources = sorted(path for kind in ("cpp", "h", "map") for path in folder.glob(f"[!.]*.{kind}"))
     if not sources:
         return True  # an installed package has the library alone
     if not hasattr(loaded, "attention_sources"):

@@ -7,6 +7,7 @@ devices, a gradient, `vmap`) XLA computes the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,25 +44,21 @@ def norm(
     eps: float,
     *,
     centred: bool,
+    elsewhere: Callable[..., jax.Array],
 ) -> jax.Array:  # f32[rows, D]
-    """Return (x - mean) / sqrt(var + eps) * scale + bias of each row; mean 0 unless `centred`."""
-    none = jnp.zeros((0,), jnp.float32)
-    more = (none if one is None else one.astype(jnp.float32) for one in (scale, bias))
-    here, elsewhere = partial(_native, eps, centred), partial(_portable, eps, centred)
-    return here_or_elsewhere(here, elsewhere, (x, *more), alone=True)[0]
+    """Return (x - mean) / sqrt(var + eps) * scale + bias of each row; mean 0 unless `centred`.
+
+    `elsewhere(x, scale, bias)` is the same in JAX, for programs that can't call the kernel.
+    """
+    here = partial(_native, eps, centred)
+    plain = lambda *arrays: (elsewhere(*arrays),)  # noqa: E731
+    return here_or_elsewhere(here, plain, (x, scale, bias), alone=True)[0]
 
 
 def _native(
-    eps: float, centred: bool, x: jax.Array, scale: jax.Array, bias: jax.Array
+    eps: float, centred: bool, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
 ) -> tuple[jax.Array]:
+    none = jnp.zeros((0,), jnp.float32)
+    scale, bias = (none if one is None else one.astype(jnp.float32) for one in (scale, bias))
     call = jax.ffi.ffi_call("transformer_jax_row_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
     return vary((call(x, scale, bias, eps=np.float32(eps), centred=centred),), (x, scale, bias))
-
-
-def _portable(
-    eps: float, centred: bool, x: jax.Array, scale: jax.Array, bias: jax.Array
-) -> tuple[jax.Array]:
-    y = x - x.mean(axis=-1, keepdims=True) if centred else x
-    y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
-    y = y * scale[None] if scale.size else y
-    return (y + bias[None] if bias.size else y,)

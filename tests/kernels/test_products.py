@@ -41,7 +41,7 @@ def test_a_product_of_xla_is_within_rounding_of_float64(rng, dtype, turned, monk
 
 
 def check_products(rng, dtype, turned):
-    """Of weights in 8 bits, a row of x may be rounded to 2^-24 of its largest number."""
+    """Compare with float64; int8 weights may round a row of x to 2^-24 of its largest number."""
     for inputs, outputs in SIZES:
         shape = (outputs, inputs) if turned else (inputs, outputs)
         held, exact = weights_of(rng, dtype, *shape)

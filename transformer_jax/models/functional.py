@@ -46,15 +46,21 @@ def _normalise(
     eps: float, centred: bool, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
 ) -> jax.Array:
     """Normalise in XLA, or few rows by the compiled kernel."""
+
+    def plain(y: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+        if centred:
+            y = y - y.mean(axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
+        return _affine(y, scale, bias)
+
     y = x.astype(jnp.float32)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     if norms.takes(rows, width, eps, scale, bias):
-        y = norms.norm(y.reshape(rows, width), scale, bias, eps, centred=centred)
-        return y.reshape(x.shape).astype(x.dtype)
-    if centred:
-        y = y - y.mean(axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
-    return _affine(y, scale, bias).astype(x.dtype)
+        y = y.reshape(rows, width)
+        y = norms.norm(y, scale, bias, eps, centred=centred, elsewhere=plain).reshape(x.shape)
+    else:
+        y = plain(y, scale, bias)
+    return y.astype(x.dtype)
 
 
 def _affine(y: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:

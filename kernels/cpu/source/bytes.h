@@ -26,7 +26,7 @@ struct Digits {
   int64_t rows, inputs;  // inputs: up to a multiple of LOAD
   Scratch memory;
   float* units;     // [rows]
-  int32_t* groups;  // [rows][inputs / GROUP][4]: -128 times the sums of each digit; the 4th is 0
+  int32_t* groups;  // [rows][inputs / GROUP][4]: -128 times the sums of each digit; the 4th is unused
   int32_t* lanes;   // [rows][3][W]: the same of all inputs that a lane of a register has
   int8_t* digits;   // [rows][3][inputs]
 
@@ -55,7 +55,6 @@ struct Digits {
       const vi c = whole << 24 >> 24, more = (whole - c) >> 8, b = more << 24 >> 24;
       const vi cut[3] = {(more - b) >> 8, b, c};
       int32_t* start = groups + (m * inputs + k) / GROUP * 4;
-      start[3] = 0;
       for (int d = 0; d < 3; d++) {
         const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)cut[d]);
         _mm_storeu_si128((__m128i*)(of(m, d) + k), bytes);

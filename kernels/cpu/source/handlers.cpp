@@ -198,7 +198,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(row_norm, normalised,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps")
                                   .Attr<bool>("centred"));
-// The number of the sources that setup.py gave.
+// The hash of the sources that setup.py gave.
 extern "C" const char* attention_sources() { return SOURCES; }
 extern "C" const char* attention_instructions() { return chosen().load()->name; }
 // Take other instructions; return whether the processor knows them.

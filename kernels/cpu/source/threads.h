@@ -9,7 +9,6 @@
 #include <functional>
 #include <mutex>
 #include <new>
-#include <thread>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -88,8 +87,8 @@ struct Items {
 };
 
 // Threads that were asked to help in a short call, and look out for the next one until none comes
-// for a moment: to wake one
-// that sleeps takes longer than most products of a token. Each has a place, where it is given items.
+// for a moment: to wake a thread takes longer than most products of a token. Each has a place, where
+// it is given items.
 class Lookout {
  public:
   static constexpr int MICROSECONDS = 60;
@@ -146,11 +145,16 @@ void run(Pool& pool, int64_t count, const std::function<void(int64_t)>& work, bo
   for (int64_t t = 1; t < threads; t++) {
     items->holders++;
     if (is_short && Lookout::ask(items)) continue;
-    pool.Schedule([items, is_short] {
-      items->take();
+    try {
+      pool.Schedule([items, is_short] {
+        items->take();
+        items->let_go();
+        if (is_short) Lookout::stay();
+      });
+    } catch (const std::bad_alloc&) {  // those who were asked compute: they must not outlive the call
       items->let_go();
-      if (is_short) Lookout::stay();
-    });
+      break;
+    }
   }
   items->take();
   items->wait();
