@@ -469,9 +469,22 @@ def test_a_distribution_of_logits_without_a_finite_maximum_is_none(sampler):
     assert np.isnan(chances).any(axis=1).tolist() == [True, True, True, False]
 
 
-def test_the_best_token_is_found_on_a_mesh_whose_axes_are_explicit(rng):
-    """Call eagerly: no program of one device may take part."""
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    logits = rng.normal(size=(4, 300)).astype(np.float32)
-    placed = jax.device_put(logits, jax.sharding.NamedSharding(mesh, jax.P("data")))
-    np.testing.assert_array_equal(Greedy()(None, placed), logits.argmax(-1))
+def test_the_best_token_is_found_on_a_mesh_whose_axes_are_explicit():
+    """Split rows, and the vocabulary; called eagerly, where no program knows of a mesh."""
+    code = """
+import json, jax, numpy as np
+from transformer_jax.decoding.samplers import Greedy
+mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+logits = np.random.default_rng(0).normal(size=(4, 300)).astype(np.float32)
+def best(*split):
+    placed = jax.device_put(logits, jax.sharding.NamedSharding(mesh, jax.P(*split)))
+    return np.array_equal(Greedy()(None, placed), logits.argmax(-1))
+print(json.dumps([best("data"), best(None, "data")]))
+"""
+    assert on_devices(2, "-c", code) == [True, True]
+
+
+def test_of_equal_logits_greedy_takes_the_first(rng):
+    logits = rng.integers(0, 5, size=(50, 300)).astype(np.float32)
+    np.testing.assert_array_equal(Greedy()(None, logits), logits.argmax(-1))
+    np.testing.assert_array_equal(jax.jit(lambda x: Greedy()(None, x))(logits), logits.argmax(-1))
