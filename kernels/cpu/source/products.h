@@ -41,6 +41,7 @@ static inline float weight_at(const int8_t* p) { return *p; }
 
 constexpr int LINE = 64;  // bytes of a cache's line
 constexpr int AHEAD = 256;  // bytes of a row
+constexpr int64_t TOGETHER = 4;  // rows of W^T that stay in the first cache for all rows of x
 constexpr int DEPTH = 8;  // rows of weights that are read side by side
 
 // What is fetched while R rows are read, some columns after the others. Where rows follow each other
@@ -122,12 +123,12 @@ static inline void add_rows_of(int64_t rows, const float* x, int64_t ldx, const 
   }
 }
 
-// y[M][R] = x[M][depth] (w[R][depth])^T. One row of w is read after the other, as the processor
+// y[M][count] = x[M][depth] (w[count][depth])^T. One row of w is read after the other, as the processor
 // foresees it; of one row of x, several parts of it are added side by side.
-template <class T, int M, int R>
-static void dot_rows(const float* x, int64_t depth, const T* w, float* y, int64_t ldy) {
+template <class T, int M>
+static void dot_rows(const float* x, int64_t depth, const T* w, int64_t count, float* y, int64_t ldy) {
   constexpr int U = M < 2 ? 4 : M < 4 ? 2 : 1;
-  for (int r = 0; r < R; r++, w += depth) {
+  for (int64_t r = 0; r < count; r++, w += depth) {
     vf sums[M][U];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
@@ -156,13 +157,13 @@ static void dot_rows(const float* x, int64_t depth, const T* w, float* y, int64_
   }
 }
 
-template <class T, int R, int M = 8>
-static inline void dot_rows_of(int64_t rows, const float* x, int64_t depth, const T* w, float* y,
-                               int64_t ldy) {
+template <class T, int M>
+static inline void dot_rows_of(int64_t rows, const float* x, int64_t depth, const T* w,
+                               int64_t count, float* y, int64_t ldy) {
   for (; rows >= M; rows -= M, x += M * depth, y += M * ldy)
-    dot_rows<T, M, R>(x, depth, w, y, ldy);
+    dot_rows<T, M>(x, depth, w, count, y, ldy);
   if constexpr (M > 1) {
-    if (rows) dot_rows_of<T, R, M / 2>(rows, x, depth, w, y, ldy);
+    if (rows) dot_rows_of<T, M / 2>(rows, x, depth, w, count, y, ldy);
   }
 }
 
@@ -189,15 +190,10 @@ struct Sums {
     for (; k < end; k++)
       add_rows_of<T, 1>(p.rows, p.x + k, p.inputs, w + k * p.outputs, p.outputs, count, to, ldy);
   }
-  // Write the sums of outputs begin..end of a turned product.
-  void dot(int64_t begin, int64_t end) const {
-    constexpr int R = 4;
-    const T* w = (const T*)p.weights;
-    for (; begin + R <= end; begin += R)
-      dot_rows_of<T, R, LANES == 16 ? 4 : 2>(p.rows, p.x, p.inputs, w + begin * p.inputs,
-                                             p.y + begin, p.outputs);
-    for (; begin < end; begin++)
-      dot_rows_of<T, 1>(p.rows, p.x, p.inputs, w + begin * p.inputs, p.y + begin, p.outputs);
+  // Write the sums of `count` outputs of a turned product, from `o` on.
+  void dot(int64_t o, int64_t count) const {
+    const T* w = (const T*)p.weights + o * p.inputs;
+    dot_rows_of<T, LANES == 16 ? 4 : 2>(p.rows, p.x, p.inputs, w, count, p.y + o, p.outputs);
   }
 };
 
@@ -213,13 +209,11 @@ struct SumsOfBytes {
     for (; k < end; k += GROUP)
       add_group(digits, k, std::min(GROUP, end - k), w + k * p.outputs, p.outputs, count, to, ldy);
   }
-  void dot(int64_t begin, int64_t end) const {
-    constexpr int R = 4;
-    const int8_t* w = (const int8_t*)p.weights;
-    for (; begin + R <= end; begin += R)
-      dot_bytes<R>(digits, p.inputs, w + begin * p.inputs, p.y + begin, p.outputs);
-    for (; begin < end; begin++)
-      dot_bytes<1>(digits, p.inputs, w + begin * p.inputs, p.y + begin, p.outputs);
+  void dot(int64_t o, int64_t count) const {
+    const int8_t* w = (const int8_t*)p.weights + o * p.inputs;
+    if (count == TOGETHER) return dot_bytes<TOGETHER>(digits, p.inputs, w, p.y + o, p.outputs);
+    for (int64_t r = 0; r < count; r++)
+      dot_bytes<1>(digits, p.inputs, w + r * p.inputs, p.y + o + r, p.outputs);
   }
 };
 #endif
@@ -271,10 +265,10 @@ template <class S>
 static void turned_product_of(const S& how, int64_t itemsize, const Parallel& parallel) {
   const Product& p = how.p;
   const int64_t row = std::max<int64_t>(1, p.inputs * itemsize);
-  const int64_t width = round_up(std::max<int64_t>(1, ITEM / row), 4);
+  const int64_t width = round_up(std::max<int64_t>(1, ITEM / row), TOGETHER);
   parallel(parts_of(p.outputs, width), [&](int64_t item) {
     const int64_t begin = item * width, end = std::min(p.outputs, begin + width);
-    how.dot(begin, end);
+    for (int64_t o = begin; o < end; o += TOGETHER) how.dot(o, std::min(TOGETHER, end - o));
     for (int64_t m = 0; m < p.rows; m++)
       for (int64_t i = begin; i < end; i++) {
         float& y = p.y[m * p.outputs + i];
