@@ -100,7 +100,6 @@ VNNI static inline void add_group(const Digits& x, int64_t k, int64_t count, con
   const __m512i sign = _mm512_set1_epi8((char)128);
   for (int64_t j = 0; j < width; j += LOAD) {
     const __mmask64 there = width - j >= LOAD ? ~0ull : (1ull << (width - j)) - 1;
-    const Ahead<GROUP> ahead(w, ldw, j, width);
     __m512i weights[16];  // [4 inputs][4 outputs of each 16], a byte per input in each lane
 #pragma GCC unroll 4
     for (int q = 0; q < 4; q++) {
@@ -110,7 +109,7 @@ VNNI static inline void add_group(const Digits& x, int64_t k, int64_t count, con
         const int64_t at = 4 * q + r;
         row[r] = at < count ? _mm512_maskz_loadu_epi8(there, w + at * ldw + j) : __m512i{};
         row[r] = _mm512_xor_si512(row[r], sign);
-        ahead.fetch(at, 0, LINE);
+        fetch<LINE>(w + (GROUP + at) * ldw + j);
       }
       const __m512i first[2] = {_mm512_unpacklo_epi8(row[0], row[1]), _mm512_unpackhi_epi8(row[0], row[1])};
       const __m512i second[2] = {_mm512_unpacklo_epi8(row[2], row[3]), _mm512_unpackhi_epi8(row[2], row[3])};

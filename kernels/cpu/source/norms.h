@@ -3,14 +3,6 @@
 
 namespace NAMESPACE {
 
-// Numbers k .. k + W of a row; zeros after its end.
-static inline vf numbers(const float* x, int64_t k, int64_t width) {
-  if (k + W <= width) return load(x + k);
-  float rest[W] = {};
-  std::copy(x + k, x + width, rest);
-  return load(rest);
-}
-
 static void norm(const Norm& n) {
   for (int64_t m = 0; m < n.rows; m++) {
     const float* x = n.x + m * n.width;
@@ -34,13 +26,7 @@ static void norm(const Norm& n) {
       vf one = (numbers(x, k, n.width) - mean) * factor;
       if (n.scale) one *= numbers(n.scale, k, n.width);
       if (n.bias) one += numbers(n.bias, k, n.width);
-      if (k + W <= n.width) {
-        store(y + k, one);
-      } else {
-        float rest[W];
-        store(rest, one);
-        std::copy(rest, rest + n.width - k, y + k);
-      }
+      put(y, k, n.width, one);
     }
   }
 }

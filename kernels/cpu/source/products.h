@@ -35,45 +35,43 @@ static inline vf weights_at(const int8_t* p) {
   return __builtin_convertvector(whole, vf);
 }
 #endif
+// Numbers k .. k + W of a row; zeros after its end.
+static inline vf numbers(const float* x, int64_t k, int64_t width) {
+  if (k + W <= width) return load(x + k);
+  float rest[W] = {};
+  std::copy(x + k, x + width, rest);
+  return load(rest);
+}
+// Write them, to the row's end.
+static inline void put(float* y, int64_t k, int64_t width, vf x) {
+  if (k + W <= width) return store(y + k, x);
+  float rest[W];
+  store(rest, x);
+  std::copy(rest, rest + width - k, y + k);
+}
+
 static inline float weight_at(const float* p) { return *p; }
 static inline float weight_at(const bfloat16* p) { return widened(*p); }
 static inline float weight_at(const int8_t* p) { return *p; }
 
 constexpr int LINE = 64;  // bytes of a cache's line
-constexpr int AHEAD = 256;  // bytes of a row
-constexpr int64_t TOGETHER = 4;  // rows of W^T that stay in the first cache for all rows of x
-constexpr int DEPTH = 8;  // rows of weights that are read side by side
+constexpr int DEPTH = 8;  // rows of W that are read side by side
+constexpr int TOGETHER = 4;  // rows of W^T that are read side by side
 
-// What is fetched while R rows are read, some columns after the others. Where rows follow each other
-// in memory, it is the next R rows in that order, into the second cache: the processor foresees them
-// in no other. Else it is the same rows, some lines on.
-template <int R>
-struct Ahead {
-  const char* from;
-  int64_t step;  // 0: in the order of memory
-  template <class T>
-  Ahead(const T* w, int64_t ldw, int64_t j, int64_t width) {
-    constexpr int64_t LATER = AHEAD / (int64_t)sizeof(T);
-    step = width == ldw ? 0 : ldw * sizeof(T);
-    from = (const char*)(w + (step == 0             ? R * (ldw + j)
-                              : j + LATER < width ? j + LATER
-                                                  : j + LATER - width + R * ldw));
-  }
-  void fetch(int r, int at, int bytes) const {
-    if (step)
-      __builtin_prefetch(from + r * step + at);
-    else
-      __builtin_prefetch(from + r * bytes + at, 0, 2);
-  }
-};
+// Fetch a part of a row of weights into the second cache. The processor foresees too little where
+// several rows are read side by side.
+template <int BYTES>
+static inline void fetch(const void* p) {
+#pragma GCC unroll 4
+  for (int at = 0; at < BYTES; at += LINE) __builtin_prefetch((const char*)p + at, 0, 2);
+}
 
 // Add x[M][R] W[R][width] to y[M][width], U registers of outputs at a time: each number of x is
-// then read for U products.
+// then read for U products. The R rows below are fetched meanwhile.
 template <class T, int M, int R, int U>
 static inline int64_t add_columns(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t j,
                                   int64_t width, float* y, int64_t ldy) {
   for (; j + U * W <= width; j += U * W) {
-    const Ahead<R> ahead(w, ldw, j, width);
     vf sum[M][U];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
@@ -84,9 +82,7 @@ static inline int64_t add_columns(const float* x, int64_t ldx, const T* w, int64
       vf weights[U];
 #pragma GCC unroll 4
       for (int u = 0; u < U; u++) weights[u] = weights_at(w + r * ldw + j + u * W);
-#pragma GCC unroll 4
-      for (int at = 0; at < U * W * (int)sizeof(T); at += LINE)
-        if (R > 1) ahead.fetch(r, at, U * W * (int)sizeof(T));
+      if (R > 1) fetch<U * W * (int)sizeof(T)>(w + (R + r) * ldw + j);
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
         const vf factor = all(x[m * ldx + r]);
@@ -123,47 +119,58 @@ static inline void add_rows_of(int64_t rows, const float* x, int64_t ldx, const 
   }
 }
 
-// y[M][count] = x[M][depth] (w[count][depth])^T. One row of w is read after the other, as the processor
-// foresees it; of one row of x, several parts of it are added side by side.
-template <class T, int M>
-static void dot_rows(const float* x, int64_t depth, const T* w, int64_t count, float* y, int64_t ldy) {
-  constexpr int U = M < 2 ? 4 : M < 4 ? 2 : 1;
-  for (int64_t r = 0; r < count; r++, w += depth) {
-    vf sums[M][U];
-#pragma GCC unroll 8
+// Add x[M][depth] (w[R][depth])^T to y[M][R], U registers of a row at a time: each number of x is
+// then read for R products. Rows `from` to `to` of the next R rows of weights are fetched meanwhile.
+template <class T, int M, int R, int U>
+static void dot_tile(const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t depth,
+                     int64_t from, int64_t to, float* y, int64_t ldy) {
+  vf sums[M][R][U];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int i = 0; i < R * U; i++) sums[m][i / U][i % U] = vf{};
+  int64_t k = 0;
+  for (; k + U * W <= depth; k += U * W)
+#pragma GCC unroll 4
+    for (int u = 0; u < U; u++) {
+      vf weights[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) weights[r] = weights_at(w + r * ldw + k + u * W);
+      for (int64_t r = from; r < to; r++) fetch<LINE>(w + (R + r) * ldw + k + u * W);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; m++) {
+        const vf one = load(x + m * ldx + k + u * W);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) sums[m][r][u] += weights[r] * one;
+      }
+    }
+  for (; k + W <= depth; k += W)
+#pragma GCC unroll 4
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-      for (int u = 0; u < U; u++) sums[m][u] = vf{};
-    int64_t k = 0;
-    for (; k + U * W <= depth; k += U * W)
+      for (int r = 0; r < R; r++)
+        sums[m][r][0] += weights_at(w + r * ldw + k) * load(x + m * ldx + k);
+  for (int m = 0; m < M; m++)
+    for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
-      for (int u = 0; u < U; u++) {
-        const vf weights = weights_at(w + k + u * W);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) sums[m][u] += weights * load(x + m * depth + k + u * W);
-      }
-    for (; k + W <= depth; k += W) {
-      const vf weights = weights_at(w + k);
-#pragma GCC unroll 8
-      for (int m = 0; m < M; m++) sums[m][0] += weights * load(x + m * depth + k);
+      for (int u = 1; u < U; u++) sums[m][r][0] += sums[m][r][u];
+      float total = sum(sums[m][r][0]);
+      for (int64_t at = k; at < depth; at++) total += weight_at(w + r * ldw + at) * x[m * ldx + at];
+      y[m * ldy + r] += total;
     }
-    for (int m = 0; m < M; m++) {
-#pragma GCC unroll 4
-      for (int u = 1; u < U; u++) sums[m][0] += sums[m][u];
-      float total = sum(sums[m][0]);
-      for (int64_t at = k; at < depth; at++) total += weight_at(w + at) * x[m * depth + at];
-      y[m * ldy + r] = total;
-    }
-  }
 }
 
-template <class T, int M>
-static inline void dot_rows_of(int64_t rows, const float* x, int64_t depth, const T* w,
-                               int64_t count, float* y, int64_t ldy) {
-  for (; rows >= M; rows -= M, x += M * depth, y += M * ldy)
-    dot_rows<T, M>(x, depth, w, count, y, ldy);
+// The same of so many rows of x, in `tiles` tiles, which share out what is fetched.
+template <class T, int R, int M>
+static void dot_rows(int64_t rows, const float* x, int64_t ldx, const T* w, int64_t ldw,
+                     int64_t depth, float* y, int64_t ldy, int64_t tile, int64_t tiles) {
+  constexpr int U = M == 1 && R == 1 ? 4 : 1;
+  constexpr int FETCHED = R > 1 ? R : 0;
+  for (; rows >= M; rows -= M, x += M * ldx, y += M * ldy, tile++)
+    dot_tile<T, M, R, U>(x, ldx, w, ldw, depth, FETCHED * tile / tiles,
+                         FETCHED * (tile + 1) / tiles, y, ldy);
   if constexpr (M > 1) {
-    if (rows) dot_rows_of<T, M / 2>(rows, x, depth, w, count, y, ldy);
+    if (rows) dot_rows<T, R, M / 2>(rows, x, ldx, w, ldw, depth, y, ldy, tile, tiles);
   }
 }
 
@@ -174,6 +181,15 @@ static inline void dot_rows_of(int64_t rows, const float* x, int64_t depth, cons
 #endif
 
 namespace NAMESPACE {
+
+constexpr int64_t ITEM = 128 << 10;   // bytes of weights that are worth an item
+constexpr int64_t MOST_ITEMS = 32;    // of one row of x
+constexpr int64_t MOST_ITEMS_OF_ROWS = 8;  // of several, whose sums take longer to add up
+constexpr int64_t KEPT = 12 << 10;    // bytes of x that stay in a core's first cache
+constexpr int64_t SUMS = 24 << 10;    // bytes of sums that do
+constexpr int64_t NARROWEST = 256;    // outputs of an item
+
+static inline int64_t parts_of(int64_t n, int64_t part) { return (n + part - 1) / part; }
 
 // How a product adds up rows of weights: in float32; or in integers, where x is cut into digits.
 template <class T>
@@ -190,10 +206,28 @@ struct Sums {
     for (; k < end; k++)
       add_rows_of<T, 1>(p.rows, p.x + k, p.inputs, w + k * p.outputs, p.outputs, count, to, ldy);
   }
-  // Write the sums of `count` outputs of a turned product, from `o` on.
-  void dot(int64_t o, int64_t count) const {
-    const T* w = (const T*)p.weights + o * p.inputs;
-    dot_rows_of<T, LANES == 16 ? 4 : 2>(p.rows, p.x, p.inputs, w, count, p.y + o, p.outputs);
+  // Write the sums of outputs begin .. end of a turned product. Of several rows of x, a part of the
+  // inputs that stays in the first cache.
+  void dot(int64_t begin, int64_t end) const {
+    constexpr int M = LANES == 16 ? 4 : 2;
+    const int64_t parts = p.rows == 1 ? 1 : std::max<int64_t>(1, parts_of(4 * p.rows * p.inputs, KEPT));
+    const int64_t depth = round_up(parts_of(p.inputs, parts), W);
+    const int64_t tiles = p.rows / M + (p.rows % M & 1) + (p.rows % M >> 1);
+    for (int64_t m = 0; m < p.rows; m++)
+      std::fill(p.y + m * p.outputs + begin, p.y + m * p.outputs + end, 0.0f);
+    for (int64_t k = 0; k < p.inputs; k += depth) {
+      const T* w = (const T*)p.weights + begin * p.inputs + k;
+      float* y = p.y + begin;
+      const int64_t count = std::min(depth, p.inputs - k);
+      for (int64_t left = end - begin; left > 0;) {
+        const int64_t R = p.rows > 1 && left >= TOGETHER ? TOGETHER : 1;
+        if (R > 1)
+          dot_rows<T, TOGETHER, M>(p.rows, p.x + k, p.inputs, w, p.inputs, count, y, p.outputs, 0, tiles);
+        else
+          dot_rows<T, 1, M>(p.rows, p.x + k, p.inputs, w, p.inputs, count, y, p.outputs, 0, tiles);
+        w += R * p.inputs, y += R, left -= R;
+      }
+    }
   }
 };
 
@@ -209,28 +243,40 @@ struct SumsOfBytes {
     for (; k < end; k += GROUP)
       add_group(digits, k, std::min(GROUP, end - k), w + k * p.outputs, p.outputs, count, to, ldy);
   }
-  void dot(int64_t o, int64_t count) const {
-    const int8_t* w = (const int8_t*)p.weights + o * p.inputs;
-    if (count == TOGETHER) return dot_bytes<TOGETHER>(digits, p.inputs, w, p.y + o, p.outputs);
-    for (int64_t r = 0; r < count; r++)
-      dot_bytes<1>(digits, p.inputs, w + r * p.inputs, p.y + o + r, p.outputs);
+  void dot(int64_t begin, int64_t end) const {
+    for (int64_t o = begin, count; o < end; o += count) {
+      const int8_t* w = (const int8_t*)p.weights + o * p.inputs;
+      count = end - o >= TOGETHER ? TOGETHER : 1;
+      if (count > 1)
+        dot_bytes<TOGETHER>(digits, p.inputs, w, p.y + o, p.outputs);
+      else
+        dot_bytes<1>(digits, p.inputs, w, p.y + o, p.outputs);
+    }
   }
 };
 #endif
 
-constexpr int64_t ITEM = 128 << 10;   // bytes of weights that are worth an item
-constexpr int64_t MOST_ITEMS = 32;
-constexpr int64_t SUMS = 16 << 10;    // bytes of sums that stay in a core's first cache
-constexpr int64_t NARROWEST = 256;    // outputs of an item
-
-static inline int64_t parts_of(int64_t n, int64_t part) { return (n + part - 1) / part; }
+// Write outputs o .. o + count of row m: the sums of all parts in order, scale and bias. Sums of a part
+// lie `size` after those of the one before, and go on to a multiple of W.
+static void add_up(const Product& p, float* sums, int64_t parts, int64_t size, int64_t m, int64_t o,
+                   int64_t count) {
+  for (int64_t part = 1; part < parts; part++)
+    for (int64_t j = 0; j < count; j += W) store(sums + j, load(sums + j) + load(sums + part * size + j));
+  for (int64_t j = 0; j < count; j += W) {
+    vf total = load(sums + j);
+    if (p.scale) total *= numbers(p.scale + o, j, count);
+    if (p.bias) total += numbers(p.bias + o, j, count);
+    put(p.y + m * p.outputs + o, j, count, total);
+  }
+}
 
 // y = scale x W + bias: items are some inputs by some outputs, in the order of memory.
 template <class S>
 static void product_of(const S& how, int64_t itemsize, const Parallel& parallel) {
   const Product& p = how.p;
   const int64_t rows = p.rows, inputs = p.inputs, outputs = p.outputs;
-  const int64_t wanted = std::max<int64_t>(1, std::min(MOST_ITEMS, inputs * outputs * itemsize / ITEM));
+  const int64_t most = rows == 1 ? MOST_ITEMS : MOST_ITEMS_OF_ROWS;
+  const int64_t wanted = std::max<int64_t>(1, std::min(most, inputs * outputs * itemsize / ITEM));
   // sums of parts are written and read: they must be few beside the weights
   const int64_t most_parts = std::max<int64_t>(1, inputs * itemsize / (rows * 32));
   int64_t columns = parts_of(4 * rows * outputs, SUMS);
@@ -240,24 +286,21 @@ static void product_of(const S& how, int64_t itemsize, const Parallel& parallel)
   columns = parts_of(outputs, width);
   const int64_t depth = round_up(parts_of(inputs, parts), S::STEP);
   parts = parts_of(inputs, depth);
-  const int64_t padded = columns * width;
-  Scratch sums(parts * rows * padded);
-  parallel(parts * columns, [&](int64_t item) {
-    const int64_t part = item % parts, o = item / parts * width;
-    float* to = sums.data + part * rows * padded + o;
-    for (int64_t m = 0; m < rows; m++) std::fill(to + m * padded, to + m * padded + width, 0.0f);
-    how.add(part * depth, std::min(inputs, (part + 1) * depth), o, std::min(width, outputs - o), to,
-            padded);
+  const int64_t line = width + W;  // rows of sums a power of two apart would share a cache's few places
+  Scratch sums(columns * parts * rows * line);
+  std::vector<std::atomic<int64_t>> left(columns);  // parts that are not done
+  for (auto& one : left) one = parts;
+  parallel(columns * parts, [&](int64_t item) {
+    const int64_t part = item % parts, column = item / parts, o = column * width;
+    const int64_t count = std::min(width, outputs - o);
+    float* to = sums.data + item * rows * line;
+    std::fill(to, to + rows * line, 0.0f);
+    how.add(part * depth, std::min(inputs, (part + 1) * depth), o, count, to, line);
+    if (--left[column] > 0) return;
+    float* first = sums.data + column * parts * rows * line;
+    for (int64_t m = 0; m < rows; m++)
+      add_up(p, first + m * line, parts, rows * line, m, o, count);
   });
-  for (int64_t m = 0; m < rows; m++) {
-    float *from = sums.data + m * padded, *y = p.y + m * outputs;
-    for (int64_t part = 1; part < parts; part++) {
-      const float* more = from + part * rows * padded;
-      for (int64_t o = 0; o < outputs; o++) from[o] += more[o];
-    }
-    for (int64_t o = 0; o < outputs; o++)
-      y[o] = from[o] * (p.scale ? p.scale[o] : 1.0f) + (p.bias ? p.bias[o] : 0.0f);
-  }
 }
 
 // y = scale x W^T + bias, W [outputs][inputs]: items are some outputs.
@@ -268,7 +311,7 @@ static void turned_product_of(const S& how, int64_t itemsize, const Parallel& pa
   const int64_t width = round_up(std::max<int64_t>(1, ITEM / row), TOGETHER);
   parallel(parts_of(p.outputs, width), [&](int64_t item) {
     const int64_t begin = item * width, end = std::min(p.outputs, begin + width);
-    for (int64_t o = begin; o < end; o += TOGETHER) how.dot(o, std::min(TOGETHER, end - o));
+    how.dot(begin, end);
     for (int64_t m = 0; m < p.rows; m++)
       for (int64_t i = begin; i < end; i++) {
         float& y = p.y[m * p.outputs + i];
