@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--out", type=Path, default=None, help="JSON to write; cases in it stay")
     options = parser.parse_args(argv)
     clock = timing.prepare()
-    before = timing.environment()
+    before = timing.environment() | {"limits": timing.limits(options.dtype, clock)}
     print(timing.headline(before))
     found: list[dict[str, Any]] = []
     for (B, N, K, H), S, filled in itertools.product(HEADS, LENGTHS, (1.0, 0.5)):
