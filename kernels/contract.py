@@ -42,6 +42,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 LOWEST = -3.4028235e38  # where a running maximum starts: finite, so never inf - inf
@@ -136,14 +137,18 @@ class Refused(NotImplementedError):
 SKIPPED, PARTIAL, FULL = 0, 1, 2  # classes of tiles, as in transformer_jax.attention.block_plan
 
 
-def tile_lists(classes: jax.Array) -> TileLists:  # of [B or 1, N or 1, rows, columns]
-    """Return the lists of tiles of some classes: full, then partial, then the last one repeated."""
-    full = (classes == FULL).sum(axis=-1, dtype=jnp.int32)
-    seen = (classes != SKIPPED).sum(axis=-1, dtype=jnp.int32)
-    order = jnp.argsort(-classes, axis=-1, stable=True).astype(jnp.int32)
-    last = jnp.take_along_axis(order, jnp.maximum(seen - 1, 0)[..., None], axis=-1)
-    steps = jnp.arange(order.shape[-1], dtype=jnp.int32)[None, None, None]
-    return TileLists(jnp.where(steps < jnp.maximum(seen, 1)[..., None], order, last), full, seen)
+def tile_lists(classes: Any) -> TileLists:  # of [B or 1, N or 1, rows, columns]
+    """Return the lists of tiles of some classes: full, then partial, then the last one repeated.
+
+    NumPy's arrays give NumPy's.
+    """
+    xp: Any = np if isinstance(classes, np.ndarray) else jnp
+    full = (classes == FULL).sum(axis=-1, dtype=np.int32)
+    seen = (classes != SKIPPED).sum(axis=-1, dtype=np.int32)
+    order = xp.argsort(-classes, axis=-1, stable=True).astype(np.int32)
+    last = xp.take_along_axis(order, xp.maximum(seen - 1, 0)[..., None], axis=-1)
+    steps = xp.arange(order.shape[-1], dtype=np.int32)[None, None, None]
+    return TileLists(xp.where(steps < xp.maximum(seen, 1)[..., None], order, last), full, seen)
 
 
 def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.ShapeDtypeStruct:

@@ -457,6 +457,29 @@ def test_no_name_runs_what_the_explanation_chooses(settings):
     assert_same_bits(call(arrays, **settings()), call(arrays, implementation=chosen, **settings()))
 
 
+@pytest.mark.parametrize("implementation", ["blockwise", "native"])
+def test_lists_of_known_tiles_take_few_programs(implementation):
+    """Each step of a plan would be a program of its own, and two seconds of the first call."""
+    arrays = draw(64, batch=1, queries=301, keys=301)
+    if explain(arrays)[implementation] is not None:
+        pytest.skip("the kernels were not compiled, or this machine has an accelerator")
+    compiled = []
+
+    def count(event, seconds, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(seconds)
+
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        jax.jit(partial(call, mask=Causal() & Window(70), implementation=implementation)).lower(
+            arrays
+        )
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert 0 < len(compiled) < 20
+
+
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_attention_is_traced_once_for_equal_arguments(implementation, monkeypatch):
     """Masks and biases that are equal but for their arrays share a program."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from transformer_jax.kernels.contract import FULL, PARTIAL, SKIPPED, TileLists, tile_lists
 from transformer_jax.pytree import register
-from transformer_jax.tracing import at_once
+from transformer_jax.tracing import at_once, traced
 
 __all__ = ["FULL", "PARTIAL", "SKIPPED", "BlockPlan", "TileLists", "Tiles", "pad", "tile_lists"]
 
@@ -43,13 +43,21 @@ class BlockPlan:
 
     def key_tiles(self) -> TileLists:
         """List the key tiles that each query tile visits: order [.., nQ, nK], full ones first."""
-        with at_once(self.classes):
-            return tile_lists(jnp.asarray(self.classes))
+        return lists_of(self.classes)
 
     def query_tiles(self) -> TileLists:
         """List the query tiles that visit each key tile: order [.., nK, nQ], full ones first."""
-        with at_once(self.classes):  # transposed too: XLA would fold a sort for half a minute
-            return tile_lists(jnp.asarray(self.classes).swapaxes(-1, -2))
+        if traced(self.classes):
+            return lists_of(self.classes.swapaxes(-1, -2))
+        return lists_of(np.asarray(self.classes).swapaxes(-1, -2))
+
+
+def lists_of(classes: Any) -> TileLists:
+    """Return `tile_lists` of classes; of known ones as constants, for which nothing is compiled."""
+    if traced(classes):
+        return tile_lists(classes)
+    with at_once(classes):
+        return jax.tree.map(jnp.asarray, tile_lists(np.asarray(classes)))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -202,11 +203,11 @@ def _inputs(
         pairs = vectors.pairs()
         if pairs is not None:
             pairs = pad(pad(pairs, 2, padded_T, 0), 3, padded_S, 0)
-        plans = {(b.q, b.k): plan_of(mask, *at, b, padded) for b in blocks.values()}
+        plans = _plans(mask, *at, tuple(blocks.values()), padded)
     by_key = "dkdv", "single_pass"
     lists = {
-        kind: plans[b.q, b.k].query_tiles() if kind in by_key else plans[b.q, b.k].key_tiles()
-        for kind, b in blocks.items()
+        kind: plan.query_tiles() if kind in by_key else plan.key_tiles()
+        for kind, plan in zip(blocks, plans, strict=True)
     }
     slopes, bias = _biases(call, padded_T, padded_S)
     operands = Operands(
@@ -223,6 +224,19 @@ def _inputs(
     )
     everywhere = mask.sees_everything and call.k_positions is None and call.sizes[3] == padded_S
     return operands, lists, None if everywhere else vectors.visible
+
+
+@partial(jax.jit, static_argnums=(3, 4))  # at once, each step would be a program of its own
+def _plans(
+    mask: Mask,
+    q: jax.Array,
+    k: jax.Array,
+    blocks: tuple[Blocks, ...],
+    padded: tuple[int, int],
+) -> list[BlockPlan]:
+    """Return the plan for each kernel's tile sizes."""
+    found = {(b.q, b.k): plan_of(mask, q, k, b, padded) for b in blocks}
+    return [found[b.q, b.k] for b in blocks]
 
 
 def plan_of(

@@ -22,8 +22,8 @@ from transformer_jax.attention.block_plan import (
     PARTIAL,
     SKIPPED,
     TileLists,
+    lists_of,
     pad,
-    tile_lists,
 )
 from transformer_jax.attention.masks import Everything, Mask
 from transformer_jax.kernels.dropout import keep
@@ -135,18 +135,19 @@ def mask_of(call: AttentionCall) -> Mask:
 def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
     """List the key tiles of each head group and query tile, full ones first: order [.., nQ, nK]."""
     with at_once(call.mask, call.q_positions, call.k_positions):
-        return _visited(sizes, mask_of(call), *call.positions(sizes.T, sizes.S))
+        return lists_of(_visited(sizes, mask_of(call), *call.positions(sizes.T, sizes.S)))
 
 
 @partial(jax.jit, static_argnums=0)  # at once, each step would be a program of its own
-def _visited(sizes: Sizes, mask: Mask, q_positions: jax.Array, k_positions: jax.Array) -> TileLists:
+def _visited(sizes: Sizes, mask: Mask, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+    """Return the class of each tile of a head group, i8[.., nQ, nK]."""
     plan = mask.block_plan(q_positions, k_positions, block_q=sizes.block_q, block_k=sizes.block_k)
     classes = plan.classes
     rows = sizes.rows if classes.shape[0] > 1 else 1
     heads = sizes.heads * sizes.G if classes.shape[1] > 1 else 1
     classes = rearrange(classes, "(b r) (c n) i j -> b c i j r n", r=rows, n=heads)
     least, most = classes.min(axis=(-2, -1)), classes.max(axis=(-2, -1))
-    return tile_lists(jnp.where(most == SKIPPED, SKIPPED, jnp.where(least == FULL, FULL, PARTIAL)))
+    return jnp.where(most == SKIPPED, SKIPPED, jnp.where(least == FULL, FULL, PARTIAL))
 
 
 def list_of_row(
