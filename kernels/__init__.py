@@ -1,17 +1,21 @@
 """Run fused attention kernels, imported as `transformer_jax.kernels`; needs only jax and numpy.
 
-A backend is a module that keeps the contract: `hopper` (NVIDIA, Pallas on Mosaic GPU), `tpu`
-(Pallas on Mosaic TPU) and `cpu` (C++). What attention means (masks, arguments, the choice of an
-implementation) is in `transformer_jax.attention`, which calls `gradient.attend`.
+A backend is a module that keeps the contract: `hopper` (NVIDIA of compute capability 9), `ampere`
+(NVIDIA of any other from 8 on; both Pallas on Mosaic GPU), `tpu` (Pallas on Mosaic TPU) and `cpu`
+(C++). What attention means (masks, arguments, the choice of an implementation) is in
+`transformer_jax.attention`, which calls `gradient.attend`.
 
     contract   what a kernel computes and is given
     dropout    which weights dropout keeps, on every backend
     chips      facts about chips: limits, tile sizes, where the kernels are fastest
-    gradient   the backward pass, and the repair pass for what is not finite
+    query_rows the rows of a tile of few queries
+    nvidia     what no kernel for NVIDIA GPUs can do
+    gradient   the backward pass
+    repair     the rule on what is not finite by a loop: for Ampere, and Hopper with jax 0.10
     batching   `vmap`
     sharding   device meshes
     lowering   programs for other platforms, which a library here is not for
-    hopper/, tpu/, cpu/   the kernels
+    hopper/, ampere/, tpu/, cpu/   the kernels
 
 `target()` is the backend of this process. `using` takes another one: for the interpreters of the
 backends on a CPU, and for compiling for a device that is not attached.
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import importlib
 from collections.abc import Iterator
@@ -32,14 +37,14 @@ import jax
 
 from transformer_jax.kernels.contract import Blocks
 
-__all__ = ["Target", "platform", "target", "using"]
+__all__ = ["Target", "assume_finite", "platform", "target", "using"]
 
 
 @dataclass(frozen=True)
 class Target:
     """Name a backend, and say how it runs."""
 
-    backend: Literal["tpu", "hopper", "cpu"]
+    backend: Literal["tpu", "hopper", "ampere", "cpu"]
     interpret: Any = False
     """False on the device. On a CPU what the backend's interpreter takes: True or an
     `InterpretParams` of Pallas for TPUs, an `InterpretGPUParams` of Pallas for Mosaic GPU."""
@@ -48,6 +53,10 @@ class Target:
     """The chip as JAX names it, "NVIDIA H200": what tile sizes depend on."""
     blocks: tuple[tuple[str, Blocks], ...] = ()
     """Tile sizes to take instead of the table's, by kernel."""
+    assume_finite: bool = False
+    """Whether queries, keys and values are promised to be finite: see `assume_finite`."""
+    processors: int | None = None
+    """How many multiprocessors a Hopper chip has; None: as many as `chips` knows of it."""
 
     @property
     def module(self) -> ModuleType:
@@ -59,11 +68,12 @@ class Target:
             if error.name != name:
                 raise
             raise ValueError(
-                f"backend is {self.backend!r}: must be 'tpu', 'hopper' or 'cpu'"
+                f"backend is {self.backend!r}: must be 'tpu', 'hopper', 'ampere' or 'cpu'"
             ) from None
 
 
 _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+_finite: contextvars.ContextVar[bool] = contextvars.ContextVar("finite", default=False)
 
 
 @contextlib.contextmanager
@@ -76,9 +86,28 @@ def using(chosen: Target) -> Iterator[None]:
         _chosen.reset(token)
 
 
+@contextlib.contextmanager
+def assume_finite() -> Iterator[None]:
+    """Run "pallas" and "pallas_unordered" without their rule for NaN and infinity, in a block.
+
+    It leaves out the second kernels that compute marked rows again, and on a TPU the look at every
+    tile. Where an input is not finite after all, NaN may reach queries that do not see it and their
+    gradients, or be lost. Programs that `jax.jit` has compiled before keep what they were traced
+    with. The decode kernels keep the rule in any case.
+    """
+    token = _finite.set(True)
+    try:
+        yield
+    finally:
+        _finite.reset(token)
+
+
 def target() -> Target | str:
     """Return where a kernel would run, or why none would."""
-    return _chosen.get() or _attached()
+    found = _chosen.get() or _attached()
+    if isinstance(found, Target) and _finite.get():
+        return dataclasses.replace(found, assume_finite=True)
+    return found
 
 
 def platform() -> str:
@@ -92,12 +121,16 @@ def platform() -> str:
 @functools.cache
 def _attached() -> Target | str:
     backend = jax.default_backend()
-    chip = jax.devices()[0].device_kind
+    device = jax.devices()[0]
+    chip = device.device_kind
     if backend == "tpu":
         return Target("tpu", chip=chip)
     if backend in ("gpu", "cuda"):
-        capability = getattr(jax.devices()[0], "compute_capability", None)
-        if str(capability).startswith("9."):
-            return Target("hopper", chip=chip)
-        return f"needs an NVIDIA GPU of compute capability 9, the device has {capability}"
-    return f"needs a TPU or an NVIDIA Hopper GPU, the backend is {backend}"
+        capability = str(getattr(device, "compute_capability", None))
+        major = capability.partition(".")[0]
+        if major == "9":
+            return Target("hopper", chip=chip, processors=getattr(device, "core_count", None))
+        if major.isdigit() and int(major) >= 8:
+            return Target("ampere", chip=chip)
+        return f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"
+    return f"needs a TPU or an NVIDIA GPU of capability 8 or later, the backend is {backend}"

@@ -96,9 +96,15 @@ def _axis_names(tree: Tree) -> list[AxisNames]:
     operands = tree[0]
     vectors = [VECTORS] * len(operands.q_vectors + operands.k_vectors)
     optional = dict(pairs=TILES, bias=TILES, slopes=HEADS, sinks=HEADS, dropout=(None, "b", "n"))
+    optional |= dict(k_scale=("b", None, "k"), v_scale=("b", None, "k"))
     given = [names for field, names in optional.items() if getattr(operands, field) is not None]
     saved = [QUERIES, ROWS, ROWS, ROWS] * (len(tree) - 2)
-    return [QUERIES, KEYS, KEYS, *vectors, *given, TILES, ROWS, ROWS, *saved]
+    if len(tree) > 2 and tree[2].nonfinite is not None:
+        saved.append(HEADS)
+    lists = [TILES, ROWS, ROWS]
+    lists += [TILES] * (tree[1].visits is not None) + [ROWS] * (tree[1].rows is not None)
+    lists += [ROWS] * (tree[1].visit_counts is not None)
+    return [QUERIES, KEYS, KEYS, *vectors, *given, *lists, *saved]
 
 
 def _split(kernel: Kernel, results: tuple[AxisNames, ...]) -> Kernel:

@@ -13,7 +13,7 @@ from typing import Literal
 from transformer_jax.kernels import Target
 from transformer_jax.kernels.contract import Blocks
 
-Kind = Literal["forward", "dq", "dkdv", "bias", "single_pass"]
+Kind = Literal["forward", "dq", "dkdv", "bias", "single_pass", "single_pass_rows", "decode"]
 
 MEASURED: dict[tuple[str, Kind, int, int, int], Blocks] = {}
 """(chip as JAX names it, kernel, H, Hv, bytes of a number) to tiles; none measured yet."""
@@ -24,18 +24,34 @@ FASTEST: frozenset[str] = frozenset()
 
 # Hopper
 
-HOPPER_PROCESSORS = 132  # multiprocessors of an H100 or H200 SXM
+HOPPER_PROCESSORS = 132  # multiprocessors of an H100 SXM or NVL, an H200, a GH200
+HOPPER_WITH_FEWER = {
+    "NVIDIA H100 PCIe": 114,
+    "NVIDIA H800 PCIe": 114,
+    "NVIDIA H20": 78,
+    "NVIDIA H20-3e": 78,
+}
 HOPPER_SHARED_MEMORY = 232448  # bytes that a block may ask for: 227 KiB
-HOPPER_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+HOPPER_HEAD_DIMS = tuple(range(32, 257, 16))
+"""wgmma sums over 16 columns at once, and Mosaic copies tiles whose rows are parts of 32 bytes."""
+HOPPER_UNLIKE_HEAD_DIMS = 448
+"""The most of H + Hv where they differ: then queries and output each have shared memory."""
 
 
-def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2) -> Blocks:
+def hopper_processors(where: Target) -> int | None:
+    """Return how many multiprocessors a target has: as the device says, else by its name."""
+    if where.processors or not where.chip:
+        return where.processors
+    return HOPPER_WITH_FEWER.get(where.chip, HOPPER_PROCESSORS)
+
+
+def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
     """Return the default tile sizes of a Hopper kernel.
 
     They fit shared memory and, at 240 registers a thread, spill none or little:
     benchmarks/compile_gpu.py shows it.
     """
-    del itemsize  # 2: `refuse` lets through nothing else
+    del itemsize, K  # 2 bytes: `refuse` lets through nothing else; one key head a tile
     wide = max(H, Hv) > 128
     match kind:
         case "forward":
@@ -49,6 +65,35 @@ def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2) -> Blocks:
             return Blocks(q=128, k=64, stages=1 if wide else 2)
         case "single_pass":
             return Blocks(q=128 if max(H, Hv) == 32 else 64, k=128, stages=2)
+        case "decode":  # 227 KiB, less 64 queries twice, 16 KiB a warpgroup of sums, and vectors
+            k = 64 if wide else 128
+            room = HOPPER_SHARED_MEMORY - 256 * H - 256 * k - 12 * 1024
+            return Blocks(q=64, k=k, stages=min(6, room // (2 * k * (H + Hv))))
+    raise ValueError(f"no kernel {kind!r}")
+
+
+# Ampere, and what else has mma.sync
+
+AMPERE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # those between were not compiled
+AMPERE_SHARED_MEMORY = 101376  # bytes that a block may ask for where it is least, 8.6 and 12
+
+
+def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
+    """Return the default tile sizes of an Ampere kernel.
+
+    They fit the least shared memory and, at 255 registers a thread, spill none or little; nothing
+    was measured for them.
+    """
+    del itemsize, K  # 2 bytes: `refuse` lets through nothing else; one key head a tile
+    widest = max(H, Hv)
+    short = 64 if widest <= 64 else 32 if widest <= 128 else 16
+    match kind:
+        case "forward":
+            return Blocks(q=64, k=32 if widest == 192 else short, stages=2 if widest <= 128 else 1)
+        case "dq" | "bias":
+            return Blocks(q=64, k=short, stages=1)
+        case "dkdv":
+            return Blocks(q=short, k=64, stages=1)
     raise ValueError(f"no kernel {kind!r}")
 
 
@@ -56,11 +101,23 @@ def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2) -> Blocks:
 
 TPU_LIST_BYTES = 768 * 1024  # for the lists of tiles, of the 1 MiB of scalar memory
 TPU_VMEM_BYTES = 32 * 1024 * 1024
+TPU_SUM_BYTES = 16 * 1024 * 1024
+"""Bytes of VMEM that the sums of dk and dv of all keys of a head may take, beside the tiles."""
+TPU_FEW_BYTES = 4 * 1024 * 1024
+"""Bytes of VMEM that one tile of keys and values of the decode kernel may take, twice."""
 TPU_LANES = 128  # numbers in a row of a register: no tile is narrower
 
 
-def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int) -> Blocks:
-    """Return the default tile sizes of a TPU kernel."""
+def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
+    """Return the default tile sizes of a TPU kernel.
+
+    A tile of the decode kernel has all K key heads, of as many slots as take 2 MiB, but at least
+    128 and at most 2048.
+    """
+    if kind == "decode":
+        lanes = sum(-(-width // TPU_LANES) * TPU_LANES for width in (H, Hv))
+        slots = TPU_FEW_BYTES // 2 // (K * lanes * itemsize)
+        return Blocks(64, min(2048, max(TPU_LANES, 1 << max(slots, 1).bit_length() - 1)))
     wide = kind != "bias" and itemsize == 2 and max(H, Hv) <= 256
     return Blocks(512, 1024 if wide else 512)
 
@@ -68,22 +125,28 @@ def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int) -> Blocks:
 # Choosing
 
 
-def kinds(nondeterministic: bool) -> tuple[Kind, ...]:
-    """Return the kernels of a call."""
+def kinds(nondeterministic: bool, decode: bool = False, by_rows: bool = False) -> tuple[Kind, ...]:
+    """Return the kernels of a call; `by_rows` is the deterministic single-pass backward."""
     gradients: tuple[Kind, ...] = ("single_pass",) if nondeterministic else ("dq", "dkdv")
-    return ("forward", *gradients, "bias")
+    if by_rows:
+        gradients = ("single_pass_rows",)
+    few: tuple[Kind, ...] = ("decode",) if decode else ()
+    return ("forward", *gradients, "bias", *few)
 
 
-def blocks(where: Target, kind: Kind, H: int, Hv: int, itemsize: int, T: int, S: int) -> Blocks:
+def blocks(
+    where: Target, kind: Kind, H: int, Hv: int, itemsize: int, T: int, S: int, K: int = 1
+) -> Blocks:
     """Return the tiles of a kernel: the target's own, else measured, else default sizes.
 
-    Short sequences take shorter tiles where the backend can.
+    Short sequences take shorter tiles where the backend can; that of few queries holds them all,
+    and depends on K, how many key heads there are.
     """
     found = dict(where.blocks).get(kind) or MEASURED.get((where.chip, kind, H, Hv, itemsize))
-    found = found or where.module.blocks(kind, H, Hv, itemsize)
+    found = found or where.module.blocks(kind, H, Hv, itemsize, K)
     least = where.module.SHORTEST
     q, k = (_at_most(n, length, least) for n, length in ((found.q, T), (found.k, S)))
-    return dataclasses.replace(found, q=q, k=k)
+    return dataclasses.replace(found, q=T if kind == "decode" else q, k=k)
 
 
 def _at_most(block: int, length: int, least: int | None) -> int:

@@ -17,19 +17,32 @@ do_i . v_j may overflow there.
 
 Every backend is a module with `refuse`, `blocks`, the constants `LIST_BYTES` (the most that lists
 of tiles may take, or None), `HEADS_FIRST` (whether results come as [B, N, T, H], transposed),
-`SHORTEST` (the shortest tile of a short sequence, or None), `REPAIRS` (whether its kernels keep
-the rule on what is not finite themselves: log l is NaN in the rows that it breaks) and `PORTABLE`
-(a module of the same kernels in plain JAX, for other platforms and derivatives of the kernels, or
-None), and these kernels, one for each of `chips.Kind`:
+`SHORTEST` (the shortest tile of a short sequence, or None), `MARKS` (whether its forward kernel
+has a fourth result, for its backward kernels: `Saved.nonfinite`), `DECODE_ROWS` (the most queries
+of a key head, T N / K, that its decode kernel takes; 0 without one), `INT8` (whether that one reads
+int8 with scales) and `PORTABLE` (a module of the same kernels in plain JAX, for other platforms and
+derivatives of the kernels, or None), and these kernels, one for each of `chips.Kind`:
 
-    forward(problem, operands, lists, blocks)                     out, m, log l
+    forward(problem, operands, lists, blocks)                     out, m, log l[, nonfinite]
+    decode(problem, operands, lists, blocks)                      out, m, log l
     backward_dq(problem, operands, lists, blocks, saved)          dq, and rows of dslopes or None
     backward_dkdv(problem, operands, lists, blocks, saved)        dk, dv
     backward_bias(problem, operands, lists, blocks, saved)        dbias
     backward_single_pass(problem, operands, lists, blocks, saved) dq, dk, dv[, rows of dslopes]
+    backward_single_pass_rows(...)                                the same, from lists by query
 
-The last one is only called where the backend does not refuse a problem that is `nondeterministic`.
-That of `cpu` is deterministic, and the only one there.
+They keep the rule on what is not finite. NaN or infinity in a query, key or value makes exactly the
+rows of queries that see it lost: out and log l, or m, are NaN there, and they pass no gradient on.
+Around kernels that only mark such rows `transformer_jax.kernels.hopper.repair` does it, by a second
+kernel, and `transformer_jax.kernels.repair`, by a loop. Those of a TPU do it in the tile itself.
+
+`backward_single_pass` is only called where the backend does not refuse a problem that is
+`nondeterministic`. That of `cpu` is deterministic, and the only one there. `decode` is called with
+T queries that are not padded and no dropout, where nobody differentiates. Its lists have one row,
+which the heads that read one key head share.
+A module may have `prepare(lists)`, which adds to lists what its kernels make of them, and
+`sums_fit(S, H, Hv)`: whether `backward_single_pass_rows`, which is deterministic, is taken in place
+of those of dq and of dk and dv.
 `transformer_jax.kernels.gradient` calls them all.
 """
 
@@ -64,14 +77,17 @@ class Problem:
     `Operands.pairs`, their tile is given as one more key vector. None: every listed tile is full.
     """
     detect_nonfinite: bool = True
-    """Whether log l is NaN in rows whose output is not finite, or that met a product q_i . k_j that
-    is not, visible or not: the caller then runs the repair pass, which detects nothing again."""
+    """Whether the rule on what is not finite is kept. A kernel that only marks then sets log l to
+    NaN in rows whose output is not finite, or that met a product q_i . k_j that is not, visible or
+    not; without it log l is no mark."""
     nondeterministic: bool = False
     """Whether dq may be summed in the order in which programs finish: other bits in every run."""
     fixed_slopes: bool = False
     """Whether the gradient of slopes is left out, as where they are those of ALiBi's paper."""
     interpret: Any = False
     """False on the device; on a CPU the argument of the backend's interpreter."""
+    processors: int | None = None
+    """How many multiprocessors a Hopper chip has; None where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +104,10 @@ class Blocks:
 
 
 class Operands(NamedTuple):
-    """Hold the arrays of a call, padded: T and S are multiples of every kernel's tile sizes."""
+    """Hold the arrays of a call, padded: T and S are multiples of every kernel's tile sizes.
+
+    Those of `decode` have T queries, and keys and values of any length up to that of the vectors.
+    """
 
     query: jax.Array  # [B, T, N, H]; zeros after the end
     key: jax.Array  # [B, S, K, H]; zeros after the end
@@ -100,6 +119,30 @@ class Operands(NamedTuple):
     slopes: jax.Array | None = None  # f32[B or 1, N]: ALiBi, s -= slope |q - k| of the positions
     sinks: jax.Array | None = None  # f32[B or 1, N]
     dropout: jax.Array | None = None  # u32[2, B, N]: the words a and b of kernels/dropout.py
+    k_scale: jax.Array | None = None  # f32[B, S, K], where key is int8: `decode` alone reads it
+    v_scale: jax.Array | None = None  # f32[B, S, K], where value is int8
+
+    def of_first_queries(self, T: int) -> Operands:
+        """Return the operands of the first T queries."""
+
+        def first(x: jax.Array | None) -> jax.Array | None:  # [.., T or 1, S or 1]
+            return x if x is None or x.shape[2] == 1 else x[:, :, :T]
+
+        return self._replace(
+            query=self.query[:, :T],
+            q_vectors=tuple(x[:, :T] for x in self.q_vectors),
+            pairs=first(self.pairs),
+            bias=first(self.bias),
+        )
+
+
+def dequantise(
+    q: jax.Array,  # i8[..., H]
+    scale: jax.Array,  # f32[...]
+    dtype: DTypeLike = jnp.float32,
+) -> jax.Array:  # [..., H]
+    """Return scale * q, computed in f32."""
+    return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
 def learns_slopes(problem: Problem, operands: Operands) -> bool:
@@ -119,15 +162,19 @@ class TileLists(NamedTuple):
     order: jax.Array  # i32[B or 1, N or 1, rows, columns]
     full: jax.Array  # i32[B or 1, N or 1, rows]
     seen: jax.Array  # i32[B or 1, N or 1, rows]: full and partial
+    visits: jax.Array | None = None  # i32[B or 1, N or 1, 1, rows * columns]: of `tpu.prepare`
+    rows: jax.Array | None = None  # i32[B or 1, N or 1, rows]: of `hopper.prepare`
+    visit_counts: jax.Array | None = None  # i32[B or 1, N or 1, 1]: of `tpu.prepare`
 
 
 class Saved(NamedTuple):
     """Hold what the backward kernels read of the forward pass, besides the operands."""
 
     do: jax.Array  # [B, T, N, Hv]
-    row_max: jax.Array  # f32[B, N, T]: m; +inf in rows of p 0, also where a bias makes s nonfinite
-    log_sum: jax.Array  # f32[B, N, T]: log l
-    D: jax.Array  # f32[B, N, T]
+    row_max: jax.Array  # f32[B, N, T]: m; +inf in rows of p 0: fully masked ones, and lost ones
+    log_sum: jax.Array  # f32[B, N, T]: log l; 0 in rows of p 0
+    D: jax.Array  # f32[B, N, T]; 0 in rows of p 0
+    nonfinite: jax.Array | None = None  # bool[B, N]: an input or a cotangent is not finite
 
 
 class Refused(NotImplementedError):
@@ -140,15 +187,26 @@ SKIPPED, PARTIAL, FULL = 0, 1, 2  # classes of tiles, as in transformer_jax.atte
 def tile_lists(classes: Any) -> TileLists:  # of [B or 1, N or 1, rows, columns]
     """Return the lists of tiles of some classes: full, then partial, then the last one repeated.
 
-    NumPy's arrays give NumPy's.
+    NumPy's arrays give NumPy's. Of others a tile's place is counted, which compiles to two passes
+    over pairs of tiles, where a sort would be a dozen.
     """
     xp: Any = np if isinstance(classes, np.ndarray) else jnp
-    full = (classes == FULL).sum(axis=-1, dtype=np.int32)
-    seen = (classes != SKIPPED).sum(axis=-1, dtype=np.int32)
-    order = xp.argsort(-classes, axis=-1, stable=True).astype(np.int32)
-    last = xp.take_along_axis(order, xp.maximum(seen - 1, 0)[..., None], axis=-1)
-    steps = xp.arange(order.shape[-1], dtype=np.int32)[None, None, None]
-    return TileLists(xp.where(steps < xp.maximum(seen, 1)[..., None], order, last), full, seen)
+    is_full, is_partial = classes == FULL, classes == PARTIAL
+    full = is_full.sum(axis=-1, dtype=np.int32)
+    seen = full + is_partial.sum(axis=-1, dtype=np.int32)
+    steps = xp.arange(classes.shape[-1], dtype=np.int32)[None, None, None]
+    wanted = xp.minimum(steps, xp.maximum(seen - 1, 0)[..., None])
+    if xp is np:
+        order: Any = np.argsort(-classes, axis=-1, kind="stable").astype(np.int32)
+        return TileLists(xp.take_along_axis(order, wanted, axis=-1), full, seen)
+    alike = classes[..., :, None] == classes[..., None, :]
+    earlier = steps[..., None, :] < steps[..., :, None]
+    before = (alike & earlier).sum(axis=-1, dtype=np.int32)
+    place = jnp.where(is_full, before, jnp.where(is_partial, full[..., None] + before, -1))
+    here = place[..., None, :] == wanted[..., :, None]
+    return TileLists(
+        jnp.where(here, steps[..., None, :], 0).sum(axis=-1, dtype=np.int32), full, seen
+    )
 
 
 def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.ShapeDtypeStruct:

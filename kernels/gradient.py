@@ -1,11 +1,4 @@
-"""Put a gradient and a repair pass around the kernels of any backend: the part without hardware.
-
-The repair pass. In a tile that a mask cuts, a zero weight times NaN would reach queries that do not
-see it, and a softcap makes infinity finite. So the kernels detect rows whose scores or results are
-nonfinite and set their log l to NaN. Only if there is such a row, the call runs once more, on
-inputs whose nonfinite rows are zero, with NaN put exactly where it was seen. While all is finite
-nothing is read twice.
-"""
+"""Put a gradient around the kernels of any backend: the part without hardware."""
 
 from __future__ import annotations
 
@@ -29,11 +22,11 @@ from transformer_jax.kernels.contract import (
     Problem,
     Saved,
     TileLists,
+    dequantise,
     learns_slopes,
-    once,
 )
 from transformer_jax.kernels.lowering import here_or_elsewhere
-from transformer_jax.kernels.sharding import KEYS, QUERIES, ROWS, TILES, AxisNames
+from transformer_jax.kernels.sharding import HEADS, KEYS, QUERIES, ROWS, TILES, AxisNames
 
 Gradients = tuple[jax.Array | None, ...]
 """Gradients of query, key, value, bias, slopes and sinks; None for an input that is not there or
@@ -59,11 +52,24 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T]
     """Return attention and the logarithm of its denominator.
 
-    T and S are multiples of each kernel's tile sizes. The gradient is that of query, key, value,
-    bias, slopes and sinks.
+    T and S are multiples of each kernel's tile sizes; where there is a decode kernel, keys and
+    values may be shorter. The gradient is that of query, key, value, bias, slopes and sinks.
     """
+    if "decode" in lists:
+        return _decode(problem, where, operands, lists["decode"])
     out, row_max, log_sum, _ = _forward(problem, where, operands, lists)
     return out, row_max + log_sum
+
+
+def _decode(
+    problem: Problem, where: Target, operands: Operands, lists: TileLists
+) -> tuple[jax.Array, jax.Array]:
+    """Return attention of the first few queries, as many as the tile holds, and zeros after."""
+    T, few = operands.query.shape[1], dict(where.blocks)["decode"].q
+    kernel = _kernel(problem, where, "decode", (QUERIES, ROWS, ROWS))
+    out, row_max, log_sum = kernel(operands.of_first_queries(few), lists)
+    fill = (0, 0), (0, T - few)
+    return jnp.pad(out, (*fill, (0, 0), (0, 0))), jnp.pad(row_max + log_sum, ((0, 0), *fill))
 
 
 def _attend_forward(
@@ -71,35 +77,47 @@ def _attend_forward(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     asked = Asked(operands.slopes is not None and operands.slopes.perturbed)
     operands, lists = custom_vjp_primal_tree_values((operands, lists))
+    widen = partial(_widened, operands.k_vectors[0].shape[1], operands.query.dtype)
+    (key, value), narrow = jax.vjp(widen, _keys_values(operands))
+    operands = operands._replace(key=key, value=value, k_scale=None, v_scale=None)
     results = _forward(problem, where, operands, lists)
     out, row_max, log_sum, _ = results
-    return (out, row_max + log_sum), (operands, lists, results, asked)
+    return (out, row_max + log_sum), (operands, lists, results, asked, narrow)
+
+
+def _keys_values(operands: Operands) -> tuple[tuple[jax.Array, jax.Array | None], ...]:
+    return (operands.key, operands.k_scale), (operands.value, operands.v_scale)
+
+
+def _widened(
+    S: int, dtype: Any, arrays: tuple[tuple[jax.Array, jax.Array | None], ...]
+) -> list[jax.Array]:  # [B, S, K, H or Hv]
+    """Return keys and values as other kernels than that of few queries read them.
+
+    They are numbers of the query's dtype, padded to whole tiles.
+    """
+    wide = [x if scale is None else dequantise(x, scale, dtype) for x, scale in arrays]
+    return [
+        x if x.shape[1] == S else jnp.pad(x, ((0, 0), (0, S - x.shape[1]), (0, 0), (0, 0)))
+        for x in wide
+    ]
 
 
 def _forward(
     problem: Problem, where: Target, operands: Operands, lists: ListsByKernel
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return output, m and log l, repaired where they were nonfinite, and whether they were."""
-    results = _kernel(problem, where, "forward", (QUERIES, ROWS, ROWS))(operands, lists["forward"])
-    if where.module.REPAIRS:
-        return *results, jnp.zeros((), bool)
-    nonfinite = jnp.isnan(results[2]).any()
-
-    def transposed(out: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
-        """Keep the kernel's own order of axes through a loop."""
-        return (out.swapaxes(1, 2) if where.module.HEADS_FIRST else out, *rows)
-
-    def repaired(_: Any) -> tuple[jax.Array, ...]:
-        return transposed(*_repaired_forward(problem, where, operands, lists["forward"]))
-
-    out, row_max, log_sum = transposed(*once(nonfinite, repaired, transposed(*results)))
-    return out, row_max, log_sum, nonfinite
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Return output, m, log l, and of which heads something was not finite, if a backend says."""
+    names = (QUERIES, ROWS, ROWS) + (HEADS,) * where.module.MARKS
+    out, row_max, log_sum, *marks = _kernel(problem, where, "forward", names)(
+        operands, lists["forward"]
+    )
+    return out, row_max, log_sum, marks[0] if marks else None
 
 
 def _attend_backward(
     problem: Problem, where: Target, saved: tuple[Any, ...], cotangents: tuple[Any, Any]
 ) -> tuple[Any, Any]:
-    operands, lists, (out, row_max, log_sum, nonfinite), asked = saved
+    operands, lists, (out, row_max, log_sum, nonfinite), asked, narrow = saved
     do, dlse = (
         jnp.zeros_like(x) if isinstance(given, SymbolicZero) else given
         for given, x in zip(cotangents, (out, row_max), strict=True)
@@ -108,35 +126,36 @@ def _attend_backward(
     if where.module.HEADS_FIRST:  # else XLA makes do as the next weight gradient likes, and copies
         do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
     D = _row_dot(do, out) - dlse  # [B, N, T]
-    fully_masked = jnp.isneginf(row_max)
-    if where.module.REPAIRS:
-        lost = fully_masked | jnp.isnan(log_sum)
-        rows = Saved(
-            do,
-            jnp.where(lost, jnp.inf, row_max),
-            jnp.where(lost, 0, log_sum),
-            jnp.where(lost, 0, D),
-        )
-        return _cotangents(operands, lists, _gradients(problem, where, operands, lists, rows))
-    nonfinite = nonfinite | jnp.isnan(D).any()
-    D = jnp.where(fully_masked, 0, D)
+    lost = jnp.isneginf(row_max) | jnp.isnan(row_max) | jnp.isnan(log_sum)
+    if nonfinite is not None and problem.detect_nonfinite:
+        nonfinite |= ~jnp.isfinite(D).all(axis=2)
+        nonfinite |= _beyond_forward_tiles(where, operands, lists)
     rows = Saved(
-        do, jnp.where(fully_masked, jnp.inf, row_max), jnp.where(fully_masked, 0, log_sum), D
+        do,
+        jnp.where(lost, jnp.inf, row_max),
+        jnp.where(lost, 0, log_sum),
+        jnp.where(lost, 0, D),
+        nonfinite,
     )
-    results = _gradients(problem, where, operands, lists, rows)
+    dq, dk, dv, *others = _gradients(problem, where, operands, lists, rows)
+    [((dk, dk_scale), (dv, dv_scale))] = narrow([dk, dv])
+    found, lists = _cotangents(operands, lists, (dq, dk, dv, *others))
+    return found._replace(k_scale=dk_scale, v_scale=dv_scale), lists
 
-    def repaired(_: Any) -> Gradients:
-        """Let rows whose output is NaN pass no gradient on."""
-        lost = fully_masked | jnp.isnan(row_max) | jnp.moveaxis(jnp.isnan(out).any(axis=-1), 1, 2)
-        rows = Saved(
-            jnp.where(jnp.moveaxis(lost, 1, 2)[..., None], 0, do),
-            jnp.where(lost, jnp.inf, row_max),
-            jnp.where(lost, 0, log_sum),
-            jnp.where(lost, 0, D),
-        )
-        return _gradients(problem, where, _without_nonfinite(operands)[0], lists, rows)
 
-    return _cotangents(operands, lists, once(nonfinite, repaired, results))
+def _beyond_forward_tiles(
+    where: Target, operands: Operands, lists: ListsByKernel
+) -> jax.Array | bool:  # bool[B, N]
+    """Return which heads may hold what is not finite in keys that the forward kernel never met.
+
+    A backward tile that is wider than a forward one has keys of tiles that nobody sees.
+    """
+    tiles = dict(where.blocks)
+    if all(tiles[kind].k <= tiles["forward"].k for kind in lists if kind != "decode"):
+        return False
+    group = operands.query.shape[2] // operands.key.shape[2]
+    finite = [jnp.isfinite(x).all(axis=(1, 3)) for x in (operands.key, operands.value)]
+    return ~jnp.repeat(finite[0] & finite[1], group, axis=1)
 
 
 def _cotangents(operands: Operands, lists: Any, gradients: Gradients) -> tuple[Any, Any]:
@@ -162,7 +181,7 @@ def _kernel(
 ) -> Kernel:
     """Return a kernel of (operands, lists[, saved]), with its rules for `vmap` and for a mesh."""
     blocks = dict(where.blocks)[kind]
-    name = kind if kind == "forward" else f"backward_{kind}"
+    name = kind if kind in ("forward", "decode") else f"backward_{kind}"
 
     def kernel_of(module: ModuleType) -> Kernel:
         function = getattr(module, name)
@@ -191,7 +210,10 @@ def _gradients(
     kernel = partial(_kernel, problem, where)
     learns = learns_slopes(problem, operands)
     per_row = (ROWS,) if learns else ()  # of dslopes; per key in the single-pass backward
-    if problem.nondeterministic:
+    if "single_pass_rows" in lists:
+        by_rows = kernel("single_pass_rows", (QUERIES, KEYS, KEYS, *per_row))
+        dq, dk, dv, *slope_rows = by_rows(operands, lists["single_pass_rows"], rows)
+    elif problem.nondeterministic:
         single_pass = kernel("single_pass", (QUERIES, KEYS, KEYS, *per_row))
         dq, dk, dv, *slope_rows = single_pass(operands, lists["single_pass"], rows)
     else:
@@ -212,46 +234,3 @@ def _gradients(
 def _row_dot(x: jax.Array, y: jax.Array) -> jax.Array:
     """Multiply and sum rows: of [B, T, N, d] to f32[B, N, T]."""
     return jnp.moveaxis((x.astype(jnp.float32) * y.astype(jnp.float32)).sum(axis=-1), 1, 2)
-
-
-# The repair pass
-
-
-def _without_nonfinite(operands: Operands) -> tuple[Operands, jax.Array, jax.Array]:
-    """Put zeros into nonfinite rows, and return which those are: [B, T, N] and [B, S, K]."""
-    query, key, value = operands[:3]
-    bad_query = ~jnp.isfinite(query).all(axis=-1)
-    bad_key = ~(jnp.isfinite(key).all(axis=-1) & jnp.isfinite(value).all(axis=-1))
-    clean = operands._replace(
-        query=jnp.where(bad_query[..., None], 0, query),
-        key=jnp.where(bad_key[..., None], 0, key),
-        value=jnp.where(bad_key[..., None], 0, value),
-    )
-    return clean, bad_query, bad_key
-
-
-def _repaired_forward(
-    problem: Problem, where: Target, operands: Operands, lists: TileLists
-) -> tuple[jax.Array, ...]:
-    """Run the forward pass with NaN in exactly the queries that see a nonfinite row, or are one.
-
-    Which queries see a bad key is one more attention: equal scores, over values that are 1 for bad
-    keys. Then a query of NaN makes its own row NaN, and nothing where it is fully masked.
-    """
-    clean, bad_query, bad_key = _without_nonfinite(operands)
-    results = QUERIES, ROWS, ROWS
-    indicator = clean._replace(
-        query=jnp.zeros_like(clean.query),
-        key=jnp.zeros_like(clean.key),
-        value=jnp.broadcast_to(bad_key[..., None], clean.value.shape).astype(clean.value.dtype),
-        bias=None,
-        slopes=None,
-        sinks=None,
-        dropout=None,
-    )
-    problem = dataclasses.replace(problem, detect_nonfinite=False)
-    equal = dataclasses.replace(problem, softcap=None, dropout_rate=0.0)
-    seen = _kernel(equal, where, "forward", results)(indicator, lists)[0]
-    sees_nonfinite = (seen.max(axis=-1) > 0) | bad_query
-    marked = clean._replace(query=jnp.where(sees_nonfinite[..., None], jnp.nan, clean.query))
-    return _kernel(problem, where, "forward", results)(marked, lists)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.structure.drawing import draw, same_floors
 from benchmarks.structure.imports import FLOORS, read, violations
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +40,14 @@ def test_floors_list_every_place_once():
     listed = [place for places in FLOORS for place in places]
     there = {m.place for m in read(ROOT).values() if m.name.startswith("transformer_jax")}
     assert sorted(listed) == sorted(there)
+
+
+def test_a_drawing_is_old_where_a_module_differs_and_not_where_only_its_length_does():
+    drawing = draw(ROOT)
+    assert "masks" in drawing and " lines<" in drawing
+    longer = drawing.replace("0 lines<", "9 lines<")
+    assert longer != drawing and same_floors(drawing, longer)
+    assert not same_floors(drawing, drawing.replace("masks", "maske", 1))
 
 
 @pytest.fixture

@@ -50,7 +50,9 @@ from transformer_jax.kernels.dropout import threshold
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 LIST_BYTES = None
 SHORTEST = None
-REPAIRS = True  # whether the kernels themselves keep the rule on what is not finite
+MARKS = False  # whether the forward kernel says for the others where something was not finite
+DECODE_ROWS = 0  # `forward` itself has a kernel for few queries
+INT8 = False
 PORTABLE = portable  # what programs get that leave this machine, and derivatives
 HANDLERS = (
     "attention_forward", "attention_backward", "attention_backward_bias", "attention_few_queries",
@@ -126,9 +128,9 @@ def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
     return None
 
 
-def blocks(kind: str, H: int, Hv: int, itemsize: int) -> Blocks:
+def blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
     """Return the tile sizes of a kernel."""
-    del H, Hv, itemsize
+    del H, Hv, itemsize, K
     return Blocks(q=96, k=256) if kind == "forward" else Blocks(q=96, k=128)
 
 
@@ -201,8 +203,8 @@ def _call(
         _stacked(operands.q_vectors),
         _stacked(operands.k_vectors),
         *(jnp.zeros((0,) * ndim, dtype) if x is None else x for x, ndim, dtype in optional),
-        *lists,
-        *saved,
+        *lists[:3],
+        *saved[:4],
         scale=np.float32(problem.scale),
         softcap=np.float32(problem.softcap or 0),
         threshold=np.int64(threshold(rate)),

@@ -12,8 +12,10 @@ that promise.
 
     memory     slots of shared memory, registers        products   wgmma
     schedule   which program computes what              scores     a tile's scores, mask, dropout
-    producer   the copies                               forward, backward, backward_single_pass,
-                                                        bias_gradient: the kernels
+    producer   the copies                               forward, decode, backward,
+                                                        backward_single_pass, bias_gradient:
+                                                        the kernels
+    repair     what runs after them, where something was not finite
 """
 
 from __future__ import annotations
@@ -21,35 +23,50 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from transformer_jax.kernels import nvidia
 from transformer_jax.kernels.chips import HOPPER_HEAD_DIMS as HEAD_DIMS
+from transformer_jax.kernels.chips import HOPPER_UNLIKE_HEAD_DIMS as UNLIKE_HEAD_DIMS
 from transformer_jax.kernels.chips import hopper_blocks as blocks
 from transformer_jax.kernels.contract import Problem
-from transformer_jax.kernels.hopper.backward import backward_dkdv, backward_dq
-from transformer_jax.kernels.hopper.backward_single_pass import backward_single_pass
 from transformer_jax.kernels.hopper.bias_gradient import backward_bias
-from transformer_jax.kernels.hopper.forward import forward
+from transformer_jax.kernels.hopper.decode import decode
 from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER, HAS_JAX_11
+from transformer_jax.kernels.hopper.memory import ROWS as DECODE_ROWS
+from transformer_jax.kernels.hopper.repair import (
+    backward_dkdv,
+    backward_dq,
+    backward_single_pass,
+    forward,
+)
+from transformer_jax.kernels.hopper.schedule import prepare
 
 __all__ = [
+    "DECODE_ROWS",
     "HAS_JAX_11",
     "HEADS_FIRST",
     "HEAD_DIMS",
+    "INT8",
     "LIST_BYTES",
+    "MARKS",
     "SHORTEST",
     "backward_bias",
     "backward_dkdv",
     "backward_dq",
     "backward_single_pass",
     "blocks",
+    "decode",
     "forward",
+    "prepare",
     "refuse",
 ]
 
 LIST_BYTES = None  # lists are in device memory
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
-REPAIRS = False  # whether the kernels themselves keep the rule on what is not finite
+MARKS = (
+    not HAS_JAX_11
+)  # whether the forward kernel says for the others where something was not finite
+INT8 = True  # whether the decode kernel reads int8
 PORTABLE = None
 SHORTEST = None  # short sequences are padded to whole tiles
 
@@ -57,12 +74,15 @@ SHORTEST = None  # short sequences are padded to whole tiles
 def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
     """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
     H, Hv = query.shape[-1], value.shape[-1]
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the Hopper kernel multiplies bfloat16 or float16, not {query.dtype}"
-    if not query.dtype == key.dtype == value.dtype:
-        return f"query {query.dtype}, key {key.dtype} and value {value.dtype} differ in dtype"
+    if reason := nvidia.refuse(problem, "Hopper", query, key, value):
+        return reason
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
-        return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
+        return (
+            f"head dims {H} (query, key) and {Hv} (value): must be multiples of 16 "
+            f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+        )
+    if H != Hv and H + Hv > UNLIKE_HEAD_DIMS:
+        return f"H + Hv is {H} + {Hv}: where they differ, must be at most {UNLIKE_HEAD_DIMS}"
     if problem.nondeterministic and H + Hv > 256:
         return f"hopper: the single-pass backward with H + Hv {H} + {Hv}: must be at most 256"
     if problem.nondeterministic and not HAS_JAX_11:

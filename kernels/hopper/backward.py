@@ -35,6 +35,7 @@ from transformer_jax.kernels.hopper.memory import (
     across,
     at,
     f32,
+    fence,
     filled,
     load,
     load_along,
@@ -42,14 +43,14 @@ from transformer_jax.kernels.hopper.memory import (
     slot_of,
     tile_slots,
 )
-from transformer_jax.kernels.hopper.producer import KeyWalk, QueryWalk
+from transformer_jax.kernels.hopper.producer import KeyWalk, QueryWalk, wait_from
 from transformer_jax.kernels.hopper.products import add_products, product
 from transformer_jax.kernels.hopper.schedule import (
     each_item,
     each_tile,
-    item_index,
     key_items,
     launch,
+    prepare,
     query_items,
     specialise,
 )
@@ -61,9 +62,12 @@ from transformer_jax.kernels.hopper.scores import (
     is_linear,
     probabilities,
     queries_as_columns,
+    score_gradient,
+    weights,
 )
 
 RowVectors = tuple[jax.Array | None, ...]
+Sums = dict[str, jax.Array]  # "dk", "dv"
 
 
 def base_of(saved: Saved) -> jax.Array:  # f32[B, N, T]
@@ -76,23 +80,29 @@ def base_of(saved: Saved) -> jax.Array:  # f32[B, N, T]
 
 def backward_dq(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return dq [B, T, N, H], and with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|."""
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Return dq [B, T, N, H], with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|, marks.
+
+    The marks, f32[B, N, T], are NaN in rows that are not finite, and else 0.
+    """
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
-    items = query_items(operands, lists)
+    lists, items = prepare(lists), query_items(operands, blocks)
     rows = result((B, N, T), f32, operands.query)
     has_slopes = learns_slopes(problem, operands)
     slots = stages if has_room(H, Hv) else 1  # values leave sooner than keys
     vectors = TileVectors(problem, operands, ROW, copies=has_room(H, Hv))
-    own_slot = {} if H + Hv > 256 else {"dq_tile": tile_slots(consumers, ROWS, H, dtype)}
+    # else dq leaves through the queries' slot, where keys and values take more
+    has_slot = blocks.k * (H + Hv) <= 64 * 256
+    own_slot = {"dq_tile": tile_slots(consumers, ROWS, H, dtype)} if has_slot else {}
     results = launch(
         problem,
         functools.partial(_backward_dq, problem, blocks),
         consumers,
-        items.size,
-        out_type=(result((B, T, N, H), dtype, operands.query),) + (rows,) * has_slopes,
+        items.number,
+        auto_barriers=False,
+        out_type=(result((B, T, N, H), dtype, operands.query), rows) + (rows,) * has_slopes,
         scratch_types=dict(
             q_tile=tile_slots(consumers, ROWS, H, dtype),
             do_tile=tile_slots(consumers, ROWS, Hv, dtype),
@@ -107,13 +117,14 @@ def backward_dq(
             **vectors.slots(stages, blocks.k),
             **own_slot,
         ),
-    )(items, lists, operands, saved.do, base_of(saved), saved.D)
-    return results if has_slopes else (results[0], None)
+    )(lists, operands, saved.do, base_of(saved), saved.D)
+    dq, marks, *slopes = results
+    return dq, slopes[0] if has_slopes else None, marks
 
 
 def _backward_dq(
-    problem: Problem, blocks: Blocks, items: Ref, lists: TileLists, operands: Operands,
-    do: Ref, base: Ref, D: Ref, dq: Ref, slope_out: Ref = None, *,
+    problem: Problem, blocks: Blocks, lists: TileLists, operands: Operands,
+    do: Ref, base: Ref, D: Ref, dq: Ref, marks: Ref, slope_out: Ref = None, *,
     dq_tile: Ref = None, **memory: Ref,
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program; operands, lists and what follows are references to memory."""
@@ -122,13 +133,15 @@ def _backward_dq(
     vectors = TileVectors(problem, operands, ROW, copies=has_room(H, Hv))
 
     def produce() -> None:
-        walk.produce(blocks, items, lists, operands, vectors, do)
+        walk.produce(blocks, lists, operands, vectors, do)
 
     def consume(w: jax.Array) -> None:
         staged = walk.q_tile if dq_tile is None else dq_tile
         consumer = _QueryConsumer(
-            problem, blocks, lists, operands, vectors, walk, base, D, staged, dq, slope_out, w
-        )
+            problem, blocks, lists, operands, vectors, walk, base, D, staged, dq, marks,
+            slope_out, w,
+        )  # fmt: skip
+        items = query_items(operands, blocks).number
         each_item(items, consumer.walk_item, jnp.int32(0))
 
     specialise(blocks.q // ROWS, produce, consume)
@@ -160,13 +173,14 @@ class _QueryConsumer:
     D: Ref
     staged: Ref  # the slots through which dq leaves
     dq: Ref
+    marks: Ref
     slope_out: Ref
     w: jax.Array
 
     def walk_item(self, item: jax.Array, step: jax.Array) -> jax.Array:
         """Compute an item: dq of some queries."""
-        (_, T, N, H), w = self.operands.query.shape, self.w
-        b, n, row = item_index(item, N, T // self.blocks.q)
+        H, w = self.operands.query.shape[-1], self.w
+        b, n, row = query_items(self.operands, self.blocks).at(self.lists, item)
         q0 = row * self.blocks.q + w * ROWS
         queries = b, n, pl.ds(q0, ROWS)
         full, seen = at(self.lists.full, b, n, row)[...], at(self.lists.seen, b, n, row)[...]
@@ -179,12 +193,15 @@ class _QueryConsumer:
         acc, slope, step = each_tile(full, seen, functools.partial(self.tile, rows), carry)
         if self.staged is not self.walk.q_tile:
             plgpu.barrier_arrive(self.walk.q_empty.at[w])
+        else:
+            plgpu.commit_smem()  # a warp's last product may read rows that another writes next
         self.staged[w] = (acc * self.problem.scale).astype(self.staged.dtype)
+        self.marks[queries] = (acc * 0).sum(axis=1)
         if self.slope_out is not None:
             self.slope_out[queries] = slope
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # every warp has written before one thread copies
         plgpu.copy_smem_to_gmem(self.staged.at[w], self.dq.at[b, pl.ds(q0, ROWS), n])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for all warps: then they write again
         if self.staged is self.walk.q_tile:
             plgpu.barrier_arrive(self.walk.q_empty.at[w])
         return step
@@ -222,23 +239,32 @@ class _QueryConsumer:
 
 def backward_dkdv(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
-) -> tuple[jax.Array, jax.Array]:
-    """Return dk [B, S, K, H] and dv [B, S, K, Hv]; the rows of `lists` are key tiles here."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return dk [B, S, K, H], dv [B, S, K, Hv] and marks; the rows of `lists` are key tiles here.
+
+    The marks, f32[1 or 2, B, K, S] by the warpgroups that share a row, are NaN in rows that are
+    not finite, and else 0.
+    """
     H, (B, S, K, Hv) = operands.query.shape[-1], operands.value.shape
     dtype, stages = operands.key.dtype, blocks.stages
     parts = blocks.k // ROWS
     consumers = max(2, parts)
-    items = key_items(operands, lists)
+    lists, items = prepare(lists), key_items(operands, blocks)
     vectors = TileVectors(problem, operands, COLUMN)
     operands = queries_as_columns(operands)
+    shared = dict(
+        tile=tile_slots(None, ROWS, blocks.q, f32), full=plgpu.Barrier(), empty=plgpu.Barrier()
+    )
     return launch(
         problem,
         functools.partial(_backward_dkdv, problem, blocks),
         consumers,
-        items.size,
+        items.number,
+        auto_barriers=False,
         out_type=(
             result((B, S, K, H), dtype, operands.query),
             result((B, S, K, Hv), dtype, operands.query),
+            result((consumers // parts, B, K, S), f32, operands.query),
         ),
         scratch_types=dict(
             k_tile=tile_slots(parts, ROWS, H, dtype),
@@ -253,18 +279,21 @@ def backward_dkdv(
             q_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             both=plgpu.Barrier(num_arrivals=consumers),
             **vectors.slots(stages, blocks.q),
+            **({"shared": shared} if parts < consumers else {}),
         ),
-    )(items, lists, operands, saved.do, base_of(saved), saved.D)
+    )(lists, operands, saved.do, base_of(saved), saved.D)
 
 
 def _backward_dkdv(
-    problem: Problem, blocks: Blocks, items: Ref, lists: TileLists, operands: Operands,
-    do: Ref, base: Ref, D: Ref, dk_out: Ref, dv_out: Ref, **memory: Ref,
+    problem: Problem, blocks: Blocks, lists: TileLists, operands: Operands,
+    do: Ref, base: Ref, D: Ref, dk_out: Ref, dv_out: Ref, marks: Ref, *,
+    shared: dict[str, Ref] | None = None, **memory: Ref,
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program.
 
     Two consumers hold 64 keys each, or, where their dk and dv are too many registers for one, the
-    same 64: the first sums dv, the second dk.
+    same 64: the first computes the scores and sums dv, the second takes the weights from it, in
+    shared memory, and sums dk.
     """
     walk = KeyWalk(**memory)
     parts = blocks.k // ROWS
@@ -272,12 +301,14 @@ def _backward_dkdv(
     vectors = TileVectors(problem, operands, COLUMN)
 
     def produce() -> None:
-        walk.produce(blocks, items, lists, operands, vectors, do, base, D)
+        walk.produce(blocks, lists, operands, vectors, do, base, D)
 
     def consume(part: Any, wanted: tuple[str, ...]) -> None:
         consumer = _KeyConsumer(
-            problem, blocks, lists, operands, vectors, walk, (dk_out, dv_out), part, wanted
-        )
+            problem, blocks, lists, operands, vectors, walk, (dk_out, dv_out, marks),
+            _SharedWeights(**shared) if shared else None, part, wanted,
+        )  # fmt: skip
+        items = key_items(operands, blocks).number
         each_item(items, consumer.walk_item, jnp.int32(0))
 
     def consume_part(w: jax.Array) -> None:
@@ -288,6 +319,14 @@ def _backward_dkdv(
         pl.when(w == 1)(lambda: consume(0, ("dk",)))
 
     specialise(consumers, produce, consume_part if parts == consumers else consume_half)
+
+
+class _SharedWeights(NamedTuple):
+    """Hold the weights of a tile, which one warpgroup computes for another."""
+
+    tile: Ref  # f32[ROWS, blocks.q], as `Weights.capped`
+    full: Ref
+    empty: Ref
 
 
 class _Keys(NamedTuple):
@@ -310,15 +349,16 @@ class _KeyConsumer:
     operands: Operands
     vectors: TileVectors
     walk: KeyWalk
-    results: tuple[Ref, Ref]
+    results: tuple[Ref, Ref, Ref]
+    shared: _SharedWeights | None  # where two warpgroups hold the same keys
     part: Any  # which 64 keys of the tile
     wanted: tuple[str, ...]  # "dk", "dv"
 
     def walk_item(self, item: jax.Array, step: jax.Array) -> jax.Array:
         """Compute an item: dk, dv or both of some keys."""
-        (_, S, K, H), N = self.operands.key.shape, self.operands.query.shape[2]
+        (_, _, K, H), N = self.operands.key.shape, self.operands.query.shape[2]
         G = N // K
-        b, head, row = item_index(item, K, S // self.blocks.k)
+        b, head, row = key_items(self.operands, self.blocks).at(self.lists, item, G)
         k0 = row * self.blocks.k + self.part * ROWS
         keys = _Keys(b, head, row, k0, self.vectors.of_rows(b, k0))
 
@@ -338,37 +378,76 @@ class _KeyConsumer:
         self, keys: _Keys, n: jax.Array, j: jax.Array, carry: tuple[Any, Any], partial: bool
     ) -> tuple[Any, Any]:
         """Add a tile of queries to dk, dv or both."""
-        walk, problem, operands, width = self.walk, self.problem, self.operands, self.blocks.q
-        sums, step = dict(carry[0]), carry[1]
+        walk, width = self.walk, self.blocks.q
+        sums, step = carry
         slot = slot_of(step, self.blocks.stages)
-        q, do = walk.q_tile.at[slot], walk.do_tile.at[slot]
         q0 = at(self.lists.order, keys.b, n, keys.row, j)[...] * width
         beside = self.vectors.of_columns(walk.columns, slot, keys.b, q0, width)
         where = TilePosition(keys.b, n, q0, keys.k0, keys.vectors, beside)
-        shape = (ROWS, width)
         plgpu.barrier_wait(walk.q_full.at[slot])
-
-        raw = product(walk.k_tile.at[opaque(self.part)], q.transpose((1, 0)))
-        base = load_along(walk.base_columns.at[slot], shape, COLUMN)
-        p, differentiate = probabilities(problem, operands, raw, base, where, COLUMN, partial)
-        p = p.astype(walk.q_tile.dtype)
-        v, do_columns = walk.v_tile.at[opaque(self.part)], do.transpose((1, 0))
-        bare = is_linear(problem, operands) and not problem.dropout_rate
-        if len(self.wanted) == 2 and bare and not partial:
-            sums["dv"], dp = add_products(
-                problem, (sums["dv"], p, do), (filled(shape, 0), v, do_columns)
-            )
-        else:  # fewer registers at a time, for what a mask or an option needs
-            if "dv" in self.wanted:
-                [sums["dv"]] = add_products(problem, (sums["dv"], p, do))
-            if "dk" in self.wanted:
-                dp = product(v, do_columns)
-        if "dk" in self.wanted:
-            _, du = differentiate(dp, load_along(walk.D_columns.at[slot], shape, COLUMN))
-            [sums["dk"]] = add_products(problem, (sums["dk"], du.astype(walk.q_tile.dtype), q))
-        plgpu.commit_smem()  # the next copies come after plain reads of the slot
+        add = {("dk", "dv"): self.add_both, ("dv",): self.add_dv, ("dk",): self.add_dk}
+        sums = add[self.wanted](sums, slot, step, where, partial)
+        fence(self.problem)  # the next copies come after plain reads of the slot
         plgpu.barrier_arrive(walk.q_empty.at[slot])
         return sums, step + 1
+
+    def add_both(
+        self, sums: Sums, slot: jax.Array, _: jax.Array, where: TilePosition, partial: bool
+    ) -> Sums:
+        """Add a tile to dk and dv."""
+        problem, walk = self.problem, self.walk
+        q, do, shape = walk.q_tile.at[slot], walk.do_tile.at[slot], (ROWS, self.blocks.q)
+        raw, base = self.scores(slot)
+        p, differentiate = probabilities(problem, self.operands, raw, base, where, COLUMN, partial)
+        p = p.astype(walk.q_tile.dtype)
+        v, do_columns = walk.v_tile.at[opaque(self.part)], do.transpose((1, 0))
+        bare = is_linear(problem, self.operands) and not problem.dropout_rate
+        if bare and not partial:
+            dv, dp = add_products(problem, (sums["dv"], p, do), (filled(shape, 0), v, do_columns))
+        else:  # fewer registers at a time, for what a mask or an option needs
+            [dv] = add_products(problem, (sums["dv"], p, do))
+            dp = product(v, do_columns)
+        _, du = differentiate(dp, load_along(walk.D_columns.at[slot], shape, COLUMN))
+        [dk] = add_products(problem, (sums["dk"], du.astype(walk.q_tile.dtype), q))
+        return {"dk": dk, "dv": dv}
+
+    def add_dv(
+        self, sums: Sums, slot: jax.Array, step: jax.Array, where: TilePosition, partial: bool
+    ) -> Sums:
+        """Add a tile to dv, and hand its weights to the warpgroup that sums dk."""
+        problem, walk, shared = self.problem, self.walk, self.shared
+        assert shared is not None
+        raw, base = self.scores(slot)
+        found = weights(problem, self.operands, raw, base, where, COLUMN, partial)
+        wait_from(1, step, shared.empty)  # every warp of the other has read the last tile's
+        shared.tile[...] = found.capped
+        plgpu.barrier_arrive(shared.full)
+        p = found.dropped.astype(walk.q_tile.dtype)
+        [dv] = add_products(problem, (sums["dv"], p, walk.do_tile.at[slot]))
+        return {"dv": dv}
+
+    def add_dk(
+        self, sums: Sums, slot: jax.Array, _: jax.Array, __: TilePosition, partial: bool
+    ) -> Sums:
+        """Add a tile to dk, with the weights of the warpgroup that sums dv."""
+        problem, walk, shared = self.problem, self.walk, self.shared
+        assert shared is not None
+        do_columns = walk.do_tile.at[slot].transpose((1, 0))
+        dp = product(walk.v_tile.at[opaque(self.part)], do_columns)
+        D = load_along(walk.D_columns.at[slot], dp.shape, COLUMN)
+        plgpu.barrier_wait(shared.full)
+        capped = load(shared.tile, WGMMA)
+        plgpu.barrier_arrive(shared.empty)
+        du = score_gradient(problem, capped, dp, D, partial).astype(walk.q_tile.dtype)
+        [dk] = add_products(problem, (sums["dk"], du, walk.q_tile.at[slot]))
+        return {"dk": dk}
+
+    def scores(self, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return k q^T of a tile, and what p = 2^(s - base) subtracts."""
+        walk = self.walk
+        q_columns = walk.q_tile.at[slot].transpose((1, 0))
+        raw = product(walk.k_tile.at[opaque(self.part)], q_columns)
+        return raw, load_along(walk.base_columns.at[slot], raw.shape, COLUMN)
 
     def write(self, keys: _Keys, sums: dict[str, jax.Array]) -> None:
         """Write an item's results to device memory, through the slots of its keys and values."""
@@ -376,12 +455,18 @@ class _KeyConsumer:
         if self.blocks.k == ROWS:  # the other warpgroup reads the slots that are written next
             plgpu.barrier_arrive(walk.both)
             plgpu.barrier_wait(walk.both)
-        dk_out, dv_out = self.results
+        else:
+            plgpu.commit_smem()  # a warp's last product may read rows that another writes next
+        dk_out, dv_out, marks = self.results
         outs = {"dk": (walk.k_tile, dk_out, self.problem.scale), "dv": (walk.v_tile, dv_out, 1.0)}
         for name in self.wanted:
             staged, _, scale = outs[name]
             staged[part] = (sums[name] * scale).astype(staged.dtype)
         plgpu.commit_smem()
+        rows = keys.b, keys.head, pl.ds(keys.k0, ROWS)
+        marks[int(self.wanted[0] == "dv"), *rows] = sum(
+            (sums[x] * 0).sum(axis=1) for x in self.wanted
+        )
         for name in self.wanted:
             staged, out, _ = outs[name]
             place = keys.b, pl.ds(keys.k0, ROWS), keys.head

@@ -31,7 +31,6 @@ from transformer_jax.kernels.contract import (
     TileLists,
     learns_slopes,
     result,
-    vary,
 )
 from transformer_jax.kernels.hopper.backward import RowVectors, base_of
 from transformer_jax.kernels.hopper.memory import (
@@ -40,10 +39,13 @@ from transformer_jax.kernels.hopper.memory import (
     Ref,
     at,
     f32,
+    fence,
     filled,
     load_along,
+    marks_of,
     opaque,
     slot_of,
+    swizzle_of,
     tile_slots,
 )
 from transformer_jax.kernels.hopper.producer import KeyWalk
@@ -51,9 +53,9 @@ from transformer_jax.kernels.hopper.products import add_products
 from transformer_jax.kernels.hopper.schedule import (
     each_item,
     each_tile,
-    item_index,
     key_items,
     launch,
+    prepare,
     specialise,
 )
 from transformer_jax.kernels.hopper.scores import (
@@ -70,33 +72,40 @@ PARTS = 2  # warpgroups that multiply
 def backward_single_pass(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
 ) -> tuple[jax.Array, ...]:
-    """Return dq, dk and dv, and with learned slopes f32[B, N, S] of -sum_i ds_ij |q_i - k_j|.
+    """Return dq, dk, dv, with learned slopes f32[B, N, S] of -sum_i ds_ij |q_i - k_j|, and marks.
 
-    The rows of `lists` are key tiles.
+    The rows of `lists` are key tiles. The marks, f32[1, B, K, S], are NaN in rows where dk, dv or
+    the key is not finite, which may make NaN of any row of dq, and else 0.
     """
     (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
     dtype, stages = operands.key.dtype, blocks.stages
     assert blocks.k == PARTS * ROWS and blocks.q in (ROWS, PARTS * ROWS), blocks
     side = swizzle(blocks, H)
     vectors = TileVectors(problem, operands, COLUMN)
-    items = key_items(operands, lists)
+    lists, items = prepare(lists), key_items(operands, blocks)
     operands = queries_as_columns(operands)
     like = operands.query
     slopes = (result((B, N, S), f32, like),) * learns_slopes(problem, operands)
     dq = jax.new_ref(jnp.zeros((B, T, N, H), f32))
-    dk, dv, *slopes = launch(
+    dk, dv, marks, *slopes = launch(
         problem,
         functools.partial(_backward_single_pass, problem, blocks),
         PARTS,
-        1 if problem.interpret else items.size,  # see `_add_to_memory`
-        out_type=(result((B, S, K, H), dtype, like), result((B, S, K, Hv), dtype, like), *slopes),
+        1 if problem.interpret else items.number,  # see `_add_to_memory`
+        auto_barriers=False,
+        out_type=(
+            result((B, S, K, H), dtype, like),
+            result((B, S, K, Hv), dtype, like),
+            result((1, B, K, S), f32, like),
+            *slopes,
+        ),
         scratch_types=dict(
             k_tile=tile_slots(PARTS, ROWS, H, dtype, side),
             v_tile=tile_slots(PARTS, ROWS, Hv, dtype),
             q_tile=tile_slots(stages, blocks.q, H, dtype, side),
             do_tile=tile_slots(stages, blocks.q, Hv, dtype),
             du_tile=tile_slots(2 * PARTS, ROWS, blocks.q, dtype, side),
-            dq_tile=[tile_slots(1, s.rows, s.columns, f32) for s in dq_shares(blocks, H)],
+            dq_tile=[dq_slot(share, H) for share in dq_shares(blocks, H)],
             base_columns=plgpu.SMEM((stages, blocks.q), f32),
             D_columns=plgpu.SMEM((stages, blocks.q), f32),
             k_full=plgpu.Barrier(num_arrivals=2 * PARTS),
@@ -106,9 +115,9 @@ def backward_single_pass(
             both=plgpu.Barrier(num_arrivals=PARTS),
             **vectors.slots(stages, blocks.q),
         ),
-    )(items, lists, operands, saved.do, base_of(saved), saved.D, dq)
+    )(lists, operands, saved.do, base_of(saved), saved.D, dq)
     total = (jax.freeze(dq) * problem.scale).astype(operands.query.dtype)
-    return vary(total, like), dk, dv, *slopes
+    return total, dk, dv, *slopes, marks
 
 
 class Share(NamedTuple):
@@ -139,6 +148,12 @@ def dq_shares(blocks: Blocks, H: int) -> list[Share]:
     return [Share(0, ROWS, 0, first), Share(0, ROWS, first, H - first)]
 
 
+def dq_slot(share: Share, H: int) -> Any:
+    """Return the type of the slot through which a share leaves."""
+    side = swizzle_of(4, share.column, share.columns, H)
+    return tile_slots(1, share.rows, share.columns, f32, side)
+
+
 def _add_to_memory(problem: Problem, tile: Ref, target: Ref) -> None:
     """Add a tile to device memory; the sum is there once the copy is done.
 
@@ -152,27 +167,24 @@ def _add_to_memory(problem: Problem, tile: Ref, target: Ref) -> None:
 
 
 def _backward_single_pass(
-    problem: Problem, blocks: Blocks, items: Ref, lists: TileLists, operands: Operands,
-    do: Ref, base: Ref, D: Ref, dq: Ref, dk_out: Ref, dv_out: Ref, slope_out: Ref = None, *,
-    du_tile: Ref, dq_tile: list[Ref], **memory: Ref,
+    problem: Problem, blocks: Blocks, lists: TileLists, operands: Operands,
+    do: Ref, base: Ref, D: Ref, dq: Ref, dk_out: Ref, dv_out: Ref, marks: Ref,
+    slope_out: Ref = None, *, du_tile: Ref, dq_tile: list[Ref], **memory: Ref,
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program; operands, lists and what follows are references to memory."""
     walk = KeyWalk(**memory)
     vectors = TileVectors(problem, operands, COLUMN)
-    programs = 1 if problem.interpret else None  # see `_add_to_memory`
 
     def produce() -> None:
-        walk.produce(
-            blocks, items, lists, operands, vectors, do, base, D,
-            together=True, programs=programs,
-        )  # fmt: skip
+        walk.produce(blocks, lists, operands, vectors, do, base, D, together=True)
 
     def consume(w: jax.Array) -> None:
         consumer = _Consumer(
             problem, blocks, lists, operands, vectors, walk, du_tile, dq_tile, dq,
-            (dk_out, dv_out), slope_out, w,
+            (dk_out, dv_out, marks), slope_out, w,
         )  # fmt: skip
-        each_item(items, consumer.walk_item, jnp.int32(0), programs)
+        items = key_items(operands, blocks).number
+        each_item(items, consumer.walk_item, jnp.int32(0))
 
     specialise(PARTS, produce, consume)
 
@@ -209,7 +221,7 @@ class _Consumer:
     du_tile: Ref  # [2 * PARTS, ROWS, blocks.q]
     dq_tile: list[Ref]  # f32[1, rows, columns], for each share
     dq: Ref
-    results: tuple[Ref, Ref]
+    results: tuple[Ref, Ref, Ref]
     slope_out: Ref
     w: jax.Array
 
@@ -220,9 +232,9 @@ class _Consumer:
 
     def walk_item(self, item: jax.Array, step: jax.Array) -> jax.Array:
         """Compute an item: dk and dv of some keys, and their part of dq."""
-        (_, S, K, H), (_, _, N, _) = self.operands.key.shape, self.operands.query.shape
+        (_, _, K, H), N = self.operands.key.shape, self.operands.query.shape[2]
         G, Hv = N // K, self.operands.value.shape[-1]
-        b, head, row = item_index(item, K, S // self.blocks.k)
+        b, head, row = key_items(self.operands, self.blocks).at(self.lists, item, G)
         k0 = row * self.blocks.k + self.w * ROWS
         keys = _Keys(b, head, row, k0, self.vectors.of_rows(b, k0))
         has_slopes = self.slope_out is not None
@@ -272,10 +284,10 @@ class _Consumer:
         buffer = slot_of(step, 2)
         self.du_tile[buffer * PARTS + self.w] = du
         dv, dk = add_products(problem, (dv, p, do), (dk, du, q))
-        plgpu.commit_smem()
+        fence(problem)
         plgpu.barrier_arrive(walk.q_empty.at[slot])
-        # Both have written du. None writes this buffer again before both are here once more, and so
-        # are done with it.
+        # All warps of both have written du. None writes this buffer again before all are here once
+        # more, and so are done with it.
         self.meet()
         for part, share in enumerate(dq_shares(self.blocks, self.dq.shape[-1])):
             add = functools.partial(self.add_to_dq, share, self.dq_tile[part])
@@ -296,16 +308,19 @@ class _Consumer:
             return acc[...]
 
         summed = pl.run_scoped(multiply, plgpu.ACC((share.rows, share.columns), f32))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was added before
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for all warps, what was added before
         staged[0] = summed
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # every warp has written before one thread adds
         target = self.dq.at[b, pl.ds(q0 + share.row, share.rows), n, columns]
         _add_to_memory(self.problem, staged.at[0], target)
 
     def write(self, keys: _Keys, dk: jax.Array, dv: jax.Array) -> None:
         """Write an item's dk and dv to device memory, through the slots of its keys and values."""
-        walk, w, (dk_out, dv_out) = self.walk, self.w, self.results
-        self.meet()  # the other has read this one's keys for the last time
+        walk, w, (dk_out, dv_out, marks) = self.walk, self.w, self.results
+        marks[0, keys.b, keys.head, pl.ds(keys.k0, ROWS)] = (
+            (dk * 0).sum(axis=1) + (dv * 0).sum(axis=1) + marks_of(walk.k_tile.at[w])
+        )
+        self.meet()  # all warps of both have read these keys and values for the last time
         walk.k_tile[w] = (dk * self.problem.scale).astype(walk.k_tile.dtype)
         walk.v_tile[w] = dv.astype(walk.v_tile.dtype)
         plgpu.commit_smem()

@@ -18,7 +18,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.kernels.contract import Blocks, Operands, Problem, Saved, TileLists, result
+from transformer_jax.kernels.contract import (
+    Blocks,
+    Operands,
+    Problem,
+    Saved,
+    TileLists,
+    result,
+    vary,
+)
 from transformer_jax.kernels.hopper.backward import base_of
 from transformer_jax.kernels.hopper.memory import (
     ROW,
@@ -45,23 +53,20 @@ def backward_bias(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
 ) -> jax.Array:
     """Return ds summed over the axes that the bias lacks; f32 in the bias's shape."""
-    (_, T, _, H), (_, S, _, Hv) = operands.query.shape, operands.value.shape
+    H, Hv = operands.query.shape[-1], operands.value.shape[-1]
     assert operands.bias is not None
     dtype, shape = operands.query.dtype, operands.bias.shape
     consumers, stages = blocks.q // ROWS, blocks.stages
     vectors = TileVectors(problem, operands, ROW)
-    visits = _visited(lists)
-    # Along T or S a bias without that axis is summed in registers and then once more here, over the
-    # rows or columns of one tile; one without both keeps T.
-    T_out = T if shape[2] > 1 or shape[3] == 1 else blocks.q
-    S_out = S if shape[3] > 1 else blocks.k
+    visits = visited(lists)
+    _, _, T_out, S_out = sums = sum_shape(operands, blocks)
     outer = (*shape[:2], T_out // blocks.q, S_out // blocks.k)
     total = launch(
         problem,
         functools.partial(_backward_bias, problem, blocks, outer),
         consumers,
         math.prod(outer),
-        out_type=result((*shape[:2], T_out, S_out), f32, operands.query),
+        out_type=result(sums, f32, operands.query),
         scratch_types=dict(
             q_tile=tile_slots(stages * consumers, ROWS, H, dtype),
             do_tile=tile_slots(stages * consumers, ROWS, Hv, dtype),
@@ -74,12 +79,24 @@ def backward_bias(
             empty_slot=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             **vectors.slots(stages, blocks.k),
         ),
-    )(jnp.arange(math.prod(outer), dtype=i32), visits, operands, saved.do, base_of(saved), saved.D)
+    )(visits, operands, saved.do, base_of(saved), saved.D)
     lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
-    return total.sum(axis=lacking, keepdims=True)
+    return vary(total.sum(axis=lacking, keepdims=True), like=operands)
 
 
-def _visited(lists: TileLists) -> jax.Array:  # i32[B or 1, N or 1, query tiles, key tiles]
+def sum_shape(operands: Operands, blocks: Blocks) -> tuple[int, int, int, int]:
+    """Return the shape of what the kernel sums.
+
+    Along T or S a bias without that axis is summed in registers and then once more outside, over
+    the rows or columns of one tile; one without both keeps T.
+    """
+    assert operands.bias is not None
+    T, S = operands.query.shape[1], operands.key.shape[1]
+    b, n, t, s = operands.bias.shape
+    return b, n, T if t > 1 or s == 1 else blocks.q, S if s > 1 else blocks.k
+
+
+def visited(lists: TileLists) -> jax.Array:  # i32[B or 1, N or 1, query tiles, key tiles]
     """Return 1 for the tiles that the lists name, else 0."""
     *where, turn = jnp.indices(lists.order.shape, sparse=True)
     named = (turn < lists.seen[..., None]).astype(i32)
@@ -100,7 +117,7 @@ class _Memory(NamedTuple):
 
 
 def _backward_bias(
-    problem: Problem, blocks: Blocks, outer: tuple[int, ...], items: Ref, visits: Ref,
+    problem: Problem, blocks: Blocks, outer: tuple[int, ...], visits: Ref,
     operands: Operands, do: Ref, base: Ref, D: Ref, out: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program.
@@ -116,10 +133,10 @@ def _backward_bias(
         def copy_item(item: jax.Array, step: jax.Array) -> jax.Array:
             return program.each_term(item, program.copy, step)
 
-        each_item(items, copy_item, jnp.int32(0))
+        each_item(math.prod(outer), copy_item, jnp.int32(0))
 
     def consume(w: jax.Array) -> None:
-        each_item(items, functools.partial(program.sum_item, w), jnp.int32(0))
+        each_item(math.prod(outer), functools.partial(program.sum_item, w), jnp.int32(0))
 
     specialise(blocks.q // ROWS, produce, consume)
 
@@ -147,7 +164,7 @@ class _Program:
         inner = tuple(size // o for size, o in zip(sizes, self.outer, strict=True))
 
         def visit(index: jax.Array, carry: Any) -> Any:
-            parts = zip(_digits(item, self.outer), _digits(index, inner), strict=True)
+            parts = zip(digits(item, self.outer), digits(index, inner), strict=True)
             tile = tuple(o + i for o, i in parts)  # one of the two is 0 on every axis
             return lax.cond(
                 at(self.visits, *tile)[...] > 0, lambda c: body(*tile, c), lambda c: c, carry
@@ -178,7 +195,7 @@ class _Program:
         blocks, out_tile = self.blocks, self.memory.out_tile
         add = functools.partial(self.add, w)
         total, step = self.each_term(item, add, (filled((ROWS, blocks.k), 0), step))
-        b, n, row, column = _digits(item, self.outer)
+        b, n, row, column = digits(item, self.outer)
         out_tile[w] = total
         plgpu.commit_smem()
         rows = pl.ds(row * blocks.q + w * ROWS, ROWS)
@@ -213,7 +230,7 @@ class _Program:
         return total + differentiate(dp, across(D, dp))[0], step + 1
 
 
-def _digits(index: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
+def digits(index: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
     """Yield the index of an array of these sizes at a flat index."""
     for axis in range(len(sizes)):
         yield index // math.prod(sizes[axis + 1 :]) % sizes[axis]

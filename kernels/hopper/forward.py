@@ -49,8 +49,8 @@ from transformer_jax.kernels.hopper.producer import QueryWalk
 from transformer_jax.kernels.hopper.products import add_products, overlapped_products, product
 from transformer_jax.kernels.hopper.schedule import (
     each_item,
-    item_index,
     launch,
+    prepare,
     query_items,
     specialise,
 )
@@ -79,7 +79,7 @@ def forward(
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
-    items = query_items(operands, lists)
+    lists, items = prepare(lists), query_items(operands, blocks)
     vectors = tile_vectors(problem, operands)
     own_slot = (
         {} if shares_query_slot(H, Hv) else {"out_tile": tile_slots(consumers, ROWS, Hv, dtype)}
@@ -88,7 +88,8 @@ def forward(
         problem,
         functools.partial(_forward, problem, blocks),
         consumers,
-        items.size,
+        items.number,
+        auto_barriers=False,
         out_type=(
             result((B, T, N, Hv), dtype, operands.query),
             result((B, N, T), f32, operands.query),
@@ -108,7 +109,7 @@ def forward(
             **vectors.slots(stages, blocks.k),
             **own_slot,
         ),
-    )(items, lists, operands)
+    )(lists, operands)
 
 
 def tile_vectors(problem: Problem, operands: Operands) -> TileVectors:
@@ -128,8 +129,8 @@ def shares_query_slot(H: int, Hv: int) -> bool:
 
 
 def _forward(
-    problem: Problem, blocks: Blocks, items: Ref, lists: TileLists, operands: Operands,
-    out: Ref, row_max_out: Ref, log_sum_out: Ref, *,
+    problem: Problem, blocks: Blocks, lists: TileLists, operands: Operands, out: Ref,
+    row_max_out: Ref, log_sum_out: Ref, *,
     turn: Ref, out_tile: Ref = None, **memory: Ref,
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program; operands and lists are references to memory."""
@@ -138,7 +139,7 @@ def _forward(
     consumers = blocks.q // ROWS
 
     def produce() -> None:
-        walk.produce(blocks, items, lists, operands, vectors)
+        walk.produce(blocks, lists, operands, vectors)
 
     def consume(w: jax.Array) -> None:
         consumer = _Consumer(
@@ -147,6 +148,7 @@ def _forward(
         )  # fmt: skip
         if consumers == 2:  # the turns of the first begin and end with an arrival of the second
             pl.when(w == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+        items = query_items(operands, blocks).number
         each_item(items, consumer.attend, jnp.int32(0))
         if consumers == 2:
             pl.when(w == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
@@ -191,8 +193,8 @@ class _Consumer:
 
     def attend(self, item: jax.Array, step: jax.Array) -> jax.Array:
         """Compute an item."""
-        (_, T, N, _), Hv = self.operands.query.shape, self.operands.value.shape[-1]
-        b, n, row = item_index(item, N, T // self.blocks.q)
+        Hv = self.operands.value.shape[-1]
+        b, n, row = query_items(self.operands, self.blocks).at(self.lists, item)
         q0 = row * self.blocks.q + self.w * ROWS
         full, seen = at(self.lists.full, b, n, row)[...], at(self.lists.seen, b, n, row)[...]
         rows = _Rows(b, n, row, q0, self.vectors.of_rows(b, q0))
@@ -204,12 +206,11 @@ class _Consumer:
         sums = lax.cond(
             seen > 0,
             functools.partial(self.every_tile, rows, full, seen),
-            lambda sums: sums,
+            self.no_tile,
             _Sums(acc, row_max, total, nothing, step),
         )
-        if self.out_tile is not None:
-            plgpu.barrier_arrive(self.walk.q_empty.at[self.w])
-        self.write(rows, *self.divide(rows, sums))
+        problem, operands = self.problem, self.operands
+        self.write(rows, *divided(problem, operands, b, n, sums.acc, sums.row_max, sums.total))
         return sums.step
 
     def every_tile(self, rows: _Rows, full: Any, seen: Any, sums: _Sums) -> _Sums:
@@ -223,9 +224,20 @@ class _Consumer:
             0, seen - ahead, lambda j, sums: self.tile(rows, j + ahead, sums, partial=True), sums
         )
         slot = slot_of(sums.step + self.blocks.stages - 1, self.blocks.stages)
+        self.free_queries()
         [acc] = add_products(self.problem, (sums.acc, sums.p, self.walk.v_tile.at[slot]))
         plgpu.barrier_arrive(self.walk.v_empty.at[slot])
         return sums._replace(acc=acc)
+
+    def no_tile(self, sums: _Sums) -> _Sums:
+        """Visit no tile of a list that has none."""
+        self.free_queries()
+        return sums
+
+    def free_queries(self) -> None:
+        """Let the producer have the slot of the queries, unless the output leaves through it."""
+        if self.out_tile is not None:
+            plgpu.barrier_arrive(self.walk.q_empty.at[self.w])
 
     def tile(
         self, rows: _Rows, j: jax.Array, sums: _Sums, partial: bool, first: bool = False
@@ -278,10 +290,7 @@ class _Consumer:
         s, _ = scores(problem, self.operands, raw, where, ROW, partial)
         unit = score_unit(problem, self.operands)
         top = s.max(axis=1) * unit
-        if slack:  # LOWEST + slack is LOWEST: any score is above it
-            grown = jnp.where(top > row_max + slack, top, row_max)
-        else:
-            grown = jnp.maximum(row_max, top)
+        grown = raised(row_max, top, slack)
         risen = any_of_warp(grown > row_max) if branches else None
         shrink = jnp.exp2(row_max - grown)
         p = jnp.exp2(s * unit - across(grown, s))
@@ -294,26 +303,14 @@ class _Consumer:
         plgpu.barrier_wait(walk.v_full.at[slot])  # for the next; and nothing sinks below
         return p, grown, summed, shrink, risen
 
-    def divide(self, rows: _Rows, sums: _Sums) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return the output, m, l and which rows saw a key; the sink joins here."""
-        row_max, total = sums.row_max, sums.total
-        live = total != 0
-        shrink = filled((ROWS,), 1)
-        if self.operands.sinks is not None:
-            sink = at(self.operands.sinks, rows.b, rows.n)[...] * LOG2E
-            grown = jnp.maximum(row_max, sink)
-            shrink = jnp.exp2(row_max - grown)
-            total, row_max = total * shrink + jnp.exp2(sink - grown), grown
-        factor = jnp.where(live, shrink / total, 0) * (1 / (1 - self.problem.dropout_rate))
-        acc = (sums.acc * across(factor, sums.acc)).astype(self.results[0].dtype)
-        return acc, row_max, total, live
-
     def write(
         self, rows: _Rows, acc: jax.Array, row_max: jax.Array, total: jax.Array, live: jax.Array
     ) -> None:
         """Write an item's results to device memory."""
         out, row_max_out, log_sum_out = self.results
         staged = self.walk.q_tile if self.out_tile is None else self.out_tile
+        if self.out_tile is None:
+            plgpu.commit_smem()  # a warp's last product may read rows that another writes next
         staged[self.w] = acc
         rows_out = rows.b, rows.n, pl.ds(rows.q0, ROWS)
         row_max_out[rows_out] = jnp.where(live, row_max * LN2, -jnp.inf)
@@ -321,11 +318,34 @@ class _Consumer:
         if self.problem.detect_nonfinite:
             log_sum = log_sum + (acc.astype(f32) * 0).sum(axis=1)
         log_sum_out[rows_out] = log_sum
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # every warp has written before one thread copies
         plgpu.copy_smem_to_gmem(staged.at[self.w], out.at[rows.b, pl.ds(rows.q0, ROWS), rows.n])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for all warps: then they write again
         if self.out_tile is None:
             plgpu.barrier_arrive(self.walk.q_empty.at[self.w])
+
+
+def raised(row_max: jax.Array, top: jax.Array, slack: float) -> jax.Array:
+    """Return the new maximum of rows: the old one unless it is exceeded by more than the slack."""
+    if slack:  # LOWEST + slack is LOWEST: any score is above it
+        return jnp.where(top > row_max + slack, top, row_max)
+    return jnp.maximum(row_max, top)
+
+
+def divided(
+    problem: Problem, operands: Operands, b: Any, n: Any, acc: jax.Array, row_max: jax.Array,
+    total: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Return the output, m, l and which rows saw a key, of sums over all keys; the sink joins."""
+    live = total != 0
+    shrink = filled((ROWS,), 1)
+    if operands.sinks is not None:
+        sink = at(operands.sinks, b, n)[...] * LOG2E
+        grown = jnp.maximum(row_max, sink)
+        shrink = jnp.exp2(row_max - grown)
+        total, row_max = total * shrink + jnp.exp2(sink - grown), grown
+    factor = jnp.where(live, shrink / total, 0) * (1 / (1 - problem.dropout_rate))
+    return (acc * across(factor, acc)).astype(operands.query.dtype), row_max, total, live
 
 
 def any_of_warp(rows: jax.Array) -> jax.Array:  # bool[rows] -> bool[]

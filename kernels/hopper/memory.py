@@ -9,6 +9,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
+from jaxlib.mlir.dialects import nvvm
+
+from transformer_jax.kernels.contract import Problem
 
 Ref = Any
 """A reference to memory or to barriers, or a part of one; Pallas has no public type for it."""
@@ -25,13 +28,27 @@ i32 = jnp.int32
 
 
 def tile_slots(
-    slots: int, rows: int, width: int, dtype: DTypeLike, swizzle: int | None = None
+    slots: int | None, rows: int, width: int, dtype: DTypeLike, swizzle: int | None = None
 ) -> Any:
-    """Return the type of slots in shared memory, laid out as wgmma and TMA want them."""
+    """Return the type of slots in shared memory, laid out as wgmma and TMA want them; None: one.
+
+    A swizzle of 16 bytes is none.
+    """
     size = jnp.dtype(dtype).itemsize
-    swizzle = swizzle or next(s for s in (128, 64, 32) if width * size % s == 0)
-    layout = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
-    return plgpu.SMEM((slots, rows, width), dtype, transforms=layout)
+    swizzle = swizzle or swizzle_of(size, width)
+    layout: tuple[Any, ...] = (plgpu.TilingTransform((8, swizzle // size)),)
+    if swizzle > 16:
+        layout += (plgpu.SwizzleTransform(swizzle),)
+    shape = (rows, width) if slots is None else (slots, rows, width)
+    return plgpu.SMEM(shape, dtype, transforms=layout)
+
+
+def swizzle_of(size: int, *widths: int) -> int:
+    """Return the most bytes of a row that may lie together, for numbers of a size in bytes.
+
+    Each of the widths, of a tile or of an array that it is a part of, consists of such parts.
+    """
+    return next(s for s in (128, 64, 32) if all(width * size % s == 0 for width in widths))
 
 
 def at(ref: Ref, *index: Any) -> Ref:
@@ -66,6 +83,23 @@ def load_along(ref: Ref, shape: tuple[int, ...], axis: int) -> jax.Array:
     return lax.broadcast_in_dim(vector, shape, [axis])
 
 
+def fence(problem: Problem) -> None:
+    """Order a thread's own reads and writes of shared memory before later copies and products.
+
+    No warp waits for another, as in `commit_smem`: an arrival at a barrier must follow, for which
+    the copies and products wait. The interpreter knows `commit_smem` alone.
+    """
+    if problem.interpret or not HAS_JAX_11:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def emit(_: Any) -> None:
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+    emit()
+
+
 def across(rows: jax.Array, like: jax.Array) -> jax.Array:
     """Repeat a value per row over the columns of a tile."""
     return lax.broadcast_in_dim(rows, like.shape, [0])
@@ -75,3 +109,8 @@ def filled(shape: tuple[int, ...], value: float) -> jax.Array:
     """Return registers of one value, for rows or for a tile."""
     layout = WGMMA if len(shape) == 2 else WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, f32), layout)
+
+
+def marks_of(tile: Ref) -> jax.Array:  # [64, width] -> f32[64]
+    """Return NaN in rows of a tile that are not finite, else 0."""
+    return (load(tile, WGMMA).astype(f32) * 0).sum(axis=1)

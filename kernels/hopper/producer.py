@@ -18,7 +18,7 @@ from jax import lax
 
 from transformer_jax.kernels.contract import Blocks, Operands, TileLists
 from transformer_jax.kernels.hopper.memory import ROWS, Ref, at, slot_of
-from transformer_jax.kernels.hopper.schedule import each_item, item_index
+from transformer_jax.kernels.hopper.schedule import each_item, key_items, query_items
 from transformer_jax.kernels.hopper.scores import TileVectors
 
 
@@ -38,39 +38,69 @@ class QueryWalk(NamedTuple):
     columns: Ref = None  # i32[stages * copied vectors, blocks.k]
 
     def produce(
-        self, blocks: Blocks, items: Ref, lists: TileLists, operands: Operands,
+        self, blocks: Blocks, lists: TileLists, operands: Operands,
         vectors: TileVectors, do: Ref = None,
     ) -> None:  # fmt: skip
-        """Copy for every item its queries (and do), and the keys and values of its list."""
-        (_, T, N, _), K = operands.query.shape, operands.key.shape[2]
+        """Copy for every item its queries (and do), and the keys and values of its list.
+
+        The first keys are on their way before the queries' slot is free, which the last item holds
+        until its last product with keys. The forward kernel frees the keys of a tile before the
+        values of the tile before, so there keys are copied one tile ahead of values. What frees a
+        slot never waits for a copy that comes later: keys j + 1 take the slot of keys j - 1 or
+        older ones, which are freed once keys j - 1 and values j - 2 are there.
+        """
+        N, K, items = operands.query.shape[2], operands.key.shape[2], query_items(operands, blocks)
         staying = [(operands.query, self.q_tile)] + ([] if do is None else [(do, self.do_tile)])
         stages, value_slots = self.k_tile.shape[0], self.v_tile.shape[0]
+        keys_lead = do is None  # and so `forward` has two stages at least
 
         def copy_item(item: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            b, n, row = item_index(item, N, T // blocks.q)
+            b, n, row = items.at(lists, item)
             done, step = carry
-            for w in range(self.q_tile.shape[0]):
-                pl.when(done > 0)(functools.partial(plgpu.barrier_wait, self.q_empty.at[w]))
-                queries = b, pl.ds(row * blocks.q + w * ROWS, ROWS), n
-                for source, tile in staying:
-                    plgpu.copy_gmem_to_smem(source.at[queries], tile.at[w], self.q_full.at[w])
+            seen = at(lists.seen, b, n, row)[...]
 
-            def copy_keys(j: Any, step: Any) -> Any:
-                keys = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.k, blocks.k)
+            def tile_of(j: Any) -> Any:
+                return at(lists.order, b, n, row, j)[...]
+
+            def copy_keys(tile: Any, step: Any) -> None:
+                start = tile * blocks.k  # of which the compiler has to see that tiles divide it
                 slot = slot_of(step, stages)
                 wait_from(stages, step, self.k_empty.at[slot])
-                k = operands.key.at[b, keys, n // (N // K)]
+                k = operands.key.at[b, pl.ds(start, blocks.k), n // (N // K)]
                 plgpu.copy_gmem_to_smem(k, self.k_tile.at[slot], self.k_full.at[slot])
-                vectors.copy(self.columns, slot, self.k_full.at[slot], b, keys.start)
-                slot = slot if value_slots == stages else slot_of(step, value_slots)
+                vectors.copy(self.columns, slot, self.k_full.at[slot], b, start)
+
+            def copy_values(tile: Any, step: Any) -> None:
+                keys, slot = pl.ds(tile * blocks.k, blocks.k), slot_of(step, value_slots)
                 wait_from(value_slots, step, self.v_empty.at[slot])
                 v = operands.value.at[b, keys, n // (N // K)]
                 plgpu.copy_gmem_to_smem(v, self.v_tile.at[slot], self.v_full.at[slot])
-                return step + 1
 
-            return done + 1, lax.fori_loop(0, at(lists.seen, b, n, row)[...], copy_keys, step)
+            def copy_queries() -> None:
+                for w in range(self.q_tile.shape[0]):
+                    pl.when(done > 0)(functools.partial(plgpu.barrier_wait, self.q_empty.at[w]))
+                    queries = b, pl.ds(row * blocks.q + w * ROWS, ROWS), n
+                    for source, tile in staying:
+                        plgpu.copy_gmem_to_smem(source.at[queries], tile.at[w], self.q_full.at[w])
 
-        each_item(items, copy_item, (jnp.int32(0), jnp.int32(0)))
+            def copy_tile(j: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+                step, this = carry
+                following = tile_of(jnp.minimum(j + 1, seen - 1))
+                next_keys = functools.partial(copy_keys, following, step + 1)
+                if keys_lead:
+                    pl.when(j + 1 < seen)(next_keys)
+                copy_values(this, step)
+                if not keys_lead:
+                    pl.when(j + 1 < seen)(next_keys)
+                return step + 1, following
+
+            this = tile_of(jnp.int32(0))
+            pl.when(seen > 0)(functools.partial(copy_keys, this, step))
+            copy_queries()
+            step, _ = lax.fori_loop(0, seen, copy_tile, (step, this))
+            return done + 1, step
+
+        each_item(items.number, copy_item, (jnp.int32(0), jnp.int32(0)))
 
 
 class KeyWalk(NamedTuple):
@@ -90,22 +120,22 @@ class KeyWalk(NamedTuple):
     columns: Ref = None  # i32[stages * copied vectors, blocks.q]
 
     def produce(
-        self, blocks: Blocks, items: Ref, lists: TileLists, operands: Operands,
+        self, blocks: Blocks, lists: TileLists, operands: Operands,
         vectors: TileVectors, do: Ref, base: Ref, D: Ref, *,
-        together: bool = False, programs: int | None = None,
+        together: bool = False,
     ) -> None:  # fmt: skip
         """Copy for every item its keys and values, and the query side of every tile of its lists.
 
         There is one list for every query head that reads the key head. `together`: the parts of the
         keys share their barriers.
         """
-        N, (_, S, K, _) = operands.query.shape[2], operands.key.shape
+        N, K, items = operands.query.shape[2], operands.key.shape[2], key_items(operands, blocks)
         G, stages = N // K, self.q_tile.shape[0]
         streams = [(operands.query, self.q_tile), (do, self.do_tile)]
         row_streams = [(base, self.base_columns), (D, self.D_columns)]
 
         def copy_item(item: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            b, head, row = item_index(item, K, S // blocks.k)
+            b, head, row = items.at(lists, item, G)
             done, step = carry
             for w in range(self.k_tile.shape[0]):
                 empty, full = (x if together else x.at[w] for x in (self.k_empty, self.k_full))
@@ -135,7 +165,7 @@ class KeyWalk(NamedTuple):
             step = lax.fori_loop(0, G, copy_head, step)
             return done + 1, step
 
-        each_item(items, copy_item, (jnp.int32(0), jnp.int32(0)), programs)
+        each_item(items.number, copy_item, (jnp.int32(0), jnp.int32(0)))
 
 
 def wait_from(slots: int, step: Any, barrier: Ref) -> None:

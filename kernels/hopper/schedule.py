@@ -4,46 +4,110 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from transformer_jax.kernels.chips import HOPPER_PROCESSORS
-from transformer_jax.kernels.contract import Operands, Problem, TileLists, vary
-from transformer_jax.kernels.hopper.memory import Ref, i32
+from transformer_jax.kernels.contract import Blocks, Operands, Problem, TileLists
+from transformer_jax.kernels.hopper.memory import at, i32
 
-PROGRAMS = HOPPER_PROCESSORS  # as many stay resident
+PROGRAMS = HOPPER_PROCESSORS  # as many stay resident, where the chip is not known
+TURNS = 4  # parts of keys that a program takes, about: so many that rows of all lengths share well
 LEVELS = 8  # of how heavy an item is; few keep heads together, many share the work out evenly
 
 Carry = TypeVar("Carry")
 
 
-def heaviest_first(weight: jax.Array) -> jax.Array:  # i32[...] -> i32[items]
-    """Return flat indices of items, roughly the heaviest first.
+def prepare(lists: TileLists) -> TileLists:
+    """Return tile lists with the order of their rows, those of most tiles first.
 
-    Items of one level stay in their order, so that programs which run together read few heads,
-    which the cache holds.
+    What is known when tracing is made of constants, else it takes comparisons, and no sort.
     """
-    weight = weight.reshape(-1)
-    level = -(-weight * LEVELS // jnp.maximum(weight.max(), 1))
-    return jnp.argsort(-level, stable=True).astype(i32)
+    if lists.rows is not None:
+        return lists
+    if not isinstance(lists.seen, jax.core.Tracer):
+        order = np.argsort(-np.asarray(lists.seen), axis=-1, kind="stable")
+        return lists._replace(rows=jnp.asarray(order, i32))
+    this, other = lists.seen[..., :, None], lists.seen[..., None, :]
+    index = jnp.arange(lists.seen.shape[-1], dtype=i32)[None, None, None]
+    down = index.swapaxes(-1, -2)
+    place = ((other > this) | ((other == this) & (index < down))).sum(axis=-1, dtype=i32)
+    rows = jnp.where(place[..., None, :] == down, index, 0).sum(axis=-1, dtype=i32)
+    return lists._replace(rows=rows)
 
 
-def query_items(operands: Operands, lists: TileLists) -> jax.Array:
-    """Return the order of items, as flat indices of [B, N, query tiles]."""
-    B, _, N, _ = operands.query.shape
-    return heaviest_first(jnp.broadcast_to(lists.seen, (B, N, lists.seen.shape[-1])))
+class Items(NamedTuple):
+    """Say which items there are: every row of tiles of every batch row and head."""
+
+    batch: int
+    heads: int
+    rows: int
+
+    @property
+    def number(self) -> int:
+        return self.batch * self.heads * self.rows
+
+    def at(self, lists: TileLists, item: Any, group: int = 1) -> tuple[Any, Any, Any]:
+        """Return batch row, head and row of an item, roughly the heaviest first.
+
+        Rows are taken in `LEVELS` parts of each list's own order. Within a part heads follow one
+        another, so that programs which run together read few heads, which the cache holds. Of a
+        `group` of heads the list of the first one counts.
+        """
+        b, head, turn = self.turn(item)
+        return b, head, at(lists.rows, b, head * group, turn)[...]
+
+    def turn(self, item: Any) -> tuple[Any, Any, Any]:
+        """Return batch row and head of an item, and the place of its row in its list's order."""
+        part = -(-self.rows // LEVELS)
+        level, rest = (f(item, i32(self.batch * self.heads * part)) for f in (lax.div, lax.rem))
+        here = i32(part) if self.rows % part == 0 else jnp.minimum(part, self.rows - level * part)
+        owner, turn = lax.div(rest, here), level * part + lax.rem(rest, here)
+        return owner // self.heads, owner % self.heads, turn
+
+    def in_order(self, lists: TileLists, group: int = 1) -> np.ndarray:
+        """Return all items as flat indices of [batch, heads, rows], in their order."""
+        rows = np.asarray(prepare(lists).rows)
+        b, head, turn = (np.asarray(x) for x in jax.vmap(self.turn)(jnp.arange(self.number)))
+        found = rows[b % rows.shape[0], head * group % rows.shape[1], turn]
+        return ((b * self.heads + head) * self.rows + found).astype(np.int32)
 
 
-def key_items(operands: Operands, lists: TileLists) -> jax.Array:
-    """Return the order of items, as flat indices of [B, K, key tiles]."""
-    (B, _, N, _), (_, _, K, _) = operands.query.shape, operands.key.shape
-    weight = jnp.broadcast_to(lists.seen, (B, N, lists.seen.shape[-1]))
-    return heaviest_first(weight.reshape(B, K, N // K, -1).sum(axis=2))
+def query_items(operands: Operands, blocks: Blocks) -> Items:
+    """Return the items of a kernel whose rows are tiles of queries."""
+    B, T, N, _ = operands.query.shape
+    return Items(B, N, T // blocks.q)
+
+
+def key_items(operands: Operands, blocks: Blocks) -> Items:
+    """Return the items of a kernel whose rows are tiles of keys."""
+    B, S, K, _ = operands.key.shape
+    return Items(B, K, S // blocks.k)
+
+
+def most_programs(problem: Problem) -> int:
+    """Return how many programs a kernel has at most: one for each multiprocessor of the chip."""
+    return problem.processors or PROGRAMS
+
+
+def key_parts(heads: int, tiles: int, programs: int) -> int:
+    """Return into how many parts the keys of each batch row and key head are divided.
+
+    The last turn of the programs is then as full as it can be.
+    """
+
+    def filled(parts: int) -> float:
+        turns = -(-heads * parts // programs)
+        return heads * parts / (turns * programs)
+
+    least = max(1, TURNS * programs // heads)
+    return min(tiles, max(range(least, 2 * least + 1), key=filled))
 
 
 def item_index(item: jax.Array, heads: int, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -51,24 +115,22 @@ def item_index(item: jax.Array, heads: int, rows: int) -> tuple[jax.Array, jax.A
     return item // (heads * rows), item // rows % heads, item % rows
 
 
-def each_item(
-    items: Ref, body: Callable[[Any, Carry], Carry], carry: Carry, programs: int | None = None
-) -> Carry:
-    """Run `carry = body(item, carry)` for the items of this program.
+def each_item(total: int, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+    """Run `carry = body(item, carry)` for the items of this program, out of so many.
 
-    They are every `PROGRAMS`th of the list, back and forth, so that the heavy ones are shared out
-    evenly.
+    The programs take them in turns, back and forth, so that the heavy ones are shared out evenly.
     """
-    total = items.shape[0]
-    programs = min(total, programs or PROGRAMS)
-    program = lax.axis_index("program")
+    programs, program = lax.axis_size("program"), lax.axis_index("program")
 
     def position(turn: jax.Array) -> jax.Array:
         return turn * programs + jnp.where(turn % 2 == 0, program, programs - 1 - program)
 
+    def step(turn: jax.Array, carry: Carry) -> Carry:
+        return body(position(turn), carry)
+
     full = total // programs
     mine = full + (position(jnp.int32(full)) < total).astype(i32)
-    return lax.fori_loop(0, mine, lambda turn, carry: body(items[position(turn)], carry), carry)
+    return lax.fori_loop(0, mine, step, carry)
 
 
 def each_tile(full: Any, seen: Any, body: Callable[..., Carry], carry: Carry) -> Carry:
@@ -88,28 +150,54 @@ def registers(consumers: int) -> tuple[int, int] | None:
 
 
 def launch(
-    problem: Problem, body: Callable[..., None], consumers: int, items: int, **options: Any
+    problem: Problem,
+    body: Callable[..., None],
+    consumers: int,
+    items: int,
+    *,
+    auto_barriers: bool = True,
+    **options: Any,
 ) -> Callable[..., Any]:
-    """Return the kernel of a body, of one producer and some consumers, as a function of arrays."""
+    """Return the kernel of a body, of one producer and some consumers, as a function of arrays.
+
+    `auto_barriers`: the warps of a warpgroup meet before and after every store, and before every
+    copy into shared memory. Without them the kernel's own barriers must order everything.
+
+    A warp that waits for a barrier may then lag the other three, but never by two of its phases,
+    which would look like none. All 128 threads arrive: the producer's for every copy, so a
+    slot is not read, and so not freed again, before its last warp has seen it free; a consumer's
+    for every slot that they free, so a slot is not filled again before the last warp has read it.
+
+    Mosaic GPU forgets that results vary over a mesh as arguments do: `vary` is left to the caller.
+    """
     interpret = {"interpret": problem.interpret} if problem.interpret else {}
     kernel = plgpu.kernel(
         body,
-        grid=(min(items, PROGRAMS),),
+        grid=(min(items, most_programs(problem)),),
         grid_names=("program",),
         num_threads=consumers + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        kernel_name=name_of(body),
+        compiler_params=compiler_params(auto_barriers),
         **interpret,
         **options,
     )
+    return kernel
 
-    def call(*arguments: Any) -> Any:
-        # Mosaic GPU forgets that results vary over a mesh as arguments do
-        return vary(kernel(*arguments), like=arguments)
 
-    return call
+def compiler_params(auto_barriers: bool) -> Any:
+    """Return how a kernel is compiled; a check on the device replaces this, and asks for all."""
+    return plgpu.CompilerParams(
+        approx_math=True,
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        unsafe_no_auto_barriers=not auto_barriers,
+    )
+
+
+def name_of(body: Callable[..., None]) -> str:
+    """Return the name of a kernel, which profilers and compilers print."""
+    body = body.func if isinstance(body, functools.partial) else body
+    return f"attention_{body.__name__.strip('_')}"
 
 
 def specialise(

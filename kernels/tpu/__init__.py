@@ -4,9 +4,12 @@ The scores of a tile are held as [keys, queries]. Then what belongs to a query (
 is a row along the lanes, as in memory, sums over keys add whole registers, and the products onto
 keys need no transpose; what is summed onto queries is held as [H, queries] and transposed once.
 
-    grid       the walk over rows of tiles and the tiles that each visits
+    visits     the lists of tiles, one after the other
+    grid       the walk over them
+    inputs     the arrays that kernels read
     scores     the arithmetic of a tile
-    forward, backward    the kernels
+    nonfinite  what a tile does that holds NaN
+    forward, decode, backward, backward_single_pass    the kernels
 """
 
 from __future__ import annotations
@@ -20,23 +23,35 @@ from transformer_jax.kernels.chips import TPU_LIST_BYTES as LIST_BYTES
 from transformer_jax.kernels.chips import tpu_blocks as blocks
 from transformer_jax.kernels.contract import Problem
 from transformer_jax.kernels.tpu.backward import backward_bias, backward_dkdv, backward_dq
+from transformer_jax.kernels.tpu.backward_single_pass import backward_single_pass_rows, sums_fit
+from transformer_jax.kernels.tpu.decode import decode
 from transformer_jax.kernels.tpu.forward import forward
+from transformer_jax.kernels.tpu.visits import prepare
 
 __all__ = [
+    "DECODE_ROWS",
     "HEADS_FIRST",
+    "INT8",
     "LIST_BYTES",
+    "MARKS",
     "SHORTEST",
     "backward_bias",
     "backward_dkdv",
     "backward_dq",
+    "backward_single_pass_rows",
     "blocks",
+    "decode",
     "forward",
+    "prepare",
     "refuse",
+    "sums_fit",
 ]
 
 HEADS_FIRST = True  # whether results come as [B, N, T, H], transposed
-REPAIRS = False  # whether the kernels themselves keep the rule on what is not finite
+MARKS = True  # whether the forward kernel says for the others where something was not finite
 PORTABLE = None
+DECODE_ROWS = 64
+INT8 = True  # whether the decode kernel reads int8
 
 
 def refuse(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -18,13 +21,49 @@ from transformer_jax.kernels.contract import (
 from transformer_jax.kernels.tpu.grid import (
     GridStep,
     Ref,
-    TileInputs,
     by_keys,
     by_pairs,
     by_queries,
     classes_of,
 )
+from transformer_jax.kernels.tpu.inputs import TileInputs
+from transformer_jax.kernels.tpu.nonfinite import without_nonfinite
 from transformer_jax.kernels.tpu.scores import distances, dot, score_gradients
+
+
+class QuerySums(NamedTuple):
+    """Sum dq, and with learned slopes the rows of their gradient, over a row of tiles."""
+
+    problem: Problem
+    step: GridStep
+    x: TileInputs
+    results: tuple[Ref, Sequence[Ref]]  # dq, and the rows of slopes, or none
+    sums: tuple[Ref, Sequence[Ref]]  # the same in float32
+
+    def begin(self) -> None:
+        """Clear the sums at the first tile."""
+        acc, slopes = self.sums
+
+        @pl.when(self.step.first)
+        def _() -> None:
+            clear(acc, *slopes)
+
+    def add(self, ds: jax.Array, du: jax.Array, exact: bool) -> None:
+        """Add the part of a tile."""
+        acc, slopes = self.sums
+        acc[...] += dot(factor(self.x.key, exact), du, 0, 0)
+        for rows in slopes:
+            rows[...] -= (ds * distances(self.x)).sum(axis=0, keepdims=True)
+
+    def write(self) -> None:
+        """Write the results at the last tile."""
+        (dq, rows), (acc, slopes) = self.results, self.sums
+
+        @pl.when(self.step.last)
+        def _() -> None:
+            dq[...] = (acc[...] * self.problem.scale).T.astype(dq.dtype)
+            for out, summed in zip(rows, slopes, strict=True):
+                out[...] = summed[...]
 
 
 def backward_dq(
@@ -37,24 +76,15 @@ def backward_dq(
     def kernel(step: GridStep, x: TileInputs, *refs: Ref) -> None:
         (dq, *slope_rows), (acc, *slope_acc) = refs[: 1 + sloped], refs[1 + sloped :]
 
-        @pl.when(step.first)
-        def _() -> None:
-            for sums in (acc, *slope_acc):
-                sums[...] = jnp.zeros_like(sums)
+        sums = QuerySums(problem, step, x, (dq, slope_rows), (acc, slope_acc))
+        sums.begin()
 
-        def tile(masked: bool) -> None:
-            _, ds, du = score_gradients(problem, x, step, masked)
-            acc[...] += dot(x.key[...], du.astype(x.key.dtype), 0, 0)
-            for sums in slope_acc:
-                sums[...] -= (ds * distances(x)).sum(axis=0, keepdims=True)
+        def tile(masked: bool, exact: bool) -> None:
+            _, ds, du = score_gradients(problem, x, step, masked, exact)
+            sums.add(ds, du.astype(operands.query.dtype), exact)
 
-        step.visit(tile)
-
-        @pl.when(step.last)
-        def _() -> None:
-            dq[...] = (acc[...] * problem.scale).T.astype(dq.dtype)
-            for out, sums in zip(slope_rows, slope_acc, strict=True):
-                out[...] = sums[...]
+        step.visit(tile, step.met_nonfinite(x))
+        sums.write()
 
     dq, *slope_rows = by_queries(
         "attention_dq", kernel, problem, operands, saved, lists, blocks,
@@ -77,15 +107,15 @@ def backward_dkdv(
     def kernel(step: GridStep, x: TileInputs, dk: Ref, dv: Ref, dk_sum: Ref, dv_sum: Ref) -> None:
         @pl.when(step.first)
         def _() -> None:
-            dk_sum[...] = jnp.zeros_like(dk_sum)
-            dv_sum[...] = jnp.zeros_like(dv_sum)
+            clear(dk_sum, dv_sum)
 
-        def tile(masked: bool) -> None:
-            p, _, du = score_gradients(problem, x, step, masked)
-            dv_sum[...] += dot(p.astype(x.do.dtype), x.do[...], 1, 0)
-            dk_sum[...] += dot(du.astype(x.query.dtype), x.query[...], 1, 0)
+        def tile(masked: bool, exact: bool) -> None:
+            p, _, du = score_gradients(problem, x, step, masked, exact)
+            do, query = factor(x.do, exact), factor(x.query, exact)
+            dv_sum[...] += dot(p.astype(do.dtype), do, 1, 0)
+            dk_sum[...] += dot(du.astype(query.dtype), query, 1, 0)
 
-        step.visit(tile)
+        step.visit(tile, step.met_nonfinite(x))
 
         @pl.when(step.last)
         def _() -> None:
@@ -113,10 +143,10 @@ def backward_bias(
     def kernel(step: GridStep, x: TileInputs, out: Ref) -> None:
         @pl.when(step.first)
         def _() -> None:
-            out[...] = jnp.zeros_like(out)
+            clear(out)
 
-        def tile(masked: bool) -> None:
-            _, ds, _ = score_gradients(problem, x, step, masked)
+        def tile(masked: bool, exact: bool) -> None:
+            _, ds, _ = score_gradients(problem, x, step, masked, exact)
             if bias[3] == 1:
                 out[...] += ds.sum(axis=0, keepdims=True)
             elif bias[2] == 1:
@@ -124,7 +154,7 @@ def backward_bias(
             else:
                 out[...] += ds.T
 
-        step.visit(tile)
+        step.visit(tile, step.met_nonfinite(x))
 
     args = "attention_bias", kernel, problem, operands, saved
     if bias[3] == 1:
@@ -140,3 +170,14 @@ def backward_bias(
         return rows.sum(axis=reduce, keepdims=True)
     (pairs,) = by_pairs(*args, lists, blocks, writes=[("pairs", bias, jnp.float32)])
     return pairs
+
+
+def clear(*sums: Ref) -> None:
+    """Fill sums with zeros."""
+    for one in sums:
+        one[...] = jnp.zeros_like(one)
+
+
+def factor(tile: Ref, exact: bool) -> jax.Array:
+    """Return what is multiplied with weights."""
+    return without_nonfinite(tile[...]) if exact else tile[...]

@@ -1,14 +1,15 @@
-"""Walk over rows of tiles and, innermost, over the list of tiles that each visits.
+"""Walk over the tiles that a call visits, row by row.
 
-The index maps of a Pallas grid read the list, so a tile that is not listed is not fetched. The axis
-along the list is as long as the longest list, which is known when running.
+One axis of a Pallas grid goes along the list of visits (`visits.py`). The index maps read it, so a
+tile that is not listed is not fetched. The axis is as long as the longest list, which is known when
+running.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from transformer_jax.kernels.chips import TPU_LIST_BYTES, TPU_VMEM_BYTES
+from transformer_jax.kernels.chips import TPU_LANES, TPU_LIST_BYTES, TPU_SUM_BYTES, TPU_VMEM_BYTES
 from transformer_jax.kernels.contract import (
     FULL,
     PARTIAL,
@@ -32,33 +33,13 @@ from transformer_jax.kernels.contract import (
     result,
     tile_lists,
 )
+from transformer_jax.kernels.tpu.inputs import TileInputs, tile_inputs
+from transformer_jax.kernels.tpu.visits import VisitLists, flatten
 
 Ref = Any
 """A reference to memory, or a part of one; Pallas has no public type for it."""
 
 Write = tuple[str, tuple[int, ...], DTypeLike]  # kind of tile, shape and dtype of a result
-Place = tuple[Any, Any, Any, Any]  # b, n, row of tiles, place in the row's list
-
-LIST = None  # the axis of a grid along the lists
-
-
-class TileInputs(NamedTuple):
-    """Hold what a kernel reads, [B, N, T, H] and [B, N, 1, T]: arrays, their kinds, their tiles."""
-
-    query: Any
-    key: Any
-    value: Any
-    q_vectors: Any
-    k_vectors: Any
-    pairs: Any  # [B, N, S, T]
-    bias: Any
-    slopes: Any
-    sinks: Any
-    dropout: Any
-    do: Any
-    row_max: Any
-    log_sum: Any
-    D: Any
 
 
 class GridStep(NamedTuple):
@@ -74,12 +55,31 @@ class GridStep(NamedTuple):
     last: Any
     full: Any
     partial: Any
+    begins: Any = None  # whether it is the first step of a key head, in `by_queries_of_key_heads`
+    ends: Any = None
 
-    def visit(self, tile: Callable[[bool], None]) -> None:
-        """Run `tile(masked)` if the tile is listed, without a mask where it is full."""
-        pl.when(self.full)(partial(tile, False))
-        if self.partial is not None:
-            pl.when(self.partial)(partial(tile, True))
+    @property
+    def listed(self) -> Any:
+        """Say whether the tile is listed: a row without tiles has a visit, too."""
+        return self.full if self.partial is None else self.full | self.partial
+
+    def visit(self, tile: Callable[[bool, bool], None], nonfinite: Any = None) -> None:
+        """Run `tile(masked, exact)` if the tile is listed, without a mask where it is full.
+
+        An exact tile keeps the rule on what is not finite, at the cost of looking at each number.
+        """
+        for masked, listed in ((False, self.full), (True, self.partial)):
+            if listed is None:
+                continue
+            if nonfinite is None:
+                pl.when(listed)(partial(tile, masked, False))
+            else:
+                pl.when(listed & ~nonfinite)(partial(tile, masked, False))
+                pl.when(listed & nonfinite)(partial(tile, masked, True))
+
+    def met_nonfinite(self, x: TileInputs) -> Any:
+        """Return what a backward kernel is told of a head, for `visit`."""
+        return None if x.nonfinite is None else self.scalar(x.nonfinite) != 0
 
     def parts(self, x: TileInputs, size: int) -> list[tuple[GridStep, TileInputs]]:
         """Cut a tile along the keys, and say where each part stands."""
@@ -124,36 +124,49 @@ KernelBody = Callable[..., None]  # of GridStep, TileInputs, references to resul
 def by_queries(
     name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Saved | None,
     lists: TileLists, blocks: Blocks, *,
-    writes: Sequence[Write], scratch: Sequence[tuple[int, ...]] = (),
+    writes: Sequence[Write], scratch: Sequence[Any] = (),
 ) -> list[jax.Array]:  # fmt: skip
     """Run a kernel over query tiles and the key tiles that each visits."""
-    B, T, N, _ = operands.query.shape
+    B, _, N, _ = operands.query.shape
+    refuse_long(lists)
+    walk = _Walk((B, N), (), lambda b, n, _: (b, n), flatten(lists), blocks, _group(operands))
+    return _run(name, kernel, problem, operands, saved, walk, writes, scratch)
 
-    def at(b: Any, n: Any, row: Any, c: Any) -> Place:
-        return b, n, row, c
 
-    walk = _Walk((B, N, T // blocks.q, LIST), at, blocks, lists.order.shape, _group(operands))
-    return _run(name, kernel, problem, operands, saved, lists, walk, writes, scratch)
+def by_queries_of_key_heads(
+    name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Saved | None,
+    lists: TileLists, blocks: Blocks, *, writes: Sequence[Write], scratch: Sequence[Any] = (),
+) -> list[jax.Array]:  # fmt: skip
+    """Run a kernel as `by_queries`, all query heads of a key head one after the other."""
+    B, K, G = operands.query.shape[0], operands.key.shape[2], _group(operands)
+    refuse_long(lists)
+    walk = _Walk(
+        (B, K), (G,), lambda b, h, g: (b, h * G + g), flatten(lists), blocks, G, sharers_first=True
+    )
+    return _run(name, kernel, problem, operands, saved, walk, writes, scratch)
 
 
 def by_keys(
     name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Saved | None,
     lists: TileLists, blocks: Blocks, *,
-    writes: Sequence[Write], scratch: Sequence[tuple[int, ...]] = (), heads: int,
+    writes: Sequence[Write], scratch: Sequence[Any] = (), heads: int,
 ) -> list[jax.Array]:  # fmt: skip
     """Run a kernel over key tiles and the query tiles that visit each.
 
-    There are N // heads query heads for each of `heads`.
+    There are N // heads query heads for each of `heads`. They visit a tile one after the other, or
+    each has its own list.
     """
-    B, S, _, _ = operands.key.shape
-    G = operands.query.shape[2] // heads
+    B, _, N, _ = operands.query.shape
+    G = N // heads
+    refuse_long(lists)
+    visits = flatten(lists, G)
+    sharers = G // visits.packing.heads
 
-    def at(b: Any, h: Any, row: Any, g: Any, c: Any) -> Place:
-        return b, h * G + g, row, c
+    def place(b: Any, h: Any, g: Any) -> tuple[Any, Any]:
+        return b, h * G + g
 
-    grid = (B, heads, S // blocks.k, G, LIST)
-    walk = _Walk(grid, at, blocks, lists.order.shape, _group(operands), keys_as_rows=True)
-    return _run(name, kernel, problem, operands, saved, lists, walk, writes, scratch)
+    walk = _Walk((B, heads), (sharers,), place, visits, blocks, _group(operands), keys_as_rows=True)
+    return _run(name, kernel, problem, operands, saved, walk, writes, scratch)
 
 
 def by_pairs(
@@ -162,24 +175,24 @@ def by_pairs(
 ) -> list[jax.Array]:  # fmt: skip
     """Run a kernel over pairs of tiles and, innermost, the rows and heads that share a bias."""
     assert operands.bias is not None
-    B, T, N, _ = operands.query.shape
+    B, _, N, _ = operands.query.shape
     bias_batch, bias_heads = operands.bias.shape[:2]
     batch, heads = B // bias_batch, N // bias_heads
 
-    def at(b: Any, n: Any, row: Any, c: Any, sharer: Any) -> Place:
+    def place(b: Any, n: Any, sharer: Any) -> tuple[Any, Any]:
         return (
             b * batch + lax.div(sharer, np.int32(heads)),
             n * heads + lax.rem(sharer, np.int32(heads)),
-            row,
-            c,
         )
 
+    refuse_long(lists, copies=2)
     classes = classes_of(lists)
     shared = [axis for axis in (0, 1) if operands.bias.shape[axis] == 1]
-    lists = tile_lists(classes.max(axis=shared, keepdims=True))
-    grid = (bias_batch, bias_heads, T // blocks.q, LIST, batch * heads)
-    walk = _Walk(grid, at, blocks, lists.order.shape, _group(operands))
-    return _run(name, kernel, problem, operands, saved, lists, walk, writes, (), classes)
+    visits = flatten(tile_lists(classes.max(axis=shared, keepdims=True)))
+    walk = _Walk(
+        (bias_batch, bias_heads), (batch * heads,), place, visits, blocks, _group(operands)
+    )
+    return _run(name, kernel, problem, operands, saved, walk, writes, (), classes)
 
 
 def _group(operands: Operands) -> int:
@@ -187,41 +200,76 @@ def _group(operands: Operands) -> int:
     return operands.query.shape[2] // operands.key.shape[2]
 
 
+def refuse_long(lists: TileLists, copies: int = 1) -> None:
+    """Raise `Refused` where lists are too long for the scalar memory."""
+    size = 4 * lists.order.size * copies
+    if size > TPU_LIST_BYTES:
+        raise Refused(
+            f"lists of tiles of shape {lists.order.shape} take {size} bytes of scalar memory: "
+            f"at most {TPU_LIST_BYTES}"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class _Walk:
     """Say which tile each place in the grid works on."""
 
-    grid: tuple[int | None, ...]  # three axes in any order, then those that must run in order
-    at: Callable[..., Place]  # of the place in the grid
+    lead: tuple[int, int]  # axes whose places run in any order: rows, heads
+    sharers: tuple[int, ...]  # an axis of heads that share a sum, of a key head or bias; or none
+    place: Callable[[Any, Any, Any], tuple[Any, Any]]
+    """Returns b and n, from the place along the lead axes and which of the sharers it is."""
+    visits: VisitLists
     blocks: Blocks
-    lists_shape: tuple[int, ...]  # of TileLists.order
     group: int
     keys_as_rows: bool = False
+    sharers_first: bool = False
+    """Whether each of the sharers makes all its visits, not each visit is made by all of them."""
 
-    def line(self, shape: Sequence[int], b: Any, n: Any, row: Any) -> Any:
-        """Return which row of a flattened table a row of tiles has."""
-        b, n = (b if shape[0] > 1 else 0), (n if shape[1] > 1 else 0)
-        return (b * shape[1] + n) * shape[2] + row
+    @property
+    def axis(self) -> int:
+        """Return which axis goes along the visits."""
+        return 3 if self.sharers_first else 2
 
-    def tile(self, ids: Sequence[Any], order: Ref) -> Place:
+    @property
+    def sizes(self) -> Any:
+        """Return the lengths of the axes."""
+        visits = (self.visits.longest,)
+        inner = (*self.sharers, *visits) if self.sharers_first else (*visits, *self.sharers)
+        return *self.lead, *inner
+
+    @property
+    def rank(self) -> int:
+        """Return how many axes the grid has."""
+        return 3 + len(self.sharers)
+
+    def line(self, ids: Sequence[Any]) -> Any:
+        """Return where the list of a place begins among all numbers."""
+        batch, lists, size = self.visits.numbers.shape
+        head = ids[1] * self.sharers[0] + ids[2] if self.sharers_first else ids[1]
+        return ((ids[0] if batch > 1 else 0) * lists + (head if lists > 1 else 0)) * size
+
+    def tile(self, ids: Sequence[Any], numbers: Ref) -> tuple[Any, Any, Any, Any]:
         """Return b, n, and the tiles of queries and of keys."""
-        b, n, row, c = self.at(*ids)
-        column = order[self.line(self.lists_shape, b, n, row) * self.lists_shape[3] + c]
+        visit = self.visits.packing.unpack(numbers[self.line(ids) + ids[self.axis]])
+        sharer = ids[5 - self.axis] if self.sharers else 0
+        b, n = self.place(ids[0], ids[1], visit.head + sharer)
+        row, column = visit.row, visit.column
         return b, n, *((column, row) if self.keys_as_rows else (row, column))
 
     def spec(self, kind: str, shape: tuple[int, ...]) -> pl.BlockSpec:
         """Return how Pallas cuts an array of a kind into tiles."""
-        if kind == "scalars":
-            return pl.BlockSpec(memory_space=pltpu.SMEM)
-        rank, blocks = len(self.grid), self.blocks
+        if kind in ("scalars", "whole"):
+            return pl.BlockSpec(memory_space=pltpu.SMEM if kind == "scalars" else pl.ANY)
+        blocks = self.blocks
 
         def index(*args: Any) -> tuple[Any, ...]:
-            b, n, i, j = self.tile(args[:rank], args[rank])
+            b, n, i, j = self.tile(args[: self.rank], args[self.rank])
             b, h = (b if shape[0] > 1 else 0), (n if shape[1] > 1 else 0)
             return {
                 "query": (b, n, i, 0),
                 "key": (b, lax.div(n, np.int32(self.group)), j, 0),
                 "query row": (b, h, 0, i),
+                "query tile": (b, h, 0, i),
                 "key row": (b, h, 0, j),
                 "pairs": (b, h, i, j),
                 "transposed pairs": (b, h, j, i),
@@ -232,6 +280,7 @@ class _Walk:
             "query": (blocks.q, shape[3]),
             "key": (blocks.k, shape[3]),
             "query row": (1, blocks.q),
+            "query tile": (1, TPU_LANES),
             "key row": (1, blocks.k),
             "pairs": (blocks.q, blocks.k),
             "transposed pairs": (blocks.k, blocks.q),
@@ -246,24 +295,14 @@ def _run(
     problem: Problem,
     operands: Operands,
     saved: Saved | None,
-    lists: TileLists,
     walk: _Walk,
     writes: Sequence[Write],
-    scratch: Sequence[tuple[int, ...]],
+    scratch: Sequence[Any],  # shapes of float32, or memory that Pallas names
     classes: jax.Array | None = None,  # if the lists say only which tiles some head visits
 ) -> list[jax.Array]:
     """Run a kernel on a grid."""
-    tables = [*lists] if classes is None else [*lists, classes]
-    size = sum(4 * table.size for table in tables)
-    if size > TPU_LIST_BYTES:
-        raise Refused(
-            f"lists of tiles of shape {lists.order.shape} take {size} bytes of scalar memory: "
-            f"at most {TPU_LIST_BYTES}"
-        )
-    list_axis = walk.grid.index(LIST)
-    longest = jnp.maximum(lists.seen.max(), 1)
-    sizes: Any = (*walk.grid[:list_axis], longest, *walk.grid[list_axis + 1 :])
-    arrays, kinds = _inputs(operands, saved)
+    tables = [walk.visits.numbers] if classes is None else [walk.visits.numbers, classes]
+    arrays, kinds = tile_inputs(problem, operands, saved)
     inputs: list[Any] = [arrays]
     aliases = {}
     in_specs = [jax.tree.map(lambda kind, x: walk.spec(kind, x.shape), kinds, arrays)]
@@ -271,21 +310,23 @@ def _run(
         inputs += [jnp.zeros(shape, dtype) for _, shape, dtype in writes]
         in_specs += [pl.BlockSpec(memory_space=pl.ANY)]
         aliases = {len(tables) + len(jax.tree.leaves(arrays)): 0}
-    semantics: Any = ("parallel",) * 3 + ("arbitrary",) * (len(walk.grid) - 3)
+    semantics: Any = ("parallel",) * 2 + ("arbitrary",) * (walk.rank - 2)
     return pl.pallas_call(
         _body(kernel, problem, operands, walk, None if classes is None else classes.shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
-            grid=sizes,
+            grid=walk.sizes,
             in_specs=in_specs,
             out_specs=[walk.spec(kind, shape) for kind, shape, _ in writes],
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+            scratch_shapes=[
+                pltpu.VMEM(x, jnp.float32) if isinstance(x, tuple) else x for x in scratch
+            ],
         ),
         out_shape=[result(shape, dtype, operands.query) for _, shape, dtype in writes],
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics,
-            vmem_limit_bytes=TPU_VMEM_BYTES,
+            vmem_limit_bytes=TPU_VMEM_BYTES + TPU_SUM_BYTES * walk.sharers_first,
         ),
         interpret=problem.interpret,
         name=name,
@@ -300,32 +341,49 @@ def _body(
     classes_shape: tuple[int, ...] | None,
 ) -> Callable[..., None]:
     """Return the function of references that Pallas runs at each place in the grid."""
-    N, rank, blocks = operands.query.shape[2], len(walk.grid), walk.blocks
+    N, blocks, packing = operands.query.shape[2], walk.blocks, walk.visits.packing
     bias_shape = (0, 0) if operands.bias is None else operands.bias.shape[2:]
-    number = 3 if classes_shape is None else 4  # of tables
+    number = 1 if classes_shape is None else 2  # of tables
+    result_of = packing.row if classes_shape is None else packing.tile
 
     def body(*refs: Ref) -> None:
-        (order, full, seen, *rest), (x, *others) = refs[:number], refs[number:]
-        ids = [pl.program_id(axis) for axis in range(rank)]
-        _, _, row, c = walk.at(*ids)
-        b, n, i, j = walk.tile(ids, order)
-        here = walk.line(walk.lists_shape, b, n, row)
-        first = _all(ids[axis] == 0 for axis in range(3, rank))
-        last = _all(ids[axis] == pl.num_programs(axis) - 1 for axis in range(3, rank))
-        is_full, is_partial = c < full[here], (c >= full[here]) & (c < seen[here])
+        (numbers, *rest), (x, *others) = refs[:number], refs[number:]
+        ids = [pl.program_id(axis) for axis in range(walk.rank)]
+        b, n, i, j = walk.tile(ids, numbers)
+        at, line, end = ids[walk.axis], walk.line(ids), pl.num_programs(walk.axis) - 1
+        before, here, after = (
+            numbers[line + place]
+            for place in (jnp.maximum(at - 1, 0), at, jnp.minimum(at + 1, end))
+        )
+        first = (at == 0) | (result_of(before) != result_of(here))
+        last = (at == end) | (result_of(after) != result_of(here))
+        begins, ends = at == 0, at == end
+        for axis in {*range(2, walk.rank)} - {walk.axis}:
+            opens, closes = ids[axis] == 0, ids[axis] == pl.num_programs(axis) - 1
+            begins, ends = begins & opens, ends & closes
+            if not walk.sharers_first:
+                first, last = first & opens, last & closes
+        kind = packing.unpack(here).tile_class
         if classes_shape is not None:
-            listed = c < seen[here]
-            kind = rest[0][walk.line(classes_shape, b, n, row) * classes_shape[3] + j]
-            first = (ids[rank - 1] == 0) & ((c == 0) | listed)
-            is_full, is_partial = listed & (kind == FULL), listed & (kind == PARTIAL)
+            own = rest[0][_flat_index((b, n, i, j), classes_shape)]
+            kind = jnp.where(kind > 0, own, 0)
             others = others[1:]
-        if problem.visible is None:
-            is_partial = None
+        is_partial = None if problem.visible is None else kind == PARTIAL
         q0, k0 = i * blocks.q, j * blocks.k
-        step = GridStep(b, n, q0, k0, N, bias_shape, first, last, is_full, is_partial)
+        step = GridStep(
+            b, n, q0, k0, N, bias_shape, first, last, kind == FULL, is_partial, begins, ends
+        )
         kernel(step, x, *others)
 
     return body
+
+
+def _flat_index(places: Sequence[Any], shape: Sequence[int]) -> Any:
+    """Return where an element of a flattened array stands; axes of size 1 are shared."""
+    index = 0
+    for place, size in zip(places, shape, strict=True):
+        index = index * size + (place if size > 1 else 0)
+    return index
 
 
 def classes_of(lists: TileLists) -> jax.Array:  # i32[B or 1, N or 1, rows, columns]
@@ -338,48 +396,3 @@ def classes_of(lists: TileLists) -> jax.Array:  # i32[B or 1, N or 1, rows, colu
         flat, lists.order.reshape(flat.shape), kinds.reshape(flat.shape)
     )
     return flat.reshape(lists.order.shape)
-
-
-def _all(conditions: Iterable[jax.Array]) -> jax.Array:
-    return reduce(jnp.logical_and, conditions)
-
-
-def _inputs(operands: Operands, saved: Saved | None) -> tuple[TileInputs, TileInputs]:
-    """Return the arrays in the order kernels read them, and the kind of each."""
-
-    def vectors(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(x[:, None, None] for x in arrays)
-
-    def rows(x: jax.Array) -> jax.Array:
-        return x[:, :, None]
-
-    bias, kind = operands.bias, None
-    if bias is not None:
-        T, S = bias.shape[2:]
-        kind = {(0, 0): "one", (0, 1): "key row", (1, 0): "query row", (1, 1): "pairs"}[
-            T > 1, S > 1
-        ]
-        bias = bias.swapaxes(2, 3) if kind == "query row" else bias
-    words = operands.dropout
-    arrays = TileInputs(
-        query=operands.query.swapaxes(1, 2),
-        key=operands.key.swapaxes(1, 2),
-        value=operands.value.swapaxes(1, 2),
-        q_vectors=vectors(operands.q_vectors),
-        k_vectors=vectors(operands.k_vectors),
-        pairs=None if operands.pairs is None else operands.pairs.swapaxes(2, 3),
-        bias=bias,
-        slopes=None if operands.slopes is None else operands.slopes.reshape(-1),
-        sinks=None if operands.sinks is None else operands.sinks.reshape(-1),
-        dropout=None if words is None else (words[0].reshape(-1), words[1].reshape(-1)),
-        do=None if saved is None else saved.do.swapaxes(1, 2),
-        row_max=None if saved is None else rows(saved.row_max),
-        log_sum=None if saved is None else rows(saved.log_sum),
-        D=None if saved is None else rows(saved.D),
-    )
-    kinds = TileInputs(
-        "query", "key", "key", "query row", "key row", "transposed pairs", kind,
-        "scalars", "scalars", "scalars", "query", "query row", "query row", "query row",
-    )  # fmt: skip
-    for_each = zip(kinds, arrays, strict=True)
-    return arrays, TileInputs(*(jax.tree.map(lambda _, kind=kind: kind, x) for kind, x in for_each))

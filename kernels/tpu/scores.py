@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from transformer_jax.kernels.contract import Problem
 from transformer_jax.kernels.dropout import keep
-from transformer_jax.kernels.tpu.grid import GridStep, TileInputs, column
+from transformer_jax.kernels.tpu.grid import GridStep, column
+from transformer_jax.kernels.tpu.inputs import TileInputs
+from transformer_jax.kernels.tpu.nonfinite import marks_as_row
 
 
 def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
@@ -23,15 +28,32 @@ def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
     )
 
 
+def unit(x: TileInputs) -> float:
+    """Return by how much scores are multiplied: by log2(e) where only a scale makes them.
+
+    Then an exponential is one instruction, and that factor is in the scale. A bias would have to
+    be multiplied, and one of the lowest finite number would become -inf, which is a mask.
+    """
+    return math.log2(math.e) if x.bias is None and x.slopes is None else 1.0
+
+
+def power(x: TileInputs, s: jax.Array) -> jax.Array:
+    """Return the exponential of scores, or of differences of them, in their unit."""
+    return jnp.exp(s) if unit(x) == 1 else jnp.exp2(s)
+
+
 def scores(
-    problem: Problem, x: TileInputs, step: GridStep, masked: bool
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:  # [block_k, block_q]
-    """Return s, softcap's tanh, and the products q k alone."""
+    problem: Problem, x: TileInputs, step: GridStep, masked: bool, marks: Any = None
+) -> tuple[jax.Array, jax.Array | None]:  # [block_k, block_q]
+    """Return s in its unit, and softcap's tanh. Marks are added to the products q k."""
     raw = dot(x.key[...], x.query[...], 1, 1)
-    s, tanh = raw * problem.scale, None
-    if problem.softcap is not None:
-        tanh = jnp.tanh(s * (1 / problem.softcap))
-        s = tanh * problem.softcap
+    if marks is not None:
+        raw += marks
+    if problem.softcap is None:
+        s, tanh = raw * (problem.scale * unit(x)), None
+    else:
+        tanh = jnp.tanh(raw * (problem.scale / problem.softcap))
+        s = tanh * (problem.softcap * unit(x))
     if x.bias is not None:
         s = s + step.by_key(x.bias[...].astype(jnp.float32))
     if x.slopes is not None:
@@ -43,21 +65,27 @@ def scores(
         if x.pairs is not None:
             keys += (x.pairs[...].astype(jnp.int32),)
         s = jnp.where(problem.visible(queries, keys), s, -jnp.inf)
-    return s, tanh, raw
+    return s, tanh
 
 
 def score_gradients(
-    problem: Problem, x: TileInputs, step: GridStep, masked: bool
+    problem: Problem, x: TileInputs, step: GridStep, masked: bool, exact: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [block_k, block_q]
-    """Return p after dropout, ds and du."""
-    s, tanh, _ = scores(problem, x, step, masked)
+    """Return p after dropout, ds and du.
+
+    Where they are exact, p has NaN for rows of do that are not finite.
+    """
+    s, tanh = scores(problem, x, step, masked)
     if x.bias is not None:  # of a row that is lost to a bias that is not finite
         s = jnp.where(x.row_max[...] == jnp.inf, -jnp.inf, s)
-    p = jnp.exp(s - x.row_max[...] - x.log_sum[...])
+    p = power(x, s - x.row_max[...] * unit(x) - x.log_sum[...] * unit(x))
     dp = dropped(problem, dot(x.value[...], x.do[...], 1, 1), x, step)
     ds = p * (dp - x.D[...])
     du = ds if tanh is None else ds * (1 - tanh * tanh)
-    if masked:  # what overflowed where the mask hides it stays there
+    if exact:  # after the powers: a selection before them would change their last bits
+        seen = (s > -jnp.inf) & (x.row_max[...] < jnp.inf)
+        p, ds, du = (jnp.where(seen, x, 0.0) for x in (p + marks_as_row(x.do[...]), ds, du))
+    elif masked:  # what overflowed where the mask hides it stays there
         ds, du = (jnp.where(s > -jnp.inf, x, 0.0) for x in (ds, du))
     return dropped(problem, p, x, step), ds, du
 

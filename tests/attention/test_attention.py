@@ -61,32 +61,49 @@ class TestXla(AttentionSuite):
     implementation = "xla"
 
 
+SLOW_ACROSS_TILES = AttentionSuite.slow_cases | {
+    "test_a_nonfinite_key_that_all_see_passes_no_gradient_on": ("32", "64-128"),
+    "test_any_length_matches_the_oracle": (
+        "127x3]",
+        "257x1",
+        "2x129]",
+        "3x127]",
+        "63x63",
+        "64x17]",
+        "7x65]",
+    ),
+    "test_array_bias_of_any_broadcast_shape_and_its_gradient": ("BNTS", "B_T_", "_N_S]"),
+    "test_every_mask_matches_the_oracle": ("causal", "dense]", "prefix"),
+    "test_heads_of_any_number_and_width_match_the_oracle": ("(3", "(4", "(8"),
+    "test_low_precision_is_no_worse_than_a_plain_implementation": ("bfloat16-True]", "f"),
+    "test_many_rows_and_heads_each_have_their_own": (
+        "groups",
+        "rows apart]",
+        "rows together, masks of heads",
+    ),
+    "test_rematerialised_gradients_are_the_same_with_dropout_on": ("",),
+    "test_runs_repeat_bit_for_bit": ("-", "cap and sinks-]", "cap and sinks-dropout]"),
+    "test_scale_softcap_and_sinks_match_the_oracle": ("2.0",),
+    "test_scores_of_a_hundred_thousand_are_finite_and_right": ("b", "float16"),
+    "test_vmap_over_any_argument_is_a_loop": ("('q", "('v"),
+}
+
+
 class TestBlockwise(AttentionSuite):
-    slow_cases = AttentionSuite.slow_cases | {
-        "test_a_nonfinite_key_that_all_see_passes_no_gradient_on": ("32", "64-128"),
-        "test_any_length_matches_the_oracle": (
-            "127x3]",
-            "257x1",
-            "2x129]",
-            "3x127]",
-            "63x63",
-            "64x17]",
-            "7x65]",
-        ),
-        "test_array_bias_of_any_broadcast_shape_and_its_gradient": ("BNTS", "B_T_", "_N_S]"),
-        "test_every_mask_matches_the_oracle": ("causal", "dense]", "prefix"),
-        "test_heads_of_any_number_and_width_match_the_oracle": ("(3", "(4", "(8"),
-        "test_low_precision_is_no_worse_than_a_plain_implementation": ("bfloat16-True]", "f"),
-        "test_many_rows_and_heads_each_have_their_own": (
-            "groups",
-            "rows apart]",
-            "rows together, masks of heads",
-        ),
-        "test_rematerialised_gradients_are_the_same_with_dropout_on": ("",),
-        "test_runs_repeat_bit_for_bit": ("-", "cap and sinks-]", "cap and sinks-dropout]"),
-        "test_scale_softcap_and_sinks_match_the_oracle": ("2.0",),
-        "test_scores_of_a_hundred_thousand_are_finite_and_right": ("b", "float16"),
-        "test_vmap_over_any_argument_is_a_loop": ("('q", "('v"),
+    """Its gradients compile slowly: of some tests `native`'s run every time, these with `-m ""`."""
+
+    slow_cases = SLOW_ACROSS_TILES | {
+        "test_a_nonfinite_key_that_all_see_passes_no_gradient_on": ("",),
+        "test_a_nonfinite_query_that_sees_nothing_has_no_influence": ("",),
+        "test_a_scale_that_is_an_array_loses_no_bits": ("",),
+        "test_alibi_is_the_same_as_its_array": ("",),
+        "test_array_bias_in_the_inputs_dtype": ("",),
+        "test_float32_stays_float32_when_x64_is_on": ("",),
+        "test_fully_masked_rows_stay_zero_with_every_option_on": ("",),
+        "test_many_rows_and_heads_each_have_their_own": ("",),
+        "test_relative_bias_table_gradient_sums_its_buckets": ("",),
+        "test_slopes_that_nobody_learns_give_the_same_gradients": ("",),
+        "test_vmap_over_no_rows_is_empty": ("",),
     }
     implementation = "blockwise"
     queries, span = 139, 251
@@ -111,7 +128,7 @@ class TestBlockwise(AttentionSuite):
 
 @pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.library()))
 class TestNative(AttentionSuite):
-    slow_cases = TestBlockwise.slow_cases | {
+    slow_cases = SLOW_ACROSS_TILES | {
         "test_any_length_matches_the_oracle": ("1x257", "2x129", "3x127", "63x63", "64x17", "7x65"),
         "test_many_rows_and_heads_each_have_their_own": ("groups", "rows apart", "rows together"),
         "test_masked_keys_and_values_have_no_influence": ("padding-nan",),
@@ -723,7 +740,7 @@ def attention_program(length: int, setting: str, *, backward: bool):
     return jax.jit(program).lower(array, array, array).compile()
 
 
-@pytest.mark.slow_cases("alibi", "causal-F", "causal-True", "dropout", "none")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "backward"),
     [
@@ -828,3 +845,43 @@ def test_values_of_no_width():
             x, x, x[..., :0], return_lse=True, implementation=implementation
         )
         assert out.shape == (1, 3, 2, 0) and jnp.allclose(lse, 2 + math.log(3))
+
+
+WITHOUT_NATIVE = pytest.mark.skipif(
+    isinstance(cpu.library(), str), reason=f"no kernels: {cpu.library()}"
+)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["xla", "blockwise", pytest.param("native", marks=WITHOUT_NATIVE), None]
+)
+def test_int8_with_scales_means_their_product(implementation):
+    rng = np.random.default_rng(3)
+    query = jnp.asarray(rng.standard_normal((2, 5, 4, 8)), "float32")
+    key, value = jnp.asarray(rng.standard_normal((2, 2, 5, 2, 8)), "float32")
+    (k, k_scale), (v, v_scale) = cache.quantise(key), cache.quantise(value)
+    wide = cache.dequantise(k, k_scale), cache.dequantise(v, v_scale)
+    settings = dict(mask=Causal(), implementation=implementation)
+    out = dot_product_attention(query, k, v, key_scale=k_scale, value_scale=v_scale, **settings)
+    expected = dot_product_attention(query, *wide, **settings)
+    assert jnp.abs(expected).max() > 0.1 and jnp.abs(expected - query).max() > 0.1
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+    scales = dict(key_scale=k_scale, value_scale=v_scale)
+    explained = explain_attention(query, k, v, mask=Causal(), **scales)
+    assert explained["xla"] is None and explained["blockwise"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(key_scale=None), "key is int8, key_scale None"),
+        (dict(value_scale=jnp.ones((2, 5, 1))), r"value_scale is float32\(2, 5, 1\): must be"),
+        (dict(key=jnp.ones((2, 5, 2, 8))), "key is float32, key_scale float32: scales of both go"),
+        (dict(key_scale=None, value_scale=None), "must be one dtype.*; int8 comes with key_scale"),
+    ],
+)
+def test_scales_go_with_int8(changes, said):
+    int8, scale = jnp.ones((2, 5, 2, 8), jnp.int8), jnp.ones((2, 5, 2))
+    given = dict(key=int8, value=int8, key_scale=scale, value_scale=scale) | changes
+    with pytest.raises(ValueError, match=said):
+        dot_product_attention(jnp.ones((2, 5, 4, 8)), **given)

@@ -9,9 +9,11 @@ over what roundings of the largest sum allow, as `tolerances` says.
 
 import argparse
 import collections
+import contextlib
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,7 @@ from transformer_jax import (
     Window,
     dot_product_attention,
 )
+from transformer_jax.kernels import Target, using
 
 CALLS_OF_A_PROGRAM = 20  # a program compiles in a second, a call takes 5 ms
 UNITS = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11}  # of one rounding
@@ -42,11 +45,26 @@ PREDICATES = {
 EVERYTHING = lambda b, n, q, k: True  # noqa: E731
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """Say which kernels compute a call, and what they take."""
+
+    implementation: str
+    target: Target | None = None  # where they run, if not on the device
+    widths: tuple[int, ...] = (*range(1, 20), 32, 33, 64)
+    dtypes: tuple[str, ...] = ("float32", "float32", "bfloat16", "float16")
+    scales: tuple[float | str | None, ...] = (None, None, 0.3, "array")
+    biases: tuple[str, ...] = ("none", "none", "array", "alibi", "alibi learned", "t5")
+
+
+NATIVE = Kernels("native")
+
+
 class Program:
     """Hold the sizes and options of a call; `call` draws its arrays and returns the errors."""
 
-    def __init__(self, rng):
-        self.rng = rng
+    def __init__(self, rng, kernels=NATIVE):
+        self.rng, self.kernels = rng, kernels
         pick = lambda *of: of[rng.integers(len(of))]  # noqa: E731
         chance = lambda p: bool(rng.random() < p)  # noqa: E731
         self.B, self.K = int(rng.integers(1, 4)), int(rng.integers(1, 4))
@@ -54,13 +72,13 @@ class Program:
         self.T = 1 if chance(0.25) else int(pick(*range(2, 20), 97, 130))
         longest = 300 if self.T < 3 and chance(0.5) else 40
         self.S = int(rng.integers(1, longest))
-        self.H, self.Hv = (int(pick(*range(1, 20), 32, 33, 64)) for _ in range(2))
-        self.dtype = pick("float32", "float32", "bfloat16", "float16")
-        self.scale = pick(None, None, 0.3, "array")
+        self.H, self.Hv = (int(pick(*kernels.widths)) for _ in range(2))
+        self.dtype = pick(*kernels.dtypes)
+        self.scale = pick(*kernels.scales)
         self.softcap = pick(None, None, 1.5)
         self.rate = pick(0.0, 0.0, 0.25)
         self.sinks = chance(0.3)
-        self.bias = pick("none", "none", "array", "alibi", "alibi learned", "t5")
+        self.bias = pick(*kernels.biases)
         self.bias_dtype = pick("float32", self.dtype)
         self.bias_shape = tuple(
             1 if chance(0.4) else n for n in (self.B, self.N, self.T, self.S)
@@ -87,7 +105,7 @@ class Program:
         return found + ["scale that is an array"] * (self.scale == "array")
 
     def attend(self, arrays, fixed, mask, cotangents):
-        """Return out, lse and the gradients of `arrays`, by the native kernels."""
+        """Return out, lse and the gradients of `arrays`, by the kernels."""
 
         def forward(arrays):
             bias = arrays.get("bias", fixed.get("bias"))
@@ -101,7 +119,7 @@ class Program:
                 scale=fixed["scale"] if self.scale == "array" else self.scale,
                 q_positions=fixed.get("q"), k_positions=fixed.get("k"),
                 dropout_rate=self.rate, dropout_key=fixed["dropout"] if self.rate else None,
-                return_lse=True, implementation="native",
+                return_lse=True, implementation=self.kernels.implementation,
             )  # fmt: skip
 
         results, backward = jax.vjp(forward, arrays)
@@ -200,7 +218,9 @@ class Program:
             buckets = np.vectorize(where.get, otypes=[int])(wide_k[:, None] - wide_q[:, :, None])
             bias = np.moveaxis(oracle.double(arrays["bias"])[buckets], -1, 1)
         do, dlse = rounded(normal(B, T, N, Hv), self.dtype), jnp.asarray(normal(B, T, N))
-        found = jax.device_get(self.compiled(arrays, fixed, mask, (do, dlse)))
+        where = self.kernels.target
+        with contextlib.nullcontext() if where is None else using(where):
+            found = jax.device_get(self.compiled(arrays, fixed, mask, (do, dlse)))
 
         # what the definition says
         wide_bad = np.repeat(bad["key"] | bad["value"], N // K, axis=2)  # [B, S, N]
@@ -281,17 +301,28 @@ def compared(found, wanted, size, dtype):
     return float(np.nan_to_num(error / allowed, nan=np.inf).max(initial=0))
 
 
-def fuzz(calls, seed, of_a_program=CALLS_OF_A_PROGRAM):
-    """Make calls; return how often each option was on, the largest error and what failed."""
+def fuzz(calls, seed, of_a_program=CALLS_OF_A_PROGRAM, kernels=NATIVE):
+    """Make calls; return how often each option was on, the largest error and what failed.
+
+    What the kernels refuse by name is counted by its reason, and is no call that was made.
+    """
     options, worst, failed = collections.Counter(), 0.0, []
     for start in range(0, calls, of_a_program):
-        program = Program(np.random.default_rng([seed, start]))
+        program = Program(np.random.default_rng([seed, start]), kernels)
         for at in range(start, min(calls, start + of_a_program)):
-            error, name = program.call()
+            try:
+                error, name = program.call()
+            except NotImplementedError as refused:
+                options[f"refused: {refused}"] += 1
+                continue
             options.update(program.options())
             worst = max(worst, error)
             if error > 1:
-                given = {k: v for k, v in vars(program).items() if k not in ("rng", "compiled")}
+                given = {
+                    k: v
+                    for k, v in vars(program).items()
+                    if k not in ("rng", "compiled", "kernels")
+                }
                 failed.append(f"seed {seed}, call {at}: {name} {error:.3g} of the allowed: {given}")
         program.compiled.clear_cache()
     return options, worst, failed

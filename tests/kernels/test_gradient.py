@@ -143,6 +143,7 @@ def test_a_mesh_computes_the_same_and_gathers_nothing(cases):
     assert len(results) >= (len(cases) or 3)
     for case, result in results.items():
         assert result["error"] < 2 * GRADIENT_F32, (case, result)
+        assert not result["decides together"], case  # whether something was not finite
         if case.startswith("three"):  # the only split that has to move something
             continue
         assert result["moves"] == [], (case, result)
@@ -203,11 +204,11 @@ def test_slopes_have_a_gradient_only_where_somebody_asks(monkeypatch):
     wrappers = (loss, jax.jit(loss), jax.checkpoint(loss), scanned)
     for wrapped in wrappers:
         jax.eval_shape(jax.grad(wrapped), query, slopes)
-    assert set(asked) == {False} and len(asked) >= len(wrappers)
+    assert set(asked) == {False}
     asked.clear()
     for wrapped in wrappers:
         jax.eval_shape(jax.grad(wrapped, (0, 1)), query, slopes)
-    assert set(asked) == {True} and len(asked) >= len(wrappers)
+    assert set(asked) == {True}
 
 
 @pytest.mark.parametrize("backend", ["hopper", "tpu"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from tests.support.hopper_kernels import (
     EXACT,
@@ -23,10 +26,11 @@ from tests.support.hopper_kernels import (
     without_a_key,
 )
 from tests.support.tolerances import largest_error
-from transformer_jax import ALiBi, Causal, dot_product_attention
-from transformer_jax.kernels import Target, hopper, using
-from transformer_jax.kernels.contract import Blocks, Problem
+from transformer_jax import ALiBi, Causal, dot_product_attention, explain_attention
+from transformer_jax.kernels import Target, hopper, nvidia, using
+from transformer_jax.kernels.contract import Blocks, Problem, Saved, TileLists
 from transformer_jax.kernels.hopper import schedule, scores
+from transformer_jax.kernels.hopper.repair import marking_dkdv, marking_forward
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -52,10 +56,15 @@ CASES = {
         slopes=True, dropout_rate=0.3, bias=(1, 1, 1, 211), sinks=True
     ),
     "wide heads share 64 keys": Case(H=192, Hv=192, T=128, S=131, scale=0.07),
+    "widths of 80 and 112": Case(H=80, Hv=112, T=128, S=131, N=1, scale=0.11),
+    "widths of 112 and 80, grouped": Case(H=112, Hv=80, softcap=2.5, scale=0.1, sinks=True),
+    "widths of 160": Case(H=160, Hv=160, T=128, S=131, scale=0.08),
 }
 
 
-@pytest.mark.slow_cases("causal, grouped", "no mask", "prefix", "wide heads")
+@pytest.mark.slow_cases(
+    "causal, grouped", "no mask", "prefix", "wide heads", "widths of 112", "widths of 160"
+)
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_forward_and_gradients_match_the_dense_oracle(case):
@@ -71,6 +80,37 @@ def test_forward_and_gradients_match_the_dense_oracle(case):
     assert got["out"].dtype == got["dk"].dtype == operands.query.dtype
 
 
+@pytest.mark.slow_cases("softcap")
+@needs_interpreter
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 2.5, "dropout_rate": 0.3}], ids=["plain", "softcap and dropout"]
+)
+def test_one_warpgroup_takes_the_weights_of_wide_heads_from_the_other(options):
+    case = Case(H=256, Hv=32, T=128, S=128, scale=0.07, **options)
+    assert hopper.blocks("dkdv", case.H, case.Hv).k == 64
+    operands, do = draw(case)
+    expected, saved = oracle(case, operands, do)
+    got = run_gradients(case, operands, saved._replace(do=do), ("dkdv",))
+    for name in ("dk", "dv"):
+        assert_near(got[name], expected[name], NEAR, name)
+
+
+@pytest.mark.parametrize("H", [128, 256])
+def test_the_weights_of_a_tile_are_computed_once(H):
+    """Traced, not run: in one place for full tiles and one for partial ones."""
+    case = Case(T=128, S=128, H=H, Hv=H)
+    operands, do = draw(case)
+    vector = jnp.zeros((1, 2, 128), jnp.float32)
+    plan, count = hopper.blocks("dkdv", H, H), jnp.ones((1, 1, 1), jnp.int32)
+    lists = TileLists(jnp.zeros((1, 1, 1, 2), jnp.int32), count, count)
+    problem = Problem(scale=0.1, visible=case.visible)
+    kernel = functools.partial(marking_dkdv, problem, blocks=plan)
+    traced = jax.make_jaxpr(lambda o, t, s: kernel(o, t, saved=s))(
+        operands, lists, Saved(do, vector, vector, vector)
+    )
+    assert str(traced).count(" exp2 ") == 2
+
+
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
 @pytest.mark.parametrize("rate", [0.0, 0.3])
@@ -83,6 +123,38 @@ def test_what_overflows_where_a_mask_hides_it_stays_there(rate):
     got = run_gradients(case, hidden, saved._replace(do=do))
     for name in ("dq", "dk", "dv"):
         assert_near(got[name], expected[name], NEAR, name)
+
+
+@needs_interpreter
+def test_a_tanh_of_eleven_bits_costs_no_more_than_bfloat16_does(monkeypatch):
+    """The most that the instruction may err, up or down by the bits of its argument."""
+
+    def coarse(x):
+        up = lax.bitcast_convert_type(x, jnp.int32) % 2 == 0
+        return jnp.tanh(x) * jnp.where(up, 1 + 2**-11, 1 - 2**-11)
+
+    monkeypatch.setattr(scores, "_hardware_tanh", coarse)
+    case = Case(T=128, S=256, softcap=30.0)
+    operands, do = draw(case)
+    expected, saved = oracle(case, operands, do)
+    got = run_forward(case, operands)
+    saved = saved._replace(do=do, row_max=got["row_max"], log_sum=got["log_sum"])
+    got |= run_gradients(case, operands, saved)
+    for name in ("out", "dq", "dk", "dv"):
+        assert_near(got[name], expected[name], NEAR, name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "hardware"),
+    [("bfloat16", 20.0, True), ("bfloat16", 64.0, True), ("bfloat16", 65.0, False),
+     ("float16", 20.0, False)],
+)  # fmt: skip
+def test_tanh_is_the_hardwares_where_inputs_err_by_more(dtype, softcap, hardware, monkeypatch):
+    monkeypatch.setattr(scores, "_hardware_tanh", lambda x: jnp.full_like(x, 2))
+    raw = jnp.linspace(-1000, 1000, 701, dtype=jnp.float32)
+    tanh = scores._softcap_tanh(0.125, softcap, raw, jnp.dtype(dtype))
+    expected = 2 if hardware else np.tanh(np.asarray(raw, np.float64) * 0.125 / softcap)
+    np.testing.assert_allclose(tanh, np.broadcast_to(expected, raw.shape), atol=5e-7)
 
 
 @pytest.mark.slow
@@ -246,7 +318,8 @@ def test_what_is_not_finite_is_marked_where_a_partial_tile_holds_it_and_nowhere_
     operands, _ = draw(case)
     clean = run_forward(case, operands, plan)
     nonfinite = getattr(operands, array).at[0, 200, 0, 5].set(bad)
-    got = run_forward(case, operands._replace(**{array: nonfinite}), plan)
+    operands = operands._replace(**{array: nonfinite})
+    got = run_forward(case, operands, plan, marking_forward)
     marked = np.isnan(np.asarray(got["log_sum"]))[0, 0]
     assert marked[128:].all(), "the rows of the tile with key 200"
     assert not marked[:128].any(), "rows that skip it"
@@ -254,6 +327,10 @@ def test_what_is_not_finite_is_marked_where_a_partial_tile_holds_it_and_nowhere_
         axis = 1 if name == "out" else 2
         first = [np.take(np.asarray(x[name], np.float32), range(128), axis) for x in (clean, got)]
         np.testing.assert_array_equal(*first)
+    repaired = run_forward(case, operands, plan)
+    for name, axis in (("out", 1), ("log_sum", 2)):
+        lost = np.isnan(np.moveaxis(np.asarray(repaired[name], np.float32), axis, 0))
+        assert (lost.reshape(256, -1).all(axis=1) == (np.arange(256) >= 200)).all(), name
 
 
 @needs_interpreter
@@ -271,18 +348,58 @@ def test_the_number_of_programs_changes_no_bit(monkeypatch):
         np.testing.assert_array_equal(*(np.asarray(x[name], np.float32) for x in results), name)
 
 
-def test_heavy_items_come_first_and_those_of_one_level_in_order():
-    tiles = jnp.arange(1, 17)  # causal, 16 tiles a head: two of each level
-    order = schedule.heaviest_first(jnp.stack([tiles, tiles])).tolist()
-    assert order[:8] == [14, 15, 30, 31, 12, 13, 28, 29]
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products of infinities
+@pytest.mark.parametrize("bad", ["query", "key"])
+def test_rows_whose_products_are_all_minus_infinity_are_nan(bad):
+    """Not zero, as those that see nothing."""
+    case = Case(T=64, S=64, N=1)
+    operands, _ = draw(case)
+    if bad == "query":
+        operands = operands._replace(
+            query=operands.query.at[0, 40, 0, 0].set(jnp.inf), key=operands.key.at[..., 0].set(-1)
+        )
+    else:  # the first row sees this key alone
+        operands = operands._replace(
+            query=-jnp.abs(operands.query), key=operands.key.at[0, 0, 0, 0].set(jnp.inf)
+        )
+    found = run_forward(case, operands)
+    rows = np.arange(64) == 40 if bad == "query" else np.ones(64, bool)
+    out = np.asarray(found["out"][0, :64, 0].astype(jnp.float32))
+    assert (np.isnan(out).all(axis=1) == rows).all() and (np.isnan(out).any(axis=1) == rows).all()
+    lse = np.asarray(found["row_max"] + found["log_sum"])[0, 0, :64]
+    assert (np.isnan(lse) == rows).all()
+
+
+def causal_lists(rows):
+    seen = jnp.arange(1, rows + 1, dtype=jnp.int32)[None, None]
+    return TileLists(jnp.zeros((1, 1, rows, rows), jnp.int32), seen - 1, seen)
+
+
+def test_heavy_items_come_first_and_those_of_one_level_by_head():
+    order = schedule.Items(1, 2, 16).in_order(causal_lists(16)).tolist()  # two rows a level
+    assert order[:8] == [15, 14, 31, 30, 13, 12, 29, 28]
     assert sorted(order) == list(range(32))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 19])
+def test_every_item_comes_once_in_the_order_of_its_own_list(rows):
+    rng = np.random.default_rng(rows)
+    seen = rng.integers(0, 9, (3, 4, rows)).astype(np.int32)
+    lists = TileLists(jnp.zeros((3, 4, rows, 9), jnp.int32), jnp.asarray(seen), jnp.asarray(seen))
+    order = schedule.Items(3, 2, rows).in_order(lists, group=2)
+    assert sorted(order) == list(range(3 * 2 * rows))
+    for owner in range(6):
+        b, head = divmod(owner, 2)
+        own = [item % rows for item in order if item // rows == owner]
+        assert (np.diff(seen[b, 2 * head][own]) <= 0).all()
 
 
 def test_programs_share_causal_work_evenly(monkeypatch):
     monkeypatch.setattr(schedule, "PROGRAMS", 132)
     weight = np.tile(np.arange(1, 65), 16)  # 16 heads of 8192 queries
     shares = np.zeros(132)
-    for place, item in enumerate(np.asarray(schedule.heaviest_first(jnp.asarray(weight)))):
+    for place, item in enumerate(schedule.Items(1, 16, 64).in_order(causal_lists(64))):
         turn, program = divmod(place, 132)
         shares[program if turn % 2 == 0 else 131 - program] += weight[item]
     assert shares.max() <= 1.05 * shares.mean()
@@ -295,7 +412,35 @@ def test_what_cannot_be_done_is_named():
 
     assert reason() is None and reason("float16", 192, 128) is None
     assert "float32" in reason("float32")
-    assert "80" in reason(H=80)
+    assert reason(H=72) == (
+        "head dims 72 (query, key) and 64 (value): must be multiples of 16 from 32 to 256"
+    )
+    assert "64 (query, key) and 272" in reason(Hv=272) and "16 (query" in reason(H=16)
+    assert reason(H=256, Hv=208) == "H + Hv is 256 + 208: where they differ, must be at most 448"
+
+
+def test_heads_are_as_wide_as_a_multiple_of_16():
+    for H in range(32, 257, 16):
+        widths = H, H, 448 - max(H, 192)
+        shapes = [jax.ShapeDtypeStruct((1, 128, 2, h), "bfloat16") for h in widths]
+        with using(Target("hopper")):
+            assert explain_attention(*shapes)["pallas"] is None, H
+
+
+@pytest.mark.parametrize(
+    ("version", "broken"),
+    [(12070, False), (12080, True), (12090, True), (13000, False), (13050, False), (None, False)],
+)
+def test_a_compiler_that_breaks_causal_kernels_is_refused(version, broken, monkeypatch):
+    monkeypatch.setattr(nvidia, "cuda_version", lambda: version)
+    shapes = [jax.ShapeDtypeStruct((1, 128, 2, 64), "bfloat16")] * 3
+    reason = hopper.refuse(Problem(scale=1.0), *shapes)
+    if broken:
+        assert f"version {version} may be one of them" in reason and "install CUDA 13" in reason
+    else:
+        assert reason is None
+    interpreted = hopper.refuse(Problem(scale=1.0, interpret=True), *shapes)
+    assert "CUDA" not in str(interpreted)
 
 
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv", "bias"])

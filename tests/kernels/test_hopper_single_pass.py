@@ -37,7 +37,7 @@ from transformer_jax.attention.biases import ALiBi
 from transformer_jax.attention.masks import Causal
 from transformer_jax.kernels import Target, hopper, using
 from transformer_jax.kernels.contract import Blocks
-from transformer_jax.kernels.hopper.backward_single_pass import dq_shares, swizzle
+from transformer_jax.kernels.hopper.backward_single_pass import dq_shares, dq_slot, swizzle
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -73,11 +73,13 @@ CASES = {
     "slopes, dropout and key bias": Case(
         N=4, K=2, slopes=True, dropout_rate=0.3, bias=(1, 1, 1, 211), sinks=True
     ),
+    "widths of 80 and 112": Case(H=80, Hv=112, T=128, S=131, N=1, scale=0.11),
+    "widths of 112 and 80": Case(H=112, Hv=80, softcap=2.5, scale=0.1),
     "slopes after a cap, wide keys": Case(H=192, slopes=True, softcap=2.5, scale=0.07),
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("causal, grouped", "prefix", "slopes after", "window")
+@pytest.mark.slow_cases("causal, grouped", "prefix", "slopes after", "window", "widths")
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_match_the_dense_oracle(case):
@@ -105,6 +107,8 @@ def test_two_warpgroups_sum_every_number_of_a_tile_once(H, q):
     side = swizzle(blocks, H) // 2
     for share in dq_shares(blocks, H):
         assert share.column % side == 0 == share.columns % side and share.columns > 0
+        tile = dq_slot(share, H).transforms[0].tiling[1]  # dq consists of such tiles
+        assert share.column % tile == share.columns % tile == H % tile == 0 and tile >= 8
         columns = slice(share.column, share.column + share.columns)
         times[share.row : share.row + share.rows, columns] += 1
     assert (times == 1).all()

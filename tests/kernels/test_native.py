@@ -142,6 +142,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases("(1, 1", "(12", "(97", "(96", "(100", "(5")
 @pytest.mark.parametrize("sizes", CASES, ids=str)
 def test_every_mask_at_sizes_around_tiles_is_within_rounding_of_float64(sizes, rng):
     T, S = sizes[:2]

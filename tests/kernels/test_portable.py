@@ -81,6 +81,7 @@ def loss(name, options):
     return sums
 
 
+@pytest.mark.slow_cases("causal", "slopes")
 @compiled
 @pytest.mark.parametrize("options", OPTIONS)
 def test_an_exported_gradient_is_the_one_that_is_not_exported(options):
@@ -117,6 +118,7 @@ def test_a_target_that_is_no_cpu_never_gets_the_kernels_of_one(target):
     assert explained.chosen != "native" and "needs a CPU" in explained["native"]
 
 
+@pytest.mark.slow_cases("causal", "slopes")
 @compiled
 @pytest.mark.parametrize("options", OPTIONS)
 def test_second_derivatives_are_those_of_the_reference(options):

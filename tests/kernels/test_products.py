@@ -26,6 +26,7 @@ def weights_of(rng, dtype, *shape):
     return held, np.asarray(held.astype(jnp.float32), np.float64)
 
 
+@pytest.mark.slow_cases("avx2-float32-True", "avx2-bfloat16-False", "avx2-int8-True")
 @needs_kernels
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", products.DTYPES)
@@ -33,6 +34,7 @@ def test_a_product_is_within_rounding_of_float64(rng, dtype, turned, instruction
     check_products(rng, dtype, turned)
 
 
+@pytest.mark.slow_cases("float32-False")
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", products.DTYPES)
 def test_a_product_of_xla_is_within_rounding_of_float64(rng, dtype, turned, monkeypatch):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +13,16 @@ import pytest
 
 from tests.support.attention_suite import draw
 from tests.support.plain_kernels import Plain
+from transformer_jax import kernels
 from transformer_jax.attention.api import dot_product_attention, explain_attention
 from transformer_jax.attention.biases import ALiBi, RelativeBias
 from transformer_jax.attention.masks import (
     Dense,
     Predicate,
+    Segments,
 )
 from transformer_jax.kernels import Target, target, using
-from transformer_jax.kernels.chips import blocks
+from transformer_jax.kernels.chips import blocks, hopper_processors
 from transformer_jax.kernels.contract import Blocks
 
 
@@ -25,7 +30,7 @@ def test_without_an_accelerator_the_kernels_say_what_they_need():
     arrays = draw(0)
     inputs = arrays["query"], arrays["key"], arrays["value"]
     assert explain_attention(*inputs)["pallas"] == str(target())
-    with pytest.raises(NotImplementedError, match="pallas: needs a TPU or an NVIDIA Hopper GPU"):
+    with pytest.raises(NotImplementedError, match="pallas: needs a TPU or an NVIDIA GPU of capa"):
         dot_product_attention(*inputs, implementation="pallas")
 
 
@@ -33,6 +38,73 @@ def test_a_target_holds_inside_its_context_only():
     with using(Target("tpu", True)):
         assert target() == Target("tpu", True)
     assert isinstance(target(), str)
+
+
+def test_kernels_of_hopper_have_names_that_a_profiler_prints():
+    x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+
+    def loss(query, key, value):
+        out = dot_product_attention(query, key, value, implementation="pallas")
+        return out.astype(jnp.float32).sum()
+
+    with using(Target("hopper")):
+        traced = str(jax.make_jaxpr(jax.grad(loss))(x, x, x))
+    for name in ("forward", "backward_dq", "backward_dkdv"):
+        assert f"kernel_name='attention_{name}'" in traced
+
+
+def attached(monkeypatch, **facts):
+    """The target where the device is said to be a GPU, of Hopper if nothing else is said."""
+    device = SimpleNamespace(**{"compute_capability": "9.0"} | facts)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    return kernels._attached.__wrapped__()
+
+
+def test_an_attached_device_says_how_many_multiprocessors_it_has(monkeypatch):
+    part = attached(monkeypatch, device_kind="NVIDIA H200", core_count=60)  # of a divided one
+    assert part == Target("hopper", chip="NVIDIA H200", processors=60)
+    assert hopper_processors(part) == 60
+    silent = attached(monkeypatch, device_kind="NVIDIA H100 PCIe")
+    assert silent.processors is None and hopper_processors(silent) == 114
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "10.0", "12.0"])
+def test_other_gpus_that_have_mma_run_the_kernels_of_ampere(capability, monkeypatch):
+    found = attached(monkeypatch, device_kind="NVIDIA GPU", compute_capability=capability)
+    assert found == Target("ampere", chip="NVIDIA GPU")
+
+
+@pytest.mark.parametrize("capability", ["7.5", "gfx942", None])
+def test_gpus_without_mma_of_bfloat16_are_refused(capability, monkeypatch):
+    said = attached(monkeypatch, device_kind="a GPU", compute_capability=capability)
+    assert (
+        said == f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "programs"),
+    [
+        (Target("hopper", chip="NVIDIA H100 PCIe"), 114),
+        (Target("hopper", chip="NVIDIA H20"), 78),
+        (Target("hopper", chip="NVIDIA H200"), 132),
+        (Target("hopper", chip="NVIDIA H200", processors=60), 60),
+        (Target("hopper"), 132),
+    ],
+    ids=lambda x: x.chip if isinstance(x, Target) else str(x),
+)
+def test_each_multiprocessor_runs_one_program(where, programs):
+    x = jax.ShapeDtypeStruct((2, 4096, 8, 64), jnp.bfloat16)
+
+    def loss(query, key, value):
+        out = dot_product_attention(query, key, value, implementation="pallas")
+        return out.astype(jnp.float32).sum()
+
+    with using(where):
+        traced = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x))
+    found = set(re.findall(r"grid=\((\d+),\)", traced))
+    assert found - {"32"} == {str(programs)}  # 32 read marks, of 2048 rows each, from jax 0.11 on
 
 
 PARITY = jnp.arange(17) % 2
@@ -81,6 +153,39 @@ def test_lists_that_do_not_fit_are_refused_beforehand():
         assert "lists of 64 x 64 x 64 tiles" in str(reason)
 
 
+def test_a_list_of_few_queries_that_is_too_long_leaves_them_to_the_other_kernel():
+    def decoded(batch, queries=1):
+        cache = jax.ShapeDtypeStruct((batch, 2**15, 8, 128), jnp.bfloat16)
+        query = jax.ShapeDtypeStruct((batch, queries, 32, 128), jnp.bfloat16)
+        with using(Target("tpu")):
+            assert explain_attention(query, cache, cache)["pallas"] is None
+            text = str(
+                jax.make_jaxpr(partial(dot_product_attention, implementation="pallas"))(
+                    query, cache, cache
+                )
+            )
+        return "name=attention_decode" in text
+
+    assert decoded(300) and not decoded(300, queries=17)
+    assert not decoded(3100)
+
+
+def test_lists_are_counted_of_the_backward_kernel_that_is_taken():
+    shape = jax.ShapeDtypeStruct((16, 2**14, 1, 64), jnp.float32)
+    mask = Segments(jax.ShapeDtypeStruct((16, 2**14), jnp.int32))
+
+    def reason(**tiles):
+        with using(Target("tpu", blocks=tuple(tiles.items()))):
+            return explain_attention(shape, shape, shape, mask=mask)["pallas"]
+
+    small = Blocks(128, 128)
+    assert reason() is None
+    assert reason(dq=small, dkdv=small) is None  # kernels for where the sums do not fit
+    assert "lists of 16 x 128 x 128 tiles" in str(reason(single_pass_rows=small))
+
+
 def test_a_target_that_is_none_is_refused_by_name():
-    with pytest.raises(ValueError, match="backend is 'gpu': must be 'tpu', 'hopper' or 'cpu'"):
+    with pytest.raises(
+        ValueError, match="backend is 'gpu': must be 'tpu', 'hopper', 'ampere' or 'cpu'"
+    ):
         _ = Target("gpu").module

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.experimental.pallas import tpu as pltpu
 
 from tests.support.attention_suite import AttentionSuite
@@ -206,19 +207,24 @@ def run(
     problem, blocks = case.problem(interpret), case.blocks
     row_max = np.where(np.isneginf(reference["row_max"]), np.inf, reference["row_max"])
     saved = Saved(
-        do, *(jnp.asarray(x, jnp.float32) for x in (row_max, reference["log_sum"], reference["D"]))
+        do,
+        *(jnp.asarray(x, jnp.float32) for x in (row_max, reference["log_sum"], reference["D"])),
+        jnp.zeros(row_max.shape[:2], bool),
     )
 
     @jax.jit
     def kernels(operands, lists, turned, saved):
         if bias_only:
             return dict(dbias=tpu.backward_bias(problem, operands, lists, blocks, saved))
-        out, row_max, log_sum = tpu.forward(problem, operands, lists, blocks)
+        out, row_max, log_sum, _ = tpu.forward(problem, operands, lists, blocks)
         dq, slope_rows = tpu.backward_dq(problem, operands, lists, blocks, saved)
         dk, dv = tpu.backward_dkdv(problem, operands, turned, blocks, saved)
         results = dict(out=out, row_max=row_max, log_sum=log_sum, dq=dq, dk=dk, dv=dv)
         if slope_rows is not None:
             results["slope_rows"] = slope_rows
+        at_once = tpu.backward_single_pass_rows(problem, operands, lists, blocks, saved)
+        names = ("dq", "dk", "dv", "slope_rows")[: len(at_once)]
+        results |= {f"{name}, single pass": x for name, x in zip(names, at_once, strict=True)}
         if operands.bias is not None and operands.bias.shape[2] > 1:
             results["dbias"] = tpu.backward_bias(problem, operands, lists, blocks, saved)
         return results
@@ -233,11 +239,11 @@ def run(
 def check(case: Case, interpret: Any = True) -> None:
     results, reference = run(case, interpret)
     fully_masked = np.isneginf(reference["row_max"])
-    assert len(results) >= 6 and (np.isneginf(results["row_max"]) == fully_masked).all()
+    assert len(results) >= 9 and (np.isneginf(results["row_max"]) == fully_masked).all()
     assert (np.asarray(results["log_sum"])[fully_masked] == 0).all()
     assert (np.asarray(results["out"]).swapaxes(1, 2)[fully_masked] == 0).all()
     for name, value in results.items():
-        value, wanted = np.asarray(value), reference[name]
+        value, wanted = np.asarray(value), reference[name.removesuffix(", single pass")]
         if name == "row_max":
             value, wanted = value[~fully_masked], wanted[~fully_masked]
         tolerance = FORWARD_F32 if name in ("out", "row_max", "log_sum") else GRADIENT_F32
@@ -316,7 +322,7 @@ def test_bias_gradient_is_zero_in_tiles_that_nobody_visits():
     assert (dbias[:, :, unseen] == 0).all() and unseen.sum() > dbias[0, 0].size / 2
 
 
-@pytest.mark.slow_cases("rows")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["segments", "rows that see nothing"])
 def test_no_race_no_read_out_of_bounds_and_none_of_unwritten_memory(name):
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -335,6 +341,23 @@ def test_two_runs_give_the_same_bits():
     assert_same_bits(forward(operands), forward(operands))
 
 
+def test_the_single_pass_is_taken_where_its_sums_fit():
+    """16 MiB: dk and dv of 16,384 keys of 128, or of fewer wide ones."""
+    struct = lambda S: jax.ShapeDtypeStruct((1, S, 2, 128), jnp.bfloat16)  # noqa: E731
+
+    def attend(q, k, v):
+        with using(Target("tpu")):
+            return dot_product_attention(q, k, v, implementation="pallas").sum()
+
+    for S, single_pass in ((2**14, True), (2**14 + 1024, False)):
+        text = str(jax.make_jaxpr(jax.grad(attend))(*[struct(S)] * 3))
+        assert ("attention_single_pass" in text, "attention_dq" in text) == (
+            single_pass,
+            not single_pass,
+        )
+    assert tpu.sums_fit(2**14, 8, 128) and not tpu.sums_fit(2**14, 136, 128)
+
+
 def test_scores_far_below_zero_count():
     case = Case(window, bias=(False, False, True, True))
     operands, sees, *_ = draw(case)
@@ -346,24 +369,80 @@ def test_scores_far_below_zero_count():
     assert np.abs(np.asarray(forward(low) - forward(zero))).max() < 0.05
 
 
+def test_a_bias_of_the_lowest_number_is_no_mask():
+    """Scores are in base 2 where only a scale makes them: times log2(e) such a bias were -inf."""
+    case = Case(window, B=1, N=2, bias=(False, False, True, True))
+    operands, sees, *_ = draw(case)
+    lists = lists_of(sees, case.blocks)
+    forward = lambda x: tpu.forward(case.problem(), x, lists, case.blocks)  # noqa: E731
+    lowest = jnp.full_like(operands.bias, np.finfo(np.float32).min)
+    out, row_max, *_ = jax.jit(forward)(operands._replace(bias=lowest))
+    assert np.isfinite(np.asarray(row_max)).all()
+    weights = sees[0, 0] / sees[0, 0].sum(axis=1, keepdims=True)
+    assert_near(out[0, :, 0], weights @ np.asarray(operands.value)[0, :, 0], FORWARD_F32)
+    powers = [str(jax.make_jaxpr(forward)(operands._replace(bias=x))) for x in (lowest, None)]
+    assert ["exp2" in text for text in powers] == [False, True]
+
+
 @pytest.mark.slow_cases("inf-key", "inf-query", "nan-query", "nan-value")
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_rows_that_met_something_not_finite_are_marked(name, bad):
+def test_what_is_not_finite_reaches_the_rows_that_see_it_and_its_heads_are_named(name, bad):
+    """In one call of a kernel; other rows are what they would be with another number."""
     case = CASES["causal, one key head"]
     operands, sees, *_ = draw(case)
     at = (1, 40, 0, 5)
-    operands = operands._replace(**{name: getattr(operands, name).at[at].set(bad)})
+    broken = operands._replace(**{name: getattr(operands, name).at[at].set(bad)})
     lists = lists_of(sees, case.blocks)
-    out, _, log_sum = tpu.forward(case.problem(), operands, lists, case.blocks)
-    marked = np.isnan(np.asarray(log_sum))
-    wrong = ~np.isfinite(np.asarray(out)).all(axis=-1).swapaxes(1, 2)
-    assert marked[1].any() and not marked[0].any() and (marked | ~wrong).all()
-    if name == "key":  # in a tile that the mask cuts, also where it hides the key
-        assert marked[1, :, :16].all()
-    unmarked = replace(case.problem(), detect_nonfinite=False)
-    clean = draw(case)[0]
-    assert np.isfinite(np.asarray(tpu.forward(unmarked, clean, lists, case.blocks)[2])).all()
+    forward = jax.jit(lambda x: tpu.forward(case.problem(), x, lists, case.blocks))
+    expected, found = forward(operands), forward(broken)
+    lost = np.zeros((case.B, case.N, case.padded()[0]), bool)
+    if name == "query":
+        lost[1, 0, 40] = True
+    else:
+        lost[1] = sees[0, 0, :, 40]
+    assert 0 < lost[1].sum() < lost[1].size
+    out, log_sum = np.asarray(found[0]).swapaxes(1, 2), np.asarray(found[2])
+    assert np.isnan(out[lost]).all() and np.isnan(log_sum[lost]).all()
+    assert_near(out[~lost], np.asarray(expected[0]).swapaxes(1, 2)[~lost], FORWARD_F32)
+    for x, y in zip(found[1:3], expected[1:3], strict=True):
+        assert_near(np.asarray(x)[~lost], np.asarray(y)[~lost], FORWARD_F32)
+    assert (np.asarray(found[3]) == lost.any(axis=2)).all() and not np.asarray(expected[3]).any()
+
+
+@pytest.mark.parametrize("single_pass", [False, True], ids=["two kernels", "single pass"])
+def test_a_cotangent_that_is_not_finite_reaches_the_keys_that_its_row_sees(single_pass):
+    """In dk and dv; the row's own dq is NaN. That of a fully masked row reaches nothing."""
+    case = CASES["rows that see nothing"]
+    operands, sees, do, dlse = draw(case)
+    reference = expected(case, operands, sees, do, dlse)
+    row, lists = 40, lists_of(sees, case.blocks)
+    turned = lists_of(sees, case.blocks, turned=True)
+    assert 0 < sees[0, 0, row].sum() < case.S and np.isneginf(reference["row_max"][0, 0, 1])
+    as_saved = lambda x, fill: jnp.asarray(np.where(np.isneginf(reference["row_max"]), fill, x))  # noqa: E731
+    saved = Saved(
+        do.at[:, row, 0, 3].set(np.inf).at[:, 1].set(np.nan),  # of a fully masked row, too
+        as_saved(reference["row_max"], np.inf).astype(jnp.float32),
+        as_saved(reference["log_sum"], 0).astype(jnp.float32),
+        as_saved(reference["D"], 0).astype(jnp.float32).at[:, 0, row].set(np.nan),
+        jnp.ones((case.B, case.N), bool),
+    )
+    given = case.problem(), operands
+    if single_pass:
+        dq, dk, dv = tpu.backward_single_pass_rows(*given, lists, case.blocks, saved)
+    else:
+        dq, _ = tpu.backward_dq(*given, lists, case.blocks, saved)
+        dk, dv = tpu.backward_dkdv(*given, turned, case.blocks, saved)
+    lost = np.zeros(dq.shape[:3], bool)
+    lost[:, row, 0] = True
+    assert (np.isnan(np.asarray(dq)).all(axis=3) == lost).all()
+    assert_near(np.asarray(dq)[~lost], reference["dq"][~lost], GRADIENT_F32)
+    seen = np.zeros(dk.shape[:3], bool)
+    seen[:, :, 0] = sees[0, 0, row]
+    for found, wanted in ((dk, reference["dk"]), (dv, reference["dv"])):
+        found = np.asarray(found)
+        assert (np.isnan(found).any(axis=3) == seen).all()
+        assert_near(found[~seen], wanted[~seen], GRADIENT_F32)
 
 
 def test_what_cannot_run_is_refused_with_the_reason():
@@ -422,24 +501,44 @@ def compiled(case: Case, kernel: str, topology: str) -> Any:
     args = [operands, TileLists(struct((B, 1, rows, columns), jnp.int32), count, count)]
     if kernel != "forward":
         row = struct((B, N, T), jnp.float32)
-        args += [Saved(struct((B, T, N, case.Hv), case.dtype), row, row, row)]
+        marks = struct((B, N), bool)
+        args += [Saved(struct((B, T, N, case.Hv), case.dtype), row, row, row, marks)]
     problem = case.problem(interpret=False)
     function = functools.partial(getattr(tpu, kernel), problem)
     call = jax.jit(lambda operands, lists, *saved: function(operands, lists, blocks, *saved))
     lowered = call.lower(*args)
-    assert f"attention_{kind}" in lowered.as_text()
+    assert f"attention_{kind.removesuffix('_rows')}" in lowered.as_text()
     return lowered.compile()
 
 
 @pytest.mark.usefixtures("usual_compilation")
-@pytest.mark.slow_cases("backward_dkdv-v5p:2x2x1-float32", "backward_dq-v6e")
+@pytest.mark.slow_cases(
+    "backward_dkdv-v5p:2x2x1-float32",
+    "backward_dq-v6e",
+    "backward_single_pass_rows-v5p",
+    "backward_single_pass_rows-v6e",
+    "backward_single_pass_rows-tpu7x",
+    "backward_bias-tpu7x",
+    "backward_dkdv-tpu7x",
+    "backward_dq-tpu7x",
+    "backward_bias-v6e",
+    "forward-v5e",
+)
 @pytest.mark.parametrize(
     "kernel, topology, dtype",
     [
         ("forward", "v5e:2x2", jnp.float32),
         ("backward_dq", "v6e:2x2", jnp.bfloat16),
         ("backward_dkdv", "v5p:2x2x1", jnp.float32),
+        ("backward_single_pass_rows", "v5e:2x2", jnp.bfloat16),
+        ("backward_single_pass_rows", "v5p:2x2x1", jnp.float32),
+        ("backward_single_pass_rows", "v6e:2x2", jnp.bfloat16),
+        ("backward_single_pass_rows", "tpu7x:2x2x1", jnp.bfloat16),
         ("backward_bias", "v6e:2x2", jnp.bfloat16),
+        ("forward", "tpu7x:2x2x1", jnp.bfloat16),
+        ("backward_dq", "tpu7x:2x2x1", jnp.bfloat16),
+        ("backward_dkdv", "tpu7x:2x2x1", jnp.bfloat16),
+        ("backward_bias", "tpu7x:2x2x1", jnp.bfloat16),
     ],
 )
 def test_every_option_compiles_for_a_tpu(kernel, topology, dtype):
@@ -448,8 +547,8 @@ def test_every_option_compiles_for_a_tpu(kernel, topology, dtype):
     assert compiled(case, kernel, topology).memory_analysis().temp_size_in_bytes < 2**24
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_compilation")
-@pytest.mark.slow_cases("forward]")
 @pytest.mark.parametrize("kernel", ["forward", "backward_dkdv"])
 def test_memory_is_linear_in_the_length(kernel):
     case = Case(segments, B=1, N=8, K=8, H=128, Hv=128, dtype=jnp.bfloat16)
@@ -460,6 +559,36 @@ def test_memory_is_linear_in_the_length(kernel):
     assert large <= 2.05 * small
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("usual_compilation")
+@pytest.mark.parametrize("S", [2**15, 2**16])
+def test_of_arrays_in_the_order_of_the_kernels_nothing_is_kept_but_rows(S):
+    """Output and gradients, grouped heads: 1.02 of inputs and results, and no loop.
+
+    [B, N, T, H] in memory is the order in which XLA makes arrays for the kernels.
+    """
+    pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
+    order = Format(Layout((0, 2, 1, 3)), chip("v5e:2x2"))
+
+    def attend(query, key, value):
+        with using(Target("tpu")):
+            return dot_product_attention(query, key, value, mask=Causal(), implementation="pallas")
+
+    def with_gradients(query, key, value, do):
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, *pull(do)
+
+    struct = lambda n: jax.ShapeDtypeStruct((1, S, n, 128), jnp.bfloat16, sharding=order)  # noqa: E731
+    program = jax.jit(with_gradients, out_shardings=order)
+    compiled = program.lower(struct(64), struct(8), struct(8), struct(64)).compile()
+    memory = compiled.memory_analysis()
+    arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    assert arrays >= 4 * (64 + 8) * S * 128 * 2
+    assert 0 < memory.temp_size_in_bytes < 0.02 * arrays
+    assert " while(" not in compiled.as_text()
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_compilation")
 def test_a_program_around_the_kernels_moves_none_of_their_arrays():
     """Projections in, projection out, and all gradients: no copy or transpose of q, k, v, o or of
@@ -480,7 +609,7 @@ def test_a_program_around_the_kernels_moves_none_of_their_arrays():
     ids = jax.ShapeDtypeStruct((1, S), jnp.int32, sharding=place)
     program = jax.jit(jax.grad(loss, (0, 1))).lower(weights, struct(1, S, D), ids).compile()
     text = program.as_text()
-    for kernel in ("forward", "dq", "dkdv"):
+    for kernel in ("forward", "single_pass"):
         assert f"attention_{kernel}" in text
     moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
     assert [shape for shape in moved if math.prod(map(int, shape.split(","))) >= S * K * H] == []
@@ -511,7 +640,7 @@ def test_a_matrix_compiles_for_a_tpu(topology):
     others = struct((1, 4, S, S), bool), struct((1, 1, 1, S), jnp.float32)
     lowered = jax.jit(jax.grad(loss, (0, 2))).lower(inputs, *others)
     text = lowered.as_text()
-    for kernel in ("forward", "dq", "dkdv", "bias"):
+    for kernel in ("forward", "single_pass", "bias"):
         assert f"attention_{kernel}" in text
     assert {*re.findall(rf"x{S}x{S}x(\w+)>", text)} == {"i1", "i8"}
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 8 * 4 * S * S
@@ -540,7 +669,7 @@ def test_four_chips_run_their_parts_of_a_shard_map():
     arrays = [struct((2, 1024, n, 128), jnp.float32, split) for n in (4, 2, 2)]
     ids = struct((2, 1024), jnp.int32, rows)
     text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays, ids).compile().as_text()
-    assert all(f"attention_{kernel}" in text for kernel in ("forward", "dkdv"))
+    assert all(f"attention_{kernel}" in text for kernel in ("forward", "single_pass"))
     assert not re.search(r" (all-gather|all-to-all|collective-permute)(-start)?\(", text)
 
 

@@ -44,6 +44,7 @@ from transformer_jax import (
     stream,
 )
 from transformer_jax.attention.masks import Causal, Segments
+from transformer_jax.cache import quantise
 from transformer_jax.kernels import using
 
 SMALL = ModelConfig(vocab_size=24, max_len=32, num_layers=2, num_heads=4, d_model=16)
@@ -121,6 +122,23 @@ def weights() -> dict[str, Any]:
     placed = [jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))) for x in whole]
     found = dot_product_attention_weights(*placed, mask=Causal())
     expected = dot_product_attention_weights(*whole, mask=Causal())
+    return dict(error=largest_error(found, expected), specs=[list(found.sharding.spec)])
+
+
+def int8(implementation: str) -> dict[str, Any]:
+    """Keys and values of int8 with their scales, rows and heads split."""
+    arrays = draw(3, batch=4, queries=9, keys=9, heads=4, kv_heads=2)
+    (key, k_scale), (value, v_scale) = (quantise(arrays[name]) for name in ("key", "value"))
+    mesh, given = explicit(), (arrays["query"], key, value, k_scale, v_scale)
+
+    def attend(query, key, value, k_scale, v_scale):
+        return dot_product_attention(
+            query, key, value, key_scale=k_scale, value_scale=v_scale, mask=Causal(),
+            implementation=implementation,
+        )  # fmt: skip
+
+    placed = [jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))) for x in given]
+    found, expected = jax.jit(attend)(*placed), jax.jit(attend)(*given)
     return dict(error=largest_error(found, expected), specs=[list(found.sharding.spec)])
 
 
@@ -239,6 +257,7 @@ def inside(what: str) -> dict[str, Any]:
 CASES: dict[str, Any] = {
     **{f"attention, {name}": partial(attention, name) for name in ("xla", "blockwise", "pallas")},
     "attention weights": weights,
+    **{f"int8, {name}": partial(int8, name) for name in ("xla", "blockwise")},
     **{
         f"training, {name}, {layout}{', set' if context else ''}": partial(
             training, name, layout, context

@@ -18,6 +18,7 @@ ROWS_HEADS = ["data", None, "model"]
         pytest.param(
             [
                 "attention, blockwise",
+                "int8, blockwise",
                 "training, rope, split by heads and widths, set",
                 "inside, model",
             ],
@@ -40,12 +41,15 @@ def test_four_devices_compute_what_one_does(cases):
             assert [spec[:3] for spec in result["specs"]] == [ROWS_HEADS] * 3, (case, result)
         elif case == "attention weights":
             assert result["specs"] == [["data", "model", None, None]], (case, result)
+        elif case.startswith("int8"):
+            assert result["specs"] == [[*ROWS_HEADS, None]], (case, result)
 
 
 SUGGESTED = "key heads on one of two axes, automatic"
 """There the compiler would split them by a part of the other axis too."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [

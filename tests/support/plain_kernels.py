@@ -23,12 +23,15 @@ from transformer_jax.kernels.contract import (
     learns_slopes,
 )
 from transformer_jax.kernels.dropout import keep
+from transformer_jax.kernels.repair import repaired_backward, repaired_forward
 
 LIST_BYTES = None
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
-REPAIRS = False  # whether the kernels themselves keep the rule on what is not finite
+MARKS = True  # whether the forward kernel says for the others where something was not finite
 PORTABLE = None
 SHORTEST = None
+DECODE_ROWS = 0
+INT8 = False
 TILES = {"forward": Blocks(16, 32), "dq": Blocks(16, 16), "dkdv": Blocks(32, 16)}
 
 
@@ -47,7 +50,7 @@ def refuse(problem, query, key, value):
     return None
 
 
-def blocks(kind: str, H: int, Hv: int, width: int) -> Blocks:
+def blocks(kind: str, H: int, Hv: int, width: int, K: int = 1) -> Blocks:
     return TILES.get(kind, Blocks(16, 32))
 
 
@@ -103,6 +106,7 @@ def _scores(problem: Problem, operands: Operands, seen: jax.Array, full: jax.Arr
     return raw, t, jnp.where(visible, s, -jnp.inf), factor, distance
 
 
+@repaired_forward
 @apart
 def forward(problem, operands, lists, blocks):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
@@ -151,6 +155,7 @@ def _differences(problem, operands, seen, full, saved: Saved):
     return p * factor, ds, du * problem.scale, distance
 
 
+@repaired_backward
 @apart
 def backward_dq(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
@@ -165,17 +170,18 @@ def _times_keys(operands: Operands, du: jax.Array, seen: jax.Array) -> jax.Array
     return _weigh(du, key, seen).swapaxes(1, 2).astype(operands.query.dtype)
 
 
+@repaired_backward
 @apart
 def backward_single_pass(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.k, blocks.q), False)
     _, ds, du, distance = _differences(problem, operands, seen, full, saved)
     slopes = () if not learns_slopes(problem, operands) else (-(ds * distance).sum(axis=-2),)
-    dk, dv = backward_dkdv(problem, operands, lists, blocks, saved)
+    dk, dv = _dkdv(problem, operands, lists, blocks, saved)
     return _times_keys(operands, du, seen), dk, dv, *slopes
 
 
 @apart
-def backward_dkdv(problem, operands, lists, blocks, saved):
+def _dkdv(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.k, blocks.q), False)
     p, _, du, _ = _differences(problem, operands, seen, full, saved)
     K = operands.key.shape[2]
@@ -188,9 +194,13 @@ def backward_dkdv(problem, operands, lists, blocks, saved):
     return product(du, operands.query), product(p, saved.do)
 
 
+@repaired_backward
 @apart
 def backward_bias(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
     _, ds, _, _ = _differences(problem, operands, seen, full, saved)
     axes = [i for i, n in enumerate(operands.bias.shape) if n == 1]
     return ds.sum(axis=tuple(axes), keepdims=True)
+
+
+backward_dkdv = repaired_backward(_dkdv)

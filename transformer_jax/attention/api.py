@@ -26,6 +26,7 @@ from transformer_jax.attention.additive import additive_attention, state_attenti
 from transformer_jax.attention.arguments import (
     AttentionCall,
     Implementation,
+    PlannedMask,
     Refused,
     check_call,
 )
@@ -80,6 +81,8 @@ def dot_product_attention(
     k_positions: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
     return_lse: Literal[False] = False,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array: ...
@@ -100,6 +103,8 @@ def dot_product_attention(
     k_positions: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
     return_lse: Literal[True],
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -120,6 +125,8 @@ def dot_product_attention(
     k_positions: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
     return_lse: bool,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
@@ -139,6 +146,8 @@ def dot_product_attention(
     k_positions: jax.Array | None = None,  # i32[S] or [B, S]
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    key_scale: jax.Array | None = None,  # f32[B, S, K]
+    value_scale: jax.Array | None = None,  # f32[B, S, K]
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], or with lse [B, T, N]
@@ -151,6 +160,10 @@ def dot_product_attention(
     out weights after the softmax, the same ones in every implementation. `lse` is the natural
     logarithm of the softmax's denominator, with the sink's term, in float32 (float64 of float64).
 
+    Keys and values of int8 come with `key_scale` and `value_scale`, as a cache holds them, and mean
+    scale * number in the query's dtype. The kernels for few queries of Hopper and of TPUs read them
+    as they are, the others a dequantised copy.
+
     A query that sees nothing gets zeros, lse -inf and no gradient. NaN or inf in a query, key or
     value reaches exactly the queries that see it, whose output is NaN, and which pass no gradient
     on.
@@ -158,10 +171,10 @@ def dot_product_attention(
     `implementation` is "xla" (materialises the scores, any option, forward mode too), "blockwise"
     (memory O(T + S); the gradient, but neither forward mode nor a gradient of the gradient),
     "native" (as "blockwise", in compiled C++ on a CPU, and derivatives of the gradient in plain
-    JAX), "pallas" (as "blockwise", fused, on a TPU or an NVIDIA Hopper GPU), "pallas_unordered" (on
-    Hopper: a single-pass backward, nondeterministic in its last bits), "cudnn", None for the best
-    that runs here, or a sequence that is tried in order. A named one runs or raises
-    NotImplementedError with the reason.
+    JAX), "pallas" (as "blockwise", fused, on a TPU or an NVIDIA GPU from Ampere on),
+    "pallas_unordered" (on Hopper: a single-pass backward, nondeterministic in its last bits),
+    "cudnn", None for the best that runs here, or a sequence that is tried in order. A named one
+    runs or raises NotImplementedError with the reason.
     ValueError where the arguments do not fit together.
     """
     call = check_call(
@@ -177,6 +190,8 @@ def dot_product_attention(
         k_positions=k_positions,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
+        key_scale=key_scale,
+        value_scale=value_scale,
         return_lse=return_lse,
     )
     out, lse = _first_that_runs(implementation, call)
@@ -219,6 +234,8 @@ def explain_attention(
     k_positions: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
     return_lse: bool = False,
 ) -> Explanation:
     """Say which implementations `dot_product_attention` would run on these arguments, and why not.
@@ -238,11 +255,41 @@ def explain_attention(
         k_positions=k_positions,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
+        key_scale=key_scale,
+        value_scale=value_scale,
         return_lse=return_lse,
     )
-    reasons = {name: one.refuse(call) for name, one in IMPLEMENTATIONS.items()}
+    reasons = {name: one.refuse(call.dequantised_shapes()) for name, one in IMPLEMENTATIONS.items()}
     chosen = next(name for name in _best_first(call) if reasons[name] is None)
     return Explanation(reasons, chosen)
+
+
+def plan_mask(
+    query: jax.Array | jax.ShapeDtypeStruct,
+    key: jax.Array | jax.ShapeDtypeStruct,
+    value: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    mask: Mask | None,
+    implementation: str | Sequence[str] | None = None,
+    **options: Any,
+) -> Mask | PlannedMask | None:
+    """Return a mask for many calls of `dot_product_attention`, with what they can share.
+
+    Layers of a model have one mask and the same positions. In a `lax.scan` or under
+    `jax.checkpoint` XLA would make the lists of tiles of a fused kernel again for each layer. The
+    calls have the same `options`, arguments of `dot_product_attention`. The mask itself comes back
+    where there is nothing to share, and where axes of a mesh are explicit.
+    """
+    call = check_call(query, key, value, mask=mask, **options)
+    leaves = jax.tree.leaves((call.mask, call.q_positions, call.k_positions))
+    if any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
+        return mask
+    for name in _candidates(implementation, call):
+        one = IMPLEMENTATIONS[name]
+        if one.refuse(call) is None:
+            plan = one.plan(call)
+            return mask if mask is None or plan is None else PlannedMask(mask, plan)
+    return mask
 
 
 def dot_product_attention_weights(
@@ -333,9 +380,10 @@ def _first_that_runs(
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, T, N]
     """Return what the first implementation computes that does not refuse the call."""
     refused, same = [], dataclasses.replace(call, return_lse=False)
+    shapes = call.dequantised_shapes()
     for name in _candidates(implementation, call):
         one = IMPLEMENTATIONS[name]
-        reason = one.refuse(call)
+        reason = one.refuse(shapes)
         if reason is None:
             try:  # with lse or without it, the program is the same one
                 return _run(one, one.environment(), same)

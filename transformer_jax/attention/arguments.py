@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformer_jax.attention.dropout import head_words, key_words
 from transformer_jax.attention.masks import Mask, check_mask
 from transformer_jax.checks import as_int32, check_finite, check_key
 from transformer_jax.kernels.contract import Refused as Refused
+from transformer_jax.kernels.contract import dequantise
 from transformer_jax.pytree import register
 from transformer_jax.sharding import by_compiler, split
 
@@ -25,7 +26,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 @register(
     arrays=(
         "query", "key", "value", "mask", "bias", "sinks", "scale_array", "q_positions",
-        "k_positions", "dropout_key", "dropout_words",
+        "k_positions", "dropout_key", "dropout_words", "key_scale", "value_scale", "plan",
     ),
     static=("scale", "softcap", "dropout_rate", "return_lse"),
 )  # fmt: skip
@@ -48,6 +49,9 @@ class AttentionCall:
     dropout_key: jax.Array | None = None  # None where the rate is 0
     dropout_words: jax.Array | None = None  # u32[2, B, N]: the key's hash, by who computes in tiles
     return_lse: bool = False
+    key_scale: jax.Array | None = None  # f32[B, S, K] where key is int8
+    value_scale: jax.Array | None = None  # f32[B, S, K] where value is int8
+    plan: Any = None  # of `Implementation.plan`, for calls like this one
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -65,12 +69,44 @@ class AttentionCall:
         T, S = self.query.shape[1] if T is None else T, self.key.shape[1] if S is None else S
         return _two_axes(self.q_positions, T), _two_axes(self.k_positions, S)
 
+    def dequantised(self) -> AttentionCall:
+        """Return the call with keys and values in the query's dtype."""
+        return self._with_wide(dequantise)
+
+    def dequantised_shapes(self) -> AttentionCall:
+        """Return the call with the shapes of such keys and values, for questions about it."""
+        return self._with_wide(lambda x, _, dtype: jax.ShapeDtypeStruct(x.shape, dtype))
+
+    def _with_wide(self, widen: Callable[[Any, Any, Any], Any]) -> AttentionCall:
+        if self.key_scale is None:
+            return self
+        dtype = self.query.dtype
+        key, value = (
+            widen(self.key, self.key_scale, dtype),
+            widen(self.value, self.value_scale, dtype),
+        )
+        return dataclasses.replace(self, key=key, value=value, key_scale=None, value_scale=None)
+
     def head_words(self) -> jax.Array | None:  # u32[2, B, N]
         """Return the hash of the dropout key and of each batch row and head."""
         if self.dropout_key is None:
             return None
         B, _, N, _ = self.query.shape
         return jnp.stack(head_words(key_words(self.dropout_key), B, N))
+
+
+@register(arrays=("mask", "plan"))
+@dataclass(frozen=True)
+class PlannedMask:
+    """Carry a mask and what an implementation has made of it and of positions, for many calls.
+
+    It takes the place of the mask in calls with the same positions, whose values nobody compares.
+    Where a call has other sizes, positions where these had none, or another implementation, its own
+    plan is made.
+    """
+
+    mask: Mask
+    plan: Any
 
 
 class Implementation:
@@ -84,12 +120,27 @@ class Implementation:
         """Return the output [B, T, N, Hv], and lse f32[B, T, N] unless it refuses `return_lse`."""
         raise NotImplementedError
 
+    def plan(self, call: AttentionCall) -> Any:
+        """Return what calls with this mask, these positions and sizes share, as a pytree, or None.
+
+        It depends on no value of a query, key or value. `attend` finds it as `call.plan`.
+        """
+        return None
+
     def environment(self) -> Hashable:
         """Return what a compiled call depends on besides the call; hashable."""
         return None
 
+    def reads_int8(self, call: AttentionCall) -> bool:
+        """Say whether int8 keys and values are read as they are, not as dequantised ones."""
+        return False
+
     def __call__(self, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
         """Return `attend(call)`, which on a mesh of explicit axes the compiler splits."""
+        if not self.reads_int8(call):
+            call = call.dequantised()
+        if type(self).plan is Implementation.plan:
+            call = dataclasses.replace(call, plan=None)
         if call.mask is not None:  # arrays that a predicate reads become arguments of what is split
             call = dataclasses.replace(call, mask=call.mask.closed())
         return by_compiler(self.attend, [call], split(call.query, slice(3)))
@@ -110,6 +161,8 @@ def check_call(
     dropout_rate: Any = 0.0,
     dropout_key: Any = None,
     return_lse: bool = False,
+    key_scale: Any = None,
+    value_scale: Any = None,
 ) -> AttentionCall:
     """Return the arguments of `dot_product_attention` as a value; ValueError where they are wrong.
 
@@ -117,11 +170,14 @@ def check_call(
     """
     q_positions = as_int32("q_positions", q_positions)
     k_positions = as_int32("k_positions", k_positions)
-    query, key, value, sinks, q_positions, k_positions = map(
-        _array, (query, key, value, sinks, q_positions, k_positions)
+    query, key, value, sinks, q_positions, k_positions, key_scale, value_scale = map(
+        _array, (query, key, value, sinks, q_positions, k_positions, key_scale, value_scale)
     )
-    _check_inputs(query, key, value)
+    _check_inputs(query, key, value, key_scale, value_scale)
     (B, T, N, _), S = query.shape, key.shape[1]
+    plan = None
+    if isinstance(mask, PlannedMask):
+        mask, plan = mask.mask, mask.plan
     check_mask(mask, B, N)
     bias = _check_bias(bias, (B, N, T, S), q_positions, k_positions)
     if sinks is not None and (sinks.shape != (N,) or not _floating(sinks)):
@@ -145,6 +201,9 @@ def check_call(
         dropout_rate=float(dropout_rate),
         dropout_key=dropout_key if dropout_rate > 0 else None,
         return_lse=return_lse,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        plan=plan,
     )
 
 
@@ -164,16 +223,20 @@ def _check_numbers(scale: Any, softcap: Any, dropout_rate: Any, dropout_key: Any
         check_key("dropout_key", dropout_key)
 
 
-def _check_inputs(query: Any, key: Any, value: Any) -> None:
+def _check_inputs(query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any) -> None:
     given = {"query": query, "key": key, "value": value}
     shapes = ", ".join(f"{name} {x.shape}" for name, x in given.items())
     for name, x in given.items():
         if x.ndim != 4:
             raise ValueError(f"{shapes}: {name} must be [batch, length, heads, width]")
     dtypes = {name: str(x.dtype) for name, x in given.items()}
+    if key_scale is not None or value_scale is not None:
+        _check_scales(key, value, key_scale, value_scale)
+        dtypes = {"query": dtypes["query"]}
     if len(set(dtypes.values())) > 1 or dtypes["query"] not in DTYPES:
         named = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise ValueError(f"{named}: must be one dtype of {', '.join(DTYPES)}")
+        scales = "; int8 comes with key_scale and value_scale" * ("int8" in dtypes.values())
+        raise ValueError(f"{named}: must be one dtype of {', '.join(DTYPES)}{scales}")
     (B, _, N, H), (keys_B, _, K, keys_H) = query.shape, key.shape
     if B != keys_B:
         raise ValueError(f"{shapes}: query has {B} batch rows, key {keys_B}")
@@ -185,6 +248,18 @@ def _check_inputs(query: Any, key: Any, value: Any) -> None:
         raise ValueError(
             f"{shapes}: query has {N} heads, key {K}: key heads must divide query heads"
         )
+
+
+def _check_scales(key: Any, value: Any, key_scale: Any, value_scale: Any) -> None:
+    for name, x, scale in (("key", key, key_scale), ("value", value, value_scale)):
+        if scale is None or x.dtype != jnp.int8:
+            given = None if scale is None else scale.dtype
+            raise ValueError(
+                f"{name} is {x.dtype}, {name}_scale {given}: scales of both go with int8 of both"
+            )
+        if scale.shape != x.shape[:3] or scale.dtype != jnp.float32:
+            shape = f"{scale.dtype}{scale.shape}"
+            raise ValueError(f"{name}_scale is {shape}: must be float32{x.shape[:3]}, of each row")
 
 
 def _check_positions(name: str, positions: Any, B: int, length: int) -> None:

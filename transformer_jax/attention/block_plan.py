@@ -41,6 +41,17 @@ class BlockPlan:
             classes = pad(pad(jnp.asarray(self.classes), 2, rows, SKIPPED), 3, columns, SKIPPED)
             return BlockPlan(classes, self.block_q, self.block_k)
 
+    def of_first_queries(self, group: int) -> BlockPlan:
+        """Return the plan of the first query tile; query heads that read one key head share it."""
+        with at_once(self.classes):
+            first = jnp.asarray(self.classes)[:, :, :1]
+            if first.shape[1] > 1:
+                heads = first.reshape(first.shape[0], -1, group, *first.shape[2:])
+                low, high = (f(axis=2, keepdims=True) for f in (heads.min, heads.max))
+                shared = jnp.where(low == high, low, PARTIAL).astype(first.dtype)
+                first = jnp.broadcast_to(shared, heads.shape).reshape(first.shape)
+            return BlockPlan(first, self.block_q, self.block_k)
+
     def key_tiles(self) -> TileLists:
         """List the key tiles that each query tile visits: order [.., nQ, nK], full ones first."""
         return lists_of(self.classes)

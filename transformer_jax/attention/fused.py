@@ -18,12 +18,44 @@ from transformer_jax.attention.blockwise.core import scaled
 from transformer_jax.attention.mask_vectors import MATRICES, Comparison, MaskVectors
 from transformer_jax.attention.masks import Everything, Mask
 from transformer_jax.kernels import Target, platform, target
-from transformer_jax.kernels.chips import Kind, kinds
+from transformer_jax.kernels.chips import Kind, hopper_processors, kinds
 from transformer_jax.kernels.chips import blocks as blocks_of
-from transformer_jax.kernels.contract import Blocks, Operands, Problem, Refused
+from transformer_jax.kernels.contract import (
+    Blocks,
+    Operands,
+    Problem,
+    Refused,
+    TileLists,
+    Vectors,
+)
 from transformer_jax.kernels.gradient import ListsByKernel, attend
+from transformer_jax.pytree import register
 from transformer_jax.sharding import vary
 from transformer_jax.tracing import at_once
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Say how the arrays of a call are cut up; hashable."""
+
+    where: Target  # with the tile sizes of every kernel of the call
+    lengths: tuple[int, int]  # T, S
+    positioned: tuple[bool, bool]  # whether positions of queries, and of keys, are given
+    padded: tuple[int, int]
+    group: int  # query heads of a key head
+
+
+@register(arrays=("q_vectors", "k_vectors", "pairs", "lists"), static=("visible", "tiling"))
+@dataclass(frozen=True)
+class FusedPlan:
+    """Hold what the kernels read of a mask and of positions, whatever queries and keys are."""
+
+    q_vectors: Vectors
+    k_vectors: Vectors
+    pairs: jax.Array | None
+    lists: ListsByKernel
+    visible: Comparison | None  # what compares the vectors; None where every pair is seen
+    tiling: Tiling
 
 
 @dataclass(frozen=True)
@@ -65,24 +97,49 @@ class Pallas(Implementation):
             reason = where.module.refuse(problem, query, key, value)
         return reason or _refuse_lists(call, where)
 
-    def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-        """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
+    def reads_int8(self, call: AttentionCall) -> bool:
+        """Say whether the kernel for few queries takes a call, and reads int8."""
         where = self.environment()
         assert isinstance(where, Target)
-        _, T, _, S = call.sizes
+        return where.module.INT8 and _has_few_queries(call, where)
+
+    def plan(self, call: AttentionCall) -> FusedPlan | None:
+        """Return the lists of tiles and the vectors; None where all of them are constants."""
+        if 0 in (*call.query.shape, *call.key.shape, *call.value.shape):
+            return None
+        if not jax.tree.leaves((call.mask, call.q_positions, call.k_positions)):
+            return None
+        return _plan(call, self._tiling(call))
+
+    def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
+        """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
+        tiling, plan = self._tiling(call), call.plan
+        if not isinstance(plan, FusedPlan) or plan.tiling != tiling:
+            plan = _plan(call, tiling)
+        problem = _problem(call, plan.visible, tiling.where, self.single_pass)
+        out, lse = attend(problem, tiling.where, *vary((_operands(call, plan), plan.lists)))
+        return out[:, : call.sizes[1]], jnp.moveaxis(lse[:, :, : call.sizes[1]], 1, 2)
+
+    def _tiling(self, call: AttentionCall) -> Tiling:
+        """Return the tile sizes of a call, and its lengths in whole tiles."""
+        where = self.environment()
+        assert isinstance(where, Target)
+        _, T, N, S = call.sizes
         H, Hv, width = call.query.shape[3], call.value.shape[3], call.query.dtype.itemsize
         blocks = {
-            kind: blocks_of(where, kind, H, Hv, width, T, S) for kind in kinds(self.single_pass)
+            kind: blocks_of(where, kind, H, Hv, width, T, S, call.key.shape[2])
+            for kind in kinds(
+                self.single_pass, _has_few_queries(call, where), _sums_fit(where, S, H, Hv)
+            )
         }
         padded_T, padded_S = T, S
         if self.pads:
-            padded_T = _round_up(T, math.lcm(*(b.q for b in blocks.values())))
+            tiles = [b.q for kind, b in blocks.items() if kind != "decode"]
+            padded_T = _round_up(T, math.lcm(*tiles))
             padded_S = _round_up(S, math.lcm(*(b.k for b in blocks.values())))
-        operands, lists, visible = _inputs(call, blocks, (padded_T, padded_S))
-        problem = _problem(call, visible, where, self.single_pass)
         where = dataclasses.replace(where, blocks=tuple(blocks.items()))
-        out, lse = attend(problem, where, *vary((operands, lists)))
-        return out[:, :T], jnp.moveaxis(lse[:, :, :T], 1, 2)
+        positioned = call.q_positions is not None, call.k_positions is not None
+        return Tiling(where, (T, S), positioned, (padded_T, padded_S), N // call.key.shape[2])
 
 
 @dataclass(frozen=True)
@@ -154,6 +211,26 @@ def _is_evaluated(bias: Any) -> bool:
     return bias is not None and not hasattr(bias, "shape") and not isinstance(bias, ALiBi)
 
 
+def _has_few_queries(call: AttentionCall, where: Target) -> bool:
+    """Say whether the kernel for few queries takes a call that nobody differentiates.
+
+    It does not where its list, of the tiles of all batch rows, is too long for where that is kept.
+    """
+    (B, T, N, S), (K, H) = call.sizes, call.key.shape[2:]
+    if T * N // K > where.module.DECODE_ROWS or call.dropout_rate > 0:
+        return False
+    most, Hv = where.module.LIST_BYTES, call.value.shape[3]
+    if most is None:
+        return True
+    tiles = blocks_of(where, "decode", H, Hv, call.query.dtype.itemsize, T, S, K)
+    return 4 * B * -(-S // tiles.k) <= most
+
+
+def _sums_fit(where: Target, S: int, H: int, Hv: int) -> bool:
+    """Say whether one deterministic backward kernel is taken, whose sums fit fast memory."""
+    return hasattr(where.module, "sums_fit") and where.module.sums_fit(S, H, Hv)
+
+
 def refuse_mask(mask: Mask) -> str | None:
     """Return why a kernel cannot evaluate a mask, or None."""
     if mask.num_matrices > MATRICES:
@@ -170,9 +247,9 @@ def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
     batch, heads = (1, 1) if call.mask is None else call.mask.lead
     places = call.q_positions, call.k_positions
     leads = [batch, *(p.shape[0] for p in places if p is not None and len(p.shape) == 2)]
-    sizes = call.query.shape[3], call.value.shape[3], call.query.dtype.itemsize, T, S
-    for kind in kinds(nondeterministic=False):
-        b = blocks_of(where, kind, *sizes)
+    H, Hv, K = call.query.shape[3], call.value.shape[3], call.key.shape[2]
+    for kind in kinds(nondeterministic=False, by_rows=_sums_fit(where, S, H, Hv)):
+        b = blocks_of(where, kind, H, Hv, call.query.dtype.itemsize, T, S, K)
         rows, columns = -(-T // b.q), -(-S // b.k)
         dense = kind == "bias" and isinstance(call.bias, jax.Array | jax.ShapeDtypeStruct)
         if kind == "bias" and not dense:
@@ -185,14 +262,10 @@ def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
     return None
 
 
-def _inputs(
-    call: AttentionCall, blocks: dict[Kind, Blocks], padded: tuple[int, int]
-) -> tuple[Operands, ListsByKernel, Comparison | None]:
-    """Return padded arrays, the tiles that each kernel visits, and what compares the vectors.
-
-    None compares where every pair is seen.
-    """
-    padded_T, padded_S = padded
+def _plan(call: AttentionCall, tiling: Tiling) -> FusedPlan:
+    """Return padded vectors, and the tiles that each kernel visits."""
+    padded_T, padded_S = tiling.padded
+    blocks = dict(tiling.where.blocks)
     mask = Everything() if call.mask is None else call.mask
     with at_once(mask, call.q_positions, call.k_positions):
         at = call.positions()
@@ -203,27 +276,44 @@ def _inputs(
         pairs = vectors.pairs()
         if pairs is not None:
             pairs = pad(pad(pairs, 2, padded_T, 0), 3, padded_S, 0)
-        plans = _plans(mask, *at, tuple(blocks.values()), padded)
-    by_key = "dkdv", "single_pass"
+        plans = _plans(mask, *at, tuple(blocks.values()), tiling.padded)
     lists = {
-        kind: plan.query_tiles() if kind in by_key else plan.key_tiles()
-        for kind, plan in zip(blocks, plans, strict=True)
+        kind: _lists(kind, plan, tiling.group) for kind, plan in zip(blocks, plans, strict=True)
     }
+    if hasattr(tiling.where.module, "prepare"):
+        lists = {kind: tiling.where.module.prepare(found) for kind, found in lists.items()}
+    everywhere = mask.sees_everything and call.k_positions is None and call.sizes[3] == padded_S
+    visible = None if everywhere else vectors.visible
+    return FusedPlan(q_vectors, k_vectors, pairs, lists, visible, tiling)
+
+
+def _operands(call: AttentionCall, plan: FusedPlan) -> Operands:
+    """Return padded arrays."""
+    padded_T, padded_S = plan.tiling.padded
     slopes, bias = _biases(call, padded_T, padded_S)
-    operands = Operands(
+    keys_values = call.key, call.value
+    if "decode" not in plan.lists:  # which reads past the end, where copies are zeros
+        keys_values = pad(call.key, 1, padded_S, 0), pad(call.value, 1, padded_S, 0)
+    return Operands(
         pad(call.query, 1, padded_T, 0),
-        pad(call.key, 1, padded_S, 0),
-        pad(call.value, 1, padded_S, 0),
-        q_vectors,
-        k_vectors,
-        pairs,
+        *keys_values,
+        plan.q_vectors,
+        plan.k_vectors,
+        plan.pairs,
         bias,
         slopes,
         None if call.sinks is None else call.sinks.astype(jnp.float32)[None],
         call.head_words(),
+        call.key_scale,
+        call.value_scale,
     )
-    everywhere = mask.sees_everything and call.k_positions is None and call.sizes[3] == padded_S
-    return operands, lists, None if everywhere else vectors.visible
+
+
+def _lists(kind: Kind, plan: BlockPlan, group: int) -> TileLists:
+    """Return the tiles that a kernel visits."""
+    if kind == "decode":
+        return plan.of_first_queries(group).key_tiles()
+    return plan.query_tiles() if kind in ("dkdv", "single_pass") else plan.key_tiles()
 
 
 @partial(jax.jit, static_argnums=(3, 4))  # at once, each step would be a program of its own
@@ -268,8 +358,16 @@ def _biases(
 
 def _problem(call: AttentionCall, visible: Any, where: Target, nondeterministic: bool) -> Problem:
     scale = 1 / math.sqrt(call.query.shape[3]) if call.scale is None else call.scale
-    fields = call.softcap, call.dropout_rate, visible
-    return Problem(scale, *fields, nondeterministic=nondeterministic, interpret=where.interpret)
+    return Problem(
+        scale,
+        softcap=call.softcap,
+        dropout_rate=call.dropout_rate,
+        visible=visible,
+        detect_nonfinite=not where.assume_finite,
+        nondeterministic=nondeterministic,
+        interpret=where.interpret,
+        processors=hopper_processors(where) if where.backend == "hopper" else None,
+    )
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -25,7 +25,7 @@ _GRIDS = {
 }  # fmt: skip
 """The shapes of slices by how many chips they have; v5e and v6e are flat, v5p is not."""
 
-_H200 = """
+H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -82,7 +82,7 @@ class Hardware:
                 raise _missing(self.name, "pip install libtpu", error) from None
         try:
             found = topologies.get_topology_desc(
-                "", platform="cuda", target_config=_H200, topology=f"1x1x{self.count}"
+                "", platform="cuda", target_config=H200, topology=f"1x1x{self.count}"
             )
             return list(found.devices)
         except Exception as error:

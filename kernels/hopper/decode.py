@@ -1,0 +1,371 @@
+"""Compute attention of few queries over many keys: the decode kernel, split over the keys.
+
+The queries of all heads that read one key head, R = T N / K of them, are the rows of one tile. So
+each key and value is read once, as it lies in a cache [B, S, K, H], and only tiles that the lists
+name are read: the cost follows the filled length. An item is a batch row, a key head and a part of
+its list; two warpgroups share each tile of keys. Every one writes its own sums, which `merged`
+adds up in a fixed order (Flash-Decoding, Dao et al. 2023), in base 2:
+
+    m = max_p m_p        l = sum_p 2^(m_p - m) l_p        out = sum_p 2^(m_p - m) acc_p / l
+
+The rule on what is not finite is kept in the kernel itself. A key that is not finite, or whose
+value is not, gets the score NaN before the mask is applied: in rows that see it l is NaN, in others
+its weight is 0 as that of any hidden key. Its value is made 0 in shared memory, as 0 NaN is NaN.
+
+Keys and values of int8 are copied as they are, half the bytes. The same look at them multiplies
+with their scales, rounds to the query's dtype, and writes what wgmma reads to another tile: so the
+result has the bits of attention to dequantised keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from transformer_jax.kernels.contract import (
+    LOWEST,
+    Blocks,
+    Operands,
+    Problem,
+    TileLists,
+    result,
+    vary,
+)
+from transformer_jax.kernels.hopper.decode_rows import (
+    columns_at_once,
+    for_copies,
+    merged,
+    swizzle,
+)
+from transformer_jax.kernels.hopper.memory import (
+    COLUMN,
+    ROW,
+    ROWS,
+    WGMMA,
+    Ref,
+    across,
+    at,
+    f32,
+    filled,
+    load,
+    load_along,
+    opaque,
+    slot_of,
+    swizzle_of,
+    tile_slots,
+)
+from transformer_jax.kernels.hopper.producer import wait_from
+from transformer_jax.kernels.hopper.products import add_products, product
+from transformer_jax.kernels.hopper.schedule import (
+    each_item,
+    each_tile,
+    item_index,
+    key_parts,
+    launch,
+    most_programs,
+    specialise,
+)
+from transformer_jax.kernels.hopper.scores import (
+    TilePosition,
+    TileVectors,
+    score_unit,
+    scores,
+)
+from transformer_jax.kernels.query_rows import packed_rows
+
+QUERY_SLOTS = 2  # the next item's queries are copied while this one's are in use
+
+
+def decode(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
+
+    There is one row of query tiles, and the lists of the heads that read one key head are the same.
+    Keys and values may end within a tile: what a copy finds after the end are zeros.
+    """
+    operands = for_copies(operands, lists.order.shape[3] * blocks.k)
+    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    dtype, like = operands.query.dtype, operands.query
+    consumers, wide = blocks.k // ROWS, {}
+    if operands.k_scale is not None:  # two tiles of int8 take the room of one
+        if blocks.stages < 2:
+            raise ValueError(f"stages is {blocks.stages}: int8 needs at least 2, one for its tiles")
+        wide = dict(
+            k_wide=tile_slots(consumers, ROWS, H, dtype),
+            v_wide=tile_slots(consumers, ROWS, Hv, dtype),
+        )
+        blocks = dataclasses.replace(blocks, stages=2 * (blocks.stages - 1))
+    parts = key_parts(B * K, -(-S // blocks.k), most_programs(problem))
+    sums, slots = B * K * parts * consumers, blocks.stages * consumers
+    packed = packed_rows(operands, ROWS)._replace(sinks=None)
+    if lists.order.shape[1] > 1:
+        lists = TileLists(*(x[:, :: N // K] for x in lists[:3]))
+    vectors = TileVectors(problem, packed, ROW)
+    rows = -(-T * N // K // 8) * 8  # which a copy takes together
+    width = columns_at_once(Hv)
+    acc, row_max, total = launch(
+        problem,
+        functools.partial(_decode, problem, blocks, parts),
+        consumers,
+        B * K * parts,
+        out_type=(
+            result((sums, rows, Hv), f32, like),
+            result((sums, ROWS), f32, like),
+            result((sums, ROWS), f32, like),
+        ),
+        scratch_types=dict(
+            q_tile=tile_slots(QUERY_SLOTS, ROWS, H, dtype),
+            k_tile=tile_slots(slots, ROWS, H, operands.key.dtype, swizzle(operands.key)),
+            v_tile=tile_slots(slots, ROWS, Hv, operands.value.dtype, swizzle(operands.value)),
+            acc_tile=tile_slots(consumers, ROWS, width, f32, swizzle_of(4, width, Hv)),
+            nonfinite=plgpu.SMEM((consumers, ROWS), f32),
+            q_full=plgpu.Barrier(num_barriers=QUERY_SLOTS),
+            q_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=QUERY_SLOTS),
+            full=plgpu.Barrier(num_arrivals=2 + len(vectors.copied), num_barriers=slots),
+            empty=plgpu.Barrier(num_barriers=slots),
+            **vectors.slots(slots, ROWS),
+            **wide,
+        ),
+    )(lists, packed)
+    sums = vary((acc, row_max, total), like=operands)
+    by_part = [x.reshape(B, K, parts * consumers, *x.shape[1:]) for x in sums]
+    return merged(operands, *by_part)
+
+
+def _decode(
+    problem: Problem, blocks: Blocks, parts: int, lists: TileLists, operands: Operands,
+    acc_out: Ref, row_max_out: Ref, total_out: Ref, **memory: Ref,
+) -> None:  # fmt: skip
+    """Run one warpgroup of a program; operands and lists are references to memory."""
+    slots = _Slots(**memory)
+    vectors = TileVectors(problem, operands, ROW)
+    B, _, K, _ = operands.key.shape
+    items = B * K * parts
+
+    def produce() -> None:
+        slots.produce(blocks, parts, items, lists, operands, vectors)
+
+    def consume(w: jax.Array) -> None:
+        results = acc_out, row_max_out, total_out
+        consumer = _Consumer(problem, blocks, parts, lists, operands, vectors, slots, results, w)
+        each_item(items, consumer.attend, (jnp.int32(0), jnp.int32(0)))
+
+    specialise(blocks.k // ROWS, produce, consume)
+
+
+def part_of(seen: jax.Array, part: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
+    """Return which tiles of a list are a part's: from the first to before the second number."""
+    return part * seen // parts, (part + 1) * seen // parts
+
+
+class _Slots(NamedTuple):
+    """Hold the shared memory; every consumer has a ring of slots of its own, of 64 keys each."""
+
+    q_tile: Ref  # [QUERY_SLOTS, ROWS, H]
+    k_tile: Ref  # [stages * consumers, ROWS, H]
+    v_tile: Ref  # [stages * consumers, ROWS, Hv]
+    acc_tile: Ref  # f32[consumers, ROWS, some columns of Hv], through which acc leaves
+    nonfinite: Ref  # f32[consumers, ROWS]: NaN for a key that is not finite, else 0
+    q_full: Ref
+    q_empty: Ref
+    full: Ref
+    empty: Ref
+    columns: Ref = None  # i32[stages * consumers * copied vectors, ROWS]
+    k_wide: Ref = None  # [consumers, ROWS, H] of the query's dtype, where keys are int8
+    v_wide: Ref = None  # [consumers, ROWS, Hv]
+
+    def produce(
+        self, blocks: Blocks, parts: int, items: int, lists: TileLists, operands: Operands,
+        vectors: TileVectors,
+    ) -> None:  # fmt: skip
+        """Copy for every item its queries, and the keys and values of its part of the list."""
+        K, consumers = operands.key.shape[2], blocks.k // ROWS
+
+        def copy_item(item: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            b, head, part = item_index(item, K, parts)
+            done, step = carry
+            slot = slot_of(done, QUERY_SLOTS)
+            wait_from(QUERY_SLOTS, done, self.q_empty.at[slot])
+            q = operands.query.at[b, pl.ds(0, ROWS), head]
+            plgpu.copy_gmem_to_smem(q, self.q_tile.at[slot], self.q_full.at[slot])
+            first, end = part_of(at(lists.seen, b, head, 0)[...], part, parts)
+
+            def copy_keys(j: Any, step: Any) -> Any:
+                k0 = at(lists.order, b, head, 0, first + j)[...] * blocks.k
+                for w in range(consumers):
+                    slot = slot_of(step, blocks.stages) * consumers + w
+                    wait_from(blocks.stages, step, self.empty.at[slot])
+                    keys = b, pl.ds(k0 + w * ROWS, ROWS), head
+                    for source, tile in (operands.key, self.k_tile), (operands.value, self.v_tile):
+                        plgpu.copy_gmem_to_smem(source.at[keys], tile.at[slot], self.full.at[slot])
+                    vectors.copy(self.columns, slot, self.full.at[slot], b, k0 + w * ROWS)
+                return step + 1
+
+            return done + 1, lax.fori_loop(0, end - first, copy_keys, step)
+
+        each_item(items, copy_item, (jnp.int32(0), jnp.int32(0)))
+
+
+def _columns(tile: Ref) -> list[Ref]:
+    """Return some columns of a tile at a time, which take few registers."""
+    width = columns_at_once(tile.shape[1])
+    return [tile.at[:, pl.ds(first, width)] for first in range(0, tile.shape[1], width)]
+
+
+class _Rows(NamedTuple):
+    """Say which queries and which part of their list a consumer holds."""
+
+    b: jax.Array
+    head: jax.Array  # of the keys
+    first: jax.Array  # tile of the list
+    slot: jax.Array
+    vectors: tuple[jax.Array | None, ...]
+    slopes: jax.Array | None
+
+
+class _Sums(NamedTuple):
+    """Carry what a consumer has summed over its keys."""
+
+    acc: jax.Array  # [ROWS, Hv]
+    row_max: jax.Array  # [ROWS], in base 2
+    total: jax.Array  # [ROWS]
+    step: jax.Array
+    scales: tuple[jax.Array, ...] = ()  # f32[ROWS] of keys and of values of the next tile
+
+
+@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+class _Consumer:
+    """Sum over 64 keys of each tile, by one warpgroup."""
+
+    problem: Problem
+    blocks: Blocks
+    parts: int
+    lists: TileLists
+    operands: Operands
+    vectors: TileVectors
+    slots: _Slots
+    results: tuple[Ref, Ref, Ref]
+    w: jax.Array
+
+    def attend(self, item: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Compute an item."""
+        (_, _, K, Hv), (done, step) = self.operands.value.shape, carry
+        b, head, part = item_index(item, K, self.parts)
+        full, seen = at(self.lists.full, b, head, 0)[...], at(self.lists.seen, b, head, 0)[...]
+        first, end = part_of(seen, part, self.parts)
+        slopes = self.operands.slopes
+        if slopes is not None:
+            slopes = load(at(slopes, b, head, pl.ds(0, ROWS)), WGMMA.reduce(1))
+        slot = slot_of(done, QUERY_SLOTS)
+        rows = _Rows(b, head, first, slot, self.vectors.of_rows(b, 0), slopes)
+        sums = _Sums(filled((ROWS, Hv), 0), filled((ROWS,), LOWEST), filled((ROWS,), 0), step)
+        sums = sums._replace(scales=self.scales(rows, 0))
+
+        plgpu.barrier_wait(self.slots.q_full.at[slot])
+        ahead = jnp.minimum(jnp.maximum(full - first, 0), end - first)
+        sums = each_tile(ahead, end - first, functools.partial(self.tile, rows), sums)
+        plgpu.barrier_arrive(self.slots.q_empty.at[slot])
+        self.write(item, sums)
+        return done + 1, sums.step
+
+    def tile(self, rows: _Rows, j: jax.Array, sums: _Sums, partial: bool) -> _Sums:
+        """Add 64 keys of a tile."""
+        problem, slots, w = self.problem, self.slots, self.w
+        acc, row_max, total, step, scales = sums
+        consumers = self.blocks.k // ROWS
+        slot = slot_of(step, self.blocks.stages) * consumers + w
+        k0 = self.first_key(rows, j)
+        beside = self.vectors.of_columns(slots.columns, slot, rows.b, k0, ROWS)
+        where = TilePosition(rows.b, rows.head, 0, k0, rows.vectors, beside, rows.slopes)
+
+        coming = self.scales(rows, j + 1)  # which takes as long as to reach memory
+        plgpu.barrier_wait(slots.full.at[slot])
+        k, v = slots.k_tile.at[slot], slots.v_tile.at[slot]
+        if scales:
+            k, v = self.widen(k, v, *scales)
+        else:
+            self.take_nonfinite(k, v)
+        raw = product(slots.q_tile.at[opaque(rows.slot)], k.transpose((1, 0)))
+        raw = raw + load_along(slots.nonfinite.at[w], raw.shape, COLUMN)
+        s, _ = scores(problem, self.operands, raw, where, ROW, partial)
+        unit = score_unit(problem, self.operands)
+        grown = jnp.maximum(row_max, s.max(axis=1) * unit)
+        shrink = jnp.exp2(row_max - grown)
+        p = jnp.exp2(s * unit - across(grown, s))
+        total = total * shrink + p.sum(axis=1)
+        p = p.astype(v.dtype)
+        [acc] = add_products(problem, (acc * across(shrink, acc), p, v))
+        self.vectors.release(slots.empty.at[slot], partial)
+        return _Sums(acc, grown, total, step + 1, coming)
+
+    def first_key(self, rows: _Rows, j: Any) -> jax.Array:
+        """Return the first of this consumer's keys in a tile of the part."""
+        tile = at(self.lists.order, rows.b, rows.head, 0, rows.first + j)[...]
+        return tile * self.blocks.k + self.w * ROWS
+
+    def scales(self, rows: _Rows, j: Any) -> tuple[jax.Array, ...]:
+        """Load the scales of keys and values of a tile, or of any one after the list's end."""
+        if self.operands.k_scale is None:
+            return ()
+        j = jnp.minimum(j, self.lists.order.shape[3] - 1 - rows.first)
+        keys = rows.b, pl.ds(self.first_key(rows, j), ROWS), rows.head
+        both: tuple[Ref, Ref] = self.operands.k_scale, self.operands.v_scale
+        return tuple(load(scale.at[keys], WGMMA.reduce(1)) for scale in both)
+
+    def widen(self, k: Ref, v: Ref, k_scale: jax.Array, v_scale: jax.Array) -> tuple[Ref, Ref]:
+        """Write scale * number of a tile of int8, and what `take_nonfinite` does; return both."""
+        wide = self.slots.k_wide.at[self.w], self.slots.v_wide.at[self.w]
+        found = filled((ROWS,), 0)
+        plgpu.commit_smem()  # all warps have read what the last tile left there
+        for tile, scale, target in zip((k, v), (k_scale, v_scale), wide, strict=True):
+            for columns, to in zip(_columns(tile), _columns(target), strict=True):
+                number = load(columns, WGMMA).astype(f32)
+                number = (number * across(scale, number)).astype(target.dtype).astype(f32)
+                found += (number * 0).sum(axis=1)
+                to[...] = jnp.where(number * 0 == 0, number, 0).astype(target.dtype)
+        self.slots.nonfinite[self.w] = found
+        plgpu.commit_smem()
+        return wide
+
+    def take_nonfinite(self, k: Ref, v: Ref) -> None:
+        """Write NaN beside each key that is not finite or whose value is not, and zero its value.
+
+        A number times 0 is 0, or NaN of what is not finite. Values are written back in any case:
+        to ask whether one must be, warps would meet in scratch that both consumers share.
+        """
+        found = filled((ROWS,), 0)
+        for columns in _columns(k):
+            found += (load(columns, WGMMA).astype(f32) * 0).sum(axis=1)
+        for columns in _columns(v):
+            value = load(columns, WGMMA).astype(f32)
+            found += (value * 0).sum(axis=1)
+            columns[...] = jnp.where(value * 0 == 0, value, 0).astype(v.dtype)
+        plgpu.commit_smem()  # all warps have read what the last tile left there
+        self.slots.nonfinite[self.w] = found
+        plgpu.commit_smem()
+
+    def write(self, item: jax.Array, sums: _Sums) -> None:
+        """Write the sums of an item to device memory, some columns at a time."""
+        acc_out, row_max_out, total_out = self.results
+        place = item * (self.blocks.k // ROWS) + self.w
+        row_max_out[place] = sums.row_max
+        total_out[place] = sums.total
+        (_, rows, Hv), (_, _, width) = acc_out.shape, self.slots.acc_tile.shape
+        for column in range(0, Hv, width):
+            # not `slice_in_dim`, whose strides Mosaic GPU lacks
+            some = lax.slice(sums.acc, (0, column), (ROWS, column + width))
+            self.slots.acc_tile[self.w] = some
+            plgpu.commit_smem()
+            staged = self.slots.acc_tile.at[self.w, pl.ds(0, rows)]
+            target = acc_out.at[place, pl.ds(0, rows), pl.ds(column, width)]
+            plgpu.copy_smem_to_gmem(staged, target)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,122 @@
+"""Compute dq, dk and dv in one kernel of five products, each sum in a fixed order.
+
+The grid of a TPU runs in order. So a walk by queries ends each row of dq in turn, while the sums of
+dk and dv, of all keys of one key head, stay in VMEM until all its query heads are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from transformer_jax.kernels.chips import TPU_SUM_BYTES
+from transformer_jax.kernels.contract import (
+    Blocks,
+    Operands,
+    Problem,
+    Saved,
+    TileLists,
+    learns_slopes,
+)
+from transformer_jax.kernels.tpu.backward import QuerySums, clear, factor
+from transformer_jax.kernels.tpu.grid import GridStep, Ref, by_queries_of_key_heads
+from transformer_jax.kernels.tpu.inputs import TileInputs
+from transformer_jax.kernels.tpu.scores import dot, score_gradients
+
+
+def sums_fit(S: int, H: int, Hv: int) -> bool:
+    """Return whether the sums of dk and dv of a key head fit VMEM; a row has whole registers."""
+    lanes = sum(-(-width // 128) * 128 for width in (H, Hv))
+    return S * lanes * 4 <= TPU_SUM_BYTES
+
+
+def backward_single_pass_rows(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
+) -> tuple[jax.Array, ...]:  # [B, T, N, H], [B, S, K, H], [B, S, K, Hv][, f32[B, N, T]]
+    """Return dq, dk, dv, and with learned slopes the rows -sum_j ds_ij |q_i - k_j|."""
+    (B, T, N, H), (_, S, K, _) = operands.query.shape, operands.key.shape
+    Hv, dtype = operands.value.shape[3], operands.query.dtype
+    sloped = learns_slopes(problem, operands)
+
+    def kernel(step: GridStep, x: TileInputs, dq: Ref, dk: Ref, dv: Ref, *refs: Ref) -> None:
+        slope_rows, (acc, dk_sums, dv_sums, dk_tile, dv_tile, dk_copied, dv_copied, *slope_acc) = (
+            refs[:sloped],
+            refs[sloped:],
+        )
+
+        @pl.when(step.begins)
+        def _() -> None:
+            def clear_tile(here: Any) -> None:
+                clear(dk_sums.at[here], dv_sums.at[here])
+
+            _each_tile(S, blocks.k, clear_tile)
+
+        sums = QuerySums(problem, step, x, (dq, slope_rows), (acc, slope_acc))
+        sums.begin()
+
+        def tile(masked: bool, exact: bool) -> None:
+            p, ds, du = score_gradients(problem, x, step, masked, exact)
+            query, do = factor(x.query, exact), factor(x.do, exact)
+            keys = pl.ds(pl.multiple_of(step.j, blocks.k), blocks.k)
+            dv_sums[keys] += dot(p.astype(do.dtype), do, 1, 0)
+            du = du.astype(dtype)
+            dk_sums[keys] += dot(du, query, 1, 0)
+            sums.add(ds, du, exact)
+
+        step.visit(tile, step.met_nonfinite(x))
+        sums.write()
+
+        @pl.when(step.ends)
+        def _() -> None:
+            place = step.b, lax.div(step.n, jnp.int32(N // K))
+
+            def write(here: Any) -> None:
+                dk_tile[...] = (dk_sums[here] * problem.scale).astype(dtype)
+                dv_tile[...] = dv_sums[here].astype(dtype)
+                copies = [
+                    pltpu.make_async_copy(dk_tile, dk.at[*place, here], dk_copied),
+                    pltpu.make_async_copy(dv_tile, dv.at[*place, here], dv_copied),
+                ]
+                for copy in copies:
+                    copy.start()
+                for copy in copies:
+                    copy.wait()
+
+            _each_tile(S, blocks.k, write)
+
+    dq, dk, dv, *slope_rows = by_queries_of_key_heads(
+        "attention_single_pass", kernel, problem, operands, saved, lists, blocks,
+        writes=[
+            ("query", (B, N, T, H), dtype),
+            ("whole", (B, K, S, H), dtype),
+            ("whole", (B, K, S, Hv), dtype),
+            *[("query row", (B, N, 1, T), jnp.float32)] * sloped,
+        ],
+        scratch=[
+            (H, blocks.q),
+            (S, H),
+            (S, Hv),
+            pltpu.VMEM((blocks.k, H), dtype),
+            pltpu.VMEM((blocks.k, Hv), dtype),
+            pltpu.SemaphoreType.DMA,
+            pltpu.SemaphoreType.DMA,
+            *[(1, blocks.q)] * sloped,
+        ],
+    )  # fmt: skip
+    results = (x.swapaxes(1, 2) for x in (dq, dk, dv))
+    return *results, *(rows.reshape(B, N, T) for rows in slope_rows)
+
+
+def _each_tile(length: int, block: int, body: Callable[[Any], None]) -> None:
+    """Run a body for each tile of some rows."""
+
+    def one(j: jax.Array, carry: None) -> None:
+        body(pl.ds(pl.multiple_of(j * block, block), block))
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(length // block), one, None)

@@ -1,0 +1,354 @@
+"""Compute attention of few queries over many keys: the decode kernel.
+
+The queries of all heads that read one key head are the rows of one product, so each key and value
+is read once, as it lies in a cache [B, S, K, H], with all heads of its slot (some, where they are
+many or wide). The grid goes along one list: the tiles that the first batch row visits, then those
+of the second. So what is read follows the filled lengths and not the capacity, and no step is
+without a tile. A core runs its grid in order: the sums of a row stay in fast memory until its last
+tile, and nothing is to be merged.
+
+The scores of a tile are held as [key heads, rows, keys]. Every tile keeps the rule on what is not
+finite (`nonfinite.py`): what a copy finds after the end of keys and values may be anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from transformer_jax.kernels.chips import TPU_FEW_BYTES, TPU_LANES, TPU_VMEM_BYTES
+from transformer_jax.kernels.contract import (
+    LOWEST,
+    Blocks,
+    Operands,
+    Problem,
+    TileLists,
+    result,
+    tile_lists,
+)
+from transformer_jax.kernels.query_rows import packed_rows, unpacked_output, unpacked_sums
+from transformer_jax.kernels.tpu.grid import Ref, classes_of, refuse_long
+from transformer_jax.kernels.tpu.inputs import TileInputs
+from transformer_jax.kernels.tpu.nonfinite import marks_as_row, without_nonfinite
+from transformer_jax.kernels.tpu.scores import dot, power, unit
+from transformer_jax.kernels.tpu.visits import Packing, flatten
+
+SUBLANES = 8  # rows of a register
+PART = 128  # keys that are worked on at once where some value is not finite
+MOST_HEADS = 32  # in a tile: each is a product of its own in the program
+
+
+def decode(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
+
+    There is one row of query tiles. Keys and values may end within a tile.
+    """
+    (B, T, N, _), (_, _, K, Hv) = operands.query.shape, operands.value.shape
+    lists = of_all_heads(lists, B)
+    refuse_long(lists)
+    visits = flatten(lists)
+    R = T * N // K
+    rows = -(-(R + 1) // SUBLANES) * SUBLANES  # the last one is no query
+    x = _laid_out(packed_rows(operands, rows), blocks.k)
+    walk = Walk(visits.packing, blocks.k, *tile_of_heads(operands, blocks.k))
+    specs = walk.specs(x)
+    shapes = (B, K, rows, Hv), (B, K, rows, 1), (B, K, rows, 1)
+    dtypes = operands.query.dtype, jnp.float32, jnp.float32
+    scratch = [(walk.heads, rows, width) for width in (1, 1, Hv)]
+    out, row_max, log_sum = pl.pallas_call(
+        partial(_kernel, problem, walk),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(K // walk.heads, visits.longest),
+            in_specs=[specs],
+            out_specs=[walk.spec("row", shape) for shape in shapes],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        ),
+        out_shape=[
+            result(shape, dtype, operands.query)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=TPU_VMEM_BYTES
+        ),
+        interpret=problem.interpret,
+        name="attention_decode",
+    )(visits.numbers.reshape(-1), x)
+    sums = (unpacked_sums(x[:, :, :R, 0], T) for x in (row_max, log_sum))
+    return unpacked_output(out[:, :, :R], T), *sums
+
+
+def of_all_heads(lists: TileLists, B: int) -> TileLists:
+    """Return the tiles that some head visits, of B batch rows as rows of one list.
+
+    The kernel compares positions in every tile, so it does not matter which of them are full.
+    """
+    if lists.order.shape[1] > 1:
+        lists = tile_lists(classes_of(lists).max(axis=1, keepdims=True))
+
+    def by_row(x: jax.Array) -> jax.Array:  # [B or 1, 1, 1, ..] -> [1, 1, B, ..]
+        return jnp.broadcast_to(x[:, 0, 0], (B, *x.shape[3:]))[None, None]
+
+    return TileLists(*(by_row(x) for x in lists[:3]))
+
+
+def _slots_first(x: jax.Array) -> bool:
+    """Say whether an array [B, S, K, H] lies in that order: else as [B, K, S, H].
+
+    XLA chooses so: it fills a tile of 8 heads by 128 numbers, or one of 4, 2 or 1 heads whose
+    numbers fill 32 bits, and puts other numbers of heads outside.
+    """
+    K = x.shape[2]
+    return K % SUBLANES == 0 or (K in (1, 2, 4) and K * x.dtype.itemsize >= 4)
+
+
+def tile_of_heads(operands: Operands, k: int) -> tuple[int, bool]:
+    """Return how many key heads a tile of k keys has, and whether its slots come first."""
+    K, slots_first = operands.key.shape[2], _slots_first(operands.key)
+    widths = [-(-x.shape[3] // TPU_LANES) * TPU_LANES for x in (operands.key, operands.value)]
+    most = min(MOST_HEADS, TPU_FEW_BYTES // (k * sum(widths) * operands.query.dtype.itemsize))
+    possible = [n for n in range(1, K + 1) if K % n == 0 and n <= most]
+    if slots_first or operands.k_scale is not None:  # whole registers of heads, or all
+        least = SUBLANES if K % SUBLANES == 0 else K
+        possible = [n for n in possible if n % SUBLANES == 0 or n == K] or [least]
+    return max(possible, default=1), slots_first
+
+
+def _laid_out(packed: Operands, k: int) -> TileInputs:
+    """Return the arrays that the kernel reads, with four axes; keys and values as they lie."""
+
+    def long(x: jax.Array) -> jax.Array:  # [B, S, ..]: a tile has at most as many slots
+        short = max(0, k - x.shape[1])
+        return jnp.pad(x, [(0, short * (axis == 1)) for axis in range(x.ndim)]) if short else x
+
+    def keys(x: jax.Array) -> jax.Array:
+        return long(x) if _slots_first(x) else long(x).swapaxes(1, 2)
+
+    def by_head(x: jax.Array | None) -> jax.Array | None:  # [B, S, K], which lies as [B, K, S]
+        return None if x is None else long(x).swapaxes(1, 2)
+
+    def column(x: jax.Array | None) -> jax.Array | None:  # [B or 1, K, rows]
+        return None if x is None else x[..., None]
+
+    nothing = dict.fromkeys(("dropout", "do", "row_max", "log_sum", "D", "nonfinite"))
+    return TileInputs(
+        query=packed.query.swapaxes(1, 2),
+        key=keys(packed.key),
+        value=keys(packed.value),
+        q_vectors=tuple(x[:, None, :, None] for x in packed.q_vectors),
+        k_vectors=tuple(x[:, None, None] for x in packed.k_vectors),
+        pairs=packed.pairs,
+        bias=packed.bias,
+        slopes=column(packed.slopes),
+        sinks=column(packed.sinks),
+        k_scale=by_head(packed.k_scale),
+        v_scale=by_head(packed.v_scale),
+        **nothing,
+    )
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Say which tile each place in the grid works on: group of key heads, visit."""
+
+    packing: Packing
+    k: int
+    heads: int  # key heads of a tile
+    slots_first: bool
+
+    def specs(self, x: TileInputs) -> TileInputs:
+        """Return how Pallas cuts each array into tiles."""
+        keys = "slots" if self.slots_first else "keys"
+        kinds = TileInputs(*["pairs"] * len(TileInputs._fields))
+        kinds = kinds._replace(query="row", key=keys, value=keys, slopes="row", sinks="row")
+        kinds = kinds._replace(k_scale="scales", v_scale="scales")
+        of_kind = zip(kinds, x, strict=True)
+        return TileInputs(
+            *(jax.tree.map(lambda a, kind=kind: self.spec(kind, a.shape), own)
+              for kind, own in of_kind)
+        )  # fmt: skip
+
+    def spec(self, kind: str, shape: tuple[int, ...]) -> pl.BlockSpec:
+        """Return how Pallas cuts an array of a kind into tiles; axes of size 1 are shared."""
+        heads = self.heads if shape[1] > 1 else 1
+        tile = {
+            "row": (heads, *shape[2:]),
+            "slots": (self.k, self.heads, shape[-1]),
+            "keys": (heads, self.k, shape[-1]),
+            "pairs": (heads, shape[2], self.k if shape[-1] > 1 else 1),
+            "scales": (heads, self.k),
+        }[kind]
+
+        def index(group: Any, at: Any, numbers: Ref) -> tuple[Any, ...]:
+            visit = self.packing.unpack(numbers[at])
+            b, j = (visit.row if shape[0] > 1 else 0), visit.column
+            group = group if shape[1] > 1 else 0
+            return {
+                "row": (b, group, 0, 0),
+                "slots": (b, j, group, 0),
+                "keys": (b, group, j, 0),
+                "pairs": (b, group, 0, j if shape[-1] > 1 else 0),
+                "scales": (b, group, j),
+            }[kind]
+
+        return pl.BlockSpec((None, *tile), index)
+
+    def by_head(self, tile: Ref) -> jax.Array:  # [heads, keys, H or Hv]
+        """Return the keys or values of a tile, those of each head side by side."""
+        return jnp.swapaxes(tile[...], 0, 1) if self.slots_first else tile[...]
+
+    def cut(self, x: TileInputs, here: Any) -> TileInputs:
+        """Return the part of a tile that has some of its keys."""
+        keys = (lambda tile: tile.at[here]) if self.slots_first else (lambda tile: tile.at[:, here])
+        pairs = lambda tile: tile.at[:, :, here] if tile.shape[2] > 1 else tile  # noqa: E731
+        return x._replace(
+            key=keys(x.key),
+            value=keys(x.value),
+            k_vectors=tuple(map(pairs, x.k_vectors)),
+            pairs=None if x.pairs is None else pairs(x.pairs),
+            bias=None if x.bias is None else pairs(x.bias),
+        )
+
+
+class _Results(NamedTuple):
+    """Hold the tiles of the results."""
+
+    out: Ref  # [heads, rows, Hv]
+    row_max: Ref  # [heads, rows, 1]
+    log_sum: Ref  # [heads, rows, 1]
+
+
+class _Sums(NamedTuple):
+    """Hold what is summed over the tiles of a batch row."""
+
+    m: Ref  # f32[heads, rows, 1]
+    total: Ref  # f32[heads, rows, 1]
+    acc: Ref  # f32[heads, rows, Hv]
+
+
+def _kernel(problem: Problem, walk: Walk, numbers: Ref, x: TileInputs, *refs: Ref) -> None:
+    """Add one tile of keys to the sums of its batch row."""
+    results, sums = _Results(*refs[:3]), _Sums(*refs[3:])
+    at, end = pl.program_id(1), pl.num_programs(1) - 1
+    before, here, after = (
+        numbers[place] for place in (jnp.maximum(at - 1, 0), at, jnp.minimum(at + 1, end))
+    )
+    row = walk.packing.row
+
+    @pl.when((at == 0) | (row(before) != row(here)))
+    def _() -> None:
+        sums.m[...] = jnp.full_like(sums.m, LOWEST)
+        sums.total[...] = jnp.zeros_like(sums.total)
+        sums.acc[...] = jnp.zeros_like(sums.acc)
+
+    @pl.when(walk.packing.unpack(here).tile_class > 0)
+    def _() -> None:
+        tile = _products(problem, walk, x, sums, exact=False)
+        if x.k_scale is not None:  # integers are finite
+            _add(sums, tile)
+        else:
+            spoilt = tile.summed[:, -1:].sum() != 0
+            pl.when(~spoilt)(partial(_add, sums, tile))
+            pl.when(spoilt)(partial(_add_exact, problem, walk, x, sums))
+
+    @pl.when((at == end) | (row(after) != row(here)))
+    def _() -> None:
+        _write(x, sums, results)
+
+
+class _Tile(NamedTuple):
+    """Hold what a tile adds to the sums."""
+
+    m: jax.Array  # f32[heads, rows, 1]: the new maximum
+    shrink: jax.Array  # f32[heads, rows, 1]: of what was summed before
+    total: jax.Array  # f32[heads, rows, 1]
+    summed: jax.Array  # f32[heads, rows, Hv]; the last row has weights of 0, and NaN for NaN
+
+
+def _products(problem: Problem, walk: Walk, x: TileInputs, sums: _Sums, *, exact: bool) -> _Tile:
+    """Compute what a tile adds; where it is exact, some value is not finite.
+
+    The last row is no query. It is multiplied as zeros, with keys and with values: zero times what
+    is not finite is NaN, so its products tell which keys are lost, and whether a value is.
+    """
+    tiles = (walk.by_head(tile).astype(x.query.dtype) for tile in (x.key, x.value))
+    keys, values = ([tile[h] for h in range(walk.heads)] for tile in tiles)
+    raw = jnp.stack([dot(x.query[h], keys[h], 1, 1) for h in range(walk.heads)])
+    raw += raw[:, -1:]
+    if exact:
+        raw += jnp.stack([*map(marks_as_row, values)])
+        values = [*map(without_nonfinite, values)]
+    if x.k_scale is not None:
+        k_scale, v_scale = x.k_scale[...][:, None], x.v_scale[...][:, None]
+        raw = raw * k_scale + (k_scale + v_scale) * 0
+    s = _scores(problem, x, raw)
+    m = jnp.maximum(sums.m[...], s.max(axis=2, keepdims=True))
+    p, shrink = power(x, s - m), power(x, sums.m[...] - m)
+    total = p.sum(axis=2, keepdims=True)
+    if x.k_scale is not None:
+        p = p * jnp.where(v_scale * 0 == 0, v_scale, 0.0)
+    is_query = lax.broadcasted_iota(jnp.int32, p.shape, 1) < p.shape[1] - 1
+    p = jnp.where(is_query, p, 0.0).astype(x.query.dtype)
+    summed = jnp.stack([dot(p[h], values[h], 1, 0) for h in range(walk.heads)])
+    return _Tile(m, shrink, total, summed)
+
+
+def _add(sums: _Sums, tile: _Tile) -> None:
+    """Add a tile to the sums."""
+    sums.m[...] = tile.m
+    sums.total[...] = tile.shrink * sums.total[...] + tile.total
+    sums.acc[...] = tile.shrink * sums.acc[...] + tile.summed
+
+
+def _add_exact(problem: Problem, walk: Walk, x: TileInputs, sums: _Sums) -> None:
+    """Add a tile of which some value is not finite, some keys at a time: a smaller program."""
+    size = walk.k if walk.k % PART else PART
+
+    def add_part(i: jax.Array, carry: None) -> None:
+        part = walk.cut(x, pl.ds(pl.multiple_of(i * size, size), size))
+        _add(sums, _products(problem, walk, part, sums, exact=True))
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(walk.k // size), add_part, None)
+
+
+def _scores(problem: Problem, x: TileInputs, raw: jax.Array) -> jax.Array:  # f32[heads, rows, keys]
+    """Return the scores of products of queries and keys, in their unit."""
+    if problem.softcap is None:
+        s = raw * (problem.scale * unit(x))
+    else:
+        s = jnp.tanh(raw * (problem.scale / problem.softcap)) * (problem.softcap * unit(x))
+    queries, keys = ([vector[...] for vector in vectors] for vectors in (x.q_vectors, x.k_vectors))
+    if x.bias is not None:
+        s = s + x.bias[...].astype(jnp.float32)
+    if x.slopes is not None:
+        s = s - x.slopes[...] * jnp.abs(queries[0] - keys[0]).astype(jnp.float32)
+    if problem.visible is not None:
+        if x.pairs is not None:
+            keys.append(x.pairs[...].astype(jnp.int32))
+        s = jnp.where(problem.visible(tuple(queries), tuple(keys)), s, -jnp.inf)
+    return s
+
+
+def _write(x: TileInputs, sums: _Sums, results: _Results) -> None:
+    """Write the results of a batch row; the sink joins here."""
+    top, total, shrink = sums.m[...], sums.total[...], jnp.ones(sums.m.shape, jnp.float32)
+    fully_masked = total == 0
+    if x.sinks is not None:
+        sink = x.sinks[...] * unit(x)
+        top = jnp.maximum(top, sink)
+        shrink = power(x, sums.m[...] - top)
+        total = total * shrink + power(x, sink - top)
+    total = jnp.where(fully_masked, 1.0, total)
+    out = jnp.where(fully_masked, 0.0, sums.acc[...] * (shrink / total))
+    results.out[...] = out.astype(results.out.dtype)
+    results.row_max[...] = jnp.where(fully_masked, -jnp.inf, top * (1 / unit(x)))
+    results.log_sum[...] = jnp.log(total)

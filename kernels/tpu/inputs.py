@@ -1,0 +1,77 @@
+"""Lay out the arrays that kernels read, and say of which kind each is."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.kernels.contract import Operands, Problem, Saved
+
+
+class TileInputs(NamedTuple):
+    """Hold what a kernel reads, [B, N, T, H] and [B, N, 1, T]: arrays, their kinds, their tiles."""
+
+    query: Any
+    key: Any
+    value: Any
+    q_vectors: Any
+    k_vectors: Any
+    pairs: Any  # [B, N, S, T]
+    bias: Any
+    slopes: Any
+    sinks: Any
+    dropout: Any
+    do: Any
+    row_max: Any
+    log_sum: Any
+    D: Any
+    nonfinite: Any  # of each head, whether an input or a cotangent is not finite
+    k_scale: Any = None  # [B, K, S], of the decode kernel, where keys and values are int8
+    v_scale: Any = None
+
+
+def tile_inputs(
+    problem: Problem, operands: Operands, saved: Saved | None
+) -> tuple[TileInputs, TileInputs]:
+    """Return the arrays in the order kernels read them, and the kind of each."""
+
+    def vectors(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(x[:, None, None] for x in arrays)
+
+    def rows(x: jax.Array) -> jax.Array:
+        return x[:, :, None]
+
+    bias, kind = operands.bias, None
+    if bias is not None:
+        T, S = bias.shape[2:]
+        kind = {(0, 0): "one", (0, 1): "key row", (1, 0): "query row", (1, 1): "pairs"}[
+            T > 1, S > 1
+        ]
+        bias = bias.swapaxes(2, 3) if kind == "query row" else bias
+    words = operands.dropout
+    nonfinite = saved.nonfinite if saved is not None and problem.detect_nonfinite else None
+    arrays = TileInputs(
+        query=operands.query.swapaxes(1, 2),
+        key=operands.key.swapaxes(1, 2),
+        value=operands.value.swapaxes(1, 2),
+        q_vectors=vectors(operands.q_vectors),
+        k_vectors=vectors(operands.k_vectors),
+        pairs=None if operands.pairs is None else operands.pairs.swapaxes(2, 3),
+        bias=bias,
+        slopes=None if operands.slopes is None else operands.slopes.reshape(-1),
+        sinks=None if operands.sinks is None else operands.sinks.reshape(-1),
+        dropout=None if words is None else (words[0].reshape(-1), words[1].reshape(-1)),
+        do=None if saved is None else saved.do.swapaxes(1, 2),
+        row_max=None if saved is None else rows(saved.row_max),
+        log_sum=None if saved is None else rows(saved.log_sum),
+        D=None if saved is None else rows(saved.D),
+        nonfinite=None if nonfinite is None else nonfinite.reshape(-1).astype(jnp.int32),
+    )
+    kinds = TileInputs(
+        "query", "key", "key", "query row", "key row", "transposed pairs", kind,
+        "scalars", "scalars", "scalars", "query", "query row", "query row", "query row", "scalars",
+    )  # fmt: skip
+    for_each = zip(kinds, arrays, strict=True)
+    return arrays, TileInputs(*(jax.tree.map(lambda _, kind=kind: kind, x) for kind, x in for_each))

@@ -1,0 +1,342 @@
+"""Attention of few queries on Hopper: when the decode kernel runs, and what is around it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections import Counter
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import kernel_program
+from tests.support import few_queries
+from tests.support.attention_suite import reference
+from tests.support.few_queries import program
+from tests.support.hopper_kernels import (
+    EXACT,
+    INTERPRETS,
+    NEAR,
+    assert_near,
+    needs_interpreter,
+)
+from transformer_jax import ALiBi, Causal, Dense, Padding, Window, dot_product_attention
+from transformer_jax.cache import kv_cache as kv
+from transformer_jax.kernels import Target, hopper, using
+from transformer_jax.kernels.chips import HOPPER_PROCESSORS, kinds
+from transformer_jax.kernels.contract import Problem
+from transformer_jax.kernels.hopper import schedule
+from transformer_jax.kernels.hopper.decode import part_of
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+WHERE = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
+
+
+@pytest.fixture(autouse=True)
+def two_programs(monkeypatch):
+    """So few that each has several items, and reuses every slot."""
+    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+
+
+arrays_of = functools.partial(few_queries.arrays_of, 64)
+
+
+def named(monkeypatch):
+    """Record which kernels of Hopper are traced."""
+    jax.clear_caches()  # a program that is known is not traced again
+    calls = []
+    for name in ("forward", "decode"):
+        kernel = getattr(hopper, name)
+
+        def record(*arguments, name=name, kernel=kernel):
+            calls.append(name)
+            return kernel(*arguments)
+
+        monkeypatch.setattr(hopper, name, record)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("T", "options", "kernel"),
+    [
+        (1, {}, "decode"),
+        (16, {}, "decode"),
+        (17, {}, "forward"),
+        (1, dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "forward"),
+    ],
+)
+def test_few_queries_without_dropout_take_the_decode_kernel(T, options, kernel, monkeypatch):
+    calls = named(monkeypatch)
+    attend, inputs = program(arrays_of(T), mask=Causal(), **options)
+    with using(Target("hopper")):
+        jax.eval_shape(attend, *inputs)
+    assert set(calls) == {kernel}
+
+
+def test_a_gradient_takes_the_forward_kernel():
+    attend, inputs = program(arrays_of(), mask=Causal(), return_lse=False)
+    parts = schedule.key_parts(2 * 2, 2, schedule.PROGRAMS)  # of 2 tiles; two warpgroups share each
+    of_decode = f"f32[{2 * 2 * parts * 2},8,64]"
+    with using(Target("hopper")):
+        assert of_decode in str(jax.make_jaxpr(attend)(*inputs))
+        gradient = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum())
+        assert of_decode not in str(jax.make_jaxpr(gradient)(*inputs))
+
+
+def test_other_backends_have_no_kernel_of_few_queries():
+    assert "decode" not in kinds(False) and "decode" in kinds(False, decode=True)
+
+
+MASKS = {
+    "lengths": lambda rng: Padding(jnp.asarray(np.arange(200) < np.array([[200], [37]]))),
+    "matrix of heads": lambda rng: Dense(jnp.asarray(rng.random((2, 8, 3, 200)) < 0.4)),
+    "one matrix": lambda rng: Dense(jnp.asarray(rng.random((1, 1, 3, 200)) < 0.4)),
+    "halves of heads": lambda rng: Dense(
+        jnp.asarray(np.arange(200) // 128 == np.arange(8)[None, :, None, None] % 2).repeat(3, 2)
+    ),
+}
+
+
+@pytest.mark.slow_cases("one matrix", "halves")
+@needs_interpreter
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+def test_attention_of_few_queries_matches_the_oracle(make):
+    arrays, mask = arrays_of(3), make(np.random.default_rng(1))
+    seen = np.asarray(mask.materialize(jnp.arange(3)[None], jnp.arange(200)[None]))
+    seen = np.broadcast_to(seen, (2, 8, 3, 200))
+    assert seen.any(axis=-1).all()
+    attend, inputs = program(arrays, mask=mask)
+    with using(WHERE):
+        out, lse = jax.jit(attend)(*inputs)
+    expected = reference(arrays, seen)
+    assert_near(out, expected["out"], NEAR, "out")
+    assert_near(lse, expected["lse"], EXACT, "lse")
+
+
+@needs_interpreter
+def test_slopes_of_alibi_are_those_of_each_head():
+    arrays = arrays_of(2)
+    slopes = 2.0 ** -np.arange(1, 9)
+    at = jnp.array([198, 199])
+    bias = ALiBi(jnp.asarray(slopes, jnp.float32))
+    attend, inputs = program(arrays, mask=Causal(), bias=bias, q_positions=at)
+    with using(WHERE):
+        out, _ = jax.jit(attend)(*inputs)
+    far = np.abs(np.asarray(at)[:, None] - np.arange(200))
+    seen = np.asarray(at)[:, None] >= np.arange(200)
+    arrays = arrays | {"bias": -slopes[None, :, None, None] * far}
+    assert_near(out, reference(arrays, seen[None, None])["out"], NEAR, "out")
+
+
+def test_under_vmap_the_mapped_axis_joins_the_batch(monkeypatch):
+    calls = named(monkeypatch)
+    attend, (query, key, value) = program(arrays_of(), mask=Causal())
+    with using(Target("hopper")):
+        mapped = jax.vmap(attend, (0, None, 0))
+        out, lse = jax.eval_shape(mapped, jnp.stack([query] * 3), key, jnp.stack([value] * 3))
+    assert out.shape == (3, *query.shape) and lse.shape == (3, 2, 1, 8)
+    assert set(calls) == {"decode"}
+
+
+def test_inside_a_shard_map_results_vary_as_the_inputs_do():
+    """Traced, not run: `shard_map` compares types."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    attend, inputs = program(arrays_of(), mask=Causal(), bias=jnp.zeros((1, 8, 1, 200)))
+
+    def call(*inputs):
+        results = attend(*inputs)
+        assert all(jax.typeof(x).manual_axis_type.varying == {"data"} for x in results)
+        return results
+
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    with using(Target("hopper")):
+        out, lse = jax.eval_shape(mapped, *inputs)
+    assert out.shape == inputs[0].shape and lse.shape == (2, 1, 8)
+
+
+@needs_interpreter
+def test_gradients_of_few_queries_over_keys_that_end_within_a_tile():
+    arrays = arrays_of(2, heads=2, kv_heads=1)
+    weight = np.random.default_rng(2).standard_normal((2, 2, 2, 64))
+
+    def gradients(implementation):
+        attend, inputs = program(arrays, implementation=implementation, return_lse=False)
+        loss = lambda *x: (attend(*x).astype(jnp.float32) * weight).sum()  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*inputs)
+
+    with using(WHERE):
+        found = gradients("pallas")
+    for got, expected in zip(found, gradients("xla"), strict=True):
+        assert got.shape == expected.shape
+        assert_near(got, np.asarray(expected, np.float64), 2 * NEAR, "gradient")
+
+
+def test_tiles_to_read_are_as_many_at_any_capacity():
+    """The parts of a list are a division of it, so the lists count what is copied."""
+    lengths = jnp.asarray([[1], [128], [700], [0]])
+
+    def tiles(capacity):
+        at = jnp.arange(capacity)[None]
+        held = jnp.where(at < lengths, at, -1)  # positions in a cache
+        plan = Causal().block_plan(lengths, held, block_q=1, block_k=128)
+        seen = plan.of_first_queries(1).key_tiles().seen
+        parts = schedule.key_parts(4, -(-capacity // 128), schedule.PROGRAMS)
+        ends = [part_of(seen, part, parts) for part in range(parts)]
+        assert (ends[0][0] == 0).all() and (ends[-1][1] == seen).all()
+        assert all((a[1] == b[0]).all() for a, b in itertools.pairwise(ends))
+        return np.asarray(seen)[:, 0, 0].tolist()
+
+    assert tiles(1024) == tiles(8192) == tiles(1000) == [1, 1, 6, 0]
+
+
+@needs_interpreter
+def test_keys_and_values_of_int8_are_read_as_they_are(monkeypatch):
+    calls, arrays = named(monkeypatch), arrays_of(2)
+    (key, key_scale), (value, value_scale) = (kv.quantise(arrays[x]) for x in ("key", "value"))
+    query, wide = arrays["query"], [kv.dequantise(key, key_scale, "bfloat16")]
+    wide.append(kv.dequantise(value, value_scale, "bfloat16"))
+    settings = dict(mask=Causal(), q_positions=jnp.array([190, 199]), implementation="pallas")
+    scales = dict(key_scale=key_scale, value_scale=value_scale)
+
+    def attend(query, key, value, **scales):
+        return dot_product_attention(query, key, value, **settings, **scales)
+
+    with using(WHERE):
+        out = jax.jit(attend)(query, key, value, **scales)
+        expected = jax.jit(attend)(query, *wide)
+        assert set(calls) == {"decode"}
+        program = str(jax.make_jaxpr(attend)(query, key, value, **scales))
+        gradient = jax.eval_shape(
+            jax.grad(lambda *x: attend(x[0], key, value, **x[1]).astype(jnp.float32).sum(), (0, 1)),
+            *(query, scales),
+        )
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (out, expected)))
+    assert "bf16[2,200,2,64]" not in program
+    assert gradient[1]["key_scale"].shape == key_scale.shape and "forward" in calls
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("capacity", "window", "sinks"), [(176, 150, 0), (520, 100, 5)], ids=["small", "with sinks"]
+)
+def test_a_token_reads_a_ring_in_any_order_of_positions(capacity, window, sinks, monkeypatch):
+    calls = named(monkeypatch)
+    with using(WHERE):
+        found, expected = few_queries.token_over_a_ring(64, capacity, window, sinks)
+    assert set(calls) == {"decode"}
+    assert_near(found["out"], expected["out"], NEAR, "out")
+    assert_near(found["lse"], expected["lse"], EXACT, "lse")
+
+
+# Compiled for an H200 that is not there
+
+B, S, N, K, H = 8, 32768, 32, 8, 128
+
+
+@pytest.fixture
+def compile_gpu():
+    reason = "jax[cuda13] compiles for GPUs that are not attached"
+    pytest.importorskip("jax_cuda13_plugin", reason=reason)
+    from benchmarks import compile_gpu
+
+    return compile_gpu
+
+
+def compiled_step(compile_gpu, capacity, window=None, dtype=jnp.bfloat16, H=H):
+    """One token a row is written into a cache, and attends to what the row has filled."""
+    place = jax.sharding.SingleDeviceSharding(compile_gpu.h200.device())
+
+    def struct(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    cache = jax.eval_shape(lambda: kv.init(B, capacity, K, H, dtype=dtype))
+    cache = jax.tree.map(lambda x: struct(x.shape, x.dtype), cache)
+    query, new = (struct((B, 1, heads, H), jnp.bfloat16) for heads in (N, K))
+
+    def step(cache, query, new):
+        at = cache.length[:, None]
+        cache, seen = kv.extend_held(cache, new, new, at, window)
+        mask = Causal() if window is None else Causal() & Window(window)
+        settings = dict(q_positions=at, k_positions=seen.positions, implementation="pallas")
+        settings |= dict(key_scale=seen.k_scale, value_scale=seen.v_scale)
+        out = dot_product_attention(query, seen.k, seen.v, mask=mask, **settings)
+        return cache, out
+
+    with using(Target("hopper", chip="NVIDIA H200")), compile_gpu.h200.context():
+        return jax.jit(step, donate_argnums=0).lower(cache, query, new).compile()
+
+
+def large_operations(text, least):
+    """Return what a program runs that makes as many numbers, with what is inside of fusions."""
+    entry, program = kernel_program.parse(text)
+    results = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(" = ")
+        shapes = re.findall(r"\[([\d,]+)\]", rest.partition("(%")[0].partition(" parameter(")[0])
+        results[name.split()[-1].strip("%") if rest else ""] = shapes
+    found = []
+    for operation, nested in kernel_program.operations(entry, program):
+        assert not nested, operation  # no loop, for which the host would wait
+        inside = [program[name] for name in kernel_program.CALLED.findall(operation.text)]
+        found += [operation, *itertools.chain(*inside)]
+    assert len(found) > 20
+    sizes = [[math.prod(map(int, x.split(","))) for x in results[one.name]] for one in found]
+    return [one for one, made in zip(found, sizes, strict=True) if max(made, default=1) >= least]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capacity", "window", "dtype", "H"),
+    [
+        (S, None, jnp.bfloat16, H),
+        (S - 24, None, jnp.bfloat16, H),
+        (4104, 4104, jnp.bfloat16, H),
+        (S, None, jnp.int8, H),
+        (S, None, jnp.bfloat16, 80),
+        (S, None, jnp.int8, 80),
+    ],
+    ids=["", "odd", "ring", "int8", "width 80", "width 80, int8"],
+)
+def test_a_step_of_decoding_copies_no_key_and_no_value(
+    capacity, window, dtype, H, compile_gpu, monkeypatch
+):
+    """Only the cache, given and returned, and the two writes of a token are as large as it."""
+    monkeypatch.setattr(schedule, "PROGRAMS", HOPPER_PROCESSORS)
+    step = compiled_step(compile_gpu, capacity, window, dtype, H)
+    large = Counter(x.opcode for x in large_operations(step.as_text(), B * capacity * K * H))
+    written = {"fusion": 2, "scatter": 2}
+    assert large == written | {"parameter": 4, "tuple": 1}  # two of the entry, two of fusions
+    assert step.as_text().count("custom-call(") == 1
+    memory = step.memory_analysis()
+    assert memory.temp_size_in_bytes < 8e6  # of a cache of 1074 MB
+    cache_bytes = 2 * B * capacity * K * H * jnp.dtype(dtype).itemsize
+    assert memory.alias_size_in_bytes > cache_bytes  # written in place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("H", [64, 80, 96, 112, 128, 256])
+def test_the_decode_kernel_spills_no_register(H, compile_gpu):
+    problem = Problem(scale=H**-0.5, visible=compile_gpu.causal)
+    row = compile_gpu.compile_one("decode", H, H, problem, compile_gpu.h200.device()).split()
+    assert row[1:3] == ["0", "0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bias", "pairs"])
+def test_the_decode_kernel_compiles_with_arrays_of_pairs(name, compile_gpu):
+    """What the interpreter takes as the start of a slice, Mosaic GPU may not."""
+    sizes = (compile_gpu.B, compile_gpu.N, compile_gpu.T, compile_gpu.T)
+    visible, dtype = (
+        (compile_gpu.causal, jnp.bfloat16) if name == "bias" else (compile_gpu.in_matrix, jnp.int8)
+    )
+    problem, arrays = Problem(scale=0.125, visible=visible), {name: (sizes, dtype)}
+    device = compile_gpu.h200.device()
+    row = compile_gpu.compile_one("decode", 64, 64, problem, device, **arrays).split()
+    assert row[1:3] == ["0", "0"]

@@ -1,0 +1,255 @@
+"""The Hopper kernel for few queries in the interpreter, against NumPy in float64."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.hopper_kernels import (
+    EXACT,
+    NEAR,
+    Case,
+    assert_near,
+    causal,
+    draw_few,
+    needs_interpreter,
+    oracle,
+    run_decode,
+    window_in_document,
+    within_length,
+)
+from transformer_jax.cache import dequantise, quantise
+from transformer_jax.kernels import hopper
+from transformer_jax.kernels.contract import TileLists
+from transformer_jax.kernels.hopper import schedule
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, on infinities
+]
+
+S = 331
+
+
+@pytest.fixture(autouse=True)
+def two_programs(monkeypatch):
+    """So few that each has several items, and reuses every slot."""
+    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+
+
+CASES = {
+    "causal, one query, no groups": (Case(T=1, S=S, N=2, K=2), None),
+    "causal, four queries, groups of four": (Case(T=4, S=S, N=8, K=2), None),
+    "window in documents, groups of eight": (
+        Case(B=2, T=4, S=S, N=8, K=1, H=32, Hv=96, visible=window_in_document), None
+    ),
+    "lengths of rows": (Case(B=3, T=1, S=S, N=4, K=1, visible=within_length), [S, 0, 130]),
+    "several tiles a part": (Case(B=2, T=2, S=S, N=4, K=4), None),
+    "no mask, float16, negative scale": (
+        Case(T=3, S=256, visible=None, scale=-0.1, dtype="float16"), None
+    ),
+    "sixty-four rows": (Case(T=8, S=S, N=8, K=1), None),
+    "cap, sinks and a bias of each head and query": (
+        Case(T=4, S=S, N=4, K=2, softcap=2.5, sinks=True, bias=(1, 4, 4, S), bias_dtype="bfloat16"),
+        None,
+    ),
+    "bias of each key": (Case(B=2, T=2, S=S, bias=(2, 1, 1, S), sinks=True), None),
+    "bias of each query": (Case(T=3, S=S, N=4, K=2, bias=(1, 1, 3, S)), None),
+    "bias of each head": (Case(T=2, S=S, N=4, K=2, bias=(1, 4, 1, 1)), None),
+    "slopes and lengths": (
+        Case(B=2, T=2, S=S, N=4, K=2, slopes=True, visible=within_length), [7, 300]
+    ),
+    "wide heads": (Case(T=1, S=S, N=4, K=1, H=256, Hv=256, scale=0.06), None),
+    "widths of 80 and 112": (Case(T=1, S=S, N=4, K=1, H=80, Hv=112), None),
+    "widths of 160 and 144": (Case(T=2, S=S, N=4, K=2, H=160, Hv=144, scale=0.08), None),
+}  # fmt: skip
+
+
+@pytest.mark.slow_cases(
+    "no mask",
+    "sixty-four",
+    "bias of each query",
+    "bias of each head",
+    "wide heads",
+    "widths of 160",
+)
+@needs_interpreter
+@pytest.mark.parametrize(("case", "lengths"), CASES.values(), ids=CASES)
+def test_decode_matches_the_dense_oracle(case, lengths):
+    operands = draw_few(case, lengths=lengths)
+    expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
+    got = run_decode(case, operands)
+    assert np.abs(expected["out"]).max() > 0.05
+    for name in ("out", "row_max", "log_sum"):
+        assert_near(got[name], expected[name], NEAR if name == "out" else EXACT, name)
+    assert got["out"].dtype == operands.query.dtype
+
+
+@needs_interpreter
+def test_rows_that_see_nothing_are_zero():
+    case = Case(B=2, T=2, S=S, N=4, K=2, visible=within_length, sinks=True)
+    got = run_decode(case, draw_few(case, lengths=[0, 5]))
+    assert not np.asarray(got["out"], np.float32)[0].any()
+    assert np.isneginf(got["row_max"])[0].all() and not np.asarray(got["log_sum"])[0].any()
+    assert np.isfinite(got["row_max"])[1].all()
+
+
+# What is not finite
+
+
+BAD = {"NaN": np.nan, "inf": np.inf, "-inf": -np.inf}
+
+
+@pytest.mark.slow_cases(
+    "-key-inf", "-key--", "-value-NaN", "-value--", "cap-key-N", "cap-key--", "cap-v"
+)
+@needs_interpreter
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("array", ["key", "value"])
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["", "cap"])
+def test_what_is_not_finite_reaches_exactly_the_queries_that_see_it(array, bad, softcap):
+    """Queries at S - 4 to S - 1; the first two keys that are spoilt stand in one key head each."""
+    case = Case(T=4, S=S, N=4, K=2, softcap=softcap)
+    operands = draw_few(case)
+    clean = run_decode(case, operands)
+    spoilt = getattr(operands, array).at[0, S - 2, 1, 5].set(bad)  # seen by the last two queries
+    spoilt = spoilt.at[0, S + 3, 0, 9].set(bad)  # an empty slot
+    got = run_decode(case, operands._replace(**{array: spoilt}))
+    sees = np.zeros((1, 4, 4), bool)  # [B, T, N]
+    sees[0, 2:, 2:] = True
+    for name, x in got.items():
+        seen, x, y = (np.asarray(z, np.float32) for z in (sees, x, clean[name]))
+        seen = sees if name == "out" else sees.swapaxes(1, 2)
+        np.testing.assert_array_equal(x[~seen], y[~seen], name)
+        if name != "row_max":
+            assert np.isnan(x[seen]).all(), name
+
+
+@needs_interpreter
+def test_a_full_tile_passes_nan_on_to_every_query_of_its_key_head():
+    case = Case(T=2, S=256, N=4, K=2, visible=None)
+    operands = draw_few(case)
+    clean = run_decode(case, operands)
+    got = run_decode(case, operands._replace(value=operands.value.at[0, 70, 0, 0].set(jnp.nan)))
+    out, expected = (np.asarray(x["out"], np.float32) for x in (got, clean))
+    assert np.isnan(out[:, :, :2]).all()
+    np.testing.assert_array_equal(out[:, :, 2:], expected[:, :, 2:])
+
+
+@needs_interpreter
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["NaN", "inf"])
+def test_a_query_that_is_not_finite_is_nan_unless_it_sees_nothing(bad):
+    case = Case(B=2, T=1, S=130, N=2, K=1, visible=within_length)
+    operands = draw_few(case, lengths=[130, 0])
+    clean = run_decode(case, operands)
+    key = operands.key.at[..., 3].set(-1)  # all products of an infinity are -inf
+    query = operands.query.at[:, 0, 1, :].set(0).at[:, 0, 1, 3].set(bad)
+    got = run_decode(case, operands._replace(query=query, key=key))
+    out = np.asarray(got["out"], np.float32)
+    assert np.isnan(out[0, 0, 1]).all() and np.isfinite(out[0, 0, 0]).all() and not out[1].any()
+    assert np.isfinite(np.asarray(clean["out"], np.float32)).all()
+
+
+@needs_interpreter
+def test_products_that_overflow_where_nothing_is_spoilt_count_as_before():
+    case = Case(T=1, S=200, N=2, K=1, softcap=3.0, visible=causal)
+    operands = draw_few(case)
+    query = operands.query.at[..., 0].set(3e38)
+    key = operands.key.at[:, :100, :, 0].set(3e38).at[:, 100:, :, 0].set(-3e38)
+    got = run_decode(case, operands._replace(query=query, key=key))
+    weight = np.exp(np.where(np.arange(200) < 100, 3.0, -3.0))
+    value = np.asarray(operands.value, np.float32)[0, :200, 0]
+    assert_near(got["out"][0, 0], (weight / weight.sum() @ value)[None].repeat(2, 0), NEAR, "out")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("S", [384, 424, 427], ids=["whole tiles", "part of one", "padded"])
+def test_tiles_that_no_list_names_are_not_read(S):
+    """No mask hides the NaN that stands in all other keys and values."""
+    case = Case(B=2, T=1, S=384, N=4, K=2, visible=None)
+    operands = draw_few(case)
+    long = [jnp.zeros((2, S, *x.shape[2:]), x.dtype) for x in (operands.key, operands.value)]
+    order, seen = jnp.array([[[[2, 0, 0]]], [[[1, 1, 1]]]]), jnp.array([[[2]], [[1]]])
+    tiles = np.array([[1, 0, 1], [0, 1, 0]], bool).repeat(128, axis=1)
+    tiles = jnp.asarray(np.pad(tiles, ((0, 0), (0, S - 384))))[:, :, None, None]
+    key, value = (
+        jnp.where(tiles, padded.at[:, :384].set(x), jnp.nan)
+        for padded, x in zip(long, (operands.key, operands.value), strict=True)
+    )
+    lists = TileLists(order.astype(jnp.int32), *[seen.astype(jnp.int32)] * 2)
+    plan = hopper.blocks("decode", 64, 64)
+    decode = jax.jit(functools.partial(hopper.decode, case.problem, blocks=plan))
+    out, *_ = decode(operands._replace(key=key, value=value), lists)
+    q, k, v = (np.asarray(x, np.float64) for x in (operands.query.reshape(2, 2, 2, -1), key, value))
+    seen = np.asarray(tiles)[:, :, 0, 0][:, None, None]
+    weight = np.where(seen, np.exp(np.einsum("bkgh,bskh->bkgs", q, k) * case.scale), 0)
+    weight = weight / weight.sum(axis=-1, keepdims=True)
+    expected = np.einsum("bkgs,bskh->bkgh", weight, np.nan_to_num(v))
+    assert_near(out, expected.reshape(out.shape), NEAR, "out")
+
+
+# int8
+
+
+INT8 = {
+    "lengths": (Case(B=3, T=1, S=S, N=4, K=1, visible=within_length), [S, 0, 130]),
+    "groups, widths of 32 and 96": (Case(B=2, T=4, S=S, N=8, K=2, H=32, Hv=96, softcap=2.5), None),
+    "no mask, float16": (Case(T=3, S=256, N=4, K=2, visible=None, dtype="float16"), None),
+    "wide heads": (Case(T=1, S=S, N=4, K=1, H=256, Hv=128, scale=0.06), None),
+    "widths of 80 and 112": (Case(T=1, S=S, N=4, K=1, H=80, Hv=112), None),
+}
+
+
+@pytest.mark.slow_cases("-no mask", "-wid", "NaN-gr", "inf-gr", "NaN-wid", "inf-wid")
+@needs_interpreter
+@pytest.mark.parametrize(("case", "lengths"), INT8.values(), ids=INT8)
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf], ids=["", "NaN", "inf"])
+def test_int8_has_the_bits_of_what_is_dequantised(case, lengths, bad):
+    operands = draw_few(case, lengths=lengths)
+    key, value = operands.key, operands.value
+    if bad is not None:  # seen by some, and a row that is too large for the query's dtype
+        key, value = key.at[0, case.S - 2, 0, 5].set(bad), value.at[0, 70, -1, 3].set(bad)
+    (key, k_scale), (value, v_scale) = quantise(key), quantise(value)
+    if bad is not None:
+        v_scale = v_scale.at[-1, 71, 0].set(3e38)
+    held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
+    dtype = operands.query.dtype
+    wide = [dequantise(x, scale, dtype) for x, scale in ((key, k_scale), (value, v_scale))]
+    got = run_decode(case, held)
+    expected = run_decode(case, operands._replace(key=wide[0], value=wide[1]))
+    out = np.asarray(got["out"], np.float32)
+    assert np.abs(out).max() > 0.05 if bad is None else np.isnan(out).any()
+    for name, x in got.items():
+        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (x, expected[name])))
+
+
+# How the work is divided
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 31, 64, 100, 300, 528, 1000])
+def test_parts_fill_the_programs_and_hold_a_tile_each(heads):
+    parts = schedule.key_parts(heads, 4096, 132)
+    turns = -(-heads * parts // 132)
+    assert heads * parts >= 0.9 * turns * 132
+    assert schedule.key_parts(heads, 3, 132) == min(parts, 3)
+
+
+@pytest.mark.parametrize("H", hopper.HEAD_DIMS)
+@pytest.mark.parametrize("Hv", hopper.HEAD_DIMS)
+def test_every_head_dim_has_two_tiles_in_flight(H, Hv):
+    plan = hopper.blocks("decode", H, Hv)
+    assert plan.stages >= 2 and 128 % plan.k == 0
+
+
+@needs_interpreter
+def test_int8_needs_a_stage_for_its_tiles():
+    case = INT8["no mask, float16"][0]
+    operands = draw_few(case)
+    (key, k_scale), (value, v_scale) = quantise(operands.key), quantise(operands.value)
+    held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
+    with pytest.raises(ValueError, match="stages is 1: int8 needs at least 2"):
+        run_decode(case, held, stages=1)

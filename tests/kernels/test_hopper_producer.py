@@ -1,0 +1,97 @@
+"""The order in which the producer of the Hopper kernels copies: its own code, run by Python."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.kernels.contract import Blocks, Operands, TileLists
+from transformer_jax.kernels.hopper import producer
+
+
+class Part:
+    """Stand for a part of memory or of barriers; of a list, which has values, `[...]` reads it."""
+
+    def __init__(self, whole, index):
+        self.whole, self.index = whole, index if isinstance(index, tuple) else (index,)
+
+    def __getitem__(self, _):
+        return jnp.int32(self.whole.values[tuple(int(i) for i in self.index)])
+
+
+class Memory:
+    """Stand for a reference, whose `at` gives parts."""
+
+    def __init__(self, name, shape, values=None):
+        self.name, self.shape, self.values = name, shape, values
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, index):
+        return Part(self, index)
+
+
+def copies(monkeypatch, lists, stages, backward):
+    """Return, in order, the slots that a program waits for and the tiles that it copies."""
+    events = []
+
+    def copy(source, slot, full):
+        tile = int(source.index[1].start) // 64
+        events.append(f"{source.whole.name}{tile}")
+
+    def wait(barrier):
+        events.append(f"{barrier.whole.name}{int(barrier.index[0])} free")
+
+    def loop(first, end, body, carry):
+        for i in range(int(first), int(end)):
+            carry = body(jnp.int32(i), carry)
+        return carry
+
+    monkeypatch.setattr(
+        producer, "plgpu", SimpleNamespace(barrier_wait=wait, copy_gmem_to_smem=copy)
+    )
+    when = lambda condition: lambda body: body() if condition else None  # noqa: E731
+    monkeypatch.setattr(producer, "pl", SimpleNamespace(when=when, ds=slice))
+    monkeypatch.setattr(producer, "lax", SimpleNamespace(fori_loop=loop))
+    monkeypatch.setattr(
+        producer, "each_item", lambda items, body, carry: loop(0, items, body, carry)
+    )
+    rows, columns = len(lists), max(map(len, lists))
+
+    def of_rows(values):
+        values = np.array(values)[None, None]
+        return Memory("", values.shape, values)
+
+    order = of_rows([(*tiles, *[0] * (columns - len(tiles))) for tiles in lists])
+    seen = of_rows([len(tiles) for tiles in lists])
+    tiles = TileLists(order, seen, seen, rows=of_rows(np.arange(rows)))
+    query, key, value = (Memory(x, (1, 64 * rows, 1, 64)) for x in ("Q", "K", "V"))
+    barriers = {f"{x}_{y}": Memory(x, ()) for x in "qkv" for y in ("full", "empty")}
+    one, ring = Memory("", (1, 64, 64)), Memory("", (stages, 64, 64))
+    walk = producer.QueryWalk(one, ring, ring, **barriers, do_tile=one)
+    vectors = SimpleNamespace(copy=lambda *_: None)
+    do = Memory("dO", query.shape) if backward else None
+    walk.produce(Blocks(64, 64, stages), tiles, Operands(query, key, value), vectors, do)
+    return events
+
+
+def test_first_keys_of_an_item_do_not_wait_for_the_queries_slot(monkeypatch):
+    found = copies(monkeypatch, [(0, 2), (1,), (), (2,)], 2, backward=False)
+    assert found == [
+        *("K0", "Q0", "K2", "V0", "V2"),
+        *("k0 free", "K1", "q0 free", "Q1", "v0 free", "V1"),
+        *("q0 free", "Q2"),
+        *("k1 free", "K2", "q0 free", "Q3", "v1 free", "V2"),
+    ]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_backward_copies_no_keys_before_values_that_free_their_slot(stages, monkeypatch):
+    found = copies(monkeypatch, [(0, 2), (1,)], stages, backward=True)
+    found = [event for event in found if "free" not in event]
+    assert found == ["K0", "Q0", "dO0", "V0", "K2", "V2", "K1", "Q1", "dO1", "V1"]

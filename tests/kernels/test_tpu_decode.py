@@ -1,0 +1,414 @@
+"""The TPU kernel for few queries, against NumPy in float64 in the interpreter; and compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import few_queries
+from tests.support.attention_suite import reference
+from tests.support.few_queries import program
+from tests.support.hopper_kernels import (
+    EXACT,
+    NEAR,
+    Case,
+    assert_near,
+    causal,
+    draw_few,
+    lists_of,
+    oracle,
+    seen_by,
+    window_in_document,
+    within_length,
+)
+from transformer_jax import Causal, Dense, Window, dot_product_attention, explain_attention
+from transformer_jax.cache import kv_cache as kv
+from transformer_jax.kernels import Target, tpu, using
+from transformer_jax.kernels.contract import Blocks, Problem
+from transformer_jax.kernels.tpu.visits import flatten
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, on infinities
+]
+
+kernel = importlib.import_module("transformer_jax.kernels.tpu.decode")  # which a function hides
+S, TILES, WHERE = 331, Blocks(64, 128), Target("tpu", True)
+
+
+def run(case, operands, tiles=TILES, mask=None):
+    problem = Problem(case.scale, case.softcap, 0.0, case.visible, interpret=True)
+    mask = seen_by(case, operands) if mask is None else mask
+    decode = jax.jit(functools.partial(tpu.decode, problem, blocks=tiles))
+    found = decode(operands, lists_of(mask, case.T, tiles.k))
+    return dict(zip(("out", "row_max", "log_sum"), found, strict=True))
+
+
+def ends_in_a_tile(operands, length=S):
+    """Keys and values that are not padded: the interpreter fills the rest of a tile with NaN."""
+    return operands._replace(key=operands.key[:, :length], value=operands.value[:, :length])
+
+
+CASES = {
+    "causal, one query, no groups": (Case(T=1, S=S, N=2, K=2, H=32, Hv=32), None),
+    "causal, four queries, groups of four, float32": (
+        Case(T=4, S=S, N=8, K=2, H=32, Hv=16, dtype="float32"), None
+    ),
+    "three key heads, window in documents": (
+        Case(B=2, T=4, S=S, N=6, K=3, H=32, Hv=96, visible=window_in_document), None
+    ),
+    "lengths of rows": (Case(B=3, T=1, S=S, N=4, K=1, visible=within_length), [S, 0, 130]),
+    "no mask, negative scale": (Case(T=3, S=256, visible=None, scale=-0.1), None),
+    "sixty-four rows": (Case(T=8, S=S, N=8, K=1), None),
+    "cap, sinks and a bias of each head and query": (
+        Case(T=4, S=S, N=4, K=2, softcap=2.5, sinks=True, bias=(1, 4, 4, S), bias_dtype="bfloat16"),
+        None,
+    ),
+    "bias of each key": (Case(B=2, T=2, S=S, bias=(2, 1, 1, S), sinks=True), None),
+    "bias of each query": (Case(T=3, S=S, N=4, K=2, bias=(1, 1, 3, S)), None),
+    "bias of each head": (Case(T=2, S=S, N=4, K=2, bias=(1, 4, 1, 1)), None),
+    "slopes and lengths": (
+        Case(B=2, T=2, S=S, N=4, K=2, slopes=True, visible=within_length), [7, 300]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow_cases("bias", "slopes", "sixty-four", "no mask", "causal, one", "lengths")
+@pytest.mark.parametrize(("case", "lengths"), CASES.values(), ids=CASES)
+def test_decode_matches_the_dense_oracle(case, lengths):
+    operands = draw_few(case, lengths=lengths)
+    expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
+    if case.visible is not None:
+        operands = ends_in_a_tile(operands)
+    got = run(case, operands, mask=seen_by(case, draw_few(case, lengths=lengths)))
+    assert np.abs(expected["out"]).max() > 0.05
+    near = EXACT if case.dtype == "float32" else NEAR
+    for name in ("out", "row_max", "log_sum"):
+        assert_near(got[name], expected[name], near if name == "out" else EXACT, name)
+    assert got["out"].dtype == operands.query.dtype
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [16, 6], ids=["slots first", "heads first"])
+def test_tiles_of_some_of_the_key_heads_match_the_oracle(heads, monkeypatch):
+    case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=32, bias=(1, 2 * heads, 1, S))
+    operands = draw_few(case)
+    expected, _ = oracle(case, operands, jnp.zeros((2, 2, 2 * heads, 32)))
+    assert kernel.tile_of_heads(operands, 128) == (heads, heads == 16)
+    monkeypatch.setattr(kernel, "TPU_FEW_BYTES", 2 * 128 * 256 * heads // 2)
+    assert kernel.tile_of_heads(operands, 128) == (heads // 2, heads == 16)
+    for name, x in run(case, operands).items():
+        assert_near(x, expected[name], NEAR if name == "out" else EXACT, name)
+
+
+def test_rows_that_see_nothing_are_zero():
+    case = Case(B=2, T=2, S=S, N=4, K=2, visible=within_length, sinks=True)
+    got = run(case, draw_few(case, lengths=[0, 5]))
+    assert not np.asarray(got["out"], np.float32)[0].any()
+    assert np.isneginf(got["row_max"])[0].all() and not np.asarray(got["log_sum"])[0].any()
+    assert np.isfinite(got["row_max"])[1].all()
+
+
+BAD = {"NaN": np.nan, "inf": np.inf, "-inf": -np.inf}
+
+
+@pytest.mark.slow_cases("-key-inf", "-key--", "-value-NaN", "-value--", "cap-")
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("array", ["key", "value"])
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["", "cap"])
+def test_what_is_not_finite_reaches_exactly_the_queries_that_see_it(array, bad, softcap):
+    """Queries at S - 4 to S - 1; the first two keys that are spoilt stand in one key head each."""
+    case = Case(T=4, S=S, N=4, K=2, softcap=softcap)
+    operands, tiles = draw_few(case), Blocks(64, 384)  # of three parts where a value is spoilt
+    clean = run(case, operands, tiles)
+    spoilt = getattr(operands, array).at[0, S - 2, 1, 5].set(bad)  # seen by the last two queries
+    spoilt = spoilt.at[0, S + 3, 0, 9].set(bad)  # an empty slot
+    got = run(case, operands._replace(**{array: spoilt}), tiles)
+    sees = np.zeros((1, 4, 4), bool)  # [B, T, N]
+    sees[0, 2:, 2:] = True
+    for name, x in got.items():
+        seen = sees if name == "out" else sees.swapaxes(1, 2)
+        x, y = (np.asarray(z, np.float32) for z in (x, clean[name]))
+        assert_near(x[~seen], y[~seen].astype(np.float64), NEAR if name == "out" else EXACT, name)
+        if name != "row_max":
+            assert np.isnan(x[seen]).all(), name
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["NaN", "inf"])
+def test_a_query_that_is_not_finite_is_nan_unless_it_sees_nothing(bad):
+    case = Case(B=2, T=1, S=130, N=2, K=1, visible=within_length)
+    operands = draw_few(case, lengths=[130, 0])
+    key = operands.key.at[..., 3].set(-1)  # all products of an infinity are -inf
+    query = operands.query.at[:, 0, 1, :].set(0).at[:, 0, 1, 3].set(bad)
+    out = np.asarray(run(case, operands._replace(query=query, key=key))["out"], np.float32)
+    assert np.isnan(out[0, 0, 1]).all() and np.isfinite(out[0, 0, 0]).all() and not out[1].any()
+
+
+def test_products_that_overflow_where_nothing_is_spoilt_count_as_before():
+    case = Case(T=1, S=200, N=2, K=1, softcap=3.0, visible=causal)
+    operands = draw_few(case)
+    query = operands.query.at[..., 0].set(3e38)
+    key = operands.key.at[:, :100, :, 0].set(3e38).at[:, 100:, :, 0].set(-3e38)
+    got = run(case, operands._replace(query=query, key=key))
+    weight = np.exp(np.where(np.arange(200) < 100, 3.0, -3.0))
+    value = np.asarray(operands.value, np.float32)[0, :200, 0]
+    assert_near(got["out"][0, 0], (weight / weight.sum() @ value)[None].repeat(2, 0), NEAR, "out")
+
+
+@pytest.mark.parametrize("heads", [2, 3], ids=["slots first", "heads first"])
+def test_tiles_that_no_list_names_are_not_read(heads):
+    """No mask hides the NaN that stands in all other keys and values."""
+    case = Case(B=2, T=1, S=384, N=2 * heads, K=heads, visible=None)
+    operands = draw_few(case)
+    tiles = np.array([[1, 0, 1], [0, 1, 0]], bool)
+    listed = tiles.repeat(128, axis=1)
+    key, value = (
+        jnp.where(jnp.asarray(listed)[:, :, None, None], x, jnp.nan)
+        for x in (operands.key, operands.value)
+    )
+    got = run(case, operands._replace(key=key, value=value), mask=listed[:, None, None])["out"]
+    q, k, v = (
+        np.asarray(x, np.float64)
+        for x in (operands.query.reshape(2, heads, 2, -1), operands.key, operands.value)
+    )
+    scores = np.einsum("bkgh,bskh->bkgs", q, k) * case.scale
+    weight = np.where(listed[:, None, None], np.exp(scores), 0)
+    weight = weight / weight.sum(axis=-1, keepdims=True)
+    assert_near(got, np.einsum("bkgs,bskh->bkgh", weight, v).reshape(got.shape), NEAR, "out")
+
+
+# int8
+
+
+@pytest.mark.slow_cases("-slots", "inf")
+@pytest.mark.parametrize("heads", [4, 3], ids=["slots first", "heads first"])
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf], ids=["", "NaN", "inf"])
+def test_int8_matches_the_oracle_of_what_is_dequantised(heads, bad):
+    """A row that is not finite has no finite scale; one of each head is hidden, and one seen."""
+    case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=96, visible=within_length)
+    operands = draw_few(case, lengths=[S, 130])
+    (key, k_scale), (value, v_scale) = (kv.quantise(x) for x in (operands.key, operands.value))
+    wide = [kv.dequantise(key, k_scale), kv.dequantise(value, v_scale)]
+    expected, _ = oracle(
+        case, operands._replace(key=wide[0], value=wide[1]), jnp.zeros((2, 2, 2 * heads, 96))
+    )
+    seen = np.zeros((2, 2, 2 * heads), bool)
+    if bad is not None:
+        k_scale, v_scale = (x.at[1, 140, 1].set(bad) for x in (k_scale, v_scale))
+        k_scale, v_scale = k_scale.at[0, 140, 0].set(bad), v_scale.at[0, 150, 2].set(bad)
+        seen[0, :, [0, 1, 4, 5]] = True
+    held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
+    mask = seen_by(case, operands)
+    got = run(case, held._replace(**{n: getattr(held, n)[:, :S] for n in KEYS}), mask=mask)
+    out = np.asarray(got["out"], np.float32)
+    assert np.isnan(out[seen]).all() and np.abs(expected["out"]).max() > 0.05
+    assert_near(out[~seen], expected["out"][~seen], NEAR, "out")
+
+
+KEYS = "key", "value", "k_scale", "v_scale"
+
+
+# Around the kernel
+
+
+arrays_of = functools.partial(few_queries.arrays_of, 32)
+
+
+@pytest.mark.parametrize(
+    ("T", "options", "kernel"),
+    [
+        (1, {}, "decode"),
+        (16, {}, "decode"),
+        (17, {}, "forward"),
+        (1, dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "forward"),
+    ],
+)
+def test_few_queries_without_dropout_take_the_decode_kernel(T, options, kernel):
+    attend, inputs = program(arrays_of(T), mask=Causal(), **options)
+    with using(WHERE):
+        text = str(jax.make_jaxpr(attend)(*inputs))
+        assert explain_attention(*inputs, mask=Causal(), **options)["pallas"] is None
+    assert [name for name in ("decode", "forward") if f"attention_{name}" in text] == [kernel]
+
+
+def test_a_gradient_takes_the_forward_kernel():
+    attend, inputs = program(arrays_of(), mask=Causal(), return_lse=False)
+    gradient = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum())
+    with using(WHERE):
+        text = str(jax.make_jaxpr(gradient)(*inputs))
+    assert "attention_forward" in text and "attention_decode" not in text
+
+
+def test_each_head_has_its_own_mask_and_tiles():
+    arrays = arrays_of(3, keys=300)
+    halves = np.arange(300) // 128 == np.arange(8)[None, :, None, None] % 2
+    seen = np.broadcast_to(halves.repeat(3, 2), (2, 8, 3, 300))
+    attend, inputs = program(arrays, mask=Dense(jnp.asarray(seen[:1])))
+    with using(dataclasses.replace(WHERE, blocks=(("decode", TILES),))):
+        out, lse = jax.jit(attend)(*inputs)
+    expected = reference(arrays, seen)
+    assert_near(out, expected["out"], NEAR, "out")
+    assert_near(lse, expected["lse"], EXACT, "lse")
+
+
+def test_under_vmap_the_mapped_axis_joins_the_batch():
+    attend, (query, key, value) = program(arrays_of(), mask=Causal())
+    with using(WHERE):
+        mapped = jax.vmap(attend, (0, None, 0))
+        inputs = jnp.stack([query] * 3), key, jnp.stack([value] * 3)
+        out, lse = jax.eval_shape(mapped, *inputs)
+        text = str(jax.make_jaxpr(mapped)(*inputs))
+    assert out.shape == (3, *query.shape) and lse.shape == (3, 2, 1, 8)
+    assert "attention_decode" in text
+
+
+@pytest.mark.parametrize("sinks", [0, 5])
+def test_a_token_reads_a_ring_in_any_order_of_positions(sinks):
+    with using(dataclasses.replace(WHERE, blocks=(("decode", TILES),))):
+        found, expected = few_queries.token_over_a_ring(32, 320, 200, sinks)
+    assert_near(found["out"], expected["out"], NEAR, "out")
+    assert_near(found["lse"], expected["lse"], EXACT, "lse")
+
+
+def copies(lengths, capacity, k=512):
+    """Return the tiles that the pipeline copies, one whenever its place differs from the last."""
+    at = jnp.arange(capacity)[None]
+    held = jnp.where(at < jnp.asarray(lengths)[:, None], at, -1)  # positions in a cache
+    queries = jnp.asarray(lengths)[:, None]
+    plan = Causal().block_plan(queries, held, block_q=1, block_k=k)
+    lists = kernel.of_all_heads(plan.of_first_queries(1).key_tiles(), len(lengths))
+    visits = flatten(lists)
+    steps = np.asarray(visits.numbers)[0, 0, : int(visits.longest)]
+    struct = jax.ShapeDtypeStruct((len(lengths), capacity, 8, 128), jnp.bfloat16)
+    spec = kernel.Walk(visits.packing, k, 8, True).spec("slots", struct.shape)
+    places = [tuple(int(n) for n in spec.index_map(0, step, steps)) for step in range(len(steps))]
+    return [a for a, b in zip(places, [None, *places], strict=False) if a != b], len(steps)
+
+
+def test_tiles_to_copy_are_as_many_at_any_capacity():
+    lengths = [1, 512, 2800, 0]
+    found = [copies(lengths, capacity) for capacity in (4096, 32768, 4000)]
+    assert found[0] == found[1] == found[2]
+    tiles, steps = found[0]
+    assert steps == len(tiles) == 1 + 1 + 6 + 1  # a row without keys has one, and is written as 0
+    assert tiles[2:8] == [(2, j, 0, 0) for j in (0, 1, 2, 3, 4, 5)]
+
+
+def test_bytes_to_copy_are_those_of_the_filled_cache():
+    lengths = np.random.default_rng(3).integers(6000, 30000, 8)
+    tiles, _ = copies(lengths, 32768)
+    assert lengths.sum() <= 512 * len(tiles) <= 1.1 * lengths.sum()
+
+
+def test_the_grid_has_a_step_for_each_listed_tile(monkeypatch):
+    grids, pallas_call = [], kernel.pl.pallas_call
+
+    def recorded(*given, grid_spec, **more):
+        grids.append(grid_spec.grid)
+        return pallas_call(*given, grid_spec=grid_spec, **more)
+
+    monkeypatch.setattr(kernel.pl, "pallas_call", recorded)
+    case = Case(B=3, T=1, S=384, N=2, K=1, H=32, Hv=32, visible=within_length)
+    operands = draw_few(case, lengths=[384, 0, 130])
+    lists = lists_of(seen_by(case, operands), 1, 128)
+    tpu.decode(Problem(case.scale, visible=case.visible, interpret=True), operands, lists, TILES)
+    assert [tuple(map(int, grid)) for grid in grids] == [(1, 3 + 1 + 2)]
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_it_lowers_for_a_tpu(dtype, x64):
+    def attend(query, key, value, scale):
+        scales = dict(key_scale=scale, value_scale=scale) if dtype == jnp.int8 else {}
+        settings = dict(mask=Causal(), implementation="pallas") | scales
+        return dot_product_attention(query, key, value, **settings)
+
+    struct = lambda n, dtype: jax.ShapeDtypeStruct((2, n, 2, 128), dtype)  # noqa: E731
+    with jax.enable_x64(x64), using(Target("tpu", chip="TPU v5e")):
+        arrays = struct(2, jnp.bfloat16), *[struct(512, dtype)] * 2
+        scale = jax.ShapeDtypeStruct((2, 512, 2), jnp.float32)
+        traced = jax.jit(attend).trace(*arrays, scale)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "attention_decode" in text
+
+
+# Compiled for TPUs that are not there
+
+
+def compiled_step(topology, K, capacity, dtype=jnp.bfloat16, window=None, B=8, H=128):
+    """One token a row is written into a cache, and attends to what the row has filled."""
+    pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
+    from jax.experimental import topologies
+
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it locks a file otherwise
+    device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)  # noqa: E731
+    cache = jax.eval_shape(lambda: kv.init(B, capacity, K, H, dtype=dtype))
+    cache = jax.tree.map(lambda x: struct(x.shape, x.dtype), cache)
+    wide = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16
+    query, new = (struct((B, 1, heads, H), wide) for heads in (4 * K, K))
+
+    def step(cache, query, new):
+        at = cache.length[:, None]
+        cache, seen = kv.extend_held(cache, new, new, at, window)
+        mask = Causal() if window is None else Causal() & Window(window)
+        settings = dict(q_positions=at, k_positions=seen.positions, implementation="pallas")
+        settings |= dict(key_scale=seen.k_scale, value_scale=seen.v_scale)
+        return cache, dot_product_attention(query, seen.k, seen.v, mask=mask, **settings)
+
+    with using(Target("tpu", chip="TPU")):
+        return jax.jit(step, donate_argnums=0).lower(cache, query, new).compile()
+
+
+def large_results(text, least):
+    """Return the opcodes, not of views, that make as many numbers; a fusion is one operation."""
+    views = ("parameter", "tuple", "bitcast", "get-tuple-element")
+    found = []
+    for line in text[text.index("\nENTRY") :].splitlines():
+        match = re.match(r"\s+(?:ROOT )?%\S+ = (.*?) ([\w-]+)\(", line)
+        if match and match[2] not in views:
+            shapes = re.findall(r"\[([\d,]+)\]", match[1])
+            if any(math.prod(map(int, x.split(","))) >= least for x in shapes):
+                found.append((match[2], "scatter" in line))
+    return found
+
+
+@pytest.mark.usefixtures("usual_compilation")
+@pytest.mark.slow_cases("v5p", "v6e", "tpu7x", "v5e:2x2-2", "v5e:2x2-4", "v5e:2x2-8", "v5e:2x2-12")
+@pytest.mark.parametrize(
+    ("topology", "K", "capacity", "dtype", "window"),
+    [
+        ("v5e:2x2", 1, 32768, jnp.bfloat16, None),
+        ("v5e:2x2", 2, 32768, jnp.float32, None),
+        ("v5e:2x2", 4, 32768, jnp.int8, None),
+        ("v5e:2x2", 8, 32768, jnp.bfloat16, None),
+        ("v5e:2x2", 8, 32744, jnp.bfloat16, None),
+        ("v5e:2x2", 8, 4104, jnp.bfloat16, 4104),
+        ("v5e:2x2", 8, 32768, jnp.int8, None),
+        ("v5e:2x2", 12, 32768, jnp.bfloat16, None),
+        ("v5p:2x2x1", 8, 32768, jnp.bfloat16, None),
+        ("v6e:2x2", 8, 32768, jnp.bfloat16, None),
+        ("v6e:2x2", 8, 32768, jnp.int8, None),
+        ("tpu7x:2x2x1", 8, 32768, jnp.bfloat16, None),
+    ],
+)
+def test_a_step_of_decoding_copies_no_key_and_no_value(topology, K, capacity, dtype, window):
+    """Nothing is as large as keys or values but the two writes of a token, in place."""
+    step = compiled_step(topology, K, capacity, dtype, window)
+    text, numbers = step.as_text(), 8 * capacity * K * 128
+    assert "attention_decode" in text and " while(" not in text
+    assert large_results(text, numbers) == [("fusion", True)] * 2
+    memory = step.memory_analysis()
+    scales = 8 * capacity * 128 * 4 * (dtype == jnp.int8)  # a token's: written in another order
+    assert memory.temp_size_in_bytes < scales + 0.05 * numbers
+    assert memory.alias_size_in_bytes >= 2 * numbers * jnp.dtype(dtype).itemsize

@@ -1,0 +1,49 @@
+"""TPU kernels become programs of a TPU without one, under each JAX; and tiles of other sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax import Causal, dot_product_attention
+from transformer_jax.kernels import Target, using
+from transformer_jax.kernels.contract import Blocks
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
+@pytest.mark.parametrize("S", [1024, 32768], ids=["one backward kernel", "two"])
+def test_output_and_gradients_lower_for_a_tpu(S, x64):
+    def loss(*inputs):
+        settings = dict(mask=Causal(), implementation="pallas")
+        return dot_product_attention(*inputs, **settings).astype(jnp.float32).sum()
+
+    with jax.enable_x64(x64), using(Target("tpu", chip="TPU v5e")):
+        arrays = [jax.ShapeDtypeStruct((1, S, 2, 128), jnp.float32)] * 3
+        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(*arrays)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    backward = ["attention_single_pass"] if S == 1024 else ["attention_dq", "attention_dkdv"]
+    assert all(name in text for name in ("attention_forward", *backward))
+
+
+@pytest.mark.parametrize("kind", ["single_pass_rows", "dq"])
+def test_a_backward_tile_may_have_hidden_nan_that_no_forward_tile_had(kind, monkeypatch):
+    if kind == "dq":
+        monkeypatch.setattr("transformer_jax.kernels.tpu.sums_fit", lambda *sizes: False)
+    wide = ((kind, Blocks(128, 256)), ("dkdv", Blocks(128, 128)))
+    where = Target("tpu", True, blocks=(("forward", Blocks(128, 128)), *wide))
+    key = jax.random.key(0)
+    q, k, v = (jax.random.normal(x, (1, 256, 1, 8)) for x in jax.random.split(key, 3))
+    held = jnp.where(jnp.arange(256) < 128, jnp.arange(256), -1)
+
+    def gradients(k, v):
+        def loss(q, k, v):
+            settings = dict(k_positions=held, mask=Causal(), implementation="pallas")
+            return (dot_product_attention(q, k, v, **settings) ** 2).sum()
+
+        with using(where):
+            return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    found = gradients(k.at[:, 130].set(jnp.nan), v.at[:, 200].set(jnp.inf))
+    for got, expected in zip(found, gradients(k, v), strict=True):
+        assert np.isfinite(got).all() and np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,80 @@
+"""The lists of visits that a TPU's grid goes along: each tile of the lists once, in their order."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.attention.api import dot_product_attention
+from transformer_jax.attention.fused import plan_of
+from transformer_jax.attention.masks import Causal, Mask, Segments
+from transformer_jax.kernels import Target, tpu, using
+from transformer_jax.kernels.contract import FULL, PARTIAL, Blocks, tile_lists
+from transformer_jax.kernels.tpu import visits
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def expected(classes: np.ndarray, group: int) -> list[list[tuple[int, int, int, int]]]:
+    """(row, head, column, class) of every visit of every list, by loops."""
+    B, N, rows, _ = classes.shape
+    heads = group if N > 1 else 1
+    found = []
+    for b, first in np.ndindex(B, N // heads):
+        visited = []
+        for row, head in np.ndindex(rows, heads):
+            line = classes[b, first * heads + head, row]
+            tiles = [*np.flatnonzero(line == FULL), *np.flatnonzero(line == PARTIAL)]
+            visited += [(row, head, column, line[column]) for column in tiles]
+            if not tiles and head == 0:
+                visited.append((row, 0, 0, 0))
+        found.append(visited)
+    return found
+
+
+@pytest.mark.parametrize("search", ["compare", "halve", "known"])
+@pytest.mark.parametrize("B, N, group", [(1, 1, 3), (2, 1, 1), (1, 3, 1), (2, 6, 3)])
+def test_every_listed_tile_is_visited_once_and_in_order(B, N, group, search, monkeypatch):
+    monkeypatch.setattr(visits, "COMPARISONS", 0 if search == "halve" else 2**20)
+    classes = np.random.default_rng(5).integers(0, 3, (B, N, 5, 7)).astype(np.int8)
+    classes[:, :, 1] = 0  # a row that sees nothing
+    classes[-1, -1, 3:] = 0  # and a list that ends earlier than others
+    wanted = expected(classes, group)
+    lists = tile_lists(jnp.asarray(classes))
+    if search == "known":
+        lists = visits.prepare(lists)
+    found = visits.flatten(lists, group)
+    assert (lists.visits is None) == (search != "known")
+    assert int(found.longest) == max(map(len, wanted))
+    numbers = np.asarray(found.numbers).reshape(len(wanted), -1)
+    for line, tiles in zip(numbers, wanted, strict=True):
+        listed = [tuple(map(int, found.packing.unpack(number))) for number in line]
+        assert listed[: len(tiles)] == tiles
+        assert {*listed[len(tiles) :]} <= {(*tiles[-1][:3], 0)}
+
+
+def test_a_causal_mask_takes_as_many_steps_as_it_has_tiles():
+    at = jnp.arange(8192)[None]
+    blocks = tpu.blocks("forward", 128, 128, 2)
+    assert blocks == Blocks(512, 1024)
+    plan = plan_of(Causal(), at, at, blocks, (8192, 8192))
+    for lists in (plan.key_tiles(), plan.query_tiles()):
+        assert lists.order.size == 128
+        assert int(visits.flatten(lists).longest) == 72
+
+
+def test_visits_of_a_mask_without_arrays_are_known_before_the_program():
+    shape = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.float32)
+
+    def searches(mask: Mask) -> int:
+        def loss(*inputs):
+            return dot_product_attention(*inputs, mask=mask, implementation="pallas").sum()
+
+        with using(Target("tpu")):
+            program = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(shape, shape, shape))
+        assert "pallas_call[" in program
+        return program.count("searchsorted")
+
+    assert searches(Causal()) == 0 < searches(Segments(jnp.arange(512)[None] // 100))
