@@ -1,0 +1,169 @@
+"""Compile the kernels for other NVIDIA GPUs than Hopper, none of which is there, and print sizes.
+
+    python -m benchmarks.compile_ampere 8.0            # every head dim, full and causal
+    python -m benchmarks.compile_ampere 12.0 --options # with bias, softcap, dropout, ...
+    python -m benchmarks.compile_ampere 8.9 --head-dims 64 128
+    python -m benchmarks.compile_ampere 10.0 --tensor-memory  # one product by tcgen05, in TMEM
+
+Needs `pip install "jax[cuda13]==0.11.2"` and no GPU. The first argument is the compute capability;
+one a process, as Mosaic GPU keeps the first one that it compiles for. Spills are bytes stored and
+loaded. Exits with 1 if a kernel does not compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from benchmarks import h200
+from benchmarks.compile_gpu import causal, in_matrix
+from benchmarks.h200 import HEADS, B, T
+from transformer_jax.kernels import ampere
+from transformer_jax.kernels.contract import Problem
+from transformer_jax.training.hardware import H200
+
+N = HEADS[0]
+KERNELS: dict[str, Callable[..., Any]] = {  # each alone, without the loop that runs it again
+    "forward": ampere.marking_forward,
+    "dq": ampere.marking_dq,
+    "dkdv": ampere.marking_dkdv,
+    "bias": ampere.sum_bias,
+}
+CAPABILITIES = ("8.0", "8.6", "8.9", "10.0", "10.3", "12.0", "12.1")
+
+
+class Chip(jax.sharding.AbstractDevice):
+    """Say which GPU Pallas lowers for."""
+
+    compute_capability: str
+
+
+def device(capability: str) -> Any:
+    """The device, for which programs are compiled and on which none runs."""
+    jax.config.update("jax_platforms", "cpu")
+    major, minor = capability.split(".")
+    chip = f"major: {major} minor: {minor}"
+    if int(major) >= 9:  # Mosaic GPU writes for sm_120a, which ptxas must know
+        chip += " feature_extension: ACCELERATED_FEATURES"
+    described = H200.replace("major: 9 minor: 0", chip)
+    assert described != H200
+    return topologies.get_topology_desc(
+        "", platform="cuda", target_config=described, topology="1x1x1"
+    ).devices[0]
+
+
+def context(capability: str) -> AbstractContextManager:
+    """A context in which Pallas knows the compute capability."""
+    chip = Chip(device_kind=f"compute capability {capability}", num_cores=None, platform="gpu")
+    object.__setattr__(chip, "compute_capability", capability)
+    return jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh(
+            (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=chip
+        )
+    )
+
+
+def configurations(
+    options: bool, head_dims: Sequence[int]
+) -> Iterator[tuple[str, str, int, Problem, dict[str, Any]]]:
+    """Yield a name, kernel, head dim, problem and fields of Operands."""
+    if not options:
+        for H in head_dims:
+            for kind in KERNELS:
+                for name, visible in (("full", None), ("causal", causal)):
+                    yield name, kind, H, Problem(H**-0.5, visible=visible), {}
+        return
+    scores: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "bias": ({}, {"bias": ((B, N, T, T), jnp.bfloat16)}),
+        "key bias": ({}, {"bias": ((1, N, 1, T), jnp.float32)}),
+        "slopes": ({}, {"slopes": ((1, N), jnp.float32)}),
+        "softcap": ({"softcap": 30.0}, {}),
+        "sinks": ({}, {"sinks": ((1, N), jnp.float32)}),
+        "dropout": ({"dropout_rate": 0.1}, {"dropout": ((2, B, N), jnp.uint32)}),
+        "matrix": ({"visible": in_matrix}, {"pairs": ((1, 1, T, T), jnp.int8)}),
+    }
+    for name, (fields, operands) in scores.items():
+        for H in head_dims:
+            for kind in KERNELS:
+                yield name, kind, H, Problem(H**-0.5, **({"visible": causal} | fields)), operands
+
+
+def tensor_memory_product(a: Any, b: Any, out: Any, *, a_tile: Any, b_tile: Any, acc: Any,
+                          copied: Any, done: Any) -> None:  # fmt: skip
+    """Multiply two tiles by tcgen05, which only datacentre Blackwell has, into tensor memory."""
+    plgpu.copy_gmem_to_smem(a, a_tile, copied)
+    plgpu.copy_gmem_to_smem(b, b_tile, copied)
+    plgpu.barrier_wait(copied)
+    plgpu.tcgen05_mma(acc, a_tile, b_tile, done, accumulate=False)
+    plgpu.barrier_wait(done)
+    out[...] = plgpu.async_load_tmem(acc)
+    plgpu.wait_load_tmem()
+
+
+def compile_tensor_memory_product(capability: str) -> None:
+    """Compile a product of 128 x 128 by tcgen05."""
+    layout = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    tile = plgpu.SMEM((128, 128), jnp.bfloat16, transforms=layout)
+    kernel = plgpu.kernel(
+        tensor_memory_product,
+        out_type=jax.ShapeDtypeStruct((128, 128), jnp.float32),
+        grid=(1,),
+        grid_names=("program",),
+        scratch_types=dict(
+            a_tile=tile,
+            b_tile=tile,
+            acc=plgpu.TMEM((128, 128), jnp.float32),
+            copied=plgpu.Barrier(num_arrivals=2),
+            done=plgpu.Barrier(orders_tensor_core=True),
+        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    sharding = jax.sharding.SingleDeviceSharding(device(capability))
+    x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16, sharding=sharding)
+    with context(capability):
+        jax.jit(kernel).lower(x, x).compile()
+    print(f"a product by tcgen05 compiles for {capability}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("capability", choices=CAPABILITIES)
+    parser.add_argument("--options", action="store_true", help="with bias, softcap, ...")
+    parser.add_argument("--tensor-memory", action="store_true", help="one product by tcgen05")
+    parser.add_argument("--head-dims", type=int, nargs="+", help="these alone")
+    arguments = parser.parse_args()
+    if arguments.tensor_memory:
+        compile_tensor_memory_product(arguments.capability)
+        return
+    dims = arguments.head_dims or ((64, 128) if arguments.options else ampere.HEAD_DIMS)
+    where, failures = device(arguments.capability), 0
+    chip = functools.partial(context, arguments.capability)
+    print("kernel      H  tile   scores    registers   spills   shared memory")
+    for name, kind, H, problem, options in configurations(arguments.options, dims):
+        plan = ampere.blocks(kind, H, H)
+        print(f"{kind:8} {H:4}  {plan.q}x{plan.k}  {name:8}", end="", flush=True)
+        try:
+            found = h200.compile_kernel(
+                kind, H, H, problem, where, function=KERNELS[kind], plan=plan, chip=chip, **options
+            )
+        except Exception as error:
+            failures += 1
+            print(" ", str(error).splitlines()[0][:120], flush=True)
+            continue
+        spills = "{:4} {:4}".format(*found.spills)
+        print(f"{found.registers:>10}   {spills}   {found.memory / 1024:6.1f} KiB", flush=True)
+    if failures:
+        sys.exit(f"{failures} kernels did not compile")
+
+
+if __name__ == "__main__":
+    main()

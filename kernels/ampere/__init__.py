@@ -1,0 +1,90 @@
+"""Flash attention on NVIDIA GPUs that have `mma.sync`, in Pallas on Mosaic GPU: from Ampere on.
+
+Nothing here needs what only Hopper (wgmma, TMA) or datacentre Blackwell (tcgen05, TMEM) has, so one
+source serves compute capability 8 (Ampere, Ada), 10 and 12 (Blackwell). It follows
+FlashAttention-2 (Dao 2023): a program of four warps holds 64 rows of what it computes, and copies
+one tile of the other side after another through registers into shared memory. Scores are kept in
+base 2, laid out in registers as on Hopper, whose masks and arithmetic of a tile are used. The
+kernels mark rows that met NaN or infinity, and `transformer_jax.kernels.repair` runs them again.
+
+    tiles      shared memory, registers, products
+    forward    the forward kernel          backward   those of dq, of dk and dv, of a bias
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from transformer_jax.kernels import nvidia
+from transformer_jax.kernels.ampere.backward import backward_bias as sum_bias
+from transformer_jax.kernels.ampere.backward import backward_dkdv as marking_dkdv
+from transformer_jax.kernels.ampere.backward import backward_dq as marking_dq
+from transformer_jax.kernels.ampere.forward import forward as marking_forward
+from transformer_jax.kernels.ampere.tiles import HAS_MMA
+from transformer_jax.kernels.chips import AMPERE_HEAD_DIMS as HEAD_DIMS
+from transformer_jax.kernels.chips import ampere_blocks as blocks
+from transformer_jax.kernels.contract import Operands, Problem, vary
+from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER
+from transformer_jax.kernels.hopper.schedule import prepare
+from transformer_jax.kernels.repair import Kernel, repaired_backward, repaired_forward
+
+__all__ = [
+    "DECODE_ROWS",
+    "HEADS_FIRST",
+    "HEAD_DIMS",
+    "INT8",
+    "LIST_BYTES",
+    "MARKS",
+    "PORTABLE",
+    "SHORTEST",
+    "backward_bias",
+    "backward_dkdv",
+    "backward_dq",
+    "blocks",
+    "forward",
+    "prepare",
+    "refuse",
+]
+
+DECODE_ROWS = 0
+HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
+INT8 = False  # whether the decode kernel reads int8
+LIST_BYTES = None  # lists are in device memory
+MARKS = True  # whether the forward kernel says for the others where something was not finite
+PORTABLE = None
+SHORTEST = None  # short sequences are padded to whole tiles
+
+
+def _varying(kernel: Kernel) -> Kernel:
+    """Return a kernel whose results vary over a mesh as its operands do."""
+
+    @functools.wraps(kernel)
+    def call(problem: Problem, operands: Operands, *rest: Any) -> Any:
+        return vary(kernel(problem, operands, *rest), like=operands)
+
+    return call
+
+
+forward = repaired_forward(_varying(marking_forward))
+backward_dq = repaired_backward(_varying(marking_dq))
+backward_dkdv = repaired_backward(_varying(marking_dkdv))
+backward_bias = _varying(sum_bias)  # of which each pair is its own
+
+
+def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
+    """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
+    H, Hv = query.shape[-1], value.shape[-1]
+    if reason := nvidia.refuse(problem, "Ampere", query, key, value):
+        return reason
+    if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
+        return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
+    if problem.nondeterministic:
+        return "ampere: 'pallas_unordered' needs a Hopper GPU"
+    if not HAS_MMA:
+        return f"ampere: jax {jax.__version__} has no mma in Pallas: 0.11.2 and 0.12 have"
+    if problem.interpret and not HAS_INTERPRETER:
+        return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
+    return None

@@ -1,0 +1,166 @@
+"""Compute output, row maximum and the logarithm of the row sum: the forward kernel.
+
+A program holds 64 queries, and visits the tiles of keys that its list names. While a tile is
+multiplied, the next one is on its way from device memory into registers, if `Blocks.stages` is 2.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from transformer_jax.kernels.ampere.tiles import (
+    add_product,
+    check_rows,
+    fetch,
+    launch,
+    product,
+    slot,
+)
+from transformer_jax.kernels.contract import (
+    LOWEST,
+    Blocks,
+    Operands,
+    Problem,
+    TileLists,
+    result,
+)
+from transformer_jax.kernels.hopper.forward import divided
+from transformer_jax.kernels.hopper.memory import ROW, ROWS, Ref, across, at, f32, filled
+from transformer_jax.kernels.hopper.schedule import each_tile, prepare, query_items
+from transformer_jax.kernels.hopper.scores import (
+    LN2,
+    TilePosition,
+    TileVectors,
+    kept,
+    score_unit,
+    scores,
+)
+
+
+def forward(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
+
+    With `detect_nonfinite`, log l is NaN in rows that met what is not finite, seen or not.
+    """
+    check_rows("forward", blocks.q)
+    (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
+    dtype, rows = operands.query.dtype, result((B, N, T), f32, operands.query)
+    return launch(
+        problem,
+        functools.partial(_forward, problem, blocks),
+        query_items(operands, blocks).number,
+        out_type=(result((B, T, N, Hv), dtype, operands.query), rows, rows),
+        scratch_types=dict(
+            q_tile=slot(ROWS, H, dtype),
+            k_tile=slot(blocks.k, H, dtype),
+            v_tile=slot(blocks.k, Hv, dtype),
+        ),
+    )(prepare(lists), operands)
+
+
+class _Rows(NamedTuple):
+    """Say which queries a program holds."""
+
+    b: jax.Array
+    n: jax.Array
+    row: jax.Array  # of tiles
+    q0: jax.Array
+    vectors: tuple[jax.Array | None, ...]
+
+
+class _Sums(NamedTuple):
+    """Carry what is summed over the tiles of keys, and the next tile."""
+
+    acc: jax.Array  # [ROWS, Hv]
+    row_max: jax.Array  # [ROWS], in base 2
+    total: jax.Array  # [ROWS]
+    ahead: tuple[jax.Array, ...]  # keys and values, or nothing
+
+
+def _forward(
+    problem: Problem, blocks: Blocks, lists: TileLists, operands: Operands, out: Ref,
+    row_max_out: Ref, log_sum_out: Ref, *, q_tile: Ref, k_tile: Ref, v_tile: Ref,
+) -> None:  # fmt: skip
+    """Run a program; operands and lists are references to memory."""
+    b, n, row = query_items(operands, blocks).at(lists, lax.axis_index("program"))
+    q0, vectors = row * ROWS, TileVectors(problem, operands, ROW, copies=False)
+    rows = _Rows(b, n, row, q0, vectors.of_rows(b, q0))
+    program = _Program(problem, blocks, lists, operands, vectors, q_tile, k_tile, v_tile)
+    queries = b, pl.ds(q0, ROWS), n
+    q_tile[...] = fetch(operands.query.at[queries])
+    start = _Sums(
+        filled((ROWS, v_tile.shape[1]), 0), filled((ROWS,), LOWEST), filled((ROWS,), 0),
+        program.ahead(rows, 0),
+    )  # fmt: skip
+    full, seen = at(lists.full, b, n, row)[...], at(lists.seen, b, n, row)[...]
+    sums = each_tile(full, seen, functools.partial(program.tile, rows), start)
+    acc, row_max, total, live = divided(problem, operands, b, n, sums.acc, sums.row_max, sums.total)
+    log_sum = jnp.where(live, jnp.log2(total) * LN2, 0)
+    if problem.detect_nonfinite:
+        log_sum = log_sum + (acc.astype(f32) * 0).sum(axis=1)
+    place = b, n, pl.ds(q0, ROWS)
+    out[queries] = acc
+    row_max_out[place] = jnp.where(live, row_max * LN2, -jnp.inf)
+    log_sum_out[place] = log_sum
+
+
+@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+class _Program:
+    """Compute 64 queries."""
+
+    problem: Problem
+    blocks: Blocks
+    lists: TileLists
+    operands: Operands
+    vectors: TileVectors
+    q_tile: Ref
+    k_tile: Ref
+    v_tile: Ref
+
+    def k0(self, rows: _Rows, j: Any) -> jax.Array:
+        """Return the first key of a list's tile; of one after the end, those of the last."""
+        last = jnp.minimum(j, self.lists.order.shape[-1] - 1)
+        return at(self.lists.order, rows.b, rows.n, rows.row, last)[...] * self.blocks.k
+
+    def load(self, rows: _Rows, j: Any) -> tuple[jax.Array, jax.Array]:
+        """Load a tile's keys and values into registers."""
+        key, value = self.operands.key, self.operands.value
+        group = self.operands.query.shape[2] // key.shape[2]
+        keys = rows.b, pl.ds(self.k0(rows, j), self.blocks.k), rows.n // group
+        return fetch(key.at[keys]), fetch(value.at[keys])
+
+    def ahead(self, rows: _Rows, j: Any) -> tuple[jax.Array, ...]:
+        """Return the tile to multiply next, where it is loaded so early."""
+        return self.load(rows, j) if self.blocks.stages > 1 else ()
+
+    def tile(self, rows: _Rows, j: Any, sums: _Sums, partial: bool) -> _Sums:
+        """Add a tile of keys."""
+        problem, operands = self.problem, self.operands
+        self.k_tile[...], self.v_tile[...] = sums.ahead or self.load(rows, j)
+        ahead = self.ahead(rows, j + 1)
+        k0 = self.k0(rows, j)
+        beside = self.vectors.of_columns(None, 0, rows.b, k0, self.blocks.k)
+        where = TilePosition(rows.b, rows.n, rows.q0, k0, rows.vectors, beside)
+        raw = product(problem, self.q_tile, self.k_tile.transpose((1, 0)))
+        total = sums.total
+        if problem.detect_nonfinite:  # 0 * a product that is not finite is NaN
+            total = total + (raw * 0).sum(axis=1)
+        s, _ = scores(problem, operands, raw, where, ROW, partial)
+        unit = score_unit(problem, operands)
+        row_max = jnp.maximum(sums.row_max, s.max(axis=1) * unit)
+        shrink = jnp.exp2(sums.row_max - row_max)
+        p = jnp.exp2(s * unit - across(row_max, s))
+        total = total * shrink + p.sum(axis=1)
+        if problem.dropout_rate:
+            p = jnp.where(kept(problem, operands, where, p.shape, ROW), p, 0)
+        acc = add_product(problem, sums.acc * across(shrink, sums.acc), p, self.v_tile)
+        return _Sums(acc, row_max, total, ahead)

@@ -1,0 +1,231 @@
+"""The kernels for other NVIDIA GPUs than Hopper, in the interpreter, against NumPy in float64."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.hopper_kernels import (
+    EXACT,
+    INTERPRETS,
+    NEAR,
+    Case,
+    InInterpreter,
+    assert_near,
+    draw,
+    lists_of,
+    needs_interpreter,
+    oracle,
+    prefix_or_causal,
+    run_forward,
+    run_gradients,
+    seen_by,
+    window_in_document,
+)
+from tests.support.tolerances import largest_error
+from transformer_jax import ALiBi, Causal, dot_product_attention
+from transformer_jax.attention.api import explain_attention
+from transformer_jax.kernels import Target, ampere, nvidia, using
+from transformer_jax.kernels.chips import AMPERE_SHARED_MEMORY
+from transformer_jax.kernels.contract import Blocks, Problem
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def causal_without_a_key(q, k):
+    return (k[0] >= 0) & (k[0] != 7) & (q[0] >= k[0])
+
+
+ALONE = SimpleNamespace(  # without the loop that runs them again
+    blocks=ampere.blocks,
+    backward_dq=ampere.marking_dq,
+    backward_dkdv=ampere.marking_dkdv,
+    backward_bias=ampere.sum_bias,
+)
+CASES = {
+    "causal, one head": Case(T=70, S=100, N=1),
+    "causal, grouped": Case(N=4, K=2),
+    "window in documents, sinks": Case(
+        B=2, T=263, H=32, Hv=96, visible=window_in_document, sinks=True
+    ),
+    "no mask, float16, negative scale": Case(
+        T=128, S=256, visible=None, scale=-0.1, dtype="float16"
+    ),
+    "prefix, cap and dense bias": Case(
+        visible=prefix_or_causal, softcap=2.5, bias=(1, 2, 167, 211), bias_dtype="bfloat16"
+    ),
+    "slopes, dropout and key bias": Case(
+        slopes=True, dropout_rate=0.3, bias=(1, 1, 1, 211), sinks=True
+    ),
+    "dk and dv of wide heads apart": Case(H=192, Hv=192, T=128, S=131, scale=0.07),
+    "the widest": Case(H=256, Hv=256, T=64, S=70, scale=0.06),
+}
+
+
+@pytest.mark.slow_cases("causal, g", "window", "no mask", "prefix", "slopes", "dk", "the widest")
+@needs_interpreter
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_forward_and_gradients_match_the_dense_oracle(case):
+    operands, do = draw(case)
+    expected, saved = oracle(case, operands, do)
+    plan = ampere.blocks("forward", case.H, case.Hv)
+    got = run_forward(case, operands, plan, ampere.marking_forward)
+    got |= run_gradients(case, operands, saved._replace(do=do), module=ALONE)
+    assert {"out", "row_max", "log_sum", "dq", "dk", "dv"} <= got.keys()
+    assert ("slope_rows" in got) == case.slopes
+    for name, value in got.items():
+        of_rows = name in ("row_max", "log_sum") and case.softcap is None
+        assert_near(value, expected[name], EXACT if of_rows else NEAR, name)
+
+
+@pytest.mark.slow_cases("(1, 2", "(1, 1, 1, ")
+@needs_interpreter
+@pytest.mark.parametrize("shape", [(1, 1, 90, 1), (1, 2, 90, 131), (1, 1, 1, 131)], ids=str)
+def test_gradient_of_a_bias_has_its_shape_and_sums(shape):
+    case = Case(T=90, S=131, bias=shape)
+    operands, do = draw(case)
+    expected, saved = oracle(case, operands, do)
+    got = run_gradients(case, operands, saved._replace(do=do), ("bias",), ALONE)["bias"]
+    lacking = tuple(axis for axis in range(4) if shape[axis] == 1)
+    assert got.shape == operands.bias.shape and got.dtype == jnp.float32
+    wanted, terms = (
+        x.sum(lacking, keepdims=True) for x in (expected["ds"], np.abs(expected["ds"]))
+    )
+    assert largest_error(got, wanted) <= EXACT * terms.max()  # the terms cancel
+
+
+@needs_interpreter
+def test_without_a_tile_in_flight_the_results_are_right_too():
+    case = Case(T=64, S=128, N=1, H=32, Hv=32)
+    operands, do = draw(case)
+    expected, _ = oracle(case, operands, do)
+    got = run_forward(case, operands, Blocks(64, 32, stages=1), ampere.marking_forward)
+    for name, value in got.items():
+        assert_near(value, expected[name], NEAR if name == "out" else EXACT, name)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", ["forward", "dq", "dkdv"])
+def test_tiles_of_other_rows_than_a_program_holds_are_refused(kind):
+    shape = jax.ShapeDtypeStruct((1, 128, 1, 64), "bfloat16")
+    attend = partial(dot_product_attention, implementation="pallas")
+    with using(Target("ampere", blocks=((kind, Blocks(128, 128, 1)),))):
+        with pytest.raises(ValueError, match="holds 64 rows a program: its tiles have 128"):
+            jax.eval_shape(jax.grad(lambda *x: attend(*x).sum().astype("float32")), *[shape] * 3)
+
+
+@pytest.mark.parametrize("kind", ["forward", "dq", "dkdv", "bias"])
+def test_tiles_of_every_head_dim_divide_128_and_fit_the_least_shared_memory(kind):
+    for H in ampere.HEAD_DIMS:
+        for Hv in ampere.HEAD_DIMS:
+            plan = ampere.blocks(kind, H, Hv)
+            assert 128 % plan.q == 0 == 128 % plan.k and 64 in (plan.q, plan.k)
+            rows = {"forward": (plan.q * H, plan.k * (H + Hv))}.get(
+                kind, (plan.q * (H + Hv), plan.k * (H + Hv))
+            )
+            assert 2 * sum(rows) + 1024 <= AMPERE_SHARED_MEMORY
+
+
+def test_what_cannot_be_done_is_named(monkeypatch):
+    def reason(dtype="bfloat16", H=64, **fields):
+        shapes = [jax.ShapeDtypeStruct((1, 128, 2, H), dtype)] * 3
+        return ampere.refuse(Problem(scale=1.0, **fields), *shapes)
+
+    monkeypatch.setattr(ampere, "HAS_MMA", True)
+    assert reason() is None and reason("float16", 192) is None
+    assert "multiplies bfloat16 or float16, not float32" in reason("float32")
+    assert "80" in reason(H=80)
+    assert "needs a Hopper GPU" in reason(nondeterministic=True)
+    monkeypatch.setattr(ampere, "HAS_MMA", False)
+    assert "has no mma in Pallas" in reason()
+    monkeypatch.setattr(nvidia, "cuda_version", lambda: 12080)
+    assert "install CUDA 13" in reason()
+
+
+def loss_of(**settings):
+    def loss(query, key, value):
+        out = dot_product_attention(query, key, value, implementation="pallas", **settings)
+        return out.astype(jnp.float32).sum()
+
+    return loss
+
+
+@pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
+def test_kernels_are_those_of_ampere_and_are_asked_for_by_name():
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    with using(Target("ampere")):
+        traced = str(jax.make_jaxpr(jax.grad(loss_of(mask=Causal()), (0, 1, 2)))(x, x, x))
+        said = explain_attention(x, x, x, mask=Causal())
+    for name in ("forward", "backward_dq", "backward_dkdv"):
+        assert f"kernel_name='attention_{name}'" in traced
+    assert re.search(r"\bmma\b", traced)
+    assert not re.search(r"\b(wgmma\w*|copy_gmem_to_smem|barrier_\w+|commit_smem)\[", traced)
+    assert said["pallas"] is None and said.chosen != "pallas"
+    assert "needs a Hopper GPU" in said["pallas_unordered"]
+
+
+@pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
+def test_the_kernels_trace_where_python_integers_have_64_bits():
+    query, key = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
+    loss = loss_of(mask=Causal(), bias=ALiBi(jnp.ones(4, jnp.float32)))
+    with jax.enable_x64(True), using(Target("ampere")):
+        shapes = jax.eval_shape(jax.grad(loss, (0, 1, 2)), query, key, key)
+    assert {x.dtype for x in shapes} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
+@pytest.mark.parametrize("bias", [None, (1, 4, 256, 1)], ids=["plain", "bias"])
+def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(bias):
+    """Traced, not run: `shard_map` compares types."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    query, key = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
+
+    def gradients(*inputs):
+        loss = loss_of(mask=Causal(), bias=None if bias is None else jnp.zeros(bias))
+        found = jax.grad(loss, (0, 1, 2))(*inputs)
+        assert all(jax.typeof(x).manual_axis_type.varying == {"data"} for x in found)
+        return found
+
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    with using(Target("ampere")):
+        shapes = jax.eval_shape(mapped, query, key, key)
+    assert [x.shape for x in shapes] == [query.shape, key.shape, key.shape]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("seen", [False, True], ids=["hidden", "seen"])
+def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_other(seen):
+    """A weight of zero times NaN would be NaN, and a softcap makes an infinite score finite."""
+    case = Case(T=64, S=64, N=1, H=32, Hv=32, visible=causal_without_a_key, softcap=20.0)
+    operands, do = draw(case)
+    expected, _ = oracle(case, operands, do)
+    plan = ampere.blocks("forward", 32, 32)
+    if seen:
+        bad = operands._replace(key=operands.key.at[:, 40, :, 0].set(jnp.inf))
+    else:  # nobody sees key 7
+        bad = operands._replace(value=operands.value.at[:, 7].set(jnp.nan))
+    lists = lists_of(seen_by(case, bad), plan.q, plan.k)
+    forward = jax.jit(partial(ampere.forward, case.problem, blocks=plan))
+    out, _, log_sum, marks = forward(bad, lists)
+    assert bool(marks.all())  # of the head, for the backward kernels
+    lost = (np.arange(case.T) >= 40) & seen
+    found, wanted = (np.asarray(x, np.float64)[0, : case.T, 0] for x in (out, expected["out"]))
+    assert (np.isnan(found) == lost[:, None]).all()
+    assert (np.isnan(np.asarray(log_sum))[0, 0, : case.T] == lost).all()
+    assert_near(found[~lost], wanted[~lost], NEAR, "out")
+
+
+class TestAmpere(InInterpreter):
+    """Slow: the loop that keeps the rule for NaN makes three kernels of each."""
+
+    implementation = "pallas"
+    target = Target("ampere", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
+    every_time = frozenset()
