@@ -41,7 +41,8 @@ from transformer_jax.attention.masks import (
     Window,
 )
 from transformer_jax.cache.kv_cache import KVCache
-from transformer_jax.cache.model_cache import ModelCache, rewind_cache
+from transformer_jax.cache.model_cache import ModelCache, rewind_cache, share_cache
+from transformer_jax.cache.paged_cache import PagedCache
 from transformer_jax.config import (
     PRESETS,
     ConfigError,
@@ -103,6 +104,7 @@ from transformer_jax.models.factory import (
     cache_bytes,
     init_cache,
     init_decode_state,
+    init_paged_cache,
     init_params,
     num_params,
 )
@@ -203,6 +205,7 @@ __all__ = [
     "NgramLM",
     "NoRepeatNGram",
     "Padding",
+    "PagedCache",
     "Patches",
     "Predicate",
     "Prefix",
@@ -268,6 +271,7 @@ __all__ = [
     "init_cache",
     "init_decode_state",
     "init_lora",
+    "init_paged_cache",
     "init_params",
     "init_recent_tokens",
     "init_recurrent_state",
@@ -298,6 +302,7 @@ __all__ = [
     "save_lora",
     "save_pretrained",
     "serve",
+    "share_cache",
     "shaw_scores",
     "shaw_values",
     "sinusoidal",

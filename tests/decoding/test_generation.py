@@ -97,8 +97,8 @@ def test_a_row_ends_after_a_stop_token_or_at_its_limit(rope, free, ends, early):
     for row, tokens in enumerate(want):
         assert (np.asarray(got.tokens[row, len(tokens) :]) == -1).all()
         np.testing.assert_array_equal(got.log_probs[row, len(tokens) :], 0.0)
-        np.testing.assert_array_equal(
-            got.log_probs[row, : len(tokens)], free.log_probs[row, : len(tokens)]
+        np.testing.assert_allclose(  # of two programs, which XLA fuses in two ways
+            got.log_probs[row, : len(tokens)], free.log_probs[row, : len(tokens)], rtol=1e-6
         )
 
 

@@ -74,6 +74,7 @@ def test_a_product_of_normal_weights_is_off_by_a_share_of_itself(rng, kind, shar
     assert share / 2 < error < share
 
 
+@pytest.mark.slow_cases("decoder-False-int4")
 @pytest.mark.parametrize(
     ("model", "scan", "kind"),
     [
@@ -162,6 +163,7 @@ def test_adapters_beside_quantised_kernels_have_the_gradients_of_the_sum(scan):
     jax.tree.map(lambda x, y: assert_near(x, y, 1e-4), found, wanted)
 
 
+@pytest.mark.slow_cases("none")
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_backward_pass_holds_no_kernel_but_the_one_it_uses(remat):
     """In a scanned stack; in a looped one XLA's CPU backend joins the second making with the first.

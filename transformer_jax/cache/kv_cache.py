@@ -15,14 +15,32 @@ scale = max|x| / 127 and q = round(x / scale): the error of an element is at mos
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from transformer_jax.checks import as_int32, check_count
+from transformer_jax.kernels.contract import dequantise as dequantise
 from transformer_jax.pytree import exportable
 from transformer_jax.sharding import by_compiler, split
+
+
+class Slots(Protocol):
+    """Hold keys and values by slot, as `KVCache` and `PagedCache` do."""
+
+    @property
+    def k(self) -> jax.Array: ...
+    @property
+    def v(self) -> jax.Array: ...
+    @property
+    def positions(self) -> jax.Array: ...
+    @property
+    def length(self) -> jax.Array: ...
+    @property
+    def k_scale(self) -> jax.Array | None: ...
+    @property
+    def v_scale(self) -> jax.Array | None: ...
 
 
 @exportable
@@ -97,7 +115,8 @@ def update(
     Of more than S tokens the sinks and the last S - s stay, as in any ring. A caller for whom
     overwriting is an error checks `positions < S` first, as `check_cache_room` does for a model.
     """
-    _check_update(cache, k, v, positions)
+    rows, _, heads, dim = cache.k.shape
+    check_update((rows, heads, dim, cache.v.shape[-1]), k, v, positions)
     positions = as_int32("positions", positions)
     if k.shape[1] == 0:
         return cache
@@ -106,8 +125,8 @@ def update(
     keep = (positions < sinks) | (positions > newest[:, None] - turning)
     slots = jnp.where(positions < sinks, positions, sinks + (positions - sinks) % turning)
     slots = jnp.where(keep & (positions >= 0), slots, cache.capacity)  # S itself is dropped
-    held, new = _leaves(cache), _leaves(_held(cache, k, v, positions))
-    written = by_compiler(_write, [held, new, slots], jax.tree.map(split, held))
+    old, new = slot_leaves(cache), slot_leaves(held(cache, k, v, positions))
+    written = by_compiler(_write, [old, new, slots], jax.tree.map(split, old))
     return replace(cache, **written, length=jnp.maximum(cache.length, newest + 1))
 
 
@@ -126,6 +145,21 @@ def extend(
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
     """Update a cache, and return the keys, values and positions [B, S'] that new tokens may see.
 
+    They are those of `extend_held`, read as numbers of the dtype of `k`.
+    """
+    new, seen = extend_held(cache, k, v, positions, window)
+    return new, *read(seen, k.dtype), seen.positions
+
+
+def extend_held(
+    cache: KVCache,
+    k: jax.Array,  # [B, T, K, H]
+    v: jax.Array,  # [B, T, K, Hv]
+    positions: jax.Array,  # i32[B, T]
+    window: int | None = None,
+) -> tuple[KVCache, KVCache]:
+    """Update a cache, and return with it what new tokens may see, as it is held.
+
     A ring of S < window + T - 1 slots (beside its sinks) overwrites keys that the first of T
     queries still see, so those queries read the old ring with the new keys after it; otherwise
     they read the new cache. New tokens too are read as they are held, however many are fed at a
@@ -133,12 +167,11 @@ def extend(
     """
     new = update(cache, k, v, positions)
     if window is None or cache.capacity - cache.sinks >= window + k.shape[1] - 1:
-        return new, *read(new, k.dtype), new.positions
+        return new, new
     again = (cache.positions[:, :, None] == positions[:, None, :]).any(axis=2)
-    old = jnp.where(again, -1, cache.positions)  # a token fed again replaces its old key
-    both = zip(read(cache, k.dtype), read(_held(cache, k, v, positions), k.dtype), strict=True)
-    keys, values = (jnp.concatenate(parts, axis=1) for parts in both)
-    return new, keys, values, jnp.concatenate([old, positions.astype(jnp.int32)], axis=1)
+    old = replace(cache, positions=jnp.where(again, -1, cache.positions))  # fed again: not twice
+    both = slot_leaves(old), slot_leaves(held(cache, k, v, positions))
+    return new, replace(new, **jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *both))
 
 
 def read(
@@ -181,21 +214,12 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[...
     return q.astype(jnp.int8), scale
 
 
-def dequantise(
-    q: jax.Array,  # i8[..., H]
-    scale: jax.Array,  # f32[...]
-    dtype: jax.typing.DTypeLike = jnp.float32,
-) -> jax.Array:  # [..., H]
-    """Return scale * q, computed in f32."""
-    return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)
-
-
 def next_positions(length: jax.Array, valid: jax.Array) -> jax.Array:
     """Return positions [B, T] of new tokens: `length[b]` plus the valid ones before; else -1."""
     return jnp.where(valid, length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
 
 
-def _held(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
+def held(cache: Slots, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
     """Return new tokens in the form in which `cache` holds its own."""
     positions = positions.astype(jnp.int32)
     if cache.k_scale is None:
@@ -205,18 +229,24 @@ def _held(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> K
     return KVCache(k, v, positions, cache.length, k_scale, v_scale)
 
 
-def _leaves(cache: KVCache) -> dict[str, jax.Array | None]:
+def slot_leaves(cache: Slots) -> dict[str, Any]:  # arrays, and None for scales of no int8
     """Return the leaves that have an entry for each slot."""
     names = "k", "v", "positions", "k_scale", "v_scale"
     return {name: getattr(cache, name) for name in names}
 
 
-def _check_update(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> None:
-    rows, _, heads, dim = cache.k.shape
+def check_update(
+    sizes: tuple[int, int, int, int],  # B, K, H, Hv
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+) -> None:
+    """Raise ValueError where new tokens are not of these sizes."""
+    rows, heads, dim, value_dim = sizes
     tokens = k.shape[1] if k.ndim == 4 else -1
     for name, array, expected in (
         ("k", k, (rows, tokens, heads, dim)),
-        ("v", v, (rows, tokens, heads, cache.v.shape[-1])),
+        ("v", v, (rows, tokens, heads, value_dim)),
         ("positions", positions, (rows, tokens)),
     ):
         if array.shape != expected:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.cache import kv_cache as kv
+from transformer_jax.cache import paged_cache as paged
 from transformer_jax.config import ModelConfig
 from transformer_jax.pytree import exportable
 
-Layers = tuple[kv.KVCache, ...] | kv.KVCache
+Layers = tuple[kv.KVCache, ...] | tuple[paged.PagedCache, ...] | kv.KVCache
 """One cache a layer; or, of a scanned stack, one whose leaves are [B, L, ...]."""
 
 
@@ -40,6 +42,15 @@ class ModelCache:
             return self.layers.k.shape[2]
         return max(layer.capacity for layer in self.layers)
 
+    @property
+    def exhausted(self) -> jax.Array | None:  # bool[B]
+        """Return which rows found no free page; None where the cache has no pages."""
+        found = None
+        for layer in self.layers if isinstance(self.layers, tuple) else ():
+            if isinstance(layer, paged.PagedCache):
+                found = layer.exhausted if found is None else found | layer.exhausted
+        return found
+
 
 def rewind_cache(
     cache: ModelCache,
@@ -53,7 +64,64 @@ def rewind_cache(
     if isinstance(cache.layers, kv.KVCache):
         rewind = jax.vmap(kv.rewind, in_axes=(1, None), out_axes=1)
         return replace(cache, layers=rewind(cache.layers, length))
-    return replace(cache, layers=tuple(kv.rewind(layer, length) for layer in cache.layers))
+    return replace(cache, layers=tuple(_rewind(layer, length) for layer in cache.layers))
+
+
+def _rewind(layer: Any, length: jax.Array) -> Any:
+    if isinstance(layer, paged.PagedCache):
+        return paged.rewind(layer, length)
+    return kv.rewind(layer, length)
+
+
+def share_cache(
+    cache: ModelCache,
+    rows: jax.Array,  # i32[R]
+    length: jax.Array | None = None,  # i32[R]; None is all of a row
+) -> ModelCache:
+    """Return a paged cache of R rows that share pages of its own, as `paged_cache.share` does.
+
+    ValueError where the cache has no pages.
+    """
+    if cache.exhausted is None or cache.cross is not None:
+        raise ValueError("cache has no pages that rows may share: make it with init_paged_cache")
+    layers: Any = cache.layers
+    return replace(cache, layers=tuple(paged.share(layer, rows, length) for layer in layers))
+
+
+def check_pages(
+    cache: ModelCache,
+    length: np.ndarray,  # i32[B]
+) -> None:
+    """Raise ValueError where too few pages are free for rows of so many tokens."""
+    for layer in cache.layers if isinstance(cache.layers, tuple) else ():
+        if not isinstance(layer, paged.PagedCache):
+            return
+        needed, free = int(paged.count_needed(layer, jnp.asarray(length))), int(layer.free_pages)
+        if needed > free:
+            raise ValueError(f"rows need {needed} more pages: {free} of {layer.num_pages} are free")
+
+
+def slot_positions(layer: kv.KVCache | paged.PagedCache) -> jax.Array:  # i32[B, S]
+    """Return the position that each slot of a row holds; -1 where it is empty."""
+    if isinstance(layer, paged.PagedCache):
+        return paged.gather_positions(layer)
+    return layer.positions
+
+
+def refuse_pages(state: Any, what: str) -> None:
+    """Raise ValueError where a state has a `PagedCache`, which `what` cannot take.
+
+    Its arrays do not lead with its rows.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, paged.PagedCache))
+    if any(isinstance(node, paged.PagedCache) for node in nodes):
+        pages = "a PagedCache, whose pages are those of all rows"
+        raise ValueError(f"{what} does not take {pages}; share_cache copies and reorders its rows")
+
+
+def room_of(config: ModelConfig, cache: ModelCache) -> int | None:
+    """Return how many positions a model's cache can hold; None where it never fills."""
+    return cache.capacity if cache.exhausted is not None else cache_limit(config, cache.capacity)
 
 
 def cache_limit(config: ModelConfig, capacity: int) -> int | None:
@@ -137,10 +205,12 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
         if found != depth:
             raise ValueError(f"cache.{name} has {found} layers, the model {depth}")
     for i in range(1 if config.scan_layers else depth):
-        if isinstance(cache.layers, kv.KVCache):
-            slots, sinks = cache.capacity, cache.layers.sinks
-        else:
-            slots, sinks = cache.layers[i].capacity, cache.layers[i].sinks
+        layer: Any = cache.layers if config.scan_layers else cast(tuple, cache.layers)[i]
+        if isinstance(layer, paged.PagedCache) != (cache.exhausted is not None):
+            raise ValueError(f"cache.layers[{i}] is a {type(layer).__name__}, others are not")
+        if isinstance(layer, paged.PagedCache):
+            continue
+        slots, sinks = cache.capacity if config.scan_layers else layer.capacity, layer.sinks
         least = _slots(config, i, cache.capacity)
         if slots < least or sinks != _sinks(config, i, slots):
             wants = f"the model wants {_sinks(config, i, slots)} and at least {least}"

@@ -2,7 +2,7 @@
 
 Every leaf of a state leads with B. So one set of functions serves caches, recurrent states and
 whatever else a step carries: a prompt is forked into many samples, beams are reordered, and a
-request takes the row of one that has ended.
+request takes the row of one that has ended. A `PagedCache`, whose pages are all rows', is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.cache.model_cache import refuse_pages
 from transformer_jax.checks import check_count
 from transformer_jax.sharding import by_compiler, split
 
@@ -25,6 +26,7 @@ def count_rows(state: State) -> int:
 
     ValueError where the state has no leaves, or where they do not lead with one B.
     """
+    refuse_pages(state, "decoding by rows of arrays")
     leaves = jax.tree.leaves(state)
     if not leaves:
         raise ValueError("state has no arrays: it has no rows")
@@ -40,6 +42,7 @@ def gather_rows(state: State, rows: jax.Array) -> State:  # i32[R] -> a state of
     A row may be taken often, or not at all. An index outside 0..B-1 is clipped to it: under a
     trace it cannot be refused.
     """
+    refuse_pages(state, "gather_rows")
 
     def gather(state: State, rows: jax.Array) -> State:
         return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), state)
@@ -55,6 +58,8 @@ def fork(state: State, copies: int) -> State:
     that `generate` would consume. ValueError where `copies` is not an integer of at least 1.
     """
     check_count("copies", copies, 1)
+    if copies > 1:
+        refuse_pages(state, "fork into several rows")
 
     def repeat(state: State) -> State:
         return jax.tree.map(lambda x: jnp.array(jnp.repeat(x, copies, axis=0), copy=True), state)
@@ -68,6 +73,7 @@ def select_rows(
     old: State,
 ) -> State:
     """Take row b from `new` where `condition[b]`, and from `old` elsewhere."""
+    refuse_pages(old, "select_rows")
 
     def select(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(condition.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
@@ -81,6 +87,7 @@ def write_rows(
     new: State,  # R rows
 ) -> State:
     """Write row r of `new` over row `rows[r]`; a row past the end is dropped."""
+    refuse_pages(state, "write_rows")
 
     def write_leaf(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
         y = y if y.dtype == x.dtype else y.astype(x.dtype)  # keys of random numbers have no astype

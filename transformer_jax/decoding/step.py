@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.cache.kv_cache import KVCache, next_positions
-from transformer_jax.cache.model_cache import ModelCache, cache_limit, rewind_cache
+from transformer_jax.cache.model_cache import ModelCache, check_pages, rewind_cache, room_of
 from transformer_jax.config import Learned
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.models.ngram import NgramLM
@@ -227,7 +227,7 @@ class ModelStep:
         rows = state.length.shape[0]
         if len(prompt) != rows:
             raise ValueError(f"prompt has {len(prompt)} rows, the cache {rows}")
-        limit = cache_limit(config, state.capacity)
+        limit = room_of(config, state)
         if isinstance(config.positions, Learned):
             limit = config.max_len if limit is None else min(limit, config.max_len)
         if limit is None or isinstance(state.length, jax.core.Tracer):
@@ -238,6 +238,7 @@ class ModelStep:
                 f"prompt and new tokens reach length {longest}: the limit is {limit} "
                 f"(cache capacity {state.capacity}, max_len {config.max_len})"
             )
+        check_pages(state, np.asarray(state.length) + total)
 
     def rewind(self, state: ModelCache, before: ModelCache, count: jax.Array) -> ModelCache:
         """Return the cache as if row b had read `count[b]`, i32[B], tokens since `before`."""
@@ -248,10 +249,12 @@ class ModelStep:
 
         In a ring, a token that is taken back has overwritten the key `capacity` before it.
         """
+        if state.exhausted is not None:
+            return  # pages keep every position
         config, layers = self.model.config, state.layers
-        limit = cache_limit(config, state.capacity)
+        limit = room_of(config, state)
         for i, window in enumerate(config.windows):
-            layer = layers if isinstance(layers, KVCache) else layers[i]
+            layer: Any = layers if isinstance(layers, KVCache) else layers[i]
             capacity = layer.positions.shape[-1]
             slots = capacity - layer.sinks
             wraps = limit is None or capacity < limit

@@ -10,6 +10,7 @@ from transformer_jax.models.factory import (
     cache_bytes,
     init_cache,
     init_decode_state,
+    init_paged_cache,
     init_params,
     num_params,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "init_cache",
     "init_decode_state",
     "init_lora",
+    "init_paged_cache",
     "init_params",
     "init_recent_tokens",
     "init_recurrent_state",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer_jax.attention.api import IMPLEMENTATIONS
+from transformer_jax.cache import paged_cache
 from transformer_jax.cache.model_cache import ModelCache, empty_layers
 from transformer_jax.checks import check_key
 from transformer_jax.config import (
@@ -134,6 +135,33 @@ def init_cache(
     if batch < 0:
         raise ValueError(f"batch is {batch}: must not be negative")
     return ModelCache(empty_layers(config, config.num_layers, batch, capacity, dtype, slack))
+
+
+def init_paged_cache(
+    config: ModelConfig,
+    batch: int,
+    capacity: int,
+    *,
+    num_pages: int,
+    page_size: int = 16,
+    dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
+) -> ModelCache:
+    """Make an empty cache of a decoder whose rows take pages of `page_size` tokens as they grow.
+
+    Each layer has `num_pages` for all rows together; `capacity` is the most that one row may hold.
+    With a window, too, every position is kept. ValueError where the config is of another kind than
+    a decoder, or its stack is scanned.
+    """
+    if not isinstance(config, ModelConfig) or config.kind != "decoder":
+        given = getattr(config, "kind", type(config).__name__)
+        raise ValueError(f"kind is {given!r}: a paged cache is of a decoder")
+    if config.scan_layers:
+        raise ValueError("scan_layers is True: a paged cache is of a looped stack")
+    sizes = batch, capacity, config.kv_heads, config.key_dim, config.value_dim
+    dtype = config.dtype if dtype is None else dtype
+    pages = dict(num_pages=num_pages, page_size=page_size)
+    layers = [paged_cache.init(*sizes, dtype, **pages) for _ in range(config.num_layers)]
+    return ModelCache(tuple(layers))
 
 
 def cache_bytes(

@@ -21,6 +21,8 @@ from transformer_jax.attention import biases
 from transformer_jax.attention.api import dot_product_attention, dot_product_attention_weights
 from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
+from transformer_jax.cache import paged_cache
+from transformer_jax.cache.paged_cache import PagedCache
 from transformer_jax.config import Learned, ModelConfig, Rope, Shaw, Sinusoidal
 from transformer_jax.models import positions as pos
 from transformer_jax.models.adapters import product
@@ -153,7 +155,7 @@ class AttentionOutput(NamedTuple):
     """Hold what `Attention` returns."""
 
     x: jax.Array  # [B, T, D]
-    cache: kv.KVCache | None
+    cache: kv.KVCache | PagedCache | None
     attended: AttendedKeys | None = None  # where it was asked for
 
 
@@ -169,7 +171,7 @@ class BlockOutput(NamedTuple):
     """Hold what `Block` returns."""
 
     x: jax.Array  # [B, T, D]
-    cache: kv.KVCache | None
+    cache: kv.KVCache | PagedCache | None
     record: BlockRecord | None = None  # where it was asked for
 
 
@@ -183,6 +185,8 @@ class _Heads(NamedTuple):
     bias: PositionBias | None
     q_positions: jax.Array | None  # i32[B, T]; None is arange(T)
     k_positions: jax.Array | None  # i32[B, S]; None is arange(S)
+    k_scale: jax.Array | None = None  # f32[B, S, K] where k is int8
+    v_scale: jax.Array | None = None  # f32[B, S, K] where v is int8
 
 
 class Attention(nn.Module):
@@ -256,7 +260,7 @@ class Attention(nn.Module):
         positions: jax.Array | None = None,  # i32[B, T]; None is arange(T)
         mask: Mask | None = None,
         bias: PositionBias | None = None,
-        cache: kv.KVCache | None = None,
+        cache: kv.KVCache | PagedCache | None = None,
         cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
         head_mask: jax.Array | None = None,  # [N]
@@ -271,6 +275,7 @@ class Attention(nn.Module):
         if cfg.qk_norm:
             q = rms_norm(q, _unit(cfg, self.query_scale), cfg.norm_eps)
         k_positions = positions
+        scales: tuple[jax.Array | None, jax.Array | None] = (None, None)
         if cross_cache is not None:
             k, v, k_positions = cross_cache.k, cross_cache.v, cross_cache.positions
         else:
@@ -280,9 +285,16 @@ class Attention(nn.Module):
             k, v = self.keys_values(x, token_positions, key)
             if cache is not None:
                 assert positions is not None
-                cache, k, v, k_positions = kv.extend(cache, k, v, positions, self.window)
-                k, v = k.astype(cfg.dtype), v.astype(cfg.dtype)
-        heads = _Heads(q, k, v, mask, bias, positions, k_positions)
+                if isinstance(cache, PagedCache):
+                    cache, seen = paged_cache.extend_held(cache, k, v, positions)
+                else:
+                    cache, seen = kv.extend_held(cache, k, v, positions, self.window)
+                if seen.k_scale is not None and not record and self._shaw is None:
+                    k, v, scales = seen.k, seen.v, (seen.k_scale, seen.v_scale)
+                else:
+                    k, v = (x.astype(cfg.dtype) for x in kv.read(seen, k.dtype))
+                k_positions = seen.positions
+        heads = _Heads(q, k, v, mask, bias, positions, k_positions, *scales)
         attend = self._attend if self._shaw is None else self._attend_shaw
         out = (jax.checkpoint(attend) if cfg.remat == "attention" else attend)(heads, key)
         if head_mask is not None:
@@ -304,6 +316,8 @@ class Attention(nn.Module):
             k_positions=heads.k_positions,
             dropout_rate=0.0 if key is None else cfg.attention_dropout,
             dropout_key=key if cfg.attention_dropout else None,
+            key_scale=heads.k_scale,
+            value_scale=heads.v_scale,
             implementation=cfg.implementation,
         )
 
@@ -480,7 +494,7 @@ class Block(nn.Module):
     def __call__(
         self,
         x: jax.Array,  # [B, T, D]
-        cache: kv.KVCache | None = None,
+        cache: kv.KVCache | PagedCache | None = None,
         cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
         head_masks: HeadMasks = ALL_HEADS,

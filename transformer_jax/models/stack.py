@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import export
 
 from transformer_jax.attention import biases
+from transformer_jax.attention.api import plan_mask
 from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
-from transformer_jax.cache.model_cache import Layers, ModelCache, layer_window
-from transformer_jax.config import Alibi, ModelConfig, T5Buckets
+from transformer_jax.cache.model_cache import Layers, ModelCache, layer_window, slot_positions
+from transformer_jax.config import Alibi, ModelConfig, Shaw, T5Buckets
 from transformer_jax.models.functional import split_key
 from transformer_jax.models.layers import (
     ALL_HEADS,
@@ -74,11 +75,11 @@ def by_slot(weights: AttentionWeights, cache: ModelCache) -> AttentionWeights:
 
     held: Any
     if isinstance(weights.self, tuple):
-        held = tuple(layer.positions for layer in cast(tuple, cache.layers))
+        held = tuple(map(slot_positions, cast(tuple, cache.layers)))
     elif isinstance(cache.layers, kv.KVCache):
         held = cache.layers.positions[:, 0]
     else:
-        held = cache.layers[0].positions
+        held = slot_positions(cache.layers[0])
     cross = None if weights.cross is None else weights.cross[..., 0, :]
     own = jax.tree.map(fold, weights.self, weights.positions, held)
     hidden = None if weights.hidden is None else weights.hidden[..., 0, :]
@@ -155,6 +156,30 @@ class Stack(nn.Module):
             )
         return None
 
+    def _planned(
+        self, x: jax.Array, mask: Mask | None, positions: jax.Array | None, key: jax.Array | None
+    ) -> Any:
+        """Return a mask with what the layers share of it, who attend to x itself."""
+        cfg = self.config
+        if mask is None or isinstance(cfg.positions, Shaw):
+            return mask
+        heads = (
+            (cfg.num_heads, cfg.key_dim),
+            (cfg.kv_heads, cfg.key_dim),
+            (cfg.kv_heads, cfg.value_dim),
+        )
+        shapes = [jax.ShapeDtypeStruct((*x.shape[:2], *own), cfg.dtype) for own in heads]
+        return plan_mask(
+            *shapes,
+            mask=mask,
+            bias=self._bias(),
+            q_positions=positions,
+            k_positions=positions,
+            dropout_rate=0.0 if key is None else cfg.attention_dropout,
+            dropout_key=key if cfg.attention_dropout else None,
+            implementation=cfg.implementation,
+        )
+
     def init_cross_cache(
         self,
         memory: jax.Array,  # [B, S, D]
@@ -191,6 +216,8 @@ class Stack(nn.Module):
             mask = masks[i % len(masks)]
             return positions, token_positions, mask, self._bias(), memory, memory_positions, record
 
+        if cache is None:
+            masks = tuple(self._planned(x, mask, positions, key) for mask in masks)
         layers = None if cache is None else cache.layers
         cross = None if cache is None else cache.cross
         records: Any
@@ -205,7 +232,7 @@ class Stack(nn.Module):
             records = []
             for i, own_key in enumerate(split_key(key, self.depth)):
                 layer = layers[i] if isinstance(layers, tuple) else None
-                cross_cache = cross[i] if isinstance(cross, tuple) else None
+                cross_cache: Any = cross[i] if isinstance(cross, tuple) else None
                 heads = jax.tree.map(itemgetter(i), head_masks)
                 x, layer, record = self.block[i](x, layer, cross_cache, own_key, heads, *shared(i))
                 updated.append(layer)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -25,7 +26,12 @@ from transformer_jax.attention.api import dot_product_attention
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.masks import Causal, Mask, Predicate, Prefix, Window
 from transformer_jax.cache import kv_cache as kv
-from transformer_jax.cache.model_cache import ModelCache, cache_limit, refuse_past_int32
+from transformer_jax.cache.model_cache import (
+    ModelCache,
+    cache_limit,
+    refuse_pages,
+    refuse_past_int32,
+)
 from transformer_jax.checks import as_int32
 from transformer_jax.config import Learned, ModelConfig, Rope, Sinusoidal
 from transformer_jax.models import positions as pos
@@ -119,6 +125,7 @@ class StreamingEncoder(nn.Module):
         positions = as_int32("positions", positions)
         places, refused = frames[:, :, 0], None
         if cache is not None:
+            refuse_pages(cache, "a StreamingEncoder")
             limit = cache_limit(cfg, cache.capacity)
             if limit is not None:
                 raise ValueError(f"capacity is {limit}: must be at least window, {cfg.window}")
@@ -265,6 +272,7 @@ def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> M
         raise ValueError(f"positions is {config.positions!r}: {rule}")
     if config.sink_tokens:
         raise ValueError(f"sink_tokens is {config.sink_tokens}: sinks stay where they are")
+    refuse_pages(cache, "rebase_cache")
     window = _window(config)
     limit = cache_limit(config, cache.capacity)
     if limit is not None:
@@ -278,7 +286,8 @@ def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> M
 
     if isinstance(cache.layers, kv.KVCache):
         return ModelCache(jax.vmap(move, in_axes=1, out_axes=1)(cache.layers))
-    return ModelCache(tuple(move(layer) for layer in cache.layers))
+    layers: Any = cache.layers
+    return ModelCache(tuple(move(layer) for layer in layers))
 
 
 def _window(config: ModelConfig) -> int:

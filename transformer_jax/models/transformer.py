@@ -19,11 +19,11 @@ from transformer_jax.attention.masks import Causal, Mask, Padding, Prefix, Segme
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache.model_cache import (
     ModelCache,
-    cache_limit,
     check_cache,
     empty_layers,
     refuse_past_capacity,
     refuse_past_int32,
+    room_of,
 )
 from transformer_jax.checks import as_int32, check_positions
 from transformer_jax.config import Frames, Learned, ModelConfig, Patches
@@ -531,6 +531,8 @@ def run_decoder(
         head_masks=head_masks,
         weights=weights,
     )
+    if overflow is not None and out.cache is not None and out.cache.exhausted is not None:
+        overflow |= out.cache.exhausted
     return out, overflow
 
 
@@ -564,7 +566,7 @@ def check_cache_room(
     positions = check_positions(tokens.shape, positions)
     if positions is None:
         positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
-    limit = cache_limit(config, cache.capacity)
+    limit = room_of(config, cache)
     if limit is None:
         return refuse_past_int32(positions)
     return refuse_past_capacity(positions, limit)

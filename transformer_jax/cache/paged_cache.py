@@ -1,0 +1,313 @@
+"""Keep keys and values in pages, which rows take as they grow and may share: a frozen value.
+
+Block j of a row, its positions from j * page_size on, lies in page `block_table[b, j]`
+(PagedAttention, Kwon et al. 2023). So short rows leave their room to long ones, and rows that begin
+alike name the same pages. A page that no row names is free: the table alone says so, nothing is
+counted, and nothing can leak.
+
+A row writes only to pages that are its own. It takes a copy of a shared one first (copy on write),
+so that a write never shows in another row. Pages are handed out in the order of the rows, the first
+free one first. A row that finds too few of them is left as it was, and marked in `exhausted`.
+
+Nothing turns as in a ring: every position of a row has its slot, and `capacity` is the last one's
+end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.cache import kv_cache as kv
+from transformer_jax.checks import as_int32, check_count
+from transformer_jax.kernels.contract import once
+from transformer_jax.pytree import exportable
+from transformer_jax.tracing import traced
+
+
+@exportable
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedCache:
+    """Hold keys and values of the tokens so far, of all rows in one pool of pages."""
+
+    k: jax.Array  # [P, page_size, K, H]
+    v: jax.Array  # [P, page_size, K, Hv]
+    positions: jax.Array  # i32[P, page_size]; -1 marks an empty slot
+    block_table: jax.Array  # i32[B, M]: the page of each block; -1 is none
+    length: jax.Array  # i32[B]; the position of the next token
+    exhausted: jax.Array  # bool[B]: rows that found no free page, and take nothing until rewound
+    k_scale: jax.Array | None = None  # f32[P, page_size, K] where k is int8
+    v_scale: jax.Array | None = None  # f32[P, page_size, K] where v is int8
+
+    @property
+    def page_size(self) -> int:
+        """Return the slots of a page."""
+        return self.positions.shape[1]
+
+    @property
+    def num_pages(self) -> int:
+        """Return the pages of all rows together (P)."""
+        return self.positions.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Return the most positions of a row (M * page_size)."""
+        return self.block_table.shape[1] * self.page_size
+
+    @property
+    def free_pages(self) -> jax.Array:  # i32[]
+        """Return how many pages no row names."""
+        return (_named(self) == 0).sum(dtype=jnp.int32)
+
+
+def init(
+    batch: int,
+    capacity: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_head_dim: int | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    num_pages: int,
+    page_size: int = 16,
+) -> PagedCache:
+    """Make an empty cache of `num_pages` for rows of up to `capacity` positions.
+
+    ValueError where a size or the dtype cannot be, or `page_size` does not divide the capacity.
+    """
+    check_count("num_pages", num_pages, 1)
+    check_count("page_size", page_size, 1)
+    check_count("capacity", capacity, 1)
+    check_count("batch", batch, 0)
+    if capacity % page_size:
+        raise ValueError(f"capacity is {capacity}: must be a multiple of page_size {page_size}")
+    pool = kv.init(num_pages, page_size, num_kv_heads, head_dim, value_head_dim, dtype)
+    return PagedCache(
+        **kv.slot_leaves(pool),
+        block_table=jnp.full((batch, capacity // page_size), -1, jnp.int32),
+        length=jnp.zeros(batch, jnp.int32),
+        exhausted=jnp.zeros(batch, bool),
+    )
+
+
+def update(
+    cache: PagedCache,
+    k: jax.Array,  # [B, T, K, H]
+    v: jax.Array,  # [B, T, K, Hv]
+    positions: jax.Array,  # i32[B, T]; a negative position is padding and is not written
+) -> PagedCache:
+    """Write token t of row b at its position, into a page that is taken where there is none.
+
+    ValueError where it is known that too few pages are free or a position is past the capacity,
+    and where axes of a mesh are explicit.
+    Under a trace such a row is left as it was, and marked in `exhausted`.
+    """
+    rows, (_, _, heads, dim) = len(cache.block_table), cache.k.shape
+    kv.check_update((rows, heads, dim, cache.v.shape[-1]), k, v, positions)
+    positions = as_int32("positions", positions)
+    if jax.typeof(cache.k).sharding.mesh.explicit_axes or jax.typeof(k).sharding.mesh.explicit_axes:
+        raise ValueError("a PagedCache takes no mesh with explicit axes: give it automatic ones")
+    if k.shape[1] == 0:
+        return cache
+    new = _write(cache, kv.held(cache, k, v, positions))
+    if not traced(new.exhausted, cache.exhausted):
+        _refuse_exhausted(cache, new, positions)
+    return new
+
+
+def _refuse_exhausted(cache: PagedCache, new: PagedCache, positions: jax.Array) -> None:
+    """Raise ValueError where an update has marked a row."""
+    marked = np.flatnonzero(np.asarray(new.exhausted) & ~np.asarray(cache.exhausted))
+    if len(marked):
+        row = int(marked[0])
+        last, free = int(np.max(np.asarray(positions)[row])), int(cache.free_pages)
+        if last >= cache.capacity:
+            raise ValueError(f"position {last} of row {row} is past the capacity {cache.capacity}")
+        pool = f"{free} of {cache.num_pages} pages of {cache.page_size} tokens were free"
+        raise ValueError(f"row {row} finds no page for position {last}: {pool}")
+
+
+@jax.jit
+def _write(cache: PagedCache, new: kv.KVCache) -> PagedCache:
+    """Take the pages that new tokens need, and write them."""
+    positions, size, P = new.positions, cache.page_size, cache.num_pages
+    beyond = (positions >= cache.capacity).any(axis=1)
+    inside = (positions >= 0) & ~(beyond | cache.exhausted)[:, None]
+    table, touched, taken, failed = _take_pages(cache, jnp.where(inside, positions // size, -1))
+    failed |= beyond
+    inside &= ~failed[:, None]
+    cache = _prepare_pages(
+        replace(cache, block_table=table), cache, touched, taken, inside.shape[1]
+    )
+
+    block = jnp.where(inside, positions // size, 0)
+    page = jnp.where(inside, jnp.take_along_axis(table, block, axis=1), P)  # P itself is dropped
+    written = jax.tree.map(
+        lambda x, token: x.at[page, positions % size].set(token, mode="drop"),
+        kv.slot_leaves(cache),
+        kv.slot_leaves(new),
+    )
+    newest = jnp.where(inside, positions, -1).max(axis=1)
+    length = jnp.maximum(cache.length, newest + 1)
+    return replace(cache, **written, length=length, exhausted=cache.exhausted | failed)
+
+
+def _take_pages(
+    cache: PagedCache,
+    block: jax.Array,  # i32[B, T], of each new token; -1 is none
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return a table with the pages that are taken, and which blocks and rows that concerns.
+
+    They are the table i32[B, M], the blocks that are written to and those of them with another page
+    than before, bool[B, M] both, and the rows that find too few, bool[B].
+    """
+    table, (B, M) = cache.block_table, cache.block_table.shape
+    at = jnp.arange(B)[:, None], jnp.where(block < 0, M, block)
+    touched = jnp.zeros((B, M), bool).at[at].set(True, mode="drop")
+    # in the block where the row ends, later slots may hold what was taken back
+    last = jnp.arange(M)[None] == (cache.length // cache.page_size)[:, None]
+    touched |= last & (table >= 0) & touched.any(axis=1, keepdims=True)
+    named = _named(cache)
+    taken = touched & ((table < 0) | (named[table] > 1))
+    turn = jnp.cumsum(taken.reshape(-1)).reshape(B, M) - 1
+    failed = (taken & (turn >= (named == 0).sum())).any(axis=1)
+    kept = ~failed[:, None]
+    free_first = jnp.argsort(named > 0, stable=True).astype(jnp.int32)
+    page = free_first[jnp.minimum(turn, len(named) - 1)]
+    return jnp.where(taken & kept, page, table), touched & kept, taken & kept, failed
+
+
+def _prepare_pages(
+    cache: PagedCache,  # with the new table
+    before: PagedCache,
+    touched: jax.Array,  # bool[B, M]
+    taken: jax.Array,  # bool[B, M]
+    T: int,
+) -> PagedCache:
+    """Make the pages that are written to each row's own: copies of shared ones, or empty.
+
+    A row of T tokens touches few blocks: those of the tokens, and the one where it ends.
+    """
+    M, P = touched.shape[1], cache.num_pages
+    blocks = jnp.argsort(~touched, axis=1, stable=True)[:, : min(T + 1, M)]
+    pick = partial(jnp.take_along_axis, indices=blocks, axis=1)
+    old, page = pick(before.block_table), pick(cache.block_table)
+    page = jnp.where(pick(touched), page, P)
+    copied = pick(taken) & (old >= 0)
+    positions = jnp.where((old >= 0)[..., None], before.positions[old], -1)
+    positions = jnp.where(positions < before.length[:, None, None], positions, -1)
+    arrays = kv.slot_leaves(cache)
+    arrays["positions"] = cache.positions.at[page].set(positions, mode="drop")
+
+    def copy(pages: Any) -> Any:
+        target = jnp.where(copied, page, P)
+        return jax.tree.map(lambda x: x.at[target].set(x[old], mode="drop"), pages)
+
+    contents = {name: x for name, x in arrays.items() if name != "positions"}
+    return replace(cache, **(arrays | once(copied.any(), copy, contents)))
+
+
+def extend_held(
+    cache: PagedCache,
+    k: jax.Array,  # [B, T, K, H]
+    v: jax.Array,  # [B, T, K, Hv]
+    positions: jax.Array,  # i32[B, T]
+) -> tuple[PagedCache, kv.KVCache]:
+    """Update a cache, and return with it what new tokens may see, gathered from its pages."""
+    new = update(cache, k, v, positions)
+    return new, gather_pages(new)
+
+
+def gather_pages(cache: PagedCache) -> kv.KVCache:
+    """Return the rows one after the other: a full cache of `capacity` slots, which is a copy.
+
+    Slot p holds position p. `cache.read` returns its keys and values as attention takes them.
+    """
+    gathered = jax.tree.map(partial(_by_row, cache), kv.slot_leaves(cache))
+    return kv.KVCache(**gathered | {"positions": gather_positions(cache)}, length=cache.length)
+
+
+def gather_positions(cache: PagedCache) -> jax.Array:  # i32[B, capacity]
+    """Return the position that each slot of a row holds; -1 where it is empty."""
+    positions = _by_row(cache, cache.positions)
+    there = jnp.repeat(cache.block_table >= 0, cache.page_size, axis=1)
+    return jnp.where(there & (positions < cache.length[:, None]), positions, -1)
+
+
+def _by_row(cache: PagedCache, x: jax.Array) -> jax.Array:  # [P, page_size, ..]
+    """Gather the pages of each row: [B, capacity, ..], with any page where it has none."""
+    rows = len(cache.block_table)
+    return x[jnp.maximum(cache.block_table, 0)].reshape(rows, cache.capacity, *x.shape[2:])
+
+
+def share(
+    cache: PagedCache,
+    rows: jax.Array,  # i32[R]
+    length: jax.Array | None = None,  # i32[R]; None is all of a row
+) -> PagedCache:
+    """Return the cache of R rows, of which row r has the first `length[r]` tokens of row `rows[r]`.
+
+    It forks a row, reorders rows, lets a row begin with the prefix of another, takes tokens back,
+    and with a length of 0 frees the pages of a row that has ended. Nothing is copied: the rows name
+    the same pages, and the result has the given cache's arrays, so what is donated with one of them
+    is gone for both (`fork(cache, 1)` has arrays of its own). A known row that is none is a
+    ValueError, a traced one is clipped.
+    """
+    rows = jnp.asarray(rows)
+    if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}: must be integers [R]")
+    count = len(cache.block_table)
+    if not traced(rows) and rows.size and not ((rows >= 0) & (rows < count)).all():
+        raise ValueError(f"rows are {rows.tolist()}: must be in 0..{count - 1}")
+    rows = jnp.clip(rows, 0, count - 1)
+    held, exhausted = cache.length[rows], cache.exhausted[rows]
+    length = held if length is None else jnp.asarray(length)
+    if length.shape != rows.shape or not jnp.issubdtype(length.dtype, jnp.integer):
+        given = f"{length.dtype}{list(length.shape)}"
+        raise ValueError(f"length is {given}: must be integers {list(rows.shape)}")
+    if length is not held:  # a row that takes tokens back, or begins anew, may go on
+        exhausted &= (length >= held) & (length > 0)
+    length = jnp.clip(length.astype(jnp.int32), 0, held)
+    blocks = -(-length // cache.page_size)
+    named = jnp.arange(cache.block_table.shape[1])[None] < blocks[:, None]
+    return replace(
+        cache,
+        block_table=jnp.where(named, cache.block_table[rows], -1),
+        length=length,
+        exhausted=exhausted,
+    )
+
+
+def rewind(
+    cache: PagedCache,
+    length: jax.Array,  # i32[B]
+) -> PagedCache:
+    """Forget every position >= length[b]; pages that hold nothing else are free.
+
+    A row that found no free page may go on if it forgets something, or all (a length of 0).
+    """
+    return share(cache, jnp.arange(len(cache.block_table)), length)
+
+
+def count_needed(
+    cache: PagedCache,
+    length: jax.Array,  # i32[B]
+) -> jax.Array:  # i32[]
+    """Return how many free pages rows take until they hold positions below length[b]."""
+    table, at = cache.block_table, jnp.arange(cache.block_table.shape[1])[None]
+    first = (cache.length // cache.page_size)[:, None]
+    written = (at >= first) & (at < (-(-length // cache.page_size))[:, None])
+    own = (table >= 0) & (_named(cache)[table] == 1)
+    return (written & ~own).sum(dtype=jnp.int32)
+
+
+def _named(cache: PagedCache) -> jax.Array:  # i32[P]
+    """Return how many blocks of all rows lie in each page."""
+    pages = jnp.where(cache.block_table < 0, cache.num_pages, cache.block_table)
+    return jnp.zeros(cache.num_pages, jnp.int32).at[pages].add(1, mode="drop")
