@@ -1,8 +1,9 @@
 """Compile the Hopper kernels for an H200 that is not there, and print what they take.
 
-    python -m benchmarks.compile_gpu            # equal head dims, 192 with 128, 256 with 192
-    python -m benchmarks.compile_gpu --all      # all 36 pairs
+    python -m benchmarks.compile_gpu            # 9 equal head dims, and 4 pairs of unlike ones
+    python -m benchmarks.compile_gpu --all      # all pairs of multiples of 16
     python -m benchmarks.compile_gpu --options  # with bias, softcap, a mask of many vectors, ...
+    python -m benchmarks.compile_gpu --only decode  # one kernel
 
 Needs `pip install "jax[cuda13]==0.11.2"` and no GPU. Registers are per thread at launch; a consumer
 raises its share to 240 of them and the producer drops to 24. Spills are bytes stored and loaded.
@@ -13,55 +14,23 @@ Exits with 1 if a kernel does not compile.
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import sys
-import tempfile
-import time
 from typing import Any
-from unittest import mock
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
-from jax.experimental.mosaic.gpu import core as mosaic
 
+from benchmarks import h200
+from benchmarks.h200 import HEADS, SHARED_MEMORY, B, T
 from transformer_jax.kernels import hopper
-from transformer_jax.kernels.contract import Operands, Problem, Saved, TileLists
+from transformer_jax.kernels.chips import HOPPER_UNLIKE_HEAD_DIMS as UNLIKE_HEAD_DIMS
+from transformer_jax.kernels.contract import Problem
 
-# An H200 SXM as XLA wants a target described (GpuTargetConfigProto, text format)
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 62914560
-  clock_rate_ghz: 1.98
-  device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 minor: 0 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "NVIDIA H200"
-"""
-LIMIT = 232448  # bytes of shared memory a block may ask for
-B, T, N, K = 2, 2048, 4, 2
-KINDS = ("forward", "dq", "dkdv", "bias", "single_pass")
-BY_KEY = ("dkdv", "single_pass")  # whose lists have a row for each tile of keys
+N = HEADS[0]
+DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
+UNLIKE = ((80, 112), (192, 128), (256, 192), (240, 208))
+OPTION_DIMS = (32, 64, 96, 128, 192, 256)
+KINDS = ("forward", "decode", "dq", "dkdv", "bias", "single_pass")
 
 
 def causal(q: tuple, k: tuple) -> jax.Array:
@@ -81,78 +50,14 @@ def in_matrix(q: tuple, k: tuple) -> jax.Array:
     return causal(q, k) & ((k[-1] & 1) != 0)
 
 
-def structs(problem: Problem, kind: str, H: int, Hv: int, sharding: Any, **options: Any) -> tuple:
-    """Shapes of a kernel's arguments after the problem; `options` are fields of Operands."""
-    plan = hopper.blocks(kind, H, Hv)
-
-    def struct(shape: tuple, dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    if kind == "bias":
-        options = {"bias": ((1, N, T, T), jnp.bfloat16)} | options
-    if problem.visible is seven:
-        positions = (struct((1, T), jnp.int32), *(struct((B, T), jnp.int32),) * 6)
-    else:
-        positions = (struct((1, T), jnp.int32),)
-    operands = Operands(
-        query=struct((B, T, N, H), jnp.bfloat16),
-        key=struct((B, T, K, H), jnp.bfloat16),
-        value=struct((B, T, K, Hv), jnp.bfloat16),
-        q_vectors=positions,
-        k_vectors=positions,
-        **{name: struct(*option) for name, option in options.items()},
-    )
-    rows, columns = T // plan.q, T // plan.k
-    if kind in BY_KEY:
-        rows, columns = columns, rows
-    count = struct((1, 1, rows), jnp.int32)
-    lists = TileLists(struct((1, 1, rows, columns), jnp.int32), count, count)
-    vector = struct((B, N, T), jnp.float32)
-    saved = Saved(struct((B, T, N, Hv), jnp.bfloat16), vector, vector, vector)
-    return (operands, lists, plan) if kind == "forward" else (operands, lists, plan, saved)
-
-
 def compile_one(kind: str, H: int, Hv: int, problem: Problem, device: Any, **options: Any) -> str:
     """One row of the table."""
-    function = getattr(hopper, kind if kind == "forward" else f"backward_{kind}")
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    operands, lists, plan, *saved = structs(problem, kind, H, Hv, sharding, **options)
-    chip = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh(
-        (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=chip
-    )
-    sizes: list[int] = []
-    size_of = mosaic._smem_tree_size
-
-    def measured(buffers: Any) -> int:  # of shared memory, all that Mosaic lays out
-        sizes.append(size_of(buffers))
-        return sizes[-1]
-
-    start = time.perf_counter()
-    with (
-        tempfile.TemporaryFile() as log,
-        mock.patch.object(mosaic, "_smem_tree_size", measured),
-        jax.sharding.use_abstract_mesh(mesh),
-    ):
-        kept = [os.dup(stream) for stream in (1, 2)]  # ptxas's report is printed from C++
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-        try:
-            traced = jax.jit(lambda o, t, *s: function(problem, o, t, plan, *s))
-            traced.lower(operands, lists, *saved).compile()
-        finally:
-            for stream, original in zip((1, 2), kept, strict=True):
-                os.dup2(original, stream)
-                os.close(original)
-        log.seek(0)
-        report = log.read().decode()
-        memory = max(sizes)
-    [registers] = re.findall(r"Used (\d+) registers", report)
-    [spills] = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads\n", report)[-1:]
-    notes = set(re.findall(r"\(C\d+\)", report))
+    vectors = 7 if problem.visible is seven else 1
+    found = h200.compile_kernel(kind, H, Hv, problem, device, vectors=vectors, **options)
     return (
-        f"{registers:>9}  {spills[0]:>4} {spills[1]:>4}  {memory / 1024:6.1f} of"
-        f" {LIMIT // 1024} KiB  {time.perf_counter() - start:4.1f} s  {' '.join(notes)}"
+        f"{found.registers:>9}  {found.spills[0]:>4} {found.spills[1]:>4}"
+        f"  {found.memory / 1024:6.1f} of {SHARED_MEMORY // 1024} KiB"
+        f"  {found.seconds:4.1f} s  {' '.join(found.notes)}"
     )
 
 
@@ -161,9 +66,12 @@ def kernels(H: int, Hv: int) -> tuple[str, ...]:
     return tuple(kind for kind in KINDS if kind != "single_pass" or H + Hv <= 256)
 
 
+def _takes(kind: str, fields: dict[str, Any]) -> bool:
+    return kind != "decode" or "dropout_rate" not in fields
+
+
 def configurations(arguments: argparse.Namespace):
     """(name, kind, H, Hv, problem, fields of Operands)"""
-    dims = hopper.HEAD_DIMS
     if arguments.options:
         scores = {
             "bias": ({}, {"bias": ((B, N, T, T), jnp.bfloat16)}),
@@ -176,19 +84,20 @@ def configurations(arguments: argparse.Namespace):
         }
         for name, (fields, options) in scores.items():
             for H in (64, 128):
-                for kind in KINDS:
+                for kind in (kind for kind in KINDS if _takes(kind, fields)):
                     yield name, kind, H, H, Problem(H**-0.5, visible=causal, **fields), options
         matrix = {"pairs": ((1, 1, T, T), jnp.int8)}
-        for H in dims:
+        for H in OPTION_DIMS:
             for kind in kernels(H, H):
                 yield "matrix", kind, H, H, Problem(H**-0.5, visible=in_matrix), matrix
-        for H in dims:
+        for H in OPTION_DIMS:
             for kind in kernels(H, H):
                 yield "7 vectors", kind, H, H, Problem(H**-0.5, visible=seven), {}
         return
-    pairs = [(H, H) for H in dims] + [(192, 128), (256, 192)]
+    pairs = [*((H, H) for H in DIMS), *UNLIKE]
     if arguments.all:
-        pairs = [(H, Hv) for H in dims for Hv in dims]
+        every = [(H, Hv) for H in hopper.HEAD_DIMS for Hv in hopper.HEAD_DIMS]
+        pairs = [(H, Hv) for H, Hv in every if H == Hv or H + Hv <= UNLIKE_HEAD_DIMS]
     for H, Hv in pairs:
         for kind in kernels(H, Hv):
             for name, visible in (("full", None), ("causal", causal)):
@@ -199,13 +108,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="all pairs of head dims")
     parser.add_argument("--options", action="store_true", help="with bias, softcap, ...")
+    parser.add_argument("--only", choices=KINDS, help="one kernel")
     arguments = parser.parse_args()
-    device = topologies.get_topology_desc(
-        "", platform="cuda", target_config=H200, topology="1x1x1"
-    ).devices[0]
+    device = h200.device()
     print("kernel         H   Hv  tile    scores    registers  spills     shared memory    time")
     failures = 0
     for name, kind, H, Hv, problem, options in configurations(arguments):
+        if arguments.only not in (None, kind):
+            continue
         plan = hopper.blocks(kind, H, Hv)
         print(f"{kind:11} {H:4} {Hv:4}  {plan.q:3}x{plan.k:<3} {name:9}", end="", flush=True)
         try:

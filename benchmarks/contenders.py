@@ -25,8 +25,10 @@ from transformer_jax.attention.api import Explanation
 
 OURS = "ours"
 WITHOUT = "ours without softcap and sinks"
-IN_JAX = ("jax.nn", "jax.nn cudnn", "flax", "tokamax", "jax pallas")
+IN_JAX = ("jax.nn", "jax.nn cudnn", "flax", "tokamax", "jax-linear-attention", "jax pallas")
 PEERS = (*IN_JAX, "torch", "torch flash", "torch cudnn", "torch flex", "onnxruntime")
+JLA_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
+"""(H, Hv) that jax-linear-attention 0.1.0 takes."""
 
 Attend = Callable[..., Any]
 """Of a case's inputs. In JAX a `Partial`, whose arrays are arguments of the program: a large mask
@@ -57,6 +59,7 @@ def builders(
         for name in ("flash", "cudnn", "flex"):
             calls[f"torch {name}"] = partial(_torch_call, case, direction, options, name)
         calls["tokamax"] = jax_call(_tokamax, case, runs="tokamax")
+        calls["jax-linear-attention"] = jax_call(_jax_linear_attention, case, runs="mosaic")
         calls["jax pallas"] = jax_call(_jax_pallas, case, runs="pallas")
     else:
         calls["onnxruntime"] = partial(_onnxruntime_call, case, direction, options)
@@ -146,6 +149,28 @@ def _tokamax(case: AttentionCase) -> Attend:
     arguments.update(implementation=("mosaic", "triton"))  # by itself it may take XLA, unsaid
     attend = partial(tokamax.dot_product_attention, **arguments)
     return Partial(lambda more, *inputs: attend(*inputs, **more), _arrays(case))
+
+
+def _jax_linear_attention(case: AttentionCase) -> Attend:
+    """Its softmax attention on Hopper, in Pallas on Mosaic GPU, with its reproducible backward."""
+    try:
+        from jla.ops.mosaic_gpu.attention import flash_attention
+    except ImportError as error:
+        raise Absent(f"jax-linear-attention: {error}") from error
+    if not case.causal or case.queries != case.keys or case.padded:
+        raise Absent("causal alone, of as many queries as keys, without lengths")
+    if case.bias is not None or case.softcap is not None:
+        raise Absent("no bias and no softcap")
+    if (case.head_dim, case.value_dim) not in JLA_HEAD_DIMS:
+        raise Absent("head dims 64, 128, or 192 with 128")
+    ids = None if case.documents is None else jnp.asarray(case.document_ids())
+
+    def attend(ids, query, key, value, *more):
+        return flash_attention(
+            query, key, value, segment_ids=ids, sliding_window=case.window, **case.learned(*more)
+        )
+
+    return Partial(attend, ids)
 
 
 def _jax_pallas(case: AttentionCase) -> Attend:

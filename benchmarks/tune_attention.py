@@ -31,7 +31,7 @@ from transformer_jax.kernels import Target, target, using
 from transformer_jax.kernels.chips import Kind, blocks
 from transformer_jax.kernels.contract import Blocks
 
-SEARCHED: tuple[Kind, ...] = ("forward", "dq", "dkdv", "single_pass")
+SEARCHED: tuple[Kind, ...] = ("forward", "dq", "dkdv", "single_pass", "single_pass_rows")
 _TPU = [Blocks(q, k) for q in (256, 512, 1024) for k in (256, 512, 1024, 2048)]
 
 
@@ -46,6 +46,11 @@ CANDIDATES: dict[str, dict[Kind, list[Blocks]]] = {
         "dq": _hopper((64, 128, 192), (64, 128)),
         "dkdv": _hopper((64, 128), (64, 128)),
         "single_pass": _hopper((64, 128), (128,)),
+    },
+    "ampere": {  # which hold 64 rows a program
+        "forward": [Blocks(64, k, stages) for k in (16, 32, 64, 128) for stages in (1, 2)],
+        "dq": [Blocks(64, k, 1) for k in (16, 32, 64)],
+        "dkdv": [Blocks(q, 64, 1) for q in (16, 32, 64)],
     },
 }
 TOLERANCE = 0.05  # of the largest value: another order of summation, not another result
@@ -81,6 +86,11 @@ def main(argv: list[str] | None = None) -> None:
 def refused(
     where: Target, kind: Kind, length: int, H: int, Hv: int, options: argparse.Namespace
 ) -> str | None:
+    fits = getattr(where.module, "sums_fit", lambda *_: False)(length, H, Hv)
+    if kind in ("dq", "dkdv", "single_pass_rows") and fits != (kind == "single_pass_rows"):
+        return (
+            f"{kind} is not taken: dk and dv of all keys {'' if fits else 'do not '}fit fast memory"
+        )
     N, K = options.heads
     inputs = [
         jax.ShapeDtypeStruct((options.batch, length, heads, width), options.dtype)

@@ -319,6 +319,7 @@ def test_a_loads_ratio_is_of_the_same_round():
     assert (row["ours_is_faster"], row["peak_of_file"], row["rounds"]) == (2.0, 2.0, 3)
 
 
+@pytest.mark.slow
 def test_limits_are_those_of_this_machine(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     found = timing.limits("float32")

@@ -405,6 +405,62 @@ def test_tokamax_is_not_asked_for_something_else(monkeypatch):
             contenders._tokamax(case)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("edge-causal", dict(queries=31)),
+        ("edge-window", {}),
+        ("edge-documents", {}),
+        ("edge-everything", dict(padded=False, sinks=True)),
+    ],
+)
+def test_jax_linear_attention_is_asked_for_the_same(monkeypatch, name, changes):
+    """By what it says of its arguments: it is not installed here."""
+
+    def attend(query, key, value, *, segment_ids=None, sliding_window=None, sinks=None):
+        scores = jnp.einsum("BTNH,BSNH->BNTS", query, key) / query.shape[-1] ** 0.5
+        t, s = jnp.arange(scores.shape[2])[:, None], jnp.arange(scores.shape[3])[None]
+        seen = ((s <= t) & (t - s < (sliding_window or len(t))))[None, None]
+        if segment_ids is not None:
+            seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None])
+        scores = jnp.where(seen, scores, -jnp.inf)
+        sinks = jnp.full(query.shape[2], -jnp.inf) if sinks is None else sinks
+        shape = (*scores.shape[:3], 1)
+        with_sinks = [scores, jnp.broadcast_to(sinks[None, :, None, None], shape)]
+        weights = jax.nn.softmax(jnp.concatenate(with_sinks, axis=-1), axis=-1)[..., :-1]
+        return jnp.einsum("BNTS,BSNH->BTNH", weights, value)
+
+    fake_jla(monkeypatch, attend)
+    monkeypatch.setattr(contenders, "JLA_HEAD_DIMS", ((16, 16),))
+    case, options = small(name, **changes), attention._options(["--quick", "--ours", "xla"])
+    call = contenders.builders(case, "forward+backward", options)["jax-linear-attention"]()
+    for found, expected in zip(call(), in_float64(case), strict=True):
+        assert_near(found, expected, GRADIENT_F32)
+
+
+def fake_jla(monkeypatch, attend):
+    """Install a module in place of jax-linear-attention's attention, beside a GPU."""
+    for name in ("jla", "jla.ops", "jla.ops.mosaic_gpu"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace())
+    module = types.SimpleNamespace(flash_attention=attend)
+    monkeypatch.setitem(sys.modules, "jla.ops.mosaic_gpu.attention", module)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cuda")
+
+
+def test_jax_linear_attention_is_not_asked_for_something_else(monkeypatch):
+    fake_jla(monkeypatch, None)
+    for case, reason in (
+        (small("edge-band"), "causal alone"),
+        (small("edge-padding"), "causal alone"),
+        (small("edge-causal"), "as many queries as keys"),
+        (small("edge-alibi", queries=31), "no bias"),
+        (small("edge-documents", softcap=3.0), "no softcap"),
+        (small("edge-documents", head_dim=256, value_dim=256), "head dims 64, 128"),
+    ):
+        with pytest.raises(Absent, match=reason):
+            contenders._jax_linear_attention(case)
+
+
 FLEX = [
     *((f"edge-{name}", {}) for name in ("causal", "window", "band", "padding", "documents")),
     *((f"edge-{name}", {}) for name in ("alibi", "bias", "capped")),

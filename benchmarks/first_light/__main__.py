@@ -1,0 +1,83 @@
+"""Run the kernels on a GPU for the first time: does it run, how fast, why, and with which tiles?
+
+    python -m benchmarks.first_light --out runs/first_light
+    python -m benchmarks.first_light --step smoke why --minutes 4
+    python -m benchmarks.first_light --rehearse     on a CPU, over a few tokens
+
+Each check is a process of its own under a time limit, and is written down when it ends: a file of
+JSON lines for each step. The last thing written is `summary.txt`, one page over all steps whose
+files are there, so that the steps may be run one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.first_light import machine, models, rehearsal, smoke, speed, summary, tune, why
+from benchmarks.first_light.checks import Step
+
+STEPS = {"smoke": smoke.run, "speed": speed.run, "why": why.run, "tune": tune.run,
+         "models": models.run}  # fmt: skip
+MINUTES = {"smoke": 6.0, "speed": 10.0, "why": 5.0, "tune": 9.0, "models": 10.0}
+DEFAULT = ("smoke", "speed", "why", "tune")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the steps; return 1 where a check is wrong, hung or crashed."""
+    options = _options(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    prefix = "rehearsed_" if options.rehearse else ""
+    where = look(options)
+    for name in options.step:
+        path = options.out / f"{prefix}{name}.jsonl"
+        step = Step(name, options.minutes[name], path, rehearsed=options.rehearse)
+        step.open(where)
+        STEPS[name](step)
+        _, records = summary.read(options.out, prefix, tuple(STEPS))  # a run may be cut short
+        text = summary.page(where, records, options.rehearse)
+        (options.out / f"{prefix}summary.txt").write_text(text)
+    print("\n" + text, end="")
+    own = [record for name in options.step for record in records[name]]
+    return int(any(record["outcome"] in ("failed", "crashed", "hung") for record in own))
+
+
+def look(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what this runs on, and print it; exit where that is not what was asked for."""
+    step = Step("first light", 2.0, options.out / "machine.jsonl", rehearsed=options.rehearse)
+    [record] = step.run(machine.check(rehearsal.flags(options.rehearse)))
+    step.path.unlink()  # each step's file begins with it
+    if record["outcome"] != "passed":
+        raise SystemExit(f"{record.get('output', '')}\nthe machine: {record['reason']}")
+    [where] = record["found"]
+    if options.rehearse:
+        print(rehearsal.SAID)
+    elif where["platform"] == "cpu":
+        raise SystemExit("no accelerator, the backend is cpu: try `--rehearse`")
+    print(machine.shown(where), flush=True)
+    return where
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.first_light",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--step", nargs="+", choices=STEPS, default=DEFAULT, help=f"default: {' '.join(DEFAULT)}")
+    minutes = ", ".join(f"{name} {n:g}" for name, n in MINUTES.items())
+    add("--minutes", type=float, help=f"for each step (default: {minutes})")
+    add("--out", type=Path, default=Path("runs/first_light"), metavar="DIRECTORY")
+    add(rehearsal.FLAG, action="store_true", help=rehearsal.SAID)
+    options = parser.parse_args(argv)
+    asked = MINUTES if options.minutes is None else dict.fromkeys(MINUTES, options.minutes)
+    options.minutes = asked
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""Run checks, each in a process of its own under a time limit, and write down how each one ended.
+
+So a hang or a crash costs only itself. A step has minutes of its own: what does not fit is named as
+not begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "RESULT "  # begins a line of a check's output that is JSON
+TAIL = 4000  # characters of output that a record keeps
+GRACE = 3.0  # seconds in which a process may say where it hung
+
+Outcome = Literal["passed", "failed", "crashed", "hung", "cut short", "not begun", "absent"]
+OUTCOMES = get_args(Outcome)
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Say how a process ended."""
+
+    code: int
+    output: str
+    seconds: float
+    timed_out: bool = False
+
+    @property
+    def found(self) -> list[Any]:
+        """Return what the process reported, in order."""
+        lines = [line for line in self.output.splitlines() if line.startswith(MARK)]
+        reports = []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # a line may be cut
+                reports.append(json.loads(line.removeprefix(MARK)))
+        return reports
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Judge a process that ended within its limit."""
+
+    outcome: Outcome
+    reason: str | None = None
+
+
+def by_status(ended: Ended) -> Verdict:
+    """Judge by the exit status and by what `main_of` reports."""
+    said = [report for report in ended.found if isinstance(report, dict) and "outcome" in report]
+    if said:
+        return Verdict(said[-1]["outcome"], said[-1]["reason"])
+    if ended.code == 0:
+        return Verdict("passed")
+    if ended.code < 0:
+        return Verdict("crashed", f"ended by {signal.Signals(-ended.code).name}")
+    return Verdict("failed", f"exit status {ended.code}: {last_line(ended.output)}")
+
+
+def last_line(text: str) -> str:
+    """Return the last line that says something, shortened."""
+    return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+@dataclass(frozen=True)
+class Check:
+    """Name a command, its limit, and who judges it."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    judge: Callable[[Ended], Verdict] = by_status
+    absent: str | None = None
+    """Why it cannot be begun here, as for a tool that is not installed."""
+    collect: Callable[[Ended], list[Any]] = lambda ended: ended.found
+    """Return the results that a check wrote, also if it was cut short."""
+
+
+def python(module: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command that runs a module of the benchmarks in a process of its own."""
+    return sys.executable, "-m", f"benchmarks.{module}", *arguments
+
+
+def report(found: Any) -> None:
+    """Print what a check found, for the process that began it."""
+    print(MARK + json.dumps(found), flush=True)
+
+
+def main_of(check: Callable[[], Any]) -> None:
+    """Run a check in its own process, and report how it ended."""
+    try:
+        check()
+    except AssertionError as error:
+        report({"outcome": "failed", "reason": brief(error)})
+        raise
+    except Unavailable as reason:
+        report({"outcome": "absent", "reason": str(reason)})
+    except Exception as error:
+        report({"outcome": "crashed", "reason": brief(error)})
+        raise
+
+
+class Unavailable(Exception):
+    """Say why a check cannot be made here."""
+
+
+def brief(error: BaseException) -> str:
+    """Return an error in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def run(command: tuple[str, ...], seconds: float) -> Ended:
+    """Run a command for at most so many seconds, then end it and all that it began."""
+    settings = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict(os.environ) | settings
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True
+        )
+        timed_out = False
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            _signal(process, signal.SIGABRT)  # Python then prints where it is
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+        finally:
+            _signal(process, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # held by a driver
+                process.wait(GRACE)
+        taken = time.monotonic() - start
+        log.seek(0)
+        code = process.returncode
+        return Ended(-9 if code is None else code, log.read(), taken, timed_out)
+
+
+def _signal(process: subprocess.Popen, which: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, which)
+
+
+@dataclass
+class Step:
+    """Hold a step's minutes and its file, to which each record is written at once."""
+
+    name: str
+    minutes: float
+    path: Path
+    rehearsed: bool = False
+    records: list[Record] = field(default_factory=list)
+    begun: float = field(default_factory=time.monotonic)
+
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return 60 * self.minutes - (time.monotonic() - self.begun)
+
+    def open(self, machine: Mapping[str, Any]) -> None:
+        """Begin the file with what it was measured on."""
+        head = {"step": self.name, "rehearsed": self.rehearsed, "machine": dict(machine)}
+        self.path.write_text(json.dumps(head) + "\n")
+
+    def run(self, *checks: Check, jobs: int = 1) -> list[Record]:
+        """Run checks, so many at once, and return their records in order."""
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(self._one, checks))
+
+    def _one(self, check: Check) -> Record:
+        limit = min(check.seconds, self.left())
+        if check.absent is not None:
+            return self._write(check, limit, Verdict("absent", check.absent))
+        if limit < 1:
+            return self._write(check, limit, Verdict("not begun", "the minutes are over"))
+        say(f"{self.name}: {check.name} ...")
+        ended = run(check.command, limit)
+        if not ended.timed_out:
+            verdict = check.judge(ended)
+        elif limit < check.seconds:
+            verdict = Verdict("cut short", f"the step's minutes were over after {limit:.0f} s")
+        else:
+            verdict = Verdict("hung", f"still ran after {limit:.0f} s")
+        return self._write(check, limit, verdict, ended)
+
+    def _write(
+        self, check: Check, limit: float, verdict: Verdict, ended: Ended | None = None
+    ) -> Record:
+        record = {
+            "check": check.name,
+            "outcome": verdict.outcome,
+            "reason": verdict.reason,
+            "rehearsed": self.rehearsed,
+            "seconds": None if ended is None else round(ended.seconds, 2),
+            "limit_s": round(limit, 1),
+            "found": [] if ended is None else check.collect(ended),
+        }
+        if ended is not None and verdict.outcome != "passed":
+            record["output"] = ended.output[-TAIL:]
+        self.records.append(record)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        say(line(self.name, record))
+        return record
+
+
+def say(text: str) -> None:
+    """Print a line in one piece: several checks may end at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def line(step: str, record: Mapping[str, Any]) -> str:
+    """Return a record in a line."""
+    seconds = "" if record["seconds"] is None else f", {record['seconds']:.0f} s"
+    reason = "" if record["reason"] is None else f": {record['reason']}"
+    mark = "(rehearsed) " if record["rehearsed"] else ""
+    return f"{mark}{step}: {record['check']}: {record['outcome']}{seconds}{reason}"

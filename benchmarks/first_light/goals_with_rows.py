@@ -1,0 +1,82 @@
+"""Measure goals as `benchmarks.attention --goals` does, with rows of tile sizes found before.
+
+    python -m benchmarks.first_light.goals_with_rows [--rows ROWS.json] -- --only documents12
+
+What follows `--` are arguments of `benchmarks.attention`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks import attention, specs, timing
+from benchmarks.first_light import checks, rehearsal
+from transformer_jax.kernels import chips
+from transformer_jax.kernels.contract import Blocks
+
+Row = tuple[str, str, int, int, int, int, int, int, float]
+"""(chip, kernel, H, Hv, bytes of a number, queries, keys, stages, slack)"""
+SMALL = ["--ours", "pallas", "--repeats", "1", "--seconds", "0"]
+
+
+def add_rows(rows: Sequence[Row]) -> None:
+    """Enter measured tile sizes, for this process."""
+    for chip, kind, H, Hv, width, *tiles in rows:
+        chips.MEASURED[chip, kind, H, Hv, width] = Blocks(*tiles)  # type: ignore[index]
+
+
+def kept(path: Path, measure: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return `timing.limits` that are measured by the first of several processes alone."""
+
+    def limits(*arguments: Any) -> dict[str, Any]:
+        if not path.exists():
+            path.write_text(json.dumps(measure(*arguments)))
+        return json.loads(path.read_text())
+
+    return limits
+
+
+def small_limits(dtype: str, clock: Any) -> dict[str, Any]:
+    """Return limits of a small product, for a rehearsal."""
+    rate = timing.matmul_rate("float32", 256, 1, clock)
+    others = dict.fromkeys(("read_bytes_per_s", "copy_bytes_per_s"), 1.0)
+    return {"dtype": dtype, "matmul_flops_per_s": rate} | others
+
+
+def measure(arguments: list[str], limits: Path | None, rehearsed: bool) -> None:
+    """Run `benchmarks.attention` in this process."""
+    with contextlib.ExitStack() as stack:
+        replace = lambda *given: stack.enter_context(mock.patch.object(*given))  # noqa: E731
+        if rehearsed:
+            cases = [rehearsal.shrunk(case) for case in specs.attention_cases("gpu")]
+            stack.enter_context(rehearsal.kernels(True))
+            replace(specs, "attention_cases", lambda *tags: cases)
+            replace(timing, "limits", small_limits)
+            arguments = [*arguments, *SMALL, "--without", "torch", "onnxruntime"]
+        if limits is not None:
+            replace(timing, "limits", kept(limits, timing.limits))
+        attention.main(["--goals", "--skip-memory", *arguments])
+
+
+def main() -> None:
+    """Enter the rows, and measure."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=Path, help="JSON of rows of tile sizes")
+    parser.add_argument("--limits", type=Path, help="JSON of limits: read, or written if not there")
+    parser.add_argument(rehearsal.FLAG, action="store_true", help=rehearsal.SAID)
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    if options.rows is not None:
+        add_rows(json.loads(options.rows.read_text()))
+    arguments = [x for x in options.rest if x != "--"]
+    checks.main_of(lambda: measure(arguments, options.limits, options.rehearse))
+
+
+if __name__ == "__main__":
+    main()

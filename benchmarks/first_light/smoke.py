@@ -1,0 +1,102 @@
+"""Does it run, and is it right? The checks of the first step, the smallest first."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+
+from benchmarks.first_light import checks, rehearsal
+from benchmarks.first_light.checks import Check, Ended, Step, Verdict
+
+NAMES = (
+    "one tile, forward",
+    *(f"causal 704, {what}, H {H}" for what in ("forward", "gradients") for H in (64, 128, 256)),
+    "one tile, single-pass",
+    "single-pass, 50 runs",
+    "own barriers, 50 runs",
+    "slack 8",
+    "decode, a cache",
+    "decode, a cache of int8",
+    "ALiBi, gradients",
+    "two-sided window, gradients",
+    "softcap and documents, gradients",
+    "65,536 tokens, gradients",
+)
+"""In the order in which they run; `smoke_calls` has what each computes."""
+SANITIZED = "one tile, forward", "one tile, single-pass"
+ATTACHED = tuple(
+    f"tests/kernels/test_attached.py::{name}"
+    for name in (
+        "test_250_runs_give_the_same_bits[groups-]",
+        "test_250_runs_give_the_same_bits[wide-window in documents]",
+        "test_single_pass_runs_differ_in_nothing_but_the_last_bits_of_dq",
+        "test_long_odd_lengths_of_every_width_match_the_oracle[(2047, 2049)-64-pallas]",
+        "test_long_odd_lengths_of_every_width_match_the_oracle[(2047, 2049)-128-pallas]",
+        "test_long_odd_lengths_of_every_width_match_the_oracle[(2047, 2049)-256-pallas]",
+        "test_long_odd_lengths_of_every_width_match_the_oracle[(832, 1025)-128-pallas_unordered]",
+        "test_warps_that_rescale_beside_warps_that_do_not_match_the_oracle[128]",
+        "test_edge_cases_of_the_benchmarks_match_the_reference[edge-full]",
+        "test_edge_cases_of_the_benchmarks_match_the_reference[edge-everything]",
+        "test_edge_cases_of_the_benchmarks_match_the_reference[edge-bias]",
+        "test_edge_cases_of_the_benchmarks_match_the_reference[edge-capped]",
+        "test_edge_cases_of_the_benchmarks_match_the_reference[edge-padding]",
+        "test_edge_cases_of_the_benchmarks_match_the_reference[edge-values]",
+        "test_edge_cases_of_the_benchmarks_match_the_reference[edge-one-query]",
+    )
+)
+
+
+def run(step: Step) -> None:
+    """Run the checks one by one, then the sanitizer, then tests of the kernels, five at once."""
+    flags = rehearsal.flags(step.rehearsed)
+    step.run(*(Check(name, command(name, flags), 60) for name in NAMES))
+    step.run(*(sanitized(name, tool, flags) for tool in TOOLS for name in SANITIZED), jobs=4)
+    step.run(*map(attached, ATTACHED), jobs=5)
+
+
+TOOLS = "memcheck", "synccheck"
+
+
+def command(name: str, flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the command of one check."""
+    return checks.python("first_light.smoke_calls", name, *flags)
+
+
+def sanitized(name: str, tool: str, flags: tuple[str, ...]) -> Check:
+    """Return a check under a tool of compute-sanitizer."""
+    found = shutil.which("compute-sanitizer")
+    options = "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"
+    return Check(
+        f"{tool} of {name}",
+        ("compute-sanitizer", *options, *command(name, flags)),
+        100,
+        judge=judge_sanitizer,
+        absent=None if found else "compute-sanitizer not found",
+    )
+
+
+def judge_sanitizer(ended: Ended) -> Verdict:
+    """Judge by the tool's own count of errors; without one it has not looked."""
+    counts = re.findall(r"ERROR SUMMARY: (\d+) error", ended.output)
+    if not counts:
+        return Verdict("crashed", f"no summary of errors: {checks.last_line(ended.output)}")
+    if int(counts[-1]):
+        return Verdict("failed", f"{counts[-1]} errors")
+    return checks.by_status(ended)
+
+
+def attached(test: str) -> Check:
+    """Return a test of the kernels on the attached device as a check."""
+    options = "-m", "", "-p", "no:xdist", "--tb=short", "-rs"
+    run_one = (sys.executable, "-m", "pytest", *options, test)
+    return Check(test.rpartition("::")[2], run_one, 100, judge=judge_pytest)
+
+
+def judge_pytest(ended: Ended) -> Verdict:
+    """Judge by how many tests passed: a skipped one is absent."""
+    said = checks.last_line(ended.output)
+    if ended.code == 0 and not re.search(r"\d+ passed", said):
+        skipped = re.findall(r"^SKIPPED.*: (.*)$", ended.output, re.MULTILINE)
+        return Verdict("absent", f"skipped: {skipped[-1]}" if skipped else said)
+    return checks.by_status(ended)

@@ -1,0 +1,84 @@
+"""Which tile sizes are the fastest at H 128, and how far do the goals come with them?"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import tempfile
+from pathlib import Path
+
+from benchmarks import tune_attention
+from benchmarks.first_light import checks, rehearsal
+from benchmarks.first_light.checks import Check, Ended, Step, Verdict
+from benchmarks.first_light.goals_with_rows import Row
+from benchmarks.first_light.speed import measure_goals
+
+ROW = re.compile(r"^ {4}(\(.*?\)): Blocks\((\d+), (\d+), (\d+)(?:, slack=([\d.]+))?\),")
+AGAIN = "goals with these rows"
+SEARCH_SHARE = 0.55  # of the step's time
+REHEARSED = ["--batch", "1", "--heads", "2:1", "--dims", "16", "--lengths", "128", "--repeats", "1"]
+REHEARSED += ["--seconds", "0", "--candidates", "128:128:2"]
+
+
+def run(step: Step) -> None:
+    """Search, then measure the goals at H 128 with what was found."""
+    seconds = SEARCH_SHARE * step.left()
+    [record] = step.run(search(seconds, step.rehearsed))
+    if not record["found"]:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.json"
+        rows.write_text(json.dumps(record["found"]))
+        # what was slower in `speed` or takes long to compile has no time left
+        more = ["--without", "flax", "jax.nn", "torch flex"]
+        measure_goals(step, AGAIN, step.left(), more, only="h128", rows=rows)
+
+
+def search(seconds: float, rehearsed: bool) -> Check:
+    """Return the check that searches; rows that are found before its end are kept."""
+    minutes = f"{max(seconds - 30, 1) / 60:.2f}"
+    if rehearsed:
+        command = checks.python("first_light.tune", minutes, *rehearsal.flags(True))
+    else:
+        command = checks.python(
+            "tune_attention", "--dims", "128", "--minutes", minutes, "--seconds", "8"
+        )
+
+    def judge(ended: Ended) -> Verdict:
+        verdict = checks.by_status(ended)
+        if verdict.outcome == "passed" and not rows(ended.output):
+            return Verdict("failed", f"no rows were found: {checks.last_line(ended.output)}")
+        return verdict
+
+    return Check(
+        "search at H 128",
+        command,
+        seconds,
+        judge=judge,
+        collect=lambda ended: rows(ended.output),
+    )
+
+
+def rows(text: str) -> list[Row]:
+    """Read the rows that `benchmarks.tune_attention` prints for `kernels/chips.py`."""
+    found = []
+    for line in text.splitlines():
+        if match := ROW.match(line):
+            key, *tiles, slack = match.groups()
+            found.append((*ast.literal_eval(key), *map(int, tiles), float(slack or 0)))
+    return found
+
+
+def main() -> None:
+    """Rehearse the search in this process."""
+
+    def rehearse() -> None:
+        with rehearsal.kernels(True):
+            tune_attention.main(REHEARSED)
+
+    checks.main_of(rehearse)
+
+
+if __name__ == "__main__":
+    main()
