@@ -278,6 +278,7 @@ def test_sounds_too_long_for_the_positions_are_refused():
         load_task(replace(config, model=replace(config.model, max_len=7)))
 
 
+@pytest.mark.slow
 def test_no_text_is_asked_of_a_run_of_pictures(tmp_path, capsys):
     out = tmp_path / "run"
     fit(small(DigitsTask(examples=20, judged=2), steps=1, warmup_steps=0, out=str(out)))
@@ -430,7 +431,7 @@ def test_a_damaged_array_is_refused_in_one_line(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow_cases("tones", "digits-encoder]")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("digits", "encoder-decoder"), ("digits", "encoder"), ("tones", "encoder-decoder")],

@@ -99,6 +99,7 @@ CASES = {
 OFTEN = "dropout", "int8 base"
 
 
+@pytest.mark.slow_cases("int8 base")
 @pytest.mark.parametrize(
     "case", [c if c in OFTEN else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )
@@ -132,7 +133,7 @@ def test_what_the_run_measures_is_what_its_merged_parameters_have(base, tmp_path
     assert_near(total[0] / total[1], result.val_loss, 1e-5)
 
 
-@pytest.mark.slow_cases("bfloat16", "int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("held", ["bfloat16", "int8", "int4"])
 def test_a_base_in_fewer_bits_measures_nearly_the_same(base, tmp_path, held):
     """Its state is the same size; the loss before the first step is off by what rounding costs."""

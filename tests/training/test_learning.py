@@ -128,7 +128,9 @@ LONG = [n for n, (_, steps, _) in GENERATED.items() if steps >= 400 and n not in
 CASES = [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in GENERATED]
 
 
-@pytest.mark.slow_cases(*(f"{name}]" for name in GENERATED if name not in QUICK))
+@pytest.mark.slow_cases(
+    *(f"{name}]" for name in GENERATED if name not in QUICK), "reverse encoder-decoder"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_generated_task_is_learnt_to_99_of_100(tmp_path, name):
     """Of 200 held-out examples at most two may be written wrong; of 78 strings, none."""
@@ -141,7 +143,7 @@ def test_a_generated_task_is_learnt_to_99_of_100(tmp_path, name):
 WORDS = "alpha", "bravo", "cargo", "delta", "eagle"
 
 
-@pytest.mark.slow_cases("decoder", "rnn", "lstm", "gru")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["decoder", "rnn", "lstm", "gru", "window", "ngram"])
 def test_a_text_is_foretold_nearly_as_well_as_it_can_be(tmp_path, model):
     """The text has five words in random order: log(5) nats a word of 6 characters, no less.
@@ -212,7 +214,7 @@ def test_answers_of_a_chat_are_learnt_to_99_of_100(tmp_path, model):
     assert result.val_loss < 0.05
 
 
-@pytest.mark.slow_cases("rnn tagger", "lstm tagger", "gru tagger")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["encoder", "rnn tagger", "lstm tagger", "gru tagger"])
 def test_hidden_letters_are_guessed_far_better_than_by_frequency(tmp_path, model):
     """The text repeats five words in random order: most hidden letters follow from the others."""
@@ -241,7 +243,9 @@ def labelled(tmp_path) -> str:
     return str(tmp_path / "labels.tsv")
 
 
-@pytest.mark.slow_cases("lstm]", "rnn]", "decoder", "rnn tagger", "lstm tagger")
+@pytest.mark.slow_cases(
+    "lstm]", "rnn]", "decoder", "rnn tagger", "lstm tagger", "encoder", "gru tagger"
+)
 @pytest.mark.parametrize(
     "model", ["encoder", "decoder", *CELLS, "rnn tagger", "lstm tagger", "gru tagger"]
 )
@@ -262,7 +266,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.slow_cases("classify", "reverse", "seq2seq")
+@pytest.mark.slow_cases("classify", "reverse", "seq2seq", "prefix")
 @pytest.mark.parametrize("name", RESUMED)
 def test_every_task_goes_on_bit_for_bit(tmp_path, name):
     task, model = RESUMED[name]
@@ -317,6 +321,7 @@ def test_a_model_of_pairs_translates_lines_and_is_judged_on_a_file(tmp_path, cap
         assert err.startswith("generate: ") and message in err and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_masked_model_becomes_a_classifier_with_a_new_head(tmp_path, capsys):
     data = labelled(tmp_path)
     text, lines = tmp_path / "text.txt", Path(data).read_text().splitlines()

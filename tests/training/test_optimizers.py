@@ -181,6 +181,7 @@ def test_schedule_free_is_evaluated_at_the_average_of_its_steps(rng):
         assert_near(leaf, memory[name]["x"], 5e-6, name)
 
 
+@pytest.mark.slow_cases("Adafactor", "Lion", "ScheduleFree", "Muon")
 @pytest.mark.parametrize(
     "optimizer",
     [AdamW(), Adafactor(), Lion(), Muon(), ScheduleFree()],

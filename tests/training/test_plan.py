@@ -165,6 +165,7 @@ def test_what_an_asynchronous_collective_sends_is_its_result(line, sent):
     assert network_traffic(text, 4).total == sent
 
 
+@pytest.mark.slow
 def test_a_plan_for_this_machine_is_of_the_step_that_a_run_takes():
     plan = plan_training(RUN, CPU)
     size = 4 * num_params(SMALL)
@@ -224,6 +225,7 @@ def test_a_state_that_does_not_fit_is_not_compiled_and_what_would_fit_is_said():
     assert held.memory.parameters == 4 * num_params(wide.model)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_a_larger_one_does_not():
     run = replace(RUN, model=replace(SMALL, num_layers=1))
     first = plan_training(run, CPU)
@@ -260,6 +262,7 @@ def test_chips_are_known_by_the_names_that_jax_has_for_them():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("usual_compilation")
 def test_llama_3_8b_is_planned_for_256_chips_that_are_not_attached():
     pytest.importorskip("libtpu")
     model = preset("llama3-8b", scan_layers=True, remat="full")

@@ -205,6 +205,7 @@ def test_a_run_learns_which_answers_are_preferred(tmp_path, messages, lora):
     assert load_run(tmp_path / "run").step == 60
 
 
+@pytest.mark.slow_cases("lora1")
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, dropout=0.1)])
 def test_a_resumed_run_has_the_same_bits(tmp_path, lora):
     base = a_base(tmp_path, LanguageTask(documents="lines"))
