@@ -103,6 +103,7 @@ def measured(path, *options):
     return json.loads(path.read_text())["results"], 0
 
 
+@pytest.mark.slow
 def test_a_case_or_contender_that_fails_is_named_and_costs_no_other(
     tmp_path, monkeypatch, two_cases
 ):
@@ -274,7 +275,7 @@ def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
     assert {case.dtype for case, _, _ in chosen} == {"bfloat16"}
 
 
-@pytest.mark.slow_cases("edge-alibi-forward", "edge-bias-forward", "edge-capped-forward")
+@pytest.mark.slow_cases("edge-alibi", "edge-bias", "edge-capped-forward")
 @pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
 @pytest.mark.parametrize("name", ["edge-alibi", "edge-bias", "edge-capped"])
 @pytest.mark.usefixtures("quick_compilation")
@@ -282,6 +283,7 @@ def test_contenders_differentiate_the_same_or_say_why_not(name, direction):
     compare_contenders(name, direction)
 
 
+@pytest.mark.slow_cases("edge-window", "edge-band")
 @pytest.mark.parametrize("name", ["edge-documents", "edge-window", "edge-band", "edge-padding"])
 @pytest.mark.usefixtures("quick_compilation")
 def test_contenders_see_the_same(name):
@@ -515,6 +517,7 @@ def test_torchs_backward_pass_is_timed_without_the_forward_pass(monkeypatch):
         assert len(passes) == expected, direction
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_what_would_not_fit_is_absent():
     options = ["--quick", "--memory", "0", "--seconds", "0", "--repeats", "1"]

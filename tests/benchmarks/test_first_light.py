@@ -133,7 +133,16 @@ def test_importing_the_command_starts_no_backend():
     assert ended.code == 0 and checks.last_line(ended.output) == "{}"
 
 
-SLOW = "causal 704, forw", "causal 704, grad", "single", "65", "two-sided", "ALiBi", "softcap"
+SLOW = (
+    "causal 704, forw",
+    "causal 704, grad",
+    "single",
+    "65",
+    "two-sided",
+    "ALiBi",
+    "softcap",
+    "own",
+)
 
 
 @pytest.mark.slow_cases(*SLOW)

@@ -352,6 +352,7 @@ def test_weights_of_a_token_stand_at_the_positions_of_its_slots(rng):
     assert_near(found[0].self, found[1].self, CACHED)
 
 
+@pytest.mark.slow
 def test_a_prefix_that_is_forked_serves_many_calls():
     config, model, variables, apply = model_of()
     text = jax.random.randint(jax.random.key(1), (2, 7), 0, config.vocab_size)

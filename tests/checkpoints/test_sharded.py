@@ -84,6 +84,7 @@ def test_what_eight_devices_saved_one_and_two_restore_and_back(tmp_path):
     assert on_devices(8, "-c", PROGRAM, str(tmp_path / "two"), "restore", "8") == 3
 
 
+@pytest.mark.slow
 def test_what_two_processes_saved_one_restores(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

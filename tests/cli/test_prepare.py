@@ -94,6 +94,7 @@ def test_files_of_tokens_end_at_the_largest_size(tmp_path):
         assert np.array_equal(into, stream[start : start + 1200])
 
 
+@pytest.mark.slow_cases("70000")
 @pytest.mark.parametrize("size", [70_000, 1000])
 def test_ids_take_16_bits_where_all_fit(size, tmp_path):
     file = tmp_path / "text.txt"

@@ -375,12 +375,14 @@ def as_bits(results: dict[str, jax.Array]) -> dict[str, list]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_compilation")
 def test_compiled_random_numbers_are_the_same():
     for name, value in made_from(pinned(), jnp.asarray(LOGITS)).items():
         assert_same_bits(compiled_here()[name], value, name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_compilation")
 def test_eight_devices_draw_what_one_draws():
     code = """

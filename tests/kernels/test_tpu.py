@@ -515,6 +515,7 @@ def compiled(case: Case, kernel: str, topology: str) -> Any:
 @pytest.mark.slow_cases(
     "backward_dkdv-v5p:2x2x1-float32",
     "backward_dq-v6e",
+    "backward_single_pass_rows-v5e",
     "backward_single_pass_rows-v5p",
     "backward_single_pass_rows-v6e",
     "backward_single_pass_rows-tpu7x",
@@ -617,10 +618,8 @@ def test_a_program_around_the_kernels_moves_none_of_their_arrays():
 
 
 @pytest.mark.usefixtures("usual_compilation")
-@pytest.mark.parametrize(
-    "topology",
-    ["v6e:2x2", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("v5e:2x2", "v5p:2x2x1"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v6e:2x2", "v5e:2x2", "v5p:2x2x1"])
 def test_a_matrix_compiles_for_a_tpu(topology):
     """And is read as bytes, of which there are a few copies: nothing of S x S is wider."""
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")

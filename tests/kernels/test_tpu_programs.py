@@ -25,6 +25,7 @@ def test_output_and_gradients_lower_for_a_tpu(S, x64):
     assert all(name in text for name in ("attention_forward", *backward))
 
 
+@pytest.mark.slow_cases("dq")
 @pytest.mark.parametrize("kind", ["single_pass_rows", "dq"])
 def test_a_backward_tile_may_have_hidden_nan_that_no_forward_tile_had(kind, monkeypatch):
     if kind == "dq":

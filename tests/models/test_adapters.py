@@ -49,7 +49,7 @@ def logits(config, params, tokens=TOKENS, **given):
     return build(config).apply({"params": params}, tokens, **given)[0]
 
 
-@pytest.mark.slow_cases("decoder-False", "encoder-decoder-True")
+@pytest.mark.slow_cases("decoder", "encoder-decoder-True")
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
 def test_two_products_are_the_product_with_the_sum(kind, scan):

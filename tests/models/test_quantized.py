@@ -145,7 +145,8 @@ def test_a_quantised_model_writes_what_its_numbers_write(scan):
     np.testing.assert_array_equal(written(params), written(plain(params)))
 
 
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
 def test_adapters_beside_quantised_kernels_have_the_gradients_of_the_sum(scan):
     config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
     params = init_params(config, jax.random.key(0))
@@ -163,7 +164,7 @@ def test_adapters_beside_quantised_kernels_have_the_gradients_of_the_sum(scan):
     jax.tree.map(lambda x, y: assert_near(x, y, 1e-4), found, wanted)
 
 
-@pytest.mark.slow_cases("none")
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_backward_pass_holds_no_kernel_but_the_one_it_uses(remat):
     """In a scanned stack; in a looped one XLA's CPU backend joins the second making with the first.

@@ -587,6 +587,7 @@ def fresh():
     return init_params(REVERSE, jax.random.key(1))
 
 
+@pytest.mark.slow
 def test_a_translator_learns_to_reverse(fresh):
     """Words of 3 to 5 letters backwards: > 99 % of unseen words wholly right, greedily decoded."""
     model, optimizer = build(REVERSE), optax.adam(2e-2)

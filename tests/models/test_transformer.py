@@ -668,7 +668,7 @@ FORMS = {
 }
 
 
-@pytest.mark.slow_cases("encoder-decoder]")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "forms"),
     [

@@ -55,7 +55,7 @@ def test_cached_decode_matches_full_forward(case):
         assert result.holds, result
 
 
-@pytest.mark.slow_cases("encoder-decoder-shaw")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [c for i, c in enumerate(search_cases()) if i in (3, 13)],

@@ -234,6 +234,7 @@ def test_a_bart_cannot_say_two_vocabularies_or_an_encoder_s_own_table_with_tied_
             write_config(FAMILIES["bart"], config(**wrong))
 
 
+@pytest.mark.slow
 def test_texts_are_written_from_a_source_of_another_vocabulary(tmp_path):
     """Compare the tokens of greedy and beam search with those of a whole forward pass."""
     tables = dict(encoder=SOURCE, decoder=TARGET)

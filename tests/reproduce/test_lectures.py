@@ -82,6 +82,7 @@ def test_gradients_vanish_unless_the_forget_gate_is_open(demonstrate):
     assert abs(rate - 1 / (1 + math.exp(-1))) < 0.15  # the gate at its bias
 
 
+@pytest.mark.slow
 def test_errors_grow_over_a_text_that_the_model_writes_itself(demonstrate):
     """Check that errors stay on true prefixes, and accumulate on the model's own text."""
     found = demonstrate("exposure_bias")
@@ -131,6 +132,7 @@ def test_overlapping_windows_agree_with_a_stream_once_they_overlap_enough(demons
     assert found["streaming"][2] == 2 * sum(min(i + 1, 5) for i in range(found["length"]))
 
 
+@pytest.mark.slow
 def test_stacked_windows_see_as_many_inputs_as_the_formula_says(demonstrate):
     """Compare the inputs that have a gradient with L (W - 1) + 1."""
     fields = demonstrate("receptive_field")

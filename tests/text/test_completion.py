@@ -176,6 +176,7 @@ def test_what_is_forced_is_written_once(params):
     assert whole == words
 
 
+@pytest.mark.slow
 def test_every_way_gives_the_same_text_with_processors(params):
     model = CONFIG, params, ByteTokenizer()
     drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))

@@ -55,6 +55,7 @@ def base(tmp_path_factory):
     return config
 
 
+@pytest.mark.slow
 def test_adapters_learn_and_only_they_are_saved(base, tmp_path):
     config = tuned_config(tmp_path, base)
     result = fit(config)

@@ -128,9 +128,7 @@ LONG = [n for n, (_, steps, _) in GENERATED.items() if steps >= 400 and n not in
 CASES = [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in GENERATED]
 
 
-@pytest.mark.slow_cases(
-    *(f"{name}]" for name in GENERATED if name not in QUICK), "reverse encoder-decoder"
-)
+@pytest.mark.slow_cases(*(f"{name}]" for name in GENERATED if name != "copy window"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_generated_task_is_learnt_to_99_of_100(tmp_path, name):
     """Of 200 held-out examples at most two may be written wrong; of 78 strings, none."""
@@ -244,7 +242,7 @@ def labelled(tmp_path) -> str:
 
 
 @pytest.mark.slow_cases(
-    "lstm]", "rnn]", "decoder", "rnn tagger", "lstm tagger", "encoder", "gru tagger"
+    "lstm]", "rnn]", "gru]", "decoder", "rnn tagger", "lstm tagger", "encoder", "gru tagger"
 )
 @pytest.mark.parametrize(
     "model", ["encoder", "decoder", *CELLS, "rnn tagger", "lstm tagger", "gru tagger"]

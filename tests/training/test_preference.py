@@ -180,13 +180,14 @@ def a_run(tmp_path, base, **changes):
 ADAPTERS = LoraConfig(rank=4, targets="all-linear")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("messages", "lora"),
     [
         (False, None),
-        pytest.param(True, ADAPTERS, marks=pytest.mark.slow),
-        pytest.param(True, None, marks=pytest.mark.slow),
-        pytest.param(False, ADAPTERS, marks=pytest.mark.slow),
+        (True, ADAPTERS),
+        (True, None),
+        (False, ADAPTERS),
     ],
 )
 def test_a_run_learns_which_answers_are_preferred(tmp_path, messages, lora):

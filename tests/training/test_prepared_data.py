@@ -189,7 +189,9 @@ def test_every_epoch_reads_every_row_once_in_another_order(folders, task):
     assert np.array_equal(seen[: 2 * count], tokens[order[:, 1]])
 
 
-@pytest.mark.parametrize("task", [LanguageTask(), documents()])
+@pytest.mark.parametrize(
+    "task", [LanguageTask(), pytest.param(documents(), marks=pytest.mark.slow)]
+)
 def test_restored_at_each_of_24_steps_the_whole_remainder_is_the_same(folders, task):
     given = config(folders, "web", "books", task=task, data_weights=(0.7, 0.3), batch_size=14)
     whole = load_task(given)
@@ -311,6 +313,7 @@ print("the same")
 """
 
 
+@pytest.mark.slow
 def test_two_processes_that_run_put_one_batch_together(folders):
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -462,6 +465,7 @@ def test_a_resumed_run_refuses_other_data_and_other_weights(folders, tmp_path):
         fit(replace(later, data_weights=(2.0, 1.0)), resume=True)
 
 
+@pytest.mark.slow
 def test_a_model_of_a_run_goes_on_learning_from_a_folder_of_its_tokenizer(folders, tmp_path):
     first = config(folders, "web", out=str(tmp_path / "first"), steps=3)
     fit(first)
@@ -536,6 +540,7 @@ for data in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_reading_all_of_a_corpus_takes_far_less_memory_than_the_corpus(tmp_path):
     for name, size in (("small", 3), ("large", 40)):
         (tmp_path / name).write_text("\n".join(f"{i:09999d}" for i in range(size * 100)))
@@ -554,6 +559,7 @@ def test_reading_all_of_a_corpus_takes_far_less_memory_than_the_corpus(tmp_path)
     assert after - before < 0.2 * large
 
 
+@pytest.mark.slow
 def test_a_run_over_a_mesh_reads_what_one_device_reads(folders):
     """Here with one device: tests/multi_device has more."""
     one = config(folders, out=str(folders / "one"), steps=3)

@@ -176,7 +176,7 @@ VARIANTS = {
 
 
 @pytest.mark.slow_cases(
-    "bfloat16]", "adafactor", "muon", "schedulefree", "dropout]", "tied", "untied", "warm"
+    "bfloat16", "adafactor", "muon", "schedulefree", "dropout]", "tied", "untied", "warm"
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(config, monkeypatch, traced_once, variant):

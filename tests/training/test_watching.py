@@ -162,6 +162,7 @@ def test_tensorboard_reads_what_was_measured(config):
     assert len(found["val_loss"]) == 2
 
 
+@pytest.mark.slow
 def test_nothing_that_watches_changes_a_bit(config, tmp_path):
     """The watched run has a process of its own: XLA's profiler may end one with libtpu in it."""
     plain = fit(config)
@@ -276,6 +277,7 @@ def test_a_run_without_a_spike_keeps_nothing_and_no_run_keeps_many(config, monke
     assert len(list((loop.Path(many.out) / "spikes").glob("*.npz"))) == 2
 
 
+@pytest.mark.slow
 def test_what_watches_may_change_when_a_run_goes_on(config):
     fit(dataclasses.replace(config, steps=8))
     result = fit(
