@@ -99,9 +99,10 @@ def usual_compilation():
 def pytest_collection_modifyitems(config, items):
     """Mark slow tests, and tests that are known to fail.
 
-    `@pytest.mark.slow_cases(...)` names beginnings of the ids of a test's slow cases; a class with
-    a shared suite names them by test in `slow_cases`, or in `every_time` the tests that are not
-    slow, and in `known` those that fail, with the reason.
+    `@pytest.mark.slow_cases(...)` names beginnings of the ids of a test's slow cases, and
+    `long_cases(...)` those of slow ones that are long too. A class with a shared suite names slow
+    cases by test in `slow_cases`, or in `every_time` the tests that are not slow, and in `known`
+    those that fail, with the reason.
     """
     unused: dict[tuple[str, str], bool] = {}
     for item in items:
@@ -110,12 +111,15 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.xfail(reason=known, strict=True))
         chosen = getattr(item.cls, "every_time", None)
         slow = chosen is not None and not {item.name, item.originalname} & chosen
-        marked = [b for mark in item.iter_markers("slow_cases") for b in mark.args]
+        long = [b for mark in item.iter_markers("long_cases") for b in mark.args]
+        marked = [b for mark in item.iter_markers("slow_cases") for b in mark.args] + long
         suite = getattr(item.cls, "slow_cases", {}).get(item.originalname, ())
         case = item.callspec.id if hasattr(item, "callspec") else ""
         for beginning in (*marked, *suite):
             found = f"{case}]".startswith(beginning)
             slow |= found
+            if found and beginning in long:
+                item.add_marker("long")
             if beginning in marked:
                 test = item.nodeid.partition("[")[0], beginning
                 unused[test] = unused.get(test, True) and not found

@@ -777,6 +777,7 @@ def test_a_choice_is_too_slow_where_the_median_and_three_quarters_of_the_rounds_
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_table_of_choices_is_measured_in_pieces(tmp_path):
     path, names = tmp_path / "choosing.json", ["short-b1n4-h64-s8", "short-b1n4-h64-s16"]
     for name in names:

@@ -322,9 +322,8 @@ def test_the_page_says_what_to_change_first():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "step", ["speed", *(pytest.param(step, marks=pytest.mark.long) for step in ("why", "tune"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("step", ["speed", "why", "tune"])
 def test_a_step_is_rehearsed(step, tmp_path):
     status = __main__.main(["--rehearse", "--step", step, "--out", str(tmp_path)])
     lines = (tmp_path / f"rehearsed_{step}.jsonl").read_text().splitlines()

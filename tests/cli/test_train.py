@@ -568,7 +568,8 @@ def test_what_fails_on_the_way_is_one_line_and_status_1(capsys, flags, tmp_path)
     assert f"process {os.getpid()} is training here" in line
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.long_cases("5")
+@pytest.mark.parametrize("kills", [2, 5])
 def test_a_kill_at_any_moment_loses_no_more_than_a_save_interval(flags, tmp_path, rng, kills):
     """One run, killed more than once and finished, equals the run that nobody killed."""
     kill_and_finish(flags, tmp_path, rng, kills)

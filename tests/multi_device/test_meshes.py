@@ -124,6 +124,7 @@ def test_a_run_over_any_mesh_has_the_losses_of_one_device(cases):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_fine_tuning_over_any_mesh_has_the_losses_of_one_device():
     """With adapters, whose dropout has the same bits, and by preferences between answers."""

@@ -71,6 +71,7 @@ def test_a_run_is_judged_on_the_test_part_and_drawn(folder, small, tmp_path, cap
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_complete_run_is_judged_again_and_words_are_of_the_training_part(
     folder, small, tmp_path, capsys
 ):

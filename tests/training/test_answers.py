@@ -117,6 +117,7 @@ MANY = ["a", "bcd", "abcdabcdabcd", "dcbaa", "bb", "cadbcad", "abcdabcdabc"]
     "recurrent-",
     "recurrent decoder-5",
 )
+@pytest.mark.long_cases("encoder-decoder-5")
 @pytest.mark.parametrize("num_tokens", [None, 5])
 @pytest.mark.parametrize("name", WITH_BEAMS)
 def test_answers_of_beams_do_not_depend_on_the_batch_they_stand_in(name, num_tokens, monkeypatch):

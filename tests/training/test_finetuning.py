@@ -97,13 +97,9 @@ CASES = {
 }
 
 
-OFTEN = "dropout", "int8 base"
-
-
-@pytest.mark.slow_cases("int8 base")
-@pytest.mark.parametrize(
-    "case", [c if c in OFTEN else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
-)
+@pytest.mark.slow_cases("int4 base", "packed")
+@pytest.mark.long_cases("accumulation", "average", "bfloat16 base", "int8 base", "trained")
+@pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_has_the_same_bits(base, tmp_path, case):
     changes = CASES[case]
     if case == "packed":  # whose base knows the token that ends a document

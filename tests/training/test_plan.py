@@ -261,6 +261,7 @@ def test_chips_are_known_by_the_names_that_jax_has_for_them():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("usual_compilation")
 def test_llama_3_8b_is_planned_for_256_chips_that_are_not_attached():
