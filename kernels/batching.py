@@ -1,7 +1,9 @@
 """Give a kernel call its rules for `vmap` and for a device mesh.
 
 A kernel is independent over batch rows and over key heads. So an axis of `vmap` is folded into the
-batch, and a mesh may split the batch and the heads, as `kernels/sharding.py` does it.
+batch, and a mesh may split the batch and the heads, as `kernels/sharding.py` does it. A pool of
+pages has no batch: every device holds all pages of its heads, and pools that `vmap` maps are put
+one after the other.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from jax.custom_batching import custom_vmap
 from transformer_jax.kernels.sharding import (
     HEADS,
     KEYS,
+    POOLS,
     QUERIES,
     ROWS,
     TILES,
@@ -46,6 +49,8 @@ def batched(
     def rule(size: int, mapped: Tree, *tree: Any) -> tuple[Any, Any]:
         if size == 0:
             return empty_batch(kernel, tree, tuple(mapped))
+        if tree[0].pages is not None:
+            mapped, tree = _one_pool(size, mapped, tree)
         folded = _fold_all(size, mapped, tree, copies_bias=of_bias)
         again = batched(kernel, results, of_bias=of_bias, splits=splits)
         out = again(*folded)
@@ -77,10 +82,30 @@ def _fold_all(size: int, mapped: Tree, tree: Tree, *, copies_bias: bool) -> Tree
     return jax.tree.unflatten(structure, folded)
 
 
+def _one_pool(size: int, mapped: Tree, tree: Tree) -> tuple[Tree, Tree]:
+    """Put mapped pools one after the other, so that a table names pages of all of them."""
+    operands, flags = tree[0], mapped[0]
+    fields = [f for f in ("key", "value", "k_scale", "v_scale") if getattr(operands, f) is not None]
+    if not any(getattr(flags, field) for field in fields):
+        return mapped, tree
+
+    def every(x: jax.Array, is_mapped: bool) -> jax.Array:  # [V, ..]
+        return x if is_mapped else jnp.broadcast_to(x[None], (size, *x.shape))
+
+    pools = {field: every(getattr(operands, field), getattr(flags, field)) for field in fields}
+    first = jnp.arange(size, dtype=jnp.int32) * pools["key"].shape[1]
+    pages = every(operands.pages, flags.pages) + first[:, None, None]
+    pools = {field: x.reshape(-1, *x.shape[2:]) for field, x in pools.items()}
+    flags = flags._replace(**dict.fromkeys(fields, False), pages=True)
+    return (flags, *mapped[1:]), (operands._replace(**pools, pages=pages), *tree[1:])
+
+
 def _fold(
     x: jax.Array, is_mapped: bool, names: AxisNames, size: int, B: int, *, shared: bool
 ) -> jax.Array:
     """Reshape [V, .., B or 1, ..] to [.., V B, ..]; a shared array may stay of size 1."""
+    if "b" not in names:  # of pages
+        return x
     axis = names.index("b")
     if not is_mapped:
         if x.shape[axis] == 1 and shared:
@@ -96,7 +121,8 @@ def _axis_names(tree: Tree) -> list[AxisNames]:
     operands = tree[0]
     vectors = [VECTORS] * len(operands.q_vectors + operands.k_vectors)
     optional = dict(pairs=TILES, bias=TILES, slopes=HEADS, sinks=HEADS, dropout=(None, "b", "n"))
-    optional |= dict(k_scale=("b", None, "k"), v_scale=("b", None, "k"))
+    keys = KEYS if operands.pages is None else POOLS
+    optional |= dict(k_scale=keys[:3], v_scale=keys[:3], pages=VECTORS)
     given = [names for field, names in optional.items() if getattr(operands, field) is not None]
     saved = [QUERIES, ROWS, ROWS, ROWS] * (len(tree) - 2)
     if len(tree) > 2 and tree[2].nonfinite is not None:
@@ -104,7 +130,7 @@ def _axis_names(tree: Tree) -> list[AxisNames]:
     lists = [TILES, ROWS, ROWS]
     lists += [TILES] * (tree[1].visits is not None) + [ROWS] * (tree[1].rows is not None)
     lists += [ROWS] * (tree[1].visit_counts is not None)
-    return [QUERIES, KEYS, KEYS, *vectors, *given, *lists, *saved]
+    return [QUERIES, keys, keys, *vectors, *given, *lists, *saved]
 
 
 def _split(kernel: Kernel, results: tuple[AxisNames, ...]) -> Kernel:

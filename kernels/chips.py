@@ -8,6 +8,7 @@ for every width a backend supports, and that nothing was measured for.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from transformer_jax.kernels import Target
@@ -135,18 +136,29 @@ def kinds(nondeterministic: bool, decode: bool = False, by_rows: bool = False) -
 
 
 def blocks(
-    where: Target, kind: Kind, H: int, Hv: int, itemsize: int, T: int, S: int, K: int = 1
+    where: Target,
+    kind: Kind,
+    H: int,
+    Hv: int,
+    itemsize: int,
+    T: int,
+    S: int,
+    K: int = 1,
+    page: int | None = None,
 ) -> Blocks:
     """Return the tiles of a kernel: the target's own, else measured, else default sizes.
 
     Short sequences take shorter tiles where the backend can; that of few queries holds them all,
-    and depends on K, how many key heads there are.
+    and depends on K, how many key heads there are. Where keys lie in pages, a backend with a
+    shortest tile copies each at once, so a tile of it divides the page.
     """
     found = dict(where.blocks).get(kind) or MEASURED.get((where.chip, kind, H, Hv, itemsize))
     found = found or where.module.blocks(kind, H, Hv, itemsize, K)
     least = where.module.SHORTEST
     q, k = (_at_most(n, length, least) for n, length in ((found.q, T), (found.k, S)))
-    return dataclasses.replace(found, q=T if kind == "decode" else q, k=k)
+    if kind != "decode":
+        return dataclasses.replace(found, q=q, k=k)
+    return dataclasses.replace(found, q=T, k=math.gcd(k, page) if page and least else k)
 
 
 def _at_most(block: int, length: int, least: int | None) -> int:

@@ -20,8 +20,10 @@ of tiles may take, or None), `HEADS_FIRST` (whether results come as [B, N, T, H]
 `SHORTEST` (the shortest tile of a short sequence, or None), `MARKS` (whether its forward kernel
 has a fourth result, for its backward kernels: `Saved.nonfinite`), `DECODE_ROWS` (the most queries
 of a key head, T N / K, that its decode kernel takes; 0 without one), `INT8` (whether that one reads
-int8 with scales) and `PORTABLE` (a module of the same kernels in plain JAX, for other platforms and
-derivatives of the kernels, or None), and these kernels, one for each of `chips.Kind`:
+int8 with scales), `PAGE` (the number of keys of which a page is a multiple where that one reads
+pages of a pool in place; 0: it reads none) and `PORTABLE` (a module of the same kernels in plain
+JAX, for other platforms and derivatives of the kernels, or None), and these kernels, one for each
+of `chips.Kind`:
 
     forward(problem, operands, lists, blocks)                     out, m, log l[, nonfinite]
     decode(problem, operands, lists, blocks)                      out, m, log l
@@ -39,7 +41,9 @@ kernel, and `transformer_jax.kernels.repair`, by a loop. Those of a TPU do it in
 `backward_single_pass` is only called where the backend does not refuse a problem that is
 `nondeterministic`. That of `cpu` is deterministic, and the only one there. `decode` is called with
 T queries that are not padded and no dropout, where nobody differentiates. Its lists have one row,
-which the heads that read one key head share.
+which the heads that read one key head share. Keys and values may lie in the pages of a pool, which
+it alone reads: key j of batch row b lies in page `pages[b, j // page]`, at j % page of its slots.
+Vectors, pairs, bias and lists are by j there, too, S = M page.
 A module may have `prepare(lists)`, which adds to lists what its kernels make of them, and
 `sums_fit(S, H, Hv)`: whether `backward_single_pass_rows`, which is deterministic, is taken in place
 of those of dq and of dk and dv.
@@ -107,6 +111,7 @@ class Operands(NamedTuple):
     """Hold the arrays of a call, padded: T and S are multiples of every kernel's tile sizes.
 
     Those of `decode` have T queries, and keys and values of any length up to that of the vectors.
+    With `pages`, key and value are pools [P, page, K, H or Hv], and their scales [P, page, K].
     """
 
     query: jax.Array  # [B, T, N, H]; zeros after the end
@@ -121,6 +126,17 @@ class Operands(NamedTuple):
     dropout: jax.Array | None = None  # u32[2, B, N]: the words a and b of kernels/dropout.py
     k_scale: jax.Array | None = None  # f32[B, S, K], where key is int8: `decode` alone reads it
     v_scale: jax.Array | None = None  # f32[B, S, K], where value is int8
+    pages: jax.Array | None = None  # i32[B, M], each in 0..P - 1: `decode` alone reads it
+
+    @property
+    def page(self) -> int | None:
+        """Return how many keys a page has; None where keys lie in no pages."""
+        return None if self.pages is None else self.key.shape[1]
+
+    @property
+    def keys(self) -> int:
+        """Return how many keys a batch row has."""
+        return self.key.shape[1] * (1 if self.pages is None else self.pages.shape[1])
 
     def of_first_queries(self, T: int) -> Operands:
         """Return the operands of the first T queries."""
@@ -143,6 +159,20 @@ def dequantise(
 ) -> jax.Array:  # [..., H]
     """Return scale * q, computed in f32."""
     return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)
+
+
+def gather_pages(
+    x: jax.Array,  # [P, page, ..]
+    pages: jax.Array,  # i32[B, M]; -1 is read as any page
+) -> jax.Array:  # [B, M * page, ..]
+    """Return the pages of each row one after the other, which is a copy."""
+    (B, M), (_, page, *rest) = pages.shape, x.shape
+    return x[clip_pages(pages, x.shape[0])].reshape(B, M * page, *rest)
+
+
+def clip_pages(pages: jax.Array, P: int) -> jax.Array:  # i32[B, M]
+    """Return a table that names only pages of the pool."""
+    return jnp.clip(pages.astype(jnp.int32), 0, P - 1)
 
 
 def learns_slopes(problem: Problem, operands: Operands) -> bool:

@@ -23,6 +23,7 @@ from transformer_jax.kernels.contract import (
     Saved,
     TileLists,
     dequantise,
+    gather_pages,
     learns_slopes,
 )
 from transformer_jax.kernels.lowering import here_or_elsewhere
@@ -77,12 +78,13 @@ def _attend_forward(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     asked = Asked(operands.slopes is not None and operands.slopes.perturbed)
     operands, lists = custom_vjp_primal_tree_values((operands, lists))
-    widen = partial(_widened, operands.k_vectors[0].shape[1], operands.query.dtype)
+    S, pages = operands.k_vectors[0].shape[1], operands.pages
+    widen = partial(_widened, S, operands.query.dtype, pages)
     (key, value), narrow = jax.vjp(widen, _keys_values(operands))
-    operands = operands._replace(key=key, value=value, k_scale=None, v_scale=None)
+    operands = operands._replace(key=key, value=value, k_scale=None, v_scale=None, pages=None)
     results = _forward(problem, where, operands, lists)
     out, row_max, log_sum, _ = results
-    return (out, row_max + log_sum), (operands, lists, results, asked, narrow)
+    return (out, row_max + log_sum), (operands, lists, results, asked, narrow, pages)
 
 
 def _keys_values(operands: Operands) -> tuple[tuple[jax.Array, jax.Array | None], ...]:
@@ -90,12 +92,17 @@ def _keys_values(operands: Operands) -> tuple[tuple[jax.Array, jax.Array | None]
 
 
 def _widened(
-    S: int, dtype: Any, arrays: tuple[tuple[jax.Array, jax.Array | None], ...]
+    S: int,
+    dtype: Any,
+    pages: jax.Array | None,
+    arrays: tuple[tuple[jax.Array, jax.Array | None], ...],
 ) -> list[jax.Array]:  # [B, S, K, H or Hv]
     """Return keys and values as other kernels than that of few queries read them.
 
-    They are numbers of the query's dtype, padded to whole tiles.
+    They are numbers of the query's dtype, gathered from pages and padded to whole tiles.
     """
+    if pages is not None:
+        arrays = jax.tree.map(lambda x: gather_pages(x, pages), arrays)
     wide = [x if scale is None else dequantise(x, scale, dtype) for x, scale in arrays]
     return [
         x if x.shape[1] == S else jnp.pad(x, ((0, 0), (0, S - x.shape[1]), (0, 0), (0, 0)))
@@ -117,7 +124,7 @@ def _forward(
 def _attend_backward(
     problem: Problem, where: Target, saved: tuple[Any, ...], cotangents: tuple[Any, Any]
 ) -> tuple[Any, Any]:
-    operands, lists, (out, row_max, log_sum, nonfinite), asked, narrow = saved
+    operands, lists, (out, row_max, log_sum, nonfinite), asked, narrow, pages = saved
     do, dlse = (
         jnp.zeros_like(x) if isinstance(given, SymbolicZero) else given
         for given, x in zip(cotangents, (out, row_max), strict=True)
@@ -139,6 +146,7 @@ def _attend_backward(
     )
     dq, dk, dv, *others = _gradients(problem, where, operands, lists, rows)
     [((dk, dk_scale), (dv, dv_scale))] = narrow([dk, dv])
+    operands = operands._replace(pages=pages)
     found, lists = _cotangents(operands, lists, (dq, dk, dv, *others))
     return found._replace(k_scale=dk_scale, v_scale=dv_scale), lists
 

@@ -34,6 +34,7 @@ heads is whole on every device, and as a result a sum over all of them."""
 HEADS: AxisNames = ("b", "n")
 QUERIES: AxisNames = ("b", None, "n", None)
 KEYS: AxisNames = ("b", None, "k", None)
+POOLS: AxisNames = (None, None, "k", None)
 TILES: AxisNames = ("b", "n", None, None)
 VECTORS: AxisNames = ("b", None)
 ROWS: AxisNames = ("b", "n", None)

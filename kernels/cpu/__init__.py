@@ -53,6 +53,7 @@ SHORTEST = None
 MARKS = False  # whether the forward kernel says for the others where something was not finite
 DECODE_ROWS = 0  # `forward` itself has a kernel for few queries
 INT8 = False
+PAGE = 0
 PORTABLE = portable  # what programs get that leave this machine, and derivatives
 HANDLERS = (
     "attention_forward", "attention_backward", "attention_backward_bias", "attention_few_queries",

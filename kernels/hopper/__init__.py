@@ -49,6 +49,7 @@ __all__ = [
     "INT8",
     "LIST_BYTES",
     "MARKS",
+    "PAGE",
     "SHORTEST",
     "backward_bias",
     "backward_dkdv",
@@ -67,6 +68,7 @@ MARKS = (
     not HAS_JAX_11
 )  # whether the forward kernel says for the others where something was not finite
 INT8 = True  # whether the decode kernel reads int8
+PAGE = 0
 PORTABLE = None
 SHORTEST = None  # short sequences are padded to whole tiles
 

@@ -34,6 +34,7 @@ __all__ = [
     "INT8",
     "LIST_BYTES",
     "MARKS",
+    "PAGE",
     "SHORTEST",
     "backward_bias",
     "backward_dkdv",
@@ -52,6 +53,7 @@ MARKS = True  # whether the forward kernel says for the others where something w
 PORTABLE = None
 DECODE_ROWS = 64
 INT8 = True  # whether the decode kernel reads int8
+PAGE = SHORTEST  # the decode kernel reads pages of whole tiles
 
 
 def refuse(

@@ -2,10 +2,11 @@
 
 The queries of all heads that read one key head are the rows of one product, so each key and value
 is read once, as it lies in a cache [B, S, K, H], with all heads of its slot (some, where they are
-many or wide). The grid goes along one list: the tiles that the first batch row visits, then those
-of the second. So what is read follows the filled lengths and not the capacity, and no step is
-without a tile. A core runs its grid in order: the sums of a row stay in fast memory until its last
-tile, and nothing is to be merged.
+many or wide). In a pool of pages a tile is a page or a part of one: the index map of keys and
+values reads in the table which one. The grid goes along one list: the tiles that the first batch
+row visits, then those of the second. So what is read follows the filled lengths and not the
+capacity, and no step is without a tile. A core runs its grid in order: the sums of a row stay in
+fast memory until its last tile, and nothing is to be merged.
 
 The scores of a tile are held as [key heads, rows, keys]. Every tile keeps the rule on what is not
 finite (`nonfinite.py`): what a copy finds after the end of keys and values may be anything.
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -38,7 +40,7 @@ from transformer_jax.kernels.tpu.grid import Ref, classes_of, refuse_long
 from transformer_jax.kernels.tpu.inputs import TileInputs
 from transformer_jax.kernels.tpu.nonfinite import marks_as_row, without_nonfinite
 from transformer_jax.kernels.tpu.scores import dot, power, unit
-from transformer_jax.kernels.tpu.visits import Packing, flatten
+from transformer_jax.kernels.tpu.visits import Packing, Visit, flatten
 
 SUBLANES = 8  # rows of a register
 PART = 128  # keys that are worked on at once where some value is not finite
@@ -50,16 +52,22 @@ def decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
 
-    There is one row of query tiles. Keys and values may end within a tile.
+    There is one row of query tiles. Keys and values may end within a tile, pages may not.
     """
     (B, T, N, _), (_, _, K, Hv) = operands.query.shape, operands.value.shape
+    page, tables = operands.page, []
+    if operands.pages is not None:
+        if operands.key.shape[1] % blocks.k:
+            raise ValueError(f"page is {page}: must be a multiple of the tile, {blocks.k} keys")
+        tables = [operands.pages.reshape(-1)]
     lists = of_all_heads(lists, B)
-    refuse_long(lists)
+    refuse_long(lists, beside=4 * sum(x.size for x in tables))
     visits = flatten(lists)
     R = T * N // K
     rows = -(-(R + 1) // SUBLANES) * SUBLANES  # the last one is no query
     x = _laid_out(packed_rows(operands, rows), blocks.k)
-    walk = Walk(visits.packing, blocks.k, *tile_of_heads(operands, blocks.k))
+    columns = 0 if operands.pages is None else operands.pages.shape[1]
+    walk = Walk(visits.packing, blocks.k, *tile_of_heads(operands, blocks.k), page, columns)
     specs = walk.specs(x)
     shapes = (B, K, rows, Hv), (B, K, rows, 1), (B, K, rows, 1)
     dtypes = operands.query.dtype, jnp.float32, jnp.float32
@@ -67,7 +75,7 @@ def decode(
     out, row_max, log_sum = pl.pallas_call(
         partial(_kernel, problem, walk),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=1 + len(tables),
             grid=(K // walk.heads, visits.longest),
             in_specs=[specs],
             out_specs=[walk.spec("row", shape) for shape in shapes],
@@ -82,7 +90,7 @@ def decode(
         ),
         interpret=problem.interpret,
         name="attention_decode",
-    )(visits.numbers.reshape(-1), x)
+    )(visits.numbers.reshape(-1), *tables, x)
     sums = (unpacked_sums(x[:, :, :R, 0], T) for x in (row_max, log_sum))
     return unpacked_output(out[:, :, :R], T), *sums
 
@@ -164,6 +172,8 @@ class Walk:
     k: int
     heads: int  # key heads of a tile
     slots_first: bool
+    page: int | None = None  # keys of a page, where keys lie in pages
+    columns: int = 0  # of the table of pages
 
     def specs(self, x: TileInputs) -> TileInputs:
         """Return how Pallas cuts each array into tiles."""
@@ -188,9 +198,12 @@ class Walk:
             "scales": (heads, self.k),
         }[kind]
 
-        def index(group: Any, at: Any, numbers: Ref) -> tuple[Any, ...]:
+        def index(group: Any, at: Any, numbers: Ref, *tables: Ref) -> tuple[Any, ...]:
             visit = self.packing.unpack(numbers[at])
-            b, j = (visit.row if shape[0] > 1 else 0), visit.column
+            if self.page is not None and kind in ("slots", "keys", "scales"):
+                b, j = self._place(visit, *tables)
+            else:
+                b, j = (visit.row if shape[0] > 1 else 0), visit.column
             group = group if shape[1] > 1 else 0
             return {
                 "row": (b, group, 0, 0),
@@ -201,6 +214,13 @@ class Walk:
             }[kind]
 
         return pl.BlockSpec((None, *tile), index)
+
+    def _place(self, visit: Visit, table: Ref) -> tuple[Any, Any]:
+        """Return the page of a visited tile of keys, and which tile of the page it is."""
+        assert self.page is not None
+        tiles = np.int32(self.page // self.k)
+        block = jnp.minimum(lax.div(visit.column, tiles), self.columns - 1)
+        return table[visit.row * self.columns + block], lax.rem(visit.column, tiles)
 
     def by_head(self, tile: Ref) -> jax.Array:  # [heads, keys, H or Hv]
         """Return the keys or values of a tile, those of each head side by side."""
@@ -235,8 +255,9 @@ class _Sums(NamedTuple):
     acc: Ref  # f32[heads, rows, Hv]
 
 
-def _kernel(problem: Problem, walk: Walk, numbers: Ref, x: TileInputs, *refs: Ref) -> None:
+def _kernel(problem: Problem, walk: Walk, numbers: Ref, *given: Any) -> None:
     """Add one tile of keys to the sums of its batch row."""
+    x, *refs = given if walk.page is None else given[1:]  # a table is for the index maps
     results, sums = _Results(*refs[:3]), _Sums(*refs[3:])
     at, end = pl.program_id(1), pl.num_programs(1) - 1
     before, here, after = (

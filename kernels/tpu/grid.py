@@ -200,9 +200,9 @@ def _group(operands: Operands) -> int:
     return operands.query.shape[2] // operands.key.shape[2]
 
 
-def refuse_long(lists: TileLists, copies: int = 1) -> None:
-    """Raise `Refused` where lists are too long for the scalar memory."""
-    size = 4 * lists.order.size * copies
+def refuse_long(lists: TileLists, copies: int = 1, beside: int = 0) -> None:
+    """Raise `Refused` where lists, with so many bytes beside, are too long for scalar memory."""
+    size = 4 * lists.order.size * copies + beside
     if size > TPU_LIST_BYTES:
         raise Refused(
             f"lists of tiles of shape {lists.order.shape} take {size} bytes of scalar memory: "

@@ -32,6 +32,7 @@ PORTABLE = None
 SHORTEST = None
 DECODE_ROWS = 0
 INT8 = False
+PAGE = 0
 TILES = {"forward": Blocks(16, 32), "dq": Blocks(16, 16), "dkdv": Blocks(32, 16)}
 
 

@@ -83,6 +83,7 @@ def dot_product_attention(
     dropout_key: jax.Array | None = None,
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
+    block_table: jax.Array | None = None,
     return_lse: Literal[False] = False,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array: ...
@@ -105,6 +106,7 @@ def dot_product_attention(
     dropout_key: jax.Array | None = None,
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
+    block_table: jax.Array | None = None,
     return_lse: Literal[True],
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -127,6 +129,7 @@ def dot_product_attention(
     dropout_key: jax.Array | None = None,
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
+    block_table: jax.Array | None = None,
     return_lse: bool,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
@@ -148,6 +151,7 @@ def dot_product_attention(
     dropout_key: jax.Array | None = None,
     key_scale: jax.Array | None = None,  # f32[B, S, K]
     value_scale: jax.Array | None = None,  # f32[B, S, K]
+    block_table: jax.Array | None = None,  # i32[B, M]
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], or with lse [B, T, N]
@@ -163,6 +167,13 @@ def dot_product_attention(
     Keys and values of int8 come with `key_scale` and `value_scale`, as a cache holds them, and mean
     scale * number in the query's dtype. The kernels for few queries of Hopper and of TPUs read them
     as they are, the others a dequantised copy.
+
+    With a `block_table`, of integers, keys and values lie in the pages of a pool, as a `PagedCache`
+    holds them: key and value are [P, page, K, H] and [P, page, K, Hv], their scales [P, page, K],
+    and key j of row b is in slot j % page of page block_table[b, j // page]. So S = M page, and
+    masks, bias and positions are of j as before. An entry that is no page, as -1, is read as any
+    one: its keys must be hidden. The same kernels read pages of a multiple of 64 keys (Hopper) or
+    128 (TPU) in place, the others a gathered copy.
 
     A query that sees nothing gets zeros, lse -inf and no gradient. NaN or inf in a query, key or
     value reaches exactly the queries that see it, whose output is NaN, and which pass no gradient
@@ -192,6 +203,7 @@ def dot_product_attention(
         dropout_key=dropout_key,
         key_scale=key_scale,
         value_scale=value_scale,
+        block_table=block_table,
         return_lse=return_lse,
     )
     out, lse = _first_that_runs(implementation, call)
@@ -236,6 +248,7 @@ def explain_attention(
     dropout_key: jax.Array | None = None,
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
+    block_table: jax.Array | None = None,
     return_lse: bool = False,
 ) -> Explanation:
     """Say which implementations `dot_product_attention` would run on these arguments, and why not.
@@ -257,10 +270,12 @@ def explain_attention(
         dropout_key=dropout_key,
         key_scale=key_scale,
         value_scale=value_scale,
+        block_table=block_table,
         return_lse=return_lse,
     )
-    reasons = {name: one.refuse(call.dequantised_shapes()) for name, one in IMPLEMENTATIONS.items()}
-    chosen = next(name for name in _best_first(call) if reasons[name] is None)
+    shapes = call.plain_shapes()
+    reasons = {name: one.refuse(shapes) for name, one in IMPLEMENTATIONS.items()}
+    chosen = next(name for name in _best_first(shapes) if reasons[name] is None)
     return Explanation(reasons, chosen)
 
 
@@ -380,8 +395,8 @@ def _first_that_runs(
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, T, N]
     """Return what the first implementation computes that does not refuse the call."""
     refused, same = [], dataclasses.replace(call, return_lse=False)
-    shapes = call.dequantised_shapes()
-    for name in _candidates(implementation, call):
+    shapes = call.plain_shapes()
+    for name in _candidates(implementation, shapes):
         one = IMPLEMENTATIONS[name]
         reason = one.refuse(shapes)
         if reason is None:

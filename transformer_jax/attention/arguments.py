@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,17 +17,19 @@ from transformer_jax.attention.dropout import head_words, key_words
 from transformer_jax.attention.masks import Mask, check_mask
 from transformer_jax.checks import as_int32, check_finite, check_key
 from transformer_jax.kernels.contract import Refused as Refused
-from transformer_jax.kernels.contract import dequantise
+from transformer_jax.kernels.contract import dequantise, gather_pages
 from transformer_jax.pytree import register
 from transformer_jax.sharding import by_compiler, split
 
+POOLS = ("key", "value", "key_scale", "value_scale")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @register(
     arrays=(
         "query", "key", "value", "mask", "bias", "sinks", "scale_array", "q_positions",
-        "k_positions", "dropout_key", "dropout_words", "key_scale", "value_scale", "plan",
+        "k_positions", "dropout_key", "dropout_words", "key_scale", "value_scale", "block_table",
+        "plan",
     ),
     static=("scale", "softcap", "dropout_rate", "return_lse"),
 )  # fmt: skip
@@ -51,13 +54,14 @@ class AttentionCall:
     return_lse: bool = False
     key_scale: jax.Array | None = None  # f32[B, S, K] where key is int8
     value_scale: jax.Array | None = None  # f32[B, S, K] where value is int8
+    block_table: jax.Array | None = None  # i32[B, M], where key, value and scales are [P, page, ..]
     plan: Any = None  # of `Implementation.plan`, for calls like this one
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Return B, T, N and S."""
-        (B, T, N, _), S = self.query.shape, self.key.shape[1]
-        return B, T, N, S
+        B, T, N, _ = self.query.shape
+        return B, T, N, length_of(self.key, self.block_table)
 
     def positions(
         self, T: int | None = None, S: int | None = None
@@ -66,16 +70,40 @@ class AttentionCall:
 
         Known ones stay known inside a trace too, and so does a plan that is made of them.
         """
-        T, S = self.query.shape[1] if T is None else T, self.key.shape[1] if S is None else S
+        T, S = self.query.shape[1] if T is None else T, self.sizes[3] if S is None else S
         return _two_axes(self.q_positions, T), _two_axes(self.k_positions, S)
+
+    def gathered(self) -> AttentionCall:
+        """Return the call with the keys and values of each row one after the other, a copy."""
+        if self.block_table is None:
+            return self
+        names = [name for name in POOLS if getattr(self, name) is not None]
+        pools = [getattr(self, name) for name in names]
+
+        def gather(table: jax.Array, *pools: jax.Array) -> list[jax.Array]:
+            return [gather_pages(x, table) for x in pools]
+
+        rows = partial(split, self.query, slice(1))
+        specs = [rows((None, *split(x, slice(2, None)))) for x in pools]
+        found = by_compiler(gather, [self.block_table, *pools], specs)
+        return dataclasses.replace(self, **dict(zip(names, found, strict=True)), block_table=None)
 
     def dequantised(self) -> AttentionCall:
         """Return the call with keys and values in the query's dtype."""
         return self._with_wide(dequantise)
 
-    def dequantised_shapes(self) -> AttentionCall:
-        """Return the call with the shapes of such keys and values, for questions about it."""
-        return self._with_wide(lambda x, _, dtype: jax.ShapeDtypeStruct(x.shape, dtype))
+    def plain_shapes(self) -> AttentionCall:
+        """Return the call with the shapes of gathered, dequantised keys, for questions about it."""
+        B, _, _, S = self.sizes
+        call = self
+        if self.block_table is not None:
+            given = {name: getattr(self, name) for name in POOLS}
+            shapes = {
+                name: x if x is None else jax.ShapeDtypeStruct((B, S, *x.shape[2:]), x.dtype)
+                for name, x in given.items()
+            }
+            call = dataclasses.replace(self, **shapes, block_table=None)
+        return call._with_wide(lambda x, _, dtype: jax.ShapeDtypeStruct(x.shape, dtype))
 
     def _with_wide(self, widen: Callable[[Any, Any, Any], Any]) -> AttentionCall:
         if self.key_scale is None:
@@ -135,8 +163,14 @@ class Implementation:
         """Say whether int8 keys and values are read as they are, not as dequantised ones."""
         return False
 
+    def reads_pages(self, call: AttentionCall) -> bool:
+        """Say whether the pages of a block table are read where they lie, not gathered ones."""
+        return False
+
     def __call__(self, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
         """Return `attend(call)`, which on a mesh of explicit axes the compiler splits."""
+        if not self.reads_pages(call):
+            call = call.gathered()
         if not self.reads_int8(call):
             call = call.dequantised()
         if type(self).plan is Implementation.plan:
@@ -163,6 +197,7 @@ def check_call(
     return_lse: bool = False,
     key_scale: Any = None,
     value_scale: Any = None,
+    block_table: Any = None,
 ) -> AttentionCall:
     """Return the arguments of `dot_product_attention` as a value; ValueError where they are wrong.
 
@@ -173,8 +208,9 @@ def check_call(
     query, key, value, sinks, q_positions, k_positions, key_scale, value_scale = map(
         _array, (query, key, value, sinks, q_positions, k_positions, key_scale, value_scale)
     )
-    _check_inputs(query, key, value, key_scale, value_scale)
-    (B, T, N, _), S = query.shape, key.shape[1]
+    block_table = _array(as_int32("block_table", block_table))
+    _check_inputs(query, key, value, key_scale, value_scale, block_table)
+    (B, T, N, _), S = query.shape, length_of(key, block_table)
     plan = None
     if isinstance(mask, PlannedMask):
         mask, plan = mask.mask, mask.plan
@@ -203,6 +239,7 @@ def check_call(
         return_lse=return_lse,
         key_scale=key_scale,
         value_scale=value_scale,
+        block_table=block_table,
         plan=plan,
     )
 
@@ -223,7 +260,15 @@ def _check_numbers(scale: Any, softcap: Any, dropout_rate: Any, dropout_key: Any
         check_key("dropout_key", dropout_key)
 
 
-def _check_inputs(query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any) -> None:
+def length_of(key: Any, block_table: Any) -> int:
+    """Return how many keys a batch row has (S): those of M pages where there is a block table."""
+    length: int = key.shape[1]
+    return length if block_table is None else block_table.shape[1] * length
+
+
+def _check_inputs(
+    query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any, block_table: Any
+) -> None:
     given = {"query": query, "key": key, "value": value}
     shapes = ", ".join(f"{name} {x.shape}" for name, x in given.items())
     for name, x in given.items():
@@ -238,7 +283,9 @@ def _check_inputs(query: Any, key: Any, value: Any, key_scale: Any, value_scale:
         scales = "; int8 comes with key_scale and value_scale" * ("int8" in dtypes.values())
         raise ValueError(f"{named}: must be one dtype of {', '.join(DTYPES)}{scales}")
     (B, _, N, H), (keys_B, _, K, keys_H) = query.shape, key.shape
-    if B != keys_B:
+    if block_table is not None:
+        _check_table(block_table, B, keys_B)
+    elif B != keys_B:
         raise ValueError(f"{shapes}: query has {B} batch rows, key {keys_B}")
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(f"{shapes}: value must have the batch, length and heads of key")
@@ -248,6 +295,16 @@ def _check_inputs(query: Any, key: Any, value: Any, key_scale: Any, value_scale:
         raise ValueError(
             f"{shapes}: query has {N} heads, key {K}: key heads must divide query heads"
         )
+
+
+def _check_table(table: Any, B: int, P: int) -> None:
+    if table.ndim != 2 or table.shape[0] != B or not jnp.issubdtype(table.dtype, jnp.integer):
+        given = f"{table.dtype}{table.shape}"
+        raise ValueError(
+            f"block_table is {given}: must be integers ({B}, M), a row's pages of key and value"
+        )
+    if P == 0:
+        raise ValueError("key has no pages: with a block_table it must be [pages, page, heads, H]")
 
 
 def _check_scales(key: Any, value: Any, key_scale: Any, value_scale: Any) -> None:

@@ -27,6 +27,7 @@ from transformer_jax.kernels.contract import (
     Refused,
     TileLists,
     Vectors,
+    clip_pages,
 )
 from transformer_jax.kernels.gradient import ListsByKernel, attend
 from transformer_jax.pytree import register
@@ -103,6 +104,14 @@ class Pallas(Implementation):
         assert isinstance(where, Target)
         return where.module.INT8 and _has_few_queries(call, where)
 
+    def reads_pages(self, call: AttentionCall) -> bool:
+        """Say whether the kernel for few queries takes a call, and reads pages of this size."""
+        where, page = self.environment(), call.key.shape[1]
+        assert isinstance(where, Target)
+        least = where.module.PAGE
+        fits = call.block_table is not None and least > 0 and page > 0 and page % least == 0
+        return fits and _has_few_queries(call, where)
+
     def plan(self, call: AttentionCall) -> FusedPlan | None:
         """Return the lists of tiles and the vectors; None where all of them are constants."""
         if 0 in (*call.query.shape, *call.key.shape, *call.value.shape):
@@ -127,7 +136,7 @@ class Pallas(Implementation):
         _, T, N, S = call.sizes
         H, Hv, width = call.query.shape[3], call.value.shape[3], call.query.dtype.itemsize
         blocks = {
-            kind: blocks_of(where, kind, H, Hv, width, T, S, call.key.shape[2])
+            kind: blocks_of(where, kind, H, Hv, width, T, S, call.key.shape[2], _page(call))
             for kind in kinds(
                 self.single_pass, _has_few_queries(call, where), _sums_fit(where, S, H, Hv)
             )
@@ -222,8 +231,14 @@ def _has_few_queries(call: AttentionCall, where: Target) -> bool:
     most, Hv = where.module.LIST_BYTES, call.value.shape[3]
     if most is None:
         return True
-    tiles = blocks_of(where, "decode", H, Hv, call.query.dtype.itemsize, T, S, K)
-    return 4 * B * -(-S // tiles.k) <= most
+    tiles = blocks_of(where, "decode", H, Hv, call.query.dtype.itemsize, T, S, K, _page(call))
+    table = 0 if call.block_table is None else call.block_table.size
+    return 4 * (B * -(-S // tiles.k) + table) <= most
+
+
+def _page(call: AttentionCall) -> int | None:
+    """Return how many keys a page has; None where they lie in no pages."""
+    return None if call.block_table is None else call.key.shape[1]
 
 
 def _sums_fit(where: Target, S: int, H: int, Hv: int) -> bool:
@@ -306,6 +321,7 @@ def _operands(call: AttentionCall, plan: FusedPlan) -> Operands:
         call.head_words(),
         call.key_scale,
         call.value_scale,
+        None if call.block_table is None else clip_pages(call.block_table, len(call.key)),
     )
 
 

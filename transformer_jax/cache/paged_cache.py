@@ -25,7 +25,6 @@ import numpy as np
 
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.checks import as_int32, check_count
-from transformer_jax.kernels.contract import once
 from transformer_jax.pytree import exportable
 from transformer_jax.tracing import traced
 
@@ -205,12 +204,17 @@ def _prepare_pages(
     arrays = kv.slot_leaves(cache)
     arrays["positions"] = cache.positions.at[page].set(positions, mode="drop")
 
-    def copy(pages: Any) -> Any:
-        target = jnp.where(copied, page, P)
-        return jax.tree.map(lambda x: x.at[target].set(x[old], mode="drop"), pages)
+    first = jnp.argsort(~copied.reshape(-1), stable=True)  # those that are copied
+    source, target = old.reshape(-1)[first], page.reshape(-1)[first]
+
+    def copy(i: jax.Array, pages: Any) -> Any:  # a scatter of pages would like another layout
+        read = partial(jax.lax.dynamic_index_in_dim, index=source[i])
+        write = jax.lax.dynamic_update_index_in_dim
+        return jax.tree.map(lambda x: write(x, read(x), target[i], 0), pages)
 
     contents = {name: x for name, x in arrays.items() if name != "positions"}
-    return replace(cache, **(arrays | once(copied.any(), copy, contents)))
+    contents = jax.lax.fori_loop(0, copied.sum(dtype=jnp.int32), copy, contents)
+    return replace(cache, **(arrays | contents))
 
 
 def extend_held(

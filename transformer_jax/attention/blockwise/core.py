@@ -92,7 +92,7 @@ class Blockwise(Implementation):
 
     def __call__(self, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
         """Return `attend(call)`, split over devices here where types say how."""
-        call = call.dequantised()
+        call = call.gathered().dequantised()
         return super().__call__(call) if parts_of_types(call) is None else self.attend(call)
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,247 @@
+"""Attention to keys and values in pages, by every implementation, against NumPy in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import oracle
+from tests.support.pages import in_pages
+from tests.support.tolerances import assert_near
+from transformer_jax import Causal, Window, cache, dot_product_attention, explain_attention
+from transformer_jax.attention.api import IMPLEMENTATIONS
+from transformer_jax.kernels import Target, cpu, using
+from transformer_jax.kernels.contract import gather_pages
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+F32 = 1e-5  # of the largest: the same sums in another order
+
+NATIVE = pytest.mark.skipif(isinstance(cpu.library(), str), reason=f"no kernels: {cpu.library()}")
+NAMES = ["xla", "blockwise", pytest.param("native", marks=NATIVE), "pallas", None]
+
+B, T, S, N, K, H, HV = 3, 2, 384, 6, 2, 24, 32
+LENGTHS = np.array([331, 0, 130])
+
+
+class Call:
+    """Two queries at the end of each row, over pages with NaN wherever no query looks."""
+
+    def __init__(self, page, window=None, dtype=None, T=T):
+        rng = np.random.default_rng(page)
+        shapes = (B, T, N, H), (B, S, K, H), (B, S, K, HV)
+        self.query, self.key, self.value = (
+            jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes
+        )
+        self.key = self.key.at[2, :128].set(self.key[0, :128])
+        self.value = self.value.at[2, :128].set(self.value[0, :128])
+        self.at = LENGTHS[:, None] - T + np.arange(T)  # of the row of length 0: negative
+        held = np.where(np.arange(S) < LENGTHS[:, None], np.arange(S), -1)
+        far = self.at[:, :, None] - held[:, None]
+        self.seen = (held >= 0)[:, None] & (far >= 0) & (far < (window or S))
+        self.mask = Causal() if window is None else Causal() & Window(window)
+        self.positions = dict(q_positions=jnp.asarray(self.at), k_positions=jnp.asarray(held))
+        some = self.seen.any(axis=1)
+        arrays, names = (self.key, self.value), ("key", "value")
+        if dtype == "int8":
+            (key, key_scale), (value, value_scale) = map(cache.quantise, arrays)
+            self.key, self.value = (
+                cache.dequantise(key, key_scale),
+                cache.dequantise(value, value_scale),
+            )
+            arrays = key, value, key_scale, value_scale
+            names = *names, "key_scale", "value_scale"
+        *pools, self.table = in_pages(rng, page, some, *arrays)
+        self.pools = dict(zip(names, pools, strict=True))
+        self.sinks = jnp.asarray(rng.standard_normal(N), jnp.float32)
+
+    def attend(self, implementation, query=None, pools=None, table=None, **more):
+        more = dict(mask=self.mask, sinks=self.sinks, softcap=3.0) | self.positions | more
+        return dot_product_attention(
+            self.query if query is None else query,
+            **(self.pools if pools is None else pools),
+            block_table=self.table if table is None else table,
+            implementation=implementation,
+            **more,
+        )
+
+    def expected(self):
+        query, key, value, sinks = map(
+            oracle.double, (self.query, self.key, self.value, self.sinks)
+        )
+        return oracle.attention(
+            query, key, value, mask=self.seen[:, None], sinks=sinks, softcap=3.0
+        )
+
+
+@pytest.fixture(autouse=True)
+def on_a_tpu():
+    with using(Target("tpu", interpret=True)):
+        yield
+
+
+CALLS = {
+    "pages of 128": dict(page=128),
+    "pages of 16": dict(page=16),
+    "int8": dict(page=128, dtype="int8"),
+    "window": dict(page=128, window=100),
+}
+
+
+@pytest.mark.slow_cases("window-b", "window-x", "window-n", "int8-b", "int8-x", "pages of 16-b")
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_attention_over_pages_is_that_over_the_rows_they_hold(call, implementation):
+    given = Call(**call)
+    assert np.isnan(given.pools.get("key_scale", given.pools["key"])).any()
+    out, lse = jax.jit(lambda: given.attend(implementation, return_lse=True))()
+    expected = given.expected()
+    assert np.abs(expected.out).max() > 0.2 and not np.asarray(out)[1].any()
+    assert_near(out, expected.out, F32)
+    hidden = np.isneginf(expected.lse)
+    assert (np.isneginf(lse) == hidden).all() and hidden[1].all()
+    assert_near(np.where(hidden, 0, lse), np.where(hidden, 0, expected.lse), F32)
+
+
+@pytest.mark.parametrize(
+    ("call", "in_place"),
+    [
+        (dict(page=128), True),
+        (dict(page=384), True),
+        (dict(page=128, dtype="int8"), True),
+        (dict(page=192), False),
+        (dict(page=16), False),
+        (dict(page=128, T=23), False),
+    ],
+    ids=str,
+)
+def test_few_queries_read_pages_of_whole_tiles_in_place(call, in_place):
+    given = Call(**call)
+    text = str(jax.make_jaxpr(lambda: given.attend("pallas"))())
+    assert (f"[{B},{S},{K},{H}]" not in text) == in_place
+    assert ("attention_decode" in text) == (given.query.shape[1] == T)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_gradients_are_those_of_what_is_gathered(implementation):
+    """Of a page that two rows share, the sum of both."""
+    given = Call(128)
+    clean = {name: jnp.nan_to_num(x) for name, x in given.pools.items()}
+    weight = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, HV)), jnp.float32)
+
+    def loss(query, pools):
+        return (given.attend(implementation, query, pools) * weight).sum()
+
+    def loss_of_rows(query, pools):
+        rows = {name: gather_pages(x, given.table) for name, x in pools.items()}
+        more = dict(mask=given.mask, sinks=given.sinks, softcap=3.0) | given.positions
+        return (dot_product_attention(query, **rows, implementation="xla", **more) * weight).sum()
+
+    found, expected = (
+        jax.jit(jax.grad(f, (0, 1)))(given.query, clean) for f in (loss, loss_of_rows)
+    )
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(y).max() > 0.1
+        assert_near(x, y, 1e-4)
+
+
+MAPPED = {
+    "queries": (0, None, None),
+    "tables": (None, None, 0),
+    "pools": (0, dict(key=0, value=0), None),
+    "one pool": (0, dict(key=None, value=0), 0),
+}
+
+
+@pytest.mark.parametrize("axes", MAPPED.values(), ids=MAPPED)
+def test_under_vmap_each_call_reads_its_own_pages(axes):
+    given, rng = Call(128), np.random.default_rng(2)
+    queries = given.query[None] + rng.standard_normal((3, 1, 1, 1, H)).astype(np.float32)
+    orders = [[0, 2, 0], [2, 0, 2], [0, 0, 2]]  # of the rows that have pages
+    tables = jnp.stack([given.table[jnp.array(order)] for order in orders])
+    scales = jnp.asarray(rng.uniform(1, 2, (3, 1, 1, 1, 1)), jnp.float32)
+    pools = {name: x[None] * scales for name, x in given.pools.items()}
+    of_pools = axes[1] or {}
+    arguments = (
+        queries if axes[0] == 0 else given.query,
+        {n: pools[n] if of_pools.get(n) == 0 else x for n, x in given.pools.items()},
+        tables if axes[2] == 0 else given.table,
+    )
+    positions = {name: x.at[:].set(x[:1]) for name, x in given.positions.items()}
+    positions["k_positions"] = jnp.where(jnp.arange(S) < 130, jnp.arange(S), -1)
+
+    def attend(query, pools, table):
+        return given.attend("pallas", query, pools, table, **positions)
+
+    def row(i):
+        leaves = zip(arguments, axes, strict=True)
+        return [
+            {n: x[i] if axis[n] == 0 else x for n, x in given_.items()}
+            if isinstance(axis, dict)
+            else given_[i] if axis == 0 else given_
+            for given_, axis in leaves
+        ]  # fmt: skip
+
+    mapped = jax.vmap(attend, axes)
+    assert f"[{B},{S},{K},{H}]" not in str(jax.make_jaxpr(mapped)(*arguments))
+    found = jax.jit(mapped)(*arguments)
+    assert len({float(jnp.nansum(x)) for x in found}) == 3
+    for i, x in enumerate(found):
+        np.testing.assert_array_equal(x, attend(*row(i)))
+
+
+def test_an_entry_that_is_no_page_is_read_as_any():
+    """Of keys that are hidden, as they must be, it shows nothing; others are those of a page."""
+    given = Call(128)
+    assert (given.table < 0).any()
+    clean = {name: jnp.nan_to_num(x) for name, x in given.pools.items()}
+    beyond, named = (
+        jnp.where(given.table < 0, x, given.table) for x in (1000, len(clean["key"]) - 1)
+    )
+    positions = dict(k_positions=None, mask=None)
+    for name in ("xla", "pallas"):
+        np.testing.assert_array_equal(given.attend(name, table=beyond), given.attend(name))
+        for table, page in (given.table, jnp.maximum(given.table, 0)), (beyond, named):
+            out, expected = (given.attend(name, None, clean, x, **positions) for x in (table, page))
+            np.testing.assert_array_equal(out, expected)
+
+
+def test_explanations_are_those_of_the_rows_that_pages_hold():
+    given = Call(128)
+    struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    arrays = jax.tree.map(struct, (given.query, given.pools, given.table))
+    found = explain_attention(arrays[0], **arrays[1], block_table=arrays[2], mask=Causal())
+    rows = (jax.ShapeDtypeStruct((B, S, K, width), jnp.float32) for width in (H, HV))
+    assert dict(found) == dict(explain_attention(arrays[0], *rows, mask=Causal()))
+    assert set(found) == set(IMPLEMENTATIONS) and found["pallas"] is None
+    none = jax.ShapeDtypeStruct((B, 0), jnp.int32)
+    found = explain_attention(arrays[0], **arrays[1], block_table=none)
+    assert found["pallas"].startswith("an axis is empty") and found["xla"] is None
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_rows_without_a_page_see_nothing(implementation):
+    given = Call(128)
+    out = given.attend(implementation, table=given.table[:, :0], q_positions=None, k_positions=None)
+    assert out.shape == (B, T, N, HV) and not np.asarray(out).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(block_table=jnp.ones((2, 3))), r"block_table is float32\(2, 3\): must be integers"),
+        (dict(block_table=jnp.ones((3, 2), int)), r"\(3, 2\): must be integers \(2, M\), a row's"),
+        (dict(block_table=jnp.ones(2, int)), r"block_table is int32\(2,\): must be integers \(2"),
+        (dict(key=jnp.ones((0, 4, 2, 8)), value=jnp.ones((0, 4, 2, 8))), "key has no pages"),
+        (dict(value=jnp.ones((5, 3, 2, 8))), "value must have the batch, length and heads of key"),
+        (dict(k_positions=jnp.arange(4)), r"k_positions is .*: must be integers \(12,\) or \(2, "),
+        (dict(block_table=None), "query has 2 batch rows, key 5"),
+    ],
+)
+def test_a_table_fits_queries_and_pools(changes, said):
+    given = dict(key=jnp.ones((5, 4, 2, 8)), value=jnp.ones((5, 4, 2, 8)))
+    given |= dict(block_table=jnp.zeros((2, 3), jnp.int32)) | changes
+    with pytest.raises(ValueError, match=said):
+        dot_product_attention(jnp.ones((2, 5, 4, 8)), **given)

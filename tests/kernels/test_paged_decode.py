@@ -1,0 +1,189 @@
+"""The kernels for few queries over the pages of a pool, which they read through a block table."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.test_tpu_decode import large_results
+from tests.support.hopper_kernels import (
+    EXACT,
+    NEAR,
+    Case,
+    assert_near,
+    draw_few,
+    lists_of,
+    oracle,
+    seen_by,
+    window_in_document,
+    within_length,
+)
+from tests.support.pages import in_pages
+from transformer_jax import Causal, dot_product_attention
+from transformer_jax.cache import kv_cache as kv
+from transformer_jax.cache import paged_cache
+from transformer_jax.kernels import Target, tpu, using
+from transformer_jax.kernels.contract import Blocks, Problem
+
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, on infinities
+]
+
+S = 768
+FIELDS = "key", "value", "k_scale", "v_scale"
+
+
+def paged(case, operands, page):
+    """Operands whose keys lie in pages; those that no query of their row sees are NaN."""
+    seen = np.broadcast_to(seen_by(case, operands), (case.B, 1, case.T, case.S))
+    fields = [field for field in FIELDS if getattr(operands, field) is not None]
+    arrays = [getattr(operands, field) for field in fields]
+    *pools, table = in_pages(np.random.default_rng(7), page, seen.any(axis=(1, 2)), *arrays)
+    pages = jnp.maximum(table, 0)
+    return operands._replace(**dict(zip(fields, pools, strict=True)), pages=pages)
+
+
+def run_tpu(case, operands, mask, k=128):
+    tiles = Blocks(64, k)
+    problem = Problem(case.scale, case.softcap, 0.0, case.visible, interpret=True)
+    decode = jax.jit(functools.partial(tpu.decode, problem, blocks=tiles))
+    found = decode(operands, lists_of(mask, case.T, k))
+    return dict(zip(("out", "row_max", "log_sum"), found, strict=True))
+
+
+def with_prefix(operands, length):
+    """Operands of which all rows begin alike."""
+    alike = [x.at[:, :length].set(x[:1, :length]) for x in (operands.key, operands.value)]
+    return operands._replace(key=alike[0], value=alike[1])
+
+
+CASES = {
+    "lengths of rows, groups of four": (
+        Case(B=3, T=1, S=S, N=8, K=2, H=32, Hv=16, visible=within_length), [S, 0, 130], 128
+    ),
+    "float32, two tiles a page": (
+        Case(B=2, T=2, S=S, N=4, K=2, H=32, Hv=32, dtype="float32", visible=within_length),
+        [500, 257],
+        256,
+    ),
+    "cap and sinks, three key heads": (
+        Case(B=2, T=3, S=S, N=6, K=3, H=32, Hv=96, softcap=2.5, sinks=True, visible=within_length),
+        [300, 611],
+        384,
+    ),
+    "window in documents, bias of each key": (
+        Case(B=2, T=2, S=S, N=4, K=2, H=32, Hv=32, visible=window_in_document, bias=(2, 1, 1, S)),
+        None,
+        128,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow_cases("window", "cap")
+@pytest.mark.parametrize(("case", "lengths", "page"), CASES.values(), ids=CASES)
+def test_pages_match_the_dense_oracle(case, lengths, page):
+    """Rows begin alike, and share the pages of what they begin with."""
+    operands = with_prefix(draw_few(case, lengths=lengths), 128)
+    expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
+    given = paged(case, operands, page)
+    assert given.page == page and given.keys == S
+    got = run_tpu(case, given, seen_by(case, operands))
+    assert np.abs(expected["out"]).max() > 0.05
+    near = EXACT if case.dtype == "float32" else NEAR
+    for name in ("out", "row_max", "log_sum"):
+        assert_near(got[name], expected[name], near if name == "out" else EXACT, name)
+
+
+def test_rows_share_a_page_and_name_pages_in_any_order():
+    """That the cases above are what they say."""
+    case, lengths, page = CASES["lengths of rows, groups of four"]
+    lengths = [S, 128, 300]
+    given = paged(case, with_prefix(draw_few(case, lengths=lengths), 128), page)
+    table = np.asarray(given.pages)
+    assert table[0, 0] == table[1, 0] == table[2, 0] and (np.diff(table[0]) < 0).any()
+    assert np.isnan(np.asarray(given.key, np.float32)).any()
+
+
+@pytest.mark.parametrize("heads", [4, 3], ids=["slots first", "heads first"])
+def test_int8_pages_have_the_bits_of_the_rows_they_hold(heads):
+    case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=96, visible=within_length)
+    operands = draw_few(case, lengths=[S, 130])
+    (key, k_scale), (value, v_scale) = (kv.quantise(x) for x in (operands.key, operands.value))
+    held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
+    mask = seen_by(case, operands)
+    expected, got = (run_tpu(case, x, mask) for x in (held, paged(case, held, 384)))
+    for name, x in got.items():
+        np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (x, expected[name])))
+
+
+def test_a_page_that_is_no_multiple_of_the_tile_is_refused():
+    case = CASES["lengths of rows, groups of four"][0]
+    operands = draw_few(case)
+    with pytest.raises(ValueError, match="page is 384: must be a multiple of the tile, 256 keys"):
+        run_tpu(case, paged(case, operands, 384), seen_by(case, operands), k=256)
+
+
+# Compiled for chips that are not there
+
+
+def lowered_step(place, K, dtype, page, capacity=32768, B=8, H=128):
+    """One token a row is written into pages, half of what all rows may fill, and attends."""
+
+    def struct(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    pages = dict(num_pages=B * capacity // page // 2, page_size=page)
+    cache = jax.eval_shape(lambda: paged_cache.init(B, capacity, K, H, dtype=dtype, **pages))
+    cache = jax.tree.map(lambda x: struct(x.shape, x.dtype), cache)
+    wide = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16
+    query, new = (struct((B, 1, heads, H), wide) for heads in (4 * K, K))
+
+    def step(cache, query, new):
+        at = cache.length[:, None]
+        cache = paged_cache.update(cache, new, new, at)
+        settings = dict(q_positions=at, k_positions=paged_cache.gather_positions(cache))
+        settings |= dict(key_scale=cache.k_scale, value_scale=cache.v_scale)
+        settings |= dict(block_table=cache.block_table, implementation="pallas")
+        return cache, dot_product_attention(query, cache.k, cache.v, mask=Causal(), **settings)
+
+    return jax.jit(step, donate_argnums=0).lower(cache, query, new), cache.k.size
+
+
+@pytest.mark.usefixtures("usual_compilation")
+@pytest.mark.slow_cases("v6e", "tpu7x", "v5e:2x2-1-", "v5e:2x2-2-", "v5e:2x2-4-", "v5e:2x2-8-256")
+@pytest.mark.parametrize(
+    ("topology", "K", "page", "dtype"),
+    [
+        ("v5e:2x2", 1, 128, jnp.bfloat16),
+        ("v5e:2x2", 2, 128, jnp.float32),
+        ("v5e:2x2", 4, 256, jnp.bfloat16),
+        ("v5e:2x2", 8, 128, jnp.bfloat16),
+        ("v5e:2x2", 8, 256, jnp.int8),
+        ("v6e:2x2", 8, 128, jnp.bfloat16),
+        ("tpu7x:2x2x1", 8, 128, jnp.bfloat16),
+    ],
+)
+def test_a_step_over_pages_copies_no_key_and_no_value(topology, K, page, dtype):
+    """Nothing is as large as a pool but two writes and a loop in place, of pages to be copied."""
+    pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
+    from jax.experimental import topologies
+
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it locks a file otherwise
+    device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
+    with using(Target("tpu", chip="TPU")):
+        step, numbers = lowered_step(jax.sharding.SingleDeviceSharding(device), K, dtype, page)
+        step = step.compile()
+    text = step.as_text()
+    assert "attention_decode" in text
+    large = large_results(text, numbers)
+    assert sorted(large) == [("fusion", True), ("fusion", True), ("while", False)]
+    memory = step.memory_analysis()
+    scales = numbers // (K * 128) * 128 * 4 * (dtype == jnp.int8)  # written in another order
+    assert memory.temp_size_in_bytes < scales + 0.05 * numbers
+    assert memory.alias_size_in_bytes >= 2 * numbers * jnp.dtype(dtype).itemsize

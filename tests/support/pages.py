@@ -1,0 +1,41 @@
+"""Put keys and values into the pages of a pool in any order, with NaN where nobody is to look."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+FREE = 5  # pages that no row names
+
+
+def in_pages(rng, page, seen, *arrays):
+    """Return pools [P, page, ..] of arrays [B, S, ..], and a block table i32[B, M].
+
+    `seen` is bool[B, S]: other keys are NaN (of int8, garbage), and a block without one has no
+    page. Blocks that are alike in all rows from the first on share their pages.
+    """
+    B, S = seen.shape
+    M = S // page
+    assert S == M * page
+    held = [np.asarray(x).copy() for x in arrays]
+    for x in held:
+        x[~seen] = 77 if x.dtype == np.int8 else np.nan
+    blocks = [x.reshape(B, M, page, *x.shape[2:]) for x in held]
+    own = rng.permutation(B * M + FREE).astype(np.int32)
+    table = own[: B * M].reshape(B, M)
+    for b in range(1, B):
+        for j in range(M):
+            if all(np.array_equal(x[b, j], x[0, j], equal_nan=True) for x in map(_wide, blocks)):
+                table[b, j] = table[0, j]
+    named = seen.reshape(B, M, page).any(axis=2)
+    pools = []
+    for x, own_blocks in zip(arrays, blocks, strict=True):
+        pool = np.full((B * M + FREE, *own_blocks.shape[2:]), 77, np.float32)
+        pool = (pool if x.dtype == jnp.int8 else pool * np.nan).astype(own_blocks.dtype)
+        pool[table[named]] = own_blocks[named]
+        pools.append(jnp.asarray(pool))
+    return *pools, jnp.asarray(np.where(named, table, -1))
+
+
+def _wide(x):
+    return x.astype(np.float32)
