@@ -68,7 +68,7 @@ MARKS = (
     not HAS_JAX_11
 )  # whether the forward kernel says for the others where something was not finite
 INT8 = True  # whether the decode kernel reads int8
-PAGE = 0
+PAGE = DECODE_ROWS  # the decode kernel reads pages of whole copies
 PORTABLE = None
 SHORTEST = None  # short sequences are padded to whole tiles
 

@@ -12,6 +12,9 @@ The rule on what is not finite is kept in the kernel itself. A key that is not f
 value is not, gets the score NaN before the mask is applied: in rows that see it l is NaN, in others
 its weight is 0 as that of any hidden key. Its value is made 0 in shared memory, as 0 NaN is NaN.
 
+Where keys lie in the pages of a pool, whoever reads 64 keys reads in the table which page they lie
+in: a tile may go across two pages, a copy may not.
+
 Keys and values of int8 are copied as they are, half the bytes. The same look at them multiplies
 with their scales, rounds to the query's dtype, and writes what wgmma reads to another tile: so the
 result has the bits of attention to dequantised keys and values.
@@ -55,6 +58,7 @@ from transformer_jax.kernels.hopper.memory import (
     at,
     f32,
     filled,
+    i32,
     load,
     load_along,
     opaque,
@@ -90,10 +94,13 @@ def decode(
     """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
 
     There is one row of query tiles, and the lists of the heads that read one key head are the same.
-    Keys and values may end within a tile: what a copy finds after the end are zeros.
+    Keys and values may end within a tile: what a copy finds after the end are zeros. A page may
+    not end within the 64 keys of a copy.
     """
+    if operands.page is not None and operands.page % ROWS:
+        raise ValueError(f"page is {operands.page}: must be a multiple of {ROWS} keys")
     operands = for_copies(operands, lists.order.shape[3] * blocks.k)
-    (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
+    (B, T, N, H), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     dtype, like = operands.query.dtype, operands.query
     consumers, wide = blocks.k // ROWS, {}
     if operands.k_scale is not None:  # two tiles of int8 take the room of one
@@ -104,7 +111,7 @@ def decode(
             v_wide=tile_slots(consumers, ROWS, Hv, dtype),
         )
         blocks = dataclasses.replace(blocks, stages=2 * (blocks.stages - 1))
-    parts = key_parts(B * K, -(-S // blocks.k), most_programs(problem))
+    parts = key_parts(B * K, -(-operands.keys // blocks.k), most_programs(problem))
     sums, slots = B * K * parts * consumers, blocks.stages * consumers
     packed = packed_rows(operands, ROWS)._replace(sinks=None)
     if lists.order.shape[1] > 1:
@@ -148,7 +155,7 @@ def _decode(
     """Run one warpgroup of a program; operands and lists are references to memory."""
     slots = _Slots(**memory)
     vectors = TileVectors(problem, operands, ROW)
-    B, _, K, _ = operands.key.shape
+    B, K = operands.query.shape[0], operands.key.shape[2]
     items = B * K * parts
 
     def produce() -> None:
@@ -165,6 +172,15 @@ def _decode(
 def part_of(seen: jax.Array, part: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
     """Return which tiles of a list are a part's: from the first to before the second number."""
     return part * seen // parts, (part + 1) * seen // parts
+
+
+def place_of(operands: Operands, b: Any, k0: Any) -> tuple[Any, Any]:
+    """Return where the 64 keys from k0 on lie: the batch row or page, and which of its slots."""
+    if operands.pages is None:
+        return b, pl.ds(k0, ROWS)
+    page, columns = i32(operands.key.shape[1]), operands.pages.shape[1]
+    block = jnp.minimum(lax.div(k0, page), columns - 1)  # a tile may begin a page after the last
+    return operands.pages.at[b, block][...], pl.ds(lax.rem(k0, page), ROWS)
 
 
 class _Slots(NamedTuple):
@@ -204,7 +220,7 @@ class _Slots(NamedTuple):
                 for w in range(consumers):
                     slot = slot_of(step, blocks.stages) * consumers + w
                     wait_from(blocks.stages, step, self.empty.at[slot])
-                    keys = b, pl.ds(k0 + w * ROWS, ROWS), head
+                    keys = (*place_of(operands, b, k0 + w * ROWS), head)
                     for source, tile in (operands.key, self.k_tile), (operands.value, self.v_tile):
                         plgpu.copy_gmem_to_smem(source.at[keys], tile.at[slot], self.full.at[slot])
                     vectors.copy(self.columns, slot, self.full.at[slot], b, k0 + w * ROWS)
@@ -317,7 +333,7 @@ class _Consumer:
         if self.operands.k_scale is None:
             return ()
         j = jnp.minimum(j, self.lists.order.shape[3] - 1 - rows.first)
-        keys = rows.b, pl.ds(self.first_key(rows, j), ROWS), rows.head
+        keys = (*place_of(self.operands, rows.b, self.first_key(rows, j)), rows.head)
         both: tuple[Ref, Ref] = self.operands.k_scale, self.operands.v_scale
         return tuple(load(scale.at[keys], WGMMA.reduce(1)) for scale in both)
 

@@ -17,8 +17,10 @@ def for_copies(operands: Operands, listed: int) -> Operands:
     """Return the operands with keys and values as copies want them, which mostly they are.
 
     A copy takes 64 of them, and reads zeros past the end of an array of a multiple of 8. Scales,
-    which are read without copies, are as many as `listed` tiles have keys.
+    which are read without copies, are as many as `listed` tiles have keys. Pages are whole copies.
     """
+    if operands.pages is not None:
+        return operands
 
     def padded(x: Any, length: int) -> Any:
         if x is None or x.shape[1] == length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 
@@ -18,6 +19,7 @@ from tests.support.hopper_kernels import (
     assert_near,
     draw_few,
     lists_of,
+    needs_interpreter,
     oracle,
     seen_by,
     window_in_document,
@@ -27,8 +29,10 @@ from tests.support.pages import in_pages
 from transformer_jax import Causal, dot_product_attention
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache
-from transformer_jax.kernels import Target, tpu, using
+from transformer_jax.kernels import Target, hopper, tpu, using
+from transformer_jax.kernels.chips import HOPPER_PROCESSORS
 from transformer_jax.kernels.contract import Blocks, Problem
+from transformer_jax.kernels.hopper import schedule
 
 pytestmark = [
     pytest.mark.usefixtures("quick_compilation"),
@@ -41,9 +45,10 @@ FIELDS = "key", "value", "k_scale", "v_scale"
 
 def paged(case, operands, page):
     """Operands whose keys lie in pages; those that no query of their row sees are NaN."""
-    seen = np.broadcast_to(seen_by(case, operands), (case.B, 1, case.T, case.S))
+    seen = seen_by(case, operands)[..., : case.S]
+    seen = np.broadcast_to(seen, (case.B, 1, case.T, case.S))
     fields = [field for field in FIELDS if getattr(operands, field) is not None]
-    arrays = [getattr(operands, field) for field in fields]
+    arrays = [getattr(operands, field)[:, : case.S] for field in fields]
     *pools, table = in_pages(np.random.default_rng(7), page, seen.any(axis=(1, 2)), *arrays)
     pages = jnp.maximum(table, 0)
     return operands._replace(**dict(zip(fields, pools, strict=True)), pages=pages)
@@ -108,6 +113,81 @@ def test_rows_share_a_page_and_name_pages_in_any_order():
     table = np.asarray(given.pages)
     assert table[0, 0] == table[1, 0] == table[2, 0] and (np.diff(table[0]) < 0).any()
     assert np.isnan(np.asarray(given.key, np.float32)).any()
+
+
+HOPPER_CASES = {
+    "lengths of rows, groups of four": (
+        Case(B=3, T=1, S=S, N=8, K=2, H=32, Hv=64, visible=within_length), [S, 0, 130], 128
+    ),
+    "an odd number of short pages": (
+        Case(B=2, T=2, S=704, N=4, K=2, softcap=2.5, sinks=True, visible=within_length),
+        [660, 257],
+        64,
+    ),
+    "window in documents, bias of each key, two tiles a page": (
+        Case(B=2, T=2, S=S, N=4, K=2, visible=window_in_document, bias=(2, 1, 1, S)), None, 256
+    ),
+    "wide heads, pages of three copies": (
+        Case(B=2, T=1, S=S, N=4, K=1, H=256, Hv=128, scale=0.06), None, 192
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow_cases("window", "wide")
+@needs_interpreter
+@pytest.mark.parametrize(("case", "lengths", "page"), HOPPER_CASES.values(), ids=HOPPER_CASES)
+def test_pages_match_the_dense_oracle_on_hopper(case, lengths, page, monkeypatch):
+    """With the interpreter's search for races; so few programs that each reuses its slots."""
+    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+    operands = with_prefix(draw_few(case, lengths=lengths), 128)
+    expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
+    got = run_hopper(case, operands, page)
+    assert np.abs(expected["out"]).max() > 0.05
+    for name in ("out", "row_max", "log_sum"):
+        assert_near(got[name], expected[name], NEAR if name == "out" else EXACT, name)
+
+
+def run_hopper(case, operands, page=None):
+    """A row's last tile may end after its last page, where the vectors go on."""
+    plan = dataclasses.replace(hopper.blocks("decode", case.H, case.Hv), stages=2)
+    lists = lists_of(seen_by(case, operands), case.T, plan.k)
+    if page is not None:
+        operands = paged(case, operands, page)
+    decode = jax.jit(functools.partial(hopper.decode, case.problem, blocks=plan))
+    return dict(zip(("out", "row_max", "log_sum"), decode(operands, lists), strict=True))
+
+
+def test_a_row_of_pages_is_divided_into_as_many_parts_as_one_without():
+    """Traced for Hopper: pages of 64 are read in place, those of 96 are gathered."""
+    B, S, N, K, H = 2, 1152, 8, 2, 64
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+
+    def text(page):
+        table = None if page is None else jnp.zeros((B, S // page), jnp.int32)
+        pool = struct(B, S, K, H) if page is None else struct(29, page, K, H)
+        settings = dict(mask=Causal(), block_table=table, implementation="pallas")
+        attend = functools.partial(dot_product_attention, **settings)
+        with using(Target("hopper")):
+            return str(jax.make_jaxpr(attend)(struct(B, 1, N, H), pool, pool))
+
+    parts = schedule.key_parts(B * K, S // 128, schedule.PROGRAMS)
+    assert parts > 1
+    for page in (None, 64, 96):
+        found = text(page)
+        assert f"f32[{B * K * parts * 2},8,{H}]" in found
+        assert (f"bf16[{B},{S},{K},{H}]" in found) == (page != 64)
+
+
+@needs_interpreter
+def test_int8_pages_have_the_bits_of_the_rows_they_hold_on_hopper(monkeypatch):
+    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+    case = Case(B=2, T=2, S=384, N=4, K=2, H=32, Hv=96, visible=within_length)
+    operands = draw_few(case, lengths=[384, 130])
+    (key, k_scale), (value, v_scale) = (kv.quantise(x) for x in (operands.key, operands.value))
+    held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
+    expected, got = (run_hopper(case, held, page) for page in (None, 192))
+    for name, x in got.items():
+        np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (x, expected[name])))
 
 
 @pytest.mark.parametrize("heads", [4, 3], ids=["slots first", "heads first"])
@@ -186,4 +266,26 @@ def test_a_step_over_pages_copies_no_key_and_no_value(topology, K, page, dtype):
     memory = step.memory_analysis()
     scales = numbers // (K * 128) * 128 * 4 * (dtype == jnp.int8)  # written in another order
     assert memory.temp_size_in_bytes < scales + 0.05 * numbers
+    assert memory.alias_size_in_bytes >= 2 * numbers * jnp.dtype(dtype).itemsize
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("usual_compilation")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("page", [64, 256])
+def test_a_step_over_pages_copies_no_key_and_no_value_on_hopper(page, dtype, monkeypatch):
+    """The loop is that of `update`, over shared pages that are copied."""
+    reason = "jax[cuda13] compiles for GPUs that are not attached"
+    pytest.importorskip("jax_cuda13_plugin", reason=reason)
+    from benchmarks import compile_gpu
+
+    monkeypatch.setattr(schedule, "PROGRAMS", HOPPER_PROCESSORS)
+    place = jax.sharding.SingleDeviceSharding(compile_gpu.h200.device())
+    with using(Target("hopper", chip="NVIDIA H200")), compile_gpu.h200.context():
+        step, numbers = lowered_step(place, 8, dtype, page)
+        step = step.compile()
+    large = [kind for kind, _ in large_results(step.as_text(), numbers)]
+    assert sorted(large) == ["fusion", "fusion", "while"]
+    memory = step.memory_analysis()
+    assert memory.temp_size_in_bytes < 8e6  # of pools of 537 MB
     assert memory.alias_size_in_bytes >= 2 * numbers * jnp.dtype(dtype).itemsize
