@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support import oracle
+from tests.support.devices import on_devices
 from tests.support.pages import in_pages
 from tests.support.tolerances import assert_near
 from transformer_jax import Causal, Window, cache, dot_product_attention, explain_attention
@@ -190,6 +191,15 @@ def test_under_vmap_each_call_reads_its_own_pages(axes):
     assert len({float(jnp.nansum(x)) for x in found}) == 3
     for i, x in enumerate(found):
         np.testing.assert_array_equal(x, attend(*row(i)))
+
+
+@pytest.mark.slow
+def test_a_mesh_computes_the_same_and_gathers_only_pages_that_it_has_split():
+    results = on_devices(4, "-m", "tests.multi_device.pages_on_four", optimise=False)
+    assert len(results) == 12
+    for case, result in results.items():
+        assert result["error"] <= F32, (case, result)
+        assert result["gathered"] == (2 if case.endswith("data") else 0), (case, result)
 
 
 def test_an_entry_that_is_no_page_is_read_as_any():

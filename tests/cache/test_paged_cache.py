@@ -17,6 +17,7 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.decoding.batch_rows import fork, gather_rows, select_rows
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
+from transformer_jax.kernels import Target, using
 from transformer_jax.models.factory import build, init_cache, init_paged_cache, init_params
 from transformer_jax.models.streaming import StreamingEncoder
 
@@ -337,6 +338,50 @@ def test_generation_from_pages_is_that_of_the_contiguous_cache(rng):
     few = init_paged_cache(config, 2, 24, num_pages=8, page_size=4)
     with pytest.raises(ValueError, match="rows need 9 more pages: 8 of 8 are free"):
         generate(step, params, prompt, few, num_tokens=11, lengths=lengths)
+
+
+WIDE = dict(d_model=32, num_heads=4, head_dim=16, num_kv_heads=2, max_len=1100)
+
+
+@pytest.mark.slow_cases("int8")
+@pytest.mark.parametrize("dtype", [None, jnp.int8], ids=["", "int8"])
+def test_the_kernel_for_few_queries_reads_a_models_pages_in_place(rng, dtype):
+    """Two tokens of two rows, of which the second begins as the first, on a TPU's interpreter."""
+    with using(Target("tpu", interpret=True)):
+        config, model, variables, _ = model_of(**WIDE, implementation="pallas")
+    prefix = jnp.asarray(rng.integers(0, 31, (1, 150)))
+    more = jnp.asarray(rng.integers(0, 31, (2, 2)))
+    pages = init_paged_cache(config, 1, 384, dtype=dtype, num_pages=7, page_size=128)
+    rows = init_cache(config, 2, 384, dtype)
+    with using(Target("tpu", interpret=True)):
+        apply = jax.jit(model.apply)
+        _, pages = apply(variables, prefix, cache=pages)
+        _, rows = apply(variables, prefix.repeat(2, axis=0), cache=rows)
+        pages = share_cache(pages, jnp.zeros(2, jnp.int32))
+        text = str(jax.make_jaxpr(model.apply)(variables, more, cache=pages))
+        logits, pages = apply(variables, more, cache=pages)
+        expected, _ = apply(variables, more, cache=rows)
+    assert "attention_decode" in text and "[2,384,2,16]" not in text
+    assert np.abs(expected).max() > 0.1 and np.abs(logits[0] - logits[1]).max() > 1e-3
+    assert_near(logits, expected, CACHED)
+    assert pages.layers[0].free_pages == 7 - 3
+
+
+@pytest.mark.slow
+def test_generation_by_the_kernel_for_few_queries_is_that_of_the_contiguous_cache(rng):
+    with using(Target("tpu", interpret=True)):
+        config, model, variables, _ = model_of(**WIDE, implementation="pallas", window=(None, 90))
+    step, params = make_step(model), variables["params"]
+    prompt, lengths = jnp.asarray(rng.integers(0, 31, (2, 131))), jnp.array([131, 64])
+    with using(Target("tpu", interpret=True)):
+        found = [
+            generate(step, params, prompt, cache, num_tokens=7, lengths=lengths)
+            for cache in (
+                init_paged_cache(config, 2, 256, num_pages=4, page_size=128),
+                init_cache(config, 2, 256),
+            )
+        ]
+    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
 
 
 @pytest.mark.slow

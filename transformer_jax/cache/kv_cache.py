@@ -175,7 +175,7 @@ def extend_held(
 
 
 def read(
-    cache: KVCache,
+    cache: Slots,
     dtype: jax.typing.DTypeLike = jnp.float32,  # of what int8 is read as
 ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
     """Return the keys and values; of int8, scale * q, so that attention sees ordinary numbers."""

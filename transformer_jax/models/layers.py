@@ -187,6 +187,7 @@ class _Heads(NamedTuple):
     k_positions: jax.Array | None  # i32[B, S]; None is arange(S)
     k_scale: jax.Array | None = None  # f32[B, S, K] where k is int8
     v_scale: jax.Array | None = None  # f32[B, S, K] where v is int8
+    block_table: jax.Array | None = None  # i32[B, M] where k, v and scales are [P, page, ..]
 
 
 class Attention(nn.Module):
@@ -276,6 +277,7 @@ class Attention(nn.Module):
             q = rms_norm(q, _unit(cfg, self.query_scale), cfg.norm_eps)
         k_positions = positions
         scales: tuple[jax.Array | None, jax.Array | None] = (None, None)
+        block_table = None
         if cross_cache is not None:
             k, v, k_positions = cross_cache.k, cross_cache.v, cross_cache.positions
         else:
@@ -285,16 +287,23 @@ class Attention(nn.Module):
             k, v = self.keys_values(x, token_positions, key)
             if cache is not None:
                 assert positions is not None
-                if isinstance(cache, PagedCache):
-                    cache, seen = paged_cache.extend_held(cache, k, v, positions)
-                else:
+                as_held = not record and self._shaw is None
+                seen: kv.KVCache | PagedCache
+                if not isinstance(cache, PagedCache):
                     cache, seen = kv.extend_held(cache, k, v, positions, self.window)
-                if seen.k_scale is not None and not record and self._shaw is None:
+                    k_positions = seen.positions
+                else:
+                    cache = seen = paged_cache.update(cache, k, v, positions)
+                    k_positions = paged_cache.gather_positions(cache)
+                    if as_held and cache.k.dtype in (jnp.int8, cfg.dtype):
+                        block_table = cache.block_table
+                    else:
+                        seen = paged_cache.gather_pages(cache)
+                if seen.k_scale is not None and as_held:
                     k, v, scales = seen.k, seen.v, (seen.k_scale, seen.v_scale)
                 else:
                     k, v = (x.astype(cfg.dtype) for x in kv.read(seen, k.dtype))
-                k_positions = seen.positions
-        heads = _Heads(q, k, v, mask, bias, positions, k_positions, *scales)
+        heads = _Heads(q, k, v, mask, bias, positions, k_positions, *scales, block_table)
         attend = self._attend if self._shaw is None else self._attend_shaw
         out = (jax.checkpoint(attend) if cfg.remat == "attention" else attend)(heads, key)
         if head_mask is not None:
@@ -318,6 +327,7 @@ class Attention(nn.Module):
             dropout_key=key if cfg.attention_dropout else None,
             key_scale=heads.k_scale,
             value_scale=heads.v_scale,
+            block_table=heads.block_table,
             implementation=cfg.implementation,
         )
 
