@@ -178,9 +178,10 @@ def place_of(operands: Operands, b: Any, k0: Any) -> tuple[Any, Any]:
     """Return where the 64 keys from k0 on lie: the batch row or page, and which of its slots."""
     if operands.pages is None:
         return b, pl.ds(k0, ROWS)
-    page, columns = i32(operands.key.shape[1]), operands.pages.shape[1]
-    block = jnp.minimum(lax.div(k0, page), columns - 1)  # a tile may begin a page after the last
-    return operands.pages.at[b, block][...], pl.ds(lax.rem(k0, page), ROWS)
+    table: Ref = operands.pages
+    page, columns = i32(operands.key.shape[1]), table.shape[1]
+    block = jnp.minimum(lax.div(k0, page), columns - 1)  # a tile may end after the last page
+    return table.at[b, block][...], pl.ds(lax.rem(k0, page), ROWS)
 
 
 class _Slots(NamedTuple):

@@ -289,3 +289,16 @@ def test_a_step_over_pages_copies_no_key_and_no_value_on_hopper(page, dtype, mon
     memory = step.memory_analysis()
     assert memory.temp_size_in_bytes < 8e6  # of pools of 537 MB
     assert memory.alias_size_in_bytes >= 2 * numbers * jnp.dtype(dtype).itemsize
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("H", [128, 256])
+def test_the_kernel_over_pages_spills_no_register_on_hopper(H):
+    reason = "jax[cuda13] compiles for GPUs that are not attached"
+    pytest.importorskip("jax_cuda13_plugin", reason=reason)
+    from benchmarks import compile_gpu
+
+    problem, table = Problem(scale=H**-0.5, visible=compile_gpu.causal), (compile_gpu.B, 2)
+    device = compile_gpu.h200.device()
+    row = compile_gpu.compile_one("decode", H, H, problem, device, pages=(table, jnp.int32))
+    assert row.split()[1:3] == ["0", "0"]

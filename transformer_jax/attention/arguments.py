@@ -86,7 +86,8 @@ class AttentionCall:
         rows = partial(split, self.query, slice(1))
         specs = [rows((None, *split(x, slice(2, None)))) for x in pools]
         found = by_compiler(gather, [self.block_table, *pools], specs)
-        return dataclasses.replace(self, **dict(zip(names, found, strict=True)), block_table=None)
+        rows_of: dict[str, Any] = dict(zip(names, found, strict=True))
+        return dataclasses.replace(self, **rows_of, block_table=None)
 
     def dequantised(self) -> AttentionCall:
         """Return the call with keys and values in the query's dtype."""
@@ -98,7 +99,7 @@ class AttentionCall:
         call = self
         if self.block_table is not None:
             given = {name: getattr(self, name) for name in POOLS}
-            shapes = {
+            shapes: dict[str, Any] = {
                 name: x if x is None else jax.ShapeDtypeStruct((B, S, *x.shape[2:]), x.dtype)
                 for name, x in given.items()
             }

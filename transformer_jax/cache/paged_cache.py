@@ -217,21 +217,11 @@ def _prepare_pages(
     return replace(cache, **(arrays | contents))
 
 
-def extend_held(
-    cache: PagedCache,
-    k: jax.Array,  # [B, T, K, H]
-    v: jax.Array,  # [B, T, K, Hv]
-    positions: jax.Array,  # i32[B, T]
-) -> tuple[PagedCache, kv.KVCache]:
-    """Update a cache, and return with it what new tokens may see, gathered from its pages."""
-    new = update(cache, k, v, positions)
-    return new, gather_pages(new)
-
-
 def gather_pages(cache: PagedCache) -> kv.KVCache:
     """Return the rows one after the other: a full cache of `capacity` slots, which is a copy.
 
-    Slot p holds position p. `cache.read` returns its keys and values as attention takes them.
+    Slot p holds position p. `cache.read` returns its keys and values as attention takes them, which
+    also takes the pools themselves with the block table, and `gather_positions`.
     """
     gathered = jax.tree.map(partial(_by_row, cache), kv.slot_leaves(cache))
     return kv.KVCache(**gathered | {"positions": gather_positions(cache)}, length=cache.length)
