@@ -202,6 +202,28 @@ def test_int8_pages_have_the_bits_of_the_rows_they_hold(heads):
         np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (x, expected[name])))
 
 
+@pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_it_lowers_for_a_tpu_and_traces_for_hopper(dtype, x64):
+    def attend(query, key, value, scale, table):
+        scales = dict(key_scale=scale, value_scale=scale) if dtype == jnp.int8 else {}
+        settings = dict(mask=Causal(), block_table=table, implementation="pallas") | scales
+        return dot_product_attention(query, key, value, **settings)
+
+    pool = jax.ShapeDtypeStruct((7, 256, 2, 128), dtype)
+    scale, table = (
+        jax.ShapeDtypeStruct((7, 256, 2), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.int32)
+    )  # fmt: skip
+    query = jax.ShapeDtypeStruct((2, 2, 2, 128), jnp.bfloat16)
+    with jax.enable_x64(x64):
+        with using(Target("tpu", chip="TPU v5e")):
+            traced = jax.jit(attend).trace(query, pool, pool, scale, table)
+            text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        with using(Target("hopper")):
+            out = jax.eval_shape(attend, query, pool, pool, scale, table)
+    assert "attention_decode" in text and out.shape == query.shape
+
+
 def test_a_page_that_is_no_multiple_of_the_tile_is_refused():
     case = CASES["lengths of rows, groups of four"][0]
     operands = draw_few(case)
