@@ -257,6 +257,12 @@ def lowered_step(place, K, dtype, page, capacity=32768, B=8, H=128):
     return jax.jit(step, donate_argnums=0).lower(cache, query, new), cache.k.size
 
 
+READABLE = pytest.mark.skipif(
+    not hopper.HAS_JAX_11,
+    reason="jaxlib 0.10 cannot read back what libtpu makes of a loop beside asynchronous copies",
+)
+
+
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.slow_cases("v6e", "tpu7x", "v5e:2x2-1-", "v5e:2x2-2-", "v5e:2x2-4-", "v5e:2x2-8-256")
 @pytest.mark.parametrize(
@@ -267,8 +273,8 @@ def lowered_step(place, K, dtype, page, capacity=32768, B=8, H=128):
         ("v5e:2x2", 4, 256, jnp.bfloat16),
         ("v5e:2x2", 8, 128, jnp.bfloat16),
         ("v5e:2x2", 8, 256, jnp.int8),
-        ("v6e:2x2", 8, 128, jnp.bfloat16),
-        ("tpu7x:2x2x1", 8, 128, jnp.bfloat16),
+        pytest.param("v6e:2x2", 8, 128, jnp.bfloat16, marks=READABLE),
+        pytest.param("tpu7x:2x2x1", 8, 128, jnp.bfloat16, marks=READABLE),
     ],
 )
 def test_a_step_over_pages_copies_no_key_and_no_value(topology, K, page, dtype):
