@@ -322,8 +322,8 @@ def _selected(
     else:
         tag = "quick" if options.quick else "cpu" if platform == "cpu" else "gpu"
         chosen = [(case, d, None) for case in specs.attention_cases(tag) for d in DIRECTIONS]
-    if platform != "cpu":  # also the quick ones
-        chosen = [(replace(case, dtype="bfloat16"), d, who) for case, d, who in chosen]
+    dtype = options.dtype or ("float32" if platform == "cpu" else "bfloat16")
+    chosen = [(replace(case, dtype=dtype), d, who) for case, d, who in chosen]
     return [cell for cell in chosen if options.only in cell[0].name]
 
 
@@ -336,6 +336,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     names = tuple(IMPLEMENTATIONS)
     add("--ours", choices=names, default=None, help="our implementation (what None chooses)")
     add("--only", default="", metavar="TEXT", help="cases whose name contains this")
+    dtypes = "float32", "bfloat16", "float16"
+    add("--dtype", choices=dtypes, help="float32 on a CPU, else bfloat16, unless given")
     add("--repeats", type=int, default=None, help="rounds (20, or 3 with --quick)")
     add("--seconds", type=float, default=30.0, help="about the longest one case may take")
     add("--memory", type=float, default=8.0, metavar="GiB", help="for materialised scores")

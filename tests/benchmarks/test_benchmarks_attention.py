@@ -275,6 +275,20 @@ def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
     assert {case.dtype for case, _, _ in chosen} == {"bfloat16"}
 
 
+@pytest.mark.parametrize(
+    ("platform", "given", "dtype"),
+    [
+        ("cpu", (), "float32"),
+        ("gpu", (), "bfloat16"),
+        ("cpu", ("--dtype", "float16"), "float16"),
+        ("gpu", ("--dtype", "float32"), "float32"),
+    ],
+)
+def test_cases_have_the_dtype_of_the_platform_or_the_one_that_is_given(platform, given, dtype):
+    chosen = attention._selected(attention._options(["--quick", *given]), platform)
+    assert {case.dtype for case, _, _ in chosen} == {dtype}
+
+
 @pytest.mark.slow_cases("edge-alibi", "edge-bias", "edge-capped-forward")
 @pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
 @pytest.mark.parametrize("name", ["edge-alibi", "edge-bias", "edge-capped"])
