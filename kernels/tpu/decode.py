@@ -219,7 +219,7 @@ class Walk:
         """Return the page of a visited tile of keys, and which tile of the page it is."""
         assert self.page is not None
         tiles = np.int32(self.page // self.k)
-        block = jnp.minimum(lax.div(visit.column, tiles), self.columns - 1)
+        block = lax.div(visit.column, tiles)
         return table[visit.row * self.columns + block], lax.rem(visit.column, tiles)
 
     def by_head(self, tile: Ref) -> jax.Array:  # [heads, keys, H or Hv]

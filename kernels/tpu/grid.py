@@ -204,9 +204,10 @@ def refuse_long(lists: TileLists, copies: int = 1, beside: int = 0) -> None:
     """Raise `Refused` where lists, with so many bytes beside, are too long for scalar memory."""
     size = 4 * lists.order.size * copies + beside
     if size > TPU_LIST_BYTES:
+        table = " and a block table" if beside else ""
         raise Refused(
-            f"lists of tiles of shape {lists.order.shape} take {size} bytes of scalar memory: "
-            f"at most {TPU_LIST_BYTES}"
+            f"lists of tiles of shape {lists.order.shape}{table} take {size} bytes of scalar "
+            f"memory: at most {TPU_LIST_BYTES}"
         )
 
 

@@ -12,9 +12,12 @@ from tests.support.devices import on_devices
 from tests.support.pages import in_pages
 from tests.support.tolerances import assert_near
 from transformer_jax import Causal, Window, cache, dot_product_attention, explain_attention
-from transformer_jax.attention.api import IMPLEMENTATIONS
+from transformer_jax.attention import fused
+from transformer_jax.attention.api import IMPLEMENTATIONS, plan_mask
+from transformer_jax.attention.arguments import check_call
 from transformer_jax.kernels import Target, cpu, using
-from transformer_jax.kernels.contract import gather_pages
+from transformer_jax.kernels.contract import Refused, gather_pages, tile_lists
+from transformer_jax.kernels.tpu.grid import refuse_long
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -153,17 +156,26 @@ MAPPED = {
     "tables": (None, None, 0),
     "pools": (0, dict(key=0, value=0), None),
     "one pool": (0, dict(key=None, value=0), 0),
+    "int8, queries": (0, None, None),
+    "int8, scales": (0, dict(key=None, value=None, key_scale=0, value_scale=0), 0),
+    "int8, pools": (None, dict(key=0, value=0, key_scale=0, value_scale=0), None),
 }
 
 
-@pytest.mark.parametrize("axes", MAPPED.values(), ids=MAPPED)
-def test_under_vmap_each_call_reads_its_own_pages(axes):
-    given, rng = Call(128), np.random.default_rng(2)
+@pytest.mark.slow_cases("int8, queries")
+@pytest.mark.parametrize("name", MAPPED)
+def test_under_vmap_each_call_reads_its_own_pages(name):
+    axes, rng = MAPPED[name], np.random.default_rng(2)
+    given = Call(128, dtype="int8" if name.startswith("int8") else None)
     queries = given.query[None] + rng.standard_normal((3, 1, 1, 1, H)).astype(np.float32)
     orders = [[0, 2, 0], [2, 0, 2], [0, 0, 2]]  # of the rows that have pages
     tables = jnp.stack([given.table[jnp.array(order)] for order in orders])
-    scales = jnp.asarray(rng.uniform(1, 2, (3, 1, 1, 1, 1)), jnp.float32)
-    pools = {name: x[None] * scales for name, x in given.pools.items()}
+    scales = jnp.asarray(rng.uniform(1, 2, 3), jnp.float32)
+
+    def three(x):  # of int8 the same numbers
+        return jnp.stack([x if x.dtype == jnp.int8 else x * scale for scale in scales])
+
+    pools = {name: three(x) for name, x in given.pools.items()}
     of_pools = axes[1] or {}
     arguments = (
         queries if axes[0] == 0 else given.query,
@@ -217,6 +229,53 @@ def test_an_entry_that_is_no_page_is_read_as_any():
         for table, page in (given.table, jnp.maximum(given.table, 0)), (beyond, named):
             out, expected = (given.attend(name, None, clean, x, **positions) for x in (table, page))
             np.testing.assert_array_equal(out, expected)
+
+
+def test_a_kernel_is_given_a_table_of_pages_that_there_are():
+    """The interpreter clamps what it reads; a chip would read outside of the pool."""
+    given = Call(128)
+    table = jnp.where(given.table < 0, -7, given.table).at[1, 0].set(2**31 - 1)
+    arrays = dict(given.pools, **given.positions, mask=given.mask, block_table=table)
+    call = check_call(given.query, **arrays)
+    pages = fused._operands(call, IMPLEMENTATIONS["pallas"].plan(call)).pages
+    there = len(given.pools["key"])
+    assert int(pages.min()) == 0 and int(pages[1, 0]) == there - 1 == int(pages.max())
+    hidden = np.asarray((table < 0) | (table >= there))
+    np.testing.assert_array_equal(pages[~hidden], table[~hidden])
+
+
+def test_pages_are_gathered_where_lists_and_table_fill_scalar_memory():
+    """Lists of 403,200 bytes and a table of 383,600 are 368 too many; three rows fewer fit."""
+
+    def attend(rows):
+        pool = jax.ShapeDtypeStruct((9, 128, 8, 128), jnp.bfloat16)
+        query = jax.ShapeDtypeStruct((rows, 1, 8, 128), jnp.bfloat16)
+        table = jax.ShapeDtypeStruct((rows, 137), jnp.int32)
+        call = lambda q, k, v, t: dot_product_attention(  # noqa: E731
+            q, k, v, mask=Causal(), block_table=t, implementation="pallas"
+        )
+        return str(jax.make_jaxpr(call)(query, pool, pool, table))
+
+    assert f"bf16[700,{137 * 128},8,128]" in attend(700)
+    assert f"bf16[697,{137 * 128},8,128]" not in attend(697)
+    lists = tile_lists(np.ones((1, 1, 700, 144), np.int32))
+    refuse_long(lists, beside=0)
+    with pytest.raises(Refused, match=r"\(1, 1, 700, 144\) and a block table take 786800 bytes"):
+        refuse_long(lists, beside=4 * 700 * 137)
+
+
+@pytest.mark.parametrize("page", [128, 16])
+def test_calls_over_pages_share_the_plan_of_their_mask(page, monkeypatch):
+    given, made, make = Call(page), [], fused._plan
+    monkeypatch.setattr(fused, "_plan", lambda *all: made.append(1) or make(*all))
+    arrays = dict(given.pools, block_table=given.table, sinks=given.sinks, softcap=3.0)
+    mask = plan_mask(
+        given.query, mask=given.mask, implementation="pallas", **arrays, **given.positions
+    )
+    assert len(made) == 1
+    out = given.attend("pallas", mask=mask)
+    assert len(made) == 1
+    assert_near(out, given.expected().out, F32)
 
 
 def test_explanations_are_those_of_the_rows_that_pages_hold():

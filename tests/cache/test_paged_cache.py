@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
 ROWS, CAPACITY, SIZE = 3, 28, 4
 
+NONE = jnp.zeros(0, jnp.int32)
 CACHED = 1e-5  # of the largest logit: the same sums in another order, in f32
 
 jit_update = jax.jit(paged.update)
@@ -106,6 +107,13 @@ def test_rows_that_grow_share_fork_and_end_hold_what_a_dictionary_does(rng):
         blocks = [-(-len(row) // SIZE) for row in oracle]
         assert [len(pages) for pages in pages_of(cache)] == blocks
     assert compared > 300 and forked > 5 and not cache.exhausted.any()
+
+
+def test_a_cache_without_rows_takes_nothing(rng):
+    shared = paged.share(paged.update(init(), *tokens(rng, 1), after([0] * 3, [1] * 3, 1)), NONE)
+    for cache in (init(rows=0), shared):
+        new = paged.update(cache, *tokens(rng, 1, rows=0), np.zeros((0, 1), np.int32))
+        assert new.length.shape == (0,) and new.free_pages == 23
 
 
 def test_a_shared_page_costs_nothing_until_a_row_writes_to_it(rng):
@@ -365,6 +373,17 @@ def test_the_kernel_for_few_queries_reads_a_models_pages_in_place(rng, dtype):
     assert np.abs(expected).max() > 0.1 and np.abs(logits[0] - logits[1]).max() > 1e-3
     assert_near(logits, expected, CACHED)
     assert written.layers[0].free_pages == 7 - 3  # one is shared
+
+
+def test_pages_of_another_dtype_are_gathered_and_no_pool_is_widened(rng):
+    config, _, variables, _ = model_of(**WIDE, num_layers=1)
+    model = build(dataclasses.replace(config, implementation="pallas"))
+    pages = init_paged_cache(config, 2, 384, dtype="bfloat16", num_pages=7, page_size=128)
+    token = jnp.asarray(rng.integers(0, 31, (2, 1)))
+    with using(Target("tpu", interpret=True)):
+        text = str(jax.make_jaxpr(model.apply)(variables, token, cache=pages))
+    assert "bf16[7,128,2,16]" in text and "f32[7,128,2,16]" not in text
+    assert "f32[2,384,2,16]" in text
 
 
 @pytest.mark.slow

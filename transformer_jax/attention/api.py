@@ -299,10 +299,11 @@ def plan_mask(
     leaves = jax.tree.leaves((call.mask, call.q_positions, call.k_positions))
     if any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
         return mask
-    for name in _candidates(implementation, call):
+    shapes = call.plain_shapes()
+    for name in _candidates(implementation, shapes):
         one = IMPLEMENTATIONS[name]
-        if one.refuse(call) is None:
-            plan = one.plan(call)
+        if one.refuse(shapes) is None:
+            plan = one.plan(call if one.reads_pages(call) else shapes)
             return mask if mask is None or plan is None else PlannedMask(mask, plan)
     return mask
 

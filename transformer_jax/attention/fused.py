@@ -231,9 +231,13 @@ def _has_few_queries(call: AttentionCall, where: Target) -> bool:
     most, Hv = where.module.LIST_BYTES, call.value.shape[3]
     if most is None:
         return True
-    tiles = blocks_of(where, "decode", H, Hv, call.query.dtype.itemsize, T, S, K, _page(call))
+    *others, k = [
+        blocks_of(where, kind, H, Hv, call.query.dtype.itemsize, T, S, K, _page(call)).k
+        for kind in kinds(False, True, _sums_fit(where, S, H, Hv))
+    ]
+    listed = _round_up(S, math.lcm(*others, k)) // k  # S is padded to whole tiles of every kernel
     table = 0 if call.block_table is None else call.block_table.size
-    return 4 * (B * -(-S // tiles.k) + table) <= most
+    return 4 * (B * listed + table) <= most
 
 
 def _page(call: AttentionCall) -> int | None:

@@ -204,6 +204,8 @@ def _prepare_pages(
     arrays = kv.slot_leaves(cache)
     arrays["positions"] = cache.positions.at[page].set(positions, mode="drop")
 
+    if copied.size == 0:
+        return replace(cache, **arrays)
     first = jnp.argsort(~copied.reshape(-1), stable=True)  # those that are copied
     source, target = old.reshape(-1)[first], page.reshape(-1)[first]
 
