@@ -137,8 +137,8 @@ def dot_product_attention(
 
 def dot_product_attention(
     query: jax.Array,  # [B, T, N, H]
-    key: jax.Array,  # [B, S, K, H]
-    value: jax.Array,  # [B, S, K, Hv]
+    key: jax.Array,  # [B, S, K, H], or in pages [P, page, K, H]
+    value: jax.Array,  # [B, S, K, Hv], or in pages [P, page, K, Hv]
     *,
     mask: Mask | None = None,
     bias: jax.Array | Bias | None = None,
@@ -149,8 +149,8 @@ def dot_product_attention(
     k_positions: jax.Array | None = None,  # i32[S] or [B, S]
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    key_scale: jax.Array | None = None,  # f32[B, S, K]
-    value_scale: jax.Array | None = None,  # f32[B, S, K]
+    key_scale: jax.Array | None = None,  # f32[B, S, K], or in pages [P, page, K]
+    value_scale: jax.Array | None = None,  # f32[B, S, K], or in pages [P, page, K]
     block_table: jax.Array | None = None,  # i32[B, M]
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
@@ -171,9 +171,10 @@ def dot_product_attention(
     With a `block_table`, of integers, keys and values lie in the pages of a pool, as a `PagedCache`
     holds them: key and value are [P, page, K, H] and [P, page, K, Hv], their scales [P, page, K],
     and key j of row b is in slot j % page of page block_table[b, j // page]. So S = M page, and
-    masks, bias and positions are of j as before. An entry that is no page, as -1, is read as any
-    one: its keys must be hidden. The same kernels read pages of a multiple of 64 keys (Hopper) or
-    128 (TPU) in place, the others a gathered copy.
+    masks, bias and positions are of j as before. For an entry that is no page, as -1, some page of
+    the pool is read: hide its keys, by the mask or by `k_positions` of -1. The same kernels read
+    pages in place whose size is a multiple of 64 keys (Hopper) or 128 (TPU); all else reads a
+    gathered copy.
 
     A query that sees nothing gets zeros, lse -inf and no gradient. NaN or inf in a query, key or
     value reaches exactly the queries that see it, whose output is NaN, and which pass no gradient
