@@ -161,9 +161,9 @@ def dequantise(
     return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
-def gather_pages(
+def rows_of_pages(
     x: jax.Array,  # [P, page, ..]
-    pages: jax.Array,  # i32[B, M]; -1 is read as any page
+    pages: jax.Array,  # i32[B, M]; an entry that is no page reads some page
 ) -> jax.Array:  # [B, M * page, ..]
     """Return the pages of each row one after the other, which is a copy."""
     (B, M), (_, page, *rest) = pages.shape, x.shape

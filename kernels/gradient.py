@@ -23,8 +23,8 @@ from transformer_jax.kernels.contract import (
     Saved,
     TileLists,
     dequantise,
-    gather_pages,
     learns_slopes,
+    rows_of_pages,
 )
 from transformer_jax.kernels.lowering import here_or_elsewhere
 from transformer_jax.kernels.sharding import HEADS, KEYS, QUERIES, ROWS, TILES, AxisNames
@@ -102,7 +102,7 @@ def _widened(
     They are numbers of the query's dtype, gathered from pages and padded to whole tiles.
     """
     if pages is not None:
-        arrays = jax.tree.map(lambda x: gather_pages(x, pages), arrays)
+        arrays = jax.tree.map(lambda x: rows_of_pages(x, pages), arrays)
     wide = [x if scale is None else dequantise(x, scale, dtype) for x, scale in arrays]
     return [
         x if x.shape[1] == S else jnp.pad(x, ((0, 0), (0, S - x.shape[1]), (0, 0), (0, 0)))

@@ -16,7 +16,7 @@ from transformer_jax.attention import fused
 from transformer_jax.attention.api import IMPLEMENTATIONS, plan_mask
 from transformer_jax.attention.arguments import check_call
 from transformer_jax.kernels import Target, cpu, using
-from transformer_jax.kernels.contract import Refused, gather_pages, tile_lists
+from transformer_jax.kernels.contract import Refused, tile_lists
 from transformer_jax.kernels.tpu.grid import refuse_long
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -130,7 +130,7 @@ def test_few_queries_read_pages_of_whole_tiles_in_place(call, in_place):
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_gradients_are_those_of_what_is_gathered(implementation):
-    """Of a page that two rows share, the sum of both."""
+    """A page that two rows share gets the sum of both gradients."""
     given = Call(128)
     clean = {name: jnp.nan_to_num(x) for name, x in given.pools.items()}
     weight = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, HV)), jnp.float32)
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_what_is_gathered(implementation):
         return (given.attend(implementation, query, pools) * weight).sum()
 
     def loss_of_rows(query, pools):
-        rows = {name: gather_pages(x, given.table) for name, x in pools.items()}
+        rows = {name: x[given.table].reshape(B, S, *x.shape[2:]) for name, x in pools.items()}
         more = dict(mask=given.mask, sinks=given.sinks, softcap=3.0) | given.positions
         return (dot_product_attention(query, **rows, implementation="xla", **more) * weight).sum()
 
@@ -215,7 +215,7 @@ def test_a_mesh_computes_the_same_and_gathers_only_pages_that_it_has_split():
 
 
 def test_an_entry_that_is_no_page_is_read_as_any():
-    """Of keys that are hidden, as they must be, it shows nothing; others are those of a page."""
+    """Its keys are of some page, so that they show nothing where they are hidden."""
     given = Call(128)
     assert (given.table < 0).any()
     rng = np.random.default_rng(4)

@@ -62,15 +62,7 @@ def named(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(
-    ("T", "options", "kernel"),
-    [
-        (1, {}, "decode"),
-        (16, {}, "decode"),
-        (17, {}, "forward"),
-        (1, dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "forward"),
-    ],
-)
+@pytest.mark.parametrize(("T", "options", "kernel"), few_queries.KERNELS)
 def test_few_queries_without_dropout_take_the_decode_kernel(T, options, kernel, monkeypatch):
     calls = named(monkeypatch)
     attend, inputs = program(arrays_of(T), mask=Causal(), **options)
@@ -331,7 +323,7 @@ def test_the_decode_kernel_spills_no_register(H, compile_gpu):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bias", "pairs"])
 def test_the_decode_kernel_compiles_with_arrays_of_pairs(name, compile_gpu):
-    """What the interpreter takes as the start of a slice, Mosaic GPU may not."""
+    """Mosaic GPU may refuse the start of a slice that the interpreter takes."""
     sizes = (compile_gpu.B, compile_gpu.N, compile_gpu.T, compile_gpu.T)
     visible, dtype = (
         (compile_gpu.causal, jnp.bfloat16) if name == "bias" else (compile_gpu.in_matrix, jnp.int8)

@@ -223,15 +223,7 @@ KEYS = "key", "value", "k_scale", "v_scale"
 arrays_of = functools.partial(few_queries.arrays_of, 32)
 
 
-@pytest.mark.parametrize(
-    ("T", "options", "kernel"),
-    [
-        (1, {}, "decode"),
-        (16, {}, "decode"),
-        (17, {}, "forward"),
-        (1, dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "forward"),
-    ],
-)
+@pytest.mark.parametrize(("T", "options", "kernel"), few_queries.KERNELS)
 def test_few_queries_without_dropout_take_the_decode_kernel(T, options, kernel):
     attend, inputs = program(arrays_of(T), mask=Causal(), **options)
     with using(WHERE):

@@ -10,6 +10,14 @@ from tests.support.attention_suite import draw, reference
 from transformer_jax import Causal, Prefix, Window, dot_product_attention
 from transformer_jax.cache import kv_cache as kv
 
+KERNELS = [
+    (1, {}, "decode"),
+    (16, {}, "decode"),
+    (17, {}, "forward"),
+    (1, dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "forward"),
+]
+"""Say of T queries of four heads to a key head, and of options, which kernel takes them."""
+
 
 def arrays_of(width, T=1, heads=8, kv_heads=2, keys=200, **sizes):
     """Draw a call in bfloat16 with heads of a width."""

@@ -17,7 +17,7 @@ from transformer_jax.attention.dropout import head_words, key_words
 from transformer_jax.attention.masks import Mask, check_mask
 from transformer_jax.checks import as_int32, check_finite, check_key
 from transformer_jax.kernels.contract import Refused as Refused
-from transformer_jax.kernels.contract import dequantise, gather_pages
+from transformer_jax.kernels.contract import dequantise, rows_of_pages
 from transformer_jax.pytree import register
 from transformer_jax.sharding import by_compiler, split
 
@@ -81,7 +81,7 @@ class AttentionCall:
         pools = [getattr(self, name) for name in names]
 
         def gather(table: jax.Array, *pools: jax.Array) -> list[jax.Array]:
-            return [gather_pages(x, table) for x in pools]
+            return [rows_of_pages(x, table) for x in pools]
 
         rows = partial(split, self.query, slice(1))
         specs = [rows((None, *split(x, slice(2, None)))) for x in pools]

@@ -25,6 +25,7 @@ import numpy as np
 
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.checks import as_int32, check_count
+from transformer_jax.kernels.contract import rows_of_pages
 from transformer_jax.pytree import exportable
 from transformer_jax.tracing import traced
 
@@ -225,21 +226,15 @@ def gather_pages(cache: PagedCache) -> kv.KVCache:
     Slot p holds position p. `cache.read` returns its keys and values as attention takes them, which
     also takes the pools themselves with the block table, and `gather_positions`.
     """
-    gathered = jax.tree.map(partial(_by_row, cache), kv.slot_leaves(cache))
+    gathered = jax.tree.map(lambda x: rows_of_pages(x, cache.block_table), kv.slot_leaves(cache))
     return kv.KVCache(**gathered | {"positions": gather_positions(cache)}, length=cache.length)
 
 
 def gather_positions(cache: PagedCache) -> jax.Array:  # i32[B, capacity]
     """Return the position that each slot of a row holds; -1 where it is empty."""
-    positions = _by_row(cache, cache.positions)
+    positions = rows_of_pages(cache.positions, cache.block_table)
     there = jnp.repeat(cache.block_table >= 0, cache.page_size, axis=1)
     return jnp.where(there & (positions < cache.length[:, None]), positions, -1)
-
-
-def _by_row(cache: PagedCache, x: jax.Array) -> jax.Array:  # [P, page_size, ..]
-    """Gather the pages of each row: [B, capacity, ..], with any page where it has none."""
-    rows = len(cache.block_table)
-    return x[jnp.maximum(cache.block_table, 0)].reshape(rows, cache.capacity, *x.shape[2:])
 
 
 def share(
