@@ -129,7 +129,7 @@ def share(case: AttentionCase, direction: specs.Direction, cycles: float) -> flo
 def predict_call(
     case: AttentionCase, direction: specs.Direction, costs: Sequence[Cost]
 ) -> dict[str, Any]:
-    """What the kernels of a call take, one after the other."""
+    """Predict a call: the cycles of its kernels, which run in turn, and its share of the rate."""
     kernels = [predict(case, cost) for cost in costs]
     row: dict[str, Any] = {"case": case.name, "direction": direction, "kernels": kernels}
     for name in ("overlapped", "serial"):
@@ -168,7 +168,7 @@ def predictions(costs: Sequence[Cost]) -> list[dict[str, Any]]:
 
 
 def goals(costs: Sequence[Cost], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What arithmetic allows: documents against dense, all options against none of them.
+    """Return the bounds of two goals: documents against dense, all options against none.
 
     Forward and backward by dq and dk/dv. `tiles` counts the tensor cores' work in the visited tiles
     alone, shared out evenly.
@@ -290,7 +290,7 @@ def report(costs: Sequence[Cost], rows: Sequence[dict[str, Any]], found: dict[st
 
 
 def program_report(rows: Sequence[dict[str, Any]]) -> str:
-    """What stands around the kernels, as text."""
+    """Return as text what XLA runs around the kernels."""
     lines = []
     for row in rows:
         lines.append(f"{row['mask']}, {row['direction']}")
@@ -305,7 +305,7 @@ def program_report(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What compiled: packages, the assembler that Mosaic GPU calls, the commit."""
+    """Name what compiled: packages, the assembler that Mosaic GPU calls, the commit."""
 
     def said(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -88,7 +88,7 @@ def parse(text: str) -> tuple[str, Program]:
 
 
 def _after_type(text: str) -> str:
-    """What follows the type of a result, which may be a tuple of types."""
+    """Return the text after the type of a result, which may be a tuple of types."""
     if not text.startswith("("):
         return text.partition(" ")[2]
     depth = 0

@@ -46,7 +46,7 @@ class Instruction:
 
     @property
     def shared_bytes(self) -> int:
-        """What a warpgroup moves to or from shared memory, at least; operands are in bfloat16.
+        """Count the bytes that a warpgroup moves at least to or from shared memory, in bfloat16.
 
         The left operand of an HGMMA may be in registers; the right one is read once. A load takes a
         cycle, 128 bytes, of each warp, as where threads share what they read.

@@ -431,7 +431,7 @@ def test_tokamax_is_not_asked_for_something_else(monkeypatch):
     ],
 )
 def test_jax_linear_attention_is_asked_for_the_same(monkeypatch, name, changes):
-    """By what it says of its arguments: it is not installed here."""
+    """Use a stand-in with the arguments of its documentation: it is not installed here."""
 
     def attend(query, key, value, *, segment_ids=None, sliding_window=None, sinks=None):
         scores = jnp.einsum("BTNH,BSNH->BNTS", query, key) / query.shape[-1] ** 0.5

@@ -1,4 +1,4 @@
-"""What stands around the kernels in a caller's program: nothing that waits, sorts or copies."""
+"""A caller's program has nothing around the kernels that waits, sorts or copies."""
 
 from __future__ import annotations
 

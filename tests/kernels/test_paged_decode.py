@@ -106,7 +106,7 @@ def test_pages_match_the_dense_oracle(case, lengths, page):
 
 
 def test_rows_share_a_page_and_name_pages_in_any_order():
-    """That the cases above are what they say."""
+    """The cases above do what this one is to show: they share pages, named out of order."""
     case, lengths, page = CASES["lengths of rows, groups of four"]
     lengths = [S, 128, 300]
     given = paged(case, with_prefix(draw_few(case, lengths=lengths), 128), page)
