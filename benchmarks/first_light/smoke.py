@@ -18,6 +18,7 @@ NAMES = (
     "slack 8",
     "decode, a cache",
     "decode, a cache of int8",
+    "decode, a paged cache",
     "ALiBi, gradients",
     "two-sided window, gradients",
     "softcap and documents, gradients",

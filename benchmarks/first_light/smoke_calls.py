@@ -21,6 +21,7 @@ from benchmarks.first_light import checks, rehearsal
 from benchmarks.first_light.ablations import automatic_barriers
 from tests.support import oracle
 from tests.support.attention_suite import draw, reference
+from tests.support.pages import in_pages
 from tests.support.tolerances import (
     FORWARD_BF16,
     GRADIENT_BF16,
@@ -227,9 +228,16 @@ def long(where: Where) -> Shares:
     return shares(at_rows, {name: np.asarray(x) for name, x in expected.items()})
 
 
-def decode(where: Where, int8: bool) -> Shares:
-    """Let one query a row see the filled part of a cache, whose rows end at different slots."""
+PAGE = 128
+
+
+def decode(where: Where, int8: bool = False, paged: bool = False) -> Shares:
+    """Let one query a row see the filled part of a cache, whose rows end at different slots.
+
+    Pages lie in any order in their pool, which is NaN wherever no query is to look.
+    """
     S = where.length(8200)
+    S = -(-S // PAGE) * PAGE if paged else S
     arrays = draw(
         11, batch=4, queries=1, keys=S, heads=8, kv_heads=2, dim=128, value_dim=128,
         dtype="bfloat16",
@@ -247,6 +255,11 @@ def decode(where: Where, int8: bool) -> Shares:
         places |= {"key_scale": k_scale, "value_scale": v_scale}
         wide = [dequantise(x, scale, "bfloat16") for x, scale in ((key, k_scale), (value, v_scale))]
         expected = expected | dict(zip(INPUTS[1:], wide, strict=True))
+    if paged:
+        keys = (arrays[name] for name in INPUTS[1:])
+        *pools, table = in_pages(np.random.default_rng(12), PAGE, held, *keys)
+        arrays = arrays | dict(zip(INPUTS[1:], pools, strict=True))
+        places |= {"block_table": table}
     run = program(arrays, Causal(), where.implementation("pallas"), gradients=False, **places)
     return shares(run(), reference(expected, held[:, None, None]))
 
@@ -272,8 +285,9 @@ CHECKS: dict[str, Callable[[Where], Shares]] = {
     "single-pass, 50 runs": single_pass_repeats,
     "own barriers, 50 runs": own_barriers,
     "slack 8": slack,
-    "decode, a cache": lambda where: decode(where, int8=False),
+    "decode, a cache": decode,
     "decode, a cache of int8": lambda where: decode(where, int8=True),
+    "decode, a paged cache": lambda where: decode(where, paged=True),
     "ALiBi, gradients": alibi,
     "two-sided window, gradients": window,
     "softcap and documents, gradients": documents,
