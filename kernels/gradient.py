@@ -27,13 +27,15 @@ from transformer_jax.kernels.contract import (
     rows_of_pages,
 )
 from transformer_jax.kernels.lowering import here_or_elsewhere
+from transformer_jax.kernels.packing import packed
 from transformer_jax.kernels.sharding import HEADS, KEYS, QUERIES, ROWS, TILES, AxisNames
 
 Gradients = tuple[jax.Array | None, ...]
 """Gradients of query, key, value, bias, slopes and sinks; None for an input that is not there or
 whose gradient nobody asks for."""
 ListsByKernel = dict[Kind, TileLists]
-"""The tiles that each kernel of a call visits; rows are key tiles for "dkdv" and "single_pass"."""
+"""The tiles that each kernel of a call visits; rows are key tiles for those of `BY_KEY`."""
+BY_KEY: tuple[Kind, ...] = ("dkdv", "single_pass")
 
 
 @jax.tree_util.register_static
@@ -54,7 +56,8 @@ def attend(
     """Return attention and the logarithm of its denominator.
 
     T and S are multiples of each kernel's tile sizes; where there is a decode kernel, keys and
-    values may be shorter. The gradient is that of query, key, value, bias, slopes and sinks.
+    values may be shorter, and packed queries are not padded. The gradient is that of query, key,
+    value, bias, slopes and sinks.
     """
     if "decode" in lists:
         return _decode(problem, where, operands, lists["decode"])
@@ -199,7 +202,9 @@ def _kernel(
             out = out if isinstance(out, tuple) else (out,)
             return tuple(x for x in out if x is not None)
 
-        return kernel
+        if not problem.packs or kind == "decode":  # which packs queries itself
+            return kernel
+        return packed(kernel, blocks.q, results, by_key=kind in BY_KEY)
 
     # an interpreter with parameters calls back into Python, which no partitioner can split
     splits = problem.interpret in (True, False)

@@ -38,6 +38,7 @@ __all__ = [
     "INT8",
     "LIST_BYTES",
     "MARKS",
+    "PACKS",
     "PAGE",
     "PORTABLE",
     "SHORTEST",
@@ -55,6 +56,7 @@ HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 INT8 = False  # whether the decode kernel reads int8
 LIST_BYTES = None  # lists are in device memory
 MARKS = True  # whether the forward kernel says for the others where something was not finite
+PACKS = True  # few queries of several heads as rows of one tile
 PAGE = 0  # nor pages
 PORTABLE = None
 SHORTEST = None  # short sequences are padded to whole tiles

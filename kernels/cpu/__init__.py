@@ -53,6 +53,7 @@ SHORTEST = None
 MARKS = False  # whether the forward kernel says for the others where something was not finite
 DECODE_ROWS = 0  # `forward` itself has a kernel for few queries
 INT8 = False
+PACKS = False  # a tile takes several heads as it is
 PAGE = 0
 PORTABLE = portable  # what programs get that leave this machine, and derivatives
 HANDLERS = (

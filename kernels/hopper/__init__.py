@@ -49,6 +49,7 @@ __all__ = [
     "INT8",
     "LIST_BYTES",
     "MARKS",
+    "PACKS",
     "PAGE",
     "SHORTEST",
     "backward_bias",
@@ -68,6 +69,7 @@ MARKS = (
     not HAS_JAX_11
 )  # whether the forward kernel says for the others where something was not finite
 INT8 = True  # whether the decode kernel reads int8
+PACKS = True  # few queries of several heads as rows of one tile
 PAGE = DECODE_ROWS  # the decode kernel reads pages of whole copies
 PORTABLE = None
 SHORTEST = None  # short sequences are padded to whole tiles

@@ -34,6 +34,7 @@ __all__ = [
     "INT8",
     "LIST_BYTES",
     "MARKS",
+    "PACKS",
     "PAGE",
     "SHORTEST",
     "backward_bias",
@@ -53,6 +54,7 @@ MARKS = True  # whether the forward kernel says for the others where something w
 PORTABLE = None
 DECODE_ROWS = 64
 INT8 = True  # whether the decode kernel reads int8
+PACKS = False  # whether few queries of several heads are rows of one tile
 PAGE = SHORTEST  # the decode kernel reads pages of whole tiles
 
 

@@ -134,7 +134,7 @@ def test_calls_of_one_row_share_a_matrix_that_is_not_mapped():
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(["two parts of a key head"], id="one case"),
+        pytest.param(["two parts of a key head", "packed queries"], id="two cases"),
         pytest.param([], marks=pytest.mark.slow, id="all"),
     ],
 )

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support.attention_suite import draw
-from tests.support.plain_kernels import Plain
+from tests.support.plain_kernels import Packing, Plain
 from transformer_jax.attention.api import dot_product_attention
 from transformer_jax.attention.masks import Causal, Dense, Segments
 from transformer_jax.kernels import using
@@ -29,13 +29,15 @@ CASES = {
     "a matrix of rows and heads": dict(heads=8, kv_heads=8, matrix=(4, 8, 33, 37)),
     "a matrix of all": dict(heads=8, kv_heads=2, matrix=(33, 37)),
     "single pass": dict(heads=8, kv_heads=2, implementation="pallas_unordered"),
+    "packed queries": dict(heads=16, kv_heads=2, queries=7, bias=(1, 16, 7, 37), packs=True),
 }
 
 
 def run(case: str, manual: bool = False) -> dict:
     heads, kv_heads = CASES[case]["heads"], CASES[case]["kv_heads"]
+    queries, packs = CASES[case].get("queries", 33), CASES[case].get("packs", False)
     rng = np.random.default_rng(0)
-    arrays = draw(3, batch=4, queries=33, keys=37, heads=heads, kv_heads=kv_heads)
+    arrays = draw(3, batch=4, queries=queries, keys=37, heads=heads, kv_heads=kv_heads)
     if "bias" in CASES[case]:
         arrays["bias"] = jnp.asarray(rng.normal(size=CASES[case]["bias"]), jnp.float32)
     if "matrix" in CASES[case]:
@@ -50,13 +52,13 @@ def run(case: str, manual: bool = False) -> dict:
         def loss(inputs):
             mask = Causal() & Segments(arrays["ids"])
             mask = mask & Dense(arrays["matrix"]) if "matrix" in arrays else mask
-            with using(Plain()):
+            with using(Packing() if packs else Plain()):
                 out, lse = dot_product_attention(
                     inputs["query"], inputs["key"], inputs["value"],
                     mask=mask, bias=inputs.get("bias"),
                     sinks=inputs["sinks"], return_lse=True,
                     implementation=CASES[case].get("implementation", "pallas"),
-                    dropout_rate=0.2, dropout_key=jax.random.key(1),
+                    dropout_rate=0 if packs else 0.2, dropout_key=jax.random.key(1),
                 )  # fmt: skip
             return (out * arrays["out_cotangent"]).sum() + (lse * arrays["lse_cotangent"]).sum()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -32,8 +33,16 @@ PORTABLE = None
 SHORTEST = None
 DECODE_ROWS = 0
 INT8 = False
+PACKS = False
 PAGE = 0
 TILES = {"forward": Blocks(16, 32), "dq": Blocks(16, 16), "dkdv": Blocks(32, 16)}
+LARGE = {
+    "forward": Blocks(64, 32),
+    "dq": Blocks(32, 16),
+    "dkdv": Blocks(16, 32),
+    "bias": Blocks(32, 32),
+    "single_pass": Blocks(32, 16),
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,19 @@ class Plain(Target):
         from tests.support import plain_kernels
 
         return plain_kernels
+
+
+@dataclass(frozen=True)
+class Packing(Plain):
+    """Pack few queries of several heads as rows of one tile; tiles hold many of them."""
+
+    @property
+    def module(self):
+        from tests.support import plain_kernels
+
+        return SimpleNamespace(
+            **vars(plain_kernels) | dict(PACKS=True, blocks=lambda kind, *_: LARGE[kind])
+        )
 
 
 def refuse(problem, query, key, value):

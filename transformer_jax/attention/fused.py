@@ -29,7 +29,7 @@ from transformer_jax.kernels.contract import (
     Vectors,
     clip_pages,
 )
-from transformer_jax.kernels.gradient import ListsByKernel, attend
+from transformer_jax.kernels.gradient import BY_KEY, ListsByKernel, attend
 from transformer_jax.pytree import register
 from transformer_jax.sharding import vary
 from transformer_jax.tracing import at_once
@@ -44,6 +44,7 @@ class Tiling:
     positioned: tuple[bool, bool]  # whether positions of queries, and of keys, are given
     padded: tuple[int, int]
     group: int  # query heads of a key head
+    packs: bool  # whether kernels get the queries of a group as rows of one tile
 
 
 @register(arrays=("q_vectors", "k_vectors", "pairs", "lists"), static=("visible", "tiling"))
@@ -126,6 +127,7 @@ class Pallas(Implementation):
         if not isinstance(plan, FusedPlan) or plan.tiling != tiling:
             plan = _plan(call, tiling)
         problem = _problem(call, plan.visible, tiling.where, self.single_pass)
+        problem = dataclasses.replace(problem, packs=tiling.packs)
         out, lse = attend(problem, tiling.where, *vary((_operands(call, plan), plan.lists)))
         return out[:, : call.sizes[1]], jnp.moveaxis(lse[:, :, : call.sizes[1]], 1, 2)
 
@@ -141,14 +143,15 @@ class Pallas(Implementation):
                 self.single_pass, _has_few_queries(call, where), _sums_fit(where, S, H, Hv)
             )
         }
-        padded_T, padded_S = T, S
+        padded_T, padded_S, packs = T, S, _packs(call, where, blocks["forward"].q)
         if self.pads:
             tiles = [b.q for kind, b in blocks.items() if kind != "decode"]
-            padded_T = _round_up(T, math.lcm(*tiles))
+            padded_T = T if packs else _round_up(T, math.lcm(*tiles))
             padded_S = _round_up(S, math.lcm(*(b.k for b in blocks.values())))
         where = dataclasses.replace(where, blocks=tuple(blocks.items()))
         positioned = call.q_positions is not None, call.k_positions is not None
-        return Tiling(where, (T, S), positioned, (padded_T, padded_S), N // call.key.shape[2])
+        group = N // call.key.shape[2]
+        return Tiling(where, (T, S), positioned, (padded_T, padded_S), group, packs)
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,22 @@ def _has_few_queries(call: AttentionCall, where: Target) -> bool:
     return 4 * (B * listed + table) <= most
 
 
+def _packs(call: AttentionCall, where: Target, block_q: int) -> bool:
+    """Say whether the queries of all heads that read a key head are packed as rows of one tile.
+
+    They are where the forward kernel then has half as many tiles, or fewer. Dropout goes by head
+    and query, a kernel takes one slope a head, and a bias of heads without a row for each query
+    would become larger.
+    """
+    (_, T, N, _), bias = call.sizes, call.bias
+    group = N // call.key.shape[2]
+    if not where.module.PACKS or call.dropout_rate > 0 or isinstance(bias, ALiBi):
+        return False
+    if bias is not None and bias.shape[1] > 1 == bias.shape[2]:
+        return False
+    return 2 * -(-T * group // block_q) <= group * -(-T // block_q)
+
+
 def _page(call: AttentionCall) -> int | None:
     """Return how many keys a page has; None where they lie in no pages."""
     return None if call.block_table is None else call.key.shape[1]
@@ -295,10 +314,10 @@ def _plan(call: AttentionCall, tiling: Tiling) -> FusedPlan:
         pairs = vectors.pairs()
         if pairs is not None:
             pairs = pad(pad(pairs, 2, padded_T, 0), 3, padded_S, 0)
+        if tiling.packs:  # one tile has all queries
+            blocks = {kind: dataclasses.replace(b, q=padded_T) for kind, b in blocks.items()}
         plans = _plans(mask, *at, tuple(blocks.values()), tiling.padded)
-    lists = {
-        kind: _lists(kind, plan, tiling.group) for kind, plan in zip(blocks, plans, strict=True)
-    }
+    lists = {kind: _lists(kind, plan, tiling) for kind, plan in zip(blocks, plans, strict=True)}
     if hasattr(tiling.where.module, "prepare"):
         lists = {kind: tiling.where.module.prepare(found) for kind, found in lists.items()}
     everywhere = mask.sees_everything and call.k_positions is None and call.sizes[3] == padded_S
@@ -329,11 +348,11 @@ def _operands(call: AttentionCall, plan: FusedPlan) -> Operands:
     )
 
 
-def _lists(kind: Kind, plan: BlockPlan, group: int) -> TileLists:
+def _lists(kind: Kind, plan: BlockPlan, tiling: Tiling) -> TileLists:
     """Return the tiles that a kernel visits."""
-    if kind == "decode":
-        return plan.of_first_queries(group).key_tiles()
-    return plan.query_tiles() if kind in ("dkdv", "single_pass") else plan.key_tiles()
+    if kind == "decode" or tiling.packs:
+        plan = plan.of_first_queries(tiling.group)
+    return plan.query_tiles() if kind in BY_KEY else plan.key_tiles()
 
 
 @partial(jax.jit, static_argnums=(3, 4))  # at once, each step would be a program of its own

@@ -1,0 +1,162 @@
+"""Pack the queries of all heads that read one key head as rows of one tile, around any kernel.
+
+Where queries are few, a tile of one head's is mostly empty, and each head reads the keys again.
+Packed, row g T + t of key head h is query t of query head h G + g, with G = N / K: the kernel gets
+K heads of queries, and G T rows of each, filled up to whole tiles. Every tile of rows visits what
+any of the queries sees.
+
+It stands inside of the rules for `vmap` and for a mesh, so G is that of a device's own heads, and
+nothing is moved between devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.kernels.contract import Operands, Saved, TileLists
+from transformer_jax.kernels.sharding import HEADS, KEYS, QUERIES, ROWS, TILES, AxisNames
+
+Kernel = Callable[..., tuple[jax.Array, ...]]  # of Operands, TileLists and perhaps Saved
+
+
+def packed(kernel: Kernel, block_q: int, results: Sequence[AxisNames], *, by_key: bool) -> Kernel:
+    """Return a kernel that packs what the given one reads, and unpacks its results.
+
+    Queries are not padded, and there is neither dropout nor a slope. The lists have one tile of
+    queries, and the heads that read one key head share it; `by_key`: it is their one column.
+    A bias of one head has any shape, one of several heads has a row for each query.
+    """
+
+    def call(operands: Operands, lists: TileLists, *saved: Saved) -> tuple[jax.Array, ...]:
+        (_, T, N, _), K = operands.query.shape, operands.key.shape[2]
+        rows = Rows(T, N // K, block_q)
+        inner = rows.operands(operands), rows.lists(lists, by_key), *map(rows.saved, saved)
+        bias = None if operands.bias is None else operands.bias.shape
+        found = zip(kernel(*inner), results, strict=True)
+        out = tuple(rows.unpacked(x, names, bias) for x, names in found)
+        return out if saved or operands.sinks is None else with_sinks(operands.sinks, *out)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Say which queries are rows: those of `group` heads, T of each, one head after the other."""
+
+    T: int
+    group: int
+    block: int
+
+    @property
+    def number(self) -> int:
+        """Return how many rows are queries."""
+        return self.group * self.T
+
+    @property
+    def tiles(self) -> int:
+        """Return how many tiles the rows take."""
+        return -(-self.number // self.block)
+
+    # What a kernel reads
+
+    def operands(self, x: Operands) -> Operands:
+        """Return the operands with rows in place of queries, and without sinks."""
+        several = None if x.bias is None else x.bias.shape[1] > 1 or x.bias.shape[2] > 1
+        return x._replace(
+            query=self.queries(x.query),
+            q_vectors=tuple(self._filled(jnp.tile(v, self.group), 1) for v in x.q_vectors),
+            pairs=None if x.pairs is None else self.pairs(x.pairs),
+            bias=self.pairs(x.bias) if several else x.bias,
+            sinks=None,
+        )
+
+    def saved(self, x: Saved) -> Saved:
+        """Return what a backward kernel reads of the forward pass; added rows have no weights."""
+        marks = x.nonfinite
+        if marks is not None:
+            marks = marks.reshape(marks.shape[0], -1, self.group).any(axis=2)
+        return Saved(
+            self.queries(x.do),
+            self.heads(x.row_max, jnp.inf),
+            self.heads(x.log_sum),
+            self.heads(x.D),
+            marks,
+        )
+
+    def lists(self, lists: TileLists, by_key: bool) -> TileLists:
+        """Return lists of all tiles of rows, each of which visits the same."""
+        order, full, seen = (x[:, :: self.group] for x in lists[:3])  # one head's, or all heads'
+        if by_key:
+            every = jax.lax.broadcasted_iota(order.dtype, (*seen.shape, self.tiles), seen.ndim)
+            order = jnp.where(seen[..., None] > 0, every, 0)
+            rows = None if lists.rows is None else lists.rows[:, :: self.group]
+            return TileLists(order, full * self.tiles, seen * self.tiles, rows=rows)
+        return TileLists(*(jnp.repeat(x, self.tiles, axis=2) for x in (order, full, seen)))
+
+    def queries(self, x: jax.Array) -> jax.Array:  # [B, T, N, d] -> [B, rows, K, d]
+        """Return queries, or what is like them, as rows."""
+        B, T, N, d = x.shape
+        x = x.reshape(B, T, N // self.group, self.group, d).transpose(0, 3, 1, 2, 4)
+        return self._filled(x.reshape(B, self.number, -1, d), 1)
+
+    def heads(self, x: jax.Array, fill: float = 0) -> jax.Array:  # [B, N, T] -> [B, K, rows]
+        """Return one number of each head and query as one of each row."""
+        return self._filled(x.reshape(x.shape[0], -1, self.number), 2, fill)
+
+    def pairs(self, x: jax.Array) -> jax.Array:  # [.., N or 1, T or 1, S or 1] -> [.., rows, ..]
+        """Return an array of pairs with an axis of rows, and K heads or one."""
+        b, n, t, s = x.shape
+        group = self.group if n > 1 else 1
+        x = x.reshape(b, n // group, group, t, s)
+        x = jnp.broadcast_to(x, (b, n // group, self.group, self.T, s))
+        return self._filled(x.reshape(b, n // group, self.number, s), 2)
+
+    def _filled(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, self.tiles * self.block - self.number)
+        return jnp.pad(x, widths, constant_values=fill)
+
+    # What a kernel returns
+
+    def unpacked(self, x: jax.Array, names: AxisNames, bias: tuple[int, ...] | None) -> jax.Array:
+        """Return a result as one by query and head; a gradient of a bias has the bias's shape."""
+        if names == KEYS:
+            return x
+        if names == HEADS:
+            return jnp.repeat(x, self.group, axis=1)
+        if names == QUERIES:  # [B, rows, K, d] -> [B, T, N, d]
+            B, _, K, d = x.shape
+            x = x[:, : self.number].reshape(B, self.group, self.T, K, d)
+            return x.transpose(0, 2, 3, 1, 4).reshape(B, self.T, -1, d)
+        if names == ROWS:  # [B, K, rows] -> [B, N, T]
+            return x[:, :, : self.number].reshape(x.shape[0], -1, self.T)
+        assert names == TILES and bias is not None
+        b, n, t, s = bias
+        if n == 1 == t:
+            return x
+        x = x[:, :, : self.number].reshape(b, -1, self.group, self.T, s)
+        return x.sum(axis=2) if n == 1 else x.reshape(bias)
+
+
+def with_sinks(
+    sinks: jax.Array,  # f32[B or 1, N]
+    out: jax.Array,  # [B, T, N, Hv], without sinks
+    row_max: jax.Array,  # f32[B, N, T]: m
+    log_sum: jax.Array,  # f32[B, N, T]: log l
+    *marks: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Return a forward kernel's results once sinks have joined l, unless a row is fully masked.
+
+        log l' = log(l + exp(sink - m))      out' = out l / l'
+
+    m stays as it is. A kernel takes one sink a head, and rows of a tile are of several.
+    """
+    fully_masked = jnp.isneginf(row_max)
+    sink = jnp.where(fully_masked, -jnp.inf, sinks[..., None] - row_max)
+    total = jnp.logaddexp(log_sum, sink)
+    share = jnp.swapaxes(jnp.exp(log_sum - total), 1, 2)[..., None]
+    return (out.astype(jnp.float32) * share).astype(out.dtype), row_max, total, *marks
