@@ -1,16 +1,43 @@
-"""Few queries of several heads, packed as rows of one tile: around kernels in dense arrays."""
+"""Few queries of several heads, packed as rows of one tile.
+
+The whole suite runs around kernels in dense arrays; Hopper's and Ampere's kernels get a few calls
+in their interpreter. Everything is held against NumPy in float64.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.attention_suite import AttentionSuite
-from tests.support.plain_kernels import Packing
+from tests.support.attention_suite import AttentionSuite, draw, reference
+from tests.support.hopper_kernels import INTERPRETS, needs_interpreter
+from tests.support.plain_kernels import LARGE, Packing, visited
+from tests.support.tolerances import (
+    FORWARD_BF16,
+    GRADIENT_BF16,
+    GRADIENT_F32,
+    assert_near,
+)
+from transformer_jax import ALiBi, Causal, Dense, Segments, Window, dot_product_attention
+from transformer_jax.attention import fused
+from transformer_jax.attention.api import plan_mask
+from transformer_jax.kernels import Target, ampere, hopper, using
+from transformer_jax.kernels.hopper import schedule
+from transformer_jax.kernels.packing import Rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+needs_mma = pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
+BACKENDS = [
+    pytest.param("hopper", hopper, id="hopper"),
+    pytest.param("ampere", ampere, id="ampere", marks=needs_mma),
+]
 
 
 class TestPacking(AttentionSuite):
@@ -18,3 +45,250 @@ class TestPacking(AttentionSuite):
     target = Packing()
     may_refuse = True
     queries, span = 29, 71
+    every_time = frozenset(
+        {
+            "test_any_length_matches_the_oracle[7x65]",
+            "test_heads_of_any_number_and_width_match_the_oracle",
+            "test_every_mask_matches_the_oracle",
+            "test_masks_go_by_position_in_rings_and_ragged_rows",
+            "test_scale_softcap_and_sinks_match_the_oracle",
+            "test_sinks_far_above_and_below_every_score",
+            "test_array_bias_of_any_broadcast_shape_and_its_gradient[BNTS]",
+            "test_array_bias_of_any_broadcast_shape_and_its_gradient[TS]",
+            "test_fully_masked_rows_are_zero_and_touch_no_other_row",
+            "test_masked_keys_and_values_have_no_influence[future-nan]",
+            "test_a_nonfinite_key_that_all_see_passes_no_gradient_on[5-128]",
+            "test_a_nonfinite_query_that_sees_nothing_has_no_influence",
+            "test_a_nonfinite_key_head_breaks_the_query_heads_of_its_group",
+            "test_vmap_over_any_argument_is_a_loop[('valid', 'bias')]",
+            "test_vmap_over_a_matrix_is_a_loop",
+        }
+    )
+
+
+def attend_and_pull(arrays, **settings):
+    """Return the results of a call and the gradients of all its arrays, as `reference` does."""
+    inputs = {name: x for name, x in arrays.items() if not name.endswith("_cotangent")}
+    settings = dict(implementation="pallas", return_lse=True) | settings
+
+    def attend(inputs):
+        given = {name: inputs.get(name) for name in ("bias", "sinks")}
+        return dot_product_attention(
+            inputs["query"], inputs["key"], inputs["value"], **given, **settings
+        )
+
+    (out, lse), pull = jax.vjp(attend, inputs)
+    [gradients] = pull((arrays["out_cotangent"], arrays["lse_cotangent"]))
+    return {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
+
+
+# How many tiles there are
+
+
+def tiles_of(monkeypatch, target, module, arrays, **settings):
+    """Trace a call and its gradient; return of each kernel how many tiles of queries it has."""
+    jax.clear_caches()  # a program that is known is not traced again
+    found = {}
+    kinds = "forward", "backward_dq", "backward_dkdv", "backward_bias", "backward_single_pass"
+    for name in kinds:
+        kernel = getattr(module, name, None)
+
+        def record(problem, operands, lists, blocks, *saved, name=name, kernel=kernel):
+            B, T, N, _ = operands.query.shape
+            found[name.removeprefix("backward_")] = B * N * T // blocks.q
+            return kernel(problem, operands, lists, blocks, *saved)
+
+        if kernel is not None:
+            monkeypatch.setattr(module, name, record)
+    with using(target):
+        jax.eval_shape(lambda x: attend_and_pull(x, **settings), arrays)
+    return found
+
+
+def drawn(T, group, K=2, keys=200, **sizes):
+    sizes = dict(batch=3, dim=64, value_dim=64, dtype="bfloat16") | sizes
+    return draw(7, queries=T, keys=keys, heads=group * K, kv_heads=K, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("T", "group", "rows"), [(1, 2, 1), (5, 8, 1), (16, 8, 1), (31, 4, 1), (64, 2, 1), (64, 8, 4)]
+)
+def test_the_queries_of_a_group_fill_tiles_together_on_hopper(T, group, rows, monkeypatch):
+    """Rows of tiles of 128 queries a key head in the forward kernel and that of dq; of 64 in that
+    of dk and dv. Apart, each head has a row of its own."""
+    arrays = drawn(T, group)
+    call = monkeypatch, Target("hopper"), hopper, arrays
+    of_64 = -(-T * group // 64)
+    assert tiles_of(*call, mask=Causal()) == {
+        "forward": 3 * 2 * rows, "dq": 3 * 2 * rows, "dkdv": 3 * 2 * of_64
+    }  # fmt: skip
+    monkeypatch.setattr(hopper, "PACKS", False)
+    assert tiles_of(*call, mask=Causal()) == {
+        "forward": 3 * 2 * group, "dq": 3 * 2 * group, "dkdv": 3 * 2 * group * 2
+    }  # fmt: skip
+
+
+@needs_mma
+def test_the_queries_of_a_group_fill_tiles_together_on_ampere(monkeypatch):
+    arrays = drawn(16, 8) | {"bias": jnp.zeros((1, 16, 16, 200), jnp.bfloat16)}
+    call = monkeypatch, Target("ampere"), ampere, arrays
+    assert tiles_of(*call) == {k: 3 * 2 * 2 for k in ("forward", "dq", "dkdv", "bias")}
+    monkeypatch.setattr(ampere, "PACKS", False)
+    assert tiles_of(*call) == {k: 3 * 2 * 8 for k in ("forward", "dq", "dkdv", "bias")}
+
+
+@pytest.mark.skipif(not hopper.HAS_JAX_11, reason="the single-pass backward needs jax 0.11")
+def test_the_single_pass_backward_gets_packed_queries_too(monkeypatch):
+    call = monkeypatch, Target("hopper"), hopper, drawn(16, 8)
+    tiles = tiles_of(*call, implementation="pallas_unordered")
+    assert tiles == {"forward": 3 * 2, "single_pass": 3 * 2 * 2}
+
+
+APART = {
+    "as many heads": (dict(T=16, group=1), {}),
+    "no fewer tiles": (dict(T=128, group=8), {}),
+    "more than half as many": (dict(T=65, group=8), {}),
+    "dropout": (dict(T=16, group=8), dict(dropout_rate=0.1, dropout_key=jax.random.key(0))),
+    "slopes": (dict(T=16, group=8), dict(bias=ALiBi(jnp.ones(16)))),
+    "a bias of heads alone": (dict(T=16, group=8), dict(bias=jnp.zeros((1, 16, 1, 200)))),
+}
+
+
+@pytest.mark.parametrize(("sizes", "settings"), APART.values(), ids=APART)
+def test_queries_stay_apart_where_packing_gains_little_or_a_head_has_its_own(
+    sizes, settings, monkeypatch
+):
+    arrays = drawn(**sizes) | {name: x for name, x in settings.items() if name == "bias"}
+    settings = {name: x for name, x in settings.items() if name != "bias"}
+    found = tiles_of(monkeypatch, Target("hopper"), hopper, arrays, **settings)
+    heads = 2 * sizes["group"]
+    assert found["forward"] == 3 * heads * -(-sizes["T"] // 128)
+
+
+def test_a_planned_mask_is_that_of_packed_calls(monkeypatch):
+    """Else each layer would make its own lists of tiles."""
+    arrays, made = drawn(29, 2, dtype="float32"), []
+    make = fused._plan
+    monkeypatch.setattr(fused, "_plan", lambda *given: made.append(given[1]) or make(*given))
+    inputs = [arrays[name] for name in ("query", "key", "value")]
+    mask = Causal() & Segments(jnp.arange(200)[None] // 90)
+    with using(Packing()):
+        planned = plan_mask(*inputs, mask=mask, implementation="pallas")
+        found = attend_and_pull(arrays, mask=planned)
+    assert [tiling.packs for tiling in made] == [True]
+    seen = np.tri(29, 200, dtype=bool)[None, None]
+    for name, expected in reference(arrays, seen).items():
+        assert_near(found[name], expected, GRADIENT_F32, name)
+
+
+@pytest.mark.parametrize("kind", ["forward", "dq", "dkdv"])
+def test_packed_rows_visit_the_tiles_that_some_query_sees_and_no_other(kind):
+    """Where each head has a mask of its own, those that one head of the group sees."""
+    rng = np.random.default_rng(3)
+    few = rng.random((3, 4, 1, 200)) < 0.03
+    seen = np.broadcast_to(few, (3, 4, 24, 200)) & (rng.random((3, 4, 24, 200)) < 0.5)
+    inputs = [drawn(24, 2)[name] for name in ("query", "key", "value")]
+    with using(Packing()):
+        made = plan_mask(*inputs, mask=Dense(jnp.asarray(seen)), implementation="pallas")
+    blocks, by_key = LARGE[kind], kind == "dkdv"
+    lists = Rows(24, 2, blocks.q).lists(made.plan.lists[kind], by_key)
+    visits = np.asarray(visited(lists, (1, 1), not by_key)[0])
+    by_head = np.pad(seen.any(axis=2), ((0, 0), (0, 0), (0, 224 - 200)))
+    tiles = by_head.reshape(3, 2, 2, 224 // blocks.k, blocks.k).any(axis=(2, 4))
+    assert visits.shape == (3, 2, -(-48 // blocks.q), 224 // blocks.k)
+    assert 0.1 < tiles.mean() < 0.9 and (visits == tiles[:, :, None]).all()
+
+
+# In the interpreter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    T: int
+    group: int
+    K: int = 1
+    S: int = 150
+    mask: str = "causal"
+    bias: tuple[int, ...] | None = None
+    sinks: bool = False
+    softcap: float | None = None
+    name: str = "pallas"
+
+    def arrays(self, width: int) -> dict[str, Any]:
+        sizes = dict(batch=2, keys=self.S, dim=width, value_dim=width)
+        arrays = drawn(self.T, self.group, self.K, **sizes)
+        rng, heads = np.random.default_rng(8), self.group * self.K
+        if self.bias:
+            arrays["bias"] = jnp.asarray(rng.normal(size=self.bias), jnp.bfloat16)
+        if self.sinks:
+            arrays["sinks"] = jnp.asarray(np.linspace(-2, 3, heads), jnp.float32)
+        return arrays
+
+    def masked(self) -> tuple[Any, np.ndarray, dict[str, Any]]:
+        """Return the mask, the same as an array, and positions."""
+        q = np.arange(self.S - self.T, self.S)[None, :, None]
+        k = np.arange(self.S)[None, None]
+        positions = dict(q_positions=jnp.asarray(q[0, :, 0], jnp.int32))
+        match self.mask:
+            case "causal":
+                return Causal(), (k <= q)[:, None], positions
+            case "window in documents":
+                ids = np.arange(self.S)[None] // np.array([[70], [23]])
+                mask = Causal() & Window(31) & Segments(jnp.asarray(ids, jnp.int32))
+                of_q = ids[:, self.S - self.T :]
+                seen = (k <= q) & (q - k < 31) & (of_q[:, :, None] == ids[:, None])
+                return mask, seen[:, None], positions
+            case "empty slots":
+                at = np.where(np.arange(self.S) < np.array([[self.S], [40]]), k[0], -1)
+                at[0, ::3] = -1
+                positions["k_positions"] = jnp.asarray(at, jnp.int32)
+                return Causal(), ((at >= 0)[:, None] & (k <= q))[:, None], positions
+            case "matrix of heads":
+                rng = np.random.default_rng(9)
+                seen = rng.random((2, self.group * self.K, self.T, self.S)) < 0.4
+                seen[0, 0, 0], seen[:, 1, :, :130], seen[:, 2:, :, :130] = False, True, False
+                return Dense(jnp.asarray(seen)), seen, {}
+        raise ValueError(self.mask)
+
+
+CALLS = {
+    "one query, two heads": Call(T=1, group=2, K=2, mask="empty slots"),
+    "three heads, sinks": Call(T=5, group=3, sinks=True, mask="window in documents"),
+    "eight heads, bias of each": Call(T=16, group=8, bias=(1, 8, 16, 150), softcap=2.5),
+    "matrix of heads, bias of queries": Call(
+        T=33, group=4, mask="matrix of heads", bias=(2, 1, 33, 150), sinks=True
+    ),
+    "tiles of several heads": Call(T=64, group=4, K=2, mask="window in documents"),
+    "bias of keys": Call(T=5, group=8, bias=(1, 1, 1, 150), mask="empty slots", sinks=True),
+}
+
+
+@pytest.fixture
+def two_programs(monkeypatch):
+    """So few that each has several items, and reuses every slot."""
+    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+
+
+@pytest.mark.usefixtures("two_programs")
+@pytest.mark.slow_cases("hopper-matrix", "hopper-tiles", "hopper-bias", "hopper-eight", "ampere")
+@needs_interpreter
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(("backend", "module"), BACKENDS)
+def test_packed_queries_and_all_their_gradients_match_the_oracle(backend, module, call):
+    arrays, (mask, seen, positions) = call.arrays(32), call.masked()
+    target = Target(backend, plgpu.InterpretGPUParams() if INTERPRETS is None else False)
+    with using(target):
+        found = jax.jit(lambda x: attend_and_pull(x, mask=mask, softcap=call.softcap, **positions))(
+            arrays
+        )
+    expected = reference(arrays, seen, softcap=call.softcap)
+    assert found.keys() == expected.keys() and expected["dkey"].any()
+    nothing = np.isneginf(expected["lse"])
+    assert (np.isneginf(np.asarray(found["lse"])) == nothing).all()
+    for name in ("out", "dquery"):
+        assert not np.asarray(found[name], np.float32)[nothing].any(), name
+    for one in (found, expected):
+        one["lse"] = np.where(nothing, 0, one["lse"])
+    for name, value in expected.items():
+        limit = FORWARD_BF16 if name in ("out", "lse") else GRADIENT_BF16
+        assert_near(np.asarray(jnp.asarray(found[name]), np.float32), value, limit, name)
