@@ -80,13 +80,16 @@ def share_out(order: jax.Array, pieces: jax.Array) -> np.ndarray:
     return np.asarray(jax.vmap(one, axis_name="program")(jnp.arange(programs)))
 
 
-def predict(case: AttentionCase, cost: Cost) -> dict[str, Any]:
-    """Cycles of a kernel for a case, by the program that takes longest."""
+def predict(case: AttentionCase, cost: Cost, lists: TileLists | None = None) -> dict[str, Any]:
+    """Cycles of a kernel for a case, by the program that takes longest.
+
+    Without `lists` they are those of the case's mask, of queries that are as many as the keys.
+    """
     kind = cost.kind
-    lists = lists_of(case, kind, cost.blocks)
+    lists = lists or lists_of(case, kind, cost.blocks)
     query, key = (
-        jax.ShapeDtypeStruct((case.batch, case.queries, heads, case.head_dim), jnp.bfloat16)
-        for heads in (case.heads, case.kv_heads)
+        jax.ShapeDtypeStruct((case.batch, length, heads, case.head_dim), jnp.bfloat16)
+        for length, heads in ((case.queries, case.heads), (case.keys, case.kv_heads))
     )
     by_key = kind in h200.BY_KEY
     items = schedule.key_items if by_key else schedule.query_items

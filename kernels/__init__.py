@@ -9,7 +9,7 @@ A backend is a module that keeps the contract: `hopper` (NVIDIA of compute capab
     dropout    which weights dropout keeps, on every backend
     chips      facts about chips: limits, tile sizes, where the kernels are fastest
     query_rows the rows of a tile of few queries
-    packing    few queries of several heads as rows of one tile, around any kernel
+    packed_queries  those of several heads as rows of one tile, around any kernel
     nvidia     what no kernel for NVIDIA GPUs can do
     gradient   the backward pass
     repair     the rule on what is not finite by a loop: for Ampere, and Hopper with jax 0.10

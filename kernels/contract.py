@@ -22,9 +22,9 @@ has a fourth result, for its backward kernels: `Saved.nonfinite`), `DECODE_ROWS`
 of a key head, T N / K, that its decode kernel takes; 0 without one), `INT8` (whether that one reads
 int8 with scales), `PAGE` (the number of keys of which a page is a multiple where that one reads
 pages of a pool in place; 0: it reads none), `PACKS` (whether few queries of several heads are
-packed as rows of one tile: `transformer_jax.kernels.packing`) and `PORTABLE` (a module of the same
-kernels in plain JAX, for other platforms and derivatives of the kernels, or None), and these
-kernels, one for each of `chips.Kind`:
+packed as rows of one tile, `Problem.packs`) and `PORTABLE` (a module of the same kernels in plain
+JAX, for other platforms and derivatives of the kernels, or None), and these kernels, one for each
+of `chips.Kind`:
 
     forward(problem, operands, lists, blocks)                     out, m, log l[, nonfinite]
     decode(problem, operands, lists, blocks)                      out, m, log l
@@ -90,8 +90,10 @@ class Problem:
     fixed_slopes: bool = False
     """Whether the gradient of slopes is left out, as where they are those of ALiBi's paper."""
     packs: bool = False
-    """Whether queries are packed for every kernel but `decode`: `transformer_jax.kernels.packing`.
-    Those of the call are then not padded."""
+    """Whether `transformer_jax.kernels.packed_queries` stands around every kernel but `decode`. The
+    queries of the call are then not padded, and its lists have one tile of queries, which the heads
+    that read one key head share. A kernel itself sees nothing of it: more queries of fewer heads.
+    """
     interpret: Any = False
     """False on the device; on a CPU the argument of the backend's interpreter."""
     processors: int | None = None

@@ -27,7 +27,7 @@ from transformer_jax.kernels.contract import (
     rows_of_pages,
 )
 from transformer_jax.kernels.lowering import here_or_elsewhere
-from transformer_jax.kernels.packing import packed
+from transformer_jax.kernels.packed_queries import packed
 from transformer_jax.kernels.sharding import HEADS, KEYS, QUERIES, ROWS, TILES, AxisNames
 
 Gradients = tuple[jax.Array | None, ...]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import kernel_cost, kernel_model, kernel_program, sass
+from benchmarks import kernel_cost, kernel_model, kernel_program, packed_queries, sass
 from benchmarks.kernel_cost import Cost, Work
 from benchmarks.specs import AttentionCase
 from transformer_jax.kernels.hopper import schedule
@@ -294,3 +294,16 @@ def test_a_file_has_a_line_for_each_row():
     results = {"versions": {"jax": "0.11.2"}, "cells": [{"case": "a"}, {"case": "b"}], "goals": {}}
     text = kernel_model.lines_of(results)
     assert json.loads(text) == results and '\n{"case": "b"}\n' in text
+
+
+@pytest.mark.parametrize("kind", kernel_cost.KINDS)
+def test_packed_queries_have_the_tiles_that_hold_them(kind):
+    """Of 4 heads with 16 queries of 8192 keys: 64 rows, in tiles of 128 or 64."""
+    costs = kernel_cost.read(packed_queries.COUNTED.read_text())
+    [cost] = [c for c in costs if (c.kind, c.H, c.scores) == (kind, 128, "causal")]
+    case = packed_queries.case_of(32)
+    apart, packed = (packed_queries.cycles(case, cost, packs) for packs in (False, True))
+    columns = 8192 // cost.blocks["k"]
+    assert (apart["tiles"], packed["tiles"]) == (8 * 32 * columns, 8 * 8 * columns)
+    for bound in ("overlapped", "serial"):
+        assert packed[bound] < 0.51 * apart[bound]

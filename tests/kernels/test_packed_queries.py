@@ -29,7 +29,7 @@ from transformer_jax.attention import fused
 from transformer_jax.attention.api import plan_mask
 from transformer_jax.kernels import Target, ampere, hopper, using
 from transformer_jax.kernels.hopper import schedule
-from transformer_jax.kernels.packing import Rows
+from transformer_jax.kernels.packed_queries import Rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
