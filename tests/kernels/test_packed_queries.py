@@ -212,7 +212,6 @@ class Call:
     bias: tuple[int, ...] | None = None
     sinks: bool = False
     softcap: float | None = None
-    name: str = "pallas"
 
     def arrays(self, width: int) -> dict[str, Any]:
         sizes = dict(batch=2, keys=self.S, dim=width, value_dim=width)
@@ -290,5 +289,46 @@ def test_packed_queries_and_all_their_gradients_match_the_oracle(backend, module
     for one in (found, expected):
         one["lse"] = np.where(nothing, 0, one["lse"])
     for name, value in expected.items():
+        limit = FORWARD_BF16 if name in ("out", "lse") else GRADIENT_BF16
+        assert_near(np.asarray(jnp.asarray(found[name]), np.float32), value, limit, name)
+
+
+@pytest.mark.usefixtures("two_programs")
+@pytest.mark.slow_cases("key")
+@needs_interpreter
+@pytest.mark.parametrize("name", ["value", "key"])
+def test_of_packed_heads_exactly_the_queries_that_see_nan_are_lost_on_hopper(name):
+    """Those of both heads of the second key head, from query 3 on; sinks do not hide it."""
+    arrays = Call(T=5, group=2, K=2, sinks=True).arrays(32)
+    mask, seen, positions = Call(T=5, group=2).masked()
+    bad = arrays | {name: arrays[name].at[1, 150 - 2, 1, 3].set(jnp.nan)}
+    lost = np.zeros((2, 5, 4), bool)
+    lost[1, 3:, 2:] = True
+    silent = {
+        x: jnp.where(lost.reshape(lost.shape + (1,) * (arrays[x].ndim - 3)), 0, arrays[x])
+        for x in ("out_cotangent", "lse_cotangent")
+    }
+    with using(Target("hopper", plgpu.InterpretGPUParams())):
+        found = jax.jit(lambda x: attend_and_pull(x, mask=mask, **positions))(bad)
+    expected = reference(arrays | silent, seen)
+    for x in ("out", "lse"):
+        result = np.asarray(found[x], np.float32)
+        assert np.isnan(result[lost]).all(), x
+        assert_near(result[~lost], expected[x][~lost], FORWARD_BF16, x)
+    for x in ("dquery", "dkey", "dvalue", "dsinks"):
+        result = np.asarray(found[x], np.float32)
+        assert x != "dquery" or not result[lost].any()
+        assert_near(result, expected[x], GRADIENT_BF16, x)
+
+
+@pytest.mark.slow
+@needs_interpreter
+def test_packed_queries_match_the_oracle_with_the_single_pass_backward():
+    call = Call(T=16, group=8, mask="window in documents", bias=(2, 8, 16, 150), sinks=True)
+    arrays, (mask, seen, positions) = call.arrays(32), call.masked()
+    settings = dict(mask=mask, implementation="pallas_unordered", **positions)
+    with using(Target("hopper", plgpu.InterpretGPUParams())):
+        found = jax.jit(lambda x: attend_and_pull(x, **settings))(arrays)
+    for name, value in reference(arrays, seen).items():
         limit = FORWARD_BF16 if name in ("out", "lse") else GRADIENT_BF16
         assert_near(np.asarray(jnp.asarray(found[name]), np.float32), value, limit, name)
