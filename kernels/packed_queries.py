@@ -65,12 +65,14 @@ class Rows:
 
     def operands(self, x: Operands) -> Operands:
         """Return the operands with rows in place of queries, and without sinks."""
-        several = None if x.bias is None else x.bias.shape[1] > 1 or x.bias.shape[2] > 1
+        bias = x.bias
+        if bias is not None and bias.shape[1:3] != (1, 1):  # else it is the same in all rows
+            bias = self.pairs(bias)
         return x._replace(
             query=self.queries(x.query),
             q_vectors=tuple(self._filled(jnp.tile(v, self.group), 1) for v in x.q_vectors),
             pairs=None if x.pairs is None else self.pairs(x.pairs),
-            bias=self.pairs(x.bias) if several else x.bias,
+            bias=bias,
             sinks=None,
         )
 
