@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -149,6 +151,24 @@ def test_the_decode_kernel_multiplies_by_mma_and_copies_by_cp_async():
     assert "attention_decode" in traced and "attention_forward" not in traced
     assert re.search(r"\bmma\b", traced) and "inline_mgpu" in traced
     assert not re.search(r"\b(wgmma\w*|copy_gmem_to_smem|barrier_\w+|commit_smem)\[", traced)
+
+
+@pytest.mark.slow
+def test_a_step_of_decoding_copies_no_key_and_no_value():
+    """Compiled for 8.0 by a process of its own, as Mosaic GPU keeps the first capability.
+
+    As large as the cache are two writes, and over pages the loop that copies shared ones.
+    """
+    reason = "jax[cuda13] compiles for GPUs that are not attached"
+    pytest.importorskip("jax_cuda13_plugin", reason=reason)
+    command = [sys.executable, "-m", "benchmarks.compile_ampere", "8.0", "--step"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = said.splitlines()[1:]
+    assert len(lines) == 5 and any("int8" in line for line in lines)
+    for line in lines:
+        temporaries, large = re.search(r"([\d.]+) MB   (\d+ fusion.*)$", line).groups()
+        assert float(temporaries) < 8
+        assert large == "2 fusion" + ", 1 while" * ("pages" in line)
 
 
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv", "bias", "decode"])
