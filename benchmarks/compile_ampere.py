@@ -167,7 +167,7 @@ def print_steps(capability: str) -> None:
         memory, text = compiled.memory_analysis(), compiled.as_text()
         assert "attention_decode" in text
         counts = Counter(kind for kind, _ in decode_step.large_results(text, numbers))
-        found = ", ".join(f"{number} {kind}" for kind, number in counts.items())
+        found = ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
         held = 2 * numbers * jnp.dtype(dtype).itemsize
         assert memory.alias_size_in_bytes >= held  # written in place
         sizes = f"{held / 1e6:9.0f} MB {memory.temp_size_in_bytes / 1e6:10.1f} MB"
