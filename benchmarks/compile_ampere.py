@@ -2,7 +2,8 @@
 
     python -m benchmarks.compile_ampere 8.0            # every head dim, full and causal
     python -m benchmarks.compile_ampere 12.0 --options # with bias, softcap, dropout, ...
-    python -m benchmarks.compile_ampere 8.9 --head-dims 64 128
+    python -m benchmarks.compile_ampere 8.9 --head-dims 64 128 --only forward decode
+    python -m benchmarks.compile_ampere 8.0 --step     # what a step of decoding over a cache takes
     python -m benchmarks.compile_ampere 10.0 --tensor-memory  # one product by tcgen05, in TMEM
 
 Needs `pip install "jax[cuda13]==0.11.2"` and no GPU. The first argument is the compute capability;
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,16 +26,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from benchmarks import h200
+from benchmarks import decode_step, h200
 from benchmarks.compile_gpu import causal, in_matrix
 from benchmarks.h200 import HEADS, B, T
-from transformer_jax.kernels import ampere
+from transformer_jax.kernels import Target, ampere, using
 from transformer_jax.kernels.contract import Problem
 from transformer_jax.training.hardware import H200
 
-N = HEADS[0]
+N, K = HEADS
 KERNELS: dict[str, Callable[..., Any]] = {  # each alone, without the loop that runs it again
     "forward": ampere.marking_forward,
+    "decode": ampere.decode,
     "dq": ampere.marking_dq,
     "dkdv": ampere.marking_dkdv,
     "bias": ampere.sum_bias,
@@ -73,12 +76,12 @@ def context(capability: str) -> AbstractContextManager:
 
 
 def configurations(
-    options: bool, head_dims: Sequence[int]
+    options: bool, head_dims: Sequence[int], kinds: Sequence[str]
 ) -> Iterator[tuple[str, str, int, Problem, dict[str, Any]]]:
     """Yield a name, kernel, head dim, problem and fields of Operands."""
     if not options:
         for H in head_dims:
-            for kind in KERNELS:
+            for kind in kinds:
                 for name, visible in (("full", None), ("causal", causal)):
                     yield name, kind, H, Problem(H**-0.5, visible=visible), {}
         return
@@ -93,8 +96,17 @@ def configurations(
     }
     for name, (fields, operands) in scores.items():
         for H in head_dims:
-            for kind in KERNELS:
+            for kind in kinds:
+                if kind == "decode" and name == "dropout":
+                    continue
                 yield name, kind, H, Problem(H**-0.5, **({"visible": causal} | fields)), operands
+    scale = ((B, T, K), jnp.float32)
+    for H in head_dims if "decode" in kinds else ():
+        held = ((B, T, K, H), jnp.int8)
+        problem = Problem(H**-0.5, visible=causal)
+        yield "pages", "decode", H, problem, {"pages": ((B, 2), jnp.int32)}
+        int8 = dict(key=held, value=held, k_scale=scale, v_scale=scale)
+        yield "int8", "decode", H, problem, int8
 
 
 def tensor_memory_product(a: Any, b: Any, out: Any, *, a_tile: Any, b_tile: Any, acc: Any,
@@ -134,21 +146,54 @@ def compile_tensor_memory_product(capability: str) -> None:
     print(f"a product by tcgen05 compiles for {capability}")
 
 
+def print_steps(capability: str) -> None:
+    """Print what steps of decoding take beside a cache, and what they make that is as large."""
+    place = jax.sharding.SingleDeviceSharding(device(capability))
+    print("cache                      its bytes   temporaries   as large as keys or values")
+    for name, dtype, capacity, page in (
+        ("bfloat16", jnp.bfloat16, decode_step.S, None),
+        ("bfloat16, 24 slots fewer", jnp.bfloat16, decode_step.S - 24, None),
+        ("int8", jnp.int8, decode_step.S, None),
+        ("bfloat16, pages of 64", jnp.bfloat16, decode_step.S, 64),
+        ("int8, pages of 256", jnp.int8, decode_step.S, 256),
+    ):
+        with using(Target("ampere")), context(capability):
+            if page is None:
+                step = decode_step.lowered(place, capacity, dtype=dtype)
+                numbers = decode_step.B * capacity * decode_step.K * decode_step.H
+            else:
+                step, numbers = decode_step.lowered_over_pages(place, page, dtype)
+            compiled = step.compile()
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        assert "attention_decode" in text
+        counts = Counter(kind for kind, _ in decode_step.large_results(text, numbers))
+        found = ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
+        held = 2 * numbers * jnp.dtype(dtype).itemsize
+        assert memory.alias_size_in_bytes >= held  # written in place
+        sizes = f"{held / 1e6:9.0f} MB {memory.temp_size_in_bytes / 1e6:10.1f} MB"
+        print(f"{name:24} {sizes}   {found}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("capability", choices=CAPABILITIES)
     parser.add_argument("--options", action="store_true", help="with bias, softcap, ...")
+    parser.add_argument("--step", action="store_true", help="steps of decoding over a cache")
     parser.add_argument("--tensor-memory", action="store_true", help="one product by tcgen05")
+    parser.add_argument("--only", choices=KERNELS, nargs="+", default=list(KERNELS))
     parser.add_argument("--head-dims", type=int, nargs="+", help="these alone")
     arguments = parser.parse_args()
     if arguments.tensor_memory:
         compile_tensor_memory_product(arguments.capability)
         return
+    if arguments.step:
+        print_steps(arguments.capability)
+        return
     dims = arguments.head_dims or ((64, 128) if arguments.options else ampere.HEAD_DIMS)
     where, failures = device(arguments.capability), 0
     chip = functools.partial(context, arguments.capability)
     print("kernel      H  tile   scores    registers   spills   shared memory")
-    for name, kind, H, problem, options in configurations(arguments.options, dims):
+    for name, kind, H, problem, options in configurations(arguments.options, dims, arguments.only):
         plan = ampere.blocks(kind, H, H)
         print(f"{kind:8} {H:4}  {plan.q}x{plan.k}  {name:8}", end="", flush=True)
         try:

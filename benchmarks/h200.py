@@ -97,16 +97,18 @@ def structs(
     if kind == "bias":
         options = {"bias": ((1, N, T, T), jnp.bfloat16)} | options
     rows_of = (1, *(B,) * (vectors - 1))
-    if kind == "decode":  # the arrays of pairs have four axes, dropout's words three
-        pairs = {name for name, (shape, _) in options.items() if len(shape) == 4}
+    if kind == "decode":
+        pairs = options.keys() & {"bias", "pairs"}
         options |= {name: (_of_few(options[name][0]), options[name][1]) for name in pairs}
+    arrays = {
+        "query": ((B, queries, N, H), jnp.bfloat16),
+        "key": ((B, T, K, H), jnp.bfloat16),
+        "value": ((B, T, K, Hv), jnp.bfloat16),
+    }
     operands = Operands(
-        query=struct((B, queries, N, H), jnp.bfloat16),
-        key=struct((B, T, K, H), jnp.bfloat16),
-        value=struct((B, T, K, Hv), jnp.bfloat16),
         q_vectors=tuple(struct((b, queries), jnp.int32) for b in rows_of),
         k_vectors=tuple(struct((b, T), jnp.int32) for b in rows_of),
-        **{name: struct(*option) for name, option in options.items()},
+        **{name: struct(*array) for name, array in (arrays | options).items()},
     )
     rows, columns = -(-queries // plan.q), T // plan.k
     if kind in BY_KEY:

@@ -57,7 +57,7 @@ class Target:
     assume_finite: bool = False
     """Whether queries, keys and values are promised to be finite: see `assume_finite`."""
     processors: int | None = None
-    """How many multiprocessors a Hopper chip has; None: as many as `chips` knows of it."""
+    """How many multiprocessors an NVIDIA chip has; None: as many as `chips` knows of it."""
 
     @property
     def module(self) -> ModuleType:
@@ -132,6 +132,6 @@ def _attached() -> Target | str:
         if major == "9":
             return Target("hopper", chip=chip, processors=getattr(device, "core_count", None))
         if major.isdigit() and int(major) >= 8:
-            return Target("ampere", chip=chip)
+            return Target("ampere", chip=chip, processors=getattr(device, "core_count", None))
         return f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"
     return f"needs a TPU or an NVIDIA GPU of capability 8 or later, the backend is {backend}"

@@ -46,6 +46,11 @@ def hopper_processors(where: Target) -> int | None:
     return HOPPER_WITH_FEWER.get(where.chip, HOPPER_PROCESSORS)
 
 
+def processors(where: Target) -> int | None:
+    """Return how many multiprocessors an NVIDIA target has; None where it is not known."""
+    return hopper_processors(where) if where.backend == "hopper" else where.processors
+
+
 def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
     """Return the default tile sizes of a Hopper kernel.
 
@@ -76,6 +81,9 @@ def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
 # Ampere, and what else has mma.sync
 
 AMPERE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # those between were not compiled
+AMPERE_PROCESSORS = 108
+"""Multiprocessors of an A100: taken where a device does not say how many it has. The decode kernel
+divides its keys into about four parts for each."""
 AMPERE_SHARED_MEMORY = 101376  # bytes that a block may ask for where it is least, 8.6 and 12
 
 
@@ -95,6 +103,8 @@ def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
             return Blocks(q=64, k=short, stages=1)
         case "dkdv":
             return Blocks(q=short, k=64, stages=1)
+        case "decode":
+            return Blocks(q=64, k=64 if widest <= 64 else 32, stages=3 if widest <= 128 else 2)
     raise ValueError(f"no kernel {kind!r}")
 
 

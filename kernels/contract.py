@@ -37,7 +37,8 @@ of `chips.Kind`:
 They keep the rule on what is not finite. NaN or infinity in a query, key or value makes exactly the
 rows of queries that see it lost: out and log l, or m, are NaN there, and they pass no gradient on.
 Around kernels that only mark such rows `transformer_jax.kernels.hopper.repair` does it, by a second
-kernel, and `transformer_jax.kernels.repair`, by a loop. Those of a TPU do it in the tile itself.
+kernel, and `transformer_jax.kernels.repair`, by a loop. Those of a TPU and every `decode` do it in
+the tile itself.
 
 `backward_single_pass` is only called where the backend does not refuse a problem that is
 `nondeterministic`. That of `cpu` is deterministic, and the only one there. `decode` is called with
@@ -97,7 +98,7 @@ class Problem:
     interpret: Any = False
     """False on the device; on a CPU the argument of the backend's interpreter."""
     processors: int | None = None
-    """How many multiprocessors a Hopper chip has; None where it is not known."""
+    """How many multiprocessors an NVIDIA chip has; None where it is not known."""
 
 
 @dataclass(frozen=True)

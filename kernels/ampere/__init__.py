@@ -7,8 +7,9 @@ one tile of the other side after another through registers into shared memory. S
 base 2, laid out in registers as on Hopper, whose masks and arithmetic of a tile are used. The
 kernels mark rows that met NaN or infinity, and `transformer_jax.kernels.repair` runs them again.
 
-    tiles      shared memory, registers, products
+    tiles      shared memory, registers, copies, products
     forward    the forward kernel          backward   those of dq, of dk and dv, of a bias
+    decode     the kernel for few queries, which keeps the rule on what is not finite itself
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from transformer_jax.kernels import nvidia
 from transformer_jax.kernels.ampere.backward import backward_bias as sum_bias
 from transformer_jax.kernels.ampere.backward import backward_dkdv as marking_dkdv
 from transformer_jax.kernels.ampere.backward import backward_dq as marking_dq
+from transformer_jax.kernels.ampere.decode import decode
 from transformer_jax.kernels.ampere.forward import forward as marking_forward
 from transformer_jax.kernels.ampere.tiles import HAS_MMA
 from transformer_jax.kernels.chips import AMPERE_HEAD_DIMS as HEAD_DIMS
 from transformer_jax.kernels.chips import ampere_blocks as blocks
 from transformer_jax.kernels.contract import Operands, Problem, vary
 from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER
+from transformer_jax.kernels.hopper.memory import ROWS as DECODE_ROWS
 from transformer_jax.kernels.hopper.schedule import prepare
 from transformer_jax.kernels.repair import Kernel, repaired_backward, repaired_forward
 
@@ -46,18 +49,18 @@ __all__ = [
     "backward_dkdv",
     "backward_dq",
     "blocks",
+    "decode",
     "forward",
     "prepare",
     "refuse",
 ]
 
-DECODE_ROWS = 0
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
-INT8 = False  # whether the decode kernel reads int8
+INT8 = True  # whether the decode kernel reads int8
 LIST_BYTES = None  # lists are in device memory
 MARKS = True  # whether the forward kernel says for the others where something was not finite
 PACKS = True  # few queries of several heads as rows of one tile
-PAGE = 0  # nor pages
+PAGE = DECODE_ROWS  # the decode kernel reads pages of whole tiles
 PORTABLE = None
 SHORTEST = None  # short sequences are padded to whole tiles
 

@@ -11,9 +11,12 @@ from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
 from transformer_jax.kernels.contract import Problem
 from transformer_jax.kernels.hopper.memory import ROWS, Ref, filled, load, tile_slots
@@ -50,9 +53,14 @@ def check_rows(kind: str, rows: int) -> None:
 
 
 def swizzle_of(rows: int, width: int, dtype: DTypeLike) -> int:
-    """Return the widest swizzle, in bytes, of whose tiles each of four warps copies as many."""
-    row = width * jnp.dtype(dtype).itemsize
-    return next(s for s in (128, 64, 32) if row % s == 0 and rows // 8 * (row // s) % 4 == 0)
+    """Return the widest swizzle, in bytes, of whose tiles each of four warps copies as many.
+
+    That of int8 keeps as many columns together as that of the wider numbers which it becomes.
+    """
+    size = jnp.dtype(dtype).itemsize
+    row = width * max(size, 2)
+    widest = next(s for s in (128, 64, 32) if row % s == 0 and rows // 8 * (row // s) % 4 == 0)
+    return widest * size // max(size, 2)
 
 
 def slot(rows: int, width: int, dtype: DTypeLike) -> Any:
@@ -60,11 +68,115 @@ def slot(rows: int, width: int, dtype: DTypeLike) -> Any:
     return tile_slots(None, rows, width, dtype, swizzle_of(rows, width, dtype))
 
 
-def fetch(source: Ref) -> jax.Array:
-    """Load a tile of device memory into registers, along its rows."""
-    (rows, width), dtype = source.shape, source.dtype
+def slots(count: int, rows: int, width: int, dtype: DTypeLike) -> Any:
+    """Return the type of several such tiles."""
+    return tile_slots(count, rows, width, dtype, swizzle_of(rows, width, dtype))
+
+
+def copy_layout(tile: Ref) -> Any:
+    """Return how a thread's registers hold what it copies of a tile: parts of its rows."""
+    (rows, width), dtype = tile.shape, tile.dtype
+    return LAYOUT.SMEM_GMEM_COPY((rows, width), dtype, swizzle_of(rows, width, dtype))
+
+
+def parts_of_rows(tile: Ref) -> list[Any]:
+    """Return indices of the columns of a tile that its swizzle keeps together."""
+    (rows, width), size = tile.shape, jnp.dtype(tile.dtype).itemsize
+    columns = swizzle_of(rows, width, tile.dtype) // size
+    return [(slice(None), pl.ds(first, columns)) for first in range(0, width, columns)]
+
+
+def fetch(source: Ref, like: Ref | None = None) -> jax.Array:
+    """Load a tile, which may lie in device memory, into registers, along its rows.
+
+    They are laid out as for a copy of `like`, which is stored to next, or of the tile itself.
+    """
+    return load(source, copy_layout(source if like is None else like))
+
+
+def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
+    """Start copying rows of device memory into a tile of `slots` (`cp.async`): a group of copies.
+
+    Pallas's own copy is `cp.async` on capability 8 alone, and takes no rows that lie apart. The
+    instruction is on all GPUs after it too. A thread copies what `copy_layout` says.
+    """
+    if problem.interpret:  # which knows no copy without a barrier
+        tile[...] = source[...]
+        return
+    layout, (rows, width), dtype = copy_layout(tile), tile.shape, tile.dtype
     swizzle = swizzle_of(rows, width, dtype)
-    return load(source, LAYOUT.SMEM_GMEM_COPY((rows, width), dtype, swizzle))
+    columns = swizzle // jnp.dtype(dtype).itemsize
+    laid_out = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(laid_out)))
+    def emit(_: Any, source: Any, tile: Any) -> None:
+        own, number = layout.to_mgpu(), mgpu.utils.dtype_to_ir_type(dtype)
+        size = own.vector_length * jnp.dtype(dtype).itemsize
+        modifier = nvvm.LoadCacheModifierKind
+        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
+        steps = [
+            mgpu.c(s, ir.IntegerType.get_signless(32)) for s in own.tiling.tile_strides(strides)
+        ]
+        offsets = (
+            mgpu.utils.dyn_dot(x, steps[2:]) for x in (own.lane_indices(), own.warp_indices())
+        )
+        first = mgpu.utils.getelementptr(
+            mgpu.utils.memref_ptr(source), [arith.addi(*offsets)], number
+        )
+        first = llvm.addrspacecast(llvm.PointerType.get(address_space=1), first)
+        for _, _, place, to in mgpu.FragmentedArray.transfer_tiled(
+            tile, swizzle, own, (rows, width), optimized=False
+        ):
+            away = sum(i * s for i, s in zip(place(), strides, strict=True))
+            start = mgpu.utils.getelementptr(first, [away], number)
+            nvvm.cp_async_shared_global(to, start, size, modifier.CG if size == 16 else modifier.CA)
+        nvvm.cp_async_commit_group()
+
+    emit(source, tile)
+
+
+def start_nothing(problem: Problem) -> None:
+    """Count as one group of copies."""
+    if problem.interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def emit(_: Any) -> None:
+        nvvm.cp_async_commit_group()
+
+    emit()
+
+
+def await_copies(problem: Problem, groups: int) -> None:
+    """Wait until at most so many groups are under way, and until all warps have come here."""
+    if problem.interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def emit(context: Any) -> None:
+        context.await_cp_async_copy(groups)
+
+    emit()
+
+
+def store_rows(problem: Problem, x: jax.Array, target: Ref) -> None:
+    """Store the first rows of 64 in registers, as many as the target has, to device memory."""
+    rows = target.shape[0]
+    if problem.interpret:
+        target[...] = x[:rows]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT.WGMMA, plgpu.RefType()))
+    def emit(_: Any, x: Any, target: Any) -> None:
+        limit = mgpu.c(rows, ir.IndexType.get())
+
+        def one(number: Any, place: tuple[Any, Any]) -> None:
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, place[0], limit)):
+                memref.store(number, target, place)
+
+        x.foreach(one)
+
+    emit(x, target)
 
 
 def product(problem: Problem, a: Ref, b: Ref) -> jax.Array:

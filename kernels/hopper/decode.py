@@ -45,7 +45,10 @@ from transformer_jax.kernels.contract import (
 from transformer_jax.kernels.hopper.decode_rows import (
     columns_at_once,
     for_copies,
+    lists_of_key_heads,
     merged,
+    part_of,
+    place_of,
     swizzle,
 )
 from transformer_jax.kernels.hopper.memory import (
@@ -58,7 +61,6 @@ from transformer_jax.kernels.hopper.memory import (
     at,
     f32,
     filled,
-    i32,
     load,
     load_along,
     opaque,
@@ -114,8 +116,7 @@ def decode(
     parts = key_parts(B * K, -(-operands.keys // blocks.k), most_programs(problem))
     sums, slots = B * K * parts * consumers, blocks.stages * consumers
     packed = packed_rows(operands, ROWS)._replace(sinks=None)
-    if lists.order.shape[1] > 1:
-        lists = TileLists(*(x[:, :: N // K] for x in lists[:3]))
+    lists = lists_of_key_heads(operands, lists)
     vectors = TileVectors(problem, packed, ROW)
     rows = -(-T * N // K // 8) * 8  # which a copy takes together
     width = columns_at_once(Hv)
@@ -167,21 +168,6 @@ def _decode(
         each_item(items, consumer.attend, (jnp.int32(0), jnp.int32(0)))
 
     specialise(blocks.k // ROWS, produce, consume)
-
-
-def part_of(seen: jax.Array, part: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
-    """Return which tiles of a list are a part's: from the first to before the second number."""
-    return part * seen // parts, (part + 1) * seen // parts
-
-
-def place_of(operands: Operands, b: Any, k0: Any) -> tuple[Any, Any]:
-    """Return where the 64 keys from k0 on lie: the batch row or page, and which of its slots."""
-    if operands.pages is None:
-        return b, pl.ds(k0, ROWS)
-    table: Ref = operands.pages
-    page, columns = i32(operands.key.shape[1]), table.shape[1]
-    block = jnp.minimum(lax.div(k0, page), columns - 1)  # a tile may end after the last page
-    return table.at[b, block][...], pl.ds(lax.rem(k0, page), ROWS)
 
 
 class _Slots(NamedTuple):

@@ -1,23 +1,29 @@
-"""Lay out keys and values for the decode kernel's copies, and add up what its parts leave."""
+"""Lay out keys and values for decode kernels, divide lists into parts, and add up what parts leave.
+
+The decode kernels of Hopper and of Ampere have this in common.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from jax import lax
 
-from transformer_jax.kernels.contract import Operands
-from transformer_jax.kernels.hopper.memory import ROWS
+from transformer_jax.kernels.contract import Operands, TileLists
+from transformer_jax.kernels.hopper.memory import ROWS, Ref, i32
 from transformer_jax.kernels.hopper.scores import LN2, LOG2E
 from transformer_jax.kernels.query_rows import unpacked_output, unpacked_sums
 
 
-def for_copies(operands: Operands, listed: int) -> Operands:
+def for_copies(operands: Operands, listed: int | None = None) -> Operands:
     """Return the operands with keys and values as copies want them, which mostly they are.
 
-    A copy takes 64 of them, and reads zeros past the end of an array of a multiple of 8. Scales,
-    which are read without copies, are as many as `listed` tiles have keys. Pages are whole copies.
+    There are at least 64 of them, and a multiple of 8: past the end Hopper's copies read zeros, and
+    Ampere's begin earlier. Scales, which Hopper reads without copies, are as many as `listed` tiles
+    have keys; None: as keys. Pages are whole copies.
     """
     if operands.pages is not None:
         return operands
@@ -31,9 +37,32 @@ def for_copies(operands: Operands, listed: int) -> Operands:
     return operands._replace(
         key=padded(operands.key, S),
         value=padded(operands.value, S),
-        k_scale=padded(operands.k_scale, listed),
-        v_scale=padded(operands.v_scale, listed),
+        k_scale=padded(operands.k_scale, listed or S),
+        v_scale=padded(operands.v_scale, listed or S),
     )
+
+
+def lists_of_key_heads(operands: Operands, lists: TileLists) -> TileLists:
+    """Return one list of tiles for each key head, where heads have lists of their own."""
+    if lists.order.shape[1] == 1:
+        return lists
+    group = operands.query.shape[2] // operands.value.shape[2]
+    return TileLists(*(x[:, ::group] for x in lists[:3]))
+
+
+def part_of(seen: jax.Array, part: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
+    """Return which tiles of a list are a part's: from the first to before the second number."""
+    return part * seen // parts, (part + 1) * seen // parts
+
+
+def place_of(operands: Operands, b: Any, k0: Any, width: int = ROWS) -> tuple[Any, Any]:
+    """Return where the keys from k0 on lie: the batch row or page, and which of its slots."""
+    if operands.pages is None:
+        return b, pl.ds(k0, width)
+    table: Ref = operands.pages
+    page, columns = i32(operands.key.shape[1]), table.shape[1]
+    block = jnp.minimum(lax.div(k0, page), columns - 1)  # a tile may end after the last page
+    return table.at[b, block][...], pl.ds(lax.rem(k0, page), width)
 
 
 def swizzle(x: jax.Array) -> int | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from tests.support.hopper_kernels import (
     InInterpreter,
     assert_near,
     draw,
+    draw_few,
     lists_of,
     needs_interpreter,
     oracle,
@@ -121,16 +124,62 @@ def test_tiles_of_other_rows_than_a_program_holds_are_refused(kind):
             jax.eval_shape(jax.grad(lambda *x: attend(*x).sum().astype("float32")), *[shape] * 3)
 
 
-@pytest.mark.parametrize("kind", ["forward", "dq", "dkdv", "bias"])
+@pytest.mark.parametrize(
+    ("blocks", "page", "message"),
+    [
+        (Blocks(1, 128), None, "tiles of 32 or 64 keys, not 128"),
+        (Blocks(1, 32, stages=1), None, "stages is 1"),
+        (Blocks(1, 64), 96, "page is 96: must be a multiple of 64 keys"),
+    ],
+)
+def test_tiles_that_the_decode_kernel_lacks_are_refused(blocks, page, message):
+    operands = draw_few(Case(T=1, S=128))
+    if page is not None:
+        pool = jnp.zeros((3, page, 1, 64), jnp.bfloat16)
+        operands = operands._replace(key=pool, value=pool, pages=jnp.zeros((1, 2), jnp.int32))
+    with pytest.raises(ValueError, match=message):
+        ampere.decode(Problem(scale=1.0), operands, None, blocks)
+
+
+@pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
+def test_the_decode_kernel_multiplies_by_mma_and_copies_by_cp_async():
+    """Pallas lowers its own copies to TMA from capability 9 on, where they want a barrier."""
+    query, key = (jax.ShapeDtypeStruct((1, t, n, 64), jnp.bfloat16) for t, n in ((1, 4), (300, 2)))
+    attend = partial(dot_product_attention, implementation="pallas")
+    with using(Target("ampere")):
+        traced = str(jax.make_jaxpr(attend)(query, key, key))
+    assert "attention_decode" in traced and "attention_forward" not in traced
+    assert re.search(r"\bmma\b", traced) and "inline_mgpu" in traced
+    assert not re.search(r"\b(wgmma\w*|copy_gmem_to_smem|barrier_\w+|commit_smem)\[", traced)
+
+
+@pytest.mark.slow
+def test_a_step_of_decoding_copies_no_key_and_no_value():
+    """Compiled for 8.0 by a process of its own, as Mosaic GPU keeps the first capability.
+
+    As large as the cache are two writes, and over pages the loop that copies shared ones.
+    """
+    reason = "jax[cuda13] compiles for GPUs that are not attached"
+    pytest.importorskip("jax_cuda13_plugin", reason=reason)
+    command = [sys.executable, "-m", "benchmarks.compile_ampere", "8.0", "--step"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = said.splitlines()[1:]
+    assert len(lines) == 5 and any("int8" in line for line in lines)
+    for line in lines:
+        temporaries, large = re.search(r"([\d.]+) MB   (\d+ fusion.*)$", line).groups()
+        assert float(temporaries) < 8
+        assert large == "2 fusion" + ", 1 while" * ("pages" in line)
+
+
+@pytest.mark.parametrize("kind", ["forward", "dq", "dkdv", "bias", "decode"])
 def test_tiles_of_every_head_dim_divide_128_and_fit_the_least_shared_memory(kind):
     for H in ampere.HEAD_DIMS:
         for Hv in ampere.HEAD_DIMS:
             plan = ampere.blocks(kind, H, Hv)
             assert 128 % plan.q == 0 == 128 % plan.k and 64 in (plan.q, plan.k)
-            rows = {"forward": (plan.q * H, plan.k * (H + Hv))}.get(
-                kind, (plan.q * (H + Hv), plan.k * (H + Hv))
-            )
-            assert 2 * sum(rows) + 1024 <= AMPERE_SHARED_MEMORY
+            queries = plan.q * (H if kind in ("forward", "decode") else H + Hv)
+            tiles = plan.stages if kind == "decode" else 1  # others keep one in registers
+            assert 2 * (queries + tiles * plan.k * (H + Hv)) + 1024 <= AMPERE_SHARED_MEMORY
 
 
 def test_what_cannot_be_done_is_named(monkeypatch):

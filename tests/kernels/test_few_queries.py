@@ -1,11 +1,9 @@
-"""Attention of few queries on Hopper: when the decode kernel runs, and what is around it."""
+"""Attention of few queries on NVIDIA GPUs: when a decode kernel runs, and what is around it."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
-import re
 from collections import Counter
 
 import jax
@@ -14,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import kernel_program
+from benchmarks import decode_step
+from benchmarks.decode_step import B, H, K, S, large_operations
 from tests.support import few_queries
 from tests.support.attention_suite import reference
 from tests.support.few_queries import program
@@ -25,48 +24,60 @@ from tests.support.hopper_kernels import (
     assert_near,
     needs_interpreter,
 )
-from transformer_jax import ALiBi, Causal, Dense, Padding, Window, dot_product_attention
+from transformer_jax import ALiBi, Causal, Dense, Padding, dot_product_attention
 from transformer_jax.cache import kv_cache as kv
-from transformer_jax.kernels import Target, hopper, using
+from transformer_jax.kernels import Target, ampere, chips, hopper, using
 from transformer_jax.kernels.chips import HOPPER_PROCESSORS, kinds
 from transformer_jax.kernels.contract import Problem
 from transformer_jax.kernels.hopper import schedule
-from transformer_jax.kernels.hopper.decode import part_of
+from transformer_jax.kernels.hopper.decode_rows import part_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-WHERE = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
+MODULES = {"hopper": hopper, "ampere": ampere}
+needs_mma = pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
+each_backend = pytest.mark.parametrize(
+    "backend", ["hopper", pytest.param("ampere", marks=needs_mma)]
+)
+
+
+def interpreter(backend="hopper"):
+    return Target(backend, plgpu.InterpretGPUParams() if INTERPRETS is None else False)
 
 
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch):
     """So few that each has several items, and reuses every slot."""
     monkeypatch.setattr(schedule, "PROGRAMS", 2)
+    monkeypatch.setattr(chips, "AMPERE_PROCESSORS", 1)
 
 
 arrays_of = functools.partial(few_queries.arrays_of, 64)
 
 
-def named(monkeypatch):
-    """Record which kernels of Hopper are traced."""
+def named(monkeypatch, backend="hopper"):
+    """Record which kernels are traced."""
     jax.clear_caches()  # a program that is known is not traced again
-    calls = []
+    calls, module = [], MODULES[backend]
     for name in ("forward", "decode"):
-        kernel = getattr(hopper, name)
+        kernel = getattr(module, name)
 
         def record(*arguments, name=name, kernel=kernel):
             calls.append(name)
             return kernel(*arguments)
 
-        monkeypatch.setattr(hopper, name, record)
+        monkeypatch.setattr(module, name, record)
     return calls
 
 
 @pytest.mark.parametrize(("T", "options", "kernel"), few_queries.KERNELS)
-def test_few_queries_without_dropout_take_the_decode_kernel(T, options, kernel, monkeypatch):
-    calls = named(monkeypatch)
+@each_backend
+def test_few_queries_without_dropout_take_the_decode_kernel(
+    backend, T, options, kernel, monkeypatch
+):
+    calls = named(monkeypatch, backend)
     attend, inputs = program(arrays_of(T), mask=Causal(), **options)
-    with using(Target("hopper")):
+    with using(Target(backend)):
         jax.eval_shape(attend, *inputs)
     assert set(calls) == {kernel}
 
@@ -95,30 +106,35 @@ MASKS = {
 }
 
 
-@pytest.mark.slow_cases("one matrix", "halves")
+@pytest.mark.slow_cases(
+    "hopper-one matrix", "hopper-halves", "ampere-one matrix", "ampere-halves", "ampere-matrix"
+)
 @needs_interpreter
 @pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
-def test_attention_of_few_queries_matches_the_oracle(make):
+@each_backend
+def test_attention_of_few_queries_matches_the_oracle(backend, make):
     arrays, mask = arrays_of(3), make(np.random.default_rng(1))
     seen = np.asarray(mask.materialize(jnp.arange(3)[None], jnp.arange(200)[None]))
     seen = np.broadcast_to(seen, (2, 8, 3, 200))
     assert seen.any(axis=-1).all()
     attend, inputs = program(arrays, mask=mask)
-    with using(WHERE):
+    with using(interpreter(backend)):
         out, lse = jax.jit(attend)(*inputs)
     expected = reference(arrays, seen)
     assert_near(out, expected["out"], NEAR, "out")
     assert_near(lse, expected["lse"], EXACT, "lse")
 
 
+@pytest.mark.slow_cases("ampere")
 @needs_interpreter
-def test_slopes_of_alibi_are_those_of_each_head():
+@each_backend
+def test_slopes_of_alibi_are_those_of_each_head(backend):
     arrays = arrays_of(2)
     slopes = 2.0 ** -np.arange(1, 9)
     at = jnp.array([198, 199])
     bias = ALiBi(jnp.asarray(slopes, jnp.float32))
     attend, inputs = program(arrays, mask=Causal(), bias=bias, q_positions=at)
-    with using(WHERE):
+    with using(interpreter(backend)):
         out, _ = jax.jit(attend)(*inputs)
     far = np.abs(np.asarray(at)[:, None] - np.arange(200))
     seen = np.asarray(at)[:, None] >= np.arange(200)
@@ -136,7 +152,8 @@ def test_under_vmap_the_mapped_axis_joins_the_batch(monkeypatch):
     assert set(calls) == {"decode"}
 
 
-def test_inside_a_shard_map_results_vary_as_the_inputs_do():
+@each_backend
+def test_inside_a_shard_map_results_vary_as_the_inputs_do(backend):
     """Traced, not run: `shard_map` compares types."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
@@ -148,7 +165,7 @@ def test_inside_a_shard_map_results_vary_as_the_inputs_do():
         return results
 
     mapped = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    with using(Target("hopper")):
+    with using(Target(backend)):
         out, lse = jax.eval_shape(mapped, *inputs)
     assert out.shape == inputs[0].shape and lse.shape == (2, 1, 8)
 
@@ -163,7 +180,7 @@ def test_gradients_of_few_queries_over_keys_that_end_within_a_tile():
         loss = lambda *x: (attend(*x).astype(jnp.float32) * weight).sum()  # noqa: E731
         return jax.jit(jax.grad(loss, (0, 1, 2)))(*inputs)
 
-    with using(WHERE):
+    with using(interpreter()):
         found = gradients("pallas")
     for got, expected in zip(found, gradients("xla"), strict=True):
         assert got.shape == expected.shape
@@ -189,8 +206,9 @@ def test_tiles_to_read_are_as_many_at_any_capacity():
 
 
 @needs_interpreter
-def test_keys_and_values_of_int8_are_read_as_they_are(monkeypatch):
-    calls, arrays = named(monkeypatch), arrays_of(2)
+@each_backend
+def test_keys_and_values_of_int8_are_read_as_they_are(backend, monkeypatch):
+    calls, arrays = named(monkeypatch, backend), arrays_of(2)
     (key, key_scale), (value, value_scale) = (kv.quantise(arrays[x]) for x in ("key", "value"))
     query, wide = arrays["query"], [kv.dequantise(key, key_scale, "bfloat16")]
     wide.append(kv.dequantise(value, value_scale, "bfloat16"))
@@ -200,7 +218,7 @@ def test_keys_and_values_of_int8_are_read_as_they_are(monkeypatch):
     def attend(query, key, value, **scales):
         return dot_product_attention(query, key, value, **settings, **scales)
 
-    with using(WHERE):
+    with using(interpreter(backend)):
         out = jax.jit(attend)(query, key, value, **scales)
         expected = jax.jit(attend)(query, *wide)
         assert set(calls) == {"decode"}
@@ -214,13 +232,17 @@ def test_keys_and_values_of_int8_are_read_as_they_are(monkeypatch):
     assert gradient[1]["key_scale"].shape == key_scale.shape and "forward" in calls
 
 
+@pytest.mark.slow_cases("ampere")
 @needs_interpreter
 @pytest.mark.parametrize(
     ("capacity", "window", "sinks"), [(176, 150, 0), (520, 100, 5)], ids=["small", "with sinks"]
 )
-def test_a_token_reads_a_ring_in_any_order_of_positions(capacity, window, sinks, monkeypatch):
-    calls = named(monkeypatch)
-    with using(WHERE):
+@each_backend
+def test_a_token_reads_a_ring_in_any_order_of_positions(
+    backend, capacity, window, sinks, monkeypatch
+):
+    calls = named(monkeypatch, backend)
+    with using(interpreter(backend)):
         found, expected = few_queries.token_over_a_ring(64, capacity, window, sinks)
     assert set(calls) == {"decode"}
     assert_near(found["out"], expected["out"], NEAR, "out")
@@ -228,8 +250,6 @@ def test_a_token_reads_a_ring_in_any_order_of_positions(capacity, window, sinks,
 
 
 # Compiled for an H200 that is not there
-
-B, S, N, K, H = 8, 32768, 32, 8, 128
 
 
 @pytest.fixture
@@ -242,45 +262,9 @@ def compile_gpu():
 
 
 def compiled_step(compile_gpu, capacity, window=None, dtype=jnp.bfloat16, H=H):
-    """One token a row is written into a cache, and attends to what the row has filled."""
     place = jax.sharding.SingleDeviceSharding(compile_gpu.h200.device())
-
-    def struct(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
-    cache = jax.eval_shape(lambda: kv.init(B, capacity, K, H, dtype=dtype))
-    cache = jax.tree.map(lambda x: struct(x.shape, x.dtype), cache)
-    query, new = (struct((B, 1, heads, H), jnp.bfloat16) for heads in (N, K))
-
-    def step(cache, query, new):
-        at = cache.length[:, None]
-        cache, seen = kv.extend_held(cache, new, new, at, window)
-        mask = Causal() if window is None else Causal() & Window(window)
-        settings = dict(q_positions=at, k_positions=seen.positions, implementation="pallas")
-        settings |= dict(key_scale=seen.k_scale, value_scale=seen.v_scale)
-        out = dot_product_attention(query, seen.k, seen.v, mask=mask, **settings)
-        return cache, out
-
     with using(Target("hopper", chip="NVIDIA H200")), compile_gpu.h200.context():
-        return jax.jit(step, donate_argnums=0).lower(cache, query, new).compile()
-
-
-def large_operations(text, least):
-    """Return what a program runs that makes as many numbers, with what is inside of fusions."""
-    entry, program = kernel_program.parse(text)
-    results = {}
-    for line in text.splitlines():
-        name, _, rest = line.partition(" = ")
-        shapes = re.findall(r"\[([\d,]+)\]", rest.partition("(%")[0].partition(" parameter(")[0])
-        results[name.split()[-1].strip("%") if rest else ""] = shapes
-    found = []
-    for operation, nested in kernel_program.operations(entry, program):
-        assert not nested, operation  # no loop, for which the host would wait
-        inside = [program[name] for name in kernel_program.CALLED.findall(operation.text)]
-        found += [operation, *itertools.chain(*inside)]
-    assert len(found) > 20
-    sizes = [[math.prod(map(int, x.split(","))) for x in results[one.name]] for one in found]
-    return [one for one, made in zip(found, sizes, strict=True) if max(made, default=1) >= least]
+        return decode_step.lowered(place, capacity, window, dtype, H=H).compile()
 
 
 @pytest.mark.slow

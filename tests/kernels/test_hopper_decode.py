@@ -1,4 +1,4 @@
-"""The Hopper kernel for few queries in the interpreter, against NumPy in float64."""
+"""The kernels for few queries of NVIDIA GPUs in the interpreter, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.support.hopper_kernels import (
     assert_near,
     causal,
     draw_few,
+    lists_of,
     needs_interpreter,
     oracle,
     run_decode,
@@ -23,8 +24,7 @@ from tests.support.hopper_kernels import (
     within_length,
 )
 from transformer_jax.cache import dequantise, quantise
-from transformer_jax.kernels import hopper
-from transformer_jax.kernels.contract import TileLists
+from transformer_jax.kernels import ampere, chips, hopper
 from transformer_jax.kernels.hopper import schedule
 
 pytestmark = [
@@ -39,7 +39,10 @@ S = 331
 def two_programs(monkeypatch):
     """So few that each has several items, and reuses every slot."""
     monkeypatch.setattr(schedule, "PROGRAMS", 2)
+    monkeypatch.setattr(chips, "AMPERE_PROCESSORS", 1)
 
+
+each_backend = pytest.mark.parametrize("module", [hopper, ampere], ids=["hopper", "ampere"])
 
 CASES = {
     "causal, one query, no groups": (Case(T=1, S=S, N=2, K=2), None),
@@ -69,30 +72,59 @@ CASES = {
 }  # fmt: skip
 
 
+def skip_widths_of_hopper(module, case):
+    if not {case.H, case.Hv} <= set(module.HEAD_DIMS):
+        pytest.skip(f"{case.H} and {case.Hv} are widths of Hopper")
+
+
 @pytest.mark.slow_cases(
-    "no mask",
-    "sixty-four",
-    "bias of each query",
-    "bias of each head",
-    "wide heads",
-    "widths of 160",
+    "hopper-no mask",
+    "hopper-sixty-four",
+    "hopper-bias of each query",
+    "hopper-bias of each head",
+    "hopper-wide heads",
+    "hopper-widths of 160",
+    "ampere-causal",
+    "ampere-several",
+    "ampere-no mask",
+    "ampere-sixty-four",
+    "ampere-bias",
+    "ampere-wide heads",
 )
 @needs_interpreter
 @pytest.mark.parametrize(("case", "lengths"), CASES.values(), ids=CASES)
-def test_decode_matches_the_dense_oracle(case, lengths):
+@each_backend
+def test_decode_matches_the_dense_oracle(module, case, lengths):
+    skip_widths_of_hopper(module, case)
     operands = draw_few(case, lengths=lengths)
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
-    got = run_decode(case, operands)
+    got = run_decode(case, operands, module=module)
     assert np.abs(expected["out"]).max() > 0.05
     for name in ("out", "row_max", "log_sum"):
         assert_near(got[name], expected[name], NEAR if name == "out" else EXACT, name)
     assert got["out"].dtype == operands.query.dtype
 
 
+@pytest.mark.slow_cases("hopper", "ampere-328")
 @needs_interpreter
-def test_rows_that_see_nothing_are_zero():
+@pytest.mark.parametrize("S", [S, 328, 13])
+@each_backend
+def test_keys_may_end_within_a_tile(module, S):
+    case = Case(B=2, T=2, S=S, N=4, K=2, sinks=True, bias=(1, 4, 2, S), visible=within_length)
+    operands = draw_few(case, lengths=[S, 7])
+    expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
+    given = operands._replace(key=operands.key[:, :S], value=operands.value[:, :S])
+    got = run_decode(case, given, module=module)
+    for name in ("out", "row_max", "log_sum"):
+        assert_near(got[name], expected[name], NEAR if name == "out" else EXACT, name)
+
+
+@pytest.mark.slow_cases("ampere")
+@needs_interpreter
+@each_backend
+def test_rows_that_see_nothing_are_zero(module):
     case = Case(B=2, T=2, S=S, N=4, K=2, visible=within_length, sinks=True)
-    got = run_decode(case, draw_few(case, lengths=[0, 5]))
+    got = run_decode(case, draw_few(case, lengths=[0, 5]), module=module)
     assert not np.asarray(got["out"], np.float32)[0].any()
     assert np.isneginf(got["row_max"])[0].all() and not np.asarray(got["log_sum"])[0].any()
     assert np.isfinite(got["row_max"])[1].all()
@@ -105,20 +137,23 @@ BAD = {"NaN": np.nan, "inf": np.inf, "-inf": -np.inf}
 
 
 @pytest.mark.slow_cases(
-    "-key-inf", "-key--", "-value-NaN", "-value--", "cap-key-N", "cap-key--", "cap-v"
+    *(f"hopper-{case}" for case in ("-key-inf", "-key--", "-value-NaN", "-value--")),
+    *(f"hopper-{case}" for case in ("cap-key-N", "cap-key--", "cap-v")),
+    *(f"ampere-{case}" for case in ("-key-NaN", "-key-inf", "-value-NaN", "-value--", "cap")),
 )
 @needs_interpreter
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("array", ["key", "value"])
 @pytest.mark.parametrize("softcap", [None, 5.0], ids=["", "cap"])
-def test_what_is_not_finite_reaches_exactly_the_queries_that_see_it(array, bad, softcap):
+@each_backend
+def test_what_is_not_finite_reaches_exactly_the_queries_that_see_it(module, array, bad, softcap):
     """Queries at S - 4 to S - 1; the first two keys that are spoilt stand in one key head each."""
     case = Case(T=4, S=S, N=4, K=2, softcap=softcap)
     operands = draw_few(case)
-    clean = run_decode(case, operands)
+    clean = run_decode(case, operands, module=module)
     spoilt = getattr(operands, array).at[0, S - 2, 1, 5].set(bad)  # seen by the last two queries
     spoilt = spoilt.at[0, S + 3, 0, 9].set(bad)  # an empty slot
-    got = run_decode(case, operands._replace(**{array: spoilt}))
+    got = run_decode(case, operands._replace(**{array: spoilt}), module=module)
     sees = np.zeros((1, 4, 4), bool)  # [B, T, N]
     sees[0, 2:, 2:] = True
     for name, x in got.items():
@@ -130,59 +165,67 @@ def test_what_is_not_finite_reaches_exactly_the_queries_that_see_it(array, bad, 
 
 
 @needs_interpreter
-def test_a_full_tile_passes_nan_on_to_every_query_of_its_key_head():
-    case = Case(T=2, S=256, N=4, K=2, visible=None)
+@each_backend
+def test_a_full_tile_passes_nan_on_to_every_query_of_its_key_head(module):
+    case = Case(T=2, S=256, N=4, K=2, Hv=96, visible=None)
     operands = draw_few(case)
-    clean = run_decode(case, operands)
-    got = run_decode(case, operands._replace(value=operands.value.at[0, 70, 0, 0].set(jnp.nan)))
+    clean = run_decode(case, operands, module=module)
+    value = operands.value.at[0, 70, 0, 0].set(jnp.nan)
+    got = run_decode(case, operands._replace(value=value), module=module)
     out, expected = (np.asarray(x["out"], np.float32) for x in (got, clean))
     assert np.isnan(out[:, :, :2]).all()
     np.testing.assert_array_equal(out[:, :, 2:], expected[:, :, 2:])
 
 
+@pytest.mark.slow_cases("ampere-NaN")
 @needs_interpreter
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["NaN", "inf"])
-def test_a_query_that_is_not_finite_is_nan_unless_it_sees_nothing(bad):
+@each_backend
+def test_a_query_that_is_not_finite_is_nan_unless_it_sees_nothing(module, bad):
     case = Case(B=2, T=1, S=130, N=2, K=1, visible=within_length)
     operands = draw_few(case, lengths=[130, 0])
-    clean = run_decode(case, operands)
+    clean = run_decode(case, operands, module=module)
     key = operands.key.at[..., 3].set(-1)  # all products of an infinity are -inf
     query = operands.query.at[:, 0, 1, :].set(0).at[:, 0, 1, 3].set(bad)
-    got = run_decode(case, operands._replace(query=query, key=key))
+    got = run_decode(case, operands._replace(query=query, key=key), module=module)
     out = np.asarray(got["out"], np.float32)
     assert np.isnan(out[0, 0, 1]).all() and np.isfinite(out[0, 0, 0]).all() and not out[1].any()
     assert np.isfinite(np.asarray(clean["out"], np.float32)).all()
 
 
+@pytest.mark.slow_cases("ampere")
 @needs_interpreter
-def test_products_that_overflow_where_nothing_is_spoilt_count_as_before():
+@each_backend
+def test_products_that_overflow_where_nothing_is_spoilt_count_as_before(module):
     case = Case(T=1, S=200, N=2, K=1, softcap=3.0, visible=causal)
     operands = draw_few(case)
     query = operands.query.at[..., 0].set(3e38)
     key = operands.key.at[:, :100, :, 0].set(3e38).at[:, 100:, :, 0].set(-3e38)
-    got = run_decode(case, operands._replace(query=query, key=key))
+    got = run_decode(case, operands._replace(query=query, key=key), module=module)
     weight = np.exp(np.where(np.arange(200) < 100, 3.0, -3.0))
     value = np.asarray(operands.value, np.float32)[0, :200, 0]
     assert_near(got["out"][0, 0], (weight / weight.sum() @ value)[None].repeat(2, 0), NEAR, "out")
 
 
+@pytest.mark.slow_cases("ampere-whole", "ampere-padded")
 @needs_interpreter
 @pytest.mark.parametrize("S", [384, 424, 427], ids=["whole tiles", "part of one", "padded"])
-def test_tiles_that_no_list_names_are_not_read(S):
+@each_backend
+def test_tiles_that_no_list_names_are_not_read(module, S):
     """No mask hides the NaN that stands in all other keys and values."""
     case = Case(B=2, T=1, S=384, N=4, K=2, visible=None)
     operands = draw_few(case)
     long = [jnp.zeros((2, S, *x.shape[2:]), x.dtype) for x in (operands.key, operands.value)]
-    order, seen = jnp.array([[[[2, 0, 0]]], [[[1, 1, 1]]]]), jnp.array([[[2]], [[1]]])
     tiles = np.array([[1, 0, 1], [0, 1, 0]], bool).repeat(128, axis=1)
+    plan = module.blocks("decode", 64, 64)
+    lists = lists_of(tiles[:, None, None], 1, plan.k)
+    assert (lists.full == lists.seen).all()
     tiles = jnp.asarray(np.pad(tiles, ((0, 0), (0, S - 384))))[:, :, None, None]
     key, value = (
         jnp.where(tiles, padded.at[:, :384].set(x), jnp.nan)
         for padded, x in zip(long, (operands.key, operands.value), strict=True)
     )
-    lists = TileLists(order.astype(jnp.int32), *[seen.astype(jnp.int32)] * 2)
-    plan = hopper.blocks("decode", 64, 64)
-    decode = jax.jit(functools.partial(hopper.decode, case.problem, blocks=plan))
+    decode = jax.jit(functools.partial(module.decode, case.problem, blocks=plan))
     out, *_ = decode(operands._replace(key=key, value=value), lists)
     q, k, v = (np.asarray(x, np.float64) for x in (operands.query.reshape(2, 2, 2, -1), key, value))
     seen = np.asarray(tiles)[:, :, 0, 0][:, None, None]
@@ -204,11 +247,16 @@ INT8 = {
 }
 
 
-@pytest.mark.slow_cases("-no mask", "-wid", "NaN-gr", "inf-gr", "NaN-wid", "inf-wid")
+@pytest.mark.slow_cases(
+    *(f"hopper-{case}" for case in ("-no mask", "-wid", "NaN-gr", "inf-gr", "NaN-wid", "inf-wid")),
+    *(f"ampere-{case}" for case in ("-", "NaN-len", "NaN-no", "NaN-wid", "inf")),
+)
 @needs_interpreter
 @pytest.mark.parametrize(("case", "lengths"), INT8.values(), ids=INT8)
 @pytest.mark.parametrize("bad", [None, np.nan, np.inf], ids=["", "NaN", "inf"])
-def test_int8_has_the_bits_of_what_is_dequantised(case, lengths, bad):
+@each_backend
+def test_int8_has_the_bits_of_what_is_dequantised(module, case, lengths, bad):
+    skip_widths_of_hopper(module, case)
     operands = draw_few(case, lengths=lengths)
     key, value = operands.key, operands.value
     if bad is not None:  # seen by some, and a row that is too large for the query's dtype
@@ -219,8 +267,9 @@ def test_int8_has_the_bits_of_what_is_dequantised(case, lengths, bad):
     held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
     dtype = operands.query.dtype
     wide = [dequantise(x, scale, dtype) for x, scale in ((key, k_scale), (value, v_scale))]
-    got = run_decode(case, held)
-    expected = run_decode(case, operands._replace(key=wide[0], value=wide[1]))
+    got = run_decode(case, held, module=module)
+    wide = operands._replace(key=wide[0], value=wide[1])
+    expected = run_decode(case, wide, module=module)
     out = np.asarray(got["out"], np.float32)
     assert np.abs(out).max() > 0.05 if bad is None else np.isnan(out).any()
     for name, x in got.items():

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.test_tpu_decode import large_results
+from benchmarks import decode_step
+from benchmarks.decode_step import large_results
 from tests.support.hopper_kernels import (
     EXACT,
     NEAR,
@@ -28,8 +29,7 @@ from tests.support.hopper_kernels import (
 from tests.support.pages import in_pages
 from transformer_jax import Causal, dot_product_attention
 from transformer_jax.cache import kv_cache as kv
-from transformer_jax.cache import paged_cache
-from transformer_jax.kernels import Target, hopper, tpu, using
+from transformer_jax.kernels import Target, ampere, chips, hopper, tpu, using
 from transformer_jax.kernels.chips import HOPPER_PROCESSORS
 from transformer_jax.kernels.contract import Blocks, Problem
 from transformer_jax.kernels.hopper import schedule
@@ -115,7 +115,18 @@ def test_rows_share_a_page_and_name_pages_in_any_order():
     assert np.isnan(np.asarray(given.key, np.float32)).any()
 
 
-HOPPER_CASES = {
+each_backend = pytest.mark.parametrize("module", [hopper, ampere], ids=["hopper", "ampere"])
+needs_mma = pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """So few that each reuses its slots."""
+    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+    monkeypatch.setattr(chips, "AMPERE_PROCESSORS", 1)
+
+
+GPU_CASES = {
     "lengths of rows, groups of four": (
         Case(B=3, T=1, S=S, N=8, K=2, H=32, Hv=64, visible=within_length), [S, 0, 130], 128
     ),
@@ -133,32 +144,39 @@ HOPPER_CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("window", "wide")
+@pytest.mark.slow_cases(
+    "hopper-window", "hopper-wide", "ampere-lengths", "ampere-window", "ampere-wide"
+)
 @needs_interpreter
-@pytest.mark.parametrize(("case", "lengths", "page"), HOPPER_CASES.values(), ids=HOPPER_CASES)
-def test_pages_match_the_dense_oracle_on_hopper(case, lengths, page, monkeypatch):
-    """With the interpreter's search for races; so few programs that each reuses its slots."""
-    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(("case", "lengths", "page"), GPU_CASES.values(), ids=GPU_CASES)
+@each_backend
+def test_pages_match_the_dense_oracle_on_a_gpu(module, case, lengths, page):
+    """With the interpreter's search for races."""
     operands = with_prefix(draw_few(case, lengths=lengths), 128)
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
-    got = run_hopper(case, operands, page)
+    got = run_gpu(module, case, operands, page)
     assert np.abs(expected["out"]).max() > 0.05
     for name in ("out", "row_max", "log_sum"):
         assert_near(got[name], expected[name], NEAR if name == "out" else EXACT, name)
 
 
-def run_hopper(case, operands, page=None):
+def run_gpu(module, case, operands, page=None):
     """A row's last tile may end after its last page, where the vectors go on."""
-    plan = dataclasses.replace(hopper.blocks("decode", case.H, case.Hv), stages=2)
+    plan = dataclasses.replace(module.blocks("decode", case.H, case.Hv), stages=2)
     lists = lists_of(seen_by(case, operands), case.T, plan.k)
     if page is not None:
         operands = paged(case, operands, page)
-    decode = jax.jit(functools.partial(hopper.decode, case.problem, blocks=plan))
+    decode = jax.jit(functools.partial(module.decode, case.problem, blocks=plan))
     return dict(zip(("out", "row_max", "log_sum"), decode(operands, lists), strict=True))
 
 
-def test_a_row_of_pages_is_divided_into_as_many_parts_as_one_without():
-    """Traced for Hopper: pages of 64 are read in place, those of 96 are gathered."""
+@pytest.mark.parametrize(
+    ("backend", "tile", "consumers"),
+    [("hopper", 128, 2), pytest.param("ampere", 64, 1, marks=needs_mma)],
+)
+def test_a_row_of_pages_is_divided_into_as_many_parts_as_one_without(backend, tile, consumers):
+    """Traced: pages of 64 are read in place, those of 96 are gathered."""
     B, S, N, K, H = 2, 1152, 8, 2, 64
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
 
@@ -167,25 +185,26 @@ def test_a_row_of_pages_is_divided_into_as_many_parts_as_one_without():
         pool = struct(B, S, K, H) if page is None else struct(29, page, K, H)
         settings = dict(mask=Causal(), block_table=table, implementation="pallas")
         attend = functools.partial(dot_product_attention, **settings)
-        with using(Target("hopper")):
+        with using(Target(backend, processors=7)):
             return str(jax.make_jaxpr(attend)(struct(B, 1, N, H), pool, pool))
 
-    parts = schedule.key_parts(B * K, S // 128, schedule.PROGRAMS)
+    parts = schedule.key_parts(B * K, S // tile, 7)
     assert parts > 1
     for page in (None, 64, 96):
         found = text(page)
-        assert f"f32[{B * K * parts * 2},8,{H}]" in found
+        assert f"f32[{B * K * parts * consumers},8,{H}]" in found
         assert (f"bf16[{B},{S},{K},{H}]" in found) == (page != 64)
 
 
 @needs_interpreter
-def test_int8_pages_have_the_bits_of_the_rows_they_hold_on_hopper(monkeypatch):
-    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+@pytest.mark.usefixtures("few_programs")
+@each_backend
+def test_int8_pages_have_the_bits_of_the_rows_they_hold_on_a_gpu(module):
     case = Case(B=2, T=2, S=384, N=4, K=2, H=32, Hv=96, visible=within_length)
     operands = draw_few(case, lengths=[384, 130])
     (key, k_scale), (value, v_scale) = (kv.quantise(x) for x in (operands.key, operands.value))
     held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
-    expected, got = (run_hopper(case, held, page) for page in (None, 192))
+    expected, got = (run_gpu(module, case, held, page) for page in (None, 192))
     for name, x in got.items():
         np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (x, expected[name])))
 
@@ -204,7 +223,7 @@ def test_int8_pages_have_the_bits_of_the_rows_they_hold(heads):
 
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
-def test_it_lowers_for_a_tpu_and_traces_for_hopper(dtype, x64):
+def test_it_lowers_for_a_tpu_and_traces_for_gpus(dtype, x64):
     def attend(query, key, value, scale, table):
         scales = dict(key_scale=scale, value_scale=scale) if dtype == jnp.int8 else {}
         settings = dict(mask=Causal(), block_table=table, implementation="pallas") | scales
@@ -219,9 +238,11 @@ def test_it_lowers_for_a_tpu_and_traces_for_hopper(dtype, x64):
         with using(Target("tpu", chip="TPU v5e")):
             traced = jax.jit(attend).trace(query, pool, pool, scale, table)
             text = traced.lower(lowering_platforms=("tpu",)).as_text()
-        with using(Target("hopper")):
-            out = jax.eval_shape(attend, query, pool, pool, scale, table)
-    assert "attention_decode" in text and out.shape == query.shape
+        for backend in ("hopper",) + ("ampere",) * ampere.HAS_MMA:
+            with using(Target(backend)):
+                out = jax.eval_shape(attend, query, pool, pool, scale, table)
+            assert out.shape == query.shape
+    assert "attention_decode" in text
 
 
 def test_a_page_that_is_no_multiple_of_the_tile_is_refused():
@@ -232,29 +253,6 @@ def test_a_page_that_is_no_multiple_of_the_tile_is_refused():
 
 
 # Compiled for chips that are not there
-
-
-def lowered_step(place, K, dtype, page, capacity=32768, B=8, H=128):
-    """One token a row is written into pages, half of what all rows may fill, and attends."""
-
-    def struct(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
-    pages = dict(num_pages=B * capacity // page // 2, page_size=page)
-    cache = jax.eval_shape(lambda: paged_cache.init(B, capacity, K, H, dtype=dtype, **pages))
-    cache = jax.tree.map(lambda x: struct(x.shape, x.dtype), cache)
-    wide = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16
-    query, new = (struct((B, 1, heads, H), wide) for heads in (4 * K, K))
-
-    def step(cache, query, new):
-        at = cache.length[:, None]
-        cache = paged_cache.update(cache, new, new, at)
-        settings = dict(q_positions=at, k_positions=paged_cache.gather_positions(cache))
-        settings |= dict(key_scale=cache.k_scale, value_scale=cache.v_scale)
-        settings |= dict(block_table=cache.block_table, implementation="pallas")
-        return cache, dot_product_attention(query, cache.k, cache.v, mask=Causal(), **settings)
-
-    return jax.jit(step, donate_argnums=0).lower(cache, query, new), cache.k.size
 
 
 READABLE = pytest.mark.skipif(
@@ -285,7 +283,9 @@ def test_a_step_over_pages_copies_no_key_and_no_value(topology, K, page, dtype):
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it locks a file otherwise
     device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
     with using(Target("tpu", chip="TPU")):
-        step, numbers = lowered_step(jax.sharding.SingleDeviceSharding(device), K, dtype, page)
+        step, numbers = decode_step.lowered_over_pages(
+            jax.sharding.SingleDeviceSharding(device), page, dtype, K=K
+        )
         step = step.compile()
     text = step.as_text()
     assert "attention_decode" in text
@@ -310,7 +310,7 @@ def test_a_step_over_pages_copies_no_key_and_no_value_on_hopper(page, dtype, mon
     monkeypatch.setattr(schedule, "PROGRAMS", HOPPER_PROCESSORS)
     place = jax.sharding.SingleDeviceSharding(compile_gpu.h200.device())
     with using(Target("hopper", chip="NVIDIA H200")), compile_gpu.h200.context():
-        step, numbers = lowered_step(place, 8, dtype, page)
+        step, numbers = decode_step.lowered_over_pages(place, page, dtype)
         step = step.compile()
     large = [kind for kind, _ in large_results(step.as_text(), numbers)]
     assert sorted(large) == ["fusion", "fusion", "while"]

@@ -71,8 +71,10 @@ def test_an_attached_device_says_how_many_multiprocessors_it_has(monkeypatch):
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "10.0", "12.0"])
 def test_other_gpus_that_have_mma_run_the_kernels_of_ampere(capability, monkeypatch):
-    found = attached(monkeypatch, device_kind="NVIDIA GPU", compute_capability=capability)
-    assert found == Target("ampere", chip="NVIDIA GPU")
+    says = dict(device_kind="NVIDIA GPU", compute_capability=capability)
+    assert attached(monkeypatch, **says) == Target("ampere", chip="NVIDIA GPU")
+    found = attached(monkeypatch, **says, core_count=82)
+    assert found == Target("ampere", chip="NVIDIA GPU", processors=82)
 
 
 @pytest.mark.parametrize("capability", ["7.5", "gfx942", None])

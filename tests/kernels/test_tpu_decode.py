@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import math
 import os
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.decode_step import large_results
 from tests.support import few_queries
 from tests.support.attention_suite import reference
 from tests.support.few_queries import program
@@ -360,19 +359,6 @@ def compiled_step(topology, K, capacity, dtype=jnp.bfloat16, window=None, B=8, H
 
     with using(Target("tpu", chip="TPU")):
         return jax.jit(step, donate_argnums=0).lower(cache, query, new).compile()
-
-
-def large_results(text, least):
-    """Return the opcodes, not of views, that make as many numbers; a fusion is one operation."""
-    views = ("parameter", "tuple", "bitcast", "get-tuple-element")
-    found = []
-    for line in text[text.index("\nENTRY") :].splitlines():
-        match = re.match(r"\s+(?:ROOT )?%\S+ = (.*?) ([\w-]+)\(", line)
-        if match and match[2] not in views:
-            shapes = re.findall(r"\[([\d,]+)\]", match[1])
-            if any(math.prod(map(int, x.split(","))) >= least for x in shapes):
-                found.append((match[2], "scatter" in line))
-    return found
 
 
 @pytest.mark.usefixtures("usual_compilation")

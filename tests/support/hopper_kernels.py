@@ -216,10 +216,10 @@ def within_length(q, k):
     return (k[0] >= 0) & (k[0] < q[2])
 
 
-def run_decode(case, operands, stages=2):  # which are reused soon
-    plan = dataclasses.replace(hopper.blocks("decode", case.H, case.Hv), stages=stages)
+def run_decode(case, operands, stages=2, module=hopper):  # stages, which are reused soon
+    plan = dataclasses.replace(module.blocks("decode", case.H, case.Hv), stages=stages)
     lists = lists_of(seen_by(case, operands), case.T, plan.k)
-    decode = jax.jit(functools.partial(hopper.decode, case.problem, blocks=plan))
+    decode = jax.jit(functools.partial(module.decode, case.problem, blocks=plan))
     return dict(zip(("out", "row_max", "log_sum"), decode(operands, lists), strict=True))
 
 

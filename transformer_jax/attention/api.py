@@ -165,8 +165,8 @@ def dot_product_attention(
     logarithm of the softmax's denominator, with the sink's term, in float32 (float64 of float64).
 
     Keys and values of int8 come with `key_scale` and `value_scale`, as a cache holds them, and mean
-    scale * number in the query's dtype. The kernels for few queries of Hopper and of TPUs read them
-    as they are, the others a dequantised copy.
+    scale * number in the query's dtype. The kernels for few queries of NVIDIA GPUs and of TPUs read
+    them as they are, the others a dequantised copy.
 
     With a `block_table`, of integers, keys and values lie in the pages of a pool, as a `PagedCache`
     holds them: key and value are [P, page, K, H] and [P, page, K, Hv], their scales [P, page, K],

@@ -1,0 +1,286 @@
+"""Compute attention of few queries over many keys: the decode kernel, split over the keys.
+
+As on Hopper (`transformer_jax.kernels.hopper.decode`) the queries of all heads that read one key
+head are the rows of one tile, a list of tiles is divided into parts, and XLA adds up what the parts
+leave. Here each part is a program of one warpgroup. It copies the keys and values of the next tiles
+into shared memory (`cp.async`) while it multiplies this one's.
+
+The rule on what is not finite is kept in the tile. Each thread looks at what it has copied itself:
+a key that is not finite, or whose value is not, gets the score NaN before the mask is applied, and
+numbers of a value that are not finite become 0 in shared memory.
+
+`cp.async` has no limit of an array: where keys end within the last tile, it begins earlier, and the
+keys that the tile before it has, too, are hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from transformer_jax.kernels import chips
+from transformer_jax.kernels.ampere.tiles import (
+    add_product,
+    await_copies,
+    copy_layout,
+    fetch,
+    launch,
+    parts_of_rows,
+    slot,
+    slots,
+    start_copy,
+    start_nothing,
+    store_rows,
+)
+from transformer_jax.kernels.contract import (
+    LOWEST,
+    Blocks,
+    Operands,
+    Problem,
+    TileLists,
+    result,
+    vary,
+)
+from transformer_jax.kernels.hopper.decode_rows import (
+    for_copies,
+    lists_of_key_heads,
+    merged,
+    part_of,
+    place_of,
+)
+from transformer_jax.kernels.hopper.memory import (
+    COLUMN,
+    ROW,
+    ROWS,
+    WGMMA,
+    Ref,
+    across,
+    at,
+    f32,
+    filled,
+    i32,
+    load,
+    load_along,
+    slot_of,
+)
+from transformer_jax.kernels.hopper.schedule import each_tile, item_index, key_parts
+from transformer_jax.kernels.hopper.scores import TilePosition, TileVectors, score_unit, scores
+from transformer_jax.kernels.query_rows import packed_rows
+
+WIDTHS = 32, 64  # of a tile, in keys
+
+
+def decode(
+    problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
+
+    There is one row of query tiles, and the lists of the heads that read one key head are the same.
+    Keys and values may end within a tile, and pages may not.
+    """
+    if blocks.k not in WIDTHS:
+        raise ValueError(f"the decode kernel has tiles of 32 or 64 keys, not {blocks.k}")
+    if blocks.stages < 2:
+        raise ValueError(f"stages is {blocks.stages}: the decode kernel needs at least 2")
+    if operands.page is not None and operands.page % blocks.k:
+        raise ValueError(f"page is {operands.page}: must be a multiple of {blocks.k} keys")
+    operands = for_copies(operands)
+    (B, T, N, H), (_, _, K, Hv) = operands.query.shape, operands.value.shape
+    dtype, like = operands.query.dtype, operands.query
+    wide = {}
+    if operands.k_scale is not None:  # two tiles of int8 take the room of one
+        wide = dict(k_wide=slot(blocks.k, H, dtype), v_wide=slot(blocks.k, Hv, dtype))
+        blocks = dataclasses.replace(blocks, stages=2 * (blocks.stages - 1))
+    programs = problem.processors or chips.AMPERE_PROCESSORS
+    parts = key_parts(B * K, -(-operands.keys // blocks.k), programs)
+    items, rows = B * K * parts, -(-T * N // K // 8) * 8
+    sums = launch(
+        problem,
+        functools.partial(_decode, problem, blocks, parts),
+        items,
+        out_type=(
+            result((items, rows, Hv), f32, like),
+            result((items, ROWS), f32, like),
+            result((items, ROWS), f32, like),
+        ),
+        scratch_types=dict(
+            q_tile=slot(ROWS, H, dtype),
+            k_tile=slots(blocks.stages, blocks.k, H, operands.key.dtype),
+            v_tile=slots(blocks.stages, blocks.k, Hv, operands.value.dtype),
+            nonfinite=plgpu.SMEM((2, blocks.k), f32),
+            **wide,
+        ),
+    )(lists_of_key_heads(operands, lists), packed_rows(operands, ROWS)._replace(sinks=None))
+    sums = vary(tuple(sums), like=operands)
+    return merged(operands, *(x.reshape(B, K, parts, *x.shape[1:]) for x in sums))
+
+
+class _Rows(NamedTuple):
+    """Say which queries and which part of their list a program holds."""
+
+    b: jax.Array
+    head: jax.Array  # of the keys
+    first: jax.Array  # tile of the list
+    tiles: jax.Array  # how many
+    vectors: tuple[jax.Array | None, ...]
+    slopes: jax.Array | None
+
+
+class _Sums(NamedTuple):
+    """Carry what a program has summed over its keys."""
+
+    acc: jax.Array  # [ROWS, Hv]
+    row_max: jax.Array  # [ROWS], in base 2
+    total: jax.Array  # [ROWS]
+    scales: tuple[jax.Array, ...] = ()  # of keys and of values of the next tile
+
+
+def _decode(
+    problem: Problem, blocks: Blocks, parts: int, lists: TileLists, operands: Operands,
+    acc_out: Ref, row_max_out: Ref, total_out: Ref, **memory: Ref,
+) -> None:  # fmt: skip
+    """Run a program; operands and lists are references to memory."""
+    item = lax.axis_index("program")
+    b, head, part = item_index(item, operands.key.shape[2], parts)
+    vectors = TileVectors(problem, operands, ROW, copies=False)
+    program = _Program(problem, blocks, lists, operands, vectors, **memory)
+    full, seen = at(lists.full, b, head, 0)[...], at(lists.seen, b, head, 0)[...]
+    first, end = part_of(seen, part, parts)
+    slopes = operands.slopes
+    if slopes is not None:
+        slopes = load(at(slopes, b, head, pl.ds(0, ROWS)), WGMMA.reduce(1))
+    rows = _Rows(b, head, first, end - first, vectors.of_rows(b, 0), slopes)
+    for j in range(blocks.stages - 1):
+        program.copy(rows, i32(j))
+    program.q_tile[...] = fetch(operands.query.at[b, pl.ds(0, ROWS), head])
+    sums = _Sums(
+        filled((ROWS, operands.value.shape[3]), 0), filled((ROWS,), LOWEST), filled((ROWS,), 0),
+        program.scales(rows, 0),
+    )  # fmt: skip
+    ahead = jnp.minimum(jnp.maximum(full - first, 0), end - first)
+    sums = each_tile(ahead, end - first, functools.partial(program.tile, rows), sums)
+    row_max_out[item] = sums.row_max
+    total_out[item] = sums.total
+    store_rows(problem, sums.acc, acc_out.at[item])
+
+
+@dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
+class _Program:
+    """Sum over the keys of one part of a list."""
+
+    problem: Problem
+    blocks: Blocks
+    lists: TileLists
+    operands: Operands
+    vectors: TileVectors
+    q_tile: Ref  # [ROWS, H]
+    k_tile: Ref  # [stages, k, H]
+    v_tile: Ref  # [stages, k, Hv]
+    nonfinite: Ref  # f32[2, k]: NaN for a key that is not finite, and for a value, else 0
+    k_wide: Ref = None  # [k, H] of the query's dtype, where keys are int8
+    v_wide: Ref = None  # [k, Hv]
+
+    def keys_of(self, rows: _Rows, j: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the first key that is read for a tile, and how many keys are hidden from there on.
+
+        Of a tile after the end of the list these are those of some other tile.
+        """
+        j = jnp.minimum(j, self.lists.order.shape[3] - 1 - rows.first)
+        k0 = at(self.lists.order, rows.b, rows.head, 0, rows.first + j)[...] * self.blocks.k
+        if self.operands.pages is not None:
+            return k0, i32(0)
+        start = jnp.minimum(k0, self.operands.key.shape[1] - self.blocks.k)
+        return start, k0 - start
+
+    def copy(self, rows: _Rows, j: jax.Array) -> None:
+        """Start to copy keys and values of a tile, if the part has so many."""
+
+        @pl.when(j < rows.tiles)
+        def _() -> None:
+            start, index = self.keys_of(rows, j)[0], slot_of(j, self.blocks.stages)
+            keys = (*place_of(self.operands, rows.b, start, self.blocks.k), rows.head)
+            for source, tile in self.sources():
+                start_copy(self.problem, source.at[keys], tile.at[index])
+
+        @pl.when(j >= rows.tiles)
+        def _() -> None:
+            for _ in self.sources():
+                start_nothing(self.problem)
+
+    def sources(self) -> tuple[tuple[Ref, Ref], tuple[Ref, Ref]]:
+        """Return keys and values, and where they are copied to."""
+        return (self.operands.key, self.k_tile), (self.operands.value, self.v_tile)
+
+    def tile(self, rows: _Rows, j: jax.Array, sums: _Sums, partial: bool) -> _Sums:
+        """Add a tile of keys."""
+        problem, operands, stages = self.problem, self.operands, self.blocks.stages
+        coming = self.scales(rows, j + 1)  # which takes as long as to reach memory
+        await_copies(problem, 2 * (stages - 2))
+        self.copy(rows, j + stages - 1)  # to where all warps have read the tile before this one
+        k, v = self.finite_tiles(slot_of(j, stages), sums.scales)
+        start, hidden = self.keys_of(rows, j)
+        beside = self.vectors.of_columns(None, 0, rows.b, start, self.blocks.k)
+        where = TilePosition(rows.b, rows.head, 0, start, rows.vectors, beside, rows.slopes)
+        raw = filled((ROWS, self.blocks.k), 0)
+        for part in parts_of_rows(k):  # fewer registers than all at once
+            raw = add_product(problem, raw, self.q_tile.at[part], k.at[part].transpose((1, 0)))
+        for marks in range(2):
+            raw = raw + load_along(self.nonfinite.at[marks], raw.shape, COLUMN)
+        s, _ = scores(problem, operands, raw, where, ROW, partial)
+        if partial and self.may_overlap():
+            column = plgpu.broadcasted_iota(i32, raw.shape, 1, layout=WGMMA)
+            s = jnp.where(column < hidden, -jnp.inf, s)
+        unit = score_unit(problem, operands)
+        row_max = jnp.maximum(sums.row_max, s.max(axis=1) * unit)
+        shrink = jnp.exp2(sums.row_max - row_max)
+        p = jnp.exp2(s * unit - across(row_max, s))
+        total = sums.total * shrink + p.sum(axis=1)
+        acc = add_product(problem, sums.acc * across(shrink, sums.acc), p, v)
+        return _Sums(acc, row_max, total, coming)
+
+    def may_overlap(self) -> bool:
+        """Return whether keys end within a tile, which then begins earlier."""
+        return self.operands.pages is None and self.operands.key.shape[1] % self.blocks.k > 0
+
+    def scales(self, rows: _Rows, j: Any) -> tuple[jax.Array, ...]:
+        """Load the scales of keys and values of a tile, or of any one after the list's end."""
+        if self.operands.k_scale is None:
+            return ()
+        start = self.keys_of(rows, j)[0]
+        keys = (*place_of(self.operands, rows.b, start, self.blocks.k), rows.head)
+        both: tuple[Ref, Ref] = self.operands.k_scale, self.operands.v_scale
+        return tuple(
+            load(scale.at[keys], copy_layout(tile.at[parts_of_rows(tile)[0]]).reduce(1))
+            for scale, tile in zip(both, (self.k_wide, self.v_wide), strict=True)
+        )
+
+    def finite_tiles(self, index: jax.Array, scales: tuple[jax.Array, ...]) -> tuple[Ref, Ref]:
+        """Return tiles of keys and values, with NaN beside each key where one is not finite.
+
+        A number times 0 is 0, or NaN of what is not finite. Numbers of int8 are multiplied with
+        their scales on the way.
+        """
+        given = [tile.at[index] for _, tile in self.sources()]
+        targets = [self.k_wide, self.v_wide] if scales else given
+        for i, (tile, target) in enumerate(zip(given, targets, strict=True)):
+            marks = None
+            for columns in parts_of_rows(tile):
+                number = fetch(tile.at[columns], target.at[columns]).astype(f32)
+                if scales:
+                    number = number * across(scales[i], number)
+                    number = number.astype(target.dtype).astype(f32)
+                found = (number * 0).sum(axis=1)
+                marks = found if marks is None else marks + found
+                if scales or i == 1:
+                    number = jnp.where(number * 0 == 0, number, 0)
+                    target[columns] = number.astype(target.dtype)
+            self.nonfinite[i] = marks
+        return targets[0], targets[1]
