@@ -44,7 +44,7 @@ __all__ = ["Target", "assume_finite", "platform", "target", "using"]
 class Target:
     """Name a backend, and say how it runs."""
 
-    backend: Literal["tpu", "hopper", "ampere", "cpu"]
+    backend: Literal["tpu", "hopper", "blackwell", "ampere", "cpu"]
     interpret: Any = False
     """False on the device. On a CPU what the backend's interpreter takes: True or an
     `InterpretParams` of Pallas for TPUs, an `InterpretGPUParams` of Pallas for Mosaic GPU."""
@@ -68,7 +68,8 @@ class Target:
             if error.name != name:
                 raise
             raise ValueError(
-                f"backend is {self.backend!r}: must be 'tpu', 'hopper', 'ampere' or 'cpu'"
+                f"backend is {self.backend!r}: must be 'tpu', 'hopper', 'blackwell', 'ampere' "
+                "or 'cpu'"
             ) from None
 
 

@@ -98,6 +98,24 @@ def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
     raise ValueError(f"no kernel {kind!r}")
 
 
+# Blackwell of datacentres
+
+BLACKWELL_PROCESSORS = 148  # multiprocessors of a B200
+
+
+def blackwell_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
+    """Return the default tile sizes of a Blackwell kernel: Ampere's but for the forward kernel.
+
+    Two consumers take the 512 columns of tensor memory with 128 scores and 128 columns of output
+    each. A wider output leaves room for one, and shared memory for tiles of 64 keys.
+    """
+    if kind != "forward":
+        return ampere_blocks(kind, H, Hv, itemsize, K)
+    if max(H, Hv) <= 128:
+        return Blocks(q=256, k=128, stages=2, slack=8.0)
+    return Blocks(q=128, k=64, stages=2, slack=8.0)
+
+
 # TPU
 
 TPU_LIST_BYTES = 768 * 1024  # for the lists of tiles, of the 1 MiB of scalar memory
