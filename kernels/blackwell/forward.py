@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from transformer_jax.kernels.blackwell.tiles import (
+    finish_loads,
+    finish_stores,
     load,
     parts,
     scores_over_weights,
@@ -76,13 +78,11 @@ def forward(
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype, rows = operands.query.dtype, result((B, N, T), f32, operands.query)
     consumers, stages = blocks.q // LANES, blocks.stages
-    vectors = TileVectors(problem, operands, ROW)
     return launch(
         problem,
         functools.partial(_forward, problem, blocks),
         consumers,
         query_items(operands, blocks).number,
-        others=2,
         auto_barriers=False,
         out_type=(result((B, T, N, Hv), dtype, operands.query), rows, rows),
         scratch_types=dict(
@@ -93,14 +93,14 @@ def forward(
             sums=[plgpu.TMEM((LANES, Hv), f32) for _ in range(consumers)],
             q_full=plgpu.Barrier(num_barriers=consumers),
             q_empty=tensor_barrier(barriers=consumers),
-            k_full=plgpu.Barrier(num_arrivals=1 + len(vectors.copied), num_barriers=stages),
-            k_empty=tensor_barrier(1 + consumers * bool(vectors.copied), stages),
+            k_full=plgpu.Barrier(num_barriers=stages),
+            k_empty=tensor_barrier(barriers=stages),
             v_full=plgpu.Barrier(num_barriers=stages),
             v_empty=tensor_barrier(barriers=stages),
             scored=tensor_barrier(barriers=consumers),
             weighed=tensor_barrier(barriers=consumers),
             summed=tensor_barrier(barriers=consumers),
-            **vectors.slots(stages, blocks.k),
+            whole=tensor_barrier(barriers=consumers),
         ),
     )(prepare(lists), operands)
 
@@ -109,12 +109,12 @@ def _forward(
     problem: Problem, blocks: Blocks, lists: TileLists, operands: Operands, out: Ref,
     row_max_out: Ref, log_sum_out: Ref, *,
     tiles: list[Any], sums: list[Ref], scored: Ref, weighed: Ref, summed: Ref,
-    **memory: Ref,
+    whole: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program; operands and lists are references to memory."""
     walk = QueryWalk(**memory)
-    vectors = TileVectors(problem, operands, ROW)
-    meeting = _Meeting(tiles, sums, scored, weighed, summed)
+    vectors = TileVectors(problem, operands, ROW, copies=False)  # read where they lie
+    meeting = _Meeting(tiles, sums, scored, weighed, summed, whole)
     items = query_items(operands, blocks)
 
     def consume(w: int) -> None:
@@ -135,14 +135,19 @@ def _forward(
 
 
 class _Meeting(NamedTuple):
-    """Hold what the tensor cores and each consumer hand one another."""
+    """Hold what the tensor cores and each consumer hand one another.
+
+    Who waits for a barrier sees each of its phases: the next one but one needs an arrival of whom
+    waits, after it has seen this one. So `whole` is no phase of `scored`, after which the scores of
+    the next item could come at once.
+    """
 
     tiles: list[Any]  # of scores [LANES, blocks.k], and of weights in their place
     sums: list[Ref]  # f32[LANES, Hv], of weights with values
-    scored: Ref  # the scores of a tile are there, and the sums of all tiles before it; at the end
-    # of an item once more, for the sums of the last one
+    scored: Ref  # the scores of a tile are there, and the sums of all tiles before it
     weighed: Ref  # the weights are there, and the sums fit them
     summed: Ref  # the product that reads the weights is done
+    whole: Ref  # the sums of an item are there
 
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
@@ -207,7 +212,7 @@ class _Products:
             lax.cond(
                 j + 1 < seen,
                 lambda w=w: self.score(w, step + 1, j + 2 == seen),
-                lambda w=w: plgpu.barrier_arrive(meeting.scored.at[w]),
+                lambda w=w: plgpu.barrier_arrive(meeting.whole.at[w]),
             )
 
 
@@ -266,7 +271,7 @@ class _Consumer:
         sums = lax.fori_loop(
             0, seen - ahead, lambda j, sums: self.tile(rows, j + ahead, sums, partial=True), sums
         )
-        plgpu.barrier_wait(self.meeting.scored.at[self.w])
+        plgpu.barrier_wait(self.meeting.whole.at[self.w])
         return sums
 
     def tile(
@@ -275,32 +280,27 @@ class _Consumer:
         """Make weights of a tile's scores, and have the sums fit them."""
         problem, operands, vectors, w = self.problem, self.operands, self.vectors, self.w
         row_max, total, step = sums
-        slot = slot_of(step, self.blocks.stages)
         k0 = at(self.lists.order, rows.b, rows.n, rows.row, j)[...] * self.blocks.k
         columns = list(parts(self.blocks.k))
-        if vectors.copied:
-            plgpu.barrier_wait(self.walk.k_full.at[slot])
         scored, weights = self.meeting.tiles[w]
         plgpu.barrier_wait(self.meeting.scored.at[w])
         found, positions = [], []
         for part in columns:
             raw = load(scored, part)
-            beside = vectors.of_columns(self.walk.columns, slot, rows.b, k0, self.blocks.k)
-            beside = tuple(x if x is None else x.at[part] for x in beside)
-            where = TilePosition(rows.b, rows.n, rows.q0, k0 + part.start, rows.vectors, beside)
+            start = k0 + part.start
+            beside = vectors.of_columns(None, 0, rows.b, start, part.size)
+            where = TilePosition(rows.b, rows.n, rows.q0, start, rows.vectors, beside)
             if problem.detect_nonfinite:  # 0 * a product that is not finite is NaN
                 total = total + (raw * 0).sum(axis=1)
             found.append(scores(problem, operands, raw, where, ROW, partial)[0])
             positions.append(where)
-        if vectors.copied:
-            vectors.release(self.walk.k_empty.at[slot], partial)
         unit = score_unit(problem, operands)
         top = functools.reduce(jnp.maximum, [s.max(axis=1) for s in found]) * unit
         # beyond 2^27, row_max + 8 may be rounded to row_max + 16, and 2^16 is infinite in float16
         grown = raised(row_max, top, self.blocks.slack * (1 - 2**-20))
         shrink = jnp.exp2(row_max - grown)
         total = total * shrink
-        plgpu.wait_load_tmem()  # the weights take the place of the scores
+        finish_loads(problem)  # the weights take the place of the scores
         for part, s, where in zip(columns, found, positions, strict=True):
             p = jnp.exp2(s * unit - across(grown, s))
             total = total + p.sum(axis=1)
@@ -309,7 +309,7 @@ class _Consumer:
             plgpu.async_store_tmem(weights.at[:, part], p.astype(operands.query.dtype))
         if not first:
             self.rescale(row_max, grown, shrink)
-        plgpu.commit_tmem()
+        finish_stores(problem)
         plgpu.barrier_arrive(self.meeting.weighed.at[w])
         return _Sums(grown, total, step + 1)
 
@@ -320,7 +320,7 @@ class _Consumer:
         def multiply() -> None:
             for part in parts(acc.shape[1]):
                 old = load(acc, part)
-                plgpu.wait_load_tmem()
+                finish_loads(self.problem)
                 plgpu.async_store_tmem(acc.at[:, part], old * across(shrink, old))
 
         if self.problem.interpret:
@@ -343,7 +343,7 @@ class _Consumer:
             rounded = (whole * across(factor, whole)).astype(dtype)
             mark = mark + (rounded.astype(f32) * 0).sum(axis=1)
             out[rows.b, pl.ds(rows.q0, LANES), rows.n, part] = rounded
-        plgpu.wait_load_tmem()
+        finish_loads(self.problem)
         place = rows.b, rows.n, pl.ds(rows.q0, LANES)
         row_max_out[place] = jnp.where(live, row_max * LN2, -jnp.inf)
         log_sum = jnp.where(live, jnp.log2(total) * LN2, 0)

@@ -15,7 +15,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 from jax.typing import DTypeLike
+from jaxlib.mlir.dialects import nvvm
 
+from transformer_jax.kernels.contract import Problem
 from transformer_jax.kernels.hopper.memory import LANES, NATIVE, Ref, f32
 
 COLUMNS = 32  # of a tile that a thread holds at once
@@ -43,6 +45,35 @@ def load(tile: Ref, columns: Any) -> jax.Array:
     return load_columns(tile.at[:, columns], layout=NATIVE)
 
 
+def finish_loads(problem: Problem) -> None:
+    """Wait until this thread's loads of tensor memory are done: it may store there then.
+
+    As a warp reads and writes lanes of its own, no warp waits for another, as in `wait_load_tmem`:
+    warps may differ in whether they come here. The interpreter knows that alone.
+    """
+    _wait(problem, plgpu.wait_load_tmem, nvvm.Tcgen05WaitKind.LOAD)
+
+
+def finish_stores(problem: Problem) -> None:
+    """Wait until this thread's stores to tensor memory are done: it may arrive at a barrier then.
+
+    No warp waits for another, as in `commit_tmem`.
+    """
+    _wait(problem, plgpu.commit_tmem, nvvm.Tcgen05WaitKind.STORE)
+
+
+def _wait(problem: Problem, of_warpgroup: Callable[[], None], kind: Any) -> None:
+    if problem.interpret:
+        of_warpgroup()
+        return
+
+    @plgpu.inline_mgpu()
+    def emit(_: Any) -> None:
+        nvvm.tcgen05_wait(kind)
+
+    emit()
+
+
 def tensor_barrier(arrivals: int = 1, barriers: int | tuple[int, ...] = ()) -> Any:
     """Return the type of a barrier that orders what tensor cores and threads do."""
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=barriers, orders_tensor_core=True)
@@ -54,12 +85,12 @@ def specialise(
     multiply: Callable[[], None],
     produce: Callable[[], None],
 ) -> None:
-    """Let the first warpgroups consume, one issue the products, and one copy.
+    """Let all warpgroups but one consume; of that, one warp issues the products and one copies.
 
-    Their threads share 65,536 registers.
+    The threads of all warpgroups share 65,536 registers.
     """
     warpgroup = lax.axis_index("warpgroup")
-    most, least = {1: (240, 96), 2: (200, 56)}[consumers]
+    most, least = {1: (240, 168), 2: (216, 80)}[consumers]
 
     for w in range(consumers):
 
@@ -71,9 +102,8 @@ def specialise(
     @pl.when(warpgroup == consumers)
     def _() -> None:
         plgpu.set_max_registers(least, action="decrease")
-        multiply()
 
-    @pl.when(warpgroup == consumers + 1)
-    def _() -> None:
-        plgpu.set_max_registers(least, action="decrease")
-        produce()
+        @plgpu.warp_map
+        def _(warp: jax.Array) -> None:
+            pl.when(warp == 0)(multiply)
+            pl.when(warp == 1)(produce)
