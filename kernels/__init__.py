@@ -1,9 +1,9 @@
 """Run fused attention kernels, imported as `transformer_jax.kernels`; needs only jax and numpy.
 
-A backend is a module that keeps the contract: `hopper` (NVIDIA of compute capability 9), `ampere`
-(NVIDIA of any other from 8 on; both Pallas on Mosaic GPU), `tpu` (Pallas on Mosaic TPU) and `cpu`
-(C++). What attention means (masks, arguments, the choice of an implementation) is in
-`transformer_jax.attention`, which calls `gradient.attend`.
+A backend is a module that keeps the contract: `hopper` (NVIDIA of compute capability 9),
+`blackwell` (10), `ampere` (any other from 8 on; all three Pallas on Mosaic GPU), `tpu` (Pallas on
+Mosaic TPU) and `cpu` (C++). What attention means (masks, arguments, the choice of an
+implementation) is in `transformer_jax.attention`, which calls `gradient.attend`.
 
     contract   what a kernel computes and is given
     dropout    which weights dropout keeps, on every backend
@@ -11,11 +11,12 @@ A backend is a module that keeps the contract: `hopper` (NVIDIA of compute capab
     query_rows the rows of a tile of few queries
     nvidia     what no kernel for NVIDIA GPUs can do
     gradient   the backward pass
-    repair     the rule on what is not finite by a loop: for Ampere, and Hopper with jax 0.10
+    repair     the rule on what is not finite by a loop: for all NVIDIA GPUs but Hopper, and for
+               Hopper with jax 0.10
     batching   `vmap`
     sharding   device meshes
     lowering   programs for other platforms, which a library here is not for
-    hopper/, ampere/, tpu/, cpu/   the kernels
+    hopper/, blackwell/, ampere/, tpu/, cpu/   the kernels
 
 `target()` is the backend of this process. `using` takes another one: for the interpreters of the
 backends on a CPU, and for compiling for a device that is not attached.
@@ -56,7 +57,7 @@ class Target:
     assume_finite: bool = False
     """Whether queries, keys and values are promised to be finite: see `assume_finite`."""
     processors: int | None = None
-    """How many multiprocessors a Hopper chip has; None: as many as `chips` knows of it."""
+    """How many multiprocessors a Hopper or Blackwell chip has; None: as many as `chips` knows."""
 
     @property
     def module(self) -> ModuleType:
@@ -129,8 +130,8 @@ def _attached() -> Target | str:
     if backend in ("gpu", "cuda"):
         capability = str(getattr(device, "compute_capability", None))
         major = capability.partition(".")[0]
-        if major == "9":
-            return Target("hopper", chip=chip, processors=getattr(device, "core_count", None))
+        if backend := {"9": "hopper", "10": "blackwell"}.get(major):
+            return Target(backend, chip=chip, processors=getattr(device, "core_count", None))
         if major.isdigit() and int(major) >= 8:
             return Target("ampere", chip=chip)
         return f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"

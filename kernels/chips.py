@@ -39,13 +39,6 @@ HOPPER_UNLIKE_HEAD_DIMS = 448
 """The most of H + Hv where they differ: then queries and output each have shared memory."""
 
 
-def hopper_processors(where: Target) -> int | None:
-    """Return how many multiprocessors a target has: as the device says, else by its name."""
-    if where.processors or not where.chip:
-        return where.processors
-    return HOPPER_WITH_FEWER.get(where.chip, HOPPER_PROCESSORS)
-
-
 def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
     """Return the default tile sizes of a Hopper kernel.
 
@@ -101,6 +94,8 @@ def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
 # Blackwell of datacentres
 
 BLACKWELL_PROCESSORS = 148  # multiprocessors of a B200
+BLACKWELL_SHARED_MEMORY = 232448  # bytes that a block may ask for: 227 KiB
+TENSOR_MEMORY_COLUMNS = 512  # of 128 lanes of 4 bytes, of a multiprocessor
 
 
 def blackwell_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
@@ -142,6 +137,18 @@ def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
 
 
 # Choosing
+
+
+def processors_of(where: Target) -> int | None:
+    """Return how many multiprocessors a target has: as the device says, else by its name.
+
+    None is for kernels that do not ask, and for a chip that is not named.
+    """
+    if where.backend == "blackwell":
+        return where.processors or BLACKWELL_PROCESSORS
+    if where.backend != "hopper" or where.processors or not where.chip:
+        return where.processors
+    return HOPPER_WITH_FEWER.get(where.chip, HOPPER_PROCESSORS)
 
 
 def kinds(nondeterministic: bool, decode: bool = False, by_rows: bool = False) -> tuple[Kind, ...]:

@@ -91,7 +91,7 @@ class Problem:
     interpret: Any = False
     """False on the device; on a CPU the argument of the backend's interpreter."""
     processors: int | None = None
-    """How many multiprocessors a Hopper chip has; None where it is not known."""
+    """How many multiprocessors the chip has; None where it is not known, or does not matter."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Blocks:
     slack: float = 0.0
     """How far, in base 2, a row's maximum may rise above the m that a forward kernel subtracts
     before it takes the new one and rescales what it has summed, up to 15; 0: not at all. The
-    results are the same: m is at most so much less, and log l more. Only Hopper's kernel has it."""
+    results are the same: m is at most so much less, and log l more. Hopper's kernel has it, and
+    Blackwell's."""
 
 
 class Operands(NamedTuple):

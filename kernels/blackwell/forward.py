@@ -71,6 +71,8 @@ def forward(
     m is the maximum of a row, less at most the slack. With `detect_nonfinite`, log l is NaN in rows
     that met what is not finite, seen or not.
     """
+    if blocks.q not in (LANES, 2 * LANES):
+        raise ValueError(f"q is {blocks.q}: of 128 queries a consumer, must be 128 or 256")
     if blocks.stages < 2:
         raise ValueError(f"stages is {blocks.stages}: the forward kernel needs at least 2")
     if not 0 <= blocks.slack <= 15:

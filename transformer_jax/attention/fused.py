@@ -18,7 +18,7 @@ from transformer_jax.attention.blockwise.core import scaled
 from transformer_jax.attention.mask_vectors import MATRICES, Comparison, MaskVectors
 from transformer_jax.attention.masks import Everything, Mask
 from transformer_jax.kernels import Target, platform, target
-from transformer_jax.kernels.chips import Kind, hopper_processors, kinds
+from transformer_jax.kernels.chips import Kind, kinds, processors_of
 from transformer_jax.kernels.chips import blocks as blocks_of
 from transformer_jax.kernels.contract import (
     Blocks,
@@ -386,7 +386,7 @@ def _problem(call: AttentionCall, visible: Any, where: Target, nondeterministic:
         detect_nonfinite=not where.assume_finite,
         nondeterministic=nondeterministic,
         interpret=where.interpret,
-        processors=hopper_processors(where) if where.backend == "hopper" else None,
+        processors=processors_of(where),
     )
 
 
