@@ -345,7 +345,7 @@ class _Consumer:
             rounded = (whole * across(factor, whole)).astype(dtype)
             mark = mark + (rounded.astype(f32) * 0).sum(axis=1)
             out[rows.b, pl.ds(rows.q0, LANES), rows.n, part] = rounded
-        finish_loads(self.problem)
+            finish_loads(self.problem)  # here, lest all parts are in registers at once
         place = rows.b, rows.n, pl.ds(rows.q0, LANES)
         row_max_out[place] = jnp.where(live, row_max * LN2, -jnp.inf)
         log_sum = jnp.where(live, jnp.log2(total) * LN2, 0)

@@ -50,7 +50,12 @@ def causal_but_for_some(q, k):
     return (k[0] >= 0) & (q[0] >= k[0]) & ~((q[0] >= 256) & (q[0] < 512))
 
 
+def nothing(q, k):
+    return (k[0] >= 0) & (q[0] < -1000)
+
+
 CASES = {
+    "no query sees a key": Case(T=256, S=256, N=1, H=32, Hv=32, visible=nothing),
     "causal, grouped": Case(N=2, K=1),
     "queries without a key between others": Case(
         T=700, S=700, N=1, H=32, Hv=32, visible=causal_but_for_some, sinks=True
