@@ -1,9 +1,9 @@
 """Run fused attention kernels, imported as `transformer_jax.kernels`; needs only jax and numpy.
 
-A backend is a module that keeps the contract: `hopper` (NVIDIA of compute capability 9), `ampere`
-(NVIDIA of any other from 8 on; both Pallas on Mosaic GPU), `tpu` (Pallas on Mosaic TPU) and `cpu`
-(C++). What attention means (masks, arguments, the choice of an implementation) is in
-`transformer_jax.attention`, which calls `gradient.attend`.
+A backend is a module that keeps the contract: `hopper` (NVIDIA of compute capability 9),
+`blackwell` (10), `ampere` (any other from 8 on; all three Pallas on Mosaic GPU), `tpu` (Pallas on
+Mosaic TPU) and `cpu` (C++). What attention means (masks, arguments, the choice of an
+implementation) is in `transformer_jax.attention`, which calls `gradient.attend`.
 
     contract   what a kernel computes and is given
     dropout    which weights dropout keeps, on every backend
@@ -12,11 +12,12 @@ A backend is a module that keeps the contract: `hopper` (NVIDIA of compute capab
     packed_queries  those of several heads as rows of one tile, around any kernel
     nvidia     what no kernel for NVIDIA GPUs can do
     gradient   the backward pass
-    repair     the rule on what is not finite by a loop: for Ampere, and Hopper with jax 0.10
+    repair     the rule on what is not finite by a loop: for all NVIDIA GPUs but Hopper, and for
+               Hopper with jax 0.10
     batching   `vmap`
     sharding   device meshes
     lowering   programs for other platforms, which a library here is not for
-    hopper/, ampere/, tpu/, cpu/   the kernels
+    hopper/, blackwell/, ampere/, tpu/, cpu/   the kernels
 
 `target()` is the backend of this process. `using` takes another one: for the interpreters of the
 backends on a CPU, and for compiling for a device that is not attached.
@@ -45,7 +46,7 @@ __all__ = ["Target", "assume_finite", "platform", "target", "using"]
 class Target:
     """Name a backend, and say how it runs."""
 
-    backend: Literal["tpu", "hopper", "ampere", "cpu"]
+    backend: Literal["tpu", "hopper", "blackwell", "ampere", "cpu"]
     interpret: Any = False
     """False on the device. On a CPU what the backend's interpreter takes: True or an
     `InterpretParams` of Pallas for TPUs, an `InterpretGPUParams` of Pallas for Mosaic GPU."""
@@ -69,7 +70,8 @@ class Target:
             if error.name != name:
                 raise
             raise ValueError(
-                f"backend is {self.backend!r}: must be 'tpu', 'hopper', 'ampere' or 'cpu'"
+                f"backend is {self.backend!r}: must be 'tpu', 'hopper', 'blackwell', 'ampere' "
+                "or 'cpu'"
             ) from None
 
 
@@ -129,9 +131,8 @@ def _attached() -> Target | str:
     if backend in ("gpu", "cuda"):
         capability = str(getattr(device, "compute_capability", None))
         major = capability.partition(".")[0]
-        if major == "9":
-            return Target("hopper", chip=chip, processors=getattr(device, "core_count", None))
         if major.isdigit() and int(major) >= 8:
-            return Target("ampere", chip=chip, processors=getattr(device, "core_count", None))
+            found = {"9": "hopper", "10": "blackwell"}.get(major, "ampere")
+            return Target(found, chip=chip, processors=getattr(device, "core_count", None))
         return f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"
     return f"needs a TPU or an NVIDIA GPU of capability 8 or later, the backend is {backend}"

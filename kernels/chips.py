@@ -39,18 +39,6 @@ HOPPER_UNLIKE_HEAD_DIMS = 448
 """The most of H + Hv where they differ: then queries and output each have shared memory."""
 
 
-def hopper_processors(where: Target) -> int | None:
-    """Return how many multiprocessors a target has: as the device says, else by its name."""
-    if where.processors or not where.chip:
-        return where.processors
-    return HOPPER_WITH_FEWER.get(where.chip, HOPPER_PROCESSORS)
-
-
-def processors(where: Target) -> int | None:
-    """Return how many multiprocessors an NVIDIA target has; None where it is not known."""
-    return hopper_processors(where) if where.backend == "hopper" else where.processors
-
-
 def hopper_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
     """Return the default tile sizes of a Hopper kernel.
 
@@ -108,6 +96,26 @@ def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
     raise ValueError(f"no kernel {kind!r}")
 
 
+# Blackwell of datacentres
+
+BLACKWELL_PROCESSORS = 148  # multiprocessors of a B200
+BLACKWELL_SHARED_MEMORY = 232448  # bytes that a block may ask for: 227 KiB
+TENSOR_MEMORY_COLUMNS = 512  # of 128 lanes of 4 bytes, of a multiprocessor
+
+
+def blackwell_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
+    """Return the default tile sizes of a Blackwell kernel: Ampere's but for the forward kernel.
+
+    Two consumers take the 512 columns of tensor memory with 128 scores and 128 columns of output
+    each. A wider output leaves room for one, and shared memory for tiles of 64 keys.
+    """
+    if kind != "forward":
+        return ampere_blocks(kind, H, Hv, itemsize, K)
+    if max(H, Hv) <= 128:
+        return Blocks(q=256, k=128, stages=2, slack=8.0)
+    return Blocks(q=128, k=64, stages=2, slack=8.0)
+
+
 # TPU
 
 TPU_LIST_BYTES = 768 * 1024  # for the lists of tiles, of the 1 MiB of scalar memory
@@ -134,6 +142,18 @@ def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
 
 
 # Choosing
+
+
+def processors_of(where: Target) -> int | None:
+    """Return how many multiprocessors a target has: as the device says, else by its name.
+
+    None where neither says.
+    """
+    if where.backend == "blackwell":
+        return where.processors or BLACKWELL_PROCESSORS
+    if where.backend != "hopper" or where.processors or not where.chip:
+        return where.processors
+    return HOPPER_WITH_FEWER.get(where.chip, HOPPER_PROCESSORS)
 
 
 def kinds(nondeterministic: bool, decode: bool = False, by_rows: bool = False) -> tuple[Kind, ...]:

@@ -65,7 +65,7 @@ PORTABLE = None
 SHORTEST = None  # short sequences are padded to whole tiles
 
 
-def _varying(kernel: Kernel) -> Kernel:
+def varying(kernel: Kernel) -> Kernel:
     """Return a kernel whose results vary over a mesh as its operands do."""
 
     @functools.wraps(kernel)
@@ -75,10 +75,10 @@ def _varying(kernel: Kernel) -> Kernel:
     return call
 
 
-forward = repaired_forward(_varying(marking_forward))
-backward_dq = repaired_backward(_varying(marking_dq))
-backward_dkdv = repaired_backward(_varying(marking_dkdv))
-backward_bias = _varying(sum_bias)  # of which each pair is its own
+forward = repaired_forward(varying(marking_forward))
+backward_dq = repaired_backward(varying(marking_dq))
+backward_dkdv = repaired_backward(varying(marking_dkdv))
+backward_bias = varying(sum_bias)  # of which each pair is its own
 
 
 def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:

@@ -25,7 +25,7 @@ from transformer_jax.kernels.hopper.scores import TileVectors
 class QueryWalk(NamedTuple):
     """Hold the shared memory of a kernel whose items are tiles of queries."""
 
-    q_tile: Ref  # [consumers, ROWS, H]
+    q_tile: Ref  # [consumers, rows, H]
     k_tile: Ref  # [stages, blocks.k, H]
     v_tile: Ref  # [slots, blocks.k, Hv]
     q_full: Ref
@@ -34,7 +34,7 @@ class QueryWalk(NamedTuple):
     k_empty: Ref
     v_full: Ref
     v_empty: Ref
-    do_tile: Ref = None  # [consumers, ROWS, Hv], backward
+    do_tile: Ref = None  # [consumers, rows, Hv], backward
     columns: Ref = None  # i32[stages * copied vectors, blocks.k]
 
     def produce(
@@ -77,9 +77,10 @@ class QueryWalk(NamedTuple):
                 plgpu.copy_gmem_to_smem(v, self.v_tile.at[slot], self.v_full.at[slot])
 
             def copy_queries() -> None:
-                for w in range(self.q_tile.shape[0]):
+                consumers, rows, _ = self.q_tile.shape
+                for w in range(consumers):
                     pl.when(done > 0)(functools.partial(plgpu.barrier_wait, self.q_empty.at[w]))
-                    queries = b, pl.ds(row * blocks.q + w * ROWS, ROWS), n
+                    queries = b, pl.ds(row * blocks.q + w * rows, rows), n
                     for source, tile in staying:
                         plgpu.copy_gmem_to_smem(source.at[queries], tile.at[w], self.q_full.at[w])
 

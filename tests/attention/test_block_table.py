@@ -291,6 +291,19 @@ def test_explanations_are_those_of_the_rows_that_pages_hold():
     assert found["pallas"].startswith("an axis is empty") and found["xla"] is None
 
 
+@pytest.mark.parametrize(("page", "in_place"), [(128, True), (64, False)])
+def test_explanations_say_who_reads_pages_in_place(page, in_place):
+    given = Call(page)
+    found = explain_attention(given.query, **given.pools, block_table=given.table, mask=Causal())
+    assert found["pallas"] is None
+    assert found.reads_pages == ({"pallas"} if in_place else set())
+    assert ("pallas: runs, reads pages in place" in str(found).splitlines()) == in_place
+    rows = [jax.ShapeDtypeStruct((B, S, K, width), jnp.float32) for width in (H, HV)]
+    assert not explain_attention(given.query, *rows).reads_pages
+    many = jnp.zeros((B, 64, N, H))  # queries: no kernel for few
+    assert not explain_attention(many, **given.pools, block_table=given.table).reads_pages
+
+
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_rows_without_a_page_see_nothing(implementation):
     given = Call(128)

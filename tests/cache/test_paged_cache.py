@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.tolerances import assert_near
-from transformer_jax import Causal, dot_product_attention
+from transformer_jax import Causal, dot_product_attention, explain_attention, preset
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache as paged
 from transformer_jax.cache.model_cache import ModelCache, check_cache, rewind_cache, share_cache
@@ -373,6 +373,17 @@ def test_the_kernel_for_few_queries_reads_a_models_pages_in_place(rng, dtype):
     assert np.abs(expected).max() > 0.1 and np.abs(logits[0] - logits[1]).max() > 1e-3
     assert_near(logits, expected, CACHED)
     assert written.layers[0].free_pages == 7 - 3  # one is shared
+
+
+def test_pages_of_the_default_size_are_read_in_place_on_hopper_and_on_a_tpu():
+    config = preset("tiny", positions="rope")
+    pages = init_paged_cache(config, 1, 256, num_pages=2).layers[0]
+    query = jax.ShapeDtypeStruct((1, 1, config.num_heads, 64), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((*pages.k.shape[:3], 64), jnp.bfloat16)
+    for backend in ("hopper", "tpu"):
+        with using(Target(backend)):
+            found = explain_attention(query, pool, pool, block_table=pages.block_table)
+        assert found.reads_pages == {"pallas"}, backend
 
 
 def test_pages_of_another_dtype_are_gathered_and_no_pool_is_widened(rng):

@@ -22,7 +22,7 @@ from transformer_jax.attention.masks import (
     Segments,
 )
 from transformer_jax.kernels import Target, target, using
-from transformer_jax.kernels.chips import blocks, hopper_processors
+from transformer_jax.kernels.chips import blocks, processors_of
 from transformer_jax.kernels.contract import Blocks
 
 
@@ -64,12 +64,16 @@ def attached(monkeypatch, **facts):
 def test_an_attached_device_says_how_many_multiprocessors_it_has(monkeypatch):
     part = attached(monkeypatch, device_kind="NVIDIA H200", core_count=60)  # of a divided one
     assert part == Target("hopper", chip="NVIDIA H200", processors=60)
-    assert hopper_processors(part) == 60
+    assert processors_of(part) == 60
     silent = attached(monkeypatch, device_kind="NVIDIA H100 PCIe")
-    assert silent.processors is None and hopper_processors(silent) == 114
+    assert silent.processors is None and processors_of(silent) == 114
+    capability = dict(compute_capability="10.3", device_kind="NVIDIA B300")
+    part = attached(monkeypatch, **capability, core_count=70)
+    assert part == Target("blackwell", chip="NVIDIA B300", processors=70)
+    assert processors_of(part) == 70 and processors_of(Target("blackwell")) == 148
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "10.0", "12.0"])
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "12.0"])
 def test_other_gpus_that_have_mma_run_the_kernels_of_ampere(capability, monkeypatch):
     says = dict(device_kind="NVIDIA GPU", compute_capability=capability)
     assert attached(monkeypatch, **says) == Target("ampere", chip="NVIDIA GPU")
@@ -188,6 +192,7 @@ def test_lists_are_counted_of_the_backward_kernel_that_is_taken():
 
 def test_a_target_that_is_none_is_refused_by_name():
     with pytest.raises(
-        ValueError, match="backend is 'gpu': must be 'tpu', 'hopper', 'ampere' or 'cpu'"
+        ValueError,
+        match="backend is 'gpu': must be 'tpu', 'hopper', 'blackwell', 'ampere' or 'cpu'",
     ):
         _ = Target("gpu").module

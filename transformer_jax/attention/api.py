@@ -218,6 +218,8 @@ class Explanation(Mapping[str, str | None]):
     reasons: Mapping[str, str | None]
     chosen: str
     """What `implementation=None` would run."""
+    reads_pages: frozenset[str] = frozenset()
+    """Which of those that run read the pages of a `block_table` in place; others gather them."""
 
     def __getitem__(self, name: str) -> str | None:
         return self.reasons[name]
@@ -229,8 +231,11 @@ class Explanation(Mapping[str, str | None]):
         return len(self.reasons)
 
     def __str__(self) -> str:
-        lines = [f"{name}: {reason or 'runs'}" for name, reason in self.reasons.items()]
+        lines = [f"{name}: {reason or self._how(name)}" for name, reason in self.reasons.items()]
         return "\n".join([*lines, f"without a name: {self.chosen}"])
+
+    def _how(self, name: str) -> str:
+        return "runs, reads pages in place" if name in self.reads_pages else "runs"
 
 
 def explain_attention(
@@ -277,7 +282,9 @@ def explain_attention(
     shapes = call.plain_shapes()
     reasons = {name: one.refuse(shapes) for name, one in IMPLEMENTATIONS.items()}
     chosen = next(name for name in _best_first(shapes) if reasons[name] is None)
-    return Explanation(reasons, chosen)
+    runs = {name: one for name, one in IMPLEMENTATIONS.items() if reasons[name] is None}
+    in_place = (name for name, one in runs.items() if one.reads_pages(call))
+    return Explanation(reasons, chosen, frozenset(in_place))
 
 
 def plan_mask(

@@ -18,7 +18,7 @@ from transformer_jax.attention.blockwise.core import scaled
 from transformer_jax.attention.mask_vectors import MATRICES, Comparison, MaskVectors
 from transformer_jax.attention.masks import Everything, Mask
 from transformer_jax.kernels import Target, platform, target
-from transformer_jax.kernels.chips import Kind, kinds, processors
+from transformer_jax.kernels.chips import Kind, kinds, processors_of
 from transformer_jax.kernels.chips import blocks as blocks_of
 from transformer_jax.kernels.contract import (
     Blocks,
@@ -405,7 +405,7 @@ def _problem(call: AttentionCall, visible: Any, where: Target, nondeterministic:
         detect_nonfinite=not where.assume_finite,
         nondeterministic=nondeterministic,
         interpret=where.interpret,
-        processors=processors(where),
+        processors=processors_of(where),
     )
 
 

@@ -75,7 +75,7 @@ def init(
     dtype: jax.typing.DTypeLike = jnp.float32,
     *,
     num_pages: int,
-    page_size: int = 16,
+    page_size: int = 128,
 ) -> PagedCache:
     """Make an empty cache of `num_pages` for rows of up to `capacity` positions.
 

@@ -143,7 +143,7 @@ def init_paged_cache(
     capacity: int,
     *,
     num_pages: int,
-    page_size: int = 16,
+    page_size: int = 128,
     dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
 ) -> ModelCache:
     """Make an empty cache of a decoder whose rows take pages of `page_size` tokens as they grow.

@@ -1,0 +1,73 @@
+"""Flash attention on NVIDIA datacentre Blackwell (tcgen05, TMEM), in Pallas on Mosaic GPU.
+
+The forward kernel sums in tensor memory (TMEM), by the tensor cores of the fifth generation
+(tcgen05), of compute capability 10. It is persistent and warp-specialised as on Hopper, whose
+copies, masks and arithmetic of a tile are used: one warpgroup copies, one issues the products, and
+two compute the softmax of 128 queries each, in turns (FlashAttention-4, Zadouri et al. 2026). The
+other kernels are those of `transformer_jax.kernels.ampere`, which run here, too.
+
+    tiles      tensor memory, registers, warpgroups        forward    the forward kernel
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from transformer_jax.kernels import ampere, nvidia
+from transformer_jax.kernels.ampere import backward_bias, backward_dkdv, backward_dq
+from transformer_jax.kernels.blackwell.forward import forward as marking_forward
+from transformer_jax.kernels.blackwell.tiles import HAS_TENSOR_MEMORY
+from transformer_jax.kernels.chips import AMPERE_HEAD_DIMS as HEAD_DIMS
+from transformer_jax.kernels.chips import blackwell_blocks as blocks
+from transformer_jax.kernels.contract import Problem
+from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER
+from transformer_jax.kernels.hopper.schedule import prepare
+from transformer_jax.kernels.repair import repaired_forward
+
+__all__ = [
+    "DECODE_ROWS",
+    "HEADS_FIRST",
+    "HEAD_DIMS",
+    "INT8",
+    "LIST_BYTES",
+    "MARKS",
+    "PAGE",
+    "PORTABLE",
+    "SHORTEST",
+    "backward_bias",
+    "backward_dkdv",
+    "backward_dq",
+    "blocks",
+    "forward",
+    "prepare",
+    "refuse",
+]
+
+DECODE_ROWS = 0
+HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
+INT8 = False  # whether the decode kernel reads int8
+LIST_BYTES = None  # lists are in device memory
+MARKS = True  # whether the forward kernel says for the others where something was not finite
+PAGE = 0  # nor pages
+PORTABLE = None
+SHORTEST = None  # short sequences are padded to whole tiles
+
+forward = repaired_forward(ampere.varying(marking_forward))
+
+
+def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
+    """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
+    H, Hv = query.shape[-1], value.shape[-1]
+    if reason := nvidia.refuse(problem, "Blackwell", query, key, value):
+        return reason
+    if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
+        return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
+    if problem.nondeterministic:
+        return "blackwell: 'pallas_unordered' needs a Hopper GPU"
+    if not HAS_TENSOR_MEMORY:
+        return f"blackwell: jax {jax.__version__} has no tcgen05 in Pallas: 0.11.2 and 0.12 have"
+    if problem.interpret and not HAS_INTERPRETER:
+        return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
+    return None
