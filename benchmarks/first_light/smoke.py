@@ -19,6 +19,7 @@ NAMES = (
     "decode, a cache",
     "decode, a cache of int8",
     "decode, a paged cache",
+    "few queries of groups, gradients",
     "ALiBi, gradients",
     "two-sided window, gradients",
     "softcap and documents, gradients",

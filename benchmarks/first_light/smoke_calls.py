@@ -264,6 +264,19 @@ def decode(where: Where, int8: bool = False, paged: bool = False) -> Shares:
     return shares(run(), reference(expected, held[:, None, None]))
 
 
+def few_queries(where: Where) -> Shares:
+    """Differentiate few queries of grouped heads, which are rows of one tile."""
+    length = where.length(704)
+    arrays = draw(
+        13, batch=2, queries=13, keys=length, heads=16, kv_heads=2, dim=128, value_dim=128,
+        dtype="bfloat16",
+    )  # fmt: skip
+    at = np.arange(length - 13, length)
+    places = dict(q_positions=jnp.asarray(at, jnp.int32))
+    run = program(arrays, Causal(), where.implementation("pallas"), **places)
+    return shares(run(), reference(arrays, (at[:, None] >= np.arange(length))[None, None]))
+
+
 def one_tile(where: Where, implementation: str, gradients: bool) -> Shares:
     """Compute 128 queries of one head over 128 keys."""
     arrays = where.arrays(128, 64, heads=1)
@@ -288,6 +301,7 @@ CHECKS: dict[str, Callable[[Where], Shares]] = {
     "decode, a cache": decode,
     "decode, a cache of int8": lambda where: decode(where, int8=True),
     "decode, a paged cache": lambda where: decode(where, paged=True),
+    "few queries of groups, gradients": few_queries,
     "ALiBi, gradients": alibi,
     "two-sided window, gradients": window,
     "softcap and documents, gradients": documents,

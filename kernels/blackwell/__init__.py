@@ -16,7 +16,15 @@ from typing import Any
 import jax
 
 from transformer_jax.kernels import ampere, nvidia
-from transformer_jax.kernels.ampere import backward_bias, backward_dkdv, backward_dq
+from transformer_jax.kernels.ampere import (
+    DECODE_ROWS,
+    INT8,
+    PAGE,
+    backward_bias,
+    backward_dkdv,
+    backward_dq,
+    decode,
+)
 from transformer_jax.kernels.blackwell.forward import forward as marking_forward
 from transformer_jax.kernels.blackwell.tiles import HAS_TENSOR_MEMORY
 from transformer_jax.kernels.chips import AMPERE_HEAD_DIMS as HEAD_DIMS
@@ -33,6 +41,7 @@ __all__ = [
     "INT8",
     "LIST_BYTES",
     "MARKS",
+    "PACKS",
     "PAGE",
     "PORTABLE",
     "SHORTEST",
@@ -40,17 +49,16 @@ __all__ = [
     "backward_dkdv",
     "backward_dq",
     "blocks",
+    "decode",
     "forward",
     "prepare",
     "refuse",
 ]
 
-DECODE_ROWS = 0
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
-INT8 = False  # whether the decode kernel reads int8
 LIST_BYTES = None  # lists are in device memory
 MARKS = True  # whether the forward kernel says for the others where something was not finite
-PAGE = 0  # nor pages
+PACKS = True  # few queries of several heads as rows of one tile
 PORTABLE = None
 SHORTEST = None  # short sequences are padded to whole tiles
 
