@@ -104,16 +104,18 @@ BLACKWELL_PROCESSORS = 148  # multiprocessors of a B200
 
 
 def blackwell_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
-    """Return the default tile sizes of a Blackwell kernel: Ampere's but for the forward kernel.
+    """Return the default tile sizes of a Blackwell kernel: Ampere's for a bias, and wide gradients.
 
-    Two consumers take the 512 columns of tensor memory with 128 scores and 128 columns of output
-    each. A wider output leaves room for one, and shared memory for tiles of 64 keys.
+    The 512 columns of tensor memory hold, of the forward kernel, two tiles of 128 scores and twice
+    128 columns of output. A wider output leaves room for one, and shared memory for tiles of 64
+    keys. Of the backward kernels they hold two such tiles, and dq, or dk and dv.
     """
-    if kind != "forward":
-        return ampere_blocks(kind, H, Hv, itemsize, K)
-    if max(H, Hv) <= 128:
-        return Blocks(q=256, k=128, stages=2, slack=8.0)
-    return Blocks(q=128, k=64, stages=2, slack=8.0)
+    wide = max(H, Hv) > 128
+    if kind == "forward":
+        return Blocks(q=128 if wide else 256, k=64 if wide else 128, stages=2, slack=8.0)
+    if kind in ("dq", "dkdv") and not wide:
+        return Blocks(q=128, k=128, stages=2)
+    return ampere_blocks(kind, H, Hv, itemsize, K)
 
 
 # TPU
