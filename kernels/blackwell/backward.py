@@ -1,10 +1,10 @@
 """Compute the backward pass by tcgen05: a kernel for dq, one for dk and dv.
 
-A program holds 128 queries, or 128 keys, and visits tiles of 128 of the other side. One warpgroup
-copies, one issues the products. Two consumers make ds of the scores s and of dp = do . v: both hold
-all 128 rows, each every second part of the columns, and what either makes of the scores stays in
-its registers until dp is there. All sums stay in tensor memory from the first tile to the last, so
-no sum depends on the order in which programs finish.
+A program holds 128 queries, or 128 keys, and visits tiles of the other side: of 128, or of 64 where
+heads are wide. One warpgroup copies, one issues the products. Two consumers make ds of the scores s
+and of dp = do . v: both hold all 128 rows, each every second part of the columns, and what either
+makes of the scores stays in its registers until dp is there. All sums stay in tensor memory from
+the first tile to the last, so no sum depends on the order in which programs finish.
 
 The order of the products of the dq kernel, of tile j after tile j - 1:
 
@@ -29,12 +29,7 @@ the input's dtype is half as wide as one of float32, each consumer writes where 
 so both load, meet, and then write. The hardware keeps the order of products that sum in one place,
 and of no others: where the text says "once", a barrier sees to it.
 
-One thread issues a product, and the tensor cores arrive at its barrier. All warps of that warpgroup
-wait for the consumers. So that none of them lags by two phases of a barrier, which would look like
-none (see `transformer_jax.kernels.hopper.schedule.launch`), they arrive at the barriers of s and dp
-as well: the consumers' next arrival comes after all of them have seen the last.
-
-Where a head is wider than 128, the sums do not fit: there the kernels are those of `ampere`.
+Where dk and dv do not fit beside tiles of 64 either, H + Hv > 384, their kernel is Ampere's.
 """
 
 from __future__ import annotations
@@ -52,6 +47,8 @@ from jax import lax
 
 from transformer_jax.kernels.ampere import backward as ampere
 from transformer_jax.kernels.blackwell.tiles import (
+    BY_ALL,
+    finish,
     load,
     parts,
     scores_over_weights,
@@ -103,8 +100,8 @@ from transformer_jax.kernels.hopper.scores import (
 )
 
 CONSUMERS = 2  # which share the columns of a tile
-BY_ALL = 2  # arrivals at a barrier: of the tensor cores, and of the threads that issue products
-WIDEST = 128  # head dim whose sums fit in tensor memory beside the tiles
+WIDEST = 384  # H + Hv of which tensor memory holds dk and dv, beside two tiles of 64 queries
+TWICE = 448  # H + Hv of which shared memory holds two tiles of values, beside two of keys
 
 RowVectors = tuple[jax.Array | None, ...]
 
@@ -114,15 +111,15 @@ def own_parts(w: int, width: int) -> list[Any]:
     return list(parts(width))[w::CONSUMERS]
 
 
-def _check(kind: str, blocks: Blocks) -> None:
-    """Raise ValueError where the tile sizes are not those that the kernels hold."""
-    if (blocks.q, blocks.k) != (LANES, LANES):
+def _check(kind: str, rows: int, columns: int, stages: int) -> None:
+    """Raise ValueError where the tile sizes are not such that a program holds."""
+    if rows != LANES or columns not in (64, 128):
         raise ValueError(
-            f"the {kind} kernel holds {LANES} queries and keys: its tiles have {blocks.q} and "
-            f"{blocks.k}"
+            f"the {kind} kernel holds {LANES} rows, and tiles of 64 or 128 columns, not {rows} and "
+            f"{columns}"
         )
-    if blocks.stages < 2:
-        raise ValueError(f"stages is {blocks.stages}: the {kind} kernel needs at least 2")
+    if stages < 2:
+        raise ValueError(f"stages is {stages}: the {kind} kernel needs at least 2")
 
 
 def _write_sum(
@@ -143,15 +140,11 @@ def _write_sum(
 def backward_dq(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return dq [B, T, N, H], and with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|.
-
-    Where a head is wider than 128, the kernel and its tile sizes are those of `ampere`.
-    """
+    """Return dq [B, T, N, H], and with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|."""
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
-    if max(H, Hv) > WIDEST:
-        return ampere.backward_dq(problem, operands, lists, blocks, saved)
-    _check("dq", blocks)
     dtype, stages = operands.query.dtype, blocks.stages
+    _check("dq", blocks.q, blocks.k, stages)
+    slots = stages if H + Hv <= TWICE else 1  # values leave sooner than keys
     has_slopes = learns_slopes(problem, operands)
     slopes = (result((CONSUMERS, B, N, T), f32, operands.query),) * has_slopes
     vectors = TileVectors(problem, operands, ROW)
@@ -167,7 +160,7 @@ def backward_dq(
             q_tile=tile_slots(1, LANES, H, dtype),
             do_tile=tile_slots(1, LANES, Hv, dtype),
             k_tile=tile_slots(stages, blocks.k, H, dtype),
-            v_tile=tile_slots(stages, blocks.k, Hv, dtype),
+            v_tile=tile_slots(slots, blocks.k, Hv, dtype),
             meeting=dict(
                 scores=plgpu.TMEM((LANES, blocks.k), f32),
                 dp=plgpu.TMEM((LANES, blocks.k), f32),
@@ -180,11 +173,11 @@ def backward_dq(
                 summed=tensor_barrier(),
             ),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=1),
-            q_empty=tensor_barrier(barriers=1),
+            q_empty=tensor_barrier(BY_ALL, 1),
             k_full=plgpu.Barrier(num_arrivals=1 + len(vectors.copied), num_barriers=stages),
             k_empty=tensor_barrier(1 + CONSUMERS * bool(vectors.copied), stages),
-            v_full=plgpu.Barrier(num_barriers=stages),
-            v_empty=tensor_barrier(barriers=stages),
+            v_full=plgpu.Barrier(num_barriers=slots),
+            v_empty=tensor_barrier(BY_ALL, slots),
             **vectors.slots(stages, blocks.k),
         ),
     )(prepare(lists), operands, saved.do, base_of(saved), saved.D)
@@ -252,7 +245,7 @@ class _QueryProducts:
             self.multiply(step, seen == 1)
             lax.fori_loop(0, seen, lambda j, _: self.tile(step, j, seen), None)
 
-        lax.cond(seen > 0, every_tile, lambda: plgpu.barrier_arrive(self.walk.q_empty.at[0]))
+        lax.cond(seen > 0, every_tile, lambda: finish(self.walk.q_empty.at[0]))
         return step + seen
 
     def score(self, step: Any) -> None:
@@ -261,21 +254,21 @@ class _QueryProducts:
         plgpu.barrier_wait(walk.k_full.at[slot])
         plgpu.tcgen05_mma(
             self.met.scores, walk.q_tile.at[0], walk.k_tile.at[slot].transpose((1, 0)),
-            self.met.scored, accumulate=False,
+            accumulate=False,
         )  # fmt: skip
-        plgpu.barrier_arrive(self.met.scored)
+        finish(self.met.scored)
 
     def multiply(self, step: Any, last: Any) -> None:
         """Multiply do with the values of a tile; the last lets the queries and do go."""
-        walk, slot = self.walk, slot_of(step, self.blocks.stages)
+        walk, slot = self.walk, slot_of(step, self.walk.v_tile.shape[0])
         plgpu.barrier_wait(walk.v_full.at[slot])
         plgpu.tcgen05_mma(
             self.met.dp, walk.do_tile.at[0], walk.v_tile.at[slot].transpose((1, 0)),
-            self.met.multiplied, accumulate=False,
+            accumulate=False,
         )  # fmt: skip
-        plgpu.barrier_arrive(self.met.multiplied)
-        plgpu.tcgen05_commit_arrive(walk.v_empty.at[slot])
-        pl.when(last)(lambda: plgpu.tcgen05_commit_arrive(walk.q_empty.at[0]))
+        finish(self.met.multiplied)
+        finish(walk.v_empty.at[slot])
+        pl.when(last)(lambda: finish(walk.q_empty.at[0]))
 
     def tile(self, start: Any, j: Any, seen: Any) -> None:
         """Add a tile to dq, and multiply the next one."""
@@ -388,12 +381,12 @@ def backward_dkdv(
 ) -> tuple[jax.Array, jax.Array]:
     """Return dk [B, S, K, H] and dv [B, S, K, Hv]; the rows of `lists` are key tiles here.
 
-    Where a head is wider than 128, the kernel and its tile sizes are those of `ampere`.
+    Where H + Hv > 384, the kernel and its tile sizes are those of `ampere`.
     """
     H, (B, S, K, Hv) = operands.query.shape[-1], operands.value.shape
-    if max(H, Hv) > WIDEST:
+    if H + Hv > WIDEST:
         return ampere.backward_dkdv(problem, operands, lists, blocks, saved)
-    _check("dk/dv", blocks)
+    _check("dk/dv", blocks.k, blocks.q, blocks.stages)
     dtype, stages = operands.key.dtype, blocks.stages
     vectors = TileVectors(problem, operands, COLUMN)
     return launch(
@@ -428,7 +421,7 @@ def backward_dkdv(
                 summed=tensor_barrier(),
             ),
             k_full=plgpu.Barrier(num_arrivals=2, num_barriers=1),
-            k_empty=tensor_barrier(barriers=1),
+            k_empty=tensor_barrier(BY_ALL, 1),
             q_full=plgpu.Barrier(num_arrivals=4 + len(vectors.copied), num_barriers=stages),
             q_empty=tensor_barrier(1 + CONSUMERS, stages),
             both=tensor_barrier(CONSUMERS),
@@ -516,7 +509,7 @@ class _KeyProducts:
             lax.fori_loop(0, total, lambda j, _: self.tile(step, j, total), None)
             plgpu.tcgen05_commit_arrive(self.met.summed)
 
-        lax.cond(total > 0, every_tile, lambda: plgpu.barrier_arrive(self.walk.k_empty.at[0]))
+        lax.cond(total > 0, every_tile, lambda: finish(self.walk.k_empty.at[0]))
         return step + total
 
     def score(self, step: Any) -> None:
@@ -525,19 +518,19 @@ class _KeyProducts:
         plgpu.barrier_wait(walk.q_full.at[slot])
         plgpu.tcgen05_mma(
             self.met.scores[0], walk.k_tile.at[0], walk.q_tile.at[slot].transpose((1, 0)),
-            self.met.scored, accumulate=False,
+            accumulate=False,
         )  # fmt: skip
-        plgpu.barrier_arrive(self.met.scored)
+        finish(self.met.scored)
 
     def multiply(self, step: Any, last: Any) -> None:
         """Multiply the values with do of a tile; the last lets the keys and values go."""
         walk, slot = self.walk, slot_of(step, self.blocks.stages)
         plgpu.tcgen05_mma(
             self.met.dp[0], walk.v_tile.at[0], walk.do_tile.at[slot].transpose((1, 0)),
-            self.met.multiplied, accumulate=False,
+            accumulate=False,
         )  # fmt: skip
-        plgpu.barrier_arrive(self.met.multiplied)
-        pl.when(last)(lambda: plgpu.tcgen05_commit_arrive(walk.k_empty.at[0]))
+        finish(self.met.multiplied)
+        pl.when(last)(lambda: finish(walk.k_empty.at[0]))
 
     def tile(self, start: Any, j: Any, total: Any) -> None:
         """Add a tile to dv and dk, and multiply the next one."""

@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
 from transformer_jax.kernels.hopper.memory import LANES, NATIVE, Ref, f32
 
 COLUMNS = 32  # of a tile that a thread holds at once
+BY_ALL = 2  # arrivals at a barrier: of the tensor cores, and of the threads that issue products
 
 load_columns: Any = getattr(plgpu, "async_load_tmem", None)  # of jax 0.11
 HAS_TENSOR_MEMORY = load_columns is not None
@@ -47,6 +47,17 @@ def load(tile: Ref, columns: Any) -> jax.Array:
 def tensor_barrier(arrivals: int = 1, barriers: int | tuple[int, ...] = ()) -> Any:
     """Return the type of a barrier that orders what tensor cores and threads do."""
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=barriers, orders_tensor_core=True)
+
+
+def finish(barrier: Ref) -> None:
+    """Arrive at a barrier of `BY_ALL` arrivals once all products that were issued are done.
+
+    One thread issues them, and the tensor cores arrive for it. All four warps of its warpgroup wait
+    for what comes next. So that none lags by two phases of a barrier, which would look like none
+    (see `transformer_jax.kernels.hopper.schedule.launch`), all of them arrive, too.
+    """
+    plgpu.tcgen05_commit_arrive(barrier)
+    plgpu.barrier_arrive(barrier)
 
 
 def specialise(
