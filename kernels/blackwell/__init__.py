@@ -72,8 +72,8 @@ def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
         return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
     if problem.nondeterministic:
         return "blackwell: 'pallas_unordered' needs a Hopper GPU"
-    if not HAS_TENSOR_MEMORY:
-        return f"blackwell: jax {jax.__version__} has no tcgen05 in Pallas: 0.11.2 and 0.12 have"
+    if not (HAS_TENSOR_MEMORY and ampere.HAS_MMA):  # which the gradient of a bias is by
+        return f"blackwell: jax {jax.__version__} lacks mma or tcgen05: 0.11.2 and 0.12 have both"
     if problem.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None
