@@ -35,7 +35,6 @@ Where dk and dv do not fit beside tiles of 64 either, H + Hv > 384, their kernel
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,6 +103,7 @@ WIDEST = 384  # H + Hv of which tensor memory holds dk and dv, beside two tiles 
 TWICE = 448  # H + Hv of which shared memory holds two tiles of values, beside two of keys
 
 RowVectors = tuple[jax.Array | None, ...]
+Place = tuple[Any, Any, Any]
 
 
 def own_parts(w: int, width: int) -> list[Any]:
@@ -122,15 +122,15 @@ def _check(kind: str, rows: int, columns: int, stages: int) -> None:
         raise ValueError(f"stages is {stages}: the {kind} kernel needs at least 2")
 
 
-def _write_sum(
-    total: Ref, live: jax.Array, scale: float, w: int, out: Callable[[Any], Ref]
-) -> None:
-    """Write a consumer's columns of a sum to device memory, or zeros where nothing was summed."""
+def _write_sum(total: Ref, live: jax.Array, scale: float, w: int, out: Ref, place: Place) -> None:
+    """Write a consumer's columns of a sum to rows of an array, or zeros where nothing was summed.
+
+    The place is batch row, rows and head.
+    """
     for part in own_parts(w, total.shape[1]):
         found = load(total, part)
         found = jnp.where(jnp.broadcast_to(live, found.shape), found, 0)
-        place = out(part)
-        place[...] = (found * scale).astype(place.dtype)
+        out[(*place, part)] = (found * scale).astype(out.dtype)
     plgpu.wait_load_tmem()
 
 
@@ -322,10 +322,7 @@ class _QueryConsumer:
         slope, _ = each_tile(full, seen, functools.partial(self.tile, rows, step), carry)
         pl.when(seen > 0)(lambda: plgpu.barrier_wait(self.met.summed))
         place = b, pl.ds(q0, LANES), n
-        _write_sum(
-            self.met.dq, seen > 0, self.problem.scale, self.w,
-            lambda part: self.dq.at[(*place, part)],
-        )  # fmt: skip
+        _write_sum(self.met.dq, seen > 0, self.problem.scale, self.w, self.dq, place)
         if self.slope_out is not None:
             self.slope_out[(self.w, *queries)] = slope
         return step + seen
@@ -578,11 +575,9 @@ class _KeyConsumer:
         end = lax.fori_loop(0, group, one_head, step)
         pl.when(end > step)(lambda: plgpu.barrier_wait(self.met.summed))
         place = b, pl.ds(k0, LANES), head
-        sums = (self.met.dk, self.problem.scale), (self.met.dv, 1.0)
-        for out, (total, scale) in zip(self.results, sums, strict=True):
-            _write_sum(
-                total, end > step, scale, self.w, lambda part, out=out: out.at[(*place, part)]
-            )
+        dk, dv = self.results
+        _write_sum(self.met.dk, end > step, self.problem.scale, self.w, dk, place)
+        _write_sum(self.met.dv, end > step, 1.0, self.w, dv, place)
         return end
 
     def tile(
