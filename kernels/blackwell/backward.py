@@ -64,6 +64,7 @@ from transformer_jax.kernels.contract import (
     result,
 )
 from transformer_jax.kernels.hopper.backward import base_of
+from transformer_jax.kernels.hopper.forward import has_room
 from transformer_jax.kernels.hopper.memory import (
     COLUMN,
     LANES,
@@ -100,7 +101,6 @@ from transformer_jax.kernels.hopper.scores import (
 
 CONSUMERS = 2  # which share the columns of a tile
 WIDEST = 384  # H + Hv of which tensor memory holds dk and dv, beside two tiles of 64 queries
-TWICE = 448  # H + Hv of which shared memory holds two tiles of values, beside two of keys
 
 RowVectors = tuple[jax.Array | None, ...]
 Place = tuple[Any, Any, Any]
@@ -144,10 +144,10 @@ def backward_dq(
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype, stages = operands.query.dtype, blocks.stages
     _check("dq", blocks.q, blocks.k, stages)
-    slots = stages if H + Hv <= TWICE else 1  # values leave sooner than keys
+    slots = stages if has_room(H, Hv) else 1  # values leave sooner than keys
     has_slopes = learns_slopes(problem, operands)
     slopes = (result((CONSUMERS, B, N, T), f32, operands.query),) * has_slopes
-    vectors = TileVectors(problem, operands, ROW)
+    vectors = TileVectors(problem, operands, ROW, copies=has_room(H, Hv))
     dq, *rows = launch(
         problem,
         functools.partial(_backward_dq, problem, blocks),
@@ -205,7 +205,8 @@ def _backward_dq(
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program; operands, lists and what follows are references to memory."""
     walk, met = QueryWalk(**memory), _QueryMeeting(**meeting)
-    vectors = TileVectors(problem, operands, ROW)
+    H, Hv = operands.query.shape[-1], operands.value.shape[-1]
+    vectors = TileVectors(problem, operands, ROW, copies=has_room(H, Hv))
     items = query_items(operands, blocks).number
 
     def consume(w: int) -> None:
