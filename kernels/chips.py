@@ -104,16 +104,22 @@ TENSOR_MEMORY_COLUMNS = 512  # of 128 lanes of 4 bytes, of a multiprocessor
 
 
 def blackwell_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
-    """Return the default tile sizes of a Blackwell kernel: Ampere's but for the forward kernel.
+    """Return the default tile sizes of a Blackwell kernel: Ampere's where it has none of its own.
 
-    Two consumers take the 512 columns of tensor memory with 128 scores and 128 columns of output
-    each. A wider output leaves room for one, and shared memory for tiles of 64 keys.
+    The 512 columns of tensor memory hold, of the forward kernel, two tiles of 128 scores and twice
+    128 columns of output. A wider output leaves room for one, and shared memory for tiles of 64
+    keys. Of the backward kernels they hold two tiles, of scores and of their gradient, and the
+    sums: dq, or dk and dv. Their shared memory has two tiles in flight beside the one that stays.
     """
-    if kind != "forward":
-        return ampere_blocks(kind, H, Hv, itemsize, K)
-    if max(H, Hv) <= 128:
-        return Blocks(q=256, k=128, stages=2, slack=8.0)
-    return Blocks(q=128, k=64, stages=2, slack=8.0)
+    if kind == "forward":
+        wide = max(H, Hv) > 128
+        return Blocks(q=128 if wide else 256, k=64 if wide else 128, stages=2, slack=8.0)
+    short = 128 if H + Hv <= 256 else 64
+    if kind == "dq":
+        return Blocks(q=128, k=short, stages=2)
+    if kind == "dkdv" and H + Hv <= 384:
+        return Blocks(q=short, k=128, stages=2)
+    return ampere_blocks(kind, H, Hv, itemsize, K)
 
 
 # TPU

@@ -1,12 +1,14 @@
 """Flash attention on NVIDIA datacentre Blackwell (tcgen05, TMEM), in Pallas on Mosaic GPU.
 
-The forward kernel sums in tensor memory (TMEM), by the tensor cores of the fifth generation
-(tcgen05), of compute capability 10. It is persistent and warp-specialised as on Hopper, whose
-copies, masks and arithmetic of a tile are used: one warpgroup copies, one issues the products, and
-two compute the softmax of 128 queries each, in turns (FlashAttention-4, Zadouri et al. 2026). The
-other kernels are those of `transformer_jax.kernels.ampere`, which run here, too.
+The kernels sum in tensor memory (TMEM), by the tensor cores of the fifth generation (tcgen05), of
+compute capability 10. They are persistent and warp-specialised as on Hopper, whose copies, masks
+and arithmetic of a tile are used: one warpgroup copies, one issues the products. In the forward
+kernel two compute the softmax of 128 queries each, in turns, in the backward kernels two share the
+columns of a tile (FlashAttention-4, Zadouri et al. 2026). The gradient of a bias, and dk and dv of
+the widest heads, are by the kernels of `transformer_jax.kernels.ampere`, which run here, too.
 
-    tiles      tensor memory, registers, warpgroups        forward    the forward kernel
+    tiles      tensor memory, registers, warpgroups
+    forward    the forward kernel          backward   those of dq, of dk and dv
 """
 
 from __future__ import annotations
@@ -16,15 +18,9 @@ from typing import Any
 import jax
 
 from transformer_jax.kernels import ampere, nvidia
-from transformer_jax.kernels.ampere import (
-    DECODE_ROWS,
-    INT8,
-    PAGE,
-    backward_bias,
-    backward_dkdv,
-    backward_dq,
-    decode,
-)
+from transformer_jax.kernels.ampere import DECODE_ROWS, INT8, PAGE, backward_bias, decode
+from transformer_jax.kernels.blackwell.backward import backward_dkdv as marking_dkdv
+from transformer_jax.kernels.blackwell.backward import backward_dq as marking_dq
 from transformer_jax.kernels.blackwell.forward import forward as marking_forward
 from transformer_jax.kernels.blackwell.tiles import HAS_TENSOR_MEMORY
 from transformer_jax.kernels.chips import AMPERE_HEAD_DIMS as HEAD_DIMS
@@ -32,7 +28,7 @@ from transformer_jax.kernels.chips import blackwell_blocks as blocks
 from transformer_jax.kernels.contract import Problem
 from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER
 from transformer_jax.kernels.hopper.schedule import prepare
-from transformer_jax.kernels.repair import repaired_forward
+from transformer_jax.kernels.repair import repaired_backward, repaired_forward
 
 __all__ = [
     "DECODE_ROWS",
@@ -63,6 +59,8 @@ PORTABLE = None
 SHORTEST = None  # short sequences are padded to whole tiles
 
 forward = repaired_forward(ampere.varying(marking_forward))
+backward_dq = repaired_backward(ampere.varying(marking_dq))
+backward_dkdv = repaired_backward(ampere.varying(marking_dkdv))
 
 
 def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
@@ -74,8 +72,8 @@ def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
         return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
     if problem.nondeterministic:
         return "blackwell: 'pallas_unordered' needs a Hopper GPU"
-    if not HAS_TENSOR_MEMORY:
-        return f"blackwell: jax {jax.__version__} has no tcgen05 in Pallas: 0.11.2 and 0.12 have"
+    if not (HAS_TENSOR_MEMORY and ampere.HAS_MMA):  # which the gradient of a bias is by
+        return f"blackwell: jax {jax.__version__} lacks mma or tcgen05: 0.11.2 and 0.12 have both"
     if problem.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None

@@ -1,7 +1,7 @@
 """Compute output, row maximum and the logarithm of the row sum: the forward kernel.
 
-A program holds 128 queries for each of its consumers. One warpgroup copies, one issues the
-products, in this order:
+A program holds 128 queries for each of its consumers. One warp copies, one issues the products, in
+this order:
 
     s_0 = q_0 k_j     s_1 = q_1 k_j     o_0 += p_0 v_j    s_0 = q_0 k_(j+1)    o_1 += p_1 v_j  ...
 

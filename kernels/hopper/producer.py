@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from transformer_jax.kernels.contract import Blocks, Operands, TileLists
-from transformer_jax.kernels.hopper.memory import ROWS, Ref, at, slot_of
+from transformer_jax.kernels.hopper.memory import Ref, at, slot_of
 from transformer_jax.kernels.hopper.schedule import each_item, key_items, query_items
 from transformer_jax.kernels.hopper.scores import TileVectors
 
@@ -107,8 +107,8 @@ class QueryWalk(NamedTuple):
 class KeyWalk(NamedTuple):
     """Hold the shared memory of a kernel whose items are tiles of keys."""
 
-    k_tile: Ref  # [parts, ROWS, H]
-    v_tile: Ref  # [parts, ROWS, Hv]
+    k_tile: Ref  # [parts, rows, H]
+    v_tile: Ref  # [parts, rows, Hv]
     q_tile: Ref  # [stages, blocks.q, H]
     do_tile: Ref  # [stages, blocks.q, Hv]
     base_columns: Ref  # f32[stages, blocks.q]
@@ -138,11 +138,12 @@ class KeyWalk(NamedTuple):
         def copy_item(item: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             b, head, row = items.at(lists, item, G)
             done, step = carry
-            for w in range(self.k_tile.shape[0]):
+            parts, rows, _ = self.k_tile.shape
+            for w in range(parts):
                 empty, full = (x if together else x.at[w] for x in (self.k_empty, self.k_full))
                 if w == 0 or not together:
                     pl.when(done > 0)(functools.partial(plgpu.barrier_wait, empty))
-                keys = b, pl.ds(row * blocks.k + w * ROWS, ROWS), head
+                keys = b, pl.ds(row * blocks.k + w * rows, rows), head
                 plgpu.copy_gmem_to_smem(operands.key.at[keys], self.k_tile.at[w], full)
                 plgpu.copy_gmem_to_smem(operands.value.at[keys], self.v_tile.at[w], full)
 

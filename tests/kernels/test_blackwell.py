@@ -145,7 +145,7 @@ def test_what_cannot_be_done_is_named(monkeypatch):
     assert "80" in reason(H=80)
     assert "needs a Hopper GPU" in reason(nondeterministic=True)
     monkeypatch.setattr(blackwell, "HAS_TENSOR_MEMORY", False)
-    assert "has no tcgen05 in Pallas" in reason()
+    assert "lacks mma or tcgen05" in reason()
 
 
 @needs_tensor_memory
