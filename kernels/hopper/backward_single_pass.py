@@ -178,7 +178,11 @@ def _backward_single_pass(
     vectors = TileVectors(problem, operands, COLUMN)
 
     def add(b: Any, n: Any, q0: Any) -> None:
-        """Add a tile of dq to device memory, and let the consumers write the next one."""
+        """Add a tile of dq to device memory, and let the consumers write the next one.
+
+        All threads of both sides arrive, for this tile at `dq_full` and for the next one at `both`,
+        each after it has waited for the other: no warp lags by two phases of either.
+        """
         plgpu.barrier_wait(dq_full)
         for share, tile in zip(dq_shares(blocks, dq.shape[-1]), dq_tile, strict=True):
             rows, columns = pl.ds(q0 + share.row, share.rows), pl.ds(share.column, share.columns)
