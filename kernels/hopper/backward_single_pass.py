@@ -8,7 +8,8 @@ runs may differ in the last bits: `implementation="pallas_unordered"` asks for i
     s = k q^T    dp = v do^T    dv += p do    dk += du q    dq[tile] += du^T k
 
 with keys as rows. Two warpgroups hold 64 of them each. Both write du to shared memory, and each
-sums half of dq's tile over the keys of both.
+sums half of dq's tile over the keys of both and leaves it there. The producer adds it to device
+memory, as in FlashAttention-3 (Shah et al., 2024), so that no consumer waits for a copy.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def backward_single_pass(
             k_empty=plgpu.Barrier(num_arrivals=PARTS),
             q_full=plgpu.Barrier(num_arrivals=4 + len(vectors.copied), num_barriers=stages),
             q_empty=plgpu.Barrier(num_arrivals=PARTS, num_barriers=stages),
-            both=plgpu.Barrier(num_arrivals=PARTS),
+            both=plgpu.Barrier(num_arrivals=PARTS + 1),
+            dq_full=plgpu.Barrier(num_arrivals=PARTS),
             **vectors.slots(stages, blocks.q),
         ),
     )(lists, operands, saved.do, base_of(saved), saved.D, dq)
@@ -169,18 +171,31 @@ def _add_to_memory(problem: Problem, tile: Ref, target: Ref) -> None:
 def _backward_single_pass(
     problem: Problem, blocks: Blocks, lists: TileLists, operands: Operands,
     do: Ref, base: Ref, D: Ref, dq: Ref, dk_out: Ref, dv_out: Ref, marks: Ref,
-    slope_out: Ref = None, *, du_tile: Ref, dq_tile: list[Ref], **memory: Ref,
+    slope_out: Ref = None, *, du_tile: Ref, dq_tile: list[Ref], dq_full: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program; operands, lists and what follows are references to memory."""
     walk = KeyWalk(**memory)
     vectors = TileVectors(problem, operands, COLUMN)
 
+    def add(b: Any, n: Any, q0: Any) -> None:
+        """Add a tile of dq to device memory, and let the consumers write the next one.
+
+        All threads of both sides arrive, for this tile at `dq_full` and for the next one at `both`,
+        each after it has waited for the other: no warp lags by two phases of either.
+        """
+        plgpu.barrier_wait(dq_full)
+        for share, tile in zip(dq_shares(blocks, dq.shape[-1]), dq_tile, strict=True):
+            rows, columns = pl.ds(q0 + share.row, share.rows), pl.ds(share.column, share.columns)
+            _add_to_memory(problem, tile.at[0], dq.at[b, rows, n, columns])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(walk.both)
+
     def produce() -> None:
-        walk.produce(blocks, lists, operands, vectors, do, base, D, together=True)
+        walk.produce(blocks, lists, operands, vectors, do, base, D, together=True, after=add)
 
     def consume(w: jax.Array) -> None:
         consumer = _Consumer(
-            problem, blocks, lists, operands, vectors, walk, du_tile, dq_tile, dq,
+            problem, blocks, lists, operands, vectors, walk, du_tile, dq_tile, dq_full,
             (dk_out, dv_out, marks), slope_out, w,
         )  # fmt: skip
         items = key_items(operands, blocks).number
@@ -220,13 +235,13 @@ class _Consumer:
     walk: KeyWalk
     du_tile: Ref  # [2 * PARTS, ROWS, blocks.q]
     dq_tile: list[Ref]  # f32[1, rows, columns], for each share
-    dq: Ref
+    dq_full: Ref
     results: tuple[Ref, Ref, Ref]
     slope_out: Ref
     w: jax.Array
 
     def meet(self) -> None:
-        """Wait for the other consumer."""
+        """Wait for the other consumer, and for the slots of dq to be free."""
         plgpu.barrier_arrive(self.walk.both)
         plgpu.barrier_wait(self.walk.both)
 
@@ -289,15 +304,16 @@ class _Consumer:
         # All warps of both have written du. None writes this buffer again before all are here once
         # more, and so are done with it.
         self.meet()
-        for part, share in enumerate(dq_shares(self.blocks, self.dq.shape[-1])):
-            add = functools.partial(self.add_to_dq, share, self.dq_tile[part])
-            pl.when(self.w == part)(functools.partial(add, buffer, keys.b, q0, n))
+        for part, share in enumerate(dq_shares(self.blocks, dk.shape[-1])):
+            sum_dq = functools.partial(self.sum_dq, share, self.dq_tile[part], buffer)
+            pl.when(self.w == part)(sum_dq)
         return _Sums(dk, dv, slope, step + 1)
 
-    def add_to_dq(
-        self, share: Share, staged: Ref, buffer: jax.Array, b: Any, q0: Any, n: Any
-    ) -> None:
-        """Add a share of a tile of dq, over the keys of both warpgroups."""
+    def sum_dq(self, share: Share, staged: Ref, buffer: jax.Array) -> None:
+        """Sum a share of a tile of dq, over the keys of both warpgroups, for the producer to add.
+
+        It has read the tile before: `meet` waited for it.
+        """
         columns = pl.ds(share.column, share.columns)
 
         def multiply(acc: Ref) -> jax.Array:
@@ -308,11 +324,9 @@ class _Consumer:
             return acc[...]
 
         summed = pl.run_scoped(multiply, plgpu.ACC((share.rows, share.columns), f32))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for all warps, what was added before
         staged[0] = summed
-        plgpu.commit_smem()  # every warp has written before one thread adds
-        target = self.dq.at[b, pl.ds(q0 + share.row, share.rows), n, columns]
-        _add_to_memory(self.problem, staged.at[0], target)
+        fence(self.problem)
+        plgpu.barrier_arrive(self.dq_full)
 
     def write(self, keys: _Keys, dk: jax.Array, dv: jax.Array) -> None:
         """Write an item's dk and dv to device memory, through the slots of its keys and values."""

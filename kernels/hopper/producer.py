@@ -9,6 +9,7 @@ once its copies have arrived (`..._full`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -20,6 +21,9 @@ from transformer_jax.kernels.contract import Blocks, Operands, TileLists
 from transformer_jax.kernels.hopper.memory import Ref, at, slot_of
 from transformer_jax.kernels.hopper.schedule import each_item, key_items, query_items
 from transformer_jax.kernels.hopper.scores import TileVectors
+
+AfterTile = Callable[[Any, Any, Any], None]
+"""Called with the batch row, query head and first query of a tile."""
 
 
 class QueryWalk(NamedTuple):
@@ -117,18 +121,21 @@ class KeyWalk(NamedTuple):
     k_empty: Ref
     q_full: Ref
     q_empty: Ref
-    both: Ref  # where the consumers meet
+    both: Ref  # where the consumers meet, and the producer that has an `after`
     columns: Ref = None  # i32[stages * copied vectors, blocks.q]
 
     def produce(
         self, blocks: Blocks, lists: TileLists, operands: Operands,
         vectors: TileVectors, do: Ref, base: Ref, D: Ref, *,
-        together: bool = False,
+        together: bool = False, after: AfterTile | None = None,
     ) -> None:  # fmt: skip
         """Copy for every item its keys and values, and the query side of every tile of its lists.
 
         There is one list for every query head that reads the key head. `together`: the parts of the
-        keys share their barriers.
+        keys share their barriers. `after` is called for every tile, once the tile that takes its
+        slot is on its way, or the item's last one: before the keys' slot is waited for, which
+        consumers free when they are done with all tiles. It arrives at `both`, where the consumers
+        meet in every tile and at the end of an item; for an item's first meeting this does.
         """
         N, K, items = operands.query.shape[2], operands.key.shape[2], key_items(operands, blocks)
         G, stages = N // K, self.q_tile.shape[0]
@@ -137,7 +144,7 @@ class KeyWalk(NamedTuple):
 
         def copy_item(item: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             b, head, row = items.at(lists, item, G)
-            done, step = carry
+            done, first = carry
             parts, rows, _ = self.k_tile.shape
             for w in range(parts):
                 empty, full = (x if together else x.at[w] for x in (self.k_empty, self.k_full))
@@ -147,11 +154,21 @@ class KeyWalk(NamedTuple):
                 plgpu.copy_gmem_to_smem(operands.key.at[keys], self.k_tile.at[w], full)
                 plgpu.copy_gmem_to_smem(operands.value.at[keys], self.v_tile.at[w], full)
 
-            def copy_head(g: Any, step: Any) -> Any:
+            if after is not None:
+                plgpu.barrier_arrive(self.both)
+
+            def finish(n: Any, tile: Any, step: Any) -> None:
+                """Call `after` for the tile of a step, if it is one of this item."""
+                assert after is not None
+                pl.when(step >= first)(functools.partial(after, b, n, tile * blocks.q))
+
+            def copy_head(g: Any, carry: Any) -> Any:
                 n = head * G + g
 
-                def copy_queries(j: Any, step: Any) -> Any:
-                    queries = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.q, blocks.q)
+                def copy_queries(j: Any, carry: Any) -> Any:
+                    step, unfinished = carry
+                    this = at(lists.order, b, n, row, j)[...]
+                    queries = pl.ds(this * blocks.q, blocks.q)
                     slot = slot_of(step, stages)
                     wait_from(stages, step, self.q_empty.at[slot])
                     full = self.q_full.at[slot]
@@ -160,11 +177,18 @@ class KeyWalk(NamedTuple):
                     for source, tile in row_streams:
                         plgpu.copy_gmem_to_smem(source.at[b, n, queries], tile.at[slot], full)
                     vectors.copy(self.columns, slot, full, b, queries.start)
-                    return step + 1
+                    if after is not None:
+                        (oldest_n, oldest), *later = unfinished
+                        finish(oldest_n, oldest, step - stages)
+                        unfinished = *later, (n, this)
+                    return step + 1, unfinished
 
-                return lax.fori_loop(0, at(lists.seen, b, n, row)[...], copy_queries, step)
+                return lax.fori_loop(0, at(lists.seen, b, n, row)[...], copy_queries, carry)
 
-            step = lax.fori_loop(0, G, copy_head, step)
+            none = () if after is None else ((jnp.int32(0), jnp.int32(0)),) * stages
+            step, unfinished = lax.fori_loop(0, G, copy_head, (first, none))
+            for i, (n, tile) in enumerate(unfinished):
+                finish(n, tile, step - stages + i)
             return done + 1, step
 
         each_item(items.number, copy_item, (jnp.int32(0), jnp.int32(0)))

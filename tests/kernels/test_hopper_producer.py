@@ -36,31 +36,41 @@ class Memory:
         return Part(self, index)
 
 
-def copies(monkeypatch, lists, stages, backward):
-    """Return, in order, the slots that a program waits for and the tiles that it copies."""
+def record(monkeypatch):
+    """Return the list of what the producer will do, in order."""
     events = []
 
     def copy(source, slot, full):
-        tile = int(source.index[1].start) // 64
-        events.append(f"{source.whole.name}{tile}")
+        if source.whole.name:
+            tile = int(source.index[1].start) // 64
+            events.append(f"{source.whole.name}{tile}")
 
     def wait(barrier):
-        events.append(f"{barrier.whole.name}{int(barrier.index[0])} free")
+        part = isinstance(barrier, Part)
+        name = f"{barrier.whole.name}{int(barrier.index[0])}" if part else barrier.name
+        events.append(f"{name} free")
+
+    def arrive(barrier):
+        events.append(f"at {barrier.name}")
 
     def loop(first, end, body, carry):
         for i in range(int(first), int(end)):
             carry = body(jnp.int32(i), carry)
         return carry
 
-    monkeypatch.setattr(
-        producer, "plgpu", SimpleNamespace(barrier_wait=wait, copy_gmem_to_smem=copy)
-    )
+    actions = dict(barrier_wait=wait, barrier_arrive=arrive, copy_gmem_to_smem=copy)
+    monkeypatch.setattr(producer, "plgpu", SimpleNamespace(**actions))
     when = lambda condition: lambda body: body() if condition else None  # noqa: E731
     monkeypatch.setattr(producer, "pl", SimpleNamespace(when=when, ds=slice))
     monkeypatch.setattr(producer, "lax", SimpleNamespace(fori_loop=loop))
     monkeypatch.setattr(
         producer, "each_item", lambda items, body, carry: loop(0, items, body, carry)
     )
+    return events
+
+
+def tile_lists(lists):
+    """Return lists of tiles in stand-ins for memory, in the order given."""
     rows, columns = len(lists), max(map(len, lists))
 
     def of_rows(values):
@@ -69,8 +79,13 @@ def copies(monkeypatch, lists, stages, backward):
 
     order = of_rows([(*tiles, *[0] * (columns - len(tiles))) for tiles in lists])
     seen = of_rows([len(tiles) for tiles in lists])
-    tiles = TileLists(order, seen, seen, rows=of_rows(np.arange(rows)))
-    query, key, value = (Memory(x, (1, 64 * rows, 1, 64)) for x in ("Q", "K", "V"))
+    return TileLists(order, seen, seen, rows=of_rows(np.arange(rows)))
+
+
+def copies(monkeypatch, lists, stages, backward):
+    """Return, in order, the slots that a program waits for and the tiles that it copies."""
+    events, tiles = record(monkeypatch), tile_lists(lists)
+    query, key, value = (Memory(x, (1, 64 * len(lists), 1, 64)) for x in ("Q", "K", "V"))
     barriers = {f"{x}_{y}": Memory(x, ()) for x in "qkv" for y in ("full", "empty")}
     one, ring = Memory("", (1, 64, 64)), Memory("", (stages, 64, 64))
     walk = producer.QueryWalk(one, ring, ring, **barriers, do_tile=one)
@@ -95,3 +110,32 @@ def test_backward_copies_no_keys_before_values_that_free_their_slot(stages, monk
     found = copies(monkeypatch, [(0, 2), (1,)], stages, backward=True)
     found = [event for event in found if "free" not in event]
     assert found == ["K0", "Q0", "dO0", "V0", "K2", "V2", "K1", "Q1", "dO1", "V1"]
+
+
+def test_tiles_are_finished_in_order_and_before_the_next_keys_are_waited_for(monkeypatch):
+    """Of two query heads that read a key head, with an item of fewer tiles than slots."""
+    lists, stages = [(0, 2), (1,), (), (2,)], 3
+    events, tiles = record(monkeypatch), tile_lists(lists)
+    query, do = (Memory(x, (1, 64 * len(lists), 2, 64)) for x in ("Q", ""))
+    key, value = (Memory(x, (1, 64 * len(lists), 1, 64)) for x in ("K", "V"))
+    names = ("k_full", "k_empty", "q_full", "q_empty", "both")
+    barriers = {name: Memory(name.partition("_")[0], ()) for name in names}
+    one, ring, vector = Memory("", (1, 64, 64)), Memory("", (stages, 64, 64)), Memory("", ())
+    walk = producer.KeyWalk(one, one, ring, ring, ring, ring, **barriers)
+
+    def after(b, n, q0):
+        events.append(f"done {int(n)}:{int(q0) // 64}")
+
+    walk.produce(
+        Blocks(64, 64, stages), tiles, Operands(query, key, value),
+        SimpleNamespace(copy=lambda *_: None), do, vector, vector, together=True, after=after,
+    )  # fmt: skip
+    assert events == [
+        *("K0", "V0", "at both", "Q0", "Q2", "Q0", "q0 free", "Q2", "done 0:0"),
+        *("done 0:2", "done 1:0", "done 1:2"),
+        *("k free", "K1", "V1", "at both", "q1 free", "Q1", "q2 free", "Q1"),
+        *("done 0:1", "done 1:1"),
+        *("k free", "K2", "V2", "at both"),
+        *("k free", "K3", "V3", "at both", "q0 free", "Q2", "q1 free", "Q2"),
+        *("done 0:2", "done 1:2"),
+    ]

@@ -58,8 +58,15 @@ def run(case, blocks=None):
     return results, expected | {"slopes": -(expected["ds"] * far).sum(axis=2)}
 
 
+def first_hundred(q, k):
+    return (k[0] >= 0) & (k[0] < 100) & (q[0] > -1000)
+
+
 CASES = {
     "causal, grouped": Case(N=4, K=2),
+    "a tile of keys that no query sees, grouped": Case(
+        T=67, N=4, K=2, H=32, Hv=48, visible=first_hundred
+    ),
     "window in documents, three columns of tiles": Case(
         B=2, T=263, H=96, Hv=32, visible=window_in_document, sinks=True
     ),
