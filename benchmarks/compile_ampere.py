@@ -4,7 +4,6 @@
     python -m benchmarks.compile_ampere 12.0 --options # with bias, softcap, dropout, ...
     python -m benchmarks.compile_ampere 8.9 --head-dims 64 128 --only forward decode
     python -m benchmarks.compile_ampere 8.0 --step     # what a step of decoding over a cache takes
-    python -m benchmarks.compile_ampere 10.0 --tensor-memory  # one product by tcgen05, in TMEM
 
 Needs `pip install "jax[cuda13]==0.11.2"` and no GPU. The first argument is the compute capability;
 one a process, as Mosaic GPU keeps the first one that it compiles for. Spills are bytes stored and
@@ -22,7 +21,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental import topologies
 
@@ -109,43 +107,6 @@ def configurations(
         yield "int8", "decode", H, problem, int8
 
 
-def tensor_memory_product(a: Any, b: Any, out: Any, *, a_tile: Any, b_tile: Any, acc: Any,
-                          copied: Any, done: Any) -> None:  # fmt: skip
-    """Multiply two tiles by tcgen05, which only datacentre Blackwell has, into tensor memory."""
-    plgpu.copy_gmem_to_smem(a, a_tile, copied)
-    plgpu.copy_gmem_to_smem(b, b_tile, copied)
-    plgpu.barrier_wait(copied)
-    plgpu.tcgen05_mma(acc, a_tile, b_tile, done, accumulate=False)
-    plgpu.barrier_wait(done)
-    out[...] = plgpu.async_load_tmem(acc)
-    plgpu.wait_load_tmem()
-
-
-def compile_tensor_memory_product(capability: str) -> None:
-    """Compile a product of 128 x 128 by tcgen05."""
-    layout = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-    tile = plgpu.SMEM((128, 128), jnp.bfloat16, transforms=layout)
-    kernel = plgpu.kernel(
-        tensor_memory_product,
-        out_type=jax.ShapeDtypeStruct((128, 128), jnp.float32),
-        grid=(1,),
-        grid_names=("program",),
-        scratch_types=dict(
-            a_tile=tile,
-            b_tile=tile,
-            acc=plgpu.TMEM((128, 128), jnp.float32),
-            copied=plgpu.Barrier(num_arrivals=2),
-            done=plgpu.Barrier(orders_tensor_core=True),
-        ),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )
-    sharding = jax.sharding.SingleDeviceSharding(device(capability))
-    x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16, sharding=sharding)
-    with context(capability):
-        jax.jit(kernel).lower(x, x).compile()
-    print(f"a product by tcgen05 compiles for {capability}")
-
-
 def print_steps(capability: str) -> None:
     """Print what steps of decoding take beside a cache, and what they make that is as large."""
     place = jax.sharding.SingleDeviceSharding(device(capability))
@@ -179,13 +140,9 @@ def main() -> None:
     parser.add_argument("capability", choices=CAPABILITIES)
     parser.add_argument("--options", action="store_true", help="with bias, softcap, ...")
     parser.add_argument("--step", action="store_true", help="steps of decoding over a cache")
-    parser.add_argument("--tensor-memory", action="store_true", help="one product by tcgen05")
     parser.add_argument("--only", choices=KERNELS, nargs="+", default=list(KERNELS))
     parser.add_argument("--head-dims", type=int, nargs="+", help="these alone")
     arguments = parser.parse_args()
-    if arguments.tensor_memory:
-        compile_tensor_memory_product(arguments.capability)
-        return
     if arguments.step:
         print_steps(arguments.capability)
         return

@@ -27,9 +27,14 @@ from typing import Any
 
 from benchmarks import compile_ampere, h200, sass
 from transformer_jax.kernels import blackwell
+from transformer_jax.kernels.blackwell.backward import CONSUMERS, WIDEST
 from transformer_jax.kernels.contract import Blocks
 
-KERNELS: dict[str, Callable[..., Any]] = {"forward": blackwell.marking_forward}
+KERNELS: dict[str, Callable[..., Any]] = {  # each alone, without the loop that runs it again
+    "forward": blackwell.marking_forward,
+    "dq": blackwell.marking_dq,
+    "dkdv": blackwell.marking_dkdv,
+}
 TENSOR_FLOPS = 8192  # of an SM in a cycle, dense bfloat16
 SPECIAL_CYCLES = 8  # that a MUFU of a warp keeps its quarter's unit
 
@@ -69,9 +74,9 @@ def cycles(found: list[tuple[int, int]], consumers: int) -> list[str]:
     ]
 
 
-def consumers_of(plan: Blocks) -> int:
-    """Return how many warpgroups compute: one for each 128 rows."""
-    return plan.q // 128
+def consumers_of(kind: str, plan: Blocks) -> int:
+    """Return how many warpgroups compute: one for 128 queries each, or two that share a tile."""
+    return plan.q // 128 if kind == "forward" else CONSUMERS
 
 
 def main() -> None:
@@ -85,8 +90,10 @@ def main() -> None:
     chip = functools.partial(compile_ampere.context, arguments.capability)
     print("kernel      H  tile     scores    registers   spills   shared memory   tensor", end="")
     print("   full: special issue   partial: special issue")
-    for name, kind, H, problem, options in compile_ampere.configurations(arguments.options, dims):
-        if kind not in KERNELS:
+    for name, kind, H, problem, options in compile_ampere.configurations(
+        arguments.options, dims, tuple(KERNELS)
+    ):
+        if kind not in KERNELS or (kind == "dkdv" and 2 * H > WIDEST):  # else Ampere's
             continue
         plan = blackwell.blocks(kind, H, H)
         print(f"{kind:8} {H:4}  {plan.q}x{plan.k:<5}  {name:8}", end="", flush=True)
@@ -100,7 +107,7 @@ def main() -> None:
             print(" ", str(error).splitlines()[0][:120], flush=True)
             continue
         spills = "{:4} {:4}".format(*found.spills)
-        full, partial = cycles(consumers_work(found.code), consumers_of(plan))
+        full, partial = cycles(consumers_work(found.code), consumers_of(kind, plan))
         tensor = tensor_cycles(kind, plan, H, H)
         print(
             f"{found.registers:>10}   {spills}   {found.memory / 1024:6.1f} KiB   {tensor:9.0f}"

@@ -100,6 +100,7 @@ from transformer_jax.kernels.hopper.scores import (
 )
 
 CONSUMERS = 2  # which share the columns of a tile
+REGISTERS = 224, 64  # of a thread of a consumer, and of one of the others
 WIDEST = 384  # H + Hv of which tensor memory holds dk and dv, beside two tiles of 64 queries
 
 RowVectors = tuple[jax.Array | None, ...]
@@ -223,7 +224,7 @@ def _backward_dq(
     def produce() -> None:
         walk.produce(blocks, lists, operands, vectors, do)
 
-    specialise(CONSUMERS, consume, multiply, produce)
+    specialise(REGISTERS, CONSUMERS, consume, multiply, produce)
 
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
@@ -468,7 +469,7 @@ def _backward_dkdv(
     def produce() -> None:
         walk.produce(blocks, lists, operands, vectors, do, base, D)
 
-    specialise(CONSUMERS, consume, multiply, produce)
+    specialise(REGISTERS, CONSUMERS, consume, multiply, produce)
 
 
 class _Keys(NamedTuple):

@@ -133,7 +133,9 @@ def _forward(
     def produce() -> None:
         walk.produce(blocks, lists, operands, vectors)
 
-    specialise(blocks.q // LANES, consume, multiply, produce)
+    consumers = blocks.q // LANES
+    registers = (216, 80) if consumers == 2 else (240, 168)
+    specialise(registers, consumers, consume, multiply, produce)
 
 
 class _Meeting(NamedTuple):

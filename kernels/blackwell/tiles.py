@@ -80,6 +80,7 @@ def tensor_barrier(arrivals: int = 1, barriers: int | tuple[int, ...] = ()) -> A
 
 
 def specialise(
+    registers: tuple[int, int],
     consumers: int,
     consume: Callable[[int], None],
     multiply: Callable[[], None],
@@ -87,10 +88,10 @@ def specialise(
 ) -> None:
     """Let all warpgroups but one consume; of that, one warp issues the products and one copies.
 
-    The threads of all warpgroups share 65,536 registers.
+    `registers` are those of a thread of a consumer and of the last warpgroup, chosen so that the
+    compiler spills none; the threads of all warpgroups share 65,536.
     """
-    warpgroup = lax.axis_index("warpgroup")
-    most, least = {1: (240, 168), 2: (216, 80)}[consumers]
+    warpgroup, (most, least) = lax.axis_index("warpgroup"), registers
 
     for w in range(consumers):
 
