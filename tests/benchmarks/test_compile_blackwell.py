@@ -1,0 +1,70 @@
+"""What a tile of the Blackwell kernels costs, read from machine code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import compile_blackwell
+from benchmarks.compile_blackwell import consumers_work, cycles, tensor_cycles
+from transformer_jax.kernels.contract import Blocks
+
+LOOP = """
+.L_x_{0}:
+        /*{1:04x}*/                   LDTM.x32 R4, tmem[UR15] ;
+        /*{2:04x}*/                   MUFU.EX2 R5, R4 ;
+{3}        /*{4:04x}*/                   STTM.x16 tmem[UR15], R52 ;
+        /*{5:04x}*/               @P0 BRA `(.L_x_{0}) ;
+"""
+ADDS = "        /*{:04x}*/                   FADD R5, R5, R4 ;\n"
+
+
+def listing(*additions):
+    """Machine code of loops one after the other, of some additions each."""
+    text, at = "        /*0000*/                   MOV R1, R2 ;\n", 16
+    for number, count in enumerate(additions):
+        middle = "".join(ADDS.format(at + 32 + 16 * i) for i in range(count))
+        end = at + 32 + 16 * count
+        text += LOOP.format(number, at, at + 16, middle, end, end + 16)
+        at = end + 32
+    return text + f"        /*{at:04x}*/                   EXIT ;\n"
+
+
+def test_loops_that_store_to_tensor_memory_are_counted_each():
+    assert consumers_work(listing(3, 9)) == [(1, 7), (1, 13)]
+
+
+def test_two_loops_of_a_consumer_are_over_full_tiles_and_over_longer_partial_ones():
+    found = consumers_work(listing(3, 9, 2, 8))
+    assert cycles(found, 2) == [f"{16:5} {7 + 6:5}", f"{16:5} {13 + 12:5}"]
+    with pytest.raises(ValueError, match="4 loops over tiles, not two of each of 1 consumers"):
+        cycles(found, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "products"),
+    [
+        ("forward", Blocks(256, 128), [(256, 128, 64), (256, 96, 128)]),
+        ("dq", Blocks(128, 64), [(128, 64, 64), (128, 64, 96), (128, 64, 64)]),
+        ("dkdv", Blocks(64, 128), [(128, 64, 64), (128, 64, 96), (128, 96, 64), (128, 64, 64)]),
+    ],
+)
+def test_products_of_a_tile_take_what_their_sizes_say(kind, plan, products):
+    expected = sum(2 * m * n * k for m, n, k in products) / 8192
+    assert tensor_cycles(kind, plan, 64, 96) == expected
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_10_and_spill_nothing():
+    """In a process of its own: Mosaic GPU keeps the first capability that it compiles for."""
+    pytest.importorskip("jax_cuda13_plugin", reason="jax[cuda13] compiles for absent GPUs")
+    command = [sys.executable, "-m", "benchmarks.compile_blackwell", "--head-dims", "64"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [row[0] for row in rows] == [kind for kind in compile_blackwell.KERNELS for _ in (0, 1)]
+    assert all(row[5:7] == ["0", "0"] for row in rows)
