@@ -41,12 +41,16 @@ from transformer_jax.kernels.contract import Blocks
 
 __all__ = ["Target", "assume_finite", "platform", "target", "using"]
 
+Backend = Literal["tpu", "hopper", "blackwell", "ampere", "cpu"]
+NVIDIA: dict[str, Backend] = {"9": "hopper", "10": "blackwell"}
+"""Backends by the major number of a compute capability; that of the others from 8 on is `ampere`."""
+
 
 @dataclass(frozen=True)
 class Target:
     """Name a backend, and say how it runs."""
 
-    backend: Literal["tpu", "hopper", "blackwell", "ampere", "cpu"]
+    backend: Backend
     interpret: Any = False
     """False on the device. On a CPU what the backend's interpreter takes: True or an
     `InterpretParams` of Pallas for TPUs, an `InterpretGPUParams` of Pallas for Mosaic GPU."""
@@ -132,7 +136,7 @@ def _attached() -> Target | str:
         capability = str(getattr(device, "compute_capability", None))
         major = capability.partition(".")[0]
         if major.isdigit() and int(major) >= 8:
-            found = {"9": "hopper", "10": "blackwell"}.get(major, "ampere")
-            return Target(found, chip=chip, processors=getattr(device, "core_count", None))
+            processors = getattr(device, "core_count", None)
+            return Target(NVIDIA.get(major, "ampere"), chip=chip, processors=processors)
         return f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"
     return f"needs a TPU or an NVIDIA GPU of capability 8 or later, the backend is {backend}"
