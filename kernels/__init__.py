@@ -43,7 +43,7 @@ __all__ = ["Target", "assume_finite", "platform", "target", "using"]
 
 Backend = Literal["tpu", "hopper", "blackwell", "ampere", "cpu"]
 NVIDIA: dict[str, Backend] = {"9": "hopper", "10": "blackwell"}
-"""Backends by the major number of a compute capability; that of the others from 8 on is `ampere`."""
+"""Backends by the major number of a compute capability; of all others from 8 on it is `ampere`."""
 
 
 @dataclass(frozen=True)
