@@ -29,13 +29,13 @@ from tests.support.hopper_kernels import (
 )
 from transformer_jax import Causal, dot_product_attention
 from transformer_jax.attention.api import explain_attention
-from transformer_jax.kernels import Target, blackwell, using
+from transformer_jax.kernels import Target, ampere, blackwell, using
 from transformer_jax.kernels.chips import BLACKWELL_SHARED_MEMORY, TENSOR_MEMORY_COLUMNS
 from transformer_jax.kernels.contract import Blocks, Problem
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 needs_tensor_memory = pytest.mark.skipif(
-    not blackwell.HAS_TENSOR_MEMORY, reason="jax 0.10 has no tcgen05 in Pallas"
+    not (blackwell.HAS_TENSOR_MEMORY and ampere.HAS_MMA), reason="jax 0.10 has no mma in Pallas"
 )
 
 
@@ -140,6 +140,7 @@ def test_what_cannot_be_done_is_named(monkeypatch):
         return blackwell.refuse(Problem(scale=1.0, **fields), *shapes)
 
     monkeypatch.setattr(blackwell, "HAS_TENSOR_MEMORY", True)
+    monkeypatch.setattr(ampere, "HAS_MMA", True)
     assert reason() is None and reason("float16", 192) is None
     assert "the Blackwell kernel multiplies bfloat16 or float16, not float32" in reason("float32")
     assert "80" in reason(H=80)
