@@ -8,12 +8,13 @@ Needs `pip install "jax[cuda13]==0.11.2"`, nvdisasm, and no GPU. Spills are byte
 Cycles are of one multiprocessor (SM) for one tile of all consumers, a full one and a partial one:
 
     tensor    2 M N K of every product / 8192    2.25 PFLOP/s / 148 SMs / 1.85 GHz
+    shared    bytes / 128                        factors of products that lie there, and copies
     special   8 of a MUFU                        16 results a cycle and SM: exp2, rsqrt, tanh
     issue     1 of any instruction of a warp     one a cycle and quarter of an SM, with a rescaling
 
-The first number is from the data sheet of the B200, the second from the CUDA C++ Programming Guide
-(arithmetic instructions, compute capability 10.0), the third an assumption. Each consumer has one
-warp in every quarter. Exits with 1 if a kernel does not compile.
+The first number is from the data sheet of the B200, the third from the CUDA C++ Programming Guide
+(arithmetic instructions, compute capability 10.0), the others are assumptions. Each consumer has
+one warp in every quarter. Exits with 1 if a kernel does not compile.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ KERNELS: dict[str, Callable[..., Any]] = {  # each alone, without the loop that 
     "dkdv": blackwell.marking_dkdv,
 }
 TENSOR_FLOPS = 8192  # of an SM in a cycle, dense bfloat16
+SHARED_BYTES = 128  # between shared memory and the rest of an SM in a cycle
 SPECIAL_CYCLES = 8  # that a MUFU of a warp keeps its quarter's unit
 
 
@@ -43,6 +45,19 @@ def tensor_cycles(kind: str, plan: Blocks, H: int, Hv: int) -> float:
     """Return what the products of a tile take: 2 forward, 3 for dq, 4 for dk and dv."""
     widths = {"forward": H + Hv, "dq": 2 * H + Hv, "dkdv": 2 * (H + Hv)}[kind]
     return 2 * plan.q * plan.k * widths / TENSOR_FLOPS
+
+
+def shared_cycles(kind: str, plan: Blocks, H: int, Hv: int) -> float:
+    """Return what a tile's traffic of shared memory takes, in two bytes a number.
+
+    Scores and dp have both factors there, the sums the right one. The copies bring one tile.
+    """
+    rows, columns = (plan.k, plan.q) if kind == "dkdv" else (plan.q, plan.k)
+    consumers = plan.q // 128 if kind == "forward" else 1
+    scores = rows * H + consumers * columns * H
+    dp, sums = rows * Hv + columns * Hv, columns * {"dq": H, "dkdv": H + Hv}.get(kind, Hv)
+    read = scores + (consumers * sums if kind == "forward" else dp + sums)
+    return 2 * (read + columns * (H + Hv)) / SHARED_BYTES
 
 
 def consumers_work(code: str) -> list[tuple[int, int]]:
@@ -88,7 +103,10 @@ def main() -> None:
     dims = arguments.head_dims or ((64, 128) if arguments.options else blackwell.HEAD_DIMS)
     where, failures = compile_ampere.device(arguments.capability), 0
     chip = functools.partial(compile_ampere.context, arguments.capability)
-    print("kernel      H  tile     scores    registers   spills   shared memory   tensor", end="")
+    print(
+        "kernel      H  tile     scores    registers   spills   shared memory   tensor   shared",
+        end="",
+    )
     print("   full: special issue   partial: special issue")
     for name, kind, H, problem, options in compile_ampere.configurations(
         arguments.options, dims, tuple(KERNELS)
@@ -108,9 +126,10 @@ def main() -> None:
             continue
         spills = "{:4} {:4}".format(*found.spills)
         full, partial = cycles(consumers_work(found.code), consumers_of(kind, plan))
-        tensor = tensor_cycles(kind, plan, H, H)
+        tensor, shared = (f(kind, plan, H, H) for f in (tensor_cycles, shared_cycles))
         print(
             f"{found.registers:>10}   {spills}   {found.memory / 1024:6.1f} KiB   {tensor:9.0f}"
+            f"   {shared:6.0f}"
             f"   {full:>19}   {partial:>22}",
             flush=True,
         )

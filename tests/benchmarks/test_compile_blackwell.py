@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import compile_blackwell
-from benchmarks.compile_blackwell import consumers_work, cycles, tensor_cycles
+from benchmarks.compile_blackwell import consumers_work, cycles, shared_cycles, tensor_cycles
 from transformer_jax.kernels.contract import Blocks
 
 LOOP = """
@@ -55,6 +55,24 @@ def test_two_loops_of_a_consumer_are_over_full_tiles_and_over_longer_partial_one
 def test_products_of_a_tile_take_what_their_sizes_say(kind, plan, products):
     expected = sum(2 * m * n * k for m, n, k in products) / 8192
     assert tensor_cycles(kind, plan, 64, 96) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "lying_there", "copied"),
+    [  # each factor of a product that lies in shared memory, and what a copy brings
+        ("forward", Blocks(256, 128), [(256, 64), *[(128, 64), (128, 96)] * 2], 128),
+        ("dq", Blocks(128, 64), [(128, 64), (64, 64), (128, 96), (64, 96), (64, 64)], 64),
+        (
+            "dkdv",
+            Blocks(64, 128),
+            [(128, 64), (64, 64), (128, 96), (64, 96), (64, 96), (64, 64)],
+            64,
+        ),
+    ],
+)
+def test_traffic_of_shared_memory_is_of_factors_and_copies(kind, plan, lying_there, copied):
+    numbers = sum(m * n for m, n in lying_there) + copied * (64 + 96)
+    assert shared_cycles(kind, plan, 64, 96) == 2 * numbers / 128
 
 
 @pytest.mark.slow
