@@ -1,4 +1,4 @@
-"""Compile the kernels for datacentre Blackwell, which is not there, and print what a tile costs.
+"""Compile the kernels for datacentre Blackwell without such a GPU, and print what a tile costs.
 
     python -m benchmarks.compile_blackwell             # every head dim, full and causal
     python -m benchmarks.compile_blackwell --options   # with bias, softcap, dropout, ...
@@ -12,7 +12,7 @@ Cycles are of one multiprocessor (SM) for one tile of all consumers, a full one 
     special   8 of a MUFU                        16 results a cycle and SM: exp2, rsqrt, tanh
     issue     1 of any instruction of a warp     one a cycle and quarter of an SM, with a rescaling
 
-The first number is from the data sheet of the B200, the third from the CUDA C++ Programming Guide
+2.25 PFLOP/s is of the B200's data sheet, 16 results a cycle of the CUDA C++ Programming Guide
 (arithmetic instructions, compute capability 10.0), the others are assumptions. Each consumer has
 one warp in every quarter. Exits with 1 if a kernel does not compile.
 """

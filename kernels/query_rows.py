@@ -1,7 +1,7 @@
 """Lay the queries of all heads that read one key head out as the rows of one tile, and back.
 
 Row t G + g of key head h is query t of head h G + g, with G = N / K. The decode kernels multiply
-such rows, R = T G of them, with each key once.
+such rows, R = T G of them, with each key once. (`packed_queries` has them head after head.)
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ The rule on what is not finite is kept in the tile. Each thread looks at what it
 a key that is not finite, or whose value is not, gets the score NaN before the mask is applied, and
 numbers of a value that are not finite become 0 in shared memory.
 
-`cp.async` has no limit of an array: where keys end within the last tile, it begins earlier, and the
-keys that the tile before it has, too, are hidden.
+`cp.async` checks no bounds: a last tile that would pass the end of the keys begins earlier, and the
+keys that it shares with the tile before it are hidden.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class _Program:
         return start, k0 - start
 
     def copy(self, rows: _Rows, j: jax.Array) -> None:
-        """Start to copy keys and values of a tile, if the part has so many."""
+        """Start to copy keys and values of a tile, unless it is past the part's last one."""
 
         @pl.when(j < rows.tiles)
         def _() -> None:
@@ -265,7 +265,7 @@ class _Program:
     def finite_tiles(self, index: jax.Array, scales: tuple[jax.Array, ...]) -> tuple[Ref, Ref]:
         """Return tiles of keys and values, with NaN beside each key where one is not finite.
 
-        A number times 0 is 0, or NaN of what is not finite. Numbers of int8 are multiplied with
+        x * 0 is 0 where x is finite, else NaN. Numbers of int8 are multiplied with
         their scales on the way.
         """
         given = [tile.at[index] for _, tile in self.sources()]

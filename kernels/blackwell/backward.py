@@ -14,7 +14,7 @@ The order of the products of the dq kernel, of tile j after tile j - 1:
 
 So dp_j and the sum of dq are multiplied while the consumers compute weights, and s_(j+1) while they
 compute ds. There is room for ds beside s, dp and dq. The consumers write it once the sum that reads
-the last one is done.
+ds_(j-1) is done.
 
 The dk/dv kernel has keys as rows. At a width of 128 its four tiles take all of tensor memory, so
 the weights p take the place of the scores, and ds that of dp:
@@ -113,7 +113,7 @@ def own_parts(w: int, width: int) -> list[Any]:
 
 
 def _check(kind: str, rows: int, columns: int, stages: int) -> None:
-    """Raise ValueError where the tile sizes are not such that a program holds."""
+    """Raise ValueError where the tile sizes are not those that a program can hold."""
     if rows != LANES or columns not in (64, 128):
         raise ValueError(
             f"the {kind} kernel holds {LANES} rows, and tiles of 64 or 128 columns, not {rows} and "

@@ -141,9 +141,9 @@ def _forward(
 class _Meeting(NamedTuple):
     """Hold what the tensor cores and each consumer hand one another.
 
-    Who waits for a barrier sees each of its phases: the next one but one needs an arrival of whom
-    waits, after it has seen this one. So `whole` is no phase of `scored`, after which the scores of
-    the next item could come at once.
+    A barrier must not complete two phases before who waits has seen the first one. So the second
+    needs an arrival of who waits, and `whole` is no phase of `scored`: after it the scores of the
+    next item may come at once.
     """
 
     tiles: list[Any]  # of scores [LANES, blocks.k], and of weights in their place

@@ -48,8 +48,8 @@ def load(tile: Ref, columns: Any) -> jax.Array:
 def finish_loads(problem: Problem) -> None:
     """Wait until this thread's loads of tensor memory are done: it may store there then.
 
-    As a warp reads and writes lanes of its own, no warp waits for another, as in `wait_load_tmem`:
-    warps may differ in whether they come here. The interpreter knows that alone.
+    Unlike `wait_load_tmem` it does not meet with the other warps, as each has lanes of its own: so
+    only some of them may come here. The interpreter knows only `wait_load_tmem`.
     """
     _wait(problem, plgpu.wait_load_tmem, nvvm.Tcgen05WaitKind.LOAD)
 
@@ -57,7 +57,7 @@ def finish_loads(problem: Problem) -> None:
 def finish_stores(problem: Problem) -> None:
     """Wait until this thread's stores to tensor memory are done: it may arrive at a barrier then.
 
-    No warp waits for another, as in `commit_tmem`.
+    Unlike `commit_tmem` it does not meet with the other warps.
     """
     _wait(problem, plgpu.commit_tmem, nvvm.Tcgen05WaitKind.STORE)
 

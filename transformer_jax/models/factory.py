@@ -149,7 +149,7 @@ def init_paged_cache(
     """Make an empty cache of a decoder whose rows take pages of `page_size` tokens as they grow.
 
     Each layer has `num_pages` for all rows together; `capacity` is the most that one row may hold.
-    Fused kernels read pages in place whose size is a multiple of 64 (Hopper) or 128 (TPU). With a
+    Fused kernels read pages in place whose size is a multiple of 64 (NVIDIA) or 128 (TPU). With a
     window, too, every position is kept. ValueError where the config is of another kind than a
     decoder, or its stack is scanned.
     """
