@@ -100,7 +100,7 @@ from transformer_jax.kernels.hopper.scores import (
 )
 
 CONSUMERS = 2  # which share the columns of a tile
-REGISTERS = 224, 64  # of a thread of a consumer, and of one of the others
+REGISTERS = 224, 56  # of a thread of a consumer, and of one of the others
 WIDEST = 384  # H + Hv of which tensor memory holds dk and dv, beside two tiles of 64 queries
 
 RowVectors = tuple[jax.Array | None, ...]

@@ -62,6 +62,9 @@ from transformer_jax.kernels.hopper.scores import (
     scores,
 )
 
+REGISTERS = {1: (240, 168), 2: (216, 72)}
+"""Registers of a thread of a consumer, and of one of the others, by the number of consumers."""
+
 
 def forward(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
@@ -134,8 +137,7 @@ def _forward(
         walk.produce(blocks, lists, operands, vectors)
 
     consumers = blocks.q // LANES
-    registers = (216, 80) if consumers == 2 else (240, 168)
-    specialise(registers, consumers, consume, multiply, produce)
+    specialise(REGISTERS[consumers], consumers, consume, multiply, produce)
 
 
 class _Meeting(NamedTuple):

@@ -89,7 +89,9 @@ def specialise(
     """Let all warpgroups but one consume; of that, one warp issues the products and one copies.
 
     `registers` are those of a thread of a consumer and of the last warpgroup, chosen so that the
-    compiler spills none; the threads of all warpgroups share 65,536.
+    compiler spills none. The warpgroups share what a program is launched with, and no more: a warp
+    that asks for more than the others have given back waits for ever. Three are launched with 168
+    a thread, the multiple of 8 below 65,536 / 384, and two with 240.
     """
     warpgroup, (most, least) = lax.axis_index("warpgroup"), registers
 

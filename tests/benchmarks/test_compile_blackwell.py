@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks import compile_blackwell
 from benchmarks.compile_blackwell import consumers_work, cycles, shared_cycles, tensor_cycles
+from transformer_jax.kernels.blackwell.backward import REGISTERS as BACKWARD_REGISTERS
+from transformer_jax.kernels.blackwell.forward import REGISTERS as FORWARD_REGISTERS
 from transformer_jax.kernels.contract import Blocks
 
 LOOP = """
@@ -86,3 +88,6 @@ def test_kernels_compile_for_10_and_spill_nothing():
     rows = [line.split() for line in done.stdout.splitlines()[1:]]
     assert [row[0] for row in rows] == [kind for kind in compile_blackwell.KERNELS for _ in (0, 1)]
     assert all(row[5:7] == ["0", "0"] for row in rows)
+    for row in rows:  # what is there at launch is all that the warpgroups can ask for
+        most, least = FORWARD_REGISTERS[2] if row[0] == "forward" else BACKWARD_REGISTERS
+        assert 2 * most + least <= 3 * int(row[4]), row

@@ -30,6 +30,9 @@ from tests.support.hopper_kernels import (
 from transformer_jax import Causal, dot_product_attention
 from transformer_jax.attention.api import explain_attention
 from transformer_jax.kernels import Target, ampere, blackwell, using
+from transformer_jax.kernels.blackwell.backward import CONSUMERS
+from transformer_jax.kernels.blackwell.backward import REGISTERS as BACKWARD_REGISTERS
+from transformer_jax.kernels.blackwell.forward import REGISTERS as FORWARD_REGISTERS
 from transformer_jax.kernels.chips import BLACKWELL_SHARED_MEMORY, TENSOR_MEMORY_COLUMNS
 from transformer_jax.kernels.contract import Blocks, Problem
 
@@ -132,6 +135,19 @@ def test_tiles_of_every_head_dim_fit_tensor_memory_and_shared_memory():
             assert plan.q // 128 * (plan.k + Hv) <= TENSOR_MEMORY_COLUMNS
             numbers = plan.q * H + plan.stages * plan.k * (H + Hv)
             assert 2 * numbers + 1024 <= BLACKWELL_SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("consumers", "registers"),
+    [*FORWARD_REGISTERS.items(), (CONSUMERS, BACKWARD_REGISTERS)],
+    ids=["forward, one", "forward, two", "backward"],
+)
+def test_warpgroups_hold_no_more_registers_than_a_program_is_launched_with(consumers, registers):
+    """A warp that asks for more waits for ever (PTX ISA, setmaxnreg)."""
+    warpgroups, (most, least) = consumers + 1, registers
+    launched = min(255, 65536 // (128 * warpgroups)) // 8 * 8  # of a thread
+    assert least <= launched <= most
+    assert consumers * most + least <= warpgroups * launched
 
 
 def test_what_cannot_be_done_is_named(monkeypatch):
