@@ -173,7 +173,7 @@ def dot_product_attention(
     and key j of row b is in slot j % page of page block_table[b, j // page]. So S = M page, and
     masks, bias and positions are of j as before. For an entry that is no page, as -1, some page of
     the pool is read: hide its keys, by the mask or by `k_positions` of -1. The same kernels read
-    pages in place whose size is a multiple of 64 keys (Hopper) or 128 (TPU); all else reads a
+    pages in place whose size is a multiple of 64 keys (NVIDIA) or 128 (TPU); all else reads a
     gathered copy.
 
     A query that sees nothing gets zeros, lse -inf and no gradient. NaN or inf in a query, key or
