@@ -151,14 +151,18 @@ def with_sinks(
     log_sum: jax.Array,  # f32[B, N, T]: log l
     *marks: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Return a forward kernel's results once sinks have joined l, unless a row is fully masked.
+    """Return a forward kernel's results once sinks have joined m and l.
 
-        log l' = log(l + exp(sink - m))      out' = out l / l'
+        m' = max(m, sink)    log l' = log(l exp(m - m') + exp(sink - m'))
+        out' = out l exp(m - m') / l'
 
-    m stays as it is. A kernel takes one sink a head, and rows of a tile are of several.
+    Fully masked rows stay as they are. A kernel takes one sink a head, and rows of a tile are of
+    several.
     """
     fully_masked = jnp.isneginf(row_max)
-    sink = jnp.where(fully_masked, -jnp.inf, sinks[..., None] - row_max)
-    total = jnp.logaddexp(log_sum, sink)
-    share = jnp.swapaxes(jnp.exp(log_sum - total), 1, 2)[..., None]
-    return (out.astype(jnp.float32) * share).astype(out.dtype), row_max, total, *marks
+    sink = jnp.where(fully_masked, -jnp.inf, sinks[..., None])
+    new_max = jnp.maximum(row_max, sink)  # else m + log l' cancels where scores are far below
+    rescaled = log_sum + jnp.where(fully_masked, 0, row_max - new_max)
+    total = jnp.logaddexp(rescaled, jnp.where(fully_masked, -jnp.inf, sink - new_max))
+    share = jnp.swapaxes(jnp.exp(rescaled - total), 1, 2)[..., None]
+    return (out.astype(jnp.float32) * share).astype(out.dtype), new_max, total, *marks

@@ -20,6 +20,7 @@ from tests.support.hopper_kernels import INTERPRETS, needs_interpreter
 from tests.support.plain_kernels import LARGE, Packing, visited
 from tests.support.tolerances import (
     FORWARD_BF16,
+    FORWARD_F32,
     GRADIENT_BF16,
     GRADIENT_F32,
     assert_near,
@@ -205,6 +206,20 @@ def test_packed_rows_visit_the_tiles_that_some_query_sees_and_no_other(kind):
     tiles = by_head.reshape(3, 2, 2, 224 // blocks.k, blocks.k).any(axis=(2, 4))
     assert visits.shape == (3, 2, -(-48 // blocks.q), 224 // blocks.k)
     assert 0.1 < tiles.mean() < 0.9 and (visits == tiles[:, :, None]).all()
+
+
+@pytest.mark.parametrize("level", [-20.3, -1000.3, 1000.3])
+def test_sinks_far_from_every_score_keep_lse_to_a_rounding(level):
+    """Of a sink far above the scores, whose lse is the sink: no difference of large numbers."""
+    arrays = draw(5, queries=5, keys=31, heads=6, kv_heads=2)
+    arrays["query"] = jnp.zeros_like(arrays["query"]).at[..., 0].set(1)
+    arrays["key"] = arrays["key"].at[..., 0].set(level)
+    arrays["sinks"] = jnp.linspace(-0.3, 0.2, 6)
+    expected = reference(arrays, scale=1.0)
+    with using(Packing()):
+        found = attend_and_pull(arrays, scale=1.0)
+    for name, value in expected.items():
+        assert_near(found[name], value, FORWARD_F32 if name == "lse" else GRADIENT_F32, name)
 
 
 # In the interpreter
