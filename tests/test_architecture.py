@@ -5,6 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from benchmarks.structure.drawing import draw, same_floors
 from benchmarks.structure.imports import FLOORS, read, violations
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "transformer_jax"
+PACKAGE, KERNELS = ROOT / "transformer_jax", ROOT / "kernels"
 
 CONFIG_MAY = {"__future__", "dataclasses", "difflib", "math", "typing", "collections"}
 FORBIDDEN = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "torch", "tensorflow", "yaml"}
@@ -105,6 +106,17 @@ def test_imports_in_a_circle_are_named(small_house):
     small_house("transformer_jax/cli/a.py", "import transformer_jax.cli.b")
     (only,) = violations(small_house("transformer_jax/cli/b.py", "import transformer_jax.cli.a"))
     assert only == ("cli: circular imports between transformer_jax.cli.a, transformer_jax.cli.b")
+
+
+def test_every_package_is_installed():
+    """`kernels/` is installed as `transformer_jax.kernels`, and packages are listed one by one."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    names = {
+        ".".join((name, *path.parent.relative_to(folder).parts))
+        for name, folder in (("transformer_jax", PACKAGE), ("transformer_jax.kernels", KERNELS))
+        for path in folder.rglob("__init__.py")
+    }
+    assert sorted(listed) == sorted(names)
 
 
 def test_kernels_import_only_jax():
