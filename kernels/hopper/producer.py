@@ -157,18 +157,20 @@ class KeyWalk(NamedTuple):
             if after is not None:
                 plgpu.barrier_arrive(self.both)
 
-            def finish(n: Any, tile: Any, step: Any) -> None:
-                """Call `after` for the tile of a step, if it is one of this item."""
-                assert after is not None
-                pl.when(step >= first)(functools.partial(after, b, n, tile * blocks.q))
+            def finish(n: Any, j: Any, step: Any) -> None:
+                """Call `after` for the tile of a step, tile j of a head's list, if there is one."""
+
+                @pl.when(step >= first)
+                def _() -> None:
+                    assert after is not None
+                    after(b, n, at(lists.order, b, n, row, j)[...] * blocks.q)
 
             def copy_head(g: Any, carry: Any) -> Any:
                 n = head * G + g
 
                 def copy_queries(j: Any, carry: Any) -> Any:
                     step, unfinished = carry
-                    this = at(lists.order, b, n, row, j)[...]
-                    queries = pl.ds(this * blocks.q, blocks.q)
+                    queries = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.q, blocks.q)
                     slot = slot_of(step, stages)
                     wait_from(stages, step, self.q_empty.at[slot])
                     full = self.q_full.at[slot]
@@ -178,17 +180,17 @@ class KeyWalk(NamedTuple):
                         plgpu.copy_gmem_to_smem(source.at[b, n, queries], tile.at[slot], full)
                     vectors.copy(self.columns, slot, full, b, queries.start)
                     if after is not None:
-                        (oldest_n, oldest), *later = unfinished
-                        finish(oldest_n, oldest, step - stages)
-                        unfinished = *later, (n, this)
+                        oldest, *later = unfinished
+                        finish(*oldest, step - stages)
+                        unfinished = *later, (n, j)  # no tile, which memory says: see `each_tile`
                     return step + 1, unfinished
 
                 return lax.fori_loop(0, at(lists.seen, b, n, row)[...], copy_queries, carry)
 
             none = () if after is None else ((jnp.int32(0), jnp.int32(0)),) * stages
             step, unfinished = lax.fori_loop(0, G, copy_head, (first, none))
-            for i, (n, tile) in enumerate(unfinished):
-                finish(n, tile, step - stages + i)
+            for i, (n, j) in enumerate(unfinished):
+                finish(n, j, step - stages + i)
             return done + 1, step
 
         each_item(items.number, copy_item, (jnp.int32(0), jnp.int32(0)))

@@ -383,7 +383,7 @@ def test_pages_of_the_default_size_are_read_in_place_on_hopper_and_on_a_tpu():
     for backend in ("hopper", "tpu"):
         with using(Target(backend)):
             found = explain_attention(query, pool, pool, block_table=pages.block_table)
-        assert found.reads_pages == {"pallas"}, backend
+        assert "pallas" in found.reads_pages, backend
 
 
 def test_pages_of_another_dtype_are_gathered_and_no_pool_is_widened(rng):
