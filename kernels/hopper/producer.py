@@ -180,8 +180,8 @@ class KeyWalk(NamedTuple):
                         plgpu.copy_gmem_to_smem(source.at[b, n, queries], tile.at[slot], full)
                     vectors.copy(self.columns, slot, full, b, queries.start)
                     if after is not None:
-                        oldest, *later = unfinished
-                        finish(*oldest, step - stages)
+                        (oldest_n, oldest), *later = unfinished
+                        finish(oldest_n, oldest, step - stages)
                         unfinished = *later, (n, j)  # no tile, which memory says: see `each_tile`
                     return step + 1, unfinished
 
