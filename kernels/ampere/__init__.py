@@ -83,15 +83,23 @@ backward_bias = varying(sum_bias)  # of which each pair is its own
 
 def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
     """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
+    lacking = None if HAS_MMA else "has no mma in Pallas: 0.11.2 and 0.12 have"
+    return refuse_as("Ampere", lacking, problem, query, key, value)
+
+
+def refuse_as(
+    backend: str, lacking: str | None, problem: Problem, query: Any, key: Any, value: Any
+) -> str | None:
+    """Return why a backend of these head dims refuses; `lacking` says what this jax has not."""
     H, Hv = query.shape[-1], value.shape[-1]
-    if reason := nvidia.refuse(problem, "Ampere", query, key, value):
+    if reason := nvidia.refuse(problem, backend, query, key, value):
         return reason
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
         return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
     if problem.nondeterministic:
-        return "ampere: 'pallas_unordered' needs a Hopper GPU"
-    if not HAS_MMA:
-        return f"ampere: jax {jax.__version__} has no mma in Pallas: 0.11.2 and 0.12 have"
+        return f"{backend.lower()}: 'pallas_unordered' needs a Hopper GPU"
+    if lacking:
+        return f"{backend.lower()}: jax {jax.__version__} {lacking}"
     if problem.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None

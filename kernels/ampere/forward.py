@@ -36,6 +36,7 @@ from transformer_jax.kernels.hopper.memory import ROW, ROWS, Ref, across, at, f3
 from transformer_jax.kernels.hopper.schedule import each_tile, prepare, query_items
 from transformer_jax.kernels.hopper.scores import (
     LN2,
+    QueryRows,
     TilePosition,
     TileVectors,
     kept,
@@ -67,16 +68,6 @@ def forward(
     )(prepare(lists), operands)
 
 
-class _Rows(NamedTuple):
-    """Say which queries a program holds."""
-
-    b: jax.Array
-    n: jax.Array
-    row: jax.Array  # of tiles
-    q0: jax.Array
-    vectors: tuple[jax.Array | None, ...]
-
-
 class _Sums(NamedTuple):
     """Carry what is summed over the tiles of keys, and the next tile."""
 
@@ -93,7 +84,7 @@ def _forward(
     """Run a program; operands and lists are references to memory."""
     b, n, row = query_items(operands, blocks).at(lists, lax.axis_index("program"))
     q0, vectors = row * ROWS, TileVectors(problem, operands, ROW, copies=False)
-    rows = _Rows(b, n, row, q0, vectors.of_rows(b, q0))
+    rows = QueryRows(b, n, row, q0, vectors.of_rows(b, q0))
     program = _Program(problem, blocks, lists, operands, vectors, q_tile, k_tile, v_tile)
     queries = b, pl.ds(q0, ROWS), n
     q_tile[...] = fetch(operands.query.at[queries])
@@ -126,23 +117,23 @@ class _Program:
     k_tile: Ref
     v_tile: Ref
 
-    def k0(self, rows: _Rows, j: Any) -> jax.Array:
+    def k0(self, rows: QueryRows, j: Any) -> jax.Array:
         """Return the first key of a list's tile; of one after the end, those of the last."""
         last = jnp.minimum(j, self.lists.order.shape[-1] - 1)
         return at(self.lists.order, rows.b, rows.n, rows.row, last)[...] * self.blocks.k
 
-    def load(self, rows: _Rows, j: Any) -> tuple[jax.Array, jax.Array]:
+    def load(self, rows: QueryRows, j: Any) -> tuple[jax.Array, jax.Array]:
         """Load a tile's keys and values into registers."""
         key, value = self.operands.key, self.operands.value
         group = self.operands.query.shape[2] // key.shape[2]
         keys = rows.b, pl.ds(self.k0(rows, j), self.blocks.k), rows.n // group
         return fetch(key.at[keys]), fetch(value.at[keys])
 
-    def ahead(self, rows: _Rows, j: Any) -> tuple[jax.Array, ...]:
+    def ahead(self, rows: QueryRows, j: Any) -> tuple[jax.Array, ...]:
         """Return the tile to multiply next, where it is loaded so early."""
         return self.load(rows, j) if self.blocks.stages > 1 else ()
 
-    def tile(self, rows: _Rows, j: Any, sums: _Sums, partial: bool) -> _Sums:
+    def tile(self, rows: QueryRows, j: Any, sums: _Sums, partial: bool) -> _Sums:
         """Add a tile of keys."""
         problem, operands = self.problem, self.operands
         self.k_tile[...], self.v_tile[...] = sums.ahead or self.load(rows, j)

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
-from transformer_jax.kernels import ampere, nvidia
+from transformer_jax.kernels import ampere
 from transformer_jax.kernels.ampere import DECODE_ROWS, INT8, PAGE, backward_bias, decode
 from transformer_jax.kernels.blackwell.backward import backward_dkdv as marking_dkdv
 from transformer_jax.kernels.blackwell.backward import backward_dq as marking_dq
@@ -27,7 +25,6 @@ from transformer_jax.kernels.blackwell.tiles import HAS_TENSOR_MEMORY
 from transformer_jax.kernels.chips import AMPERE_HEAD_DIMS as HEAD_DIMS
 from transformer_jax.kernels.chips import blackwell_blocks as blocks
 from transformer_jax.kernels.contract import Problem
-from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER
 from transformer_jax.kernels.hopper.schedule import prepare
 from transformer_jax.kernels.repair import repaired_backward, repaired_forward
 
@@ -66,15 +63,6 @@ backward_dkdv = repaired_backward(ampere.varying(marking_dkdv))
 
 def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
     """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
-    H, Hv = query.shape[-1], value.shape[-1]
-    if reason := nvidia.refuse(problem, "Blackwell", query, key, value):
-        return reason
-    if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
-        return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
-    if problem.nondeterministic:
-        return "blackwell: 'pallas_unordered' needs a Hopper GPU"
-    if not (HAS_TENSOR_MEMORY and ampere.HAS_MMA):  # which the gradient of a bias is by
-        return f"blackwell: jax {jax.__version__} lacks mma or tcgen05: 0.11.2 and 0.12 have both"
-    if problem.interpret and not HAS_INTERPRETER:
-        return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
-    return None
+    has_both = HAS_TENSOR_MEMORY and ampere.HAS_MMA  # the gradient of a bias is by mma
+    lacking = None if has_both else "lacks mma or tcgen05: 0.11.2 and 0.12 have both"
+    return ampere.refuse_as("Blackwell", lacking, problem, query, key, value)

@@ -63,7 +63,7 @@ from transformer_jax.kernels.contract import (
     learns_slopes,
     result,
 )
-from transformer_jax.kernels.hopper.backward import base_of
+from transformer_jax.kernels.hopper.backward import HeldQueries, base_of
 from transformer_jax.kernels.hopper.forward import has_room
 from transformer_jax.kernels.hopper.memory import (
     COLUMN,
@@ -286,18 +286,6 @@ class _QueryProducts:
         plgpu.tcgen05_commit_arrive(self.walk.k_empty.at[slot])
 
 
-class _Rows(NamedTuple):
-    """Say which queries a program holds, and what a consumer has loaded of them."""
-
-    b: jax.Array
-    n: jax.Array
-    row: jax.Array  # of tiles
-    q0: jax.Array
-    base: jax.Array  # f32[LANES]
-    D: jax.Array  # f32[LANES]
-    vectors: RowVectors
-
-
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _QueryConsumer:
     """Compute ds of a consumer's columns, by one warpgroup."""
@@ -321,7 +309,7 @@ class _QueryConsumer:
         queries = b, n, pl.ds(q0, LANES)
         full, seen = at(self.lists.full, b, n, row)[...], at(self.lists.seen, b, n, row)[...]
         base, D = (load_memory(x.at[queries], NATIVE.reduce(1)) for x in self.of_rows)
-        rows = _Rows(b, n, row, q0, base, D, self.vectors.of_rows(b, q0, LANES))
+        rows = HeldQueries(b, n, row, q0, base, D, self.vectors.of_rows(b, q0, LANES))
         carry = filled((LANES,), 0), jnp.int32(0)
         slope, _ = each_tile(full, seen, functools.partial(self.tile, rows, step), carry)
         pl.when(seen > 0)(lambda: plgpu.barrier_wait(self.met.summed))
@@ -332,7 +320,7 @@ class _QueryConsumer:
         return step + seen
 
     def tile(
-        self, rows: _Rows, start: jax.Array, j: jax.Array, carry: tuple[jax.Array, jax.Array],
+        self, rows: HeldQueries, start: jax.Array, j: jax.Array, carry: tuple[jax.Array, jax.Array],
         partial: bool,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """Make ds of a tile's scores and dp, and add to the row of dslopes."""

@@ -55,6 +55,7 @@ from transformer_jax.kernels.hopper.producer import QueryWalk
 from transformer_jax.kernels.hopper.schedule import each_item, launch, prepare, query_items
 from transformer_jax.kernels.hopper.scores import (
     LN2,
+    QueryRows,
     TilePosition,
     TileVectors,
     kept,
@@ -222,16 +223,6 @@ class _Products:
             )
 
 
-class _Rows(NamedTuple):
-    """Say which queries a consumer holds."""
-
-    b: jax.Array
-    n: jax.Array
-    row: jax.Array  # of tiles
-    q0: jax.Array
-    vectors: tuple[jax.Array | None, ...]
-
-
 class _Sums(NamedTuple):
     """Carry what a consumer keeps in registers from tile to tile."""
 
@@ -259,7 +250,7 @@ class _Consumer:
         b, n, row = query_items(self.operands, self.blocks).at(self.lists, item)
         q0 = row * self.blocks.q + self.w * LANES
         full, seen = at(self.lists.full, b, n, row)[...], at(self.lists.seen, b, n, row)[...]
-        rows = _Rows(b, n, row, q0, self.vectors.of_rows(b, q0, LANES))
+        rows = QueryRows(b, n, row, q0, self.vectors.of_rows(b, q0, LANES))
         sums = _Sums(filled((LANES,), LOWEST), filled((LANES,), 0), step)
         sums = lax.cond(
             seen > 0, functools.partial(self.every_tile, rows, full, seen), lambda sums: sums, sums
@@ -267,7 +258,7 @@ class _Consumer:
         self.write(rows, seen, sums)
         return sums.step
 
-    def every_tile(self, rows: _Rows, full: Any, seen: Any, sums: _Sums) -> _Sums:
+    def every_tile(self, rows: QueryRows, full: Any, seen: Any, sums: _Sums) -> _Sums:
         """Visit the tiles of a list, of which there is one at least."""
         sums = self.tile(rows, jnp.int32(0), sums, partial=True, first=True)
         ahead = jnp.maximum(full, 1)
@@ -281,7 +272,7 @@ class _Consumer:
         return sums
 
     def tile(
-        self, rows: _Rows, j: jax.Array, sums: _Sums, partial: bool, first: bool = False
+        self, rows: QueryRows, j: jax.Array, sums: _Sums, partial: bool, first: bool = False
     ) -> _Sums:
         """Make weights of a tile's scores, and have the sums fit them."""
         problem, operands, vectors, w = self.problem, self.operands, self.vectors, self.w
@@ -334,7 +325,7 @@ class _Consumer:
         else:
             pl.when(any_of_warp(grown > row_max))(multiply)
 
-    def write(self, rows: _Rows, seen: Any, sums: _Sums) -> None:
+    def write(self, rows: QueryRows, seen: Any, sums: _Sums) -> None:
         """Write an item's results to device memory."""
         out, row_max_out, log_sum_out = self.results
         dtype, acc = self.operands.query.dtype, self.meeting.sums[self.w]

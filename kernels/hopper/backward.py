@@ -147,15 +147,15 @@ def _backward_dq(
     specialise(blocks.q // ROWS, produce, consume)
 
 
-class _Rows(NamedTuple):
+class HeldQueries(NamedTuple):
     """Say which queries a consumer holds, and what it has loaded of them."""
 
     b: jax.Array
     n: jax.Array
     row: jax.Array  # of tiles
     q0: jax.Array
-    base: jax.Array  # f32[ROWS]
-    D: jax.Array  # f32[ROWS]
+    base: jax.Array  # f32[rows]
+    D: jax.Array  # f32[rows]
     vectors: RowVectors
 
 
@@ -186,7 +186,7 @@ class _QueryConsumer:
         full, seen = at(self.lists.full, b, n, row)[...], at(self.lists.seen, b, n, row)[...]
         base = load(self.base.at[queries], WGMMA.reduce(1))
         D = load(self.D.at[queries], WGMMA.reduce(1))
-        rows = _Rows(b, n, row, q0, base, D, self.vectors.of_rows(b, q0))
+        rows = HeldQueries(b, n, row, q0, base, D, self.vectors.of_rows(b, q0))
 
         plgpu.barrier_wait(self.walk.q_full.at[w])
         carry = filled((ROWS, H), 0), filled((ROWS,), 0), step
@@ -207,7 +207,7 @@ class _QueryConsumer:
         return step
 
     def tile(
-        self, rows: _Rows, j: jax.Array, carry: tuple[jax.Array, ...], partial: bool
+        self, rows: HeldQueries, j: jax.Array, carry: tuple[jax.Array, ...], partial: bool
     ) -> tuple[jax.Array, ...]:
         """Add a tile of keys to dq and to the row of dslopes."""
         problem, walk, w = self.problem, self.walk, self.w

@@ -58,6 +58,7 @@ from transformer_jax.kernels.hopper.schedule import (
 from transformer_jax.kernels.hopper.scores import (
     LN2,
     LOG2E,
+    QueryRows,
     TilePosition,
     TileVectors,
     kept,
@@ -157,16 +158,6 @@ def _forward(
     specialise(consumers, produce, consume)
 
 
-class _Rows(NamedTuple):
-    """Say which queries a consumer holds."""
-
-    b: jax.Array
-    n: jax.Array
-    row: jax.Array  # of tiles
-    q0: jax.Array
-    vectors: tuple[jax.Array | None, ...]
-
-
 class _Sums(NamedTuple):
     """Carry what a consumer has summed over the tiles of keys."""
 
@@ -198,7 +189,7 @@ class _Consumer:
         b, n, row = query_items(self.operands, self.blocks).at(self.lists, item)
         q0 = row * self.blocks.q + self.w * ROWS
         full, seen = at(self.lists.full, b, n, row)[...], at(self.lists.seen, b, n, row)[...]
-        rows = _Rows(b, n, row, q0, self.vectors.of_rows(b, q0))
+        rows = QueryRows(b, n, row, q0, self.vectors.of_rows(b, q0))
 
         plgpu.barrier_wait(self.walk.q_full.at[self.w])
         p_shape, dtype = (ROWS, self.blocks.k), self.walk.v_tile.dtype
@@ -214,7 +205,7 @@ class _Consumer:
         self.write(rows, *divided(problem, operands, b, n, sums.acc, sums.row_max, sums.total))
         return sums.step
 
-    def every_tile(self, rows: _Rows, full: Any, seen: Any, sums: _Sums) -> _Sums:
+    def every_tile(self, rows: QueryRows, full: Any, seen: Any, sums: _Sums) -> _Sums:
         """Visit the tiles of a list, of which there is one at least."""
         sums = self.tile(rows, jnp.int32(0), sums, partial=True, first=True)
         ahead = jnp.maximum(full, 1)
@@ -241,7 +232,7 @@ class _Consumer:
             plgpu.barrier_arrive(self.walk.q_empty.at[self.w])
 
     def tile(
-        self, rows: _Rows, j: jax.Array, sums: _Sums, partial: bool, first: bool = False
+        self, rows: QueryRows, j: jax.Array, sums: _Sums, partial: bool, first: bool = False
     ) -> _Sums:
         """Multiply this tile's keys, and the last one's values beside this tile's softmax."""
         walk, stages, w = self.walk, self.blocks.stages, self.w
@@ -305,7 +296,7 @@ class _Consumer:
         return p, grown, summed, shrink, risen
 
     def write(
-        self, rows: _Rows, acc: jax.Array, row_max: jax.Array, total: jax.Array, live: jax.Array
+        self, rows: QueryRows, acc: jax.Array, row_max: jax.Array, total: jax.Array, live: jax.Array
     ) -> None:
         """Write an item's results to device memory."""
         out, row_max_out, log_sum_out = self.results

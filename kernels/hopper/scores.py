@@ -51,6 +51,16 @@ class TilePosition(NamedTuple):
     slopes: jax.Array | None = None  # f32[rows] of ALiBi, where rows are of several heads
 
 
+class QueryRows(NamedTuple):
+    """Say which queries are the rows of a tile, with the mask's vectors of them."""
+
+    b: jax.Array
+    n: jax.Array
+    row: jax.Array  # of tiles
+    q0: jax.Array  # the first query
+    vectors: tuple[jax.Array | None, ...]
+
+
 def is_linear(problem: Problem, operands: Operands) -> bool:
     """Return whether a score is its product times a positive number: one fma before exp2."""
     return (
