@@ -1,4 +1,4 @@
-"""What a tile of the Blackwell kernels costs, read from machine code."""
+"""Read from machine code what a tile of the Blackwell kernels costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADDS = "        /*{:04x}*/                   FADD R5, R5, R4 ;\n"
 
 
 def listing(*additions):
-    """Machine code of loops one after the other, of some additions each."""
+    """Return machine code of loops one after the other, with so many additions each."""
     text, at = "        /*0000*/                   MOV R1, R2 ;\n", 16
     for number, count in enumerate(additions):
         middle = "".join(ADDS.format(at + 32 + 16 * i) for i in range(count))
@@ -79,7 +79,7 @@ def test_traffic_of_shared_memory_is_of_factors_and_copies(kind, plan, lying_the
 
 @pytest.mark.slow
 def test_kernels_compile_for_10_and_spill_nothing():
-    """In a process of its own: Mosaic GPU keeps the first capability that it compiles for."""
+    """It runs in a process of its own: Mosaic GPU keeps the first capability it compiles for."""
     pytest.importorskip("jax_cuda13_plugin", reason="jax[cuda13] compiles for absent GPUs")
     command = [sys.executable, "-m", "benchmarks.compile_blackwell", "--head-dims", "64"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -298,7 +298,7 @@ def test_a_file_has_a_line_for_each_row():
 
 @pytest.mark.parametrize("kind", kernel_cost.KINDS)
 def test_packed_queries_have_the_tiles_that_hold_them(kind):
-    """Of 4 heads with 16 queries of 8192 keys: 64 rows, in tiles of 128 or 64."""
+    """Four heads of 16 queries are 64 rows, which one tile holds, of 128 or of 64."""
     costs = kernel_cost.read(packed_queries.COUNTED.read_text())
     [cost] = [c for c in costs if (c.kind, c.H, c.scores) == (kind, 128, "causal")]
     case = packed_queries.case_of(32)

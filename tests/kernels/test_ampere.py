@@ -155,7 +155,7 @@ def test_the_decode_kernel_multiplies_by_mma_and_copies_by_cp_async():
 
 @pytest.mark.slow
 def test_a_step_of_decoding_copies_no_key_and_no_value():
-    """Compiled for 8.0 by a process of its own, as Mosaic GPU keeps the first capability.
+    """It is compiled for 8.0 in a process of its own: Mosaic GPU keeps the first capability.
 
     As large as the cache are two writes, and over pages the loop that copies shared ones.
     """

@@ -154,7 +154,7 @@ def test_tiles_that_the_kernels_cannot_hold_are_refused(kind, blocks, said):
 
 
 def test_tiles_of_every_head_dim_fit_tensor_memory_and_shared_memory():
-    """With a row of dslopes and as many vectors of a mask as are copied beside a tile."""
+    """A row of dslopes counts, and as many vectors of a mask as are copied beside a tile."""
     own, room = 0, HOPPER_SHARED_MEMORY - SCRATCH
     for H, Hv in itertools.product(blackwell.HEAD_DIMS, repeat=2):
         plan = blackwell.blocks("dq", H, Hv)

@@ -47,7 +47,7 @@ def interpreter(backend="hopper"):
 
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch):
-    """So few that each has several items, and reuses every slot."""
+    """Run so few programs that each has several items, and reuses every slot."""
     monkeypatch.setattr(schedule, "PROGRAMS", 2)
     monkeypatch.setattr(chips, "AMPERE_PROCESSORS", 1)
 

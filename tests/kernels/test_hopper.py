@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch):
-    """So few that each has several items, and reuses every slot."""
+    """Run so few programs that each has several items, and reuses every slot."""
     monkeypatch.setattr(schedule, "PROGRAMS", 2)
 
 

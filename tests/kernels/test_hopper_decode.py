@@ -37,7 +37,7 @@ S = 331
 
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch):
-    """So few that each has several items, and reuses every slot."""
+    """Run so few programs that each has several items, and reuses every slot."""
     monkeypatch.setattr(schedule, "PROGRAMS", 2)
     monkeypatch.setattr(chips, "AMPERE_PROCESSORS", 1)
 

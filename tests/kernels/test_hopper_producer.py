@@ -113,7 +113,7 @@ def test_backward_copies_no_keys_before_values_that_free_their_slot(stages, monk
 
 
 def test_tiles_are_finished_in_order_and_before_the_next_keys_are_waited_for(monkeypatch):
-    """Of two query heads that read a key head, with an item of fewer tiles than slots."""
+    """Two query heads read a key head, and one item has fewer tiles than there are slots."""
     lists, stages = [(0, 2), (1,), (), (2,)], 3
     events, tiles = record(monkeypatch), tile_lists(lists)
     query, do = (Memory(x, (1, 64 * len(lists), 2, 64)) for x in ("Q", ""))

@@ -70,7 +70,7 @@ class TestPacking(AttentionSuite):
     )
 
     def assert_unchanged(self, found, clean, name):
-        """To a rounding: a kernel that runs again runs in a loop, which XLA compiles apart."""
+        """Allow a rounding: a kernel that runs again runs in a loop, which XLA compiles apart."""
         assert_same_to_rounding(found, clean, 1e-6, name)
 
 
@@ -122,8 +122,10 @@ def drawn(T, group, K=2, keys=200, **sizes):
     ("T", "group", "rows"), [(1, 2, 1), (5, 8, 1), (16, 8, 1), (31, 4, 1), (64, 2, 1), (64, 8, 4)]
 )
 def test_the_queries_of_a_group_fill_tiles_together_on_hopper(T, group, rows, monkeypatch):
-    """Rows of tiles of 128 queries a key head in the forward kernel and that of dq; of 64 in that
-    of dk and dv. Apart, each head has a row of its own."""
+    """The forward kernel and that of dq have `rows` tiles of 128 queries for each key head.
+
+    That of dk and dv has tiles of 64. Not packed, each query head has tiles of its own.
+    """
     arrays = drawn(T, group)
     call = monkeypatch, Target("hopper"), hopper, arrays
     of_64 = -(-T * group // 64)
@@ -182,7 +184,7 @@ def packs(monkeypatch):
 
 
 def test_a_planned_mask_is_that_of_packed_calls(packs):
-    """Else each layer would make its own lists of tiles."""
+    """If it were not, each layer would make its own lists of tiles."""
     arrays = drawn(29, 2, dtype="float32")
     inputs = [arrays[name] for name in ("query", "key", "value")]
     mask = Causal() & Segments(jnp.arange(200)[None] // 90)
@@ -197,7 +199,7 @@ def test_a_planned_mask_is_that_of_packed_calls(packs):
 
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv"])
 def test_packed_rows_visit_the_tiles_that_some_query_sees_and_no_other(kind):
-    """Where each head has a mask of its own, those that one head of the group sees."""
+    """Each head has a mask of its own: a tile counts if one head of the group sees it."""
     rng = np.random.default_rng(3)
     few = rng.random((3, 4, 1, 200)) < 0.03
     seen = np.broadcast_to(few, (3, 4, 24, 200)) & (rng.random((3, 4, 24, 200)) < 0.5)
@@ -215,7 +217,7 @@ def test_packed_rows_visit_the_tiles_that_some_query_sees_and_no_other(kind):
 
 @pytest.mark.parametrize("level", [-20.3, -1000.3, 1000.3])
 def test_sinks_far_from_every_score_keep_lse_to_a_rounding(level):
-    """Of a sink far above the scores, whose lse is the sink: no difference of large numbers."""
+    """A sink far above the scores is the lse, which must be no difference of large numbers."""
     arrays = draw(5, queries=5, keys=31, heads=6, kv_heads=2)
     arrays["query"] = jnp.zeros_like(arrays["query"]).at[..., 0].set(1)
     arrays["key"] = arrays["key"].at[..., 0].set(level)
@@ -292,7 +294,7 @@ CALLS = {
 
 @pytest.fixture
 def two_programs(monkeypatch):
-    """So few that each has several items, and reuses every slot."""
+    """Run so few programs that each has several items, and reuses every slot."""
     monkeypatch.setattr(schedule, "PROGRAMS", 2)
 
 
@@ -327,7 +329,7 @@ def test_packed_queries_and_all_their_gradients_match_the_oracle(target, call, p
 @needs_interpreter
 @pytest.mark.parametrize("name", ["value", "key"])
 def test_of_packed_heads_exactly_the_queries_that_see_nan_are_lost_on_hopper(name):
-    """Those of both heads of the second key head, from query 3 on; sinks do not hide it."""
+    """Both heads of the second key head are lost from query 3 on, in spite of their sinks."""
     arrays = Call(T=5, group=2, K=2, sinks=True).arrays(32)
     mask, seen, positions = Call(T=5, group=2).masked()
     bad = arrays | {name: arrays[name].at[1, 150 - 2, 1, 3].set(jnp.nan)}

@@ -121,7 +121,7 @@ needs_mma = pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma i
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """So few that each reuses its slots."""
+    """Run so few programs that each reuses its slots."""
     monkeypatch.setattr(schedule, "PROGRAMS", 2)
     monkeypatch.setattr(chips, "AMPERE_PROCESSORS", 1)
 
@@ -152,7 +152,7 @@ GPU_CASES = {
 @pytest.mark.parametrize(("case", "lengths", "page"), GPU_CASES.values(), ids=GPU_CASES)
 @each_backend
 def test_pages_match_the_dense_oracle_on_a_gpu(module, case, lengths, page):
-    """With the interpreter's search for races."""
+    """The interpreter searches for races, too."""
     operands = with_prefix(draw_few(case, lengths=lengths), 128)
     expected, _ = oracle(case, operands, jnp.zeros((case.B, case.T, case.N, case.Hv)))
     got = run_gpu(module, case, operands, page)

@@ -45,9 +45,9 @@ def assert_near(actual: Any, expected: Any, tolerance: float, what: str = "resul
 
 
 def assert_same_to_rounding(found: Any, clean: Any, rounding: float, what: str = "result") -> None:
-    """Equal but for a rounding of the largest number; NaN never passes, -inf is in the same places.
+    """Assert that numbers differ by at most a rounding of the largest one, and -inf not at all.
 
-    For what one kernel computes without numbers that are not finite, and another one with them.
+    NaN never passes. It is for results that another kernel computes where an input is not finite.
     """
     found, clean = (np.asarray(jnp.asarray(x).astype(jnp.float32)) for x in (found, clean))
     assert not np.isnan(found).any(), f"{what}: NaN"

@@ -219,7 +219,8 @@ class Explanation(Mapping[str, str | None]):
     chosen: str
     """What `implementation=None` would run."""
     reads_pages: frozenset[str] = frozenset()
-    """Which of those that run read the pages of a `block_table` in place; others gather them."""
+    """Which of those that run read the pages of a `block_table` in place, unless somebody
+    differentiates; the others gather them."""
 
     def __getitem__(self, name: str) -> str | None:
         return self.reasons[name]
