@@ -52,7 +52,13 @@ from transformer_jax.kernels.hopper.memory import (
     tile_slots,
 )
 from transformer_jax.kernels.hopper.producer import QueryWalk
-from transformer_jax.kernels.hopper.schedule import each_item, launch, prepare, query_items
+from transformer_jax.kernels.hopper.schedule import (
+    each_item,
+    each_tile,
+    launch,
+    prepare,
+    query_items,
+)
 from transformer_jax.kernels.hopper.scores import (
     LN2,
     QueryRows,
@@ -125,13 +131,13 @@ def _forward(
 
     def consume(w: int) -> None:
         consumer = _Consumer(
-            problem, blocks, lists, operands, vectors, walk, meeting,
+            problem, blocks, lists, operands, vectors, meeting,
             (out, row_max_out, log_sum_out), w,
         )  # fmt: skip
-        each_item(items.number, consumer.attend, jnp.int32(0))
+        each_item(items.number, consumer.attend, None)
 
     def multiply() -> None:
-        products = _Products(problem, blocks, lists, operands, walk, meeting)
+        products = _Products(blocks, lists, operands, walk, meeting)
         each_item(items.number, products.of_item, jnp.int32(0))
 
     def produce() -> None:
@@ -161,7 +167,6 @@ class _Meeting(NamedTuple):
 class _Products:
     """Issue the products of all consumers."""
 
-    problem: Problem
     blocks: Blocks
     lists: TileLists
     operands: Operands
@@ -228,7 +233,6 @@ class _Sums(NamedTuple):
 
     row_max: jax.Array  # [LANES], in base 2
     total: jax.Array  # [LANES]
-    step: jax.Array
 
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
@@ -240,43 +244,25 @@ class _Consumer:
     lists: TileLists
     operands: Operands
     vectors: TileVectors
-    walk: QueryWalk
     meeting: _Meeting
     results: tuple[Ref, Ref, Ref]
     w: int
 
-    def attend(self, item: jax.Array, step: jax.Array) -> jax.Array:
+    def attend(self, item: jax.Array, _: None) -> None:
         """Compute an item."""
         b, n, row = query_items(self.operands, self.blocks).at(self.lists, item)
         q0 = row * self.blocks.q + self.w * LANES
         full, seen = at(self.lists.full, b, n, row)[...], at(self.lists.seen, b, n, row)[...]
         rows = QueryRows(b, n, row, q0, self.vectors.of_rows(b, q0, LANES))
-        sums = _Sums(filled((LANES,), LOWEST), filled((LANES,), 0), step)
-        sums = lax.cond(
-            seen > 0, functools.partial(self.every_tile, rows, full, seen), lambda sums: sums, sums
-        )
+        sums = _Sums(filled((LANES,), LOWEST), filled((LANES,), 0))
+        sums = each_tile(full, seen, functools.partial(self.tile, rows), sums)
+        pl.when(seen > 0)(lambda: plgpu.barrier_wait(self.meeting.whole.at[self.w]))
         self.write(rows, seen, sums)
-        return sums.step
 
-    def every_tile(self, rows: QueryRows, full: Any, seen: Any, sums: _Sums) -> _Sums:
-        """Visit the tiles of a list, of which there is one at least."""
-        sums = self.tile(rows, jnp.int32(0), sums, partial=True, first=True)
-        ahead = jnp.maximum(full, 1)
-        sums = lax.fori_loop(
-            0, ahead - 1, lambda j, sums: self.tile(rows, j + 1, sums, partial=False), sums
-        )
-        sums = lax.fori_loop(
-            0, seen - ahead, lambda j, sums: self.tile(rows, j + ahead, sums, partial=True), sums
-        )
-        plgpu.barrier_wait(self.meeting.whole.at[self.w])
-        return sums
-
-    def tile(
-        self, rows: QueryRows, j: jax.Array, sums: _Sums, partial: bool, first: bool = False
-    ) -> _Sums:
+    def tile(self, rows: QueryRows, j: jax.Array, sums: _Sums, partial: bool) -> _Sums:
         """Make weights of a tile's scores, and have the sums fit them."""
         problem, operands, vectors, w = self.problem, self.operands, self.vectors, self.w
-        row_max, total, step = sums
+        row_max, total = sums
         k0 = at(self.lists.order, rows.b, rows.n, rows.row, j)[...] * self.blocks.k
         columns = list(parts(self.blocks.k))
         scored, weights = self.meeting.tiles[w]
@@ -304,14 +290,17 @@ class _Consumer:
             if problem.dropout_rate:
                 p = jnp.where(kept(problem, operands, where, p.shape, ROW), p, 0)
             plgpu.async_store_tmem(weights.at[:, part], p.astype(operands.query.dtype))
-        if not first:
-            self.rescale(row_max, grown, shrink)
+        self.rescale(row_max, grown, shrink)
         finish_stores(problem)
         plgpu.barrier_arrive(self.meeting.weighed.at[w])
-        return _Sums(grown, total, step + 1)
+        return _Sums(grown, total)
 
     def rescale(self, row_max: jax.Array, grown: jax.Array, shrink: jax.Array) -> None:
-        """Multiply the sums by the factor of their row, in warps where one of the maxima rose."""
+        """Multiply the sums by the factor of their row, in warps where one of the maxima rose.
+
+        Before an item's first tile the maxima are the lowest number, and what is multiplied is what
+        the last item left: the product of the first tile overwrites it.
+        """
         acc = self.meeting.sums[self.w]
 
         def multiply() -> None:
