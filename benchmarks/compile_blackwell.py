@@ -78,7 +78,12 @@ def consumers_work(code: str) -> list[tuple[int, int]]:
 
 
 def cycles(found: list[tuple[int, int]], consumers: int) -> list[str]:
-    """Return "special issue" of a full and of a partial tile: the latter is the longer loop."""
+    """Return "special issue" of a full and of a partial tile: the latter is the longer loop.
+
+    Consumers may share the code of two loops.
+    """
+    if len(found) == 2:
+        found = found * consumers
     if len(found) != 2 * consumers:
         raise ValueError(f"{len(found)} loops over tiles, not two of each of {consumers} consumers")
     by_length = sorted(found, key=lambda one: one[1])

@@ -23,6 +23,7 @@ LABEL = re.compile(r"^(?P<name>\.L_\w+):")
 TARGET = re.compile(r"`\((\.L_\w+)\)")
 SHAPE = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)")
 ENDS = ("EXIT", "RET", "BRX", "JMX", "KILL")
+TABLES = ("BRX", "JMX")  # jumps by a table, which is not in the listing
 Shape = tuple[int, int, int]  # M, N, K of one HGMMA
 
 
@@ -224,7 +225,10 @@ class Kernel:
 
 
 def parse(text: str) -> Kernel:
-    """Read the one kernel of a listing; lines of other programs' output are passed over."""
+    """Read the one kernel of a listing; lines of other programs' output are passed over.
+
+    A jump by a table may go to the first block of all code that nothing else leads to.
+    """
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -246,4 +250,12 @@ def parse(text: str) -> Kernel:
             followers.append(number[end])
         blocks.append(tuple(code[start:end]))
         after.append(tuple(dict.fromkeys(followers)))
+    tables = [i for i, block in enumerate(blocks) if block[-1].name in TABLES]
+    while tables:
+        reached = set(Kernel(tuple(blocks), tuple(after)).order)
+        unreached = next((i for i in range(len(blocks)) if i not in reached), None)
+        if unreached is None:
+            break
+        for i in tables:
+            after[i] = (*after[i], unreached)
     return Kernel(tuple(blocks), tuple(after))

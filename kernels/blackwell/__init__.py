@@ -2,9 +2,9 @@
 
 The kernels sum in tensor memory (TMEM), by the tensor cores of the fifth generation (tcgen05), of
 compute capability 10. They are persistent and warp-specialised as on Hopper, whose copies, masks
-and arithmetic of a tile are used: one warp copies, one issues the products. In the forward kernel
-two warpgroups compute the softmax of 128 queries each, in turns, in the backward kernels two share
-the columns of a tile (FlashAttention-4, Zadouri et al. 2026). The gradient of a bias, dk and dv of
+and arithmetic of a tile are used: one warpgroup copies, one issues the products. In the forward
+kernel two compute the softmax of 128 queries each, in turns, in the backward kernels two share the
+columns of a tile (FlashAttention-4, Zadouri et al. 2026). The gradient of a bias, dk and dv of
 the widest heads, and few queries are by the kernels of `transformer_jax.kernels.ampere`, which run
 here, too.
 

@@ -1,7 +1,7 @@
 """Compute the backward pass by tcgen05: a kernel for dq, one for dk and dv.
 
 A program holds 128 queries, or 128 keys, and visits tiles of the other side: of 128, or of 64 where
-heads are wide. One warp copies, one issues the products. Two consumers make ds of the scores s
+heads are wide. One warpgroup copies, one issues the products. Two consumers make ds of the scores s
 and of dp = do . v: both hold all 128 rows, each every second part of the columns, and what either
 makes of the scores stays in its registers until dp is there. All sums stay in tensor memory from
 the first tile to the last, so no sum depends on the order in which programs finish.
@@ -46,6 +46,9 @@ from jax import lax
 
 from transformer_jax.kernels.ampere import backward as ampere
 from transformer_jax.kernels.blackwell.tiles import (
+    BY_ALL,
+    OTHERS,
+    commit,
     finish_loads,
     finish_stores,
     load,
@@ -100,7 +103,7 @@ from transformer_jax.kernels.hopper.scores import (
 )
 
 CONSUMERS = 2  # which share the columns of a tile
-REGISTERS = 224, 56  # of a thread of a consumer, and of one of the others
+REGISTERS = 200, 56  # of a thread of a consumer, and of one of the others
 WIDEST = 384  # H + Hv of which tensor memory holds dk and dv, beside two tiles of 64 queries
 
 RowVectors = tuple[jax.Array | None, ...]
@@ -156,6 +159,7 @@ def backward_dq(
         functools.partial(_backward_dq, problem, blocks),
         CONSUMERS,
         query_items(operands, blocks).number,
+        others=OTHERS,
         auto_barriers=False,
         out_type=(result((B, T, N, H), dtype, operands.query), *slopes),
         scratch_types=dict(
@@ -168,9 +172,9 @@ def backward_dq(
                 dp=plgpu.TMEM((LANES, blocks.k), f32),
                 ds=plgpu.TMEM((LANES, blocks.k), dtype, packed=True),
                 dq=plgpu.TMEM((LANES, H), f32),
-                scored=tensor_barrier(),
+                scored=tensor_barrier(BY_ALL),
                 weighed=tensor_barrier(CONSUMERS),
-                multiplied=tensor_barrier(),
+                multiplied=tensor_barrier(BY_ALL),
                 differentiated=tensor_barrier(CONSUMERS),
                 summed=tensor_barrier(),
             ),
@@ -243,14 +247,16 @@ class _QueryProducts:
         seen = at(self.lists.seen, b, n, row)[...]
         plgpu.barrier_wait(self.walk.q_full.at[0])
 
-        def every_tile() -> None:
+        def no_tile(step: jax.Array) -> jax.Array:
+            plgpu.barrier_arrive(self.walk.q_empty.at[0])
+            return step
+
+        def every_tile(step: jax.Array) -> jax.Array:
             self.score(step)
             self.multiply(step, seen == 1)
-            lax.fori_loop(0, seen, lambda j, _: self.tile(step, j, seen), None)
+            return lax.fori_loop(0, seen, lambda j, step: self.tile(step, j, seen), step)
 
-        no_tile = functools.partial(plgpu.tcgen05_commit_arrive, self.walk.q_empty.at[0])
-        lax.cond(seen > 0, every_tile, no_tile)
-        return step + seen
+        return lax.cond(seen > 0, every_tile, no_tile, step)
 
     def score(self, step: Any) -> None:
         """Multiply the queries with the keys of a tile."""
@@ -260,7 +266,7 @@ class _QueryProducts:
             self.met.scores, walk.q_tile.at[0], walk.k_tile.at[slot].transpose((1, 0)),
             accumulate=False,
         )  # fmt: skip
-        plgpu.tcgen05_commit_arrive(self.met.scored)
+        commit(self.met.scored)
 
     def multiply(self, step: Any, last: Any) -> None:
         """Multiply do with the values of a tile; the last lets the queries and do go."""
@@ -270,13 +276,13 @@ class _QueryProducts:
             self.met.dp, walk.do_tile.at[0], walk.v_tile.at[slot].transpose((1, 0)),
             accumulate=False,
         )  # fmt: skip
-        plgpu.tcgen05_commit_arrive(self.met.multiplied)
+        commit(self.met.multiplied)
         plgpu.tcgen05_commit_arrive(walk.v_empty.at[slot])
         pl.when(last)(lambda: plgpu.tcgen05_commit_arrive(walk.q_empty.at[0]))
 
-    def tile(self, start: Any, j: Any, seen: Any) -> None:
+    def tile(self, step: Any, j: Any, seen: Any) -> Any:
         """Add a tile to dq, and multiply the next one."""
-        met, step = self.met, start + j
+        met = self.met
         slot = slot_of(step, self.blocks.stages)
         plgpu.barrier_wait(met.weighed)
         pl.when(j + 1 < seen)(lambda: self.score(step + 1))
@@ -284,6 +290,7 @@ class _QueryProducts:
         pl.when(j + 1 < seen)(lambda: self.multiply(step + 1, j + 2 == seen))
         plgpu.tcgen05_mma(met.dq, met.ds, self.walk.k_tile.at[slot], met.summed, accumulate=j > 0)
         plgpu.tcgen05_commit_arrive(self.walk.k_empty.at[slot])
+        return step + 1
 
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
@@ -310,14 +317,14 @@ class _QueryConsumer:
         full, seen = at(self.lists.full, b, n, row)[...], at(self.lists.seen, b, n, row)[...]
         base, D = (load_memory(x.at[queries], NATIVE.reduce(1)) for x in self.of_rows)
         rows = HeldQueries(b, n, row, q0, base, D, self.vectors.of_rows(b, q0, LANES))
-        carry = filled((LANES,), 0), jnp.int32(0)
-        slope, _ = each_tile(full, seen, functools.partial(self.tile, rows, step), carry)
+        carry = filled((LANES,), 0), step
+        slope, end = each_tile(full, seen, functools.partial(self.tile, rows, step), carry)
         pl.when(seen > 0)(lambda: plgpu.barrier_wait(self.met.summed))
         place = b, pl.ds(q0, LANES), n
         _write_sum(self.problem, self.met.dq, seen > 0, self.problem.scale, self.w, self.dq, place)
         if self.slope_out is not None:
             self.slope_out[(self.w, *queries)] = slope
-        return step + seen
+        return end
 
     def tile(
         self, rows: HeldQueries, start: jax.Array, j: jax.Array, carry: tuple[jax.Array, jax.Array],
@@ -325,8 +332,8 @@ class _QueryConsumer:
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """Make ds of a tile's scores and dp, and add to the row of dslopes."""
         problem, operands, met, vectors = self.problem, self.operands, self.met, self.vectors
-        (slope, done), width = carry, self.blocks.k
-        slot = slot_of(start + done, self.blocks.stages)
+        (slope, step), width = carry, self.blocks.k
+        slot = slot_of(step, self.blocks.stages)
         k0 = at(self.lists.order, rows.b, rows.n, rows.row, j)[...] * width
         if vectors.copied:
             plgpu.barrier_wait(self.walk.k_full.at[slot])
@@ -354,12 +361,12 @@ class _QueryConsumer:
         if vectors.copied:
             vectors.release(self.walk.k_empty.at[slot], partial)
         finish_loads(problem)
-        pl.when(done > 0)(lambda: plgpu.barrier_wait(met.summed))
+        pl.when(step > start)(lambda: plgpu.barrier_wait(met.summed))
         for part, du in gradients:
             plgpu.async_store_tmem(met.ds.at[:, part], du)
         finish_stores(problem)
         plgpu.barrier_arrive(met.differentiated)
-        return slope, done + 1
+        return slope, step + 1
 
 
 # The dk/dv kernel
@@ -383,6 +390,7 @@ def backward_dkdv(
         functools.partial(_backward_dkdv, problem, blocks),
         CONSUMERS,
         key_items(operands, blocks).number,
+        others=OTHERS,
         auto_barriers=False,
         out_type=(
             result((B, S, K, H), dtype, operands.query),
@@ -400,10 +408,10 @@ def backward_dkdv(
                 dp=scores_over_weights(blocks.q, dtype),
                 dk=plgpu.TMEM((LANES, H), f32),
                 dv=plgpu.TMEM((LANES, Hv), f32),
-                scored=tensor_barrier(),
+                scored=tensor_barrier(BY_ALL),
                 weighed=tensor_barrier(CONSUMERS),
                 added_dv=tensor_barrier(),
-                multiplied=tensor_barrier(),
+                multiplied=tensor_barrier(BY_ALL),
                 differentiated=tensor_barrier(CONSUMERS),
                 added_dk=tensor_barrier(),
                 summed=tensor_barrier(),
@@ -491,16 +499,18 @@ class _KeyProducts:
         total = lax.fori_loop(0, group, add, jnp.int32(0))
         plgpu.barrier_wait(self.walk.k_full.at[0])
 
-        def every_tile() -> None:
+        def no_tile(step: jax.Array) -> jax.Array:
+            plgpu.barrier_arrive(self.walk.k_empty.at[0])
+            return step
+
+        def every_tile(step: jax.Array) -> jax.Array:
             self.score(step)
             self.multiply(step, total == 1)
-            lax.fori_loop(0, total, lambda j, _: self.tile(step, j, total), None)
+            step = lax.fori_loop(0, total, lambda j, step: self.tile(step, j, total), step)
             plgpu.tcgen05_commit_arrive(self.met.summed)
+            return step
 
-        lax.cond(
-            total > 0, every_tile, lambda: plgpu.tcgen05_commit_arrive(self.walk.k_empty.at[0])
-        )
-        return step + total
+        return lax.cond(total > 0, every_tile, no_tile, step)
 
     def score(self, step: Any) -> None:
         """Multiply the keys with the queries of a tile."""
@@ -510,7 +520,7 @@ class _KeyProducts:
             self.met.scores[0], walk.k_tile.at[0], walk.q_tile.at[slot].transpose((1, 0)),
             accumulate=False,
         )  # fmt: skip
-        plgpu.tcgen05_commit_arrive(self.met.scored)
+        commit(self.met.scored)
 
     def multiply(self, step: Any, last: Any) -> None:
         """Multiply the values with do of a tile; the last lets the keys and values go."""
@@ -519,12 +529,12 @@ class _KeyProducts:
             self.met.dp[0], walk.v_tile.at[0], walk.do_tile.at[slot].transpose((1, 0)),
             accumulate=False,
         )  # fmt: skip
-        plgpu.tcgen05_commit_arrive(self.met.multiplied)
+        commit(self.met.multiplied)
         pl.when(last)(lambda: plgpu.tcgen05_commit_arrive(walk.k_empty.at[0]))
 
-    def tile(self, start: Any, j: Any, total: Any) -> None:
+    def tile(self, step: Any, j: Any, total: Any) -> Any:
         """Add a tile to dv and dk, and multiply the next one."""
-        walk, met, step = self.walk, self.met, start + j
+        walk, met = self.walk, self.met
         slot = slot_of(step, self.blocks.stages)
         plgpu.barrier_wait(met.weighed)
         plgpu.tcgen05_mma(
@@ -537,6 +547,7 @@ class _KeyProducts:
         plgpu.tcgen05_commit_arrive(walk.q_empty.at[slot])
         plgpu.barrier_wait(met.added_dk)
         pl.when(j + 1 < total)(lambda: self.multiply(step + 1, j + 2 == total))
+        return step + 1
 
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash

@@ -1,7 +1,7 @@
 """Compute output, row maximum and the logarithm of the row sum: the forward kernel.
 
-A program holds 128 queries for each of its consumers. One warp copies, one issues the products, in
-this order:
+A program holds 128 queries for each of its consumers. One warpgroup copies, one issues the
+products, in this order:
 
     s_0 = q_0 k_j     s_1 = q_1 k_j     o_0 += p_0 v_j    s_0 = q_0 k_(j+1)    o_1 += p_1 v_j  ...
 
@@ -23,6 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from transformer_jax.kernels.blackwell.tiles import (
+    BY_ALL,
+    OTHERS,
+    commit,
     finish_loads,
     finish_stores,
     load,
@@ -69,7 +72,7 @@ from transformer_jax.kernels.hopper.scores import (
     scores,
 )
 
-REGISTERS = {1: (240, 168), 2: (216, 72)}
+REGISTERS = {1: (240, 96), 2: (200, 56)}
 """Registers of a thread of a consumer, and of one of the others, by the number of consumers."""
 
 
@@ -95,6 +98,7 @@ def forward(
         functools.partial(_forward, problem, blocks),
         consumers,
         query_items(operands, blocks).number,
+        others=OTHERS,
         auto_barriers=False,
         out_type=(result((B, T, N, Hv), dtype, operands.query), rows, rows),
         scratch_types=dict(
@@ -109,7 +113,7 @@ def forward(
             k_empty=tensor_barrier(barriers=stages),
             v_full=plgpu.Barrier(num_barriers=stages),
             v_empty=tensor_barrier(barriers=stages),
-            scored=tensor_barrier(barriers=consumers),
+            scored=tensor_barrier(BY_ALL, consumers),
             weighed=tensor_barrier(barriers=consumers),
             summed=tensor_barrier(barriers=consumers),
             whole=tensor_barrier(barriers=consumers),
@@ -181,17 +185,17 @@ class _Products:
         for w in consumers:
             plgpu.barrier_wait(self.walk.q_full.at[w])
 
-        def no_tile() -> None:
+        def no_tile(step: jax.Array) -> jax.Array:
             for w in consumers:
                 plgpu.barrier_arrive(self.walk.q_empty.at[w])
+            return step
 
-        def every_tile() -> None:
+        def every_tile(step: jax.Array) -> jax.Array:
             for w in consumers:
                 self.score(w, step, seen == 1)
-            lax.fori_loop(0, seen, lambda j, _: self.tile(step, j, seen), None)
+            return lax.fori_loop(0, seen, lambda j, step: self.tile(step, j, seen), step)
 
-        lax.cond(seen > 0, every_tile, no_tile)
-        return step + seen
+        return lax.cond(seen > 0, every_tile, no_tile, step)
 
     def score(self, w: int, step: Any, last: Any) -> None:
         """Multiply a consumer's queries with the keys of a tile; the last lets the queries go."""
@@ -200,14 +204,15 @@ class _Products:
             plgpu.barrier_wait(walk.k_full.at[slot])
         scores, _ = self.meeting.tiles[w]
         k = walk.k_tile.at[slot].transpose((1, 0))
-        plgpu.tcgen05_mma(scores, walk.q_tile.at[w], k, self.meeting.scored.at[w], accumulate=False)
+        plgpu.tcgen05_mma(scores, walk.q_tile.at[w], k, accumulate=False)
+        commit(self.meeting.scored.at[w])
         if w == len(self.meeting.sums) - 1:
             plgpu.tcgen05_commit_arrive(walk.k_empty.at[slot])
         pl.when(last)(lambda: plgpu.tcgen05_commit_arrive(walk.q_empty.at[w]))
 
-    def tile(self, start: Any, j: Any, seen: Any) -> None:
+    def tile(self, step: Any, j: Any, seen: Any) -> Any:
         """Multiply the weights of a tile with its values, and each time the next tile's keys."""
-        walk, meeting, step = self.walk, self.meeting, start + j
+        walk, meeting = self.walk, self.meeting
         slot = slot_of(step, self.blocks.stages)
         for w in range(len(meeting.sums)):
             plgpu.barrier_wait(meeting.weighed.at[w])
@@ -226,6 +231,7 @@ class _Products:
                 lambda w=w: self.score(w, step + 1, j + 2 == seen),
                 lambda w=w: plgpu.barrier_arrive(meeting.whole.at[w]),
             )
+        return step + 1
 
 
 class _Sums(NamedTuple):

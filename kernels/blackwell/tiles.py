@@ -21,6 +21,8 @@ from transformer_jax.kernels.contract import Problem
 from transformer_jax.kernels.hopper.memory import LANES, NATIVE, Ref, f32
 
 COLUMNS = 32  # of a tile that a thread holds at once
+OTHERS = 2  # warpgroups beside the consumers: one issues products, one copies
+BY_ALL = 2  # arrivals at a barrier: of the tensor cores, and of the threads that issue products
 
 load_columns: Any = getattr(plgpu, "async_load_tmem", None)  # of jax 0.11
 HAS_TENSOR_MEMORY = load_columns is not None
@@ -79,6 +81,17 @@ def tensor_barrier(arrivals: int = 1, barriers: int | tuple[int, ...] = ()) -> A
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=barriers, orders_tensor_core=True)
 
 
+def commit(barrier: Ref) -> None:
+    """Arrive at a barrier of `BY_ALL` arrivals once all products that were issued are done.
+
+    One thread issues them, and the tensor cores arrive for it. All four warps of its warpgroup wait
+    for what comes next. So that none lags by two phases of a barrier, which would look like none
+    (see `transformer_jax.kernels.hopper.schedule.launch`), they meet and arrive, too.
+    """
+    plgpu.tcgen05_commit_arrive(barrier)
+    plgpu.barrier_arrive(barrier)
+
+
 def specialise(
     registers: tuple[int, int],
     consumers: int,
@@ -86,12 +99,13 @@ def specialise(
     multiply: Callable[[], None],
     produce: Callable[[], None],
 ) -> None:
-    """Let all warpgroups but one consume; of that, one warp issues the products and one copies.
+    """Let the first warpgroups consume, one issue the products, and one copy.
 
-    `registers` are those of a thread of a consumer and of the last warpgroup, chosen so that the
-    compiler spills none. The warpgroups share what a program is launched with, and no more: a warp
-    that asks for more than the others have given back waits for ever. Three are launched with 168
-    a thread, the multiple of 8 below 65,536 / 384, and two with 240.
+    `registers` are those of a thread of a consumer and of the others, chosen so that the compiler
+    spills none. The warpgroups share what a program is launched with, and no more: a warp that asks
+    for more than the others have given back waits for ever. Four are launched with 128 a thread,
+    and three with 168, the multiples of 8 below 65,536 / 512 and / 384. (One warp for each of the
+    last two roles would do, but `warp_map` takes no arrays that vary over a mesh.)
     """
     warpgroup, (most, least) = lax.axis_index("warpgroup"), registers
 
@@ -102,11 +116,9 @@ def specialise(
             plgpu.set_max_registers(most, action="increase")
             consume(w)
 
-    @pl.when(warpgroup == consumers)
-    def _() -> None:
-        plgpu.set_max_registers(least, action="decrease")
+    for w, role in ((consumers, multiply), (consumers + 1, produce)):
 
-        @plgpu.warp_map
-        def _(warp: jax.Array) -> None:
-            pl.when(warp == 0)(multiply)
-            pl.when(warp == 1)(produce)
+        @pl.when(warpgroup == w)
+        def _(role: Callable[[], None] = role) -> None:
+            plgpu.set_max_registers(least, action="decrease")
+            role()
