@@ -13,10 +13,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformer_jax.cli.command import Parser, load_run, run
 from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.config.tasks import ClassifyTask
+
+if TYPE_CHECKING:
+    from transformer_jax.tokenizers.special import SpecialTokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,10 +108,17 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
         config, params = written, with_zero_biases(written, params)
         lines = [f"a {family} has biases: they are written as zeros"]
     files, note = tokenizer_files(model.tokenizer, config.vocab_size)
+    keys = token_ids(model.tokenizer, config.kind)
+    if given := {name: i for name, i in keys.items() if i is not None}:
+        files["generation_config.json"] = f"{json.dumps(given)}\n".encode()
+    if config.num_classes is not None and model.run is not None:
+        assert isinstance(model.run.task, ClassifyTask)
+        names = list(model.run.task.labels or ())
+        keys["id2label"] = {str(i): name for i, name in enumerate(names)}
+        keys["label2id"] = {name: i for i, name in enumerate(names)}
     save_pretrained(
-        target, config, params, family=family, files=files, keys=end_ids(model.tokenizer),
-        shard_bytes=shard_bytes,
-    )  # fmt: skip
+        target, config, params, family=family, files=files, keys=keys, shard_bytes=shard_bytes
+    )
     return [_written(target, params, family), *lines, note]
 
 
@@ -146,54 +157,62 @@ def with_zero_biases(config: ModelConfig, params: dict[str, Any]) -> dict[str, A
     return unflatten_dict(given | biases)
 
 
-def end_ids(tokenizer: Any) -> dict[str, Any]:
-    """Return the keys of config.json that name end tokens; None for one that there is not.
+def token_ids(tokenizer: Any, kind: str) -> dict[str, Any]:
+    """Return the keys of config.json that name tokens; None for one that there is not.
 
     It is written as null: a family may have a default for a missing key.
     """
-    from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+    from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
+    from transformer_jax.tokenizers.special import plain, target_of
 
-    if not isinstance(tokenizer, PretrainedTokenizer):
-        return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    bos, pad = (tokenizer.special_ids.get(role) for role in ("bos", "pad"))
-    stop = list(tokenizer.stop_ids)
-    eos = None if not stop else stop[0] if len(stop) == 1 else stop
-    return dict(bos_token_id=bos, eos_token_id=eos, pad_token_id=pad)
+    own, added = plain(tokenizer), getattr(tokenizer, "special_ids", {})
+    stop: tuple[int, ...] = (added["eos"],) if "eos" in added else ()
+    roles = dict(added)
+    if isinstance(own, PretrainedTokenizer):
+        roles, stop = {**own.special_ids, **added}, tuple(sorted({*own.stop_ids, *stop}))
+    found: dict[str, Any] = {f"{role}_token_id": roles.get(role) for role in ("bos", "pad")}
+    if kind == "encoder-decoder":
+        target = target_of(tokenizer)
+        stop = target.stop
+        begins = target.start, target.forced_bos, target.forced_eos
+        found |= dict(zip(TARGET_IDS, begins, strict=True))
+    found["eos_token_id"] = None if not stop else stop[0] if len(stop) == 1 else list(stop)
+    return found
 
 
 def tokenizer_files(tokenizer: Any, vocab_size: int) -> tuple[dict[str, bytes], str]:
     """Return the files that describe a tokenizer to other libraries, and a line about them."""
     from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+    from transformer_jax.tokenizers.special import SpecialTokens, plain
     from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer
 
     beside: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    files: dict[str, Any] = {}
-    match tokenizer:
-        case PretrainedTokenizer():
-            definition = json.loads(tokenizer.definition)
-            beside |= {f"{role}_token": token for role, token in tokenizer.roles}
-            if templates := dict(tokenizer.chat_templates):
+    match plain(tokenizer):
+        case PretrainedTokenizer() as own:
+            definition = json.loads(own.definition)
+            beside |= {f"{role}_token": token for role, token in own.roles}
+            if templates := dict(own.chat_templates):
                 named = [{"name": n, "template": t} for n, t in templates.items()]
                 beside["chat_template"] = (
                     templates["default"] if list(templates) == ["default"] else named
                 )
-            ids = end_ids(tokenizer)
-            files["generation_config.json"] = {k: i for k, i in ids.items() if i is not None}
             note = "tokenizer.json: that of the model the run began with"
-        case BPETokenizer():
-            definition, note = json.loads(tokenizer.definition), "tokenizer.json: the run's BPE"
+        case BPETokenizer() as own:
+            definition, note = json.loads(own.definition), "tokenizer.json: the run's BPE"
         case ByteTokenizer():
             definition = _byte_definition()
             note = "tokenizer.json: one token a byte, as a BPE without merges"
-        case CharTokenizer():
-            definition = _char_definition(tokenizer.characters, vocab_size)
+        case CharTokenizer() as own:
+            definition = _char_definition(own.characters, vocab_size)
             note = (
-                f"tokenizer.json: the run's {tokenizer.vocab_size} characters, as a BPE without "
+                f"tokenizer.json: the run's {own.vocab_size} characters, as a BPE without "
                 f"merges; another one gets the id {vocab_size}, which the model does not have"
             )
         case _:
-            raise ConfigError(f"a {type(tokenizer).__name__} cannot be written")
-    files |= {"tokenizer.json": definition, "tokenizer_config.json": beside}
+            raise ConfigError(f"a {type(plain(tokenizer)).__name__} cannot be written")
+    if isinstance(tokenizer, SpecialTokens):
+        beside |= _with_added(definition, tokenizer)
+    files = {"tokenizer.json": definition, "tokenizer_config.json": beside}
     written = {name: json.dumps(content, ensure_ascii=False) for name, content in files.items()}
     try:
         return {name: f"{text}\n".encode() for name, text in written.items()}, note
@@ -201,6 +220,33 @@ def tokenizer_files(tokenizer: Any, vocab_size: int) -> tuple[dict[str, bytes], 
         raise ConfigError(
             "the run's characters hold a lone surrogate, which has no UTF-8"
         ) from None
+
+
+def _with_added(definition: dict[str, Any], tokenizer: SpecialTokens) -> dict[str, str]:
+    """Add special tokens to the library's JSON, and return those that have a role."""
+    from transformer_jax.tokenizers.hf_files import around
+    from transformer_jax.tokenizers.pretrained import ROLES
+
+    vocabulary = definition["model"].get("vocab")
+    added = definition.setdefault("added_tokens", [])
+    taken = {token["content"] for token in added}
+    taken |= {*vocabulary} if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    roles = {}
+    for name, i in tokenizer.special_ids.items():
+        text = f"<{name}>"
+        while text in taken:
+            text = f"<{text}>"
+        if isinstance(vocabulary, dict):  # where the library keeps an id as it is
+            vocabulary[text] = i
+        added.append(dict(id=i, content=text, **flags))
+        if name in ROLES:
+            roles[f"{name}_token"] = text
+    first = roles.get("cls_token")
+    reads = not any(name.startswith("label:") for name in tokenizer.names)  # or it ends a text
+    if first is not None and reads and definition.get("post_processor") is None:
+        definition["post_processor"] = around({first: tokenizer.special_ids["cls"]}, first, None)
+    return roles
 
 
 def _byte_definition() -> dict[str, Any]:

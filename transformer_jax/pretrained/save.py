@@ -82,7 +82,7 @@ def save_pretrained(
         extra = original.text_files() | extra
     chosen = FAMILIES[written_family(config, family)]
     written = write_config(chosen, config)
-    more = {name: value for name, value in (keys or {}).items() if name not in written}
+    more = {n: value for n, value in (keys or {}).items() if written.get(n) is None}
     names = table_names(chosen, config)
     meant = read_config(written, names, CONFIG)
     tensors = _tensors(chosen, config, fetched, original is not None and original.bare)
@@ -94,7 +94,7 @@ def save_pretrained(
     name, other = ("torch_dtype", "dtype") if "dtype" not in kept else ("dtype", "torch_dtype")
     written[name] = np.dtype(given["embed/tokens"].dtype).name
     kept.pop(other, None)  # one of them, as newer or older files call it
-    content = kept | more | written
+    content = kept | written | more
     if more and read_config(content, names, CONFIG) != meant:
         raise ConfigError(f"keys have {', '.join(sorted(more))}: the config would mean another one")
     write_folder(Path(path), content, tensors, shard_bytes=shard_bytes, files=extra)

@@ -30,8 +30,8 @@ from transformer_jax.pretrained.safetensors_folder import (
 )
 from transformer_jax.pytree import cast_floats, sha256_of
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
-from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import special_ids
+from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
+from transformer_jax.tokenizers.special import special_ids, target_of
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 
@@ -202,38 +202,56 @@ def load_text_model(
     none. Arguments are those of `load_pretrained`.
     """
     folder = open_folder(path_or_id)
-    if folder.config.get("share_encoder_decoder_embeddings") is False:
-        rule = "source and target have a tokenizer each; load_pretrained and translate take ids"
-        where = folder.path / CONFIG
-        raise ConfigError(f"{where}: share_encoder_decoder_embeddings is False: {rule}")
     tokenizer = published_tokenizer(folder)
     config, params = load_pretrained(folder.path, dtype=dtype, max_len=max_len)
     if config.kind == "encoder":
         raise ConfigError(f"{folder.path / CONFIG}: is an encoder's, which writes no text")
-    generation = _generation(folder)
+    tokenizer, generation = with_targets(tokenizer, folder, config), _generation(folder)
     stop = _ids(folder, generation, "eos_token_id", config) or tokenizer.stop_ids
     banned = _banned(folder, generation, config, stop)
     found = TextModel(config, params, tokenizer, _within(stop, config), processors=banned)
     if config.kind == "decoder":
         return found
-    start = _id(folder, generation, "decoder_start_token_id", config)
-    start = _id(folder, generation, "bos_token_id", config) if start is None else start
-    if start is None:
-        raise ConfigError(f"{folder.path / CONFIG}: decoder_start_token_id is missing")
+    target = target_of(tokenizer)
     return replace(
         found,
-        start_id=start,
-        forced_bos_id=_id(folder, generation, "forced_bos_token_id", config),
-        forced_eos_id=_id(folder, generation, "forced_eos_token_id", config),
+        start_id=target.start,
+        forced_bos_id=target.forced_bos,
+        forced_eos_id=target.forced_eos,
     )
 
 
 def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
-    """Load the tokenizer of a model's folder; CheckpointError where none can be used."""
+    """Load the tokenizer of a model's folder; CheckpointError where none can be used.
+
+    ConfigError where source and target have a tokenizer each.
+    """
+    if folder.config.get("share_encoder_decoder_embeddings") is False:
+        rule = "source and target have a tokenizer each; load_pretrained and translate take ids"
+        where = folder.path / CONFIG
+        raise ConfigError(f"{where}: share_encoder_decoder_embeddings is False: {rule}")
     try:
         return load_tokenizer_folder(folder.path)
     except DataError as error:
         raise CheckpointError(f"no usable tokenizer: {error}") from None
+
+
+def with_targets(
+    tokenizer: PretrainedTokenizer, folder: WeightFolder, config: ModelConfig
+) -> PretrainedTokenizer:
+    """Return an encoder-decoder's tokenizer that knows how its targets begin and end.
+
+    ConfigError where the folder does not say it.
+    """
+    if config.kind != "encoder-decoder":
+        return tokenizer
+    generation = _generation(folder)
+    ids = {name: _id(folder, generation, name, config) for name in (*TARGET_IDS, "bos_token_id")}
+    begins, start = ids.pop("bos_token_id"), TARGET_IDS[0]
+    ids[start] = begins if ids[start] is None else ids[start]
+    if ids[start] is None:
+        raise ConfigError(f"{folder.path / CONFIG}: {start} is missing")
+    return replace(tokenizer, target_ids=tuple((n, i) for n, i in ids.items() if i is not None))
 
 
 def with_parameters_in(model: TextModel, dtype: DType) -> TextModel:

@@ -190,7 +190,7 @@ def _byte_level_bpe(
         roles = dict(
             bos="<s>", eos="</s>", unk="<unk>", sep="</s>", pad="<pad>", cls="<s>", mask="<mask>"
         )
-        definition["post_processor"] = _around(vocabulary, "<s>", "</s>")
+        definition["post_processor"] = around(vocabulary, "<s>", "</s>")
     else:
         roles = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>")
     return definition, {role: token for role, token in roles.items() if token in vocabulary}
@@ -226,7 +226,7 @@ def _word_piece(
     definition = json.loads(library.to_str())
     roles = {role: token for role, token in roles.items() if token in vocabulary}
     if {"cls", "sep"} <= roles.keys():
-        definition["post_processor"] = _around(vocabulary, roles["cls"], roles["sep"])
+        definition["post_processor"] = around(vocabulary, roles["cls"], roles["sep"])
     return definition, roles
 
 
@@ -353,10 +353,10 @@ def _set_ends(
         roles.get(role) if value and roles.get(role) in ids else None
         for role, value in zip(("bos", "eos"), wanted, strict=True)
     )
-    definition["post_processor"] = _around(ids, first, last)
+    definition["post_processor"] = around(ids, first, last)
 
 
-def _around(ids: Mapping[str, int], first: str | None, last: str | None) -> dict[str, Any]:
+def around(ids: Mapping[str, int], first: str | None, last: str | None) -> dict[str, Any]:
     """Return the library's template that puts a text between `first` and `last`."""
 
     def text(name: str, kind: int) -> list[dict[str, Any]]:

@@ -20,6 +20,9 @@ from transformer_jax.tokenizers.utf8 import DataError, byte_letters, utf8
 from transformer_jax.untrusted_files import shown
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+TARGET_IDS = "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"
+"""Keys of config.json: what a decoder reads before a target, and the first and the last token that
+are forced upon it."""
 MAX_IDS = 2**22
 """Ids are below this number; the largest published vocabularies have 2**18."""
 
@@ -58,6 +61,8 @@ class PretrainedTokenizer:
     """Whether `encode` adds special tokens by default: <bos> before a text, </s> after it, ..."""
     named_tokens: tuple[tuple[str, str], ...] = ()
     """Pairs such as ("image_token", "<img>"): more names that chat templates use for tokens."""
+    target_ids: tuple[tuple[str, int], ...] = ()
+    """How an encoder-decoder's targets begin and end, by the names of `TARGET_IDS`."""
 
     def __post_init__(self) -> None:
         content = _object(self.definition)
@@ -85,6 +90,10 @@ class PretrainedTokenizer:
             if type(i) is not int or not 0 <= i < self.vocab_size:
                 rule = f"must be a number below {self.vocab_size}"
                 raise DataError(f"eos_token_id is {shown(i)}: {rule}")
+        for name, i in self.target_ids:
+            if name not in TARGET_IDS or type(i) is not int or not 0 <= i < MAX_IDS:
+                rule = f"must be a number below {MAX_IDS} of {', '.join(TARGET_IDS)}"
+                raise DataError(f"target id {shown(name)} is {shown(i)}: {rule}")
 
     @cached_property
     def vocab_size(self) -> int:
@@ -95,6 +104,15 @@ class PretrainedTokenizer:
     def special_ids(self) -> Mapping[str, int]:
         """Map each role to its id: {"bos": 1, "eos": 2}."""
         return {role: self._library.token_to_id(token) for role, token in self.roles}
+
+    @cached_property
+    def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids that are put before a text and after it where special tokens are added."""
+        found = _rust("text", self._library.encode, "a", add_special_tokens=True)
+        added = found.special_tokens_mask
+        start = next((n for n, is_added in enumerate(added) if not is_added), len(added))
+        end = next((n for n, is_added in enumerate(added[::-1]) if not is_added), 0)
+        return tuple(found.ids[:start]), tuple(found.ids[len(added) - end :])
 
     def encode(
         self,
@@ -225,6 +243,8 @@ class PretrainedTokenizer:
         }
         if self.named_tokens:
             content["named_tokens"] = dict(self.named_tokens)
+        if self.target_ids:
+            content["target_ids"] = dict(self.target_ids)
         return json.dumps(content, ensure_ascii=False) + "\n"
 
     @cached_property
@@ -330,12 +350,16 @@ def pretrained_from_json(content: Mapping[str, Any]) -> PretrainedTokenizer:
             "chat_templates": dict(templates),
             "add_special_tokens": bool(add),
             **rest,
-        } if isinstance(named := rest.pop("named_tokens", {}), dict) and not rest:
+        } if (
+            isinstance(named := rest.pop("named_tokens", {}), dict)
+            and isinstance(target := rest.pop("target_ids", {}), dict)
+            and not rest
+        ):
             texts = [*roles.values(), *templates.values(), *named.values()]
             if all(isinstance(text, str) for text in texts):
                 return PretrainedTokenizer(
                     canonical(definition), tuple(roles.items()), tuple(stop_ids),
-                    tuple(templates.items()), add, tuple(named.items()),
+                    tuple(templates.items()), add, tuple(named.items()), tuple(target.items()),
                 )  # fmt: skip
     raise DataError("tokenizer of kind 'pretrained': must have what belongs to it, and no more")
 

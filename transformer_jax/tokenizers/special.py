@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,6 +64,68 @@ def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
     if isinstance(tokenizer, PretrainedTokenizer):
         return tokenizer.encode(text, special_tokens=False, written="text")
     return tokenizer.encode(text)
+
+
+class Frame(NamedTuple):
+    """Hold the ids that stand before a text and after it."""
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    def around(self, ids: np.ndarray) -> np.ndarray:  # i32[n] -> i32[m]
+        """Return the ids between those of the frame."""
+        return np.concatenate([self.first, ids, self.last]).astype(np.int32)
+
+
+def frame(tokenizer: Tokenizer) -> Frame:
+    """Return what a published tokenizer puts around a text; of another one, nothing."""
+    own = plain(tokenizer)
+    return Frame(*own.frame) if isinstance(own, PretrainedTokenizer) else Frame((), ())
+
+
+class Target(NamedTuple):
+    """Say how the targets of an encoder-decoder begin and end."""
+
+    start: int
+    """What the decoder reads before the first label."""
+    labels: Frame
+    """The labels before those of the text and after them."""
+    stop: tuple[int, ...]
+    """What ends a target that is written."""
+    forced_bos: int | None = None
+    """The first token of every target that is written."""
+    forced_eos: int | None = None
+    """The last token of one that has not ended by itself."""
+
+
+def target_of(tokenizer: Tokenizer) -> Target:
+    """Return how targets begin and end: as in a published model's config, or <bos> and <eos>.
+
+    KeyError where the tokenizer has no such token.
+    """
+    own, ids = plain(tokenizer), special_ids(tokenizer)
+    if not isinstance(own, PretrainedTokenizer) or not own.target_ids:
+        return Target(ids["bos"], Frame((), (ids["eos"],)), (ids["eos"],))
+    given, (first, last), stop = dict(own.target_ids), frame(own), own.stop_ids
+    if "eos" in ids and (not last or last[-1] not in {*stop, ids["eos"]}):
+        last = (*last, ids["eos"])
+    return Target(
+        given["decoder_start_token_id"], Frame(first, last), tuple(sorted({*stop, *last[-1:]})),
+        given.get("forced_bos_token_id"), given.get("forced_eos_token_id"),
+    )  # fmt: skip
+
+
+def source_frame(tokenizer: Tokenizer) -> Frame:
+    """Return what stands around a source: as in a published encoder-decoder, or nothing."""
+    own = plain(tokenizer)
+    published = isinstance(own, PretrainedTokenizer) and bool(own.target_ids)
+    return frame(own) if published else Frame((), ())
+
+
+def encoder_frame(tokenizer: Tokenizer) -> Frame:
+    """Return what stands around a text that an encoder classifies: its tokenizer's, or <cls>."""
+    found = frame(tokenizer)
+    return found if found.first else Frame((special_ids(tokenizer)["cls"],), found.last)
 
 
 def with_special_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:

@@ -22,7 +22,12 @@ from transformer_jax.models.factory import init_params, merged
 from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
 from transformer_jax.pretrained.load import pretrained_config
 from transformer_jax.pretrained.safetensors_folder import open_folder
-from transformer_jax.text.text_model import base_params, is_run, published_tokenizer
+from transformer_jax.text.text_model import (
+    base_params,
+    is_run,
+    published_tokenizer,
+    with_targets,
+)
 from transformer_jax.training.batch import Params
 from transformer_jax.training.tasks.task import Tokenizers
 
@@ -45,12 +50,9 @@ class StartModel:
 def start_model(init_from: str) -> StartModel:
     """Find the model to start from; ConfigError or CheckpointError where it cannot be used."""
     if not is_run(init_from):
-        tokenizer = published_tokenizer(open_folder(init_from))
-        return StartModel(
-            pretrained_config(init_from),
-            Tokenizers(tokenizer),
-            partial(base_params, init_from),
-        )
+        opened, config = open_folder(init_from), pretrained_config(init_from)
+        tokenizer = with_targets(published_tokenizer(opened), opened, config)
+        return StartModel(config, Tokenizers(tokenizer), partial(base_params, init_from))
     folder = RunFolder(Path(init_from))
     found = folder.read_config()
     tokenizers = Tokenizers(folder.read_tokenizer(), folder.read_source_tokenizer())

@@ -16,9 +16,17 @@ from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.generation import bucket, generate
+from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.factory import build, init_decode_state
-from transformer_jax.tokenizers.special import encode_text, plain, special_ids
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.special import (
+    encode_text,
+    plain,
+    source_frame,
+    special_ids,
+    target_of,
+)
 from transformer_jax.tokenizers.trained import Tokenizer, WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Params
@@ -105,11 +113,13 @@ def write_targets(
 
 
 def _encoded(config: TrainConfig, tokenizers: Tokenizers, text: str) -> np.ndarray:  # i32[S]
-    """Return the ids of a source; of a decoder, with the separator after them."""
+    """Return the ids of a source as it was learnt; of a decoder, with the separator after them."""
     ids = encode_text(tokenizers.of_source, text)
     if not len(ids):
         raise DataError(f"prompt is {text!r}: a source must have at least one token")
-    if model_shape(config.model) != "encoder-decoder":
+    if model_shape(config.model) == "encoder-decoder":
+        ids = source_frame(tokenizers.of_source).around(ids)
+    else:
         ids = np.append(ids, special_ids(tokenizers.tokenizer)["sep"])
     if len(ids) > config.sequence_len and isinstance(config.model, ModelConfig):
         raise DataError(
@@ -128,18 +138,26 @@ def _write(
     num_tokens: int | None,
 ) -> list[np.ndarray]:
     """Return the ids that are written after each row, up to their end."""
-    model, ids = config.model, special_ids(tokenizers.tokenizer)
+    model, tokenizer = config.model, tokenizers.tokenizer
     tokens, valid = stack_rows(rows)
     lengths = np.array([len(row) for row in rows], np.int32)
     count = config.sequence_len if num_tokens is None else num_tokens
     prompts: dict[str, Any] = {}
+    processors: tuple[HistoryProcessor, ...] = ()
+    stop: tuple[int, ...] = ()
     built: Any = build(model)
     step: Any = make_step(built)
     if model_shape(model) == "encoder-decoder":
-        prompt = np.full((len(rows), 1), ids["bos"], np.int32)
+        target = target_of(tokenizer)
+        stop = target.stop
+        prompt = np.full((len(rows), 1), target.start, np.int32)
+        if target.forced_bos is not None:
+            processors = (*processors, Force(target.forced_bos))
+        if target.forced_eos is not None:
+            processors = (*processors, ForceLast(count, target.forced_eos))
         state = _start(model, params, len(rows), count, tokens, valid)
     else:
-        capacity = config.sequence_len
+        stop, capacity = (special_ids(tokenizer)["eos"],), config.sequence_len
         if isinstance(model, ModelConfig):
             prompts["limits"] = np.minimum(config.sequence_len + 1 - lengths, count)
             # sizes that follow from the bucket alone: one program for all sources in it
@@ -150,16 +168,19 @@ def _write(
         prompt, prompts["lengths"] = tokens, lengths
         state = init_decode_state(model, params, len(rows), capacity)
     if beams == 1:
-        out = generate(step, params, prompt, state, num_tokens=count, stop=ids["eos"], **prompts)
+        out = generate(
+            step, params, prompt, state, num_tokens=count, stop=stop, processors=processors,
+            **prompts,
+        )  # fmt: skip
         written = out.rows()
     else:
         best = beam_search(
-            step, params, prompt, state, num_tokens=count, num_beams=beams, stop=ids["eos"],
-            length_penalty=LengthPenalty(1.0), **prompts,
+            step, params, prompt, state, num_tokens=count, num_beams=beams, stop=stop,
+            processors=processors, length_penalty=LengthPenalty(1.0), **prompts,
         )  # fmt: skip
         sizes = np.asarray(best.lengths)[:, 0]
         written = [row[:n] for row, n in zip(np.asarray(best.tokens)[:, 0], sizes, strict=True)]
-    return [row[(row != ids["eos"]) & (row >= 0)] for row in written]
+    return [row[~np.isin(row, stop) & (row >= 0)] for row in written]
 
 
 def _start(
@@ -176,6 +197,9 @@ def _start(
 
 
 def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """Return the text of ids, without the space that a word tokenizer begins with."""
+    """Return the text of ids, without the space that its first word may bring."""
+    own = plain(tokenizer)
+    if isinstance(own, PretrainedTokenizer):
+        return own.decode([int(i) for i in ids if i < own.vocab_size], skip_special_tokens=True)
     text = tokenizer.to_bytes(int(i) for i in ids).decode("utf-8", "replace")
-    return text.removeprefix(" ") if isinstance(plain(tokenizer), WordTokenizer) else text
+    return text.removeprefix(" ") if isinstance(own, WordTokenizer) else text

@@ -1,6 +1,7 @@
 """Train on pairs of a source and its target: in two rows, or in one.
 
-An encoder-decoder reads the source and writes <bos> target <eos>. A decoder reads both in one row,
+An encoder-decoder reads the source and writes <bos> target <eos>; one that goes on from a
+published model has that model's own rows, as `target_of` says. A decoder reads both in one row,
 source <sep> target <eos>, of which only the target is learnt; as a prefix, the tokens of the source
 see each other in both directions.
 """
@@ -16,7 +17,12 @@ import numpy as np
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import GeneratedTask, PairsTask, PrefixTask, Seq2SeqTask
-from transformer_jax.tokenizers.special import special_ids, with_special_tokens
+from transformer_jax.tokenizers.special import (
+    source_frame,
+    special_ids,
+    target_of,
+    with_special_tokens,
+)
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Params
 from transformer_jax.training.data import IGNORE, line_tokenizer, read
@@ -92,17 +98,19 @@ class Pairs(RowsTask):
 
 def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Example:
     """Return a pair as a model of the config reads it; DataError where it is too long."""
-    ids = special_ids(tokenizers.tokenizer)
     source = encode_line(tokenizers.of_source, pair.source, pair.where)
     target = encode_line(tokenizers.tokenizer, pair.target, pair.where)
     if not len(source):
         raise DataError(f"{pair.where}: the source has no tokens")
     if model_shape(config.model) == "encoder-decoder":
+        kind = target_of(tokenizers.tokenizer)
+        source = source_frame(tokenizers.of_source).around(source)
+        labels = kind.labels.around(target)
         check_lengths(
-            config, {f"{pair.where}: source": len(source), f"{pair.where}: target": len(target) + 1}
+            config, {f"{pair.where}: source": len(source), f"{pair.where}: target": len(labels)}
         )
-        whole = np.concatenate([[ids["bos"]], target, [ids["eos"]]]).astype(np.int32)
-        return Example(whole[:-1], whole[1:], source=source)
+        return Example(np.append(kind.start, labels[:-1]).astype(np.int32), labels, source=source)
+    ids = special_ids(tokenizers.tokenizer)
     whole = np.concatenate([source, [ids["sep"]], target, [ids["eos"]]]).astype(np.int32)
     check_lengths(config, {f"{pair.where}: source and target": len(whole) - 1})
     labels = whole[1:].copy()
