@@ -644,10 +644,10 @@ def test_a_text_is_continued_the_same_for_the_same_seed(capsys, trained):
     assert greedy == written(capsys, *arguments, "--top-k", "1", "--seed", "5")
 
 
-def test_a_prompt_ends_at_a_line_feed_and_nowhere_else(tmp_path):
+def test_a_prompt_ends_where_a_line_does_and_nowhere_else(tmp_path):
     file = tmp_path / "prompts"
-    file.write_bytes("a\u2028b\x0bc\r\n\n\x85d\re\n".encode())
-    assert generate._prompts(str(file)) == ["a\u2028b\x0bc", "\x85d\re"]
+    file.write_bytes("\ufeffa\u2028b\x0bc\r\n\n\x85d\re\n".encode())
+    assert generate._prompts(str(file)) == ["a\u2028b\x0bc", "\x85d", "e"]
     file.write_bytes(b"good\ncaf\xe9\n")
     with pytest.raises(DataError, match=f"^{file}: byte 8 is 0xe9: not UTF-8"):
         generate._prompts(str(file))

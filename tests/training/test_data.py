@@ -211,9 +211,9 @@ def test_closed_standard_input_is_named(monkeypatch):
         read("-")
 
 
-def test_nothing_is_translated_or_dropped(tmp_path):
-    text = "\ufeff" + NASTY * 13
-    path = write(tmp_path, text.encode())
+def test_nothing_is_translated_or_dropped_but_a_mark_at_the_beginning(tmp_path):
+    text, mark = NASTY * 13, b"\xef\xbb\xbf"
+    path = write(tmp_path, mark + text.encode())
     for kind in (
         dict(tokenizer="char"),
         dict(tokenizer="byte"),
@@ -222,7 +222,7 @@ def test_nothing_is_translated_or_dropped(tmp_path):
         found = load_dataset(small(path, **kind))
         whole = found.tokenizer.to_bytes(found.train) + found.tokenizer.to_bytes(found.val)
         assert whole == text.encode()
-        assert found.sha256 == hashlib.sha256(text.encode()).hexdigest()
+        assert found.sha256 == hashlib.sha256(mark + text.encode()).hexdigest()
 
 
 def test_the_last_tenth_is_held_out(tmp_path):

@@ -347,24 +347,24 @@ def _one_way(arguments: argparse.Namespace) -> None:
 
 
 def _prompts(path: str, every_line: bool = False) -> list[str]:
-    """Return every line of a file that is not empty; `-` is standard input.
+    """Return every line of a file that is not blank; `-` is standard input.
 
-    With `every_line`, an empty one is a ConfigError: an answer a line is written.
+    With `every_line`, a blank one is a ConfigError: an answer a line is written.
     """
+    from transformer_jax.tokenizers.plain_text import split_lines
     from transformer_jax.training.data import Source
 
     if path == "-":
         source = Source("standard input", sys.stdin.buffer.read())
     else:
         source = Source(path, Path(path).read_bytes())
-    lines = source.text().replace("\r\n", "\n").split("\n")
-    lines = lines[:-1] if lines and not lines[-1] else lines
-    if every_line and "" in lines:
-        number = lines.index("") + 1
+    found = split_lines(source.text())
+    prompts = [line for line in found if line.strip()]
+    if every_line and len(prompts) < len(found):
+        number = next(n for n, line in enumerate(found, start=1) if not line.strip())
         raise ConfigError(
             f"prompts is {path!r}: line {number} is empty, and every line is answered"
         )
-    prompts = [line for line in lines if line]
     if not prompts:
         raise ConfigError(f"prompts is {path!r}: it has no line with text")
     return prompts

@@ -66,6 +66,6 @@ class PrepareConfig:
         """Return how a file holds its documents."""
         if self.documents is not None:
             return self.documents
-        if file.endswith((".jsonl", ".ndjson")):
+        if file.lower().endswith((".jsonl", ".ndjson")):
             return "jsonl"
-        return "parquet" if file.endswith(".parquet") else "paragraphs"
+        return "parquet" if file.lower().endswith(".parquet") else "paragraphs"

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from transformer_jax.config.prepare import DocumentFormat
+from transformer_jax.tokenizers.plain_text import read_text, split_documents
 from transformer_jax.tokenizers.utf8 import DataError, utf8
 
 BLOCK = 2**20
 """Bytes that are read at once."""
 
-_LINE_END = re.compile(rb"\n")
-_BLANK_LINES = re.compile(rb"\n(?:[ \t\r\f\v]*\n)+")
+_LINE_END = re.compile(rb"\r\n?+|\n")
+_BLANK_LINES = re.compile(rb"(?:\r\n?+|\n)(?:[ \t\f\v]*+(?:\r\n?+|\n))+")
 
 
 class Input(NamedTuple):
@@ -63,29 +64,24 @@ class Reader:
         content = _content(chunk)
         if chunk.format == "jsonl":
             yield from self._json_lines(chunk, content)
-            return
-        text = self._decoded(content, chunk, chunk.start)
-        if chunk.format == "lines":
-            parts = text.splitlines()
         else:
-            parts = re.split(r"\n\s*\n", text) if chunk.format == "paragraphs" else [text]
-        yield from (part.strip("\n") for part in parts if part.strip())
+            text = read_text(content, chunk.path, self.text_errors, chunk.start)
+            yield from split_documents(text, chunk.format)
 
     def _json_lines(self, chunk: Chunk, content: bytes) -> Iterator[str]:
-        at = chunk.start
-        for line in content.split(b"\n"):
-            if line.strip():
-                where = f"{chunk.path}: line at byte {at}"
-                try:
-                    found = json.loads(self._decoded(line, chunk, at))
-                except DataError:
-                    raise
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"{where}: not JSON ({error})") from None
-                if not isinstance(found, dict):
-                    raise DataError(f"{where}: must be an object")
-                yield from self._text(found.get(self.field), where)
-            at += len(line) + 1
+        for match in re.finditer(rb"[^\r\n]+", content):
+            at = chunk.start + match.start()
+            line = read_text(match[0], chunk.path, self.text_errors, at)
+            if not line.strip():
+                continue
+            where = f"{chunk.path}: line at byte {at}"
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: not JSON ({error})") from None
+            if not isinstance(found, dict):
+                raise DataError(f"{where}: must be an object")
+            yield from self._text(found.get(self.field), where)
 
     def _parquet(self, chunk: Chunk) -> Iterator[str]:
         file = open_parquet(chunk.path)
@@ -113,15 +109,6 @@ class Reader:
             raise DataError(f"{where}: {error}") from None
         if value.strip():
             yield value
-
-    def _decoded(self, content: bytes, chunk: Chunk, at: int) -> str:
-        try:
-            return content.decode("utf-8", self.text_errors)
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{chunk.path}: byte {at + error.start} is 0x{content[error.start]:02x}: not UTF-8 "
-                f"({error.reason}); --text-errors replace marks it"
-            ) from None
 
 
 def read_input(path: str) -> Input:
@@ -163,7 +150,7 @@ def _next_boundary(stream: Any, start: int, boundary: re.Pattern[bytes], end: in
     while block := stream.read(BLOCK):
         seen += block
         found = boundary.search(seen)
-        if found and (found.end() < len(seen) or boundary is _LINE_END):
+        if found and found.end() < len(seen):  # what follows a \r may be its \n
             return start + found.end()
         tail = len(seen.rstrip())  # only what ends the block may go on in the next one
         start, seen = start + tail, seen[tail:]

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.pretrained import ROLES, PretrainedTokenizer, canonical
 from transformer_jax.tokenizers.utf8 import DataError, byte_letters
 from transformer_jax.untrusted_files import Untrusted, shown
@@ -169,8 +170,7 @@ def _byte_level_bpe(
     if missing := [letter for letter in byte_letters() if letter not in vocabulary]:
         raise DataError(f"{folder / file}: byte 0x{byte_letters()[missing[0]]:02x} has no token")
     pairs = []
-    for number, line in enumerate(merges.split("\n"), 1):
-        line = line.removesuffix("\r")
+    for number, line in enumerate(split_lines(merges), 1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
         parts = line.split(" ")
@@ -202,9 +202,8 @@ def _word_piece(
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-    lines = [line.removesuffix("\r") for line in words.removesuffix("\n").split("\n")]
     vocabulary: dict[str, int] = {}
-    for i, word in enumerate(lines):
+    for i, word in enumerate(split_lines(words)):
         if vocabulary.setdefault(word, i) != i:
             first = vocabulary[word] + 1
             raise DataError(f"{folder / 'vocab.txt'}: line {i + 1} is that of line {first} again")
@@ -453,6 +452,6 @@ def _read(folder: Path, name: str, limit: int | None = None) -> str | None:
         return None
     content = _FILES.content(_FILES.inside(folder, name), limit or LIMITS[name])
     try:
-        return content.decode()
+        return content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise DataError(f"{folder / name}: byte {error.start} is not UTF-8") from None

@@ -1,7 +1,8 @@
 """Read a text, cut it into tokens, and choose the windows that a step reads.
 
-Text is kept as it is, byte for byte: no newline is translated and no byte-order mark dropped. The
-windows of a step follow from (seed, step) alone, so a resumed run needs no iterator state.
+A text in one piece keeps its newlines as they are; `tokenizers.plain_text` says what a text, a line
+and a document are. The windows of a step follow from (seed, step) alone, so a resumed run needs no
+iterator state.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from transformer_jax.config import TrainConfig
+from transformer_jax.tokenizers.plain_text import MARK, read_text
 from transformer_jax.tokenizers.trained import (
     BPETokenizer,
     ByteTokenizer,
@@ -44,13 +46,7 @@ class Source:
 
     def text(self, errors: str = "strict") -> str:
         """Return the text, decoded as UTF-8; DataError names the first byte that is none."""
-        try:
-            return self.content.decode("utf-8", errors)
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.name}: byte {error.start} is 0x{self.content[error.start]:02x}: not UTF-8 "
-                f"({error.reason}); --text-errors replace marks it, --tokenizer byte reads any file"
-            ) from None
+        return read_text(self.content, self.name, errors)
 
 
 def read(data: str, out: str | None = None) -> list[Source]:
@@ -173,13 +169,13 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
     sources, kept = _read_all(config, config.data), 1.0 - config.val_fraction
     held_out = [] if config.val_data is None else _read_all(config, config.val_data)
     content = b"".join(source.content for source in (*sources, *held_out))
-    before = sum(len(source.content) for source in sources)
     if config.tokenizer == "byte":
         tokenizer = tokenizer or ByteTokenizer()
-        ids = np.frombuffer(content, np.uint8)
-        cut = before if held_out else int(len(ids) * kept)
-        train, val = ids[:cut], ids[cut:]
-        val_characters = len(content[cut:].decode("utf-8", "replace"))
+        parts = [source.content.removeprefix(MARK) for source in (*sources, *held_out)]
+        whole = b"".join(parts)
+        cut = sum(map(len, parts[: len(sources)])) if held_out else int(len(whole) * kept)
+        train, val = np.frombuffer(whole[:cut], np.uint8), np.frombuffer(whole[cut:], np.uint8)
+        val_characters = len(whole[cut:].decode("utf-8", "replace"))
     else:
         texts = [source.text(config.text_errors) for source in (*sources, *held_out)]
         text = "".join(texts)

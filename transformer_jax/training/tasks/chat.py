@@ -172,6 +172,8 @@ def _read_file(
     lines, content = read_lines(config, name, data)
     found = []
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         where = f"{data}, line {number}"
         try:
             value = json.loads(line)

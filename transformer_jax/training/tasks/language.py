@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from transformer_jax.config import Learned, ModelConfig, TrainConfig
 from transformer_jax.config.tasks import LanguageTask
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.text.completion import complete, read_prompt
+from transformer_jax.tokenizers.plain_text import split_documents
 from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params
@@ -162,18 +162,14 @@ def _pieces(ids: np.ndarray, length: int) -> Iterator[Example]:
         yield Example(piece[:-1], piece[1:])
 
 
-def _documents(config: TrainConfig, kind: str) -> tuple[list[str], list[str], bytes]:
+def _documents(config: TrainConfig, kind: Any) -> tuple[list[str], list[str], bytes]:
     """Return the documents of the training part and of the held-out one, and all bytes."""
     parts, contents = [], []
     for data in filter(None, (config.data, config.val_data)):
         sources = read(data, config.out)
         contents += [source.content for source in sources]
         texts = [source.text(config.text_errors) for source in sources]
-        if kind == "lines":
-            texts = [line for text in texts for line in text.splitlines()]
-        elif kind == "paragraphs":
-            texts = [part for text in texts for part in re.split(r"\n\s*\n", text)]
-        parts.append([text.strip("\n") for text in texts if text.strip()])
+        parts.append([document for text in texts for document in split_documents(text, kind)])
     if len(parts) == 1:
         cut = int(len(parts[0]) * (1 - config.val_fraction))
         parts = [parts[0][:cut], parts[0][cut:]]

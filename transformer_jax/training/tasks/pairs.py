@@ -17,6 +17,7 @@ import numpy as np
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import GeneratedTask, PairsTask, PrefixTask, Seq2SeqTask
+from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.special import (
     source_frame,
     special_ids,
@@ -179,19 +180,22 @@ def split_pairs(config: TrainConfig, pairs: list[Pair]) -> tuple[list[Pair], lis
 
 
 def read_lines(config: TrainConfig, name: str, data: str) -> tuple[list[str], bytes]:
-    """Return the lines of a file, and its bytes; DataError names an empty line."""
+    """Return the lines of a file, blank ones among them, and its bytes."""
     if not Path(data).is_file():
         rule = f"must be a file, which task {config.task.kind!r} reads line by line"
         raise DataError(f"{name} is {data!r}: {rule}")
     (source,) = read(data)
-    lines = source.text(config.text_errors).removeprefix("\ufeff").split("\n")
-    lines = [line.removesuffix("\r") for line in (lines[:-1] if not lines[-1] else lines)]
-    if not lines:
+    found = split_lines(source.text(config.text_errors))
+    if not any(line.strip() for line in found):
         raise DataError(f"{name} is {data!r}: it is empty")
-    for number, line in enumerate(lines, start=1):
+    return found, source.content
+
+
+def _check_none_blank(found: Sequence[str], data: str) -> None:
+    """Raise DataError for a line without text: it may be one of two that belong together."""
+    for number, line in enumerate(found, start=1):
         if not line.strip():
             raise DataError(f"{data}, line {number}: it is empty")
-    return lines, source.content
 
 
 def read_pairs(
@@ -205,17 +209,19 @@ def read_pairs(
 
     DataError names the file and the line that is wrong, or files of different length.
     """
-    lines, content = read_lines(config, name, data)
+    sources, content = read_lines(config, name, data)
+    _check_none_blank(sources, data)
     if targets is not None:
         others, more = read_lines(config, name.replace("data", "targets"), targets)
-        if len(lines) != len(others):
+        _check_none_blank(others, targets)
+        if len(sources) != len(others):
             rule = "parallel files have as many lines"
-            raise DataError(f"{data} has {len(lines)} lines, {targets} has {len(others)}: {rule}")
-        places = (f"{data}, line {number}" for number in range(1, len(lines) + 1))
-        found = zip(lines, others, places, strict=True)
+            raise DataError(f"{data} has {len(sources)} lines, {targets} has {len(others)}: {rule}")
+        places = (f"{data}, line {number}" for number in range(1, len(sources) + 1))
+        found = zip(sources, others, places, strict=True)
         return [Pair(*three) for three in found], content + more
     pairs = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(sources, start=1):
         parts = line.split("\t")
         if len(parts) != 2 or not all(part.strip() for part in parts):
             raise DataError(f"{data}, line {number}: {line!r:.60}: {rule}")

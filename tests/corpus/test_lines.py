@@ -1,0 +1,54 @@
+"""What a line and a document are, for every reader; `python -m tests.corpus.fuzz_lines` has more."""
+
+import gzip
+
+import pytest
+
+from tests.corpus.fuzz_lines import fuzz
+from transformer_jax.config.prepare import PrepareConfig
+from transformer_jax.tokenizers.plain_text import read_text, split_documents, split_lines
+from transformer_jax.tokenizers.utf8 import DataError
+
+
+def test_every_reader_has_the_lines_and_documents_of_the_plain_file():
+    count, asked, failed = fuzz(range(3, 26))
+    assert not failed, "\n".join(failed)
+    assert count == 23 and len(asked) == 17 and min(asked.values()) > 9
+
+
+def test_lines_end_where_python_says_and_paragraphs_at_blank_lines():
+    text = " \n\na\u2028b\r\nc\x0c\rd\x85\n\u2029\t\ne\n\n"
+    assert split_lines(text) == [" ", "", "a\u2028b", "c\x0c", "d\x85", "\u2029\t", "e", ""]
+    assert split_documents(text, "lines") == ["a\u2028b", "c\x0c", "d\x85", "e"]
+    assert split_documents(text, "paragraphs") == ["a\u2028b\nc\x0c\nd\x85", "e"]
+    assert split_documents(text, "files") == [" \n\na\u2028b\nc\x0c\nd\x85\n\u2029\t\ne"]
+    assert split_lines("") == [] and split_lines("\n") == [""] == split_lines("\r")
+
+
+@pytest.mark.parametrize("errors", ["strict", "replace"])
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        ("wide".encode("utf-16"), "UTF-16"),
+        ("wide".encode("utf-16-be"), "UTF-16"),
+        (gzip.compress(b"text"), "gzip"),
+        (b"\x28\xb5\x2f\xfd text", "zstd"),
+        (b"PAR1\x15\x04", "Parquet"),
+    ],
+)
+def test_what_is_no_text_is_named_whatever_its_name_and_never_replaced(content, kind, errors):
+    with pytest.raises(DataError, match=f"^file: byte 0 is 0x..: not UTF-8 but {kind}"):
+        read_text(content, "file", errors)
+
+
+def test_a_mark_is_dropped_at_the_beginning_of_a_file_alone():
+    marked = "\ufeffa\ufeff".encode()
+    assert read_text(marked, "file") == "a\ufeff"
+    assert read_text(marked, "file", at=7) == "\ufeffa\ufeff"
+    with pytest.raises(DataError, match="^file: byte 10 is 0xff"):
+        read_text(b"abc\xff", "file", at=7)
+
+
+def test_names_of_formats_may_have_capitals():
+    config = PrepareConfig(data=("a.JSONL", "b.Parquet", "c.NDJson", "d.TXT"), field="body")
+    assert [*map(config.format_of, config.data)] == ["jsonl", "parquet", "jsonl", "paragraphs"]
