@@ -1,4 +1,4 @@
-"""What a line and a document are, for every reader; `python -m tests.corpus.fuzz_lines` has more."""
+"""Lines and documents, the same for every reader; `tests.corpus.fuzz_lines` draws more texts."""
 
 import gzip
 
@@ -45,7 +45,7 @@ def test_a_mark_is_dropped_at_the_beginning_of_a_file_alone():
     marked = "\ufeffa\ufeff".encode()
     assert read_text(marked, "file") == "a\ufeff"
     assert read_text(marked, "file", at=7) == "\ufeffa\ufeff"
-    with pytest.raises(DataError, match="^file: byte 10 is 0xff"):
+    with pytest.raises(DataError, match=r"file: byte 10 is 0xff"):
         read_text(b"abc\xff", "file", at=7)
 
 
