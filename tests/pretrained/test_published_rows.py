@@ -7,11 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from tests.support.published_text import (
+    ENCODERS,
     SEQ2SEQ,
+    encoder,
     saved,
     torch,
     torch_batch,
@@ -21,13 +24,15 @@ from tests.support.published_text import (
 from transformer_jax.cli.convert import main as convert
 from transformer_jax.cli.generate import main as generate
 from transformer_jax.config import TrainConfig, fine_tuning
-from transformer_jax.config.tasks import Seq2SeqTask
+from transformer_jax.config.tasks import ClassifyTask, MaskedTask, Seq2SeqTask
+from transformer_jax.text.text_model import load_run
 from transformer_jax.training.batch import batch_logits, batch_scores
 from transformer_jax.training.data import IGNORE
-from transformer_jax.training.initial import start_model
+from transformer_jax.training.initial import start_model, start_params
 from transformer_jax.training.loop import fit
-from transformer_jax.training.tasks import load_task
+from transformer_jax.training.tasks import Tokenizers, load_task
 from transformer_jax.training.tasks.answers import answer_sources
+from transformer_jax.training.tasks.classify import label_texts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -127,3 +132,131 @@ def test_a_converted_run_writes_in_transformers_what_it_writes_here(published, t
     capsys.readouterr()
     assert generate(["--model", str(tmp_path / "to"), "--prompt", "yes", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == "sey\n"
+
+
+TEXTS = ["good day", "bad day!", "so, so", "the best of all", "worst", "no. yes?"]
+
+CLASSIFIERS = {
+    "BertModel-2": ("Bert", "BertModel", 2),
+    "BertForMaskedLM-2": ("Bert", "BertForMaskedLM", 2),
+    "BertForPreTraining-3": ("Bert", "BertForPreTraining", 3),
+    "BertForPreTraining-2": ("Bert", "BertForPreTraining", 2),
+    "BertForSequenceClassification-3": ("Bert", "BertForSequenceClassification", 3),
+    "RobertaModel-3": ("Roberta", "RobertaModel", 3),
+    "RobertaForMaskedLM-2": ("Roberta", "RobertaForMaskedLM", 2),
+    "DistilBertModel-2": ("DistilBert", "DistilBertModel", 2),
+    "DistilBertForMaskedLM-3": ("DistilBert", "DistilBertForMaskedLM", 3),
+}
+
+
+def classifier_config(folder: Path, out: Path, count: int) -> TrainConfig:
+    data = out.parent / "labels.tsv"
+    names = ["up", "down", "aside"][:count]
+    data.write_text("".join(f"{names[n % count]}\t{text}\n" for n, text in enumerate(TEXTS)))
+    start = fine_tuning(start_model(str(folder)).config, str(folder), ClassifyTask())
+    return dataclasses.replace(
+        start, data=str(data), val_data=str(data), out=str(out), steps=4, warmup_steps=0,
+        batch_size=3, context=31, learning_rate=3e-2, eval_every=4, sample_tokens=0,
+    )  # fmt: skip
+
+
+def assert_same_classes(folder: Path, config: TrainConfig, tokenizers: Any, params: Any) -> None:
+    """Compare the likeliest class of each text and its probability with those of a folder."""
+    model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = label_texts(config, tokenizers, params, TEXTS)
+    for text, (label, probability) in zip(TEXTS, ours, strict=True):
+        with torch.no_grad():
+            found = model.eval()(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1)
+        assert abs(float(found[model.config.label2id[label]]) - probability) < 1e-5
+        assert model.config.id2label[int(found.argmax())] == label
+
+
+@pytest.mark.parametrize("case", CLASSIFIERS)
+def test_a_classifier_is_what_transformers_computes(case, tmp_path):
+    family, kind, count = CLASSIFIERS[case]
+    tokenizer = ENCODERS[family]()
+    options = {} if "Sequence" not in kind else {"num_labels": 2}
+    model = encoder(kind, tokenizer, **options)
+    folder = saved(tmp_path / "model", model, tokenizer)
+    config = classifier_config(folder, tmp_path / "run", count)
+    assert fit(config).step == 4
+    run = load_run(tmp_path / "run")
+    task = load_task(run.run, Tokenizers(run.tokenizer))
+    (bucket,) = task.train.buckets
+    rows = [row[ok].tolist() for row, ok in zip(bucket.tokens, bucket.valid, strict=True)]
+    assert sorted(rows) == sorted(tokenizer(text).input_ids for text in TEXTS)
+    assert convert(["--run", str(tmp_path / "run"), "--to", str(tmp_path / "to")]) == 0
+    content = json.loads((tmp_path / "to" / "config.json").read_text())
+    assert content["architectures"] == [f"{family}ForSequenceClassification"]
+    labels = sorted(["up", "down", "aside"][:count])
+    assert content["id2label"] == {str(i): label for i, label in enumerate(labels)}
+    assert content["label2id"] == {label: i for i, label in enumerate(labels)}
+    assert_same_classes(tmp_path / "to", run.run, task.tokenizers, run.params)
+    again = start_model(str(tmp_path / "to"))
+    assert again.labels == tuple(labels)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_a_head_of_the_same_classes_is_taken_over_in_their_order(family, tmp_path):
+    tokenizer, names = ENCODERS[family](), ["up", "aside", "down"]
+    model = encoder(
+        f"{family}ForSequenceClassification", tokenizer,
+        id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)},
+    )  # fmt: skip
+    folder = saved(tmp_path / "model", model, tokenizer)
+    config, start = classifier_config(folder, tmp_path / "run", 3), start_model(str(folder))
+    task = load_task(config, start.tokenizers)
+    assert task.config.task.labels == ("aside", "down", "up") and start.labels == (*names,)
+    params, changes = start_params(task.config, start, start.params(False), jax.random.key(0))
+    assert changes == []
+    assert_same_classes(folder, task.config, task.tokenizers, params)
+    two = classifier_config(folder, tmp_path / "run", 2)
+    task = load_task(two, start.tokenizers)
+    params, changes = start_params(task.config, start, start.params(False), jax.random.key(0))
+    assert changes == ["new parameters: classifier/bias, classifier/kernel"]
+    assert params["classifier"]["kernel"].shape == (16, 2)
+
+
+@pytest.mark.parametrize(
+    "kind", ["BertModel", "BertForPreTraining", "RobertaForMaskedLM", "DistilBertForMaskedLM"]
+)
+def test_hidden_tokens_stand_between_those_of_the_tokenizer(kind, tmp_path, capsys):
+    family = next(name for name in ENCODERS if kind.startswith(name))
+    tokenizer = ENCODERS[family]()
+    folder = saved(tmp_path / "model", encoder(kind, tokenizer), tokenizer)
+    (tmp_path / "text.txt").write_text("to be or not to be\n" * 12 + f"{tokenizer.sep_token} a" * 9)
+    start = start_model(str(folder))
+    config = dataclasses.replace(
+        fine_tuning(start.config, str(folder), MaskedTask(rate=0.5)), steps=2, batch_size=3,
+        data=str(tmp_path / "text.txt"), val_data=str(tmp_path / "text.txt"), context=13,
+        eval_every=2, out=str(tmp_path / "run"), warmup_steps=0,
+    )  # fmt: skip
+    task = load_task(config, start.tokenizers)
+    first, *_, last = tokenizer("a").input_ids
+    for batch in (task.inputs(0), *task.evaluation()):
+        real = batch.tokens.any(-1)
+        assert (batch.tokens[..., 0][real] == first).all()
+        assert (batch.tokens[..., -1][real] == last).all()
+        assert batch.tokens.shape[-1] == 13 and (batch.labels[..., [0, -1]] == IGNORE).all()
+        hidden = batch.labels[batch.labels != IGNORE]
+        assert len(hidden) and not np.isin(hidden, [first, last]).any()
+    fit(config)
+    assert convert(["--run", str(tmp_path / "run"), "--to", str(tmp_path / "to")]) == 0
+    model, info = transformers.AutoModelForMaskedLM.from_pretrained(
+        tmp_path / "to", output_loading_info=True
+    )
+    assert not info["missing_keys"], info
+    own = transformers.AutoTokenizer.from_pretrained(tmp_path / "to")
+    given = own(f"to be {own.mask_token} not", return_tensors="pt")
+    with torch.no_grad():
+        best = model.eval()(**given).logits[0].argmax(-1)
+    ids = torch.where(given.input_ids[0] == own.mask_token_id, best, given.input_ids[0])
+    capsys.readouterr()
+    prompt = f"to be {own.mask_token} not"
+    assert generate(["--run", str(tmp_path / "run"), "--prompt", prompt]) == 0
+    want = own.decode(ids, skip_special_tokens=True).replace("\n", "\\n")
+    assert capsys.readouterr().out.strip() == want.strip()

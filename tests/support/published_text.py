@@ -130,3 +130,41 @@ def saved(folder: Path, model: Any, tokenizer: Any) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def bert_tokenizer() -> Any:
+    return transformers.BertTokenizer(vocab=word_pieces())
+
+
+def roberta_tokenizer() -> Any:
+    return transformers.RobertaTokenizer(vocab=byte_letters(*ANGLES), merges=[])
+
+
+def distilbert_tokenizer() -> Any:
+    return transformers.DistilBertTokenizer(vocab=word_pieces())
+
+
+def encoder(name: str, tokenizer: Any, **options: Any) -> Any:
+    """Make a model by the name of its class in `transformers`, all parameters of it random."""
+    sizes: dict[str, Any] = dict(vocab_size=len(tokenizer), max_position_embeddings=37, **options)
+    if name.startswith("DistilBert"):
+        sizes |= dict(dim=16, n_layers=1, n_heads=2, hidden_dim=23, dropout=0.0)
+        sizes |= dict(attention_dropout=0.0, seq_classif_dropout=0.0)
+        config = transformers.DistilBertConfig(**sizes)
+    elif name.startswith("Roberta"):
+        config = transformers.RobertaConfig(**sizes, **ENCODER, type_vocab_size=1)
+    else:
+        config = transformers.BertConfig(**sizes, **ENCODER)
+    torch.manual_seed(5)
+    model = getattr(transformers, name)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.2)
+    return model.eval()
+
+
+ENCODERS: dict[str, Callable[[], Any]] = {
+    "Bert": bert_tokenizer,
+    "Roberta": roberta_tokenizer,
+    "DistilBert": distilbert_tokenizer,
+}

@@ -163,8 +163,12 @@ def _published(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, 
     if model.kind == "encoder-decoder":
         raise ConfigError(f"model is {arguments.model!r}: an encoder-decoder; give it a run")
     assert isinstance(model, ModelConfig)
+    if model.kind == "encoder" and not model.masked_token_head:
+        rule = "it has no head of hidden tokens, which is what an encoder is judged by"
+        raise ConfigError(f"model is {arguments.model!r}: {rule}")
     config = TrainConfig(
-        model=model, task=LanguageTask() if model.kind == "decoder" else MaskedTask(),
+        model=model if model.kind == "decoder" else MaskedTask().fit_model(model),
+        task=LanguageTask() if model.kind == "decoder" else MaskedTask(),
         tokenizer="pretrained", init_from=arguments.model, data=arguments.data,
         val_data=arguments.data, context=min(model.max_len, arguments.context or 512), batch_size=4,
     )  # fmt: skip

@@ -11,7 +11,6 @@ from transformer_jax.config.fields import ConfigError
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.positions import Rope, Sinusoidal
-from transformer_jax.config.recurrent import RecurrentConfig
 from transformer_jax.config.tasks import (
     ClassifyTask,
     ContinuousTask,
@@ -107,7 +106,13 @@ def train_preset(name: str | None = None, **changes: Any) -> TrainConfig:
     model = _SHAKESPEARE if name is None else _lookup(name)
     for field in changes:
         _known("field", field, [f.name for f in dataclasses.fields(TrainConfig)])
-    return TrainConfig(**{"model": model, "task": usual_task(model), **recipe, **changes})
+    task = changes.get("task", usual_task(model))
+    return TrainConfig(**{"model": _fitted(model, task), "task": task, **recipe, **changes})
+
+
+def _fitted(model: AnyModelConfig, task: Task | None) -> AnyModelConfig:
+    """Return the model with the heads that the task asks of it, and no other."""
+    return task.fit_model(model) if isinstance(task, MaskedTask | ClassifyTask) else model
 
 
 def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:
@@ -155,10 +160,9 @@ def learns(task: Task, model: AnyModelConfig) -> bool:
 def fine_tuning(model: AnyModelConfig, init_from: str, task: Task | None = None) -> TrainConfig:
     """Return the recipe that goes on with the `model` of a run or a published one, `init_from`."""
     longest = model.max_len if isinstance(model, ModelConfig) else 64
-    if isinstance(task, MaskedTask) and isinstance(model, ModelConfig | RecurrentConfig):
-        model = dataclasses.replace(model, num_classes=None)  # a classifier's head is left out
     return TrainConfig(
         task=LanguageTask() if task is None else task,
-        model=model, init_from=init_from, tokenizer="pretrained", context=min(longest, 512),
-        batch_size=8, steps=500, learning_rate=5e-5, min_learning_rate=5e-6, warmup_steps=50,
+        model=_fitted(model, task), init_from=init_from, tokenizer="pretrained",
+        context=min(longest, 512), batch_size=8, steps=500, learning_rate=5e-5,
+        min_learning_rate=5e-6, warmup_steps=50,
     )  # fmt: skip

@@ -7,7 +7,7 @@ says which models can learn it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 from transformer_jax.config.architectures import AnyModelConfig, Shape, model_shape
 from transformer_jax.config.fields import (
@@ -68,6 +68,17 @@ class _Task:
         return model
 
 
+def _is_bert(model: AnyModelConfig) -> TypeGuard[ModelConfig]:
+    """Say whether an encoder of tokens is built as BERT, RoBERTa and DistilBERT are."""
+    return (
+        isinstance(model, ModelConfig)
+        and model.kind == "encoder"
+        and model.inputs is None
+        and model.norm_order == "post"
+        and model.embedding_norm
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class LanguageTask(_Task):
     """Predict the next token of a text."""
@@ -114,6 +125,14 @@ class MaskedTask(_Task):
         super().check_model(model)
         if isinstance(model, ModelConfig | RecurrentConfig) and model.num_classes is not None:
             fail("num_classes", model.num_classes, "a masked task has no classes: must be None")
+
+    def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
+        """Return an encoder without a classifier; one built as BERT, with the head of BERT."""
+        if _is_bert(model):
+            return replace(model, num_classes=None, masked_token_head=True, logit_bias=True)
+        if isinstance(model, ModelConfig | RecurrentConfig):
+            return replace(model, num_classes=None)
+        return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +199,17 @@ class ClassifyTask(_Task):
         super().check_model(model)
         if isinstance(model, NgramConfig):
             fail("task", self.kind, "is not learnt by counting: the model is an n-gram")
+
+    def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
+        """Return an encoder without the head of hidden tokens, and with the pooler of its family.
+
+        Of those built as BERT, DistilBERT alone has no token types, and a pooler of its own.
+        """
+        if not isinstance(model, ModelConfig) or model.kind != "encoder":
+            return model
+        model = replace(model, masked_token_head=False, logit_bias=False)
+        relu = _is_bert(model) and model.type_vocab_size is None and model.pooler is None
+        return replace(model, pooler="relu") if relu else model
 
 
 @dataclass(frozen=True, kw_only=True)

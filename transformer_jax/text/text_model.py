@@ -120,6 +120,7 @@ def _adapted_base(config: TrainConfig, metadata: Mapping[str, Any]) -> Any:
     assert config.init_from is not None and isinstance(config.model, ModelConfig)
     base = base_params(config.init_from, config.model.scan_layers)
     check_base(config.init_from, base, metadata)
+    base = {name: part for name, part in base.items() if name not in config.trained_whole}
     shapes = jax.eval_shape(lambda: init_params(config.model, jax.random.key(0)))
     return merged(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), base)[0]
 

@@ -13,15 +13,16 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer_jax.checkpoints.run_folder import RunFolder
-from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import ClassifyTask
 from transformer_jax.models.factory import init_params, merged
 from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
 from transformer_jax.pretrained.load import pretrained_config
-from transformer_jax.pretrained.safetensors_folder import open_folder
+from transformer_jax.pretrained.safetensors_folder import WeightFolder, open_folder
 from transformer_jax.text.text_model import (
     base_params,
     is_run,
@@ -31,7 +32,11 @@ from transformer_jax.text.text_model import (
 from transformer_jax.training.batch import Params
 from transformer_jax.training.tasks.task import Tokenizers
 
-TASK_FIELDS = frozenset({"vocab_size", "source_vocab_size", "num_classes", "max_len"})
+TASK_FIELDS = frozenset(
+    """
+    vocab_size source_vocab_size max_len num_classes pooler masked_token_head logit_bias
+    """.split()
+)
 """Fields of a model that another task may change."""
 
 
@@ -44,7 +49,7 @@ class StartModel:
     params: Callable[[bool], Params]
     """Loads the parameters, f32, of a looped stack or a scanned one."""
     labels: tuple[str, ...] | None = None
-    """The classes of its head, where it is a classifier's run."""
+    """The classes of its head in order, where it is a classifier's and has names for them."""
 
 
 def start_model(init_from: str) -> StartModel:
@@ -52,12 +57,24 @@ def start_model(init_from: str) -> StartModel:
     if not is_run(init_from):
         opened, config = open_folder(init_from), pretrained_config(init_from)
         tokenizer = with_targets(published_tokenizer(opened), opened, config)
-        return StartModel(config, Tokenizers(tokenizer), partial(base_params, init_from))
+        params = partial(base_params, init_from)
+        return StartModel(config, Tokenizers(tokenizer), params, _published_labels(config, opened))
     folder = RunFolder(Path(init_from))
     found = folder.read_config()
     tokenizers = Tokenizers(folder.read_tokenizer(), folder.read_source_tokenizer())
     labels = found.task.labels if isinstance(found.task, ClassifyTask) else None
     return StartModel(found.model, tokenizers, partial(base_params, init_from), labels)
+
+
+def _published_labels(config: ModelConfig, folder: WeightFolder) -> tuple[str, ...] | None:
+    """Return the names of a published classifier's classes; None where it has none of its own."""
+    names = folder.config.get("id2label")
+    if config.num_classes is None or config.masked_token_head or not isinstance(names, dict):
+        return None
+    found = [names.get(str(i)) for i in range(config.num_classes)]
+    named = [name for name in found if isinstance(name, str)]
+    unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(found))
+    return None if unnamed or len(named) < len(found) else tuple(named)
 
 
 def check_model(model: AnyModelConfig, start: StartModel, init_from: str) -> None:
@@ -76,13 +93,29 @@ def start_params(
     """Return the parameters that a run starts with, and a line about each part that changed.
 
     They are `given`, those of the model to start from, where these fit. Of a table that has grown,
-    the rows that were there are kept. A head of other classes is drawn afresh.
-    ConfigError for a parameter of another shape.
+    the rows that were there are kept. A head of the same classes is taken over, in the run's order
+    of them; one of other classes is drawn afresh. ConfigError for a parameter of another shape.
     """
     model, params, task = config.model, given, config.task
-    if isinstance(task, ClassifyTask) and start.labels not in (None, task.labels):
-        params = {name: part for name, part in params.items() if name != "classifier"}
+    if isinstance(task, ClassifyTask) and "classifier" in params:
+        params = _with_head_of(task.labels or (), start, params)
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     if jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes):
         return params, []
     return merged(init_params(model, key), params)
+
+
+def _with_head_of(labels: tuple[str, ...], start: StartModel, params: Params) -> Params:
+    """Return parameters whose head is of these classes; without one where it is of others.
+
+    BERT's head of two sentences says whether one follows the other, and is no classifier of texts.
+    """
+    head, names = params["classifier"], start.labels
+    of_sentences = isinstance(start.config, ModelConfig) and start.config.masked_token_head
+    count = head["kernel"].shape[-1]
+    if of_sentences or count != len(labels) or (names is not None and {*names} != {*labels}):
+        return {name: part for name, part in params.items() if name != "classifier"}
+    if names is None or names == labels:
+        return params
+    order = np.array([names.index(label) for label in labels])
+    return {**params, "classifier": jax.tree.map(lambda leaf: leaf[..., order], head)}

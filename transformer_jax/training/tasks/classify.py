@@ -1,6 +1,7 @@
 """Train on the classes of texts: an encoder by a head over its first token, others by a token.
 
-An encoder reads <cls> text, and its classification head says the class. A model that writes reads
+An encoder reads <cls> text, a published one what its tokenizer puts around a text, and its
+classification head says the class. A model that writes reads
 text <cls>, and writes the class as a token of its own.
 """
 
@@ -17,7 +18,12 @@ import numpy as np
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.tasks import ClassifyTask
-from transformer_jax.tokenizers.special import special_ids, with_special_tokens
+from transformer_jax.tokenizers.special import (
+    encoder_frame,
+    frame,
+    special_ids,
+    with_special_tokens,
+)
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params, batch_logits
 from transformer_jax.training.data import IGNORE, line_tokenizer
@@ -48,9 +54,12 @@ class Classes(RowsTask):
         if tokenizers is None:
             texts = [[pair.target for pair in part] for part in ([*train, *val], train)]
             tokenizers = Tokenizers(line_tokenizer(config, *texts))
-        names = ["cls", *label_names(config)]
-        tokenizers = Tokenizers(with_special_tokens(tokenizers.tokenizer, names))
-        changes = {} if names[1:] else {"num_classes": len(labels_of(config))}
+        names = label_names(config)
+        framed = not names and frame(tokenizers.tokenizer).first
+        tokenizers = Tokenizers(
+            with_special_tokens(tokenizers.tokenizer, names if framed else ["cls", *names])
+        )
+        changes = {} if names else {"num_classes": len(labels_of(config))}
         config = with_vocabulary(config, tokenizers, vocab_size, **changes)
         self.pairs = val
 
@@ -103,16 +112,15 @@ def label_names(config: TrainConfig) -> list[str]:
 
 def class_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Example:
     """Return a text as a model of the config reads it, with its class."""
-    ids, text = (
-        special_ids(tokenizers.tokenizer),
-        encode_line(tokenizers.tokenizer, pair.target, pair.where),
-    )
-    check_lengths(config, {pair.where: len(text) + 1})
+    text = encode_line(tokenizers.tokenizer, pair.target, pair.where)
     names = label_names(config)
     number = labels_of(config).index(pair.source)
     if not names:
-        tokens = np.append(ids["cls"], text).astype(np.int32)
+        tokens = encoder_frame(tokenizers.tokenizer).around(text)
+        check_lengths(config, {pair.where: len(tokens)})
         return Example(tokens, np.array(number, np.int32))
+    ids = special_ids(tokenizers.tokenizer)
+    check_lengths(config, {pair.where: len(text) + 1})
     tokens = np.append(text, ids["cls"]).astype(np.int32)
     labels = np.full(len(tokens), IGNORE, np.int32)
     labels[-1] = ids[names[number]]

@@ -2,7 +2,8 @@
 
 Of the tokens, `rate` are to be predicted; of those, `replaced` become the mask token, `random` any
 token, and the rest stay, so that a model learns to look at every token. An evaluation hides the
-same tokens every time.
+same tokens every time. A published model reads each window between the tokens that its tokenizer
+puts around a text; no special token is ever hidden.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import numpy as np
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import MaskedTask
-from transformer_jax.tokenizers.special import plain, special_ids, with_special_tokens
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.special import frame, plain, special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params, batch_logits, batch_scores
@@ -50,6 +52,7 @@ class MaskedWindows:
         self.tokenizers, self.sha256 = Tokenizers(tokenizer), self.data.sha256
         self.config = with_vocabulary(config, self.tokenizers, vocab_size)
         self.masking = Masking(self.config, tokenizer)
+        self.length = self.config.sequence_len - sum(map(len, self.masking.frame))
         self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
         self.unigram = _unigram_loss(self.data.train, self.data.val, tokenizer.vocab_size)
 
@@ -57,8 +60,8 @@ class MaskedWindows:
         """Return the windows of a step, leaves [A, B, ...], with tokens hidden."""
         config = self.config
         shape, count = (config.accumulation, config.batch_size), len(self.data.train)
-        starts = random_starts(config.seed, step, shape, count - config.sequence_len + 1)
-        return self.masking(_windows(self.data.train, starts, config.sequence_len), step)
+        starts = random_starts(config.seed, step, shape, count - self.length + 1)
+        return self.masking(_windows(self.data.train, starts, self.length), step)
 
     def evaluation(self) -> Iterator[Batch]:
         """Yield windows that cover the held-out part, or `eval_batches` batches of random ones.
@@ -66,7 +69,7 @@ class MaskedWindows:
         What does not fill a window is left out.
         """
         config = self.config
-        length, size = config.sequence_len, config.batch_size
+        length, size = self.length, config.batch_size
         starts = np.arange(0, len(self.data.val) - length + 1, length, dtype=np.int32)
         if config.eval_batches is not None:
             count = len(self.data.val) - length + 1
@@ -96,13 +99,14 @@ class MaskedWindows:
 
         A hidden token shows as _.
         """
-        length = self.config.sequence_len
-        tokens = np.asarray(self.data.val[:length], np.int32)[None]
+        tokens = np.asarray(self.data.val[: self.length], np.int32)[None]
         hidden = self.masking(tokens, _EVAL_STREAM, replaced=1.0)
         guess = _guesses(self.config, params, hidden.tokens, self.masking.kinds)
-        filled = np.where(hidden.labels != IGNORE, guess, tokens)[0]
+        within = slice(len(self.masking.frame.first), len(self.masking.frame.first) + self.length)
+        labels, guess, read = (x[0, within] for x in (hidden.labels, guess, hidden.tokens))
+        filled = np.where(labels != IGNORE, guess, tokens[0])
         show = self.tokenizers.tokenizer
-        marks = ["_" if i == self.masking.mask else _text(show, [i]) for i in hidden.tokens[0]]
+        marks = ["_" if i == self.masking.mask else _text(show, [i]) for i in read]
         parts = [f"hidden:\n{''.join(marks)}", f"filled:\n{_text(show, filled)}"]
         return "\n".join([*parts, f"text:\n{_text(show, tokens[0])}"])
 
@@ -111,13 +115,13 @@ class MaskedWindows:
 
         exp(-mean log p(token | all others)), each token hidden alone (Salazar et al. 2020).
         """
-        length = self.config.sequence_len
+        length = self.length
         count = min(PSEUDO_WINDOWS, len(self.data.val) // length)
         losses = []
         for window in np.asarray(self.data.val[: count * length], np.int32).reshape(count, length):
             tokens = np.where(np.eye(length, dtype=bool), self.masking.mask, window[None])
             labels = np.where(np.eye(length, dtype=bool), window[None], IGNORE)
-            rows = Rows((Batch(tokens, labels.astype(np.int32)),))
+            rows = Rows((self.masking.framed(tokens, labels),))
             scores = [_scores(self.config.model, params, batch) for batch in rows.batches(8)]
             losses.append(float(sum(np.asarray(score)[0] for score in scores)) / length)
         return {"pseudo_perplexity": math.exp(float(np.mean(losses)))} if losses else {}
@@ -136,7 +140,13 @@ class Masking:
         if "mask" not in ids:
             raise DataError("tokenizer has no mask token: task 'masked' needs one")
         self.task, self.seed, self.mask = config.task, config.seed, ids["mask"]
-        self.kinds = plain(tokenizer).vocab_size  # a random token is one that stands for text
+        own = plain(tokenizer)
+        # a random token is one that stands for text, and that the model has
+        self.kinds = min(own.vocab_size, config.model.vocab_size)
+        self.frame, self.special = frame(tokenizer), np.zeros(0, np.int32)
+        if isinstance(own, PretrainedTokenizer):
+            roles = {i for role, i in own.special_ids.items() if role != "unk"}
+            self.special = np.array(sorted(roles), np.int32)
         self.opens = self.closes = None
         if self.task.whole_words:
             pieces = [_text(tokenizer, [i]) for i in range(self.kinds)]
@@ -154,12 +164,24 @@ class Masking:
             starts[..., 1:] |= self.closes[known][..., :-1]
             starts[..., 0] = True
             chosen = _spread(chosen, starts)
-        chosen = chosen < task.rate
+        chosen = (chosen < task.rate) & ~np.isin(tokens, self.special)
         random = (which * self.kinds).astype(np.int32)
         hidden = np.where(how < replaced, self.mask, tokens)
         hidden = np.where((how >= replaced) & (how < replaced + task.random), random, hidden)
-        labels = np.where(chosen, tokens, IGNORE).astype(np.int32)
-        return Batch(np.where(chosen, hidden, tokens).astype(np.int32), labels)
+        return self.framed(np.where(chosen, hidden, tokens), np.where(chosen, tokens, IGNORE))
+
+    def framed(
+        self,
+        tokens: np.ndarray,  # [..., T]
+        labels: np.ndarray,  # [..., T]
+    ) -> Batch:
+        """Return windows between the tokens that stand around a text, which have no labels."""
+        around = [*[(0, 0)] * (tokens.ndim - 1), tuple(map(len, self.frame))]
+        whole = np.pad(tokens, around).astype(np.int32)
+        whole[..., : around[-1][0]] = self.frame.first
+        whole[..., whole.shape[-1] - around[-1][1] :] = self.frame.last
+        labels = np.pad(labels, around, constant_values=IGNORE)
+        return Batch(whole, labels.astype(np.int32))
 
 
 def _spread(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -210,17 +232,26 @@ def _text(tokenizer: Tokenizer, ids: Any) -> str:
 def fill_masks(config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str) -> str:
     """Return a text with every mask, written as "[MASK]" or "_", filled with the likeliest token.
 
-    DataError where there is none.
+    A published tokenizer's own mask may be written, too. DataError where there is none.
     """
     tokenizer = tokenizers.tokenizer
-    mask = special_ids(tokenizer)["mask"]
-    sign = "[MASK]" if "[MASK]" in text else "_"
-    parts: list[Any] = [plain(tokenizer).encode(part) if part else [] for part in text.split(sign)]
-    if len(parts) < 2:
+    own, mask = plain(tokenizer), special_ids(tokenizer)["mask"]
+    spelled = dict(own.roles).get("mask") if isinstance(own, PretrainedTokenizer) else None
+    sign = next((s for s in (spelled, "[MASK]") if s and s in text), "_")
+    if sign not in text:
         raise DataError(f"prompt is {text!r:.60}: must have a [MASK] (or _) to fill")
-    ids = [int(i) for number, part in enumerate(parts) for i in [*[mask] * (number > 0), *part]]
-    if len(ids) > config.sequence_len:
-        raise DataError(f"prompt has {len(ids)} tokens: must be at most {config.sequence_len}")
-    tokens = np.array(ids, np.int32)
-    guess = _guesses(config, params, tokens[None], plain(tokenizer).vocab_size)[0]
-    return _text(tokenizer, np.where(tokens == mask, guess, tokens))
+    if isinstance(own, PretrainedTokenizer) and spelled:
+        tokens = own.encode(text.replace(sign, spelled), special_tokens=True)
+    else:
+        parts: list[Any] = [own.encode(part) if part else [] for part in text.split(sign)]
+        ids = [int(i) for number, part in enumerate(parts) for i in [*[mask] * (number > 0), *part]]
+        tokens = frame(tokenizer).around(np.array(ids, np.int32))
+    if len(tokens) > config.sequence_len:
+        rule = f"must be at most {config.sequence_len}"
+        raise DataError(f"prompt has {len(tokens)} tokens: {rule}")
+    kinds = min(own.vocab_size, config.model.vocab_size)
+    guess = _guesses(config, params, tokens[None], kinds)[0]
+    filled = np.where(tokens == mask, guess, tokens)
+    if isinstance(own, PretrainedTokenizer):
+        return own.decode([int(i) for i in filled], skip_special_tokens=True)
+    return _text(tokenizer, filled)

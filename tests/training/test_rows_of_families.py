@@ -1,0 +1,162 @@
+"""What a row holds for each family of published models, written by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from transformer_jax.cli.convert import token_ids, tokenizer_files
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig, fine_tuning
+from transformer_jax.config.presets import train_preset
+from transformer_jax.config.tasks import ClassifyTask, MaskedTask, Seq2SeqTask
+from transformer_jax.text.text_model import with_targets
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer, canonical
+from transformer_jax.tokenizers.special import (
+    SpecialTokens,
+    frame,
+    target_of,
+    tokenizer_from_json,
+)
+from transformer_jax.tokenizers.trained import CharTokenizer
+from transformer_jax.training.tasks.classify import class_example
+from transformer_jax.training.tasks.pairs import Pair, pair_example
+from transformer_jax.training.tasks.task import Tokenizers
+
+TOKENS = ["<pad>", "<s>", "</s>", "<unk>", "<mask>", "\u2581"]
+PAD, BOS, EOS, UNK, MASK, SPACE = range(6)
+A, B, C = 6, 7, 8
+SIZES = dict(vocab_size=9, d_model=8, num_heads=1, num_layers=1, max_len=11)
+CASES = {  # what is around a text; ids of the config; source, what is read, labels of "ab" -> "ca"
+    "t5": (
+        "$A </s>", dict(decoder_start_token_id=PAD),
+        [SPACE, A, B, EOS], [PAD, SPACE, C, A], [SPACE, C, A, EOS],
+    ),
+    "bart": (
+        "<s> $A </s>", dict(decoder_start_token_id=EOS, forced_bos_token_id=BOS),
+        [BOS, SPACE, A, B, EOS], [EOS, BOS, SPACE, C, A], [BOS, SPACE, C, A, EOS],
+    ),
+    "marian": (
+        "$A </s>", dict(decoder_start_token_id=PAD, forced_eos_token_id=EOS),
+        [SPACE, A, B, EOS], [PAD, SPACE, C, A], [SPACE, C, A, EOS],
+    ),
+    "a tokenizer that adds nothing": (
+        None, dict(decoder_start_token_id=PAD),
+        [SPACE, A, B], [PAD, SPACE, C, A], [SPACE, C, A, EOS],
+    ),
+    "a config without a start, whose texts begin with <s>": (
+        "<s> $A </s>", dict(bos_token_id=BOS),
+        [BOS, SPACE, A, B, EOS], [BOS, BOS, SPACE, C, A], [BOS, SPACE, C, A, EOS],
+    ),
+}  # fmt: skip
+
+
+def tokenizer_of(around: str | None, **roles: str) -> PretrainedTokenizer:
+    pieces = [(token, 0.0) for token in TOKENS] + [(letter, -1.0) for letter in "abc"]
+    library = Tokenizer(models.Unigram(pieces, unk_id=UNK))
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.decoder = decoders.Metaspace()
+    library.add_special_tokens(TOKENS[:5])
+    if around is not None:
+        library.post_processor = processors.TemplateProcessing(
+            single=around, special_tokens=[(token, i) for i, token in enumerate(TOKENS[:5])]
+        )
+    roles = roles or dict(bos="<s>", eos="</s>", pad="<pad>")
+    return PretrainedTokenizer(canonical(json.loads(library.to_str())), tuple(roles.items()))
+
+
+class Folder:
+    """A published folder, of which only the config is read."""
+
+    path = Path("model")
+
+    def __init__(self, config):
+        self.config = config
+
+    def read_json(self, name):
+        return None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pair_is_read_as_its_family_reads_it(case):
+    around, ids, source, reads, labels = CASES[case]
+    model = ModelConfig(kind="encoder-decoder", **SIZES)
+    tokenizer = with_targets(tokenizer_of(around), Folder(ids), model)
+    config = TrainConfig(model=model, task=Seq2SeqTask())
+    back = tokenizer_from_json(tokenizer.to_json())
+    assert back == tokenizer
+    example = pair_example(config, Tokenizers(back), Pair("ab", "ca", "line 1"))
+    assert example.source.tolist() == source
+    assert (example.tokens.tolist(), example.labels.tolist()) == (reads, labels)
+    keys = token_ids(back, model.kind)
+    given = {"forced_bos_token_id": None, "forced_eos_token_id": None} | ids
+    start = given.pop("bos_token_id", None)
+    assert (
+        keys
+        == dict(bos_token_id=BOS, pad_token_id=PAD, eos_token_id=EOS, decoder_start_token_id=start)
+        | given
+    )
+    with pytest.raises(ConfigError, match="decoder_start_token_id is missing"):
+        with_targets(tokenizer_of(around), Folder({}), model)
+
+
+def test_a_run_with_tokens_of_its_own_keeps_its_rows_and_convert_names_them():
+    model = ModelConfig(kind="encoder-decoder", **SIZES)
+    tokenizer = SpecialTokens(CharTokenizer("abc"), ("bos", "eos"))
+    config = TrainConfig(model=model, task=Seq2SeqTask())
+    example = pair_example(config, Tokenizers(tokenizer), Pair("ab", "ca", "line 1"))
+    assert example.source.tolist() == [0, 1]
+    assert example.tokens.tolist() == [3, 2, 0] and example.labels.tolist() == [2, 0, 4]
+    assert token_ids(tokenizer, model.kind) == dict(
+        bos_token_id=3, pad_token_id=None, eos_token_id=4, decoder_start_token_id=3,
+        forced_bos_token_id=None, forced_eos_token_id=None,
+    )  # fmt: skip
+    files, _ = tokenizer_files(tokenizer, 5)
+    library = Tokenizer.from_str(files["tokenizer.json"].decode())
+    assert library.encode("cab").ids == [2, 0, 1]
+    assert [library.token_to_id(f"<{name}>") for name in ("bos", "eos", "unk")] == [3, 4, 5]
+    beside = json.loads(files["tokenizer_config.json"])
+    assert (beside["bos_token"], beside["eos_token"]) == ("<bos>", "<eos>")
+
+
+@pytest.mark.parametrize(
+    ("around", "roles", "row"),
+    [
+        ("<s> $A </s>", dict(cls="<s>", sep="</s>"), [BOS, SPACE, A, B, EOS]),
+        ("<s> $A", dict(cls="<s>"), [BOS, SPACE, A, B]),
+        ("<s> $A </s>", dict(unk="<unk>"), [BOS, SPACE, A, B, EOS]),
+        (None, dict(cls="<mask>", sep="</s>"), [MASK, SPACE, A, B]),
+    ],
+)
+def test_an_encoder_reads_a_text_between_what_its_tokenizer_puts_around_it(around, roles, row):
+    model = ModelConfig(kind="encoder", num_classes=2, **SIZES)
+    config = TrainConfig(model=model, task=ClassifyTask(labels=("x", "y")))
+    pair = Pair("y", "ab", "line 1")
+    example = class_example(config, Tokenizers(tokenizer_of(around, **roles)), pair)
+    assert example.tokens.tolist() == row and example.labels == 1
+    short = replace(config, context=len(row) - 1)
+    with pytest.raises(ValueError, match=f"line 1: {len(row)} tokens: a sequence has at most"):
+        class_example(short, Tokenizers(tokenizer_of(around, **roles)), pair)
+
+
+def test_a_frame_is_what_stands_around_any_text():
+    assert frame(tokenizer_of("<s> <s> $A <mask> </s>")) == ((BOS, BOS), (MASK, EOS))
+    assert frame(tokenizer_of(None)) == ((), ()) == frame(CharTokenizer("ab"))
+    target = target_of(replace(tokenizer_of(None), target_ids=(("decoder_start_token_id", 0),)))
+    assert target.stop == (EOS,) and target.labels == ((), (EOS,))
+
+
+def test_a_task_leaves_out_the_heads_that_it_does_not_train():
+    classes = train_preset("bert-base", task=ClassifyTask()).model
+    assert not classes.masked_token_head and not classes.logit_bias
+    bert = replace(classes, num_classes=2, masked_token_head=True, logit_bias=True)
+    assert fine_tuning(bert, "x", ClassifyTask()).model == replace(classes, num_classes=2)
+    hidden = fine_tuning(replace(classes, pooler="tanh"), "x", MaskedTask()).model
+    assert hidden.masked_token_head and hidden.logit_bias and hidden.num_classes is None
+    distil = replace(classes, type_vocab_size=None)
+    assert fine_tuning(distil, "x", ClassifyTask()).model.pooling == "relu"
+    plain = ModelConfig(kind="encoder", **SIZES)
+    assert fine_tuning(plain, "x", ClassifyTask()).model == plain
