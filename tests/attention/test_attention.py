@@ -885,3 +885,45 @@ def test_scales_go_with_int8(changes, said):
     given = dict(key=int8, value=int8, key_scale=scale, value_scale=scale) | changes
     with pytest.raises(ValueError, match=said):
         dot_product_attention(jnp.ones((2, 5, 4, 8)), **given)
+
+
+@pytest.mark.parametrize("options", ["", "softcap", "bias", "both"])
+@pytest.mark.parametrize("implementation", ["xla", "blockwise", "native"])
+def test_products_of_hidden_keys_that_overflow_are_in_no_gradient(implementation, options):
+    """A hidden key of finite numbers whose product with every query is inf - inf."""
+    arrays = draw(64, batch=1, queries=5, keys=7, dim=16)
+    large = np.where(np.arange(16) % 2, -1e30, 1e30).astype(np.float32)
+    arrays["query"] = arrays["query"].at[:, 3].set(1e30)
+    arrays["key"] = arrays["key"].at[:, 5].set(large)
+    valid = np.arange(7)[None] != 5
+    settings = dict(softcap=3.0) if options in ("softcap", "both") else dict(scale=1e-30)
+    given = dict(bias=np.random.default_rng(64).normal(size=(1, 4, 5, 7)).astype(np.float32))
+    if options not in ("bias", "both"):
+        given = {}
+    inputs = {n: arrays[n] for n in ("query", "key", "value")} | given
+
+    @jax.jit
+    def slopes(inputs):
+        def total(inputs):
+            out = dot_product_attention(
+                **inputs, mask=Padding(jnp.asarray(valid)), implementation=implementation,
+                **settings,
+            )  # fmt: skip
+            return (out * arrays["out_cotangent"]).sum(), out
+
+        return jax.grad(total, has_aux=True)(inputs)
+
+    found, out = slopes(inputs)
+    silent = {"lse_cotangent": np.zeros((1, 5, 4))}
+    expected = reference(arrays | given | silent, valid[:, None, None], **settings)
+    assert_near(out, expected["out"], FORWARD_F32)
+    for name, slope in found.items():
+        assert_near(slope, expected[f"d{name}"], 3 * GRADIENT_F32, name)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise", "native"])
+def test_a_query_that_sees_itself_alone_gets_its_own_value(implementation):
+    arrays = draw(65, queries=17, kv_heads=4)
+    inputs = (arrays[name] for name in ("query", "key", "value"))
+    out = dot_product_attention(*inputs, mask=Window(1, 1), implementation=implementation)
+    assert_near(out, np.asarray(arrays["value"], np.float64), FORWARD_F32)

@@ -379,6 +379,14 @@ def test_no_tile_of_a_plain_mask_is_partial_without_need(blocks):
             assert kind == need, f"{name}: a tile is {kind} and should be {need}"
 
 
+@pytest.mark.parametrize("left", [None, 0, 1, 2, 3])
+def test_tiles_of_every_narrow_window_are_what_they_should_be(left):
+    for right in (0, 1, 2, 3) if left is None else (None, 0, 1, 2, 3):
+        for kind, tile in tiles(Window(left, right), np.arange(11), np.arange(13), 5, 3):
+            need = FULL if tile.all() else PARTIAL if tile.any() else SKIPPED
+            assert kind == need, (left, right)
+
+
 def test_a_tile_is_full_where_either_of_two_masks_is_full():
     mask = Causal() | Prefix(jnp.array([16], jnp.int32))
     kinds = [kind for kind, _ in tiles(mask, np.arange(24), np.arange(24), 8, 8)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +223,43 @@ def test_a_traced_position_past_the_capacity_marks_its_row(rng):
     cache = jit_update(init(), k, v, np.array([[0], [CAPACITY], [-1]]))
     assert cache.exhausted.tolist() == [False, True, False]
     check(cache, [{0: (k[0, 0], v[0, 0])}, {}, {}])
+
+
+def test_rows_that_share_take_as_many_pages_as_are_said_to_be_needed(rng):
+    """And none is refused while so many are free, also where the shared part ends with a page."""
+    k, v = tokens(rng, CAPACITY, rows=2)
+    for held, new in itertools.product((3, 4, 5, 7, 8), (1, 4, 5)):
+        end = held + new
+        # each row writes to the last page, of which it takes a copy, unless it is full; and beyond
+        needed = 2 * (-(-end // SIZE) - held // SIZE)
+        other = (8 - -(-held // SIZE) - needed) * SIZE  # a third row leaves that many free
+        cache = jit_update(init(rows=2, num_pages=8), k, v, after([0, 0], [held, other], CAPACITY))
+        cache = jit_share(cache, jnp.array([0, 0, 1]))
+        assert cache.free_pages == needed, (held, new)
+        assert paged.count_needed(cache, jnp.array([end, end, other])) == needed, (held, new)
+        more = (x[jnp.array([0, 1, 0]), :5] for x in (k, v))
+        cache = jit_update(cache, *more, after([held, held, other], [new, new, 0], 5))
+        assert not cache.exhausted.any() and cache.length.tolist() == [end, end, other]
+        assert cache.free_pages == (held % SIZE > 0), "what was shared is free"
+
+
+def test_pages_are_needed_also_where_every_page_is_named(rng):
+    cache = init(rows=2, num_pages=2)
+    cache = paged.update(cache, *tokens(rng, 4, rows=2), after([0, 0], [4, 4], 4))
+    assert cache.free_pages == 0
+    for more, needed in (([0, 0], 0), ([1, 0], 1), ([1, 1], 2), ([5, 4], 3)):
+        assert paged.count_needed(cache, jnp.array([4, 4]) + jnp.array(more)) == needed
+
+
+def test_a_row_without_a_token_may_go_on_once_it_is_rewound(rng):
+    k, v = tokens(rng, 4, rows=2)
+    full = jit_update(init(rows=2, num_pages=1), k, v, after([0, 0], [4, 0], 4))
+    cache = jit_update(full, k, v, after([4, 0], [0, 4], 4))
+    assert cache.exhausted.tolist() == [False, True] and cache.length.tolist() == [4, 0]
+    cache = paged.rewind(cache, jnp.array([0, 0]))
+    cache = jit_update(cache, k, v, after([0, 0], [0, 4], 4))
+    assert not cache.exhausted.any()
+    check(cache, [{}, {p: (k[1, p], v[1, p]) for p in range(4)}])
 
 
 def test_what_cannot_be_is_refused(rng):

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import threading
 from pathlib import Path
 
 import chex
@@ -20,6 +21,7 @@ from tests.support.saved import arrays_of, largest_file
 from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.checkpoint import (
     CheckpointError,
+    Saver,
     best_step,
     prune,
     read_manifest,
@@ -109,6 +111,27 @@ def test_jax_arrays_come_back_bit_for_bit_and_can_be_donated(tmp_path, rng):
     old = again["params"]["w"]
     jax.jit(lambda w: w + 1, donate_argnums=0)(old)
     assert old.is_deleted()
+
+
+def test_what_is_saved_are_the_values_at_the_call(tmp_path, monkeypatch):
+    """Though the caller overwrites or donates them before they are written."""
+    begin, write = threading.Event(), Saver._write
+
+    def late(self, *arguments):
+        assert begin.wait(60)
+        write(self, *arguments)
+
+    monkeypatch.setattr(Saver, "_write", late)
+    tree = {"host": np.arange(7.0), "device": jnp.arange(5.0)}
+    wanted = bits(tree)
+    with Saver(tmp_path) as saver:
+        path = saver.save(3, tree)
+        tree["host"][:] = -1
+        jax.jit(lambda x: -x, donate_argnums=0)(tree["device"])
+        begin.set()
+    assert tree["device"].is_deleted()
+    like = {"host": np.zeros(7), "device": jax.ShapeDtypeStruct((5,), jnp.float32)}
+    assert bits(restore(path, like)) == wanted
 
 
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])

@@ -529,3 +529,17 @@ def test_a_nonfinite_row_ends_where_stop_tokens_are_looked_for(rope):
     assert (np.asarray(out.tokens)[1] == -1).all()
     for row in (0, 2):
         np.testing.assert_array_equal(out.tokens[row], clean.tokens[row])
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_a_prompt_and_what_is_read_after_it_must_fit_into_the_cache(rope, limit):
+    """A row with no new token reads its prompt whole too; its last new token is not read."""
+    step, params, empty = rope
+    room = PROMPT - max(limit - 1, 0)
+    given = dict(num_tokens=3, limits=[limit])
+    tokens = prompts(1, room + 1)
+    with pytest.raises(ValueError, match=rf"reach length {PROMPT + 1}: the limit is {PROMPT}"):
+        generate(step, params, tokens, empty(1, PROMPT), **given)
+    out = generate(step, params, tokens[:, :room], empty(1, PROMPT), **given)
+    assert out.lengths.tolist() == [limit]
+    assert out.state.length.tolist() == [PROMPT]

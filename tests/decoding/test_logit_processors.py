@@ -129,6 +129,18 @@ def test_processors_follow_their_rule(rng, processor, rule):
     assert_near(actual[kept], expected[kept], 1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_sequence_is_banned_from_the_first_text_on_that_is_its_beginning(size):
+    """That text has one token less than the sequence; one of two less bans nothing."""
+    sequence = [4, 1, 3, 1, 5][:size]
+    begun = history([sequence[:-1] or [9], [9, *sequence[:-1]]], [[], []])
+    logits = np.asarray(BanSequences(sequence)(begun, jnp.zeros((2, V))))
+    assert np.argwhere(np.isneginf(logits)).tolist() == [[0, sequence[-1]], [1, sequence[-1]]]
+    if size > 2:
+        shorter = history([sequence[1:-1], sequence[:-2]], [[], []])
+        assert not np.asarray(BanSequences(sequence)(shorter, jnp.zeros((2, V)))).any()
+
+
 def test_a_history_holds_each_rows_text_without_gaps(rng):
     prompts, new = texts(rng)
     made = history(prompts, new)

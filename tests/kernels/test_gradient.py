@@ -21,6 +21,7 @@ from transformer_jax.attention.biases import ALiBi
 from transformer_jax.attention.masks import (
     Causal,
     Dense,
+    Padding,
     Window,
 )
 from transformer_jax.kernels import Target, using
@@ -110,6 +111,37 @@ def test_a_bias_that_is_not_mapped_has_a_gradient_for_each_mapped_call(batch, ro
         expected = jnp.stack([slope(query, bias) for query in queries])
     assert mapped.shape == (3, *bias.shape)
     assert_near(mapped, expected, GRADIENT_F32)
+
+
+@pytest.mark.parametrize("mapped", ["key", "valid", "matrix"])
+def test_calls_of_one_row_that_differ_in_one_argument_are_a_loop(mapped):
+    """And their gradient, where all else is the same for them."""
+    random, arrays = np.random.default_rng(8), draw(8, batch=1)
+    given = {n: arrays[n] for n in ("query", "key", "value")}
+    given |= dict(valid=random.random((1, 17)) < 0.8, matrix=random.random((13, 17)) < 0.8)
+    given[mapped] = np.stack([
+        random.normal(size=given[mapped].shape).astype(np.float32)
+        if mapped == "key" else random.random(given[mapped].shape) < 0.6 for _ in range(3)
+    ])  # fmt: skip
+
+    def loss(query, key, value, valid, matrix):
+        mask = Padding(jnp.asarray(valid)) & Dense(jnp.asarray(matrix)) & Causal()
+        out = dot_product_attention(query, key, value, mask=mask, implementation="pallas")
+        return (out * arrays["out_cotangent"]).sum(), out
+
+    axes = [0 if name == mapped else None for name in given]
+    step = jax.grad(loss, (0, 1, 2), has_aux=True)
+    with using(Plain()):
+        slopes, out = jax.vmap(step, axes)(*given.values())
+    for i in range(3):
+        one = {n: np.asarray(x[i] if n == mapped else x) for n, x in given.items()}
+        seen = np.tri(13, 17, dtype=bool) & one["valid"] & one["matrix"]
+        expected = reference(
+            arrays | {"key": one["key"], "lse_cotangent": np.zeros((1, 13, 4))}, seen[None, None]
+        )
+        assert_near(out[i], expected["out"], FORWARD_F32)
+        for name, slope in zip(("query", "key", "value"), slopes, strict=True):
+            assert_near(slope[i], expected[f"d{name}"], GRADIENT_F32, name)
 
 
 def test_calls_of_one_row_share_a_matrix_that_is_not_mapped():

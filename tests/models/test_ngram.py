@@ -53,10 +53,11 @@ def draw_tokens(rows: int = ROWS, columns: int = TOKENS) -> np.ndarray:
 class KneserNey:
     """Compute interpolated Kneser-Ney from dictionaries of tuples; -1 is before the beginning."""
 
-    def __init__(self, order: int):
+    def __init__(self, order: int, corpus=CORPUS, vocab_size: int = VOCAB):
+        self.vocab_size = vocab_size
         grams = [
             tuple(line[end - order : end])
-            for document in CORPUS
+            for document in corpus
             for line in [[-1] * (order - 1) + document]
             for end in range(order, len(line) + 1)
         ]
@@ -74,7 +75,7 @@ class KneserNey:
 
     def probability(self, context: tuple, word: int) -> float:
         k = len(context) + 1
-        below = self.probability(context[1:], word) if context else 1 / VOCAB
+        below = self.probability(context[1:], word) if context else 1 / self.vocab_size
         numbers = self.followers[k].get(context)
         if numbers is None:
             return below
@@ -121,6 +122,18 @@ def test_a_token_that_was_never_counted_has_a_probability():
     assert all(4 not in document for document in CORPUS)
     logits, _ = run(model, params, draw_tokens())
     assert np.isfinite(logits[:, :, 4]).all() and (logits[:, :, 4] < logits[:, :, 1]).all()
+
+
+@pytest.mark.parametrize("vocab_size", [7, 8, 256])
+def test_every_word_is_found_where_all_are_in_use(vocab_size):
+    """As many words as a power of two, one fewer, and with the sign for the beginning one more."""
+    corpus = [np.random.default_rng(vocab_size).permutation(vocab_size) for _ in range(3)]
+    config, params = count_ngrams(NgramConfig(vocab_size=vocab_size, order=2), corpus)
+    every = np.arange(vocab_size)[:, None]
+    logits, _ = run(build(config), params, every)
+    oracle = KneserNey(2, [document.tolist() for document in corpus], vocab_size)
+    wanted = [[oracle.probability((c,), w) for w in range(vocab_size)] for c in range(vocab_size)]
+    assert_near(np.exp(logits[:, 0]), wanted, FORWARD_F32)
 
 
 def test_documents_are_counted_apart():

@@ -13,7 +13,12 @@ from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_params
 from transformer_jax.models.lora import apply_lora, init_lora, with_adapters
-from transformer_jax.models.quantized import QuantizedKernel, QuantizedTable, quantize
+from transformer_jax.models.quantized import (
+    QuantizedKernel,
+    QuantizedTable,
+    quantize,
+    table_logits,
+)
 from transformer_jax.models.stack import stack_layers, unstack_layers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -121,6 +126,18 @@ def test_embeddings_in_8_bits_are_looked_up_and_multiplied_as_their_numbers(mode
     apply = jax.jit(build(config).apply)  # traced tokens are not checked
     beyond = apply({"params": params}, jnp.array([[1, 23]]))[0]
     assert np.isnan(beyond[:, 1]).all() and np.isfinite(beyond[:, 0]).all()
+
+
+@pytest.mark.parametrize("rows", [1, 67], ids=["few rows", "many rows"])
+def test_logits_of_a_table_in_8_bits_have_their_bias(rng, rows):
+    """Where the compiled kernel multiplies, and where it does not."""
+    x = rng.normal(size=(rows, 1, 16)).astype(np.float32)
+    table, bias = rng.normal(size=(23, 16)), rng.normal(size=23).astype(np.float32)
+    held = quantize({"embed": {"output": jnp.asarray(table, jnp.float32)}}, "int8", embeddings=True)
+    held = held["embed"]["output"]
+    exact = np.asarray(held.values, np.float64) * np.asarray(held.scale, np.float64)[:, None]
+    assert_near(table_logits(jnp.asarray(x), held, jnp.asarray(bias)), x @ exact.T + bias, 1e-5)
+    assert_near(table_logits(jnp.asarray(x), held, None), x @ exact.T, 1e-5)
 
 
 def test_stacked_and_unstacked_kernels_are_the_same():

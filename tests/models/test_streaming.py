@@ -498,6 +498,19 @@ def test_an_encoder_with_look_ahead_streams_whole_chunks(rng):
     assert np.isfinite(lost[0]).all() and np.isnan(lost[1]).all()
 
 
+def test_a_row_of_padding_alone_is_at_no_place_in_a_chunk(rng):
+    """It raises nothing where positions are known, and is finite where they are traced."""
+    model = encoder("none", chunk=3, num_layers=1, window=5)
+    frames = draw(rng, ROWS, 6, FRAME)
+    params = parameters(model, frames)
+    positions = np.stack([np.arange(6), np.full(6, -1)]).astype(np.int32)
+    alone, _ = apply(model, params, frames[:1])
+    for call in (apply, jit_apply):
+        out, _ = call(model, params, frames, positions=positions)
+        assert np.isfinite(out).all()
+        assert_near(out[:1], alone, STREAMED)
+
+
 # The end of int32
 
 

@@ -142,6 +142,19 @@ def int8(implementation: str) -> dict[str, Any]:
     return dict(error=largest_error(found, expected), specs=[list(found.sharding.spec)])
 
 
+def ordered() -> dict[str, Any]:
+    """Heads over two automatic axes, the second one first: nothing moves."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    query = draw(3, batch=1, queries=7, keys=7, heads=4, kv_heads=4)["query"]
+    placed = jax.device_put(query, NamedSharding(mesh, P(None, None, ("model", "data"))))
+    attend = jax.jit(partial(dot_product_attention, mask=Causal(), implementation="blockwise"))
+    compiled = attend.lower(placed, placed, placed).compile()
+    collectives = r"all-gather|all-to-all|collective-permute|all-reduce"
+    found = compiled(placed, placed, placed)
+    moved = re.findall(collectives, compiled.as_text())
+    return dict(error=largest_error(found, attend(query, query, query)), moved=moved)
+
+
 def place_params(params: Any, layout: str, mesh: Any) -> Any:
     """As a user may split them; what does not divide stays whole."""
 
@@ -257,6 +270,7 @@ def inside(what: str) -> dict[str, Any]:
 CASES: dict[str, Any] = {
     **{f"attention, {name}": partial(attention, name) for name in ("xla", "blockwise", "pallas")},
     "attention weights": weights,
+    "ordered": ordered,
     **{f"int8, {name}": partial(int8, name) for name in ("xla", "blockwise")},
     **{
         f"training, {name}, {layout}{', set' if context else ''}": partial(

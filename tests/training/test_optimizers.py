@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tests.support.tolerances import assert_near
 from transformer_jax.config import (
@@ -25,6 +26,7 @@ from transformer_jax.models.stack import stack_layers
 from transformer_jax.training.batch import Batch
 from transformer_jax.training.optimizers import (
     averaged_params,
+    is_frozen,
     make_optimizer,
     matrix_dimensions,
     round_stochastically,
@@ -201,6 +203,35 @@ def test_frozen_parameters_stay_whatever_the_optimizer(optimizer, rng):
     assert np.array_equal(now["tokens"], params["tokens"])
     assert_near(used["tokens"], np.asarray(params["tokens"]), 1e-6)
     assert np.abs(used["block_0"]["out"]["kernel"] - params["block_0"]["out"]["kernel"]).min() > 0
+
+
+def test_a_frozen_name_is_whole_parts_of_a_path():
+    names = ["block_1/bias", "block_1/kernel", "block_10/kernel", "embed/tokens"]
+    params = unflatten_dict(dict.fromkeys(names, jnp.zeros(3)), sep="/")
+
+    def frozen(*given):
+        return [n for n, m in flatten_dict(is_frozen(given, params), sep="/").items() if m]
+
+    assert frozen("block_1") == frozen("block_1/") == names[:2]
+    assert frozen("block_10", "block_1/kernel") == names[1:3]
+    for part in ("block_", "block", "block_1/ker", "embed/token", "tokens"):
+        with pytest.raises(ConfigError, match=f"frozen has {part!r}: no parameter begins so"):
+            frozen(part)
+
+
+def test_the_gradient_of_what_is_frozen_changes_no_update():
+    """However large it is: it does not count in the norm that is clipped."""
+    chain = make_optimizer(replace(BASE, frozen=("held",), clip_norm=1.0))
+    params = {"held": np.ones((3, 5), np.float32), "moved": np.ones((5, 2), np.float32)}
+    update, found = jax.jit(chain.update), []
+    for size in (0.0, 1e6):
+        state, updates = chain.init(params), None
+        for held, slope in ((size, 0.25), (0.0, -0.125)):  # the second step tells of the first
+            grads = {"held": np.full((3, 5), held), "moved": np.full((5, 2), slope)}
+            updates, state = update(jax.tree.map(np.float32, grads), state, params)
+        found.append(updates)
+    assert not np.any(found[1]["held"]) and np.all(found[0]["moved"])
+    np.testing.assert_array_equal(found[0]["moved"], found[1]["moved"])
 
 
 def test_what_an_optimizer_needs_of_the_run_is_said():

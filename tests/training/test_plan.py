@@ -225,6 +225,16 @@ def test_a_state_that_does_not_fit_is_not_compiled_and_what_would_fit_is_said():
     assert held.memory.parameters == 4 * num_params(wide.model)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_planned_in_float32_whatever_the_parameters(dtype):
+    count = num_params(SMALL)
+    held = plan_training(replace(RUN, param_dtype=dtype), CPU, compiled=False).memory
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    moments, counters = 2 * 4 * count, 2 * 4
+    assert (held.parameters, held.working) == (size * count, 4 * count)
+    assert (held.optimizer, held.inputs) == (moments + counters, 0)
+
+
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_a_larger_one_does_not():
     run = replace(RUN, model=replace(SMALL, num_layers=1))

@@ -70,6 +70,14 @@ def test_the_loss_is_that_of_the_paper(rng, chunk):
     assert 0 < (margins > 0).sum() < 3
 
 
+def test_no_pair_is_right_where_the_model_is_the_reference(rng):
+    """Both answers then have the reward 0: the chosen one has no larger one."""
+    config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))
+    params, batch = init_params(MODEL, jax.random.key(0)), a_batch(rng)
+    scores = preference_scores(config, BETA)(params, batch, params)
+    assert_near(scores, [3 * np.log(2), 3, 0], 1e-6)
+
+
 def test_rows_without_a_pair_count_nothing(rng):
     config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))
     params, reference = (init_params(MODEL, jax.random.key(seed)) for seed in (0, 1))

@@ -93,6 +93,20 @@ def test_packing_keeps_every_example_whole_and_pays_where_two_fit():
         packed([Example(np.arange(5), np.arange(5))], 4)
 
 
+def test_a_prefix_of_a_packed_example_is_its_first_tokens_wherever_it_lies():
+    given = [Example(np.arange(n, dtype=np.int32), np.arange(n), n % 4) for n in range(4, 11)]
+    (rows,) = packed(given, 13).buckets
+    found, first = [], set()
+    for segments, prefix in zip(rows.segments, rows.prefix, strict=True):
+        for number in range(1, segments.max() + 1):
+            (at,) = np.nonzero(segments == number)
+            assert prefix[at].tolist() == [i < len(at) % 4 for i in range(len(at))]
+            found.append(len(at))
+            first.add(int(at[0]))
+        assert not prefix[segments == 0].any()
+    assert sorted(found) == list(range(4, 11)) and len(first) > 1
+
+
 MODELS = {
     "causal": ModelConfig(vocab_size=29, d_model=12, num_heads=2, num_layers=2, max_len=19),
     "prefix": ModelConfig(vocab_size=29, d_model=12, num_heads=2, num_layers=2, max_len=19),

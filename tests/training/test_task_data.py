@@ -131,6 +131,23 @@ def test_hidden_tokens_have_the_shares_that_the_task_names(tmp_path):
     assert first == second and len(first) > 10
 
 
+@pytest.mark.parametrize("count", [72, 71, 73])
+def test_an_evaluation_of_hidden_tokens_covers_every_whole_window(tmp_path, count):
+    """Also the last one, where the held-out part is a multiple of a window's 24 tokens."""
+    letters = np.random.default_rng(5).choice(list("abcdefghij"), 800 + count)
+    text = "".join(letters)
+    held_out = write(tmp_path, text[800:], "held_out.txt")
+    config = run(MaskedTask(), write(tmp_path, text[:800]), val_data=str(held_out))
+    task = load_task(config)
+    assert len(task.data.val) == count
+    found = []
+    for batch in task.evaluation():
+        assert batch.tokens.shape == (2, 24)
+        there = np.where(batch.labels != IGNORE, batch.labels, batch.tokens)
+        found += [row for row, labels in zip(there, batch.labels, strict=True) if labels.max() >= 0]
+    assert np.array_equal(found, np.asarray(task.data.val)[: count // 24 * 24].reshape(-1, 24))
+
+
 def test_whole_words_are_hidden_together(tmp_path):
     words = np.random.default_rng(3).choice(["one", "seven", "eleven"], 2003)
     task = load_task(run(MaskedTask(rate=0.3, whole_words=True), write(tmp_path, " ".join(words))))
