@@ -16,7 +16,7 @@ PACKAGE = "transformer_jax"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels", "tracing"),
-    ("checks", "config", "pytree", "sharding", "untrusted_files"),
+    ("checks", "config", "durable_files", "pytree", "sharding", "untrusted_files"),
     ("tokenizers",),
     ("attention", "cache", "corpus"),
     ("checkpoints", "models"),

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.killed import Killed, killed_after
 from tests.support.saved import arrays_of, largest_file
-from transformer_jax.checkpoints import checkpoint
+from transformer_jax.checkpoints import checkpoint, orbax_arrays
 from transformer_jax.checkpoints.checkpoint import (
     CheckpointError,
     Saver,
@@ -32,6 +32,7 @@ from transformer_jax.checkpoints.checkpoint import (
     step_path,
     verify,
 )
+from transformer_jax.durable_files import write_file
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -482,9 +483,94 @@ def test_a_damaged_checkpoint_is_never_the_best(tmp_path):
 
 def test_a_small_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     file = tmp_path / "config.json"
-    checkpoint.write_file(file, "old")
+    write_file(file, "old")
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
-        checkpoint.write_file(file, "new")
+        write_file(file, "new")
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
+
+
+ODD_NAMES = [
+    "layers=[1,2]", "a*b?c", "{x,y}", "100%", "a#b", " two  words ", "-dash", "~", "gs:", "a:b",
+    "line\nend", "n\u0303\u00f1", "$HOME", "'\"`\\", b"caf\xe9".decode("utf-8", "surrogateescape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_folder_of_any_name_holds_checkpoints_that_are_read(tmp_path, name):
+    tree = {"params": {"w": np.arange(7.0)}, "step": 3}
+    folder = tmp_path / name / "inner"
+    found = restore(save(folder, 3, tree), tree)
+    chex.assert_trees_all_equal(found, tree)
+    assert [path.name for path in (tmp_path / name / "inner").iterdir()] == ["step-00000003"]
+    os.rename(os.fsencode(tmp_path / name), os.fsencode(tmp_path / "plain"))
+    arrays = arrays_of(tmp_path / "plain" / "inner" / "step-00000003")
+    np.testing.assert_array_equal(arrays["params:params.w"], tree["params"]["w"])
+
+
+@pytest.mark.parametrize("name", ["plain", "layers=[1,2]"])
+def test_a_save_that_does_not_read_as_it_was_written_keeps_the_older_ones(
+    tmp_path, monkeypatch, name
+):
+    older = {"params": {"w": np.arange(311.0)}, "state": {"k": np.arange(5)}}
+    newer = {"params": {"w": np.arange(311.0) + 1.5}, "state": {"k": np.arange(5)}}
+    finish = orbax_arrays.finish
+
+    def finish_damaged(folder):
+        finish(folder)
+        if folder.name == "params":
+            files = folder.rglob("d/*")
+            file = max(files, key=lambda path: path.stat().st_size)
+            content, value = file.read_bytes(), np.float64(17 + 1.5).tobytes()
+            assert content.count(value) == 1
+            file.write_bytes(content.replace(value, np.float64(18).tobytes()))
+
+    folder = tmp_path / name
+    with checkpoint.Saver(folder, keep=1) as saver:
+        saver.save(1, older)
+        saver.wait()
+        monkeypatch.setattr(orbax_arrays, "finish", finish_damaged)
+        path = saver.save(2, newer)
+        with pytest.raises(CheckpointError) as caught:
+            saver.wait()
+        assert str(caught.value) == (
+            f"{path}: params/w does not read as it was written: "
+            "this save is given up, older ones stay"
+        )
+        assert [entry.name for entry in folder.iterdir()] == ["step-00000001"]
+        chex.assert_trees_all_equal(restore(step_path(folder, 1), older), older)
+        monkeypatch.undo()
+        saver.save(2, newer)
+    assert saved_steps(folder) == [2]
+    chex.assert_trees_all_equal(restore(step_path(folder, 2), newer), newer)
+
+
+@pytest.mark.parametrize("code", ["EINVAL", "ENOTSUP", "ENOSYS", "EOPNOTSUPP"])
+def test_a_file_system_that_cannot_sync_folders_keeps_checkpoints(tmp_path, monkeypatch, code):
+    fsync = os.fsync
+
+    def synced(handle):
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    tree = {"params": {"w": np.arange(7.0)}}
+    chex.assert_trees_all_equal(restore(save(tmp_path, 3, tree), tree), tree)
+    write_file(tmp_path / "small", "text")
+    assert (tmp_path / "small").read_text() == "text"
+    monkeypatch.setattr(os, "fsync", lambda handle: fsync(10**6))
+    with pytest.raises(OSError, match="small"):  # an error of the disk is one
+        write_file(tmp_path / "small", "other")
+    assert (tmp_path / "small").read_text() == "text"
+
+
+def test_a_save_goes_where_its_folder_was_though_the_process_has_moved(tmp_path, monkeypatch):
+    tree = {"params": {"w": np.arange(7.0)}}
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with checkpoint.Saver(Path("run")) as saver:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        saver.save(3, tree)
+    assert saved_steps(tmp_path / "run") == [3]

@@ -1,6 +1,8 @@
 """Training: the step against NumPy, and runs that stop, break and go on bit for bit."""
 
+import errno
 import json
+import os
 import resource
 import time
 from dataclasses import replace
@@ -46,6 +48,7 @@ from transformer_jax.config.presets import task_recipe
 from transformer_jax.config.tasks import TASKS, LanguageTask
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.models.stack import stack_layers
+from transformer_jax.text.text_model import load_run
 from transformer_jax.training import loop as training
 from transformer_jax.training.batch import Batch, batch_loss, batch_scores
 from transformer_jax.training.data import (
@@ -745,6 +748,55 @@ def test_a_run_of_any_name_is_drawn(tmp_path):
     folder.metrics_file.write_text('{"step": 1, "loss": 2.5}\n')
     plot_losses(folder)
     assert (folder.path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["layers=[1,2]", "a b*?{c} 100% #\nn\u0303", "~"])
+def test_a_run_in_a_folder_of_any_name_is_read_and_goes_on(config, name):
+    odd = replace(config, out=f"{config.out}/{name}/")
+    fit(odd, stop=after(2))
+    assert fit(odd, resume=True, stop=after(1)).step == 3
+    assert load_run(odd.out).step == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        (b"caf\xe9".decode("utf-8", "surrogateescape"), "must be UTF-8"),
+        ("gs://bucket/run", "must be a folder of this machine, not an address"),
+        ("a\0b", "must be the name of a folder"),
+        ("/".join(["d" * 97] * 41), "must have at most 3840"),
+    ],
+)
+def test_a_folder_that_can_be_none_is_refused_before_anything(config, name, rule):
+    with pytest.raises(ConfigError, match=rf"^out is .*{rule}$"):
+        fit(replace(config, out=name, data="no such file"))
+
+
+def test_a_run_stays_in_its_folder_though_the_process_moves(config, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def moved() -> bool:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        return True
+
+    fit(replace(config, out="here"), stop=moved)
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert load_run(tmp_path / "here").step == 1
+
+
+@pytest.mark.parametrize("code", ["ENOLCK", "ENOTSUP", "EOPNOTSUPP"])
+def test_a_file_system_without_locks_is_named_and_nothing_is_left(config, monkeypatch, code):
+    def refuse(handle, how):
+        raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fcntl.flock", refuse)
+        with pytest.raises(OSError, match=r"has no locks .*: choose one on a local disk") as caught:
+            fit(config)
+        assert caught.value.filename == str(Path(config.out).absolute())
+    assert not Path(config.out).exists()
+    assert fit(config, stop=after(1)).step == 1
 
 
 def test_a_changed_tokenizer_is_seen(started):

@@ -7,9 +7,10 @@
         manifest.json   names, dtypes, shapes; size and sha256 of each file, and its own sha256
 
 A save copies the values to the host and returns; a thread writes them. The folder is written as
-`step-00000500.tmp`: each process writes its shards, then process 0 the manifest; all is synced to
-the disk, and then renamed. So a `step-N` is complete, and a process that was killed leaves a
-`.tmp`. Nothing in the folder can run code, and every file is compared with its hash before use.
+`step-00000500.tmp`: each process writes its shards, reads them back and compares them with what it
+was given, then process 0 writes the manifest; all is synced to the disk, and then renamed. So a
+`step-N` is complete, and a process that was killed leaves a `.tmp`. Nothing in the folder can run
+code, and every file is compared with its hash before use.
 The checkpoints of format 1 (`old_container`) are read as well.
 """
 
@@ -34,10 +35,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checkpoints import old_container, orbax_arrays
+from transformer_jax.durable_files import sync, write_synced
 
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 64 * 2**20
 """Largest manifest that is read, in bytes."""
+
+READ_BACK_BYTES = 2**28
+"""Bytes that are read back at once of what was saved."""
 
 PyTree: TypeAlias = Any
 """A nested structure of arrays, PRNG keys and numbers."""
@@ -111,7 +116,8 @@ class Saver:
 
         `check` is asked about the arrays before they are written.
         """
-        self._folder, self._keep, self._check = folder, keep, check
+        self._named, self._keep, self._check = folder, keep, check
+        self._folder = folder.absolute()  # wherever the process goes while the thread writes
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -151,7 +157,7 @@ class Saver:
             target=self._write, args=(final, content, groups), name="save checkpoint"
         )
         self._thread.start()
-        return final
+        return step_path(self._named, step)
 
     def wait(self) -> None:
         """Return when the last save is on the disk; raise its error."""
@@ -183,10 +189,15 @@ class Saver:
                     if self._check is not None:
                         self._check(content["step"], _shards(arrays))
                     orbax_arrays.write(partial / group, arrays)
-            with _together(f"{meeting}:committed"):
+            with _together(f"{meeting}:joined"):
                 if first:
                     for group in groups:
                         orbax_arrays.finish(partial / group)
+            with _together(f"{meeting}:read"):
+                for group, staged in groups.items():
+                    _read_back(partial / group, staged, final)
+            with _together(f"{meeting}:committed"):
+                if first:
                     _commit(partial, final, content)
                     if self._keep is not None:
                         prune(self._folder, self._keep)
@@ -335,18 +346,6 @@ def remove_partial(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def write_file(path: Path, content: str) -> None:
-    """Replace a small file: afterwards, or after a crash, it holds the old text or the new."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        _write_text(partial, content)
-        os.replace(partial, path)
-        sync(path.parent)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
 def _named(tree: Any) -> dict[str, Any]:
     """Return the leaves by their slash-separated names, in the order of the tree."""
     found: dict[str, Any] = {}
@@ -404,6 +403,41 @@ def _shards(arrays: Mapping[str, np.ndarray | jax.Array]) -> dict[str, np.ndarra
     return parts
 
 
+def _read_back(folder: Path, staged: Mapping[str, np.ndarray | jax.Array], final: Path) -> None:
+    """Raise CheckpointError where what was written does not read as what was given, bit for bit.
+
+    Each process reads its own shards, and the first what is no one's.
+    """
+    arrays = {name: _on_host(array) for name, array in staged.items()}
+    if jax.process_index() != 0:
+        arrays = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
+    waiting = list(arrays.items())
+    while waiting:
+        part: dict[str, np.ndarray | jax.Array] = {}
+        size = 0
+        while waiting and (not part or size + waiting[-1][1].nbytes <= READ_BACK_BYTES):
+            name, part[name] = waiting[-1]
+            size += waiting.pop()[1].nbytes
+        like = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=_sharding(array))
+            for name, array in part.items()
+        }
+        found = _shards(orbax_arrays.read(folder, like))
+        for name, given in _shards(part).items():
+            same = found[name].dtype == given.dtype and found[name].shape == given.shape
+            if not same or not np.array_equal(_bits(found[name]), _bits(given)):
+                rule = "does not read as it was written: this save is given up, older ones stay"
+                raise CheckpointError(f"{final}: {name} {rule}")
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _sharding(array: np.ndarray | jax.Array) -> jax.sharding.Sharding | None:
+    return array.sharding if isinstance(array, jax.Array) else None
+
+
 _meetings = itertools.count()
 
 
@@ -424,7 +458,7 @@ def _commit(partial: Path, final: Path, content: dict[str, Any]) -> None:
     names = sorted(name for name, is_folder in _contents(partial) if not is_folder)
     files = {name: _hashed(partial / name) for name in names}
     text = _sealed(content | {"files": files})
-    _write_text(partial / MANIFEST, text)
+    write_synced(partial / MANIFEST, text)
     for name, is_folder in _contents(partial):
         if is_folder:
             sync(partial / name)
@@ -510,34 +544,6 @@ def _read_group(
                 f"{leaf.dtype}{list(leaf.shape)}"
             )
     return arrays
-
-
-def _write_text(path: Path, content: str) -> None:
-    with naming(path), open(path, "wb") as stream:
-        stream.write(content.encode("utf-8", "surrogatepass"))
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def sync(path: Path) -> None:
-    """Return when a file's content, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with naming(path):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the name of the file to an OSError of writing, which has none."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
 
 
 def _remove(path: Path) -> None:

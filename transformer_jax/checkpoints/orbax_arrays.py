@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -21,6 +22,7 @@ import jax
 import numpy as np
 
 if TYPE_CHECKING:
+    from etils import epath
     from orbax.checkpoint import PyTreeCheckpointHandler
 
 TIMEOUT = 600
@@ -45,22 +47,19 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> None:
 
     NumPy arrays are written by process 0. OSError names the file that could not be written.
     """
-    from etils import epath
     from orbax.checkpoint import args
 
     tree = {_key(name): array for name, array in arrays.items()}
-    with _quiet(), _os_errors():
-        saving = _handler().async_save(epath.Path(folder.absolute()), args=args.PyTreeSave(tree))
+    with _quiet(), _plainly_named(folder) as path:
+        saving = _handler().async_save(path, args=args.PyTreeSave(tree))
         for future in asyncio.run(saving) or ():
             future.result()
 
 
 def finish(folder: Path) -> None:
     """Join what the processes have written; process 0 calls it once all have."""
-    from etils import epath
-
-    with _quiet(), _os_errors():
-        _handler().finalize(epath.Path(folder.absolute()))
+    with _quiet(), _plainly_named(folder) as path:
+        _handler().finalize(path)
 
 
 def read(
@@ -71,7 +70,6 @@ def read(
     Of a sharded array each process reads what its devices hold. ValueError where the folder does
     not have them.
     """
-    from etils import epath
     from orbax.checkpoint import ArrayRestoreArgs, RestoreArgs, args
 
     tree = {_key(name): like for name, like in wanted.items()}
@@ -82,8 +80,8 @@ def read(
         for name, like in tree.items()
     }
     request = args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
-    with _quiet():
-        found = _handler().restore(epath.Path(folder.absolute()), args=request)
+    with _quiet(), _plainly_named(folder) as path:
+        found = _handler().restore(path, args=request)
     return {name: found[_key(name)] for name in wanted}
 
 
@@ -147,14 +145,27 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _os_errors() -> Iterator[None]:
-    """Raise as OSError with its file what TensorStore reports of the system in words."""
-    try:
-        yield
-    except ValueError as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))
-        if code is None:
-            raise
-        files = re.findall(r'"(/[^"]*)"', str(error))
-        number = int(code[1])
-        raise OSError(number, os.strerror(number), files[-1] if files else None) from None
+def _plainly_named(folder: Path) -> Iterator[epath.Path]:
+    """Name a folder as orbax reads names: where it would not, by a link.
+
+    It takes brackets for a pattern and a colon for a URL, and TensorStore wants UTF-8. What the
+    latter reports of the system in words is raised as OSError with its file.
+    """
+    from etils import epath
+
+    folder = folder.absolute()
+    with contextlib.ExitStack() as stack:
+        path = folder
+        if not re.fullmatch(r"[\w./-]+", str(folder), re.ASCII):
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory()), "checkpoint")
+            path.symlink_to(folder)
+        try:
+            yield epath.Path(path)
+        except ValueError as error:
+            said = str(error).replace(str(path), str(folder))
+            code = re.search(r"os_error_code='(\d+)'", said)
+            if code is None:
+                raise ValueError(said) from None
+            files = re.findall(r'"(/[^"]*)"', said)
+            number = int(code[1])
+            raise OSError(number, os.strerror(number), files[-1] if files else None) from None

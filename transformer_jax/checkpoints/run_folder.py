@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import fcntl
 import hashlib
 import itertools
 import json
-import os
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
-from transformer_jax.checkpoints.checkpoint import CheckpointError, naming, write_file
+from transformer_jax import durable_files
+from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.fields import kind_name
 from transformer_jax.config.migrate import current_model_fields, current_train_fields
 from transformer_jax.config.tasks import usual_task
+from transformer_jax.durable_files import naming, write_file
 from transformer_jax.tokenizers.special import tokenizer_from_json
 from transformer_jax.tokenizers.trained import Tokenizer
 
@@ -272,38 +273,11 @@ def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, str]]:
             yield key, f"{key}: {one!r} -> {two!r}"
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold `path/lock`, which contains this process's number; RunError if another process does.
-
-    The system frees the lock when its process ends, however it ends.
-    """
-    file = path / "lock"
-    while True:
-        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(handle, 64, 0).decode(errors="replace").strip()
-            os.close(handle)
-            raise RunError(f"{path}: process {owner or '?'} is training here") from None
-        if _same_file(handle, file):
-            break
-        os.close(handle)  # its owner removed it in between
-    try:
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        file.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _same_file(handle: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), os.stat(file))
-    except FileNotFoundError:
-        return False
+def locked(path: Path) -> AbstractContextManager[None]:
+    """Hold `path/lock`; RunError if another process does."""
+    return durable_files.locked(
+        path, lambda owner: RunError(f"{path}: process {owner} is training here")
+    )
 
 
 def check_unused(path: Path) -> None:
@@ -354,7 +328,8 @@ def plot_losses(folder: RunFolder) -> None:
         )  # fmt: skip
     axes.set_xlabel("step", color=ink)
     axes.set_ylabel("loss (nats per token)", color=ink)
-    axes.set_title(folder.path.name, loc="left", color=ink, parse_math=False)
+    title = " ".join(folder.path.name.encode("utf-8", "backslashreplace").decode().split())
+    axes.set_title(title, loc="left", color=ink, parse_math=False)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -362,7 +337,10 @@ def plot_losses(folder: RunFolder) -> None:
     axes.tick_params(colors=ink)
     if train or held_out:
         axes.legend(frameon=False, labelcolor=ink)
-    figure.savefig(folder.path / "loss.png")
+    file = folder.path / "loss.png"
+    with warnings.catch_warnings(), naming(file), open(file, "wb") as stream:
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script
+        figure.savefig(stream, format="png")
 
 
 def smooth(values: tuple[float, ...]) -> list[float]:

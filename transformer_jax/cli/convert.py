@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformer_jax.cli.command import Parser, load_run, run
 from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.tasks import ClassifyTask
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def _convert(arguments: argparse.Namespace) -> list[str]:
             if getattr(arguments, name) is not None:
                 raise ConfigError(f"{name} with adapter: an adapter is one file, in float32")
     shard_bytes = _shard_bytes(arguments.shard_gb)
+    check_new_folder("to", arguments.to)
     target = Path(arguments.to)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"to is {str(target)!r}: must not exist, or be an empty folder")

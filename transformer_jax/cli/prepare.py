@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from transformer_jax.cli.command import Parser, run
+from transformer_jax.cli.report import shell_path
 from transformer_jax.config import ConfigError
 from transformer_jax.config.prepare import TRAINED, DocumentFormat, PrepareConfig
 
@@ -50,7 +51,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         f"{val.tokens:,} of {val.documents:,} held out; vocabulary of "
         f"{corpus.tokenizer.vocab_size:,}, {8 * train.dtype.itemsize} bits a token"
     )
-    print(f"python train.py --data {corpus.path} --out FOLDER")
+    print(f"python train.py --data {shell_path(str(corpus.path))} --out FOLDER")
 
 
 def read_tokenizer(path: str) -> Tokenizer:

@@ -67,7 +67,12 @@ def how_to_resume(config: TrainConfig, more: str = "") -> str:
     What came from standard input is not in the run folder, and has to be given again: as TEXT.
     """
     text = " < TEXT" if config.data == "-" else ""
-    return f"python train.py --out {shlex.quote(config.out)} --resume{more}{text}"
+    return f"python train.py --out {shell_path(config.out)} --resume{more}{text}"
+
+
+def shell_path(path: str) -> str:
+    """Return a path as a shell and a flag read it."""
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
 def what_text(config: TrainConfig) -> str:
@@ -79,7 +84,7 @@ def how_to_write(result: Result) -> str:
     """Return the command that writes with the model, and a prompt that its tokenizer can read."""
     prompt = suggested_prompt(result)
     ending = f" --prompt {shlex.quote(prompt)}" if prompt else ""
-    return f"python -m transformer_jax generate --run {shlex.quote(result.config.out)}{ending}"
+    return f"python -m transformer_jax generate --run {shell_path(result.config.out)}{ending}"
 
 
 def _example(result: Result) -> str:

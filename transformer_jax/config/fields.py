@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
     """Say that a config field has a value that is not allowed, or that two fields contradict."""
+
+
+LONGEST_FOLDER = 3840
+"""Bytes of a folder's path: a system allows 4096 for those of the files below it."""
 
 
 def kind_name(kind: type) -> str:
@@ -87,6 +93,20 @@ def fraction(config: Any, *names: str) -> None:
     for name in names:
         if not 0.0 <= getattr(config, name) < 1.0:
             fail(name, getattr(config, name), "must be at least 0 and below 1")
+
+
+def check_new_folder(name: str, path: str) -> None:
+    """Raise ConfigError for a folder to be made whose name cannot be that of one."""
+    try:
+        size = len(os.path.abspath(path).encode("utf-8"))
+    except UnicodeEncodeError:
+        fail(name, path, "must be UTF-8")
+    if "\0" in path or not path:
+        fail(name, path, "must be the name of a folder")
+    if re.match(r"[A-Za-z][\w+.-]*://", path):
+        fail(name, path, "must be a folder of this machine, not an address")
+    if size > LONGEST_FOLDER:
+        fail(name, f"{path[:40]}...", f"has {size} bytes, must have at most {LONGEST_FOLDER}")
 
 
 def unread(config: Any, rule: str, *names: str) -> None:

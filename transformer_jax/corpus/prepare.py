@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -34,6 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from transformer_jax.config import ConfigError
+from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.prepare import TRAINED, PrepareConfig
 from transformer_jax.corpus.documents import (
     Chunk,
@@ -57,6 +57,7 @@ from transformer_jax.corpus.folder import (
     sealed,
     shard_file,
 )
+from transformer_jax.durable_files import locked, sync, write_file
 from transformer_jax.tokenizers.special import (
     encode_text,
     tokenizer_from_json,
@@ -113,6 +114,7 @@ def prepare(
     """
     if (tokenizer is None) != (config.tokenizer in TRAINED):
         raise ConfigError(f"tokenizer is {config.tokenizer!r}: must be given where it is not made")
+    check_new_folder("out", str(out))
     folder = Path(out)
     sizes = [os.path.getsize(path) if os.path.exists(path) else 0 for path in config.data]
     workers = min(workers, -(-sum(sizes) // chunk_bytes) or 1)
@@ -402,7 +404,7 @@ class _Appended:
 
 def _sync(stream: Any) -> None:
     stream.flush()
-    os.fsync(stream.fileno())
+    sync(Path(stream.name))
 
 
 class _Workers:
@@ -528,17 +530,8 @@ def _empty(config: PrepareConfig) -> DataError:
 
 def write_whole(file: Path, content: bytes) -> None:
     """Write a file so that it is there whole or not at all."""
-    partial_file = file.with_name(file.name + ".tmp")
     with _writing(file):
-        with open(partial_file, "wb") as stream:
-            stream.write(content)
-            _sync(stream)
-        os.replace(partial_file, file)
-        handle = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        write_file(file, content)
 
 
 @contextlib.contextmanager
@@ -554,20 +547,11 @@ def _writing(file: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
     """Make a folder and hold its lock; DataError where another process holds it."""
-    file = folder / "lock"
-    with _writing(file):
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{folder}: another process is preparing it") from None
-        try:
+        with locked(folder, lambda owner: DataError(f"{folder}: process {owner} is preparing it")):
             yield
-        finally:
-            file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # which has files, as soon as anything was begun
-                folder.rmdir()
     finally:
-        os.close(handle)
+        with contextlib.suppress(OSError):  # which has files, as soon as anything was begun
+            folder.rmdir()

@@ -28,8 +28,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checkpoints.checkpoint import CheckpointError, write_file
+from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import LoraConfig
+from transformer_jax.durable_files import write_file
 from transformer_jax.models.lora import Matrices, flatten, layer, matrices, nest, select
 from transformer_jax.untrusted_files import Untrusted
 

@@ -31,7 +31,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checkpoints.checkpoint import CheckpointError, sync
+from transformer_jax.checkpoints.checkpoint import CheckpointError
+from transformer_jax.durable_files import sync
 from transformer_jax.untrusted_files import Untrusted, brief, is_plain, shown
 
 CONFIG = "config.json"
@@ -461,8 +462,7 @@ def _dump(content: Mapping[str, Any], name: str) -> bytes:
 def _write(path: Path, content: bytes) -> None:
     with open(path, "xb") as stream:
         stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    sync(path)
 
 
 def _replace(path: Path, partial: Path) -> None:

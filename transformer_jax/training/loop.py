@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -34,9 +34,11 @@ from transformer_jax.checkpoints.run_folder import (
     tokenizer_sha256,
 )
 from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.optimizers import ScheduleFree
 from transformer_jax.config.tasks import PreferenceTask
+from transformer_jax.durable_files import write_file
 from transformer_jax.models.ngram import count_ngrams
 from transformer_jax.models.quantized import count
 from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_adapters, given_params
@@ -153,7 +155,7 @@ def fit(
         raise ConfigError(f"init_from is None: must name the model that {what}")
     if is_first():
         check_trackers(config.log or ())
-    folder = RunFolder(Path(config.out))
+    folder = RunFolder(Path(config.out).absolute())  # wherever the process goes meanwhile
     with ExitStack() as stack:
         found, start = None, None
         if resume:
@@ -163,7 +165,8 @@ def fit(
             if config.init_from is not None and (found is None or keeps):
                 start = start_model(config.init_from)
         else:
-            by_first(lambda: check_unused(folder.path))
+            check_new_folder("out", config.out)
+            by_first(lambda: check_unused(Path(config.out)))
             if config.init_from is not None:
                 start = start_model(config.init_from)
                 check_model(config.model, start, config.init_from)
@@ -223,10 +226,15 @@ def _continued(
 def _claimed(path: Path) -> Iterator[None]:
     """Make the folder of a new run and hold it; RunError where another run was quicker."""
     path.mkdir(parents=True, exist_ok=True)
-    with locked(path):
-        if any(entry.name != "lock" for entry in path.iterdir()):
-            raise RunError(f"{path}: another run has just started here")
-        yield
+    try:
+        with locked(path):
+            if any(entry.name != "lock" for entry in path.iterdir()):
+                raise RunError(f"{path}: another run has just started here")
+            yield
+    except BaseException:
+        with suppress(OSError):  # unless it holds something: an empty one would be in the way
+            path.rmdir()
+        raise
 
 
 def evaluate(
@@ -446,11 +454,11 @@ class _Run:
         if is_first():
             if not interrupted and self.config.sample_tokens:
                 sample = self.task.sample(params)
-                checkpoint.write_file(self.folder.path / "sample.txt", sample + "\n")
+                write_file(self.folder.path / "sample.txt", sample + "\n")
             if not interrupted:
                 judged = self.task.judge(params, self.progress.decoded)
                 scored = json.dumps(judged, indent=1)
-                checkpoint.write_file(self.folder.path / "scores.json", scored)
+                write_file(self.folder.path / "scores.json", scored)
             plot_losses(self.folder)
         wait_for_all("finished")
         character = None if val_loss is None else self.task.per_character(val_loss)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from transformer_jax.checkpoints.checkpoint import write_file
+from transformer_jax.durable_files import write_file
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.training.batch import Batch
 
