@@ -1,6 +1,7 @@
 """Register frozen dataclasses as pytrees whose checks run for callers only, and for export.
 
-`cast_floats` changes the dtype of a tree's numbers.
+`cast` changes the dtype of an array, and `cast_floats` that of a tree's numbers: all conversions of
+parameters are theirs, which refuse a finite number that the dtype has no room for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from transformer_jax.config.fields import ConfigError
+
 C = TypeVar("C", bound=type)
 
 
@@ -30,11 +33,50 @@ def sha256_of(tree: Any) -> str:
     return found.hexdigest()
 
 
+def cast(name: str, array: Any, dtype: jax.typing.DTypeLike) -> Any:
+    """Return an array in `dtype`; ConfigError where a finite number would become infinite.
+
+    `name` says where it stands. NaN and inf that are there already stay; what is traced is not
+    looked at.
+    """
+    check_range(name, array, dtype)
+    return array.astype(dtype)
+
+
+def check_range(name: str, array: Any, dtype: jax.typing.DTypeLike) -> None:
+    """Raise ConfigError where a finite number of an array would be infinite in `dtype`."""
+    if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct) or not array.size:
+        return
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return
+    largest = float(jnp.finfo(dtype).max)
+    if float(jnp.finfo(array.dtype).max) <= largest:
+        return
+    lib: Any = jnp if isinstance(array, jax.Array) else np
+    if max(float(array.max()), -float(array.min())) <= largest:  # False where there is NaN
+        return
+    with np.errstate(over="ignore"):  # of which NumPy warns
+        lost = lib.isfinite(array) & ~lib.isfinite(array.astype(dtype))
+    if bool(lost.any()):
+        worst = float(lib.where(lost, lib.abs(array), 0).max())
+        rule = f"{jnp.dtype(dtype).name} holds at most {largest:.5g}"
+        raise ConfigError(f"{name} has a weight of size {worst:.5g}: {rule}")
+
+
 def cast_floats(tree: Any, dtype: jax.typing.DTypeLike) -> Any:
-    """Return a tree whose floating-point arrays are in `dtype`; others stay as they are."""
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
+    """Return a tree whose floating-point arrays are `cast` to `dtype`; others stay as they are."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return cast(path_name(path), leaf, dtype)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def path_name(path: Any) -> str:
+    """Return the path of a leaf as names of parameters are written, "decoder/norm/scale"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def register(*, arrays: tuple[str, ...] = (), static: tuple[str, ...] = ()) -> Callable[[C], C]:

@@ -17,6 +17,7 @@ import difflib
 import hashlib
 import itertools
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -120,12 +121,12 @@ class RunFolder:
         """
         lines = self._metrics()
         kept = [line for line in lines if line is not None and line["step"] <= step]
-        write_file(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+        write_file(self.metrics_file, "".join(json_text(line) + "\n" for line in kept))
         return lines.count(None)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         with naming(self.metrics_file), open(self.metrics_file, "a") as log:
-            log.write(json.dumps(line, allow_nan=False) + "\n")
+            log.write(json_text(line) + "\n")
 
     def _metrics(self) -> list[dict[str, Any] | None]:
         """Read the finished lines of metrics.jsonl, None for a damaged one."""
@@ -148,10 +149,23 @@ def _read_tokenizer(file: Path, sha256: str | None) -> Tokenizer:
         raise CheckpointError(f"{file}: {error}") from None
 
 
+def json_text(content: Any, indent: int | None = None) -> str:
+    """Return JSON of measurements: null stands for NaN and inf, for which JSON has no number."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(content), indent=indent, allow_nan=False)
+
+
 def _measurement(text: str) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl: an object with an integer `step`, whose losses are numbers."""
     try:
-        line = json.loads(text)
+        line = json.loads(text, parse_constant=lambda _: None)  # of an older version
     except (ValueError, RecursionError):
         return None
     if not isinstance(line, dict) or type(line.get("step")) is not int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -53,6 +52,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: must be at least 1")
+    from transformer_jax.checkpoints.run_folder import json_text
     from transformer_jax.training.progress import DecodingLine
 
     config, tokenizers, params = _of_run(arguments) if arguments.run else _published(arguments)
@@ -62,7 +62,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         found = judge_file(config, tokenizers, params, DecodingLine())
     if (hint := missing_metrics(config, found)) is not None:
         print(f"evaluate: {hint}", file=sys.stderr)
-    print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found)))
+    print(json_text(found, indent=1) if arguments.json else "\n".join(_lines(found)))
 
 
 def judge_file(

@@ -37,6 +37,7 @@ from transformer_jax.models.recurrent import (
 )
 from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
 from transformer_jax.models.window import WindowLM
+from transformer_jax.pytree import cast
 from transformer_jax.tracing import traced
 
 Model = Encoder | Decoder | EncoderDecoder
@@ -275,7 +276,7 @@ def merged(fresh: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str
         if path not in old:
             new.append(name)
             continue
-        value = jnp.asarray(old[path], leaf.dtype)
+        value = cast(name, jnp.asarray(old[path]), leaf.dtype)
         if value.shape == leaf.shape:
             found[path] = value
         elif value.shape[1:] == leaf.shape[1:] and len(value) < len(leaf):

@@ -29,7 +29,7 @@ from transformer_jax.config import ConfigError, LoraConfig
 from transformer_jax.models.adapters import AdaptedKernel
 from transformer_jax.models.quantized import QuantizedKernel, quantize
 from transformer_jax.models.stack import stack_layers, unstack_layers
-from transformer_jax.pytree import cast_floats
+from transformer_jax.pytree import cast_floats, path_name
 
 Matrices = dict[str, tuple[int, int]]
 """Paths of modules with a kernel, those of a looped stack, to the kernel's (inputs, outputs)."""
@@ -129,10 +129,22 @@ def merge_lora(
     """Apply adapters once and for all: plain parameters, each kernel in the dtype it had.
 
     In f32 these are the same numbers. In bf16 each sum is rounded: what it adds to a weight is lost
-    below 2^-9 of the weight.
+    below 2^-9 of the weight. ConfigError names a sum for which the dtype has no room.
     """
     adapted = apply_lora(params, adapters, config)
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), adapted, dict(params))
+
+    def held(path: Any, new: jax.Array, old: jax.Array) -> Any:
+        if new is old:  # it has no adapter
+            return old
+        found = new.astype(old.dtype)
+        if not isinstance(found, jax.core.Tracer):
+            lost = jnp.isfinite(old) & ~jnp.isfinite(found)  # in the sum, or in rounding it
+            if bool(lost.any()):
+                rule = f"{old.dtype} holds at most {float(jnp.finfo(old.dtype).max):.5g}"
+                raise ConfigError(f"{path_name(path)} has a weight of infinite size: {rule}")
+        return found
+
+    return jax.tree_util.tree_map_with_path(held, adapted, dict(params))
 
 
 def unmerge_lora(

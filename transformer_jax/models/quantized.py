@@ -147,9 +147,17 @@ def _check(path: str, weights: Any) -> None:
         raise ConfigError(f"{path} is not finite: cannot be quantised")
 
 
+def _check_scale(path: str, scale: Any, bits: int) -> None:
+    """Check that the largest weight, scale (2^(bits - 1) - 1), is finite after rounding, too."""
+    largest = 2 ** (bits - 1) - 1
+    if not isinstance(scale, jax.core.Tracer) and not bool(jnp.isfinite(scale * largest).all()):
+        raise ConfigError(f"{path} has weights at the end of float32: cannot be quantised")
+
+
 def _quantized_table(path: str, table: Any) -> QuantizedTable:
     _check(path, table)
     values, scale = _rounded(jnp.asarray(table).T[None], 8)
+    _check_scale(path, scale, 8)
     return QuantizedTable(values=values.T, scale=scale[0])
 
 
@@ -167,6 +175,7 @@ def _quantized(path: str, kernel: Any, bits: int) -> QuantizedKernel:
     values, scale = _rounded(
         jnp.asarray(kernel).reshape(*lead, groups, -1, math.prod(outputs)), bits
     )
+    _check_scale(path, scale, bits)
     return QuantizedKernel(values=values, scale=scale, inputs=inputs, outputs=outputs, bits=bits)
 
 

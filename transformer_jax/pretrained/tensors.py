@@ -21,6 +21,7 @@ from transformer_jax.models.factory import init_params
 from transformer_jax.pretrained.config_json import written_family
 from transformer_jax.pretrained.families import FAMILIES, Family, TensorMapping
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder
+from transformer_jax.pytree import cast, check_range
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 """Path of a parameter, "decoder/block_0/attention/query/kernel", to its shape."""
@@ -176,16 +177,27 @@ class CheckpointTensors:
         return table
 
     def parameters(
-        self, mappings: list[TensorMapping], shapes: Shapes, dtype: DType | None
+        self,
+        mappings: list[TensorMapping],
+        shapes: Shapes,
+        dtype: DType | None,
+        computes_in: DType,
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield every parameter with its path, in the order of the files, one at a time."""
+        """Yield every parameter with its path, in the order of the files, one at a time.
+
+        They become `dtype`, or stay as they are. ConfigError names a tensor with a weight for which
+        that, or the dtype that the model computes in, has no room.
+        """
         wanted: dict[str, list[TensorMapping]] = {}
         for mapping in mappings:
             wanted.setdefault(self._in_file[mapping.tensor], []).append(mapping)
         for name, tensor in self._folder.read_all(n for n in self._folder.tensors if n in wanted):
             for mapping in wanted[name]:
                 param = mapping.layout.read(tensor, shapes[mapping.param].shape)
-                param = param if dtype is None else param.astype(dtype)
+                if dtype is not None:
+                    param = cast(self._where(name), param, dtype)
+                elif mapping.param.rpartition("/")[2] in ("kernel", "tokens", "output"):
+                    check_range(self._where(name), param, computes_in)  # it is cast in each product
                 yield mapping.param, np.ascontiguousarray(param)
                 del param
             del tensor

@@ -256,11 +256,15 @@ def with_targets(
 
 
 def with_parameters_in(model: TextModel, dtype: DType) -> TextModel:
-    """Return the model with its parameters in another dtype, in which it then computes."""
+    """Return the model with its parameters in another dtype, in which it then computes.
+
+    ConfigError names a parameter with a weight for which the dtype has no room.
+    """
     if not isinstance(model.config, ModelConfig):
         raise ConfigError(f"dtype is {dtype!r}: a {type(model.config).__name__} has float32 alone")
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), model.params)
-    return replace(model, params=params, config=replace(model.config, dtype=dtype))
+    return replace(
+        model, params=cast_floats(model.params, dtype), config=replace(model.config, dtype=dtype)
+    )
 
 
 def with_weights_held(model: TextModel, kind: Kind) -> TextModel:

@@ -6,7 +6,6 @@ the task's (`tasks`): the loop is the same for all.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ from transformer_jax.checkpoints.run_folder import (
     RunFolder,
     check_unused,
     differences,
+    json_text,
     locked,
     plot_losses,
     tokenizer_sha256,
@@ -457,7 +457,7 @@ class _Run:
                 write_file(self.folder.path / "sample.txt", sample + "\n")
             if not interrupted:
                 judged = self.task.judge(params, self.progress.decoded)
-                scored = json.dumps(judged, indent=1)
+                scored = json_text(judged, indent=1)
                 write_file(self.folder.path / "scores.json", scored)
             plot_losses(self.folder)
         wait_for_all("finished")

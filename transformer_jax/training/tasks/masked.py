@@ -124,7 +124,8 @@ class MaskedWindows:
             rows = Rows((self.masking.framed(tokens, labels),))
             scores = [_scores(self.config.model, params, batch) for batch in rows.batches(8)]
             losses.append(float(sum(np.asarray(score)[0] for score in scores)) / length)
-        return {"pseudo_perplexity": math.exp(float(np.mean(losses)))} if losses else {}
+        mean = min(float(np.mean(losses)), 700.0) if losses else 0.0  # exp of it is finite
+        return {"pseudo_perplexity": math.exp(mean)} if losses else {}
 
     def documents(self) -> list[np.ndarray]:
         """Return the training part as one sequence."""

@@ -1,0 +1,177 @@
+"""A finite weight for which a dtype has no room is refused by name, wherever dtypes change."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from transformer_jax.checkpoints.run_folder import RunFolder, json_text
+from transformer_jax.cli import evaluate
+from transformer_jax.cli.convert import main as convert
+from transformer_jax.config import ConfigError, LoraConfig, ModelConfig
+from transformer_jax.config.tasks import LanguageTask
+from transformer_jax.models.factory import init_params
+from transformer_jax.models.lora import frozen_part, init_lora, merge_lora
+from transformer_jax.models.quantized import quantize
+from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.pytree import cast_floats
+from transformer_jax.text.text_model import TextModel, with_parameters_in
+from transformer_jax.tokenizers.trained import ByteTokenizer
+from transformer_jax.training.step import start_state
+
+CONFIG = ModelConfig(
+    vocab_size=11, d_model=6, num_layers=1, num_heads=2, d_ff=7, max_len=13, activation="gelu_tanh"
+)
+PATH = ("decoder", "block_0", "feed_forward", "up", "kernel")
+NAME = "/".join(PATH)
+TENSOR = r"model.safetensors: transformer.h.0.mlp.c_fc.weight"
+HALF, NEARLY = 1e5, 3.4e38
+"""Above float16's largest number; above bfloat16's, and below float32's."""
+
+
+def with_weight(value, config=CONFIG, dtype=jnp.float32):
+    """Return random parameters, one of which is `value`."""
+    params = cast_floats(init_params(config, jax.random.key(0)), dtype)
+    at = params
+    for name in PATH[:-1]:
+        at = at[name]
+    at["kernel"] = at["kernel"].at[2, 3].set(value)
+    return params
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_pretrained(tmp_path / "model", CONFIG, with_weight(-HALF))
+    return tmp_path / "model"
+
+
+def test_loading_and_converting_name_the_tensor(folder, tmp_path, capsys):
+    message = f"{TENSOR} has a weight of size 1e\\+05: float16 holds at most 65504"
+    for given in ("float16", jnp.float16):
+        for scanned in (False, True):
+            with pytest.raises(ConfigError, match=message):
+                load_pretrained(folder, dtype=given, scan_layers=scanned)
+    to = str(tmp_path / "to")
+    assert convert(["--model", str(folder), "--to", to, "--dtype", "float16"]) == 2
+    assert TENSOR in capsys.readouterr().err and not (tmp_path / "to").exists()
+    assert load_pretrained(folder, dtype="bfloat16")[0].dtype == "bfloat16"
+
+
+def test_a_weight_that_only_the_products_would_lose_is_refused(tmp_path):
+    """The embeddings say which dtype the model computes in; a norm computes in float32 anyway."""
+    params = cast_floats(with_weight(1.0), jnp.float16)
+    wide = with_weight(HALF)
+    params["decoder"]["block_0"]["feed_forward"]["up"] = wide["decoder"]["block_0"]["feed_forward"][
+        "up"
+    ]
+    save_pretrained(tmp_path / "mixed", CONFIG, params)
+    with pytest.raises(ConfigError, match=f"{TENSOR} has a weight of size 1e\\+05: float16"):
+        load_pretrained(tmp_path / "mixed")
+    params = cast_floats(with_weight(1.0), jnp.float16)
+    params["decoder"]["norm"]["scale"] = jnp.full(6, HALF, jnp.float32)
+    save_pretrained(tmp_path / "norm", CONFIG, params)
+    assert float(load_pretrained(tmp_path / "norm")[1]["decoder"]["norm"]["scale"].max()) == HALF
+
+
+LORA = LoraConfig(rank=1, alpha=1.0, targets=("up",))
+
+
+def merged_in_half(dtype):
+    params = with_weight(6e4, dtype=jnp.float16)
+    adapters = init_lora(params, LORA, jax.random.key(1))
+    up = adapters["decoder"]["block_0"]["feed_forward"]["up"]
+    up.update({"a": jnp.full((6, 1), 100, dtype), "b": jnp.full((1, 7), 100, dtype)})
+    merge_lora(params, adapters, LORA)
+
+
+CONVERSIONS = {
+    "a run's parameters": (
+        lambda: with_parameters_in(
+            TextModel(CONFIG, with_weight(HALF), ByteTokenizer()), "float16"
+        ), "float16",
+    ),
+    "cast_floats": (lambda: cast_floats(with_weight(-NEARLY), jnp.bfloat16), "bfloat16"),
+    "numpy": (
+        lambda: cast_floats(jax.tree.map(np.asarray, with_weight(HALF)), np.float16), "float16",
+    ),
+    "bfloat16 to float16": (
+        lambda: cast_floats(with_weight(HALF, dtype=jnp.bfloat16), jnp.float16), "float16",
+    ),
+    "quantize": (lambda: quantize(with_weight(NEARLY), "bf16"), "bfloat16"),
+    "a frozen base": (
+        lambda: frozen_part(with_weight(NEARLY), replace(LORA, base="bfloat16")), "bfloat16",
+    ),
+    "merged adapters": (lambda: merged_in_half(jnp.float32), "float16"),
+    "merged adapters of float16": (lambda: merged_in_half(jnp.float16), "float16"),
+    "the state of a run": (
+        lambda: start_state(
+            with_weight(NEARLY), optax.sgd(0.1), jax.random.key(0), param_dtype=jnp.bfloat16
+        ), "bfloat16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONVERSIONS)
+def test_a_conversion_names_the_parameter(case):
+    convert_it, dtype = CONVERSIONS[case]
+    with pytest.raises(ConfigError, match=f"^{NAME} has a weight of .*size.*: {dtype} holds at"):
+        convert_it()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_weight_that_its_scale_would_lose_is_refused(kind):
+    largest = float(np.finfo(np.float32).max)
+    for value in (largest, NEARLY, 1e30):
+        try:
+            held = quantize(with_weight(value, replace(CONFIG, d_ff=8)), kind)
+        except ConfigError as error:
+            assert NAME in str(error) and value == largest
+            continue
+        back = held["decoder"]["block_0"]["feed_forward"]["up"]["kernel"].astype(jnp.float32)
+        assert np.isfinite(np.asarray(back)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_what_is_infinite_or_nan_already_stays_and_what_fits_is_rounded(dtype):
+    rng = np.random.default_rng(3)
+    largest = float(jnp.finfo(dtype).max)
+    values = np.array([np.inf, -np.inf, np.nan, 0.0, largest, -largest, *rng.normal(size=5)])
+    given = {"a": {"b": values.astype(np.float32)}, "count": np.arange(3)}
+    found = cast_floats(given, dtype)
+    want = given["a"]["b"].astype(dtype)
+    assert found["a"]["b"].dtype == dtype and found["count"].dtype == given["count"].dtype
+    assert found["a"]["b"].tobytes() == want.tobytes()
+    traced = jax.jit(lambda tree: cast_floats(tree, dtype))(jax.tree.map(jnp.asarray, given))
+    got = np.asarray(traced["a"]["b"], np.float32)
+    np.testing.assert_array_equal(got, want.astype(np.float32))
+
+
+def test_json_of_measurements_has_no_nan_and_its_readers_take_null(tmp_path, capsys, monkeypatch):
+    nan = {"loss": math.nan, "parts": [math.inf, 1.5, (-math.inf,)], "step": 3, "name": "NaN"}
+    assert json.loads(json_text(nan), parse_constant=pytest.fail) == {
+        "loss": None, "parts": [None, 1.5, [None]], "step": 3, "name": "NaN",
+    }  # fmt: skip
+    run = RunFolder(tmp_path)
+    run.append_metrics({"step": 1, "loss": math.nan, "grad_norm": math.inf})
+    with open(run.metrics_file, "a") as log:
+        log.write('{"step": 2, "loss": NaN}\n')
+    assert run.read_metrics() == [
+        {"step": 1, "loss": None, "grad_norm": None}, {"step": 2, "loss": None},
+    ]  # fmt: skip
+    run.cut_metrics(2)
+    assert "NaN" not in run.metrics_file.read_text()
+    given = SimpleNamespace(task=LanguageTask())
+    monkeypatch.setattr(evaluate, "_of_run", lambda _: (given, None, None))
+    monkeypatch.setattr(evaluate, "judge_file", lambda *_: {"perplexity": math.nan, "likely": 0.5})
+    assert evaluate.main(["--run", "x", "--data", "y", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"perplexity": None, "likely": 0.5}
