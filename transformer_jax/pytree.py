@@ -17,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from transformer_jax.config.fields import ConfigError
-
 C = TypeVar("C", bound=type)
 
 
@@ -34,7 +32,7 @@ def sha256_of(tree: Any) -> str:
 
 
 def cast(name: str, array: Any, dtype: jax.typing.DTypeLike) -> Any:
-    """Return an array in `dtype`; ConfigError where a finite number would become infinite.
+    """Return an array in `dtype`; ValueError where a finite number would become infinite.
 
     `name` says where it stands. NaN and inf that are there already stay; what is traced is not
     looked at.
@@ -44,7 +42,7 @@ def cast(name: str, array: Any, dtype: jax.typing.DTypeLike) -> Any:
 
 
 def check_range(name: str, array: Any, dtype: jax.typing.DTypeLike) -> None:
-    """Raise ConfigError where a finite number of an array would be infinite in `dtype`."""
+    """Raise ValueError where a finite number of an array would be infinite in `dtype`."""
     if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct) or not array.size:
         return
     if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -60,7 +58,7 @@ def check_range(name: str, array: Any, dtype: jax.typing.DTypeLike) -> None:
     if bool(lost.any()):
         worst = float(lib.where(lost, lib.abs(array), 0).max())
         rule = f"{jnp.dtype(dtype).name} holds at most {largest:.5g}"
-        raise ConfigError(f"{name} has a weight of size {worst:.5g}: {rule}")
+        raise ValueError(f"{name} has a weight of size {worst:.5g}: {rule}")
 
 
 def cast_floats(tree: Any, dtype: jax.typing.DTypeLike) -> Any:

@@ -129,7 +129,7 @@ def merge_lora(
     """Apply adapters once and for all: plain parameters, each kernel in the dtype it had.
 
     In f32 these are the same numbers. In bf16 each sum is rounded: what it adds to a weight is lost
-    below 2^-9 of the weight. ConfigError names a sum for which the dtype has no room.
+    below 2^-9 of the weight. ValueError names a sum for which the dtype has no room.
     """
     adapted = apply_lora(params, adapters, config)
 
@@ -141,7 +141,7 @@ def merge_lora(
             lost = jnp.isfinite(old) & ~jnp.isfinite(found)  # in the sum, or in rounding it
             if bool(lost.any()):
                 rule = f"{old.dtype} holds at most {float(jnp.finfo(old.dtype).max):.5g}"
-                raise ConfigError(f"{path_name(path)} has a weight of infinite size: {rule}")
+                raise ValueError(f"{path_name(path)} has a weight of infinite size: {rule}")
         return found
 
     return jax.tree_util.tree_map_with_path(held, adapted, dict(params))

@@ -51,8 +51,8 @@ def load_pretrained(
     text (dynamic, longrope) is then fixed for that length.
 
     Tensors are read one at a time. CheckpointError names a tensor that is missing, unknown or of
-    another shape, ConfigError a key of config.json that would change the numbers, or a tensor with
-    a weight for which the dtype has no room.
+    another shape, ConfigError a key of config.json that would change the numbers, ValueError a
+    tensor with a weight for which the dtype has no room.
     """
     as_dtype = None if dtype is None else _dtype_name(dtype)
     config, tensors = _opened(path_or_id, revision)

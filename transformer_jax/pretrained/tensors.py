@@ -185,7 +185,7 @@ class CheckpointTensors:
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yield every parameter with its path, in the order of the files, one at a time.
 
-        They become `dtype`, or stay as they are. ConfigError names a tensor with a weight for which
+        They become `dtype`, or stay as they are. ValueError names a tensor with a weight for which
         that, or the dtype that the model computes in, has no room.
         """
         wanted: dict[str, list[TensorMapping]] = {}

@@ -258,7 +258,7 @@ def with_targets(
 def with_parameters_in(model: TextModel, dtype: DType) -> TextModel:
     """Return the model with its parameters in another dtype, in which it then computes.
 
-    ConfigError names a parameter with a weight for which the dtype has no room.
+    ValueError names a parameter with a weight for which the dtype has no room.
     """
     if not isinstance(model.config, ModelConfig):
         raise ConfigError(f"dtype is {dtype!r}: a {type(model.config).__name__} has float32 alone")

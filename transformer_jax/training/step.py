@@ -90,7 +90,7 @@ def start_state(
 ) -> TrainState:
     """Return the state of step 0 with these parameters, which the first step then donates.
 
-    They are held in `param_dtype`; with `average`, an average of them is kept beside. ConfigError
+    They are held in `param_dtype`; with `average`, an average of them is kept beside. ValueError
     names a parameter for which the dtype has no room.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
