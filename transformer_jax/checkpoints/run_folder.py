@@ -18,9 +18,11 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
@@ -36,6 +38,9 @@ from transformer_jax.tokenizers.trained import Tokenizer
 
 CONFIG_LIMIT = 2**20
 """Largest config.json that is read, in bytes."""
+
+SOURCES = "-", "python-docs", "shakespeare"
+"""Names of texts that are no file's."""
 
 MAY_CHANGE = frozenset(
     {
@@ -82,7 +87,7 @@ class RunFolder:
         if self.config_file.stat().st_size > CONFIG_LIMIT:
             raise ConfigError(f"{self.config_file}: longer than {CONFIG_LIMIT} bytes")
         try:
-            return config_from_json(self.config_file.read_bytes())
+            return _found_again(config_from_json(self.config_file.read_bytes()), self.path)
         except ConfigError as error:
             raise ConfigError(f"{self.config_file}: {error}") from None
 
@@ -108,7 +113,7 @@ class RunFolder:
             write_file(self.source_tokenizer_file, tokenizer.to_json())
 
     def write_config(self, config: TrainConfig) -> None:
-        write_file(self.config_file, config_to_json(config))
+        write_file(self.config_file, config_to_json(with_absolute_paths(config)))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Read the lines of metrics.jsonl; damaged ones and an unfinished last one are left out."""
@@ -172,6 +177,49 @@ def _measurement(text: str) -> dict[str, Any] | None:
         return None
     losses = line.get("loss"), line.get("val_loss")
     return line if all(type(loss) in (int, float, type(None)) for loss in losses) else None
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Return a config that names the same files and folders wherever the process is.
+
+    A name of nothing that is there, such as a repository's or a text's of its own, stays.
+    """
+
+    def absolute(name: str) -> str:
+        return os.path.abspath(name) if os.path.exists(name) else name
+
+    return replace(_with_paths(config, absolute), out=os.path.abspath(config.out))
+
+
+def _found_again(config: TrainConfig, path: Path) -> TrainConfig:
+    """Return a run's config with what has moved together with it, as seen from its folder."""
+
+    def found(name: str) -> str:
+        if os.path.exists(name) or os.path.isabs(name) != os.path.isabs(config.out):
+            return name
+        moved = os.path.abspath(path / os.path.relpath(name, config.out))
+        return moved if os.path.exists(moved) else name
+
+    return _with_paths(config, found)
+
+
+def _with_paths(config: TrainConfig, change: Callable[[str], str]) -> TrainConfig:
+    """Return a config with each name of a file or folder that it reads changed."""
+
+    def changed(config: Any, *names: str) -> Any:
+        values = {name: getattr(config, name, None) for name in names}
+        given = {name: value for name, value in values.items() if value}
+        return replace(config, **{name: several(value) for name, value in given.items()})
+
+    def several(value: str) -> str:  # prepared folders have commas between them
+        if value in SOURCES:
+            return value
+        whole = change(value)
+        many = "," in value and not os.path.exists(whole)
+        return ",".join(map(change, value.split(","))) if many else whole
+
+    task = changed(config.task, "targets", "val_targets")
+    return changed(replace(config, task=task), "data", "val_data", "init_from")
 
 
 def config_to_json(config: TrainConfig) -> str:
@@ -271,10 +319,12 @@ def _kinds(hint: Any) -> dict[str, Any]:
     return found
 
 
-def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
+def differences(
+    old: TrainConfig, new: TrainConfig, may_change: Collection[str] = MAY_CHANGE
+) -> list[str]:
     """Return "key: old -> new" for every changed field that a resumed run may not change."""
-    found = _differences(old, new, "")
-    return [line for key, line in found if not {key, key.partition(".")[0]} & MAY_CHANGE]
+    found = _differences(with_absolute_paths(old), with_absolute_paths(new), "")
+    return [line for key, line in found if not {key, key.partition(".")[0]} & set(may_change)]
 
 
 def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from transformer_jax.cli.process import one_line
 from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
-    from transformer_jax.text.text_model import TextModel, Which
+    from transformer_jax.text.text_model import TextModel
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,15 +33,29 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.name}: {message}\n")
 
 
-def load_run(name: str, path: str, which: Which | None) -> TextModel:
+def load_run(name: str, arguments: argparse.Namespace) -> TextModel:
     """Load a run's model for the command `name`; say so where it is the last for want of a best."""
     from transformer_jax.text import text_model
 
-    model = text_model.load_run(path, which)
+    which = arguments.checkpoint
+    model = text_model.load_run(arguments.run, which, init_from=arguments.init_from)
     if which is None and model.which == "last":
         why = f"no step was evaluated yet: this is the last one saved, step {model.step}"
         print(f"{name}: {why}", file=sys.stderr)
     return model
+
+
+def add_run(parser: Parser) -> None:
+    """Add the flags that name a run, a checkpoint of it, and the model that it began from."""
+    parser.add_argument("--run", metavar="FOLDER", help="the run folder that train.py wrote")
+    parser.add_argument(
+        "--checkpoint", choices=("best", "last"),
+        help="of --run: the lowest held-out loss, or the last step; default: best, if there is one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--init-from", metavar="FOLDER_OR_ID",
+        help="of --run with lora: where the model is now that it began from, if that has moved",
+    )  # fmt: skip
 
 
 def run(

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformer_jax.cli.command import Parser, load_run, run
+from transformer_jax.cli.command import Parser, add_run, load_run, run
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.tasks import ClassifyTask
@@ -34,7 +34,7 @@ def _convert(arguments: argparse.Namespace) -> list[str]:
     if (arguments.run is None) == (arguments.model is None):
         raise ConfigError("run and model: give one of them")
     if arguments.model is not None:
-        for name in ("family", "checkpoint", "adapter"):
+        for name in ("family", "checkpoint", "init_from", "adapter"):
             if getattr(arguments, name) not in (None, False):
                 raise ConfigError(f"{name} with model: needs run")
     if arguments.adapter:
@@ -77,7 +77,9 @@ def _adapter(arguments: argparse.Namespace, target: Path) -> list[str]:
     from transformer_jax.pretrained.tensors import tensor_names
     from transformer_jax.text.text_model import load_adapters
 
-    config, adapters = load_adapters(arguments.run, arguments.checkpoint)
+    config, adapters = load_adapters(
+        arguments.run, arguments.checkpoint, init_from=arguments.init_from
+    )
     model = config.model
     assert config.lora is not None and isinstance(model, ModelConfig)
     family, model = _written_as(model, arguments.family)
@@ -98,7 +100,7 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
     from transformer_jax.pretrained.save import save_pretrained
     from transformer_jax.text.text_model import with_parameters_in
 
-    model = load_run("convert", arguments.run, arguments.checkpoint)
+    model = load_run("convert", arguments)
     if arguments.dtype is not None:
         model = with_parameters_in(model, arguments.dtype)
     config, params, lines = model.config, model.params, list[str]()
@@ -294,14 +296,10 @@ def _written(target: Path, params: Any, family: str | None = None) -> str:
 def _parser() -> Parser:
     parser = Parser("convert", "Write a model as Hugging Face's libraries and this one read it.")
     add = parser.add_argument
-    add("--run", metavar="FOLDER", help="the run folder that train.py wrote")
+    add_run(parser)
     add("--model", metavar="FOLDER_OR_ID", help="a published model, to be saved anew")
     add("--to", required=True, metavar="FOLDER", help="where to write; new, or empty")
     add("--family", metavar="NAME", help="of --run: its model_type; default: the first that fits")
-    add(
-        "--checkpoint", choices=("best", "last"),
-        help="of --run: the lowest held-out loss, or the last step; default: best, if there is one",
-    )  # fmt: skip
     add(
         "--adapter", action="store_true",
         help="of --run with lora: the adapters alone, as a folder of PEFT",

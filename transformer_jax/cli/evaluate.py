@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformer_jax.cli.command import Parser, load_run, run
+from transformer_jax.cli.command import Parser, add_run, load_run, run
 from transformer_jax.cli.report import missing_metrics
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
@@ -42,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(arguments: argparse.Namespace) -> None:
     if (arguments.run is None) == (arguments.model is None):
         raise ConfigError("run and model: give one of them")
-    if arguments.model is not None and arguments.checkpoint is not None:
-        raise ConfigError(f"checkpoint is {arguments.checkpoint!r}: needs run")
+    for name in ("checkpoint", "init_from"):
+        if arguments.model is not None and getattr(arguments, name) is not None:
+            raise ConfigError(f"{name} is {getattr(arguments, name)!r}: needs run")
     if arguments.run is not None and arguments.context is not None:
         raise ConfigError(f"context is {arguments.context}: needs model, a run has its own")
     if arguments.data is None:
@@ -114,7 +115,7 @@ def _of_run(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any
     """Return a run's config with the file to judge it on, its tokenizers and parameters."""
     from transformer_jax.training.tasks import Tokenizers
 
-    model = load_run("evaluate", arguments.run, arguments.checkpoint)
+    model = load_run("evaluate", arguments)
     assert model.run is not None
     task: Task = model.run.task
     if isinstance(task, PreferenceTask):
@@ -183,7 +184,7 @@ def _lines(found: dict[str, float]) -> list[str]:
 def _parser() -> Parser:
     parser = Parser("evaluate", "Judge a model on a file that it has not seen.")
     add = parser.add_argument
-    add("--run", metavar="FOLDER", help="the run folder that train.py wrote")
+    add_run(parser)
     add("--model", metavar="FOLDER_OR_ID", help="a published decoder or encoder instead")
     add("--data", metavar="FILE", help="what to judge on: a file like the run's own data")
     add("--targets", metavar="FILE", help="of pairs: the file of the targets, line by line")
@@ -196,8 +197,4 @@ def _parser() -> Parser:
     add("--beams", type=int, metavar="N", help="of pairs: beams of the search; default: the run's")
     add("--context", type=int, metavar="N", help="of --model: tokens of a window; default: 512")
     add("--json", action="store_true", help="print one JSON object")
-    add(
-        "--checkpoint", choices=("best", "last"),
-        help="of --run: the lowest held-out loss, or the last step; default: best, if there is one",
-    )  # fmt: skip
     return parser

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformer_jax.cli.command import Parser, load_run, run
+from transformer_jax.cli.command import Parser, add_run, load_run, run
 from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.tasks import (
@@ -57,7 +57,7 @@ def _write(arguments: argparse.Namespace) -> None:
     sampler = _sampler(arguments)
     stop = completion.check_stop_strings(arguments.stop or ())
     if arguments.run is not None:
-        model = load_run("generate", arguments.run, arguments.checkpoint)
+        model = load_run("generate", arguments)
     else:
         given = arguments.dtype, arguments.max_len
         model = text_model.load_text_model(arguments.model, dtype=given[0], max_len=given[1])
@@ -95,7 +95,7 @@ def _answer(arguments: argparse.Namespace, model: TextModel, run: TrainConfig) -
 
     flags = _answered_by(run.task)
     for name, value in vars(arguments).items():
-        if name not in ("run", "debug", *flags) and value not in (None, False):
+        if name not in ("run", "init_from", "debug", *flags) and value not in (None, False):
             rule = f"a run of task {run.task.kind!r} reads {', '.join(flags)}"
             raise ConfigError(f"{name} is {value!r}: {rule}")
     tokenizers = Tokenizers(model.tokenizer, model.source_tokenizer)
@@ -315,8 +315,9 @@ def _one_way(arguments: argparse.Namespace) -> None:
         unread = [name for name in ("dtype", "max_len") if getattr(arguments, name) is not None]
         if unread:
             raise ConfigError(f"{unread[0]} with run: a run has its own, it needs model")
-    elif arguments.checkpoint is not None:
-        raise ConfigError("checkpoint with model: needs run")
+    for name in ("checkpoint", "init_from"):
+        if arguments.run is None and getattr(arguments, name) is not None:
+            raise ConfigError(f"{name} with model: needs run")
     ways = [name for name in ("prompts", "beams", "lookup") if getattr(arguments, name) is not None]
     of_pairs = arguments.run is not None and ways == ["prompts", "beams"]
     if len(ways) > 1 and not of_pairs:
@@ -425,7 +426,7 @@ def _parser() -> Parser:
     description = "Continue a text with a model that train.py trained, or a published one."
     parser = Parser("generate", description)
     add = parser.add_argument
-    add("--run", metavar="FOLDER", help="the run folder that train.py wrote")
+    add_run(parser)
     add(
         "--model", metavar="FOLDER_OR_ID",
         help="a published model instead: a folder of config.json, safetensors and its tokenizer",
@@ -474,8 +475,4 @@ def _parser() -> Parser:
     )  # fmt: skip
     add("--max-len", type=int, metavar="N", help="of --model: another longest text than its own")
     add("--seed", type=int, metavar="N", help="all randomness follows from it; default: 0")
-    add(
-        "--checkpoint", choices=("best", "last"),
-        help="of --run: the lowest held-out loss, or the last step; default: best, if there is one",
-    )  # fmt: skip
     return parser

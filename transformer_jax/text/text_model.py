@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -73,20 +75,24 @@ class TextModel:
         return self.tokenizer.chat_ids([{"role": "user", "content": message}])
 
 
-def load_run(path: str | Path, which: Which | None = None) -> TextModel:
+def load_run(
+    path: str | Path, which: Which | None = None, *, init_from: str | Path | None = None
+) -> TextModel:
     """Load the model of a training run with its tokenizer.
 
     `which`: best, after the step of the lowest held-out loss; last, after the last step saved; None
-    is best, and last where none was evaluated yet (the result's `which` says so). ConfigError where
-    there is none, CheckpointError where it is damaged.
+    is best, and last where none was evaluated yet (the result's `which` says so). `init_from`: the
+    model that the run's adapters are of, if it has moved. ConfigError where there is none,
+    CheckpointError where it is damaged, or where that model is another than the run began from.
     """
     folder = RunFolder(Path(path))
-    config = folder.read_config()
+    config = _begun_from(folder.read_config(), init_from)
     which, step = _chosen_step(folder, which)
     saved = checkpoint.step_path(folder.checkpoints, step)
     metadata = checkpoint.read_manifest(saved).metadata
     tokenizer = folder.read_tokenizer(metadata["tokenizer_sha256"])
-    params = _used_params(config, saved, metadata)
+    with naming_run(path, config.init_from):
+        params = _used_params(config, saved, metadata)
     source = metadata.get("source_tokenizer_sha256")
     stop = tokenizer.stop_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
     begin = None
@@ -98,6 +104,30 @@ def load_run(path: str | Path, which: Which | None = None) -> TextModel:
         config.model, params, tokenizer, stop, which=which, step=step, run=config, begin_id=begin,
         source_tokenizer=source and folder.read_source_tokenizer(source),
     )  # fmt: skip
+
+
+def _begun_from(config: TrainConfig, init_from: str | Path | None) -> TrainConfig:
+    """Return a run's config with the place where the model is now that its adapters are of."""
+    if init_from is None:
+        return config
+    if config.lora is None:
+        rule = "the run holds all of its parameters and reads no other model"
+        raise ConfigError(f"init_from is {str(init_from)!r}: {rule}")
+    return replace(config, init_from=str(init_from))
+
+
+@contextmanager
+def naming_run(path: str | Path, init_from: str | None) -> Iterator[None]:
+    """Say of a model that is not there which run began from it, and how it is named anew."""
+    try:
+        yield
+    except (ConfigError, CheckpointError, OSError) as error:
+        if init_from is None or os.path.isdir(init_from):
+            raise
+        how = "--init-from FOLDER says where it is now"
+        raise ConfigError(
+            f"run {str(path)!r} began from {init_from!r}, which cannot be read ({error}); {how}"
+        ) from None
 
 
 def is_run(path: str) -> bool:
@@ -161,7 +191,9 @@ def _trained(config: TrainConfig, saved: Path) -> Any:
     return cast_floats(found, jnp.float32)
 
 
-def load_adapters(path: str | Path, which: Which | None = None) -> tuple[TrainConfig, Any]:
+def load_adapters(
+    path: str | Path, which: Which | None = None, *, init_from: str | Path | None = None
+) -> tuple[TrainConfig, Any]:
     """Load the config and the f32 adapters of a run that trained some; see `load_run`.
 
     ConfigError where it trained none, or other parameters as well.
@@ -172,6 +204,9 @@ def load_adapters(path: str | Path, which: Which | None = None) -> tuple[TrainCo
         raise ConfigError(f"run is {str(path)!r}: it has no adapters, lora is None")
     saved = checkpoint.step_path(folder.checkpoints, _chosen_step(folder, which)[1])
     found = _trained(config, saved)
+    if init_from is not None:
+        config = _begun_from(config, init_from)
+        _adapted_base(config, checkpoint.read_manifest(saved).metadata)  # is it the same one?
     if found["whole"]:
         names = ", ".join(found["whole"])
         raise ConfigError(f"run is {str(path)!r}: beside its adapters it has trained {names}")

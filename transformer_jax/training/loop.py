@@ -41,6 +41,7 @@ from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.durable_files import write_file
 from transformer_jax.models.ngram import count_ngrams
 from transformer_jax.models.quantized import count
+from transformer_jax.text.text_model import naming_run
 from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_adapters, given_params
 from transformer_jax.training.batch import Batch, batch_loss, batch_scores
 from transformer_jax.training.initial import StartModel, check_model, start_model, start_params
@@ -163,7 +164,8 @@ def fit(
             by_first(lambda: stack.enter_context(locked(folder.path)))
             task, found = _continued(config, stored, folder, vocab_size, progress)
             if config.init_from is not None and (found is None or keeps):
-                start = start_model(config.init_from)
+                with naming_run(config.out, config.init_from):
+                    start = start_model(config.init_from)
         else:
             check_new_folder("out", config.out)
             by_first(lambda: check_unused(Path(config.out)))
@@ -714,7 +716,8 @@ def _check_same(
     task: TrainingTask,
 ) -> None:
     """Raise ConfigError that lists what a resumed run may not change and has."""
-    wrong = differences(stored, config)
+    # a checkpoint holds the hash of the model it needs, or needs none
+    wrong = differences(stored, config, MAY_CHANGE | {"init_from"} if found else MAY_CHANGE)
     if found is not None and found.metadata["data_sha256"] != task.sha256:
         old, new = found.metadata["data_sha256"], task.sha256
         wrong.append(f"data (sha256): {old[:16]} -> {new[:16]}")
