@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.tracing import at_once
+from transformer_jax.tracing import at_once, known_value
 
 INT32 = np.iinfo(np.int32)
 
@@ -52,11 +52,11 @@ def as_int32(name: str, values: Any) -> Any:
 
 def check_int32(name: str, values: Any) -> None:
     """Raise ValueError where an integer is known and does not fit int32."""
-    if isinstance(values, jax.core.Tracer | jax.ShapeDtypeStruct):
+    if np.can_cast(values.dtype, np.int32):
         return
-    if np.can_cast(values.dtype, np.int32) or not getattr(values, "is_fully_addressable", True):
+    known = known_value(values)
+    if known is None:
         return
-    known = np.asarray(values)
     beyond = known[(known < INT32.min) | (known > INT32.max)]
     if beyond.size:
         raise ValueError(f"{name} holds {beyond[0]}: must be from {INT32.min} to {INT32.max}")

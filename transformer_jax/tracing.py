@@ -1,4 +1,8 @@
-"""Tell traced values from known ones, and compute known ones inside a trace."""
+"""Tell traced values from known ones, and compute known ones inside a trace.
+
+A check of values asks `known_value` first and goes on in NumPy: inside a trace every operation of
+`jax.numpy` gives a traced value, of known arrays too.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,19 @@ import contextlib
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def traced(*arrays: Any) -> bool:
     """Return whether the value of one of these is not known yet."""
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
+def known_value(x: Any) -> np.ndarray | None:
+    """Return an array's value as NumPy's array; None where it is traced, or not all on hand."""
+    if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return None
+    return np.asarray(x) if getattr(x, "is_fully_addressable", True) else None
 
 
 def at_once(*trees: Any) -> contextlib.AbstractContextManager[Any]:

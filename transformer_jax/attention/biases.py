@@ -81,7 +81,8 @@ def relative_bucket(
     n = jnp.abs(distance) if bidirectional else jnp.maximum(-distance, 0)
     bucket = jnp.minimum(n, exact)
     for i in range(1, b - exact):
-        bucket = bucket + (n >= _bucket_start(i, exact, b - exact, max_distance))
+        starts = n >= _bucket_start(i, exact, b - exact, max_distance)
+        bucket = bucket + starts.astype(jnp.int32)
     return bucket + jnp.where(distance > 0, b, 0) if bidirectional else bucket
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 
 from transformer_jax.attention.arguments import AttentionCall, Implementation
@@ -162,7 +163,7 @@ def softmax(
 def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Sum in float32 or wider; float32 is not rounded to less on the way in."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    wide: Any = jnp.promote_types(x.dtype, jnp.float32)
+    wide: Any = np.promote_types(x.dtype, np.float32)  # JAX's own may be strict
     return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide)
 
 

@@ -89,7 +89,9 @@ def init(
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
 
     def scale() -> jax.Array | None:
-        return jnp.zeros((batch, capacity, num_kv_heads)) if dtype == jnp.int8 else None
+        return (
+            jnp.zeros((batch, capacity, num_kv_heads), jnp.float32) if dtype == jnp.int8 else None
+        )
 
     return KVCache(
         k=jnp.zeros((batch, capacity, num_kv_heads, head_dim), dtype),

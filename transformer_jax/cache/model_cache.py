@@ -13,6 +13,7 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache as paged
 from transformer_jax.config import ModelConfig
 from transformer_jax.pytree import exportable
+from transformer_jax.tracing import at_once, known_value
 
 Layers = tuple[kv.KVCache, ...] | tuple[paged.PagedCache, ...] | kv.KVCache
 """One cache a layer; or, of a scanned stack, one whose leaves are [B, L, ...]."""
@@ -96,7 +97,9 @@ def check_pages(
     for layer in cache.layers if isinstance(cache.layers, tuple) else ():
         if not isinstance(layer, paged.PagedCache):
             return
-        needed, free = int(paged.count_needed(layer, jnp.asarray(length))), int(layer.free_pages)
+        with at_once(layer, length):
+            needed = int(paged.count_needed(layer, jnp.asarray(length)))
+            free = int(layer.free_pages)
         if needed > free:
             raise ValueError(f"rows need {needed} more pages: {free} of {layer.num_pages} are free")
 
@@ -224,8 +227,9 @@ def refuse_past_capacity(positions: jax.Array, limit: int) -> tuple[jax.Array, j
 
     A known one is a ValueError; a traced one makes its row's logits NaN and overwrites nothing.
     """
-    if not isinstance(positions, jax.core.Tracer) and positions.size:
-        last = int(np.max(positions))
+    known = known_value(positions)
+    if known is not None and known.size:
+        last = known.max()
         if last >= limit:
             raise ValueError(f"position {last} is past the cache: its capacity is {limit}")
     beyond = positions >= limit
@@ -241,8 +245,9 @@ def refuse_past_int32(
     silence. A known row is a ValueError. A row that counts past 2^31 - 1 holds it.
     """
     last = np.iinfo(np.int32).max
-    beyond = (positions >= last).any(axis=1)
-    if not isinstance(beyond, jax.core.Tracer) and bool(np.any(beyond)):
-        row = int(np.argmax(beyond))
+    known = known_value(positions)
+    if known is not None and (known >= last).any():
+        row = int(np.argmax((known >= last).any(axis=1)))
         raise ValueError(f"row {row} reaches position {last}: rebase the cache before it does")
+    beyond = (positions >= last).any(axis=1)
     return jnp.where(beyond[:, None], -1, positions), beyond

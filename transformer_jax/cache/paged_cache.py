@@ -27,7 +27,7 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.checks import as_int32, check_count
 from transformer_jax.kernels.contract import rows_of_pages
 from transformer_jax.pytree import exportable
-from transformer_jax.tracing import traced
+from transformer_jax.tracing import known_value, traced
 
 
 @exportable
@@ -254,8 +254,9 @@ def share(
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}: must be integers [R]")
     count = len(cache.block_table)
-    if not traced(rows) and rows.size and not ((rows >= 0) & (rows < count)).all():
-        raise ValueError(f"rows are {rows.tolist()}: must be in 0..{count - 1}")
+    known = known_value(rows)
+    if known is not None and not ((known >= 0) & (known < count)).all():
+        raise ValueError(f"rows are {known.tolist()}: must be in 0..{count - 1}")
     rows = jnp.clip(rows, 0, count - 1)
     held, exhausted = cache.length[rows], cache.exhausted[rows]
     length = held if length is None else jnp.asarray(length)

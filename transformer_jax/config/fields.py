@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 
 class ConfigError(ValueError):
@@ -32,10 +35,15 @@ def fail(name: str, value: object, rule: str) -> NoReturn:
 def check_types(config: Any) -> None:
     """Check that every field holds its annotated type.
 
-    `"512"` is no integer, a bool is no integer, and NaN is no number.
+    `"512"` is no integer, a bool is no integer, and NaN is no number. A dtype, such as
+    `jnp.bfloat16`, becomes its name.
     """
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
+        if name.endswith("dtype") and not isinstance(value, str | None):
+            with contextlib.suppress(TypeError):  # which says what it is, below
+                value = np.dtype(value).name
+                object.__setattr__(config, name, value)
         options = get_args(hint) if get_origin(hint) not in (None, Literal, tuple) else (hint,)
         if not any(_fits(value, option) for option in options):
             fail(name, value, f"must be {_spell(hint)}")

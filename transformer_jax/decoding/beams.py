@@ -402,7 +402,7 @@ def _best_extensions(
         others = _Extensions(parent, token, jnp.where(stops, -jnp.inf, total))
         alive.append(jax.tree.map(partial(_gather_beams, index=order), others))
         lives = alive[-1].log_prob > -jnp.inf
-        taken = taken.at[jnp.arange(rows)[:, None], alive[-1].token].add(lives)
+        taken = taken.at[jnp.arange(rows)[:, None], alive[-1].token].add(lives.astype(taken.dtype))
 
     def join_groups(*groups: jax.Array) -> jax.Array:
         return jnp.concatenate(groups, axis=1)

@@ -217,7 +217,9 @@ def _decode_steps(
         outputs = jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
         return n + 1, _end_nonfinite(decode_state, output), outputs
 
-    nothing = StepOutput(jnp.full((steps, rows), -1), jnp.zeros((steps, rows)), None)
+    nothing = StepOutput(
+        jnp.full((steps, rows), -1, jnp.int32), jnp.zeros((steps, rows), jnp.float32), None
+    )
     carry = jnp.int32(0), slots.decode_state, nothing
     _, decode_state, outputs = jax.lax.while_loop(unfinished, write_next, carry)
     return replace(slots, decode_state=decode_state), outputs

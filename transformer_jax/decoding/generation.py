@@ -239,7 +239,7 @@ def _choose_tokens(
         jnp.where(active, log_prob, 0.0) if options.ends else log_prob,
         weights,
     )
-    count = decode_state.count + active
+    count = decode_state.count + active.astype(jnp.int32)
     if history is not None:
         history = history.append(token, active)
     if options.ends:

@@ -66,9 +66,9 @@ def _normalise(
 def _affine(y: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
     lead = (1,) * (y.ndim - 1)
     if scale is not None:
-        y = y * scale.reshape(*lead, -1)
+        y = y * scale.reshape(*lead, -1).astype(y.dtype)
     if bias is not None:
-        y = y + bias.reshape(*lead, -1)
+        y = y + bias.reshape(*lead, -1).astype(y.dtype)
     return y
 
 

@@ -64,17 +64,18 @@ def parameter(
 
 
 def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
-    """Raise ValueError where `model.apply` was given `rngs`, and no key as an argument.
+    """Raise ValueError where `model.apply` was given a key 'dropout' in `rngs`, and no argument.
 
-    Nothing here draws from flax's `rngs`, so dropout would be off in silence. A model inside
-    another module is not checked: there they may be for the other's layers.
+    Nothing here draws from flax's `rngs`, so dropout would be off in silence. Keys of other names,
+    as `nnx.bridge` gives them, are for the parameters. A model inside another module is not
+    checked: there they may be for the other's layers.
     """
     scope = module.scope
     if key is not None or scope is None or scope.path or module.is_initializing():
         return
-    for name in scope.rngs:
+    if "dropout" in scope.rngs:
         rule = "dropout takes its key as an argument: model.apply(variables, ..., key=key)"
-        raise ValueError(f"rngs has {name!r}: {rule}")
+        raise ValueError(f"rngs has 'dropout': {rule}")
 
 
 class Norm(nn.Module):

@@ -10,6 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.tracing import known_value
 
 
 def check_valid(
@@ -38,6 +41,25 @@ def check_segments(tokens: jax.Array, segments: jax.Array | None, state: Any) ->
         given = type(segments).__name__ if dtype is None else f"{dtype}{list(segments.shape)}"
         rule = f"must be integers {list(tokens.shape)}, as tokens are"
         raise ValueError(f"segments are {given}: {rule}")
+
+
+def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
+    """Return ids by which two tokens are of one document exactly where their ids are equal.
+
+    ValueError where an id is known to come again after another one; traced runs are numbered.
+    """
+    known = known_value(segments)
+    if known is None:
+        return number_documents(segments)
+    for row, ids in enumerate(known):
+        starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
+        first = np.unique(ids[starts], return_index=True)[1]
+        again = np.delete(starts, first)
+        if again.size:
+            at = again.min()
+            rule = "a document is one run of equal ids, so give each its own"
+            raise ValueError(f"segments have {ids[at]} again at [{row}, {at}]: {rule}")
+    return segments
 
 
 def number_documents(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]

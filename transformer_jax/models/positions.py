@@ -20,6 +20,7 @@ from transformer_jax.attention.biases import key_distances
 from transformer_jax.checks import as_int32
 from transformer_jax.config import Rope
 from transformer_jax.sharding import by_compiler, split, vary
+from transformer_jax.tracing import known_value
 
 
 def sinusoidal(
@@ -50,8 +51,9 @@ def learned(
     A position from L on is a ValueError where it is known, and NaN under trace; never another row.
     """
     positions = jnp.asarray(as_int32("positions", positions))
-    if not isinstance(positions, jax.core.Tracer) and positions.size:
-        largest = int(positions.max())
+    known = known_value(positions)
+    if known is not None and known.size:
+        largest = known.max()
         if largest >= table.shape[0] - offset:
             held = f"{table.shape[0]} rows" + (f", {offset} of them before 0" if offset else "")
             raise ValueError(f"position {largest} is outside the table of {held}")
@@ -156,7 +158,7 @@ def apply_rope(
     angles = _angles(positions, frequencies)
     angles = angles[..., None, :] if angles.ndim == 3 else angles[None, :, None]
     cos, sin = factor * jnp.cos(angles), factor * jnp.sin(angles)  # [B or 1, T, 1, dims/2]
-    rotated = x[..., :dims].astype(jnp.promote_types(x.dtype, jnp.float32))
+    rotated = x[..., :dims].astype(np.promote_types(x.dtype, np.float32))
     if config.pairing == "half":
         u, v = rotated[..., : dims // 2], rotated[..., dims // 2 :]
         rotated = jnp.concatenate([u * cos - v * sin, v * cos + u * sin], axis=-1)

@@ -21,6 +21,7 @@ from transformer_jax.config import ConfigError
 from transformer_jax.kernels.cpu import products
 from transformer_jax.models.functional import against, lookup, project
 from transformer_jax.pytree import cast_floats, exportable, register
+from transformer_jax.tracing import known_value
 
 Kind = Literal["bf16", "int8", "int4"]
 
@@ -143,7 +144,8 @@ def _walk(tree: Mapping[str, Any], path: str, kind: Kind, embeddings: bool) -> d
 def _check(path: str, weights: Any) -> None:
     if not isinstance(weights, jax.Array | np.ndarray):
         raise ConfigError(f"{path} is a {type(weights).__name__}: must be an array")
-    if not isinstance(weights, jax.core.Tracer) and not bool(jnp.isfinite(weights).all()):
+    known = known_value(weights)
+    if known is not None and not np.isfinite(known).all():
         raise ConfigError(f"{path} is not finite: cannot be quantised")
 
 

@@ -39,6 +39,7 @@ from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import Linear, Norm, refuse_rngs
 from transformer_jax.models.stack import Stack
 from transformer_jax.models.transformer import check_cache_room, positions_and_masks
+from transformer_jax.tracing import known_value
 
 
 def receptive_field(config: ModelConfig) -> int:
@@ -370,11 +371,14 @@ def _check_attention(
 
 def _astray(positions: jax.Array, chunk: int) -> jax.Array:  # bool[B]
     """Rows whose first position is no multiple of `chunk`; known ones raise."""
-    first = jnp.where(positions < 0, np.iinfo(np.int32).max, positions).min(
+    known = known_value(positions)
+    numpy: Any = jnp if known is None else np
+    positions = positions if known is None else known
+    first = numpy.where(positions < 0, np.iinfo(np.int32).max, positions).min(
         axis=1, initial=np.iinfo(np.int32).max
     )
     astray = (first % chunk != 0) & (positions >= 0).any(axis=1)
-    if not isinstance(astray, jax.core.Tracer) and bool(np.any(astray)):
+    if known is not None and astray.any():
         row = int(np.argmax(astray))
         raise ValueError(
             f"row {row} starts at position {int(first[row])}: must be a multiple of chunk {chunk}"

@@ -38,6 +38,7 @@ from transformer_jax.models.layers import (
     OutputLayer,
     refuse_rngs,
 )
+from transformer_jax.models.packing import documents_of
 from transformer_jax.models.stack import AttentionWeights, Stack, StackOutput
 
 
@@ -217,8 +218,9 @@ class Decoder(nn.Module):
         Without `positions`, tokens stand at arange(T), or after what the cache holds. A `mask`
         takes the place of `Causal()`: one that does not contain it, such as `Padding(valid)` alone,
         sees the future; the config's window and the segments are added to it. `segments`
-        packs documents: attention stays within one, and its positions start at 0 (padding may be
-        a document of its own). `at` asks for the logits [B, Q, V] after the tokens of these
+        packs documents, runs of equal ids: attention stays within one, and its positions start at 0
+        (padding may be a document of its own). An id that comes again after another is refused
+        where it is known; a traced one begins a document. `at` asks for the logits [B, Q, V] after the tokens of these
         indices alone, NaN where there is no such token: a vocabulary is wide, and after a prompt
         one row of T counts. `head_mask` multiplies what each head gives, before the output matrix
         (Michel et al. 2019). `key` turns dropout on. ValueError where an argument does not fit the
@@ -624,7 +626,8 @@ def positions_and_masks(
             raise ValueError(f"positions with segments: a document's positions start at 0; {rule}")
         if segments.shape != tokens.shape:
             raise ValueError(f"segments {segments.shape} and tokens {tokens.shape} differ in shape")
-        mask = Segments(segments) if mask is None else mask & Segments(segments)
+        same = Segments(documents_of(segments))
+        mask = same if mask is None else mask & same
         token_positions = _within_segments(segments)
         if sinks is not None:
             sinks = Padding(token_positions < config.sink_tokens)

@@ -175,7 +175,7 @@ def _count(
         raise ValueError(f"weights have shape {weights.shape}, labels {labels.shape}")
     _check_known(labels, weights, ignore_label, vocab)
     labels = jnp.asarray(labels, jnp.int32)
-    weights = jnp.ones(labels.shape) if weights is None else jnp.asarray(weights)
+    weights = jnp.ones(labels.shape, jnp.float32) if weights is None else jnp.asarray(weights)
     weights = jnp.where(labels == ignore_label, 0.0, weights.astype(jnp.float32))
     return jnp.where(weights == 0, 0, labels), weights
 

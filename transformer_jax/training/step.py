@@ -204,7 +204,10 @@ def _gradient(
         (summed, weight), grads = differentiate(params, only, jax.random.fold_in(key, 0))
     else:
         zero = jnp.zeros((), jnp.float32)
-        start = ((zero, zero), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params))
+        start = (
+            (zero, zero),
+            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params),
+        )
         ((summed, weight), grads), _ = jax.lax.scan(add, start, (jnp.arange(count), batches))
     divisor = jnp.where(weight > 0, weight, 1.0)
     return summed / divisor, weight, jax.tree.map(lambda g: g / divisor, _wide(grads))

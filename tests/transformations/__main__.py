@@ -1,0 +1,5 @@
+"""Print the table: `python -m tests.transformations [--write PAGE]`."""
+
+from tests.transformations.table import main
+
+main()
