@@ -220,11 +220,12 @@ class Decoder(nn.Module):
         sees the future; the config's window and the segments are added to it. `segments`
         packs documents, runs of equal ids: attention stays within one, and its positions start at 0
         (padding may be a document of its own). An id that comes again after another is refused
-        where it is known; a traced one begins a document. `at` asks for the logits [B, Q, V] after the tokens of these
-        indices alone, NaN where there is no such token: a vocabulary is wide, and after a prompt
-        one row of T counts. `head_mask` multiplies what each head gives, before the output matrix
-        (Michel et al. 2019). `key` turns dropout on. ValueError where an argument does not fit the
-        tokens, the config or the cache, and where a known position is past the cache's end.
+        where it is known; a traced one begins a document. `at` asks for the logits [B, Q, V] after
+        the tokens of these indices alone, NaN where there is no such token: a vocabulary is wide,
+        and after a prompt one row of T counts. `head_mask` multiplies what each head gives, before
+        the output matrix (Michel et al. 2019). `key` turns dropout on. ValueError where an argument
+        does not fit the tokens, the config or the cache, and where a known position is past the
+        cache's end.
         """
         heads = HeadMasks(head_mask)
         return decode_tokens(self, tokens, positions, mask, cache, segments, key, heads, at=at)[:2]
