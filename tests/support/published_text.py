@@ -20,7 +20,7 @@ transformers.utils.logging.disable_progress_bar()
 
 SIZES: dict[str, Any] = dict(
     d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-    decoder_attention_heads=2, encoder_ffn_dim=23, decoder_ffn_dim=23, max_position_embeddings=37,
+    decoder_attention_heads=2, encoder_ffn_dim=23, decoder_ffn_dim=23, max_position_embeddings=131,
     dropout=0.0,
 )  # fmt: skip
 ENCODER: dict[str, Any] = dict(
@@ -146,7 +146,7 @@ def distilbert_tokenizer() -> Any:
 
 def encoder(name: str, tokenizer: Any, **options: Any) -> Any:
     """Make a model by the name of its class in `transformers`, all parameters of it random."""
-    sizes: dict[str, Any] = dict(vocab_size=len(tokenizer), max_position_embeddings=37, **options)
+    sizes: dict[str, Any] = dict(vocab_size=len(tokenizer), max_position_embeddings=131, **options)
     if name.startswith("DistilBert"):
         sizes |= dict(dim=16, n_layers=1, n_heads=2, hidden_dim=23, dropout=0.0)
         sizes |= dict(attention_dropout=0.0, seq_classif_dropout=0.0)
