@@ -51,7 +51,7 @@ from transformer_jax.models.factory import build, init_cache
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 RING = dataclasses.replace(ROPE, window=5)
-STOP = (5, 11)
+STOP = (13, 16)
 
 
 @pytest.fixture(scope="module")

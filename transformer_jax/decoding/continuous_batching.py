@@ -46,7 +46,7 @@ from transformer_jax.decoding.generation import (
     stop_tokens,
 )
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, check_processors
-from transformer_jax.decoding.samplers import Greedy, Sampler
+from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
 from transformer_jax.decoding.step import Params, Step, has_check
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.tracing import traced
@@ -429,7 +429,8 @@ def _check_request(
         raise ValueError(f"num_tokens is {limit!r}: must be an integer")
     key = request.key
     if key is not None:
-        key = _typed_key(key)[None]
+        check_key("key", key)
+        key = as_threefry(jnp.asarray(key))[None]
     prompt = np.asarray(request.prompt)[None]
     state = empty if request.state is None else request.state
     return _check_prompts(slots, prompt, None, state, np.array([limit]), key, chunk), state
@@ -452,11 +453,7 @@ def _check_prompts(
     limits = _check_limits(slots, limits, lengths)
     if key is None and not isinstance(slots.options.sampler, Greedy):
         raise ValueError(f"key is None: {slots.options.sampler!r} draws random numbers")
-    if key is not None and getattr(key, "dtype", None) == jnp.uint32:
-        key = _typed_key(key)
-    keys, held = row_keys(key, rows), slots.decode_state.keys
-    if keys.dtype != held.dtype:
-        raise ValueError(f"key is {keys.dtype}: the slots hold {held.dtype}")
+    keys = row_keys(key, rows)
     check_not_consumed(state)
     _check_same_kind(slots.decode_state.state, state, rows)
     if has_check(slots.step) and not traced(tokens, lengths, limits):
@@ -495,13 +492,6 @@ def _pad_prompts(
     else:
         placed = jax.device_put([np.asarray(x, np.int32) for x in (tokens, lengths, limits)])
     return Prompts(placed[0], placed[1], keys, placed[2])
-
-
-def _typed_key(key: jax.Array) -> jax.Array:  # key[]
-    """Return a single key as a typed one, also where raw words are given, as older JAX has them."""
-    check_key("key", key)
-    raw = key.dtype == jnp.uint32
-    return jax.random.wrap_key_data(jnp.asarray(key)) if raw else key
 
 
 def _check_same_kind(held: State, state: State, rows: int) -> None:

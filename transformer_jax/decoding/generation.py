@@ -31,7 +31,7 @@ from transformer_jax.decoding.logit_processors import (
     as_tuple,
     check_processors,
 )
-from transformer_jax.decoding.samplers import Greedy, Sampler
+from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
 from transformer_jax.decoding.step import (
     Params,
     PyTree,
@@ -572,17 +572,23 @@ def check_prompt(prompt: Prompt, lengths: PerRow | None) -> tuple[Array, Array]:
     return as_int32("prompt", tokens), counts
 
 
-def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B]
+def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry's
     """Return `fold_in(key, b)` for row b; as many keys as rows are returned as they are.
 
-    ValueError where `key` is neither a single key nor one for each row.
+    Keys may be of any implementation, or raw words as in older JAX. What comes back is of Threefry,
+    whose numbers of a row depend on its own key alone. ValueError where `key` is neither a single
+    key nor one for each row.
     """
     if key is None:
         key = jax.random.key(0)
-    if getattr(key, "shape", None) == (rows,) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return key
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if shape == (rows,) if typed else dtype == jnp.uint32 and len(key.shape) == 2:
+        if shape[0] != rows:
+            raise ValueError(f"key is {dtype}{tuple(shape)}: must be one key, or one for each row")
+        return as_threefry(key)
     check_key("key", key)
-    return _fold_rows(key, rows)
+    return _fold_rows(as_threefry(key), rows)
 
 
 @partial(jax.jit, static_argnames="rows")

@@ -10,6 +10,9 @@ what the temperature has already sharpened.
 
 The largest logit of a row must be finite. Where a row holds NaN, +inf, or nothing but -inf, the
 call raises ValueError; under a trace the row's token is -1, whose embedding is NaN.
+
+Random numbers are Threefry's, whatever implementation the key is of: with others, under a `vmap`
+over keys, what is drawn for a key may depend on the keys beside it.
 """
 
 from __future__ import annotations
@@ -17,16 +20,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import check_count
+from transformer_jax.checks import check_count, check_key
 from transformer_jax.kernels import platform
 
-_SMALLEST = float(np.finfo(np.float32).tiny)
+_THREEFRY = "threefry2x32"
 
 
 class Processor(Protocol):
@@ -68,8 +71,21 @@ class Temperature:
         top = jnp.max(x, axis=-1, keepdims=True)
         if self.t == 0:
             return _keep_best(x, top, 1)
-        # The maximum becomes 0, so nothing overflows upwards; t and 1 / t stay normal numbers.
-        return (x - top) / min(max(float(self.t), _SMALLEST), 1 / _SMALLEST)
+        # t is m 2^e. Powers of two are exact, so only m, from 1/2 to 1, divides: a device may take
+        # what is below 2^-126, such as the inverse of a large t, for zero. Beyond these e all
+        # logits are equal, or all that differ from the best are excluded.
+        m, e = math.frexp(self.t)
+        e = min(max(e, -200), 180)
+        if e > 0:  # first, so that what is twice the largest float32 away is not infinitely far
+            first = 2.0 ** -min(e, 64)
+            return (x * first - top * first) * 2.0 ** min(0, 64 - e) / m
+        difference = (x - top) * 2.0 ** min(-e, 100)
+        if e < -40:  # then differences count that are too small for a subtraction
+            large = _times_two_to_the_hundred(x)
+            best = jnp.max(large, axis=-1, keepdims=True)
+            near = (jnp.abs(x) < 1) & (jnp.abs(top) < 1)
+            difference = jnp.where(near, (large - best) * 2.0 ** (-100 - e), difference)
+        return difference / m
 
 
 @dataclass(frozen=True)
@@ -106,11 +122,10 @@ class TopP:
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
         x = _as_float32(logits)
-        if self.p == 1:  # a rounded sum may reach 1 before the last token
+        if self.p == 1:  # a token whose probability is below float32 stays too
             return x
         best_first = jnp.sort(x, axis=-1, descending=True)
-        sums = jnp.cumsum(jax.nn.softmax(best_first, axis=-1), axis=-1)
-        kept = 1 + jnp.sum(sums[..., :-1] < self.p, axis=-1, keepdims=True)
+        kept = _count_to_reach(jax.nn.softmax(best_first, axis=-1), self.p)
         return _keep_best(x, jnp.take_along_axis(best_first, kept - 1, axis=-1), kept)
 
 
@@ -128,8 +143,8 @@ class MinP:
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
         x = _as_float32(logits)
-        relative = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
-        return jnp.where(relative >= self.p, x, -jnp.inf)
+        least = math.log(self.p) if self.p else -math.inf
+        return jnp.where(x - jnp.max(x, axis=-1, keepdims=True) >= least, x, -jnp.inf)
 
 
 @dataclass(frozen=True)
@@ -155,8 +170,7 @@ class Typical:
         entropy = -jnp.sum(jnp.where(q > 0, q * log_q, 0.0), axis=-1, keepdims=True)
         nearness = jnp.where(jnp.isneginf(x), -jnp.inf, -jnp.abs(log_q + entropy))
         order = jnp.argsort(nearness, axis=-1, descending=True)
-        sums = jnp.cumsum(jnp.take_along_axis(q, order, axis=-1), axis=-1)
-        kept = 1 + jnp.sum(sums[..., :-1] < self.p, axis=-1, keepdims=True)
+        kept = _count_to_reach(jnp.take_along_axis(q, order, axis=-1), self.p)
         cut = jnp.take_along_axis(nearness, jnp.take_along_axis(order, kept - 1, axis=-1), axis=-1)
         return jnp.where(jnp.isneginf(_keep_best(nearness, cut, kept)), -jnp.inf, x)
 
@@ -166,6 +180,7 @@ class Greedy:
     """Pick the best token; the key is not used."""
 
     def __call__(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
+        _check_order(key, logits)
         x = _as_float32(logits)
         if platform() == "cpu" and x.shape[-1] < 2**24:
             return _first_of_the_best(x)
@@ -193,8 +208,10 @@ class Sample:
         object.__setattr__(self, "processors", processors)
 
     def __call__(self, key: jax.Array, logits: jax.Array) -> jax.Array:
+        _check_order(key, logits)
+        check_key("key", key)
         processed = self.distribution(logits)
-        return _mark_nonfinite(jax.random.categorical(key, processed, axis=-1), processed)
+        return _mark_nonfinite(_draw_token(as_threefry(key), processed), processed)
 
     def distribution(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
         """Return the processed logits, whose softmax a token is drawn from.
@@ -206,6 +223,70 @@ class Sample:
             processed = processor(processed)
         finite = jnp.isfinite(jnp.max(given, axis=-1, keepdims=True))
         return jnp.where(finite, _as_float32(processed), jnp.nan)
+
+
+def _check_order(key: Any, logits: Any) -> None:
+    """Raise ValueError where a sampler's two arguments stand in the other order."""
+    if jnp.issubdtype(getattr(logits, "dtype", None), jax.dtypes.prng_key):
+        raise ValueError(f"logits is {logits.dtype}: a sampler is called with (key, logits)")
+
+
+def as_threefry(key: jax.Array) -> jax.Array:  # key[...]
+    """Return keys of any implementation, or their raw words u32[..., n], as Threefry's.
+
+    Those of Threefry are themselves. Each of the others depends on all of its own words alone.
+    """
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if str(jax.random.key_impl(key)) == _THREEFRY:
+            return key
+        key = jax.random.key_data(key)
+    lead, words = key.shape[:-1], key.reshape(-1, key.shape[-1])
+    keys = jax.random.wrap_key_data(words[:, :2], impl=_THREEFRY)
+    for i in range(2, words.shape[1]):
+        keys = jax.vmap(jax.random.fold_in)(keys, words[:, i])
+    return keys.reshape(lead)
+
+
+def _draw_token(key: jax.Array, x: jax.Array) -> jax.Array:  # f32[..., V] -> i32[...]
+    """Draw from softmax(x): one of about sqrt(V) blocks by its sum, then one of its tokens.
+
+    Both by the largest of logits and Gumbel noise. In float32 that has a tail only in JAX's mode
+    "high", of twice the random bits; of 2 sqrt(V) numbers these cost less than one each of V.
+    """
+    vocab = x.shape[-1]
+    size = 1 << max(3, math.isqrt(vocab).bit_length())
+    blocks = -(-vocab // size)
+    lead = [(0, 0)] * (x.ndim - 1)
+    x = x - jnp.max(x, axis=-1, keepdims=True)  # noise would be lost beside a large number
+    x = jnp.pad(x, [*lead, (0, blocks * size - vocab)], constant_values=-jnp.inf)
+    x = x.reshape(*x.shape[:-1], blocks, size)
+    shape = (*x.shape[:-2], blocks + size)
+    noise = jax.random.gumbel(key, shape, jnp.float32, mode="high")
+    sums = jax.nn.logsumexp(x, axis=-1)
+    block = jnp.argmax(sums + noise[..., :blocks], axis=-1)[..., None]
+    x = jnp.take_along_axis(x, block[..., None], axis=-2, mode="clip")[..., 0, :]
+    token = jnp.argmax(x + noise[..., blocks:], axis=-1)
+    return block[..., 0] * size + token
+
+
+def _count_to_reach(q: jax.Array, p: float) -> jax.Array:  # [..., V] -> i32[..., 1]
+    """Return how many probabilities, from the first on, sum to p or more; at least 1.
+
+    Above 1/2 what is left is summed, from the last on: float32 has few numbers near 1, many near 0.
+    """
+    if p <= 0.5:
+        before = jnp.cumsum(q, axis=-1)[..., :-1]
+        return 1 + jnp.sum(before < p, axis=-1, keepdims=True)
+    left = jax.lax.cumsum(q, axis=q.ndim - 1, reverse=True)[..., 1:]
+    return 1 + jnp.sum(left > 1 - p, axis=-1, keepdims=True)
+
+
+def _times_two_to_the_hundred(x: jax.Array) -> jax.Array:
+    """Return x 2^100, also of numbers below 2^-126, which a device may take for zero."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    small = (bits & 0x7FFFFF).astype(jnp.float32) * 2.0 ** (100 - 149)
+    normal = (bits & 0x7F800000) != 0
+    return jnp.where(normal, x * 2.0**100, jnp.where(bits < 0, -small, small))
 
 
 def _check_between(name: str, value: float, low: float, high: float) -> None:

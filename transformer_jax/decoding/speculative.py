@@ -663,8 +663,10 @@ def _draw(sampler: Sampler, keys: jax.Array, logits: jax.Array) -> jax.Array:  #
     return jax.vmap(Greedy() if isinstance(sampler, Greedy) else Sample())(keys, logits)
 
 
-def _draw_uniform(key: jax.Array, number: jax.Array) -> jax.Array:
-    return jax.random.uniform(jax.random.fold_in(key, number))
+def _draw_uniform(key: jax.Array, number: jax.Array) -> jax.Array:  # f32[], from 0 to below 1
+    """Draw a number whose smallest steps are of 2^-46: with 2^-23, none is ever accepted rarely."""
+    high, low = jax.random.uniform(jax.random.fold_in(key, number), (2,))
+    return jnp.minimum(high + 2.0**-23 * low, 1 - 2.0**-24)
 
 
 def _check_proposer(proposer: Proposer) -> None:

@@ -275,7 +275,7 @@ def make_step(model: WindowLM | NgramLM) -> RecentTokensStep: ...
 def make_step(
     model: Decoder | EncoderDecoder | RecurrentLM | RecurrentSeq2Seq | WindowLM | NgramLM,
 ) -> ModelStep | RecurrentStep | RecentTokensStep:
-    """Return the model as `step(params, tokens, state, valid=None) -> (logits, state)`.
+    """Return the model as `step(params, tokens, state, *, valid=None) -> (logits, state)`.
 
     `models.init_decode_state` makes the first state. ValueError where the model makes no tokens, as
     an encoder or a tagger.
