@@ -26,7 +26,7 @@ from transformer_jax.training import (
 )
 from transformer_jax.training.step import windows
 
-EXTRA = ("huggingface_hub", "jinja2", "safetensors")
+EXTRA = ("huggingface_hub", "jinja2")
 """Packages of the extra `hf`: modules that need one import it when they are used."""
 
 

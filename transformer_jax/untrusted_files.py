@@ -138,7 +138,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def brief(error: Exception) -> str:
+def brief(error: BaseException) -> str:
     """Shorten a library's message, for one of ours."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(c if c.isprintable() else "?" for c in text[:200])

@@ -168,7 +168,7 @@ def test_parquet_without_its_library_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     file = tmp_path / "a.parquet"
     file.write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"pip install 'transformer_jax\[parquet\]'"):
+    with pytest.raises(DataError, match=r"pip install pyarrow$"):
         prepare(config(str(file), documents=None), tmp_path / "out")
 
 

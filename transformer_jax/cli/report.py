@@ -58,7 +58,7 @@ def missing_metrics(config: TrainConfig, scores: Mapping[str, float]) -> str | N
     compared = isinstance(config.task, Seq2SeqTask | PrefixTask) and "exact_match" in scores
     if not compared or "bleu" in scores:
         return None
-    return "BLEU and chrF need sacrebleu: pip install 'transformer_jax[metrics]'"
+    return "BLEU and chrF need sacrebleu: pip install sacrebleu"
 
 
 def how_to_resume(config: TrainConfig, more: str = "") -> str:

@@ -162,7 +162,7 @@ def open_parquet(path: str) -> Any:
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        rule = "reading Parquet needs pyarrow: pip install 'transformer_jax[parquet]'"
+        rule = "reading Parquet needs pyarrow: pip install pyarrow"
         raise DataError(f"{path}: {rule}") from None
     try:
         return ParquetFile(path)

@@ -44,7 +44,7 @@ def load_pretrained(
 ) -> tuple[ModelConfig, Params]:
     """Load the config and the parameters of a published checkpoint; `build(config)` runs them.
 
-    `path_or_id` is a folder, or a repository of the Hugging Face hub (extra `hf`). Parameters keep
+    `path_or_id` is a folder, or a repository of the Hugging Face hub (package `huggingface_hub`). Parameters keep
     the dtype of the file and the model computes in it, unless `dtype` names another. `sharding` is
     a `jax.sharding.Sharding` for all parameters, or a tree of them. `scan_layers` stacks the
     layers. `max_len` replaces the config's length; a rotation that depends on the length of the

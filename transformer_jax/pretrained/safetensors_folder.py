@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -213,13 +214,26 @@ def _located(path_or_id: str | Path, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        need = "a repository id needs huggingface_hub: pip install 'transformer_jax[hf]'"
+        need = "a repository id needs huggingface_hub: pip install huggingface_hub"
         raise CheckpointError(f"{name}: no such folder, and {need}") from None
     try:
         found = snapshot_download(path_or_id, revision=revision, allow_patterns=_DOWNLOADED)
     except Exception as error:  # of any library below it
-        raise CheckpointError(f"{name}: no such folder, and {brief(error)}") from error
+        raise CheckpointError(f"{name}: no such folder, and {_no_download(error)}") from error
     return Path(found)
+
+
+def _no_download(error: BaseException) -> str:
+    """Return why a repository was not downloaded: in its library's words, if it was reached."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    if any(type(one).__name__ == "OfflineModeIsEnabled" for one in chain):
+        return "not in the cache of the hub, and HF_HUB_OFFLINE forbids a download"
+    for one in reversed(chain):
+        if isinstance(one, TimeoutError | ConnectionError | socket.gaierror):
+            return f"the hub could not be reached ({one.strerror or brief(one)})"
+    return brief(error)
 
 
 def _listed(folder: Path) -> dict[str, set[str] | None]:
@@ -360,7 +374,7 @@ def _library() -> ModuleType:
     try:
         import safetensors
     except ImportError:
-        need = "the package safetensors: pip install 'transformer_jax[hf]'"
+        need = "the package safetensors: pip install safetensors"
         raise CheckpointError(f"weights in safetensors need {need}") from None
     version = safetensors.__version__
     if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < (0, 8):

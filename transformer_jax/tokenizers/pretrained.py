@@ -176,7 +176,7 @@ class PretrainedTokenizer:
         try:
             from transformer_jax.tokenizers.chat_template import render
         except ModuleNotFoundError:
-            rule = "pip install 'transformer_jax[hf]'"
+            rule = "pip install jinja2"
             raise DataError(
                 f"a chat template needs jinja2, which is not installed: {rule}"
             ) from None
