@@ -169,6 +169,8 @@ if TYPE_CHECKING:
     from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
     from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 
+__version__ = "0.1.0"
+
 __all__ = [
     "PRESETS",
     "ALiBi",

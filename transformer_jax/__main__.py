@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from transformer_jax.cli.programs import keep_programs
+from transformer_jax.config.fields import nearest
 
 COMMANDS = {
+    "train": "train a model for a task; in a checkout also `python train.py`",
     "generate": "write, answer or translate with a trained or published model",
     "evaluate": "judge a trained or published model on a file that it has not seen",
     "prepare": "turn files of text into a folder of tokens, for corpora larger than memory",
@@ -20,7 +22,7 @@ COMMANDS = {
 """What each command does; each is a module of `transformer_jax.cli` with a `main`."""
 
 RUN_PROGRAMS = "generate", "evaluate"
-"""The commands that run a model, whose programs are kept for the next time."""
+"""The commands that run a model, whose programs are kept for the next time; train says itself."""
 
 USAGE = "\n".join(
     [
@@ -28,7 +30,7 @@ USAGE = "\n".join(
         "",
         *(f"  {name:9} {does}" for name, does in COMMANDS.items()),
         "",
-        "The flags of each: python -m transformer_jax COMMAND --help",
+        "The flags of each: python -m transformer_jax COMMAND --help; --version says which this is",
     ]
 )
 
@@ -43,12 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[0] in RUN_PROGRAMS:
             keep_programs()
         return importlib.import_module(f"transformer_jax.cli.{argv[0]}").main(argv[1:])
+    if argv and argv[0] == "--version":
+        own = sys.modules["transformer_jax"].__version__
+        print(f"transformer_jax {own}, jax {version('jax')}")
+        return 0
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
     if argv:
-        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-        rule = f"must be {' or '.join(COMMANDS)}" + (f", nearest: {near[0]}" if near else "")
+        rule = f"must be {' or '.join(COMMANDS)}{nearest(argv[0], COMMANDS)}"
         print(f"transformer_jax: command is {argv[0]!r}: {rule}", file=sys.stderr)
     else:
         print(USAGE, file=sys.stderr)

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.test_train import run_command
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.cli.plot import named, read_runs, table
-from transformer_jax.config import AdamW, Lion, ModelConfig, TrainConfig
+from transformer_jax.config import AdamW, Lion, ModelConfig, RecurrentConfig, TrainConfig
 
 BASE = TrainConfig(model=ModelConfig(d_model=32, num_heads=4, max_len=16), batch_size=4)
 
@@ -46,6 +46,13 @@ def test_runs_are_named_by_what_differs():
         "learning_rate 0.001, optimizer lion",
         "learning_rate 0.0001, optimizer adamw",
     ]
+    cells = [RecurrentConfig(cell=cell) for cell in ("rnn", "lstm", "gru")]
+    wide = RecurrentConfig(cell="gru", d_hidden=97)
+    of_each = [BASE, *(replace(BASE, model=model) for model in (*cells, wide))]
+    assert named(of_each) == [
+        "model transformer", "model rnn", "model lstm", "model gru, d_hidden 128",
+        "model gru, d_hidden 97",
+    ]  # fmt: skip
     assert named([BASE, replace(BASE, seed=3)]) == ["seed 0", "seed 3"]
     assert named([replace(BASE, optimizer=AdamW(beta1=0.5))]) == [""]
 

@@ -16,7 +16,7 @@ from transformer_jax import build, init_params
 from transformer_jax.cli import generate as cli_generate
 from transformer_jax.cli.convert import main as convert
 from transformer_jax.cli.convert import tokenizer_files
-from transformer_jax.cli.run_flags import parse
+from transformer_jax.cli.run_flags import configure, parse
 from transformer_jax.config import ConfigError, ModelConfig, fine_tuning
 from transformer_jax.decoding.logit_processors import Ban, BanSequences, ForceLast
 from transformer_jax.decoding.samplers import Sample, Temperature
@@ -254,7 +254,7 @@ def test_a_fine_tuned_run_resumes_bitwise_without_the_published_folder(
     published, text, tuned, tmp_path
 ):
     folder = Path(shutil.copytree(published, tmp_path / "gone"))
-    config, _ = train.configure(parse(flags(folder, text, tmp_path / "run"), None))
+    config, _ = configure(parse(flags(folder, text, tmp_path / "run"), None))
     stops = iter([False, True])
     assert fit(config, stop=lambda: next(stops)).interrupted
     shutil.rmtree(folder)
@@ -284,7 +284,7 @@ def test_what_contradicts_the_published_model_is_refused(
 
 def test_how_it_is_run_may_change(published, text, tmp_path):
     more = "--dropout 0.1 --remat dots --scan-layers True --dtype bfloat16"
-    config, _ = train.configure(parse(flags(published, text, tmp_path, *more.split()), None))
+    config, _ = configure(parse(flags(published, text, tmp_path, *more.split()), None))
     model = config.model
     assert (model.dropout, model.remat, model.scan_layers) == (0.1, "dots", True)
     assert model.dtype == "bfloat16"

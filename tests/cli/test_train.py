@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import train
+import transformer_jax
 from tests.support.compilation import quick_environment
 from tests.support.saved import arrays_of, largest_file
 from tests.training.test_training import assert_same_state
@@ -30,7 +31,7 @@ from transformer_jax.checkpoints.run_folder import RunFolder, locked
 from transformer_jax.cli import command, generate
 from transformer_jax.cli.flags import spelled
 from transformer_jax.cli.report import suggested_prompt, summary
-from transformer_jax.cli.run_flags import FLAGS, parse
+from transformer_jax.cli.run_flags import FLAGS, configure, parse
 from transformer_jax.config import (
     ConfigError,
     Frames,
@@ -60,7 +61,8 @@ from transformer_jax.decoding.logit_processors import (
 from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.text import completion
-from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
+from transformer_jax.tokenizers.special import SpecialTokens
+from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer, WordTokenizer
 from transformer_jax.training import loop as training
 from transformer_jax.training import progress
 from transformer_jax.training.data import DataError
@@ -87,7 +89,7 @@ def flags(tmp_path) -> list[str]:
 
 def configured(argv: list[str]) -> tuple[TrainConfig, int | None]:
     """The config of these flags, and the vocabulary size they ask for."""
-    return train.configure(parse(argv, None))
+    return configure(parse(argv, None))
 
 
 def refused(capsys, argv: list[str]) -> tuple[int, str]:
@@ -148,7 +150,7 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
             "--model lstn",
             "model is 'lstn': must be one of transformer, lstm, gru, rnn, window, ngram",
         ),
-        ("--model lstm --num-heads 3", "num_heads is '3': needs --model"),
+        ("--model lstm --num-heads 3", "num_heads is '3': needs --model transformer, it is lstm"),
         ("--model window --task masked", "model is 'window': task 'masked' is learnt by another"),
         ("--task maskd", "task is 'maskd': must be language|masked|seq2seq|"),
         ("--task masked --documents lines", "documents is 'lines': needs --task language, it is"),
@@ -413,10 +415,26 @@ def test_an_interrupt_during_the_imports_shows_no_traceback(inherited, status, p
         ("--help", 0, "generate ", ""),
         ("", 2, "", "usage: python -m transformer_jax COMMAND"),
         (
-            "generat",
+            "trian",
             2,
             "",
-            "transformer_jax: command is 'generat': must be generate or ev",
+            "transformer_jax: command is 'trian': must be train or generate or evaluate or prepare "
+            "or plot or plan or convert, nearest: train\n",
+        ),
+        (
+            "--version",
+            0,
+            f"transformer_jax {transformer_jax.__version__}, jax {jax.__version__}",
+            "",
+        ),
+        ("train --help", 0, "usage: python -m transformer_jax train [--FLAG VALUE ...]", ""),
+        ("train --steps -1", 2, "", "train: steps is -1: must be positive\n"),
+        (
+            "train --positions rotary",
+            2,
+            "",
+            "train: model.positions is 'rotary': must be "
+            "None|learned|sinusoidal|rope|shaw|t5buckets|alibi, nearest: rope\n",
         ),
         ("convert --to x", 2, "", "convert: run and model: give one of them\n"),
         ("generate --modle x", 2, "", "generate: --modle: no such flag, nearest: --model\n"),
@@ -440,6 +458,16 @@ def test_a_command_is_named_by_the_first_word(capsys, argv, status, out, err):
     assert (out in printed.out, bool(printed.out)) == (True, bool(out))
     assert printed.err.startswith(err) and bool(printed.err) == bool(err)
     assert status == 0 or "usage" in err or printed.err.count("\n") == 1
+
+
+def test_words_that_the_tokenizer_does_not_know_are_named(capsys):
+    words = SpecialTokens(WordTokenizer.train("a dog saw a cat"), ("mask",))
+    generate._say_unknown(words, ["a cow saw", "a [MASK] cow or _"], ("[MASK]", "_"))
+    rule = "not among the words of the training text, read as <unk>"
+    assert capsys.readouterr() == ("", f"generate: unknown words: 2 ('cow', 'or'): {rule}\n")
+    generate._say_unknown(words, ["a dog"])
+    generate._say_unknown(ByteTokenizer(), ["a cow"])
+    assert capsys.readouterr() == ("", "")
 
 
 def test_what_is_not_available_here_is_one_line(capsys):

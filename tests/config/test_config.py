@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 import transformer_jax
@@ -26,6 +27,7 @@ from transformer_jax.config import (
     train_preset,
 )
 from transformer_jax.models.factory import num_params
+from transformer_jax.models.functional import activate
 
 ROPE = dict(positions="rope")
 LINEAR = dict(scaling="linear", factor=2.0)
@@ -474,14 +476,14 @@ def test_the_pooler_and_the_rotation_of_a_layer_follow_from_the_others():
 
 
 def test_an_unknown_preset_suggests_the_nearest_name():
-    with pytest.raises(ConfigError, match=r"preset is 'gpt-2'.*did you mean 'gpt2'\?") as caught:
+    with pytest.raises(ConfigError, match=r"preset is 'gpt-2'.*nearest: gpt2$") as caught:
         preset("gpt-2")
     assert all(name in str(caught.value) for name in PRESETS)
-    with pytest.raises(ConfigError, match="did you mean 'llama3-8b'"):
+    with pytest.raises(ConfigError, match=r"nearest: llama3-8b$"):
         train_preset("llama-8b")
     with pytest.raises(ConfigError) as caught:
         preset("zzzz")
-    assert "did you mean" not in str(caught.value)
+    assert "nearest" not in str(caught.value)
 
 
 def test_a_changed_preset_is_checked_again():
@@ -580,3 +582,31 @@ def test_counting_parameters_allocates_none():
     count, grown_kib = json.loads(out.stdout.splitlines()[-1])
     assert count == 8_030_261_248
     assert grown_kib < 500_000
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "meant"),
+    [
+        ("positions", "rotary", "rope"),
+        ("positions", "absolute", "learned"),
+        ("positions", "sinusodial", "sinusoidal"),
+        ("activation", "swish", "silu"),
+        ("norm", "rms_norm", "rmsnorm"),
+        ("dtype", "bf16", "bfloat16"),
+        ("kind", "bert", "encoder"),
+    ],
+)
+def test_a_wrong_choice_names_what_was_meant(field, wrong, meant):
+    with pytest.raises(ConfigError, match=rf"^{field} is '{wrong}': .*nearest: {meant}$"):
+        ModelConfig(**{field: wrong})
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ConfigError, match=r"^activation is 'sigmoid': must be one of relu, gelu,"):
+        activate(jnp.ones(3), "sigmoid")
+
+
+def test_a_warm_up_that_is_not_given_fits_the_steps():
+    assert [TrainConfig(steps=steps).warmup for steps in (1, 40, 997, 2000)] == [0, 4, 99, 100]
+    short = dataclasses.replace(TrainConfig(steps=2000), steps=40)
+    assert short.warmup == 4 and dataclasses.replace(short, warmup_steps=7).warmup == 7

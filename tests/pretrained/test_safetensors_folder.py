@@ -747,8 +747,8 @@ def test_a_hub_that_cannot_be_reached_is_one_whole_sentence(monkeypatch):
                 raise socket.gaierror(-2, "Name or service not known")
             except OSError as error:
                 raise RuntimeError("[Errno -2] Name or service not known") from error
-        except RuntimeError:
-            raise FileNotFoundError("Got: ConnectError\n" + "An error happened while " * 20)
+        except RuntimeError as error:
+            raise FileNotFoundError("Got: ConnectError. " + "An error " * 50) from error
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     rule = r"the hub could not be reached \(Name or service not known\)"

@@ -385,11 +385,11 @@ def test_the_tenth_rejected_step_in_a_row_ends_the_run_and_the_ninth_does_not(
 
 
 def numpy_rate(config: TrainConfig, count: int) -> float:
-    if count < config.warmup_steps:  # also where the run ends before the warm-up does
-        return config.learning_rate * (count + 1) / (config.warmup_steps + 1)
+    if count < config.warmup:  # also where the run ends before the warm-up does
+        return config.learning_rate * (count + 1) / (config.warmup + 1)
     if count >= config.steps:
         return config.min_learning_rate
-    part = (count - config.warmup_steps) / (config.steps - config.warmup_steps)
+    part = (count - config.warmup) / (config.steps - config.warmup)
     span = config.learning_rate - config.min_learning_rate
     return config.min_learning_rate + span * (1 + np.cos(np.pi * part)) / 2
 

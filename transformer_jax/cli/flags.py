@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import difflib
 import inspect
 import textwrap
 from collections import Counter
@@ -24,7 +23,8 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from transformer_jax.config import ConfigError
-from transformer_jax.config.fields import kind_name
+from transformer_jax.config.architectures import architecture_names
+from transformer_jax.config.fields import kind_name, nearest
 
 Path = tuple[str, ...]
 """The names of the fields that lead from a config to a field within it."""
@@ -58,12 +58,6 @@ def _why_unknown(name: str, names: Mapping[str, str]) -> str:
     if len(meant) > 1:
         return f"must be {' or '.join(sorted(meant))}"
     return f"no such flag{nearest(name, names)}"
-
-
-def nearest(text: str, known: Collection[str]) -> str:
-    """Return `, nearest: X` with the known spelling that resembles a wrong one, else nothing."""
-    near = difflib.get_close_matches(text, known, n=1)
-    return f", nearest: {near[0]}" if near else ""
 
 
 @dataclass(frozen=True)
@@ -158,8 +152,8 @@ class ConfigFlags:
             holder = _at(base, changes, path[:-1])
             own = [field for field in self.fields[path] if field.owner is type(holder)]
             if not own:
-                kinds = " or ".join(_kind_name(field.owner) for field in self.fields[path])
-                rule = f"needs {_flag(path[:-1])} {kinds}, it is {_kind_name(type(holder))}"
+                kinds = " or ".join(architecture_names(field.owner) for field in self.fields[path])
+                rule = f"needs {_flag(path[:-1])} {kinds}, it is {architecture_names(holder)}"
                 raise ConfigError(f"{'.'.join(path)} is {given[path]!r}: {rule}")
             changes[path] = _read(".".join(path), own[0].hint, given[path])
         return changes

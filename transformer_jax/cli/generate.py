@@ -108,12 +108,29 @@ def _answer(arguments: argparse.Namespace, model: TextModel, run: TrainConfig) -
         texts = [arguments.prompt]
     else:
         raise ConfigError(f"prompt is '': a run of task {run.task.kind!r} needs one, or prompts")
+    masks = ("[MASK]", "_") if isinstance(run.task, MaskedTask) else ()
+    _say_unknown(tokenizers.of_source, texts, masks)
     if arguments.seed is not None:
         run = dataclasses.replace(run, seed=arguments.seed)
     for text in answer_prompts(
         run, tokenizers, model.params, texts, beams=arguments.beams, num_tokens=arguments.tokens
     ):
         print(text.replace("\n", "\\n") if arguments.prompts else text, flush=True)
+
+
+def _say_unknown(tokenizer: Tokenizer, texts: Sequence[str], masks: Sequence[str] = ()) -> None:
+    """Say in a line which words of the texts, but for masks, have no token of their own."""
+    from transformer_jax.tokenizers.special import plain
+    from transformer_jax.tokenizers.trained import WordTokenizer
+
+    words = plain(tokenizer)
+    text = " ".join(texts)
+    for mask in masks:
+        text = text.replace(mask, " ")
+    if isinstance(words, WordTokenizer) and (unknown := words.unknown(text)):
+        named = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+        rule = "not among the words of the training text, read as <unk>"
+        print(f"generate: unknown words: {len(unknown)} ({named}): {rule}", file=sys.stderr)
 
 
 def _hear_or_see(
@@ -153,6 +170,7 @@ def _continue(
         if arguments.chat
         else partial(completion.read_prompt, given.tokenizer, begin=given.begin_id)
     )
+    _say_unknown(given.tokenizer, texts)
     prompts = [_checked_ids(given.config, read(text)) for text in texts]
     shown = ["" if arguments.chat else text for text in texts]
     config = given.config
@@ -446,14 +464,26 @@ def _parser() -> Parser:
     add("--min-p", type=float, metavar="P", help="draw among those at least P times the likeliest")
     add("--typical-p", type=float, metavar="P", help="draw among the most typical with mass P")
     add("--repetition-penalty", type=float, metavar="P", help="above 1: what was said is unlikely")
-    add("--presence-penalty", type=float, metavar="A", help="taken off what was written")
-    add("--frequency-penalty", type=float, metavar="A", help="taken off, times its count")
+    add(
+        "--presence-penalty",
+        type=float,
+        metavar="A",
+        help="subtract A from the logit of each token written",
+    )
+    add(
+        "--frequency-penalty",
+        type=float,
+        metavar="A",
+        help="subtract A times the count of the token",
+    )
     add("--no-repeat-ngram", type=int, metavar="N", help="never the same N tokens twice")
-    add("--ban", metavar="TEXT", help="never a token of this text")
+    add("--ban", metavar="TEXT", help="never generate the tokens of this text")
     add("--force", metavar="TEXT", help="begin with this text")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    add("--samples", type=int, metavar="N", help="N texts; the prompt is read once")
-    add("--beams", type=int, metavar="N", help="search with N beams; --samples of them are shown")
+    text = "N texts; the prompt is read once; of a run, only of task language"
+    add("--samples", type=int, metavar="N", help=text)
+    text = "search with N beams; shows the best, or --samples of them"
+    add("--beams", type=int, metavar="N", help=text)
     add(
         "--length-penalty", type=float, metavar="A",
         help="of a beam search: log p is divided by length^A; default: 0",
@@ -471,7 +501,7 @@ def _parser() -> Parser:
     )  # fmt: skip
     add(
         "--weights", choices=("bf16", "int8", "int4"),
-        help="what they are held in while it computes in its own dtype; int8 a quarter of float32",
+        help="hold the weights in this type; int8 takes a quarter of float32's memory",
     )  # fmt: skip
     add("--max-len", type=int, metavar="N", help="of --model: another longest text than its own")
     add("--seed", type=int, metavar="N", help="all randomness follows from it; default: 0")

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from transformer_jax.cli.command import Parser, run
 from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.config.architectures import architecture_names
 
 Axis = Literal["step", "tokens", "hours"]
 
@@ -109,10 +110,15 @@ def named(configs: Sequence[TrainConfig]) -> list[str]:
     whole = {path for path in differing if path.rpartition(".")[0] not in differing}
     telling = [path for path in differing if path.split(".")[0] not in UNNAMED and path in whole]
     telling = telling or [path for path in differing if path == "seed"]
-    return [
+    labels = [
         ", ".join(f"{path.split('.')[-1]} {_shown(one[path])}" for path in telling if path in one)
         for one in flat
     ]
+    for label in {*labels} if len({*labels}) > 1 else ():  # alike so far: what they differ in
+        same = [place for place, own in enumerate(labels) if own == label]
+        for place, more in zip(same, named([configs[place] for place in same]), strict=True):
+            labels[place] = ", ".join(filter(None, (label, more)))
+    return labels
 
 
 def _flat(config: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -120,7 +126,7 @@ def _flat(config: Any, path: str) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(config):
         value, here = getattr(config, field.name), path + field.name
         if dataclasses.is_dataclass(value):
-            yield here, type(value).__name__.removesuffix("Config").removesuffix("Task").lower()
+            yield here, architecture_names(value)
             yield from _flat(value, f"{here}.")
         else:
             yield here, value

@@ -61,13 +61,13 @@ def missing_metrics(config: TrainConfig, scores: Mapping[str, float]) -> str | N
     return "BLEU and chrF need sacrebleu: pip install sacrebleu"
 
 
-def how_to_resume(config: TrainConfig, more: str = "") -> str:
-    """Return the command that goes on with a run, for a shell.
+def how_to_resume(config: TrainConfig, command: str, more: str = "") -> str:
+    """Return the `command` that goes on with a run, for a shell.
 
     What came from standard input is not in the run folder, and has to be given again: as TEXT.
     """
     text = " < TEXT" if config.data == "-" else ""
-    return f"python train.py --out {shell_path(config.out)} --resume{more}{text}"
+    return f"{command} --out {shell_path(config.out)} --resume{more}{text}"
 
 
 def shell_path(path: str) -> str:

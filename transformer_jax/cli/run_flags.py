@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path as Folder
 from typing import Any, NoReturn
 
-from transformer_jax.cli.flags import ConfigFlags, Path, changed, nearest, spelled, value_at
+from transformer_jax.cli.flags import ConfigFlags, Path, changed, spelled, value_at
 from transformer_jax.config import (
     PRESETS,
     ConfigError,
@@ -20,6 +20,7 @@ from transformer_jax.config import (
     train_preset,
 )
 from transformer_jax.config.architectures import ARCHITECTURES, AnyModelConfig
+from transformer_jax.config.fields import nearest
 from transformer_jax.config.presets import learns, task_recipe
 from transformer_jax.config.tasks import TASKS, LanguageTask, Task
 
@@ -133,17 +134,19 @@ class RunFlags:
         return changed(base, self.changes(base))
 
 
-def parse(argv: Sequence[str], description: str | None) -> RunFlags:
+def parse(
+    argv: Sequence[str], description: str | None, command: str = "python train.py"
+) -> RunFlags:
     """Return the flags that were typed; with --help, print what there is and exit.
 
     Raises ConfigError for a flag that there is not.
     """
     own = {f"--{name}": f"--{name}" for name in OWN}
-    arguments = _parser(None).parse_args(spelled(argv, FLAGS.names | own))
+    arguments = _parser(None, command).parse_args(spelled(argv, FLAGS.names | own))
     if arguments.help:
         flags = RunFlags(arguments.preset, arguments.model, False, FLAGS.given(arguments))
         flags.check_start()
-        _parser(description, flags.start()).print_help()
+        _parser(description, command, flags.start()).print_help()
         raise SystemExit(0)
     given, processes = FLAGS.given(arguments), _processes(arguments)
     return RunFlags(arguments.preset, arguments.model, arguments.resume, given, processes)
@@ -210,10 +213,10 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _parser(description: str | None, defaults: TrainConfig | None = None) -> _Parser:
+def _parser(description: str | None, command: str, defaults: TrainConfig | None = None) -> _Parser:
     parser = _Parser(
-        prog="train.py",
-        usage="python train.py [--FLAG VALUE ...]",
+        prog=command,
+        usage=f"{command} [--FLAG VALUE ...]",
         description=description,
         epilog="An end of a flag that no other flag has is enough: --d-model, --positions.base.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from transformer_jax.config.fields import kind_name
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.recurrent import RecurrentConfig
@@ -16,6 +17,19 @@ Shape = Literal["decoder", "encoder", "encoder-decoder"]
 
 ARCHITECTURES = "transformer", "lstm", "gru", "rnn", "window", "ngram"
 """Names that `--model` takes."""
+
+
+def architecture_names(config: Any) -> str:
+    """Return what a config is called where a user names its kind: transformer, or lstm.
+
+    Of a class of recurrent models, all that it may be; of no model, its own kind.
+    """
+    kind = config if isinstance(config, type) else type(config)
+    if kind is ModelConfig:
+        return "transformer"
+    if kind is not RecurrentConfig:
+        return "None" if kind is type(None) else kind_name(kind)
+    return "lstm or gru or rnn" if config is kind else config.cell
 
 
 def model_shape(model: AnyModelConfig) -> Shape:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import os
 import re
+from collections.abc import Collection
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -32,6 +34,24 @@ def fail(name: str, value: object, rule: str) -> NoReturn:
     raise ConfigError(f"{name} is {value!r}: {rule}")
 
 
+OTHER_NAMES = {
+    "absolute": "learned", "adam": "adamw", "bert": "encoder", "bf16": "bfloat16",
+    "bytes": "byte", "character": "char", "dpo": "preference", "fixed": "sinusoidal",
+    "fp16": "float16", "fp32": "float32", "gelu_new": "gelu_tanh", "gpt": "decoder",
+    "half": "float16", "layer_norm": "layernorm", "mlm": "masked", "relative": "shaw",
+    "rms_norm": "rmsnorm", "rotary": "rope", "sft": "chat",
+    "swish": "silu", "translation": "seq2seq", "warmup_stable_decay": "wsd",
+}  # fmt: skip
+"""What other libraries call a choice of this one."""
+
+
+def nearest(text: object, known: Collection[str]) -> str:
+    """Return `, nearest: X` with the known spelling that a wrong one resembles, else nothing."""
+    other = OTHER_NAMES.get(str(text).lower().replace("-", "_"))
+    near = [other] if other in known else difflib.get_close_matches(str(text), known, n=1)
+    return f", nearest: {near[0]}" if near else ""
+
+
 def check_types(config: Any) -> None:
     """Check that every field holds its annotated type.
 
@@ -46,7 +66,9 @@ def check_types(config: Any) -> None:
                 object.__setattr__(config, name, value)
         options = get_args(hint) if get_origin(hint) not in (None, Literal, tuple) else (hint,)
         if not any(_fits(value, option) for option in options):
-            fail(name, value, f"must be {_spell(hint)}")
+            choices = [c for o in options if get_origin(o) is Literal for c in get_args(o)]
+            near = nearest(value, choices) if isinstance(value, str) else ""
+            fail(name, value, f"must be {_spell(hint)}{near}")
 
 
 def _fits(value: object, hint: Any) -> bool:

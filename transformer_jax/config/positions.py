@@ -13,6 +13,7 @@ from transformer_jax.config.fields import (
     check_types,
     fail,
     kind_name,
+    nearest,
     non_negative,
     positive,
     unread,
@@ -265,6 +266,7 @@ def positions_of(name: str) -> Positions | None:
     """Return what a plain string in the place of positions means: a kind with its defaults."""
     if name not in SHORTHANDS:
         known = ", ".join(map(repr, SHORTHANDS))
-        fail("positions", name, f"must be one of {known}, or a value such as Rope(base=500.0)")
+        rule = f"must be one of {known}, or a value such as Rope(base=500.0)"
+        fail("positions", name, f"{rule}{nearest(name, SHORTHANDS)}")
     kind = SHORTHANDS[name]
     return None if kind is None else kind()

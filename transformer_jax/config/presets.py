@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
 
 from transformer_jax.config.architectures import ARCHITECTURES, AnyModelConfig, default_model
-from transformer_jax.config.fields import ConfigError
+from transformer_jax.config.fields import ConfigError, nearest
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.positions import Rope, Sinusoidal
@@ -62,7 +61,7 @@ _MODELS: dict[str, ModelConfig] = {
 # nanoGPT trains its small character model at 1e-3; at 3e-3 it is better by 0.1 nats.
 _TRAINING: dict[str, dict[str, Any]] = {
     "default": dict(learning_rate=3e-3),
-    "tiny": dict(steps=200, eval_every=100, checkpoint_every=100, warmup_steps=20),
+    "tiny": dict(steps=200, eval_every=100, checkpoint_every=100),
     "shakespeare-cpu": dict(data="shakespeare", learning_rate=3e-3),
     "shakespeare-gpu": dict(data="shakespeare", steps=5000, batch_size=64),
 }
@@ -77,9 +76,8 @@ def _lookup(name: str) -> ModelConfig:
 
 def _known(kind: str, name: str, names: list[str]) -> None:
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{kind} is {name!r}: must be one of {', '.join(names)}{hint}")
+        rule = f"must be one of {', '.join(names)}{nearest(name, names)}"
+        raise ConfigError(f"{kind} is {name!r}: {rule}")
 
 
 def _changed(config: Any, changes: dict[str, Any]) -> Any:
@@ -140,7 +138,7 @@ def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:
             model = dataclasses.replace(model, positions=Rope())
     recipe: dict[str, Any] = dict(learning_rate=2e-3, batch_size=32, sample_tokens=200)
     if isinstance(model, NgramConfig):
-        recipe |= dict(steps=1, warmup_steps=0)
+        recipe |= dict(steps=1)
     elif isinstance(task, ContinuousTask):
         recipe |= dict(steps=300, batch_size=64, eval_every=100)
     elif isinstance(task, GeneratedTask):
@@ -164,5 +162,5 @@ def fine_tuning(model: AnyModelConfig, init_from: str, task: Task | None = None)
         task=LanguageTask() if task is None else task,
         model=_fitted(model, task), init_from=init_from, tokenizer="pretrained",
         context=min(longest, 512), batch_size=8, steps=500, learning_rate=5e-5,
-        min_learning_rate=5e-6, warmup_steps=50,
+        min_learning_rate=5e-6,
     )  # fmt: skip

@@ -93,8 +93,8 @@ class TrainConfig:
     al. 2017); wsd is constant and falls in the last decay_steps (Hu et al. 2024); or constant."""
     decay_steps: int | None = None
     """wsd: the last steps, in which the rate falls; None is a tenth of all."""
-    warmup_steps: int = 100
-    """Linear warm-up from 0."""
+    warmup_steps: int | None = None
+    """Linear warm-up from 0; None is 100, or a tenth of the steps where that is less."""
     optimizer: Optimizer = field(default_factory=AdamW)
     """What makes a step of a gradient: adamw, adafactor, lion, muon or schedulefree."""
     clip_norm: float = 1.0
@@ -141,7 +141,9 @@ class TrainConfig:
         positive(self, "word_count", "decay_steps", "loss_chunk")
         positive(self, "clip_norm", "eval_every", "eval_batches", "checkpoint_every", "keep")
         positive(self, "log_every", "bpe_vocab_size")
-        non_negative(self, "min_learning_rate", "warmup_steps", "sample_tokens", "z_loss")
+        non_negative(self, "min_learning_rate", "sample_tokens", "z_loss")
+        if self.warmup_steps is not None:
+            non_negative(self, "warmup_steps")
         below_int32(self, "steps", "batch_size", "accumulation", "warmup_steps", "eval_every")
         below_int32(self, "eval_batches", "checkpoint_every", "keep", "log_every", "bpe_vocab_size")
         below_int32(self, "sample_tokens")
@@ -193,6 +195,11 @@ class TrainConfig:
             fail("lora.trained", self.lora.trained, rule)
         rule = "with lora, lora.base and lora.trained say what stays as it is, and how it is held"
         unread(self, rule, "frozen", "param_dtype")
+
+    @property
+    def warmup(self) -> int:
+        """Return the steps of the warm-up."""
+        return min(100, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
     @property
     def trained_whole(self) -> tuple[str, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
 from transformer_jax.checks import check_key
 from transformer_jax.config import Activation
+from transformer_jax.config.fields import fail, nearest
 from transformer_jax.kernels import platform
 from transformer_jax.kernels.cpu import norms, products
 from transformer_jax.sharding import by_compiler, gathered, split
@@ -83,6 +85,8 @@ def activate(x: jax.Array, name: Activation) -> jax.Array:
             return jax.nn.gelu(x, approximate=False)
         case "gelu_tanh":
             return jax.nn.gelu(x, approximate=True)
+    names = get_args(Activation)
+    fail("activation", name, f"must be one of {', '.join(names)}{nearest(name, names)}")
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -44,11 +44,11 @@ def load_pretrained(
 ) -> tuple[ModelConfig, Params]:
     """Load the config and the parameters of a published checkpoint; `build(config)` runs them.
 
-    `path_or_id` is a folder, or a repository of the Hugging Face hub (package `huggingface_hub`). Parameters keep
-    the dtype of the file and the model computes in it, unless `dtype` names another. `sharding` is
-    a `jax.sharding.Sharding` for all parameters, or a tree of them. `scan_layers` stacks the
-    layers. `max_len` replaces the config's length; a rotation that depends on the length of the
-    text (dynamic, longrope) is then fixed for that length.
+    `path_or_id` is a folder, or a repository of the Hugging Face hub (its package
+    `huggingface_hub`). Parameters keep the dtype of the file and the model computes in it, unless
+    `dtype` names another. `sharding` is a `jax.sharding.Sharding` for all parameters, or a tree of
+    them. `scan_layers` stacks the layers. `max_len` replaces the config's length; a rotation that
+    depends on the length of the text (dynamic, longrope) is then fixed for that length.
 
     Tensors are read one at a time. CheckpointError names a tensor that is missing, unknown or of
     another shape, ConfigError a key of config.json that would change the numbers, ValueError a

@@ -195,6 +195,10 @@ class WordTokenizer:
             ids += [self._ids.get(word, 0) for word in line.split()]
         return np.array(ids, np.int32)
 
+    def unknown(self, text: str) -> list[str]:
+        """Return the words of a text that are not known, each once."""
+        return [word for word in dict.fromkeys(text.split()) if word not in self._ids]
+
     def to_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the words, each with a space before it."""
         spelled = (

@@ -189,6 +189,9 @@ def fit(
             progress.say(f"{folder.metrics_file}: damaged lines left out: {damaged}")
         for line in run.described(done):
             progress.say(line)
+        if config.warmup >= config.steps:
+            rule = f"learning_rate {config.learning_rate:g} is not reached in {config.steps} steps"
+            progress.say(f"warmup_steps is {config.warmup}: {rule}")
         with _closing(progress), run.watched(), run.saver:
             return run.train(state)
 

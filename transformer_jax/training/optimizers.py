@@ -33,7 +33,7 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
     warm-up has no more.
     """
     peak, end = config.learning_rate, config.min_learning_rate
-    warmup, first = config.warmup_steps, config.learning_rate / (config.warmup_steps + 1)
+    warmup, first = config.warmup, config.learning_rate / (config.warmup + 1)
     left = config.steps - warmup
     if left > 0 and config.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(first, peak, warmup, config.steps, end)
