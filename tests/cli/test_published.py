@@ -140,6 +140,13 @@ def test_words_that_a_folder_bans_are_not_written(published, tmp_path, words, me
     beside = tmp_path / "model" / "generation_config.json"
     beside.write_text(json.dumps({"bad_words_ids": words, "eos_token_id": [EOS]}))
     assert load_text_model(tmp_path / "model").processors == meant
+    also = {"bad_words_ids": words, "suppress_tokens": [11, 5], "eos_token_id": [EOS]}
+    beside.write_text(json.dumps(also))
+    banned = next(p for p in load_text_model(tmp_path / "model").processors if type(p) is Ban)
+    assert {11, 5} <= {*banned.tokens} and len({*banned.tokens}) == len(banned.tokens)
+    beside.write_text(json.dumps({"begin_suppress_tokens": [3]}))
+    with pytest.raises(ConfigError, match=r"begin_suppress_tokens is \[3\]: tokens that are excl"):
+        load_text_model(tmp_path / "model")
     for wrong, rule in (
         ([[]], "lists of ids"),
         ([5], "lists of ids"),

@@ -40,7 +40,6 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import batch_logits, batch_scores
 from transformer_jax.training.initial import start_model, start_params
 from transformer_jax.training.rows import padded
-from transformer_jax.training.tasks.answers import _text as text_of
 from transformer_jax.training.tasks.classify import class_example
 from transformer_jax.training.tasks.pairs import Pair, pair_example
 
@@ -146,7 +145,7 @@ def check_seq2seq(rng, config, tokenizers, tokenizer, model, texts):
         assert row.labels.tolist() == labels, (pair, row.labels.tolist(), labels)
         assert row.tokens.tolist() == [start, *labels[:-1]], (pair, row.tokens.tolist())
         theirs = tokenizer.decode(labels, skip_special_tokens=True)
-        ours = text_of(tokenizers.tokenizer, row.labels)
+        ours = tokenizers.tokenizer.decode(row.labels, skip_special_tokens=True)
         assert ours == theirs, (pair, ours, theirs)
         pairs.append((pair, row))
     return pairs[:5]

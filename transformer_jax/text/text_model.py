@@ -351,7 +351,15 @@ def _id(
 def _banned(
     folder: WeightFolder, content: Mapping[str, Any], config: ModelConfig, stop: Sequence[int]
 ) -> tuple[HistoryProcessor, ...]:
-    """Return what keeps `bad_words_ids` from being written; the end of a text stays allowed."""
+    """Return what keeps `bad_words_ids` and `suppress_tokens` from being written.
+
+    The end of a text stays allowed, if it is a bad word. ConfigError for tokens that may not come
+    first, which transformers would exclude at one step alone.
+    """
+    if content.get(first := "begin_suppress_tokens"):
+        rule = "tokens that are excluded at one step alone are not known here"
+        raise ConfigError(f"{folder.path}: {first} is {content[first]!r:.80}: {rule}")
+    suppressed = _ids(folder, content, "suppress_tokens", config)
     name = "bad_words_ids"
     words = content.get(name) or []
     if not isinstance(words, list) or not all(isinstance(w, list) and w for w in words):
@@ -359,5 +367,6 @@ def _banned(
     words = [_ids(folder, {name: word}, name, config) for word in words]
     words = [word for word in words if word not in {(end,) for end in stop}]
     single, longer = [w[0] for w in words if len(w) == 1], [w for w in words if len(w) > 1]
+    single += [i for i in suppressed if i not in single]
     found: list[HistoryProcessor] = [Ban(*single)] if single else []
     return (*found, BanSequences(*longer)) if longer else tuple(found)
