@@ -28,7 +28,7 @@ from transformer_jax.__main__ import main as run_command
 from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.checkpoint import saved_steps
 from transformer_jax.checkpoints.run_folder import RunFolder, locked
-from transformer_jax.cli import command, generate
+from transformer_jax.cli import command, evaluate, generate, plan
 from transformer_jax.cli.flags import spelled
 from transformer_jax.cli.report import suggested_prompt, summary
 from transformer_jax.cli.run_flags import FLAGS, configure, parse
@@ -670,6 +670,18 @@ def test_a_text_is_continued_the_same_for_the_same_seed(capsys, trained):
     assert written(capsys, *arguments, "--seed", "1") != first
     greedy = written(capsys, *arguments, "--temperature", "0")
     assert greedy == written(capsys, *arguments, "--top-k", "1", "--seed", "5")
+
+
+@pytest.mark.parametrize("main", [train.main, plan.main, generate.main, evaluate.main])
+def test_a_terminal_without_a_character_shows_an_escape(monkeypatch, main):
+    for name in ("stdout", "stderr"):
+        stream = io.TextIOWrapper(io.BytesIO(), "ascii", errors="strict")
+        monkeypatch.setattr(sys, name, stream)
+    flags = {plan.main: "--target", generate.main: "--prompt"}
+    assert main([flags.get(main, "--data"), "n\u00e9\u05d0"]) == 2
+    print("n\u00e9\u05d0", end="")  # as a command prints what it has read
+    sys.stdout.flush()
+    assert sys.stdout.buffer.getvalue() == rb"n\xe9\u05d0"
 
 
 def test_a_prompt_ends_where_a_line_does_and_nowhere_else(tmp_path):

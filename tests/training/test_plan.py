@@ -1,5 +1,8 @@
 """Plans of steps: what is counted, against closed forms, and programs of devices not attached."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -268,6 +271,31 @@ def test_hardware_is_named_and_what_there_is_not_is_refused():
 def test_chips_are_known_by_the_names_that_jax_has_for_them():
     assert chip_of("TPU v5 lite") is CHIPS["v5e"] and chip_of("TPU v5p") is CHIPS["v5p"]
     assert chip_of("NVIDIA H200") is CHIPS["h200"] and chip_of("cpu") is None
+
+
+def test_a_lock_that_another_process_holds_or_left_is_no_reason_to_install_anything():
+    pytest.importorskip("libtpu")
+    code = (
+        "import fcntl; file = open('/tmp/libtpu_lockfile', 'a'); fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "from transformer_jax.training.hardware import find_hardware\n"
+        "print(len(find_hardware('tpu-v5e-4').devices()))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
+
+
+def test_a_package_that_is_there_is_not_advised(monkeypatch):
+    pytest.importorskip("libtpu")
+
+    def broken(*given, **named):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", broken)
+    with pytest.raises(ConfigError, match=r"libtpu is installed and cannot be used \(broken\)"):
+        find_hardware("tpu-v5e-4").devices()
 
 
 @pytest.mark.slow

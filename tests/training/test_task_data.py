@@ -20,22 +20,29 @@ from transformer_jax.config.tasks import (
     LanguageTask,
     MaskedTask,
     ModularTask,
+    PreferenceTask,
     PrefixTask,
     RecallTask,
     ReverseTask,
     Seq2SeqTask,
 )
 from transformer_jax.models.factory import merged
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import (
     SpecialTokens,
     special_ids,
     tokenizer_from_json,
     with_special_tokens,
 )
-from transformer_jax.tokenizers.trained import CharTokenizer, WordTokenizer
+from transformer_jax.tokenizers.trained import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    WordTokenizer,
+)
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.data import IGNORE
-from transformer_jax.training.tasks import load_task
+from transformer_jax.training.tasks import Tokenizers, load_task
 from transformer_jax.training.tasks.generated import generate_pairs
 from transformer_jax.training.tasks.metrics import (
     compare_texts,
@@ -429,3 +436,35 @@ def test_rows_of_a_table_that_grew_are_kept_and_another_shape_is_refused():
     rule = r"table has shape \[5, 2\]: the model to start from has \[5, 3\]"
     with pytest.raises(ConfigError, match=rule):
         merged(fresh, {"table": jnp.zeros((5, 3))})
+
+
+@pytest.mark.parametrize("task", [ChatTask(), PreferenceTask()], ids=["chat", "preference"])
+@pytest.mark.parametrize("wrong", ["template", "surrogate"])
+def test_what_cannot_be_written_of_a_conversation_names_file_and_line(tmp_path, task, wrong):
+    if wrong == "template":
+        template = (
+            "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad') }}"
+            "{% endif %}{{ m.role }} {{ m.content }}\n{% endfor %}"
+        )
+        base = BPETokenizer.train("user assistant good bad yes no\n" * 9, 269)
+        tokenizer = PretrainedTokenizer(base.definition, (), (0,), (("default", template),))
+        bad, rule = "bad", "chat template: no bad"
+    else:
+        tokenizer, bad, rule = ByteTokenizer(), "\ud800", "a lone surrogate"
+
+    def talk(asked):
+        user, one, two = (
+            [{"role": role, "content": text}]
+            for role, text in (("user", asked), ("assistant", "yes"), ("assistant", "no"))
+        )
+        if isinstance(task, ChatTask):
+            return json.dumps({"messages": user + one})
+        return json.dumps({"prompt": user, "chosen": one, "rejected": two})
+
+    file = write(tmp_path, "".join(f"{talk(t)}\n\n" for t in ("good", "good", bad, "good")))
+    config = run(
+        task, file, val_fraction=0.3, init_from="base", tokenizer="pretrained",
+        model=ModelConfig(**SMALL | dict(max_len=97), vocab_size=300),
+    )  # fmt: skip
+    with pytest.raises(DataError, match=rf"^{file}, line 5: .*{rule}"):
+        load_task(config, Tokenizers(tokenizer))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from transformer_jax.cli.flags import spelled
-from transformer_jax.cli.process import one_line
+from transformer_jax.cli.process import one_line, print_anything
 from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def run(
 
     0; 1: something cannot be read; 2: usage; 130: interrupted.
     """
+    print_anything()
     names = {name: name for action in parser._actions for name in action.option_strings}
     try:
         arguments = parser.parse_args(spelled(sys.argv[1:] if argv is None else argv, names))

@@ -8,7 +8,6 @@ python -m transformer_jax generate --model FOLDER_OR_ID --prompt TEXT --chat
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -63,8 +62,6 @@ def _write(arguments: argparse.Namespace) -> None:
         model = text_model.load_text_model(arguments.model, dtype=given[0], max_len=given[1])
     if arguments.weights is not None:
         model = text_model.with_weights_held(model, arguments.weights)
-    with contextlib.suppress(AttributeError):  # a replaced stdout may have no such method
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if model.run is not None and not isinstance(model.run.task, LanguageTask):
         _answer(arguments, model, model.run)
         return

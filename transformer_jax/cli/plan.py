@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from transformer_jax.cli.command import Parser
-from transformer_jax.cli.process import one_line
+from transformer_jax.cli.process import one_line, print_anything
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ GIB = 2**30
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0; 1 where the step does not fit; 2: usage."""
+    print_anything()
     argv = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on what may be attached
     parser = _parser()

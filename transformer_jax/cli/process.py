@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
 
@@ -22,6 +23,13 @@ def keep_freed_memory() -> None:
         glibc.mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads
         glibc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap
         glibc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
+
+
+def print_anything() -> None:
+    """Let the standard streams write what their encoding has no character for as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # closed, or replaced by something else
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

@@ -22,12 +22,11 @@ A corpus larger than memory becomes a folder of tokens first:
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 from collections.abc import Sequence
 
-from transformer_jax.cli.process import interrupts, keep_freed_memory, one_line
+from transformer_jax.cli.process import interrupts, keep_freed_memory, one_line, print_anything
 from transformer_jax.cli.programs import keep_programs
 from transformer_jax.cli.report import how_to_resume, how_to_write, summary, what_text
 from transformer_jax.cli.run_flags import configure, parse
@@ -45,6 +44,7 @@ def main(
 
     0: trained; 1: the run failed; 2: usage, config or data; 128 + n: ended by signal n.
     """
+    print_anything()
     argv = list(sys.argv[1:] if argv is None else argv)
     keep_freed_memory()
     try:
@@ -73,8 +73,6 @@ def _train(argv: Sequence[str], command: str) -> int:
     from transformer_jax.training.processes import is_first
     from transformer_jax.training.progress import progress_for_output, show
 
-    with contextlib.suppress(AttributeError):  # a replaced stdout may have no such method
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if config.data == "-" and sys.stdin is not None and sys.stdin.isatty():
         show("reading the text from standard input, up to Ctrl-D")
     progress = progress_for_output()

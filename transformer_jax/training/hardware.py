@@ -7,6 +7,7 @@ Nothing can run on devices that are not attached: they only compile. A TPU needs
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,8 @@ class Hardware:
             model = self.name.split("-")[1]
             shape = _GRIDS["3d" if model == "v5p" else "2d"][self.count]
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no such machine to ask
+            # nor to share: nobody has to wait for whoever holds, or has left, /tmp/libtpu_lockfile
+            os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
             try:
                 with _quiet():
                     found = topologies.get_topology_desc(f"{model}:{shape}", platform="tpu")
@@ -156,6 +159,8 @@ def find_hardware(name: str) -> Hardware:
 
 def _missing(name: str, how: str, error: Exception) -> ConfigError:
     why = " ".join(str(error).split())[:120]
+    if name.startswith("tpu") and importlib.util.find_spec("libtpu") is not None:
+        return ConfigError(f"target is {name!r}: libtpu is installed and cannot be used ({why})")
     return ConfigError(f"target is {name!r}: cannot be compiled for here; {how} ({why})")
 
 

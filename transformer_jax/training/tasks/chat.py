@@ -31,6 +31,7 @@ from transformer_jax.training.tasks.task import (
     RowsTask,
     Tokenizers,
     check_lengths,
+    located,
     sha256_of,
     with_vocabulary,
 )
@@ -67,7 +68,7 @@ class Conversations(RowsTask):
         self.talks = [messages for _, messages in val]
 
         def rows(talks: Sequence[tuple[str, Messages]]) -> Rows:
-            examples = [_example(config, tokenizer, *talk) for talk in talks]
+            examples = [located(talk[0], _example, config, tokenizer, *talk) for talk in talks]
             if is_packed and packs(examples, config.sequence_len):
                 return packed(examples, config.sequence_len)
             return bucketed(examples)

@@ -35,6 +35,7 @@ from transformer_jax.training.tasks.task import (
     RowsTask,
     Tokenizers,
     check_lengths,
+    located,
     sha256_of,
     with_vocabulary,
 )
@@ -154,7 +155,10 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: Any) -> np.ndarray:  # i32[n]
 
 def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> Rows:
     """Lay out a pair a row: the chosen answer after its prompt, then the rejected one."""
-    both = [[_answer_ids(config, tokenizer, pair, name) for name in FIELDS[1:]] for pair in pairs]
+    both = [
+        [located(pair.where, _answer_ids, config, tokenizer, pair, name) for name in FIELDS[1:]]
+        for pair in pairs
+    ]
     longest = max(len(ids) - 1 for row in both for ids, _ in row)
     length = min(-(-longest // MULTIPLE) * MULTIPLE, config.sequence_len)
     tokens = np.zeros((len(pairs), 2, length), np.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params
 from transformer_jax.training.rows import Rows
+
+T = TypeVar("T")
 
 Report: TypeAlias = Callable[[int, int], None]
 """Take how many examples are decoded, from 0 on, and how many there are."""
@@ -192,12 +194,19 @@ def check_lengths(config: TrainConfig, sizes: Mapping[str, int]) -> None:
             raise DataError(f"{where}: {size} tokens: {rule}")
 
 
+def located(where: str, work: Callable[..., T], *given: Any) -> T:
+    """Return `work(*given)`; its DataError begins with where the text stands that it read."""
+    try:
+        return work(*given)
+    except DataError as error:
+        if str(error).startswith(where):
+            raise
+        raise DataError(f"{where}: {error}") from None
+
+
 def encode_line(tokenizer: Tokenizer, text: str, where: str) -> np.ndarray:  # i32[n]
     """Return the ids of a text; the DataError of one that has none begins with where it stands."""
-    try:
-        return encode_text(tokenizer, text)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from None
+    return located(where, encode_text, tokenizer, text)
 
 
 def sha256_of(*parts: bytes) -> str:
