@@ -23,6 +23,7 @@ from transformer_jax.tokenizers.special import (
 )
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.training.tasks.classify import class_example
+from transformer_jax.training.tasks.masked import fill_masks
 from transformer_jax.training.tasks.pairs import Pair, pair_example
 from transformer_jax.training.tasks.task import Tokenizers
 
@@ -140,6 +141,17 @@ def test_an_encoder_reads_a_text_between_what_its_tokenizer_puts_around_it(aroun
     short = replace(config, context=len(row) - 1)
     with pytest.raises(ValueError, match=f"line 1: {len(row)} tokens: a sequence has at most"):
         class_example(short, Tokenizers(tokenizer_of(around, **roles)), pair)
+
+
+def test_a_token_that_the_model_has_not_is_refused_by_its_line():
+    model = ModelConfig(kind="encoder", num_classes=2, **SIZES | {"vocab_size": B})
+    config = TrainConfig(model=model, task=ClassifyTask(labels=("x", "y")))
+    tokenizers = Tokenizers(tokenizer_of("<s> $A </s>", cls="<s>", sep="</s>", mask="<mask>"))
+    assert len(class_example(config, tokenizers, Pair("y", "aa", "line 1")).tokens) == 5
+    with pytest.raises(ValueError, match=rf"line 1: has token {B}, 'b': the model has {B} tokens"):
+        class_example(config, tokenizers, Pair("y", "ab", "line 1"))
+    with pytest.raises(ValueError, match=rf"prompt is 'b<mask>': has token {B}, 'b': the model"):
+        fill_masks(config, tokenizers, {}, "b<mask>")
 
 
 def test_a_frame_is_what_stands_around_any_text():

@@ -27,7 +27,13 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params, batch_logits, batch_scores
 from transformer_jax.training.data import IGNORE, load_dataset, random_starts
 from transformer_jax.training.rows import Rows
-from transformer_jax.training.tasks.task import GivenBatches, Report, Tokenizers, with_vocabulary
+from transformer_jax.training.tasks.task import (
+    GivenBatches,
+    Report,
+    Tokenizers,
+    check_known,
+    with_vocabulary,
+)
 
 _EVAL_STREAM = 2**61
 """From this `step` on, the tokens that evaluations hide: no training step has it."""
@@ -145,6 +151,8 @@ class Masking:
         # a random token is one that stands for text, and that the model has
         self.kinds = min(own.vocab_size, config.model.vocab_size)
         self.frame, self.special = frame(tokenizer), np.zeros(0, np.int32)
+        added = np.array([self.mask, *self.frame.first, *self.frame.last])
+        check_known(config.model.vocab_size, tokenizer, "tokenizer", added)
         if isinstance(own, PretrainedTokenizer):
             roles = {i for role, i in own.special_ids.items() if role != "unk"}
             self.special = np.array(sorted(roles), np.int32)
@@ -251,6 +259,7 @@ def fill_masks(config: TrainConfig, tokenizers: Tokenizers, params: Params, text
         rule = f"must be at most {config.sequence_len}"
         raise DataError(f"prompt has {len(tokens)} tokens: {rule}")
     kinds = min(own.vocab_size, config.model.vocab_size)
+    check_known(config.model.vocab_size, own, f"prompt is {text!r:.40}", tokens)
     guess = _guesses(config, params, tokens[None], kinds)[0]
     filled = np.where(tokens == mask, guess, tokens)
     if isinstance(own, PretrainedTokenizer):

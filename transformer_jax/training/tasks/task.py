@@ -18,6 +18,7 @@ from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params
 from transformer_jax.training.rows import Rows
+from transformer_jax.untrusted_files import shown
 
 T = TypeVar("T")
 
@@ -202,6 +203,20 @@ def located(where: str, work: Callable[..., T], *given: Any) -> T:
         if str(error).startswith(where):
             raise
         raise DataError(f"{where}: {error}") from None
+
+
+def known_sources(config: TrainConfig) -> int:
+    """Return how many tokens of a source, or of a prompt, the model has."""
+    return getattr(config.model, "source_vocab_size", None) or config.model.vocab_size
+
+
+def check_known(known: int, tokenizer: Tokenizer, where: str, *parts: np.ndarray) -> None:
+    """Raise DataError for the first of these ids that is not below `known`, the model's number."""
+    for ids in parts:
+        if len(ids) and ids.max() >= known:
+            i = int(ids[np.argmax(ids >= known)])
+            text = shown(tokenizer.to_bytes([i]).decode(errors="replace"))
+            raise DataError(f"{where}: has token {i}, {text}: the model has {known} tokens")
 
 
 def encode_line(tokenizer: Tokenizer, text: str, where: str) -> np.ndarray:  # i32[n]
