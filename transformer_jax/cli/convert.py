@@ -169,7 +169,8 @@ def token_ids(tokenizer: Any, kind: str) -> dict[str, Any]:
     from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
     from transformer_jax.tokenizers.special import plain, target_of
 
-    own, added = plain(tokenizer), getattr(tokenizer, "special_ids", {})
+    own = plain(tokenizer)
+    added = {} if own is tokenizer else tokenizer.special_ids
     stop: tuple[int, ...] = (added["eos"],) if "eos" in added else ()
     roles = dict(added)
     if isinstance(own, PretrainedTokenizer):

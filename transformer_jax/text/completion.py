@@ -35,7 +35,7 @@ from transformer_jax.decoding.speculative import PromptLookup, Speculation, spec
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_decode_state
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import encode_text
+from transformer_jax.tokenizers.special import encode_text, frame
 from transformer_jax.tokenizers.trained import Tokenizer
 
 Prompt = str | np.ndarray
@@ -79,7 +79,7 @@ def complete(
     """
     stop = check_stop_strings(stop)
     processors = check_processors(processors)
-    history = read_prompt(tokenizer, prompt)
+    history = _known_prompt(config, tokenizer, prompt)
     sampler = Sample(*known_ids(config, tokenizer), *sampler.processors)
     ids = _ids(config, params, history, num_tokens, sampler, key, processors, stop_ids, cache_dtype)
     return pieces(tokenizer, ids, stop, stop_ids)
@@ -125,7 +125,7 @@ def samples(
     stop = check_stop_strings(stop)
     check_count("num_tokens", num_tokens, 1)
     step: Any = _step(config)
-    read: Any = read_prompt(tokenizer, prompt)[None]
+    read: Any = _known_prompt(config, tokenizer, prompt)[None]
     empty = init_decode_state(config, None, 1, longest_text(config), dtype=cache_dtype)
     columns = read.shape[1]
     step.check(read, empty, np.array([columns + num_tokens - 1]))
@@ -161,7 +161,7 @@ def search(
     found = beam_search(
         _step(config),
         params,
-        jnp.asarray(read_prompt(tokenizer, prompt)[None]),
+        jnp.asarray(_known_prompt(config, tokenizer, prompt)[None]),
         init_decode_state(config, None, 1, longest_text(config), dtype=cache_dtype),
         num_tokens=num_tokens,
         num_beams=beams,
@@ -207,7 +207,7 @@ def look_up(
     out = speculate(
         _step(config),
         params,
-        jnp.asarray(read_prompt(tokenizer, prompt)[None]),
+        jnp.asarray(_known_prompt(config, tokenizer, prompt)[None]),
         init_cache(config, **space),
         proposer=PromptLookup(),
         num_tokens=num_tokens,
@@ -238,8 +238,8 @@ def answer(
     """Yield the number of a prompt and the text after it, as each is done; `slots` run at once."""
     stop = check_stop_strings(stop)
     requests = [
-        Request(read_prompt(tokenizer, prompt), num_tokens, key=jax.random.fold_in(key, n), id=n)
-        for n, prompt in enumerate(prompts)
+        Request(ids, num_tokens, key=jax.random.fold_in(key, n), id=n)
+        for n, ids in enumerate([_known_prompt(config, tokenizer, prompt) for prompt in prompts])
     ]
     done = serve(
         _step(config),
@@ -285,19 +285,22 @@ def read_prompt(
         return np.append(np.int32(begin), encode_text(tokenizer, prompt)).astype(np.int32)
     if isinstance(tokenizer, PretrainedTokenizer):
         text = tokenizer.encode(prompt, special_tokens=False)
-        ids = np.concatenate([_front(tokenizer), text])
+        ids = np.concatenate([frame(tokenizer).first, text]).astype(np.int32)
         starts = [tokenizer.special_ids[r] for r in ("bos", "eos") if r in tokenizer.special_ids]
         if len(ids) or starts:
             return ids if len(ids) else np.array(starts[:1], np.int32)
     return tokenizer.encode(prompt or _first_prompt(tokenizer))
 
 
-def _front(tokenizer: PretrainedTokenizer) -> np.ndarray:  # i32[n]
-    """Return what the tokenizer puts before a text, such as <bos>, and not what it puts after."""
-    whole, text = (tokenizer.encode("a", special_tokens=add) for add in (True, False))
-    ends = range(len(whole) - len(text) + 1)
-    found = (at for at in ends if np.array_equal(whole[at : at + len(text)], text))
-    return whole[: next(found, 0)]
+def _known_prompt(
+    config: AnyModelConfig, tokenizer: Tokenizer, prompt: Prompt
+) -> np.ndarray:  # i32[P]
+    """Return the prompt's tokens; ValueError for one that the model does not have."""
+    ids = read_prompt(tokenizer, prompt)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < config.vocab_size:
+        wrong = int(ids[np.argmax((ids < 0) | (ids >= config.vocab_size))])
+        raise ValueError(f"the prompt has id {wrong}: the model has {config.vocab_size} tokens")
+    return ids
 
 
 def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, ...]:

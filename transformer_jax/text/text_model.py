@@ -33,7 +33,7 @@ from transformer_jax.pretrained.safetensors_folder import (
 from transformer_jax.pytree import cast_floats, sha256_of
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
-from transformer_jax.tokenizers.special import special_ids, target_of
+from transformer_jax.tokenizers.special import end_ids, special_ids, target_of
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 
@@ -94,8 +94,7 @@ def load_run(
     with naming_run(path, config.init_from):
         params = _used_params(config, saved, metadata)
     source = metadata.get("source_tokenizer_sha256")
-    stop = tokenizer.stop_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
-    begin = None
+    stop, begin = end_ids(tokenizer), None
     if isinstance(config.task, LanguageTask) and config.task.documents is not None:
         begin = special_ids(tokenizer)["eos"]
         stop = (*stop, begin)

@@ -61,8 +61,11 @@ _FILTERS = frozenset({
 })  # fmt: skip
 
 
-def render(template: str, variables: Mapping[str, Any]) -> str:
-    """Return the text of a template; DataError says why it failed, or what it raised itself."""
+def render(template: str, variables: Mapping[str, Any], now: datetime | None = None) -> str:
+    """Return the text of a template; DataError says why it failed, or what it raised itself.
+
+    `now` is what `strftime_now` writes; None: the time of the call.
+    """
     if len(template) > TEMPLATE_LIMIT:
         rule = f"at most {TEMPLATE_LIMIT} are read"
         raise DataError(f"chat template: has {len(template)} characters, {rule}")
@@ -70,7 +73,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     meter = _Meter(BUDGET)
     meter.left += _STEP * meter.weight(plain, limit=2**31)
     try:
-        sandbox = _Sandbox(meter)
+        sandbox = _Sandbox(meter, now)
         code = _compiled(template)
         loaded = jinja2.Template.from_code(sandbox, code, sandbox.make_globals(None))
         return "".join(loaded.generate(plain))
@@ -220,7 +223,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
-    def __init__(self, meter: _Meter) -> None:
+    def __init__(self, meter: _Meter, now: datetime | None = None) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -238,7 +241,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             "dict": _dict,
             "namespace": _Names,
             "raise_exception": _raise,
-            "strftime_now": _strftime_now,
+            "strftime_now": _clock(now),
         }
 
     def counted(self, iterable: Iterable[Any]) -> Iterator[Any]:
@@ -369,11 +372,17 @@ def _raise(message: Any) -> None:
     raise jinja2.TemplateError(str(message))
 
 
-def _strftime_now(format: str) -> str:
-    if len(format) > 100:
-        raise jinja2.TemplateRuntimeError("strftime_now has a format of more than 100 characters")
-    _check_format(r"%[^a-zA-Z%]*\d", format)
-    return datetime.now().strftime(format)
+def _clock(now: datetime | None) -> Callable[[str], str]:
+    """Return the `strftime_now` of a time, or of the present one."""
+
+    def strftime_now(format: str) -> str:
+        if len(format) > 100:
+            rule = "strftime_now has a format of more than 100 characters"
+            raise jinja2.TemplateRuntimeError(rule)
+        _check_format(r"%[^a-zA-Z%]*\d", format)
+        return (now or datetime.now()).strftime(format)
+
+    return strftime_now
 
 
 def _plain(value: Any, path: str, depth: int = 0) -> Any:

@@ -6,7 +6,8 @@ vocab.txt                  BERT's WordPiece
 tokenizer_config.json      roles of special tokens, added tokens, chat templates
 special_tokens_map.json    roles that tokenizer_config.json does not name
 added_tokens.json          ids of tokens that were added
-generation_config.json     the tokens that end a text
+generation_config.json     the tokens that end a text; or else
+config.json                those that the model names; or else the <eos> of the roles
 chat_template.jinja        instead of the config's (chat_template.json: if it has none)
 additional_chat_templates  NAME.jinja, in addition to either
 
@@ -37,6 +38,7 @@ LIMITS = {
     "special_tokens_map.json": 2**20,
     "added_tokens.json": 2**20,
     "generation_config.json": 2**20,
+    "config.json": 2**20,
     "chat_template.jinja": 2**20,
     "chat_template.json": 2**20,
 }
@@ -69,12 +71,17 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
     roles, extra, named = _roles(folder, config, usual)
     templates = _templates(folder, config)
     generation = _json(folder, "generation_config.json") or {}
+    model = _json(folder, "config.json") or {}
     try:
         definition["added_tokens"] = _added(folder, config, definition, roles, extra)
         if name != "tokenizer.json" and definition.get("post_processor") is None:
             _set_ends(config, definition, roles)
         ids = {token["content"]: token["id"] for token in definition["added_tokens"]}
-        stop = generation.get("eos_token_id", ids.get(roles.get("eos", "")))
+        stop = generation.get("eos_token_id")
+        if stop is None:
+            stop = _known(model.get("eos_token_id"), definition)
+        if stop is None:
+            stop = ids.get(roles.get("eos", ""))
         return PretrainedTokenizer(
             canonical(definition | {"truncation": None, "padding": None}),
             tuple(roles.items()),
@@ -330,6 +337,19 @@ def _added(
         elif token in extra:
             raise DataError(f"additional_special_tokens has {shown(token)}: not in the vocabulary")
     return sorted(found.values(), key=lambda token: token["id"])
+
+
+def _known(value: Any, definition: Mapping[str, Any]) -> Any:
+    """Return what a model's config names as ends, without ids that the tokenizer has not."""
+    model = definition.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = [token["id"] for token in definition["added_tokens"]]
+    if isinstance(vocabulary, dict):
+        ids += [i for i in vocabulary.values() if isinstance(i, int)]
+    elif isinstance(vocabulary, list):
+        ids.append(len(vocabulary) - 1)
+    last, given = max(ids, default=-1), value if isinstance(value, list) else [value]
+    return [i for i in given if type(i) is int and 0 <= i <= last] or None
 
 
 def _token(value: Any) -> Any:

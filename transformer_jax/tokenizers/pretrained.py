@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal
 
@@ -63,12 +64,16 @@ class PretrainedTokenizer:
     """Pairs such as ("image_token", "<img>"): more names that chat templates use for tokens."""
     target_ids: tuple[tuple[str, int], ...] = ()
     """How an encoder-decoder's targets begin and end, by the names of `TARGET_IDS`."""
+    now: str | None = None
+    """What chat templates take for the present time, such as "2026-11-26T13:10:00"; None: it is."""
 
     def __post_init__(self) -> None:
         content = _object(self.definition)
         for name in ("truncation", "padding"):
             if content.get(name) is not None:
                 raise DataError(f"{name} of a tokenizer: must be null")
+        if self.now is not None:
+            _time(self.now)
         _check_model(content)
         _check_growth(content.get("normalizer"))
         vocabulary, added = self._vocabulary, self._added
@@ -114,17 +119,23 @@ class PretrainedTokenizer:
         end = next((n for n, is_added in enumerate(added[::-1]) if not is_added), 0)
         return tuple(found.ids[:start]), tuple(found.ids[len(added) - end :])
 
+    def is_added(self, i: int) -> bool:
+        """Say whether an id is of a token that was added to the vocabulary, or marked in it."""
+        return i in self._added
+
     def encode(
         self,
         text: str,
         *,
         special_tokens: bool | None = None,
         written: Written = "parse",
+        begins: bool = True,
     ) -> np.ndarray:  # i32[n]
         """Return the ids of a text; `special_tokens` overrides `add_special_tokens`.
 
         A special token that the text spells out becomes its id. With `written="text"` it is
-        ordinary text, with "refuse" a DataError: use one of them for text you do not trust.
+        ordinary text, with "refuse" a DataError: use one of them for text you do not trust. Some
+        tokenizers put a space before a text; not where it goes on with another, `begins=False`.
         """
         if written not in ("parse", "text", "refuse"):
             raise DataError(f"written is {written!r}: must be 'parse', 'text' or 'refuse'")
@@ -132,7 +143,7 @@ class PretrainedTokenizer:
         self._check_bytes(text)
         if written == "refuse":
             self._check_unspecial(text, self._control, "the text")
-        library = self._verbatim if written == "text" else self._library
+        library = self._reader(written == "text", begins)
         add = self.add_special_tokens if special_tokens is None else special_tokens
         (found,) = _rust("text", library.encode_batch_fast, [text], add_special_tokens=add)
         return np.array(found.ids, np.int32)
@@ -146,16 +157,23 @@ class PretrainedTokenizer:
         pieces = self._pieces
         return b"".join(pieces[self._checked(i)] for i in ids)
 
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the ids as a whole text; bytes that are no UTF-8 become U+FFFD."""
+    def decode(
+        self, ids: Iterable[int], *, skip_special_tokens: bool = False, begins: bool = True
+    ) -> str:
+        """Return the ids as a whole text, or as one that goes on with another (`begins=False`).
+
+        Bytes that are no UTF-8 become U+FFFD.
+        """
         skipped = self._special if skip_special_tokens else frozenset()
         kept = [i for i in map(self._checked, ids) if i not in skipped]
         spell, last = self._spelling, len(kept) - 1
+        drops = begins or not spell.marks_spaces
         pieces = [
-            self._piece(i, n == 0, n == last) if n in (0, last) else self._pieces[i]
+            self._piece(i, n == 0 and drops, n == last) if n in (0, last) else self._pieces[i]
             for n, i in enumerate(kept)
         ]
-        return spell.strip(b"".join(pieces).decode("utf-8", "replace"))
+        text = b"".join(pieces).decode("utf-8", "replace")
+        return spell.strip(text) if drops else text
 
     def chat(
         self,
@@ -193,7 +211,8 @@ class PretrainedTokenizer:
         names = dict(self.named_tokens) | {f"{role}_token": token for role, token in self.roles}
         source = self._template(template, tools is not None)
         try:
-            return render(source, names | given | variables)
+            now = None if self.now is None else _time(self.now)
+            return render(source, names | given | variables, now)
         except DataError as error:
             if not empty:
                 raise
@@ -245,6 +264,8 @@ class PretrainedTokenizer:
             content["named_tokens"] = dict(self.named_tokens)
         if self.target_ids:
             content["target_ids"] = dict(self.target_ids)
+        if self.now is not None:
+            content["now"] = self.now
         return json.dumps(content, ensure_ascii=False) + "\n"
 
     @cached_property
@@ -254,13 +275,21 @@ class PretrainedTokenizer:
         return _rust("definition of a tokenizer", Library.from_str, self.definition)
 
     @cached_property
-    def _verbatim(self) -> Any:
-        """Return the library's tokenizer that reads special tokens as text."""
+    def _readers(self) -> dict[tuple[bool, bool], Any]:
+        return {(False, True): self._library}
+
+    def _reader(self, verbatim: bool, begins: bool) -> Any:
+        """Return the library's tokenizer, which may read special tokens as text, or a rest."""
         from tokenizers import Tokenizer as Library
 
-        library = Library.from_str(self.definition)
-        library.encode_special_tokens = True
-        return library
+        if (found := self._readers.get((verbatim, begins))) is None:
+            definition = self.definition
+            if not begins:
+                definition = canonical(_without_space(_object(definition)))
+            found = Library.from_str(definition)
+            found.encode_special_tokens = verbatim
+            self._readers[verbatim, begins] = found
+        return found
 
     @cached_property
     def _vocabulary(self) -> dict[str, int]:
@@ -353,13 +382,14 @@ def pretrained_from_json(content: Mapping[str, Any]) -> PretrainedTokenizer:
         } if (
             isinstance(named := rest.pop("named_tokens", {}), dict)
             and isinstance(target := rest.pop("target_ids", {}), dict)
+            and isinstance(now := rest.pop("now", None), str | None)
             and not rest
         ):
             texts = [*roles.values(), *templates.values(), *named.values()]
             if all(isinstance(text, str) for text in texts):
                 return PretrainedTokenizer(
                     canonical(definition), tuple(roles.items()), tuple(stop_ids),
-                    tuple(templates.items()), add, tuple(named.items()), tuple(target.items()),
+                    tuple(templates.items()), add, tuple(named.items()), tuple(target.items()), now,
                 )  # fmt: skip
     raise DataError("tokenizer of kind 'pretrained': must have what belongs to it, and no more")
 
@@ -378,6 +408,34 @@ def _without_content(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     return empty
 
 
+def _time(now: str) -> datetime:
+    try:
+        return datetime.fromisoformat(now)
+    except ValueError:
+        rule = "must be a time such as '2026-11-26T13:10:00'"
+        raise DataError(f"now is {shown(now)}: {rule}") from None
+
+
+def _without_space(part: Any) -> Any:
+    """Return a definition whose steps put no space before a text and take none from it."""
+    if isinstance(part, list):
+        return [_without_space(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    match part.get("type"):
+        case "Metaspace":
+            kept = {name: value for name, value in part.items() if name != "add_prefix_space"}
+            return kept | {"prepend_scheme": "never"}
+        case "ByteLevel":
+            return part | {"add_prefix_space": False}
+        case "Prepend":
+            return {"type": "Sequence", "normalizers": []}
+        case "Strip":
+            return part | {"strip_left": False}
+    below = "normalizer", "pre_tokenizer", "normalizers", "pretokenizers"
+    return part | {name: _without_space(part[name]) for name in below if name in part}
+
+
 def canonical(definition: Mapping[str, Any]) -> str:
     """Return a definition as the text that equal definitions share."""
     return json.dumps(definition, ensure_ascii=False)
@@ -393,6 +451,11 @@ class _Spelling:
     """Functions of (token, is it the first, is it the last), applied one after the other."""
     ends: tuple[tuple[str, int, int], ...] = ()
     """(character, how many are removed at the start of a whole text, and at its end)."""
+
+    @property
+    def marks_spaces(self) -> bool:
+        """Say whether a token says itself whether a space stands before it."""
+        return not any(step is _spaced or isinstance(step, _WordPiece) for step in self.steps)
 
     def piece(self, token: str, first: bool, last: bool) -> bytes:
         if self.byte_fallback and (byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -59,11 +59,46 @@ class SpecialTokens:
         return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
 
 
-def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
-    """Return the ids of a text alone: none is added, and a special token spelled out is text."""
+def encode_text(tokenizer: Tokenizer, text: str, *, begins: bool = True) -> np.ndarray:  # i32[n]
+    """Return the ids of a text alone: none is added, and a special token spelled out is text.
+
+    With `begins=False` it goes on with what stands before it: no space is put between the two.
+    """
+    tokenizer = plain(tokenizer)
     if isinstance(tokenizer, PretrainedTokenizer):
-        return tokenizer.encode(text, special_tokens=False, written="text")
+        return tokenizer.encode(text, special_tokens=False, written="text", begins=begins)
     return tokenizer.encode(text)
+
+
+def encode_answer(
+    encode: Callable[..., np.ndarray], prompt: str, whole: str
+) -> tuple[np.ndarray, np.ndarray]:  # i32[n], i32[m]
+    """Return the ids of a prompt, and those of what `whole`, which begins with it, has after it.
+
+    They are those of the whole where these begin with the prompt's. Where a token would stretch
+    over the border, both are encoded apart, since a prompt that is to be answered ends there too.
+    `encode(text, begins=...)` returns ids.
+    """
+    before, ids = encode(prompt), encode(whole)
+    if np.array_equal(ids[: len(before)], before):
+        return before, ids[len(before) :]
+    return before, encode(whole[len(prompt) :], begins=False)
+
+
+def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that end a text that a model writes."""
+    base, own = plain(tokenizer), special_ids(tokenizer)
+    stop = base.stop_ids if isinstance(base, PretrainedTokenizer) else ()
+    if "eos" in own and (base is not tokenizer or not stop):
+        return tuple(dict.fromkeys([own["eos"], *stop]))
+    return stop
+
+
+def with_end(tokenizer: Tokenizer, learnt: int) -> Tokenizer:
+    """Return the tokenizer, of whose texts a token is one of the ends."""
+    if not isinstance(tokenizer, PretrainedTokenizer) or learnt in tokenizer.stop_ids:
+        return tokenizer
+    return replace(tokenizer, stop_ids=(*tokenizer.stop_ids, learnt))
 
 
 class Frame(NamedTuple):
@@ -142,10 +177,13 @@ def with_special_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Map the names of a tokenizer's special tokens to their ids.
 
-    A published tokenizer's roles may stand in for one another, as `STAND_INS` says.
+    A published tokenizer's roles may stand in for one another, as `STAND_INS` says; where none is
+    an <eos>, the first token that ends a text of its model is.
     """
     if isinstance(tokenizer, PretrainedTokenizer):
-        own = tokenizer.special_ids
+        own, stop = dict(tokenizer.special_ids), tokenizer.stop_ids
+        if stop and not own.keys() & {"eos", "sep"}:
+            own["eos"] = stop[0]
         found = {role: [r for r in others if r in own] for role, others in STAND_INS.items()}
         return {role: own[roles[0]] for role, roles in found.items() if roles}
     if isinstance(tokenizer, SpecialTokens):

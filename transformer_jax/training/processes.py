@@ -6,6 +6,7 @@ With one process nothing here communicates.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any, TypeVar
 
 import jax
@@ -69,6 +70,17 @@ def any_process(flag: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
+def time_of_first() -> str:
+    """Return the time of the first process, to the second, as ISO 8601 writes it."""
+    now = datetime.now().isoformat(timespec="seconds")
+    if jax.process_count() == 1:
+        return now
+    from jax.experimental import multihost_utils
+
+    told = np.frombuffer(now.encode(), np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(told), np.uint8)).decode()
 
 
 def gathered_here(tree: Any) -> Any:

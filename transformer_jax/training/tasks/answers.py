@@ -22,16 +22,17 @@ from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import (
     encode_text,
+    end_ids,
     plain,
     source_frame,
-    special_ids,
     target_of,
 )
 from transformer_jax.tokenizers.trained import Tokenizer, WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Params
 from transformer_jax.training.rows import stack_rows
-from transformer_jax.training.tasks.task import Report, Tokenizers
+from transformer_jax.training.tasks.task import Report, Tokenizers, check_known, known_sources
+from transformer_jax.training.tasks.turns import source_ids
 
 BATCH = 32
 """Sources that are read at a time."""
@@ -98,6 +99,7 @@ def write_targets(
     Sources of about one length are read together; an answer depends on no other source.
     """
     found = [""] * len(sources)
+    begins = model_shape(config.model) == "encoder-decoder"
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     tell = report or (lambda done, total: None)
     tell(0, len(sources))
@@ -107,7 +109,7 @@ def write_targets(
         rows += [rows[-1]] * (BATCH - len(rows) if len(sources) > BATCH else 0)  # one program
         written = _write(config, tokenizers, params, rows, beams, num_tokens)
         for i, ids in zip(chosen, written, strict=False):
-            found[i] = _text(tokenizers.tokenizer, ids)
+            found[i] = _text(tokenizers.tokenizer, ids, begins)
         tell(start + len(chosen), len(sources))
     return found
 
@@ -120,7 +122,8 @@ def _encoded(config: TrainConfig, tokenizers: Tokenizers, text: str) -> np.ndarr
     if model_shape(config.model) == "encoder-decoder":
         ids = source_frame(tokenizers.of_source).around(ids)
     else:
-        ids = np.append(ids, special_ids(tokenizers.tokenizer)["sep"])
+        ids = source_ids(tokenizers.tokenizer, text)
+    check_known(known_sources(config), tokenizers.of_source, f"prompt is {text!r:.40}", ids)
     if len(ids) > config.sequence_len and isinstance(config.model, ModelConfig):
         raise DataError(
             f"prompt is {text!r:.40}: {len(ids)} tokens, the model was trained on at most "
@@ -157,7 +160,7 @@ def _write(
             processors = (*processors, ForceLast(count, target.forced_eos))
         state = _start(model, params, len(rows), count, tokens, valid)
     else:
-        stop, capacity = (special_ids(tokenizer)["eos"],), config.sequence_len
+        stop, capacity = end_ids(tokenizer), config.sequence_len
         if isinstance(model, ModelConfig):
             prompts["limits"] = np.minimum(config.sequence_len + 1 - lengths, count)
             # sizes that follow from the bucket alone: one program for all sources in it
@@ -196,10 +199,11 @@ def _start(
     return start(model, params, batch, capacity, source=source, source_valid=valid)
 
 
-def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """Return the text of ids, without the space that its first word may bring."""
+def _text(tokenizer: Tokenizer, ids: np.ndarray, begins: bool) -> str:
+    """Return the text of ids; if it `begins`, without the space that its first word may bring."""
     own = plain(tokenizer)
     if isinstance(own, PretrainedTokenizer):
-        return own.decode([int(i) for i in ids if i < own.vocab_size], skip_special_tokens=True)
+        text_ids = [int(i) for i in ids if i < own.vocab_size]
+        return own.decode(text_ids, skip_special_tokens=True, begins=begins)
     text = tokenizer.to_bytes(int(i) for i in ids).decode("utf-8", "replace")
     return text.removeprefix(" ") if isinstance(own, WordTokenizer) else text

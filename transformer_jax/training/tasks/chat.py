@@ -8,7 +8,7 @@ tokenizer writes them by its chat template; another one with a special token for
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -19,7 +19,7 @@ from transformer_jax.config.tasks import ChatTask
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.text.completion import complete
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
+from transformer_jax.tokenizers.special import end_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Params
@@ -30,17 +30,21 @@ from transformer_jax.training.tasks.task import (
     Report,
     RowsTask,
     Tokenizers,
+    check_known,
     check_lengths,
-    located,
     sha256_of,
     with_vocabulary,
 )
+from transformer_jax.training.tasks.turns import (
+    ROLES,
+    Messages,
+    prompt_ids,
+    talk_turns,
+    tokenizer_of_talks,
+)
 
-ROLES = "system", "user", "assistant"
 SHOWN = 3
 """Held-out conversations in the sample of a run."""
-
-Messages = Sequence[Mapping[str, Any]]
 
 T = TypeVar("T")
 
@@ -63,17 +67,22 @@ class Conversations(RowsTask):
         tokenizer = tokenizers.tokenizer
         if not isinstance(tokenizer, PretrainedTokenizer) or not tokenizer.chat_templates:
             tokenizer = with_special_tokens(tokenizer, [*ROLES, "eos"])
+        tokenizer, self.end = tokenizer_of_talks(tokenizer, *train[0])
         tokenizers = Tokenizers(tokenizer)
         config = with_vocabulary(config, tokenizers, vocab_size)
         self.talks = [messages for _, messages in val]
 
         def rows(talks: Sequence[tuple[str, Messages]]) -> Rows:
-            examples = [located(talk[0], _example, config, tokenizer, *talk) for talk in talks]
+            examples = [row for talk in talks for row in _examples(config, tokenizer, *talk)]
             if is_packed and packs(examples, config.sequence_len):
                 return packed(examples, config.sequence_len)
             return bucketed(examples)
 
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
+
+    def described(self) -> str:
+        """Return how many rows there are, how long they are, and what ends an answer."""
+        return "; ".join(filter(None, (super().described(), self.end)))
 
     def sample(self, params: Params) -> str:
         """Return the first held-out questions and what the model answers."""
@@ -103,50 +112,38 @@ def answer_messages(
 ) -> str:
     """Draw an answer to messages; `number` makes it another one of the same seed."""
     tokenizer = tokenizers.tokenizer
-    prompt = message_ids(tokenizer, messages, answer=True)
+    prompt = prompt_ids(tokenizer, messages)
+    check_known(config.model.vocab_size, tokenizer, "the messages", prompt)
     if isinstance(config.model, ModelConfig) and len(prompt) >= config.model.max_len:
         rule = f"must be less than max_len {config.model.max_len}"
         raise DataError(f"the messages have {len(prompt)} tokens: {rule}")
-    stop = tokenizer.stop_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
-    stop = stop or (special_ids(tokenizer)["eos"],)
     key = jax.random.fold_in(jax.random.key(config.seed), 2 + number)
     pieces = complete(
         config.model, params, tokenizer, prompt, num_tokens,
-        sampler=Sample(Temperature(0.8)), key=key, stop_ids=stop,
+        sampler=Sample(Temperature(0.8)), key=key, stop_ids=end_ids(tokenizer),
     )  # fmt: skip
     return "".join(pieces).strip()
 
 
-def message_ids(
-    tokenizer: Tokenizer, messages: Messages, *, answer: bool = False
-) -> np.ndarray:  # i32[n]
-    """Return the ids of messages; with `answer`, up to where the assistant begins to write."""
-    if isinstance(tokenizer, PretrainedTokenizer):
-        return tokenizer.chat_ids(messages, add_generation_prompt=answer, written="parse")
-    ids = special_ids(tokenizer)
-    parts: list[Any] = []
-    for message in messages:
-        parts += [[ids[message["role"]]], encode_text(tokenizer, message["content"])]
-        parts += [[ids["eos"]]] if message["role"] == "assistant" else []
-    parts += [[ids["assistant"]]] if answer else []
-    return np.concatenate(parts).astype(np.int32)
+def _examples(
+    config: TrainConfig, tokenizer: Tokenizer, where: str, messages: Messages
+) -> list[Example]:
+    """Return a conversation as a row, of which what the assistant says is learnt.
 
-
-def _example(config: TrainConfig, tokenizer: Tokenizer, where: str, messages: Messages) -> Example:
-    """Return a conversation, with labels where the assistant speaks."""
-    whole = message_ids(tokenizer, messages)
-    spoken = np.zeros(len(whole), bool)
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = message_ids(tokenizer, messages[:number], answer=True)
-        after = message_ids(tokenizer, messages[: number + 1])
-        if not np.array_equal(whole[: len(after)], after) or len(before) > len(after):
-            rule = "the chat template does not write a turn after what was said before it"
-            raise DataError(f"{where}: message {number + 1}: {rule}")
-        spoken[len(before) : len(after)] = True
-    check_lengths(config, {where: len(whole) - 1})
-    return Example(whole[:-1], np.where(spoken[1:], whole[1:], IGNORE).astype(np.int32))
+    Where a later turn does not go on with what was read and learnt before, a row begins anew: a
+    template may write less of an answer once it is answered.
+    """
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    for prompt, answer in talk_turns(tokenizer, where, messages):
+        said = np.full(len(prompt), IGNORE, np.int32)
+        if rows and np.array_equal(prompt[: len(rows[-1][0])], rows[-1][0]):
+            before = rows.pop()[1]
+            said[: len(before)] = before
+        rows.append((np.append(prompt, answer), np.append(said, answer)))
+    for whole, _ in rows:
+        check_known(config.model.vocab_size, tokenizer, where, whole)
+        check_lengths(config, {where: len(whole) - 1})
+    return [Example(whole[:-1], said[1:]) for whole, said in rows]
 
 
 def read_objects(

@@ -14,7 +14,12 @@ from transformer_jax.config.tasks import LanguageTask
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.text.completion import complete, read_prompt
 from transformer_jax.tokenizers.plain_text import split_documents
-from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
+from transformer_jax.tokenizers.special import (
+    encode_text,
+    special_ids,
+    with_end,
+    with_special_tokens,
+)
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params
 from transformer_jax.training.data import (
@@ -127,7 +132,8 @@ class LanguageDocuments(RowsTask):
         if tokenizers is None:
             tokenizers = Tokenizers(line_tokenizer(config, [*train, *val], train))
         tokenizer = with_special_tokens(tokenizers.tokenizer, ["eos"])
-        tokenizers, end = Tokenizers(tokenizer), special_ids(tokenizer)["eos"]
+        end = special_ids(tokenizer)["eos"]
+        tokenizers = Tokenizers(with_end(tokenizer, end))
         config = with_vocabulary(config, tokenizers, vocab_size)
         self.characters = sum(len(text) + 1 for text in val)
 

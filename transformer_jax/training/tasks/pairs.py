@@ -22,6 +22,7 @@ from transformer_jax.tokenizers.special import (
     source_frame,
     special_ids,
     target_of,
+    with_end,
     with_special_tokens,
 )
 from transformer_jax.tokenizers.utf8 import DataError
@@ -35,11 +36,15 @@ from transformer_jax.training.tasks.task import (
     Report,
     RowsTask,
     Tokenizers,
+    check_known,
     check_lengths,
     encode_line,
+    known_sources,
+    located,
     sha256_of,
     with_vocabulary,
 )
+from transformer_jax.training.tasks.turns import source_ids, target_ids
 
 SHOWN = 5
 """Held-out pairs in the sample of a run."""
@@ -100,23 +105,28 @@ class Pairs(RowsTask):
 def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Example:
     """Return a pair as a model of the config reads it; DataError where it is too long."""
     source = encode_line(tokenizers.of_source, pair.source, pair.where)
-    target = encode_line(tokenizers.tokenizer, pair.target, pair.where)
     if not len(source):
         raise DataError(f"{pair.where}: the source has no tokens")
     if model_shape(config.model) == "encoder-decoder":
+        target = encode_line(tokenizers.tokenizer, pair.target, pair.where)
         kind = target_of(tokenizers.tokenizer)
         source = source_frame(tokenizers.of_source).around(source)
         labels = kind.labels.around(target)
+        check_known(known_sources(config), tokenizers.of_source, f"{pair.where}: source", source)
+        known = config.model.vocab_size
+        check_known(known, tokenizers.tokenizer, f"{pair.where}: target", labels)
         check_lengths(
             config, {f"{pair.where}: source": len(source), f"{pair.where}: target": len(labels)}
         )
         return Example(np.append(kind.start, labels[:-1]).astype(np.int32), labels, source=source)
-    ids = special_ids(tokenizers.tokenizer)
-    whole = np.concatenate([source, [ids["sep"]], target, [ids["eos"]]]).astype(np.int32)
+    source = source_ids(tokenizers.tokenizer, pair.source)
+    target = located(pair.where, target_ids, tokenizers.tokenizer, pair.target)
+    whole = np.append(source, target)
+    check_known(config.model.vocab_size, tokenizers.tokenizer, pair.where, whole)
     check_lengths(config, {f"{pair.where}: source and target": len(whole) - 1})
     labels = whole[1:].copy()
-    labels[: len(source)] = IGNORE
-    return Example(whole[:-1], labels, len(source) + 1 if both_directions(config) else 0)
+    labels[: len(source) - 1] = IGNORE
+    return Example(whole[:-1], labels, len(source) if both_directions(config) else 0)
 
 
 def both_directions(config: TrainConfig) -> bool:
@@ -146,7 +156,10 @@ def _tokenizers(
     if two_rows and separate != (given.source is not None):
         rule = f"init_from {config.init_from!r} has {'one' if separate else 'two'}"
         raise DataError(f"vocabulary is {'separate' if separate else 'shared'!r}: {rule}")
-    return Tokenizers(with_special_tokens(given.tokenizer, names), given.source)
+    tokenizer = with_special_tokens(given.tokenizer, names)
+    if not two_rows:
+        tokenizer = with_end(tokenizer, special_ids(tokenizer)["eos"])
+    return Tokenizers(tokenizer, given.source)
 
 
 def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:

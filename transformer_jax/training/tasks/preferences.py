@@ -17,27 +17,29 @@ from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.text.completion import complete
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
+from transformer_jax.tokenizers.special import end_ids, special_ids, with_end, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params
 from transformer_jax.training.data import IGNORE, line_tokenizer
 from transformer_jax.training.rows import MULTIPLE, Rows
-from transformer_jax.training.tasks.chat import (
-    ROLES,
-    SHOWN,
-    check_messages,
-    message_ids,
-    read_objects,
-)
+from transformer_jax.training.tasks.chat import SHOWN, check_messages, read_objects
 from transformer_jax.training.tasks.task import (
     Report,
     RowsTask,
     Tokenizers,
+    check_known,
     check_lengths,
     located,
     sha256_of,
     with_vocabulary,
+)
+from transformer_jax.training.tasks.turns import (
+    ROLES,
+    message_turn,
+    prompt_ids,
+    text_turn,
+    tokenizer_of_talks,
 )
 
 FIELDS = "prompt", "chosen", "rejected"
@@ -84,11 +86,22 @@ class Preferences(RowsTask):
             tokenizer = with_special_tokens(tokenizer, [*ROLES, "eos"])
         elif not (isinstance(tokenizer, PretrainedTokenizer) and tokenizer.stop_ids):
             tokenizer = with_special_tokens(tokenizer, ["eos"])
+        self.end = None
+        if (talk := next((p for p in pairs if not p.is_text), None)) is not None:
+            tokenizer, self.end = tokenizer_of_talks(
+                tokenizer, f"{talk.where}: chosen", [*talk.prompt, *talk.chosen]
+            )
+        if any(pair.is_text for pair in (*pairs, *held)):
+            tokenizer = with_end(tokenizer, special_ids(tokenizer)["eos"])
         tokenizers = Tokenizers(tokenizer)
         config = with_vocabulary(config, tokenizers, vocab_size)
         self.pairs = held
         rows = [_rows(config, tokenizer, part) for part in (pairs, held)]
         super().__init__(config, tokenizers, sha256_of(content), *rows)
+
+    def described(self) -> str:
+        """Return how many rows there are, how long they are, and what ends an answer."""
+        return "; ".join(filter(None, (super().described(), self.end)))
 
     def sample(self, params: Params) -> str:
         """Return the first held-out prompts and what the model answers."""
@@ -128,37 +141,23 @@ def _answered(
     number: int,
     tokens: int | None = None,
 ) -> str:
-    ids, stop = _prompt_ids(tokenizer, prompt), _end(tokenizer)
+    ids = prompt_ids(tokenizer, prompt)
     assert isinstance(config.model, ModelConfig)
+    check_known(config.model.vocab_size, tokenizer, "the prompt", ids)
     if len(ids) >= config.model.max_len:
         rule = f"must be less than max_len {config.model.max_len}"
         raise DataError(f"the prompt has {len(ids)} tokens: {rule}")
     pieces = complete(
         config.model, params, tokenizer, ids, config.sample_tokens if tokens is None else tokens,
-        sampler=Sample(Temperature(0.8)), stop_ids=stop,
+        sampler=Sample(Temperature(0.8)), stop_ids=end_ids(tokenizer),
         key=jax.random.fold_in(jax.random.key(config.seed), 2 + number),
     )  # fmt: skip
     return "".join(pieces).strip()
 
 
-def _end(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that end an answer."""
-    stop = tokenizer.stop_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
-    return stop or (special_ids(tokenizer)["eos"],)
-
-
-def _prompt_ids(tokenizer: Tokenizer, prompt: Any) -> np.ndarray:  # i32[n]
-    if isinstance(prompt, str):
-        return encode_text(tokenizer, prompt)
-    return message_ids(tokenizer, prompt, answer=True)
-
-
 def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> Rows:
     """Lay out a pair a row: the chosen answer after its prompt, then the rejected one."""
-    both = [
-        [located(pair.where, _answer_ids, config, tokenizer, pair, name) for name in FIELDS[1:]]
-        for pair in pairs
-    ]
+    both = [[_answer_ids(config, tokenizer, pair, name) for name in FIELDS[1:]] for pair in pairs]
     longest = max(len(ids) - 1 for row in both for ids, _ in row)
     length = min(-(-longest // MULTIPLE) * MULTIPLE, config.sequence_len)
     tokens = np.zeros((len(pairs), 2, length), np.int32)
@@ -176,19 +175,17 @@ def _answer_ids(
     config: TrainConfig, tokenizer: Tokenizer, pair: Pair, name: str
 ) -> tuple[np.ndarray, int]:
     """Return a prompt with one of its answers, i32[n], and where the answer begins."""
-    answer, before = getattr(pair, name), _prompt_ids(tokenizer, pair.prompt)
+    answer, where = getattr(pair, name), f"{pair.where}: {name}"
     if pair.is_text:
-        last = _end(tokenizer)[:1]
-        ids = np.concatenate([before, encode_text(tokenizer, answer), last]).astype(np.int32)
+        turn = located(where, text_turn, tokenizer, pair.prompt, answer)
     else:
-        ids = message_ids(tokenizer, [*pair.prompt, *answer])
-        if not np.array_equal(ids[: len(before)], before):
-            rule = "the chat template does not write an answer after what was said before it"
-            raise DataError(f"{pair.where}: {name}: {rule}")
-    if not len(before):
+        turn = located(where, message_turn, tokenizer, [*pair.prompt, *answer])
+    ids = np.concatenate(turn)
+    if not len(turn.prompt):
         raise DataError(f"{pair.where}: prompt has no tokens: there must be one to answer")
+    check_known(config.model.vocab_size, tokenizer, where, ids)
     check_lengths(config, {f"{pair.where}, {name}": len(ids) - 1})
-    return ids, len(before)
+    return ids, len(turn.prompt)
 
 
 def _pair(where: str, read: Any) -> Pair:

@@ -1,0 +1,338 @@
+"""Rows of prompts and answers from published folders: what they hold, learn and end with."""
+
+import dataclasses
+import json
+from datetime import datetime
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from transformer_jax.cli.convert import token_ids, tokenizer_files
+from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.config.tasks import ChatTask, PreferenceTask, PrefixTask
+from transformer_jax.decoding.samplers import Sample
+from transformer_jax.models.factory import init_params
+from transformer_jax.text.completion import complete
+from transformer_jax.tokenizers import chat_template
+from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
+from transformer_jax.tokenizers.special import end_ids, tokenizer_from_json
+from transformer_jax.tokenizers.utf8 import DataError, byte_letters
+from transformer_jax.training import processes
+from transformer_jax.training.data import IGNORE
+from transformer_jax.training.tasks import Tokenizers, load_task
+from transformer_jax.training.tasks.answers import answer_sources
+from transformer_jax.training.tasks.turns import message_turn, prompt_ids, text_turn
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+ENDLESS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+FORGETS = CHATML.replace(
+    "{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '' }}"
+)
+DATED = "{{ strftime_now('%d %b %Y') }} " + CHATML
+
+
+def byte_level():
+    """Bytes, and ` yes` as one token; special tokens from 260 on."""
+    words = ["Ġy", "Ġye", "Ġyes", "es"]
+    vocabulary = byte_letters() | {word: 256 + n for n, word in enumerate(words)}
+    merges = [("Ġ", "y"), ("Ġy", "e"), ("Ġye", "s")]
+    library = Library(models.BPE(vocab=vocabulary, merges=merges))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    return library
+
+
+def spaces(kind):
+    """SentencePiece's kind: a mark stands for a space, and one is put before a text."""
+    letters = "\u2581abcdefghijklmnopqrstuvwxyzANSWER2+=4:|<>/_\n "
+    vocabulary = {letter: n for n, letter in enumerate(dict.fromkeys(["<unk>", *letters]))}
+    pieces = ["\u2581yes", "\u2581b"]
+    vocabulary |= {piece: len(vocabulary) + n for n, piece in enumerate(pieces)}
+    library = Library(
+        models.Unigram([(t, 0.0 if t in pieces else -2.0) for t in vocabulary], unk_id=0)
+    )
+    if kind == "metaspace":
+        library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        library.decoder = decoders.Metaspace(prepend_scheme="always")
+    else:
+        library.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+        library.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    return library
+
+
+MAKE = {
+    "bytes": byte_level,
+    "metaspace": lambda: spaces("metaspace"),
+    "prepend": lambda: spaces("prepend"),
+}
+
+
+def folder(path, template=CHATML, kind="bytes", bos=False, **files):
+    """Write the files of a published tokenizer."""
+    path.mkdir(parents=True, exist_ok=True)
+    library = MAKE[kind]()
+    library.add_special_tokens(SPECIAL)
+    if bos:
+        library.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", library.token_to_id("<s>"))]
+        )
+    library.save(str(path / "tokenizer.json"))
+    beside = dict(bos_token="<s>", eos_token="</s>", tokenizer_class="PreTrainedTokenizerFast")
+    if template is not None:
+        beside["chat_template"] = template
+    beside |= files.pop("tokenizer_config", {})
+    for name, content in {"tokenizer_config": beside, **files}.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return load_tokenizer_folder(path)
+
+
+def talk(*texts):
+    roles = ["user", "assistant"] * len(texts)
+    return [dict(role=r, content=c) for r, c in zip(roles, texts, strict=False)]
+
+
+def task_of(tmp_path, tokenizer, task, *lines, vocab_size=None):
+    """Load a task whose lines are all of these, and once more as what is held out."""
+    data = tmp_path / "data.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    data.write_text("".join(f"{text}\n" for text in texts))
+    model = ModelConfig(
+        vocab_size=vocab_size or tokenizer.vocab_size, d_model=8, num_layers=1, num_heads=1,
+        max_len=97,
+    )  # fmt: skip
+    config = TrainConfig(
+        model=model, task=task, data=str(data), val_data=str(data), tokenizer="pretrained",
+        init_from=str(tmp_path), batch_size=2, out=str(tmp_path / "run"),
+    )  # fmt: skip
+    return load_task(config, Tokenizers(tokenizer))
+
+
+def rows(task):
+    """Return the (whole row, what is learnt of it) of each example."""
+    found = []
+    for bucket in task.train.buckets:
+        for tokens, labels in zip(bucket.tokens, bucket.labels, strict=True):
+            last = int(np.flatnonzero(labels != IGNORE)[-1])
+            whole = [*tokens[: last + 1].tolist(), int(labels[last])]
+            found.append((whole, labels[labels != IGNORE].tolist()))
+    return found
+
+
+def test_a_turn_is_the_template_s_text_and_all_of_the_answer_is_learnt(tmp_path):
+    tokenizer = folder(tmp_path)
+    messages = talk("a", "ANSWER", "b", "yes")
+    task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
+    ((whole, learnt),) = rows(task)
+    assert tokenizer.to_bytes(whole).decode() == tokenizer.chat(
+        messages, add_generation_prompt=False
+    )
+    assert tokenizer.to_bytes(learnt) == b"ANSWER<|im_end|>\nyes<|im_end|>\n"
+
+
+def test_a_template_that_asks_otherwise_than_it_answers_is_refused_by_line(tmp_path):
+    tokenizer = folder(tmp_path, THINKS)
+    fine = dict(messages=talk("a", "<think>\nhm"))
+    task = task_of(tmp_path, tokenizer, ChatTask(packed=False), fine)
+    assert tokenizer.to_bytes(rows(task)[0][1]) == b"hm<|im_end|>\n"
+    bad = dict(messages=talk("a", "ANSWER"))
+    wanted = r"data.jsonl, line 2: message 2: the chat template asks for it with '<think>\\n'"
+    with pytest.raises(DataError, match=wanted):
+        task_of(tmp_path, tokenizer, ChatTask(), fine, bad)
+    pair = dict(prompt=talk("a"), chosen=talk("", "b")[1:], rejected=talk("", "c")[1:])
+    with pytest.raises(DataError, match=r"line 1: chosen: the chat template asks for it with"):
+        task_of(tmp_path, tokenizer, PreferenceTask(), pair)
+
+
+def test_an_answer_is_apart_where_a_token_would_stretch_over_its_begin(tmp_path):
+    tokenizer = folder(tmp_path, ENDLESS)
+    task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=talk("a", "yes")))
+    ((whole, learnt),) = rows(task)
+    prompt = tokenizer.encode("user: a\nassistant: ")
+    assert whole[: len(prompt)] == prompt.tolist()
+    assert tokenizer.to_bytes(learnt) == b"yes\n</s>"
+    turn = text_turn(tokenizer, "say ", "yes")
+    assert turn.prompt.tolist() == tokenizer.encode("say ").tolist()
+    assert tokenizer.to_bytes(turn.answer) == b"yes</s>"
+
+
+def test_a_row_begins_anew_where_a_template_forgets_what_was_said(tmp_path):
+    tokenizer = folder(tmp_path, FORGETS)
+    messages = talk("ab", "cd", "ef", "gh")
+    task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
+    found = sorted(rows(task))
+    assert len(found) == 2
+    for number, (whole, learnt) in zip((2, 4), sorted(found, key=lambda row: len(row[0])),
+                                       strict=True):  # fmt: skip
+        text = tokenizer.chat(messages[:number], add_generation_prompt=False)
+        assert tokenizer.to_bytes(whole).decode() == text
+        said = messages[number - 1]["content"]
+        assert tokenizer.to_bytes(learnt).decode() == f"{said}<|im_end|>\n"
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "prepend"])
+def test_no_space_is_invented_between_a_prompt_and_its_answer(tmp_path, kind):
+    tokenizer = folder(tmp_path, None, kind)
+    pair = dict(prompt="2+2=", chosen="4", rejected="yes b")
+    task = task_of(tmp_path, tokenizer, PreferenceTask(), pair)
+    halves = task.train.buckets[0].tokens[0].reshape(2, -1)
+    labels = task.train.buckets[0].labels[0].reshape(2, -1)
+    for tokens, learnt, text in zip(halves, labels, ("2+2=4", "2+2=yes b"), strict=True):
+        last = int(np.flatnonzero(learnt != IGNORE)[-1])
+        whole = [*tokens[: last + 1].tolist(), int(learnt[last])]
+        assert tokenizer.decode(whole) == f"{text}</s>"
+        assert tokenizer.to_bytes(learnt[learnt != IGNORE].tolist()).decode() == f"{text[4:]}</s>"
+    # where the prompt's tokens are no beginning of the whole's
+    assert tokenizer.decode(np.concatenate(text_turn(tokenizer, "a ", "yes"))) == "a yes</s>"
+    task = task_of(tmp_path, tokenizer, PrefixTask(packed=False), "2+2=\t4 b")
+    ((whole, learnt),) = rows(task)
+    assert tokenizer.to_bytes(learnt) == b"4 b</s>"
+
+
+def test_a_text_begins_with_what_its_tokenizer_begins_texts_with(tmp_path):
+    tokenizer = folder(tmp_path, None, bos=True)
+    bos, eos = (tokenizer.special_ids[role] for role in ("bos", "eos"))
+    turn = text_turn(tokenizer, "ab", "c")
+    assert [t.tolist() for t in turn] == [
+        [bos, *tokenizer.encode("ab")],
+        [*tokenizer.encode("c"), eos],
+    ]
+    assert prompt_ids(tokenizer, "ab").tolist() == turn.prompt.tolist()
+    task = task_of(tmp_path, tokenizer, PrefixTask(packed=False), "ab\tc")
+    assert rows(task)[0][0] == [bos, *tokenizer.encode("ab"), eos, *tokenizer.encode("c"), eos]
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({}, [261]),
+        (dict(config=dict(eos_token_id=[261, 263])), [261, 263]),
+        (dict(config=dict(eos_token_id=263)), [263]),
+        (dict(config=dict(eos_token_id=None)), [261]),
+        (dict(config=dict(eos_token_id=[261, 263]), generation_config={}), [261, 263]),
+        (dict(config=dict(eos_token_id=9), generation_config=dict(eos_token_id=[263, 261])),
+         [263, 261]),
+        (dict(config=dict(eos_token_id=9), tokenizer_config=dict(eos_token=None)), [9]),
+        (dict(config=dict(eos_token_id=[261, 9999])), [261]),
+    ],
+)  # fmt: skip
+def test_ends_are_those_of_the_first_file_that_names_them(tmp_path, files, ids):
+    tokenizer = folder(tmp_path, **files)
+    assert list(tokenizer.stop_ids) == ids
+    assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
+    written = token_ids(tokenizer, "decoder")["eos_token_id"]
+    assert sorted([written] if isinstance(written, int) else written) == sorted(ids)
+
+
+@pytest.mark.parametrize("preference", [False, True])
+def test_what_ends_an_answer_in_the_template_ends_what_is_written(tmp_path, preference):
+    tokenizer = folder(tmp_path)
+    assert tokenizer.stop_ids == (261,)  # </s>, which no turn ends with
+    line, task = dict(messages=talk("a", "b")), ChatTask()
+    if preference:
+        line = dict(prompt=talk("a"), chosen=talk("", "b")[1:], rejected=talk("", "c")[1:])
+        task = PreferenceTask()
+    found = task_of(tmp_path, tokenizer, task, line)
+    own = found.tokenizers.tokenizer
+    assert end_ids(own) == own.stop_ids == (261, 263)
+    assert found.end is None and "learnt after" not in found.described()
+    assert token_ids(own, "decoder")["eos_token_id"] == [261, 263]
+    again = task_of(tmp_path, tokenizer_from_json(own.to_json()), task, line)  # as a resumed run
+    assert again.tokenizers.tokenizer == own
+
+
+def test_a_template_that_ends_no_turn_is_said_and_eos_is_learnt(tmp_path):
+    tokenizer = folder(tmp_path, ENDLESS)
+    messages = talk("a", "b", "c", "d </s>")
+    task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
+    line = "the chat template ends no turn of the assistant: '</s>' is learnt after each"
+    assert task.described().endswith(line)
+    assert [learnt[-1] for _, learnt in rows(task)] == [261, ord("\n")]  # it was there
+    nothing = folder(tmp_path / "none", ENDLESS, tokenizer_config=dict(eos_token=None))
+    with pytest.raises(DataError, match="no eos_token: nothing would end an answer"):
+        task_of(tmp_path, nothing, ChatTask(), dict(messages=messages))
+
+
+@pytest.mark.parametrize(
+    ("task", "line", "where"),
+    [
+        (ChatTask(), dict(messages=talk("a", "b")), "line 1: has token 262"),
+        (PreferenceTask(), dict(prompt="a", chosen="b", rejected="c"), "line 1: chosen: has token"),
+        (PrefixTask(), "a\tb", "line 1: has token 261, '</s>': the model has 257 tokens"),
+    ],
+)
+def test_a_token_that_the_model_has_not_is_named_by_its_line(tmp_path, task, line, where):
+    with pytest.raises(DataError, match=f"data.jsonl, {where}"):
+        task_of(tmp_path, folder(tmp_path), task, line, vocab_size=257)
+
+
+def test_a_prompt_that_the_model_cannot_read_is_one_line(tmp_path):
+    tokenizer = folder(tmp_path)
+    model = ModelConfig(vocab_size=257, d_model=8, num_layers=1, num_heads=1, max_len=17)
+    params = init_params(model, jax.random.key(0))
+    given = dict(sampler=Sample(), key=jax.random.key(0))
+    with pytest.raises(ValueError, match="the prompt has id 263: the model has 257 tokens"):
+        next(complete(model, params, tokenizer, "<|im_end|>", 3, **given))
+    config = TrainConfig(model=model, task=PrefixTask(), init_from="x", tokenizer="pretrained")
+    with pytest.raises(DataError, match="prompt is 'a': has token 261"):
+        answer_sources(config, Tokenizers(tokenizer), params, ["a"])
+
+
+def test_the_date_of_a_template_is_that_of_the_run_s_start(tmp_path, monkeypatch):
+    tokenizer, line = folder(tmp_path, DATED), dict(messages=talk("a", "b"))
+
+    class Clock(datetime):
+        day = 3
+
+        @classmethod
+        def now(cls, tz=None):
+            return datetime(2031, 5, cls.day, 7)
+
+    for module in (processes, chat_template):
+        monkeypatch.setattr(module, "datetime", Clock)
+    first = task_of(tmp_path, tokenizer, ChatTask(packed=False), line)
+    own = first.tokenizers.tokenizer
+    assert own.to_bytes(rows(first)[0][0]).startswith(b"03 May 2031 ")
+    Clock.day = 4  # a run that starts today has today's date, one that goes on has its own
+    again = task_of(tmp_path, tokenizer_from_json(own.to_json()), ChatTask(packed=False), line)
+    assert rows(again) == rows(first) and again.tokenizers == first.tokenizers
+    other = task_of(tmp_path, tokenizer, ChatTask(packed=False), line)
+    assert other.tokenizers.tokenizer.to_bytes(rows(other)[0][0]).startswith(b"04 May 2031 ")
+    written = json.loads(tokenizer_files(own, 1)[0]["tokenizer_config.json"])
+    assert written["chat_template"] == DATED
+    plain = task_of(tmp_path, folder(tmp_path), ChatTask(packed=False), line)
+    assert plain.tokenizers.tokenizer.now is None
+    with pytest.raises(DataError, match="now is 'today': must be a time"):
+        dataclasses.replace(own, now="today")
+
+
+def test_a_template_s_own_error_names_the_line(tmp_path):
+    picky = "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
+    tokenizer = folder(tmp_path, picky)
+    short, long = (dict(messages=talk(*texts)) for texts in ("ab", "abcd"))
+    with pytest.raises(DataError, match=r"line 2: message 4: chat template: too long"):
+        task_of(tmp_path, tokenizer, ChatTask(), short, long)
+    greeting = dict(messages=talk("a", "b")[1:])
+    with pytest.raises(DataError, match=r"line 1: message 1: is the assistant's: a chat template"):
+        task_of(tmp_path, tokenizer, ChatTask(), greeting)
+
+
+def test_what_is_learnt_is_what_a_message_is_prompted_with(tmp_path):
+    tokenizer = folder(tmp_path)
+    messages = talk("a", "b", "c", "d")
+    turn = message_turn(tokenizer, messages)
+    assert turn.prompt.tolist() == prompt_ids(tokenizer, messages[:-1]).tolist()
