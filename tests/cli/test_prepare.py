@@ -1,5 +1,6 @@
 """The command prepare: what it writes, of which files, and how it goes on once it was killed."""
 
+import errno
 import hashlib
 import itertools
 import json
@@ -446,3 +447,45 @@ def test_command(text, tmp_path, capsys):
     assert main(missing) == 2
     assert "no': cannot be read (No such file or directory)" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("name", ["layers=[1,2]", "a*?{b}% #\nn\u0303", "~", "-x"])
+def test_folders_and_files_of_any_name(tmp_path, name):
+    file = tmp_path / f"{name}.TXT"
+    file.write_text("\n".join(LINES))
+    out = tmp_path / name
+    corpus = prepare(config(str(file)), out)
+    assert documents(corpus, "val") == [line for line in LINES if part_of(line, 0.1) == "val"]
+    assert prepared_folders(str(out)) == (str(out),)
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "rule"),
+    [
+        (b"a\n\xff\n" + b"more\n" * 97, dict(text_errors="replace"), "byte 2 is 0xff"),
+        ("\n".join(map(str, range(23))).encode(), dict(val_fraction=0.5), "both parts need one"),
+        (b" \n\n", None, "has no document"),
+        (b"\x1f\x8b", None, "gzip"),
+    ],
+)
+def test_what_can_make_no_folder_leaves_none_in_the_way(tmp_path, content, changes, rule):
+    file, out = tmp_path / "text.txt", tmp_path / "out"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=rule):
+        prepare(config(str(file), val_fraction=0.001), out, chunk_bytes=5)
+    assert not out.exists()
+    if changes is None:  # the file is mended, and not the command
+        file.write_text("\n".join(LINES))
+    prepare(config(str(file), **dict(val_fraction=0.3) | (changes or {})), out, chunk_bytes=5)
+
+
+def test_a_file_system_without_locks_is_named_and_no_folder_is_left(tmp_path, text, monkeypatch):
+    def refuse(handle, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    flags = ["--data", text, "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
+    with pytest.raises(OSError, match="has no locks"):
+        prepare(config(text), tmp_path / "out")
+    assert main(["prepare", *flags]) == 1
+    assert not (tmp_path / "out").exists()

@@ -123,16 +123,28 @@ def prepare(
         plan = _plan(config, inputs, tokenizer, chunk_bytes)
         _claim(folder, plan)
         if not (folder / MANIFEST).exists():
-            formats = [config.format_of(path) for path in config.data]
-            pairs = zip(inputs, formats, strict=True)
-            chunks = [c for given, format in pairs for c in cut_file(given, format, chunk_bytes)]
-            work = _Work(folder, config, chunks, pool, report)
-            work.write_tokenizer(tokenizer)
-            work.encode()
-            work.finish(plan)
+            try:
+                formats = [config.format_of(path) for path in config.data]
+                pairs = zip(inputs, formats, strict=True)
+                chunks = [c for i, format in pairs for c in cut_file(i, format, chunk_bytes)]
+                work = _Work(folder, config, chunks, pool, report)
+                work.write_tokenizer(tokenizer)
+                work.encode()
+                work.finish(plan)
+            except _UnfinishedDataError:
+                raise
+            except DataError:  # these files and settings make no folder: it would be in the way
+                for file in folder.iterdir():
+                    if file.name != "lock":
+                        file.unlink()
+                raise
         for name in (PROGRESS, PLAN):
             (folder / name).unlink(missing_ok=True)
     return open_corpus(folder)
+
+
+class _UnfinishedDataError(DataError):
+    """Report what the same command may go on after."""
 
 
 class _Encoded(NamedTuple):
@@ -440,7 +452,7 @@ class _Workers:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
             rule = "has died (was there too little memory?); the same command goes on from here"
-            raise DataError(f"workers is {self.count}: one {rule}") from None
+            raise _UnfinishedDataError(f"workers is {self.count}: one {rule}") from None
 
 
 def _start_worker() -> None:
@@ -541,7 +553,7 @@ def _writing(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         rule = f"cannot be written ({error.strerror}); the same command goes on from here"
-        raise DataError(f"{file}: {rule}") from None
+        raise _UnfinishedDataError(f"{file}: {rule}") from None
 
 
 @contextlib.contextmanager
