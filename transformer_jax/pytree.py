@@ -61,6 +61,12 @@ def check_range(name: str, array: Any, dtype: jax.typing.DTypeLike) -> None:
         raise ValueError(f"{name} has a weight of size {worst:.5g}: {rule}")
 
 
+def check_ranges(tree: Any, dtype: jax.typing.DTypeLike) -> None:
+    """Raise ValueError for the first array of a tree with a finite number too large for `dtype`."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        check_range(path_name(path), leaf, dtype)
+
+
 def cast_floats(tree: Any, dtype: jax.typing.DTypeLike) -> Any:
     """Return a tree whose floating-point arrays are `cast` to `dtype`; others stay as they are."""
 

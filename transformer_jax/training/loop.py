@@ -41,6 +41,7 @@ from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.durable_files import write_file
 from transformer_jax.models.ngram import count_ngrams
 from transformer_jax.models.quantized import count
+from transformer_jax.pytree import check_ranges
 from transformer_jax.text.text_model import naming_run
 from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_adapters, given_params
 from transformer_jax.training.batch import Batch, batch_loss, batch_scores
@@ -360,6 +361,7 @@ class _Run:
             self.progress.say(line)
         if shardings is None:
             return self.programs.state_of(params, key=key)
+        check_ranges(params, config.param_dtype)  # which a compiled program cannot do
         params = jax.device_put(params, shardings.params)
         key = jax.device_put(key, shardings.key)
         return jax.jit(self.programs.state_of, out_shardings=shardings)(params, key=key)

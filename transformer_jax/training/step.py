@@ -18,7 +18,7 @@ import optax
 
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.models.factory import init_params
-from transformer_jax.pytree import cast_floats, check_range, path_name
+from transformer_jax.pytree import cast_floats, check_ranges
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.training.batch import Batch, Loss, Params
 from transformer_jax.training.data import IGNORE
@@ -93,8 +93,7 @@ def start_state(
     They are held in `param_dtype`; with `average`, an average of them is kept beside. ValueError
     names a parameter for which the dtype has no room.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        check_range(path_name(path), leaf, param_dtype)
+    check_ranges(params, param_dtype)
     return _start(optimizer, jnp.dtype(param_dtype), average, params, key)
 
 
