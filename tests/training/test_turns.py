@@ -336,3 +336,18 @@ def test_what_is_learnt_is_what_a_message_is_prompted_with(tmp_path):
     messages = talk("a", "b", "c", "d")
     turn = message_turn(tokenizer, messages)
     assert turn.prompt.tolist() == prompt_ids(tokenizer, messages[:-1]).tolist()
+
+
+def test_drawn_rows_are_those_of_transformers():
+    pytest.importorskip("transformers")
+    from tests.training.fuzz_answers import fuzz
+
+    number, failed = fuzz(seed=5, cases=25)
+    assert number == 25 and not failed, failed
+
+
+def test_no_space_is_put_before_a_rest_alone(tmp_path):
+    tokenizer = folder(tmp_path, None, "metaspace")
+    rest = tokenizer.encode("b</s>b", begins=False)
+    usual = tokenizer.encode("b</s>b")
+    assert tokenizer.to_bytes(rest) == b"b</s> b" and tokenizer.to_bytes(usual) == b" b</s> b"

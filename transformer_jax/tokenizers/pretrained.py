@@ -143,10 +143,21 @@ class PretrainedTokenizer:
         self._check_bytes(text)
         if written == "refuse":
             self._check_unspecial(text, self._control, "the text")
-        library = self._reader(written == "text", begins)
         add = self.add_special_tokens if special_tokens is None else special_tokens
-        (found,) = _rust("text", library.encode_batch_fast, [text], add_special_tokens=add)
-        return np.array(found.ids, np.int32)
+
+        def read(begins: bool) -> list[int]:
+            library = self._reader(written == "text", begins)
+            (found,) = _rust("text", library.encode_batch_fast, [text], add_special_tokens=add)
+            return list(found.ids)
+
+        ids = read(begins)
+        if not begins:  # what stands after an added token is read as ever
+            usual = read(True)
+            ids = ids[: self._first_added(ids)] + usual[self._first_added(usual) :]
+        return np.array(ids, np.int32)
+
+    def _first_added(self, ids: Sequence[int]) -> int:
+        return next((n for n, i in enumerate(ids) if i in self._added), len(ids))
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of the ids, as they continue a text.

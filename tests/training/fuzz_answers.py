@@ -1,0 +1,241 @@
+"""Draw tokenizers, chat templates and texts, and hold rows of answers against transformers.
+
+    python -m tests.training.fuzz_answers --minutes 1 --seed 0
+
+A prompt has the tokens of transformers; an answer has those of the whole after them, or, where
+these do not begin with the prompt's, other ones of the same text. What transformers cannot render,
+or does not write after the prompt, is refused.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from tokenizers import Tokenizer as Library
+
+from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.tasks.turns import (
+    source_ids,
+    talk_turns,
+    target_ids,
+    text_turn,
+    tokenizer_of_talks,
+)
+
+WORDS = "yes no 2+2= 4 to be or  not\n Hello, world! é a b \t x<y {} [INST] ANSWER".split(" ")
+CORPUS = ["yes no yes no to be or not to be", "user: Hello, world!\nassistant: yes\n", "2+2= 4 é"]
+MARKS = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<tool>"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TEMPLATES = {
+    "ChatML": CHATML,
+    "ChatML that thinks": CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"),
+    "ChatML that trims": CHATML.replace("m.content }}", "m.content | trim }}"),
+    "ChatML that forgets": CHATML.replace(
+        "{{ m.content", "{{ m.content if loop.last or m.role == 'user' else ''"
+    ),
+    "Qwen": CHATML.replace(
+        "{{ m.content", "{{ '<think>\n\n</think>\n\n' if loop.last and m.role == 'assistant' "
+        "else '' }}{{ m.content"
+    ),
+    "system": "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n"
+    "{% endif %}" + CHATML,
+    "Llama 2": "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] "
+    "{{ m.content.strip() }} [/INST]{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}"
+    "{% endif %}{% endfor %}",
+    "Mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] "
+    "{{ m.content }}[/INST]{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}",
+    "Gemma": "{{ bos_token }}" + CHATML.replace("m.role", "'model' if m.role[0] == 'a' else m.role")
+    .replace("assistant", "model").replace("m.content", "m.content | trim"),
+    "strict": "{% if messages|length > 3 %}{{ raise_exception('too long') }}{% endif %}" + CHATML,
+    "dated": "{{ strftime_now('%Y') }} " + CHATML,
+    "plain, with a space": PLAIN,
+    "plain, without one": PLAIN.replace(": ", ":"),
+    "plain, with eos": PLAIN.replace("m.content }}\n", "m.content + eos_token }}\n"),
+}  # fmt: skip
+
+
+def draw_library(rng):
+    """Return a small tokenizer of a random kind, and its name."""
+    kind = str(rng.choice(["bytes", "bytes over spaces", "metaspace bpe", "unigram", "prepend"]))
+    chance = lambda p: bool(rng.random() < p)  # noqa: E731
+    size = int(rng.integers(280, 340))
+    if kind.startswith("bytes"):
+        library = Library(models.BPE())
+        given = dict(add_prefix_space=chance(0.3), use_regex=kind == "bytes")
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(**given)
+        library.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )  # fmt: skip
+    else:
+        letters = sorted(set("".join([*WORDS, *CORPUS, *TEMPLATES.values()])) | {"\u2581", "0"})
+        scheme = str(rng.choice(["always", "first", "never"]))
+        unk = dict(unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
+        library = Library(models.BPE(unk_token="<unk>"))
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=letters, special_tokens=["<unk>"], show_progress=False
+        )
+        if kind == "unigram":
+            library = Library(models.Unigram())
+            trainer = trainers.UnigramTrainer(vocab_size=200, initial_alphabet=letters, **unk)
+        library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        library.decoder = decoders.Metaspace(prepend_scheme=scheme)
+        if kind == "prepend":
+            library.pre_tokenizer = None
+            library.normalizer = normalizers.Sequence(
+                [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+            )
+            library.decoder = decoders.Sequence(
+                [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            )
+        if kind == "metaspace bpe" and chance(0.3):
+            library.normalizer = normalizers.NFKC()
+        kind = f"{kind} {scheme}"
+    library.train_from_iterator(CORPUS * 3, trainer)
+    flags = [dict(lstrip=chance(0.1), rstrip=chance(0.1)) for _ in MARKS]
+    marks = list(zip(MARKS, flags, strict=True))
+    library.add_special_tokens([AddedToken(m, special=True, **f) for m, f in marks[:5]])
+    library.add_tokens([AddedToken("<tool>", normalized=chance(0.5), **flags[5])])
+    if chance(0.5):
+        first = [("<s>", library.token_to_id("<s>"))]
+        library.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=first
+        )
+    return library, kind
+
+
+def words(rng):
+    """Return a text of a few words, which may begin or end with a space."""
+    ends = [str(rng.choice(["", "", " "])) for _ in range(2)]
+    return ends[0] + " ".join(str(w) for w in rng.choice(WORDS, rng.integers(1, 5))) + ends[1]
+
+
+def same(what, found, wanted):
+    if list(map(int, found)) != list(map(int, wanted)):
+        raise AssertionError(f"{what}: {list(map(int, found))}, transformers has {list(wanted)}")
+
+
+def check(rng, folder):
+    """Draw a case and check it; return what it was, and raise AssertionError where it is wrong."""
+    import transformers
+
+    library, kind = draw_library(rng)
+    name = str(rng.choice(list(TEMPLATES)))
+    library.save(str(folder / "tokenizer.json"))
+    beside = dict(
+        bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATES[name],
+        tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(beside))
+    own = load_tokenizer_folder(folder)
+    other = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    case = f"{kind}, {name}"
+    marks = library.get_added_tokens_decoder().values()
+
+    def ids(text):
+        return other(text, add_special_tokens=False).input_ids
+
+    def read(found):
+        return other.decode([int(i) for i in found])
+
+    roles = ["system"] * int(rng.random() < 0.3) + ["user", "assistant"] * int(rng.integers(1, 3))
+    talk = [dict(role=role, content=words(rng)) for role in roles]
+    wanted, refused = [], False
+    for at, role in enumerate(roles):
+        if role != "assistant":
+            continue
+        try:
+            given = dict(tokenize=False)
+            prompt = other.apply_chat_template(talk[:at], add_generation_prompt=True, **given)
+            wanted.append((prompt, other.apply_chat_template(talk[: at + 1], **given)))
+        except Exception:  # the template's own
+            refused = True
+    refused = refused or any(not whole.startswith(prompt) for prompt, whole in wanted)
+    try:
+        trained, _ = tokenizer_of_talks(own, "line 1", talk)
+        turns = talk_turns(trained, "line 1", talk)
+    except DataError as error:
+        assert refused, f"{case}: {talk}: refused: {error}"
+        assert "line 1" in str(error), error
+        turns = []
+    else:
+        assert not refused, f"{case}: {talk}: must be refused"
+    for turn, (prompt, whole) in zip(turns, wanted, strict=False):
+        before, everything = ids(prompt), ids(whole)
+        what = f"{case}: {talk}"
+        same(f"{what}: prompt", turn.prompt, before)
+        answer = list(turn.answer)
+        assert set(answer) & set(trained.stop_ids), f"{what}: no end is learnt"
+        if everything[: len(before)] == before:
+            rest = everything[len(before) :]
+            same(f"{what}: answer", answer[: len(rest)], rest)
+            assert len(answer) - len(rest) in (0, 1), what
+        else:
+            found, text = read([*before, *answer]), read(everything)
+            if any(mark.lstrip or mark.rstrip for mark in marks):  # of the prompt's spaces too
+                found, text = ("".join(one.split()) for one in (found, text))
+            loose = f"{what}: {found!r}, transformers has {text!r}"
+            assert text in (found, found.removesuffix("</s>")), loose
+    prompt, answer = words(rng), words(rng)
+    turn = text_turn(own, prompt, answer)
+    same(f"{case}: {prompt!r}", turn.prompt, other(prompt).input_ids)
+    found, text = read(np.concatenate(turn)), read(other(prompt + answer).input_ids) + "</s>"
+    assert found == text, f"{case}: {prompt!r}, {answer!r}: {found!r}, transformers has {text!r}"
+    source = source_ids(own, prompt)
+    same(f"{case}: source {prompt!r}", source[:-1], other(prompt).input_ids)
+    target = own.decode(target_ids(own, answer), begins=False)
+    normal = (
+        library.normalizer.normalize_str(answer) if "NFKC" in str(library.normalizer) else answer
+    )
+    assert target == f"{normal}</s>", f"{case}: target {answer!r}: {target!r}"
+    return case
+
+
+def fuzz(seed, cases=None, seconds=float("inf")):
+    """Check cases; return how many there were, and what failed with its seed."""
+    failed, number, end = [], 0, time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        while number != cases and time.monotonic() < end:
+            try:
+                check(np.random.default_rng([seed, number]), Path(folder))
+            except AssertionError as error:
+                failed.append(f"seed {seed}, case {number}: {error}")
+            number += 1
+    return number, failed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    number, failed = fuzz(given.seed, seconds=60 * given.minutes)
+    print(f"{number} cases of seed {given.seed}: {len(failed)} wrong")
+    print("\n".join(failed[:20]))
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
