@@ -153,6 +153,7 @@ from transformer_jax.models.streaming import (
 )
 from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
 from transformer_jax.models.window import WindowLM
+from transformer_jax.programs import remember
 from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 
 if TYPE_CHECKING:
@@ -319,6 +320,8 @@ __all__ = [
     "unstack_layers",
     "with_adapters",
 ]
+
+remember()
 
 _LATER = {
     "PretrainedTokenizer": "tokenizers.pretrained",

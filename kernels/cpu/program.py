@@ -36,7 +36,8 @@ def program_of(visible: Any, num_q: int, num_k: int, *, pairs: bool) -> Program:
     """Return the program of a comparison; Refused where an operation is not of 32-bit integers."""
     one = jax.ShapeDtypeStruct((), jnp.int32)
     more = (jax.ShapeDtypeStruct((), jnp.int8),) if pairs else ()
-    traced = jax.make_jaxpr(visible)((one,) * num_q, (*(one,) * num_k, *more))
+    # a new function each time: JAX remembers the traces of those that it has seen
+    traced = jax.make_jaxpr(lambda q, k: visible(q, k))((one,) * num_q, (*(one,) * num_k, *more))
     writer = _Writer(num_q + num_k + pairs)
     (result,) = writer.run(traced.jaxpr, traced.consts, list(range(writer.inputs)))
     if not writer.operations or writer.operations[-1] is not writer.made.get(result):

@@ -271,10 +271,10 @@ def test_asking_for_weights_changes_no_token_and_compiles_once_more(arguments):
     params = parameters(config)
     arguments = dict(arguments, key=jax.random.key(3))
     plain = produced(config, params, attention=False, **arguments)
-    before = decode._generate._cache_size()
+    before = decode._generate.num_programs()
     out = produced(config, params, **arguments)
     produced(config, params, **dict(arguments, lengths=LENGTHS[::-1].copy()))
-    assert decode._generate._cache_size() == before + 1
+    assert decode._generate.num_programs() == before + 1
     assert plain.attention is None
     assert len(np.unique(out.tokens)) > 5
     np.testing.assert_array_equal(out.tokens, plain.tokens)

@@ -142,10 +142,10 @@ def test_sources_of_one_bucket_share_the_program_of_their_search(monkeypatch):
     run = untrained(
         PrefixTask(), ModelConfig(vocab_size=6, **SMALL | dict(d_model=10)), ["sep", "eos"]
     )
-    before = beams._search._cache_size()
+    before = beams._search.num_programs()
     answer_sources(*run, MANY)
     answer_sources(*run, ["d" * n for n in range(1, 13)])
-    assert beams._search._cache_size() == before + 1
+    assert beams._search.num_programs() == before + 1
 
 
 def test_a_source_that_does_not_fit_is_refused_by_its_length():

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, overload
 
 import jax
@@ -39,6 +38,7 @@ from transformer_jax.attention.masks import Mask
 from transformer_jax.attention.reference import Xla, reference_weights
 from transformer_jax.kernels import cpu, platform, target
 from transformer_jax.kernels.chips import FASTEST
+from transformer_jax.programs import depends_on_names, program
 from transformer_jax.sharding import by_compiler, split
 
 __all__ = [
@@ -64,6 +64,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "native": Native(),
 }
 """Every implementation by its name; one of your own is one more entry."""
+depends_on_names(IMPLEMENTATIONS)
 
 
 @overload
@@ -418,13 +419,13 @@ def _first_that_runs(
     raise Refused("; ".join(refused))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@program(static=("one", "environment"), code=lambda one, _, call: (one, call.mask, call.bias))
 def _run(one: Implementation, environment: Any, call: AttentionCall) -> tuple[jax.Array, Any]:
     """Run an implementation; `environment` is what it depends on besides, so that jit knows."""
     return one(call)
 
 
-@jax.jit
+@program(code=lambda call: (call.mask, call.bias))
 def _weights(call: AttentionCall) -> jax.Array:
     rows, tokens, heads, _ = split(call.query)
     return by_compiler(reference_weights, [call], PartitionSpec(rows, heads, tokens))

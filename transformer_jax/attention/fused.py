@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from transformer_jax.kernels.contract import (
     clip_pages,
 )
 from transformer_jax.kernels.gradient import BY_KEY, ListsByKernel, attend
+from transformer_jax.programs import program
 from transformer_jax.pytree import register
 from transformer_jax.sharding import vary
 from transformer_jax.tracing import at_once
@@ -208,7 +208,7 @@ class Native(Pallas):
         if reason is not None or call.mask is None or not call.mask.calls_user_code:
             return reason
         try:  # a comparison that somebody else wrote
-            jax.eval_shape(self.attend, call)
+            jax.eval_shape(lambda call: self.attend(call), call)  # a function JAX has not seen
         except Refused as error:
             return str(error)
         return None
@@ -355,7 +355,7 @@ def _lists(kind: Kind, plan: BlockPlan, tiling: Tiling) -> TileLists:
     return plan.query_tiles() if kind in BY_KEY else plan.key_tiles()
 
 
-@partial(jax.jit, static_argnums=(3, 4))  # at once, each step would be a program of its own
+@program(static=("blocks", "padded"), code=lambda mask, *_: (mask,))
 def _plans(
     mask: Mask,
     q: jax.Array,

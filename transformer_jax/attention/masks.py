@@ -605,7 +605,7 @@ class Predicate(_Ours):
     def closed(self) -> Mask:
         at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
         with no_mesh():  # or each operation would insist on the mesh of `jax.set_mesh`
-            traced = jax.make_jaxpr(self.sees)(at, at)
+            traced = jax.make_jaxpr(lambda q, k: self.sees(q, k))(at, at)
         reads = any(isinstance(x, jax.core.Tracer) for x in traced.consts)
         if not reads or traced.out_avals[0].shape != at.shape:
             return self
@@ -885,7 +885,8 @@ def _refuse_traced(mask: Mask, function: Callable[..., Any], kind: str) -> str |
     """Return why a kernel cannot call a function of positions, or None."""
     at = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     try:
-        traced = jax.make_jaxpr(function)(at, at)
+        # a new function each time: JAX remembers the traces of those that it has seen
+        traced = jax.make_jaxpr(lambda q, k: function(q, k))(at, at)
     except Exception as error:  # what a user's function may raise
         return f"{mask!r} cannot be traced: {type(error).__name__}: {error}"
     if [x.dtype for x in traced.out_avals] != [jnp.bool_]:

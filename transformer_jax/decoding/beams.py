@@ -41,6 +41,7 @@ from transformer_jax.decoding.logit_processors import (
 )
 from transformer_jax.decoding.samplers import has_finite_maximum
 from transformer_jax.decoding.step import Params, Step
+from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 
 
@@ -224,7 +225,7 @@ class _SearchState:
         return self.n < self.limits
 
 
-@partial(jax.jit, static_argnames=("step", "options"), donate_argnames="state")
+@program(static=("step", "options"), donate=("state",))
 def _search(
     step: Step[State],
     params: Params,

@@ -48,6 +48,7 @@ from transformer_jax.decoding.generation import (
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, check_processors
 from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
 from transformer_jax.decoding.step import Params, Step, has_check
+from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.tracing import traced
 
@@ -98,7 +99,7 @@ def init_slots(
     return _init_slots(step, options, state, int(slots), int(capacity), row_keys(None, int(slots)))
 
 
-@partial(jax.jit, static_argnames=("step", "options", "slots", "capacity"))
+@program(static=("step", "options", "slots", "capacity"))
 def _init_slots(
     step: Step[State],
     options: DecodeOptions,
@@ -152,7 +153,7 @@ def admit(
     return _admit(slots, params, jnp.asarray(places, jnp.int32), prompts, state, chunk)
 
 
-@partial(jax.jit, static_argnames="chunk", donate_argnames="slots")
+@program(static=("chunk",), donate=("slots",))
 def _admit(
     slots: Slots[State],
     params: Params,
@@ -189,7 +190,7 @@ def advance_slots(
     return _advance(slots, params, jax.device_put(np.bool_(pause)), steps)
 
 
-@partial(jax.jit, static_argnames="steps", donate_argnames="slots")
+@program(static=("steps",), donate=("slots",))
 def _advance(
     slots: Slots[State], params: Params, pause: jax.Array, steps: int
 ) -> tuple[Slots[State], StepOutput]:
@@ -234,7 +235,7 @@ def release(slots: Slots[State], rows: int | PerRow) -> Slots[State]:
     return _release(slots, jnp.asarray(_check_slot_rows(slots, rows), jnp.int32))
 
 
-@partial(jax.jit, donate_argnames="slots")
+@program(donate=("slots",))
 def _release(slots: Slots[State], rows: jax.Array) -> Slots[State]:
     active = slots.active.at[rows].set(False)
     return replace(slots, decode_state=replace(slots.decode_state, active=active))

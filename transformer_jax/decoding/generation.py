@@ -41,6 +41,7 @@ from transformer_jax.decoding.step import (
     has_check,
     read_logits_at,
 )
+from transformer_jax.programs import program, shapes_of
 from transformer_jax.sharding import by_compiler, split, split_rows, vary
 from transformer_jax.tracing import traced
 
@@ -95,7 +96,7 @@ def prefill(
         logits, state = read_logits_at(step, params, tokens, state, at, valid)
         return (jnp.where(here[:, None], logits[:, 0].astype(last.dtype), last), state), None
 
-    vocab = jax.eval_shape(step, params, prompt[:, :1], state)[0].shape[-1]
+    vocab = shapes_of(step, params, prompt[:, :1], state)[0].shape[-1]
     first = vary((jnp.full((rows, vocab), -jnp.inf, jnp.float32), state))
     if len(starts) == 1:
         return read_chunk(first, 0)[0]
@@ -362,8 +363,8 @@ def _generate_tokens(
 
 
 _STATIC = ("options", "step", "num_tokens", "chunk", "early_exit")
-_generate_inside = jax.jit(_generate_sharded, static_argnames=_STATIC)
-_generate = jax.jit(_generate_sharded, static_argnames=_STATIC, donate_argnames="state")
+_generate_inside = program(_generate_sharded, static=_STATIC)
+_generate = program(_generate_sharded, static=_STATIC, donate=("state",))
 
 
 def stream(
@@ -413,9 +414,7 @@ def _stream_tokens(
             return
 
 
-@partial(
-    jax.jit, static_argnames=("options", "step", "num_tokens", "chunk"), donate_argnames="state"
-)
+@program(static=("options", "step", "num_tokens", "chunk"), donate=("state",))
 def _first_token(
     options: DecodeOptions,
     step: Step[State],
@@ -439,7 +438,7 @@ def _first_token(
     return by_compiler(first, [params, prompts, state], (specs, rows))
 
 
-@partial(jax.jit, static_argnames=("options", "step"), donate_argnames="decode_state")
+@program(static=("options", "step"), donate=("decode_state",))
 def _next_token(
     options: DecodeOptions, step: Step[State], params: Params, decode_state: DecodeState[State]
 ) -> tuple[DecodeState[State], jax.Array]:  # i32[B]

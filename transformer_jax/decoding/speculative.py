@@ -47,6 +47,7 @@ from transformer_jax.decoding.step import (
     has_check,
     has_rewind,
 )
+from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.tracing import traced
 
@@ -359,11 +360,7 @@ class _Written(NamedTuple):
 _Carry: TypeAlias = tuple[DecodeState[State], ProposerState, _Written]
 
 
-@partial(
-    jax.jit,
-    static_argnames=("options", "step", "num_tokens", "num_draft", "vocab", "chunk"),
-    donate_argnames="state",
-)
+@program(static=("options", "step", "num_tokens", "num_draft", "vocab", "chunk"), donate=("state",))
 def _speculate(
     options: DecodeOptions,
     step: Step[State],

@@ -28,6 +28,7 @@ from transformer_jax.models.recurrent import (
 from transformer_jax.models.stack import AttentionWeights, by_slot
 from transformer_jax.models.transformer import Decoder, EncoderDecoder, check_one, check_tokens
 from transformer_jax.models.window import WindowLM
+from transformer_jax.programs import shapes_of
 
 Params: TypeAlias = Any
 """A model's parameters: any pytree of arrays. Decoding hands them to the step as they are."""
@@ -159,7 +160,7 @@ def read_logits_at(
 def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> int:
     """Return V, the number of logits that the step gives; nothing is computed or compiled."""
     tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
-    return jax.eval_shape(step, params, tokens, state)[0].shape[-1]
+    return shapes_of(step, params, tokens, state)[0].shape[-1]
 
 
 @dataclass(frozen=True)

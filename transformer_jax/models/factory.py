@@ -37,6 +37,7 @@ from transformer_jax.models.recurrent import (
 )
 from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
 from transformer_jax.models.window import WindowLM
+from transformer_jax.programs import program
 from transformer_jax.pytree import cast
 from transformer_jax.tracing import traced
 
@@ -87,13 +88,13 @@ def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
     `count_ngrams` counted. ConfigError where that is None.
     """
     check_key("key", key)
-    init = jax.jit(_init, static_argnums=0)
     if traced(jax.random.key_data(key)):  # which it is inside a trace, whatever the key is
-        return init(config, key)
-    found = init.trace(config, key)
+        return _init(config, key)
+    found = _init.trace(config, key)
     return jax.tree.unflatten(jax.tree.structure(found.out_info), draw(found.jaxpr, key))
 
 
+@program(static=("config",))
 def _init(config: Config, key: jax.Array) -> dict[str, Any]:
     model, tokens = build(config), jnp.zeros((1, 1), jnp.int32)
     source: jax.Array = tokens

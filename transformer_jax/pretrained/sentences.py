@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -28,6 +27,7 @@ from transformer_jax.models.transformer import check_tokens
 from transformer_jax.pretrained.families import ConfigKeys
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder, open_folder
+from transformer_jax.programs import program
 
 Pooling = Literal["mean", "cls", "max"]
 
@@ -140,7 +140,7 @@ class SentenceEncoder:
         raise ValueError(f"tokenizer cannot cut a text to max_len {self.max_len}: {rule}")
 
 
-@partial(jax.jit, static_argnames=("config", "pooling", "normalise"))
+@program(static=("config", "pooling", "normalise"))
 def _encode(
     config: ModelConfig,
     params: Mapping[str, Any],

@@ -34,6 +34,7 @@ from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.speculative import PromptLookup, Speculation, speculate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_decode_state
+from transformer_jax.programs import program
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, frame
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -131,9 +132,8 @@ def samples(
     step.check(read, empty, np.array([columns + num_tokens - 1]))
     read = jnp.asarray(read)
     if columns > 1 and not processors:
-        state = jax.jit(prefill, static_argnums=0)(
-            step, params, read[:, :-1], empty, jnp.full((1,), columns - 1)
-        )[1]
+        lengths = jnp.full((1,), columns - 1)
+        state = _prefill(step, params, read[:, :-1], empty, lengths, None)[1]
         read, empty = read[:, -1:], state
     out = generate(
         step, params, jnp.repeat(read, count, axis=0), fork(empty, count), num_tokens=num_tokens,
@@ -141,6 +141,9 @@ def samples(
         processors=processors, stop=stop_ids,
     )  # fmt: skip
     return ["".join(pieces(tokenizer, row.tolist(), stop, stop_ids)) for row in out.rows()]
+
+
+_prefill = program(prefill, static=("step",))
 
 
 def search(

@@ -7,7 +7,6 @@ forced upon it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.transformer import EncoderDecoder
+from transformer_jax.programs import program
 from transformer_jax.text.completion import (
     NO_TOKEN,
     StopStrings,
@@ -100,7 +100,7 @@ def search_translations(
     ]
 
 
-@partial(jax.jit, static_argnums=(0, 3, 4))
+@program(static=("config", "capacity", "dtype"))
 def _state(
     config: ModelConfig,
     params: Any,

@@ -41,6 +41,7 @@ from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.durable_files import write_file
 from transformer_jax.models.ngram import count_ngrams
 from transformer_jax.models.quantized import count
+from transformer_jax.programs import is_ours, undisturbed
 from transformer_jax.pytree import check_ranges
 from transformer_jax.text.text_model import naming_run
 from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_adapters, given_params
@@ -294,7 +295,9 @@ class _Run:
             self.config, self.programs = _counted(self.config, task)
             task.config = self.config
         else:
-            self.programs = _compiled(_numerics(self.config), task.prepare)
+            of = _numerics(self.config), task.prepare
+            known = undisturbed() and is_ours(of)
+            self.programs = (_compiled if known else _compiled.__wrapped__)(*of)
         self.placement = make_placement(self.config.mesh)
         self.template = self.placement.state(
             jax.eval_shape(self.programs.fresh_state, np.uint32(self.config.seed))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import optax
 
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.models.factory import init_params
+from transformer_jax.programs import program
 from transformer_jax.pytree import cast_floats, check_ranges
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.training.batch import Batch, Loss, Params
@@ -103,7 +103,7 @@ def split_seed(seed: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(jax.random.split(jax.random.key(seed)))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@program(static=("optimizer", "dtype", "average"))
 def _start(
     optimizer: optax.GradientTransformation,
     dtype: np.dtype,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +26,7 @@ from transformer_jax.attention.block_plan import (
 )
 from transformer_jax.attention.masks import Everything, Mask
 from transformer_jax.kernels.dropout import keep
+from transformer_jax.programs import program
 from transformer_jax.tracing import at_once
 
 # Sizes, and the cutting into tiles
@@ -138,7 +138,7 @@ def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
         return lists_of(_visited(sizes, mask_of(call), *call.positions(sizes.T, sizes.S)))
 
 
-@partial(jax.jit, static_argnums=0)  # at once, each step would be a program of its own
+@program(static=("sizes",), code=lambda sizes, mask, *_: (mask,))
 def _visited(sizes: Sizes, mask: Mask, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
     """Return the class of each tile of a head group, i8[.., nQ, nK]."""
     plan = mask.block_plan(q_positions, k_positions, block_q=sizes.block_q, block_k=sizes.block_k)

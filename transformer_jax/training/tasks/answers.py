@@ -19,6 +19,7 @@ from transformer_jax.decoding.generation import bucket, generate
 from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.factory import build, init_decode_state
+from transformer_jax.programs import program
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import (
     encode_text,
@@ -195,8 +196,12 @@ def _start(
     valid: np.ndarray | None,  # bool[B, S]
 ) -> Any:
     """Return the state of a decoder whose encoder has read the sources."""
-    start = jax.jit(init_decode_state, static_argnums=(0, 2, 3))
-    return start(model, params, batch, capacity, source=source, source_valid=valid)
+    return _init(model, params, batch, capacity, source, valid)
+
+
+@program(static=("model", "batch", "capacity"))
+def _init(model: Any, params: Params, batch: int, capacity: int, source: Any, valid: Any) -> Any:
+    return init_decode_state(model, params, batch, capacity, source=source, source_valid=valid)
 
 
 def _text(tokenizer: Tokenizer, ids: np.ndarray, begins: bool) -> str:

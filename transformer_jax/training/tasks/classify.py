@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import numpy as np
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.tasks import ClassifyTask
+from transformer_jax.programs import program
 from transformer_jax.tokenizers.special import (
     encoder_frame,
     frame,
@@ -155,7 +155,7 @@ def label_texts(
     return found
 
 
-@partial(jax.jit, static_argnums=0)
+@program(static=("model",))
 def _class_logits(
     model: AnyModelConfig, params: Params, batch: Batch, columns: Any
 ) -> jax.Array:  # f32[B, C]

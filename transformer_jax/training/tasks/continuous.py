@@ -7,7 +7,6 @@ encoder reads a picture, and its classification head says the class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.positions import Learned
 from transformer_jax.config.tasks import DigitsTask, TonesTask
+from transformer_jax.programs import program
 from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params, batch_logits
@@ -174,7 +174,7 @@ def signal_example(
     return Example(whole[:-1], whole[1:], source=signal.values)
 
 
-@partial(jax.jit, static_argnums=0)
+@program(static=("model",))
 def _classes(
     model: AnyModelConfig,
     params: Params,

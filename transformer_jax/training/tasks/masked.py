@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ import numpy as np
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import MaskedTask
+from transformer_jax.programs import program
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import frame, plain, special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -216,12 +216,12 @@ def _unigram_loss(train: np.ndarray, val: np.ndarray, vocab_size: int) -> float:
     return float(-np.log(counts / counts.sum())[val].mean())
 
 
-@partial(jax.jit, static_argnums=0)
+@program(static=("model",))
 def _scores(model: AnyModelConfig, params: Params, batch: Batch) -> jax.Array:  # f32[3]
     return batch_scores(model)(params, batch)
 
 
-@partial(jax.jit, static_argnums=0)
+@program(static=("model",))
 def _logits(model: AnyModelConfig, params: Params, tokens: jax.Array) -> jax.Array:  # f32[B, T, V]
     batch = Batch(tokens, jnp.full(tokens.shape, IGNORE))
     return batch_logits(model)(params, batch, None)

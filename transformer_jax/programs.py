@@ -1,0 +1,309 @@
+"""Find compiled programs by value where all of the code is ours, by content where it is not.
+
+`jax.jit` finds a program by the equality of its static arguments. That is right while equal values
+do equal things, as ours do. Code that somebody else wrote reads globals, closures, arrays and
+attributes, which are no part of its value and may have changed since. So a call in which such code
+takes part is traced again, and its compiled program is found by what the trace says.
+
+    program        takes the place of `jax.jit` with static arguments
+    shapes_of      takes the place of `jax.eval_shape`
+    is_ours        says whether all code that a value brings along is of this package
+    undisturbed    says whether nobody has changed what our own code does
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import sys
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn
+from flax.linen import module as linen
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+PACKAGE = "transformer_jax"
+LIBRARIES = {PACKAGE, "builtins", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax"}
+MOST = 256
+"""How many programs that were found by content each function keeps, the latest used ones."""
+
+
+def program(
+    function: Callable[..., Any] | None = None,
+    *,
+    static: Sequence[str] = (),
+    donate: Sequence[str] = (),
+    code: Callable[..., Iterable[Any]] | None = None,
+) -> Any:
+    """Compile a function, as `jax.jit` does, for arguments that may bring foreign code along.
+
+    Arguments named `static` are hashable values, those named `donate` are given away. `code`
+    returns what of the arguments is asked for foreign code, without our models; by default it is
+    all of them, and our models too.
+    """
+    if function is None:
+        return functools.partial(program, static=static, donate=donate, code=code)
+    return Program(function, tuple(static), tuple(donate), code)
+
+
+class Program:
+    """Call a function by compiled programs: those of `jax.jit`, or those of what a trace says."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        static: tuple[str, ...],
+        donate: tuple[str, ...],
+        code: Callable[..., Iterable[Any]] | None,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.static, self.donate, self.code = function, static, donate, code
+        self.names = tuple(inspect.signature(function).parameters)
+        self.by_value = jax.jit(function, static_argnames=static, donate_argnames=donate)
+        self.by_content: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            args = *args, *(kwargs[name] for name in self.names[len(args) :])
+        if self._by_value(args):
+            return self.by_value(*args)
+        return self._traced_again(args)
+
+    def lower(self, *args: Any) -> Any:
+        """Lower the program of `jax.jit`."""
+        return self.by_value.lower(*args)
+
+    def trace(self, *args: Any) -> Any:
+        """Trace as `jax.jit` does, anew where foreign code takes part."""
+        if self._by_value(args):
+            return self.by_value.trace(*args)
+        fresh, kept, donated = self._fresh(args)
+        return fresh.trace(kept, donated)
+
+    def num_programs(self) -> int:
+        """Count the programs that there are."""
+        return int(self.by_value._cache_size()) + len(self.by_content)
+
+    def _by_value(self, args: tuple[Any, ...]) -> bool:
+        """Return whether equal arguments have equal programs."""
+        if self.code is not None:
+            return undisturbed(models=False) and all(map(is_ours, self.code(*args)))
+        return undisturbed() and all(map(is_ours, args))
+
+    def _fresh(self, args: tuple[Any, ...]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """Return a function that JAX has not seen before, and its arguments."""
+        kept = dict(zip(self.names, args, strict=True))
+        fixed = {name: kept.pop(name) for name in self.static}
+        donated = {name: kept.pop(name) for name in self.donate}
+
+        def fresh(kept: dict[str, Any], donated: dict[str, Any]) -> Any:
+            return self.function(**fixed, **kept, **donated)
+
+        fresh.__name__ = self.function.__name__
+        return jax.jit(fresh, donate_argnums=1 if donated else ()), kept, donated
+
+    def _traced_again(self, args: tuple[Any, ...]) -> Any:
+        """Return the result of a new trace; its compiled program may be one from before.
+
+        Arrays that the trace reads become arguments. Where one is traced outside, the new trace
+        becomes a part of the outer one: derivatives that are written by hand are functions, which
+        have no content to find them by.
+        """
+        fresh, *trees = self._fresh(args)
+        found = fresh.trace(*trees)
+        constants = found.jaxpr.consts
+        leaves = [jax.tree.leaves(tree) for tree in trees]
+        if any(isinstance(x, jax.core.Tracer) for x in (*constants, *leaves[0], *leaves[1])):
+            return fresh(*trees)
+        jaxpr = found.jaxpr.jaxpr
+
+        def run(constants: Sequence[Any], kept: Sequence[Any], donated: Sequence[Any]) -> Any:
+            return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*kept, *donated)
+
+        run.__name__ = self.function.__name__
+        # all arguments are kept, or programs that read the first or the second would look alike
+        new = jax.jit(run, donate_argnums=2 if leaves[1] else (), keep_unused=True)
+        text = new.lower(constants, *leaves).as_text()
+        avals = *map(jax.typeof, constants), *found.jaxpr.in_avals, *found.jaxpr.out_avals
+        key = hashlib.sha256(text.encode()).digest(), avals
+        known = self.by_content.setdefault(key, new)
+        self.by_content.move_to_end(key)
+        if len(self.by_content) > MOST:
+            self.by_content.popitem(last=False)
+        return jax.tree.unflatten(jax.tree.structure(found.out_info), known(constants, *leaves))
+
+
+def shapes_of(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what `jax.eval_shape` does, of a new trace where foreign code takes part."""
+    if undisturbed() and is_ours(function) and all(map(is_ours, args)):
+        return jax.eval_shape(function, *args)
+    return jax.eval_shape(lambda *args: function(*args), *args)
+
+
+# What our code does
+
+
+def undisturbed(*, models: bool = True) -> bool:
+    """Return whether our code does what it did when it was imported.
+
+    It does not under an interceptor of flax, where a name of ours has another implementation, or
+    where a method of our models was replaced. The last is only asked for `models`.
+    """
+    if linen._global_interceptor_stack:
+        return False
+    for now, then in _NAMED:
+        if now != then and any(now.get(name) is not value for name, value in then.items()):
+            return False
+    return not models or all([methods(kind) == then for kind, methods, then in _MODELS])
+
+
+def remember() -> None:
+    """Remember the methods of all classes of ours that are imported, as they are."""
+    for name, module in list(sys.modules.items()):
+        if _root(name) == PACKAGE:
+            for kind in list(vars(module).values()):
+                if isinstance(kind, type) and _root(kind.__module__) == PACKAGE:
+                    _check_of(kind)
+
+
+def depends_on_names(named: dict[str, Any]) -> None:
+    """Say that our code looks values up by name here, where others may put theirs."""
+    _NAMED.append((named, dict(named)))
+
+
+_Methods = tuple[type, Callable[[type], Any], Any]
+"""A class, what gets its methods, and those that it had."""
+
+_NAMED: list[tuple[dict[str, Any], dict[str, Any]]] = []
+_MODELS: list[_Methods] = []
+
+
+def _methods_of(kind: type) -> _Methods:
+    names = {
+        name: None
+        for base in kind.__mro__
+        if _root(base.__module__) == PACKAGE
+        for name, value in vars(base).items()
+        if (name == "__call__" or not name.startswith("__"))
+        and isinstance(value, types.FunctionType | property | functools.cached_property)
+    }
+    methods = attrgetter(*names, "__class__") if names else attrgetter("__class__")
+    return kind, methods, methods(kind)
+
+
+# What code a value brings along
+
+
+def is_ours(value: Any) -> bool:
+    """Return whether all code that a value brings along is of this package or of its libraries.
+
+    Foreign are functions, methods and instances of classes that somebody else wrote, in a field or
+    in a closure, at any depth; and a name that somebody else gave an implementation.
+    """
+    check = _CHECKS.get(type(value)) or _check_of(type(value))
+    return check(value)
+
+
+_Check = Callable[[Any], bool]
+
+
+def _check_of(kind: type) -> _Check:
+    """Return how values of exactly this type are asked, and remember it."""
+    check = _CHECKS[kind] = _new_check(kind)
+    return check
+
+
+def _new_check(kind: type) -> _Check:
+    if issubclass(kind, str):
+        return _is_name_of_ours
+    if _root(kind.__module__) not in LIBRARIES | {"functools", "enum"}:
+        return lambda _: False
+    plain = bool, int, float, complex, bytes, type(None), np.ndarray, np.generic, enum.Enum
+    if issubclass(kind, (*plain, jax.Array, jax.core.Tracer)):
+        return lambda _: True
+    if issubclass(kind, tuple | list | set | frozenset):
+        return lambda values: all([is_ours(x) for x in values])
+    if issubclass(kind, Mapping):
+        return lambda named: all([is_ours(x) for x in named.values()])
+    if issubclass(kind, functools.partial):
+        return lambda x: is_ours(x.func) and is_ours(x.args) and is_ours(x.keywords)
+    if issubclass(kind, types.FunctionType):
+        return _is_function_of_ours
+    if issubclass(kind, types.MethodType):
+        return lambda x: is_ours(x.__self__) and is_ours(x.__func__)
+    if issubclass(kind, type | types.BuiltinFunctionType):
+        return lambda x: _root(x.__module__ or "builtins") in LIBRARIES
+    if _root(kind.__module__) != PACKAGE and not issubclass(kind, nn.Module):
+        # a dtype, a mesh, a jaxpr; or a function that jit or custom_vjp wraps
+        return lambda x: is_ours(getattr(x, "__wrapped__", None))
+    return _new_instance_check(kind)
+
+
+def _new_instance_check(kind: type) -> _Check:
+    """Return how instances of a class of ours are asked: its methods, and their fields."""
+    methods = _methods_of(kind)
+    _, get, then = methods
+    if issubclass(kind, nn.Module):
+        _MODELS.append(methods)
+    if not dataclasses.is_dataclass(kind):
+        return lambda x: get(kind) == then and is_ours(getattr(x, "__dict__", None))
+    fields = [field.name for field in dataclasses.fields(kind)]
+    if not fields:
+        return lambda _: get(kind) == then
+    values = attrgetter(*fields, fields[0])  # two at least, so that it gives a tuple
+
+    def check(x: Any) -> bool:
+        return get(kind) == then and all([is_ours(value) for value in values(x)])
+
+    if not kind.__module__.startswith(f"{PACKAGE}.config"):
+        return check
+    known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def check_config(x: Any) -> bool:
+        """Ask a config once, which holds numbers and names and never changes."""
+        if known.get(id(x)) is x and not any([len(now) > len(then) for now, then in _NAMED]):
+            return get(kind) == then
+        ours = check(x)
+        if ours:
+            known[id(x)] = x
+        return ours
+
+    return check_config
+
+
+def _is_name_of_ours(name: str) -> bool:
+    return all([name in then or name not in now for now, then in _NAMED])
+
+
+def _is_function_of_ours(function: Any) -> bool:
+    if _root(function.__globals__.get("__name__", "")) not in LIBRARIES - {"builtins"}:
+        return False
+    cells = [cell for cell in function.__closure__ or () if not _is_empty(cell)]
+    read = [cell.cell_contents for cell in cells]
+    read += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return all([is_ours(x) for x in read if x is not function])
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]
+
+
+_CHECKS: dict[type, _Check] = {}
