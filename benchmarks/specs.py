@@ -344,7 +344,7 @@ class TrainCase:
         return 6 * weights * self.tokens + 14 * cfg.num_layers * cfg.d_model * pairs
 
 
-_SMALL = preset("shakespeare-cpu", dropout=0.0, attention_dropout=0.0)
+_SMALL = preset("shakespeare-cpu", positions="learned", dropout=0.0, attention_dropout=0.0)
 _MEDIUM = preset("shakespeare-gpu", dropout=0.0, attention_dropout=0.0)
 
 TRAIN: tuple[TrainCase, ...] = (

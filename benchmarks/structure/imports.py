@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "transformer_jax"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("kernels", "programs", "tracing"),
+    ("kernels", "programs", "shown", "tracing"),
     ("checks", "config", "durable_files", "pytree", "sharding", "untrusted_files"),
     ("tokenizers",),
     ("attention", "cache", "corpus"),

@@ -86,7 +86,7 @@ def test_a_base_that_moved_alone_is_named_anew_and_is_the_same_one(there, name, 
             assert main([command, *flags, "--init-from", base]) == 2
             assert "holds all of its parameters" in capsys.readouterr().err
         return
-    said = rf"^run '.*{name}' began from '.*base', .*--init-from FOLDER says where it is now$"
+    said = rf"^run '.*{name}' began from '.*base', .*`init_from=FOLDER` says where it is now$"
     with pytest.raises(ConfigError, match=said):
         load_run(tuned)
     other = str(there / "elsewhere" / "other")

@@ -236,6 +236,8 @@ class Explanation(Mapping[str, str | None]):
         lines = [f"{name}: {reason or self._how(name)}" for name, reason in self.reasons.items()]
         return "\n".join([*lines, f"without a name: {self.chosen}"])
 
+    __repr__ = __str__
+
     def _how(self, name: str) -> str:
         return "runs, reads pages in place" if name in self.reads_pages else "runs"
 

@@ -24,6 +24,7 @@ from transformer_jax.checks import as_int32, check_count
 from transformer_jax.kernels.contract import dequantise as dequantise
 from transformer_jax.pytree import exportable
 from transformer_jax.sharding import by_compiler, split
+from transformer_jax.shown import short_repr
 
 
 class Slots(Protocol):
@@ -43,6 +44,7 @@ class Slots(Protocol):
     def v_scale(self) -> jax.Array | None: ...
 
 
+@short_repr
 @exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -13,12 +13,14 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache as paged
 from transformer_jax.config import ModelConfig
 from transformer_jax.pytree import exportable
+from transformer_jax.shown import short_repr
 from transformer_jax.tracing import at_once, known_value
 
 Layers = tuple[kv.KVCache, ...] | tuple[paged.PagedCache, ...] | kv.KVCache
 """One cache a layer; or, of a scanned stack, one whose leaves are [B, L, ...]."""
 
 
+@short_repr
 @exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

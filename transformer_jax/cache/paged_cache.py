@@ -27,9 +27,11 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.checks import as_int32, check_count
 from transformer_jax.kernels.contract import rows_of_pages
 from transformer_jax.pytree import exportable
+from transformer_jax.shown import short_repr
 from transformer_jax.tracing import known_value, traced
 
 
+@short_repr
 @exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

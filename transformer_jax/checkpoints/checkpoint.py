@@ -36,6 +36,7 @@ import numpy as np
 
 from transformer_jax.checkpoints import old_container, orbax_arrays
 from transformer_jax.durable_files import sync, write_synced
+from transformer_jax.shown import short_repr
 
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 64 * 2**20
@@ -62,6 +63,7 @@ class CheckpointError(ValueError):
     """Report a checkpoint that is damaged, or that does not fit what it is restored into."""
 
 
+@short_repr
 @dataclass(frozen=True)
 class Leaf:
     """Describe one array of a checkpoint."""
@@ -81,6 +83,7 @@ class Leaf:
         return group if rest else "state"
 
 
+@short_repr
 @dataclass(frozen=True)
 class Manifest:
     """Hold a checkpoint's list of its contents, whose own checksum was right."""

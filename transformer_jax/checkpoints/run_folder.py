@@ -353,7 +353,7 @@ def check_unused(path: Path) -> None:
             pass
     if path.is_dir() and any(path.iterdir()):
         what = "holds a run" if (path / "config.json").exists() else "is not empty"
-        rule = "--resume continues it, --out FOLDER starts another"
+        rule = "`resume=True` continues it, `out=FOLDER` starts another"
         raise ConfigError(f"out is {str(path)!r}: the folder {what} ({rule})")
 
 

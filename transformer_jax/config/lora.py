@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from transformer_jax.config.fields import check_types, fail, fraction, positive
+from transformer_jax.shown import short_repr
 
 Base = Literal["float32", "bfloat16", "int8", "int4"]
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters W + scale A B of a model's kernels (Hu et al. 2021)."""

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass, fields
 
 from transformer_jax.config.fields import below_int32, check_types, positive
+from transformer_jax.shown import short_repr
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Lay out devices in a grid, `data=2,fsdp=4,tensor=2`, over which a run is split.

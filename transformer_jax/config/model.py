@@ -20,6 +20,7 @@ from transformer_jax.config.fields import (
 )
 from transformer_jax.config.inputs import Frames, Patches, Vectors
 from transformer_jax.config.positions import Learned, Positions, positions_of
+from transformer_jax.shown import short_repr
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -30,6 +31,7 @@ Pooler = Literal["tanh", "relu"]
 Remat = Literal["none", "attention", "dots", "full"]
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Describe a transformer: `kind` says which stacks it has, the rest what a block looks like."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformer_jax.config.fields import check_types, fail, fraction, non_negative, positive
+from transformer_jax.shown import short_repr
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
@@ -27,6 +29,7 @@ class AdamW:
         non_negative(self, "weight_decay")
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class Adafactor:
     """Second moments of a matrix as a row times a column (Shazeer & Stern 2018).
@@ -50,6 +53,7 @@ class Adafactor:
         non_negative(self, "weight_decay")
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class Lion:
     """Step by the sign of a mean gradient (Chen et al. 2023).
@@ -70,6 +74,7 @@ class Lion:
         non_negative(self, "weight_decay")
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class Muon:
     """Step by the orthogonalised mean gradient of a matrix (Jordan et al. 2024).
@@ -98,6 +103,7 @@ class Muon:
         non_negative(self, "weight_decay")
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFree:
     """AdamW whose average of steps takes the place of a schedule (Defazio et al. 2024).

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from transformer_jax.config.fields import below_int32, check_types, fail, positive, unread
+from transformer_jax.shown import short_repr
 
 DocumentFormat = Literal["lines", "paragraphs", "files", "jsonl", "parquet"]
 
@@ -13,6 +14,7 @@ TRAINED = ("byte", "char", "word", "bpe")
 """Tokenizers that a preparation makes itself; any other is given."""
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
     """Describe a preparation: what to read, where documents end, how to cut them into tokens."""

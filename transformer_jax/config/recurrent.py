@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from transformer_jax.config.fields import check_types, fail, fraction, positive, unread
+from transformer_jax.shown import short_repr
 
 Cell = Literal["rnn", "lstm", "gru"]
 StateAttention = Literal["dot", "general", "additive"]
 ContextUse = Literal["output", "input", "state"]
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
     """Describe a recurrent language model, tagger or encoder-decoder.

@@ -24,6 +24,7 @@ from transformer_jax.config.inputs import Frames, Inputs, Patches
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.recurrent import RecurrentConfig
+from transformer_jax.shown import short_repr
 
 Documents = Literal["lines", "paragraphs", "files", "prepared"]
 Vocabulary = Literal["shared", "separate"]
@@ -79,6 +80,7 @@ def _is_bert(model: AnyModelConfig) -> TypeGuard[ModelConfig]:
     )
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class LanguageTask(_Task):
     """Predict the next token of a text."""
@@ -95,6 +97,7 @@ class LanguageTask(_Task):
             unread(self, "needs documents", "packed")
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class MaskedTask(_Task):
     """Predict tokens that were hidden in a text (Devlin et al. 2019, 3.1)."""
@@ -157,6 +160,7 @@ class _PairFilesTask(_Task):
             fail("judged", self.judged, "must not be negative")
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class Seq2SeqTask(_PairFilesTask):
     """Read a source and write its target (Sutskever et al. 2014)."""
@@ -169,6 +173,7 @@ class Seq2SeqTask(_PairFilesTask):
         return ("encoder-decoder",)
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class PrefixTask(_PairFilesTask):
     """Go on from a source with its target in one row (Raffel et al. 2020, 3.2.1)."""
@@ -179,6 +184,7 @@ class PrefixTask(_PairFilesTask):
     """Several short pairs in a row, which do not see each other."""
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class ClassifyTask(_Task):
     """Say which class a text is of."""
@@ -212,6 +218,7 @@ class ClassifyTask(_Task):
         return replace(model, pooler="relu") if relu else model
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class ChatTask(_Task):
     """Answer messages: the loss is of the assistant's turns alone."""
@@ -220,6 +227,7 @@ class ChatTask(_Task):
     """Several short conversations in a row, which do not see each other."""
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class PreferenceTask(_Task):
     """Learn from pairs of answers which is preferred, relative to the model of init_from (DPO)."""
@@ -286,16 +294,19 @@ class _LettersTask(_GeneratedTask):
         return "letters", "min_length", "max_length"
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class ReverseTask(_LettersTask):
     """Write a string backwards: bad -> dab."""
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class CopyTask(_LettersTask):
     """Write a string again: bad -> bad."""
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class AdditionTask(_GeneratedTask):
     """Add two numbers: 17+5 -> 22."""
@@ -315,11 +326,13 @@ class AdditionTask(_GeneratedTask):
             fail("digits", self.digits, "must be at most 9")
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class DatesTask(_GeneratedTask):
     """Write a date by its numbers: 9 may 1998 -> 1998-05-09."""
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class RecallTask(_GeneratedTask):
     """Recall what stood after letters: a3c7b1 ca -> c7a3 (Ba et al. 2016, 4.1; Arora et al. 2023).
@@ -349,6 +362,7 @@ class RecallTask(_GeneratedTask):
             fail("queries", self.queries, f"must not exceed pairs {self.pairs}")
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class ModularTask(_GeneratedTask):
     """Compute (a operation b) modulo a number: 5*4 -> 6 modulo 7 (Power et al. 2022)."""
@@ -398,6 +412,7 @@ class _ContinuousTask(_GeneratedTask):
             fail("task", self.kind, rule)
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class DigitsTask(_ContinuousTask):
     """Read a picture of a digit and write its name, or say which digit it is.
@@ -432,6 +447,7 @@ class DigitsTask(_ContinuousTask):
             fail("class_token", False, "an encoder says the class by this token: must be True")
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class TonesTask(_ContinuousTask):
     """Hear pure tones, each of which stands for a letter, and write the letters."""

@@ -29,12 +29,14 @@ from transformer_jax.config.tasks import (
     Task,
 )
 from transformer_jax.config.window import WindowConfig
+from transformer_jax.shown import short_repr
 
 Tokenizer = Literal["char", "byte", "bpe", "word", "pretrained"]
 TRACKERS = "tensorboard", "wandb", "trackio"
 Schedule = Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"]
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Describe a training run: what to read, how long, how fast, where to write."""

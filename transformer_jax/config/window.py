@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformer_jax.config.fields import check_types, fail, fraction, positive
+from transformer_jax.shown import short_repr
 
 
+@short_repr
 @dataclass(frozen=True, kw_only=True)
 class WindowConfig:
     """Describe a feed-forward language model over the last tokens (Bengio et al. 2003)."""

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.special import special_ids, tokenizer_from_json
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
@@ -58,6 +59,7 @@ def shard_file(part: str, number: int) -> str:
     return f"{part}-{number:05d}.bin"
 
 
+@short_repr
 @dataclass(frozen=True)
 class Part:
     """Read tokens of one part of a folder; threads may share it."""
@@ -123,6 +125,7 @@ class Part:
         return np.memmap(self.folder / index_file(self.name), "<i8", "r", shape=shape)
 
 
+@short_repr
 @dataclass(frozen=True)
 class Corpus:
     """Hold a prepared folder whose manifest is whole; `check` looks at its files."""
@@ -216,7 +219,7 @@ def check_same_tokenizer(corpora: list[Corpus]) -> None:
     first = corpora[0]
     for other in corpora[1:]:
         if other.tokenizer.to_json() != first.tokenizer.to_json():
-            rule = f"must be that of {first.path}: prepare it with --tokenizer {first.path}"
+            rule = f"must be that of {first.path}: prepare it with `tokenizer={first.path}`"
             raise DataError(f"{other.path}: tokenizer {rule}")
 
 

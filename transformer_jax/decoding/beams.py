@@ -43,6 +43,7 @@ from transformer_jax.decoding.samplers import has_finite_maximum
 from transformer_jax.decoding.step import Params, Step
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
+from transformer_jax.shown import short_repr
 
 
 class Penalty(Protocol):
@@ -52,6 +53,7 @@ class Penalty(Protocol):
         ...
 
 
+@short_repr
 @dataclass(frozen=True)
 class LengthPenalty:
     """Score by log p / length**alpha: 0 is log p itself, 1 its mean over tokens (Hugging Face's).
@@ -69,6 +71,7 @@ class LengthPenalty:
         return length**self.alpha
 
 
+@short_repr
 @dataclass(frozen=True)
 class GNMTPenalty:
     """Score by log p / ((5 + length) / 6)**alpha; ValueError unless alpha is finite.
@@ -85,6 +88,7 @@ class GNMTPenalty:
         return ((5 + length) / 6) ** self.alpha
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Beams:

@@ -50,9 +50,11 @@ from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
 from transformer_jax.decoding.step import Params, Step, has_check
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
+from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots(Generic[State]):
@@ -246,6 +248,7 @@ def _end_nonfinite(decode_state: DecodeState[State], output: StepOutput) -> Deco
     return replace(decode_state, active=decode_state.active & (output.token >= 0))
 
 
+@short_repr
 @dataclass(frozen=True)
 class Request:
     """Ask for the continuation of a text."""
@@ -264,6 +267,7 @@ class Request:
 End = Literal["stop", "length", "nonfinite", "refused"]
 
 
+@short_repr
 @dataclass(frozen=True)
 class Completion:
     """Hold what a request got: all of it, or in a stream the newest part of it."""

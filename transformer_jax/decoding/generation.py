@@ -43,6 +43,7 @@ from transformer_jax.decoding.step import (
 )
 from transformer_jax.programs import program, shapes_of
 from transformer_jax.sharding import by_compiler, split, split_rows, vary
+from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
 
 Array: TypeAlias = jax.Array | np.ndarray
@@ -103,6 +104,7 @@ def prefill(
     return jax.lax.scan(read_chunk, first, starts)[0]
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Generation(Generic[State]):
@@ -123,6 +125,7 @@ class Generation(Generic[State]):
         return [tokens[:length] for tokens, length in pairs]
 
 
+@short_repr
 class DecodeOptions(NamedTuple):
     """Say what a program is compiled for; hashable."""
 
@@ -134,6 +137,7 @@ class DecodeOptions(NamedTuple):
     attention: bool = False
 
 
+@short_repr
 class Prompts(NamedTuple):
     """Hold the texts that a batch goes on from, checked and padded to their bucket."""
 
@@ -143,6 +147,7 @@ class Prompts(NamedTuple):
     limits: jax.Array  # i32[B]; new tokens at most
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState(Generic[State]):
@@ -158,6 +163,7 @@ class DecodeState(Generic[State]):
     history: History | None  # None without processors
 
 
+@short_repr
 class StepOutput(NamedTuple):
     """Hold one new token of every row."""
 
@@ -166,6 +172,7 @@ class StepOutput(NamedTuple):
     attention: PyTree
 
 
+@short_repr
 class CheckedArguments(NamedTuple, Generic[State]):
     """Hold what `generate` was given, after all checks."""
 

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.checks import check_count, check_finite
+from transformer_jax.shown import short_repr
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class History:
@@ -76,6 +78,7 @@ class HistoryProcessor(Protocol):
         ...
 
 
+@short_repr
 @dataclass(frozen=True)
 class RepetitionPenalty:
     """Penalise tokens that occur: x / p where the logit x is above 0, x p elsewhere.
@@ -96,6 +99,7 @@ class RepetitionPenalty:
         return jnp.where(seen, jnp.where(logits > 0, logits / self.p, logits * self.p), logits)
 
 
+@short_repr
 @dataclass(frozen=True)
 class PresencePenalty:
     """Subtract a from the logits of tokens that were generated.
@@ -113,6 +117,7 @@ class PresencePenalty:
         return logits - self.a * (history.counts(logits.shape[-1], prompt=self.prompt) > 0)
 
 
+@short_repr
 @dataclass(frozen=True)
 class FrequencyPenalty:
     """Subtract a n from the logit of a token that was generated n times.
@@ -130,6 +135,7 @@ class FrequencyPenalty:
         return logits - self.a * history.counts(logits.shape[-1], prompt=self.prompt)
 
 
+@short_repr
 @dataclass(frozen=True)
 class NoRepeatNGram:
     """Exclude tokens that would repeat an n-gram of the row (Paulus et al. 2018, section 2.5).
@@ -157,6 +163,7 @@ class NoRepeatNGram:
         return logits.at[jnp.arange(rows)[:, None], banned].set(-jnp.inf, mode="drop")
 
 
+@short_repr
 @dataclass(frozen=True, init=False)
 class Ban:
     """Exclude these tokens always; ValueError where one is no token id."""
@@ -170,6 +177,7 @@ class Ban:
         return _exclude(self, logits, self.tokens)
 
 
+@short_repr
 @dataclass(frozen=True, init=False)
 class BanSequences:
     """Exclude a token that would end one of these sequences, which may begin in the prompt.
@@ -199,6 +207,7 @@ class BanSequences:
         return logits
 
 
+@short_repr
 @dataclass(frozen=True, init=False)
 class Force:
     """Force the first new tokens to be these; ValueError where one is no token id."""
@@ -216,6 +225,7 @@ class Force:
         return jnp.where((history.new < count)[:, None], alone, logits)
 
 
+@short_repr
 @dataclass(frozen=True, init=False)
 class MinLength:
     """Exclude the `stop` tokens until n tokens were generated.
@@ -236,6 +246,7 @@ class MinLength:
         return jnp.where(longer, logits, _exclude(self, logits, self.stop))
 
 
+@short_repr
 @dataclass(frozen=True)
 class ForceLast:
     """Force new token number n to be `token`, which ends a text that has not ended by then.

@@ -49,6 +49,7 @@ from transformer_jax.decoding.step import (
 )
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
+from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
 
 # No token has these numbers: folded into a row's key they give keys that `generate` does not use.
@@ -58,6 +59,7 @@ ProposerState: TypeAlias = PyTree
 """What a proposer remembers from turn to turn: any pytree whose leaves lead with B."""
 
 
+@short_repr
 class Turn(NamedTuple):
     """Hold what a proposer may know in one turn."""
 
@@ -71,6 +73,7 @@ class Turn(NamedTuple):
     """Draws the model's tokens."""
 
 
+@short_repr
 class Proposal(NamedTuple):
     """Guesses at the next tokens of every row."""
 
@@ -132,6 +135,7 @@ class Proposer:
         return proposer_state
 
 
+@short_repr
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class PromptLookup(Proposer):
@@ -181,6 +185,7 @@ class _DraftTurn(NamedTuple):
     valid: jax.Array  # bool[B, num_draft + 1]
 
 
+@short_repr
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("params", "state"),
@@ -274,6 +279,7 @@ class Draft(Proposer, Generic[State]):
         return self.step(self.params, token, proposer_state.state, valid=valid)[1]
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Speculation(Generic[State]):

@@ -21,6 +21,7 @@ from transformer_jax.config import ConfigError
 from transformer_jax.kernels.cpu import products
 from transformer_jax.models.functional import against, lookup, project
 from transformer_jax.pytree import cast_floats, exportable, register
+from transformer_jax.shown import short_repr
 from transformer_jax.tracing import known_value
 
 Kind = Literal["bf16", "int8", "int4"]
@@ -29,6 +30,7 @@ GROUP = 32
 """Inputs that share a scale in 4 bits; where their number is no multiple of it, all share one."""
 
 
+@short_repr
 @exportable
 @register(arrays=("values", "scale"), static=("inputs", "outputs", "bits"))
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ class QuantizedKernel:
         return (grouped * self.scale[..., None, :]).astype(dtype).reshape(self.shape)
 
 
+@short_repr
 @exportable
 @register(arrays=("values", "scale"))
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,10 @@ from transformer_jax.models.packing import (
 )
 from transformer_jax.models.transformer import check_tokens
 from transformer_jax.pytree import exportable
+from transformer_jax.shown import short_repr
 
 
+@short_repr
 @exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def _gather_windows(windows: jax.Array, at: jax.Array, fill: int) -> jax.Array:
     return jnp.take_along_axis(windows, index, axis=1, mode="fill", fill_value=fill)
 
 
+@short_repr
 @dataclass(frozen=True)
 class RecentTokensStep:
     """Run `WindowLM` or `NgramLM` as a step; the state is its `RecentTokens`."""

@@ -45,6 +45,7 @@ from transformer_jax.models.packing import (
 )
 from transformer_jax.models.transformer import check_one, check_tokens, gather_tokens
 from transformer_jax.pytree import exportable
+from transformer_jax.shown import short_repr
 
 F32 = jnp.float32
 
@@ -52,6 +53,7 @@ Carry = tuple[Any, ...]
 """Of each layer, h [B, H] of an RNN or a GRU, or (c, h) of an LSTM."""
 
 
+@short_repr
 @exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class SourceMemory:
     keys: jax.Array | None = None  # [B, S, A]: additive attention's states w_key, computed once
 
 
+@short_repr
 @exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -485,6 +488,7 @@ def read_tokens(
     return model.embed.logits(x if at is None else gather_tokens(x, at)), state
 
 
+@short_repr
 @dataclass(frozen=True)
 class RecurrentStep:
     """Run `RecurrentLM` or `RecurrentSeq2Seq` as a step; the state is its `RecurrentState`."""

@@ -29,8 +29,10 @@ from transformer_jax.models.layers import (
     PositionBias,
     parameter,
 )
+from transformer_jax.shown import short_repr
 
 
+@short_repr
 class AttentionWeights(NamedTuple):
     """Hold what each layer read and weighed values with: after the softmax, before dropout.
 
@@ -86,6 +88,7 @@ def by_slot(weights: AttentionWeights, cache: ModelCache) -> AttentionWeights:
     return AttentionWeights(own, held, cross, hidden)
 
 
+@short_repr
 class StackOutput(NamedTuple):
     """Hold what `Stack` returns."""
 

@@ -34,6 +34,7 @@ import numpy as np
 
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.durable_files import sync
+from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import Untrusted, brief, is_plain, shown
 
 CONFIG = "config.json"
@@ -68,6 +69,7 @@ _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors", re.ASCII)
 _REPOSITORY = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 
 
+@short_repr
 @dataclass(frozen=True)
 class TensorInfo:
     """Describe one tensor as a file's header does."""
@@ -78,6 +80,7 @@ class TensorInfo:
     shape: tuple[int, ...]
 
 
+@short_repr
 @dataclass(frozen=True)
 class WeightFolder:
     """Hold an opened folder: its config and the headers of its files, but no tensor yet."""

@@ -28,6 +28,7 @@ from transformer_jax.pretrained.families import ConfigKeys
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder, open_folder
 from transformer_jax.programs import program
+from transformer_jax.shown import short_repr
 
 Pooling = Literal["mean", "cls", "max"]
 
@@ -76,6 +77,7 @@ def pool_sentences(
     return pooled
 
 
+@short_repr
 @dataclass(frozen=True, eq=False)
 class SentenceEncoder:
     """Hold an encoder, its parameters, and how its tokens become one vector."""

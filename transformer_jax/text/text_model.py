@@ -31,6 +31,7 @@ from transformer_jax.pretrained.safetensors_folder import (
     open_folder,
 )
 from transformer_jax.pytree import cast_floats, sha256_of
+from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
 from transformer_jax.tokenizers.special import end_ids, special_ids, target_of
@@ -40,6 +41,7 @@ from transformer_jax.tokenizers.utf8 import DataError
 Which = Literal["best", "last"]
 
 
+@short_repr
 @dataclass(frozen=True)
 class TextModel:
     """Hold a model, its tokenizer, and how its texts begin and end."""
@@ -123,7 +125,7 @@ def naming_run(path: str | Path, init_from: str | None) -> Iterator[None]:
     except (ConfigError, CheckpointError, OSError) as error:
         if init_from is None or os.path.isdir(init_from):
             raise
-        how = "--init-from FOLDER says where it is now"
+        how = "`init_from=FOLDER` says where it is now"
         raise ConfigError(
             f"run {str(path)!r} began from {init_from!r}, which cannot be read ({error}); {how}"
         ) from None

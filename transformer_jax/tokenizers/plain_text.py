@@ -45,7 +45,7 @@ def read_text(content: bytes, where: str, errors: str = "strict", at: int = 0) -
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: byte {at + error.start} is 0x{content[error.start]:02x}: not UTF-8 "
-            f"({error.reason}); --text-errors replace marks it"
+            f"({error.reason}); `text_errors='replace'` marks it"
         ) from None
     return text.removeprefix("\ufeff") if at == 0 else text
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from transformer_jax.shown import tokens_repr
 from transformer_jax.tokenizers.utf8 import DataError, byte_letters, utf8
 from transformer_jax.untrusted_files import shown
 
@@ -99,6 +100,10 @@ class PretrainedTokenizer:
             if name not in TARGET_IDS or type(i) is not int or not 0 <= i < MAX_IDS:
                 rule = f"must be a number below {MAX_IDS} of {', '.join(TARGET_IDS)}"
                 raise DataError(f"target id {shown(name)} is {shown(i)}: {rule}")
+
+    def __repr__(self) -> str:
+        said = tokens_repr(self)
+        return said.replace(")", ", chat template)") if self.chat_templates else said
 
     @cached_property
     def vocab_size(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from transformer_jax.shown import tokens_repr
 from transformer_jax.tokenizers.pretrained import pretrained_from_json
 from transformer_jax.tokenizers.utf8 import DataError as DataError
 from transformer_jax.tokenizers.utf8 import byte_letters, utf8
@@ -49,6 +50,9 @@ class CharTokenizer:
         """Make a tokenizer of every character of the text."""
         return cls("".join(map(chr, np.unique(_code_points(text)))))
 
+    def __repr__(self) -> str:
+        return tokens_repr(self)
+
     @property
     def vocab_size(self) -> int:
         return len(self.characters)
@@ -75,6 +79,9 @@ class CharTokenizer:
 @dataclass(frozen=True)
 class ByteTokenizer:
     """Give each byte of UTF-8 an id: any text, any file."""
+
+    def __repr__(self) -> str:
+        return tokens_repr(self)
 
     @property
     def vocab_size(self) -> int:
@@ -129,6 +136,9 @@ class BPETokenizer:
         model.train_from_iterator(_lines(text), trainer=trainer)
         return cls(_canonical(json.loads(model.to_str())))
 
+    def __repr__(self) -> str:
+        return tokens_repr(self)
+
     @property
     def vocab_size(self) -> int:
         return len(self._bytes)
@@ -179,6 +189,9 @@ class WordTokenizer:
         found = Counter(text.split())
         known = [word for word, times in found.items() if times >= count]
         return cls(tuple(sorted(known, key=lambda word: (-found[word], word))))
+
+    def __repr__(self) -> str:
+        return tokens_repr(self)
 
     @property
     def vocab_size(self) -> int:

@@ -20,6 +20,7 @@ from transformer_jax.config import ModelConfig, NgramConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.models.factory import build
 from transformer_jax.sharding import by_compiler
+from transformer_jax.shown import short_repr
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 
@@ -30,6 +31,7 @@ Loss = Callable[..., tuple[jax.Array, jax.Array]]
 """`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; no key is no dropout."""
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:

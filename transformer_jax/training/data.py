@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from transformer_jax.config import TrainConfig
+from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.plain_text import MARK, read_text
 from transformer_jax.tokenizers.trained import (
     BPETokenizer,
@@ -37,6 +38,7 @@ IGNORE = -100
 """Label of a position that has no target."""
 
 
+@short_repr
 @dataclass(frozen=True)
 class Source:
     """Hold the bytes of one file, or of a named set."""
@@ -134,7 +136,7 @@ def _download(url: str, sha256: str, name: str) -> bytes:
         reason = getattr(error, "reason", error)
         raise DataError(
             f"{name}: cannot be downloaded ({reason}); "
-            f"save {url} as {file}, or train on a text of yours with --data FILE"
+            f"save {url} as {file}, or train on a text of yours with `data=FILE`"
         ) from None
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(f"{name}: what {url} gave has another sha256 than {sha256}")
@@ -146,6 +148,7 @@ def _download(url: str, sha256: str, name: str) -> bytes:
     return content
 
 
+@short_repr
 @dataclass(frozen=True)
 class Dataset:
     """Hold a text as ids, its last part held out."""

@@ -43,6 +43,7 @@ from transformer_jax.models.ngram import count_ngrams
 from transformer_jax.models.quantized import count
 from transformer_jax.programs import is_ours, undisturbed
 from transformer_jax.pytree import check_ranges
+from transformer_jax.shown import short_repr
 from transformer_jax.text.text_model import naming_run
 from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_adapters, given_params
 from transformer_jax.training.batch import Batch, batch_loss, batch_scores
@@ -64,7 +65,7 @@ from transformer_jax.training.processes import (
     wait_for_all,
 )
 from transformer_jax.training.profiling import Profile
-from transformer_jax.training.progress import Progress, Silent
+from transformer_jax.training.progress import Progress, Silent, progress_for_notebook
 from transformer_jax.training.spikes import Spikes
 from transformer_jax.training.step import (
     Metrics,
@@ -84,6 +85,7 @@ MOST_REJECTED = 10
 """Steps in a row with a loss or gradient that is not finite, after which a run gives up."""
 
 
+@short_repr
 @dataclass(frozen=True)
 class Result:
     """Hold what a run came to."""
@@ -118,6 +120,7 @@ class Result:
         return math.exp(min(self.val_loss, 700.0))
 
 
+@short_repr
 class Scores(NamedTuple):
     """Hold what an evaluation found."""
 
@@ -151,7 +154,8 @@ def fit(
     Raises ConfigError, DataError or CheckpointError before anything is written, RunError and
     OSError for what happens on the way; the checkpoints so far stay good.
     """
-    progress = progress if progress is not None and is_first() else Silent()
+    progress = progress_for_notebook() if progress is None else progress
+    progress = progress if is_first() else Silent()
     keeps = config.lora is not None or isinstance(config.task, PreferenceTask)
     if keeps and config.init_from is None:
         what = "lora adapts" if config.lora is not None else "task 'preference' starts from"

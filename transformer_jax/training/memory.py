@@ -131,7 +131,7 @@ def check_step(memory: StepMemory, config: TrainConfig) -> None:
     if memory.total > there:
         more = "a shorter context and a mesh"
         if isinstance(config.model, ModelConfig):
-            more = "--remat full, --scan-layers True and a mesh"
+            more = "`remat='full'`, `scan_layers=True` and a mesh"
         raise ConfigError(
             f"batch_size is {config.batch_size}: a step needs {_gib(memory.total)} GiB on each "
             f"device ({memory.described()}), which has {_gib(there)} GiB; a smaller batch_size "

@@ -111,7 +111,7 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     if not isinstance(model, ModelConfig):
         raise ConfigError(f"model is a {type(model).__name__}: plans are made of transformers")
     if isinstance(config.task, GeneratedTask | ContinuousTask):
-        rule = "the lengths of its examples are its own: plans are made of --context tokens"
+        rule = "the lengths of its examples are its own: plans are made of `context` tokens"
         raise ConfigError(f"task is {config.task.kind!r}: {rule}")
     if isinstance(config.task, PreferenceTask):
         raise ConfigError("task is 'preference': plans are made of tasks with one row an example")

@@ -19,6 +19,7 @@ import numpy as np
 
 from transformer_jax.config import ConfigError
 from transformer_jax.corpus.folder import Part
+from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch
 from transformer_jax.training.data import IGNORE
@@ -55,6 +56,7 @@ class PartRows(Protocol):
         """Fill in a row, i32[T] each; what it has no token for stays as it is."""
 
 
+@short_repr
 @dataclass(frozen=True)
 class WindowRows:
     """Cut the stream of a part into windows, one after the other: each token is a label once."""
@@ -213,6 +215,7 @@ def _numbered(folder: int, row: int) -> tuple[int, int]:
     return folder, int(row)
 
 
+@short_repr
 @dataclass(frozen=True)
 class RowReader:
     """Read rows of several folders into batches."""

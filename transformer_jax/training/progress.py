@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Progress(Protocol):
@@ -111,7 +111,11 @@ class Lines:
 
 
 class Bar:
-    """Draw a bar with loss, tokens per second and time left."""
+    """Draw a bar with loss, tokens per second and time left; in a notebook, `Lines`."""
+
+    def __new__(cls) -> Any:
+        """Make a bar, or lines where no terminal draws one."""
+        return super().__new__(cls) if isinstance(progress_for_notebook(), Silent) else Lines()
 
     def __init__(self) -> None:
         from rich import progress
@@ -154,6 +158,12 @@ class Bar:
 def progress_for_output() -> Progress:
     """Return the bar for a terminal, lines for any other standard output."""
     return Bar() if sys.stdout is not None and sys.stdout.isatty() else Lines()
+
+
+def progress_for_notebook() -> Progress:
+    """Return lines in a notebook, where a call shows nothing else; elsewhere nothing."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return Lines() if hasattr(shell, "kernel") else Silent()
 
 
 def show(line: str) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch
 from transformer_jax.training.data import IGNORE
@@ -31,6 +32,7 @@ FILL = {"labels": IGNORE}
 """What stands in a field where a row has ended; else 0 or False."""
 
 
+@short_repr
 class Example(NamedTuple):
     """Hold one example: what a model reads, and the label of each of its tokens."""
 
@@ -41,6 +43,7 @@ class Example(NamedTuple):
     source: np.ndarray | None = None  # i32[S], f32[S, D_in] or f32[H, W, C]
 
 
+@short_repr
 @dataclass(frozen=True)
 class Rows:
     """Hold rows of examples in buckets of one length each."""

@@ -20,6 +20,7 @@ from transformer_jax.models.factory import init_params
 from transformer_jax.programs import program
 from transformer_jax.pytree import cast_floats, check_ranges
 from transformer_jax.sharding import by_compiler, split
+from transformer_jax.shown import short_repr
 from transformer_jax.training.batch import Batch, Loss, Params
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.optimizers import averaged_params, round_stochastically
@@ -28,6 +29,7 @@ _ROUNDING = np.uint32(2**32 - 1)
 """What `fold_in` makes the key of a step's rounding of: no micro-batch has this number."""
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
@@ -50,6 +52,7 @@ class TrainState:
         return averaged_params(self.opt_state, self.params)
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Metrics:

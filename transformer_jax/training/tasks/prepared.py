@@ -196,5 +196,5 @@ def _check_tokenizer(corpus: Corpus, given: Tokenizers, config: TrainConfig) -> 
     own = with_special_tokens(given.tokenizer, ["eos"])
     if own.to_json() != corpus.tokenizer.to_json():
         model = config.init_from or config.out
-        rule = f"has another tokenizer than {model}: prepare it with --tokenizer {model}"
+        rule = f"has another tokenizer than {model}: prepare it with `tokenizer={model}`"
         raise ConfigError(f"data is {str(corpus.path)!r}: {rule}")
