@@ -47,7 +47,7 @@ from transformer_jax.decoding.generation import (
 )
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, check_processors
 from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
-from transformer_jax.decoding.step import Params, Step, has_check
+from transformer_jax.decoding.step import Params, Step, check_params, check_step, has_check
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.shown import short_repr
@@ -88,6 +88,8 @@ def init_slots(
     `slots` is their number, `capacity` the tokens that each holds. ValueError where an argument is
     wrong.
     """
+    check_step(step)
+    check_params(params)
     check_count("slots", slots, 1)
     check_count("capacity", capacity, 1)
     if sampler is not None:

@@ -36,6 +36,8 @@ from transformer_jax.decoding.step import (
     Params,
     PyTree,
     Step,
+    check_params,
+    check_step,
     count_vocab,
     has_attend,
     has_check,
@@ -72,11 +74,15 @@ def prefill(
 
     It is pure: jit it yourself. Of a step with `read` no other logits are computed. With `chunk`,
     that many tokens are read at a time: the same numbers in less memory. ValueError where `chunk`
-    is not an integer of at least 1.
+    is not an integer of at least 1, or there is no token.
     """
     if chunk is not None:
         check_count("chunk", chunk, 1)
+    check_step(step)
+    check_params(params)
     prompt, lengths = jnp.asarray(prompt), jnp.asarray(lengths)
+    if prompt.ndim != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt has shape {prompt.shape}: must be [B, P] with P at least 1")
     state = vary(state, (params, prompt))
     rows, columns = prompt.shape
     chunk = columns if chunk is None else chunk
@@ -479,6 +485,8 @@ def check_arguments(
 
     The prompts come back padded to their bucket, the state fit to be donated.
     """
+    check_step(step)
+    check_params(params)
     check_count("num_tokens", num_tokens, 1)
     if chunk is not None:
         check_count("chunk", chunk, 1)
@@ -602,8 +610,16 @@ def _fold_rows(key: jax.Array, rows: int) -> jax.Array:
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
 
 
-def stop_tokens(stop: int | Sequence[int]) -> tuple[int, ...]:
-    """Return one stop token or several as a tuple; ValueError where one is no token id."""
+def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return one stop token or several as a tuple, None as none.
+
+    ValueError where one is no token id.
+    """
+    if isinstance(stop, str | bytes):
+        rule = "must be token ids; text.complete(..., stop=...) ends at a text"
+        raise ValueError(f"stop is {stop!r}: {rule}")
+    if stop is None:
+        return ()
     ids = as_tuple("stop", stop)
     return as_token_ids("stop", ids) if ids else ()
 

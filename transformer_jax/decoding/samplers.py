@@ -28,6 +28,7 @@ import numpy as np
 
 from transformer_jax.checks import check_count, check_key
 from transformer_jax.kernels import platform
+from transformer_jax.tracing import known_value
 
 _THREEFRY = "threefry2x32"
 
@@ -203,8 +204,9 @@ class Sample:
 
     def __init__(self, *processors: Processor) -> None:
         for processor in processors:
-            if not callable(processor) or isinstance(processor, type):
-                raise ValueError(f"processor is {processor!r}: must map logits to logits")
+            if not callable(processor) or isinstance(processor, type | Greedy | Sample):
+                rule = "must be a value that maps logits to logits, such as Temperature(0.7)"
+                raise ValueError(f"processor is {processor!r}: {rule}")
         object.__setattr__(self, "processors", processors)
 
     def __call__(self, key: jax.Array, logits: jax.Array) -> jax.Array:
@@ -300,12 +302,12 @@ def _as_float32(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
     x = jnp.asarray(logits).astype(jnp.float32)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"logits have shape {x.shape}: must be [..., V] with V at least 1")
-    if isinstance(x, jax.core.Tracer):
-        return x
-    top = np.asarray(jnp.max(x, axis=-1))
-    if not np.isfinite(top).all():
-        where = tuple(int(i) for i in np.argwhere(~np.isfinite(top))[0])
-        raise ValueError(f"the largest logit of row {where} is {top[where]}: must be finite")
+    known = known_value(logits)  # asked first: inside a trace x is traced
+    if known is not None:
+        top = known.max(axis=-1)
+        if not np.isfinite(top).all():
+            where = tuple(int(i) for i in np.argwhere(~np.isfinite(top))[0])
+            raise ValueError(f"the largest logit of row {where} is {top[where]}: must be finite")
     return x
 
 

@@ -6,12 +6,14 @@ A plain function is a step. A step may offer more: each `StepWith...` names one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeGuard, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from transformer_jax.cache.kv_cache import KVCache, next_positions
 from transformer_jax.cache.model_cache import ModelCache, check_pages, rewind_cache, room_of
@@ -267,6 +269,34 @@ class ModelStep:
                 )
 
 
+def check_step(step: Any) -> None:
+    """Raise ValueError where this is no step, but a model, a config or parameters."""
+    name = type(step).__name__
+    if isinstance(step, nn.Module):
+        raise ValueError(f"step is the model {name}: must be a step, make_step(model)")
+    if hasattr(step, "vocab_size"):
+        raise ValueError(f"step is a {name}: must be a step, make_step(build(config))")
+    if isinstance(step, type) or not callable(step):
+        rule = "must be called with (params, tokens, state, valid=...), as make_step(model) is"
+        raise ValueError(f"step is {_named(step)}: {rule}")
+
+
+def check_params(params: Any) -> None:
+    """Raise ValueError where a model's variables, or a model, stand in the place of parameters."""
+    if isinstance(params, Mapping) and list(params) == ["params"]:
+        raise ValueError("params is {'params': ...}: must be what is in it, variables['params']")
+    if isinstance(params, nn.Module) or hasattr(params, "vocab_size") or isinstance(params, str):
+        rule = "must be parameters, as init_params(config, key) are"
+        raise ValueError(f"params is {_named(params)}: {rule}")
+
+
+def _named(value: Any) -> str:
+    """Return a number, a word or a key as it is written, of anything else its type."""
+    if isinstance(value, str | int | float | type | None):
+        return repr(value)
+    return f"a {type(value).__name__}"
+
+
 @overload
 def make_step(model: Decoder | EncoderDecoder) -> ModelStep: ...
 @overload
@@ -289,6 +319,9 @@ def make_step(
         raise ValueError(
             "model is a RecurrentTagger: it reads from both ends, and writes no tokens"
         )
+    if hasattr(model, "vocab_size") or isinstance(model, str | Mapping):
+        rule = "must be a model: make_step(build(config))"
+        raise ValueError(f"model is {_named(model)}: {rule}")
     if not isinstance(model, Decoder | EncoderDecoder):
         given = type(model).__name__
         raise ValueError(f"model is of type {given}: must be a decoder or an encoder-decoder")

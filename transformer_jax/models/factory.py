@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer_jax.attention.api import IMPLEMENTATIONS
@@ -47,6 +48,25 @@ Config = ModelConfig | RecurrentConfig | WindowConfig | NgramConfig
 DecodeState = ModelCache | RecurrentState | RecentTokens
 
 
+def _check_config(config: Any) -> None:
+    """Raise ValueError where this is no config, naming what it was taken for."""
+    if isinstance(config, Config):
+        return
+    given, rule = f"a {type(config).__name__}", "as preset('tiny') or ModelConfig(...) is"
+    if isinstance(config, str):
+        given = repr(config)
+        rule = f"preset({config!r}) for a size, load_pretrained(folder) for published weights"
+    elif isinstance(config, type):
+        given, rule = f"the class {config.__name__}", f"a value {config.__name__}(...)"
+    elif isinstance(config, nn.Module):
+        rule = "model.config of a model"
+    elif isinstance(config, Mapping):
+        rule += "; parameters have none"
+    elif hasattr(config, "model"):
+        rule = "step.model.config of a step"
+    raise ValueError(f"config is {given}: must be a config, {rule}")
+
+
 @overload
 def build(config: ModelConfig) -> Model: ...
 @overload
@@ -60,6 +80,7 @@ def build(config: Config) -> Model | Recurrent | WindowLM | NgramLM:
 
     ConfigError where `config.implementation` names none of `IMPLEMENTATIONS`.
     """
+    _check_config(config)
     if isinstance(config, RecurrentConfig):
         if config.is_tagger:
             return RecurrentTagger(config)
@@ -87,6 +108,7 @@ def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
     Those of an n-gram model are zeros in the shapes of `config.nodes`: a place for what
     `count_ngrams` counted. ConfigError where that is None.
     """
+    _check_config(config)
     check_key("key", key)
     if traced(jax.random.key_data(key)):  # which it is inside a trace, whatever the key is
         return _init(config, key)
@@ -107,6 +129,10 @@ def _init(config: Config, key: jax.Array) -> dict[str, Any]:
 
 def num_params(config: Config) -> int:
     """Count the parameters of a config; nothing is allocated."""
+    if isinstance(config, Mapping):
+        rule = "must be a config; of arrays, sum(x.size for x in jax.tree.leaves(params))"
+        raise ValueError(f"config is a {type(config).__name__}: {rule}")
+    _check_config(config)
     shapes = jax.eval_shape(lambda: _init(config, jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
@@ -126,6 +152,7 @@ def init_cache(
     `dtype=jnp.int8` holds a quarter of f32, at an error that `cache` states. An encoder-decoder
     reads its source first: `model.apply(..., method="init_cache")`.
     """
+    _check_config(config)
     if not isinstance(config, ModelConfig):
         rule = "its state comes from init_decode_state, which serves every model"
         raise ValueError(f"config is a {type(config).__name__}: {rule}")
@@ -155,6 +182,7 @@ def init_paged_cache(
     window, too, every position is kept. ValueError where the config is of another kind than a
     decoder, or its stack is scanned.
     """
+    _check_config(config)
     if not isinstance(config, ModelConfig) or config.kind != "decoder":
         given = getattr(config, "kind", type(config).__name__)
         raise ValueError(f"kind is {given!r}: a paged cache is of a decoder")
@@ -176,6 +204,7 @@ def cache_bytes(
     slack: int = 0,
 ) -> int:
     """Count the bytes of the arrays of `init_cache` with these arguments; nothing is allocated."""
+    _check_config(config)
     arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype, slack=slack)
     if config.kind == "encoder-decoder":
         images = isinstance(config.inputs, Patches)
@@ -216,6 +245,7 @@ def init_decode_state(
     none; where the model writes no tokens; where `dtype` is given to a model without a cache.
     `config`, `batch`, `capacity` and `dtype` are static under `jax.jit`.
     """
+    _check_config(config)
     reads = _check_state_arguments(config, batch, source, source_valid, dtype)
     if not reads:
         if isinstance(config, ModelConfig):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.attention.masks import Causal, Mask, Padding, Prefix, Segments, Window
+from transformer_jax.attention.masks import And, Causal, Mask, Or, Padding, Prefix, Segments, Window
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache.model_cache import (
     ModelCache,
@@ -40,6 +40,7 @@ from transformer_jax.models.layers import (
 )
 from transformer_jax.models.packing import documents_of
 from transformer_jax.models.stack import AttentionWeights, Stack, StackOutput
+from transformer_jax.tracing import at_once, known_value
 
 
 class Encoder(nn.Module):
@@ -519,6 +520,7 @@ def run_decoder(
         if segments is not None:
             raise ValueError("segments with a cache: give each document a row of its own")
         positions, overflow = check_cache_room(cfg, cache, tokens, positions, crossed)
+        tokens = _refuse_unread(mask, cache, tokens, positions)
     mask = Causal() if mask is None else mask
     token_positions, masks = positions_and_masks(cfg, tokens, positions, segments, mask, True)
     embed_key, stack_key = split_key(key, 2)
@@ -537,6 +539,43 @@ def run_decoder(
     if overflow is not None and out.cache is not None and out.cache.exhausted is not None:
         overflow |= out.cache.exhausted
     return out, overflow
+
+
+def _refuse_unread(
+    mask: Mask | None,
+    cache: ModelCache,
+    tokens: jax.Array,  # i32[B, T]
+    positions: jax.Array,  # i32[B, T]
+) -> jax.Array:  # i32[B, T]
+    """Return the tokens, -1 in rows whose mask lets a query see keys that are not read yet.
+
+    Read later, those keys would be missing here: a prefix must be read in one call. ValueError
+    where that is known.
+    """
+    if mask is None or not _looks_ahead(mask):
+        return tokens
+    with at_once(mask, cache.length, positions):
+        end = jnp.maximum(cache.length, positions.max(axis=1) + 1)  # [B]
+        unread = end[:, None] + jnp.arange(cache.capacity)[None]
+        sees = mask.allows(positions, unread) & (positions >= 0)[:, None, :, None]
+        ahead = jnp.broadcast_to(sees.any(axis=(1, 2, 3)), end.shape)
+    known = known_value(ahead)
+    if known is not None and known.any():
+        row = int(known.argmax())
+        raise ValueError(
+            f"mask is {mask!r}: in row {row} it lets a token see positions from {int(end[row])} on, "
+            "which this call does not read; read them in one call, without `chunk`"
+        )
+    return jnp.where(ahead[:, None], -1, tokens)
+
+
+def _looks_ahead(mask: Mask) -> bool:
+    """Return whether a query may see a key after it, as far as the mask's structure tells."""
+    if isinstance(mask, And):
+        return _looks_ahead(mask.left) and _looks_ahead(mask.right)
+    if isinstance(mask, Or):
+        return _looks_ahead(mask.left) or _looks_ahead(mask.right)
+    return mask.causal_window is None or not mask.causal_window[0]
 
 
 def gather_tokens(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B, Q] -> [B, Q, D]

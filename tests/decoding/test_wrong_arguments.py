@@ -1,0 +1,106 @@
+"""What a newcomer types first: each mistake is one line that names what was meant."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+
+CONFIG = tj.ModelConfig(vocab_size=23, d_model=16, num_layers=1, num_heads=2, max_len=17)
+MODEL = tj.build(CONFIG)
+STEP = tj.make_step(MODEL)
+PARAMS = tj.init_params(CONFIG, jax.random.key(0))
+PROMPT = np.array([[1, 2, 3]], np.int32)
+
+
+def generate(step=STEP, params=PARAMS, prompt=PROMPT, **more):
+    state = tj.init_cache(CONFIG, 1, 17)
+    return tj.generate(step, params, prompt, state, **(dict(num_tokens=3) | more))
+
+
+def reading(step=STEP, params=PARAMS, prompt=PROMPT):
+    return tj.prefill(step, params, prompt, tj.init_cache(CONFIG, 1, 17), np.array([3]))
+
+
+def searching(step=STEP, **more):
+    state = tj.init_cache(CONFIG, 1, 17)
+    return tj.beam_search(step, PARAMS, PROMPT, state, num_tokens=3, num_beams=2, **more)
+
+
+def serving(step=STEP, **more):
+    return tj.serve(step, PARAMS, [], tj.init_cache(CONFIG, 1, 17), slots=2, capacity=17, **more)
+
+
+def speculating(step=STEP):
+    state, proposer = tj.init_cache(CONFIG, 1, 17), tj.PromptLookup(2)
+    return tj.speculate(step, PARAMS, PROMPT, state, proposer=proposer, num_tokens=3, num_draft=2)
+
+
+LOGITS = np.zeros((1, 23), np.float32)
+MISTAKES = {
+    "generate a model": (partial(generate, MODEL), r"must be a step, make_step\(model\)"),
+    "generate a config": (partial(generate, CONFIG), r"make_step\(build\(config\)\)"),
+    "generate parameters": (partial(generate, PARAMS, STEP), "step is a dict: must be called"),
+    "generate variables": (partial(generate, STEP, {"params": PARAMS}), r"variables\['params'\]"),
+    "generate model as params": (partial(generate, STEP, MODEL), "as init_params"),
+    "generate a number as key": (partial(generate, sampler=tj.Sample(), key=0), "key is 0: must"),
+    "generate a class": (partial(generate, sampler=tj.Sample), "sampler is the class Sample"),
+    "generate a temperature": (partial(generate, sampler=0.7), "sampler is 0.7: must"),
+    "stop at a text": (partial(generate, stop="END"), "'END': must be token ids; text.complete"),
+    "stop at texts": (partial(generate, stop=["END"]), "'END': must be token ids"),
+    "search a model": (partial(searching, MODEL), r"make_step\(model\)"),
+    "search a text": (partial(searching, stop="END"), "text.complete"),
+    "read by a model": (partial(reading, MODEL), r"make_step\(model\)"),
+    "read nothing": (partial(reading, prompt=PROMPT[:, :0]), r"prompt has shape \(1, 0\)"),
+    "serve a model": (partial(serving, MODEL), r"make_step\(model\)"),
+    "serve a text": (partial(serving, stop="END"), "text.complete"),
+    "speculate with a model": (partial(speculating, MODEL), r"make_step\(model\)"),
+    "a step of a config": (partial(tj.make_step, CONFIG), r"make_step\(build\(config\)\)"),
+    "a step of parameters": (partial(tj.make_step, PARAMS), r"make_step\(build\(config\)\)"),
+    "a step of a name": (partial(tj.make_step, "gpt2"), r"make_step\(build\(config\)\)"),
+    "build a name": (partial(tj.build, "gpt2"), r"preset\('gpt2'\) for a size, load_pretrained"),
+    "build a model": (partial(tj.build, MODEL), "model.config"),
+    "build a class": (partial(tj.build, tj.ModelConfig), r"ModelConfig\(...\)"),
+    "parameters of a name": (partial(tj.init_params, "gpt2", jax.random.key(0)), "preset"),
+    "parameters of a model": (partial(tj.init_params, MODEL, jax.random.key(0)), "model.config"),
+    "parameters by a number": (partial(tj.init_params, CONFIG, 0), "key is 0: must"),
+    "count parameters": (partial(tj.num_params, PARAMS), r"sum\(x.size for x in"),
+    "count a model": (partial(tj.num_params, MODEL), "model.config"),
+    "cache of a model": (partial(tj.init_cache, MODEL, 1, 17), "model.config"),
+    "cache of a step": (partial(tj.init_cache, STEP, 1, 17), "step.model.config"),
+    "state of a model": (partial(tj.init_decode_state, MODEL, PARAMS, 1, 17), "model.config"),
+    "a sampler's arguments": (lambda: tj.Sample()(LOGITS, jax.random.key(0)), "logits is key<"),
+    "greedy's arguments": (lambda: tj.Greedy()(LOGITS, jax.random.key(0)), "logits is key<"),
+    "a number as processor": (partial(tj.Sample, 0.7), r"such as Temperature\(0.7\)"),
+    "a sampler as processor": (partial(tj.Sample, tj.Greedy()), r"such as Temperature\(0.7\)"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_likely_mistake_is_one_line_that_names_what_was_meant(mistake):
+    call, said = MISTAKES[mistake]
+    with pytest.raises(ValueError, match=said) as error:
+        call()
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_no_stop_is_none_or_nothing():
+    found = [generate(stop=stop).tokens.tolist() for stop in (None, (), [])]
+    assert found[0] == found[1] == found[2]
+
+
+def test_known_logits_are_checked_and_drawn_from_inside_a_jit():
+    known = jnp.array([1.0, 2.0, -1.0])
+    for sampler in (tj.Sample(), tj.Greedy(), tj.Sample(tj.Temperature(0.5), tj.TopP(0.9))):
+        drawn = jax.jit(lambda key, s=sampler: s(key, known))(jax.random.key(3))
+        assert int(drawn) == int(sampler(jax.random.key(3), known))
+    wrong = jnp.array([jnp.nan, 1.0])
+    with pytest.raises(ValueError, match="the largest logit of row"):
+        jax.jit(lambda key: tj.Sample()(key, wrong))(jax.random.key(0))
+    with pytest.raises(TypeError, match="positional"):
+        STEP(PARAMS, PROMPT, tj.init_cache(CONFIG, 1, 17), np.ones((1, 3), bool))
