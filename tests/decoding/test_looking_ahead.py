@@ -34,7 +34,7 @@ class Masked:
         return MODEL.apply({"params": params}, tokens, positions=at, mask=self.mask, cache=state)
 
 
-IDS = jnp.array([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2] + [3] * 8)
+IDS = jnp.array([0] * 4 + [1] * 7 + [3] * 8)
 TABLE = jnp.arange(19)[:, None] >= jnp.arange(19)[None]
 MASKS = {
     "causal": (Causal(), "both"),
@@ -63,7 +63,8 @@ def test_a_chunked_prompt_has_the_numbers_of_the_whole_or_none(rng, name):
     found = np.asarray(found)
     good = {"both": [True, True], "second": [False, True], "neither": [False, False]}[right]
     assert np.isfinite(found).all(axis=1).tolist() == good == (~np.isnan(found)).any(1).tolist()
-    assert_near(found[good], whole[np.array(good)], FORWARD_F32)
+    if any(good):
+        assert_near(found[good], whole[np.array(good)], FORWARD_F32)
 
 
 def test_it_is_refused_where_it_is_known(rng):

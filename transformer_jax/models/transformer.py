@@ -563,8 +563,8 @@ def _refuse_unread(
     if known is not None and known.any():
         row = int(known.argmax())
         raise ValueError(
-            f"mask is {mask!r}: in row {row} it lets a token see positions from {int(end[row])} on, "
-            "which this call does not read; read them in one call, without `chunk`"
+            f"mask is {mask!r}: in row {row} it lets a token see positions from {int(end[row])} "
+            "on, which this call does not read; read them in one call, without `chunk`"
         )
     return jnp.where(ahead[:, None], -1, tokens)
 
