@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from transformer_jax.tracing import at_once, known_value
 
@@ -72,7 +73,9 @@ def check_key(name: str, key: Any) -> None:
 
 
 def check_count(name: str, value: Any, least: int) -> None:
-    """Raise ValueError unless this is an integer of at least `least`."""
+    """Raise ValueError unless this is an integer of at least `least`; an export's open size is."""
+    if export.is_symbolic_dim(value):
+        return
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} is {value!r}: must be an integer of at least {least}")
 

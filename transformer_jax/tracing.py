@@ -25,6 +25,11 @@ def known_value(x: Any) -> np.ndarray | None:
     return np.asarray(x) if getattr(x, "is_fully_addressable", True) else None
 
 
+def known_sizes(*sizes: Any) -> bool:
+    """Return whether all sizes are numbers, none an open one of an export, such as `(b, 20)`."""
+    return all(isinstance(n, int | np.integer) for n in sizes)
+
+
 def at_once(*trees: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context that computes known values as constants, also inside a trace.
 

@@ -28,7 +28,8 @@ DTYPES = "float32", "bfloat16", "int8"
 def takes(rows: int, dtype: jax.typing.DTypeLike, weights: Any) -> bool:
     """Say whether `product` should compute x W of so many rows of a dtype on this platform."""
     return (
-        1 <= rows <= MOST_ROWS
+        isinstance(rows, int)  # an export may leave it open
+        and 1 <= rows <= MOST_ROWS
         and weights.size >= SMALLEST
         and jnp.dtype(dtype).name in ("float32", "bfloat16")
         and jnp.dtype(weights.dtype).name in DTYPES

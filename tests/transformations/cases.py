@@ -131,8 +131,8 @@ def attention_cases() -> list[Case]:
         for t in (5, 67):  # where None takes "native" or "blockwise" instead of "xla"
             sizes = dict(b=2, t=t)
             cannot = {}
-            if name == "native":
-                reason = 'takes no open sizes: the default and "xla" do'
+            if name in ("blockwise", "native"):
+                reason = 'its tiles need sizes that are numbers: the default and "xla" do not'
                 cannot = {"export, batch": reason, "export, length": reason}
             title = f"dot_product_attention, {named(name)}, T = {t}"
             found.append(Case(title, partial(attend, name), QKV, sizes=sizes, cannot=cannot))
@@ -302,7 +302,9 @@ def decoding_cases() -> list[Case]:
     model = tj.build(config)
     params = partial(params_of, config)
     none = "has no derivative: its result is integers"
+    whole = "counts a prompt's rows where it is called: export the step of make_step"
     indices = {"grad": none, "jvp": none, "second order": none}
+    written = {**indices, "export, batch": whole, "export, length": whole}
     rounded = "int8 is rounded: its derivative is zero"
     return [
         Case("Decoder with a cache", partial(cached, config, None), {}, TOKENS, params),
@@ -316,7 +318,7 @@ def decoding_cases() -> list[Case]:
                 tj.make_step(model), x["params"], y["tokens"],
                 tj.init_cache(config, y["tokens"].shape[0], 9), num_tokens=3,
             ),
-            {}, TOKENS, params, indices,
+            {}, TOKENS, params, written,
         ),
         Case(
             "beam_search",
@@ -324,7 +326,7 @@ def decoding_cases() -> list[Case]:
                 tj.make_step(model), x["params"], y["tokens"],
                 tj.init_cache(config, y["tokens"].shape[0], 9), num_tokens=3, num_beams=2,
             ),
-            {}, TOKENS, params, indices,
+            {}, TOKENS, params, written,
         ),
     ]  # fmt: skip
 

@@ -159,7 +159,7 @@ def export_length(case: Case) -> None:
         raise NotApplicable
     t = case.sizes["t"]
     exported(case, "bt", [dict(b=1, t=t), dict(b=3, t=2)])
-    exported(case, "t", [dict(t=t + 2)])
+    exported(case, "t", [dict(t=t - 2)])
 
 
 class NotApplicable(Exception):

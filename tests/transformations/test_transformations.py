@@ -22,6 +22,7 @@ SAMPLE = {
         "Decoder, t5",
         "rms_norm",
     ),
+    "export, length": ("Decoder, learned", "dot_product_attention, default, T = 67, masked"),
     "x64": ("Decoder with a cache of int8", "apply_rope"),
 }
 

@@ -40,6 +40,7 @@ from transformer_jax.kernels import cpu, platform, target
 from transformer_jax.kernels.chips import FASTEST
 from transformer_jax.programs import depends_on_names, program
 from transformer_jax.sharding import by_compiler, split
+from transformer_jax.tracing import known_sizes
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -284,7 +285,7 @@ def explain_attention(
         return_lse=return_lse,
     )
     shapes = call.plain_shapes()
-    reasons = {name: one.refuse(shapes) for name, one in IMPLEMENTATIONS.items()}
+    reasons = {name: _refuse(name, one, shapes) for name, one in IMPLEMENTATIONS.items()}
     chosen = next(name for name in _best_first(shapes) if reasons[name] is None)
     runs = {name: one for name, one in IMPLEMENTATIONS.items() if reasons[name] is None}
     in_place = (name for name, one in runs.items() if one.reads_pages(call))
@@ -314,7 +315,7 @@ def plan_mask(
     shapes = call.plain_shapes()
     for name in _candidates(implementation, shapes):
         one = IMPLEMENTATIONS[name]
-        if one.refuse(shapes) is None:
+        if _refuse(name, one, shapes) is None:
             plan = one.plan(call if one.reads_pages(call) else shapes)
             return mask if mask is None or plan is None else PlannedMask(mask, plan)
     return mask
@@ -365,9 +366,12 @@ def _best_first(call: AttentionCall) -> list[str]:
     """Put fused ones first where they may run, then decide by size.
 
     Our kernels come first only on chips where they were measured to be the fastest. On an
-    accelerator the scores may take a gibibyte; on a CPU see `_best_first_on_cpu`.
+    accelerator the scores may take a gibibyte; on a CPU see `_best_first_on_cpu`. Tiles need sizes
+    that are numbers: where an export leaves one open, every score is written down.
     """
     B, T, N, S = call.sizes
+    if not known_sizes(B, T, S):
+        return ["xla"]
     fused = ["pallas", "cudnn"] if _pallas_is_fastest() else ["cudnn"]
     if platform() == "cpu":
         return [*fused, *_best_first_on_cpu(call)]
@@ -400,6 +404,14 @@ def _pallas_is_fastest() -> bool:
     return not isinstance(where, str) and where.chip in FASTEST
 
 
+def _refuse(name: str, one: Implementation, call: AttentionCall) -> str | None:
+    """Return why an implementation does not run a call, or None."""
+    B, T, _, S = call.sizes
+    if name != "xla" and not known_sizes(B, T, S):
+        return f"needs sizes that are numbers, here B, T, S are {B}, {T}, {S}: take 'xla' or None"
+    return one.refuse(call)
+
+
 # Running one
 
 
@@ -411,7 +423,7 @@ def _first_that_runs(
     shapes = call.plain_shapes()
     for name in _candidates(implementation, shapes):
         one = IMPLEMENTATIONS[name]
-        reason = one.refuse(shapes)
+        reason = _refuse(name, one, shapes)
         if reason is None:
             try:  # with lse or without it, the program is the same one
                 return _run(one, one.environment(), same)

@@ -682,7 +682,7 @@ class _Pair(Mask):
     @property
     def lead(self) -> tuple[int, int]:
         try:
-            rows, heads = np.broadcast_shapes(self.left.lead, self.right.lead)
+            rows, heads = jnp.broadcast_shapes(self.left.lead, self.right.lead)
         except ValueError:
             sizes = f"{self.left.lead} and {self.right.lead}"
             raise ValueError(f"{self!r}: batch rows and heads {sizes} do not broadcast") from None
@@ -910,7 +910,7 @@ def _slice(x: jax.Array, axis: int, first: Any, full: int, size: int) -> jax.Arr
 def look_up(table: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return table[b, at] for positions [B or 1, ...], and which lie inside the table [B, S]."""
     inside = (at >= 0) & (at < table.shape[1])
-    rows = np.broadcast_shapes(table.shape[:1], at.shape[:1])
+    rows = jnp.broadcast_shapes(table.shape[:1], at.shape[:1])
     if table.shape[1] == 0:
         return jnp.zeros(rows + at.shape[1:], table.dtype), inside
     index = jnp.where(inside, at, 0).reshape(at.shape[0], -1)

@@ -15,6 +15,7 @@ from transformer_jax.config.fields import fail, nearest
 from transformer_jax.kernels import platform
 from transformer_jax.kernels.cpu import norms, products
 from transformer_jax.sharding import by_compiler, gathered, split
+from transformer_jax.tracing import known_sizes
 
 F32 = jnp.float32
 
@@ -148,7 +149,7 @@ def _project(contract: int, x: jax.Array, kernel: jax.Array, bias: jax.Array | N
     if products.takes(rows, x.dtype, kernel):
         y = products.product(x, kernel, bias=None if bias is None else bias.reshape(width))
         return y.astype(x.dtype).reshape(*lead, *outputs)
-    if on_cpu and rows >= inputs > width:
+    if on_cpu and known_sizes(rows) and rows >= inputs > width:
         across = jax.lax.optimization_barrier(kernel.T)
         y = jax.lax.dot_general(x, across, (((1,), (1,)), ((), ())))
     elif on_cpu and rows == 1 and inputs % 8 == 0 and x.dtype == jnp.float32:
@@ -173,10 +174,11 @@ def against(
     (benchmarks/NOTES.md).
     """
     rows = x.reshape(math.prod(x.shape[:2]), x.shape[2])
-    if products.takes(len(rows), x.dtype, table):
+    few = known_sizes(rows.shape[0]) and 1 < rows.shape[0] <= 16
+    if products.takes(rows.shape[0], x.dtype, table):
         y = products.product(rows, table, bias=bias, turned=True)
         return y.reshape(*x.shape[:2], len(table))
-    if 1 < len(rows) <= 16 and platform() == "cpu":
+    if few and platform() == "cpu":
         y = jnp.einsum("VD,XD->VX", table, rows, preferred_element_type=F32)
         y = jax.lax.optimization_barrier(y).T
     else:

@@ -93,7 +93,7 @@ class InputLayer(nn.Module):
         return Linear(cfg, (cfg.d_model,), contract=contract, std=std, name=name)(x)
 
     def _patches(self, inputs: Patches, x: jax.Array, positions: jax.Array | None) -> jax.Array:
-        shape = len(x), inputs.num_tokens()
+        shape = x.shape[0], inputs.num_tokens()
         positions = check_positions(shape, positions)
         x = by_compiler(partial(_cut, inputs.size), [x], split(x, slice(1)))
         if positions is not None:
@@ -126,7 +126,7 @@ def _cut(size: int, x: jax.Array) -> jax.Array:  # [B, H, W, C] -> [B, H W / P^2
 
 def _put_first(first: jax.Array, x: jax.Array) -> jax.Array:  # [D], [B, T, D] -> [B, 1 + T, D]
     """Put one vector before the vectors of each row."""
-    return jnp.concatenate([jnp.broadcast_to(first, (len(x), 1, len(first))), x], axis=1)
+    return jnp.concatenate([jnp.broadcast_to(first, (x.shape[0], 1, len(first))), x], axis=1)
 
 
 def _without_padding(x: jax.Array, positions: jax.Array | None) -> jax.Array:

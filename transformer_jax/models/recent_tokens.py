@@ -92,8 +92,8 @@ def slide_window(
     check_tokens(tokens, size)
     check_segments(tokens, segments, state)
     if state is None:
-        state = init_recent_tokens(config, len(tokens))
-    check_recent_tokens(config, state, len(tokens))
+        state = init_recent_tokens(config, tokens.shape[0])
+    check_recent_tokens(config, state, tokens.shape[0])
     known = check_valid("tokens", tokens, valid)
     tokens = jnp.asarray(tokens).astype(jnp.int32)
     tokens = jnp.where((tokens < 0) | (tokens >= size), size, tokens)
@@ -130,7 +130,7 @@ def _windows(
 ) -> jax.Array:  # i32[B, Q, C]
     """Return the C tokens that are the newest after `count`; -1 where of another document."""
     index = count[:, :, None] + jnp.arange(context)[None, None]
-    rows = jnp.arange(len(line))[:, None, None]
+    rows = jnp.arange(line.shape[0])[:, None, None]
     same = owner[rows, index] == jnp.maximum(document, 0)[:, :, None]
     return jnp.where(same, line[rows, index], -1)
 
@@ -177,4 +177,4 @@ class RecentTokensStep:
     def check(self, prompt: np.ndarray, state: RecentTokens, total: np.ndarray) -> None:
         """Raise ValueError where the prompt or the state does not fit; no length is too long."""
         check_tokens(prompt, self.model.config.vocab_size)
-        check_recent_tokens(self.model.config, state, len(prompt), "prompt has")
+        check_recent_tokens(self.model.config, state, prompt.shape[0], "prompt has")

@@ -285,7 +285,7 @@ class RecurrentLM(nn.Module):
         check_tokens(tokens, self.config.vocab_size)
         check_segments(tokens, segments, state)
         if state is None:
-            state = init_recurrent_state(self.config, len(tokens))
+            state = init_recurrent_state(self.config, tokens.shape[0])
         return read_tokens(self, tokens, state, valid, at, key, segments)
 
 
@@ -427,7 +427,7 @@ class RecurrentSeq2Seq(nn.Module):
         check_tokens(source, vocab_size)
         valid = check_valid("source", source, valid)
         states, carry = self.encoder(source, valid, key)
-        start = jnp.zeros((len(source),), jnp.int32)
+        start = jnp.zeros((source.shape[0],), jnp.int32)
         if self.config.attention is None:
             return RecurrentState(carry, start)
         memory = self.decoder.remember(states, valid)
@@ -472,7 +472,7 @@ def read_tokens(
 ) -> tuple[jax.Array, RecurrentState]:
     """Embed, run the decoder's cells and read the logits; shared by both models."""
     refuse_rngs(model, key)
-    check_state(model.config, state, len(tokens))
+    check_state(model.config, state, tokens.shape[0])
     valid = check_valid("tokens", tokens, valid)
     embed_key, cells_key, top_key = split_key(key, 3)
     x = model.embed(tokens, valid, embed_key)
@@ -538,7 +538,7 @@ class RecurrentStep:
     def check(self, prompt: np.ndarray, state: RecurrentState, total: np.ndarray) -> None:
         """ValueError where the prompt or the state is not this model's; no length is too long."""
         check_tokens(prompt, self.model.config.vocab_size)
-        check_state(self.model.config, state, len(prompt), "prompt has")
+        check_state(self.model.config, state, prompt.shape[0], "prompt has")
 
 
 def check_state(
@@ -610,7 +610,7 @@ def _encoder_layer(
 
     Called inside a compact module, whose parameters `cell_i` and `back_i` are.
     """
-    zero, first = _zero_carry(config, len(x))[0], None
+    zero, first = _zero_carry(config, x.shape[0])[0], None
     last, out = _run(_cell(config, f"cell_{index}"), zero, x, valid, starts)
     if config.bidirectional:
         back_cell = _cell(config, f"back_{index}")

@@ -40,7 +40,7 @@ from transformer_jax.models.layers import (
 )
 from transformer_jax.models.packing import documents_of
 from transformer_jax.models.stack import AttentionWeights, Stack, StackOutput
-from transformer_jax.tracing import at_once, known_value
+from transformer_jax.tracing import at_once, known_sizes, known_value
 
 
 class Encoder(nn.Module):
@@ -357,7 +357,7 @@ class EncoderDecoder(nn.Module):
         """
         cross = self.decoder.init_cross_cache(*self._memory(source, positions, None))
         cfg = self.config
-        depth, rows = cfg.decoder_layers, len(source)
+        depth, rows = cfg.decoder_layers, source.shape[0]
         return ModelCache(empty_layers(cfg, depth, rows, capacity, dtype, slack), cross)
 
     def __call__(
@@ -585,8 +585,8 @@ def gather_tokens(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B
     """
     if not hasattr(at, "ndim"):
         raise ValueError(f"at is a {type(at).__name__}: must be an array [B, Q]")
-    if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or len(at) != len(x):
-        raise ValueError(f"at is {at.dtype}{list(at.shape)}: must be integers [{len(x)}, Q]")
+    if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or at.shape[0] != x.shape[0]:
+        raise ValueError(f"at is {at.dtype}{list(at.shape)}: must be integers [{x.shape[0]}, Q]")
     index = jnp.where(at < 0, x.shape[1], at)[:, :, None]
     return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=jnp.nan)
 
@@ -654,7 +654,7 @@ def positions_and_masks(
     """
     positions = check_positions(tokens.shape, positions)
     if isinstance(config.positions, Learned) and positions is None and segments is None:
-        if tokens.shape[1] > config.max_len:
+        if known_sizes(tokens.shape[1]) and tokens.shape[1] > config.max_len:
             raise ValueError(f"{tokens.shape[1]} tokens are more than max_len {config.max_len}")
     token_positions = jnp.arange(tokens.shape[1]) if positions is None else positions
     sinks: Mask | None = None

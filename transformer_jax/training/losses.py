@@ -20,6 +20,7 @@ from einops import rearrange
 from jax.sharding import PartitionSpec
 
 from transformer_jax.sharding import by_compiler, vary
+from transformer_jax.tracing import known_sizes
 
 
 def cross_entropy(
@@ -89,7 +90,7 @@ def chunked_cross_entropy(
         rule = f"must be {output_weights.shape[:1]}, [V]"
         raise ValueError(f"logit_bias has shape {logit_bias.shape}: {rule}")
     labels, weights = _count(labels, weights, ignore_label, output_weights.shape[0])
-    chunk_size = min(chunk_size, max(hidden.shape[1], 1))
+    chunk_size = _rows(chunk_size, hidden.shape[1])
     head = _Head(terms, chunk_size, softcap)
     arrays = vary((hidden, output_weights, logit_bias, labels, weights))
     return _mean(by_compiler(partial(_chunked_sum, head), arrays, PartitionSpec()), weights)
@@ -110,7 +111,7 @@ def row_log_probs(
     Logits are those of `chunked_cross_entropy`, for `chunk_size` of the T positions at a time; the
     backward pass computes them again. A label that is no index of V gives NaN.
     """
-    size = min(chunk_size, max(hidden.shape[1], 1))
+    size = _rows(chunk_size, hidden.shape[1])
 
     @jax.checkpoint
     def of_chunk(
@@ -346,8 +347,15 @@ def _chunk_sum(
     return jnp.sum(weights * _token_loss(head.terms, logits, labels, counts))
 
 
+def _rows(chunk_size: int, length: int) -> int:
+    """Return how many positions a chunk has: all where an export leaves the length open."""
+    return min(chunk_size, max(length, 1)) if known_sizes(length) else length
+
+
 def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Cut [B, T, ...] into [chunks, B, size, ...], zeros after the end; rows keep their place."""
+    if not known_sizes(size):
+        return tuple(x[None] for x in arrays)
 
     def split(x: jax.Array) -> jax.Array:
         chunks = max(-(-x.shape[1] // size), 1)
@@ -358,4 +366,6 @@ def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _join(x: jax.Array, length: int) -> jax.Array:  # [chunks, B, size, ...] -> [B, T, ...]
+    if not known_sizes(length):
+        return x[0]
     return rearrange(x, "n B T ... -> B (n T) ...")[:, :length]
