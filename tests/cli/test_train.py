@@ -265,6 +265,7 @@ def test_factors_of_pairs_are_flags_and_survive_a_run_folder(tmp_path):
     assert (config.model.window, rope.window_base) == ((3, None), 31.0)
     folder = RunFolder(tmp_path)
     folder.write_config(config)
+    config = dataclasses.replace(config, out=os.path.abspath(config.out))  # as the file names it
     assert folder.read_config() == config and hash(folder.read_config()) == hash(config)
 
 
