@@ -149,7 +149,9 @@ def tuples(stored: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_config_of_a_run_folder_means_what_it_did(name):
     stored = json.loads((OLD / name / "config.json").read_text(encoding="utf-8"))
-    config = RunFolder(OLD / name).read_config()
+    config = config_from_json(json.dumps(stored))
+    moved = {name: getattr(config, name) for name in ("data", "val_data", "init_from")}
+    assert dataclasses.replace(RunFolder(OLD / name).read_config(), **moved) == config
     assert len(same_fields(config, stored)) == len(DEFAULTS["train"]) - 1
     assert len(same_fields(config.model, stored["model"])) == len(stored["model"]) - len(REGROUPED)
     assert config_from_json(config_to_json(config)) == config
