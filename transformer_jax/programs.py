@@ -98,7 +98,8 @@ class Program:
         """Return whether equal arguments have equal programs."""
         if self.code is not None:
             return undisturbed(models=False) and all(map(is_ours, self.code(*args)))
-        return undisturbed() and all(map(is_ours, args))
+        asked = [x for x, name in zip(args, self.names, strict=True) if name != "params"]
+        return undisturbed() and all(map(is_ours, asked))  # parameters are arrays, and many
 
     def _fresh(self, args: tuple[Any, ...]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """Return a function that JAX has not seen before, and its arguments."""
