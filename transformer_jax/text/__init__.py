@@ -4,7 +4,47 @@
 `translation` decode with it. The commands that print are in `cli`.
 """
 
-from transformer_jax.text.completion import complete
-from transformer_jax.text.text_model import load_run, load_text_model
+from __future__ import annotations
 
-__all__ = ["complete", "load_run", "load_text_model"]
+from collections.abc import Sequence
+
+import jax
+
+from transformer_jax.config.architectures import model_shape
+from transformer_jax.decoding.logit_processors import HistoryProcessor
+from transformer_jax.decoding.samplers import Greedy, Sample, Temperature
+from transformer_jax.text import completion
+from transformer_jax.text.text_model import TextModel, load_run, load_text_model
+
+__all__ = ["TextModel", "complete", "load_run", "load_text_model"]
+
+
+def complete(
+    model: TextModel,
+    prompt: str,
+    num_tokens: int = 400,
+    *,
+    sampler: Sample | Greedy | None = None,
+    key: jax.Array | None = None,
+    processors: Sequence[HistoryProcessor] = (),
+    stop: str | Sequence[str] = (),
+) -> str:
+    """Return the text after `prompt`, by the likeliest tokens unless a `Sample` and a key draw it.
+
+    `model` is what `load_run` or `load_text_model` gives. The text ends before the first `stop`
+    string, at a token that ends a text, or after `num_tokens` tokens. `completion.complete` yields
+    it a piece at a time.
+    """
+    if model_shape(model.config) != "decoder":
+        rule = "must be a decoder: translation.translate writes with an encoder-decoder"
+        raise ValueError(f"model is of shape {model_shape(model.config)!r}: {rule}")
+    if sampler is None or isinstance(sampler, Greedy):
+        sampler, key = Sample(Temperature(0.0)), jax.random.key(0)
+    if key is None:
+        raise ValueError(f"key is None: {sampler!r} draws random numbers")
+    read = completion.read_prompt(model.tokenizer, prompt, model.begin_id)
+    written = completion.complete(
+        model.config, model.params, model.tokenizer, read, num_tokens, sampler=sampler, key=key,
+        processors=(*model.processors, *processors), stop=stop, stop_ids=model.stop_ids,
+    )  # fmt: skip
+    return "".join(written)
