@@ -927,3 +927,14 @@ def test_a_query_that_sees_itself_alone_gets_its_own_value(implementation):
     inputs = (arrays[name] for name in ("query", "key", "value"))
     out = dot_product_attention(*inputs, mask=Window(1, 1), implementation=implementation)
     assert_near(out, np.asarray(arrays["value"], np.float64), FORWARD_F32)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise", "native"])
+def test_without_a_mask_a_bad_key_breaks_the_query_heads_of_its_group(implementation):
+    arrays = draw(66, queries=5, keys=7, heads=6, kv_heads=3)
+    inputs = {name: arrays[name] for name in ("query", "key", "value")}
+    attend = partial(dot_product_attention, implementation=implementation)
+    clean = np.array(attend(**inputs))
+    bad = np.asarray(attend(**inputs | {"key": inputs["key"].at[1, 4, 1, 2].set(math.nan)}))
+    clean[1, :, 2:4] = math.nan
+    np.testing.assert_allclose(bad, clean, rtol=FORWARD_F32)

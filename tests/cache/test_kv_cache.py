@@ -176,6 +176,17 @@ def test_extend_returns_every_key_its_queries_may_see(rng, capacity, window, sin
     assert compared > 50
 
 
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("slots", [4, 5, 6, 7])
+def test_the_first_of_several_new_queries_sees_its_whole_window(rng, slots, sinks):
+    """Of 4 new tokens with a window of 3: a ring of 6 slots still has it, a shorter one not."""
+    cache = init(1, slots + sinks, sinks=sinks)
+    cache = kv.update(cache, *tokens(rng, 1, 13), np.arange(13)[None])
+    seen = kv.extend(cache, *tokens(rng, 1, 4), 13 + np.arange(4)[None], 3)[3]
+    assert {*range(11, 17), *range(sinks)} <= {*np.asarray(seen)[0].tolist()}
+    assert seen.shape == (1, slots + sinks + (4 if slots < 6 else 0))
+
+
 def test_extend_does_not_lengthen_what_a_single_token_reads():
     """Decoding one token at a time reads the ring itself: S keys, not S + 1."""
 

@@ -149,6 +149,24 @@ def test_what_was_taken_back_stays_forgotten_also_across_a_gap(rng):
     check(cache, [{p: (k[0, p], v[0, p]) for p in range(5)} | {9: (k[0, 0], v[0, 0])}])
 
 
+def test_what_a_row_took_back_stays_forgotten_beside_a_longer_row(rng):
+    k, v = tokens(rng, 7, rows=2)
+    cache = jit_update(init(rows=2), k, v, after([0, 0], [7, 7], 7))
+    cache = paged.rewind(cache, jnp.array([7, 5]))
+    cache = jit_update(cache, k[:, :1], v[:, :1], np.array([[-1], [7]]))
+    oracle = [{p: (k[b, p], v[b, p]) for p in range(n)} for b, n in enumerate((7, 5))]
+    check(cache, [oracle[0], oracle[1] | {7: (k[1, 0], v[1, 0])}])
+
+
+def test_a_row_writes_into_its_own_pages_where_they_lie(rng):
+    k, v = tokens(rng, 5, rows=2)
+    before = jit_update(init(rows=2, num_pages=5), k, v, after([0, 0], [5, 2], 5))
+    cache = jit_update(before, k[:, :2], v[:, :2], after([5, 2], [2, 2], 2))
+    np.testing.assert_array_equal(cache.block_table, before.block_table)
+    assert paged.count_needed(before, jnp.array([7, 4])) == 0
+    assert paged.count_needed(before, jnp.array([9, 5])) == 2
+
+
 @pytest.mark.parametrize("value", [np.nan, 7.0])
 def test_a_page_that_is_taken_again_shows_nothing_of_its_last_row(rng, value):
     cache = init(rows=2, num_pages=2)

@@ -22,8 +22,8 @@ from transformer_jax.corpus import is_prepared, open_corpus, prepare
 from transformer_jax.corpus import prepare as preparing  # the function; its module is below
 from transformer_jax.corpus.documents import cut_file, read_input
 from transformer_jax.corpus.folder import MANIFEST, PARTS, end_id, prepared_folders, sealed
-from transformer_jax.corpus.prepare import part_of
-from transformer_jax.tokenizers.trained import ByteTokenizer
+from transformer_jax.corpus.prepare import part_of, token_dtype
+from transformer_jax.tokenizers.trained import ByteTokenizer, WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 
 module = sys.modules[preparing.__module__]
@@ -105,6 +105,13 @@ def test_ids_take_16_bits_where_all_fit(size, tmp_path):
     assert corpus.train.dtype == ("<u4" if size == 70_000 else "<u2")
     texts = file.read_text().splitlines()
     assert documents(corpus, "val") == [t for t in texts if part_of(t, 0.1) == "val"]
+
+
+def test_65536_ids_fit_into_16_bits_and_one_more_does_not():
+    for size, dtype in ((2**16 - 1, "<u2"), (2**16, "<u2"), (2**16 + 1, "<u4")):
+        words = WordTokenizer(tuple(f"w{i}" for i in range(size - 2)))
+        assert words.vocab_size == size and token_dtype(words) == dtype
+        assert np.array([size - 1]).astype(dtype) == size - 1
 
 
 def test_paragraphs_files_and_json_lines(tmp_path):

@@ -16,6 +16,7 @@ from transformer_jax.config import (
     Alibi,
     ConfigError,
     Learned,
+    MeshConfig,
     ModelConfig,
     Rope,
     RopeConfig,
@@ -610,3 +611,12 @@ def test_a_warm_up_that_is_not_given_fits_the_steps():
     assert [TrainConfig(steps=steps).warmup for steps in (1, 40, 997, 2000)] == [0, 4, 99, 100]
     short = dataclasses.replace(TrainConfig(steps=2000), steps=40)
     assert short.warmup == 4 and dataclasses.replace(short, warmup_steps=7).warmup == 7
+
+
+def test_rows_are_split_over_two_axes_of_a_mesh_and_not_over_the_third():
+    mesh = MeshConfig(data=2, fsdp=3, tensor=5)
+    assert (mesh.row_shards, mesh.devices) == (6, 30)
+    assert TrainConfig(mesh=mesh, batch_size=18).batch_size == 18
+    for rows in (2, 3, 4, 5, 9, 10, 15):
+        with pytest.raises(ConfigError, match=f"batch_size is {rows}: must be a multiple of 6, ov"):
+            TrainConfig(mesh=mesh, batch_size=rows)

@@ -144,6 +144,30 @@ def test_calls_of_one_row_that_differ_in_one_argument_are_a_loop(mapped):
             assert_near(slope[i], expected[f"d{name}"], GRADIENT_F32, name)
 
 
+@pytest.mark.parametrize("mapped", ["key", "valid"])
+def test_a_kernel_of_one_row_has_as_many_rows_as_calls(mapped):
+    """Unlike dense arrays, its grid takes no axis of 1 for an axis of many."""
+    random, arrays = np.random.default_rng(9), draw(9, batch=1, queries=9, keys=17)
+    given = {n: np.asarray(arrays[n]) for n in ("query", "key", "value")}
+    given["valid"] = random.random((1, 17)) < 0.8
+    one = given[mapped]
+    given[mapped] = np.stack([one, one[:, ::-1], np.roll(one, 3, axis=1)])
+    axes = [0 if name == mapped else None for name in given]
+
+    def attend(query, key, value, valid):
+        mask = Padding(jnp.asarray(valid)) & Causal()
+        return dot_product_attention(query, key, value, mask=mask, implementation="pallas")
+
+    with using(Target("tpu", interpret=True)):
+        out = jax.vmap(attend, axes)(*given.values())
+    silent = {"lse_cotangent": np.zeros((1, 9, 4))}
+    for i in range(3):
+        call = {n: x[i] if n == mapped else x for n, x in given.items()}
+        seen = np.tri(9, 17, dtype=bool) & call["valid"]
+        expected = reference(arrays | {"key": call["key"]} | silent, seen[None, None])
+        assert_near(out[i], expected["out"], FORWARD_F32)
+
+
 def test_calls_of_one_row_share_a_matrix_that_is_not_mapped():
     arrays, matrix = draw(4, batch=1), jnp.asarray(np.random.default_rng(4).random((13, 17)) < 0.6)
     queries = jnp.stack([arrays["query"] * s for s in (1.0, 0.5, 2.0, -1.0, 3.0)])

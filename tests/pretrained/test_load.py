@@ -589,6 +589,16 @@ def test_a_stretched_rotation_is_read(content, rope, max_len):
     assert read_config(written, (), "config.json") == config
 
 
+@pytest.mark.parametrize(("factor", "trained"), [(4.0, 16), (6.0, 32), (2.5, 24)])
+def test_others_read_the_length_to_which_a_rotation_was_stretched(factor, trained):
+    """As max_position_embeddings; here it is the trained length, for which nothing is stretched."""
+    content = scaled("longrope", factor=factor, **FACTORS)
+    content["original_max_position_embeddings"] = trained
+    written = write_config(FAMILIES["llama"], read_config(content, (), "config.json"))
+    assert written["max_position_embeddings"] == factor * trained
+    assert written["rope_scaling"]["original_max_position_embeddings"] == trained
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [

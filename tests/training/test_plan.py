@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from transformer_jax.config import (
@@ -18,6 +21,7 @@ from transformer_jax.config import (
 from transformer_jax.kernels.peaks import CHIPS, chip_of
 from transformer_jax.models.factory import cache_bytes, num_params
 from transformer_jax.models.flops import forward_flops, training_flops
+from transformer_jax.training import memory
 from transformer_jax.training.hardware import Hardware, find_hardware
 from transformer_jax.training.network import network_traffic
 from transformer_jax.training.plan import (
@@ -226,6 +230,17 @@ def test_a_state_that_does_not_fit_is_not_compiled_and_what_would_fit_is_said():
     wide = replace(RUN, model=replace(SMALL, d_model=36), mesh=MeshConfig(fsdp=8), batch_size=8)
     held = plan_training(wide, replace(hardware, count=8), compiled=False)
     assert held.memory.parameters == 4 * num_params(wide.model)
+
+
+def test_a_state_is_refused_where_its_gradients_have_no_room(monkeypatch):
+    """16 bytes a parameter with AdamW: itself, two moments and the gradient."""
+    shape = jax.ShapeDtypeStruct((7, 13), jnp.float32)
+    state = SimpleNamespace(params=shape, opt_state=(shape, shape), average=None)
+    monkeypatch.setattr(memory, "device_memory", lambda: 16 * 7 * 13)
+    memory.check_state(state)
+    monkeypatch.setattr(memory, "device_memory", lambda: 16 * 7 * 13 - 1)
+    with pytest.raises(ConfigError, match="model has 91 parameters: needs"):
+        memory.check_state(state)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

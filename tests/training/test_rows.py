@@ -41,6 +41,13 @@ def test_every_epoch_reads_every_row_once_in_another_order():
     assert not np.array_equal(first, second)
 
 
+def test_epochs_of_one_step_have_orders_of_their_own():
+    rows = bucketed(examples(41, 7))
+    first, second, third = (rows.step(3, step, 1, 41).tokens[:, :, 0].tolist() for step in range(3))
+    assert sorted(first[0]) == sorted(second[0]) == list(range(1, 42))
+    assert first != second != third != first
+
+
 def test_the_rows_of_a_step_follow_from_seed_and_step_alone():
     made = [bucketed(examples(41, 7)).step(seed, step, 2, 5) for seed, step in [(3, 4)] * 2]
     assert np.array_equal(made[0].tokens, made[1].tokens)

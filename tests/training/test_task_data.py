@@ -16,6 +16,7 @@ from transformer_jax.config.tasks import (
     AdditionTask,
     ChatTask,
     ClassifyTask,
+    CopyTask,
     DatesTask,
     LanguageTask,
     MaskedTask,
@@ -236,6 +237,12 @@ def test_generated_targets_are_what_the_task_says(task, target):
     assert len({source for source, _ in pairs}) == len(pairs) >= 400
     assert all(target(source) == written for source, written in pairs)
     assert generate_pairs(task, 7) == pairs != generate_pairs(task, 8)
+
+
+@pytest.mark.parametrize("task", [ReverseTask, CopyTask])
+def test_generated_strings_have_every_length_from_the_least_to_the_greatest(task):
+    pairs = generate_pairs(task(min_length=2, max_length=5, letters=7, examples=300), 3)
+    assert {len(source) for source, _ in pairs} == {2, 3, 4, 5}
 
 
 def test_generated_dates_are_the_same_day_in_other_words():

@@ -1,0 +1,33 @@
+"""The slips of `python -m tests.planted_bugs` fit the code as it is, and name tests that exist."""
+
+from collections import Counter
+from pathlib import Path
+
+from tests.planted_bugs.slips import SLIPS
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_text_of_each_slip_stands_once_in_its_file():
+    texts = {slip.file: (ROOT / slip.file).read_text() for slip in SLIPS}
+    wrong = [slip.name for slip in SLIPS if texts[slip.file].count(slip.old) != 1]
+    assert not wrong, "the code has changed: write them anew, or others of their kind"
+    assert all(slip.old != slip.new for slip in SLIPS)
+    assert Counter(slip.name for slip in SLIPS).most_common(1)[0][1] == 1
+
+
+def test_each_slip_names_tests_that_there_are():
+    tests = {test for slip in SLIPS for test in slip.tests}
+    texts = {test.partition("::")[0] for test in tests}
+    texts = {file: (ROOT / file).read_text() for file in texts}
+    suite = (ROOT / "tests/support/attention_suite.py").read_text()
+    for test in tests:
+        file, *_, name = test.split("::")
+        where = texts[file] + (suite if test.count("::") == 2 else "")
+        assert f"def {name.partition('[')[0]}(" in where, test
+
+
+def test_slips_are_spread_over_the_package():
+    folders = Counter(str(Path(slip.file).parent) for slip in SLIPS)
+    package = {str(file.parent.relative_to(ROOT)) for file in ROOT.glob("transformer_jax/*/*.py")}
+    assert package <= {*folders} and len(SLIPS) >= 100
