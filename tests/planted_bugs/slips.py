@@ -4,8 +4,6 @@ Where a change of the code takes a slip's old text away, write the slip anew for
 another of its kind.
 """
 
-# ruff: noqa: E501 (texts of the code, and names of tests)
-
 from __future__ import annotations
 
 from typing import NamedTuple
