@@ -595,7 +595,8 @@ def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry
     """
     if key is None:
         key = jax.random.key(0)
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    dtype: Any = getattr(key, "dtype", None)
+    shape: Any = getattr(key, "shape", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if shape == (rows,) if typed else dtype == jnp.uint32 and len(key.shape) == 2:
         if shape[0] != rows:

@@ -229,7 +229,8 @@ class Sample:
 
 def _check_order(key: Any, logits: Any) -> None:
     """Raise ValueError where a sampler's two arguments stand in the other order."""
-    if jnp.issubdtype(getattr(logits, "dtype", None), jax.dtypes.prng_key):
+    dtype: Any = getattr(logits, "dtype", None)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise ValueError(f"logits is {logits.dtype}: a sampler is called with (key, logits)")
 
 
