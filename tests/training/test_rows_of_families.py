@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -13,6 +15,7 @@ from transformer_jax.cli.convert import token_ids, tokenizer_files
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig, fine_tuning
 from transformer_jax.config.presets import train_preset
 from transformer_jax.config.tasks import ClassifyTask, MaskedTask, Seq2SeqTask
+from transformer_jax.models.factory import init_params
 from transformer_jax.text.text_model import with_targets
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer, canonical
 from transformer_jax.tokenizers.special import (
@@ -22,6 +25,7 @@ from transformer_jax.tokenizers.special import (
     tokenizer_from_json,
 )
 from transformer_jax.tokenizers.trained import CharTokenizer
+from transformer_jax.training.initial import StartModel, start_params
 from transformer_jax.training.tasks.classify import class_example
 from transformer_jax.training.tasks.masked import fill_masks
 from transformer_jax.training.tasks.pairs import Pair, pair_example
@@ -55,11 +59,20 @@ CASES = {  # what is around a text; ids of the config; source, what is read, lab
 }  # fmt: skip
 
 
-def tokenizer_of(around: str | None, **roles: str) -> PretrainedTokenizer:
+def tokenizer_of(
+    around: str | None, letters: str | None = None, **roles: str
+) -> PretrainedTokenizer:
+    """Make one of SentencePiece's kind; with `letters`, a BPE of bytes that has these alone."""
     pieces = [(token, 0.0) for token in TOKENS] + [(letter, -1.0) for letter in "abc"]
     library = Tokenizer(models.Unigram(pieces, unk_id=UNK))
-    library.pre_tokenizer = pre_tokenizers.Metaspace()
-    library.decoder = decoders.Metaspace()
+    if letters is not None:
+        names = [*TOKENS, *letters]
+        library = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.decoder = decoders.ByteLevel()
+    else:
+        library.pre_tokenizer = pre_tokenizers.Metaspace()
+        library.decoder = decoders.Metaspace()
     library.add_special_tokens(TOKENS[:5])
     if around is not None:
         library.post_processor = processors.TemplateProcessing(
@@ -154,9 +167,39 @@ def test_a_token_that_the_model_has_not_is_refused_by_its_line():
         fill_masks(config, tokenizers, {}, "b<mask>")
 
 
+@pytest.mark.parametrize(
+    ("around", "row"),
+    [(None, [MASK, SPACE, A]), ("$A </s>", [MASK, SPACE, A, EOS]), ("<s> $A", [BOS, SPACE, A])],
+)
+def test_a_converted_classifier_reads_the_rows_that_were_learnt(around, row):
+    model = ModelConfig(kind="encoder", num_classes=2, **SIZES)
+    config = TrainConfig(model=model, task=ClassifyTask(labels=("x", "y")))
+    tokenizer = tokenizer_of(around, cls="<mask>", sep="</s>")
+    assert class_example(config, Tokenizers(tokenizer), Pair("y", "a", "1")).tokens.tolist() == row
+    files, _ = tokenizer_files(tokenizer, 9, classifies=True)
+    library = Tokenizer.from_str(files["tokenizer.json"].decode())
+    assert library.encode("a").ids == row
+
+
+@pytest.mark.parametrize("form", ["LABEL_{}", "{}"])
+def test_a_head_without_names_has_numbered_classes_in_their_order(form):
+    labels = tuple(sorted(form.format(i) for i in range(11)))  # 10 before 2
+    model = ModelConfig(kind="encoder", num_classes=11, **SIZES)
+    config = TrainConfig(model=model, task=ClassifyTask(labels=labels))
+    given = init_params(model, jax.random.key(0))
+    given["classifier"]["bias"] = np.arange(11.0)
+    start = StartModel(model, Tokenizers(tokenizer_of(None)), lambda scanned: given)
+    params, changes = start_params(config, start, given, jax.random.key(1))
+    assert changes == []
+    assert params["classifier"]["bias"].tolist() == [int(label.split("_")[-1]) for label in labels]
+
+
 def test_a_frame_is_what_stands_around_any_text():
     assert frame(tokenizer_of("<s> <s> $A <mask> </s>")) == ((BOS, BOS), (MASK, EOS))
     assert frame(tokenizer_of(None)) == ((), ()) == frame(CharTokenizer("ab"))
+    for letters in ("abc", "CGT"):  # and for texts without an "a"
+        own = tokenizer_of("<s> $A <mask> </s>", letters)
+        assert frame(own) == ((BOS,), (MASK, EOS)), letters
     target = target_of(replace(tokenizer_of(None), target_ids=(("decoder_start_token_id", 0),)))
     assert target.stop == (EOS,) and target.labels == ((), (EOS,))
 

@@ -111,7 +111,8 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
     if written != config:
         config, params = written, with_zero_biases(written, params)
         lines = [f"a {family} has biases: they are written as zeros"]
-    files, note = tokenizer_files(model.tokenizer, config.vocab_size)
+    classifies = config.kind == "encoder" and config.num_classes is not None
+    files, note = tokenizer_files(model.tokenizer, config.vocab_size, classifies=classifies)
     keys = token_ids(model.tokenizer, config.kind)
     if given := {name: i for name, i in keys.items() if i is not None}:
         files["generation_config.json"] = f"{json.dumps(given)}\n".encode()
@@ -185,10 +186,18 @@ def token_ids(tokenizer: Any, kind: str) -> dict[str, Any]:
     return found
 
 
-def tokenizer_files(tokenizer: Any, vocab_size: int) -> tuple[dict[str, bytes], str]:
-    """Return the files that describe a tokenizer to other libraries, and a line about them."""
+def tokenizer_files(
+    tokenizer: Any, vocab_size: int, *, classifies: bool = False
+) -> tuple[dict[str, bytes], str]:
+    """Return the files that describe a tokenizer to other libraries, and a line about them.
+
+    If it `classifies`, they put around a text what an encoder reads that says its class.
+    """
+    from tokenizers import Tokenizer as Library
+
+    from transformer_jax.tokenizers.hf_files import around
     from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-    from transformer_jax.tokenizers.special import SpecialTokens, plain
+    from transformer_jax.tokenizers.special import SpecialTokens, encoder_frame, frame, plain
     from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer
 
     beside: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -217,6 +226,11 @@ def tokenizer_files(tokenizer: Any, vocab_size: int) -> tuple[dict[str, bytes], 
             raise ConfigError(f"a {type(plain(tokenizer)).__name__} cannot be written")
     if isinstance(tokenizer, SpecialTokens):
         beside |= _with_added(definition, tokenizer)
+    if classifies and (wanted := encoder_frame(tokenizer)) != frame(tokenizer):
+        library = Library.from_str(json.dumps(definition))
+        tokens = [tuple(map(library.id_to_token, part)) for part in wanted]
+        ids = dict(zip(sum(tokens, ()), sum(wanted, ()), strict=True))
+        definition["post_processor"] = around(ids, *tokens)
     files = {"tokenizer.json": definition, "tokenizer_config.json": beside}
     written = {name: json.dumps(content, ensure_ascii=False) for name, content in files.items()}
     try:
@@ -229,7 +243,6 @@ def tokenizer_files(tokenizer: Any, vocab_size: int) -> tuple[dict[str, bytes], 
 
 def _with_added(definition: dict[str, Any], tokenizer: SpecialTokens) -> dict[str, str]:
     """Add special tokens to the library's JSON, and return those that have a role."""
-    from transformer_jax.tokenizers.hf_files import around
     from transformer_jax.tokenizers.pretrained import ROLES
 
     vocabulary = definition["model"].get("vocab")
@@ -247,10 +260,6 @@ def _with_added(definition: dict[str, Any], tokenizer: SpecialTokens) -> dict[st
         added.append(dict(id=i, content=text, **flags))
         if name in ROLES:
             roles[f"{name}_token"] = text
-    first = roles.get("cls_token")
-    reads = not any(name.startswith("label:") for name in tokenizer.names)  # or it ends a text
-    if first is not None and reads and definition.get("post_processor") is None:
-        definition["post_processor"] = around({first: tokenizer.special_ids["cls"]}, first, None)
     return roles
 
 

@@ -197,7 +197,7 @@ def _byte_level_bpe(
         roles = dict(
             bos="<s>", eos="</s>", unk="<unk>", sep="</s>", pad="<pad>", cls="<s>", mask="<mask>"
         )
-        definition["post_processor"] = around(vocabulary, "<s>", "</s>")
+        definition["post_processor"] = around(vocabulary, ("<s>",), ("</s>",))
     else:
         roles = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>")
     return definition, {role: token for role, token in roles.items() if token in vocabulary}
@@ -232,7 +232,7 @@ def _word_piece(
     definition = json.loads(library.to_str())
     roles = {role: token for role, token in roles.items() if token in vocabulary}
     if {"cls", "sep"} <= roles.keys():
-        definition["post_processor"] = around(vocabulary, roles["cls"], roles["sep"])
+        definition["post_processor"] = around(vocabulary, (roles["cls"],), (roles["sep"],))
     return definition, roles
 
 
@@ -369,21 +369,23 @@ def _set_ends(
         return
     ids = {token["content"]: token["id"] for token in definition["added_tokens"]}
     first, last = (
-        roles.get(role) if value and roles.get(role) in ids else None
+        (roles[role],) if value and roles.get(role) in ids else ()
         for role, value in zip(("bos", "eos"), wanted, strict=True)
     )
     definition["post_processor"] = around(ids, first, last)
 
 
-def around(ids: Mapping[str, int], first: str | None, last: str | None) -> dict[str, Any]:
-    """Return the library's template that puts a text between `first` and `last`."""
+def around(ids: Mapping[str, int], first: Sequence[str], last: Sequence[str]) -> dict[str, Any]:
+    """Return the library's template that puts a text between the tokens `first` and `last`."""
 
     def text(name: str, kind: int) -> list[dict[str, Any]]:
-        before = [{"SpecialToken": {"id": first, "type_id": kind}}] if first else []
-        after = [{"SpecialToken": {"id": last, "type_id": kind}}] if last else []
+        before, after = (
+            [{"SpecialToken": {"id": token, "type_id": kind}} for token in tokens]
+            for tokens in (first, last)
+        )
         return [*before, {"Sequence": {"id": name, "type_id": kind}}, *after]
 
-    used = {token: ids[token] for token in (first, last) if token}
+    used = {token: ids[token] for token in (*first, *last)}
     return {
         "type": "TemplateProcessing",
         "single": text("A", 0),

@@ -118,8 +118,11 @@ class PretrainedTokenizer:
     @cached_property
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that are put before a text and after it where special tokens are added."""
-        found = _rust("text", self._library.encode, "a", add_special_tokens=True)
-        added = found.special_tokens_mask
+        for text in ("a", *self._vocabulary):  # the first one that has a token of its own
+            found = _rust("text", self._library.encode, text, add_special_tokens=True)
+            added = found.special_tokens_mask
+            if not all(added):
+                break
         start = next((n for n, is_added in enumerate(added) if not is_added), len(added))
         end = next((n for n, is_added in enumerate(added[::-1]) if not is_added), 0)
         return tuple(found.ids[:start]), tuple(found.ids[len(added) - end :])

@@ -109,12 +109,16 @@ def _with_head_of(labels: tuple[str, ...], start: StartModel, params: Params) ->
     """Return parameters whose head is of these classes; without one where it is of others.
 
     BERT's head of two sentences says whether one follows the other, and is no classifier of texts.
+    Classes without names have labels that are their numbers, or else the run's in their order.
     """
     head, names = params["classifier"], start.labels
     of_sentences = isinstance(start.config, ModelConfig) and start.config.masked_token_head
     count = head["kernel"].shape[-1]
     if of_sentences or count != len(labels) or (names is not None and {*names} != {*labels}):
         return {name: part for name, part in params.items() if name != "classifier"}
+    for form in ("LABEL_{}", "{}") if names is None else ():
+        numbered = tuple(form.format(i) for i in range(count))
+        names = numbered if {*numbered} == {*labels} else names
     if names is None or names == labels:
         return params
     order = np.array([names.index(label) for label in labels])
