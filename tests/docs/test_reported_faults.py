@@ -1,0 +1,21 @@
+"""The page of reported faults names tests that are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+PAGE = TESTS.parent / "docs" / "reference" / "reported_faults.md"
+NAMED = sorted(set(re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", PAGE.read_text())))
+
+
+def test_the_page_has_every_case():
+    cases = re.findall(r"^\| ([AB]\d+) \|", PAGE.read_text(), re.M)
+    assert set(cases) == {f"{kind}{n}" for kind in "AB" for n in range(1, 17)}
+
+
+@pytest.mark.parametrize(("file", "name"), NAMED, ids=lambda part: part.replace("/", "."))
+def test_a_test_that_the_page_names_is_there(file, name):
+    text = (TESTS / file).read_text()
+    assert not name or f"def {name}(" in text
