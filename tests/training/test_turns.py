@@ -10,9 +10,12 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json
 from transformer_jax.cli.convert import token_ids, tokenizer_files
-from transformer_jax.config import ModelConfig, TrainConfig
-from transformer_jax.config.tasks import ChatTask, PreferenceTask, PrefixTask
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config.prepare import PrepareConfig
+from transformer_jax.config.tasks import ChatTask, LanguageTask, PreferenceTask, PrefixTask
+from transformer_jax.corpus import prepare
 from transformer_jax.decoding.samplers import Sample
 from transformer_jax.models.factory import init_params
 from transformer_jax.text.completion import complete
@@ -22,7 +25,8 @@ from transformer_jax.tokenizers.special import end_ids, tokenizer_from_json
 from transformer_jax.tokenizers.utf8 import DataError, byte_letters
 from transformer_jax.training import processes
 from transformer_jax.training.data import IGNORE
-from transformer_jax.training.tasks import Tokenizers, load_task
+from transformer_jax.training.prepared import DocumentRows
+from transformer_jax.training.tasks import Tokenizers, language, load_task, preferences
 from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.turns import message_turn, prompt_ids, text_turn
 
@@ -351,3 +355,56 @@ def test_no_space_is_put_before_a_rest_alone(tmp_path):
     rest = tokenizer.encode("b</s>b", begins=False)
     usual = tokenizer.encode("b</s>b")
     assert tokenizer.to_bytes(rest) == b"b</s> b" and tokenizer.to_bytes(usual) == b" b</s> b"
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_a_run_of_preferences_is_prompted_as_it_was_trained(tmp_path, monkeypatch, messages):
+    tokenizer = folder(tmp_path)  # with a chat template
+    line = dict(prompt="a", chosen="b", rejected="c")
+    if messages:
+        line = dict(prompt=talk("a"), chosen=talk("", "b")[1:], rejected=talk("", "c")[1:])
+    task = task_of(tmp_path, tokenizer, PreferenceTask(), line)
+    read = []
+
+    def written(config, params, tokenizer, prompt, *args, **given):
+        read.append(prompt.tolist())
+        return iter(())
+
+    monkeypatch.setattr(preferences, "complete", written)
+    config = config_from_json(config_to_json(task.config))
+    own = task.tokenizers.tokenizer
+    assert config.task.messages is messages
+    preferences.answer_preferred(config, own, None, "a", 0, 3)
+    learnt = message_turn(own, talk("a", "b")) if messages else text_turn(own, "a", "b")
+    assert read == [learnt.prompt.tolist()]
+    with pytest.raises(ConfigError, match=f"messages is {not messages}: the data has "):
+        task_of(tmp_path, tokenizer, PreferenceTask(messages=not messages), line)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_documents_begin_as_their_tokenizer_begins_texts(tmp_path, monkeypatch, bos):
+    tokenizer = folder(tmp_path, None, bos=bos)
+    first, end = (tokenizer.special_ids[role] for role in ("bos" if bos else "eos", "eos"))
+    texts = [f"{n} ab" for n in range(23)]
+    wanted = sorted([first, *tokenizer.encode(text).tolist(), end] for text in texts)
+    task = task_of(tmp_path, tokenizer, LanguageTask(documents="lines", packed=False), *texts)
+    assert sorted(whole for whole, _ in rows(task)) == wanted
+
+    given = PrepareConfig(
+        data=(str(tmp_path / "data.jsonl"),), documents="lines", tokenizer=str(tmp_path),
+        val_fraction=0.3,
+    )  # fmt: skip
+    corpus = prepare(given, tmp_path / "prepared", tokenizer=tokenizer)
+    found = []
+    for part in (corpus.train, corpus.val):
+        layout = DocumentRows(part, 31, packed=False)
+        for row in range(len(layout)):
+            tokens, labels = np.full(31, -1, np.int32), np.full(31, IGNORE, np.int32)
+            layout.read(row, tokens, labels, None)
+            found.append([*tokens[tokens >= 0].tolist(), int(labels[labels != IGNORE][-1])])
+    assert sorted(found) == wanted
+
+    read = []
+    monkeypatch.setattr(language, "complete", lambda *given, **_: read.append(given[3]) or "")
+    task.sample(None)
+    assert [ids.tolist() for ids in read] == [[first]]

@@ -234,6 +234,8 @@ class PreferenceTask(_Task):
 
     beta: float = 0.1
     """How much a log-probability that has moved away from that model's counts, per nat."""
+    messages: bool | None = None
+    """Whether a prompt is messages, or else a text; None: as the data has them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

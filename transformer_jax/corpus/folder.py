@@ -7,7 +7,8 @@ r"""Read a prepared folder: the tokens of a corpus in files, with where its docu
     val-...            the same of the documents that are held out
 
 A part is one stream: eos, document, eos, document, eos. Document d stands between tokens
-`index[d]` and `index[d + 1]`, which are eos.
+`index[d]` and `index[d + 1]`, which are eos; it begins with what its tokenizer puts before a
+text, if anything.
 
 Tokens are read at their place and copied (pread), not through mapped memory: a file that is cut
 short meanwhile is then an error and not the end of the process (SIGBUS), and what was read does not
@@ -73,6 +74,8 @@ class Part:
     shard_tokens: int
     """Tokens of a file; the last one has fewer."""
     dtype: np.dtype[Any]
+    begins: bool = False
+    """Whether the tokenizer's own tokens begin each document, after the end of the one before."""
 
     @cached_property
     def _open(self) -> dict[int, int]:
@@ -199,8 +202,10 @@ def open_corpus(path: str | Path) -> Corpus:
     _check_file(folder / TOKENIZER, manifest["files"][TOKENIZER], None, 0)
     tokenizer = tokenizer_from_json((folder / TOKENIZER).read_text("utf-8", "surrogatepass"))
     dtype = np.dtype(manifest["dtype"])
+    given = dict(dtype=dtype, shard_tokens=manifest["shard_tokens"])
+    begins = manifest["settings"].get("begins", False)
     parts = {
-        name: Part(folder, name, dtype=dtype, shard_tokens=manifest["shard_tokens"], **said)
+        name: Part(folder, name, begins=begins, **given, **said)
         for name, said in manifest["parts"].items()
     }
     sha256 = hashlib.sha256(content).hexdigest()

@@ -60,6 +60,7 @@ from transformer_jax.corpus.folder import (
 from transformer_jax.durable_files import locked, sync, write_file
 from transformer_jax.tokenizers.special import (
     encode_text,
+    frame,
     tokenizer_from_json,
     with_special_tokens,
 )
@@ -165,7 +166,7 @@ class _Encoder:
 
     def __call__(self, chunk: Chunk) -> dict[str, _Encoded]:
         tokenizer = _tokenizer_in(self.folder)
-        end, dtype = end_id(tokenizer), token_dtype(tokenizer)
+        first, end, dtype = frame(tokenizer).first, end_id(tokenizer), token_dtype(tokenizer)
         found: dict[str, list[np.ndarray]] = {part: [] for part in PARTS}
         characters = dict.fromkeys(PARTS, 0)
         for number, text in enumerate(self.reader.documents(chunk)):
@@ -181,7 +182,7 @@ class _Encoder:
                 rule = f"must be below the vocabulary of {tokenizer.vocab_size}"
                 raise DataError(f"{chunk.path}: the tokenizer gave token {wrong}: {rule}")
             part = part_of(text, self.val_fraction)
-            found[part].append(np.append(ids, end).astype(dtype))
+            found[part].append(np.concatenate([first, ids, [end]]).astype(dtype))
             characters[part] += len(text)
         check_unchanged(chunk.of)
         return {part: _joined(found[part], dtype, characters[part]) for part in PARTS}
@@ -499,6 +500,8 @@ def _plan(
     if tokenizer is not None:
         text = tokenizer.to_json().encode("utf-8", "surrogatepass")
         settings["tokenizer"] = f"sha256 {hashlib.sha256(text).hexdigest()}"
+        if frame(tokenizer).first:
+            settings["begins"] = True  # folders of before have nothing there
     read = [{"path": i.path, "bytes": i.bytes, "sha256": i.sha256} for i in inputs]
     return json.loads(json.dumps({"settings": settings, "inputs": read}))
 

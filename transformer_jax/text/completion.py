@@ -36,7 +36,7 @@ from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_decode_state
 from transformer_jax.programs import program
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import encode_text, frame
+from transformer_jax.tokenizers.special import encode_text, frame, plain
 from transformer_jax.tokenizers.trained import Tokenizer
 
 Prompt = str | np.ndarray
@@ -286,10 +286,10 @@ def read_prompt(
         return prompt
     if begin is not None:
         return np.append(np.int32(begin), encode_text(tokenizer, prompt)).astype(np.int32)
-    if isinstance(tokenizer, PretrainedTokenizer):
-        text = tokenizer.encode(prompt, special_tokens=False)
-        ids = np.concatenate([frame(tokenizer).first, text]).astype(np.int32)
-        starts = [tokenizer.special_ids[r] for r in ("bos", "eos") if r in tokenizer.special_ids]
+    if isinstance(own := plain(tokenizer), PretrainedTokenizer):
+        text = own.encode(prompt, special_tokens=False)
+        ids = np.concatenate([frame(own).first, text]).astype(np.int32)
+        starts = [own.special_ids[r] for r in ("bos", "eos") if r in own.special_ids]
         if len(ids) or starts:
             return ids if len(ids) else np.array(starts[:1], np.int32)
     return tokenizer.encode(prompt or _first_prompt(tokenizer))

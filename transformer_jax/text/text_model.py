@@ -34,7 +34,7 @@ from transformer_jax.pytree import cast_floats, sha256_of
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
-from transformer_jax.tokenizers.special import end_ids, special_ids, target_of
+from transformer_jax.tokenizers.special import end_ids, frame, special_ids, target_of
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 
@@ -64,7 +64,8 @@ class TextModel:
     step: int | None = None
     """The step of that checkpoint."""
     begin_id: int | None = None
-    """The token that every text begins with, where the model was trained on documents."""
+    """The token that every text begins with, where the model was trained on documents and its
+    tokenizer puts none there."""
     source_tokenizer: Tokenizer | None = None
     """That of the sources, where they have one of their own."""
     run: TrainConfig | None = None
@@ -98,8 +99,8 @@ def load_run(
     source = metadata.get("source_tokenizer_sha256")
     stop, begin = end_ids(tokenizer), None
     if isinstance(config.task, LanguageTask) and config.task.documents is not None:
-        begin = special_ids(tokenizer)["eos"]
-        stop = (*stop, begin)
+        end = special_ids(tokenizer)["eos"]
+        stop, begin = (*stop, end), None if frame(tokenizer).first else end
     stop = _within(stop, config.model)
     return TextModel(
         config.model, params, tokenizer, stop, which=which, step=step, run=config, begin_id=begin,

@@ -88,7 +88,7 @@ class DocumentRows:
 
     def __init__(self, part: Part, length: int, packed: bool = True) -> None:
         self.part, self.length, self.separate = part, length, packed
-        starts, sizes = _pieces(part.bounds(), length)
+        starts, sizes = _pieces(part.bounds(), length, int(part.begins))
         if packed:
             row_of = pack(sizes, length)
             order = np.argsort(row_of, kind="stable")
@@ -124,19 +124,23 @@ def _read_piece(part: Part, start: int, size: int, tokens: np.ndarray, labels: n
 def _pieces(
     bounds: np.ndarray,  # i64[documents + 1]
     length: int,
+    skipped: int,
 ) -> tuple[np.ndarray, np.ndarray]:  # i64[n], i32[n]
     """Return where the pieces of documents start, and their labels: at most `length` each.
 
-    A document reads from the token that ends the one before, and its last label is its own end.
+    A document reads from the token that ends the one before, or from so many after it, and its last
+    label is its own end.
     """
-    sizes = np.diff(bounds)
+    sizes = np.diff(bounds) - skipped
     counts = -(-sizes // length)
     if sizes.min(initial=1) < 1:
         raise DataError("index: must be ascending")
     first = np.cumsum(counts) - counts
     offsets = (np.arange(counts.sum()) - np.repeat(first, counts)) * length
     left = np.repeat(sizes, counts) - offsets
-    return np.repeat(bounds[:-1], counts) + offsets, np.minimum(left, length).astype(np.int32)
+    return np.repeat(bounds[:-1] + skipped, counts) + offsets, np.minimum(left, length).astype(
+        np.int32
+    )
 
 
 def pack(

@@ -16,6 +16,7 @@ from transformer_jax.text.completion import complete, read_prompt
 from transformer_jax.tokenizers.plain_text import split_documents
 from transformer_jax.tokenizers.special import (
     encode_text,
+    frame,
     special_ids,
     with_end,
     with_special_tokens,
@@ -121,7 +122,10 @@ class LanguageWindows:
 
 
 class LanguageDocuments(RowsTask):
-    """Train on documents, each of which begins and ends with the token of an end."""
+    """Train on documents, each of which ends with <eos>.
+
+    One begins with what its tokenizer puts before a text, and with <eos> where that is nothing.
+    """
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -133,6 +137,7 @@ class LanguageDocuments(RowsTask):
             tokenizers = Tokenizers(line_tokenizer(config, [*train, *val], train))
         tokenizer = with_special_tokens(tokenizers.tokenizer, ["eos"])
         end = special_ids(tokenizer)["eos"]
+        first = frame(tokenizer).first or (end,)
         tokenizers = Tokenizers(with_end(tokenizer, end))
         config = with_vocabulary(config, tokenizers, vocab_size)
         self.characters = sum(len(text) + 1 for text in val)
@@ -140,7 +145,7 @@ class LanguageDocuments(RowsTask):
         def rows(texts: list[str]) -> Rows:
             examples = []
             for text in texts:
-                ids = np.concatenate([[end], encode_text(tokenizer, text), [end]]).astype(np.int32)
+                ids = np.concatenate([first, encode_text(tokenizer, text), [end]]).astype(np.int32)
                 examples += list(_pieces(ids, config.sequence_len))
             if task.packed and packs(examples, config.sequence_len):
                 return packed(examples, config.sequence_len)
@@ -195,7 +200,8 @@ def write_sample(config: TrainConfig, tokenizers: Tokenizers, params: Params) ->
     prompt, stop = read_prompt(tokenizer, ""), tuple[int, ...]()
     if isinstance(config.task, LanguageTask) and config.task.documents is not None:
         end = special_ids(tokenizer)["eos"]
-        prompt, stop = read_prompt(tokenizer, "", end), (end,)
+        begin = None if frame(tokenizer).first else end
+        prompt, stop = read_prompt(tokenizer, "", begin), (end,)
     pieces = complete(
         model,
         params,

@@ -8,12 +8,14 @@ assistant. Messages are written as `chat` writes them; an answer of plain text e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.text.completion import complete
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
@@ -82,6 +84,11 @@ class Preferences(RowsTask):
         tokenizer = tokenizers.tokenizer
         templates = isinstance(tokenizer, PretrainedTokenizer) and tokenizer.chat_templates
         messages = not all(pair.is_text for pair in (*pairs, *held))
+        assert isinstance(config.task, PreferenceTask)
+        if config.task.messages not in (None, messages):
+            rule = f"the data has {'messages' if messages else 'texts alone'}"
+            raise ConfigError(f"messages is {config.task.messages}: {rule}")
+        config = replace(config, task=replace(config.task, messages=messages))
         if messages and not templates:
             tokenizer = with_special_tokens(tokenizer, [*ROLES, "eos"])
         elif not (isinstance(tokenizer, PretrainedTokenizer) and tokenizer.stop_ids):
@@ -122,13 +129,18 @@ class Preferences(RowsTask):
 def answer_preferred(
     config: TrainConfig, tokenizer: Tokenizer, params: Params, text: str, number: int, tokens: int
 ) -> str:
-    """Draw an answer to a prompt, which is a user's message where the tokenizer has roles."""
+    """Draw an answer to a prompt, which is a user's message where the run learnt messages.
+
+    A run that does not say so did where its tokenizer has roles.
+    """
     prompt: Any = text
-    if isinstance(tokenizer, PretrainedTokenizer):
-        roles = bool(tokenizer.chat_templates)
-    else:
-        roles = "assistant" in special_ids(tokenizer)
-    if roles:
+    assert isinstance(config.task, PreferenceTask)
+    messages = config.task.messages
+    if messages is None and isinstance(tokenizer, PretrainedTokenizer):
+        messages = bool(tokenizer.chat_templates)
+    elif messages is None:
+        messages = "assistant" in special_ids(tokenizer)
+    if messages:
         prompt = [{"role": "user", "content": text}]
     return _answered(config, tokenizer, params, prompt, number, tokens)
 

@@ -156,8 +156,11 @@ class PreparedText:
         """Return the loss a character or byte, each document with one for its end."""
         if isinstance(plain(self.tokenizers.tokenizer), ByteTokenizer):
             return loss, "byte"
-        labels = sum(part.tokens - 1 for part in self.val_parts)
-        characters = sum(part.characters + part.documents for part in self.val_parts)
+        task, parts = self.config.task, self.val_parts
+        labels = sum(part.tokens - 1 for part in parts)
+        if isinstance(task, LanguageTask) and task.documents is not None:
+            labels -= sum(part.documents for part in parts if part.begins)  # each one's first
+        characters = sum(part.characters + part.documents for part in parts)
         return loss * labels / characters, "character"
 
     def sample(self, params: Params) -> str:
