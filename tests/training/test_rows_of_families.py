@@ -105,7 +105,7 @@ def test_a_pair_is_read_as_its_family_reads_it(case):
     example = pair_example(config, Tokenizers(back), Pair("ab", "ca", "line 1"))
     assert example.source.tolist() == source
     assert (example.tokens.tolist(), example.labels.tolist()) == (reads, labels)
-    keys = token_ids(back, model.kind)
+    keys = token_ids(back, model.kind, model.vocab_size)
     given = {"forced_bos_token_id": None, "forced_eos_token_id": None} | ids
     start = given.pop("bos_token_id", None)
     assert (
@@ -124,7 +124,7 @@ def test_a_run_with_tokens_of_its_own_keeps_its_rows_and_convert_names_them():
     example = pair_example(config, Tokenizers(tokenizer), Pair("ab", "ca", "line 1"))
     assert example.source.tolist() == [0, 1]
     assert example.tokens.tolist() == [3, 2, 0] and example.labels.tolist() == [2, 0, 4]
-    assert token_ids(tokenizer, model.kind) == dict(
+    assert token_ids(tokenizer, model.kind, model.vocab_size) == dict(
         bos_token_id=3, pad_token_id=None, eos_token_id=4, decoder_start_token_id=3,
         forced_bos_token_id=None, forced_eos_token_id=None,
     )  # fmt: skip

@@ -12,12 +12,14 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json
 from transformer_jax.cli.convert import token_ids, tokenizer_files
+from transformer_jax.cli.generate import main as generate_command
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.prepare import PrepareConfig
 from transformer_jax.config.tasks import ChatTask, LanguageTask, PreferenceTask, PrefixTask
 from transformer_jax.corpus import prepare
 from transformer_jax.decoding.samplers import Sample
 from transformer_jax.models.factory import init_params
+from transformer_jax.pretrained.save import save_pretrained
 from transformer_jax.text.completion import complete
 from transformer_jax.tokenizers import chat_template
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
@@ -238,7 +240,7 @@ def test_ends_are_those_of_the_first_file_that_names_them(tmp_path, files, ids):
     tokenizer = folder(tmp_path, **files)
     assert list(tokenizer.stop_ids) == ids
     assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
-    written = token_ids(tokenizer, "decoder")["eos_token_id"]
+    written = token_ids(tokenizer, "decoder", 265)["eos_token_id"]
     assert sorted([written] if isinstance(written, int) else written) == sorted(ids)
 
 
@@ -254,7 +256,7 @@ def test_what_ends_an_answer_in_the_template_ends_what_is_written(tmp_path, pref
     own = found.tokenizers.tokenizer
     assert end_ids(own) == own.stop_ids == (261, 263)
     assert found.end is None and "learnt after" not in found.described()
-    assert token_ids(own, "decoder")["eos_token_id"] == [261, 263]
+    assert token_ids(own, "decoder", 265)["eos_token_id"] == [261, 263]
     again = task_of(tmp_path, tokenizer_from_json(own.to_json()), task, line)  # as a resumed run
     assert again.tokenizers.tokenizer == own
 
@@ -408,3 +410,45 @@ def test_documents_begin_as_their_tokenizer_begins_texts(tmp_path, monkeypatch, 
     monkeypatch.setattr(language, "complete", lambda *given, **_: read.append(given[3]) or "")
     task.sample(None)
     assert [ids.tolist() for ids in read] == [[first]]
+
+
+def test_converted_ends_are_those_that_the_model_has(tmp_path):
+    tokenizer = folder(tmp_path, config=dict(eos_token_id=[261, 263]))  # </s> and <|im_end|>
+    assert token_ids(tokenizer, "decoder", 263)["eos_token_id"] == 261
+    found = token_ids(tokenizer, "decoder", 257)
+    assert found["eos_token_id"] is None and found["bos_token_id"] is None
+
+
+@pytest.mark.parametrize("flag", ["ban", "force"])
+def test_a_text_of_tokens_that_the_model_has_not_is_one_line(tmp_path, capsys, flag):
+    tokenizer = folder(tmp_path / "tokenizer")
+    model = ModelConfig(
+        vocab_size=257, d_model=8, num_layers=1, num_heads=1, max_len=17, use_bias=False,
+        norm="rmsnorm", positions="rope", activation="silu", glu=True,
+    )  # fmt: skip
+    files, _ = tokenizer_files(tokenizer, 257)
+    save_pretrained(tmp_path / "model", model, init_params(model, jax.random.key(0)), files=files)
+    given = ["--model", str(tmp_path / "model"), "--prompt", "a", "--tokens", "2"]
+    assert generate_command([*given, f"--{flag}", "b<|im_end|>"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"generate: {flag} is 'b<|im_end|>': has id 263: the model has 257 tokens\n"
+
+
+def test_tools_of_a_conversation_are_refused_by_line(tmp_path):
+    lines = {
+        ChatTask(): dict(messages=talk("a", "b")),
+        PreferenceTask(): dict(prompt="a", chosen="b", rejected="c"),
+    }
+    for task, line in lines.items():
+        with pytest.raises(DataError, match=r"data.jsonl, line 1: has tools, which are not read"):
+            task_of(tmp_path, folder(tmp_path), task, line | dict(tools=[dict(name="f")]))
+        task_of(tmp_path, folder(tmp_path), task, line | dict(tools=None))
+
+
+def test_marks_of_what_is_generated_are_said_not_to_be_read(tmp_path):
+    marked = CHATML.replace("{{ m.content", "{% generation %}{{ m.content").replace(
+        "\n{% endfor", "{% endgeneration %}\n{% endfor"
+    )
+    task = task_of(tmp_path, folder(tmp_path, marked), ChatTask(), dict(messages=talk("a", "b")))
+    line = "marks {% generation %} are not read: all of an answer and its end is learnt"
+    assert task.described().endswith(line)

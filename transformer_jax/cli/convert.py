@@ -113,7 +113,7 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
         lines = [f"a {family} has biases: they are written as zeros"]
     classifies = config.kind == "encoder" and config.num_classes is not None
     files, note = tokenizer_files(model.tokenizer, config.vocab_size, classifies=classifies)
-    keys = token_ids(model.tokenizer, config.kind)
+    keys = token_ids(model.tokenizer, config.kind, config.vocab_size)
     if given := {name: i for name, i in keys.items() if i is not None}:
         files["generation_config.json"] = f"{json.dumps(given)}\n".encode()
     if config.num_classes is not None and model.run is not None:
@@ -162,10 +162,11 @@ def with_zero_biases(config: ModelConfig, params: dict[str, Any]) -> dict[str, A
     return unflatten_dict(given | biases)
 
 
-def token_ids(tokenizer: Any, kind: str) -> dict[str, Any]:
+def token_ids(tokenizer: Any, kind: str, vocab_size: int) -> dict[str, Any]:
     """Return the keys of config.json that name tokens; None for one that there is not.
 
-    It is written as null: a family may have a default for a missing key.
+    So is one that the tokenizer has and the model has not. None is written as null: a family may
+    have a default for a missing key.
     """
     from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
     from transformer_jax.tokenizers.special import plain, target_of
@@ -182,6 +183,8 @@ def token_ids(tokenizer: Any, kind: str) -> dict[str, Any]:
         stop = target.stop
         begins = target.start, target.forced_bos, target.forced_eos
         found |= dict(zip(TARGET_IDS, begins, strict=True))
+    found = {n: None if i is None or i >= vocab_size else i for n, i in found.items()}
+    stop = tuple(i for i in stop if i < vocab_size)
     found["eos_token_id"] = None if not stop else stop[0] if len(stop) == 1 else list(stop)
     return found
 

@@ -65,7 +65,7 @@ def _write(arguments: argparse.Namespace) -> None:
     if model.run is not None and not isinstance(model.run.task, LanguageTask):
         _answer(arguments, model, model.run)
         return
-    processors = (*model.processors, *_processors(arguments, model.tokenizer))
+    processors = (*model.processors, *_processors(arguments, model))
     if model_shape(model.config) == "encoder-decoder":
         _translate(arguments, model, sampler, processors, stop)
     else:
@@ -386,9 +386,7 @@ def _prompts(path: str, every_line: bool = False) -> list[str]:
     return prompts
 
 
-def _processors(
-    arguments: argparse.Namespace, tokenizer: Tokenizer
-) -> tuple[HistoryProcessor, ...]:
+def _processors(arguments: argparse.Namespace, model: TextModel) -> tuple[HistoryProcessor, ...]:
     """Return what the flags ask of the logits before a token is drawn."""
     from transformer_jax.decoding import logit_processors as kinds
 
@@ -405,7 +403,10 @@ def _processors(
     for name, listed in (("ban", kinds.Ban), ("force", kinds.Force)):
         text = getattr(arguments, name)
         if text is not None:
-            ids = tokenizer.encode(text).tolist() if text else []
+            ids = model.tokenizer.encode(text).tolist() if text else []
+            if ids and max(ids) >= (known := model.config.vocab_size):
+                rule = f"has id {max(ids)}: the model has {known} tokens"
+                raise ConfigError(f"{name} is {text!r}: {rule}")
             out.append(_valued(name, text, partial(_of_ids, listed, ids)))
     return tuple(out)
 

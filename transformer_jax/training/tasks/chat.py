@@ -177,6 +177,8 @@ def _read_file(
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not JSON ({error})") from None
+        if isinstance(value, dict) and value.get("tools"):
+            raise DataError(f"{where}: has tools, which are not read: rows would lack them")
         found.append((where, check(where, value)))
     return found, content
 

@@ -125,7 +125,7 @@ def talk_turns(tokenizer: Tokenizer, where: str, messages: Messages) -> list[Tur
 def tokenizer_of_talks(
     tokenizer: Tokenizer, where: str, messages: Messages
 ) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer of a run on messages such as these, and a line about their end.
+    """Return the tokenizer of a run on messages such as these, and a line about what is learnt.
 
     The token that its chat template ends an answer with ends a text from now on, and the time that
     the template may write is the run's start. DataError where nothing ends an answer.
@@ -141,11 +141,15 @@ def tokenizer_of_talks(
     chat_ids = partial(tokenizer.chat_ids, add_generation_prompt=False, written="parse")
     whole = located(f"{where}: message {first + 1}", chat_ids, probe)
     last, end = _last(tokenizer, whole), special_ids(tokenizer).get("eos")
+    lines = []
+    if any("endgeneration" in text for _, text in tokenizer.chat_templates):
+        rule = "are not read: all of an answer and its end is learnt"
+        lines.append(f"the chat template's marks {{% generation %}} {rule}")
     if last is not None and tokenizer.is_added(last):
-        return with_end(tokenizer, last), None
+        return with_end(tokenizer, last), "; ".join(lines) or None
     if end is None:
         rule = "ends no turn of the assistant, and tokenizer_config.json has no eos_token"
         raise DataError(f"the chat template {rule}: nothing would end an answer")
     name = shown(tokenizer.decode([end]))
-    line = f"the chat template ends no turn of the assistant: {name} is learnt after each"
-    return with_end(tokenizer, end), line
+    lines.insert(0, f"the chat template ends no turn of the assistant: {name} is learnt after each")
+    return with_end(tokenizer, end), "; ".join(lines)
