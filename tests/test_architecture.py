@@ -16,7 +16,6 @@ from benchmarks.structure.imports import FLOORS, read, violations
 ROOT = Path(__file__).parent.parent
 PACKAGE, KERNELS = ROOT / "transformer_jax", ROOT / "kernels"
 
-CONFIG_MAY = {"__future__", "dataclasses", "difflib", "math", "typing", "collections"}
 FORBIDDEN = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "torch", "tensorflow", "yaml"}
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
@@ -133,7 +132,7 @@ def test_config_needs_the_standard_library_only():
     for path in (PACKAGE / "config").glob("*.py"):
         for name in imports(path):
             own = name.startswith(("transformer_jax.config", "transformer_jax.shown"))
-            assert own or name.split(".")[0] in CONFIG_MAY, f"{path.name} imports {name}"
+            assert own or name.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class Program:
         functools.update_wrapper(self, function)
         self.function, self.static, self.donate, self.code = function, static, donate, code
         self.names = tuple(inspect.signature(function).parameters)
-        self.by_value = jax.jit(function, static_argnames=static, donate_argnames=donate)
+        self.by_value: Any = jax.jit(function, static_argnames=static, donate_argnames=donate)
         self.by_content: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import math
 import os
 import re
 from collections.abc import Collection
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
-
-import numpy as np
 
 
 class ConfigError(ValueError):
@@ -61,8 +58,9 @@ def check_types(config: Any) -> None:
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if name.endswith("dtype") and not isinstance(value, str | None):
-            with contextlib.suppress(TypeError):  # which says what it is, below
-                value = np.dtype(value).name
+            spelled = getattr(value, "name", getattr(value, "__name__", None))
+            if isinstance(spelled, str):
+                value = spelled
                 object.__setattr__(config, name, value)
         options = get_args(hint) if get_origin(hint) not in (None, Literal, tuple) else (hint,)
         if not any(_fits(value, option) for option in options):

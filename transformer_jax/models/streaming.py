@@ -373,11 +373,10 @@ def _astray(positions: jax.Array, chunk: int) -> jax.Array:  # bool[B]
     """Rows whose first position is no multiple of `chunk`; known ones raise."""
     known = known_value(positions)
     numpy: Any = jnp if known is None else np
-    positions = positions if known is None else known
-    first = numpy.where(positions < 0, np.iinfo(np.int32).max, positions).min(
-        axis=1, initial=np.iinfo(np.int32).max
-    )
-    astray = (first % chunk != 0) & (positions >= 0).any(axis=1)
+    given: Any = positions if known is None else known
+    last = np.iinfo(np.int32).max
+    first = numpy.where(given < 0, last, given).min(axis=1, initial=last)
+    astray = (first % chunk != 0) & (given >= 0).any(axis=1)
     if known is not None and astray.any():
         row = int(np.argmax(astray))
         raise ValueError(
