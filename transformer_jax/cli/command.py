@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from transformer_jax.cli.flags import spelled
 from transformer_jax.cli.process import one_line, print_anything
 from transformer_jax.config import ConfigError
+from transformer_jax.config.fields import nearest
 
 if TYPE_CHECKING:
     from transformer_jax.text.text_model import TextModel
@@ -30,6 +32,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.fullmatch(r".*invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += nearest(wrong[1], re.findall(r"[^', ]+", wrong[2]))
         self.exit(2, f"{self.name}: {message}\n")
 
 
