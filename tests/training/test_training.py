@@ -394,6 +394,14 @@ def numpy_rate(config: TrainConfig, count: int) -> float:
     return config.min_learning_rate + span * (1 + np.cos(np.pi * part)) / 2
 
 
+def test_a_warm_up_that_outlasts_the_run_is_said_from_python_too(config, caplog):
+    fit(replace(config, steps=2, warmup_steps=2))
+    said = "warmup_steps is 2: learning_rate 0.001 is not reached in 2 steps"
+    assert [
+        record.getMessage() for record in caplog.records if "warmup" in record.name + record.msg
+    ] == [said]
+
+
 def test_the_rate_warms_up_and_falls_as_a_cosine(config):
     for steps, warmup in ((20, 3), (20, 0), (7, 20), (20, 20)):
         now = replace(config, steps=steps, warmup_steps=warmup)

@@ -6,6 +6,7 @@ the task's (`tasks`): the loop is the same for all.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -197,7 +198,10 @@ def fit(
             progress.say(line)
         if config.warmup >= config.steps:
             rule = f"learning_rate {config.learning_rate:g} is not reached in {config.steps} steps"
-            progress.say(f"warmup_steps is {config.warmup}: {rule}")
+            line = f"warmup_steps is {config.warmup}: {rule}"
+            progress.say(line)
+            if isinstance(progress, Silent) and is_first():
+                logging.getLogger(__name__).warning(line)
         with _closing(progress), run.watched(), run.saver:
             return run.train(state)
 
