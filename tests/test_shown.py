@@ -1,8 +1,15 @@
 """What is printed of a value: a few lines, shapes and never arrays."""
 
 import dataclasses
+import importlib
+import inspect
+import json
+import pkgutil
+import re
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,58 +19,200 @@ import pytest
 import transformer_jax as tj
 from transformer_jax.checkpoints.run_folder import check_unused
 from transformer_jax.cli.process import one_line
+from transformer_jax.corpus import Part
+from transformer_jax.decoding.speculative import Proposer
 from transformer_jax.models.quantized import quantize
-from transformer_jax.text.text_model import TextModel
-from transformer_jax.tokenizers.trained import CharTokenizer, WordTokenizer
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.training import init_state, make_optimizer, progress
-from transformer_jax.training.batch import Batch
 from transformer_jax.training.loop import Result
+from transformer_jax.training.step import TrainState
 
 CONFIG = tj.ModelConfig(vocab_size=23, d_model=8, num_layers=3, num_heads=2, max_len=17)
 PARAMS = tj.init_params(CONFIG, jax.random.key(0))
 STEP = tj.make_step(tj.build(CONFIG))
 
 
-def is_quantized(leaf) -> bool:
-    return hasattr(leaf, "scale")
+def state() -> TrainState:
+    return init_state(CONFIG, make_optimizer(tj.TrainConfig(model=CONFIG)), 0)
 
 
 def result() -> Result:
-    config = tj.TrainConfig(model=CONFIG)
-    state = init_state(CONFIG, make_optimizer(config), 0)
     return Result(
-        config=config, state=state, step=7, interrupted=False, val_loss=1.5, sample="to be " * 997,
-        val_loss_per_character=1.5, best_step=5, rejected=0,
+        config=tj.TrainConfig(model=CONFIG), state=state(), step=7, interrupted=False, val_loss=1.5,
+        sample="to be " * 997, val_loss_per_character=1.5, best_step=5, rejected=0,
     )  # fmt: skip
 
 
-def values() -> list[object]:
-    cache = tj.init_cache(CONFIG, 2, 17)
-    prompt = jnp.ones((2, 3), jnp.int32)
-    written = tj.generate(STEP, PARAMS, prompt, cache, num_tokens=5)
-    recurrent = tj.RecurrentConfig(vocab_size=23, d_embed=5, d_hidden=7)
-    query = jnp.ones((1, 5, 2, 3))
-    return [
-        CONFIG, tj.preset("llama3-8b"), tj.TrainConfig(model=CONFIG), tj.train_preset("gpt2"),
-        written, written.state, result(),
-        tj.init_paged_cache(CONFIG, 2, 17, num_pages=11, page_size=17),
-        tj.init_decode_state(recurrent, None, 3, 17), recurrent, tj.build(CONFIG),
-        next(leaf for leaf in jax.tree.leaves(quantize(PARAMS, "int8"), is_leaf=is_quantized)
-             if is_quantized(leaf)),
-        TextModel(CONFIG, PARAMS, CharTokenizer("".join(map(chr, range(40, 997))))),
-        WordTokenizer(tuple(f"w{i}" for i in range(9973))),
-        tj.explain_attention(query, query, query), tj.Request(np.arange(997), 5),
-        Batch(**{f.name: jnp.ones((97, 89)) for f in dataclasses.fields(Batch)}),
-        tj.beam_search(STEP, PARAMS, prompt[:1], tj.init_cache(CONFIG, 1, 17), num_tokens=3,
-                       num_beams=2),
-    ]  # fmt: skip
+def pretrained() -> PretrainedTokenizer:
+    vocab = {f"w{i}": i for i in range(9973)}
+    definition = {"model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}}
+    return PretrainedTokenizer(
+        json.dumps(definition), chat_templates=(("default", "{{ a }}" * 997),)
+    )
 
 
-def test_nothing_prints_more_than_a_screen_or_an_array():
-    for value in values():
-        text = repr(value)
-        assert 0 < len(text) <= 1500 and text.count("\n") <= 20, f"{type(value)}: {text[:99]}"
-        assert "Array(" not in text and "array(" not in text, text
+LETTERS = CharTokenizer("".join(map(chr, range(40, 997))))
+RECURRENT = tj.RecurrentConfig(vocab_size=23, d_embed=5, d_hidden=7)
+PROMPT, MANY, TABLE = jnp.ones((2, 3), jnp.int32), tuple(range(997)), jnp.ones((97, 89))
+IDS, QUERY = jnp.ones((2, 997), jnp.int32), jnp.ones((1, 5, 2, 3))
+PART = Part(Path(), "train", 997, 89, 997, 10**8, np.dtype("int32"))
+
+
+def of_kind(kind: str, **fields: object) -> object:
+    return tj.build(dataclasses.replace(CONFIG, kind=kind, **fields))
+
+
+def all_arrays(kind: type) -> object:
+    names = kind._fields if hasattr(kind, "_fields") else [f.name for f in dataclasses.fields(kind)]
+    return kind(**dict.fromkeys(names, TABLE))
+
+
+MADE = {
+    "ALiBi": lambda kind: kind(TABLE[0]),
+    "BPETokenizer": lambda kind: kind.train("to be or not to be", 263),
+    "Ban": lambda kind: kind(*MANY),
+    "BanSequences": lambda kind: kind(*[MANY] * 97),
+    "Beams": lambda kind: tj.beam_search(
+        STEP, PARAMS, PROMPT[:1], tj.init_cache(CONFIG, 1, 17), num_tokens=3, num_beams=2
+    ),
+    "BlockPlan": lambda kind: kind(TABLE, 8, 8),
+    "CharTokenizer": lambda kind: LETTERS,
+    "Completion": lambda kind: kind("a", np.arange(997), np.arange(997.0), "limit"),
+    "Corpus": lambda kind: kind(Path(), "0" * 64, LETTERS, PART, PART, {str(n): {} for n in MANY}),
+    "Decoder": lambda kind: of_kind("decoder"),
+    "Dense": lambda kind: kind(TABLE > 0),
+    "Draft": lambda kind: kind(STEP, PARAMS, tj.init_cache(CONFIG, 2, 17)),
+    "Encoder": lambda kind: of_kind("encoder"),
+    "EncoderDecoder": lambda kind: of_kind("encoder-decoder"),
+    "Explanation": lambda kind: tj.explain_attention(QUERY, QUERY, QUERY),
+    "Force": lambda kind: kind(*MANY),
+    "ForceLast": lambda kind: kind(7, 3),
+    "Frames": lambda kind: kind(width=7),
+    "FrequencyPenalty": lambda kind: kind(0.5),
+    "GNMTPenalty": lambda kind: kind(0.6),
+    "Generation": lambda kind: tj.generate(
+        STEP, PARAMS, PROMPT, tj.init_cache(CONFIG, 2, 17), num_tokens=5
+    ),
+    "KVCache": lambda kind: tj.init_cache(CONFIG, 2, 17).layers[0],
+    "LengthPenalty": lambda kind: kind(0.6),
+    "MinLength": lambda kind: kind(7, 3),
+    "MinP": lambda kind: kind(0.5),
+    "ModelCache": lambda kind: tj.init_cache(CONFIG, 2, 17),
+    "ModelConfig": lambda kind: tj.preset("llama3-8b"),
+    "ModelStep": lambda kind: STEP,
+    "NgramLM": lambda kind: tj.build(tj.NgramConfig(vocab_size=7)),
+    "NoRepeatNGram": lambda kind: kind(3),
+    "Padding": lambda kind: kind(TABLE > 0),
+    "PagedCache": lambda kind: tj.init_paged_cache(
+        CONFIG, 2, 17, num_pages=11, page_size=17
+    ).layers[0],
+    "Part": lambda kind: PART,
+    "Patches": lambda kind: kind(size=7, height=49, width=49, channels=3),
+    "Predicate": lambda kind: kind(lambda q, k: k <= q),
+    "Prefix": lambda kind: kind(IDS[0]),
+    "PresencePenalty": lambda kind: kind(0.5),
+    "PretrainedTokenizer": lambda kind: pretrained(),
+    "PromptLookup": lambda kind: kind(3),
+    "QuantizedKernel": lambda kind: next(
+        leaf
+        for leaf in jax.tree.leaves(quantize(PARAMS, "int8"), is_leaf=is_made_by(kind))
+        if isinstance(leaf, kind)
+    ),
+    "RecentTokensStep": lambda kind: tj.make_step(tj.build(tj.WindowConfig(vocab_size=7))),
+    "RecurrentLM": lambda kind: tj.build(RECURRENT),
+    "RecurrentSeq2Seq": lambda kind: kind(RECURRENT),
+    "RecurrentState": lambda kind: tj.init_decode_state(RECURRENT, None, 3, 17),
+    "RecurrentStep": lambda kind: tj.make_step(tj.build(RECURRENT)),
+    "RecurrentTagger": lambda kind: kind(RECURRENT),
+    "RelativeBias": lambda kind: kind(TABLE, True, 128),
+    "RepetitionPenalty": lambda kind: kind(1.5),
+    "Request": lambda kind: kind(np.arange(997), 5),
+    "Result": lambda kind: result(),
+    "RunFolder": lambda kind: kind(Path("runs/first")),
+    "Segments": lambda kind: kind(IDS),
+    "SentenceEncoder": lambda kind: kind(CONFIG, PARAMS, "mean", True, 17),
+    "SpecialTokens": lambda kind: kind(LETTERS, tuple(f"<{n}>" for n in MANY)),
+    "StreamingEncoder": lambda kind: kind(
+        dataclasses.replace(CONFIG, window=5, positions="rope"), 7
+    ),
+    "Temperature": lambda kind: kind(0.5),
+    "TextModel": lambda kind: kind(CONFIG, PARAMS, LETTERS),
+    "TopK": lambda kind: kind(5),
+    "TopP": lambda kind: kind(0.5),
+    "TrainConfig": lambda kind: tj.train_preset("gpt2"),
+    "TrainState": lambda kind: state(),
+    "Typical": lambda kind: kind(0.5),
+    "Vectors": lambda kind: kind(width=7),
+    "Window": lambda kind: kind(7),
+    "WindowLM": lambda kind: kind(tj.WindowConfig(vocab_size=7)),
+    "WordTokenizer": lambda kind: kind(tuple(f"w{i}" for i in range(9973))),
+}
+"""How instances are made of the public classes that need arguments; large where they can be."""
+
+OF_ARRAYS = {
+    "AttentionWeights", "Batch", "History", "Proposal", "RecentTokens", "Slots", "SourceMemory",
+    "Speculation",
+}  # fmt: skip
+
+
+def is_made_by(kind: type) -> Callable[[object], bool]:
+    return lambda leaf: isinstance(leaf, kind)
+
+
+def modules() -> list[ModuleType]:
+    names = [m.name for m in pkgutil.walk_packages(tj.__path__, "transformer_jax.")]
+    return [tj, *(importlib.import_module(n) for n in names if "__main__" not in n)]
+
+
+def is_shown(kind: object) -> bool:
+    return (
+        isinstance(kind, type)
+        and not kind.__name__.startswith("_")
+        and not issubclass(kind, BaseException)
+        and not getattr(kind, "_is_protocol", False)
+    )
+
+
+def public_classes() -> list[type]:
+    packages = [m for m in modules() if hasattr(m, "__path__") and m.__name__.count(".") < 2]
+    found = [getattr(m, name) for m in packages for name in getattr(m, "__all__", ())]
+    without = {tj.Mask, Proposer}  # what others inherit from
+    return sorted({k for k in found if is_shown(k)} - without, key=lambda k: k.__name__)
+
+
+def test_no_public_class_prints_more_than_a_screen_or_an_array():
+    wrong = {}
+    for kind in public_classes():
+        name = kind.__name__
+        try:
+            value = (
+                all_arrays(kind) if name in OF_ARRAYS else MADE.get(name, lambda kind: kind())(kind)
+            )
+            texts = repr(value), str(value)
+        except Exception as error:
+            wrong[name] = repr(error)
+            continue
+        if not isinstance(value, kind):
+            wrong[name] = f"the table makes a {type(value)}"
+        for text in texts:
+            if not 0 < len(text) <= 1500 or text.count("\n") > 20:
+                wrong[name] = f"{len(text)} characters: {text[:99]}"
+            if "rray(" in text or " object at 0x" in text:
+                wrong[name] = text
+    assert not wrong
+
+
+def test_no_class_with_arrays_has_a_generated_repr():
+    for module in modules():
+        for kind in vars(module).values():
+            has_fields = dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
+            if not has_fields or not is_shown(kind) or kind.__module__ != module.__name__:
+                continue
+            held = " ".join(str(v) for v in inspect.get_annotations(kind).values())
+            if re.search(r"\b(Array|ndarray|Tokenizer)\b", held):
+                file = inspect.unwrap(kind.__repr__).__code__.co_filename
+                assert "transformer_jax" in file or "flax" in file, f"{kind}: {held}"
 
 
 def test_what_is_printed_is_shapes_and_what_differs():

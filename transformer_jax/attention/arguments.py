@@ -20,6 +20,7 @@ from transformer_jax.kernels.contract import Refused as Refused
 from transformer_jax.kernels.contract import dequantise, rows_of_pages
 from transformer_jax.pytree import register
 from transformer_jax.sharding import by_compiler, split
+from transformer_jax.shown import short_repr
 
 POOLS = ("key", "value", "key_scale", "value_scale")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -33,6 +34,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
     ),
     static=("scale", "softcap", "dropout_rate", "return_lse"),
 )  # fmt: skip
+@short_repr
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCall:
     """Hold the checked arguments of one call of attention: arrays are leaves, numbers static."""
@@ -124,6 +126,7 @@ class AttentionCall:
         return jnp.stack(head_words(key_words(self.dropout_key), B, N))
 
 
+@short_repr
 @register(arrays=("mask", "plan"))
 @dataclass(frozen=True)
 class PlannedMask:

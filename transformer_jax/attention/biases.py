@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import as_int32
+from transformer_jax.shown import short_repr
 
 # Biases of a distance: values with `.materialize`, added to the scores
 
@@ -38,6 +39,7 @@ def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
     return jnp.asarray(2.0 ** -np.array(exponents), jnp.float32)
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class ALiBi:
@@ -97,6 +99,7 @@ def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> in
     return n
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class RelativeBias:

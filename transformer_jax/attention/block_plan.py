@@ -18,11 +18,13 @@ import numpy as np
 
 from transformer_jax.kernels.contract import FULL, PARTIAL, SKIPPED, TileLists, tile_lists
 from transformer_jax.pytree import register
+from transformer_jax.shown import short_repr
 from transformer_jax.tracing import at_once, traced
 
 __all__ = ["FULL", "PARTIAL", "SKIPPED", "BlockPlan", "TileLists", "Tiles", "pad", "tile_lists"]
 
 
+@short_repr
 @register(arrays=("classes",), static=("block_q", "block_k"))
 @dataclass(frozen=True)
 class BlockPlan:
@@ -71,6 +73,7 @@ def lists_of(classes: Any) -> TileLists:
         return jax.tree.map(jnp.asarray, tile_lists(np.asarray(classes)))
 
 
+@short_repr
 @dataclass(frozen=True)
 class Tiles:
     """Cut positions into tiles, and summarise each tile; empty slots count as nothing.

@@ -32,6 +32,7 @@ from transformer_jax.kernels.gradient import BY_KEY, ListsByKernel, attend
 from transformer_jax.programs import program
 from transformer_jax.pytree import register
 from transformer_jax.sharding import vary
+from transformer_jax.shown import short_repr
 from transformer_jax.tracing import at_once
 
 
@@ -47,6 +48,7 @@ class Tiling:
     packs: bool  # whether kernels get the queries of a group as rows of one tile
 
 
+@short_repr
 @register(arrays=("q_vectors", "k_vectors", "pairs", "lists"), static=("visible", "tiling"))
 @dataclass(frozen=True)
 class FusedPlan:

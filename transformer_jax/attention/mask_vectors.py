@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.shown import short_repr
+
 if TYPE_CHECKING:
     from transformer_jax.attention.masks import Mask
 
@@ -34,6 +36,7 @@ PAIRS: Vector = ("k", -1)
 """The integer of the pair, which a kernel gives after the vectors of the keys."""
 
 
+@short_repr
 @dataclass(frozen=True)
 class Comparison:
     """Say from query vectors and key vectors which query sees which key.
@@ -72,6 +75,7 @@ class Comparison:
 NO_EMPTY_SLOT = Comparison(operator.ge, (K_POSITIONS, 0))
 
 
+@short_repr
 @dataclass
 class MaskVectors:
     """Hold a mask's vectors, [B or 1, T] and [B or 1, S]; vector 0 of each is the positions."""

@@ -28,8 +28,10 @@ from einops import rearrange
 from transformer_jax.attention.arguments import AttentionCall, Implementation
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.dropout import keep_tile, key_words
+from transformer_jax.shown import short_repr
 
 
+@short_repr
 class Softmax(NamedTuple):
     """Hold exp(s - max), what it is to be divided by, and which rows are broken."""
 
@@ -53,6 +55,7 @@ class Softmax(NamedTuple):
         return out.swapaxes(1, 2)
 
 
+@short_repr
 class Nonfinite(NamedTuple):
     """Mark queries that a row reaches which is not finite."""
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from transformer_jax.cli.command import Parser, run
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.architectures import architecture_names
+from transformer_jax.shown import short_repr
 
 Axis = Literal["step", "tokens", "hours"]
 
@@ -35,6 +36,7 @@ UNNAMED = {
 """Fields that do not say what a run is; the seed is told where nothing else differs."""
 
 
+@short_repr
 @dataclass(frozen=True)
 class Curves:
     """Hold what a run measured, each at a place on the axis."""

@@ -19,8 +19,10 @@ from transformer_jax.models.functional import dropout, held, project
 from transformer_jax.models.quantized import QuantizedKernel, quantized_project
 from transformer_jax.pytree import exportable, register
 from transformer_jax.sharding import by_compiler, split
+from transformer_jax.shown import short_repr
 
 
+@short_repr
 @exportable
 @register(arrays=("base", "a", "b", "rows"), static=("scale", "dropout"))
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ from transformer_jax.models.functional import (
 )
 from transformer_jax.models.quantized import QuantizedTable, table_logits
 from transformer_jax.sharding import by_compiler, gathered, split
+from transformer_jax.shown import short_repr
 
 PositionBias = biases.ALiBi | biases.RelativeBias
 """The biases of a distance that a config can ask for."""
@@ -134,6 +135,7 @@ def branch_std(config: ModelConfig, depth: int | None) -> float:
     return config.init_std / (2 * (config.num_layers if depth is None else depth)) ** 0.5
 
 
+@short_repr
 class HeadMasks(NamedTuple):
     """Hold what the outputs of heads are multiplied by; None leaves them as they are."""
 
@@ -145,6 +147,7 @@ ALL_HEADS = HeadMasks()
 """No mask: every head counts as it is."""
 
 
+@short_repr
 class AttendedKeys(NamedTuple):
     """Hold the keys that one attention weighed, and how."""
 
@@ -152,6 +155,7 @@ class AttendedKeys(NamedTuple):
     positions: jax.Array | None  # i32[B, S] of the keys; None is arange(S)
 
 
+@short_repr
 class AttentionOutput(NamedTuple):
     """Hold what `Attention` returns."""
 
@@ -160,6 +164,7 @@ class AttentionOutput(NamedTuple):
     attended: AttendedKeys | None = None  # where it was asked for
 
 
+@short_repr
 class BlockRecord(NamedTuple):
     """Hold what a block read and weighed."""
 
@@ -168,6 +173,7 @@ class BlockRecord(NamedTuple):
     cross: AttendedKeys | None  # over an encoder's output
 
 
+@short_repr
 class BlockOutput(NamedTuple):
     """Hold what `Block` returns."""
 
@@ -554,6 +560,7 @@ class Block(nn.Module):
         return BlockOutput(x, own.cache, BlockRecord(entered, own.attended, crossed))
 
 
+@short_repr
 class OutputLayer(NamedTuple):
     """Hold what logits are computed of: x table^T + bias, before a soft cap."""
 

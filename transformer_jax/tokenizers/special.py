@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.trained import Tokenizer, tokenizer_of
 from transformer_jax.tokenizers.utf8 import DataError
@@ -23,6 +24,7 @@ STAND_INS = {
 """Roles of a published tokenizer that may serve for one that it has not, the first there is."""
 
 
+@short_repr
 @dataclass(frozen=True)
 class SpecialTokens:
     """Add ids after those of another tokenizer, each with a name and no text."""
@@ -101,6 +103,7 @@ def with_end(tokenizer: Tokenizer, learnt: int) -> Tokenizer:
     return replace(tokenizer, stop_ids=(*tokenizer.stop_ids, learnt))
 
 
+@short_repr
 class Frame(NamedTuple):
     """Hold the ids that stand before a text and after it."""
 
@@ -118,6 +121,7 @@ def frame(tokenizer: Tokenizer) -> Frame:
     return Frame(*own.frame) if isinstance(own, PretrainedTokenizer) else Frame((), ())
 
 
+@short_repr
 class Target(NamedTuple):
     """Say how the targets of an encoder-decoder begin and end."""
 

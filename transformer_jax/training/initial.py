@@ -23,6 +23,7 @@ from transformer_jax.models.factory import init_params, merged
 from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
 from transformer_jax.pretrained.load import pretrained_config
 from transformer_jax.pretrained.safetensors_folder import WeightFolder, open_folder
+from transformer_jax.shown import short_repr
 from transformer_jax.text.text_model import (
     base_params,
     is_run,
@@ -40,6 +41,7 @@ TASK_FIELDS = frozenset(
 """Fields of a model that another task may change."""
 
 
+@short_repr
 @dataclass(frozen=True)
 class StartModel:
     """Hold what a run starts from."""

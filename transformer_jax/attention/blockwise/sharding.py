@@ -37,11 +37,13 @@ from transformer_jax.kernels.sharding import (
 )
 from transformer_jax.pytree import register
 from transformer_jax.sharding import split, vary
+from transformer_jax.shown import short_repr
 
 ROWS: AxisNames = ("b", None, "n")
 OUR_BIASES = jax.Array, ALiBi, RelativeBias
 
 
+@short_repr
 class Saved(NamedTuple):
     """Hold what the backward pass reads of the forward pass and of the cotangents."""
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, overload
 import numpy as np
 
 from transformer_jax.config import Activation, ConfigError, ModelConfig
+from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import shown
 
 Shape = tuple[int, ...]
@@ -127,6 +128,7 @@ def linear(
     return [kernel, TensorMapping(f"{param}/bias", f"{tensor}.bias", FLAT)] if bias else [kernel]
 
 
+@short_repr
 @dataclass(frozen=True)
 class Family:
     """Describe one `model_type` of config.json; `FAMILIES` lists all of them."""

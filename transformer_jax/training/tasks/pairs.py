@@ -17,6 +17,7 @@ import numpy as np
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import GeneratedTask, PairsTask, PrefixTask, Seq2SeqTask
+from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.special import (
     source_frame,
@@ -50,6 +51,7 @@ SHOWN = 5
 """Held-out pairs in the sample of a run."""
 
 
+@short_repr
 class Pair(NamedTuple):
     """Hold a source, its target, and where they stand."""
 

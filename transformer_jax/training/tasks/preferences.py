@@ -17,6 +17,7 @@ import numpy as np
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.shown import short_repr
 from transformer_jax.text.completion import complete
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import end_ids, special_ids, with_end, with_special_tokens
@@ -47,6 +48,7 @@ from transformer_jax.training.tasks.turns import (
 FIELDS = "prompt", "chosen", "rejected"
 
 
+@short_repr
 class Pair(NamedTuple):
     """Hold a prompt and two answers: texts, or lists of messages."""
 

@@ -22,6 +22,7 @@ import numpy as np
 from einops import rearrange
 
 from transformer_jax.config.tasks import ContinuousTask, DigitsTask, TonesTask
+from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.utf8 import DataError
 
 DIGITS = "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
@@ -56,6 +57,7 @@ SILENCE = 2 * HOP, 4 * HOP
 """Samples of a silence, at least and at most."""
 
 
+@short_repr
 class Signal(NamedTuple):
     """Hold a picture or the frames of a sound, and what is to be written of it."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import Seq2SeqTask
+from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -26,6 +27,7 @@ Report: TypeAlias = Callable[[int, int], None]
 """Take how many examples are decoded, from 0 on, and how many there are."""
 
 
+@short_repr
 class Tokenizers(NamedTuple):
     """Hold a run's tokenizer, and that of the sources where they have one of their own."""
 

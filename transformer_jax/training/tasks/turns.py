@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import (
     encode_answer,
@@ -32,6 +33,7 @@ ROLES = "system", "user", "assistant"
 Messages = Sequence[Mapping[str, Any]]
 
 
+@short_repr
 class Turn(NamedTuple):
     """Hold what is read, and what is learnt after it."""
 
