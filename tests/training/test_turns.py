@@ -452,3 +452,10 @@ def test_marks_of_what_is_generated_are_said_not_to_be_read(tmp_path):
     task = task_of(tmp_path, folder(tmp_path, marked), ChatTask(), dict(messages=talk("a", "b")))
     line = "marks {% generation %} are not read: all of an answer and its end is learnt"
     assert task.described().endswith(line)
+
+
+def test_answers_of_the_same_tokens_are_refused_by_line(tmp_path):
+    tokenizer = folder(tmp_path, CHATML.replace("m.content", "m.content | trim"))
+    pair = dict(prompt=talk("a"), chosen=talk("", "b")[1:], rejected=talk("", "b ")[1:])
+    with pytest.raises(DataError, match=r"line 1: chosen and rejected have the same tokens"):
+        task_of(tmp_path, tokenizer, PreferenceTask(), pair)

@@ -172,6 +172,10 @@ def _answered(
 def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> Rows:
     """Lay out a pair a row: the chosen answer after its prompt, then the rejected one."""
     both = [[_answer_ids(config, tokenizer, pair, name) for name in FIELDS[1:]] for pair in pairs]
+    for pair, ((chosen, _), (rejected, _)) in zip(pairs, both, strict=True):
+        if np.array_equal(chosen, rejected):
+            rule = "there is nothing to learn"
+            raise DataError(f"{pair.where}: chosen and rejected have the same tokens: {rule}")
     longest = max(len(ids) - 1 for row in both for ids, _ in row)
     length = min(-(-longest // MULTIPLE) * MULTIPLE, config.sequence_len)
     tokens = np.zeros((len(pairs), 2, length), np.int32)
