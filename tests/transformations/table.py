@@ -1,15 +1,18 @@
 """Transform every public function in every way that JAX has, and compare with the plain call.
 
     python -m tests.transformations                    # prints the table
-    python -m tests.transformations --write docs/reference/transformations.md
+    python -m tests.transformations --results cells.jsonl --only Decoder     # a part at a time
+    python -m tests.transformations --results cells.jsonl --write docs/reference/transformations.md
 
 A mark means that the transformed function gave the right numbers here: of a derivative those of
-central differences along a random direction, of everything else those of the plain call.
+central differences along a random direction, of everything else those of the plain call. Cells
+that the file of results has already are not run again; the page leaves out rows that lack a cell.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +54,8 @@ def scalar(case: Case) -> tuple[Callable[[Any], jax.Array], Any, Any]:
     draw = lambda x: rng.standard_normal(x.shape).astype(np.float32)  # noqa: E731
     out = jax.eval_shape(case.function, floats, others)
     weights = [draw(x) for x in jax.tree.leaves(out) if is_floating(x)]
+    if not weights:
+        raise TypeError("no result is floating")
 
     def f(floats: Any) -> jax.Array:
         results = [x for x in jax.tree.leaves(case.function(floats, others)) if is_floating(x)]
@@ -187,7 +192,7 @@ def strict(case: Case) -> None:
     with jax.numpy_dtype_promotion("strict"):
         for given in (floats, half):
             jax.eval_shape(case.function, given, others)
-        if not case.cannot.get("grad"):
+        if "grad" not in case.cannot:
             f, x, _ = scalar(case)
             jax.eval_shape(jax.grad(f), x)
 
@@ -200,7 +205,7 @@ def known(case: Case) -> None:
     same(jax.jit(lambda x: case.function(floats, x))(others), wanted)
     same(jax.jit(lambda: case.function(floats, others))(), wanted)
     jax.eval_shape(lambda: case.function(floats, others))
-    if not case.cannot.get("grad"):
+    if "grad" not in case.cannot:
         jax.eval_shape(jax.grad(lambda x: scalar(case)[0](x)), floats)
 
 
@@ -236,47 +241,77 @@ COLUMNS: dict[str, Callable[[Case], None]] = {
 }
 
 
+def cell(case: Case, column: str) -> str:
+    """Return what the table says of a case: "yes", "", or "no: " and why, when that holds."""
+    try:
+        COLUMNS[column](case)
+    except NotApplicable:
+        return ""
+    except Exception as error:
+        no = case.cannot.get(column)
+        if no is None or not isinstance(error, no.raises) or no.names not in str(error):
+            raise
+        return f"no: {no.reason}"
+    assert column not in case.cannot, "works, and the table says that it cannot"
+    return "yes"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", type=Path, help="also write the table to this file")
+    parser.add_argument("--results", type=Path, help="JSON lines: cells of earlier runs, and these")
+    parser.add_argument("--write", type=Path, help="write the page of the table to this file")
     parser.add_argument("--only", default="", help="only rows whose name contains this")
     parser.add_argument("--column", default="", help="only columns whose name contains this")
     parser.add_argument("--traceback", action="store_true", help="print where a cell fails")
     arguments = parser.parse_args()
-    columns = {n: f for n, f in COLUMNS.items() if arguments.column in n}
-    lines, notes, failed = [], {}, 0
+    cells: dict[tuple[str, str], str] = {}
+    if arguments.results and arguments.results.exists():
+        for line in arguments.results.read_text().splitlines():
+            *key, said = json.loads(line)
+            cells[key[0], key[1]] = said
+    failed = 0
     for name, case in all_cases().items():
         if arguments.only not in name:
             continue
-        cells = []
-        for column, check in columns.items():
-            if column in case.cannot:
-                number = notes.setdefault(case.cannot[column], len(notes) + 1)
-                cells.append(f"no [{number}]")
+        for column in COLUMNS:
+            if arguments.column not in column or (name, column) in cells:
                 continue
             try:
-                check(case)
-                cells.append("yes")
-            except NotApplicable:
-                cells.append("")
+                said = cells[name, column] = cell(case, column)
             except Exception as error:  # a cell says so, and the rest goes on
                 failed += 1
-                cells.append("FAILS")
                 print(f"{name}, {column}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 if arguments.traceback:
                     traceback.print_exc()
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-        print(lines[-1], flush=True)
+                continue
+            if arguments.results:
+                with arguments.results.open("a") as file:
+                    file.write(json.dumps([name, column, said]) + "\n")
+        print(name, [cells.get((name, column), "?") for column in COLUMNS], flush=True)
         jax.clear_caches()
     if arguments.write:
-        arguments.write.write_text(page(list(columns), lines, notes))
+        arguments.write.write_text(page(cells))
     raise SystemExit(1 if failed else 0)
 
 
-def page(columns: list[str], lines: list[str], notes: dict[str, int]) -> str:
-    """Return the page of the table."""
-    head = "| | " + " | ".join(columns) + " |\n|" + " --- |" * (len(columns) + 1)
+def page(cells: dict[tuple[str, str], str]) -> str:
+    """Return the page of the table: the rows of which every cell is known."""
+    notes: dict[str, int] = {}
+
+    def short(said: str) -> str:
+        mark, _, reason = said.partition(": ")
+        return f"{mark} [{notes.setdefault(reason, len(notes) + 1)}]" if reason else mark
+
+    rows = [
+        f"| {name} | " + " | ".join(short(cells[name, column]) for column in COLUMNS) + " |"
+        for name in all_cases()
+        if all((name, column) in cells for column in COLUMNS)
+    ]
+    head = "| | " + " | ".join(COLUMNS) + " |\n|" + " --- |" * (len(COLUMNS) + 1)
     intro = (Path(__file__).parent / "page.md").read_text()
     listed = "\n".join(f"{number}. {reason}." for reason, number in notes.items())
-    setting = f"Printed with jax {jax.__version__} on {jax.default_backend()}."
-    return f"{intro.rstrip()}\n\n{head}\n" + "\n".join(lines) + f"\n\n{listed}\n\n{setting}\n"
+    setting = (
+        "Printed by `python -m tests.transformations --write docs/reference/transformations.md`, "
+        f"with jax {jax.__version__} on {jax.default_backend()}."
+    )
+    return f"{intro.rstrip()}\n\n{head}\n" + "\n".join(rows) + f"\n\n{listed}\n\n{setting}\n"
