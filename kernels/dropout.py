@@ -33,6 +33,14 @@ def threshold(rate: float) -> int:
     return min(round(rate * 2**32), 2**32 - 1)
 
 
+def exact_rate(rate: float) -> float:
+    """Return the rate that this threshold has: 1 / (1 - it) makes up for what is dropped.
+
+    Near 1 it is far from `rate`; of 1 - 1e-10, 4 weights of 2^32 would be kept where 1 is.
+    """
+    return threshold(rate) / 2**32
+
+
 def head_words(key_data: jax.Array, B: int, N: int) -> tuple[jax.Array, jax.Array]:  # u32[B, N]
     """Return a and b of every batch row and head: the key and the head are absorbed."""
     return _head_words(key_data, jnp.arange(B * N, dtype=jnp.int32).reshape(B, N))

@@ -27,7 +27,7 @@ from transformer_jax.attention.api import (  # noqa: E402
     dot_product_attention_weights,
     explain_attention,
 )
-from transformer_jax.attention.arguments import AttentionCall  # noqa: E402
+from transformer_jax.attention.arguments import AttentionCall, check_call  # noqa: E402
 from transformer_jax.attention.biases import ALiBi, alibi_slopes  # noqa: E402
 from transformer_jax.attention.blockwise.tiles import Sizes, visited_tiles  # noqa: E402
 from transformer_jax.attention.cudnn import Cudnn  # noqa: E402
@@ -256,6 +256,30 @@ def test_the_oracle_gradients_are_central_differences(rng):
 
 
 # Dropout is the same whatever computes it.
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_scales_and_softcaps_at_extremes_are_right_or_refused(implementation, rng):
+    """A score of 1e10 is 512 off where it is rounded: exp of what remains would overflow."""
+    drawn = [rng.normal(size=(1, 5, 1, 3)).astype(np.float32) for _ in range(3)]
+    doubles = [x.astype(np.float64) for x in drawn]
+    call = partial(dot_product_attention, *drawn, implementation=implementation)
+    for options in ({"scale": 1e10}, {"scale": 1e30}, {"softcap": 1e-30}, {"softcap": 1e30}):
+        assert_near(call(**options), oracle.attention(*doubles, **options).out, 1e-5, str(options))
+    for name, value in (("scale", 1e39), ("softcap", 1e39), ("softcap", 1e-45)):
+        with pytest.raises(
+            ValueError, match=rf"{name} is {re.escape(str(value))}: must be finite.*, from"
+        ):
+            call(**{name: value})
+
+
+def test_attention_keeps_the_mean_at_rates_of_dropout_near_one():
+    """Of 2^32 numbers the hash keeps whole ones: with 1 - 1e-10 one, where 0.43 would be right."""
+    ones = jnp.ones((1, 1, 1, 1))
+    for rate in (1 - 1e-8, 1 - 1e-10):
+        kept = max(1, round((1 - rate) * 2**32)) / 2**32
+        call = check_call(ones, ones, ones, dropout_rate=rate, dropout_key=jax.random.key(0))
+        assert 1 / (1 - call.dropout_rate) == pytest.approx(1 / kept)
 
 
 def test_dropout_does_not_depend_on_the_implementation():

@@ -158,6 +158,15 @@ def test_penalties_that_are_no_finite_number_are_refused(kind, bad):
         kind(bad)
 
 
+@pytest.mark.parametrize("kind", [PresencePenalty, FrequencyPenalty, RepetitionPenalty])
+@pytest.mark.parametrize("far", [1e39, 1e300, 10**400, 1.1e30])
+def test_penalties_whose_products_float32_does_not_hold_are_refused(kind, far):
+    with pytest.raises(ValueError, match=r"must be finite.*, from -?1e-?30 to 1e30"):
+        kind(far)
+    largest = np.asarray(kind(1e30)(history([[1]], [[2]]), jnp.zeros((1, V))))
+    assert np.isfinite(largest).all() and largest[0, 3] == 0
+
+
 def test_bad_settings_are_refused_by_name():
     for call, rule in (
         (lambda: RepetitionPenalty(0), "p is 0: must be finite and above 0"),

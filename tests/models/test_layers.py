@@ -111,6 +111,18 @@ def test_dropout_scales_what_it_keeps(key):
     assert abs(y.mean() / np.asarray(x).mean() - 1) < 0.02
 
 
+@pytest.mark.parametrize("rate", [1e-6, 3e-7, 1 - 1e-6, 1 - 1e-8, 1 - 1e-10])
+def test_dropout_keeps_the_mean_at_rates_near_zero_and_one(rate, monkeypatch):
+    """A grid of all 32-bit numbers' quantiles stands for random bits: shares are then exact."""
+    edge = round((1 - rate) * 2**32)  # bits below this are kept
+    bits = np.clip(edge + np.arange(-1100, 1101), 0, 2**32 - 1).astype(np.uint32)
+    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.asarray(bits))
+    y = np.asarray(dropout(jnp.ones(len(bits)), rate, jax.random.key(0)), np.float64)
+    count = max(1, edge)
+    np.testing.assert_array_equal(y != 0, bits < count)
+    assert y.max() * count / 2**32 == pytest.approx(1, abs=1e-6)
+
+
 def test_dropout_is_the_identity_without_a_key_or_a_rate(key):
     x = jnp.arange(5.0)
     assert dropout(x, 0.5, None) is x

@@ -487,8 +487,8 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/models/functional.py",
         (
             "dropout keeps what it should drop",
-            "jax.random.bernoulli(key, 1.0 - rate, x.shape)",
-            "jax.random.bernoulli(key, rate, x.shape)",
+            "~jax.random.bits(key, x.shape, jnp.uint32) >= jnp.uint32(threshold(rate))",
+            "jax.random.bits(key, x.shape, jnp.uint32) <= jnp.uint32(threshold(rate))",
             "models/test_layers.py::test_dropout_scales_what_it_keeps",
         ),
         (

@@ -448,7 +448,7 @@ def test_chunks_never_hold_all_logits(differentiated):
         (dict(hidden=jnp.zeros((2, 3, 4))), "D is 4 in hidden, 5 in output_weights"),
         (dict(hidden=jnp.zeros((3, D))), r"hidden has shape \(3, 5\)"),
         (dict(label_smoothing=-0.1), "label_smoothing is -0.1"),
-        (dict(softcap=0.0), "softcap is 0.0: must be above 0"),
+        (dict(softcap=0.0), "softcap is 0.0: must be finite and above 0"),
         (dict(logit_bias=jnp.zeros(1)), rf"logit_bias has shape \(1,\): must be \({V},\)"),
         (dict(logit_bias=jnp.zeros((2, V))), "logit_bias has shape"),
     ],

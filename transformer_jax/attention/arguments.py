@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.attention.biases import Bias
-from transformer_jax.attention.dropout import head_words, key_words
+from transformer_jax.attention.dropout import exact_rate, head_words, key_words
 from transformer_jax.attention.masks import Mask, check_mask
-from transformer_jax.checks import as_int32, check_finite, check_key
+from transformer_jax.checks import as_int32, check_factor, check_finite, check_key
 from transformer_jax.kernels.contract import Refused as Refused
 from transformer_jax.kernels.contract import dequantise, rows_of_pages
 from transformer_jax.pytree import register
@@ -226,6 +225,7 @@ def check_call(
     _check_positions("k_positions", k_positions, B, S)
     scale_is_array = isinstance(scale, jax.Array)
     _check_numbers(scale, softcap, dropout_rate, dropout_key)
+    rate = exact_rate(dropout_rate)
     return AttentionCall(
         query=query,
         key=key,
@@ -238,8 +238,8 @@ def check_call(
         softcap=None if softcap is None else float(softcap),
         q_positions=q_positions,
         k_positions=k_positions,
-        dropout_rate=float(dropout_rate),
-        dropout_key=dropout_key if dropout_rate > 0 else None,
+        dropout_rate=rate,
+        dropout_key=dropout_key if rate else None,
         return_lse=return_lse,
         key_scale=key_scale,
         value_scale=value_scale,
@@ -254,8 +254,8 @@ def _check_numbers(scale: Any, softcap: Any, dropout_rate: Any, dropout_key: Any
             raise ValueError(f"scale has shape {scale.shape}: must be one number")
     elif scale is not None:
         check_finite("scale", float(scale))
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}: must be above 0 and finite, or None")
+    if softcap is not None:
+        check_factor("softcap", float(softcap))
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate is {dropout_rate}: must be in [0, 1)")
     if dropout_rate > 0 and dropout_key is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 
-from transformer_jax.kernels.dropout import head_words, keep_tile
+from transformer_jax.kernels.dropout import exact_rate, head_words, keep_tile
 
-__all__ = ["head_words", "keep_tile", "key_words"]
+__all__ = ["exact_rate", "head_words", "keep_tile", "key_words"]
 
 
 def key_words(key: jax.Array) -> jax.Array:  # u32[words]

@@ -154,7 +154,10 @@ def softmax(
         sink = sinks.astype(scores.dtype)[None, :, None]
         row_max = jnp.maximum(row_max, jax.lax.stop_gradient(sink))
     row_max = jnp.where(dead, 0.0, row_max)
-    exponentials = jnp.exp(jnp.where(broken[..., None], -jnp.inf, scores) - row_max[..., None])
+    below = jnp.where(broken[..., None], -jnp.inf, scores) - row_max[..., None]
+    # the compiler may fuse a score's product with this difference: unrounded, it may be above 0
+    below = below - jax.lax.stop_gradient(jnp.maximum(below, 0))
+    exponentials = jnp.exp(below)
     denominator = exponentials.sum(axis=-1)
     if sink is not None:
         denominator = denominator + jnp.exp(jnp.where(dead, -jnp.inf, sink) - row_max)

@@ -101,6 +101,14 @@ def positive(config: Any, *names: str) -> None:
             fail(name, value, "must be positive")
 
 
+def factor(config: Any, *names: str) -> None:
+    """Check that products with these fields, and quotients, fit float32; None is no factor."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 1e-30 <= value <= 1e30:
+            fail(name, value, "must be positive, from 1e-30 to 1e30")
+
+
 def non_negative(config: Any, *names: str) -> None:
     """Check that these fields are at least 0."""
     for name in names:

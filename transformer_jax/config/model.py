@@ -12,6 +12,7 @@ from typing import Literal
 from transformer_jax.config.fields import (
     below_int32,
     check_types,
+    factor,
     fail,
     fraction,
     non_negative,
@@ -156,7 +157,7 @@ class ModelConfig:
             "num_classes", "source_vocab_size",
         )  # fmt: skip
         positive(self, *sizes, "norm_eps", "init_std")
-        positive(self, "attention_softcap", "attention_scale", "logit_softcap", "logit_scale")
+        factor(self, "attention_softcap", "attention_scale", "logit_softcap", "logit_scale")
         non_negative(self, "sink_tokens")
         below_int32(self, *sizes, "sink_tokens")
         fraction(self, "dropout", "attention_dropout")

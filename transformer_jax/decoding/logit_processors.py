@@ -9,16 +9,15 @@ needs no history, such as `TopP`, goes into a sampler: `Sample(TopP(0.9))`.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.checks import check_count, check_finite
+from transformer_jax.checks import check_count, check_factor, check_finite
 from transformer_jax.shown import short_repr
 
 
@@ -84,15 +83,14 @@ class RepetitionPenalty:
     """Penalise tokens that occur: x / p where the logit x is above 0, x p elsewhere.
 
     p above 1 discourages repetition, below 1 encourages it (Keskar et al. 2019, section 4.1).
-    Without `prompt`, only new tokens count. ValueError unless p is finite and above 0.
+    Without `prompt`, only new tokens count. ValueError unless p is from 1e-30 to 1e30.
     """
 
     p: float
     prompt: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.p, Real) or not 0 < self.p < math.inf:
-            raise ValueError(f"p is {self.p!r}: must be finite and above 0")
+        check_factor("p", self.p)
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         seen = history.counts(logits.shape[-1], prompt=self.prompt) > 0
@@ -104,7 +102,7 @@ class RepetitionPenalty:
 class PresencePenalty:
     """Subtract a from the logits of tokens that were generated.
 
-    With `prompt`, also from those of the prompt. ValueError unless a is finite.
+    With `prompt`, also from those of the prompt. ValueError unless a is from -1e30 to 1e30.
     """
 
     a: float
@@ -122,7 +120,7 @@ class PresencePenalty:
 class FrequencyPenalty:
     """Subtract a n from the logit of a token that was generated n times.
 
-    With `prompt`, n counts the prompt too. ValueError unless a is finite.
+    With `prompt`, n counts the prompt too. ValueError unless a is from -1e30 to 1e30.
     """
 
     a: float

@@ -18,6 +18,7 @@ over keys, what is drawn for a key may depend on the keys beside it.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
@@ -293,7 +294,7 @@ def _times_two_to_the_hundred(x: jax.Array) -> jax.Array:
 
 
 def _check_between(name: str, value: float, low: float, high: float) -> None:
-    if not isinstance(value, Real) or not (low <= value <= high and math.isfinite(value)):
+    if not isinstance(value, Real) or not low <= value <= min(high, sys.float_info.max):
         span = f"from {low:g} to {high:g}" if math.isfinite(high) else f"finite, at least {low:g}"
         raise ValueError(f"{name} is {value!r}: must be {span}")
 

@@ -14,6 +14,7 @@ from transformer_jax.config import Activation
 from transformer_jax.config.fields import fail, nearest
 from transformer_jax.kernels import platform
 from transformer_jax.kernels.cpu import norms, products
+from transformer_jax.kernels.dropout import exact_rate, threshold
 from transformer_jax.sharding import by_compiler, gathered, split
 from transformer_jax.tracing import known_sizes
 
@@ -92,11 +93,13 @@ def activate(x: jax.Array, name: Activation) -> jax.Array:
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Return x / (1 - rate) where kept, else 0; x itself without a key (Srivastava et al. 2014)."""
+    rate = exact_rate(rate)
     if key is None or rate == 0.0:
         return x
 
     def drop(x: jax.Array, key: jax.Array) -> jax.Array:
-        keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+        # 32 bits: a float32 has 23, too few for rates near 0 and 1
+        keep = ~jax.random.bits(key, x.shape, jnp.uint32) >= jnp.uint32(threshold(rate))
         return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
     return by_compiler(drop, [x, key], split(x))

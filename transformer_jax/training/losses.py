@@ -19,6 +19,7 @@ import numpy as np
 from einops import rearrange
 from jax.sharding import PartitionSpec
 
+from transformer_jax.checks import check_factor
 from transformer_jax.sharding import by_compiler, vary
 from transformer_jax.tracing import known_sizes
 
@@ -84,8 +85,8 @@ def chunked_cross_entropy(
         )
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}: must be at least 1")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}: must be above 0, or None")
+    if softcap is not None:
+        check_factor("softcap", float(softcap))
     if logit_bias is not None and logit_bias.shape != output_weights.shape[:1]:
         rule = f"must be {output_weights.shape[:1]}, [V]"
         raise ValueError(f"logit_bias has shape {logit_bias.shape}: {rule}")
