@@ -14,13 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax._src.config import trace_context
 
 import transformer_jax as tj
 from transformer_jax.attention.api import IMPLEMENTATIONS
 from transformer_jax.attention.reference import Xla
+from transformer_jax.config import TrainConfig
 from transformer_jax.decoding.step import count_vocab
 from transformer_jax.models import layers
 from transformer_jax.programs import is_ours, undisturbed
+from transformer_jax.training.loop import _compiled
 
 WORDS = 7
 
@@ -353,3 +356,39 @@ def test_programs_that_read_other_arguments_are_not_taken_for_each_other():
         return tj.generate(step, params, PROMPT, state(), num_tokens=1).tokens.item()
 
     assert [token_of_argument(0), token_of_argument(1)] == [1, 5]
+
+
+def test_functions_on_the_host_are_the_ones_of_now():
+    number = {"of": lambda _: np.int32(1)}
+
+    def step(params, tokens, state, *, valid=None):
+        shape = jax.ShapeDtypeStruct((), jnp.int32)
+        token = jax.lax.cond(
+            tokens.sum() >= 0,
+            lambda: jax.pure_callback(number["of"], shape, tokens),
+            lambda: jnp.int32(0),
+        )
+        return jax.nn.one_hot(jnp.full(tokens.shape, token), WORDS), state
+
+    def call():
+        return tj.generate(step, (), PROMPT, state(), num_tokens=1).tokens
+
+    put = lambda n: number.update(of=lambda _: np.int32(n))  # noqa: E731
+    assert changed(SimpleNamespace(put=put), call) == [1, 5]
+
+
+def test_code_that_a_library_wraps_is_foreign():
+    held, array = {}, np.ones(3)
+    wrapped = jnp.frompyfunc(lambda q, k: k < q, 2, 1), np.vectorize(lambda q, k: k < q)
+    for code in (*wrapped, held.get, array.__add__, functools.partial(held.get, "n")):
+        assert not is_ours(tj.Predicate(code))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), "a")
+    assert all(map(is_ours, (jax.nn.gelu, jnp.dtype("float32"), jnp.float32, mesh, len)))
+
+
+def test_runs_of_other_settings_of_jax_have_other_programs():
+    of = TrainConfig(model=CONFIG, context=5), lambda batches: batches
+    plain, again = (_compiled(*of, trace_context()) for _ in range(2))
+    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        other = _compiled(*of, trace_context())
+    assert plain is again and other is not plain

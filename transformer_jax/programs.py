@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 from flax.linen import module as linen
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 PACKAGE = "transformer_jax"
 LIBRARIES = {PACKAGE, "builtins", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax"}
@@ -136,12 +136,27 @@ class Program:
         new = jax.jit(run, donate_argnums=2 if leaves[1] else (), keep_unused=True)
         text = new.lower(constants, *leaves).as_text()
         avals = *map(jax.typeof, constants), *found.jaxpr.in_avals, *found.jaxpr.out_avals
-        key = hashlib.sha256(text.encode()).digest(), avals
+        key = hashlib.sha256(text.encode()).digest(), avals, *_host_calls(jaxpr)
         known = self.by_content.setdefault(key, new)
         self.by_content.move_to_end(key)
         if len(self.by_content) > MOST:
             self.by_content.popitem(last=False)
         return jax.tree.unflatten(jax.tree.structure(found.out_info), known(constants, *leaves))
+
+
+def _host_calls(jaxpr: Any) -> Iterable[tuple[int, str]]:
+    """Name the functions that a program calls in Python, which its text only counts.
+
+    A program holds its functions, so that no two at a time have one address.
+    """
+    for one in jaxpr.eqns:
+        if "callback" in one.primitive.name or "debug" in one.primitive.name:
+            called = one.params.get("callback")
+            yield id(getattr(called, "callback_func", called)), str(one.params)
+        for value in jax.tree.leaves(list(one.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if isinstance(inner, Jaxpr):
+                yield from _host_calls(inner)
 
 
 def shapes_of(function: Callable[..., Any], *args: Any) -> Any:
@@ -242,11 +257,18 @@ def _new_check(kind: type) -> _Check:
         return _is_function_of_ours
     if issubclass(kind, types.MethodType):
         return lambda x: is_ours(x.__self__) and is_ours(x.__func__)
-    if issubclass(kind, type | types.BuiltinFunctionType):
-        return lambda x: _root(x.__module__ or "builtins") in LIBRARIES
+    if issubclass(kind, type):
+        return lambda x: _root(x.__module__) in LIBRARIES
+    if issubclass(kind, types.BuiltinFunctionType | types.MethodWrapperType):
+        # bound to a list, it reads what the list holds
+        return lambda x: (
+            isinstance(x.__self__, types.ModuleType) and _root(x.__self__.__name__) in LIBRARIES
+        )
     if _root(kind.__module__) != PACKAGE and not issubclass(kind, nn.Module):
-        # a dtype, a mesh, a jaxpr; or a function that jit or custom_vjp wraps
-        return lambda x: is_ours(getattr(x, "__wrapped__", None))
+        if issubclass(kind, jax.sharding.Mesh):
+            return lambda _: True
+        # a dtype, a jaxpr; or what wraps a function: jit shows it, `np.vectorize` does not
+        return lambda x: is_ours(x.__wrapped__) if hasattr(x, "__wrapped__") else not callable(x)
     return _new_instance_check(kind)
 
 

@@ -362,8 +362,8 @@ def test_the_tenth_rejected_step_in_a_row_ends_the_run_and_the_ninth_does_not(
     assert MOST_REJECTED == 10
     compiled = training._compiled
 
-    def rejecting(config, prepare):
-        programs = compiled(config, prepare)
+    def rejecting(*given):
+        programs = compiled(*given)
 
         def step(state, corpus, starts, **frozen):
             state, measured = programs.train_step(state, corpus, starts, **frozen)

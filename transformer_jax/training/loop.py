@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax._src.config import trace_context  # what `jax.jit` itself finds programs by
 
 from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.checkpoint import CheckpointError
@@ -305,7 +306,7 @@ class _Run:
         else:
             of = _numerics(self.config), task.prepare
             known = undisturbed() and is_ours(of)
-            self.programs = (_compiled if known else _compiled.__wrapped__)(*of)
+            self.programs = (_compiled if known else _compiled.__wrapped__)(*of, trace_context())
         self.placement = make_placement(self.config.mesh)
         self.template = self.placement.state(
             jax.eval_shape(self.programs.fresh_state, np.uint32(self.config.seed))
@@ -616,8 +617,11 @@ class _Programs:
 
 
 @lru_cache(maxsize=8)
-def _compiled(config: TrainConfig, prepare: Callable[..., Batch]) -> _Programs:
-    """Return the programs of a config; another run of the same numbers compiles nothing."""
+def _compiled(config: TrainConfig, prepare: Callable[..., Batch], settings: Any) -> _Programs:
+    """Return the programs of a config; another run of the same numbers compiles nothing.
+
+    `settings` are those of JAX that a trace depends on, such as `jax_enable_x64`.
+    """
     optimizer = make_optimizer(config)
     row_shards = 1 if config.mesh is None else config.mesh.row_shards
     loss = batch_loss(
