@@ -129,9 +129,32 @@ def test_a_converted_run_writes_in_transformers_what_it_writes_here(published, t
     ):  # fmt: skip
         meant = beside.get(name, before.get(name))
         assert (after.get(name), written.get(name)) == (meant, meant), name
+    assert written.get("bad_words_ids") == beside.get("bad_words_ids")
     capsys.readouterr()
     assert generate(["--model", str(tmp_path / "to"), "--prompt", "yes", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == "sey\n"
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_what_a_model_never_writes_its_runs_never_write(forced, tmp_path, capsys):
+    torch.manual_seed(7)
+    make_tokenizer, make_model = SEQ2SEQ["marian"]
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer).eval()
+    with torch.no_grad():
+        model.final_logits_bias.normal_(0, 3)
+        model.final_logits_bias[0, tokenizer.pad_token_id] = 23
+    if forced:  # what is forced is written though it is banned
+        model.generation_config.forced_bos_token_id = tokenizer.pad_token_id
+    folder = saved(tmp_path / "model", model, tokenizer)
+    start, config = start_model(str(folder)), run_config(folder, tmp_path / "run")
+    ids = model.generate(**tokenizer("ab", return_tensors="pt"), max_new_tokens=5, num_beams=1)
+    want = tokenizer.decode(ids[0], skip_special_tokens=True)
+    given = config, start.tokenizers, start.params(False), ["ab"]
+    assert want and answer_sources(*given, num_tokens=5) == [want]
+    flags = ["--prompt", "ab", "--tokens", "5", "--temperature", "0"]
+    assert generate(["--model", str(folder), *flags]) == 0
+    assert capsys.readouterr().out == f"{want}\n"
 
 
 TEXTS = ["good day", "bad day!", "so, so", "the best of all", "worst", "no. yes?"]

@@ -93,7 +93,9 @@ def marian(tokenizer: Any) -> Any:
     pad = tokenizer.pad_token_id
     ids = dict(vocab_size=len(tokenizer), pad_token_id=pad, decoder_start_token_id=pad)
     config = transformers.MarianConfig(**ids, **SIZES, eos_token_id=0, forced_eos_token_id=0)
-    return transformers.MarianMTModel(config)
+    model = transformers.MarianMTModel(config)
+    model.generation_config.bad_words_ids = [[pad]]  # whose logit nothing trains, as published
+    return model
 
 
 SEQ2SEQ: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {

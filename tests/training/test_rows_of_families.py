@@ -117,6 +117,19 @@ def test_a_pair_is_read_as_its_family_reads_it(case):
         with_targets(tokenizer_of(around), Folder({}), model)
 
 
+def test_what_is_never_written_is_kept_with_the_tokenizer():
+    model = ModelConfig(kind="encoder-decoder", **SIZES)
+    never = dict(bad_words_ids=[[PAD], [EOS], [A, B]], suppress_tokens=[C], eos_token_id=EOS)
+    ids = dict(decoder_start_token_id=PAD) | never
+    tokenizer = with_targets(tokenizer_of("$A </s>"), Folder(ids), model)
+    assert tokenizer.banned == ((PAD,), (A, B), (C,))
+    assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
+    for wrong, rule in (([[]], "banned has"), ([["a"]], "banned has"), ([A], "must have what")):
+        content = json.loads(tokenizer.to_json()) | {"banned": wrong}
+        with pytest.raises(ValueError, match=rule):
+            tokenizer_from_json(json.dumps(content))
+
+
 def test_a_run_with_tokens_of_its_own_keeps_its_rows_and_convert_names_them():
     model = ModelConfig(kind="encoder-decoder", **SIZES)
     tokenizer = SpecialTokens(CharTokenizer("abc"), ("bos", "eos"))

@@ -99,6 +99,7 @@ def _adapter(arguments: argparse.Namespace, target: Path) -> list[str]:
 def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> list[str]:
     from transformer_jax.pretrained.save import save_pretrained
     from transformer_jax.text.text_model import with_parameters_in
+    from transformer_jax.tokenizers.special import target_of
 
     model = load_run("convert", arguments)
     if arguments.dtype is not None:
@@ -114,7 +115,10 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
     classifies = config.kind == "encoder" and config.num_classes is not None
     files, note = tokenizer_files(model.tokenizer, config.vocab_size, classifies=classifies)
     keys = token_ids(model.tokenizer, config.kind, config.vocab_size)
-    if given := {name: i for name, i in keys.items() if i is not None}:
+    given = {name: i for name, i in keys.items() if i is not None}
+    if config.kind == "encoder-decoder" and (banned := target_of(model.tokenizer).banned):
+        given["bad_words_ids"] = [list(ids) for ids in banned]
+    if given:
         files["generation_config.json"] = f"{json.dumps(given)}\n".encode()
     if config.num_classes is not None and model.run is not None:
         assert isinstance(model.run.task, ClassifyTask)
@@ -230,7 +234,7 @@ def tokenizer_files(
     if isinstance(tokenizer, SpecialTokens):
         beside |= _with_added(definition, tokenizer)
     if classifies and (wanted := encoder_frame(tokenizer)) != frame(tokenizer):
-        library = Library.from_str(json.dumps(definition))
+        library: Any = Library.from_str(json.dumps(definition))
         tokens = [tuple(map(library.id_to_token, part)) for part in wanted]
         ids = dict(zip(sum(tokens, ()), sum(wanted, ()), strict=True))
         definition["post_processor"] = around(ids, *tokens)

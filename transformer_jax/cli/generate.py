@@ -265,7 +265,7 @@ def _translate(
     if config.positions is not None and config.positions.absolute and count > config.max_len:
         raise ConfigError(f"tokens is {count}: {config.max_len} fit (max_len)")
     if model.forced_bos_id is not None:
-        processors = (Force(model.forced_bos_id), *processors)
+        processors = (*processors, Force(model.forced_bos_id))  # also where it is banned
     if model.forced_eos_id is not None:
         processors = (*processors, ForceLast(count, model.forced_eos_id))
     common: dict[str, Any] = dict(

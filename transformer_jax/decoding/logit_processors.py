@@ -265,6 +265,14 @@ class ForceLast:
         return jnp.where((history.new == self.n - 1)[:, None], alone, logits)
 
 
+def never(sequences: Sequence[Sequence[int]]) -> tuple[HistoryProcessor, ...]:
+    """Return what excludes sequences of tokens; those of one token are one `Ban`."""
+    single = [sequence[0] for sequence in sequences if len(sequence) == 1]
+    longer = [sequence for sequence in sequences if len(sequence) > 1]
+    found: list[HistoryProcessor] = [Ban(*single)] if single else []
+    return (*found, BanSequences(*longer)) if longer else tuple(found)
+
+
 def apply_processors(
     processors: Sequence[HistoryProcessor],
     history: History | None,

@@ -19,7 +19,7 @@ from transformer_jax.config import ConfigError, DType, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.optimizers import ScheduleFree
 from transformer_jax.config.tasks import LanguageTask
-from transformer_jax.decoding.logit_processors import Ban, BanSequences, HistoryProcessor
+from transformer_jax.decoding.logit_processors import HistoryProcessor, never
 from transformer_jax.models.factory import init_params, merged
 from transformer_jax.models.lora import merged_parts, trained_part
 from transformer_jax.models.quantized import Kind, quantize
@@ -247,7 +247,8 @@ def load_text_model(
     tokenizer, generation = with_targets(tokenizer, folder, config), _generation(folder)
     stop = _ids(folder, generation, "eos_token_id", config) or tokenizer.stop_ids
     banned = _banned(folder, generation, config, stop)
-    found = TextModel(config, params, tokenizer, _within(stop, config), processors=banned)
+    stop = _within(stop, config)
+    found = TextModel(config, params, tokenizer, stop, processors=never(banned))
     if config.kind == "decoder":
         return found
     target = target_of(tokenizer)
@@ -279,6 +280,7 @@ def with_targets(
 ) -> PretrainedTokenizer:
     """Return an encoder-decoder's tokenizer that knows how its targets begin and end.
 
+    It knows what its model never writes, too.
     ConfigError where the folder does not say it.
     """
     if config.kind != "encoder-decoder":
@@ -289,7 +291,12 @@ def with_targets(
     ids[start] = begins if ids[start] is None else ids[start]
     if ids[start] is None:
         raise ConfigError(f"{folder.path / CONFIG}: {start} is missing")
-    return replace(tokenizer, target_ids=tuple((n, i) for n, i in ids.items() if i is not None))
+    stop = _ids(folder, generation, "eos_token_id", config) or tokenizer.stop_ids
+    return replace(
+        tokenizer,
+        target_ids=tuple((n, i) for n, i in ids.items() if i is not None),
+        banned=_banned(folder, generation, config, stop),
+    )
 
 
 def with_parameters_in(model: TextModel, dtype: DType) -> TextModel:
@@ -352,8 +359,8 @@ def _id(
 
 def _banned(
     folder: WeightFolder, content: Mapping[str, Any], config: ModelConfig, stop: Sequence[int]
-) -> tuple[HistoryProcessor, ...]:
-    """Return what keeps `bad_words_ids` and `suppress_tokens` from being written.
+) -> tuple[tuple[int, ...], ...]:
+    """Return the sequences of `bad_words_ids` and `suppress_tokens`, which are never written.
 
     The end of a text stays allowed, if it is a bad word. ConfigError for tokens that may not come
     first, which transformers would exclude at one step alone.
@@ -368,7 +375,4 @@ def _banned(
         raise ConfigError(f"{folder.path}: {name} is {words!r:.80}: must be lists of ids")
     words = [_ids(folder, {name: word}, name, config) for word in words]
     words = [word for word in words if word not in {(end,) for end in stop}]
-    single, longer = [w[0] for w in words if len(w) == 1], [w for w in words if len(w) > 1]
-    single += [i for i in suppressed if i not in single]
-    found: list[HistoryProcessor] = [Ban(*single)] if single else []
-    return (*found, BanSequences(*longer)) if longer else tuple(found)
+    return tuple(dict.fromkeys([*words, *((i,) for i in suppressed)]))

@@ -65,6 +65,8 @@ class PretrainedTokenizer:
     """Pairs such as ("image_token", "<img>"): more names that chat templates use for tokens."""
     target_ids: tuple[tuple[str, int], ...] = ()
     """How an encoder-decoder's targets begin and end, by the names of `TARGET_IDS`."""
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that an encoder-decoder never writes."""
     now: str | None = None
     """What chat templates take for the present time, such as "2026-11-26T13:10:00"; None: it is."""
 
@@ -100,6 +102,9 @@ class PretrainedTokenizer:
             if name not in TARGET_IDS or type(i) is not int or not 0 <= i < MAX_IDS:
                 rule = f"must be a number below {MAX_IDS} of {', '.join(TARGET_IDS)}"
                 raise DataError(f"target id {shown(name)} is {shown(i)}: {rule}")
+        for never in self.banned:
+            if not never or not all(type(i) is int and 0 <= i < MAX_IDS for i in never):
+                raise DataError(f"banned has {shown(never)}: must be numbers below {MAX_IDS}")
 
     def __repr__(self) -> str:
         said = tokens_repr(self)
@@ -283,6 +288,8 @@ class PretrainedTokenizer:
             content["named_tokens"] = dict(self.named_tokens)
         if self.target_ids:
             content["target_ids"] = dict(self.target_ids)
+        if self.banned:
+            content["banned"] = [list(ids) for ids in self.banned]
         if self.now is not None:
             content["now"] = self.now
         return json.dumps(content, ensure_ascii=False) + "\n"
@@ -401,6 +408,8 @@ def pretrained_from_json(content: Mapping[str, Any]) -> PretrainedTokenizer:
         } if (
             isinstance(named := rest.pop("named_tokens", {}), dict)
             and isinstance(target := rest.pop("target_ids", {}), dict)
+            and isinstance(banned := rest.pop("banned", []), list)
+            and all(isinstance(ids, list) for ids in banned)
             and isinstance(now := rest.pop("now", None), str | None)
             and not rest
         ):
@@ -408,7 +417,8 @@ def pretrained_from_json(content: Mapping[str, Any]) -> PretrainedTokenizer:
             if all(isinstance(text, str) for text in texts):
                 return PretrainedTokenizer(
                     canonical(definition), tuple(roles.items()), tuple(stop_ids),
-                    tuple(templates.items()), add, tuple(named.items()), tuple(target.items()), now,
+                    tuple(templates.items()), add, tuple(named.items()), tuple(target.items()),
+                    tuple(map(tuple, banned)), now,
                 )  # fmt: skip
     raise DataError("tokenizer of kind 'pretrained': must have what belongs to it, and no more")
 

@@ -135,6 +135,8 @@ class Target(NamedTuple):
     """The first token of every target that is written."""
     forced_eos: int | None = None
     """The last token of one that has not ended by itself."""
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that are never written."""
 
 
 def target_of(tokenizer: Tokenizer) -> Target:
@@ -151,6 +153,7 @@ def target_of(tokenizer: Tokenizer) -> Target:
     return Target(
         given["decoder_start_token_id"], Frame(first, last), tuple(sorted({*stop, *last[-1:]})),
         given.get("forced_bos_token_id"), given.get("forced_eos_token_id"),
+        own.banned,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.generation import bucket, generate
-from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor
+from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor, never
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.programs import program
@@ -153,7 +153,7 @@ def _write(
     step: Any = make_step(built)
     if model_shape(model) == "encoder-decoder":
         target = target_of(tokenizer)
-        stop = target.stop
+        stop, processors = target.stop, never(target.banned)
         prompt = np.full((len(rows), 1), target.start, np.int32)
         if target.forced_bos is not None:
             processors = (*processors, Force(target.forced_bos))
