@@ -79,13 +79,13 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} is {value!r}: must be an integer of at least {least}")
 
 
-def check_finite(name: str, value: Any) -> None:
+def check_finite(name: str, value: float) -> None:
     """Raise ValueError unless this is a finite number, and its products fit float32."""
     if not isinstance(value, Real) or not -1e30 <= value <= 1e30:
         raise ValueError(f"{name} is {value!r}: must be finite, from -1e30 to 1e30")
 
 
-def check_factor(name: str, value: Any) -> None:
+def check_factor(name: str, value: float) -> None:
     """Raise ValueError unless products with this number, and quotients by it, fit float32."""
     if not isinstance(value, Real) or not 1e-30 <= value <= 1e30:
         raise ValueError(f"{name} is {value!r}: must be finite and above 0, from 1e-30 to 1e30")
