@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
+from transformer_jax.text import complete
+from transformer_jax.training import fit
 
 CONFIG = tj.ModelConfig(vocab_size=23, d_model=16, num_layers=1, num_heads=2, max_len=17)
 MODEL = tj.build(CONFIG)
@@ -18,8 +20,12 @@ PARAMS = tj.init_params(CONFIG, jax.random.key(0))
 PROMPT = np.array([[1, 2, 3]], np.int32)
 
 
-def generate(step=STEP, params=PARAMS, prompt=PROMPT, **more):
-    state = tj.init_cache(CONFIG, 1, 17)
+def attend(**more):
+    return tj.dot_product_attention(*[jnp.ones((1, 5, 2, 3))] * 3, **more)
+
+
+def generate(step=STEP, params=PARAMS, prompt=PROMPT, state=None, **more):
+    state = tj.init_cache(CONFIG, 1, 17) if state is None else state
     return tj.generate(step, params, prompt, state, **(dict(num_tokens=3) | more))
 
 
@@ -51,6 +57,18 @@ MISTAKES = {
     "generate a number as key": (partial(generate, sampler=tj.Sample(), key=0), "key is 0: must"),
     "generate a class": (partial(generate, sampler=tj.Sample), "sampler is the class Sample"),
     "generate a temperature": (partial(generate, sampler=0.7), "sampler is 0.7: must"),
+    "generate a text": (partial(generate, prompt="to be"), "prompt is text: .*text.complete"),
+    "generate from a config": (partial(generate, state=CONFIG), "state is a ModelConfig: .*cache"),
+    "generate from a class": (partial(generate, state=tj.ModelCache), "state is .*: must be a st"),
+    "complete by a name": (partial(complete, "gpt2", "a", 3), r"'gpt2': .*load_text_model"),
+    "train a model": (partial(fit, CONFIG), r"is a ModelConfig: .*TrainConfig\(model=...\)"),
+    "train a name": (partial(fit, "gpt2"), r"is 'gpt2': .*train_preset\(NAME\)"),
+    "load a config": (partial(tj.load_pretrained, CONFIG), "is a ModelConfig: must be a folder"),
+    "an optimizer's name": (partial(tj.TrainConfig, optimizer="adam"), r"nearest: AdamW\(\)$"),
+    "a task's name": (partial(tj.TrainConfig, task="sft"), r"nearest: ChatTask\(\)$"),
+    "a class of positions": (partial(tj.ModelConfig, positions=tj.Rope), r"value: Rope\(...\)"),
+    "a preset in capitals": (partial(tj.preset, "GPT2"), "nearest: gpt2"),
+    "a class of masks": (partial(attend, mask=tj.Causal), "mask is the class Causal"),
     "stop at a text": (partial(generate, stop="END"), "'END': must be token ids; text.complete"),
     "stop at texts": (partial(generate, stop=["END"]), "'END': must be token ids"),
     "search a model": (partial(searching, MODEL), r"make_step\(model\)"),

@@ -840,6 +840,8 @@ def check_mask(mask: Any, B: int, N: int) -> None:
     if mask is None:
         return
     if not isinstance(mask, Mask):
+        if isinstance(mask, type):
+            raise ValueError(f"mask is the class {mask.__name__}: must be a value of it")
         given = "function" if callable(mask) else type(mask).__name__
         rule = "Dense(array) makes one of an array, Predicate(fn) of a function"
         raise ValueError(f"mask is a {given}: must be a Mask; {rule}")

@@ -46,6 +46,7 @@ def nearest(text: object, known: Collection[str]) -> str:
     """Return `, nearest: X` with the known spelling that a wrong one resembles, else nothing."""
     other = OTHER_NAMES.get(str(text).lower().replace("-", "_"))
     near = [other] if other in known else difflib.get_close_matches(str(text), known, n=1)
+    near = near or difflib.get_close_matches(str(text).lower(), known, n=1)
     return f", nearest: {near[0]}" if near else ""
 
 
@@ -66,6 +67,12 @@ def check_types(config: Any) -> None:
         if not any(_fits(value, option) for option in options):
             choices = [c for o in options if get_origin(o) is Literal for c in get_args(o)]
             near = nearest(value, choices) if isinstance(value, str) else ""
+            if isinstance(value, str) and not choices:
+                kinds = {kind_name(o): f"{o.__name__}()" for o in options if isinstance(o, type)}
+                near = nearest(value, kinds)
+                near = near and f", nearest: {kinds[near.removeprefix(', nearest: ')]}"
+            elif isinstance(value, type) and value in options:
+                near = f", a value: {value.__name__}(...)"
             fail(name, value, f"must be {_spell(hint)}{near}")
 
 

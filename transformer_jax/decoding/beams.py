@@ -40,7 +40,7 @@ from transformer_jax.decoding.logit_processors import (
     check_processors,
 )
 from transformer_jax.decoding.samplers import has_finite_maximum
-from transformer_jax.decoding.step import Params, Step, check_params, check_step
+from transformer_jax.decoding.step import Params, Step, check_params, check_state, check_step
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.shown import short_repr
@@ -149,6 +149,7 @@ def beam_search(
     """
     check_step(step)
     check_params(params)
+    check_state(state)
     options = _check_options(num_tokens, num_beams, num_results, stop, processors, groups, chunk)
     _check_diversity(diversity, options)
     divisors = _length_divisors(length_penalty, options.num_tokens)

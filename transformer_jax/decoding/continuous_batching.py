@@ -47,7 +47,14 @@ from transformer_jax.decoding.generation import (
 )
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, check_processors
 from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
-from transformer_jax.decoding.step import Params, Step, check_params, check_step, has_check
+from transformer_jax.decoding.step import (
+    Params,
+    Step,
+    check_params,
+    check_state,
+    check_step,
+    has_check,
+)
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.shown import short_repr
@@ -90,6 +97,7 @@ def init_slots(
     """
     check_step(step)
     check_params(params)
+    check_state(state)
     check_count("slots", slots, 1)
     check_count("capacity", capacity, 1)
     if sampler is not None:

@@ -37,6 +37,7 @@ from transformer_jax.decoding.step import (
     PyTree,
     Step,
     check_params,
+    check_state,
     check_step,
     count_vocab,
     has_attend,
@@ -80,6 +81,7 @@ def prefill(
         check_count("chunk", chunk, 1)
     check_step(step)
     check_params(params)
+    check_state(state)
     prompt, lengths = jnp.asarray(prompt), jnp.asarray(lengths)
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt has shape {prompt.shape}: must be [B, P] with P at least 1")
@@ -487,6 +489,7 @@ def check_arguments(
     """
     check_step(step)
     check_params(params)
+    check_state(state)
     check_count("num_tokens", num_tokens, 1)
     if chunk is not None:
         check_count("chunk", chunk, 1)
@@ -565,6 +568,8 @@ def check_prompt(prompt: Prompt, lengths: PerRow | None) -> tuple[Array, Array]:
             raise ValueError(
                 "prompt has rows of several lengths: fill them up to one, and give `lengths`"
             ) from None
+    if tokens.dtype.kind in "SU":
+        raise ValueError("prompt is text: must be token ids; text.complete takes a text")
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise ValueError(f"prompt has shape {tokens.shape}: must be [B, P] with P at least 1")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):

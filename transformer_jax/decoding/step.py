@@ -290,6 +290,13 @@ def check_params(params: Any) -> None:
         raise ValueError(f"params is {_named(params)}: {rule}")
 
 
+def check_state(state: Any) -> None:
+    """Raise ValueError where a config, a model or a word stands in the place of a state."""
+    if isinstance(state, nn.Module | str | type) or hasattr(state, "vocab_size"):
+        rule = "must be a state, as init_cache(config, rows, capacity) makes one"
+        raise ValueError(f"state is {_named(state)}: {rule}")
+
+
 def _named(value: Any) -> str:
     """Return a number, a word or a key as it is written, of anything else its type."""
     if isinstance(value, str | int | float | type | None):

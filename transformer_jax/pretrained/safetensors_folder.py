@@ -203,6 +203,9 @@ def write_folder(
 
 
 def _located(path_or_id: str | Path, revision: str | None) -> Path:
+    if not isinstance(path_or_id, str | os.PathLike):
+        given = type(path_or_id).__name__
+        raise CheckpointError(f"path_or_id is a {given}: must be a folder or a repository id")
     path, name = Path(path_or_id), shown(str(path_or_id))
     if os.path.lexists(path_or_id):
         if revision is not None:

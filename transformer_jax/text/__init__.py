@@ -35,6 +35,10 @@ def complete(
     string, at a token that ends a text, or after `num_tokens` tokens. `completion.complete` yields
     it a piece at a time.
     """
+    if not isinstance(model, TextModel):
+        given = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+        rule = "must be a TextModel, as load_text_model(FOLDER) and load_run(FOLDER) give"
+        raise ValueError(f"model is {given}: {rule}")
     if model_shape(model.config) != "decoder":
         rule = "must be a decoder: translation.translate writes with an encoder-decoder"
         raise ValueError(f"model is of shape {model_shape(model.config)!r}: {rule}")

@@ -156,6 +156,10 @@ def fit(
     Raises ConfigError, DataError or CheckpointError before anything is written, RunError and
     OSError for what happens on the way; the checkpoints so far stay good.
     """
+    if not isinstance(config, TrainConfig):
+        given = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
+        rule = "must be a TrainConfig, as TrainConfig(model=...) or train_preset(NAME) is"
+        raise ConfigError(f"config is {given}: {rule}")
     progress = progress_for_notebook() if progress is None else progress
     progress = progress if is_first() else Silent()
     keeps = config.lora is not None or isinstance(config.task, PreferenceTask)
