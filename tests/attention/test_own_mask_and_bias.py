@@ -28,6 +28,7 @@ from transformer_jax import (
     init_params,
     preset,
 )
+from transformer_jax.attention import api
 from transformer_jax.attention.api import (
     IMPLEMENTATIONS,
     dot_product_attention,
@@ -424,9 +425,12 @@ def test_a_config_may_name_an_implementation_that_a_user_adds(monkeypatch):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_a_call_is_traced_once_for_equal_structure(implementation):
-    """A mask, a number and a shape are what a compilation is kept for, not arrays."""
-    traces = []
+def test_a_call_is_compiled_once_for_equal_structure(implementation):
+    """A mask, a number and a shape are what a compilation is kept for, not arrays.
+
+    A mask of one's own is traced again each time, for what it reads may have changed.
+    """
+    traces, programs = [], []
 
     @jax.tree_util.register_dataclass
     @dataclass(frozen=True)
@@ -441,13 +445,14 @@ def test_a_call_is_traced_once_for_equal_structure(implementation):
 
     x = jnp.ones((1, 5, 2, 4))
     for i in range(3):
+        before = len(traces)
         dot_product_attention(
             x * i, x, x, mask=Counted(jnp.array([i])), scale=0.5, softcap=2.0,
             return_lse=i == 1, implementation=implementation,
         )  # fmt: skip
-        if i == 0:
-            first = len(traces)
-    assert 0 < first == len(traces)
+        assert len(traces) > before
+        programs.append(api._run.num_programs())
+    assert programs[0] == programs[2] > 0
 
 
 # What is not finite, without a mask
