@@ -123,6 +123,10 @@ class Program:
         fresh, *trees = self._fresh(args)
         found = fresh.trace(*trees)
         constants = found.jaxpr.consts
+        # explicitly, for code that refuses implicit transfers
+        constants = [
+            jax.device_put(x) if isinstance(x, np.ndarray | np.generic) else x for x in constants
+        ]
         leaves = [jax.tree.leaves(tree) for tree in trees]
         if any(isinstance(x, jax.core.Tracer) for x in (*constants, *leaves[0], *leaves[1])):
             return fresh(*trees)

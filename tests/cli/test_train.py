@@ -71,7 +71,7 @@ from transformer_jax.training.tasks.language import LanguageWindows
 
 ROOT = Path(train.__file__).parent
 SMALL = (
-    "--d-model 14 --num-heads 2 --num-layers 1 --max-len 11 --use-bias False "
+    "--positions learned --d-model 14 --num-heads 2 --num-layers 1 --max-len 11 --use-bias False "
     "--batch-size 2 --warmup-steps 2"
 )
 TEXT = "to be or not to be that is the question\n" * 23
@@ -699,6 +699,7 @@ def test_flags_are_samplers_and_processors():
         return generate._parser().parse_args(["--run", "x", *flags.split()])
 
     wish = "--temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 --typical-p 0.75"
+    model = SimpleNamespace(tokenizer=ByteTokenizer(), config=SimpleNamespace(vocab_size=259))
     assert generate._sampler(asked(wish)) == Sample(
         Temperature(0.5), TopK(3), TopP(0.25), MinP(0.125), Typical(0.75)
     )
@@ -707,7 +708,7 @@ def test_flags_are_samplers_and_processors():
         "--repetition-penalty 3 --presence-penalty 5 --frequency-penalty 7 --no-repeat-ngram 2 "
         "--ban ab --force c"
     )
-    assert generate._processors(asked(wish), ByteTokenizer()) == (
+    assert generate._processors(asked(wish), model) == (
         RepetitionPenalty(3.0), PresencePenalty(5.0), FrequencyPenalty(7.0), NoRepeatNGram(2),
         Ban(*b"ab"), Force(*b"c"),
     )  # fmt: skip

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support import model_oracle as oracle
+from tests.support.ours import as_ours
 from tests.support.tolerances import assert_near, assert_same_bits
 from transformer_jax.config import ModelConfig, RecurrentConfig, T5Buckets
 from transformer_jax.decoding import generation as decode
@@ -332,6 +333,7 @@ def test_a_target_is_generated_from_its_source(scan):
 # Compilation
 
 
+@as_ours
 @dataclasses.dataclass(frozen=True, eq=False)
 class CountingStep(ModelStep):
     """Counts how often Python runs it, which is at tracing only; equal to no other."""

@@ -18,6 +18,7 @@ from scipy.stats import chi2
 
 from tests.decoding.test_decode import NEW, PAIR, PROMPT, ROPE, VOCAB, CountingStep, prompts
 from tests.decoding.test_decode import parameters as random_parameters
+from tests.support.ours import as_ours
 from tests.support.tolerances import assert_near, assert_same_bits
 from transformer_jax.config import ModelConfig
 from transformer_jax.decoding.batch_rows import fork
@@ -48,6 +49,7 @@ SAMPLER = Sample(TopK(3), Temperature(0.7))
 # Proposers and models of the tests' own
 
 
+@as_ours
 @partial(jax.tree_util.register_dataclass, data_fields=("text", "logits"), meta_fields=())
 @dataclass(frozen=True)
 class Scripted(Proposer):
@@ -677,6 +679,7 @@ def test_logits_of_a_proposal_that_are_not_finite_change_no_greedy_token():
 # Compilation
 
 
+@as_ours
 @dataclass(frozen=True, eq=False)
 class Counting(Chain):
     """Counts how often Python runs it, which is at tracing only."""

@@ -367,7 +367,7 @@ def test_more_rotated_dims_than_the_head_has_are_refused():
 def test_a_name_of_no_positions_is_refused_with_the_names_and_how_to_give_a_value():
     known = "'none', 'learned', 'sinusoidal', 'rope', 'shaw', 't5buckets', 'alibi', 't5'"
     told = f"positions is 'rotary': must be one of {known}, or a value such as Rope(base=500.0)"
-    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}, nearest: rope$"):
         ModelConfig(positions="rotary")
 
 

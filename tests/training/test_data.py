@@ -318,7 +318,7 @@ def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
     line = str(caught.value)
     assert "\n" not in line
     assert str(tmp_path / "transformer_jax" / "shakespeare.txt") in line
-    assert "--data FILE" in line
+    assert "`data=FILE`" in line
 
 
 def test_starts_follow_from_seed_and_step_alone():
