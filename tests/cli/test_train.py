@@ -119,7 +119,10 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         (f"--seed {2**70}", "seed is 1180591620717411303424: must be at least 0"),
         ("--d-model 30 --num-heads 4", "num_heads is 4: does not divide d_model 30"),
         ("--tokenizer letter", "tokenizer is 'letter': must be char|byte|bpe|word"),
-        ("--scaling linear", "scaling is 'linear': needs --model.positions rope, it is learned"),
+        (
+            "--positions learned --scaling linear",
+            "scaling is 'linear': needs --model.positions rope, it is learned",
+        ),
         (
             "--positions rope --scaling linaer",
             "scaling is 'linaer': must be None|linear|ntk|dynamic|llama3|yarn|lo",
@@ -270,8 +273,8 @@ def test_factors_of_pairs_are_flags_and_survive_a_run_folder(tmp_path):
 
 
 def test_fields_of_tables_and_norms_are_flags():
-    argv = "--offset 2 --norm-unit-offset True --ff-bias False --logit-scale 0.5"
-    model = configured(argv.split())[0].model
+    argv = "--positions learned --offset 2 --norm-unit-offset True --ff-bias False"
+    model = configured([*argv.split(), "--logit-scale", "0.5"])[0].model
     assert (model.positions.offset, model.norm_unit_offset) == (2, True)
     assert (model.ff_bias, model.logit_scale) == (False, 0.5)
     argv = "--positions sinusoidal --layout halves"
