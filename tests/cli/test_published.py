@@ -399,7 +399,7 @@ def test_a_run_without_biases_is_written_with_zeros(capsys, monkeypatch, key, tm
         vocab_size=13, d_model=14, num_heads=2, num_layers=1, max_len=11, use_bias=False
     )
     run = TextModel(config, init_params(config, key), CharTokenizer("abcdefghijklm"))
-    monkeypatch.setattr(text_model, "load_run", lambda path, which: run)
+    monkeypatch.setattr(text_model, "load_run", lambda path, which, **_: run)
     assert convert(["--run", "any", "--to", str(tmp_path / "made")]) == 0
     said = capsys.readouterr().out
     assert "a gpt2 has biases: they are written as zeros" in said and "13 characters" in said
