@@ -273,7 +273,7 @@ def test_scales_and_softcaps_at_extremes_are_right_or_refused(implementation, rn
 
 
 def test_attention_keeps_the_mean_at_rates_of_dropout_near_one():
-    """Of 2^32 numbers the hash keeps whole ones: with 1 - 1e-10 one, where 0.43 would be right."""
+    """The hash keeps a whole number of 2^32: one at 1 - 1e-10, where 0.43 would be right."""
     ones = jnp.ones((1, 1, 1, 1))
     for rate in (1 - 1e-8, 1 - 1e-10):
         kept = max(1, round((1 - rate) * 2**32)) / 2**32

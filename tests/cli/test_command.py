@@ -1,4 +1,4 @@
-"""What every command says of a flag's value that is none of its choices."""
+"""Every command refuses a flag's value that is none of its choices in one line."""
 
 import pytest
 

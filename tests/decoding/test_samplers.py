@@ -352,7 +352,7 @@ def test_extreme_temperatures_and_logits_are_those_of_float64(t, logits):
 @pytest.mark.parametrize("p", [1e-30, 1e-6, 0.3, 0.999, 1 - 1e-5, 1 - 1e-7, 1 - 1e-12])
 @pytest.mark.parametrize("kind", [TopP, Typical])
 def test_a_sum_is_reached_by_the_fewest_also_near_0_and_1(rng, p, kind):
-    """Of 5,003 tokens with probabilities from near 1 to 1e-20, walked in float64."""
+    """5,003 tokens have probabilities from near 1 to 1e-20; float64 walks them."""
     logits = np.sort(rng.normal(0, 9, 5003).astype(np.float32))[::-1].copy()
     log_q = oracle.double(logits) - oracle.double(logits).max()
     q = np.exp(log_q) / np.exp(log_q).sum()

@@ -1,4 +1,4 @@
-"""What a newcomer types first: each mistake is one line that names what was meant."""
+"""Each mistake that a newcomer types first is one line that names what was meant."""
 
 from __future__ import annotations
 

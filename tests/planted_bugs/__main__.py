@@ -39,7 +39,7 @@ LIMIT = 300
 """Seconds of the tests of one slip: what takes longer was not seen."""
 
 FAILED = r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$"
-"""What pytest says of a test that has failed, and why."""
+"""Return what pytest says of a test that has failed, and why."""
 
 IMPORTED = "jax", "jax.experimental.pallas.tpu", "flax.linen", "optax"
 """What every run has imported at its start; none of it starts a backend of JAX."""

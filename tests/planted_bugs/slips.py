@@ -17,7 +17,7 @@ class Slip(NamedTuple):
     old: str
     new: str
     tests: tuple[str, ...]
-    """What pytest is given."""
+    """Return the arguments of pytest."""
 
 
 def of(file: str, *slips: tuple[str, str, str, str]) -> tuple[Slip, ...]:
