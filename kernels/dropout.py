@@ -43,7 +43,10 @@ def exact_rate(rate: float) -> float:
 
 def head_words(key_data: jax.Array, B: int, N: int) -> tuple[jax.Array, jax.Array]:  # u32[B, N]
     """Return a and b of every batch row and head: the key and the head are absorbed."""
-    return _head_words(key_data, jnp.arange(B * N, dtype=jnp.int32).reshape(B, N))
+    a, b = (jnp.uint32(word) for word in _START)
+    for i in range(key_data.shape[0]):
+        a, b = _absorb(a, b, key_data[i])
+    return _absorb(a, b, jnp.arange(B * N, dtype=jnp.uint32).reshape(B, N))
 
 
 def keep(
@@ -57,28 +60,6 @@ def keep(
     a = mix(a ^ q_index)
     b = mix(b + a)
     return mix((mix(k_index) ^ a) + b) >= jnp.uint32(threshold(rate))
-
-
-def keep_tile(
-    key_data: jax.Array,  # u32[words]
-    rate: float,
-    *,
-    head_index: jax.Array,  # i32[...], batch row b and head n as b N + n
-    q_index: jax.Array,  # i32[T], indices of queries in the array, not positions
-    k_index: jax.Array,  # i32[S]
-) -> jax.Array:  # bool[..., T, S]
-    """Return True with probability 1 - rate, independently for each head, query and key."""
-    a, b = _head_words(key_data, head_index)
-    rows = q_index.astype(jnp.uint32).reshape((1,) * a.ndim + (-1, 1))
-    columns = k_index.astype(jnp.uint32).reshape((1,) * a.ndim + (1, -1))
-    return keep(a[..., None, None], b[..., None, None], rows, columns, rate)
-
-
-def _head_words(key_data: jax.Array, head_index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    a, b = (jnp.uint32(word) for word in _START)
-    for i in range(key_data.shape[0]):
-        a, b = _absorb(a, b, key_data[i])
-    return _absorb(a, b, head_index.astype(jnp.uint32))
 
 
 def _absorb(a: jax.Array, b: jax.Array, word: jax.Array) -> tuple[jax.Array, jax.Array]:

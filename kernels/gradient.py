@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from transformer_jax.kernels import Target
+from transformer_jax.kernels import Target, portable
 from transformer_jax.kernels.batching import Kernel, batched
 from transformer_jax.kernels.chips import Kind
 from transformer_jax.kernels.contract import (
@@ -26,6 +23,7 @@ from transformer_jax.kernels.contract import (
     learns_slopes,
     rows_of_pages,
 )
+from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.kernels.lowering import here_or_elsewhere
 from transformer_jax.kernels.packed_queries import packed
 from transformer_jax.kernels.sharding import HEADS, KEYS, QUERIES, ROWS, TILES, AxisNames
@@ -38,15 +36,6 @@ ListsByKernel = dict[Kind, TileLists]
 BY_KEY: tuple[Kind, ...] = ("dkdv", "single_pass")
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Asked:
-    """Say which gradients are asked for, of those that cost something."""
-
-    slopes: bool
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
     problem: Problem,
     where: Target,  # with the tile sizes of every kernel of the call
@@ -56,13 +45,25 @@ def attend(
     """Return attention and the logarithm of its denominator.
 
     T and S are multiples of each kernel's tile sizes; where there is a decode kernel, keys and
-    values may be shorter, and packed queries are not padded. The gradient is that of query, key,
-    value, bias, slopes and sinks.
+    values may be shorter, and packed queries are not padded. Differentiable in query, key, value,
+    bias, slopes, sinks and the scales of int8: gradients by the backward kernels, what else there
+    is by `portable`.
     """
-    if "decode" in lists:
-        return _decode(problem, where, operands, lists["decode"])
-    out, row_max, log_sum, _ = _forward(problem, where, operands, lists)
-    return out, row_max + log_sum
+
+    def compute(tree: tuple[Operands, ListsByKernel]) -> tuple[jax.Array, jax.Array]:
+        operands, lists = tree
+        if "decode" in lists:
+            return _decode(problem, where, operands, lists["decode"])
+        out, row_max, log_sum, _ = _forward(problem, where, operands, lists)
+        return out, row_max + log_sum
+
+    passes = Passes(
+        partial(_attend_forward, problem, where),
+        partial(_attend_backward, problem, where),
+        partial(_attend_plainly, problem, where),
+    )
+    out, lse = differentiable(compute, passes, (operands, lists))
+    return out, lse
 
 
 def _decode(
@@ -77,17 +78,35 @@ def _decode(
 
 
 def _attend_forward(
-    problem: Problem, where: Target, operands: Any, lists: Any
+    problem: Problem, where: Target, tree: tuple[Operands, ListsByKernel]
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    asked = Asked(operands.slopes is not None and operands.slopes.perturbed)
-    operands, lists = custom_vjp_primal_tree_values((operands, lists))
-    S, pages = operands.k_vectors[0].shape[1], operands.pages
-    widen = partial(_widened, S, operands.query.dtype, pages)
-    (key, value), narrow = jax.vjp(widen, _keys_values(operands))
-    operands = operands._replace(key=key, value=value, k_scale=None, v_scale=None, pages=None)
-    results = _forward(problem, where, operands, lists)
+    """Return attention, and the results of the forward kernel."""
+    operands, lists = tree
+    results = _forward(problem, where, _wide(operands)[0], lists)
     out, row_max, log_sum, _ = results
-    return (out, row_max + log_sum), (operands, lists, results, asked, narrow, pages)
+    return (out, row_max + log_sum), results
+
+
+def _attend_plainly(
+    problem: Problem, where: Target, tree: tuple[Operands, ListsByKernel]
+) -> tuple[jax.Array, jax.Array]:
+    """Return attention in plain JAX, over the same tiles."""
+    operands, lists = tree
+    kernel = _kernel_of(problem, where, "forward", (QUERIES, ROWS, ROWS), portable)
+    out, row_max, log_sum = kernel(_wide(operands)[0], lists["forward"])
+    return out, row_max + log_sum
+
+
+def _wide(operands: Operands) -> tuple[Operands, Any]:
+    """Return operands as all kernels but that of few queries read them, and how gradients return.
+
+    Keys and values are then numbers of the query's dtype, gathered from pages and padded to whole
+    tiles.
+    """
+    widen = partial(_widened, operands.k_vectors[0].shape[1], operands.query.dtype, operands.pages)
+    (key, value), narrow = jax.vjp(widen, _keys_values(operands))
+    wide = operands._replace(key=key, value=value, k_scale=None, v_scale=None, pages=None)
+    return wide, narrow
 
 
 def _keys_values(operands: Operands) -> tuple[tuple[jax.Array, jax.Array | None], ...]:
@@ -100,10 +119,6 @@ def _widened(
     pages: jax.Array | None,
     arrays: tuple[tuple[jax.Array, jax.Array | None], ...],
 ) -> list[jax.Array]:  # [B, S, K, H or Hv]
-    """Return keys and values as other kernels than that of few queries read them.
-
-    They are numbers of the query's dtype, gathered from pages and padded to whole tiles.
-    """
     if pages is not None:
         arrays = jax.tree.map(lambda x: rows_of_pages(x, pages), arrays)
     wide = [x if scale is None else dequantise(x, scale, dtype) for x, scale in arrays]
@@ -125,14 +140,16 @@ def _forward(
 
 
 def _attend_backward(
-    problem: Problem, where: Target, saved: tuple[Any, ...], cotangents: tuple[Any, Any]
-) -> tuple[Any, Any]:
-    operands, lists, (out, row_max, log_sum, nonfinite), asked, narrow, pages = saved
-    do, dlse = (
-        jnp.zeros_like(x) if isinstance(given, SymbolicZero) else given
-        for given, x in zip(cotangents, (out, row_max), strict=True)
-    )
-    problem = dataclasses.replace(problem, fixed_slopes=not asked.slopes)
+    problem: Problem,
+    where: Target,
+    tree: tuple[Operands, ListsByKernel],
+    saved: tuple[Any, ...],
+    cotangents: tuple[Any, Any],
+    wanted: tuple[Operands, ListsByKernel],
+) -> tuple[Operands, ListsByKernel]:
+    (given, lists), (out, row_max, log_sum, nonfinite), (do, dlse) = tree, saved, cotangents
+    operands, narrow = _wide(given)
+    problem = dataclasses.replace(problem, fixed_slopes=not wanted[0].slopes)
     if where.module.HEADS_FIRST:  # else XLA makes do as the next weight gradient likes, and copies
         do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
     D = _row_dot(do, out) - dlse  # [B, N, T]
@@ -147,11 +164,13 @@ def _attend_backward(
         jnp.where(lost, 0, D),
         nonfinite,
     )
-    dq, dk, dv, *others = _gradients(problem, where, operands, lists, rows)
+    dq, dk, dv, dbias, dslopes, dsinks = _gradients(problem, where, operands, lists, rows)
     [((dk, dk_scale), (dv, dv_scale))] = narrow([dk, dv])
-    operands = operands._replace(pages=pages)
-    found, lists = _cotangents(operands, lists, (dq, dk, dv, *others))
-    return found._replace(k_scale=dk_scale, v_scale=dv_scale), lists
+    gradients: dict[str, Any] = dict(query=dq, key=dk, value=dv, bias=dbias, sinks=dsinks)
+    gradients |= dict(k_scale=dk_scale, v_scale=dv_scale)
+    if dslopes is not None:
+        gradients["slopes"] = dslopes
+    return given._replace(**gradients), lists
 
 
 def _beyond_forward_tiles(
@@ -169,19 +188,6 @@ def _beyond_forward_tiles(
     return ~jnp.repeat(finite[0] & finite[1], group, axis=1)
 
 
-def _cotangents(operands: Operands, lists: Any, gradients: Gradients) -> tuple[Any, Any]:
-    """Return gradients as cotangents of operands and lists; integers have none."""
-    no_gradient = lambda x: np.zeros(x.shape, jax.dtypes.float0)  # noqa: E731
-    integers, lists = jax.tree.map(no_gradient, (operands, lists))
-    dq, dk, dv, dbias, dslopes, dsinks = gradients
-    return integers._replace(
-        query=dq, key=dk, value=dv, bias=dbias, slopes=dslopes, sinks=dsinks
-    ), lists
-
-
-attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
-
-
 def _kernel(
     problem: Problem,
     where: Target,
@@ -191,21 +197,7 @@ def _kernel(
     of_bias: bool = False,
 ) -> Kernel:
     """Return a kernel of (operands, lists[, saved]), with its rules for `vmap` and for a mesh."""
-    blocks = dict(where.blocks)[kind]
-    name = kind if kind in ("forward", "decode") else f"backward_{kind}"
-
-    def kernel_of(module: ModuleType) -> Kernel:
-        function = getattr(module, name)
-
-        def kernel(operands: Operands, lists: TileLists, *saved: Saved) -> tuple[jax.Array, ...]:
-            out = function(problem, operands, lists, blocks, *saved)
-            out = out if isinstance(out, tuple) else (out,)
-            return tuple(x for x in out if x is not None)
-
-        if not problem.packs or kind == "decode":  # which packs queries itself
-            return kernel
-        return packed(kernel, blocks.q, results, by_key=kind in BY_KEY)
-
+    kernel_of = partial(_kernel_of, problem, where, kind, results)
     # an interpreter with parameters calls back into Python, which no partitioner can split
     splits = problem.interpret in (True, False)
     here = batched(kernel_of(where.module), results, of_bias=of_bias, splits=splits)
@@ -213,6 +205,23 @@ def _kernel(
         return here
     elsewhere = kernel_of(where.module.PORTABLE)
     return lambda *tree: here_or_elsewhere(here, elsewhere, tree)
+
+
+def _kernel_of(
+    problem: Problem, where: Target, kind: Kind, results: tuple[AxisNames, ...], module: ModuleType
+) -> Kernel:
+    """Return a module's kernel, as it is."""
+    blocks = dict(where.blocks)[kind]
+    function = getattr(module, kind if kind in ("forward", "decode") else f"backward_{kind}")
+
+    def kernel(operands: Operands, lists: TileLists, *saved: Saved) -> tuple[jax.Array, ...]:
+        out = function(problem, operands, lists, blocks, *saved)
+        out = out if isinstance(out, tuple) else (out,)
+        return tuple(x for x in out if x is not None)
+
+    if not problem.packs or kind == "decode":  # which packs queries itself
+        return kernel
+    return packed(kernel, blocks.q, results, by_key=kind in BY_KEY)
 
 
 def _gradients(

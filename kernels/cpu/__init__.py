@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.kernels import portable
 from transformer_jax.kernels.contract import (
     Blocks,
     Operands,
@@ -43,7 +44,6 @@ from transformer_jax.kernels.contract import (
     learns_slopes,
     vary,
 )
-from transformer_jax.kernels.cpu import portable
 from transformer_jax.kernels.cpu.program import Program, program_of
 from transformer_jax.kernels.dropout import threshold
 

@@ -16,8 +16,9 @@ from scipy.stats import chi2
 from tests.support import oracle
 from tests.support.devices import on_devices
 from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
-from transformer_jax.attention.dropout import keep_tile, key_words
+from transformer_jax.attention.dropout import key_words
 from transformer_jax.decoding.samplers import Greedy, MinP, Sample, Temperature, TopK, TopP, Typical
+from transformer_jax.kernels.dropout import head_words, keep
 from transformer_jax.models.functional import dropout
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -444,8 +445,9 @@ def made_from(key: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:
 
 
 def attention_keeps(key: jax.Array, heads: int) -> jax.Array:  # bool[heads, 2, 4]
-    indices = dict(head_index=jnp.arange(heads), q_index=jnp.arange(2), k_index=jnp.arange(4))
-    return keep_tile(key_words(key), 0.4, **indices)
+    a, b = (words[0, :, None, None] for words in head_words(key_words(key), 1, heads))
+    q, k = jnp.arange(2, dtype=jnp.uint32), jnp.arange(4, dtype=jnp.uint32)
+    return keep(a, b, q[None, :, None], k[None, None], 0.4)
 
 
 def all_made_from(key: jax.Array, logits: jax.Array) -> dict[str, jax.Array]:

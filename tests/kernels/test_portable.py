@@ -13,9 +13,8 @@ from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax import ALiBi, Causal, Segments, dot_product_attention, explain_attention
 from transformer_jax.attention.api import IMPLEMENTATIONS
 from transformer_jax.attention.fused import Native
-from transformer_jax.kernels import Target, cpu, using
+from transformer_jax.kernels import Target, cpu, portable, using
 from transformer_jax.kernels.contract import Blocks
-from transformer_jax.kernels.cpu import portable
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 compiled = pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.library()))

@@ -226,6 +226,7 @@ class AttentionSuite:
     every_time: frozenset[str] | None = None
     """The tests to run every time, if not all; the others are marked slow."""
     slow_cases: ClassVar[dict[str, tuple[str, ...]]] = {
+        "test_derivatives_of_both_modes_and_of_gradients_are_right": ("mask",),
         "test_runs_repeat_bit_for_bit": ("-", "cap and sinks-]"),
     }
     """Beginnings of the ids of cases that are slow, by test; the rest runs every time."""
@@ -1065,23 +1066,65 @@ class AttentionSuite:
             expected[at] = reference(arrays | {"out_cotangent": cotangent}, seen)["dquery"]
         assert_near(jacobian, expected, self.gradient_tolerance)
 
-    def test_forward_mode_is_right_or_refused_by_name(self):
-        arrays = self.draw(39, queries=13, keys=17)
-        tangent = self.draw(40, queries=13, keys=17)["query"]
+    @pytest.mark.parametrize("options", ["mask", "all"])
+    def test_derivatives_of_both_modes_and_of_gradients_are_right(self, options):
+        """By central differences of the oracle's gradient, along a random direction."""
+        arrays, along = self.draw(39), self.draw(40)
+        names = ["query", "key", "value"]
+        mask, seen = self.causal_tail()
+        settings: dict[str, Any] = {}
+        if options == "all":
+            shape = (1, arrays["query"].shape[2], self.queries, self.span)
+            for seed, x in ((41, arrays), (42, along)):
+                rng = np.random.default_rng(seed)
+                x["bias"] = jnp.asarray(rng.normal(size=shape).astype(np.float32))
+                x["sinks"] = jnp.asarray(rng.normal(size=shape[1]).astype(np.float32))
+            names, settings = [*names, "bias", "sinks"], dict(softcap=3.0)
+        inputs, direction = ([x[name] for name in names] for x in (arrays, along))
 
-        def attend(query):
-            return self.attend(query, arrays["key"], arrays["value"], mask=Causal())
+        def loss(*inputs):
+            given = dict(zip(names, inputs, strict=True))
+            qkv = [given.pop(name) for name in names[:3]]
+            out, lse = self.attend(*qkv, mask=mask, return_lse=True, **settings, **given)
+            lse = jnp.where(jnp.isfinite(lse), lse, 0)  # of a row that sees nothing
+            wide = out.astype(jnp.float32) * arrays["out_cotangent"].astype(jnp.float32)
+            return wide.sum() + (lse * arrays["lse_cotangent"]).sum()
 
-        try:
-            _, slope = jax.jvp(attend, (arrays["query"],), (tangent,))
-        except (TypeError, NotImplementedError) as error:
-            assert "jvp" in str(error) or "forward-mode" in str(error)
-            return
-        arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
-        gradient = reference(arrays, np.tri(13, 17, dtype=bool)[None, None])["dquery"]
-        actual = (oracle.double(slope) * oracle.double(arrays["out_cotangent"])).sum()
-        expected = (gradient * oracle.double(tangent)).sum()
-        assert abs(actual - expected) < 1e-5 * np.abs(gradient * oracle.double(tangent)).sum()
+        every = tuple(range(len(names)))
+        gradient = jax.grad(loss, every)
+
+        def dot(xs, ys):
+            pairs = zip(xs, ys, strict=True)
+            return sum((x.astype(jnp.float32) * y.astype(jnp.float32)).sum() for x, y in pairs)
+
+        @jax.jit
+        def derivatives(x, v):
+            _, pull = jax.vjp(lambda *x: jax.jvp(loss, x, v)[1], *x)
+            return {
+                "jvp": jax.jvp(loss, x, v)[1],
+                "forward over reverse": jax.jvp(gradient, x, v)[1],
+                "reverse over reverse": jax.grad(lambda *x: dot(gradient(*x), v), every)(*x),
+                "reverse over forward": pull(jnp.float32(1)),
+            }
+
+        found = derivatives(tuple(inputs), tuple(direction))
+        host = {name: oracle.double(x) for name, x in arrays.items()}
+        unseen = ~seen.any(axis=-1)  # its lse has no slope
+        host["lse_cotangent"] = np.where(unseen.swapaxes(1, 2), 0, host["lse_cotangent"])
+
+        def gradients(step):
+            moved = {name: host[name] + step * oracle.double(along[name]) for name in names}
+            return reference(host | moved, seen, **settings)
+
+        slopes, after, before = (gradients(step) for step in (0, 1e-5, -1e-5))
+        parts = [slopes[f"d{name}"] * oracle.double(along[name]) for name in names]
+        wanted = sum(x.sum() for x in parts)
+        apart = abs(float(found.pop("jvp")) - wanted)
+        assert apart <= self.gradient_tolerance * sum(np.abs(x).sum() for x in parts), apart
+        for way, result in found.items():
+            for name, x in zip(names, result, strict=True):
+                expected = (after[f"d{name}"] - before[f"d{name}"]) / 2e-5
+                assert_near(x, expected, 2 * self.gradient_tolerance, f"{way}, {name}")
 
     def test_debug_checks_find_no_nan_and_no_infinity(self):
         arrays = self.draw(41)

@@ -130,14 +130,6 @@ MASKED = dict(
 )
 
 
-XLA_HAS_IT = 'implementation="xla" has it'
-FORWARD = {
-    "jvp": No(XLA_HAS_IT, TypeError),
-    # one of the three ways is refused, by JAX in words of its own
-    "second order": No(XLA_HAS_IT, (TypeError, ValueError, NotImplementedError)),
-}
-
-
 def named(name: str | None) -> str:
     return "default" if name is None else f'"{name}"'
 
@@ -153,8 +145,6 @@ def attention_cases() -> list[Case]:
                     'its tiles need sizes that are numbers: implementation="xla" has it', ValueError
                 )
                 cannot = {"export, batch": tiles, "export, length": tiles}
-            if name in ("blockwise", "native") or (name is None and t == 67):
-                cannot.update(FORWARD)
             title = f"dot_product_attention, {named(name)}, T = {t}"
             found.append(Case(title, partial(attend, name), QKV, sizes=sizes, cannot=cannot))
             found.append(
@@ -213,7 +203,7 @@ def model_cases() -> list[Case]:
     }  # fmt: skip
     found = [model_case(name, config) for name, config in kinds.items()]
     tiny = tj.preset("tiny")
-    found.append(model_case('preset("tiny"), T = 64', tiny, sizes=dict(b=1, t=64), cannot=FORWARD))
+    found.append(model_case('preset("tiny"), T = 64', tiny, sizes=dict(b=1, t=64)))
     return found
 
 
@@ -234,10 +224,6 @@ def loss_cases() -> list[Case]:
             chunked,
             dict(hidden=("b", "t", 6), table=(11, 6)),
             others,
-            cannot={
-                "jvp": No("cross_entropy has it", TypeError),
-                "second order": No("cross_entropy has it", (TypeError, NotImplementedError)),
-            },
         ),
     ]
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 SMALL = dict(vocab_size=11, d_model=6, num_layers=1, num_heads=3, d_ff=5, max_len=13)
 TOKENS = np.array([[3, 5, 7, 2, 1, 10]], np.int32)
 SAMPLE = {
+    "jvp": ('preset("tiny"), T = 64', "chunked_cross_entropy"),
     "known arrays": ("Decoder, learned", "learned", "Decoder with a cache"),
     "strict promotion": (
         "dot_product_attention, default, T = 5, masked",

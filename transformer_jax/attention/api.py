@@ -182,10 +182,9 @@ def dot_product_attention(
     value reaches exactly the queries that see it, whose output is NaN, and which pass no gradient
     on.
 
-    `implementation` is "xla" (materialises the scores, any option, forward mode too), "blockwise"
-    (memory O(T + S); the gradient, but neither forward mode nor a gradient of the gradient),
-    "native" (as "blockwise", in compiled C++ on a CPU, and derivatives of the gradient in plain
-    JAX), "pallas" (as "blockwise", fused, on a TPU or an NVIDIA GPU from Ampere on),
+    `implementation` is "xla" (materialises the scores, any option), "blockwise" (memory O(T + S);
+    O(T S) in forward mode and in derivatives of the gradient), "native" (compiled C++ on a CPU,
+    O(T + S) in all of these), "pallas" (the same, fused, on a TPU or an NVIDIA GPU from Ampere on),
     "pallas_unordered" (on Hopper: a single-pass backward, nondeterministic in its last bits),
     "cudnn", None for the best that runs here, or a sequence that is tried in order. A named one
     runs or raises NotImplementedError with the reason.

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.attention.biases import Bias
-from transformer_jax.attention.dropout import exact_rate, head_words, key_words
+from transformer_jax.attention.dropout import key_words
 from transformer_jax.attention.masks import Mask, check_mask
 from transformer_jax.checks import as_int32, check_factor, check_finite, check_key
 from transformer_jax.kernels.contract import Refused as Refused
 from transformer_jax.kernels.contract import dequantise, rows_of_pages
+from transformer_jax.kernels.dropout import exact_rate, head_words
 from transformer_jax.pytree import register
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.shown import short_repr
@@ -120,7 +121,7 @@ class AttentionCall:
     def head_words(self) -> jax.Array | None:  # u32[2, B, N]
         """Return the hash of the dropout key and of each batch row and head."""
         if self.dropout_key is None:
-            return None
+            return self.dropout_words
         B, _, N, _ = self.query.shape
         return jnp.stack(head_words(key_words(self.dropout_key), B, N))
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import jax
 
-from transformer_jax.kernels.dropout import exact_rate, head_words, keep_tile
-
-__all__ = ["exact_rate", "head_words", "keep_tile", "key_words"]
-
 
 def key_words(key: jax.Array) -> jax.Array:  # u32[words]
     """Return the words of a PRNG key, typed or raw; two for JAX's default generator."""

@@ -27,7 +27,7 @@ from einops import rearrange
 
 from transformer_jax.attention.arguments import AttentionCall, Implementation
 from transformer_jax.attention.biases import Bias
-from transformer_jax.attention.dropout import keep_tile, key_words
+from transformer_jax.kernels.dropout import keep
 from transformer_jax.shown import short_repr
 
 
@@ -73,8 +73,8 @@ class Xla(Implementation):
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return attention [B, T, N, Hv] and the log of its softmax's denominator, f32[B, T, N]."""
         result, value = _softmax_of(call)
-        keep = None if call.dropout_key is None else _keep(call)
-        return result.average(value, keep).astype(call.query.dtype), result.lse.swapaxes(1, 2)
+        kept = _kept(call) if call.dropout_rate else None
+        return result.average(value, kept).astype(call.query.dtype), result.lse.swapaxes(1, 2)
 
 
 def reference_weights(call: AttentionCall) -> jax.Array:  # f32[B, N, T, S]
@@ -196,15 +196,12 @@ def _scores(
     return scores if bias is None else scores + bias.astype(scores.dtype)
 
 
-def _keep(call: AttentionCall) -> jax.Array:  # [B, N, T, S]
+def _kept(call: AttentionCall) -> jax.Array:  # [B, N, T, S]
     """Return what dropout multiplies the weights by."""
-    B, T, N, S = call.sizes
-    assert call.dropout_key is not None
-    keep = keep_tile(
-        key_words(call.dropout_key),
-        call.dropout_rate,
-        head_index=jnp.arange(B * N, dtype=jnp.int32).reshape(B, N),
-        q_index=jnp.arange(T, dtype=jnp.int32),
-        k_index=jnp.arange(S, dtype=jnp.int32),
-    )
-    return jnp.where(keep, 1 / (1 - call.dropout_rate), 0.0)
+    _, T, _, S = call.sizes
+    words = call.head_words()
+    assert words is not None
+    a, b = words[..., None, None]
+    q = jnp.arange(T, dtype=jnp.uint32)[None, None, :, None]
+    k = jnp.arange(S, dtype=jnp.uint32)[None, None, None, :]
+    return jnp.where(keep(a, b, q, k, call.dropout_rate), 1 / (1 - call.dropout_rate), 0.0)

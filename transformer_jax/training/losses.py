@@ -20,6 +20,7 @@ from einops import rearrange
 from jax.sharding import PartitionSpec
 
 from transformer_jax.checks import check_factor
+from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.sharding import by_compiler, vary
 from transformer_jax.tracing import known_sizes
 
@@ -262,7 +263,6 @@ def _loss_and_slope(
     return jnp.where(counts, loss, 0.0), jnp.where(counts[..., None], slope, 0.0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked_sum(
     head: _Head,
     hidden: jax.Array,  # [B, T, D]
@@ -272,24 +272,31 @@ def _chunked_sum(
     weights: jax.Array,  # f32[B, T]
 ) -> jax.Array:  # f32[]
     """Return the sum of weights * losses."""
+    plain = partial(_chunked_sum_plainly, head)
+    passes = Passes(partial(_sum_and_gradients, head), _scaled_gradients, plain)
+    return differentiable(plain, passes, (hidden, table, bias, labels, weights))[0]
+
+
+Arrays = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+"""The arguments of `_chunked_sum` after the first."""
+
+
+def _chunked_sum_plainly(head: _Head, arrays: Arrays) -> tuple[jax.Array]:
+    """Return the sum; a derivative by JAX computes the logits of each chunk again."""
+    hidden, table, bias, labels, weights = arrays
+    of_chunk = jax.checkpoint(partial(_chunk_sum, head))
 
     def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         hidden, labels, weights = chunk
-        return total + _chunk_sum(head, hidden, table, bias, labels, weights), None
+        return total + of_chunk(hidden, table, bias, labels, weights), None
 
     chunks = _split(head.chunk_size, hidden, labels, weights)
-    return jax.lax.scan(add, vary(jnp.float32(0), hidden), chunks)[0]
+    return (jax.lax.scan(add, vary(jnp.float32(0), hidden), chunks)[0],)
 
 
-def _chunked_sum_fwd(
-    head: _Head,
-    hidden: jax.Array,
-    table: jax.Array,
-    bias: jax.Array | None,
-    labels: jax.Array,
-    weights: jax.Array,
-) -> tuple[jax.Array, Any]:
+def _sum_and_gradients(head: _Head, arrays: Arrays) -> tuple[tuple[jax.Array], Arrays]:
     """Return the sum and its gradients: with the logits here, they cost two products, not three."""
+    hidden, table, bias, labels, weights = arrays
 
     def add(sums: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
         hidden, labels, weights = chunk
@@ -310,21 +317,17 @@ def _chunked_sum_fwd(
         add, vary(zeros, hidden), _split(head.chunk_size, hidden, labels, weights)
     )
     length = hidden.shape[1]
-    gradients = (_join(d_hidden, length), d_table, d_bias, _join(d_weights, length))
-    like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), (hidden, table, bias, weights))
-    return total, (gradients, like)
+    return (total,), (_join(d_hidden, length), d_table, d_bias, labels, _join(d_weights, length))
 
 
-def _chunked_sum_bwd(head: _Head, residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    """Return the gradients of the forward pass, times that of the sum, in their own dtypes."""
-    gradients, like = residuals
-    hidden, table, bias, weights = jax.tree.map(
-        lambda x, to: (cotangent * x.astype(jnp.float32)).astype(to.dtype), gradients, like
+def _scaled_gradients(
+    arrays: Arrays, gradients: Arrays, cotangents: tuple[jax.Array, ...], wanted: Any
+) -> Arrays:
+    """Return the gradients times the cotangent of the sum, in the dtypes of the arrays."""
+    (cotangent,) = cotangents
+    return jax.tree.map(
+        lambda x, to: (cotangent * x.astype(jnp.float32)).astype(to.dtype), gradients, arrays
     )
-    return hidden, table, bias, None, weights
-
-
-_chunked_sum.defvjp(_chunked_sum_fwd, _chunked_sum_bwd)
 
 
 def _chunk_sum(

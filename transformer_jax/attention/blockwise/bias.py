@@ -6,7 +6,6 @@ from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from transformer_jax.attention.arguments import AttentionCall
@@ -109,7 +108,7 @@ def bias_sums(bias: jax.Array | Bias | None, total: Sum) -> list[jax.Array]:
 
 
 def bias_gradient(bias: jax.Array | Bias | None, total: list[jax.Array]) -> jax.Array | Bias | None:
-    """Return the sums as a cotangent of the bias: its dtypes, nothing for integers."""
+    """Return the bias with its floating leaves replaced by the sums, in their dtypes."""
     if bias is None:
         return None
     if _is_array(bias):
@@ -117,15 +116,5 @@ def bias_gradient(bias: jax.Array | Bias | None, total: list[jax.Array]) -> jax.
     leaves, structure = jax.tree.flatten(bias)
     sums = iter(total)
     floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
-    leaves = [
-        next(sums).astype(x.dtype) if f else no_gradient(x)
-        for x, f in zip(leaves, floating, strict=True)
-    ]
+    leaves = [next(sums).astype(x.dtype) if f else x for x, f in zip(leaves, floating, strict=True)]
     return jax.tree.unflatten(structure, leaves)
-
-
-def no_gradient(x: jax.Array) -> jax.Array | np.ndarray:
-    """Return the cotangent of an array that has no gradient: zeros, of float0 for integers."""
-    if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-        return jnp.zeros_like(x)
-    return np.zeros(jnp.shape(x), jax.dtypes.float0)

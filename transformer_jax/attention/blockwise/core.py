@@ -48,7 +48,6 @@ from transformer_jax.attention.blockwise.bias import (
     bias_sums,
     bias_tile,
     bias_zeros,
-    no_gradient,
 )
 from transformer_jax.attention.blockwise.sharding import (
     BACKWARD,
@@ -70,12 +69,17 @@ from transformer_jax.attention.blockwise.tiles import (
     visible_at,
     visited_tiles,
 )
+from transformer_jax.attention.reference import Xla
 from transformer_jax.kernels.contract import LOWEST, once
+from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.sharding import vary
 
 
 class Blockwise(Implementation):
-    """Compute tile by tile in plain JAX: memory O(T + S), a gradient, no forward mode."""
+    """Compute tile by tile in plain JAX: memory O(T + S), with the gradient.
+
+    Forward mode and second derivatives write every score down, as "xla" does.
+    """
 
     def refuse(self, call: AttentionCall) -> str | None:
         """Refuse float64, and a bias and positions that both differ by batch row."""
@@ -132,7 +136,10 @@ def _differs_by_row(x: Any, ndim: int) -> bool:
 
 def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     sinks = None if call.sinks is None else call.sinks[None]
-    return _attend(vary(dataclasses.replace(call, sinks=sinks)))
+    call = vary(dataclasses.replace(call, sinks=sinks))
+    passes = Passes(_attend_forward, _attend_backward, _attend_plainly)
+    out, lse = differentiable(lambda call: _attend_forward(call)[0], passes, call)
+    return out, lse
 
 
 def scaled(query: jax.Array, scale: jax.Array) -> jax.Array:  # f32[B, T, N, H]
@@ -150,7 +157,6 @@ def _precision(call: AttentionCall) -> lax.Precision | None:
 # Arithmetic of one tile
 
 
-@jax.custom_jvp
 def _exp(x: jax.Array) -> jax.Array:
     """Return e^x for x <= 0 within 2 ulp, 0 at -inf, in half the time of XLA's on a CPU.
 
@@ -170,15 +176,6 @@ def _exp(x: jax.Array) -> jax.Array:
 
 # minimax in relative error on [-1/2, 1/2] with 2^0 = 1 exactly: 1.1e-7
 _EXP2 = [np.float32(x) for x in (0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147, 1.0)]
-
-
-@_exp.defjvp
-def _exp_tangent(
-    primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Differentiate `_exp`: the backward pass of `_attend` may itself be differentiated."""
-    result = _exp(*primals)
-    return result, result * tangents[0]
 
 
 def _dot(
@@ -228,19 +225,25 @@ def _clean_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 # The gradient
 
 
-@jax.custom_vjp
-def _attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-    return _attend_forward(call)[0]
-
-
 def _attend_forward(call: AttentionCall) -> tuple[tuple[jax.Array, jax.Array], Any]:
     out, row_max, log_sum, repaired = by_compiler(_forward, FORWARD, call)
-    return (out, row_max + log_sum), (call, out, row_max, log_sum, repaired)
+    return (out, row_max + log_sum), (out, row_max, log_sum, repaired)
 
 
-def _attend_backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[AttentionCall]:
-    """Differentiate `_attend`; a fully masked or broken query passes no gradient on."""
-    call, out, row_max, log_sum, repaired = saved
+def _attend_plainly(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
+    """Return attention with every score written down, which JAX differentiates: O(T S) memory."""
+    q, k, v = (x.astype(jnp.float32) for x in (call.query, call.key, call.value))
+    sinks = None if call.sinks is None else call.sinks[0]
+    wide = dataclasses.replace(call, query=q, key=k, value=v, sinks=sinks)
+    out, lse = Xla().attend(wide)
+    return out.astype(call.query.dtype), lse
+
+
+def _attend_backward(
+    call: AttentionCall, saved: Any, cotangents: tuple[jax.Array, ...], wanted: AttentionCall
+) -> AttentionCall:
+    """Return gradients; a fully masked or broken query passes none on."""
+    out, row_max, log_sum, repaired = saved
     dout, dlse = cotangents
     dead = jnp.isneginf(row_max) | jnp.isnan(row_max) | jnp.isnan(out).any(axis=-1)
     dout = jnp.where(dead[..., None], 0, dout.astype(jnp.float32))
@@ -253,19 +256,14 @@ def _attend_backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tup
     names = *BACKWARD, *bias_axes(call.bias, of_gradient=True)
     rows = Saved(dout, D, row_max, log_sum, repaired)
     dq, dk, dv, *dbias = by_compiler(_backward, names, call, rows)
-    return (
-        dataclasses.replace(
-            jax.tree.map(no_gradient, call),
-            query=dq.astype(call.query.dtype),
-            key=dk.astype(call.key.dtype),
-            value=dv.astype(call.value.dtype),
-            bias=bias_gradient(call.bias, dbias),
-            sinks=dsinks,
-        ),
+    return dataclasses.replace(
+        jax.tree.map(jnp.zeros_like, call),  # nothing that a mask reads has a slope
+        query=dq.astype(call.query.dtype),
+        key=dk.astype(call.key.dtype),
+        value=dv.astype(call.value.dtype),
+        bias=bias_gradient(call.bias, dbias),
+        sinks=dsinks,
     )
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _padded(sizes: Sizes, call: AttentionCall) -> AttentionCall:

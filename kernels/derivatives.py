@@ -1,0 +1,243 @@
+"""Give fast code every derivative: it has a backward pass, and plain code has the rest.
+
+`jax.custom_vjp` makes a forward and a backward pass one function, of which JAX then knows the
+gradient and nothing else. Here a plain function stands beside the passes, one that computes the
+same and that JAX differentiates itself:
+
+    f(x)                    is computed as the caller says
+    gradient                by the forward and the backward pass
+    tangents of f           by those of the plain function (`jax.jvp`, `jax.linearize`)
+    tangents of a gradient  by those of the plain function's gradient, in every order
+
+Tangents are one operation of JAX's, which is linear in them. What it computes is the plain
+function's tangents, and its transpose is the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+Leaves = Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """Compute f of a tree of arrays, and its gradient.
+
+    Outputs are a tuple of floating arrays. `wanted` is a tree of bools, in the structure of the
+    tree of arrays: whose gradients are read. In place of the others the backward pass may return
+    anything.
+    """
+
+    forward: Callable[[Any], tuple[tuple[jax.Array, ...], Any]]
+    """From the tree to the outputs, and what the backward pass reads."""
+    backward: Callable[[Any, Any, tuple[jax.Array, ...], Any], Any]
+    """From the tree, what the forward pass saved, cotangents and `wanted` to gradients, a tree."""
+    plain: Callable[[Any], tuple[jax.Array, ...]]
+    """From the tree to the outputs, in code that JAX differentiates."""
+
+
+def differentiable(
+    compute: Callable[[Any], tuple[jax.Array, ...]], passes: Passes, tree: Any
+) -> tuple[jax.Array, ...]:
+    """Return `compute(tree)`, which is f of the passes, with derivatives of every order."""
+    leaves, structure = jax.tree.flatten(tree)
+    inside = _OfLeaves(passes, structure)
+
+    @jax.custom_jvp
+    def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+        return compute(structure.unflatten(leaves))
+
+    @partial(call.defjvp, symbolic_zeros=True)
+    def rule(leaves: Leaves, tangents: Leaves) -> tuple[Any, Any]:
+        out, saved = inside.forward(leaves)
+        return out, inside.tangents(leaves, saved, out, tangents)
+
+    return call(*leaves)
+
+
+@dataclass(frozen=True, eq=False)
+class _OfLeaves:
+    """Compute what `Passes` do of the leaves of the tree, each differentiable in turn."""
+
+    passes: Passes
+    structure: Any
+
+    def plain(self, leaves: Leaves) -> tuple[jax.Array, ...]:
+        return self.passes.plain(self.structure.unflatten(leaves))
+
+    def forward(self, leaves: Leaves) -> tuple[tuple[jax.Array, ...], Any]:
+        @jax.custom_jvp
+        def call(*leaves: jax.Array) -> Any:
+            return self.passes.forward(self.structure.unflatten(leaves))
+
+        @partial(call.defjvp, symbolic_zeros=True)
+        def rule(leaves: Leaves, tangents: Leaves) -> tuple[Any, Any]:
+            out, saved = self.forward(leaves)
+            # what is saved is only read by `backward`, which finds its own tangents
+            zeros = jax.tree.map(partial(zero_from_primal, symbolic_zeros=False), saved)
+            return (out, saved), (self.tangents(leaves, saved, out, tangents), zeros)
+
+        return call(*leaves)
+
+    def tangents(self, leaves: Leaves, saved: Any, out: Any, tangents: Leaves) -> Any:
+        """Return the tangents of the outputs."""
+        dots = _given(SymbolicZero, tangents)
+        if not dots:
+            return jax.tree.map(jnp.zeros_like, out)
+        moved = list(dots)
+        saved_leaves, saved_structure = jax.tree.flatten(saved)
+        count = len(leaves)
+
+        def compute(*arrays: Any) -> tuple[jax.Array, ...]:
+            given = arrays[-len(moved) :]
+            return _along(self.plain, arrays[:count], dict(zip(moved, given, strict=True)))
+
+        def transposed(*arrays: Any) -> tuple[jax.Array, ...]:
+            at = count + len(saved_leaves)
+            saved = saved_structure.unflatten(arrays[count:at])
+            return self.backward(moved, arrays[:count], saved, arrays[at:])
+
+        return tuple(
+            _tangents.bind(
+                *leaves,
+                *saved_leaves,
+                *dots.values(),
+                moved=len(moved),
+                compute=compute,
+                transposed=transposed,
+                types=tuple(jax.typeof(x).to_tangent_aval() for x in out),
+            )
+        )
+
+    def backward(
+        self, moved: Sequence[int], leaves: Leaves, saved: Any, cotangents: Leaves
+    ) -> tuple[jax.Array, ...]:
+        """Return the gradients of the leaves that are moved."""
+        count = len(leaves)
+        wanted = self.structure.unflatten([i in moved for i in range(count)])
+
+        @jax.custom_jvp
+        def call(leaves: Any, saved: Any, cotangents: Any) -> tuple[jax.Array, ...]:
+            tree = self.structure.unflatten(leaves)
+            found = self.passes.backward(tree, saved, tuple(cotangents), wanted)
+            found = self.structure.flatten_up_to(found)
+            return tuple(found[i] for i in moved)
+
+        def plain(arrays: Leaves) -> tuple[jax.Array, ...]:
+            leaves, cotangents = arrays[:count], tuple(arrays[count:])
+            of_moved, given = _restricted(self.plain, leaves, moved)
+            return jax.vjp(of_moved, *given)[1](cotangents)
+
+        @partial(call.defjvp, symbolic_zeros=True)
+        def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+            leaves, saved, cotangents = primals
+            out = self.backward(moved, leaves, saved, cotangents)
+            dots = _given(SymbolicZero, [*tangents[0], *tangents[2]])
+            if not dots:  # of what is saved alone
+                return out, jax.tree.map(jnp.zeros_like, out)
+            return out, _along(plain, [*leaves, *cotangents], dots)
+
+        return call(list(leaves), saved, list(cotangents))
+
+
+def _given(zero: type, tangents: Leaves) -> dict[int, Any]:
+    """Return the tangents that are not zero by their type, by index."""
+    return {i: x for i, x in enumerate(tangents) if not isinstance(x, zero)}
+
+
+def _along(function: Callable[[Leaves], Any], leaves: Leaves, tangents: dict[int, Any]) -> Any:
+    """Return the tangents of a function of leaves, given those of some of them."""
+    of_some, some = _restricted(function, leaves, tangents)
+    return jax.jvp(of_some, some, list(tangents.values()))[1]
+
+
+def _restricted(
+    function: Callable[[Leaves], Any], leaves: Leaves, moved: Iterable[int]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Return a function of some of its leaves alone, and these."""
+
+    def of_some(*some: Any) -> Any:
+        given = dict(zip(moved, some, strict=True))
+        return function([given.get(i, x) for i, x in enumerate(leaves)])
+
+    return of_some, [leaves[i] for i in moved]
+
+
+# The operation: of what is known, and of `moved` tangents after it
+
+_tangents = Primitive("tangents")
+_tangents.multiple_results = True
+
+
+@_tangents.def_impl
+def _run(*arrays: Any, compute: Any, **_: Any) -> Any:
+    return compute(*arrays)
+
+
+@_tangents.def_abstract_eval
+def _types(*_: Any, types: Any, **__: Any) -> Any:
+    return types
+
+
+def _lower(context: mlir.LoweringRuleContext, *values: Any, compute: Any, **_: Any) -> Any:
+    return mlir.lower_fun(compute, multiple_results=True)(context, *values)
+
+
+def _differentiate(arrays: Any, changes: Any, *, moved: int, compute: Any, **rest: Any) -> Any:
+    """Return tangents, and the change of these: by what is known, and linear in themselves."""
+    known, bind = arrays[:-moved], partial(_tangents.bind, moved=moved, compute=compute, **rest)
+    given = _given(ad.Zero, changes)
+    parts = []
+    if any(i >= len(known) for i in given):
+        parts.append(bind(*known, *map(ad.instantiate_zeros, changes[-moved:])))
+    by_known = {i: x for i, x in given.items() if i < len(known)}
+    if by_known:
+        parts.append(_along(lambda xs: compute(*xs), arrays, by_known))
+    return bind(*arrays), jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *map(list, parts))
+
+
+def _transpose(cotangents: Any, *arrays: Any, moved: int, transposed: Any, **_: Any) -> Any:
+    known = arrays[:-moved]
+    found = transposed(*known, *map(ad.instantiate_zeros, cotangents))
+    asked = map(ad.is_undefined_primal, arrays[-moved:])
+    return [None] * len(known) + [x if a else None for x, a in zip(found, asked, strict=True)]
+
+
+def _map(
+    arrays: Any, axes: Any, *, moved: int, compute: Any, transposed: Any, types: Any
+) -> tuple[Any, Any]:
+    (size,) = {x.shape[a] for x, a in zip(arrays, axes, strict=True) if a is not None}
+
+    def mapped(x: Any, axis: int | None) -> Any:
+        if axis is None:
+            return jnp.broadcast_to(x[None], (size, *x.shape))
+        return jnp.moveaxis(x, axis, 0)
+
+    arrays = [*arrays[:-moved], *map(mapped, arrays[-moved:], axes[-moved:])]
+    axes = (*axes[:-moved], *(0 for _ in range(moved)))
+    compute = jax.vmap(compute, in_axes=axes)
+    of_cotangents = jax.vmap(transposed, in_axes=(*axes[:-moved], *(0 for _ in types)))
+    found = _tangents.bind(
+        *arrays,
+        moved=moved,
+        compute=compute,
+        transposed=of_cotangents,
+        types=tuple(jax.make_jaxpr(compute)(*arrays).out_avals),
+    )
+    return found, (0,) * len(types)
+
+
+mlir.register_lowering(_tangents, _lower)
+ad.primitive_jvps[_tangents] = _differentiate
+ad.primitive_transposes[_tangents] = _transpose
+batching.primitive_batchers[_tangents] = _map

@@ -1,0 +1,139 @@
+"""Check which code each derivative of `differentiable` comes from, under every transformation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from transformer_jax.kernels.derivatives import Passes, differentiable
+
+X = np.linspace(0.1, 0.9, 5, dtype=np.float32)
+Y = np.linspace(-0.7, 0.8, 5, dtype=np.float32)
+V = np.linspace(1.3, -0.4, 5, dtype=np.float32)
+ROWS = jnp.stack([X, Y])
+INDICES = np.array([3, 0, 4, 4, 1])
+TWICE = 2.0  # what gradients of the backward pass are too large by, to tell them apart
+
+
+def sine(x, y, indices=INDICES, asked=None):
+    """Return sin(x) y[indices], whose backward pass is marked, and its plain code is not."""
+
+    def plain(tree):
+        return (jnp.sin(tree["x"]) * tree["y"][tree["indices"]],)
+
+    def forward(tree):
+        return plain(tree), (jnp.cos(tree["x"]), tree["indices"])
+
+    def backward(tree, saved, cotangents, wanted):
+        if asked is not None:
+            asked.append(wanted)
+        (cosine, indices), (dout,) = saved, cotangents
+        dy = jnp.zeros_like(tree["y"]).at[indices].add(dout * jnp.sin(tree["x"]))
+        return dict(x=TWICE * dout * cosine * tree["y"][indices], y=TWICE * dy, indices=None)
+
+    tree = dict(x=x, y=y, indices=jnp.asarray(indices))
+    return differentiable(plain, Passes(forward, backward, plain), tree)[0]
+
+
+def plainly(x, y):
+    return jnp.sin(x) * y[INDICES]
+
+
+def both(way):
+    """Return what a transformation makes of the function and of the same in plain JAX."""
+    return (np.asarray(jax.jit(way, static_argnums=0)(f), np.float64) for f in (sine, plainly))
+
+
+def gradient(f):
+    return jax.grad(lambda x, y: (f(x, y) * V).sum(), (0, 1))
+
+
+WAYS = {
+    # of the backward pass: twice the gradient
+    "grad": (TWICE, lambda f: jnp.stack(gradient(f)(X, Y))),
+    "grad under vmap": (TWICE, lambda f: jax.vmap(gradient(f), (0, None))(ROWS, Y)[0]),
+    "grad of vmap": (
+        TWICE,
+        lambda f: jax.grad(lambda y: (jax.vmap(f, (0, None))(ROWS, y) @ V).sum())(Y),
+    ),
+    "grad of vmap over another axis": (
+        TWICE,
+        lambda f: jax.grad(lambda x: (jax.vmap(f, (1, None))(x, Y) @ V).sum())(np.outer(X, Y)),
+    ),
+    "grad of remat": (
+        TWICE, lambda f: jnp.stack(gradient(jax.checkpoint(f))(X, Y))
+    ),
+    "grad of scan": (
+        TWICE,
+        lambda f: jax.grad(
+            lambda y: jax.lax.scan(lambda n, x: (n, f(x, y) * V), 0, ROWS)[1].sum()
+        )(Y),
+    ),
+    # of the plain code
+    "jvp": (1.0, lambda f: jax.jvp(f, (X, Y), (V, X))[1]),
+    "jvp along one": (1.0, lambda f: jax.jvp(lambda y: f(X, y), (Y,), (V,))[1]),
+    "linearize": (1.0, lambda f: jax.linearize(f, X, Y)[1](V, X)),
+    "jacfwd": (1.0, lambda f: jax.jacfwd(f)(X, Y)),
+    "jvp of vmap": (
+        1.0,
+        lambda f: jax.jvp(lambda y: jax.vmap(f, (0, None))(ROWS, y), (Y,), (V,))[1],
+    ),
+    "jvp of jvp": (1.0, lambda f: jax.jvp(lambda x: jax.jvp(f, (x, Y), (V, X))[1], (X,), (Y,))[1]),
+    "jvp of a scan": (
+        1.0,
+        lambda f: jax.jvp(
+            lambda y: jax.lax.scan(lambda n, x: (n, f(x, y)), 0, ROWS)[1], (Y,), (V,)
+        )[1],
+    ),
+    "forward over reverse": (
+        1.0, lambda f: jnp.stack(jax.jvp(gradient(f), (X, Y), (V, X))[1])
+    ),
+    "reverse over reverse": (
+        1.0, lambda f: jax.grad(lambda x: (gradient(f)(x, Y)[0] * Y).sum())(X)
+    ),
+    "third order": (
+        1.0, lambda f: jax.grad(lambda x: jax.grad(lambda x: gradient(f)(x, Y)[0][0])(x)[0])(X)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_gradients_are_of_the_backward_pass_and_all_else_of_the_plain_code(name):
+    factor, way = WAYS[name]
+    found, plain = both(way)
+    assert plain.any()
+    np.testing.assert_allclose(found, factor * plain, rtol=2e-6, atol=1e-6)
+
+
+def test_a_gradient_of_a_tangent_is_linear_in_it_by_the_backward_pass():
+    """What is linear in a direction is transposed; what is not is differentiated."""
+    of_direction = lambda f: jax.grad(lambda v: (jax.jvp(f, (X, Y), (v, X))[1] * V).sum())(V)  # noqa: E731
+    of_place = lambda f: jax.grad(lambda x: (jax.jvp(f, (x, Y), (V, X))[1] * V).sum())(X)  # noqa: E731
+    for way, factor in ((of_direction, TWICE), (of_place, 1.0)):
+        found, plain = both(way)
+        np.testing.assert_allclose(found, factor * plain, rtol=2e-6, atol=1e-6)
+
+
+def test_the_backward_pass_is_told_whose_gradients_are_read():
+    asked: list = []
+    jax.grad(lambda y: sine(X, y, asked=asked).sum())(jnp.asarray(Y))
+    assert asked == [dict(x=False, y=True, indices=False)]
+
+
+def test_without_a_derivative_nothing_but_the_function_is_in_the_program():
+    text = str(jax.make_jaxpr(sine)(X, Y))
+    assert "cos" not in text
+
+
+def test_gradients_are_summed_over_devices_that_share_an_argument():
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @jax.shard_map(mesh=mesh, in_specs=(P("rows"), P()), out_specs=P("rows"))
+    def split(x, y):
+        return sine(x[0], jax.lax.pcast(y, ("rows",), to="varying"))[None]
+
+    found = jax.jit(jax.grad(lambda y: (split(X[None], y) * V[None]).sum()))(Y)
+    np.testing.assert_allclose(found, TWICE * gradient(plainly)(X, Y)[1], rtol=2e-6, atol=1e-6)
+    _, slope = jax.jit(lambda y: jax.jvp(lambda y: split(X[None], y), (y,), (jnp.asarray(V),)))(Y)
+    np.testing.assert_allclose(slope[0], jax.jvp(plainly, (X, Y), (0 * X, V))[1], rtol=2e-6)
