@@ -306,8 +306,7 @@ HOSTILE = {
     "a path out": lambda c: c["leaves"].append(["../../etc/passwd", "int8", [0]]),
     "a path out of a file": lambda c: c["files"].update({"../x": {"bytes": 0, "sha256": ""}}),
     "a null in a name": lambda c: c["leaves"].append(["a\0/b", "int8", [0]]),
-    "another format": lambda c: c.update(format=3),
-    "the old format": lambda c: c.update(format=1),
+    "a format that is a list": lambda c: c.update(format=[2]),
     "a folder that no leaf is in": lambda c: c["files"].update({"x/y": {"bytes": 0, "sha256": ""}}),
     "a step that is none": lambda c: c.update(step="../../x"),
     "files that are a list": lambda c: c.update(files=[]),
@@ -328,6 +327,20 @@ def test_a_hostile_manifest_is_refused_before_anything_is_allocated(tmp_path, tr
     with pytest.raises(CheckpointError):
         restore(path, tree)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+
+
+@pytest.mark.parametrize("written", [1, 3])
+def test_a_checkpoint_of_another_format_is_refused_by_its_format(tmp_path, tree, written):
+    path = save(tmp_path, 7, tree)
+    content = json.loads((path / "manifest.json").read_text())
+    content["format"] = written
+    content["files"] = {"params.bin": {"bytes": 4, "sha256": ""}}  # as format 1 named them
+    (path / "manifest.json").write_text(sealed(content))
+    for read in (verify, lambda path: restore(path, tree)):
+        with pytest.raises(CheckpointError) as caught:
+            read(path)
+        said = f"{path}/manifest.json: format {written}: this version reads format 2 alone"
+        assert str(caught.value) == said
 
 
 def test_the_oracle_of_a_hostile_manifest_is_right(tmp_path, tree):

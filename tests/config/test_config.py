@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import transformer_jax
-from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json, differences
+from transformer_jax.checkpoints.run_folder import (
+    RunFolder,
+    config_from_json,
+    config_to_json,
+    differences,
+)
 from transformer_jax.config import (
     PRESETS,
     AdamW,
@@ -345,77 +350,28 @@ def test_positions_are_an_object_with_a_kind_in_json(positions):
     assert config_from_json(config_to_json(config)) == config
 
 
-OLD = dict(
-    position_offset=0, sinusoid="interleaved", rope=dict(base=10_000.0, dims=None, factor=1.0),
-    window_rope_base=None, relative_buckets=32, relative_max_distance=128,
-)  # fmt: skip
-"""Fields that an older config.json has beside the name of its positions."""
+BEFORE = dict(position_offset=0, sinusoid="halves", rope={}, beta1=0.9, weight_decay=0.1)
+"""Fields of configs before positions and the optimizer were one value each."""
 
 
-@pytest.mark.parametrize(
-    ("stored", "positions"),
-    [
-        ({}, Learned()),
-        (dict(positions="learned", position_offset=2), Learned(offset=2)),
-        (dict(position_offset=2), Learned(offset=2)),
-        (dict(positions="none"), None),
-        (dict(positions="alibi"), Alibi()),
-        (dict(positions="sinusoidal", sinusoid="halves"), Sinusoidal(layout="halves")),
-        (dict(positions="shaw", relative_max_distance=64), Shaw(max_distance=64)),
-        (dict(positions="t5", relative_buckets=8), T5Buckets(buckets=8)),
-        (
-            dict(positions="t5", relative_buckets=8, relative_max_distance=64),
-            T5Buckets(buckets=8, max_distance=64),
-        ),
-        (
-            dict(positions="rope", rope=dict(base=7.0, dims=4), window=3, window_rope_base=31.0),
-            Rope(base=7.0, dims=4, window_base=31.0),
-        ),
-        (
-            dict(positions="rope", head_dim=4, rope={**LONG, "short_factors": [1.0, 1.5]}),
-            Rope(**LONG),
-        ),
-    ],
-)
-def test_an_older_config_has_the_same_positions(stored, positions):
-    if "long_factors" in stored.get("rope", {}):
-        stored["rope"]["long_factors"] = [2.0, 3.0]  # JSON has no tuples
-    assert model_of(**stored).positions == positions
-    assert model_of(**OLD | stored).positions == positions
+@pytest.mark.parametrize("field", BEFORE)
+def test_a_config_of_another_version_is_refused_by_its_field(tmp_path, field):
+    path = "" if field in ("beta1", "weight_decay") else "model."
+    content = json.loads(config_to_json(TrainConfig()))
+    (content["model"] if path else content)[field] = BEFORE[field]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(tmp_path).read_config()
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{tmp_path}/config.json: {path}{field}: unknown key")
+    assert line.endswith("(configs of other versions are not read)")
 
 
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        (dict(rope=dict(base=7.0)), "model.rope.base is 7.0: needs positions 'rope'"),
-        (dict(rope=dict(theta=7.0)), "model.rope.theta: unknown key"),
-        (dict(rope=3), "model.rope is 3: must be an object"),
-        (dict(positions="rope", rope=dict(base=0)), "model.positions.base is 0: must be positive"),
-        (dict(positions="rope", rope=dict(theta=0)), "model.rope.theta: unknown key"),
-        (
-            dict(positions="rope", window_rope_base=7.0),
-            "model.positions.window_base is 7.0: needs a window",
-        ),
-        (
-            dict(window_rope_base=7.0, window=3),
-            "model.window_rope_base is 7.0: needs positions 'rope'",
-        ),
-        (
-            dict(positions="rope", position_offset=2),
-            "model.position_offset is 2: needs positions 'learned'",
-        ),
-        (dict(sinusoid="halves"), "model.sinusoid is 'halves': needs positions 'sinusoidal'"),
-        (
-            dict(positions="shaw", relative_buckets=8),
-            "model.relative_buckets is 8: needs positions 't5'",
-        ),
-        (
-            dict(positions="rope", relative_max_distance=64),
-            "model.relative_max_distance is 64: needs positions 't5' or 'shaw'",
-        ),
         (dict(positions="rotary"), "model.positions is 'rotary': must be one of 'none'"),
-        (dict(positions="rotary", rope={}), "model.rope is {}: is a field of positions now"),
-        (dict(positions=dict(kind="rope"), rope={}), "model.rope is {}: is a field of positions"),
+        (dict(positions=dict(kind="rope"), rope={}), "model.rope: unknown key"),
         (dict(positions=dict(base=7.0)), "model.positions.kind is None: must be one of learned"),
         (dict(positions=dict(kind="ropes")), "model.positions.kind is 'ropes': must be one of"),
         (dict(positions=dict(kind="rope", theta=1)), "model.positions.theta: unknown key"),

@@ -81,9 +81,9 @@ def test_a_run_folder_gives_back_the_inputs(task):
     kind = None if inputs is None else type(inputs).__name__.lower()
     assert stored["inputs"] is None if kind is None else stored["inputs"]["kind"] == kind
     assert config_from_json(text) == config
-    del stored["inputs"], stored["source_vocab_size"]  # as a folder of before
+    del stored["inputs"], stored["source_vocab_size"]  # absent keys are the defaults
     plain = TrainConfig(task=Seq2SeqTask(), model=ModelConfig(kind="encoder-decoder"))
-    assert config_from_json(json.dumps({"model": stored})) == plain
+    assert config_from_json(json.dumps({"task": {"kind": "seq2seq"}, "model": stored})) == plain
 
 
 def test_flags_choose_inputs_and_their_fields():

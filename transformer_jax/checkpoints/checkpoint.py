@@ -11,7 +11,6 @@ A save copies the values to the host and returns; a thread writes them. The fold
 was given, then process 0 writes the manifest; all is synced to the disk, and then renamed. So a
 `step-N` is complete, and a process that was killed leaves a `.tmp`. Nothing in the folder can run
 code, and every file is compared with its hash before use.
-The checkpoints of format 1 (`old_container`) are read as well.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checkpoints import old_container, orbax_arrays
+from transformer_jax.checkpoints import orbax_arrays
 from transformer_jax.durable_files import sync, write_synced
 from transformer_jax.shown import short_repr
 
@@ -97,8 +96,6 @@ class Manifest:
     """Every leaf, in the order of the tree."""
     keys: Mapping[str, str]
     """Names of PRNG keys to their implementation; their leaves are uint32 key data."""
-    format: int
-    """1: an old container; 2: written by orbax."""
 
 
 Check: TypeAlias = Callable[[int, Mapping[str, np.ndarray]], None]
@@ -234,18 +231,13 @@ def restore(path: Path, like: PyTree, *, verified: bool = False) -> PyTree:
     wanted = _named(like)
     groups = {Leaf(name, "", ()).group for name in wanted}
     _compare(manifest, wanted, groups)
-    if manifest.format == 1:
-        files = [name for name in manifest.files if name.removesuffix(".bin") in groups]
-        contents = {name: _verified(manifest, name) for name in files}
-        arrays: dict[str, Any] = dict(old_container.arrays_of(manifest.leaves, contents))
-    else:
-        if not verified:
-            for group in groups:
-                _check_files(manifest, group)
-        arrays = {}
-        for group in sorted(groups):
-            leaves = [leaf for leaf in manifest.leaves if leaf.group == group]
-            arrays |= _read_group(manifest, group, leaves, wanted)
+    if not verified:
+        for group in groups:
+            _check_files(manifest, group)
+    arrays: dict[str, Any] = {}
+    for group in sorted(groups):
+        leaves = [leaf for leaf in manifest.leaves if leaf.group == group]
+        arrays |= _read_group(manifest, group, leaves, wanted)
     values = {
         name: _as(value, arrays[name], manifest.keys.get(name)) for name, value in wanted.items()
     }
@@ -265,6 +257,12 @@ def read_manifest(path: Path) -> Manifest:
     text = _read(file, None).decode("utf-8", "replace")
     try:
         content = json.loads(text)
+        del content["sha256"]
+        if text != _sealed(content):
+            raise ValueError("its checksum is wrong")
+        if content["format"] != _FORMAT:
+            rule = f"this version reads format {_FORMAT} alone"
+            raise CheckpointError(f"{file}: format {content['format']!r:.20}: {rule}")
         leaves = tuple(Leaf(n, d, tuple(s)) for n, d, s in content["leaves"])
         manifest = Manifest(
             path=path,
@@ -273,29 +271,22 @@ def read_manifest(path: Path) -> Manifest:
             files=content["files"],
             leaves=leaves,
             keys=content["keys"],
-            format=content["format"],
         )
-        del content["sha256"]
-        sealed = _sealed(content)
         for leaf in leaves:
             _check_name(leaf.name)
             if not all(type(n) is int and n >= 0 for n in leaf.shape):
                 raise ValueError(f"shape of {leaf.name}")
             if leaf.dtype not in _DTYPES:
                 raise ValueError(f"dtype of {leaf.name}")
-        sizes = {name: int(entry["bytes"]) for name, entry in manifest.files.items()}
-        if manifest.format == 1:
-            consistent = sizes == old_container.file_sizes(leaves)
-        else:
-            groups = {leaf.group for leaf in leaves if 0 not in leaf.shape}
-            consistent = groups == {_group_of(name) for name in sizes}
+        for entry in manifest.files.values():
+            int(entry["bytes"])
+        groups = {leaf.group for leaf in leaves if 0 not in leaf.shape}
+        if groups != {_group_of(name) for name in manifest.files}:
+            raise ValueError("its files are not those of its leaves")
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: damaged ({error!r})") from None
-    if text != sealed or not consistent:
-        raise CheckpointError(f"{file}: damaged (its checksum or its sizes are wrong)")
-    if manifest.format not in (1, _FORMAT):
-        rule = f"this version reads 1 and {_FORMAT}"
-        raise CheckpointError(f"{file}: format {manifest.format}: {rule}")
     if path.name != f"step-{manifest.step!s:0>8}":
         raise CheckpointError(f"{file}: is of step {manifest.step}, not of {path.name}")
     return manifest

@@ -28,10 +28,8 @@ from typing import Any, cast, get_args, get_type_hints
 
 from transformer_jax import durable_files
 from transformer_jax.checkpoints.checkpoint import CheckpointError
-from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.fields import kind_name
-from transformer_jax.config.migrate import current_model_fields, current_train_fields
-from transformer_jax.config.tasks import usual_task
 from transformer_jax.durable_files import naming, write_file
 from transformer_jax.tokenizers.special import tokenizer_from_json
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -170,7 +168,7 @@ def json_text(content: Any, indent: int | None = None) -> str:
 def _measurement(text: str) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl: an object with an integer `step`, whose losses are numbers."""
     try:
-        line = json.loads(text, parse_constant=lambda _: None)  # of an older version
+        line = json.loads(text, parse_constant=lambda _: None)  # NaN is no JSON
     except (ValueError, RecursionError):
         return None
     if not isinstance(line, dict) or type(line.get("step")) is not int:
@@ -240,7 +238,10 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def config_from_json(text: str | bytes) -> TrainConfig:
-    """Return the config that `config_to_json` wrote; keys may be absent, but not unknown."""
+    """Return the config that `config_to_json` wrote; keys may be absent, but not unknown.
+
+    ConfigError names the key that is wrong: files of other versions are not translated.
+    """
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         for i, (key, _) in enumerate(items):
@@ -263,24 +264,16 @@ def config_from_json(text: str | bytes) -> TrainConfig:
 def _build(cls: type, content: Any, path: str) -> Any:
     if not isinstance(content, dict):
         raise ConfigError(f"{path.rstrip('.') or 'the config'} is {content!r}: must be an object")
-    if cls is ModelConfig:
-        try:
-            content = current_model_fields(content)
-        except ConfigError as error:
-            raise ConfigError(f"{path}{error}") from None
-    if cls is TrainConfig:
-        content = current_train_fields(content)
     hints = get_type_hints(cls)
     arguments = {}
     for key, value in content.items():
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1)
             hint = f", did you mean {path}{near[0]}?" if near else ""
-            raise ConfigError(f"{path}{key}: unknown key{hint}")
+            rule = "configs of other versions are not read"
+            raise ConfigError(f"{path}{key}: unknown key{hint} ({rule})")
         value = tuple(value) if isinstance(value, list) else value
         arguments[key] = _field(hints[key], value, f"{path}{key}")
-    if cls is TrainConfig and "task" not in arguments and "model" in arguments:
-        arguments["task"] = usual_task(arguments["model"])  # written before there were tasks
     try:
         return cls(**arguments)
     except ConfigError as error:
