@@ -1,9 +1,9 @@
 """Run fused attention kernels, imported as `transformer_jax.kernels`; needs only jax and numpy.
 
-A backend is a module that keeps the contract: `hopper` (NVIDIA of compute capability 9),
-`blackwell` (10), `ampere` (any other from 8 on; all three Pallas on Mosaic GPU), `tpu` (Pallas on
-Mosaic TPU) and `cpu` (C++). What attention means (masks, arguments, the choice of an
-implementation) is in `transformer_jax.attention`, which calls `gradient.attend`.
+A backend is a module that keeps the contract: `hopper` (NVIDIA of compute capability 9), `ampere`
+(any other from 8 on; both Pallas on Mosaic GPU), `tpu` (Pallas on Mosaic TPU) and `cpu` (C++).
+What attention means (masks, arguments, the choice of an implementation) is in
+`transformer_jax.attention`, which calls `gradient.attend`.
 
     contract   what a kernel computes and is given
     dropout    which weights dropout keeps, on every backend
@@ -17,7 +17,7 @@ implementation) is in `transformer_jax.attention`, which calls `gradient.attend`
     batching   `vmap`
     sharding   device meshes
     lowering   programs for other platforms, which a library here is not for
-    hopper/, blackwell/, ampere/, tpu/, cpu/   the kernels
+    hopper/, ampere/, tpu/, cpu/   the kernels
 
 `target()` is the backend of this process. `using` takes another one: for the interpreters of the
 backends on a CPU, and for compiling for a device that is not attached.
@@ -41,9 +41,7 @@ from transformer_jax.kernels.contract import Blocks
 
 __all__ = ["Target", "assume_finite", "platform", "target", "using"]
 
-Backend = Literal["tpu", "hopper", "blackwell", "ampere", "cpu"]
-NVIDIA: dict[str, Backend] = {"9": "hopper", "10": "blackwell"}
-"""Backends by the major number of a compute capability; of all others from 8 on it is `ampere`."""
+Backend = Literal["tpu", "hopper", "ampere", "cpu"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ class Target:
             if error.name != name:
                 raise
             raise ValueError(
-                f"backend is {self.backend!r}: must be 'tpu', 'hopper', 'blackwell', 'ampere' "
-                "or 'cpu'"
+                f"backend is {self.backend!r}: must be 'tpu', 'hopper', 'ampere' or 'cpu'"
             ) from None
 
 
@@ -137,6 +134,7 @@ def _attached() -> Target | str:
         major = capability.partition(".")[0]
         if major.isdigit() and int(major) >= 8:
             processors = getattr(device, "core_count", None)
-            return Target(NVIDIA.get(major, "ampere"), chip=chip, processors=processors)
+            kind: Backend = "hopper" if major == "9" else "ampere"
+            return Target(kind, chip=chip, processors=processors)
         return f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"
     return f"needs a TPU or an NVIDIA GPU of capability 8 or later, the backend is {backend}"

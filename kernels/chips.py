@@ -96,32 +96,6 @@ def ampere_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> 
     raise ValueError(f"no kernel {kind!r}")
 
 
-# Blackwell of datacentres
-
-BLACKWELL_PROCESSORS = 148  # multiprocessors of a B200
-BLACKWELL_SHARED_MEMORY = 232448  # bytes that a block may ask for: 227 KiB
-TENSOR_MEMORY_COLUMNS = 512  # of 128 lanes of 4 bytes, of a multiprocessor
-
-
-def blackwell_blocks(kind: str, H: int, Hv: int, itemsize: int = 2, K: int = 1) -> Blocks:
-    """Return the default tile sizes of a Blackwell kernel: Ampere's where it has none of its own.
-
-    The 512 columns of tensor memory hold, of the forward kernel, two tiles of 128 scores and twice
-    128 columns of output. A wider output leaves room for one, and shared memory for tiles of 64
-    keys. Of the backward kernels they hold two tiles, of scores and of their gradient, and the
-    sums: dq, or dk and dv. Their shared memory has two tiles in flight beside the one that stays.
-    """
-    if kind == "forward":
-        wide = max(H, Hv) > 128
-        return Blocks(q=128 if wide else 256, k=64 if wide else 128, stages=2, slack=8.0)
-    short = 128 if H + Hv <= 256 else 64
-    if kind == "dq":
-        return Blocks(q=128, k=short, stages=2)
-    if kind == "dkdv" and H + Hv <= 384:
-        return Blocks(q=short, k=128, stages=2)
-    return ampere_blocks(kind, H, Hv, itemsize, K)
-
-
 # TPU
 
 TPU_LIST_BYTES = 768 * 1024  # for the lists of tiles, of the 1 MiB of scalar memory
@@ -155,8 +129,6 @@ def processors_of(where: Target) -> int | None:
 
     None where neither says.
     """
-    if where.backend == "blackwell":
-        return where.processors or BLACKWELL_PROCESSORS
     if where.backend != "hopper" or where.processors or not where.chip:
         return where.processors
     return HOPPER_WITH_FEWER.get(where.chip, HOPPER_PROCESSORS)

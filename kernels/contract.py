@@ -111,8 +111,7 @@ class Blocks:
     slack: float = 0.0
     """How far, in base 2, a row's maximum may rise above the m that a forward kernel subtracts
     before it takes the new one and rescales what it has summed, up to 15; 0: not at all. The
-    results are the same: m is at most so much less, and log l more. Hopper's kernel has it, and
-    Blackwell's."""
+    results are the same: m is at most so much less, and log l more. Hopper's kernel has it."""
 
 
 class Operands(NamedTuple):

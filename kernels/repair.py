@@ -7,8 +7,7 @@ more, on inputs whose nonfinite rows are zero, with NaN put exactly where it was
 
 Every device decides for its own part of a call, and while all is finite nothing is read twice. The
 decision is a loop of one step or none on the device, for which the host waits on a GPU. The
-kernels of `ampere` and `blackwell` rely on it, and Hopper's under jax 0.10; the others keep the
-rule themselves.
+kernels of `ampere` rely on it, and Hopper's under jax 0.10; the others keep the rule themselves.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Flash attention on NVIDIA GPUs that have `mma.sync`, in Pallas on Mosaic GPU: from Ampere on.
 
-Nothing here needs what only Hopper (wgmma, TMA) or datacentre Blackwell (tcgen05, TMEM) has, so one
-source serves compute capability 8 (Ampere, Ada), 10 and 12 (Blackwell). It follows
-FlashAttention-2 (Dao 2023): a program of four warps holds 64 rows of what it computes, and copies
-one tile of the other side after another through registers into shared memory. Scores are kept in
-base 2, laid out in registers as on Hopper, whose masks and arithmetic of a tile are used. The
-kernels mark rows that met NaN or infinity, and `transformer_jax.kernels.repair` runs them again.
+Nothing here needs what only Hopper (wgmma, TMA) has, so one source serves compute capability 8
+(Ampere, Ada), 10 and 12 (Blackwell). It follows FlashAttention-2 (Dao 2023): a program of four
+warps holds 64 rows of what it computes, and copies one tile of the other side after another through
+registers into shared memory. Scores are kept in base 2, laid out in registers as on Hopper, whose
+masks and arithmetic of a tile are used. The kernels mark rows that met NaN or infinity, and
+`transformer_jax.kernels.repair` runs them again.
 
     tiles      shared memory, registers, copies, products
     forward    the forward kernel          backward   those of dq, of dk and dv, of a bias
@@ -83,23 +83,15 @@ backward_bias = varying(sum_bias)  # of which each pair is its own
 
 def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
     """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
-    lacking = None if HAS_MMA else "has no mma in Pallas: 0.11.2 and 0.12 have"
-    return refuse_as("Ampere", lacking, problem, query, key, value)
-
-
-def refuse_as(
-    backend: str, lacking: str | None, problem: Problem, query: Any, key: Any, value: Any
-) -> str | None:
-    """Return why a backend of these head dims refuses; `lacking` says what this jax has not."""
     H, Hv = query.shape[-1], value.shape[-1]
-    if reason := nvidia.refuse(problem, backend, query, key, value):
+    if reason := nvidia.refuse(problem, "Ampere", query, key, value):
         return reason
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
         return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
     if problem.nondeterministic:
-        return f"{backend.lower()}: 'pallas_unordered' needs a Hopper GPU"
-    if lacking:
-        return f"{backend.lower()}: jax {jax.__version__} {lacking}"
+        return "ampere: 'pallas_unordered' needs a Hopper GPU"
+    if not HAS_MMA:
+        return f"ampere: jax {jax.__version__} has no mma in Pallas: 0.11.2 and 0.12 have"
     if problem.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None

@@ -41,7 +41,6 @@ from transformer_jax.kernels.hopper.memory import (
     at,
     f32,
     filled,
-    layout_of,
     opaque,
     slot_of,
     tile_slots,
@@ -329,14 +328,6 @@ def divided(
     total: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the output, m, l and which rows saw a key, of sums over all keys; the sink joins."""
-    factor, row_max, total, live = with_sink(problem, operands, b, n, row_max, total)
-    return (acc * across(factor, acc)).astype(operands.query.dtype), row_max, total, live
-
-
-def with_sink(
-    problem: Problem, operands: Operands, b: Any, n: Any, row_max: jax.Array, total: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return what takes a sum over all keys to the output, m, l, and which rows saw a key."""
     live = total != 0
     shrink = filled(total.shape, 1)
     if operands.sinks is not None:
@@ -345,7 +336,7 @@ def with_sink(
         shrink = jnp.exp2(row_max - grown)
         total, row_max = total * shrink + jnp.exp2(sink - grown), grown
     factor = jnp.where(live, shrink / total, 0) * (1 / (1 - problem.dropout_rate))
-    return factor, row_max, total, live
+    return (acc * across(factor, acc)).astype(operands.query.dtype), row_max, total, live
 
 
 def any_of_warp(rows: jax.Array) -> jax.Array:  # bool[rows] -> bool[]
@@ -355,7 +346,7 @@ def any_of_warp(rows: jax.Array) -> jax.Array:  # bool[rows] -> bool[]
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(layout_of(rows.shape[0]).reduce(1),),
+        arg_types=(WGMMA.reduce(1),),
         return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(())),
     )
     def vote(_: Any, rows: Any) -> Any:

@@ -19,8 +19,6 @@ Ref = Any
 ROWS = 64  # rows of a tile that one warpgroup multiplies
 ROW, COLUMN = 0, 1  # the axis of a tile along which a vector lies
 WGMMA = plgpu.Layout.WGMMA  # how the registers of a warpgroup hold a tile of 64 rows
-LANES = 128  # rows of a tile of Blackwell's tensor memory
-NATIVE = plgpu.Layout.TCGEN05_TMEM_NATIVE  # how registers hold one: each thread has a row
 
 HAS_JAX_11 = hasattr(plgpu, "InterpretGPUParams")
 HAS_INTERPRETER = hasattr(plgpu, "store")  # that of jax 0.12; the one of jax 0.11 fails here
@@ -79,14 +77,9 @@ def load(ref: Ref, layout: Any) -> jax.Array:
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
-def layout_of(rows: int) -> Any:
-    """Return how the registers of a warpgroup hold a tile of so many rows."""
-    return NATIVE if rows == LANES else WGMMA
-
-
 def load_along(ref: Ref, shape: tuple[int, ...], axis: int) -> jax.Array:
     """Load a vector along one axis of a tile, repeated over the other."""
-    vector = load(ref, layout_of(shape[0]).reduce(1 - axis))
+    vector = load(ref, WGMMA.reduce(1 - axis))
     return lax.broadcast_in_dim(vector, shape, [axis])
 
 
@@ -114,8 +107,7 @@ def across(rows: jax.Array, like: jax.Array) -> jax.Array:
 
 def filled(shape: tuple[int, ...], value: float) -> jax.Array:
     """Return registers of one value, for rows or for a tile."""
-    layout = layout_of(shape[0])
-    layout = layout if len(shape) == 2 else layout.reduce(1)
+    layout = WGMMA if len(shape) == 2 else WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, f32), layout)
 
 

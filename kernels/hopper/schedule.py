@@ -155,11 +155,10 @@ def launch(
     consumers: int,
     items: int,
     *,
-    others: int = 1,
     auto_barriers: bool = True,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Return the kernel of a body, of consumers and other warpgroups, as a function of arrays.
+    """Return the kernel of a body, of consumers and a producer, as a function of arrays.
 
     `auto_barriers`: the warps of a warpgroup meet before and after every store, and before every
     copy into shared memory. Without them the kernel's own barriers must order everything.
@@ -176,7 +175,7 @@ def launch(
         body,
         grid=(min(items, most_programs(problem)),),
         grid_names=("program",),
-        num_threads=consumers + others,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         kernel_name=name_of(body),
         compiler_params=compiler_params(auto_barriers),

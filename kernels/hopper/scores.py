@@ -18,13 +18,13 @@ from transformer_jax.kernels.hopper.memory import (
     COLUMN,
     ROW,
     ROWS,
+    WGMMA,
     Ref,
     across,
     at,
     f32,
     fence,
     i32,
-    layout_of,
     load,
     load_along,
 )
@@ -297,11 +297,10 @@ class TileVectors:
             source = at(self.columns[index], b, pl.ds(start, columns.shape[1]))
             plgpu.copy_gmem_to_smem(source, columns.at[slot * len(self.copied) + i], barrier)
 
-    def of_rows(self, b: Any, start: Any, rows: int = ROWS) -> tuple[jax.Array | None, ...]:
+    def of_rows(self, b: Any, start: Any) -> tuple[jax.Array | None, ...]:
         """Load those of a warpgroup's rows into registers."""
-        layout = layout_of(rows).reduce(1)
         return tuple(
-            load(at(vector, b, pl.ds(start, rows)), layout) if i in self._rows else None
+            load(at(vector, b, pl.ds(start, ROWS)), WGMMA.reduce(1)) if i in self._rows else None
             for i, vector in enumerate(self.rows)
         )
 
@@ -351,7 +350,7 @@ def _load_pairs(array: Ref, where: TilePosition, shape: Shape, q_axis: int) -> j
     columns = pl.ds(starts[1], shape[1]) if has_columns else 0
     tile = at(array, b, n, rows, columns)
     if has_rows and has_columns:
-        return load(tile, layout_of(shape[0]))
+        return load(tile, WGMMA)
     if has_rows or has_columns:
         return load_along(tile, shape, ROW if has_rows else COLUMN)
     return jnp.full(shape, tile[...])
@@ -364,7 +363,7 @@ def kept(
     b, n, q0, k0 = where[:4]
 
     def indices(start: jax.Array, axis: int) -> jax.Array:
-        layout = layout_of(shape[0]).reduce(1 - axis)
+        layout = WGMMA.reduce(1 - axis)
         count = plgpu.broadcasted_iota(jnp.uint32, (shape[axis],), 0, layout=layout)
         return count + start.astype(jnp.uint32)
 

@@ -67,13 +67,9 @@ def test_an_attached_device_says_how_many_multiprocessors_it_has(monkeypatch):
     assert processors_of(part) == 60
     silent = attached(monkeypatch, device_kind="NVIDIA H100 PCIe")
     assert silent.processors is None and processors_of(silent) == 114
-    capability = dict(compute_capability="10.3", device_kind="NVIDIA B300")
-    part = attached(monkeypatch, **capability, core_count=70)
-    assert part == Target("blackwell", chip="NVIDIA B300", processors=70)
-    assert processors_of(part) == 70 and processors_of(Target("blackwell")) == 148
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "12.0"])
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "10.0", "10.3", "11.0", "12.0"])
 def test_other_gpus_that_have_mma_run_the_kernels_of_ampere(capability, monkeypatch):
     says = dict(device_kind="NVIDIA GPU", compute_capability=capability)
     assert attached(monkeypatch, **says) == Target("ampere", chip="NVIDIA GPU")
@@ -191,8 +187,7 @@ def test_lists_are_counted_of_the_backward_kernel_that_is_taken():
 
 
 def test_a_target_that_is_none_is_refused_by_name():
-    with pytest.raises(
-        ValueError,
-        match="backend is 'gpu': must be 'tpu', 'hopper', 'blackwell', 'ampere' or 'cpu'",
-    ):
-        _ = Target("gpu").module
+    for name in ("gpu", "blackwell"):
+        said = f"backend is '{name}': must be 'tpu', 'hopper', 'ampere' or 'cpu'"
+        with pytest.raises(ValueError, match=said):
+            _ = Target(name).module
