@@ -8,7 +8,6 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-import transformer_jax
 from transformer_jax.checkpoints.run_folder import (
     RunFolder,
     config_from_json,
@@ -24,7 +23,6 @@ from transformer_jax.config import (
     MeshConfig,
     ModelConfig,
     Rope,
-    RopeConfig,
     Shaw,
     Sinusoidal,
     T5Buckets,
@@ -318,10 +316,6 @@ def test_positions_print_what_differs_from_their_defaults():
         "Alibi()", "Learned(offset=2)", "Rope(base=500.0, dims=4)", "T5Buckets(buckets=8)",
     ]  # fmt: skip
     assert all(eval(repr(value)) == value for value in values)
-
-
-def test_the_older_name_of_rope_is_the_same_class():
-    assert RopeConfig is Rope and transformer_jax.RopeConfig is Rope
 
 
 # Files

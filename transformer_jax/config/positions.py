@@ -201,9 +201,6 @@ class Rope(_Positions):
         return Rope(base=self.window_base, dims=self.dims, pairing=self.pairing)
 
 
-RopeConfig = Rope
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Shaw(_Positions):
     """Learned vectors of each clipped distance, added to keys and values (Shaw et al. 2018)."""
