@@ -1,17 +1,14 @@
 """The shape of the whole: which file may import which, and what importing the library costs."""
 
 import ast
-import itertools
 import json
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-
-from benchmarks.structure.drawing import draw, same_floors
-from benchmarks.structure.imports import FLOORS, read, violations
 
 ROOT = Path(__file__).parent.parent
 PACKAGE, KERNELS = ROOT / "transformer_jax", ROOT / "kernels"
@@ -31,80 +28,26 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def test_imports_go_strictly_down_the_floors():
-    assert len(read(ROOT)) > 80
-    assert violations(ROOT) == []
+def floors() -> list[set[str]]:
+    """Return the places of the contract of layers from the ground up, with `kernels`."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    (layers,) = (c["layers"] for c in tools["importlinter"]["contracts"] if c["type"] == "layers")
+    above, ground = layers[1:-1], layers[-1]  # the first is __main__
+    return [set(f"{ground} | kernels".split(" | ")), *(set(x.split(" | ")) for x in above[::-1])]
 
 
-def test_floors_list_every_place_once():
-    listed = [place for places in FLOORS for place in places]
-    there = {m.place for m in read(ROOT).values() if m.name.startswith("transformer_jax")}
-    assert sorted(listed) == sorted(there)
-
-
-def test_a_drawing_is_old_where_a_module_differs_and_not_where_only_its_length_does():
-    drawing = draw(ROOT)
-    assert "masks" in drawing and " lines<" in drawing
-    longer = drawing.replace("0 lines<", "9 lines<")
-    assert longer != drawing and same_floors(drawing, longer)
-    assert not same_floors(drawing, drawing.replace("masks", "maske", 1))
-
-
-@pytest.fixture
-def small_house(tmp_path):
-    """Write a project of a few empty files, and return a function that fills one of them."""
-
-    def fill(path: str, text: str) -> Path:
-        file = tmp_path / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        return tmp_path
-
-    for place in itertools.chain(*FLOORS):
-        if place == "kernels":
-            fill("kernels/__init__.py", "")
-        elif place.startswith("__"):
-            fill(f"transformer_jax/{place}.py", "")
-        else:
-            fill(f"transformer_jax/{place}/__init__.py", "")
-    fill("train.py", "")
-    return fill
-
-
-@pytest.mark.parametrize(
-    ("path", "text", "said"),
-    [
-        ("transformer_jax/cache/a.py", "import transformer_jax.models", "models is above cache"),
-        (
-            "transformer_jax/cache/a.py",
-            "def f():\n    from transformer_jax.attention import x",
-            "attention is on the same floor as cache",
-        ),
-        (
-            "transformer_jax/cache/a.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
-            "    from transformer_jax.training import x",
-            "imports transformer_jax.training for its types: training is above cache",
-        ),
-        ("transformer_jax/cli/a.py", "import train", "the package imports nothing outside it"),
-        ("transformer_jax/cli/a.py", "from . import b", "relative import"),
-        ("transformer_jax/cli/a.py", "import transformer_jax.none", "no such module"),
-        ("kernels/a.py", "import transformer_jax.config", "kernels imports nothing of the package"),
-        ("transformer_jax/new/__init__.py", "", "new: has no floor in FLOORS"),
-    ],
-)
-def test_an_import_that_does_not_go_down_is_named(small_house, path, text, said):
-    assert (
-        violations(small_house("transformer_jax/text/a.py", "import transformer_jax.cache")) == []
-    )
-    (only,) = violations(small_house(path, text))
-    assert said in only
-
-
-def test_imports_in_a_circle_are_named(small_house):
-    small_house("transformer_jax/cli/a.py", "import transformer_jax.cli.b")
-    (only,) = violations(small_house("transformer_jax/cli/b.py", "import transformer_jax.cli.a"))
-    assert only == ("cli: circular imports between transformer_jax.cli.a, transformer_jax.cli.b")
+def test_the_drawing_and_the_table_of_the_architecture_page_have_the_floors_of_the_contract():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    drawing = page.split("```")[1].replace("imports", "")
+    rows = re.split(r"^ +(\d) ", drawing, flags=re.M)[1:]
+    drawn = {
+        int(floor): set(re.findall(r"\w+", names))
+        for floor, names in zip(rows[::2], rows[1::2], strict=True)
+    }
+    table: dict[int, set[str]] = {}
+    for floor, names in re.findall(r"^\| (\d) \| ([^|]*) \|", page, re.M):
+        table.setdefault(int(floor), set()).update(re.findall(r"`(\w+)`", names))
+    assert drawn == table == dict(enumerate(floors()))
 
 
 def test_every_package_is_installed():
@@ -118,14 +61,27 @@ def test_every_package_is_installed():
     assert sorted(listed) == sorted(names)
 
 
-def test_kernels_import_only_jax():
-    files = list((ROOT / "kernels").rglob("*.py"))
-    assert files
-    for path in files:
+def test_the_ground_floor_imports_nothing_of_the_package():
+    modules = [PACKAGE / f"{name}.py" for name in floors()[0] - {"kernels"}]
+    kernels = list(KERNELS.rglob("*.py"))
+    assert kernels
+    for path in modules + kernels:
+        others = {"jax", "jaxlib", "numpy"} | ({"flax"} if path in modules else set())
         for name in imports(path):
-            top = name.split(".")[0]
-            allowed = top in ("jax", "jaxlib", "numpy") or top in sys.stdlib_module_names
-            assert allowed or name.startswith("transformer_jax.kernels"), f"{path.name}: {name}"
+            own = path in kernels and name.startswith("transformer_jax.kernels")
+            assert own or name.split(".")[0] in others | sys.stdlib_module_names, f"{path}: {name}"
+
+
+def test_no_module_imports_the_package_as_a_whole():
+    for path in MODULES:
+        tree = ast.parse(path.read_text())
+        assert "transformer_jax" not in {
+            alias.name for x in ast.walk(tree) if isinstance(x, ast.Import) for alias in x.names
+        }, path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "transformer_jax":
+                places = set().union(*floors())
+                assert {alias.name for alias in node.names} <= places, f"{path}:{node.lineno}"
 
 
 def test_config_needs_the_standard_library_only():

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.structure.imports import FLOORS
-
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROOT = Path(__file__).parents[2]
@@ -148,16 +146,6 @@ def test_the_reference_has_a_page_for_every_folder():
     small = (reference / "small_modules.md").read_text()
     modules = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
     assert modules == set(re.findall(r"^::: transformer_jax\.(\w+)$", small, re.M))
-
-
-def test_the_architecture_page_has_the_floors():
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    rows = re.findall(r"^\| (\d) \| ([^|]*) \|", text, re.M)
-    listed = [(int(floor), name) for floor, names in rows for name in re.findall(r"`(\w+)`", names)]
-    doors = len(FLOORS) - 1
-    assert sorted(listed) == sorted(
-        (i, name) for i, names in enumerate(FLOORS[:doors]) for name in names
-    )
 
 
 def test_functions_that_the_architecture_page_names_are_where_it_says():
