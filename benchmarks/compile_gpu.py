@@ -1,36 +1,66 @@
-"""Compile the Hopper kernels for an H200 that is not there, and print what they take.
+"""Compile the kernels for an NVIDIA GPU that is not there, and print registers and spills.
 
-    python -m benchmarks.compile_gpu            # 9 equal head dims, and 4 pairs of unlike ones
-    python -m benchmarks.compile_gpu --all      # all pairs of multiples of 16
-    python -m benchmarks.compile_gpu --options  # with bias, softcap, a mask of many vectors, ...
-    python -m benchmarks.compile_gpu --only decode  # one kernel
+    python -m benchmarks.compile_gpu                # Hopper's, for an H200
+    python -m benchmarks.compile_gpu 8.0            # Ampere's, for another compute capability
+    python -m benchmarks.compile_gpu --options      # with bias, softcap, many vectors, ...
+    python -m benchmarks.compile_gpu 8.9 --head-dims 64 192:128 --only forward decode
+    python -m benchmarks.compile_gpu 8.0 --step     # what a step of decoding over a cache takes
 
-Needs `pip install "jax[cuda13]==0.11.2"` and no GPU. Registers are per thread at launch; a consumer
-raises its share to 240 of them and the producer drops to 24. Spills are bytes stored and loaded.
-A note such as (C7513) at the end of a line is ptxas saying that it waits for each product at once.
-Exits with 1 if a kernel does not compile.
+Needs `pip install "jax[cuda13]==0.11.2"` and no GPU. One capability a process, as Mosaic GPU keeps
+the first one that it compiles for. Registers are a thread's at launch: a consumer of Hopper then
+raises its share to 240, and the producer drops to 24. Spills are bytes stored and loaded. A note
+such as (C7513) at the end of a line is ptxas saying that it waits for each product at once. Exits
+with 1 if a kernel does not compile.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
-from typing import Any
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import topologies
 
-from benchmarks import h200
-from benchmarks.h200 import HEADS, SHARED_MEMORY, B, T
-from transformer_jax.kernels import hopper
-from transformer_jax.kernels.chips import HOPPER_UNLIKE_HEAD_DIMS as UNLIKE_HEAD_DIMS
-from transformer_jax.kernels.contract import Problem
+from benchmarks import decode_step
+from transformer_jax.kernels import Target, ampere, hopper, using
+from transformer_jax.kernels.contract import Blocks, Operands, Problem, Saved, TileLists
+from transformer_jax.kernels.hopper import repair
+from transformer_jax.training.hardware import H200
 
-N = HEADS[0]
-DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
-UNLIKE = ((80, 112), (192, 128), (256, 192), (240, 208))
-OPTION_DIMS = (32, 64, 96, 128, 192, 256)
-KINDS = ("forward", "decode", "dq", "dkdv", "bias", "single_pass")
+HOPPER = "9.0"
+CAPABILITIES = ("8.0", "8.6", "8.9", HOPPER, "10.0", "10.3", "12.0", "12.1")
+B, T, N, K = 2, 2048, 4, 2
+FEW = 4  # queries of "decode"
+HOPPER_DIMS = (
+    *((H, H) for H in (32, 64, 80, 96, 112, 128, 160, 192, 256)),
+    *((80, 112), (192, 128), (256, 192), (240, 208)),
+)
+KERNELS: dict[Any, dict[str, Callable[..., Any]]] = {  # each alone, without what repairs NaN
+    hopper: {
+        "forward": repair.marking_forward,
+        "decode": hopper.decode,
+        "dq": repair.marking_dq,
+        "dkdv": repair.marking_dkdv,
+        "bias": hopper.backward_bias,
+        "single_pass": repair.marking_single_pass,
+    },
+    ampere: {
+        "forward": ampere.marking_forward,
+        "decode": ampere.decode,
+        "dq": ampere.marking_dq,
+        "dkdv": ampere.marking_dkdv,
+        "bias": ampere.sum_bias,
+    },
+}
 
 
 def causal(q: tuple, k: tuple) -> jax.Array:
@@ -50,79 +80,226 @@ def in_matrix(q: tuple, k: tuple) -> jax.Array:
     return causal(q, k) & ((k[-1] & 1) != 0)
 
 
-def compile_one(kind: str, H: int, Hv: int, problem: Problem, device: Any, **options: Any) -> str:
-    """One row of the table."""
-    vectors = 7 if problem.visible is seven else 1
-    found = h200.compile_kernel(kind, H, Hv, problem, device, vectors=vectors, **options)
-    return (
-        f"{found.registers:>9}  {found.spills[0]:>4} {found.spills[1]:>4}"
-        f"  {found.memory / 1024:6.1f} of {SHARED_MEMORY // 1024} KiB"
-        f"  {found.seconds:4.1f} s  {' '.join(found.notes)}"
+# The device
+
+
+class Chip(jax.sharding.AbstractDevice):
+    """Say which GPU Pallas lowers for."""
+
+    compute_capability: str
+
+
+def device(capability: str = HOPPER) -> Any:
+    """Return the device for which programs are compiled; JAX gets the CPU alone."""
+    jax.config.update("jax_platforms", "cpu")
+    described = H200
+    if capability != HOPPER:
+        major, minor = capability.split(".")
+        chip = f"major: {major} minor: {minor}"
+        if int(major) > 9:  # Mosaic GPU writes for sm_120a, which ptxas must know
+            chip += " feature_extension: ACCELERATED_FEATURES"
+        described = H200.replace("major: 9 minor: 0", chip)
+        assert described != H200
+    return topologies.get_topology_desc(
+        "", platform="cuda", target_config=described, topology="1x1x1"
+    ).devices[0]
+
+
+def context(capability: str = HOPPER) -> AbstractContextManager:
+    """Return a context in which Pallas knows the chip."""
+    kind = "NVIDIA H200" if capability == HOPPER else f"compute capability {capability}"
+    chip = Chip(device_kind=kind, num_cores=None, platform="gpu")
+    object.__setattr__(chip, "compute_capability", capability)
+    return jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh(
+            (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=chip
+        )
     )
 
 
-def kernels(H: int, Hv: int) -> tuple[str, ...]:
-    """Those that these widths have."""
-    return tuple(kind for kind in KINDS if kind != "single_pass" or H + Hv <= 256)
+def backend_of(capability: str) -> Any:
+    return hopper if capability == HOPPER else ampere
 
 
-def _takes(kind: str, fields: dict[str, Any]) -> bool:
-    return kind != "decode" or "dropout_rate" not in fields
+# One kernel
 
 
-def configurations(arguments: argparse.Namespace):
-    """(name, kind, H, Hv, problem, fields of Operands)"""
-    if arguments.options:
-        scores = {
-            "bias": ({}, {"bias": ((B, N, T, T), jnp.bfloat16)}),
-            "key bias": ({}, {"bias": ((1, N, 1, T), jnp.float32)}),
-            "slopes": ({}, {"slopes": ((1, N), jnp.float32)}),
-            "fixed": ({"fixed_slopes": True}, {"slopes": ((1, N), jnp.float32)}),
-            "softcap": ({"softcap": 30.0}, {}),
-            "sinks": ({}, {"sinks": ((1, N), jnp.float32)}),
-            "dropout": ({"dropout_rate": 0.1}, {"dropout": ((2, B, N), jnp.uint32)}),
-        }
-        for name, (fields, options) in scores.items():
-            for H in (64, 128):
-                for kind in (kind for kind in KINDS if _takes(kind, fields)):
-                    yield name, kind, H, H, Problem(H**-0.5, visible=causal, **fields), options
-        matrix = {"pairs": ((1, 1, T, T), jnp.int8)}
-        for H in OPTION_DIMS:
-            for kind in kernels(H, H):
-                yield "matrix", kind, H, H, Problem(H**-0.5, visible=in_matrix), matrix
-        for H in OPTION_DIMS:
-            for kind in kernels(H, H):
-                yield "7 vectors", kind, H, H, Problem(H**-0.5, visible=seven), {}
-        return
-    pairs = [*((H, H) for H in DIMS), *UNLIKE]
-    if arguments.all:
-        every = [(H, Hv) for H in hopper.HEAD_DIMS for Hv in hopper.HEAD_DIMS]
-        pairs = [(H, Hv) for H, Hv in every if H == Hv or H + Hv <= UNLIKE_HEAD_DIMS]
-    for H, Hv in pairs:
-        for kind in kernels(H, Hv):
-            for name, visible in (("full", None), ("causal", causal)):
-                yield name, kind, H, Hv, Problem(H**-0.5, visible=visible), {}
+class Compiled(NamedTuple):
+    """Hold what ptxas reports of a kernel."""
+
+    registers: int  # a thread, at launch
+    spills: tuple[int, int]  # bytes stored and loaded
+    notes: tuple[str, ...]
+
+
+def compile_one(
+    kind: str, H: int, Hv: int, problem: Problem, capability: str = HOPPER, **arrays: Any
+) -> Compiled:
+    """Compile a kernel; `arrays` are fields of Operands, each a shape and a dtype."""
+    backend = backend_of(capability)
+    plan, function = backend.blocks(kind, H, Hv), KERNELS[backend][kind]
+    operands, lists, *saved = structs(kind, H, Hv, problem, plan, device(capability), arrays)
+    traced = jax.jit(lambda o, t, *s: function(problem, o, t, plan, *s))
+    with (
+        tempfile.TemporaryFile() as log,
+        mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_PTXAS": "1"}),
+        context(capability),
+    ):
+        kept = [os.dup(stream) for stream in (1, 2)]  # the report is printed from C++
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+        try:
+            traced.lower(operands, lists, *saved).compile()
+        finally:
+            for stream, original in zip((1, 2), kept, strict=True):
+                os.dup2(original, stream)
+                os.close(original)
+        log.seek(0)
+        report = log.read().decode()
+    [registers] = re.findall(r"Used (\d+) registers", report)
+    [(stored, loaded)] = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads\n", report)[
+        -1:
+    ]
+    notes = tuple(sorted(set(re.findall(r"\(C\d+\)", report))))
+    return Compiled(int(registers), (int(stored), int(loaded)), notes)
+
+
+def structs(
+    kind: str, H: int, Hv: int, problem: Problem, plan: Blocks, device: Any, arrays: dict[str, Any]
+) -> tuple:
+    """Return shapes of a kernel's arguments after the problem, but for the tile sizes."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    queries = FEW if kind == "decode" else T
+
+    def struct(shape: tuple, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    if kind == "bias":
+        arrays = {"bias": ((1, N, T, T), jnp.bfloat16)} | arrays
+    for name in arrays.keys() & {"bias", "pairs"}:
+        (b, n, t, s), dtype = arrays[name]
+        arrays |= {name: ((b, n, min(t, queries), s), dtype)}
+    given = {
+        "query": ((B, queries, N, H), jnp.bfloat16),
+        "key": ((B, T, K, H), jnp.bfloat16),
+        "value": ((B, T, K, Hv), jnp.bfloat16),
+    } | arrays
+    batches = (1, *(B,) * 6) if problem.visible is seven else (1,)
+    operands = Operands(
+        q_vectors=tuple(struct((b, queries), jnp.int32) for b in batches),
+        k_vectors=tuple(struct((b, T), jnp.int32) for b in batches),
+        **{name: struct(*array) for name, array in given.items()},
+    )
+    rows, columns = -(-queries // plan.q), T // plan.k
+    if kind in ("dkdv", "single_pass"):
+        rows, columns = columns, rows
+    count = struct((1, 1, rows), jnp.int32)
+    lists = TileLists(struct((1, 1, rows, columns), jnp.int32), count, count)
+    if kind in ("forward", "decode"):
+        return operands, lists
+    vector = struct((B, N, T), jnp.float32)
+    return operands, lists, Saved(struct((B, T, N, Hv), jnp.bfloat16), vector, vector, vector)
+
+
+# Many kernels
+
+
+def configurations(
+    options: bool, dims: list[tuple[int, int]], kinds: list[str]
+) -> Iterator[tuple[str, str, int, int, Problem, dict[str, Any]]]:
+    """Yield a name, kernel, H, Hv, problem and fields of Operands."""
+    slopes = {"slopes": ((1, N), jnp.float32)}
+    masked, scale = {"visible": causal}, ((B, T, K), jnp.float32)
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "bias": (masked, {"bias": ((B, N, T, T), jnp.bfloat16)}),
+        "key bias": (masked, {"bias": ((1, N, 1, T), jnp.float32)}),
+        "slopes": (masked, slopes),
+        "fixed": (masked | {"fixed_slopes": True}, slopes),
+        "softcap": (masked | {"softcap": 30.0}, {}),
+        "sinks": (masked, {"sinks": ((1, N), jnp.float32)}),
+        "dropout": (masked | {"dropout_rate": 0.1}, {"dropout": ((2, B, N), jnp.uint32)}),
+        "matrix": ({"visible": in_matrix}, {"pairs": ((1, 1, T, T), jnp.int8)}),
+        "7 vectors": ({"visible": seven}, {}),
+        "pages": (masked, {"pages": ((B, 2), jnp.int32)}),
+        "int8": (masked, {"k_scale": scale, "v_scale": scale}),
+    }
+    if not options:
+        cases = {"full": ({}, {}), "causal": (masked, {})}
+    for H, Hv in dims:
+        for kind in kinds:
+            for name, (fields, arrays) in cases.items():
+                few = kind == "decode"
+                if (name == "dropout" and few) or (name in ("pages", "int8") and not few):
+                    continue
+                if kind == "single_pass" and H + Hv > 256:
+                    continue
+                held = {}
+                if name == "int8":
+                    held = {"key": ((B, T, K, H), jnp.int8), "value": ((B, T, K, Hv), jnp.int8)}
+                yield name, kind, H, Hv, Problem(H**-0.5, **fields), arrays | held
+
+
+def print_steps(capability: str) -> None:
+    """Print what steps of decoding take beside a cache, and what they make that is as large."""
+    place = jax.sharding.SingleDeviceSharding(device(capability))
+    target = Target("hopper", chip="NVIDIA H200") if capability == HOPPER else Target("ampere")
+    print("cache                      its bytes   temporaries   as large as keys or values")
+    for name, dtype, capacity, page in (
+        ("bfloat16", jnp.bfloat16, decode_step.S, None),
+        ("bfloat16, 24 slots fewer", jnp.bfloat16, decode_step.S - 24, None),
+        ("int8", jnp.int8, decode_step.S, None),
+        ("bfloat16, pages of 64", jnp.bfloat16, decode_step.S, 64),
+        ("int8, pages of 256", jnp.int8, decode_step.S, 256),
+    ):
+        with using(target), context(capability):
+            if page is None:
+                step = decode_step.lowered(place, capacity, dtype=dtype)
+                numbers = decode_step.B * capacity * decode_step.K * decode_step.H
+            else:
+                step, numbers = decode_step.lowered_over_pages(place, page, dtype)
+            compiled = step.compile()
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        assert "attention_decode" in text
+        counts = Counter(kind for kind, _ in decode_step.large_results(text, numbers))
+        found = ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items()))
+        held = 2 * numbers * jnp.dtype(dtype).itemsize
+        assert memory.alias_size_in_bytes >= held  # written in place
+        sizes = f"{held / 1e6:9.0f} MB {memory.temp_size_in_bytes / 1e6:10.1f} MB"
+        print(f"{name:24} {sizes}   {found}", flush=True)
+
+
+def _widths(text: str) -> tuple[int, int]:
+    H, _, Hv = text.partition(":")
+    return int(H), int(Hv or H)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="all pairs of head dims")
+    parser.add_argument("capability", choices=CAPABILITIES, nargs="?", default=HOPPER)
     parser.add_argument("--options", action="store_true", help="with bias, softcap, ...")
-    parser.add_argument("--only", choices=KINDS, help="one kernel")
-    arguments = parser.parse_args()
-    device = h200.device()
-    print("kernel         H   Hv  tile    scores    registers  spills     shared memory    time")
-    failures = 0
-    for name, kind, H, Hv, problem, options in configurations(arguments):
-        if arguments.only not in (None, kind):
-            continue
-        plan = hopper.blocks(kind, H, Hv)
+    parser.add_argument("--step", action="store_true", help="steps of decoding over a cache")
+    parser.add_argument("--only", choices=KERNELS[hopper], nargs="+", help="these kernels")
+    parser.add_argument("--head-dims", type=_widths, nargs="+", help="these alone: H, or H:Hv")
+    given = parser.parse_args()
+    if given.step:
+        print_steps(given.capability)
+        return
+    backend, failures = backend_of(given.capability), 0
+    every = HOPPER_DIMS if backend is hopper else [(H, H) for H in ampere.HEAD_DIMS]
+    dims = given.head_dims or ([(64, 64), (128, 128)] if given.options else list(every))
+    kinds = [kind for kind in KERNELS[backend] if kind in (given.only or KERNELS[backend])]
+    print("kernel         H   Hv  tile    scores    registers  spills")
+    for name, kind, H, Hv, problem, arrays in configurations(given.options, dims, kinds):
+        plan = backend.blocks(kind, H, Hv)
         print(f"{kind:11} {H:4} {Hv:4}  {plan.q:3}x{plan.k:<3} {name:9}", end="", flush=True)
         try:
-            print(compile_one(kind, H, Hv, problem, device, **options), flush=True)
+            found = compile_one(kind, H, Hv, problem, given.capability, **arrays)
         except Exception as error:
             failures += 1
             print(" ", str(error).splitlines()[0][:120], flush=True)
+            continue
+        stored, loaded = found.spills
+        print(f"{found.registers:>10} {stored:>5} {loaded:>4}", *found.notes, flush=True)
     if failures:
         sys.exit(f"{failures} kernels did not compile")
 

@@ -5,7 +5,6 @@ A token a row is written into a donated cache, and attends to what the row has f
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from typing import Any
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from benchmarks import kernel_program
 from transformer_jax import Causal, Window, dot_product_attention
 from transformer_jax.cache import kv_cache, paged_cache
 
@@ -89,21 +87,3 @@ def large_results(text: str, least: int) -> list[tuple[str, bool]]:
             if any(math.prod(map(int, x.split(","))) >= least for x in shapes):
                 found.append((match[2], "scatter" in line))
     return found
-
-
-def large_operations(text: str, least: int) -> list[kernel_program.Operation]:
-    """Return what a program runs that makes as many numbers, with what is inside of fusions."""
-    entry, program = kernel_program.parse(text)
-    results = {}
-    for line in text.splitlines():
-        name, _, rest = line.partition(" = ")
-        shapes = re.findall(r"\[([\d,]+)\]", rest.partition("(%")[0].partition(" parameter(")[0])
-        results[name.split()[-1].strip("%") if rest else ""] = shapes
-    found = []
-    for operation, nested in kernel_program.operations(entry, program):
-        assert not nested, operation  # no loop, for which the host would wait
-        inside = [program[name] for name in kernel_program.CALLED.findall(operation.text)]
-        found += [operation, *itertools.chain(*inside)]
-    assert len(found) > 20
-    sizes = [[math.prod(map(int, x.split(","))) for x in results[one.name]] for one in found]
-    return [one for one, made in zip(found, sizes, strict=True) if max(made, default=1) >= least]

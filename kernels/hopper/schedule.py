@@ -71,13 +71,6 @@ class Items(NamedTuple):
         owner, turn = lax.div(rest, here), level * part + lax.rem(rest, here)
         return owner // self.heads, owner % self.heads, turn
 
-    def in_order(self, lists: TileLists, group: int = 1) -> np.ndarray:
-        """Return all items as flat indices of [batch, heads, rows], in their order."""
-        rows = np.asarray(prepare(lists).rows)
-        b, head, turn = (np.asarray(x) for x in jax.vmap(self.turn)(jnp.arange(self.number)))
-        found = rows[b % rows.shape[0], head * group % rows.shape[1], turn]
-        return ((b * self.heads + head) * self.rows + found).astype(np.int32)
-
 
 def query_items(operands: Operands, blocks: Blocks) -> Items:
     """Return the items of a kernel whose rows are tiles of queries."""

@@ -161,7 +161,7 @@ def test_a_step_of_decoding_copies_no_key_and_no_value():
     """
     reason = "jax[cuda13] compiles for GPUs that are not attached"
     pytest.importorskip("jax_cuda13_plugin", reason=reason)
-    command = [sys.executable, "-m", "benchmarks.compile_ampere", "8.0", "--step"]
+    command = [sys.executable, "-m", "benchmarks.compile_gpu", "8.0", "--step"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = said.splitlines()[1:]
     assert len(lines) == 5 and any("int8" in line for line in lines)

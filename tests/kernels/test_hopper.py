@@ -376,8 +376,16 @@ def causal_lists(rows):
     return TileLists(jnp.zeros((1, 1, rows, rows), jnp.int32), seen - 1, seen)
 
 
+def in_order(items, lists, group=1):
+    """All items as flat indices of [batch, heads, rows], in their order."""
+    rows = np.asarray(schedule.prepare(lists).rows)
+    b, head, turn = (np.asarray(x) for x in jax.vmap(items.turn)(jnp.arange(items.number)))
+    found = rows[b % rows.shape[0], head * group % rows.shape[1], turn]
+    return np.ravel_multi_index((b, head, found), items)
+
+
 def test_heavy_items_come_first_and_those_of_one_level_by_head():
-    order = schedule.Items(1, 2, 16).in_order(causal_lists(16)).tolist()  # two rows a level
+    order = in_order(schedule.Items(1, 2, 16), causal_lists(16)).tolist()  # two rows a level
     assert order[:8] == [15, 14, 31, 30, 13, 12, 29, 28]
     assert sorted(order) == list(range(32))
 
@@ -387,7 +395,7 @@ def test_every_item_comes_once_in_the_order_of_its_own_list(rows):
     rng = np.random.default_rng(rows)
     seen = rng.integers(0, 9, (3, 4, rows)).astype(np.int32)
     lists = TileLists(jnp.zeros((3, 4, rows, 9), jnp.int32), jnp.asarray(seen), jnp.asarray(seen))
-    order = schedule.Items(3, 2, rows).in_order(lists, group=2)
+    order = in_order(schedule.Items(3, 2, rows), lists, group=2)
     assert sorted(order) == list(range(3 * 2 * rows))
     for owner in range(6):
         b, head = divmod(owner, 2)
@@ -395,11 +403,26 @@ def test_every_item_comes_once_in_the_order_of_its_own_list(rows):
         assert (np.diff(seen[b, 2 * head][own]) <= 0).all()
 
 
+@pytest.mark.parametrize("items", [7, 132, 3 * 132 + 5])
+def test_items_are_dealt_back_and_forth_and_each_once(items):
+    programs = min(items, 132)
+    one = np.eye(items, dtype=np.int32)
+
+    def runs(_):
+        return schedule.each_item(items, lambda i, found: found + jnp.asarray(one)[i], one[0] * 0)
+
+    found = np.asarray(jax.vmap(runs, axis_name="program")(jnp.arange(programs)))
+    turns, places = np.divmod(np.arange(items), programs)
+    wanted = np.zeros_like(found)
+    wanted[np.where(turns % 2 == 0, places, programs - 1 - places), np.arange(items)] = 1
+    assert (found == wanted).all()
+
+
 def test_programs_share_causal_work_evenly(monkeypatch):
     monkeypatch.setattr(schedule, "PROGRAMS", 132)
     weight = np.tile(np.arange(1, 65), 16)  # 16 heads of 8192 queries
     shares = np.zeros(132)
-    for place, item in enumerate(schedule.Items(1, 16, 64).in_order(causal_lists(64))):
+    for place, item in enumerate(in_order(schedule.Items(1, 16, 64), causal_lists(64))):
         turn, program = divmod(place, 132)
         shares[program if turn % 2 == 0 else 131 - program] += weight[item]
     assert shares.max() <= 1.05 * shares.mean()
