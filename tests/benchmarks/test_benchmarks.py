@@ -26,15 +26,6 @@ from transformer_jax.models.factory import init_params, num_params
 from transformer_jax.models.quantized import quantize
 
 
-def test_names_are_unique_and_every_case_is_asked_for():
-    tables = specs.ATTENTION, specs.TRAIN, specs.DECODE
-    names = [case.name for cases in tables for case in cases]
-    assert len(names) > 30
-    assert len(set(names)) == len(names)
-    assert all(case.tags for case in specs.ATTENTION)
-    assert all(specs.attention_cases(tag) for tag in ("cpu", "gpu", "tpu", "quick", "edge"))
-
-
 def test_train_flops_are_six_per_weight_and_token_at_a_short_context():
     case = specs.TRAIN[1]
     table = case.model.max_len * case.model.d_model
@@ -51,14 +42,6 @@ def test_a_save_counts_in_the_stretch_after_its_step_and_the_first_is_left_out()
         {"seconds": 5.0, "seconds_checkpoint": 0.5},
         {"seconds": 7.0, "seconds_checkpoint": 0.25},
     ]
-
-
-def test_decoding_fits_the_cache_and_every_row_has_a_prompt():
-    for case in specs.DECODE:
-        assert case.prompt + case.new <= case.capacity <= case.model.max_len, case.name
-        assert 1 <= case.lengths().min() <= case.lengths().max() == case.prompt, case.name
-        assert case.ragged == (len(set(case.lengths())) > 1) or case.batch == 1, case.name
-        assert case.tokens().shape == (case.batch, case.prompt)
 
 
 def test_every_parameter_has_a_place_in_the_peers_gpt2():
@@ -193,12 +176,6 @@ def test_median_quartiles_and_speedup_are_those_of_the_rounds():
     assert timing.geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
 
 
-def test_contenders_of_one_name_are_refused():
-    clock = Clock()
-    with pytest.raises(ValueError, match="share a name"):
-        timing.interleave([clock.contender("a", 1.0)] * 2, clock=clock)
-
-
 def test_a_result_says_where_it_was_measured(tmp_path):
     path = tmp_path / "new" / "result.json"
     measured = timing.environment() | {"limits": {"matmul_flops_per_s": 1e9}}
@@ -214,45 +191,6 @@ def test_a_result_says_where_it_was_measured(tmp_path):
         timing.write(path, "how long?", timing.environment(), {})
 
 
-CPUINFO = {
-    "x86-64": (
-        "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\n"
-        "model name\t: AMD EPYC\nstepping\t: 1\n"
-        "flags\t\t: fpu smep sse4_2 fma avx avx2 avx512f avx512_vnni avx512_bf16 avx_vnni\n",
-        ("AuthenticAMD", "25", "17", "1", "AMD EPYC"),
-        ["avx", "avx2", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "fma", "sse4_2"],
-    ),
-    "aarch64": (
-        "processor\t: 0\nFeatures\t: fp asimd aes asimddp sve bf16\nCPU implementer\t: 0x41\n"
-        "CPU architecture: 8\nCPU variant\t: 0x3\nCPU part\t: 0xd0c\nCPU revision\t: 1\n",
-        ("0x41", "8", "0xd0c", "1", None),
-        ["asimd", "asimddp", "bf16", "sve"],
-    ),
-    "neither": (None, (None,) * 5, None),
-}
-
-
-@pytest.mark.parametrize("kind", CPUINFO)
-def test_a_processor_is_read_from_what_linux_says(monkeypatch, tmp_path, kind):
-    """The second core says another model, which is not looked at."""
-    text, identity, sets = CPUINFO[kind]
-    if text is not None:
-        (tmp_path / "cpuinfo").write_text(f"{text}\nprocessor: 1\nmodel: 99\nCPU part: 99\n\n")
-        caches = (1, "Data", "32K"), (1, "Instruction", "64K"), (2, "Unified", "1024K")
-        for index, facts in enumerate((*caches, (3, "Unified", "2M"))):
-            (tmp_path / f"index{index}").mkdir()
-            for name, fact in zip(("level", "type", "size"), facts, strict=True):
-                (tmp_path / f"index{index}" / name).write_text(f"{fact}\n")
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(processor, "CACHES", tmp_path)
-    found = processor.processor()
-    assert tuple(found[name] for name in processor.FIELDS) == identity
-    assert found["instruction_sets"] == sets
-    sizes = {"L1d": 2**15, "L1i": 2**16, "L2": 2**20, "L3": 2**21}
-    assert found["caches"] == (None if text is None else sizes)
-    assert "our kernels: plain" in processor.line(found, "plain")
-
-
 def test_this_processor_is_the_one_that_the_kernels_are_for():
     """Also in the environment of a result; the kernels take no set that Linux does not name."""
     found = timing.environment()
@@ -266,11 +204,6 @@ def test_this_processor_is_the_one_that_the_kernels_are_for():
     kernels = found["compiled_kernels"]
     sets = set() if isinstance(cpu.library(), str) else needed[kernels]
     assert sets <= set(found["processor"]["instruction_sets"] or [])
-
-
-def test_a_table_aligns_its_columns():
-    text = timing.table(("", "ms"), [("ours", "1.5"), ("a peer", "12.25")])
-    assert text == "           ms\nours      1.5\na peer  12.25"
 
 
 def test_steps_of_batches_are_counted_from_their_lengths():

@@ -27,13 +27,6 @@ def test_the_largest_difference_of_two_versions_is_printed(tmp_path, capsys, cha
     assert printed.startswith("add ") and float(difference) == pytest.approx(float(found), abs=1e-6)
 
 
-def test_versions_without_a_program_in_common_are_an_error(tmp_path, capsys):
-    write(tmp_path / "old" / "add.bin", lambda x, y: x + y)
-    with pytest.raises(SystemExit):
-        versions.main(["compare", str(tmp_path / "old"), str(tmp_path / "new")])
-    assert "no program in common" in capsys.readouterr().err
-
-
 def test_programs_of_the_installed_version_are_exported(tmp_path):
     assert versions.main(["export", str(tmp_path), "--only", "xla_causal_1x64"]) == 0
     assert {path.stem for path in tmp_path.iterdir()} == {
