@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
+from tests.docs.test_docs import defined
 from tests.support.tolerances import assert_near
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 DOCS = Path(__file__).parents[2] / "docs"
 FILE = DOCS / "one_file.py"
+PAGE = DOCS / "one_file.md"
 
 spec = importlib.util.spec_from_file_location("one_file", FILE)
 assert spec is not None and spec.loader is not None
@@ -189,3 +191,30 @@ def test_the_file_runs_as_a_program(capsys):
     written, read = re.findall(r"\[([\d ]+)\]", capsys.readouterr().out)
     assert len(set(written.split())) > 3
     assert written == read
+
+
+def test_the_configs_are_the_library_s_presets():
+    """Sizes that a preset leaves to its defaults are written out; dropout is training's affair."""
+    plain = dict(num_kv_heads=12, d_ff=3072, dropout=0.0, attention_dropout=0.0)
+    assert library_config(one_file.Config()) == tj.preset("gpt2", **plain)
+
+
+def test_code_that_the_page_quotes_is_in_the_file():
+    quoted = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(quoted) > 2
+    assert [text for text in quoted if text not in FILE.read_text()] == []
+
+
+def test_names_of_the_page_s_table_are_in_the_file_and_in_the_library():
+    rows = re.findall(r"^\| (`[^|]*) \| ([^|]*\.py[^|]*) \|", PAGE.read_text(), re.M)
+    assert len(rows) > 11
+    ours, theirs = " ".join(row[0] for row in rows), " ".join(row[1] for row in rows)
+    missing = {f"{name} in one_file.py" for name in re.findall(r"`(\w+)`", ours)} - {
+        f"{name} in one_file.py" for name in defined(ast.parse(FILE.read_text()))
+    }
+    named = re.findall(r"((?:`\w+`(?:, )?)+) \(`([\w/]+\.py)`\)", theirs)
+    assert len(named) > 15
+    for names, path in named:
+        there = defined(ast.parse((DOCS.parent / "transformer_jax" / path).read_text()))
+        missing |= {f"{name} in {path}" for name in re.findall(r"\w+", names) if name not in there}
+    assert missing == set()
