@@ -55,7 +55,7 @@ def differentiable(
 
     @jax.custom_jvp
     def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-        return compute(structure.unflatten(leaves))
+        return compute(jax.tree.unflatten(structure, leaves))
 
     @partial(call.defjvp, symbolic_zeros=True)
     def rule(leaves: Leaves, tangents: Leaves) -> tuple[Any, Any]:
@@ -104,7 +104,7 @@ class _OfLeaves:
 
         def transposed(*arrays: Any) -> tuple[jax.Array, ...]:
             at = count + len(saved_leaves)
-            saved = saved_structure.unflatten(arrays[count:at])
+            saved = jax.tree.unflatten(saved_structure, arrays[count:at])
             return self.backward(moved, arrays[:count], saved, arrays[at:])
 
         return tuple(

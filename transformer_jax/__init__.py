@@ -118,6 +118,7 @@ from transformer_jax.models.lora import (
     with_adapters,
 )
 from transformer_jax.models.ngram import NgramLM, count_ngrams
+from transformer_jax.models.places import places
 from transformer_jax.models.positions import (
     apply_rope,
     learned,
@@ -287,6 +288,7 @@ __all__ = [
     "make_step",
     "merge_lora",
     "num_params",
+    "places",
     "pool_sentences",
     "prefill",
     "preset",

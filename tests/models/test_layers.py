@@ -12,6 +12,7 @@ from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
 from transformer_jax.config import ModelConfig
+from transformer_jax.models.block import Attention, Block, BlockInputs
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.models.functional import (
     activate,
@@ -22,7 +23,8 @@ from transformer_jax.models.functional import (
     rms_norm,
     split_key,
 )
-from transformer_jax.models.layers import Attention, Block, Embed, FeedForward
+from transformer_jax.models.layers import Embed, FeedForward
+from transformer_jax.models.places import Visit
 from transformer_jax.models.transformer import check_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -299,7 +301,7 @@ def test_a_projection_of_one_row_and_its_gradients(rng):
 def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):
     block = Block(dataclasses.replace(SMALL, dropout=0.25))
     x = jnp.asarray(rng.standard_normal((2, 31, 14)), jnp.float32)
-    params = block.init(key, x, token_positions=jnp.arange(31))["params"]
+    params = block.init(key, x, BlockInputs(token_positions=jnp.arange(31)))["params"]
 
     def added(key):
         branch = ("feed_forward", jnp.zeros_like(x), jnp.ones_like(x), key)
@@ -336,22 +338,22 @@ def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
     x = jnp.asarray(rng.standard_normal((2, 5, 14)), jnp.float32)
     memory = jnp.asarray(rng.standard_normal((2, 3, 14)), jnp.float32)
     places = jnp.tile(jnp.arange(3), (2, 1))
-    arguments = dict(token_positions=jnp.arange(5), memory=memory, memory_positions=places)
-    params = oracle.randomised(block.init(key, x, **arguments)["params"], rng)
+    given = BlockInputs(token_positions=jnp.arange(5), memory=memory, memory_positions=places)
+    params = oracle.randomised(block.init(key, x, given)["params"], rng)
     names = ("attention", "cross_attention", "feed_forward")
     norms = {f"norm_{name}" for name in names}
     norms |= {f"out_norm_{name}" for name in names} if order == "sandwich" else set()
     assert set(params) == {*names, *norms}
-    got, cache, record = block.apply({"params": params}, x, **arguments)
-    assert cache is None and record is None
+    got, cache, captured = block.apply({"params": params}, x, given)
+    assert cache is None and captured == {}
 
     cross_cache = block.apply({"params": params}, memory, places, method="init_cross_cache")
     functions = {
         "attention": lambda y: Attention(config).apply(
-            {"params": params["attention"]}, y, token_positions=jnp.arange(5)
+            {"params": params["attention"]}, y, BlockInputs(token_positions=jnp.arange(5))
         )[0],
         "cross_attention": lambda y: Attention(config, cross=True).apply(
-            {"params": params["cross_attention"]}, y, cross_cache=cross_cache
+            {"params": params["cross_attention"]}, y, BlockInputs(), cross_cache=cross_cache
         )[0],
         "feed_forward": lambda y: FeedForward(config).apply({"params": params["feed_forward"]}, y),
     }
@@ -379,7 +381,7 @@ def test_queries_and_keys_are_normalised_with_the_configs_eps(rng, key, offset):
     )
     layer = Attention(config)
     x = rng.standard_normal((2, 3, 14)).astype(np.float32)
-    params = oracle.randomised(layer.init(key, x)["params"], rng)
+    params = oracle.randomised(layer.init(key, x, BlockInputs())["params"], rng)
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 
     def projected(name):
@@ -390,8 +392,9 @@ def test_queries_and_keys_are_normalised_with_the_configs_eps(rng, key, offset):
     got, _ = layer.apply({"params": params}, x, None, method="keys_values")
     assert_near(got, k, FORWARD_F32)
     scores = np.exp(np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(5))
-    out = layer.apply({"params": params}, x, record=True)
-    assert_near(out.attended.weights, scores / scores.sum(-1, keepdims=True), FORWARD_F32)
+    visit = Visit(["weights"])
+    layer.apply({"params": params}, x, BlockInputs(), visit=visit)
+    assert_near(visit.captured["weights"], scores / scores.sum(-1, keepdims=True), FORWARD_F32)
 
 
 def test_parameters_are_held_to_their_shape_and_their_initialisers_left_alone(monkeypatch):

@@ -918,13 +918,13 @@ def test_positions_of_any_integer_dtype_are_int32_inside():
     for dtype in (np.uint8, np.int64):
         given = jnp.asarray(positions, dtype) if dtype == np.uint8 else positions.astype(dtype)
         held = (
-            positions_and_masks(SMALL, tokens, given, None, None)[0],
+            positions_and_masks(SMALL, tokens.shape, given, None, None)[0],
             check_cache_room(SMALL, state, tokens, given)[0],
         )
         for x in held:
             assert x.dtype == np.int32 and (np.asarray(x) == positions).all()
     with pytest.raises(ValueError, match="positions holds 4294967296"):
-        positions_and_masks(SMALL, tokens, positions + 2**32, None, None)
+        positions_and_masks(SMALL, tokens.shape, positions + 2**32, None, None)
 
 
 def test_a_position_past_the_learned_table_is_refused(rng):

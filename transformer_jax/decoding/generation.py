@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ from transformer_jax.decoding.step import (
     count_vocab,
     has_attend,
     has_check,
+    has_look,
     read_logits_at,
 )
 from transformer_jax.programs import program, shapes_of
@@ -126,6 +127,9 @@ class Generation(Generic[State]):
     attention: PyTree = None
     """On request, `step.attend`'s weights [B, num_tokens, ...] of the query that chose token n;
     0 after a row's end."""
+    captured: dict[str, jax.Array] | None = None
+    """On request, by place its values [B, num_tokens, ...] where token n was chosen; 0 after a
+    row's end."""
 
     def rows(self) -> list[np.ndarray]:
         """Return each row's tokens i32[lengths[b]], without what follows its end."""
@@ -143,6 +147,7 @@ class DecodeOptions(NamedTuple):
     ends: bool = False
     """Whether a row may end before the others."""
     attention: bool = False
+    capture: tuple[str, ...] = ()
 
 
 @short_repr
@@ -177,7 +182,8 @@ class StepOutput(NamedTuple):
 
     token: jax.Array  # i32[B]; -1 where the row had ended
     log_prob: jax.Array  # f32[B]; 0 where the row had ended
-    attention: PyTree
+    seen: PyTree
+    """The weights of attention, or captured values, where they are asked for."""
 
 
 @short_repr
@@ -205,14 +211,13 @@ def start_decoding(
     decode_state = DecodeState(
         lengths, limits > 0, jnp.zeros_like(lengths), limits, keys, state, history
     )
-    if not options.attention:
+    if not options.attention and not options.capture:
         logits, state = prefill(step, params, tokens, state, lengths, chunk)
         return _choose_tokens(options, replace(decode_state, state=state), logits, None)
-    assert has_attend(step)
     _, state = prefill(step, params, tokens, state, lengths - 1, chunk)
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
-    logits, state, weights = step.attend(params, last, state)
-    return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], weights)
+    logits, state, seen = _read_token(options, step, params, last, state, None)
+    return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], seen)
 
 
 def decode_step(
@@ -222,29 +227,42 @@ def decode_step(
     token, valid = decode_state.token, None
     if options.ends:
         token, valid = jnp.where(decode_state.active, token, 0), decode_state.active[:, None]
-    weights = None
+    logits, state, seen = _read_token(
+        options, step, params, token[:, None], decode_state.state, valid
+    )
+    return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], seen)
+
+
+def _read_token(
+    options: DecodeOptions,
+    step: Step[State],
+    params: Params,
+    token: jax.Array,  # i32[B, 1]
+    state: State,
+    valid: jax.Array | None,  # bool[B, 1]
+) -> tuple[jax.Array, State, PyTree]:  # [B, 1, V]
+    """Read one token a row; return also what the options ask to see."""
     if options.attention:
         assert has_attend(step)
-        logits, state, weights = step.attend(
-            params, token[:, None], decode_state.state, valid=valid
-        )
-    else:
-        logits, state = step(params, token[:, None], decode_state.state, valid=valid)
-    return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], weights)
+        return step.attend(params, token, state, valid=valid)
+    if options.capture:
+        assert has_look(step)
+        return step.look(params, token, state, options.capture, valid=valid)
+    return *step(params, token, state, valid=valid), None
 
 
 def _choose_tokens(
     options: DecodeOptions,
     decode_state: DecodeState[State],
     logits: jax.Array,  # [B, V]
-    weights: PyTree,
+    seen: PyTree,
 ) -> tuple[DecodeState[State], StepOutput]:
     """Apply processors and sampler, and end the rows that have their last token."""
     active, history = decode_state.active, decode_state.history
     logits = logits.astype(jnp.float32)
     processed = apply_processors(options.processors, history, logits)
     if options.ends:
-        weights = select_rows(active, weights, jax.tree.map(jnp.zeros_like, weights))
+        seen = select_rows(active, seen, jax.tree.map(jnp.zeros_like, seen))
     keys = jax.vmap(jax.random.fold_in)(decode_state.keys, decode_state.count)
     token = jax.vmap(lambda key, row: options.sampler(key, row[None])[0])(keys, processed)
     log_probs = jax.nn.log_softmax(logits, axis=-1)
@@ -253,7 +271,7 @@ def _choose_tokens(
     output = StepOutput(
         jnp.where(active, token, -1) if options.ends else token,
         jnp.where(active, log_prob, 0.0) if options.ends else log_prob,
-        weights,
+        seen,
     )
     count = decode_state.count + active.astype(jnp.int32)
     if history is not None:
@@ -283,6 +301,7 @@ def generate(
     chunk: int | None = None,
     early_exit: bool | None = None,
     attention: bool = False,
+    capture: Sequence[str] = (),
 ) -> Generation[State]:
     """Continue each row by up to `num_tokens` tokens; `sampler=None` takes the likeliest.
 
@@ -290,7 +309,8 @@ def generate(
     after a `stop` token, which it keeps, or after `limits[b]` tokens: with 0 it has none, and its
     state has read its prompt whole. `processors` see the text so far; the sampler draws from what
     they leave. Row b uses `fold_in(key, b)`, or `key[b]`, alone. `chunk` is that of `prefill`;
-    with `attention`, the result holds the weights of the step's `attend`.
+    with `attention`, the result holds the weights of the step's `attend`, with `capture` the values
+    of places inside the model where each token was chosen (`transformer_jax.places`).
 
     The state is consumed: its memory becomes the result's (`fork(state, 1)` keeps it). With
     `early_exit` the loop ends as soon as every row has (None: where a row may end at all); the
@@ -306,6 +326,7 @@ def generate(
     options, prompts, state = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
         key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=attention,
+        capture=capture,
     )  # fmt: skip
     if early_exit is None:
         early_exit = options.ends
@@ -326,8 +347,8 @@ def _generate_sharded(
 ) -> Generation[State]:
     run = partial(_generate_tokens, options, step, num_tokens, chunk, early_exit)
     rows: Any = split_rows(state)  # in place of arrays
-    weights = rows if options.attention else None
-    results = Generation(rows, rows, rows, jax.tree.map(split, state), weights)
+    weights, captured = (rows if asked else None for asked in (options.attention, options.capture))
+    results = Generation(rows, rows, rows, jax.tree.map(split, state), weights, captured)
     return by_compiler(run, [params, prompts, state], results)
 
 
@@ -361,8 +382,8 @@ def _generate_tokens(
         return n + 1, decode_state, jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
 
     decode_state, first = start_decoding(options, step, params, prompts, state, num_tokens, chunk)
-    weights = jax.tree.map(buffer, first.attention)
-    outputs = StepOutput(buffer(first.token, -1), buffer(first.log_prob), weights)
+    seen = jax.tree.map(buffer, first.seen)
+    outputs = StepOutput(buffer(first.token, -1), buffer(first.log_prob), seen)
     carry = jnp.int32(1), decode_state, outputs
     if early_exit:
         _, decode_state, outputs = jax.lax.while_loop(unfinished, write_next, carry)
@@ -373,7 +394,12 @@ def _generate_tokens(
         )[0]
     outputs = jax.tree.map(lambda x: x.swapaxes(0, 1), outputs)
     return Generation(
-        outputs.token, decode_state.count, outputs.log_prob, decode_state.state, outputs.attention
+        outputs.token,
+        decode_state.count,
+        outputs.log_prob,
+        decode_state.state,
+        outputs.seen if options.attention else None,
+        outputs.seen if options.capture else None,
     )
 
 
@@ -482,6 +508,7 @@ def check_arguments(
     limits: PerRow | None,
     chunk: int | None,
     attention: bool,
+    capture: Sequence[str] = (),
 ) -> CheckedArguments[State]:
     """Check what `generate` was given, before anything is compiled; ValueError says what is wrong.
 
@@ -495,6 +522,13 @@ def check_arguments(
         check_count("chunk", chunk, 1)
     if attention and not has_attend(step):
         raise ValueError(f"attention is True: {type(step).__name__} has no `attend`")
+    capture = capture if isinstance(capture, str) else tuple(capture)
+    if capture and not has_look(step):
+        raise ValueError(f"capture is {capture!r}: {type(step).__name__} has no `look`")
+    if capture and has_look(step):
+        if attention:
+            raise ValueError("attention with capture: capture 'block_*/attention/weights' too")
+        step.check_look(cast(tuple[str, ...], capture))
     if sampler is not None:
         check_sampler(sampler)
     sampler = Greedy() if sampler is None else sampler
@@ -506,7 +540,7 @@ def check_arguments(
         raise ValueError(f"key is None: {sampler!r} draws random numbers")
     keys = row_keys(key, rows)
     ends = bool(stop) or limits is not None
-    options = DecodeOptions(sampler, processors, stop, ends, attention)
+    options = DecodeOptions(sampler, processors, stop, ends, attention, tuple(capture))
     limits = check_limits(limits, rows, num_tokens)
     state = make_donatable(state)
     check_with_step(step, tokens, lengths, limits, state)

@@ -20,6 +20,7 @@ from transformer_jax.cache.model_cache import ModelCache, check_pages, rewind_ca
 from transformer_jax.config import Learned
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.models.ngram import NgramLM
+from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places, places
 from transformer_jax.models.recent_tokens import RecentTokensStep
 from transformer_jax.models.recurrent import (
     RecurrentLM,
@@ -117,6 +118,26 @@ class StepWithAttend(Step[State], Protocol[State]):
         ...
 
 
+class StepWithLook(Step[State], Protocol[State]):
+    """Return the values of places inside the model too."""
+
+    def look(
+        self,
+        params: Params,
+        tokens: jax.Array,  # i32[B, 1]
+        state: State,
+        capture: tuple[str, ...],
+        *,
+        valid: jax.Array | None = None,  # bool[B, 1]
+    ) -> tuple[jax.Array, State, dict[str, jax.Array]]:  # f32[B, 1, V], state, leaves [B, ...]
+        """Read one token a row and return the values of places that are captured on the way."""
+        ...
+
+    def check_look(self, capture: tuple[str, ...]) -> None:
+        """Raise ValueError where a name is that of no place, or of one that it does not pass."""
+        ...
+
+
 def has_read(step: Step[State]) -> TypeGuard[StepWithRead[State]]:
     """Return whether the step has a `read` that agrees with its call.
 
@@ -137,6 +158,11 @@ def has_check(step: Step[State]) -> TypeGuard[StepWithCheck[State]]:
 def has_rewind(step: Step[State]) -> TypeGuard[StepWithRewind[State]]:
     """Return whether the step has `rewind`."""
     return hasattr(step, "rewind")
+
+
+def has_look(step: Step[State]) -> TypeGuard[StepWithLook[State]]:
+    """Return whether the step has `look`."""
+    return hasattr(step, "look")
 
 
 def has_attend(step: Step[State]) -> TypeGuard[StepWithAttend[State]]:
@@ -170,6 +196,8 @@ class ModelStep:
     """Run a `Decoder` or an `EncoderDecoder` as a step; the state is its `ModelCache`."""
 
     model: Decoder | EncoderDecoder
+    edit: tuple[tuple[str, Edit], ...] = ()
+    """Changes of places on the way, as pairs of a name and a function."""
 
     def __call__(
         self,
@@ -203,7 +231,8 @@ class ModelStep:
     ) -> dict[str, Any]:
         """Return what the model is called with beside the tokens: their positions and the cache."""
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        return dict(positions=next_positions(state.length, valid), cache=state)
+        given: dict[str, Any] = dict(positions=next_positions(state.length, valid), cache=state)
+        return given | dict(edit=dict(self.edit)) if self.edit else given
 
     def attend(
         self,
@@ -219,6 +248,33 @@ class ModelStep:
         result: Any = self.model.apply({"params": params}, tokens, **given, method="attend")
         logits, state, weights = result
         return logits, state, by_slot(weights, state)
+
+    def look(
+        self,
+        params: Params,
+        tokens: jax.Array,  # i32[B, 1]
+        state: ModelCache,
+        capture: tuple[str, ...],
+        *,
+        valid: jax.Array | None = None,  # bool[B, 1]
+    ) -> tuple[jax.Array, ModelCache, Captured]:
+        """Read one token a row; return also the captured values, without their axis of tokens."""
+        check_one(tokens)
+        given = self.arguments(tokens, state, valid)
+        result: Any = self.model.apply({"params": params}, tokens, capture=capture, **given)
+        logits, state, captured = result
+        shapes = places(self.model.config)
+        return logits, state, {
+            name: jnp.squeeze(x, shapes[name].index("T")) if "T" in shapes[name] else x
+            for name, x in captured.items()
+        }  # fmt: skip
+
+    def check_look(self, capture: tuple[str, ...]) -> None:
+        """Raise ValueError where a name is that of no place, or of one in the encoder."""
+        found = Places.of(self.model.config, capture, NO_EDIT).capture
+        for name in found:
+            if name.startswith("encoder/"):
+                raise ValueError(f"{name} while decoding: the source has been read before")
 
     def check(self, prompt: np.ndarray, state: ModelCache, total: np.ndarray) -> None:
         """Raise ValueError where a token is not in the vocabulary or the cache is too small.
@@ -305,19 +361,24 @@ def _named(value: Any) -> str:
 
 
 @overload
-def make_step(model: Decoder | EncoderDecoder) -> ModelStep: ...
+def make_step(model: Decoder | EncoderDecoder, *, edit: Mapping[str, Edit] = ...) -> ModelStep: ...
 @overload
 def make_step(model: RecurrentLM | RecurrentSeq2Seq) -> RecurrentStep: ...
 @overload
 def make_step(model: WindowLM | NgramLM) -> RecentTokensStep: ...
 def make_step(
     model: Decoder | EncoderDecoder | RecurrentLM | RecurrentSeq2Seq | WindowLM | NgramLM,
+    *,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> ModelStep | RecurrentStep | RecentTokensStep:
     """Return the model as `step(params, tokens, state, *, valid=None) -> (logits, state)`.
 
-    `models.init_decode_state` makes the first state. ValueError where the model makes no tokens, as
-    an encoder or a tagger.
+    `models.init_decode_state` makes the first state. `edit` changes values inside the model for all
+    that decodes with the step (`transformer_jax.places`). ValueError where the model makes no
+    tokens, as an encoder or a tagger, and where an edit is of no place of its.
     """
+    if edit and not isinstance(model, Decoder | EncoderDecoder):
+        raise ValueError(f"edit with a {type(model).__name__}: it has no places to edit")
     if isinstance(model, RecurrentLM | RecurrentSeq2Seq):
         return RecurrentStep(model)
     if isinstance(model, WindowLM | NgramLM):
@@ -332,4 +393,8 @@ def make_step(
     if not isinstance(model, Decoder | EncoderDecoder):
         given = type(model).__name__
         raise ValueError(f"model is of type {given}: must be a decoder or an encoder-decoder")
-    return ModelStep(model)
+    for name, _ in Places.of(model.config, (), edit).edit:
+        if name.startswith("encoder/"):
+            rule = "edit it where the source is read, in `init_cache` of the model"
+            raise ValueError(f"edit of {name} in a step: {rule}")
+    return ModelStep(model, tuple(edit.items()))

@@ -25,6 +25,7 @@ from transformer_jax.models.lora import (
     with_adapters,
 )
 from transformer_jax.models.ngram import NgramLM, count_ngrams
+from transformer_jax.models.places import places
 from transformer_jax.models.positions import (
     apply_rope,
     learned,
@@ -96,6 +97,7 @@ __all__ = [
     "lora_loss",
     "merge_lora",
     "num_params",
+    "places",
     "quantize",
     "rebase_cache",
     "rebase_state",

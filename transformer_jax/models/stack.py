@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
@@ -19,16 +17,10 @@ from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache.model_cache import Layers, ModelCache, layer_window, slot_positions
 from transformer_jax.config import Alibi, ModelConfig, Shaw, T5Buckets
+from transformer_jax.models.block import Block, BlockInputs, PositionBias
 from transformer_jax.models.functional import split_key
-from transformer_jax.models.layers import (
-    ALL_HEADS,
-    Block,
-    BlockRecord,
-    HeadMasks,
-    Norm,
-    PositionBias,
-    parameter,
-)
+from transformer_jax.models.layers import Norm, parameter
+from transformer_jax.models.places import Captured
 from transformer_jax.shown import short_repr
 
 
@@ -88,13 +80,40 @@ def by_slot(weights: AttentionWeights, cache: ModelCache) -> AttentionWeights:
     return AttentionWeights(own, held, cross, hidden)
 
 
-@short_repr
-class StackOutput(NamedTuple):
-    """Hold what `Stack` returns."""
+WEIGHTS = (
+    "embedding",
+    "block_*/attention/weights",
+    "block_*/attention/key_positions",
+    "block_*/residual",
+)
+"""The places that `attention_weights` joins."""
+CROSS_WEIGHTS = (*WEIGHTS, "block_*/cross_attention/weights")
+"""The same, of a stack that attends to an encoder's output."""
 
-    x: jax.Array  # [B, T, D]
-    cache: ModelCache | None
-    weights: AttentionWeights | None = None  # where they were asked for
+
+def attention_weights(
+    config: ModelConfig,
+    captured: Captured,  # at WEIGHTS or CROSS_WEIGHTS
+    x: jax.Array,  # [B, T, D]: the stack's output
+    cache: ModelCache | None,
+) -> AttentionWeights:
+    """Join the weights and the streams of all blocks."""
+    depth = sum(name.endswith("/residual") for name in captured)
+
+    def of_blocks(name: str) -> list[jax.Array]:
+        return [captured[f"block_{i}/{name}"] for i in range(depth)]
+
+    own: Any = of_blocks("attention/weights")
+    places: Any = of_blocks("attention/key_positions")
+    if cache is not None and isinstance(config.window, tuple):  # layers differ in their slots
+        own, places = tuple(own), tuple(places)
+    else:
+        own, places = jnp.stack(own, axis=1), places[0]
+    cross = None
+    if "block_0/cross_attention/weights" in captured:
+        cross = jnp.stack(of_blocks("cross_attention/weights"), axis=1)
+    hidden = [captured["embedding"], *of_blocks("residual")[:-1], x]
+    return AttentionWeights(own, places, cross, jnp.stack(hidden, axis=1))
 
 
 def _rematerialised(config: ModelConfig) -> type[Block]:
@@ -126,11 +145,12 @@ class Stack(nn.Module):
             lifted: dict[str, Any] = dict(
                 variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
             )
-            shared = (nn.broadcast,) * 8
             self.blocks = nn.scan(
                 block,
                 methods={
-                    "scan_step": dict(lifted, in_axes=(0, 0, 0, *shared), out_axes=1),
+                    "scan_step": dict(
+                        lifted, in_axes=(0, 0, nn.broadcast, nn.broadcast), out_axes=1
+                    ),
                     "scan_cross_cache": dict(lifted, in_axes=nn.broadcast, out_axes=1),
                 },
             )(cfg, self.cross, self.depth, layer_window(cfg, 0))
@@ -196,80 +216,48 @@ class Stack(nn.Module):
     def __call__(
         self,
         x: jax.Array,  # [B, T, D]
-        *,
-        positions: jax.Array | None,  # i32[B, T]; None is arange(T)
-        token_positions: jax.Array,  # i32[B, T] or [T]
+        given: BlockInputs,  # without a mask and a bias
         masks: tuple[Mask | None, ...],  # layer i has masks[i % len(masks)]
+        *,
         cache: ModelCache | None = None,
-        memory: jax.Array | None = None,  # [B, S, D]: an encoder's output
-        memory_positions: jax.Array | None = None,  # i32[B, S]
         key: jax.Array | None = None,
-        head_masks: HeadMasks = ALL_HEADS,  # [N] or [L, N]
-        weights: bool = False,
-    ) -> StackOutput:
-        """Run the blocks: the output, normalised unless post-norm, and the updated cache.
+    ) -> tuple[jax.Array, ModelCache | None, Captured]:
+        """Run the blocks: return the output, the updated cache, and what is captured.
 
-        With `weights`, what the blocks read and weighed comes along.
+        The output is normalised, unless the config's norms come after each branch.
         """
-        shape = self.depth, self.config.num_heads
-        head_masks = jax.tree.map(partial(jnp.broadcast_to, shape=shape), head_masks)
-
-        def shared(i: int) -> tuple[Any, ...]:
-            record = () if weights else None
-            mask = masks[i % len(masks)]
-            return positions, token_positions, mask, self._bias(), memory, memory_positions, record
-
+        outside = given.places.outside()
+        x = outside("embedding", x)
         if cache is None:
-            masks = tuple(self._planned(x, mask, positions, key) for mask in masks)
+            masks = tuple(self._planned(x, mask, given.positions, key) for mask in masks)
         layers = None if cache is None else cache.layers
         cross = None if cache is None else cache.cross
-        records: Any
+        captured: Captured = {}
         if self.config.scan_layers:
+            given = replace(given, mask=masks[0], bias=self._bias())
             keys = None if key is None else jax.random.split(key, self.depth)
             numbers, blocks = jnp.arange(self.depth), cast(Any, self.blocks)
-            (x, layers), records = blocks.scan_step(
-                (x, layers), numbers, keys, head_masks, cross, *shared(0)
-            )
+            (x, layers), found = blocks.scan_step((x, layers), numbers, keys, cross, given)
+            captured = given.places.collect(found)
         else:
             updated: list[Any] = []
-            records = []
             for i, own_key in enumerate(split_key(key, self.depth)):
+                own = replace(
+                    given,
+                    mask=masks[i % len(masks)],
+                    bias=self._bias(),
+                    places=given.places.of_block(i),
+                )
                 layer = layers[i] if isinstance(layers, tuple) else None
                 cross_cache: Any = cross[i] if isinstance(cross, tuple) else None
-                heads = jax.tree.map(itemgetter(i), head_masks)
-                x, layer, record = self.block[i](x, layer, cross_cache, own_key, heads, *shared(i))
+                x, layer, found = self.block[i](x, own, layer, cross_cache, own_key)
                 updated.append(layer)
-                records.append(record)
+                captured |= {f"block_{i}/{name}": value for name, value in found.items()}
             layers = None if layers is None else tuple(updated)
-        x = x if self.config.norm_order == "post" else self.norm(x)
+        if self.config.norm_order != "post":
+            x = outside("final_norm", self.norm(x))
         cache = None if cache is None or layers is None else replace(cache, layers=layers)
-        return StackOutput(x, cache, self._collect(records, cache, x) if weights else None)
-
-    def _collect(
-        self,
-        records: BlockRecord | list[BlockRecord],  # of a scan, with L as axis 1
-        cache: ModelCache | None,
-        x: jax.Array,  # [B, T, D]
-    ) -> AttentionWeights:
-        """Join what the blocks recorded and the stack's output."""
-        ragged = cache is not None and isinstance(self.config.window, tuple)
-        own: Any
-        places: Any
-        if isinstance(records, BlockRecord):
-            stream, own, cross = records
-            places = None if own.positions is None else own.positions[:, 0]
-            own = own.weights
-        else:
-            joined = [(record.x, record.cross) for record in records]
-            stream, cross = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *joined)
-            own = tuple(record.own.weights for record in records)
-            places = tuple(record.own.positions for record in records)
-            if not ragged:
-                own, places = jnp.stack(own, axis=1), places[0]
-        if places is None:
-            places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        hidden = jnp.concatenate([stream, x[:, None]], axis=1)
-        return AttentionWeights(own, places, None if cross is None else cross.weights, hidden)
+        return x, cache, captured | outside.captured
 
 
 def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:

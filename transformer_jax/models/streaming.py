@@ -35,6 +35,7 @@ from transformer_jax.cache.model_cache import (
 from transformer_jax.checks import as_int32
 from transformer_jax.config import Learned, ModelConfig, Rope, Sinusoidal
 from transformer_jax.models import positions as pos
+from transformer_jax.models.block import BlockInputs
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import Linear, Norm, refuse_rngs
 from transformer_jax.models.stack import Stack
@@ -135,20 +136,15 @@ class StreamingEncoder(nn.Module):
             astray = _astray(positions, self.chunk)
             refused = astray if refused is None else refused | astray
         token_positions, masks = positions_and_masks(
-            cfg, places, positions, None, self._mask(), causal=True
+            cfg, places.shape, positions, None, self._mask(), causal=True
         )
         input_key, stack_key = split_key(key, 2)
-        out = self.encoder(
-            self._embed(frames, token_positions, input_key),
-            positions=positions,
-            token_positions=token_positions,
-            masks=masks,
-            cache=cache,
-            key=stack_key,
-        )
+        x = self._embed(frames, token_positions, input_key)
+        given = BlockInputs(positions=positions, token_positions=token_positions)
+        x, cache, _ = self.encoder(x, given, masks, cache=cache, key=stack_key)
         if refused is not None:
-            return jnp.where(refused[:, None, None], jnp.nan, out.x), out.cache
-        return out.x, out.cache
+            x = jnp.where(refused[:, None, None], jnp.nan, x)
+        return x, cache
 
     def _mask(self) -> Mask:
         if self.chunk is None:

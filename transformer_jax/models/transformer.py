@@ -8,7 +8,8 @@ given; flax's `rngs` are refused.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -27,20 +28,23 @@ from transformer_jax.cache.model_cache import (
 )
 from transformer_jax.checks import as_int32, check_positions
 from transformer_jax.config import Frames, Learned, ModelConfig, Patches
+from transformer_jax.models.block import BlockInputs
 from transformer_jax.models.functional import activate, split_key
 from transformer_jax.models.inputs import InputLayer, check_inputs, input_positions
-from transformer_jax.models.layers import (
-    ALL_HEADS,
-    Embed,
-    HeadMasks,
-    Linear,
-    Norm,
-    OutputLayer,
-    refuse_rngs,
-)
+from transformer_jax.models.layers import Embed, Linear, Norm, OutputLayer, refuse_rngs
 from transformer_jax.models.packing import documents_of
-from transformer_jax.models.stack import AttentionWeights, Stack, StackOutput
+from transformer_jax.models.places import NO_EDIT, NOWHERE, Captured, Edit, Places
+from transformer_jax.models.stack import (
+    CROSS_WEIGHTS,
+    WEIGHTS,
+    AttentionWeights,
+    Stack,
+    attention_weights,
+)
 from transformer_jax.tracing import at_once, known_sizes, known_value
+
+DecoderResult = tuple[jax.Array, ModelCache | None] | tuple[jax.Array, ModelCache | None, Captured]
+"""Logits f32[B, T, V], the updated cache, and where places are captured their values."""
 
 
 class Encoder(nn.Module):
@@ -77,15 +81,18 @@ class Encoder(nn.Module):
         types: jax.Array | None = None,  # i32[B, T]
         head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
+        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> jax.Array:  # [B, T, D]
         """Return the hidden state of every token, [B, T, D]; of frames, of every output of theirs.
 
         Tokens stand at `positions`, or at arange(T). `segments` packs documents, as in `Decoder`;
         `types` are BERT's token types, 0 where none are given. `head_mask` multiplies what each
-        head gives, before the output matrix (Michel et al. 2019). ValueError where an argument does
-        not fit the tokens or the config.
+        head gives, before the output matrix (Michel et al. 2019); `edit` is that of `__call__`.
+        ValueError where an argument does not fit the tokens or the config.
         """
-        return self._encode(tokens, positions, mask, segments, types, key, head_mask).x
+        places = Places.of(self.config, (), edit).scaled_heads("attention", head_mask)
+        check_head_mask("head_mask", head_mask, self.config.num_layers, self.config.num_heads)
+        return self._encode(tokens, positions, mask, segments, types, key, places)[0]
 
     def attend(
         self,
@@ -100,10 +107,10 @@ class Encoder(nn.Module):
 
         Where the config has `inputs`, the hidden states of `encode` in the place of logits.
         """
-        out = self._encode(tokens, positions, mask, segments, types, None, weights=True)
-        assert out.weights is not None
-        x = out.x if self.config.inputs is not None else self._logits(out.x)
-        return x, None, out.weights
+        places = Places.of(self.config, WEIGHTS, NO_EDIT)
+        x, captured = self._encode(tokens, positions, mask, segments, types, None, places)
+        weights = attention_weights(self.config, captured, x, None)
+        return x if self.config.inputs is not None else self._logits(x), None, weights
 
     def _encode(
         self,
@@ -113,44 +120,51 @@ class Encoder(nn.Module):
         segments: jax.Array | None,
         types: jax.Array | None,
         key: jax.Array | None,
-        head_mask: jax.Array | None = None,
-        weights: bool = False,
-    ) -> StackOutput:
+        places: Places,
+    ) -> tuple[jax.Array, Captured]:
         cfg = self.config
         refuse_rngs(self, key)
-        check_head_mask("head_mask", head_mask, cfg.num_layers, cfg.num_heads)
         if types is not None and cfg.type_vocab_size is None:
             raise ValueError("types are given, but type_vocab_size is None")
         if segments is not None and isinstance(cfg.inputs, Patches | Frames):
             kind = type(cfg.inputs).__name__
             raise ValueError(f"segments with {kind}: give each of them a row of its own")
-        x, positions = _read(self, tokens, positions)
-        token_positions, masks = positions_and_masks(cfg, _places(x), positions, segments, mask)
-        embed_key, stack_key = split_key(key, 2)
-        return self.encoder(
-            self.embed(x, token_positions, types, embed_key),
-            positions=positions,
-            token_positions=token_positions,
-            masks=masks,
-            key=stack_key,
-            head_masks=HeadMasks(head_mask),
-            weights=weights,
-        )
+        return run_encoder(self, tokens, positions, mask, segments, types, key, places)
 
-    def __call__(self, tokens: jax.Array, **arguments: Any) -> tuple[jax.Array, None]:
-        """Return logits f32[B, T, V] for masked-token training; takes what `encode` takes.
+    def __call__(
+        self,
+        tokens: jax.Array,  # i32[B, T], or what the config's inputs describe
+        *,
+        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        mask: Mask | None = None,
+        segments: jax.Array | None = None,  # i32[B, T]
+        types: jax.Array | None = None,  # i32[B, T]
+        head_mask: jax.Array | None = None,  # f32[L, N] or [N]
+        key: jax.Array | None = None,
+        capture: Sequence[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
+    ) -> tuple[jax.Array, None] | tuple[jax.Array, None, Captured]:
+        """Return logits f32[B, T, V] for masked-token training, and None; takes what `encode` does.
 
-        ValueError where the config has `inputs`: take `encode`, `pool` or `classify`.
+        The values of the places `capture` come after it, in a dict, where it names any; `edit`
+        changes them (`transformer_jax.places`). ValueError where the config has `inputs`: take
+        `encode`, `pool` or `classify`.
         """
         if self.config.inputs is not None and not self.is_initializing():
             rule = "there are no logits of tokens: method='encode', 'pool' or 'classify'"
             raise ValueError(f"inputs is {self.config.inputs!r}: {rule}")
-        x = self.encode(tokens, **arguments)
+        check_head_mask("head_mask", head_mask, self.config.num_layers, self.config.num_heads)
+        places = Places.of(self.config, capture, edit).scaled_heads("attention", head_mask)
+        x, captured = self._encode(tokens, positions, mask, segments, types, key, places)
         if self.config.pooling is not None and self.is_initializing():
             self._pool(x, None)
         if self.config.num_classes is not None and self.is_initializing():
             self._classes(x, None)
-        return x if self.config.inputs is not None else self._logits(x), None
+        if self.config.inputs is not None:
+            return x, None
+        outside = places.outside()
+        logits = outside("logits", self._logits(x))
+        return (logits, None, captured | outside.captured) if capture else (logits, None)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         return self.embed.logits(self._transformed(x))
@@ -213,7 +227,9 @@ class Decoder(nn.Module):
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
         head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, ModelCache | None]:
+        capture: Sequence[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
+    ) -> DecoderResult:
         """Return logits f32[B, T, V] of the next token, and the updated cache.
 
         Without `positions`, tokens stand at arange(T), or after what the cache holds. A `mask`
@@ -224,12 +240,16 @@ class Decoder(nn.Module):
         where it is known; a traced one begins a document. `at` asks for the logits [B, Q, V] after
         the tokens of these indices alone, NaN where there is no such token: a vocabulary is wide,
         and after a prompt one row of T counts. `head_mask` multiplies what each head gives, before
-        the output matrix (Michel et al. 2019). `key` turns dropout on. ValueError where an argument
-        does not fit the tokens, the config or the cache, and where a known position is past the
-        cache's end.
+        the output matrix (Michel et al. 2019). `key` turns dropout on. The values of the places
+        `capture` come third, in a dict, where it names any; `edit` changes values by functions
+        (`transformer_jax.places`). ValueError where an argument does not fit the tokens, the
+        config or the cache, and where a known position is past the cache's end.
         """
-        heads = HeadMasks(head_mask)
-        return decode_tokens(self, tokens, positions, mask, cache, segments, key, heads, at=at)[:2]
+        check_head_mask("head_mask", head_mask, self.config.num_layers, self.config.num_heads)
+        places = Places.of(self.config, capture, edit).scaled_heads("attention", head_mask)
+        given = DecoderInputs(tokens, positions, mask, cache, segments, key, places=places)
+        logits, cache, captured = run_decoder(self, given).logits(self, at, places)
+        return (logits, cache, captured) if capture else (logits, cache)
 
     def output_layer(
         self,
@@ -244,8 +264,8 @@ class Decoder(nn.Module):
 
         They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them.
         """
-        x = run_decoder(self, tokens, positions, mask, None, segments, key)[0].x
-        return self.embed.output_layer(x)
+        given = DecoderInputs(tokens, positions, mask, segments=segments, key=key)
+        return self.embed.output_layer(run_decoder(self, given).x)
 
     def attend(
         self,
@@ -255,12 +275,12 @@ class Decoder(nn.Module):
         mask: Mask | None = None,  # None is Causal(); another mask replaces it
         cache: ModelCache | None = None,
         segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
+        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
         """Return what `__call__` does, and what every layer weighed the keys with."""
-        out = decode_tokens(self, tokens, positions, mask, cache, segments, None, weights=True)
-        logits, cache, weights = out
-        assert weights is not None
-        return logits, cache, weights
+        places = Places.of(self.config, WEIGHTS, edit)
+        given = DecoderInputs(tokens, positions, mask, cache, segments, places=places)
+        return run_decoder(self, given).attended(self, places)
 
 
 class EncoderDecoder(nn.Module):
@@ -289,9 +309,17 @@ class EncoderDecoder(nn.Module):
         mask: Mask | None = None,
         head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
+        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> jax.Array:  # [B, S, D]
-        """Return the encoder's output of a source, which the decoder attends to: its memory."""
-        return self._encode(source, positions, mask, key, head_mask).x
+        """Return the encoder's output of a source, which the decoder attends to: its memory.
+
+        `edit` is that of `__call__`, of the encoder's places.
+        """
+        refuse_rngs(self, key)
+        check_head_mask("head_mask", head_mask, self.config.num_layers, self.config.num_heads)
+        places = Places.of(self.config, (), edit).inside("encoder/")
+        places = places.scaled_heads("attention", head_mask)
+        return run_encoder(self, source, positions, mask, None, None, key, places)[0]
 
     def attend_source(
         self,
@@ -301,45 +329,23 @@ class EncoderDecoder(nn.Module):
         mask: Mask | None = None,
     ) -> tuple[jax.Array, AttentionWeights]:
         """Return what `encode` does, and what every layer weighed the source with."""
-        out = self._encode(source, positions, mask, None, weights=True)
-        assert out.weights is not None
-        return out.x, out.weights
-
-    def _encode(
-        self,
-        source: jax.Array,
-        positions: jax.Array | None,
-        mask: Mask | None,
-        key: jax.Array | None,
-        head_mask: jax.Array | None = None,
-        weights: bool = False,
-    ) -> StackOutput:
-        refuse_rngs(self, key)
-        check_head_mask("head_mask", head_mask, self.config.num_layers, self.config.num_heads)
-        x, positions = _read(self, source, positions)
-        token_positions, masks = positions_and_masks(self.config, _places(x), positions, None, mask)
-        embed_key, stack_key = split_key(key, 2)
-        return self.encoder(
-            self.embed(x, token_positions, key=embed_key),
-            positions=positions,
-            token_positions=token_positions,
-            masks=masks,
-            key=stack_key,
-            head_masks=HeadMasks(head_mask),
-            weights=weights,
-        )
+        names = [f"encoder/{name}" for name in WEIGHTS]
+        places = Places.of(self.config, names, NO_EDIT).inside("encoder/")
+        x, captured = run_encoder(self, source, positions, mask, None, None, None, places)
+        return x, attention_weights(self.config, captured, x, None)
 
     def _memory(
         self,
         source: jax.Array,
         positions: jax.Array | None,
         key: jax.Array | None,
-        head_mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:  # [B, S, D], i32[B, S]
+        places: Places = NOWHERE,
+    ) -> tuple[jax.Array, jax.Array, Captured]:  # [B, S, D], i32[B, S]
         """Return the encoder's output and where it stands, negative for padding."""
-        memory = self.encode(source, positions=positions, head_mask=head_mask, key=key)
+        refuse_rngs(self, key)
+        memory, captured = run_encoder(self, source, positions, None, None, None, key, places)
         positions = input_positions(self.config.inputs, positions)
-        return memory, _default_positions(memory.shape[:2], positions)
+        return memory, _default_positions(memory.shape[:2], positions), captured
 
     def init_cache(
         self,
@@ -349,13 +355,17 @@ class EncoderDecoder(nn.Module):
         positions: jax.Array | None = None,  # i32[B, S]; negative is padding
         dtype: jax.typing.DTypeLike | None = None,
         slack: int = 0,
+        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> ModelCache:
         """Read the source once: its cross-attention keys and values, and an empty target cache.
 
         `capacity`, `dtype` and `slack` are of the target's cache, and mean what they mean for
-        `models.init_cache`; the source is held in the compute dtype.
+        `models.init_cache`; the source is held in the compute dtype. `edit` is that of `__call__`,
+        of the encoder's places.
         """
-        cross = self.decoder.init_cross_cache(*self._memory(source, positions, None))
+        places = Places.of(self.config, (), edit).inside("encoder/")
+        memory, positions, _ = self._memory(source, positions, None, places)
+        cross = self.decoder.init_cross_cache(memory, positions)
         cfg = self.config
         depth, rows = cfg.decoder_layers, source.shape[0]
         return ModelCache(empty_layers(cfg, depth, rows, capacity, dtype, slack), cross)
@@ -374,29 +384,36 @@ class EncoderDecoder(nn.Module):
         cross_head_mask: jax.Array | None = None,  # f32[L, N] or [N]: over the source
         encoder_head_mask: jax.Array | None = None,  # f32[L, N] or [N]; needs a source
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, ModelCache | None]:
+        capture: Sequence[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
+    ) -> DecoderResult:
         """Return logits f32[B, T, V] of the next target token, and the updated cache.
 
         They are read from a `source`, as in training, or from a `cache` of `init_cache`, which has
         read its source: give one of the two. `source_positions` are the source's, negative where it
         is padding; `positions` are the target's. `at` asks for the logits [B, Q, V] after the
         tokens of these indices alone. A head mask multiplies what each head of its attention gives,
-        before the output matrix. `key` turns dropout on, in both stacks. ValueError as in
-        `Decoder`.
+        before the output matrix. `key` turns dropout on, in both stacks. `capture` and `edit` are
+        as in `Decoder`; places of the encoder need a `source`. ValueError as in `Decoder`.
 
             logits, _ = model.apply({"params": params}, target, source=source)
             cache = model.apply({"params": params}, source, capacity=64, method="init_cache")
             logits, cache = model.apply({"params": params}, target, cache=cache)
         """
-        layers, heads = self.config.num_layers, self.config.num_heads
-        check_head_mask("encoder_head_mask", encoder_head_mask, layers, heads)
+        cfg = self.config
+        check_head_mask("head_mask", head_mask, cfg.decoder_layers, cfg.num_heads)
+        check_head_mask("cross_head_mask", cross_head_mask, cfg.decoder_layers, cfg.num_heads)
+        check_head_mask("encoder_head_mask", encoder_head_mask, cfg.num_layers, cfg.num_heads)
         if encoder_head_mask is not None and source is None:
             raise ValueError("encoder_head_mask without a source: a cache has already read its own")
-        masks = HeadMasks(head_mask, cross_head_mask)
-        return self._decode(
-            tokens, source, source_positions, positions, mask, cache, key, at=at,
-            head_masks=masks, encoder_head_mask=encoder_head_mask,
-        )[:2]  # fmt: skip
+        places = Places.of(cfg, capture, edit)
+        encoder_places = places.inside("encoder/").scaled_heads("attention", encoder_head_mask)
+        places = places.scaled_heads("attention", head_mask)
+        places = places.scaled_heads("cross_attention", cross_head_mask)
+        given = DecoderInputs(tokens, positions, mask, cache, key=key, places=places)
+        given, captured = self._with_source(given, source, source_positions, encoder_places)
+        logits, cache, own = run_decoder(self, given).logits(self, at, places)
+        return (logits, cache, captured | own) if capture else (logits, cache)
 
     def attend(
         self,
@@ -407,14 +424,14 @@ class EncoderDecoder(nn.Module):
         positions: jax.Array | None = None,  # i32[B, T]; negative is padding
         mask: Mask | None = None,  # on the target; None is Causal()
         cache: ModelCache | None = None,
+        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
         """Return what `__call__` does, and what the decoder weighed target and source with."""
-        out = self._decode(
-            tokens, source, source_positions, positions, mask, cache, None, weights=True
-        )
-        logits, cache, weights = out
-        assert weights is not None
-        return logits, cache, weights
+        places = Places.of(self.config, CROSS_WEIGHTS, edit)
+        given = DecoderInputs(tokens, positions, mask, cache, places=places)
+        inside = places.inside("encoder/")
+        given, _ = self._with_source(given, source, source_positions, inside)
+        return run_decoder(self, given).attended(self, places)
 
     def output_layer(
         self,
@@ -429,116 +446,132 @@ class EncoderDecoder(nn.Module):
 
         They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them.
         """
-        refuse_rngs(self, key)
-        encoder_key, key = split_key(key, 2)
-        memory, source_positions = self._memory(source, source_positions, encoder_key)
-        x = run_decoder(
-            self, tokens, positions, None, None, None, key, ALL_HEADS, memory, source_positions
-        )[0].x
-        return self.embed.output_layer(x)
+        given = DecoderInputs(tokens, positions, key=key)
+        given, _ = self._with_source(given, source, source_positions, NOWHERE)
+        return self.embed.output_layer(run_decoder(self, given).x)
 
-    def _decode(
+    def _with_source(
         self,
-        tokens: jax.Array,
+        given: DecoderInputs,
         source: jax.Array | None,
-        source_positions: jax.Array | None,
         positions: jax.Array | None,
-        mask: Mask | None,
-        cache: ModelCache | None,
-        key: jax.Array | None,
-        weights: bool = False,
-        at: jax.Array | None = None,
-        head_masks: HeadMasks = ALL_HEADS,
-        encoder_head_mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, ModelCache | None, AttentionWeights | None]:
-        refuse_rngs(self, key)
-        if (source is None) == (cache is None):
+        places: Places,  # the encoder's
+    ) -> tuple[DecoderInputs, Captured]:
+        """Return the decoder's inputs with the memory of a source, and what its encoder captured.
+
+        A key is split: one part is the encoder's.
+        """
+        refuse_rngs(self, given.key)
+        if (source is None) == (given.cache is None):
             raise ValueError("give either source or cache: a cache already holds its source")
-        if source is None and source_positions is not None:
+        if source is None and positions is not None:
             raise ValueError("source_positions without a source: a cache already holds them")
-        encoder_key, key = split_key(key, 2)
-        memory = None
-        if source is not None:
-            memory, source_positions = self._memory(
-                source, source_positions, encoder_key, encoder_head_mask
-            )
-        return decode_tokens(
-            self, tokens, positions, mask, cache, None, key, head_masks,
-            memory, source_positions, weights, at,
-        )  # fmt: skip
+        encoder_key, key = split_key(given.key, 2)
+        if source is None:
+            for name in (*places.capture, *(name for name, _ in places.edit)):
+                raise ValueError(f"encoder/{name} with a cache: it has already read its source")
+            return given._replace(key=key), {}
+        memory, positions, captured = self._memory(source, positions, encoder_key, places)
+        given = given._replace(key=key, memory=memory, memory_positions=positions)
+        return given, {f"encoder/{name}": value for name, value in captured.items()}
 
 
-def decode_tokens(
-    model: Decoder | EncoderDecoder,
-    tokens: jax.Array,
+def run_encoder(
+    model: Encoder | EncoderDecoder,
+    source: jax.Array,  # i32[B, S], or what the config's inputs describe
     positions: jax.Array | None,
     mask: Mask | None,
-    cache: ModelCache | None,
     segments: jax.Array | None,
+    types: jax.Array | None,
     key: jax.Array | None,
-    head_masks: HeadMasks = ALL_HEADS,
-    memory: jax.Array | None = None,
-    memory_positions: jax.Array | None = None,
-    weights: bool = False,
-    at: jax.Array | None = None,
-) -> tuple[jax.Array, ModelCache | None, AttentionWeights | None]:
-    """Embed, run the decoder stack and read the logits; shared by both causal models.
-
-    The logits, the updated cache, and where `weights` asks for them the weights.
-    """
-    out, overflow = run_decoder(
-        model, tokens, positions, mask, cache, segments, key, head_masks,
-        memory, memory_positions, weights,
-    )  # fmt: skip
-    logits = model.embed.logits(out.x if at is None else gather_tokens(out.x, at))
-    if overflow is not None:
-        logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
-    return logits, out.cache, out.weights
-
-
-def run_decoder(
-    model: Decoder | EncoderDecoder,
-    tokens: jax.Array,
-    positions: jax.Array | None,
-    mask: Mask | None,
-    cache: ModelCache | None,
-    segments: jax.Array | None,
-    key: jax.Array | None,
-    head_masks: HeadMasks = ALL_HEADS,
-    memory: jax.Array | None = None,
-    memory_positions: jax.Array | None = None,
-    weights: bool = False,
-) -> tuple[StackOutput, jax.Array | None]:
-    """Embed tokens and run the decoder stack, and mark the rows for which a cache has no room."""
+    places: Places,
+) -> tuple[jax.Array, Captured]:  # [B, S, D]
+    """Embed what an encoder reads and run its stack."""
     cfg = model.config
-    refuse_rngs(model, key)
+    if cfg.inputs is None:
+        check_tokens(source, cfg.encoder_vocab_size)
+        x, shape = source, source.shape
+    else:
+        check_inputs(cfg.inputs, source)
+        x = model.inputs(source, positions)
+        positions, shape = input_positions(cfg.inputs, positions), x.shape[:2]
+    token_positions, masks = positions_and_masks(cfg, shape, positions, segments, mask)
+    embed_key, stack_key = split_key(key, 2)
+    given = BlockInputs(positions=positions, token_positions=token_positions, places=places)
+    x = model.embed(x, token_positions, types, embed_key)
+    x, _, captured = model.encoder(x, given, masks, key=stack_key)
+    return x, captured
+
+
+class DecoderInputs(NamedTuple):
+    """Hold what a decoder reads, of both causal models."""
+
+    tokens: jax.Array  # i32[B, T]
+    positions: jax.Array | None = None  # i32[B, T]; negative is padding
+    mask: Mask | None = None  # None is Causal()
+    cache: ModelCache | None = None
+    segments: jax.Array | None = None  # i32[B, T]
+    key: jax.Array | None = None
+    memory: jax.Array | None = None  # [B, S, D]
+    memory_positions: jax.Array | None = None  # i32[B, S]
+    places: Places = NOWHERE
+
+
+class DecoderRun(NamedTuple):
+    """Hold what a decoder's stack gives."""
+
+    x: jax.Array  # [B, T, D]
+    cache: ModelCache | None
+    overflow: jax.Array | None  # bool[B]: rows for which the cache has no room
+    captured: Captured
+
+    def logits(
+        self, model: Decoder | EncoderDecoder, at: jax.Array | None = None, places: Places = NOWHERE
+    ) -> tuple[jax.Array, ModelCache | None, Captured]:
+        """Return logits f32[B, T, V], NaN in rows that overflow; the cache; what is captured."""
+        outside = places.outside()
+        logits = model.embed.logits(self.x if at is None else gather_tokens(self.x, at))
+        logits = outside("logits", logits)
+        if self.overflow is not None:
+            logits = jnp.where(self.overflow[:, None, None], jnp.nan, logits)
+        return logits, self.cache, self.captured | outside.captured
+
+    def attended(
+        self, model: Decoder | EncoderDecoder, places: Places
+    ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
+        """Return logits, the cache, and the weights of all blocks."""
+        weights = attention_weights(model.config, self.captured, self.x, self.cache)
+        return *self.logits(model, None, places)[:2], weights
+
+
+def run_decoder(model: Decoder | EncoderDecoder, given: DecoderInputs) -> DecoderRun:
+    """Embed tokens and run the decoder's stack."""
+    cfg, tokens, positions, cache = model.config, given.tokens, given.positions, given.cache
+    refuse_rngs(model, given.key)
     check_tokens(tokens, cfg.vocab_size)
-    check_head_mask("head_mask", head_masks.own, cfg.decoder_layers, cfg.num_heads)
-    check_head_mask("cross_head_mask", head_masks.cross, cfg.decoder_layers, cfg.num_heads)
     overflow, crossed = None, isinstance(model, EncoderDecoder)
     if cache is not None:
-        if segments is not None:
+        if given.segments is not None:
             raise ValueError("segments with a cache: give each document a row of its own")
         positions, overflow = check_cache_room(cfg, cache, tokens, positions, crossed)
-        tokens = _refuse_unread(mask, cache, tokens, positions)
-    mask = Causal() if mask is None else mask
-    token_positions, masks = positions_and_masks(cfg, tokens, positions, segments, mask, True)
-    embed_key, stack_key = split_key(key, 2)
-    out = model.decoder(
-        model.embed(tokens, token_positions, key=embed_key, target=crossed),
+        tokens = _refuse_unread(given.mask, cache, tokens, positions)
+    mask = Causal() if given.mask is None else given.mask
+    token_positions, masks = positions_and_masks(
+        cfg, tokens.shape, positions, given.segments, mask, causal=True
+    )
+    embed_key, stack_key = split_key(given.key, 2)
+    x = model.embed(tokens, token_positions, key=embed_key, target=crossed)
+    inputs = BlockInputs(
         positions=positions,
         token_positions=token_positions,
-        masks=masks,
-        cache=cache,
-        memory=memory,
-        memory_positions=memory_positions,
-        key=stack_key,
-        head_masks=head_masks,
-        weights=weights,
+        memory=given.memory,
+        memory_positions=given.memory_positions,
+        places=given.places,
     )
-    if overflow is not None and out.cache is not None and out.cache.exhausted is not None:
-        overflow |= out.cache.exhausted
-    return out, overflow
+    x, cache, captured = model.decoder(x, inputs, masks, cache=cache, key=stack_key)
+    if overflow is not None and cache is not None and cache.exhausted is not None:
+        overflow |= cache.exhausted
+    return DecoderRun(x, cache, overflow, captured)
 
 
 def _refuse_unread(
@@ -614,25 +647,6 @@ def check_cache_room(
     return refuse_past_capacity(positions, limit)
 
 
-def _read(
-    model: Encoder | EncoderDecoder,
-    source: jax.Array,  # i32[B, S], or what the config's inputs describe
-    positions: jax.Array | None,  # i32[B, S]
-) -> tuple[jax.Array, jax.Array | None]:  # i32[B, T] or [B, T, D], i32[B, T]
-    """Check what an encoder reads; return its tokens, or their vectors, and where they stand."""
-    cfg = model.config
-    if cfg.inputs is None:
-        check_tokens(source, cfg.encoder_vocab_size)
-        return source, positions
-    check_inputs(cfg.inputs, source)
-    return model.inputs(source, positions), input_positions(cfg.inputs, positions)
-
-
-def _places(x: jax.Array) -> jax.Array:  # [B, T] or [B, T, D] -> [B, T]
-    """Return an array with one element for each token."""
-    return x if x.ndim == 2 else x[:, :, 0]
-
-
 def _default_positions(shape: tuple[int, ...], positions: jax.Array | None) -> jax.Array:
     if positions is not None:
         return as_int32("positions", positions)
@@ -641,7 +655,7 @@ def _default_positions(shape: tuple[int, ...], positions: jax.Array | None) -> j
 
 def positions_and_masks(
     config: ModelConfig,
-    tokens: jax.Array,
+    shape: tuple[int, ...],  # B, T
     positions: jax.Array | None,
     segments: jax.Array | None,
     mask: Mask | None,
@@ -652,11 +666,11 @@ def positions_and_masks(
     The masks, one for each item of the window pattern, are `mask` with that window, the sink tokens
     and the segments. The positions are i32[B, T] or [T]; with segments each counts from 0.
     """
-    positions = check_positions(tokens.shape, positions)
+    positions = check_positions(shape, positions)
     if isinstance(config.positions, Learned) and positions is None and segments is None:
-        if known_sizes(tokens.shape[1]) and tokens.shape[1] > config.max_len:
-            raise ValueError(f"{tokens.shape[1]} tokens are more than max_len {config.max_len}")
-    token_positions = jnp.arange(tokens.shape[1]) if positions is None else positions
+        if known_sizes(shape[1]) and shape[1] > config.max_len:
+            raise ValueError(f"{shape[1]} tokens are more than max_len {config.max_len}")
+    token_positions = jnp.arange(shape[1]) if positions is None else positions
     sinks: Mask | None = None
     if config.sink_tokens:
         sinks = Prefix(np.full(1, config.sink_tokens, np.int32))  # type: ignore[arg-type]
@@ -664,8 +678,8 @@ def positions_and_masks(
         if positions is not None:
             rule = "leave positions out, or give each document a row of its own"
             raise ValueError(f"positions with segments: a document's positions start at 0; {rule}")
-        if segments.shape != tokens.shape:
-            raise ValueError(f"segments {segments.shape} and tokens {tokens.shape} differ in shape")
+        if segments.shape != shape:
+            raise ValueError(f"segments {segments.shape} and tokens {shape} differ in shape")
         same = Segments(documents_of(segments))
         mask = same if mask is None else mask & same
         token_positions = _within_segments(segments)

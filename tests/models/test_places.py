@@ -1,0 +1,360 @@
+"""Look inside models: places are the same looped and scanned, with a cache and without."""
+
+import dataclasses
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import model_oracle as oracle
+from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
+from transformer_jax import places
+from transformer_jax.config import ModelConfig
+from transformer_jax.decoding.beams import beam_search
+from transformer_jax.decoding.generation import generate, stream
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_cache, init_params
+from transformer_jax.models.stack import stack_layers
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+VOCAB, B, T, S = 31, 2, 7, 5
+SMALL = ModelConfig(
+    vocab_size=VOCAB, d_model=14, num_layers=2, num_heads=4, head_dim=6, num_kv_heads=2, d_ff=11,
+    max_len=17, positions="rope", init_std=0.3,
+)  # fmt: skip
+KINDS = {
+    "decoder": dict(),
+    "post-norm, GLU, T5": dict(norm_order="post", glu=True, positions="t5"),
+    "encoder": dict(kind="encoder"),
+    "encoder-decoder": dict(kind="encoder-decoder"),
+    "sandwich, Shaw": dict(norm_order="sandwich", positions="shaw"),
+}
+NEAR = 5 * FORWARD_F32
+
+
+def config_of(kind: str, **changes) -> ModelConfig:
+    return dataclasses.replace(SMALL, **KINDS[kind], **changes)
+
+
+@cache
+def params_of(kind: str):
+    params = init_params(config_of(kind), jax.random.key(3))
+    return jax.tree.map(np.asarray, params)
+
+
+def draw(columns: int, seed: int = 17) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, (B, columns), dtype=np.int32)
+
+
+def run(kind: str, *, scanned: bool = False, params=None, **asked):
+    config = config_of(kind, scan_layers=scanned)
+    params = params_of(kind) if params is None else params
+    params = stack_layers(params) if scanned else params
+    more = dict(source=draw(S, 5)) if config.kind == "encoder-decoder" else {}
+    apply = jax.jit(partial(build(config).apply, **asked))
+    return apply({"params": params}, draw(T), **more)
+
+
+def editable(kind: str) -> list[str]:
+    return [name for name in places(config_of(kind)) if not name.endswith("key_positions")]
+
+
+def tilted(value: jax.Array) -> jax.Array:
+    """Change a value unevenly, so that a swap of axes shows."""
+    ramp = jnp.arange(value.shape[-1], dtype=value.dtype) / value.shape[-1]
+    return value * 0.9 + 0.1 * ramp.reshape((1,) * (value.ndim - 1) + (-1,))
+
+
+# What is captured
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_place_has_its_shape_and_looped_and_scanned_have_the_same_values(kind, scanned):
+    names = places(config_of(kind))
+    *results, captured = run(kind, scanned=scanned, capture=tuple(names))
+    assert list(captured) == list(names) or set(captured) == set(names)
+    for name, shape in names.items():
+        inside = name.startswith("encoder/")
+        sizes = {"B": B, "T": S if inside else T, "S": S if inside or "cross" in name else T}
+        assert captured[name].shape == tuple(sizes.get(n, n) for n in shape), name
+    assert_near(results[0], run(kind)[0], NEAR)
+    looped = run(kind, capture=tuple(names))[2]
+    for name in names:
+        assert_near(captured[name], looped[name], NEAR, name)
+
+
+def test_captured_values_are_those_of_the_formulas():
+    """Streams and weights against the oracle in float64."""
+    record: list[np.ndarray] = []
+    hidden: list[np.ndarray] = []
+    config, params = config_of("decoder"), params_of("decoder")
+    logits = oracle.forward(config, params, draw(T), record=record, hidden=hidden)
+    found = run("decoder", capture=tuple(places(config)))[2]
+    assert_near(found["logits"], logits, NEAR)
+    weights = np.stack(record).reshape(B, config.num_layers, 4, T, T)
+    streams = np.stack(hidden)
+    for i in range(config.num_layers):
+        assert_near(found[f"block_{i}/attention/weights"], weights[:, i], NEAR)
+    assert_near(found["embedding"], streams[:, 0], NEAR)
+    assert_near(found["block_0/residual"], streams[:, 1], NEAR)
+    assert_near(found["final_norm"], streams[:, 2], NEAR)
+
+
+def test_places_fit_together_as_the_block_says():
+    found = run("decoder", capture=("*", "block_*/*", "block_*/*/*"))[2]
+    assert set(found) == set(places(config_of("decoder")))
+    x = found["embedding"] + found["block_0/attention/output"]
+    assert_near(found["block_0/residual_mid"], x, NEAR)
+    assert_near(found["block_0/residual"], x + found["block_0/feed_forward/output"], NEAR)
+    kernel = params_of("decoder")["decoder"]["block_1"]["attention"]["out"]
+    heads = np.asarray(found["block_1/attention/heads"], np.float64)
+    want = np.einsum("btnh,nhd->btd", heads, kernel["kernel"]) + kernel["bias"]
+    assert_near(found["block_1/attention/output"], want, NEAR)
+    weights, value = (found[f"block_1/attention/{name}"] for name in ("weights", "value"))
+    value = np.repeat(np.asarray(value, np.float64), 2, axis=2)
+    assert_near(heads, np.einsum("bnts,bsnh->btnh", weights, value), NEAR)
+
+
+def test_a_captured_value_has_a_gradient():
+    """Of the stream before the last block, by an edit that adds: the same slope."""
+    place, kind = "block_0/residual", "decoder"
+    direction = np.random.default_rng(3).standard_normal((B, T, 14)).astype(np.float32)
+
+    def loss(params):
+        captured = run(kind, params=params, capture=(place,))[2]
+        return (captured[place] * direction).sum()
+
+    slopes = jax.grad(loss)(params_of(kind))
+    step, params = 1e-3, params_of(kind)
+    table = params["embed"]["tokens"]
+    moved = [
+        loss({**params, "embed": {**params["embed"], "tokens": table + sign * step * (table > 0)}})
+        for sign in (1, -1)
+    ]
+    wanted = (moved[0] - moved[1]) / (2 * step)
+    assert wanted != 0
+    found = (np.asarray(slopes["embed"]["tokens"]) * (table > 0)).sum()
+    assert abs(found - wanted) <= 2e-3 * abs(wanted)
+    late = slopes["decoder"]["block_1"]
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(late)), "it does not depend on it"
+
+
+# What is edited
+
+
+def edits(names: list[str], strengths: jax.Array) -> dict:
+    """An edit of every place, each as strong as its own number says: 0 changes nothing."""
+
+    def edit(name: str, strength: jax.Array):
+        # a cache has more keys than the full pass: weights are not changed unevenly over them
+        change = jnp.square if name.endswith("/weights") else tilted
+        return lambda x: x + strength.astype(x.dtype) * (change(x) - x)
+
+    return {name: edit(name, strengths[i]) for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_edit_of_every_place_is_the_same_looped_and_scanned(kind):
+    """One place after the other: a program for all, mapped over which it is."""
+    names, plain, found = editable(kind), run(kind)[0], []
+    for scanned in (False, True):
+        each = jax.vmap(
+            lambda s, scanned=scanned: run(kind, scanned=scanned, edit=edits(names, s))[0]
+        )
+        found.append(np.asarray(each(jnp.eye(len(names)))))
+    for name, looped, scanned in zip(names, *found, strict=True):
+        assert_near(scanned, looped, NEAR, name)
+        assert np.abs(looped - plain).max() > 1e-3, f"{name} changes nothing"
+
+
+def test_an_edit_of_one_block_is_of_that_block_alone():
+    names = ("block_0/residual", "block_1/residual")
+    plain = run("decoder", capture=names)[2]
+    for scanned in (False, True):
+        edited = run("decoder", scanned=scanned, capture=names, edit={"block_1/residual": tilted})[
+            2
+        ]
+        assert_near(edited[names[0]], plain[names[0]], NEAR)
+        assert_near(edited[names[1]], tilted(plain[names[1]]), NEAR)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder", "sandwich, Shaw"])
+def test_an_edit_under_a_cache_is_the_edit_of_the_full_pass(kind, scanned):
+    """Token after token, of every place by itself: programs for all, mapped over which it is."""
+    config = config_of(kind, scan_layers=scanned)
+    model, params = build(config), params_of(kind)
+    variables = {"params": stack_layers(params) if scanned else params}
+    tokens, source, names = draw(T), draw(S, 5), editable(kind)
+    crossed = config.kind == "encoder-decoder"
+    own = [name for name in names if not name.startswith("encoder/")]
+
+    def full(strengths):
+        more = dict(source=source) if crossed else {}
+        return model.apply(variables, tokens, edit=edits(names, strengths), **more)[0]
+
+    def cached(strengths):
+        changes = edits(names, strengths)
+        inside = {name: f for name, f in changes.items() if name not in own}
+        if crossed:
+            state = model.apply(variables, source, capacity=T, method="init_cache", edit=inside)
+        else:
+            state = init_cache(config, B, T)
+
+        def read(state, token):
+            edit = {name: changes[name] for name in own}
+            logits, state = model.apply(variables, token[:, None], cache=state, edit=edit)
+            return state, logits[:, 0]
+
+        return jax.lax.scan(read, state, tokens.T)[1].swapaxes(0, 1)
+
+    which = jnp.eye(len(names))
+    wanted, found = (np.asarray(jax.jit(jax.vmap(f))(which)) for f in (full, cached))
+    for name, x, y in zip(names, found, wanted, strict=True):
+        assert_near(x, y, 2 * NEAR, name)
+
+
+def test_an_edit_has_gradients_by_what_it_closes_over():
+    """The slope of a strength, by differences; traced, and mapped over strengths."""
+    rng = np.random.default_rng(3)
+    direction = rng.standard_normal(14).astype(np.float32)
+    weights = rng.standard_normal((B, T, VOCAB)).astype(np.float32)
+
+    def loss(strength):
+        edit = {"block_0/residual": lambda x: x + strength * direction[None, None]}
+        return (run("decoder", edit=edit)[0] * weights).sum()
+
+    slope = jax.grad(loss)(0.3)
+    wanted = (loss(0.302) - loss(0.298)) / 0.004
+    assert abs(slope - wanted) <= 1e-2 * abs(wanted) and abs(wanted) > 1
+    mapped = jax.vmap(loss)(jnp.array([0.3, -0.5]))
+    assert_near(mapped, np.array([loss(0.3), loss(-0.5)]), NEAR)
+
+
+@pytest.mark.slow_cases("none", "dots")
+@pytest.mark.parametrize("remat", ["none", "full", "dots", "attention"])
+def test_an_edit_that_returns_its_value_changes_nothing_also_with_remat(remat):
+    """Nor does it change the gradient of any parameter."""
+    for scanned in (False, True):
+        config = config_of("decoder", scan_layers=scanned, remat=remat)
+        params = params_of("decoder")
+        params = stack_layers(params) if scanned else params
+        edit = {name: lambda x: x for name in editable("decoder")}
+
+        def loss(params, config=config, **asked):
+            out = build(config).apply({"params": params}, draw(T), **asked)
+            return (out[0] ** 2).mean(), out[2:]
+
+        names = ("block_1/attention/weights", "block_0/residual")
+        (plain, _), slopes = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        both = partial(loss, edit=edit, capture=names)
+        (edited, seen), found = jax.jit(jax.value_and_grad(both, has_aux=True))(params)
+        assert set(seen[0]) == set(names)
+        assert_near(edited, plain, NEAR)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(slopes), strict=True):
+            assert_near(x, y, 10 * GRADIENT_F32)
+
+
+# While tokens are made
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_generation_beams_and_streams_are_edited_as_the_model_is(scanned):
+    """Each token is the likeliest after those before it, by the edited model without a cache."""
+    config = config_of("decoder", scan_layers=scanned)
+    params = params_of("decoder")
+    params = stack_layers(params) if scanned else params
+    model, prompt = build(config), draw(3)
+    edit = {"block_0/attention/heads": tilted, "block_1/residual": lambda x: -x}
+    step, plain = make_step(model, edit=edit), make_step(model)
+    state = partial(init_cache, config, B, 9)
+    made = generate(step, params, prompt, state(), num_tokens=5).tokens
+    tokens = np.concatenate([prompt, made], axis=1)
+    whole = jax.jit(partial(model.apply, edit=edit))({"params": params}, tokens)[0]
+    np.testing.assert_array_equal(made, np.argmax(whole[:, 2:-1], axis=-1))
+    unedited = generate(plain, params, prompt, state(), num_tokens=5).tokens
+    assert (np.asarray(unedited) != made).any(), "the edit changes nothing"
+    streamed = list(stream(step, params, prompt, state(), num_tokens=5))
+    np.testing.assert_array_equal(np.stack(streamed, 1), made)
+    beams = beam_search(step, params, prompt, state(), num_tokens=5, num_beams=1)
+    np.testing.assert_array_equal(np.asarray(beams.tokens)[:, 0], made)
+
+
+def test_an_edit_that_reads_a_changed_global_is_not_the_program_of_before():
+    config, params, prompt = config_of("decoder"), params_of("decoder"), draw(3)
+    strength = np.float32([0.0])
+    step = make_step(build(config), edit={"block_1/residual": lambda x: x * (1 - strength[0])})
+    found = []
+    for strength[0] in (0.0, 2.0):
+        state = init_cache(config, B, 9)
+        found.append(np.asarray(generate(step, params, prompt, state, num_tokens=5).tokens))
+    assert (found[0] != found[1]).any()
+
+
+def test_what_generation_captures_is_what_the_full_pass_does():
+    config, params = config_of("decoder"), params_of("decoder")
+    model, prompt = build(config), draw(3)
+    names = ("block_0/residual", "block_1/attention/heads", "logits")
+    made = generate(
+        make_step(model), params, prompt, init_cache(config, B, 9), num_tokens=5, capture=names
+    )
+    tokens = np.concatenate([prompt, made.tokens[:, :-1]], axis=1)
+    captured = model.apply({"params": params}, tokens, capture=names)[2]
+    for name in names:
+        assert_near(made.captured[name], captured[name][:, 2:], NEAR, name)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (dict(capture=("block_2/residual",)), "no place is named 'block_2/residual', nearest"),
+        (dict(capture=("block_*/heads",)), r"no place is named 'block_\*/heads'"),
+        (dict(capture="logits"), r"capture is 'logits': must be names of places, \('logits',\)"),
+        (dict(capture=(3,)), "3 is no name of a place"),
+        (dict(edit={"block_0/residal": tilted}), "nearest: block_0/residual"),
+        (dict(edit={"logits": 3.0}), r"edit\['logits'\] is 3.0: must be a function"),
+        (dict(edit=[tilted]), "edit is a list: must be a dict"),
+        (
+            dict(edit={"block_*/residual": tilted, "block_1/residual": tilted}),
+            "block_1/residual twice",
+        ),
+        (dict(edit={"block_0/attention/key_positions": tilted}), "can be captured, not edited"),
+        (
+            dict(edit={"block_0/residual": lambda x: x[:, :3]}),
+            r"returns float32\[2, 3, 14\]: must be",
+        ),
+        (dict(edit={"logits": lambda x: x.astype(jnp.bfloat16)}), "returns bfloat16"),
+        (dict(capture=("encoder/embedding",)), "no place is named 'encoder/embedding'"),
+    ],
+)
+def test_what_is_no_place_and_no_edit_is_refused_by_name(asked, message):
+    with pytest.raises(ValueError, match=message):
+        run("decoder", **asked)
+
+
+def test_places_of_an_encoder_need_a_source():
+    config = config_of("encoder-decoder")
+    variables = {"params": params_of("encoder-decoder")}
+    state = build(config).apply(variables, draw(S, 5), capacity=T, method="init_cache")
+    for asked in (dict(capture=("encoder/embedding",)), dict(edit={"encoder/embedding": tilted})):
+        with pytest.raises(ValueError, match="encoder/embedding with a cache: it has already read"):
+            build(config).apply(variables, draw(T), cache=state, **asked)
+
+
+def test_where_nothing_is_asked_for_the_program_is_the_same():
+    for scanned in (False, True):
+        config = config_of("decoder", scan_layers=scanned)
+        params = params_of("decoder")
+        params = stack_layers(params) if scanned else params
+        apply = build(config).apply
+        plain = str(jax.make_jaxpr(lambda p: apply({"params": p}, draw(T)))(params))  # noqa: B023
+        for asked in (dict(capture=(), edit={}), dict(head_mask=None)):
+            other = jax.make_jaxpr(lambda p: apply({"params": p}, draw(T), **asked))(params)  # noqa: B023
+            assert str(other) == plain

@@ -1,0 +1,428 @@
+"""Define one block: attention, cross-attention and feed-forward, each in a residual branch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from transformer_jax.attention import biases
+from transformer_jax.attention.api import dot_product_attention, dot_product_attention_weights
+from transformer_jax.attention.masks import Mask
+from transformer_jax.cache import kv_cache as kv
+from transformer_jax.cache import paged_cache
+from transformer_jax.cache.paged_cache import PagedCache
+from transformer_jax.config import ModelConfig, Rope, Shaw
+from transformer_jax.models import positions as pos
+from transformer_jax.models.functional import dropout, rms_norm, split_key
+from transformer_jax.models.layers import (
+    FeedForward,
+    Linear,
+    Norm,
+    branch_std,
+    parameter,
+    unit,
+    unit_init,
+)
+from transformer_jax.models.places import NOWHERE, Captured, Places, Visit
+from transformer_jax.pytree import register
+from transformer_jax.sharding import by_compiler, split
+from transformer_jax.shown import short_repr
+
+PositionBias = biases.ALiBi | biases.RelativeBias
+"""The biases of a distance that a config can ask for."""
+
+LayerCache = kv.KVCache | PagedCache
+
+
+@register(
+    arrays=("positions", "token_positions", "mask", "bias", "memory", "memory_positions"),
+    static=("places",),
+)
+@short_repr
+@dataclass(frozen=True, kw_only=True)
+class BlockInputs:
+    """Hold what the blocks of a stack read besides the stream, their caches and their keys."""
+
+    positions: jax.Array | None = None  # i32[B, T]: for masks and caches; None is arange(T)
+    token_positions: jax.Array | None = None  # i32[B, T] or [T]: for rotation, by document
+    mask: Mask | None = None
+    bias: PositionBias | None = None
+    memory: jax.Array | None = None  # [B, S, D]: an encoder's output
+    memory_positions: jax.Array | None = None  # i32[B, S]; negative is padding
+    places: Places = NOWHERE
+
+
+class _Heads(NamedTuple):
+    """Hold the operands of one attention, projected and split into heads."""
+
+    q: jax.Array  # [B, T, N, H]
+    k: jax.Array  # [B, S, K, H]
+    v: jax.Array  # [B, S, K, Hv]
+    mask: Mask | None
+    bias: PositionBias | None
+    q_positions: jax.Array | None  # i32[B, T]; None is arange(T)
+    k_positions: jax.Array | None  # i32[B, S]; None is arange(S)
+    k_scale: jax.Array | None = None  # f32[B, S, K] where k is int8
+    v_scale: jax.Array | None = None  # f32[B, S, K] where v is int8
+    block_table: jax.Array | None = None  # i32[B, M] where k, v and scales are [P, page, ..]
+
+    def known_positions(self) -> tuple[jax.Array, jax.Array]:
+        """Return the positions of queries and keys, arange where none are given."""
+        q, k = self.q_positions, self.k_positions
+        q = jnp.arange(self.q.shape[1]) if q is None else q
+        return q, jnp.arange(self.k.shape[1]) if k is None else k
+
+
+class Attention(nn.Module):
+    """Multi-head attention with MHA, GQA or MQA heads, to x itself or to an encoder's output.
+
+    out = W_o concat_n softmax(scale q_n k_g^T + bias) v_g, with key head g = n // G of query head n
+    (Vaswani et al. 2017, 3.2; Ainslie et al. 2023).
+    """
+
+    config: ModelConfig
+    cross: bool = False
+    depth: int | None = None
+    """Blocks of the stack it stands in; None is num_layers."""
+    window: int | None = None
+    """The window that its mask has, by which a cache knows what new tokens still see."""
+
+    def setup(self) -> None:
+        cfg = self.config
+        qkv_bias = cfg.use_bias if cfg.qkv_bias is None else cfg.qkv_bias
+        self.query = Linear(cfg, (cfg.num_heads, cfg.key_dim), use_bias=qkv_bias)
+        self.key = Linear(cfg, (cfg.kv_heads, cfg.key_dim), use_bias=qkv_bias)
+        self.value = Linear(cfg, (cfg.kv_heads, cfg.value_dim), use_bias=qkv_bias)
+        self.out = Linear(cfg, (cfg.d_model,), contract=2, std=branch_std(cfg, self.depth))
+        if cfg.qk_norm:
+            init = unit_init(cfg)
+            self.query_scale = parameter(self, "query_scale", init, (cfg.key_dim,))
+            self.key_scale = parameter(self, "key_scale", init, (cfg.key_dim,))
+        if cfg.attention_sinks:
+            self.sinks = parameter(self, "sinks", nn.initializers.zeros, (cfg.num_heads,))
+        if self._shaw is not None:
+            rows, std = 2 * self._shaw.max_distance + 1, nn.initializers.normal(cfg.init_std)
+            self.shaw_key = parameter(self, "shaw_key", std, (rows, cfg.key_dim))
+            self.shaw_value = parameter(self, "shaw_value", std, (rows, cfg.value_dim))
+
+    @property
+    def _rope(self) -> Rope | None:
+        """Return the rotation of queries and keys; attention to an encoder's output has none."""
+        positions = self.config.positions
+        if self.cross or not isinstance(positions, Rope):
+            return None
+        return positions.in_layer(self.window)
+
+    @property
+    def _shaw(self) -> Shaw | None:
+        """Return the vectors of distances; attention to an encoder's output has none."""
+        positions = self.config.positions
+        return positions if isinstance(positions, Shaw) and not self.cross else None
+
+    def keys_values(
+        self,
+        x: jax.Array,  # [B, S, D]
+        token_positions: jax.Array | None,  # i32[B, S] or [S], for the rotation
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
+        """Project keys, normalised and rotated as they are cached, and values."""
+        cfg = self.config
+        k, v = self.key(x, key), self.value(x, key)
+        if cfg.qk_norm:
+            k = rms_norm(k, unit(cfg, self.key_scale), cfg.norm_eps)
+        if self._rope is not None:
+            assert token_positions is not None
+            k = pos.apply_rope(k, token_positions, self._rope)
+        return k, v
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, D]
+        given: BlockInputs,
+        *,
+        cache: LayerCache | None = None,
+        cross_cache: kv.KVCache | None = None,
+        key: jax.Array | None = None,
+        visit: Visit | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Attend to x itself, through `cache` if given, or to the keys of a `cross_cache`.
+
+        Return the output [B, T, D] and the updated cache.
+        """
+        cfg = self.config
+        visit = Visit() if visit is None else visit
+        q = self.query(x, key)
+        if cfg.qk_norm:
+            q = rms_norm(q, unit(cfg, self.query_scale), cfg.norm_eps)
+        if self._rope is not None:
+            assert given.token_positions is not None
+            q = pos.apply_rope(q, given.token_positions, self._rope)
+        if cross_cache is None:
+            k, v = self.keys_values(x, given.token_positions, key)
+            heads = _Heads(q, k, v, given.mask, given.bias, given.positions, given.positions)
+        else:
+            k, v, places = cross_cache.k, cross_cache.v, cross_cache.positions
+            heads = _Heads(q, k, v, None, None, given.positions, places)
+        heads = heads._replace(
+            q=visit("query", heads.q), k=visit("key", heads.k), v=visit("value", heads.v)
+        )
+        if cache is not None:
+            written_down = visit.captures("weights") or visit.changes("weights")
+            cache, heads = self._through(cache, heads, as_stored=not written_down)
+        if visit.captures("key_positions"):
+            places = jnp.asarray(heads.known_positions()[1], jnp.int32)
+            visit("key_positions", jnp.broadcast_to(places, (x.shape[0], places.shape[-1])))
+        weights = None
+        if visit.captures("weights") or visit.changes("weights"):
+            weights = visit("weights", self._shown_weights(heads))
+        if weights is not None and visit.changes("weights"):
+            out = self._average(dropout(weights, cfg.attention_dropout, key), heads)
+        else:
+            attend = self._attend if self._shaw is None else self._attend_shaw
+            out = (jax.checkpoint(attend) if cfg.remat == "attention" else attend)(heads, key)
+        return visit("output", self.out(visit("heads", out), key)), cache
+
+    def _through(
+        self, cache: LayerCache, heads: _Heads, *, as_stored: bool
+    ) -> tuple[LayerCache, _Heads]:
+        """Write new keys and values into the cache, and return the heads with all that it holds.
+
+        With `as_stored`, int8 and pages are left to attention as they lie.
+        """
+        cfg, dtype = self.config, heads.k.dtype
+        assert heads.q_positions is not None
+        as_stored = as_stored and self._shaw is None
+        seen: LayerCache
+        block_table = None
+        scales: tuple[jax.Array | None, jax.Array | None] = (None, None)
+        if isinstance(cache, PagedCache):
+            cache = seen = paged_cache.update(cache, heads.k, heads.v, heads.q_positions)
+            k_positions = paged_cache.gather_positions(cache)
+            if as_stored and cache.k.dtype in (jnp.int8, cfg.dtype):
+                block_table = cache.block_table
+            else:
+                seen = paged_cache.gather_pages(cache)
+        else:
+            found = kv.extend_held(cache, heads.k, heads.v, heads.q_positions, self.window)
+            cache, seen = found
+            k_positions = seen.positions
+        if seen.k_scale is not None and as_stored:
+            k, v, scales = seen.k, seen.v, (seen.k_scale, seen.v_scale)
+        else:
+            k, v = (x.astype(cfg.dtype) for x in kv.read(seen, dtype))
+        heads = heads._replace(
+            k=k,
+            v=v,
+            k_positions=k_positions,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            block_table=block_table,
+        )
+        return cache, heads
+
+    def _attend(self, heads: _Heads, key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
+        cfg = self.config
+        return dot_product_attention(
+            heads.q,
+            heads.k,
+            heads.v,
+            mask=heads.mask,
+            bias=heads.bias,
+            scale=cfg.attention_scale,
+            softcap=cfg.attention_softcap,
+            sinks=self.sinks if cfg.attention_sinks else None,
+            q_positions=heads.q_positions,
+            k_positions=heads.k_positions,
+            dropout_rate=0.0 if key is None else cfg.attention_dropout,
+            dropout_key=key if cfg.attention_dropout else None,
+            key_scale=heads.k_scale,
+            value_scale=heads.v_scale,
+            block_table=heads.block_table,
+            implementation=cfg.implementation,
+        )
+
+    def _attend_shaw(self, heads: _Heads, key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
+        """Add vectors of the distance to keys and values (Shaw et al. 2018).
+
+        The weights materialise: [B, N, T, S].
+        """
+        weights = self._weights(heads)
+        return self._average(dropout(weights, self.config.attention_dropout, key), heads)
+
+    def _average(self, weights: jax.Array, heads: _Heads) -> jax.Array:
+        """Return the values' averages by weights: f32[B, N, T, S] to [B, T, N, Hv]."""
+        finite = jnp.isfinite(heads.v).all(axis=-1, keepdims=True)  # 0 * NaN would be NaN
+        v = jnp.where(finite, heads.v, 0)
+
+        def average(
+            weights: jax.Array,
+            v: jax.Array,
+            table: jax.Array | None,
+            q_positions: jax.Array,
+            k_positions: jax.Array,
+        ) -> jax.Array:
+            groups = rearrange(weights, "B (K G) T S -> B K G T S", K=self.config.kv_heads)
+            out = jnp.einsum("BKGTS,BSKH->BTKGH", groups, v.astype(jnp.float32))
+            out = rearrange(out, "B T K G H -> B T (K G) H")
+            if table is not None:
+                out = out + pos.shaw_values(weights, table, q_positions, k_positions)
+            return out.astype(heads.q.dtype)
+
+        table = None if self._shaw is None else self.shaw_value
+        arrays = [weights, v, table, *heads.known_positions()]
+        return by_compiler(average, arrays, split(heads.q, slice(3)))
+
+    def _weights(self, heads: _Heads) -> jax.Array:  # f32[B, N, T, S]
+        """Return the softmax, before dropout; NaN in the row of a query that sees NaN or inf."""
+        cfg, bias = self.config, heads.bias
+        finite = jnp.isfinite(heads.v).all(axis=-1, keepdims=True)
+        k = jnp.where(finite, heads.k, jnp.nan)
+        q_positions, k_positions = heads.q_positions, heads.k_positions
+        if self._shaw is not None:
+            q_positions, k_positions = heads.known_positions()
+            scale = cfg.key_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
+            shaw = pos.shaw_scores(heads.q, self.shaw_key, q_positions, k_positions)
+            bias = scale * shaw  # type: ignore[assignment]
+        return dot_product_attention_weights(
+            heads.q,
+            k,
+            mask=heads.mask,
+            bias=bias,
+            scale=cfg.attention_scale,
+            softcap=cfg.attention_softcap,
+            sinks=self.sinks if cfg.attention_sinks else None,
+            q_positions=q_positions,
+            k_positions=k_positions,
+        )
+
+    def _shown_weights(self, heads: _Heads) -> jax.Array:  # f32[B, N, T, S]
+        """Compute the weights to show: 0 for padding tokens."""
+        weights = self._weights(heads)
+        if heads.q_positions is not None:
+            weights = jnp.where(heads.q_positions[:, None, :, None] >= 0, weights, 0.0)
+        return weights
+
+
+class Block(nn.Module):
+    """Self-attention, optional cross-attention and feed-forward, each in a residual branch.
+
+    x + f(n(x)) pre-norm, n(x + f(x)) post-norm, x + m(f(n(x))) sandwich, for f in that order.
+    """
+
+    config: ModelConfig
+    cross: bool = False
+    depth: int | None = None
+    """Blocks of the stack it stands in; None is num_layers."""
+    window: int | None = None
+    """The window that its mask has."""
+
+    def setup(self) -> None:
+        cfg = self.config
+        branches = ["attention", *(["cross_attention"] if self.cross else []), "feed_forward"]
+        self.attention = Attention(cfg, depth=self.depth, window=self.window)
+        if self.cross:
+            self.cross_attention = Attention(cfg, cross=True, depth=self.depth)
+        self.feed_forward = FeedForward(cfg, self.depth)
+        self.norm = {name: Norm(cfg) for name in branches}
+        if cfg.norm_order == "sandwich":
+            self.out_norm = {name: Norm(cfg) for name in branches}
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, D]
+        given: BlockInputs,
+        cache: LayerCache | None = None,
+        cross_cache: kv.KVCache | None = None,
+        key: jax.Array | None = None,
+        layer: jax.Array | None = None,  # i32[]: its number in a scan
+    ) -> tuple[jax.Array, LayerCache | None, Captured]:
+        """Run the branches: return the stream [B, T, D], the updated cache, and what is captured.
+
+        A block with cross-attention reads a `cross_cache`, or makes one of the memory.
+        """
+        visit = given.places.in_block(layer)
+        keys = split_key(key, 5)
+        own = visit.inside("attention")
+        y = own("input", self._enter("attention", x))
+        y, cache = self.attention(y, given, cache=cache, key=keys[1], visit=own)
+        x = self._join("attention", x, y, keys[0])
+        if self.cross:
+            if cross_cache is None:
+                assert given.memory is not None and given.memory_positions is not None
+                cross_cache = self.init_cross_cache(given.memory, given.memory_positions, keys[3])
+            own = visit.inside("cross_attention")
+            y = own("input", self._enter("cross_attention", x))
+            y, _ = self.cross_attention(y, given, cross_cache=cross_cache, key=keys[3], visit=own)
+            x = self._join("cross_attention", x, y, keys[2])
+        x = visit("residual_mid", x)
+        own = visit.inside("feed_forward")
+        y = own("input", self._enter("feed_forward", x))
+        y = own("output", self.feed_forward(y, keys[4], own))
+        x = visit("residual", self._join("feed_forward", x, y, keys[4]))
+        return x, cache, visit.captured
+
+    def _enter(self, branch: str, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
+        """Return what a branch reads of the stream."""
+        return x if self.config.norm_order == "post" else self.norm[branch](x)
+
+    def _join(
+        self,
+        branch: str,
+        x: jax.Array,  # [B, T, D]: the stream
+        y: jax.Array,  # [B, T, D]: the branch's output
+        key: jax.Array | None,
+    ) -> jax.Array:  # [B, T, D]
+        """Add a branch's output to the stream, with dropout and the norms of the config's order."""
+        cfg = self.config
+        if cfg.norm_order == "sandwich":
+            y = self.out_norm[branch](y)
+        x = x + dropout(y, cfg.dropout, key)
+        return self.norm[branch](x) if cfg.norm_order == "post" else x
+
+    def init_cross_cache(
+        self,
+        memory: jax.Array,  # [B, S, D]
+        positions: jax.Array,  # i32[B, S]; negative where padded
+        key: jax.Array | None = None,
+    ) -> kv.KVCache:
+        """Compute the keys and values of an encoder's output once, for all later queries."""
+        k, v = self.cross_attention.keys_values(memory, None, key)
+        positions = jnp.array(positions, jnp.int32)  # a copy: layers share no memory
+        return kv.KVCache(k, v, positions, jnp.maximum(positions.max(axis=1) + 1, 0))
+
+    def scan_cross_cache(
+        self, memory: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, kv.KVCache]:
+        """Wrap `init_cross_cache` in the form of a scan's step, which hands the memory on."""
+        return memory, self.init_cross_cache(memory, positions)
+
+    def scan_step(
+        self,
+        carry: tuple[jax.Array, kv.KVCache | None],  # [B, T, D], leaves [B, L, ...]
+        layer: jax.Array,  # i32[]
+        key: jax.Array | None,
+        cross_caches: kv.KVCache | None,  # leaves [B, L, ...]
+        given: BlockInputs,
+    ) -> tuple[tuple[jax.Array, kv.KVCache | None], Captured]:
+        """Run the block in the form of a scan's step, on its part of all caches.
+
+        They are carried, neither cut up beforehand nor gathered from the steps, so that a cache
+        that is donated is written where it lies.
+        """
+
+        def part(leaf: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(leaf, layer, 1, keepdims=False)
+
+        def write(leaf: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 1)
+
+        x, caches = carry
+        cache, cross_cache = jax.tree.map(part, (caches, cross_caches))
+        x, cache, captured = self(x, given, cache, cross_cache, key, layer)
+        caches = None if caches is None else jax.tree.map(write, caches, cache)
+        return (x, caches), captured

@@ -1,0 +1,255 @@
+"""Look inside a model: capture values on the way through it, or change them.
+
+A place is a value with a name. `places(config)` lists the names with their shapes;
+`model.apply(..., capture=(name, ...))` returns the values of some in a dict, after what it returns
+otherwise; `edit={name: function}` puts what a function returns in the place of a value:
+
+    capture = "block_1/residual", "block_*/attention/weights"
+    logits, cache, captured = model.apply({"params": params}, tokens, capture=capture)
+
+    without = {"block_0/attention/heads": lambda heads: heads.at[:, :, 2].set(0)}
+    logits, cache = model.apply({"params": params}, tokens, edit=without)
+
+A place is edited before it is captured. `*` stands for every number of a block. Names are known
+when a program is traced; values and functions may be traced, mapped and differentiated: a captured
+value that nobody edits has the gradient of what was computed of it, and a function may close over
+arrays. Looped and scanned models have the same places, with a cache and without. Where nothing is
+asked for, the program is the one without places.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.config.fields import nearest
+
+Edit = Callable[[jax.Array], jax.Array]
+Captured = dict[str, jax.Array]
+Shape = tuple[str | int, ...]
+
+NO_EDIT: Mapping[str, Edit] = MappingProxyType({})
+_BLOCK = re.compile(r"block_(\d+)/(.*)")
+
+
+def places(config: ModelConfig) -> dict[str, Shape]:
+    """Return the name and the shape of every place of the config's model.
+
+    Letters are sizes of a call: B rows, T tokens, S keys (with a cache, its slots, and with one
+    that is shorter than its window the new tokens after them); in the encoder of an
+    encoder-decoder, whose names begin with "encoder/", T tokens of the source.
+
+        embedding            what the first block reads
+        block_i/residual     what block i hands on, after its branches
+        block_i/residual_mid the stream before its feed-forward branch
+        .../input, output    what a branch reads, after its norm, and gives
+        .../query, key       as they are compared: normalised and rotated; key and value are those
+        .../value            of the tokens of the call, before they are cached
+        .../weights          after the softmax, before dropout: a row sums to 1, to less by the
+                             share of `attention_sinks`, and to 0 where it sees nothing
+        .../key_positions    where the keys stand, negative where there is none; not to be edited
+        .../heads            what each head gives, before the output matrix
+        .../hidden           the hidden layer of a feed-forward branch, after its activation
+        final_norm           what the output matrix reads, where the config has such a norm
+        logits               as they are returned
+    """
+    own = _stack_places(config, config.decoder_layers, cross=config.kind == "encoder-decoder")
+    if config.kind == "encoder":
+        own = _stack_places(config, config.num_layers)
+    if config.kind == "encoder-decoder":
+        source = _stack_places(config, config.num_layers)
+        own |= {f"encoder/{name}": shape for name, shape in source.items()}
+    if config.inputs is None or config.kind != "encoder":
+        own["logits"] = ("B", "T", config.vocab_size)
+    return own
+
+
+def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> dict[str, Shape]:
+    N, K, H, Hv = config.num_heads, config.kv_heads, config.key_dim, config.value_dim
+    stream: Shape = ("B", "T", config.d_model)
+
+    def attention(S: str) -> dict[str, Shape]:
+        return {
+            "input": stream,
+            "query": ("B", "T", N, H),
+            "key": ("B", S, K, H),
+            "value": ("B", S, K, Hv),
+            "weights": ("B", N, "T", "S"),
+            "key_positions": ("B", "S"),
+            "heads": ("B", "T", N, Hv),
+            "output": stream,
+        }
+
+    branches = {"attention": attention("T")}
+    if cross:
+        branches["cross_attention"] = attention("S")
+    branches["feed_forward"] = {
+        "input": stream, "hidden": ("B", "T", config.ff_dim), "output": stream
+    }  # fmt: skip
+    block = {f"{b}/{name}": shape for b, own in branches.items() for name, shape in own.items()}
+    block |= {"residual_mid": stream, "residual": stream}
+    found = {"embedding": stream}
+    found |= {f"block_{i}/{name}": shape for i in range(depth) for name, shape in block.items()}
+    return found if config.norm_order == "post" else found | {"final_norm": stream}
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Places:
+    """Say which places of a stack are captured and edited; static, and so known under any trace."""
+
+    capture: tuple[str, ...] = ()
+    edit: tuple[tuple[str, Edit], ...] = ()
+    every_block: tuple[tuple[str, Callable[[jax.Array, Any], jax.Array]], ...] = ()
+    """Edits of a place in every block, by functions of the value and of the block's number."""
+    layer: int | None = None
+    """The number of the block at hand, where a loop runs the blocks."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, capture: Iterable[str], edit: Mapping[str, Edit]) -> Places:
+        """Return the places of names that may hold `*`; ValueError for one that is none."""
+        if not capture and not edit:
+            return NOWHERE
+        if isinstance(capture, str):
+            raise ValueError(f"capture is {capture!r}: must be names of places, ({capture!r},)")
+        if not isinstance(edit, Mapping):
+            raise ValueError(
+                f"edit is a {type(edit).__name__}: must be a dict of place to function"
+            )
+        known = list(places(config))
+        asked = tuple(dict.fromkeys(name for one in capture for name in _expand(one, known)))
+        changes: dict[str, Edit] = {}
+        for one, function in edit.items():
+            if not callable(function):
+                raise ValueError(f"edit[{one!r}] is {function!r}: must be a function of the value")
+            for name in _expand(one, known):
+                if name in changes:
+                    raise ValueError(f"edit has {name} twice: {one!r} names it again")
+                if name.endswith("/key_positions"):
+                    raise ValueError(f"edit has {name}: positions can be captured, not edited")
+                changes[name] = function
+        return cls(asked, tuple(changes.items()))
+
+    def of_block(self, layer: int) -> Places:
+        """Return the places where the block at hand is known."""
+        return self if self is NOWHERE else replace(self, layer=layer)
+
+    def inside(self, prefix: str) -> Places:
+        """Return the places whose names begin with `prefix`, named without it."""
+        if self is NOWHERE:
+            return self
+        cut = len(prefix)
+        return Places(
+            tuple(name[cut:] for name in self.capture if name.startswith(prefix)),
+            tuple((name[cut:], f) for name, f in self.edit if name.startswith(prefix)),
+        )
+
+    def scaled_heads(self, branch: str, mask: jax.Array | None) -> Places:
+        """Return places at which heads are also multiplied by a mask [N] or [L, N]."""
+        if mask is None:
+            return self
+
+        def scale(heads: jax.Array, layer: Any) -> jax.Array:  # [B, T, N, Hv]
+            own = mask if mask.ndim == 1 else mask[layer]
+            return heads * own.astype(heads.dtype)[None, None, :, None]
+
+        return Places(self.capture, self.edit, (*self.every_block, (f"{branch}/heads", scale)))
+
+    def outside(self) -> Visit:
+        """Return the places that stand in no block."""
+        if self is NOWHERE:
+            return Visit()
+        capture = {name for name in self.capture if not _BLOCK.match(name)}
+        edits: dict[str, list[_BlockEdit]] = {name: [(None, f)] for name, f in self.edit}
+        return Visit(capture, edits)
+
+    def in_block(self, layer: jax.Array | None) -> Visit:
+        """Return the places of one block: of the known one, or of the one that a scan is at."""
+        if self is NOWHERE:
+            return Visit()
+        capture: set[str] = set()
+        edits: dict[str, list[_BlockEdit]] = {}
+        for name in self.capture:
+            if (found := _BLOCK.match(name)) and self.layer in (None, int(found[1])):
+                capture.add(found[2])
+        for name, function in self.edit:
+            if (found := _BLOCK.match(name)) and self.layer in (None, int(found[1])):
+                number = int(found[1]) if self.layer is None else None
+                edits.setdefault(found[2], []).append((number, function))
+        at: Any = layer if self.layer is None else self.layer
+        for name, of_layer in self.every_block:
+            own = lambda x, of_layer=of_layer: of_layer(x, at)  # noqa: E731
+            edits.setdefault(name, []).append((None, own))
+        return Visit(capture, edits, at)
+
+    def collect(self, scanned: Captured) -> Captured:  # leaves [B, L, ...], by name in a block
+        """Return what the blocks of a scan captured, by name."""
+        found = ((name, _BLOCK.match(name)) for name in self.capture)
+        return {name: scanned[at[2]][:, int(at[1])] for name, at in found if at}
+
+
+_BlockEdit = tuple[int | None, Edit]  # the block that it is for; None is the one at hand
+
+NOWHERE = Places()
+
+
+class Visit:
+    """Pass values by the places of one trace of a block, or of what stands around the blocks."""
+
+    def __init__(
+        self,
+        capture: Iterable[str] = (),
+        edits: Mapping[str, list[_BlockEdit]] | None = None,
+        layer: Any = None,
+    ) -> None:
+        self.capture, self.edits, self.layer = frozenset(capture), edits or {}, layer
+        self.captured: Captured = {}
+        self.branch = ""
+
+    def inside(self, branch: str) -> Visit:
+        """Return the places of a branch, which are captured into the same dict."""
+        own = Visit(self.capture, self.edits, self.layer)
+        own.captured, own.branch = self.captured, f"{branch}/"
+        return own
+
+    def __call__(self, name: str, value: jax.Array) -> jax.Array:
+        """Return the value as it is edited here, and keep it where it is captured."""
+        name = self.branch + name
+        for number, function in self.edits.get(name, ()):
+            changed = jnp.asarray(function(value))
+            if changed.shape != value.shape or changed.dtype != value.dtype:
+                given = f"{changed.dtype}{list(changed.shape)}"
+                raise ValueError(
+                    f"edit of {name} returns {given}: must be {value.dtype}{list(value.shape)}"
+                )
+            value = changed if number is None else jnp.where(self.layer == number, changed, value)
+        if name in self.capture:
+            self.captured[name] = value
+        return value
+
+    def captures(self, name: str) -> bool:
+        """Say whether a place is captured."""
+        return self.branch + name in self.capture
+
+    def changes(self, name: str) -> bool:
+        """Say whether a place is edited."""
+        return self.branch + name in self.edits
+
+
+def _expand(name: str, known: list[str]) -> list[str]:
+    """Return the places of a name that may hold `*`."""
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r} is no name of a place: must be text")
+    pattern = re.compile("[^/]*".join(map(re.escape, name.split("*"))))
+    found = [one for one in known if pattern.fullmatch(one)] if "*" in name else [name]
+    if not found or found[0] not in known:
+        rule = "transformer_jax.places(config) lists them"
+        raise ValueError(f"no place is named {name!r}{nearest(name, known)}: {rule}")
+    return found
