@@ -39,7 +39,7 @@ def init_params(config: Config, key: Array) -> dict:
     """Draw tables and kernels from N(0, 0.02^2); scales are 1 and biases 0."""
     D, F, V, L = config.d_model, config.d_ff, config.vocab_size, config.num_layers
     N, K, H = config.num_heads, config.num_kv_heads, config.d_model // config.num_heads
-    keys = iter(jax.random.split(key, 3 + 7 * L))
+    keys = iter(jax.random.split(key, 3 + 7 * L))  # of 3 tables, and 7 kernels in each block
 
     def table(*shape: int) -> Array:
         return 0.02 * jax.random.normal(next(keys), shape)
@@ -95,9 +95,9 @@ def norm(params: dict, config: Config, x: Array) -> Array:  # [B, T, D] -> [B, T
 
 
 def rope(x: Array, positions: Array, base: float) -> Array:  # [B, T, N, H], i32[T]
-    """Turn pair k of a head, (x_k, x_{k + H/2}), by position * base^(-2k/H) radians."""
-    k = jnp.arange(x.shape[-1] // 2)  # [H/2]
-    angles = jnp.outer(positions, base ** (-k / len(k)))[None, :, None]  # [1, T, 1, H/2]
+    """Turn pair i of a head, (x_i, x_{i + H/2}), by position * base^(-2i/H) radians."""
+    i = jnp.arange(x.shape[-1] // 2)  # [H/2]
+    angles = jnp.outer(positions, base ** (-i / len(i)))[None, :, None]  # [1, T, 1, H/2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     u, v = jnp.split(x, 2, axis=-1)  # [B, T, N, H/2] each
     return jnp.concatenate([u * cos - v * sin, v * cos + u * sin], axis=-1)
@@ -117,7 +117,7 @@ def attention(
     # Causal: a query sees its own slot and those before; later ones hold later tokens, or none yet.
     visible = jnp.arange(keys.shape[1])[None] <= positions[:, None]  # bool[T, S]
     q = rearrange(q, "B T (K G) H -> B T K G H", K=config.num_kv_heads)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, keys) * q.shape[-1] ** -0.5
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, keys) * q.shape[-1] ** -0.5  # variance 1
     weights = jax.nn.softmax(jnp.where(visible[None, None, None], scores, -jnp.inf), axis=-1)
     heads = jnp.einsum("BKGTS,BSKH->BTKGH", weights, values)
     heads = rearrange(heads, "B T K G H -> B T (K G) H")
@@ -162,7 +162,7 @@ def forward(
 
 def sample(key: Array, logits: Array, temperature: float, top_k: int | None) -> Array:
     """Draw from softmax(logits / temperature) over the k best: [B, V] -> i32[B]."""
-    if temperature == 0:
+    if temperature == 0:  # the limit: the best has all of the probability
         return logits.argmax(axis=-1)
     if top_k is not None:
         worst = jax.lax.top_k(logits, top_k)[0][:, -1:]  # [B, 1]: the k-th best
