@@ -64,11 +64,13 @@ def check_int32(name: str, values: Any) -> None:
 
 def check_key(name: str, key: Any) -> None:
     """Raise ValueError unless this is a single PRNG key: typed, or raw words as in older JAX."""
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", ())
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not (len(shape) == 0 if typed else dtype == jnp.uint32 and len(shape) == 1):
-        given = repr(key) if dtype is None else f"{dtype}{tuple(shape)}"
-        raise ValueError(f"{name} is {given}: must be a single key, as jax.random.key(0) is")
+    rule = "must be a single key, as jax.random.key(0) is"
+    if not isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        given = repr(key) if isinstance(key, Real | str | None) else f"a {type(key).__name__}"
+        raise ValueError(f"{name} is {given}: {rule}")
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not (len(key.shape) == 0 if typed else key.dtype == jnp.uint32 and len(key.shape) == 1):
+        raise ValueError(f"{name} is {key.dtype}{tuple(key.shape)}: {rule}")
 
 
 def check_count(name: str, value: Any, least: int) -> None:
@@ -76,7 +78,9 @@ def check_count(name: str, value: Any, least: int) -> None:
     if export.is_symbolic_dim(value):
         return
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}: must be an integer of at least {least}")
+        array = isinstance(value, jax.Array | np.ndarray) and value.ndim
+        given = f"{value.dtype}{list(value.shape)}" if array else repr(value)
+        raise ValueError(f"{name} is {given}: must be an integer of at least {least}")
 
 
 def check_finite(name: str, value: float) -> None:

@@ -31,6 +31,11 @@ def test_lines_end_where_python_says_and_paragraphs_at_blank_lines():
     [
         ("wide".encode("utf-16"), "UTF-16"),
         ("wide".encode("utf-16-be"), "UTF-16"),
+        ("\u0442\u0435\u043a\u0441\u0442, \u0447\u0442\u043e".encode("utf-16-le"), "UTF-16"),
+        (
+            "\u03b3\u03c1\u03b1\u03bc\u03bc\u03ae\n\u05d0\u05d1\u05d2\n".encode("utf-16-be"),
+            "UTF-16",
+        ),
         (gzip.compress(b"text", mtime=0), "gzip"),
         (b"\x28\xb5\x2f\xfd text", "zstd"),
         (b"PAR1\x15\x04", "Parquet"),
@@ -39,6 +44,22 @@ def test_lines_end_where_python_says_and_paragraphs_at_blank_lines():
 def test_what_is_no_text_is_named_whatever_its_name_and_never_replaced(content, kind, errors):
     with pytest.raises(DataError, match=f"^file: byte 0 is 0x..: not UTF-8 but {kind}"):
         read_text(content, "file", errors)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a\tb\tc\td\n" * 7,
+        "\0",
+        "a\0",
+        "ab\0cd\x1b[0m\0 " * 5,
+        "\x01a",
+        "\f\n" * 9,
+        "\u0442\u0435" * 9,
+    ],
+)
+def test_text_with_control_characters_is_text(text):
+    assert read_text(text.encode(), "file") == text
 
 
 def test_a_mark_is_dropped_at_the_beginning_of_a_file_alone():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import transformer_jax as tj
 from transformer_jax.text import complete
@@ -59,6 +61,27 @@ MISTAKES = {
     "generate a temperature": (partial(generate, sampler=0.7), "sampler is 0.7: must"),
     "generate a text": (partial(generate, prompt="to be"), "prompt is text: .*text.complete"),
     "generate from a config": (partial(generate, state=CONFIG), "state is a ModelConfig: .*cache"),
+    "generate from parameters": (partial(generate, state=PARAMS), r"is a dict: .*init_cache\("),
+    "generate by apply": (
+        partial(generate, MODEL.apply),
+        r"the model's apply: .*make_step\(model\)",
+    ),
+    "generate by keys of nnx": (
+        partial(generate, sampler=tj.Sample(), key=nnx.Rngs(0)),
+        "key is a Rngs: must be a single",
+    ),
+    "generate with parameters of more layers": (
+        partial(generate, STEP, tj.init_params(replace(CONFIG, num_layers=2), jax.random.key(0))),
+        "parameters have a block_1, but there are 1 layers",
+    ),
+    "a cache of a prompt": (
+        partial(tj.init_cache, CONFIG, PROMPT, 17),
+        r"batch is int32\[1, 3\]: must be an integer",
+    ),
+    "save parameters to a config": (
+        partial(tj.save_pretrained, PARAMS, CONFIG, "folder"),
+        r"params is 'folder': must be param",
+    ),
     "generate from a class": (partial(generate, state=tj.ModelCache), "state is .*: must be a st"),
     "complete by a name": (partial(complete, "gpt2", "a", 3), r"'gpt2': .*load_text_model"),
     "train a model": (partial(fit, CONFIG), r"is a ModelConfig: .*TrainConfig\(model=...\)"),

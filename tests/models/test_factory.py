@@ -126,7 +126,7 @@ def test_arguments_that_do_not_fit_the_model_are_refused():
         with pytest.raises(ValueError, match=said):
             init_decode_state(config, {}, ROWS, CAPACITY, **arguments)
     for config in (CONFIGS["window"], CONFIGS["ngram"], CONFIGS["rnn"]):
-        with pytest.raises(ValueError, match="batch is -1: must not be negative"):
+        with pytest.raises(ValueError, match="batch is -1: must be an integer of at least 0"):
             init_decode_state(config, {}, -1, CAPACITY)
 
 

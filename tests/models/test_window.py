@@ -267,7 +267,7 @@ def test_wrong_arguments_are_refused():
             build(PLAIN).apply({"params": params}, tokens, **arguments)
     with pytest.raises(ValueError, match="prompt has 3 rows, the state 2"):
         generate(make_step(build(PLAIN)), {}, draw_tokens(), fewer, num_tokens=3)
-    with pytest.raises(ValueError, match="batch is -1: must not be negative"):
+    with pytest.raises(ValueError, match="batch is -1: must be an integer of at least 0"):
         init_recent_tokens(PLAIN, -1)
 
 

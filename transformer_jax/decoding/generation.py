@@ -634,9 +634,10 @@ def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry
     """
     if key is None:
         key = jax.random.key(0)
-    dtype: Any = getattr(key, "dtype", None)
-    shape: Any = getattr(key, "shape", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not isinstance(key, jax.Array | np.ndarray):
+        check_key("key", key)
+    dtype, shape = key.dtype, key.shape
+    typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if shape == (rows,) if typed else dtype == jnp.uint32 and len(key.shape) == 2:
         if shape[0] != rows:
             raise ValueError(f"key is {dtype}{tuple(shape)}: must be one key, or one for each row")

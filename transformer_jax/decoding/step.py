@@ -283,6 +283,9 @@ class ModelStep:
         """
         config = self.model.config
         check_tokens(prompt, config.vocab_size)
+        if not isinstance(state, ModelCache):
+            rule = "must be a cache, as init_cache(config, rows, capacity) makes one"
+            raise ValueError(f"state is {_named(state)}: {rule}")
         rows = state.length.shape[0]
         if len(prompt) != rows:
             raise ValueError(f"prompt has {len(prompt)} rows, the cache {rows}")
@@ -332,6 +335,8 @@ def check_step(step: Any) -> None:
         raise ValueError(f"step is the model {name}: must be a step, make_step(model)")
     if hasattr(step, "vocab_size"):
         raise ValueError(f"step is a {name}: must be a step, make_step(build(config))")
+    if isinstance(getattr(step, "__self__", None), nn.Module) and step.__name__ == "apply":
+        raise ValueError("step is the model's apply: must be a step, make_step(model)")
     if isinstance(step, type) or not callable(step):
         rule = "must be called with (params, tokens, state, valid=...), as make_step(model) is"
         raise ValueError(f"step is {_named(step)}: {rule}")

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from transformer_jax.attention.api import IMPLEMENTATIONS
 from transformer_jax.cache import paged_cache
 from transformer_jax.cache.model_cache import ModelCache, empty_layers
-from transformer_jax.checks import check_key
+from transformer_jax.checks import check_count, check_key
 from transformer_jax.config import (
     ModelConfig,
     NgramConfig,
@@ -161,8 +161,7 @@ def init_cache(
         if config.kind == "encoder-decoder":
             rule = "its cache starts from a source: model.apply(..., source, method='init_cache')"
         raise ValueError(f"kind is {config.kind!r}: {rule}")
-    if batch < 0:
-        raise ValueError(f"batch is {batch}: must not be negative")
+    check_count("batch", batch, 0)
     return ModelCache(empty_layers(config, config.num_layers, batch, capacity, dtype, slack))
 
 

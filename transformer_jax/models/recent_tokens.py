@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.checks import check_count
 from transformer_jax.models.packing import (
     check_segments,
     check_valid,
@@ -53,10 +54,9 @@ class WindowSizes(Protocol):
 def init_recent_tokens(config: WindowSizes, batch: int) -> RecentTokens:
     """Make the state of a model that has read nothing: C times -1 in each row.
 
-    `config` is a WindowConfig or an NgramConfig. ValueError where `batch` is negative.
+    `config` is a WindowConfig or an NgramConfig. ValueError where `batch` is no count.
     """
-    if batch < 0:
-        raise ValueError(f"batch is {batch}: must not be negative")
+    check_count("batch", batch, 0)
     empty = jnp.full((batch, config.context), -1, jnp.int32)
     return RecentTokens(empty, jnp.zeros((batch,), jnp.int32))
 

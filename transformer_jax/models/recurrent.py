@@ -33,6 +33,7 @@ import numpy as np
 
 from transformer_jax.attention.additive import additive_attention, state_attention
 from transformer_jax.attention.masks import Padding
+from transformer_jax.checks import check_count
 from transformer_jax.config import RecurrentConfig, WindowConfig
 from transformer_jax.models.functional import dropout, lookup, split_key
 from transformer_jax.models.layers import parameter, refuse_rngs
@@ -88,8 +89,7 @@ def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
         raise ValueError(f"source_vocab_size is {config.source_vocab_size}: {rule}")
     if config.bidirectional:
         raise ValueError("bidirectional is True: a model that reads both ends has no state")
-    if batch < 0:
-        raise ValueError(f"batch is {batch}: must not be negative")
+    check_count("batch", batch, 0)
     return RecurrentState(_zero_carry(config, batch), jnp.zeros((batch,), jnp.int32))
 
 

@@ -226,6 +226,9 @@ class Stack(nn.Module):
 
         The output is normalised, unless the config's norms come after each branch.
         """
+        beyond = f"block_{self.depth}"
+        if self.has_variable("params", beyond):  # flax would leave it out without a word
+            raise ValueError(f"parameters have a {beyond}, but there are {self.depth} layers")
         outside = given.places.outside()
         x = outside("embedding", x)
         if cache is None:

@@ -72,6 +72,10 @@ def save_pretrained(
     refused (CheckpointError). ConfigError names the field that the family cannot express, and
     ValueError the parameter that does not fit the config.
     """
+    if not isinstance(params, Mapping):
+        given = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
+        rule = "must be parameters: save_pretrained(path, config, params)"
+        raise ValueError(f"params is {given}: {rule}")
     shapes = parameter_shapes(config)
     given = flatten_dict(params, sep="/")
     fetched = _looped(given, shapes)

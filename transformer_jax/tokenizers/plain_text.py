@@ -28,6 +28,8 @@ _KINDS = (
     (rb"PAR1\x15", "Parquet: python -m transformer_jax prepare --documents parquet reads it"),
 )
 """How files begin that are no text, whatever their names end in."""
+_NO_CONTROL = re.compile(rb"[^\x00-\x1f]")
+_WHITE = re.compile(rb"[\t-\r]")
 
 
 def read_text(content: bytes, where: str, errors: str = "strict", at: int = 0) -> str:
@@ -40,6 +42,8 @@ def read_text(content: bytes, where: str, errors: str = "strict", at: int = 0) -
         for begins, kind in _KINDS:
             if re.match(begins, content, re.DOTALL):
                 raise DataError(f"{where}: byte 0 is 0x{content[0]:02x}: not UTF-8 but {kind}")
+        if _is_unmarked_utf_16(content[:4096]):
+            raise DataError(f"{where}: byte 0 is 0x{content[0]:02x}: not UTF-8 but {_UTF_16}")
     try:
         text = content.decode("utf-8", errors)
     except UnicodeDecodeError as error:
@@ -48,6 +52,18 @@ def read_text(content: bytes, where: str, errors: str = "strict", at: int = 0) -
             f"({error.reason}); `text_errors='replace'` marks it"
         ) from None
     return text.removeprefix("\ufeff") if at == 0 else text
+
+
+def _is_unmarked_utf_16(begin: bytes) -> bool:
+    """Return whether three in four of every second byte are control characters, not only white.
+
+    Alphabets and ASCII are UTF-16 of such high bytes; no text in UTF-8 has so many of them.
+    """
+    for high in (begin[::2], begin[1::2]):
+        controls = _NO_CONTROL.sub(b"", high)
+        if 8 <= len(high) <= 4 / 3 * len(controls) and _WHITE.sub(b"", controls):
+            return True
+    return False
 
 
 def split_lines(text: str) -> list[str]:
