@@ -196,5 +196,5 @@ if __name__ == "__main__":  # greedy: a text written through the cache, and read
     params = init_params(config, jax.random.key(0))
     prompt = jnp.array([[2, 3, 5, 7]])
     new = generate(params, config, prompt, jax.random.key(1), num_tokens=8, temperature=0.0)
-    logits, _ = forward(params, config, jnp.concatenate([prompt, new], axis=1))
+    logits, _ = jax.jit(forward, static_argnums=1)(params, config, jnp.hstack([prompt, new]))
     print(new[0], "equal", logits[0, 3:-1].argmax(axis=-1))
