@@ -15,6 +15,7 @@ function's tangents, and its transpose is the backward pass.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -241,3 +242,25 @@ mlir.register_lowering(_tangents, _lower)
 ad.primitive_jvps[_tangents] = _differentiate
 ad.primitive_transposes[_tangents] = _transpose
 batching.primitive_batchers[_tangents] = _map
+
+
+def _let_kernels_have_buffers() -> None:
+    """Teach JAX to compile a `custom_jvp` whose function makes buffers, as it does a `custom_vjp`.
+
+    Kernels in Pallas on Mosaic GPU make some. When a program is compiled nobody differentiates it
+    any more, so JAX's rule for the one serves the other.
+    """
+    with contextlib.suppress(ImportError, AttributeError, KeyError):  # names of JAX's own
+        from jax._src.custom_derivatives import custom_jvp_call_p, custom_vjp_call_p
+        from jax._src.state.discharge import _discharge_rules
+
+        usual = _discharge_rules[custom_vjp_call_p]
+        unused = dict(fwd_jaxpr_thunk=None, bwd=None, out_trees=None, symbolic_zeros=False)
+
+        def rule(*given: Any, call_jaxpr: Any, **_: Any) -> Any:
+            return usual(*given, call_jaxpr=call_jaxpr, num_consts=0, **unused)
+
+        _discharge_rules.setdefault(custom_jvp_call_p, rule)
+
+
+_let_kernels_have_buffers()

@@ -127,21 +127,29 @@ def test_what_overflows_where_a_mask_hides_it_stays_there(rate):
 
 @needs_interpreter
 def test_a_tanh_of_eleven_bits_costs_no_more_than_bfloat16_does(monkeypatch):
-    """The most that the instruction may err, up or down by the bits of its argument."""
+    """The most that the instruction may err, up or down by the bits of its argument.
+
+    In the root of the mean square: which single number is off the most, and by how much, hangs on
+    the last bits of the processor's sums.
+    """
 
     def coarse(x):
         up = lax.bitcast_convert_type(x, jnp.int32) % 2 == 0
         return jnp.tanh(x) * jnp.where(up, 1 + 2**-11, 1 - 2**-11)
 
-    monkeypatch.setattr(scores, "_hardware_tanh", coarse)
     case = Case(T=128, S=256, softcap=30.0)
     operands, do = draw(case)
     expected, saved = oracle(case, operands, do)
-    got = run_forward(case, operands)
-    saved = saved._replace(do=do, row_max=got["row_max"], log_sum=got["log_sum"])
-    got |= run_gradients(case, operands, saved)
-    for name in ("out", "dq", "dk", "dv"):
-        assert_near(got[name], expected[name], NEAR, name)
+    errors = []
+    for tanh in (jnp.tanh, coarse):
+        monkeypatch.setattr(scores, "_hardware_tanh", tanh)
+        got = run_forward(case, operands)
+        read = saved._replace(do=do, row_max=got["row_max"], log_sum=got["log_sum"])
+        got |= run_gradients(case, operands, read)
+        apart = {n: np.asarray(got[n], np.float64) - expected[n] for n in ("out", "dq", "dk", "dv")}
+        errors.append({name: np.sqrt((x**2).mean()) for name, x in apart.items()})
+    for name, exact in errors[0].items():
+        assert exact < errors[1][name] <= 1.25 * exact, name
 
 
 @pytest.mark.parametrize(
