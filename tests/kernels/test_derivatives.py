@@ -80,6 +80,10 @@ WAYS = {
         lambda f: jax.jvp(lambda y: jax.vmap(f, (0, None))(ROWS, y), (Y,), (V,))[1],
     ),
     "jvp of jvp": (1.0, lambda f: jax.jvp(lambda x: jax.jvp(f, (x, Y), (V, X))[1], (X,), (Y,))[1]),
+    "jvp of jvp along what moves": (
+        1.0,
+        lambda f: jax.jvp(lambda x: jax.jvp(f, (x, Y), (x * V, X))[1], (X,), (Y,))[1],
+    ),
     "jvp of a scan": (
         1.0,
         lambda f: jax.jvp(

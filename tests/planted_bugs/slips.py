@@ -538,10 +538,12 @@ SLIPS: tuple[Slip, ...] = (
             "models/test_places.py::test_an_edit_of_one_block_is_of_that_block_alone",
         ),
         (
-            "a place is captured before it is edited",
-            "        name = self.branch + name\n        for",
-            "        name = self.branch + name\n        if name in self.capture:\n"
-            "            self.captured[name] = value\n        for",
+            "a place that is edited is captured as it was",
+            "            value = changed if number is None else",
+            "            if name in self.capture:\n"
+            "                self.captured.setdefault(name, value)\n"
+            "                continue\n"
+            "            value = changed if number is None else",
             "models/test_places.py::test_an_edit_of_one_block_is_of_that_block_alone",
         ),
         (
