@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["TRANSFORMER_JAX_CACHE"] = "0"  # commands of tests compile their own programs
@@ -21,6 +22,8 @@ from tests.support.compilation import OLDER_LOOPS, has_older_loops  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_traceback_in_locations_limit", 0)  # in a program's text: a tenth of its cost
+
+SLOW = Path(__file__).parent / "slow.txt"
 
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)  # traces are many objects: looking for garbage is a tenth of all
@@ -102,15 +105,23 @@ def pytest_collection_modifyitems(config, items):
     `@pytest.mark.slow_cases(...)` names beginnings of the ids of a test's slow cases, and
     `long_cases(...)` those of slow ones that are long too. A class with a shared suite names slow
     cases by test in `slow_cases`, or in `every_time` the tests that are not slow, and in `known`
-    those that fail, with the reason.
+    those that fail, with the reason. slow.txt lists more cases that are slow.
     """
     unused: dict[tuple[str, str], bool] = {}
+    listed = {line for line in SLOW.read_text().splitlines() if not line.startswith("#")}
+    names = {item.nodeid for item in items}
+    if not any("::" in argument for argument in config.args):
+        files = {name.partition("::")[0] for name in names}
+        gone = sorted(n for n in listed - names if n.partition("::")[0] in files)
+        if gone:
+            raise pytest.UsageError(f"slow.txt lists tests that there are not: {', '.join(gone)}")
     for item in items:
         known = getattr(item.cls, "known", {}).get(item.name)
         if known is not None:
             item.add_marker(pytest.mark.xfail(reason=known, strict=True))
         chosen = getattr(item.cls, "every_time", None)
         slow = chosen is not None and not {item.name, item.originalname} & chosen
+        slow |= item.nodeid in listed
         long = [b for mark in item.iter_markers("long_cases") for b in mark.args]
         marked = [b for mark in item.iter_markers("slow_cases") for b in mark.args] + long
         suite = getattr(item.cls, "slow_cases", {}).get(item.originalname, ())

@@ -22,7 +22,7 @@ from transformer_jax.attention.reference import Xla
 from transformer_jax.config import TrainConfig
 from transformer_jax.decoding.step import count_vocab
 from transformer_jax.kernels import cpu
-from transformer_jax.models import layers
+from transformer_jax.models import block
 from transformer_jax.programs import is_ours, undisturbed
 from transformer_jax.training.loop import _compiled
 
@@ -311,10 +311,10 @@ def test_a_method_of_our_models_that_was_replaced(monkeypatch):
         cache = tj.init_cache(CONFIG, 1, 16)
         return float(tj.generate(step, params, PROMPT, cache, num_tokens=1).log_probs[0, 0])
 
-    before, call = gen(), layers.Block.__call__
+    before, call = gen(), block.Block.__call__
     with monkeypatch.context() as patch:
         patch.setattr(
-            layers.Block,
+            block.Block,
             "__call__",
             lambda self, *a, **k: (out := call(self, *a, **k)) and (out[0] * -3, *out[1:]),
         )
