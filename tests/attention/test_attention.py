@@ -43,6 +43,8 @@ from transformer_jax.kernels import cpu  # noqa: E402
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 NAMES = ("xla", "blockwise", "pallas", "pallas_unordered", "cudnn", "native")
+compiled = pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.library()))
+WHERE_COMPILED = pytest.param("native", marks=compiled)
 
 
 class TestXla(AttentionSuite):
@@ -125,7 +127,7 @@ class TestBlockwise(AttentionSuite):
             assert (sizes.rows, sizes.heads, sizes.groups) == (1, 11, (2, 3))
 
 
-@pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.library()))
+@compiled
 class TestNative(AttentionSuite):
     slow_cases = SLOW_ACROSS_TILES | {
         "test_any_length_matches_the_oracle": ("1x257", "2x129", "3x127", "63x63", "64x17", "7x65"),
@@ -884,7 +886,7 @@ def test_scales_go_with_int8(changes, said):
 
 
 @pytest.mark.parametrize("options", ["", "softcap", "bias", "both"])
-@pytest.mark.parametrize("implementation", ["xla", "blockwise", "native"])
+@pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED])
 def test_products_of_hidden_keys_that_overflow_are_in_no_gradient(implementation, options):
     """A hidden key of finite numbers whose product with every query is inf - inf."""
     arrays = draw(64, batch=1, queries=5, keys=7, dim=16)
@@ -917,7 +919,7 @@ def test_products_of_hidden_keys_that_overflow_are_in_no_gradient(implementation
         assert_near(slope, expected[f"d{name}"], 3 * GRADIENT_F32, name)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "blockwise", "native"])
+@pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED])
 def test_a_query_that_sees_itself_alone_gets_its_own_value(implementation):
     arrays = draw(65, queries=17, kv_heads=4)
     inputs = (arrays[name] for name in ("query", "key", "value"))
@@ -925,7 +927,7 @@ def test_a_query_that_sees_itself_alone_gets_its_own_value(implementation):
     assert_near(out, np.asarray(arrays["value"], np.float64), FORWARD_F32)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "blockwise", "native"])
+@pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED])
 def test_without_a_mask_a_bad_key_breaks_the_query_heads_of_its_group(implementation):
     arrays = draw(66, queries=5, keys=7, heads=6, kv_heads=3)
     inputs = {name: arrays[name] for name in ("query", "key", "value")}
