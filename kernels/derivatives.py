@@ -255,7 +255,7 @@ def _let_kernels_have_buffers() -> None:
         from jax._src.state.discharge import _discharge_rules
 
         usual: Any = _discharge_rules[custom_vjp_call_p]
-        unused: dict[str, Any] = dict(fwd_jaxpr_thunk=None, bwd=None, out_trees=None, symbolic_zeros=False)
+        unused: Any = dict(fwd_jaxpr_thunk=None, bwd=None, out_trees=None, symbolic_zeros=False)
 
         def rule(*given: Any, call_jaxpr: Any, **_: Any) -> Any:
             return usual(*given, call_jaxpr=call_jaxpr, num_consts=0, **unused)
