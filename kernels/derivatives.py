@@ -34,17 +34,17 @@ Leaves = Sequence[Any]
 class Passes:
     """Compute f of a tree of arrays, and its gradient.
 
-    Outputs are a tuple of floating arrays. `wanted` is a tree of bools, in the structure of the
-    tree of arrays: whose gradients are read. In place of the others the backward pass may return
+    Outputs are a tuple of floating arrays. `wanted` is a tree of bools in the structure of the
+    tree of arrays: True where the gradient is read. Elsewhere the backward pass may return
     anything.
     """
 
     forward: Callable[[Any], tuple[tuple[jax.Array, ...], Any]]
-    """From the tree to the outputs, and what the backward pass reads."""
+    """Compute the outputs of the tree, and what the backward pass reads."""
     backward: Callable[[Any, Any, tuple[jax.Array, ...], Any], Any]
-    """From the tree, what the forward pass saved, cotangents and `wanted` to gradients, a tree."""
+    """Compute gradients, a tree: given the tree, what `forward` saved, cotangents and `wanted`."""
     plain: Callable[[Any], tuple[jax.Array, ...]]
-    """From the tree to the outputs, in code that JAX differentiates."""
+    """Compute the outputs of the tree in code that JAX differentiates."""
 
 
 def differentiable(
@@ -248,7 +248,8 @@ def _let_kernels_have_buffers() -> None:
     """Teach JAX to compile a `custom_jvp` whose function makes buffers, as it does a `custom_vjp`.
 
     Kernels in Pallas on Mosaic GPU make some. When a program is compiled nobody differentiates it
-    any more, so JAX's rule for the one serves the other.
+    any more, so JAX's rule for the one serves the other. Where JAX has other names inside, such a
+    program raises JAX's own NotImplementedError; nothing else needs the rule.
     """
     with contextlib.suppress(ImportError, AttributeError, KeyError):  # names of JAX's own
         from jax._src.custom_derivatives import custom_jvp_call_p, custom_vjp_call_p

@@ -165,7 +165,7 @@ def test_a_text_longer_than_max_len_is_refused(key):
 
 
 def test_a_token_without_a_row_or_a_slot_has_logits_of_nan():
-    """Of an unknown token so has the whole text, whose every query sums over its value."""
+    """An unknown token makes the whole text NaN: every query sums over its value, times 0 too."""
     params, tokens, _ = from_library(LLAMA)
     logits, _ = forward(params, LLAMA, tokens.at[0, 7].set(LLAMA.vocab_size))
     assert np.isnan(np.asarray(logits)).any(axis=-1).all(axis=-1).tolist() == [True, False]

@@ -111,7 +111,7 @@ def test_gradients_are_of_the_backward_pass_and_all_else_of_the_plain_code(name)
 
 
 def test_a_gradient_of_a_tangent_is_linear_in_it_by_the_backward_pass():
-    """What is linear in a direction is transposed; what is not is differentiated."""
+    """Transpose what is linear in a direction, and differentiate what is not."""
     of_direction = lambda f: jax.grad(lambda v: (jax.jvp(f, (X, Y), (v, X))[1] * V).sum())(V)  # noqa: E731
     of_place = lambda f: jax.grad(lambda x: (jax.jvp(f, (x, Y), (V, X))[1] * V).sum())(X)  # noqa: E731
     for way, factor in ((of_direction, TWICE), (of_place, 1.0)):

@@ -76,7 +76,7 @@ def tilted(value: jax.Array) -> jax.Array:
 def test_every_place_has_its_shape_and_looped_and_scanned_have_the_same_values(kind, scanned):
     names = places(config_of(kind))
     *results, captured = run(kind, scanned=scanned, capture=tuple(names))
-    assert list(captured) == list(names) or set(captured) == set(names)
+    assert set(captured) == set(names)
     for name, shape in names.items():
         inside = name.startswith("encoder/")
         sizes = {"B": B, "T": S if inside else T, "S": S if inside or "cross" in name else T}
@@ -120,7 +120,7 @@ def test_places_fit_together_as_the_block_says():
 
 
 def test_a_captured_value_has_a_gradient():
-    """Of the stream before the last block, by an edit that adds: the same slope."""
+    """Compare its slope in the embeddings with differences; later blocks have none."""
     place, kind = "block_0/residual", "decoder"
     direction = np.random.default_rng(3).standard_normal((B, T, 14)).astype(np.float32)
 

@@ -1068,7 +1068,7 @@ class AttentionSuite:
 
     @pytest.mark.parametrize("options", ["mask", "all"])
     def test_derivatives_of_both_modes_and_of_gradients_are_right(self, options):
-        """By central differences of the oracle's gradient, along a random direction."""
+        """Compare with central differences of the oracle's gradient in a random direction."""
         arrays, along = self.draw(39), self.draw(40)
         names = ["query", "key", "value"]
         mask, seen = self.causal_tail()
