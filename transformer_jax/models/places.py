@@ -196,6 +196,10 @@ class Places:
         found = ((name, _BLOCK.match(name)) for name in self.capture)
         return {name: scanned[at[2]][:, int(at[1])] for name, at in found if at}
 
+    def in_order(self, captured: Captured) -> Captured:
+        """Return captured values in the order in which they were asked for."""
+        return {name: captured[name] for name in self.capture}
+
 
 _BlockEdit = tuple[int | None, Edit]  # the block that it is for; None is the one at hand
 

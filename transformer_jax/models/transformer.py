@@ -165,7 +165,8 @@ class Encoder(nn.Module):
             return x, None
         outside = places.outside()
         logits = outside("logits", self._logits(x))
-        return (logits, None, captured | outside.captured) if capture else (logits, None)
+        captured = places.in_order(captured | outside.captured)
+        return (logits, None, captured) if capture else (logits, None)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         return self.embed.logits(self._transformed(x))
@@ -250,7 +251,7 @@ class Decoder(nn.Module):
         places = Places.of(self.config, capture, edit).scaled_heads("attention", head_mask)
         given = DecoderInputs(tokens, positions, mask, cache, segments, key, places=places)
         logits, cache, captured = run_decoder(self, given).logits(self, at, places)
-        return (logits, cache, captured) if capture else (logits, cache)
+        return (logits, cache, places.in_order(captured)) if capture else (logits, cache)
 
     def output_layer(
         self,
@@ -414,7 +415,8 @@ class EncoderDecoder(nn.Module):
         given = DecoderInputs(tokens, positions, mask, cache, key=key, places=places)
         given, captured = self._with_source(given, source, source_positions, encoder_places)
         logits, cache, own = run_decoder(self, given).logits(self, at, places)
-        return (logits, cache, captured | own) if capture else (logits, cache)
+        captured = places.in_order(captured | own)
+        return (logits, cache, captured) if capture else (logits, cache)
 
     def attend(
         self,
