@@ -24,12 +24,9 @@ from transformer_jax.tokenizers.trained import (
 )
 from transformer_jax.training import data
 from transformer_jax.training.data import (
-    IGNORE,
     DataError,
     consecutive_starts,
     load_dataset,
-    pack_documents,
-    pad_documents,
     random_starts,
     read,
 )
@@ -364,42 +361,3 @@ def test_consecutive_windows_cover_every_label_once(tokens):
         start + offset + 1 for start in starts for offset in range(7) if start + offset + 1 < tokens
     ]
     assert seen == list(range(1, tokens))
-
-
-def test_padded_documents_predict_their_next_token():
-    tokens, labels = pad_documents([np.array([5, 6, 7]), np.array([8, 9])], 4)
-    assert tokens[:, :2].tolist() == [[5, 6], [8, 0]]
-    assert labels.tolist() == [[6, 7, IGNORE, IGNORE], [9, IGNORE, IGNORE, IGNORE]]
-
-
-def test_packed_documents_stay_whole_and_apart(rng):
-    documents = [rng.integers(1, 99, size) for size in (5, 3, 8, 2, 4, 6, 2)]
-    tokens, labels, segments = pack_documents(documents, 7)
-    assert tokens.shape == labels.shape == segments.shape
-    assert len(tokens) < len(documents)
-    found = []
-    for row in range(len(tokens)):
-        for segment in range(1, segments[row].max() + 1):
-            at = np.flatnonzero(segments[row] == segment)
-            assert at.tolist() == list(range(at[0], at[-1] + 1))
-            found.append([tokens[row, at[0]], *labels[row, at]])
-            assert tokens[row, at[1:]].tolist() == labels[row, at[:-1]].tolist()
-    assert sorted(map(list, found)) == sorted(d.tolist() for d in documents)
-    assert (labels[segments == 0] == IGNORE).all() and (segments == 0).any()
-
-
-def test_a_document_fills_exactly_the_room_that_is_left():
-    """Inputs 4 and 3 are a row of 7, then 5 and 2; 1 more begins the next."""
-    sizes = (5, 6, 4, 3, 2)
-    documents = [np.arange(10 * n, 10 * n + size) for n, size in enumerate(sizes)]
-    tokens, labels, segments = pack_documents(documents, 7)
-    assert segments.tolist() == [[1] * 4 + [2] * 3, [1] * 5 + [2] * 2, [1] + [0] * 6]
-    assert tokens[0].tolist() == [0, 1, 2, 3, 20, 21, 22]
-    assert tokens[1].tolist() == [10, 11, 12, 13, 14, 30, 31]
-    assert labels[1].tolist() == [11, 12, 13, 14, 15, 31, 32]
-
-
-@pytest.mark.parametrize("size", [1, 9])
-def test_a_document_that_fits_no_row_is_refused(size):
-    with pytest.raises(DataError, match=f"document 0 has {size} tokens: must be 2 to 8"):
-        pack_documents([np.arange(size)], 7)

@@ -28,10 +28,12 @@ from transformer_jax.corpus.folder import Part, end_id, open_corpus
 from transformer_jax.models.factory import init_params
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training import prepared
+from transformer_jax.training import rows as training_rows
 from transformer_jax.training.batch import batch_logits
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.loop import fit
-from transformer_jax.training.prepared import DocumentRows, Mixture, WindowRows, pack, row_order
+from transformer_jax.training.prepared import DocumentRows, Mixture, WindowRows, row_order
+from transformer_jax.training.rows import pack
 from transformer_jax.training.tasks import load_task
 from transformer_jax.training.tasks.prepared import PreparedText
 
@@ -135,10 +137,10 @@ def test_document_rows_hold_each_piece_of_a_document_once_and_none_sees_another(
 
 def test_packing_keeps_to_the_room_and_the_open_rows(rng):
     sizes = rng.integers(1, 30, 997).astype(np.int32)
-    rows = pack(sizes, 29)
+    rows = pack(sizes, 29, fullest=True)
     used = np.bincount(rows, weights=sizes)
     assert used.max() <= 29 and used.min() > 0
-    assert np.array_equal(rows, pack(sizes, 29))
+    assert np.array_equal(rows, pack(sizes, 29, fullest=True))
     assert used.sum() > 0.95 * 29 * len(used)
     for piece in range(len(sizes)):  # none is opened while another has room
         if rows[piece] > rows[:piece].max(initial=-1):
@@ -148,9 +150,9 @@ def test_packing_keeps_to_the_room_and_the_open_rows(rng):
 
 def test_a_row_that_is_nearly_full_is_closed_when_there_are_too_many(monkeypatch):
     sizes = np.array([9, 8, 7, 1, 3, 1], np.int32)
-    assert pack(sizes, 10).tolist() == [0, 1, 2, 0, 2, 1]
-    monkeypatch.setattr(prepared, "OPEN_ROWS", 2)
-    assert pack(sizes, 10).tolist() == [0, 1, 2, 1, 2, 1]
+    assert pack(sizes, 10, fullest=True).tolist() == [0, 1, 2, 0, 2, 1]
+    monkeypatch.setattr(training_rows, "OPEN_ROWS", 2)
+    assert pack(sizes, 10, fullest=True).tolist() == [0, 1, 2, 1, 2, 1]
 
 
 def test_a_packed_document_has_the_logits_that_it_has_alone(folders):

@@ -10,9 +10,9 @@ from transformer_jax.models.factory import init_params
 from transformer_jax.models.ngram import count_ngrams
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training import rows as training_rows
-from transformer_jax.training.batch import batch_scores
+from transformer_jax.training.batch import Batch, batch_scores
 from transformer_jax.training.data import IGNORE
-from transformer_jax.training.rows import Example, bucketed, packed, packs
+from transformer_jax.training.rows import bucketed, laid_out, pack, packed
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -26,7 +26,8 @@ def examples(count, longest, prefix=False, seed=5):
         ids[0] = number + 1
         labels = ids[1:].copy()
         labels[0] = IGNORE
-        found.append(Example(ids[:-1], labels, 1 if prefix else 0))
+        first = np.arange(len(labels)) < 1 if prefix else None
+        found.append(Batch(ids[:-1], labels, prefix=first))
     return found
 
 
@@ -95,13 +96,49 @@ def test_packing_keeps_every_example_whole_and_pays_where_two_fit():
             assert np.array_equal(labels[at], own.labels)
             found.add(tokens[at[0]])
     assert len(found) == 23
-    assert packs(given, 13) and not packs(given, 7)
+    (together,), (apart,) = (laid_out(given, length).buckets for length in (13, 7))
+    assert np.array_equal(together.tokens, rows.tokens) and apart.segments is None
     with pytest.raises(DataError, match="example 0 has 5 tokens: a row has 4"):
-        packed([Example(np.arange(5), np.arange(5))], 4)
+        packed([Batch(np.arange(5), np.arange(5))], 4)
+
+
+@pytest.mark.parametrize("fullest", [False, True])
+def test_a_piece_joins_the_first_or_the_fullest_open_row_with_room(fullest):
+    """Brute force over all rows; 64 are open: those begun last, or of those with room."""
+    sizes, length = np.random.default_rng(3).integers(1, 30, 997), 29
+    rooms, begun, wanted = {}, [], []
+    for size in sizes:
+        fits = [row for row in begun if rooms[row] >= size]
+        row = min(fits, key=lambda row: rooms[row]) if fullest and fits else next(iter(fits), None)
+        if row is None:
+            row, rooms[len(rooms)] = len(rooms), length
+            begun.append(row)
+            if len(begun) > 64:
+                # with `fullest`, full rows do not count and the fullest is closed
+                begun.remove(min(begun[:-1], key=lambda row: rooms[row]) if fullest else begun[0])
+        rooms[row] -= size
+        begun = [row for row in begun if rooms[row] or not fullest]
+        wanted.append(row)
+    found = pack(sizes, length, fullest)
+    if not fullest:
+        assert found.tolist() == wanted
+    held = np.bincount(found, sizes)  # equally full rows are alike: which is taken is free
+    assert held.max() <= length and np.array_equal(
+        np.sort(held), np.sort(np.bincount(wanted, sizes))
+    )
+    assert len(held) > 256, "too few rows for any to be closed"
+
+
+def test_an_example_fills_exactly_the_room_that_is_left():
+    """4 and 3 are a row of 7, then 5 and 2; 1 more begins the next."""
+    assert pack(np.array([4, 5, 3, 2, 1]), 7).tolist() == [0, 1, 0, 1, 2]
 
 
 def test_a_prefix_of_a_packed_example_is_its_first_tokens_wherever_it_lies():
-    given = [Example(np.arange(n, dtype=np.int32), np.arange(n), n % 4) for n in range(4, 11)]
+    given = [
+        Batch(np.arange(n, dtype=np.int32), np.arange(n), prefix=np.arange(n) < n % 4)
+        for n in range(4, 11)
+    ]
     (rows,) = packed(given, 13).buckets
     found, first = [], set()
     for segments, prefix in zip(rows.segments, rows.prefix, strict=True):

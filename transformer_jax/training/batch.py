@@ -37,7 +37,8 @@ Loss = Callable[..., tuple[jax.Array, jax.Array]]
 class Batch:
     """Hold what a model reads, and what it is to say of it; leaves lead with [..., B].
 
-    A field that a task does not need is None. T is the length of the rows, S of their sources.
+    A field that a task does not need is None. T is the length of the rows, S of their sources. One
+    example is a batch whose leaves lead with nothing: tokens and labels [T].
     Pictures are `tokens` of an encoder; pictures and frames are the `source` of an encoder-decoder.
     """
 
@@ -53,6 +54,11 @@ class Batch:
         """Return the first of the micro-batches."""
         found: Batch = jax.tree.map(lambda leaf: leaf[0], self)
         return found
+
+
+def as_given(batch: Batch) -> Batch:
+    """Return a batch, which was made on the host, as it is."""
+    return batch
 
 
 def _reading(config: AnyModelConfig) -> Callable[..., Any]:

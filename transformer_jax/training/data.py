@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -270,53 +270,3 @@ def random_starts(
 def consecutive_starts(tokens: int, length: int) -> np.ndarray:  # i32[n]
     """Return starts of windows that cover a text once; the last may reach past its end."""
     return np.arange(0, tokens - 1, length, dtype=np.int32)
-
-
-def pad_documents(
-    documents: Sequence[np.ndarray],  # i32[n] each
-    length: int,
-) -> tuple[np.ndarray, np.ndarray]:  # tokens i32[B, T], labels i32[B, T]
-    """Lay out a document a row: its tokens 1.. are labels; the rest of the row is ignored."""
-    tokens = np.zeros((len(documents), length), np.int32)
-    labels = np.full((len(documents), length), IGNORE, np.int32)
-    for row, document in enumerate(documents):
-        _place(document, tokens[row], labels[row], row)
-    return tokens, labels
-
-
-def pack_documents(
-    documents: Sequence[np.ndarray],  # i32[n] each
-    length: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # tokens, labels, segments: i32[B, T]
-    """Lay out several documents a row, each in the first row with room; segment 0 is padding.
-
-    With `segments` given to a decoder, a document sees no other and its positions start at 0.
-    """
-    room: list[int] = []
-    places = []
-    for index, document in enumerate(documents):
-        size = _inputs(document, length, index)
-        row = next((r for r, left in enumerate(room) if left >= size), len(room))
-        if row == len(room):
-            room.append(length)
-        places.append((row, length - room[row]))
-        room[row] -= size
-    tokens = np.zeros((len(room), length), np.int32)
-    labels = np.full((len(room), length), IGNORE, np.int32)
-    segments = np.zeros((len(room), length), np.int32)
-    for index, (document, (row, at)) in enumerate(zip(documents, places, strict=True)):
-        size = _place(document, tokens[row, at:], labels[row, at:], index)
-        segments[row, at : at + size] = segments[row].max() + 1
-    return tokens, labels, segments
-
-
-def _inputs(document: np.ndarray, length: int, index: int) -> int:
-    if not 2 <= len(document) <= length + 1:
-        raise DataError(f"document {index} has {len(document)} tokens: must be 2 to {length + 1}")
-    return len(document) - 1
-
-
-def _place(document: np.ndarray, tokens: np.ndarray, labels: np.ndarray, index: int) -> int:
-    size = _inputs(document, len(tokens), index)
-    tokens[:size], labels[:size] = document[:-1], document[1:]
-    return size

@@ -80,7 +80,6 @@ from transformer_jax.training.step import (
     start_state,
 )
 from transformer_jax.training.tasks import Tokenizers, TrainingTask, load_task
-from transformer_jax.training.tasks.task import ReadsAhead
 from transformer_jax.training.trackers import Trackers, check_trackers
 
 MOST_REJECTED = 10
@@ -322,7 +321,7 @@ class _Run:
             self.base = Reference(self.config, self.placement, self.template.params)
         self.frozen: tuple[Params, ...] = () if self.base is None else (self.base.template,)
         check_state(self.template, self.frozen)
-        if isinstance(task, ReadsAhead):
+        if task.place is not None:
             task.place = partial(self.placement.own_rows, axis=1)
         self.held_out = self.placement.whole(task.held_out)
         self.resident = self.placement.whole(task.resident)
@@ -355,7 +354,7 @@ class _Run:
             found, self._first = self._first, None  # was made to compile the first step
             return found
         inputs = self.task.inputs(step)
-        if isinstance(self.task, ReadsAhead):  # which has placed them
+        if self.task.place is not None:  # it has placed them
             return inputs
         return self.placement.rows(inputs, axis=1)
 
@@ -559,7 +558,7 @@ class _Run:
         self.trackers.write(step, line | held_out)
 
     def _evaluate(self, params: Params) -> Scores:
-        own = isinstance(self.task, ReadsAhead)  # whose processes read a part each
+        own = self.task.place is not None  # whose processes read a part each
         place = self.placement.own_rows if own else self.placement.rows
         batches = (place(batch, axis=0) for batch in self.task.evaluation())
 

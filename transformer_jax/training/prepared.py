@@ -8,7 +8,6 @@ random access, so what step n reads follows from the seed and n: a resumed run n
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +22,7 @@ from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch
 from transformer_jax.training.data import IGNORE
-
-OPEN_ROWS = 64
-"""Rows that a piece of a document may still join, when documents are packed."""
+from transformer_jax.training.rows import pack
 
 MIXTURE = 2**16
 """Rows after which the folders of a mixture take turns as before."""
@@ -82,15 +79,15 @@ class WindowRows:
 class DocumentRows:
     """Lay documents out in rows, several short ones in each, or a long one in several.
 
-    Piece for piece in the order of the corpus, each goes into the fullest of the last OPEN_ROWS
-    rows with room. A row's labels are the tokens that follow in the same document.
+    Piece for piece in the order of the corpus, each goes into the fullest of the OPEN_ROWS
+    rows with room that began last. A row's labels are the tokens that follow in the same document.
     """
 
     def __init__(self, part: Part, length: int, packed: bool = True) -> None:
         self.part, self.length, self.separate = part, length, packed
         starts, sizes = _pieces(part.bounds(), length, int(part.begins))
         if packed:
-            row_of = pack(sizes, length)
+            row_of = pack(sizes, length, fullest=True)
             order = np.argsort(row_of, kind="stable")
             starts, sizes = starts[order], sizes[order]
             counts = np.bincount(row_of)
@@ -141,30 +138,6 @@ def _pieces(
     return np.repeat(bounds[:-1] + skipped, counts) + offsets, np.minimum(left, length).astype(
         np.int32
     )
-
-
-def pack(
-    sizes: np.ndarray,  # i32[n], at most `length` each
-    length: int,
-) -> np.ndarray:  # i32[n]
-    """Return the row of each piece: the fullest with room, among the last OPEN_ROWS begun."""
-    found = np.empty(len(sizes), np.int32)
-    rooms, rows, count = list[int](), list[int](), 0  # of rows with room, the fullest first
-    for block in range(0, len(sizes), 2**16):
-        for piece, size in enumerate(sizes[block : block + 2**16].tolist(), start=block):
-            at = bisect_left(rooms, size)
-            if at < len(rooms):
-                row, room = rows.pop(at), rooms.pop(at) - size
-            else:
-                row, room, count = count, length - size, count + 1
-                if len(rooms) == OPEN_ROWS:
-                    del rooms[0], rows[0]
-            found[piece] = row
-            if room:
-                at = bisect_left(rooms, room)
-                rooms.insert(at, room)
-                rows.insert(at, row)
-    return found
 
 
 def row_order(

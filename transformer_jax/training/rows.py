@@ -7,11 +7,12 @@ length is filled with rows that the epoch has read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from transformer_jax.shown import short_repr
@@ -28,19 +29,11 @@ BUCKET_ROWS = 1000
 MULTIPLE = 8
 """Rows of a bucket are as long as the next multiple of this."""
 
+OPEN_ROWS = 64
+"""Rows that an example may still join, when examples are packed: or a corpus takes its square."""
+
 FILL = {"labels": IGNORE}
 """What stands in a field where a row has ended; else 0 or False."""
-
-
-@short_repr
-class Example(NamedTuple):
-    """Hold one example: what a model reads, and the label of each of its tokens."""
-
-    tokens: np.ndarray  # i32[T], or f32[H, W, C] with a class
-    labels: np.ndarray  # i32[T], IGNORE where there is none; or i32[] of a class
-    prefix: int = 0
-    """How many tokens, from the first on, all tokens of the example see."""
-    source: np.ndarray | None = None  # i32[S], f32[S, D_in] or f32[H, W, C]
 
 
 @short_repr
@@ -64,26 +57,27 @@ class Rows:
 
         A bucket whose rows do not fill its last step takes the first of its rows again.
         """
-        plan = _plan(self.counts, accumulation * size)
-        epoch, number = divmod(step, len(plan))
-        bucket, start = plan[_shuffled(seed, epoch, 0, len(plan))[number]]
+        total = accumulation * size
+        ends = np.cumsum([-(-count // total) for count in self.counts])  # of the buckets' steps
+        epoch, number = divmod(step, int(ends[-1]))
+        number = _shuffled(seed, epoch, 0, int(ends[-1]))[number]
+        bucket = int(np.searchsorted(ends, number, "right"))
+        start = (number - (ends[bucket - 1] if bucket else 0)) * total
         order = _shuffled(seed, epoch, bucket + 1, self.counts[bucket])
-        chosen = order[(start + np.arange(accumulation * size)) % len(order)]
-        rows = _taken(self.buckets[bucket], chosen)
-        shape = (accumulation, size)
-        return _mapped(rows, lambda name, leaf: leaf.reshape(*shape, *leaf.shape[1:]))
+        chosen = order[(start + np.arange(total)) % len(order)]
+
+        def take(leaf: np.ndarray) -> np.ndarray:
+            return leaf[chosen].reshape(accumulation, size, *leaf.shape[1:])
+
+        found: Batch = jax.tree.map(take, self.buckets[bucket])
+        return found
 
     def batches(self, size: int) -> Iterator[Batch]:
         """Yield every row once, leaves [B, ...]; the last batch of a bucket has empty rows."""
         for bucket, count in zip(self.buckets, self.counts, strict=True):
             for start in range(0, count, size):
-                rows = _taken(bucket, np.arange(start, min(start + size, count)))
-                yield _mapped(rows, lambda name, leaf: _filled(name, leaf, size))
-
-
-def _plan(counts: tuple[int, ...], size: int) -> list[tuple[int, int]]:
-    """Return the steps of an epoch: a bucket, and where in its order of rows the step begins."""
-    return [(b, start) for b, count in enumerate(counts) for start in range(0, count, size)]
+                here = slice(start, start + size)
+                yield _filled(jax.tree.map(lambda leaf, here=here: leaf[here], bucket), size)
 
 
 @lru_cache(maxsize=16)
@@ -96,32 +90,23 @@ def _shuffled(seed: int, epoch: int, part: int, count: int) -> np.ndarray:  # i6
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
-def _mapped(batch: Batch, change: Callable[[str, np.ndarray], np.ndarray]) -> Batch:
-    """Return a batch with `change(name, leaf)` in the place of each leaf that there is."""
-    found = {}
-    for part in fields(batch):
-        leaf = getattr(batch, part.name)
-        found[part.name] = None if leaf is None else change(part.name, leaf)
-    return Batch(**found)
-
-
-def _taken(batch: Batch, index: np.ndarray) -> Batch:  # i64[n]
-    """Return the rows of these numbers."""
-    return _mapped(batch, lambda name, leaf: leaf[index])
-
-
-def _filled(name: str, leaf: np.ndarray, size: int) -> np.ndarray:
-    """Return the rows of a leaf with empty ones after them, `size` in all."""
-    short = size - len(leaf)
+def _filled(batch: Batch, size: int) -> Batch:
+    """Return the rows of a batch with empty ones after them, `size` in all."""
+    short = size - len(batch.labels)
     if not short:
-        return leaf
-    last = np.full((short, *leaf.shape[1:]), FILL.get(name, 0), leaf.dtype)
-    if name.endswith("valid"):  # a row that reads nothing at all has no finite logits
-        last[:, 0] = True
-    return np.concatenate([leaf, last])
+        return batch
+
+    def longer(name: str, leaf: np.ndarray) -> np.ndarray:
+        last = np.full((short, *leaf.shape[1:]), FILL.get(name, 0), leaf.dtype)
+        if name.endswith("valid"):  # a row that reads nothing at all has no finite logits
+            last[:, 0] = True
+        return np.concatenate([leaf, last])
+
+    given = {name: leaf for name, leaf in vars(batch).items() if leaf is not None}
+    return Batch(**{name: longer(name, leaf) for name, leaf in given.items()})
 
 
-def bucketed(examples: Sequence[Example], padding: bool = False) -> Rows:
+def bucketed(examples: Sequence[Batch], padding: bool = False) -> Rows:
     """Lay out an example a row, in at most BUCKETS lengths; `padding` marks what is none.
 
     A model that reads from left to right needs no mark of the padding at the end of a row.
@@ -132,91 +117,112 @@ def bucketed(examples: Sequence[Example], padding: bool = False) -> Rows:
     cuts = [round(len(order) * (i + 1) / parts) for i in range(parts)]
     found, start = [], 0
     for cut in cuts:
-        last = cut == cuts[-1]
         part = [examples[i] for i in order[start:cut]]
-        if not part or (not last and _similar(sizes, order, cut, start)):
+        if not part:
             continue
+        if cut != cuts[-1]:
+            longest, here = (-(-sizes[order[i]] // MULTIPLE) for i in (-1, cut - 1))
+            if here == longest or here * 5 > longest * 4:  # too alike for a program of its own
+                continue
         found.append(padded(part, padding))
         start = cut
     return Rows(tuple(found))
 
 
-def _similar(sizes: Sequence[int], order: np.ndarray, cut: int, start: int) -> bool:
-    """Say whether what comes after a cut is too little longer for a program of its own."""
-    longest = -(-sizes[order[-1]] // MULTIPLE)
-    here = -(-sizes[order[cut - 1]] // MULTIPLE)
-    return here == longest or here * 5 > longest * 4
-
-
-def _length(sizes: Sequence[int]) -> int:
-    return -(-max(sizes) // MULTIPLE) * MULTIPLE
-
-
 def stack_rows(
-    rows: Sequence[np.ndarray],  # i32[T], f32[T, D_in] or f32[H, W, C] each
+    rows: Sequence[np.ndarray],  # i32[T], bool[T], f32[T, D_in], f32[H, W, C] or i32[] each
+    fill: int = 0,
 ) -> tuple[np.ndarray, np.ndarray | None]:  # [B, T, ...], bool[B, T]
-    """Return rows as one array, with zeros after the shorter ones, and where they are none.
+    """Return rows as one array, with `fill` after the shorter ones, and where a row has entries.
 
-    The length is the next multiple of MULTIPLE. Pictures [H, W, C] are of one shape: they get no
-    zeros, and there is None to say where those are not.
+    The length is the next multiple of MULTIPLE. Pictures [H, W, C] and classes [] are of one shape:
+    nothing is added, and there is None to say where.
     """
     first = rows[0]
-    if first.ndim == 3:
-        return np.stack(rows).astype(np.float32), None
-    shape = len(rows), _length([len(row) for row in rows])
-    kind = np.int32 if np.issubdtype(first.dtype, np.integer) else np.float32
-    stacked, valid = np.zeros((*shape, *first.shape[1:]), kind), np.zeros(shape, bool)
+    kind = first.dtype if first.dtype == bool else np.dtype(np.float32)
+    kind = np.dtype(np.int32) if np.issubdtype(first.dtype, np.integer) else kind
+    if first.ndim in (0, 3):
+        return np.stack(rows).astype(kind), None
+    shape = len(rows), -(-max(map(len, rows)) // MULTIPLE) * MULTIPLE
+    stacked, valid = np.full((*shape, *first.shape[1:]), fill, kind), np.zeros(shape, bool)
     for number, row in enumerate(rows):
         stacked[number, : len(row)] = row
         valid[number, : len(row)] = True
     return stacked, valid
 
 
-def padded(examples: Sequence[Example], padding: bool) -> Batch:
+def padded(examples: Sequence[Batch], padding: bool) -> Batch:
     """Lay out an example a row, all of one length; `padding` marks what is none."""
-    tokens, valid = stack_rows([example.tokens for example in examples])
-    classes = examples[0].labels.ndim == 0
-    labels = np.full(len(examples) if classes else tokens.shape, IGNORE, np.int32)
-    prefix = np.zeros(tokens.shape, bool) if any(e.prefix for e in examples) else None
-    for row, example in enumerate(examples):
-        labels[row, ... if classes else slice(len(example.tokens))] = example.labels
-        if prefix is not None:
-            prefix[row, : example.prefix] = True
-    source = source_valid = None
-    if examples[0].source is not None:
-        source, source_valid = stack_rows([e.source for e in examples if e.source is not None])
+
+    def column(name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        rows = [getattr(example, name) for example in examples]
+        return (None, None) if rows[0] is None else stack_rows(rows, FILL.get(name, 0))
+
+    (tokens, valid), (source, source_valid) = column("tokens"), column("source")
+    labels, prefix = column("labels")[0], column("prefix")[0]
     return Batch(tokens, labels, None, valid if padding else None, prefix, source, source_valid)
 
 
-def packed(examples: Sequence[Example], length: int) -> Rows:
-    """Lay out several examples a row, each in the first of the last rows with room.
+def pack(
+    sizes: np.ndarray,  # i32[n], from 1 to `length` each
+    length: int,
+    fullest: bool = False,
+) -> np.ndarray:  # i32[n]
+    """Return the row of each piece: the first of the last OPEN_ROWS rows that has room for it.
+
+    With `fullest`, the one with the least room that is enough, of OPEN_ROWS rows that have any.
+    Either way the time grows as the number of pieces.
+    """
+    found, count = np.empty(len(sizes), np.int32), 0
+    rooms, rows = list[int](), list[int]()  # of open rows; with `fullest`, the least room first
+    for block in range(0, len(sizes), 2**16):  # as numbers of Python, which take more memory
+        for piece, size in enumerate(sizes[block : block + 2**16].tolist(), start=block):
+            if fullest:
+                at = bisect_left(rooms, size)
+            else:
+                at = next((i for i, room in enumerate(rooms) if room >= size), len(rooms))
+            if at < len(rooms):
+                row, room = rows.pop(at), rooms.pop(at) - size
+            else:
+                row, room, count = count, length - size, count + 1
+                if len(rooms) == OPEN_ROWS:
+                    del rooms[0], rows[0]
+                at = len(rooms)
+            found[piece] = row
+            if fullest:
+                at = bisect_left(rooms, room)
+            if room or not fullest:
+                rooms.insert(at, room)
+                rows.insert(at, row)
+    return found
+
+
+def packed(examples: Sequence[Batch], length: int) -> Rows:
+    """Lay out several examples a row, by `pack`.
 
     With the segments given to a model, an example sees no other and its positions start at 0.
     """
-    places, room = list[tuple[int, int]](), list[int]()
-    for number, example in enumerate(examples):
-        size = len(example.tokens)
-        if size > length:
-            raise DataError(f"example {number} has {size} tokens: a row has {length}")
-        recent = range(max(0, len(room) - 64), len(room))  # or packing a corpus takes its square
-        row = next((r for r in recent if room[r] >= size), len(room))
-        if row == len(room):
-            room.append(length)
-        places.append((row, length - room[row]))
-        room[row] -= size
-    shape = (len(room), length)
+    sizes = np.array([len(example.tokens) for example in examples], np.int32)
+    for number in np.flatnonzero(sizes > length)[:1]:
+        raise DataError(f"example {number} has {sizes[number]} tokens: a row has {length}")
+    row_of = pack(sizes, length)
+    shape = int(row_of.max(initial=-1)) + 1, length
     tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     labels = np.full(shape, IGNORE, np.int32)
-    prefix = np.zeros(shape, bool) if any(e.prefix for e in examples) else None
-    for example, (row, at) in zip(examples, places, strict=True):
-        here = slice(at, at + len(example.tokens))
+    prefix = None if not examples or examples[0].prefix is None else np.zeros(shape, bool)
+    ends, counts = [0] * shape[0], [0] * shape[0]
+    for example, size, row in zip(examples, sizes.tolist(), row_of.tolist(), strict=True):
+        here, counts[row] = slice(ends[row], ends[row] + size), counts[row] + 1
+        ends[row] += size
         tokens[row, here], labels[row, here] = example.tokens, example.labels
-        segments[row, here] = segments[row].max() + 1
+        segments[row, here] = counts[row]
         if prefix is not None:
-            prefix[row, at : at + example.prefix] = True
+            prefix[row, here] = example.prefix
     return Rows((Batch(tokens, labels, segments, None, prefix),))
 
 
-def packs(examples: Sequence[Example], length: int) -> bool:
-    """Say whether packing pays: whether two examples of the mean length fit into a row."""
-    return 2 * sum(len(e.tokens) for e in examples) <= length * max(len(examples), 1)
+def laid_out(examples: Sequence[Batch], length: int | None) -> Rows:
+    """Pack examples into rows of `length` where two of the mean length fit into one, else not."""
+    if length is not None and 2 * sum(len(e.tokens) for e in examples) <= length * len(examples):
+        return packed(examples, length)
+    return bucketed(examples)

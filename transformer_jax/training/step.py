@@ -21,7 +21,7 @@ from transformer_jax.programs import program
 from transformer_jax.pytree import cast_floats, check_ranges
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.shown import short_repr
-from transformer_jax.training.batch import Batch, Loss, Params
+from transformer_jax.training.batch import Batch, Loss, Params, as_given
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.optimizers import averaged_params, round_stochastically
 
@@ -152,7 +152,7 @@ def windows(
 def make_train_step(
     loss: Loss,
     optimizer: optax.GradientTransformation,
-    prepare: Prepare = lambda batches: batches,
+    prepare: Prepare = as_given,
     *,
     ema_decay: float | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
@@ -264,7 +264,7 @@ def _held_like(params: Params, new: Params, key: jax.Array) -> Params:
 
 
 def make_eval_step(
-    scores: Callable[..., jax.Array], prepare: Prepare = lambda batch: batch
+    scores: Callable[..., jax.Array], prepare: Prepare = as_given
 ) -> Callable[..., jax.Array]:
     """Return the jitted `step(params, *inputs, frozen=()) -> scores(params, batch, *frozen)`.
 

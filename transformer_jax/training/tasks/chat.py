@@ -22,17 +22,17 @@ from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import end_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import Params
+from transformer_jax.training.batch import Batch, Params
 from transformer_jax.training.data import IGNORE, line_tokenizer
-from transformer_jax.training.rows import Example, Rows, bucketed, packed, packs
+from transformer_jax.training.rows import Rows, laid_out
 from transformer_jax.training.tasks.pairs import read_lines
 from transformer_jax.training.tasks.task import (
-    Report,
     RowsTask,
     Tokenizers,
     check_known,
     check_lengths,
     sha256_of,
+    split_held_out,
     with_vocabulary,
 )
 from transformer_jax.training.tasks.turns import (
@@ -74,9 +74,7 @@ class Conversations(RowsTask):
 
         def rows(talks: Sequence[tuple[str, Messages]]) -> Rows:
             examples = [row for talk in talks for row in _examples(config, tokenizer, *talk)]
-            if is_packed and packs(examples, config.sequence_len):
-                return packed(examples, config.sequence_len)
-            return bucketed(examples)
+            return laid_out(examples, config.sequence_len if is_packed else None)
 
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 
@@ -96,10 +94,6 @@ class Conversations(RowsTask):
             lines += [*(f"{m['role']}: {m['content']}" for m in messages[:first])]
             lines.append(f"assistant: {answer}")
         return "\n".join(lines)
-
-    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return nothing: answers are judged by their loss."""
-        return {}
 
 
 def answer_messages(
@@ -127,7 +121,7 @@ def answer_messages(
 
 def _examples(
     config: TrainConfig, tokenizer: Tokenizer, where: str, messages: Messages
-) -> list[Example]:
+) -> list[Batch]:
     """Return a conversation as a row, of which what the assistant says is learnt.
 
     Where a later turn does not go on with what was read and learnt before, a row begins anew: a
@@ -143,7 +137,7 @@ def _examples(
     for whole, _ in rows:
         check_known(config.model.vocab_size, tokenizer, where, whole)
         check_lengths(config, {where: len(whole) - 1})
-    return [Example(whole[:-1], said[1:]) for whole, said in rows]
+    return [Batch(whole[:-1], said[1:]) for whole, said in rows]
 
 
 def read_objects(
@@ -157,11 +151,7 @@ def read_objects(
     if config.val_data is not None:
         val, more = _read_file(config, "val_data", config.val_data, check)
         return train, val, content + more
-    cut = int(len(train) * (1 - config.val_fraction))
-    if not 0 < cut < len(train):
-        rule = "must have one for training and one held out at least"
-        raise DataError(f"data is {config.data!r}: {len(train)} {what}: {rule}")
-    return train[:cut], train[cut:], content
+    return *split_held_out(config, train, what), content
 
 
 def _read_file(

@@ -27,9 +27,9 @@ from transformer_jax.tokenizers.special import (
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params, batch_logits
 from transformer_jax.training.data import IGNORE, line_tokenizer
-from transformer_jax.training.rows import Example, Rows, bucketed, padded
+from transformer_jax.training.rows import Rows, bucketed, padded
 from transformer_jax.training.tasks.metrics import confusion_matrix, macro_f1
-from transformer_jax.training.tasks.pairs import SHOWN, Pair, read_pairs, split_pairs
+from transformer_jax.training.tasks.pairs import SHOWN, Pair, read_pairs
 from transformer_jax.training.tasks.task import (
     Report,
     RowsTask,
@@ -38,6 +38,7 @@ from transformer_jax.training.tasks.task import (
     check_lengths,
     encode_line,
     sha256_of,
+    split_held_out,
     with_vocabulary,
 )
 
@@ -111,7 +112,7 @@ def label_names(config: TrainConfig) -> list[str]:
     return [f"label:{label}" for label in labels_of(config)]
 
 
-def class_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Example:
+def class_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Batch:
     """Return a text as a model of the config reads it, with its class."""
     text = encode_line(tokenizers.tokenizer, pair.target, pair.where)
     names = label_names(config)
@@ -120,14 +121,14 @@ def class_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Ex
         tokens = encoder_frame(tokenizers.tokenizer).around(text)
         check_known(config.model.vocab_size, tokenizers.tokenizer, pair.where, tokens)
         check_lengths(config, {pair.where: len(tokens)})
-        return Example(tokens, np.array(number, np.int32))
+        return Batch(tokens, np.array(number, np.int32))
     ids = special_ids(tokenizers.tokenizer)
     check_lengths(config, {pair.where: len(text) + 1})
     tokens = np.append(text, ids["cls"]).astype(np.int32)
     check_known(config.model.vocab_size, tokenizers.tokenizer, pair.where, tokens)
     labels = np.full(len(tokens), IGNORE, np.int32)
     labels[-1] = ids[names[number]]
-    return Example(tokens, labels)
+    return Batch(tokens, labels)
 
 
 def label_texts(
@@ -144,9 +145,9 @@ def label_texts(
     longest = max(len(example.tokens) for example in examples)
     for start in range(0, len(examples), size):
         part = examples[start : start + size]
-        filler = Example(np.zeros(longest, np.int32), part[0].labels * 0 + IGNORE)
+        filler = Batch(np.zeros(longest, np.int32), part[0].labels * 0 + IGNORE)
         if names:
-            filler = Example(filler.tokens, np.full(longest, IGNORE, np.int32))
+            filler = Batch(filler.tokens, np.full(longest, IGNORE, np.int32))
         batch = padded([*part, *[filler] * (size - len(part) + 1)], not names)
         logits = _class_logits(config.model, params, batch, columns if names else None)
         for row in np.asarray(jax.nn.softmax(logits, axis=-1))[: len(part)]:
@@ -170,7 +171,7 @@ def _class_logits(
 def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
     train, content = read_pairs(config, "data", config.data, None, _RULE)
     if config.val_data is None:
-        return *split_pairs(config, train), content
+        return *split_held_out(config, train, "pairs"), content
     val, more = read_pairs(config, "val_data", config.val_data, None, _RULE)
     return train, val, content + more
 

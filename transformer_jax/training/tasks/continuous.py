@@ -21,7 +21,7 @@ from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params, batch_logits
 from transformer_jax.training.data import line_tokenizer
-from transformer_jax.training.rows import Example, Rows, bucketed
+from transformer_jax.training.rows import Rows, bucketed
 from transformer_jax.training.tasks.answers import write_targets
 from transformer_jax.training.tasks.metrics import confusion_matrix, edit_distance, macro_f1
 from transformer_jax.training.tasks.signals import DIGITS, Signal, make_signals
@@ -159,19 +159,19 @@ def answer_signals(
 
 def signal_example(
     config: TrainConfig, tokenizers: Tokenizers, signal: Signal, where: str
-) -> Example:
+) -> Batch:
     """Return a signal as a model of the config reads it; DataError where it is too long."""
     model = config.model
     assert isinstance(model, ModelConfig) and model.inputs is not None
     if model.kind == "encoder":
-        return Example(signal.values, np.array(DIGITS.index(signal.target), np.int32))
+        return Batch(signal.values, np.array(DIGITS.index(signal.target), np.int32))
     ids, target = special_ids(tokenizers.tokenizer), tokenizers.tokenizer.encode(signal.target)
     sizes = {f"{where}: target": len(target) + 1}
     if isinstance(model.positions, Learned):
         sizes[f"{where}: source"] = model.inputs.num_tokens(len(signal.values))
     check_lengths(config, sizes)
     whole = np.concatenate([[ids["bos"]], target, [ids["eos"]]]).astype(np.int32)
-    return Example(whole[:-1], whole[1:], source=signal.values)
+    return Batch(whole[:-1], whole[1:], source=signal.values)
 
 
 @program(static=("model",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,12 +31,12 @@ from transformer_jax.training.data import (
     random_starts,
     read,
 )
-from transformer_jax.training.rows import Example, Rows, bucketed, packed, packs
+from transformer_jax.training.rows import Rows, laid_out
 from transformer_jax.training.step import windows
 from transformer_jax.training.tasks.task import (
-    Report,
     RowsTask,
     Tokenizers,
+    TrainingTask,
     sha256_of,
     with_vocabulary,
 )
@@ -55,7 +55,7 @@ class Windows:
         return windows(corpus, starts, self.length)
 
 
-class LanguageWindows:
+class LanguageWindows(TrainingTask):
     """Train on windows of one long text, which start anywhere."""
 
     def __init__(
@@ -64,18 +64,9 @@ class LanguageWindows:
         self.data: Dataset = load_dataset(config, None if tokenizers is None else tokenizers[0])
         self.tokenizers, self.sha256 = Tokenizers(self.data.tokenizer), self.data.sha256
         self.config = with_vocabulary(config, self.tokenizers, vocab_size)
-        self.prepare: Callable[..., Batch] = Windows(config.sequence_len)
+        self.prepare = Windows(config.sequence_len)
+        self.resident, self.held_out = (self.data.train,), (self.data.val,)
         self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
-
-    @property
-    def resident(self) -> tuple[Any, ...]:
-        """Return the training part."""
-        return (self.data.train,)
-
-    @property
-    def held_out(self) -> tuple[Any, ...]:
-        """Return the held-out part."""
-        return (self.data.val,)
 
     def inputs(self, step: int) -> np.ndarray:  # i32[A, B]
         """Return where the windows of a step start."""
@@ -112,10 +103,6 @@ class LanguageWindows:
         """Return a text that the model writes."""
         return write_sample(self.config, self.tokenizers, params)
 
-    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return nothing: the held-out loss says it all."""
-        return {}
-
     def documents(self) -> list[np.ndarray]:
         """Return the training part as one sequence."""
         return [self.data.train]
@@ -147,9 +134,7 @@ class LanguageDocuments(RowsTask):
             for text in texts:
                 ids = np.concatenate([first, encode_text(tokenizer, text), [end]]).astype(np.int32)
                 examples += list(_pieces(ids, config.sequence_len))
-            if task.packed and packs(examples, config.sequence_len):
-                return packed(examples, config.sequence_len)
-            return bucketed(examples)
+            return laid_out(examples, config.sequence_len if task.packed else None)
 
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 
@@ -161,16 +146,12 @@ class LanguageDocuments(RowsTask):
         """Return a text that the model writes."""
         return write_sample(self.config, self.tokenizers, params)
 
-    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return nothing: the held-out loss says it all."""
-        return {}
 
-
-def _pieces(ids: np.ndarray, length: int) -> Iterator[Example]:
+def _pieces(ids: np.ndarray, length: int) -> Iterator[Batch]:
     """Yield a document in pieces of at most `length` tokens."""
     for start in range(0, len(ids) - 1, length):
         piece = ids[start : start + length + 1]
-        yield Example(piece[:-1], piece[1:])
+        yield Batch(piece[:-1], piece[1:])
 
 
 def _documents(config: TrainConfig, kind: Any) -> tuple[list[str], list[str], bytes]:

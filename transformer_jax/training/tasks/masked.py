@@ -9,7 +9,7 @@ puts around a text; no special token is ever hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,9 +28,9 @@ from transformer_jax.training.batch import Batch, Params, batch_logits, batch_sc
 from transformer_jax.training.data import IGNORE, load_dataset, random_starts
 from transformer_jax.training.rows import Rows
 from transformer_jax.training.tasks.task import (
-    GivenBatches,
     Report,
     Tokenizers,
+    TrainingTask,
     check_known,
     with_vocabulary,
 )
@@ -42,12 +42,8 @@ PSEUDO_WINDOWS = 4
 """Held-out windows whose pseudo-perplexity is taken."""
 
 
-class MaskedWindows:
+class MaskedWindows(TrainingTask):
     """Train on windows of a text in which tokens are hidden."""
-
-    prepare: Callable[..., Batch] = GivenBatches()
-    resident: tuple[Any, ...] = ()
-    held_out: tuple[Any, ...] = ()
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -95,10 +91,6 @@ class MaskedWindows:
             f"text: {train:,} tokens and {held_out:,} held out, {self.tokens_per_step:,} in a "
             f"step; a guess by frequency has {self.unigram:.4f} nats a token"
         )
-
-    def per_character(self, loss: float) -> tuple[float, str] | None:
-        """Return None: the loss is of hidden tokens, whatever they are."""
-        return None
 
     def sample(self, params: Params) -> str:
         """Return held-out text with hidden tokens, what the model puts there, and what stood there.

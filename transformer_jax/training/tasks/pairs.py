@@ -27,9 +27,9 @@ from transformer_jax.tokenizers.special import (
     with_special_tokens,
 )
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import Params
+from transformer_jax.training.batch import Batch, Params
 from transformer_jax.training.data import IGNORE, line_tokenizer, read
-from transformer_jax.training.rows import Example, Rows, bucketed, packed, packs
+from transformer_jax.training.rows import Rows, laid_out
 from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.generated import generate_pairs
 from transformer_jax.training.tasks.metrics import compare_texts
@@ -43,6 +43,7 @@ from transformer_jax.training.tasks.task import (
     known_sources,
     located,
     sha256_of,
+    split_held_out,
     with_vocabulary,
 )
 from transformer_jax.training.tasks.turns import source_ids, target_ids
@@ -75,9 +76,7 @@ class Pairs(RowsTask):
         def rows(pairs: Sequence[Pair]) -> Rows:
             examples = [pair_example(config, tokenizers, pair) for pair in pairs]
             one_row = isinstance(config.task, PrefixTask) and config.task.packed
-            if one_row and not two_rows and packs(examples, config.sequence_len):
-                return packed(examples, config.sequence_len)
-            return bucketed(examples)
+            return laid_out(examples, config.sequence_len if one_row and not two_rows else None)
 
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 
@@ -104,7 +103,7 @@ class Pairs(RowsTask):
         return compare_texts(written, [p.target for p in pairs], translations=not made)
 
 
-def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Example:
+def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Batch:
     """Return a pair as a model of the config reads it; DataError where it is too long."""
     source = encode_line(tokenizers.of_source, pair.source, pair.where)
     if not len(source):
@@ -120,7 +119,7 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Exa
         check_lengths(
             config, {f"{pair.where}: source": len(source), f"{pair.where}: target": len(labels)}
         )
-        return Example(np.append(kind.start, labels[:-1]).astype(np.int32), labels, source=source)
+        return Batch(np.append(kind.start, labels[:-1]).astype(np.int32), labels, source=source)
     source = source_ids(tokenizers.tokenizer, pair.source)
     target = located(pair.where, target_ids, tokenizers.tokenizer, pair.target)
     whole = np.append(source, target)
@@ -128,7 +127,8 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Exa
     check_lengths(config, {f"{pair.where}: source and target": len(whole) - 1})
     labels = whole[1:].copy()
     labels[: len(source) - 1] = IGNORE
-    return Example(whole[:-1], labels, len(source) if both_directions(config) else 0)
+    prefix = np.arange(len(labels)) < len(source) if both_directions(config) else None
+    return Batch(whole[:-1], labels, prefix=prefix)
 
 
 def both_directions(config: TrainConfig) -> bool:
@@ -171,27 +171,18 @@ def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
         made = generate_pairs(task, config.seed)
         pairs = [Pair(*pair, f"example {number}") for number, pair in enumerate(made)]
         content = "\n".join(f"{p.source}\t{p.target}" for p in pairs).encode()
-        return *split_pairs(config, pairs), content
+        return *split_held_out(config, pairs, "pairs"), content
     assert isinstance(task, Seq2SeqTask | PrefixTask)
     train, content = read_pairs(config, "data", config.data, task.targets)
     if config.val_data is None:
         if task.val_targets is not None:
             raise DataError(f"val_targets is {task.val_targets!r}: needs val_data")
-        return *split_pairs(config, train), content
+        return *split_held_out(config, train, "pairs"), content
     if (task.targets is None) != (task.val_targets is None):
         rule = f"must be given with val_data exactly where targets is, which is {task.targets!r}"
         raise DataError(f"val_targets is {task.val_targets!r}: {rule}")
     val, more = read_pairs(config, "val_data", config.val_data, task.val_targets)
     return train, val, content + more
-
-
-def split_pairs(config: TrainConfig, pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
-    """Return the pairs to train on, and the last ones, which are held out."""
-    cut = int(len(pairs) * (1 - config.val_fraction))
-    if not 0 < cut < len(pairs):
-        rule = "must have one for training and one held out at least"
-        raise DataError(f"data is {config.data!r}: {len(pairs)} pairs: {rule}")
-    return pairs[:cut], pairs[cut:]
 
 
 def read_lines(config: TrainConfig, name: str, data: str) -> tuple[list[str], bytes]:

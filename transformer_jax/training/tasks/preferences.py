@@ -28,7 +28,6 @@ from transformer_jax.training.data import IGNORE, line_tokenizer
 from transformer_jax.training.rows import MULTIPLE, Rows
 from transformer_jax.training.tasks.chat import SHOWN, check_messages, read_objects
 from transformer_jax.training.tasks.task import (
-    Report,
     RowsTask,
     Tokenizers,
     check_known,
@@ -122,10 +121,6 @@ class Preferences(RowsTask):
                 asked = [(m["role"], m["content"]) for m in pair.prompt]
             lines += [*(f"{role}: {text}" for role, text in asked), f"answer: {said}"]
         return "\n".join(lines)
-
-    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return nothing: answers are judged by how they are preferred, which the loss says."""
-        return {}
 
 
 def answer_preferred(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,9 +35,8 @@ from transformer_jax.training.prepared import (
 )
 from transformer_jax.training.tasks.language import write_sample
 from transformer_jax.training.tasks.task import (
-    GivenBatches,
-    Report,
     Tokenizers,
+    TrainingTask,
     sha256_of,
     with_vocabulary,
 )
@@ -46,12 +45,8 @@ _EVAL_STREAM = 2**62
 """The `step` whose rows an evaluation on random batches reads: no training step has it."""
 
 
-class PreparedText:
+class PreparedText(TrainingTask):
     """Train on windows of prepared folders, or on their documents."""
-
-    prepare: Callable[..., Batch] = GivenBatches()
-    resident: tuple[Any, ...] = ()
-    held_out: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -83,7 +78,7 @@ class PreparedText:
         self.rows = tuple(self._rows(part, whole=False) for part in self.parts)
         self.val_rows = tuple(self._rows(part, whole=True) for part in self.val_parts)
         self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
-        self.place: Callable[[Batch], Batch] = jax.device_put  # while other steps are computed
+        self.place = jax.device_put  # while other steps are computed
         self._ahead: Prefetched | None = None
 
     def _rows(self, part: Part, whole: bool) -> PartRows:
@@ -109,6 +104,7 @@ class PreparedText:
             found: Batch = self.steps((process_index, process_count))[step]
             return found
         if self._ahead is None:
+            assert self.place is not None
             self._ahead = Prefetched(self.steps(_this_process()), self.place)
         return self._ahead(step)
 
@@ -166,10 +162,6 @@ class PreparedText:
     def sample(self, params: Params) -> str:
         """Return a text that the model writes."""
         return write_sample(self.config, self.tokenizers, params)
-
-    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return nothing: the held-out loss says it all."""
-        return {}
 
     def documents(self) -> list[np.ndarray]:
         """Return the training parts, for a model that counts: it needs all of it in memory."""

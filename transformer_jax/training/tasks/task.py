@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -17,11 +17,14 @@ from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import Batch, Params
+from transformer_jax.training.batch import Batch, Params, as_given
 from transformer_jax.training.rows import Rows
 from transformer_jax.untrusted_files import shown
 
 T = TypeVar("T")
+
+Inputs: TypeAlias = Batch | np.ndarray
+"""What a step reads: its micro-batches, or where its windows start, i32[A, B]."""
 
 Report: TypeAlias = Callable[[int, int], None]
 """Take how many examples are decoded, from 0 on, and how many there are."""
@@ -40,7 +43,7 @@ class Tokenizers(NamedTuple):
         return self.tokenizer if self.source is None else self.source
 
 
-class TrainingTask(Protocol):
+class TrainingTask:
     """Hold the examples of a task, and judge what a model makes of them.
 
     A step's inputs become micro-batches by `prepare(*resident, inputs)`, on the device; `prepare`
@@ -52,65 +55,54 @@ class TrainingTask(Protocol):
     tokenizers: Tokenizers
     sha256: str
     """Of all that was read."""
-    prepare: Callable[..., Batch]
     tokens_per_step: int
     """Tokens that a step reads, padding included."""
+    prepare: Callable[..., Batch] = staticmethod(as_given)
+    resident: tuple[np.ndarray, ...] = ()
+    """Arrays of the training part that stay on the device."""
+    held_out: tuple[np.ndarray, ...] = ()
+    """Arrays of the held-out part that stay on the device."""
+    place: Callable[[Batch], Batch] | None = None
+    """Of a task that reads batches ahead, and in each process the rows of this one alone: what
+    brings them to where the loop needs them. None: the loop places what `inputs` returns."""
 
-    @property
-    def resident(self) -> tuple[Any, ...]:
-        """Return arrays of the training part that stay on the device."""
-
-    @property
-    def held_out(self) -> tuple[Any, ...]:
-        """Return arrays of the held-out part that stay on the device."""
-
-    def inputs(self, step: int) -> Any:
+    def inputs(self, step: int) -> Inputs:
         """Return what step `step`, from 0 on, reads, from the run's seed and the step alone."""
+        raise NotImplementedError
 
-    def evaluation(self) -> Iterable[Any]:
+    def evaluation(self) -> Iterable[Inputs]:
         """Yield what an evaluation reads, a batch at a time, the same every time."""
+        raise NotImplementedError
 
     def described(self) -> str:
         """Return a line about the examples."""
+        raise NotImplementedError
 
     def per_character(self, loss: float) -> tuple[float, str] | None:
-        """Return a loss in nats of a unit that does not depend on the tokenizer, and the unit."""
+        """Return a loss in nats of a unit that does not depend on the tokenizer, and the unit.
+
+        None where the labels are not all tokens of a text.
+        """
+        return None
 
     def sample(self, params: Params) -> str:
         """Return a few examples of what the model makes of held-out ones, as text."""
+        raise NotImplementedError
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return what the held-out examples come to once they are decoded.
 
-        Where many are, `report` is told on the way.
+        Where many are, `report` is told on the way. Nothing where the held-out loss says it all.
         """
+        return {}
 
     def documents(self) -> Sequence[np.ndarray]:
         """Return the sequences of the training part, for a model that counts."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class ReadsAhead(Protocol):
-    """Read batches ahead and bring them to the devices; each process reads its own rows alone."""
-
-    place: Callable[[Batch], Batch]
-    """Brings what `inputs` will return to where the loop needs it."""
-
-
-@dataclass(frozen=True)
-class GivenBatches:
-    """Hand on batches that are made on the host."""
-
-    def __call__(self, batch: Batch) -> Batch:
-        return batch
-
-
-class RowsTask:
+class RowsTask(TrainingTask):
     """Serve a task whose examples are rows: all but windows of one long text."""
-
-    prepare: Callable[..., Batch] = GivenBatches()
-    resident: tuple[Any, ...] = ()
-    held_out: tuple[Any, ...] = ()
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers, sha256: str, train: Rows, val: Rows
@@ -142,10 +134,6 @@ class RowsTask:
         )
         held_out = sum(self.val.counts)
         return f"rows by length: {parts}; {held_out:,} held out; {self.train.labels:,} labels"
-
-    def per_character(self, loss: float) -> tuple[float, str] | None:
-        """Return None: a loss of labels is not one of characters."""
-        return None
 
     def documents(self) -> list[np.ndarray]:
         """Return the sequences of all rows: what is read, and the label of its end."""
@@ -186,6 +174,15 @@ def with_vocabulary(
     if separate and isinstance(model, ModelConfig | RecurrentConfig):
         changes["source_vocab_size"] = tokenizers.of_source.vocab_size
     return replace(config, model=replace(model, **changes))
+
+
+def split_held_out(config: TrainConfig, found: list[T], what: str) -> tuple[list[T], list[T]]:
+    """Return the examples to train on, and the last ones, which are held out."""
+    cut = int(len(found) * (1 - config.val_fraction))
+    if not 0 < cut < len(found):
+        rule = "must have one for training and one held out at least"
+        raise DataError(f"data is {config.data!r}: {len(found)} {what}: {rule}")
+    return found[:cut], found[cut:]
 
 
 def check_lengths(config: TrainConfig, sizes: Mapping[str, int]) -> None:
