@@ -32,6 +32,7 @@ from transformer_jax.models.factory import build, init_cache
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SLOTS, CAPACITY, LONGEST = 3, 29, 17
+IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 GREEDY: dict = {}
 SAMPLED: dict = dict(
     sampler=Sample(Temperature(1.3)),
@@ -87,13 +88,13 @@ def rope():
 
 
 def some_requests(count: int = 23, seed: int = 5) -> list[Request]:
-    """Of ragged prompts and lengths, each with a key of its own."""
+    """Return ragged prompts with keys of their own, of each of JAX's implementations."""
     rng = np.random.default_rng(seed)
     return [
         Request(
             rng.integers(0, VOCAB, rng.integers(1, CAPACITY - LONGEST + 2)),
             int(rng.integers(1, LONGEST + 1)),
-            key=jax.random.key(100 + number),
+            key=jax.random.key(100 + number, impl=IMPLEMENTATIONS[number % 3]),
             id=f"request {number}",
         )
         for number in range(count)

@@ -367,6 +367,19 @@ def test_a_sum_is_reached_by_the_fewest_also_near_0_and_1(rng, p, kind):
     assert count == 5003 or left[count] <= (1 - p) * (1 + 1e-4) + (p < 0.5) * 1e-6
 
 
+@pytest.mark.parametrize("scale", [1e-3, 9.0])
+def test_typical_tokens_are_the_nearest_to_the_entropy_of_a_large_vocabulary(rng, scale):
+    """None that is left out is nearer than one that is kept, also where all are nearly alike."""
+    logits = rng.normal(0, scale, 50_021).astype(np.float16)
+    below = oracle.double(logits) - oracle.double(logits).max()
+    log_q = below - np.log(np.exp(below).sum())
+    far = np.abs(-log_q + (np.exp(log_q) * log_q).sum())
+    for p in (1e-9, 0.1, 0.7):
+        stays = np.isfinite(np.asarray(Typical(p)(jnp.asarray(logits))))
+        assert 0 < stays.sum() < len(logits)
+        assert far[stays].max() <= far[~stays].min() + 1e-7 * -below.min()
+
+
 def test_min_p_compares_as_far_down_as_float64():
     logits = np.asarray([[0.0, -90.0, -95.0, -200.0, 3e38 * -1]], np.float32)
     for p, count in ((1e-40, 2), (1e-42, 3), (1e-300, 4), (1.0, 1), (0.0, 5)):

@@ -139,6 +139,24 @@ def test_hidden_tokens_have_the_shares_that_the_task_names(tmp_path):
     assert first == second and len(first) > 10
 
 
+def test_what_is_hidden_of_a_window_does_not_depend_on_the_batch_around_it(tmp_path):
+    """Nor on how a step is split; so a held-out loss is the same with batches of any size."""
+    text = "".join(np.random.default_rng(3).choice(list("abcdefghij"), 2003))
+    config = replace(run(MaskedTask(), write(tmp_path, text)), eval_batches=None)
+    one, two, five = (load_task(replace(config, batch_size=size)) for size in (1, 2, 5))
+    split = load_task(replace(config, batch_size=1, accumulation=2))
+    for name in ("tokens", "labels"):
+        rows = lambda batches, name=name: np.concatenate([getattr(b, name) for b in batches])  # noqa: E731
+        whole = rows(one.evaluation())
+        assert len(whole) == len(one.data.val) // one.length > 5 and len(np.unique(whole)) > 5
+        for task in (two, five):
+            found = rows(task.evaluation())
+            assert np.array_equal(found[: len(whole)], whole)
+        a, b = (getattr(task.inputs(7), name) for task in (two, split))
+        assert a.shape == (1, 2, 24) and np.array_equal(a.ravel(), b.ravel())
+        assert np.array_equal(getattr(five.inputs(7), name)[0, :2], a[0])
+
+
 @pytest.mark.parametrize("count", [72, 71, 73])
 def test_an_evaluation_of_hidden_tokens_covers_every_whole_window(tmp_path, count):
     """Also the last one, where the held-out part is a multiple of a window's 24 tokens."""

@@ -167,10 +167,11 @@ class Typical:
         x = _as_float32(logits)
         if self.p == 1:
             return x
-        log_q = jax.nn.log_softmax(x, axis=-1)
-        q = jnp.exp(log_q)
-        entropy = -jnp.sum(jnp.where(q > 0, q * log_q, 0.0), axis=-1, keepdims=True)
-        nearness = jnp.where(jnp.isneginf(x), -jnp.inf, -jnp.abs(log_q + entropy))
+        q = jax.nn.softmax(x, axis=-1)
+        below = x - jnp.max(x, axis=-1, keepdims=True)
+        # -log q - H without their log of a sum, whose rounding is that of log V
+        mean = jnp.sum(jnp.where(q > 0, q * below, 0.0), axis=-1, keepdims=True)
+        nearness = jnp.where(jnp.isneginf(x), -jnp.inf, -jnp.abs(below - mean))
         order = jnp.argsort(nearness, axis=-1, descending=True)
         kept = _count_to_reach(jnp.take_along_axis(q, order, axis=-1), self.p)
         cut = jnp.take_along_axis(nearness, jnp.take_along_axis(order, kept - 1, axis=-1), axis=-1)
@@ -244,6 +245,11 @@ def as_threefry(key: jax.Array) -> jax.Array:  # key[...]
         if str(jax.random.key_impl(key)) == _THREEFRY:
             return key
         key = jax.random.key_data(key)
+    return _threefry_of_words(key)
+
+
+@jax.jit
+def _threefry_of_words(key: jax.Array) -> jax.Array:  # u32[..., n] -> key[...]
     lead, words = key.shape[:-1], key.reshape(-1, key.shape[-1])
     keys = jax.random.wrap_key_data(words[:, :2], impl=_THREEFRY)
     for i in range(2, words.shape[1]):

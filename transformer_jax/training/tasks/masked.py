@@ -36,7 +36,7 @@ from transformer_jax.training.tasks.task import (
 )
 
 _EVAL_STREAM = 2**61
-"""From this `step` on, the tokens that evaluations hide: no training step has it."""
+"""The `step` of the tokens that evaluations hide: no training step has it."""
 
 PSEUDO_WINDOWS = 4
 """Held-out windows whose pseudo-perplexity is taken."""
@@ -77,9 +77,9 @@ class MaskedWindows(TrainingTask):
             count = len(self.data.val) - length + 1
             shape = (config.eval_batches * size,)
             starts = random_starts(config.seed, _EVAL_STREAM, shape, count)
-        for number, first in enumerate(range(0, len(starts), size)):
+        for first in range(0, len(starts), size):
             here = starts[first : first + size]
-            batch = self.masking(_windows(self.data.val, here, length), _EVAL_STREAM + number)
+            batch = self.masking(_windows(self.data.val, here, length), _EVAL_STREAM, first=first)
             empty = size - len(here)
             tokens = np.pad(batch.tokens, ((0, empty), (0, 0)))
             yield Batch(tokens, np.pad(batch.labels, ((0, empty), (0, 0)), constant_values=IGNORE))
@@ -131,7 +131,7 @@ class MaskedWindows(TrainingTask):
 
 
 class Masking:
-    """Hide tokens of rows, by random numbers that follow from (seed, step) alone."""
+    """Hide tokens of rows, by numbers that follow from seed, step and a row's number alone."""
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer) -> None:
         assert isinstance(config.task, MaskedTask)
@@ -154,11 +154,16 @@ class Masking:
             self.opens = np.array([not piece[:1].isalnum() for piece in pieces] + [True])
             self.closes = np.array([not piece[-1:].isalnum() for piece in pieces] + [True])
 
-    def __call__(self, tokens: np.ndarray, step: int, replaced: float | None = None) -> Batch:
-        """Return rows i32[..., T] with tokens hidden; the labels are what stood there."""
+    def __call__(
+        self, tokens: np.ndarray, step: int, replaced: float | None = None, first: int = 0
+    ) -> Batch:
+        """Return rows i32[..., T] with tokens hidden; the labels are what stood there.
+
+        `first` is the number of the first row.
+        """
         task = self.task
         replaced = task.replaced if replaced is None else replaced
-        chosen, how, which = _uniform(self.seed, step, (3, *tokens.shape))
+        chosen, how, which = _uniform(self.seed, step, first, tokens.shape)
         if self.opens is not None and self.closes is not None:
             known = np.minimum(tokens, self.kinds)
             starts = self.opens[known]
@@ -191,11 +196,19 @@ def _spread(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return np.take_along_axis(values, np.maximum.accumulate(index, axis=-1), axis=-1)
 
 
-def _uniform(seed: int, step: int, shape: tuple[int, ...]) -> np.ndarray:  # f64[shape] in [0, 1)
-    """Draw numbers from the arguments alone, of another stream than where windows start."""
-    key = (seed << 64) + (1 << 63) + step
-    words = np.random.Philox(key=key, counter=1).random_raw(math.prod(shape))
-    return ((words >> np.uint64(11)) * 2.0**-53).reshape(shape)
+def _uniform(
+    seed: int, step: int, first: int, shape: tuple[int, ...]
+) -> np.ndarray:  # f64[3, *shape] in [0, 1)
+    """Draw three numbers a token from the arguments alone, of rows whose numbers begin at `first`.
+
+    It is another stream than where windows start. A row's numbers are the same in every batch.
+    """
+    *rows, tokens = shape
+    blocks = -(-3 * tokens // 4)  # Philox makes four words of a count
+    philox = np.random.Philox(key=(seed << 64) + (1 << 63) + step, counter=1 + first * blocks)
+    words = philox.random_raw(math.prod(rows) * 4 * blocks).reshape(-1, 4 * blocks)
+    words = words[:, : 3 * tokens].reshape(*rows, 3, tokens)
+    return np.moveaxis((words >> np.uint64(11)) * 2.0**-53, -2, 0)
 
 
 def _windows(corpus: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:  # i32[..., T]
