@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import jax
@@ -90,14 +91,16 @@ def register(*, arrays: tuple[str, ...] = (), static: tuple[str, ...] = ()) -> C
     transformation put in its place: placeholders, or tracers with an axis more or less.
     """
 
+    # Every call flattens its arguments: `attrgetter` reads many fields in the time of two.
+    children_of, structure_of = _fields_getter(arrays), _fields_getter(static)
+
     def decorate(cls: C) -> C:
         def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-            children = [(jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in arrays]
-            return children, tuple(getattr(node, name) for name in static)
+            keys = map(jax.tree_util.GetAttrKey, arrays)
+            return list(zip(keys, children_of(node), strict=True)), structure_of(node)
 
-        def flatten(node: Any) -> tuple[list[Any], tuple[Any, ...]]:
-            children = [getattr(node, name) for name in arrays]
-            return children, tuple(getattr(node, name) for name in static)
+        def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            return children_of(node), structure_of(node)
 
         def unflatten(structure: tuple[Any, ...], children: Any) -> Any:
             node: Any = object.__new__(cls)
@@ -109,6 +112,13 @@ def register(*, arrays: tuple[str, ...] = (), static: tuple[str, ...] = ()) -> C
         return cls
 
     return decorate
+
+
+def _fields_getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that gives the attributes of these names."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda node: tuple(getattr(node, name) for name in names)
 
 
 def exportable(cls: C) -> C:

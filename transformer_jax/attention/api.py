@@ -418,7 +418,8 @@ def _first_that_runs(
     implementation: str | Sequence[str] | None, call: AttentionCall
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, T, N]
     """Return what the first implementation computes that does not refuse the call."""
-    refused, same = [], dataclasses.replace(call, return_lse=False)
+    refused = []
+    same = dataclasses.replace(call, return_lse=False) if call.return_lse else call
     shapes = call.plain_shapes()
     for name in _candidates(implementation, shapes):
         one = IMPLEMENTATIONS[name]

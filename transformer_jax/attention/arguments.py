@@ -400,7 +400,8 @@ def _two_axes(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B o
 
 
 def _array(x: Any) -> Any:
-    return x if x is None or isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
+    # `jnp.asarray` of an array is the array, and takes ten times as long as to ask for its type
+    return x if x is None or isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
 
 
 def _floating(x: Any) -> bool:

@@ -847,6 +847,8 @@ def check_mask(mask: Any, B: int, N: int) -> None:
         raise ValueError(f"mask is a {given}: must be a Mask; {rule}")
     for node in _nodes(mask):
         kind = type(node)
+        if kind.__module__ == __name__:
+            continue
         parameters = vars(kind).get("__dataclass_params__")
         registered = not jax.tree_util.all_leaves([node])
         if parameters is None or not parameters.frozen or not registered:
