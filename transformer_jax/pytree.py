@@ -90,7 +90,6 @@ def register(*, arrays: tuple[str, ...] = (), static: tuple[str, ...] = ()) -> C
     Rebuilding skips `__init__`, so `__post_init__` checks what a caller wrote and never what a
     transformation put in its place: placeholders, or tracers with an axis more or less.
     """
-
     # Every call flattens its arguments: `attrgetter` reads many fields in the time of two.
     children_of, structure_of = _fields_getter(arrays), _fields_getter(static)
 

@@ -21,7 +21,8 @@ from reproduce.lectures.shared import (
     read_arguments,
     save_picture,
 )
-from transformer_jax import ModelConfig, StreamingEncoder, receptive_field
+from transformer_jax import ModelConfig, StreamingEncoder
+from transformer_jax.models.streaming import receptive_field
 
 FRAME = 5
 

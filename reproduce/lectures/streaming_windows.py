@@ -28,14 +28,8 @@ from reproduce.lectures.shared import (
     read_arguments,
     save_picture,
 )
-from transformer_jax import (
-    Causal,
-    ModelConfig,
-    StreamingEncoder,
-    Window,
-    init_cache,
-    receptive_field,
-)
+from transformer_jax import Causal, ModelConfig, StreamingEncoder, Window, init_cache
+from transformer_jax.models.streaming import receptive_field
 
 CHUNK, FRAME = 8, 5
 

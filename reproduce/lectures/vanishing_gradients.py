@@ -7,7 +7,7 @@ are before training, a mean over seeds. In an Elman network each step back multi
 diag(1 - h^2) U, so the norm falls exponentially (Bengio et al. 1994). In an LSTM the cell's path
 multiplies by the forget gate f = sigmoid(... + b_f): with b_f = 0 that is about 1/2 a step, and
 the gradient vanishes as fast; a forget bias keeps it (Gers et al. 2000, Jozefowicz et al. 2015).
-The cells are flax's, those of `transformer_jax.RecurrentLM` and the Elman cell.
+The cells are flax's, those of `transformer_jax.models.recurrent.RecurrentLM` and the Elman cell.
 """
 
 from __future__ import annotations

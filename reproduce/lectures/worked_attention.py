@@ -22,12 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from reproduce.lectures.shared import draw_matrix, label, new_figure, read_arguments, save_picture
-from transformer_jax import (
-    dot_product_attention,
-    dot_product_attention_weights,
-    layer_norm,
-    sinusoidal,
-)
+from transformer_jax import dot_product_attention, dot_product_attention_weights
+from transformer_jax.models.functional import layer_norm
+from transformer_jax.models.positions import sinusoidal
 
 EMBEDDINGS = jnp.array([[1.0, 2, 1, 2], [3, 2, 1, 2], [4, 1, 2, 1]])  # [T, D]
 W_Q = jnp.array([[1.0, 2, 3, 1], [4, 1, 2, 3], [1, 1, 2, 2], [1, 2, 1, 1]])  # [D, H]

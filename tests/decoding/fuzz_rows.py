@@ -19,6 +19,8 @@ import numpy as np
 from scipy.stats import chi2
 
 import transformer_jax as tj
+from transformer_jax.decoding.batch_rows import fork
+from transformer_jax.decoding.samplers import Typical
 
 CONFIG = tj.ModelConfig(
     vocab_size=37, d_model=8, num_layers=1, num_heads=2, max_len=32, positions="rope"
@@ -28,7 +30,7 @@ PROMPT, NEW, CASES_OF_A_PROGRAM = 5, 6, 10
 KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 SAMPLERS = (
     tj.Sample(), tj.Sample(tj.Temperature(1.3)), tj.Sample(tj.TopK(7)), tj.Sample(tj.TopP(0.9)),
-    tj.Sample(tj.MinP(0.05)), tj.Sample(tj.Typical(0.8)), tj.Sample(tj.Temperature(1e30)),
+    tj.Sample(tj.MinP(0.05)), tj.Sample(Typical(0.8)), tj.Sample(tj.Temperature(1e30)),
     tj.Sample(tj.Temperature(0.7), tj.TopK(20), tj.TopP(0.95)),
 )  # fmt: skip
 PROCESSORS = (
@@ -68,7 +70,7 @@ def decode(entry, prompt, keys, lengths, sampler, processors, stop):
         answers = tj.serve(STEP, PARAMS, requests, empty, slots=2, capacity=32, **more)
         return [answer.tokens.tolist() for answer in sorted(answers, key=lambda x: x.id)]
     if entry == "fork":
-        state = tj.fork(state, 1)
+        state = fork(state, 1)
     chunk = 3 if entry == "chunks" else None
     made = tj.generate(*given[:3], state, key=keys, lengths=lengths, chunk=chunk, **more)
     return [row.tolist() for row in made.rows()]

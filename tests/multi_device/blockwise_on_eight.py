@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests.multi_device.meshes_on_four import largest_error
 from tests.support.attention_suite import draw
-from transformer_jax import ALiBi, alibi_slopes, dot_product_attention
-from transformer_jax.attention.biases import RelativeBias
+from transformer_jax import ALiBi, dot_product_attention
+from transformer_jax.attention.biases import RelativeBias, alibi_slopes
 from transformer_jax.attention.masks import (
     Causal,
     Dense,

@@ -34,7 +34,6 @@ from transformer_jax import (
     cross_entropy,
     dot_product_attention,
     dot_product_attention_weights,
-    fork,
     generate,
     init_cache,
     init_params,
@@ -45,6 +44,7 @@ from transformer_jax import (
 )
 from transformer_jax.attention.masks import Causal, Segments
 from transformer_jax.cache import quantise
+from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.kernels import using
 
 SMALL = ModelConfig(vocab_size=24, max_len=32, num_layers=2, num_heads=4, d_model=16)

@@ -43,10 +43,10 @@ from transformer_jax import (
     NoRepeatNGram,
     beam_search,
     build,
-    fork,
     generate,
     make_step,
 )
+from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.models.positions import sinusoidal
 from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.families.bart import sinusoids

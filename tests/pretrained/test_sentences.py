@@ -10,14 +10,13 @@ import pytest
 from transformer_jax import (
     ConfigError,
     ModelConfig,
-    SentenceEncoder,
     build,
     init_params,
     load_sentence_encoder,
-    pool_sentences,
     save_pretrained,
 )
 from transformer_jax.checkpoints.checkpoint import CheckpointError
+from transformer_jax.pretrained.sentences import SentenceEncoder, pool_sentences
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

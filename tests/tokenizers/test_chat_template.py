@@ -9,8 +9,9 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from transformer_jax import PretrainedTokenizer, load_tokenizer_folder
+from transformer_jax import load_tokenizer_folder
 from transformer_jax.tokenizers.chat_template import BUDGET, TEMPLATE_LIMIT, render
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.utf8 import DataError, byte_letters
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -17,6 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import transformer_jax as tj
+from transformer_jax.attention.additive import additive_attention, state_attention
+from transformer_jax.models.functional import layer_norm, rms_norm
+from transformer_jax.models.positions import apply_rope, learned, shaw_scores, sinusoidal
+from transformer_jax.models.recurrent import RecurrentSeq2Seq
 
 SIZES = dict(b=2, t=5)
 Shape = tuple[str | int, ...]
@@ -169,7 +173,7 @@ def params_of(config: Any) -> Any:
 
 def model_case(name: str, config: Any, **changes: Any) -> Case:
     model = tj.build(config)
-    source = isinstance(model, tj.EncoderDecoder | tj.RecurrentSeq2Seq)
+    source = isinstance(model, tj.EncoderDecoder | RecurrentSeq2Seq)
 
     def run(floats: Any, others: Any) -> Any:
         given = {name: others[name] for name in ("source", "segments") if name in others}
@@ -235,41 +239,41 @@ def small_cases() -> list[Case]:
     indices = {"grad": none, "jvp": none, "second order": none}
     state = dict(h=("b", 3, 4), keys=("b", 5, 6))
     return [
-        Case("apply_rope", lambda x, y: tj.apply_rope(x["x"], y["positions"], tj.Rope()), x4, at),
+        Case("apply_rope", lambda x, y: apply_rope(x["x"], y["positions"], tj.Rope()), x4, at),
         Case(
             "sinusoidal",
-            lambda x, y: tj.sinusoidal(y["positions"], 6) * x["s"].astype(jnp.float32),
+            lambda x, y: sinusoidal(y["positions"], 6) * x["s"].astype(jnp.float32),
             dict(s=()),
             at,
         ),
         Case(
             "learned",
-            lambda x, y: tj.learned(x["table"], y["positions"]),
+            lambda x, y: learned(x["table"], y["positions"]),
             dict(table=(9, 4)),
             at,
         ),
         Case(
             "shaw_scores",
-            lambda x, y: tj.shaw_scores(x["x"], x["table"], y["positions"], y["positions"]),
+            lambda x, y: shaw_scores(x["x"], x["table"], y["positions"], y["positions"]),
             dict(x4, table=(7, 8)),
             at,
         ),
         Case(
             "layer_norm",
-            lambda x, _: tj.layer_norm(x["x"], x["g"], x["g"]),
+            lambda x, _: layer_norm(x["x"], x["g"], x["g"]),
             dict(x=("b", "t", 6), g=(6,)),
         ),
-        Case("rms_norm", lambda x, _: tj.rms_norm(x["x"], x["g"]), dict(x=("b", "t", 6), g=(6,))),
+        Case("rms_norm", lambda x, _: rms_norm(x["x"], x["g"]), dict(x=("b", "t", 6), g=(6,))),
         Case(
             "additive_attention",
-            lambda x, _: tj.additive_attention(
+            lambda x, _: additive_attention(
                 x["h"], x["keys"], x["keys"], w_query=x["wq"], w_key=x["wk"], v=x["v"]
             ),
             dict(state, wq=(4, 5), wk=(6, 5), v=(5,)),
         ),
         Case(
             "state_attention",
-            lambda x, _: tj.state_attention(x["h"], x["keys"], w=x["w"]),
+            lambda x, _: state_attention(x["h"], x["keys"], w=x["w"]),
             dict(state, w=(4, 6)),
         ),
         Case(
