@@ -34,7 +34,7 @@ from benchmarks import decode_step
 from transformer_jax.kernels import Target, ampere, hopper, using
 from transformer_jax.kernels.contract import Blocks, Operands, Problem, Saved, TileLists
 from transformer_jax.kernels.hopper import repair
-from transformer_jax.training.hardware import H200
+from transformer_jax.training.planning.hardware import H200
 
 HOPPER = "9.0"
 CAPABILITIES = ("8.0", "8.6", "8.9", HOPPER, "10.0", "10.3", "12.0", "12.1")

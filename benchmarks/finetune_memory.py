@@ -14,8 +14,8 @@ import argparse
 import dataclasses
 
 from transformer_jax.config import LoraConfig, TrainConfig, preset
-from transformer_jax.training.hardware import find_hardware
-from transformer_jax.training.plan import Plan, plan_training
+from transformer_jax.training.planning.hardware import find_hardware
+from transformer_jax.training.planning.plan import Plan, plan_training
 
 WAYS: dict[str, LoraConfig | None] = {
     "all parameters": None,

@@ -62,9 +62,9 @@ def measure(name: str) -> dict[str, float]:
     import numpy as np
 
     from transformer_jax.training.batch import Batch, batch_loss
-    from transformer_jax.training.hardware import find_hardware
     from transformer_jax.training.optimizers import make_optimizer
-    from transformer_jax.training.plan import plan_training
+    from transformer_jax.training.planning.hardware import find_hardware
+    from transformer_jax.training.planning.plan import plan_training
     from transformer_jax.training.step import init_state, make_train_step
 
     config = RUNS[name]

@@ -28,9 +28,9 @@ from benchmarks import timing
 from benchmarks.peers import Absent
 from benchmarks.train_step import RECIPE, _torch_model
 from transformer_jax.config import ModelConfig, Rope, preset
-from transformer_jax.kernels.peaks import chip_of
 from transformer_jax.models.factory import num_params
 from transformer_jax.models.flops import training_flops
+from transformer_jax.training.planning.peaks import chip_of
 
 QUESTION = "training on one GPU: tokens a second and utilisation"
 

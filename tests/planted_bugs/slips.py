@@ -804,7 +804,7 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/training/memory.py",
+        "transformer_jax/training/planning/memory.py",
         (
             "gradients take no memory",
             "needed = parameters + optimizer + gradients",
@@ -846,7 +846,7 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/training/plan.py",
+        "transformer_jax/training/planning/plan.py",
         (
             "gradients are planned in the parameters' dtype",
             'trained if config.param_dtype == "float32" else 2 * trained',

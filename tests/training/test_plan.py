@@ -18,13 +18,13 @@ from transformer_jax.config import (
     TrainConfig,
     preset,
 )
-from transformer_jax.kernels.peaks import CHIPS, chip_of
 from transformer_jax.models.factory import cache_bytes, num_params
 from transformer_jax.models.flops import forward_flops, training_flops
-from transformer_jax.training import memory
-from transformer_jax.training.hardware import Hardware, find_hardware
-from transformer_jax.training.network import network_traffic
-from transformer_jax.training.plan import (
+from transformer_jax.training.planning import memory
+from transformer_jax.training.planning.hardware import Hardware, find_hardware
+from transformer_jax.training.planning.network import network_traffic
+from transformer_jax.training.planning.peaks import CHIPS, chip_of
+from transformer_jax.training.planning.plan import (
     largest_batch,
     least_chips,
     plan_decoding,
@@ -292,7 +292,7 @@ def test_a_lock_that_another_process_holds_or_left_is_no_reason_to_install_anyth
     pytest.importorskip("libtpu")
     code = (
         "import fcntl; file = open('/tmp/libtpu_lockfile', 'a'); fcntl.flock(file, fcntl.LOCK_EX)\n"
-        "from transformer_jax.training.hardware import find_hardware\n"
+        "from transformer_jax.training.planning.hardware import find_hardware\n"
         "print(len(find_hardware('tpu-v5e-4').devices()))"
     )
     environment = {k: v for k, v in os.environ.items() if k != "ALLOW_MULTIPLE_LIBTPU_LOAD"}

@@ -59,12 +59,12 @@ from transformer_jax.training.data import (
     random_starts,
 )
 from transformer_jax.training.loop import MOST_REJECTED, Scores, fit
-from transformer_jax.training.memory import StepMemory, check_step
 from transformer_jax.training.optimizers import (
     decays,
     learning_rate_schedule,
     make_optimizer,
 )
+from transformer_jax.training.planning.memory import StepMemory, check_step
 from transformer_jax.training.progress import Silent
 from transformer_jax.training.step import (
     init_state,

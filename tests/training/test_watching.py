@@ -14,12 +14,12 @@ from tests.support.compilation import quick_environment
 from tests.support.tolerances import assert_near, assert_same_bits
 from transformer_jax.checkpoints.run_folder import RunFolder, differences
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
-from transformer_jax.kernels.peaks import CHIPS
 from transformer_jax.text.text_model import load_run
 from transformer_jax.training import loop, spikes
 from transformer_jax.training.batch import batch_loss
 from transformer_jax.training.loop import fit
 from transformer_jax.training.phases import PHASES, Phases, flops_utilisation
+from transformer_jax.training.planning.peaks import CHIPS
 from transformer_jax.training.spikes import Spikes, read_batch
 
 ROOT = loop.Path(__file__).parents[2]

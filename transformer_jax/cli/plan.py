@@ -27,7 +27,7 @@ from transformer_jax.cli.process import one_line, print_anything
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from transformer_jax.training.plan import Plan
+    from transformer_jax.training.planning.plan import Plan
 
 GIB = 2**30
 
@@ -63,8 +63,8 @@ def _parser() -> Parser:
 
 def plan(own: argparse.Namespace, rest: Sequence[str]) -> bool:
     """Print the plan of what the flags ask for; return whether it fits."""
-    from transformer_jax.training.hardware import find_hardware
-    from transformer_jax.training.plan import plan_decoding, plan_training
+    from transformer_jax.training.planning.hardware import find_hardware
+    from transformer_jax.training.planning.plan import plan_decoding, plan_training
 
     config = _configured(own.run, rest)
     hardware = find_hardware(own.target)
@@ -163,7 +163,12 @@ def _time(seconds: float) -> str:
 
 def _advise(config: TrainConfig, found: Plan) -> None:
     """Print the largest batch that fits, or what to change where nothing does."""
-    from transformer_jax.training.plan import largest_batch, least_chips, plan_training, remedies
+    from transformer_jax.training.planning.plan import (
+        largest_batch,
+        least_chips,
+        plan_training,
+        remedies,
+    )
 
     hardware = found.hardware
     largest = largest_batch(config, hardware, found)

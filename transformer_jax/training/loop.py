@@ -50,7 +50,6 @@ from transformer_jax.text.text_model import naming_run
 from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_adapters, given_params
 from transformer_jax.training.batch import Batch, batch_loss, batch_scores
 from transformer_jax.training.initial import StartModel, check_model, start_model, start_params
-from transformer_jax.training.memory import CompiledAhead, check_state, check_step, step_memory
 from transformer_jax.training.optimizers import (
     learning_rate_schedule,
     make_optimizer,
@@ -58,6 +57,12 @@ from transformer_jax.training.optimizers import (
 )
 from transformer_jax.training.phases import Phases, flops_utilisation, peak_memory
 from transformer_jax.training.placement import make_placement
+from transformer_jax.training.planning.memory import (
+    CompiledAhead,
+    check_state,
+    check_step,
+    step_memory,
+)
 from transformer_jax.training.preference import Reference, preference_loss, preference_scores
 from transformer_jax.training.processes import (
     any_process,

@@ -12,8 +12,8 @@ from typing import Literal
 import jax
 
 from transformer_jax.config import ModelConfig, TrainConfig
-from transformer_jax.kernels.peaks import chip_of
 from transformer_jax.models.flops import training_flops
+from transformer_jax.training.planning.peaks import chip_of
 
 Phase = Literal["data", "step", "evaluation", "checkpoint"]
 PHASES: tuple[Phase, ...] = ("data", "step", "evaluation", "checkpoint")

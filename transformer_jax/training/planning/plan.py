@@ -27,11 +27,11 @@ from transformer_jax.models.inputs import example_inputs
 from transformer_jax.pytree import cast_floats
 from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_adapters
 from transformer_jax.training.batch import Batch, batch_loss
-from transformer_jax.training.hardware import Hardware
-from transformer_jax.training.memory import StepMemory, bytes_on_device, step_memory
-from transformer_jax.training.network import Traffic, network_traffic
 from transformer_jax.training.optimizers import make_optimizer, without_frozen
 from transformer_jax.training.placement import ROWS, Placement
+from transformer_jax.training.planning.hardware import Hardware
+from transformer_jax.training.planning.memory import StepMemory, bytes_on_device, step_memory
+from transformer_jax.training.planning.network import Traffic, network_traffic
 from transformer_jax.training.step import init_state, make_train_step
 
 

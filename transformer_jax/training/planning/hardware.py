@@ -16,7 +16,7 @@ import jax
 
 from transformer_jax.config import ConfigError
 from transformer_jax.kernels import Target, using
-from transformer_jax.kernels.peaks import CHIPS, Chip
+from transformer_jax.training.planning.peaks import CHIPS, Chip
 
 _GRIDS = {
     "2d": {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16",
