@@ -24,7 +24,7 @@ from transformer_jax.decoding.step import count_vocab
 from transformer_jax.kernels import cpu
 from transformer_jax.models import block
 from transformer_jax.programs import is_ours, undisturbed
-from transformer_jax.training.loop import _compiled
+from transformer_jax.training.compiled import known_programs
 
 WORDS = 7
 
@@ -391,7 +391,7 @@ def test_code_that_a_library_wraps_is_foreign():
 
 def test_runs_of_other_settings_of_jax_have_other_programs():
     of = TrainConfig(model=CONFIG, context=5), lambda batches: batches
-    plain, again = (_compiled(*of, trace_context()) for _ in range(2))
+    plain, again = (known_programs(*of, trace_context()) for _ in range(2))
     with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
-        other = _compiled(*of, trace_context())
+        other = known_programs(*of, trace_context())
     assert plain is again and other is not plain

@@ -49,7 +49,7 @@ from transformer_jax.config.tasks import TASKS, LanguageTask
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.text.text_model import load_run
-from transformer_jax.training import loop as training
+from transformer_jax.training import compiled, evaluation, run
 from transformer_jax.training.batch import Batch, batch_loss, batch_scores
 from transformer_jax.training.data import (
     IGNORE,
@@ -58,7 +58,8 @@ from transformer_jax.training.data import (
     load_dataset,
     random_starts,
 )
-from transformer_jax.training.loop import MOST_REJECTED, Scores, fit
+from transformer_jax.training.evaluation import Scores
+from transformer_jax.training.loop import fit
 from transformer_jax.training.optimizers import (
     decays,
     learning_rate_schedule,
@@ -66,6 +67,7 @@ from transformer_jax.training.optimizers import (
 )
 from transformer_jax.training.planning.memory import StepMemory, check_step
 from transformer_jax.training.progress import Silent
+from transformer_jax.training.report import MOST_REJECTED
 from transformer_jax.training.step import (
     init_state,
     make_eval_step,
@@ -115,11 +117,11 @@ def traced_once(monkeypatch):
     def once(make):
         return lambda *args, **named: chex.assert_max_traces(make(*args, **named), n=1)
 
-    monkeypatch.setattr(training, "batch_loss", once(training.batch_loss))
-    monkeypatch.setattr(training, "batch_scores", once(training.batch_scores))
-    training._compiled.cache_clear()
+    monkeypatch.setattr(compiled, "batch_loss", once(compiled.batch_loss))
+    monkeypatch.setattr(compiled, "batch_scores", once(compiled.batch_scores))
+    compiled.known_programs.cache_clear()
     yield
-    training._compiled.cache_clear()
+    compiled.known_programs.cache_clear()
 
 
 def after(steps: int):
@@ -360,10 +362,10 @@ def test_the_tenth_rejected_step_in_a_row_ends_the_run_and_the_ninth_does_not(
 ):
     """Steps 3 and on are rejected, so many of them."""
     assert MOST_REJECTED == 10
-    compiled = training._compiled
+    programs_of = run.programs_of
 
-    def rejecting(*given):
-        programs = compiled(*given)
+    def rejecting(task):
+        own, programs = programs_of(task)
 
         def step(state, corpus, starts, **frozen):
             state, measured = programs.train_step(state, corpus, starts, **frozen)
@@ -372,9 +374,9 @@ def test_the_tenth_rejected_step_in_a_row_ends_the_run_and_the_ninth_does_not(
             loss = jnp.where(bad > 0, jnp.nan, measured.loss)
             return state, replace(measured, loss=loss, rejected_in_a_row=jnp.int32(bad))
 
-        return replace(programs, train_step=step)
+        return own, replace(programs, train_step=step)
 
-    monkeypatch.setattr(training, "_compiled", rejecting)
+    monkeypatch.setattr(run, "programs_of", rejecting)
     if rejected < MOST_REJECTED:
         assert fit(config).step == 20
         return
@@ -499,7 +501,7 @@ def test_evaluation_weighs_every_held_out_token_once(rng):
     scores = chex.assert_max_traces(batch_scores(model), n=1)
     step = make_eval_step(scores, lambda c, s: windows(c, s, 13))
     padded = np.concatenate([starts, np.full(-len(starts) % 3, 97)]).reshape(-1, 3)
-    found = training.evaluate(step, params, (jnp.asarray(corpus),), padded.astype(np.int32))
+    found = evaluation.evaluate(step, params, (jnp.asarray(corpus),), padded.astype(np.int32))
     assert_near(found.loss, summed / count, 1e-6)
 
 
@@ -552,7 +554,7 @@ def test_random_batches_evaluate_the_same_windows_every_time(config, monkeypatch
         seen.append([starts.tolist() for starts in batches])
         return Scores(1.0, 0.5)
 
-    monkeypatch.setattr(training, "evaluate", spy)
+    monkeypatch.setattr(evaluation, "evaluate", spy)
     fit(replace(config, eval_batches=2), stop=after(12))
     assert len(seen) == 2
     assert np.shape(seen[0]) == (2, 3)

@@ -15,7 +15,7 @@ from tests.support.tolerances import assert_near, assert_same_bits
 from transformer_jax.checkpoints.run_folder import RunFolder, differences
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.text.text_model import load_run
-from transformer_jax.training import loop, spikes
+from transformer_jax.training import loop, run, spikes
 from transformer_jax.training.batch import batch_loss
 from transformer_jax.training.loop import fit
 from transformer_jax.training.phases import PHASES, Phases, flops_utilisation
@@ -193,18 +193,18 @@ def test_a_profile_is_of_its_steps_alone(config, monkeypatch):
     calls, steps = [], []
     monkeypatch.setattr("jax.profiler.start_trace", lambda path: calls.append((path, len(steps))))
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append((None, len(steps))))
-    compiled = loop._compiled
+    compiled = run.programs_of
 
     def counted(*given):
-        programs = compiled(*given)
+        config, programs = compiled(*given)
 
         def step(*arguments, **named):
             steps.append(1)
             return programs.train_step(*arguments, **named)
 
-        return dataclasses.replace(programs, train_step=step)
+        return config, dataclasses.replace(programs, train_step=step)
 
-    monkeypatch.setattr(loop, "_compiled", counted)
+    monkeypatch.setattr(run, "programs_of", counted)
     fit(dataclasses.replace(config, profile="5-7"))
     assert calls == [(loop.Path(config.out) / "profile", 4), (None, 7)]
 
@@ -234,10 +234,10 @@ def test_a_loss_stands_out_above_the_median(tmp_path):
 
 def test_the_batch_of_a_spike_is_kept_and_gives_its_loss_again(config, monkeypatch):
     monkeypatch.setattr(spikes, "LEAST", 3)
-    states, compiled = {}, loop._compiled
+    states, compiled = {}, run.programs_of
 
     def kept(*given):
-        programs = compiled(*given)
+        config, programs = compiled(*given)
 
         def step(state, *arguments, **named):
             states[int(state.step) + 1] = jax.tree.map(np.array, state.params)
@@ -245,9 +245,9 @@ def test_the_batch_of_a_spike_is_kept_and_gives_its_loss_again(config, monkeypat
             loss = metrics.loss * (100.0 if int(state.step) == 9 else 1.0)
             return state, dataclasses.replace(metrics, loss=loss)
 
-        return dataclasses.replace(programs, train_step=step)
+        return config, dataclasses.replace(programs, train_step=step)
 
-    monkeypatch.setattr(loop, "_compiled", kept)
+    monkeypatch.setattr(run, "programs_of", kept)
     result = fit(dataclasses.replace(config, dump_batch=10.0, accumulation=2))
     (file,) = (loop.Path(config.out) / "spikes").glob("*.npz")
     assert file.name == "step-00000009.npz"

@@ -97,7 +97,7 @@ def judge_signals(
 def judge(task: TrainingTask, params: Any, report: Report | None = None) -> dict[str, float]:
     """Return the loss and the measures of a task's held-out part."""
     from transformer_jax.training.batch import batch_scores
-    from transformer_jax.training.loop import evaluate
+    from transformer_jax.training.evaluation import evaluate
     from transformer_jax.training.step import make_eval_step
 
     config = task.config

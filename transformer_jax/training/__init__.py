@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 
 if TYPE_CHECKING:
+    from transformer_jax.checkpoints.run_folder import RunError
     from transformer_jax.training.batch import Batch, batch_loss
-    from transformer_jax.training.loop import MOST_REJECTED, Result, RunError, evaluate, fit
+    from transformer_jax.training.evaluation import evaluate
+    from transformer_jax.training.loop import Result, fit
     from transformer_jax.training.optimizers import learning_rate_schedule, make_optimizer
+    from transformer_jax.training.report import MOST_REJECTED
     from transformer_jax.training.step import (
         TrainState,
         init_state,
@@ -44,12 +47,12 @@ __all__ = [
 ]
 
 _LATER = {
-    "MOST_REJECTED": "loop",
+    "MOST_REJECTED": "report",
     "load_task": "tasks",
     "Result": "loop",
     "Batch": "batch",
     "RunError": "loop",
-    "evaluate": "loop",
+    "evaluate": "evaluation",
     "fit": "loop",
     "TrainState": "step",
     "init_state": "step",

@@ -68,19 +68,37 @@ class FrozenBase:
     """Hold the parameters of a run that stay as they are."""
 
     params: Params
-    """On the devices, once they are loaded."""
+    """Their shapes; once they are loaded, they themselves on the devices."""
     sha256: str
     """Of the parameters that were loaded, before any of them was quantised."""
 
     def __init__(self, config: TrainConfig, placement: Placement) -> None:
-        assert config.lora is not None
-        self.config, self.lora, self._placement = config, config.lora, placement
-        model, lora, whole = config.model, config.lora, config.trained_whole
+        self.config, self._placement = config, placement
+        shapes = jax.eval_shape(lambda: self.part(init_params(config.model, jax.random.key(0))))
+        self.params = placement.state(shapes)
 
-        def fresh() -> Params:
-            return frozen_part(init_params(model, jax.random.key(0)), lora, whole)
+    @property
+    def lora(self) -> LoraConfig:
+        """Return how the adapters are made."""
+        assert self.config.lora is not None
+        return self.config.lora
 
-        self.template: Params = placement.state(jax.eval_shape(fresh))
+    def part(self, params: Params) -> Params:
+        """Return of all parameters those that stay as they are."""
+        return frozen_part(params, self.lora, self.config.trained_whole)
+
+    def trained(self, given: Params, params: Params, key: jax.Array) -> Params:
+        """Return what the run trains, at its start.
+
+        ConfigError where a parameter is not the given one, and is not trained whole.
+        """
+        found = fresh_trained(self.config, params, key)
+        old = flatten_dict(given, sep="/")
+        for name, leaf in flatten_dict(params, sep="/").items():
+            if name not in found["whole"] and (name not in old or old[name].shape != leaf.shape):
+                rule = "it is new, at least in part, and would stay as it was drawn"
+                raise ConfigError(f"lora.trained lacks {name!r}: {rule}")
+        return found
 
     def load(
         self, start: StartModel, key: jax.Array, metadata: Mapping[str, Any] | None = None
@@ -99,22 +117,11 @@ class FrozenBase:
             check_base(config.init_from, given, metadata)
             self.sha256 = metadata["base_sha256"]
         params, changes = start_params(config, start, given, key)
-        trained = fresh_trained(config, params, key)
-        _check_trained(given, params, trained["whole"])
-        base = frozen_part(params, self.lora, config.trained_whole)
-        shardings = self._placement.shardings(self.template)
-        self.params = base if shardings is None else jax.device_put(base, shardings)
+        trained, kept = self.trained(given, params, key), self.part(params)
+        shardings = self._placement.shardings(self.params)
+        self.params = kept if shardings is None else jax.device_put(kept, shardings)
         return trained, changes
 
     def rejoined(self, trained: Params) -> Params:
         """Return the parameters of the model, with the adapters beside their kernels."""
         return rejoined(self.params, trained, self.lora)
-
-
-def _check_trained(given: Params, params: Params, whole: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a parameter is not the given one, and is not trained whole."""
-    old = flatten_dict(given, sep="/")
-    for name, leaf in flatten_dict(params, sep="/").items():
-        if name not in whole and (name not in old or old[name].shape != leaf.shape):
-            rule = "it is new, at least in part, and would stay as it was drawn"
-            raise ConfigError(f"lora.trained lacks {name!r}: {rule}")

@@ -10,7 +10,7 @@ one in its second. A model reads the halves as two rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,15 +19,11 @@ from jax.sharding import PartitionSpec
 
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.models.factory import build
-from transformer_jax.pytree import sha256_of
 from transformer_jax.sharding import by_compiler, split
-from transformer_jax.text.text_model import check_base
-from transformer_jax.training.adapting import given_params
+from transformer_jax.training.adapting import FrozenBase
 from transformer_jax.training.batch import Batch, Loss, Params, chosen_chunk
 from transformer_jax.training.data import IGNORE
-from transformer_jax.training.initial import StartModel, start_params
 from transformer_jax.training.losses import row_log_probs
-from transformer_jax.training.placement import Placement
 
 
 def answer_log_probs(
@@ -124,36 +120,17 @@ def _margins(config: TrainConfig, beta: float, row_shards: int) -> Callable[...,
     return margins
 
 
-class Reference:
+class Reference(FrozenBase):
     """Hold the parameters that a run without adapters began with, beside those that it trains."""
 
-    params: Params
-    sha256: str
+    def part(self, params: Params) -> Params:
+        """Return a copy of all parameters, in the dtype that the run holds its own in."""
+        dtype = jnp.dtype(self.config.param_dtype)
+        return jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
 
-    def __init__(self, config: TrainConfig, placement: Placement, template: Params) -> None:
-        self.config, self._placement, self.template = config, placement, template
-
-    def load(
-        self, start: StartModel, key: jax.Array, metadata: Mapping[str, Any] | None = None
-    ) -> tuple[Params, list[str]]:
-        """Load them, and return a copy to train, with lines about what is new.
-
-        CheckpointError where `metadata` of a checkpoint has another model.
-        """
-        config = self.config
-        given = given_params(config, start)
-        if metadata is None:
-            self.sha256 = sha256_of(given)
-        else:
-            assert config.init_from is not None
-            check_base(config.init_from, given, metadata)
-            self.sha256 = metadata["base_sha256"]
-        params, changes = start_params(config, start, given, key)
-        dtype = jnp.dtype(config.param_dtype)
-        held = jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
-        shardings = self._placement.shardings(self.template)
-        self.params = held if shardings is None else jax.device_put(held, shardings)
-        return params, changes
+    def trained(self, given: Params, params: Params, key: jax.Array) -> Params:
+        """Return all parameters: all are trained."""
+        return params
 
     def rejoined(self, trained: Params) -> Params:
         """Return the parameters of the model, which are all trained."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -42,30 +41,6 @@ class StepMemory:
             "gradients and activations": self.working,
         }
         return ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in parts.items() if size)
-
-
-class CompiledAhead(Generic[R]):
-    """Call a jitted function of (state, *inputs) by programs that are compiled ahead of time.
-
-    A program is compiled for each shape of the inputs after the state. The state and what is given
-    by name always have one shape.
-    """
-
-    def __init__(self, function: Callable[..., R]) -> None:
-        self.function: Any = function
-        self._programs: dict[Any, Any] = {}
-
-    def __call__(self, *args: Any, **named: Any) -> R:
-        found: R = self.program(*args, **named)(*args, **named)
-        return found
-
-    def program(self, *args: Any, **named: Any) -> Any:
-        """Return the compiled program for arguments, or for the shapes of arguments."""
-        leaves, structure = jax.tree.flatten(args[1:])
-        key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
-        if key not in self._programs:
-            self._programs[key] = self.function.lower(*args, **named).compile()
-        return self._programs[key]
 
 
 def bytes_on_device(tree: Any) -> int:

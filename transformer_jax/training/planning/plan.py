@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -25,14 +24,13 @@ from transformer_jax.models.factory import build, init_cache, init_params
 from transformer_jax.models.flops import forward_flops, training_flops
 from transformer_jax.models.inputs import example_inputs
 from transformer_jax.pytree import cast_floats
-from transformer_jax.training.adapting import FrozenBase, adapted_loss, fresh_adapters
-from transformer_jax.training.batch import Batch, batch_loss
-from transformer_jax.training.optimizers import make_optimizer, without_frozen
+from transformer_jax.training.adapting import FrozenBase
+from transformer_jax.training.batch import Batch
+from transformer_jax.training.compiled import CompiledAhead, make_programs
 from transformer_jax.training.placement import ROWS, Placement
 from transformer_jax.training.planning.hardware import Hardware
 from transformer_jax.training.planning.memory import StepMemory, bytes_on_device, step_memory
 from transformer_jax.training.planning.network import Traffic, network_traffic
-from transformer_jax.training.step import init_state, make_train_step
 
 
 @dataclass(frozen=True)
@@ -123,19 +121,9 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     flops = config.accumulation * rows * training_flops(model, length, length)
     tokens = config.accumulation * rows * length
     abstract = _placement(mesh, hardware, None)
-    optimizer = make_optimizer(config)
-    fresh = partial(
-        init_state,
-        model,
-        optimizer,
-        param_dtype=jnp.dtype(config.param_dtype),
-        average=config.ema_decay is not None,
-    )
-    frozen: tuple[Any, ...] = ()
-    if config.lora is not None:
-        fresh = partial(fresh_adapters, config, optimizer)
-        frozen = (FrozenBase(config, abstract).template,)
-    template = jax.eval_shape(fresh, np.uint32(0))
+    programs = make_programs(config)
+    frozen = () if config.lora is None else (FrozenBase(config, abstract).params,)
+    template = jax.eval_shape(programs.fresh_state, np.uint32(0))
     state = abstract.state(template)
     trained = bytes_on_device(state.params)
     parameters = trained + bytes_on_device(frozen)
@@ -146,18 +134,10 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     placement = _placement(mesh, hardware, hardware.devices())
     state = placement.state(template)
     batch = _batch(model, (config.accumulation, rows, length), placement)
-    loss = batch_loss(
-        model, config.label_smoothing, z_loss=config.z_loss, chunk=config.loss_chunk,
-        row_shards=mesh.row_shards,
-    )  # fmt: skip
-    if config.frozen is not None:
-        loss = without_frozen(loss, config.frozen)
-    if config.lora is not None:
-        loss = adapted_loss(loss, config.lora)
-        frozen = (FrozenBase(config, placement).template,)
-    step: Any = make_train_step(loss, optimizer, ema_decay=config.ema_decay)
+    frozen = () if config.lora is None else (FrozenBase(config, placement).params,)
+    assert isinstance(programs.train_step, CompiledAhead)
     with hardware.lowering():
-        program = step.lower(state, batch, frozen=frozen)
+        program = programs.train_step.function.lower(state, batch, frozen=frozen)
     found = _compiled(program)
     if isinstance(found, int):
         memory = replace(held, working=max(found - parameters - held.optimizer, gradients))

@@ -1,0 +1,162 @@
+"""Make what a run computes: its first state, its step and its evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax._src.config import trace_context  # what `jax.jit` itself finds programs by
+
+from transformer_jax.checkpoints.run_folder import MAY_CHANGE
+from transformer_jax.config import TrainConfig
+from transformer_jax.config.ngram import NgramConfig
+from transformer_jax.config.tasks import PreferenceTask
+from transformer_jax.models.ngram import count_ngrams
+from transformer_jax.programs import is_ours, undisturbed
+from transformer_jax.training.adapting import adapted_loss, fresh_adapters
+from transformer_jax.training.batch import as_given, batch_loss, batch_scores
+from transformer_jax.training.optimizers import (
+    learning_rate_schedule,
+    make_optimizer,
+    without_frozen,
+)
+from transformer_jax.training.preference import preference_loss, preference_scores
+from transformer_jax.training.step import (
+    Metrics,
+    Prepare,
+    TrainState,
+    init_state,
+    make_eval_step,
+    make_train_step,
+    start_state,
+)
+from transformer_jax.training.tasks import TrainingTask
+
+R = TypeVar("R")
+
+
+class CompiledAhead(Generic[R]):
+    """Call a jitted function of (state, *inputs) by programs that are compiled ahead of time.
+
+    A program is compiled for each shape of the inputs after the state. The state and what is given
+    by name always have one shape.
+    """
+
+    def __init__(self, function: Callable[..., R]) -> None:
+        self.function: Any = function
+        self._programs: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **named: Any) -> R:
+        found: R = self.program(*args, **named)(*args, **named)
+        return found
+
+    def program(self, *args: Any, **named: Any) -> Any:
+        """Return the compiled program for arguments, or for the shapes of arguments."""
+        leaves, structure = jax.tree.flatten(args[1:])
+        key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+        if key not in self._programs:
+            self._programs[key] = self.function.lower(*args, **named).compile()
+        return self._programs[key]
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Hold what makes the state of a run, and what is compiled for it."""
+
+    fresh_state: Callable[[Any], TrainState]
+    """Makes the state of step 0 of a seed, u32[]."""
+    state_of: Callable[..., TrainState]
+    """Makes the state of step 0 of parameters and a key."""
+    train_step: Callable[..., tuple[TrainState, Metrics]]
+    eval_step: Callable[..., jax.Array]
+    rate: Callable[[jax.Array], jax.Array]
+
+
+def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
+    """Return the programs of a task, and its config, which has the sizes that counting gave.
+
+    Another run of the same numbers compiles nothing.
+    """
+    config = task.config
+    if isinstance(config.model, NgramConfig):
+        return counted(config, config.model, task)
+    others = (MAY_CHANGE | {"seed"}) - {"steps", "mesh"}  # what enters no program
+    defaults: dict[str, Any] = {x.name: x.default for x in fields(config) if x.name in others}
+    numerics = replace(config, **defaults)
+    if undisturbed() and is_ours((numerics, task.prepare)):
+        return config, known_programs(numerics, task.prepare, trace_context())
+    return config, make_programs(numerics, task.prepare)
+
+
+@lru_cache(maxsize=8)
+def known_programs(config: TrainConfig, prepare: Prepare, settings: Hashable) -> Programs:
+    """Return the programs of a config, those from before where there are any.
+
+    `settings` are those of JAX that a trace depends on, such as `jax_enable_x64`.
+    """
+    return make_programs(config, prepare)
+
+
+def make_programs(config: TrainConfig, prepare: Prepare = as_given) -> Programs:
+    """Return the programs of a config, of which none is compiled yet."""
+    optimizer = make_optimizer(config)
+    row_shards = 1 if config.mesh is None else config.mesh.row_shards
+    relative = isinstance(config.task, PreferenceTask)
+    if isinstance(config.task, PreferenceTask):
+        beta = config.task.beta
+        loss = preference_loss(config, beta, row_shards=row_shards)
+        scores = preference_scores(config, beta, row_shards=row_shards)
+    else:
+        loss = batch_loss(
+            config.model, config.label_smoothing, z_loss=config.z_loss, chunk=config.loss_chunk,
+            row_shards=row_shards,
+        )  # fmt: skip
+        scores = batch_scores(config.model, row_shards=row_shards)
+    held_as: dict[str, Any] = dict(
+        param_dtype=jnp.dtype(config.param_dtype), average=config.ema_decay is not None
+    )
+    fresh: Callable[[Any], TrainState]
+    fresh = partial(init_state, config.model, optimizer, **held_as)
+    if config.frozen is not None:
+        loss = without_frozen(loss, config.frozen)
+    if config.lora is not None:
+        loss = adapted_loss(loss, config.lora, relative=relative)
+        fresh = partial(fresh_adapters, config, optimizer)
+    return Programs(
+        fresh_state=fresh,
+        state_of=partial(start_state, optimizer=optimizer, **held_as),
+        train_step=CompiledAhead(
+            make_train_step(loss, optimizer, prepare, ema_decay=config.ema_decay)
+        ),
+        eval_step=make_eval_step(scores, prepare),
+        rate=jax.jit(learning_rate_schedule(config)),
+    )
+
+
+def counted(
+    config: TrainConfig, ngram: NgramConfig, task: TrainingTask
+) -> tuple[TrainConfig, Programs]:
+    """Return the programs of an n-gram model, whose only step counts, and its config."""
+    model, params = count_ngrams(ngram, task.documents())
+    scores = batch_scores(model)
+
+    def step(state: TrainState, *inputs: Any, frozen: Any) -> tuple[TrainState, Metrics]:
+        """Put the counts in place; the loss is that of what a step of another model reads."""
+        first = jax.tree.map(lambda leaf: leaf[0], task.prepare(*inputs))
+        total, labels, _ = jax.jit(scores)(params, first)
+        none = jnp.zeros((), jnp.int32)
+        state = replace(state, step=state.step + 1, params=jax.device_put(params))
+        return state, Metrics(total / labels, labels, jnp.zeros(()), none, none)
+
+    return replace(config, model=model), Programs(
+        fresh_state=partial(init_state, model, optax.identity()),
+        state_of=partial(start_state, optimizer=optax.identity()),
+        train_step=step,
+        eval_step=make_eval_step(scores, task.prepare),
+        rate=lambda count: jnp.zeros(()),
+    )

@@ -1,0 +1,76 @@
+"""Measure a model on held-out examples: their loss, and what it writes once they are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from transformer_jax.checkpoints.run_folder import json_text
+from transformer_jax.config.tasks import PreferenceTask
+from transformer_jax.durable_files import write_file
+from transformer_jax.shown import short_repr
+from transformer_jax.training.batch import Params
+from transformer_jax.training.processes import gathered_here, is_first
+from transformer_jax.training.progress import Progress
+from transformer_jax.training.run import Run
+from transformer_jax.training.step import TrainState
+from transformer_jax.training.tasks.task import Inputs
+
+
+@short_repr
+class Scores(NamedTuple):
+    """Hold what an evaluation found."""
+
+    loss: float
+    """Nats a label."""
+    accuracy: float
+
+
+def evaluate(
+    eval_step: Callable[..., jax.Array],
+    params: Params,
+    held_out: tuple[jax.Array | np.ndarray, ...],
+    batches: Iterable[Inputs],
+) -> Scores:
+    """Return mean loss and accuracy over batches, weighted by their labels."""
+
+    def placed(leaf: jax.Array | np.ndarray) -> jax.Array:
+        return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
+
+    parts = [eval_step(params, *held_out, jax.tree.map(placed, batch)) for batch in batches]
+    losses, weights, right = np.array(jax.device_get(parts), np.float64).T
+    labels = max(weights.sum(), 1.0)
+    return Scores(float(losses.sum() / labels), float(right.sum() / labels))
+
+
+def evaluate_run(run: Run, state: TrainState) -> Scores:
+    """Return mean loss and accuracy over the held-out part of a run's task."""
+    place = run.placement.rows
+    if run.task.place is not None:  # its processes read a part each
+        place = run.placement.own_rows
+    batches = (place(batch, axis=0) for batch in run.task.evaluation())
+    relative = isinstance(run.config.task, PreferenceTask)
+    named = {"frozen": run.frozen} if relative else {}
+
+    def step(*arguments: Any) -> jax.Array:
+        return run.placement.settled(run.programs.eval_step(*arguments, **named))
+
+    return evaluate(step, run.used_params(state), run.held_out, batches)
+
+
+def decode_held_out(
+    run: Run, state: TrainState, progress: Progress
+) -> tuple[str, dict[str, float]]:
+    """Return what the model writes, and how it compares; the first process also writes files."""
+    sample, judged = "", dict[str, float]()
+    params = gathered_here(run.used_params(state))
+    if is_first():
+        if run.config.sample_tokens:
+            sample = run.task.sample(params)
+            write_file(run.folder.path / "sample.txt", sample + "\n")
+        judged = run.task.judge(params, progress.decoded)
+        write_file(run.folder.path / "scores.json", json_text(judged, indent=1))
+    return sample, judged

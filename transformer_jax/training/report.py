@@ -1,0 +1,130 @@
+"""Tell how a run goes: a line of metrics.jsonl, trackers, a profile, and batches that stand out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from transformer_jax.checkpoints.run_folder import RunError
+from transformer_jax.config.tasks import PreferenceTask
+from transformer_jax.training.evaluation import Scores
+from transformer_jax.training.phases import Phases, flops_utilisation, peak_memory
+from transformer_jax.training.processes import gathered_here, is_first
+from transformer_jax.training.profiling import Profile
+from transformer_jax.training.progress import Progress
+from transformer_jax.training.run import Run
+from transformer_jax.training.spikes import Spikes
+from transformer_jax.training.step import Metrics
+from transformer_jax.training.tasks.task import Inputs
+from transformer_jax.training.trackers import Trackers
+
+MOST_REJECTED = 10
+"""Steps in a row with a loss or gradient that is not finite, after which a run gives up."""
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """Hold the numbers of one step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    updates: int
+    """Steps before it that were not rejected."""
+    tokens_per_second: float | None
+
+
+class Report:
+    """Take the numbers of each step, and write and show what is due."""
+
+    def __init__(self, run: Run, progress: Progress) -> None:
+        self.run, self.progress = run, progress
+        folder, factor = run.folder.path, run.config.dump_batch
+        self.phases, self.profile = Phases(), Profile(run.config, folder)
+        self.spikes = None if factor is None else Spikes(factor, folder)
+        names = (run.config.log or ()) if is_first() else ()
+        self.trackers = Trackers(names, folder, run.config, progress.say)
+        self._times = list[float]()  # when the numbers of the last 21 steps were here
+
+    def close(self) -> None:
+        """End what was begun to watch the run by."""
+        self.profile.close()
+        self.trackers.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time that passes within out of tokens per second."""
+        before = time.perf_counter()
+        yield
+        pause = time.perf_counter() - before
+        self._times = [t + pause for t in self._times]
+
+    def read(self, step: int, metrics: Metrics, inputs: Inputs | None) -> StepNumbers:
+        """Wait for a step's numbers and show them; RunError after too many rejected steps.
+
+        The batch of a loss that stands out is kept, unless enough are.
+        """
+        with self.phases.of("step"):
+            metrics = jax.device_get(metrics)
+        self._times = [*self._times[-20:], time.perf_counter()]
+        rate = None
+        if len(self._times) > 1:
+            seconds = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+            rate = self.run.task.tokens_per_step / max(seconds, 1e-9)
+        loss, norm = float(metrics.loss), float(metrics.grad_norm)
+        if self.spikes is not None and self.spikes.stands_out(loss, norm):
+            task = self.run.task
+            batch = gathered_here(task.prepare(*self.run.resident, inputs))
+            if is_first() and not self.spikes.is_full():
+                file = self.spikes.save(step, batch, loss, norm, task.tokenizers.tokenizer)
+                what = f"loss {loss:.4f} stands out: its batch is in {file}"
+                self.progress.say(f"step {step}: {what}")
+        if metrics.rejected_in_a_row >= MOST_REJECTED:
+            raise RunError(
+                f"step {step}: loss or gradient was not finite {MOST_REJECTED} times in a row "
+                f"(loss {loss}, gradient norm {norm})"
+            )
+        self.progress.step(step, loss, rate)
+        return StepNumbers(step, loss, norm, max(step - 1 - int(metrics.rejected), 0), rate)
+
+    def write(self, numbers: StepNumbers, scores: Scores | None = None) -> None:
+        """Append a line to metrics.jsonl, where one is due."""
+        config, step, held_out = self.run.config, numbers.step, {}
+        if scores is not None and math.isfinite(scores.loss):
+            held_out = {"val_loss": scores.loss, "val_accuracy": scores.accuracy}
+            perplexity = ""
+            if not isinstance(config.task, PreferenceTask):
+                perplexity = f"perplexity {math.exp(min(scores.loss, 700.0)):.2f}, "
+            self.progress.say(
+                f"step {step}: held-out loss {scores.loss:.4f}, {perplexity}"
+                f"accuracy {scores.accuracy:.3f}"
+            )
+        elif step % config.log_every and step not in (1, config.steps):
+            return
+        learning_rate = self.run.programs.rate(jax.device_put(np.int32(numbers.updates)))
+        line = {
+            "step": step,
+            "loss": finite(numbers.loss),
+            "learning_rate": float(jax.device_get(learning_rate)),
+            "grad_norm": finite(numbers.grad_norm),
+            "tokens_per_second": numbers.tokens_per_second,
+            **self.phases.taken(),
+            "peak_memory": peak_memory(),
+        }
+        if numbers.tokens_per_second is not None:
+            used = flops_utilisation(config, numbers.tokens_per_second)
+            line |= {} if used is None else {"flops_utilisation": used}
+        if is_first():
+            self.run.folder.append_metrics(line | held_out)
+        self.trackers.write(step, line | held_out)
+
+
+def finite(value: float) -> float | None:
+    """Return a number; None for NaN or inf, which JSON has not."""
+    return value if math.isfinite(value) else None
