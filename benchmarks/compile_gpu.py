@@ -33,7 +33,6 @@ from jax.experimental import topologies
 from benchmarks import decode_step
 from transformer_jax.kernels import Target, ampere, hopper, using
 from transformer_jax.kernels.contract import Blocks, Operands, Problem, Saved, TileLists
-from transformer_jax.kernels.hopper import repair
 from transformer_jax.training.planning.hardware import H200
 
 HOPPER = "9.0"
@@ -44,21 +43,21 @@ HOPPER_DIMS = (
     *((H, H) for H in (32, 64, 80, 96, 112, 128, 160, 192, 256)),
     *((80, 112), (192, 128), (256, 192), (240, 208)),
 )
-KERNELS: dict[Any, dict[str, Callable[..., Any]]] = {  # each alone, without what repairs NaN
+KERNELS: dict[Any, dict[str, Callable[..., Any]]] = {
     hopper: {
-        "forward": repair.marking_forward,
+        "forward": hopper.forward,
         "decode": hopper.decode,
-        "dq": repair.marking_dq,
-        "dkdv": repair.marking_dkdv,
+        "dq": hopper.backward_dq,
+        "dkdv": hopper.backward_dkdv,
         "bias": hopper.backward_bias,
-        "single_pass": repair.marking_single_pass,
+        "single_pass": hopper.backward_single_pass,
     },
     ampere: {
-        "forward": ampere.marking_forward,
+        "forward": ampere.forward,
         "decode": ampere.decode,
-        "dq": ampere.marking_dq,
-        "dkdv": ampere.marking_dkdv,
-        "bias": ampere.sum_bias,
+        "dq": ampere.backward_dq,
+        "dkdv": ampere.backward_dkdv,
+        "bias": ampere.backward_bias,
     },
 }
 

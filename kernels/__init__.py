@@ -12,8 +12,6 @@ What attention means (masks, arguments, the choice of an implementation) is in
     packed_queries  those of several heads as rows of one tile, around any kernel
     nvidia     what no kernel for NVIDIA GPUs can do
     gradient   the backward pass
-    repair     the rule on what is not finite by a loop: for all NVIDIA GPUs but Hopper, and for
-               Hopper with jax 0.10
     batching   `vmap`
     sharding   device meshes
     lowering   programs for other platforms, which a library here is not for
@@ -27,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import importlib
 from collections.abc import Iterator
@@ -39,7 +36,7 @@ import jax
 
 from transformer_jax.kernels.contract import Blocks
 
-__all__ = ["Target", "assume_finite", "platform", "target", "using"]
+__all__ = ["Target", "platform", "target", "using"]
 
 Backend = Literal["tpu", "hopper", "ampere", "cpu"]
 
@@ -57,8 +54,6 @@ class Target:
     """The chip as JAX names it, "NVIDIA H200": what tile sizes depend on."""
     blocks: tuple[tuple[str, Blocks], ...] = ()
     """Tile sizes to take instead of the table's, by kernel."""
-    assume_finite: bool = False
-    """Whether queries, keys and values are promised to be finite: see `assume_finite`."""
     processors: int | None = None
     """How many multiprocessors an NVIDIA chip has; None: as many as `chips` knows of it."""
 
@@ -77,7 +72,6 @@ class Target:
 
 
 _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
-_finite: contextvars.ContextVar[bool] = contextvars.ContextVar("finite", default=False)
 
 
 @contextlib.contextmanager
@@ -90,28 +84,9 @@ def using(chosen: Target) -> Iterator[None]:
         _chosen.reset(token)
 
 
-@contextlib.contextmanager
-def assume_finite() -> Iterator[None]:
-    """Run "pallas" and "pallas_unordered" without their rule for NaN and infinity, in a block.
-
-    It leaves out the second kernels that compute marked rows again, and on a TPU the look at every
-    tile. Where an input is not finite after all, NaN may reach queries that do not see it and their
-    gradients, or be lost. Programs that `jax.jit` has compiled before keep what they were traced
-    with. The decode kernels keep the rule in any case.
-    """
-    token = _finite.set(True)
-    try:
-        yield
-    finally:
-        _finite.reset(token)
-
-
 def target() -> Target | str:
     """Return where a kernel would run, or why none would."""
-    found = _chosen.get() or _attached()
-    if isinstance(found, Target) and _finite.get():
-        return dataclasses.replace(found, assume_finite=True)
-    return found
+    return _chosen.get() or _attached()
 
 
 def platform() -> str:

@@ -125,8 +125,6 @@ def _axis_names(tree: Tree) -> list[AxisNames]:
     optional |= dict(k_scale=keys[:3], v_scale=keys[:3], pages=VECTORS)
     given = [names for field, names in optional.items() if getattr(operands, field) is not None]
     saved = [QUERIES, ROWS, ROWS, ROWS] * (len(tree) - 2)
-    if len(tree) > 2 and tree[2].nonfinite is not None:
-        saved.append(HEADS)
     lists = [TILES, ROWS, ROWS]
     lists += [TILES] * (tree[1].visits is not None) + [ROWS] * (tree[1].rows is not None)
     lists += [ROWS] * (tree[1].visit_counts is not None)

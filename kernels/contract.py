@@ -17,16 +17,15 @@ do_i . v_j may overflow there.
 
 Every backend is a module with `refuse`, `blocks`, the constants `LIST_BYTES` (the most that lists
 of tiles may take, or None), `HEADS_FIRST` (whether results come as [B, N, T, H], transposed),
-`SHORTEST` (the shortest tile of a short sequence, or None), `MARKS` (whether its forward kernel
-has a fourth result, for its backward kernels: `Saved.nonfinite`), `DECODE_ROWS` (the most queries
-of a key head, T N / K, that its decode kernel takes; 0 without one), `INT8` (whether that one reads
+`SHORTEST` (the shortest tile of a short sequence, or None), `DECODE_ROWS` (the most queries of a
+key head, T N / K, that its decode kernel takes; 0 without one), `INT8` (whether that one reads
 int8 with scales), `PAGE` (the number of keys of which a page is a multiple where that one reads
 pages of a pool in place; 0: it reads none), `PACKS` (whether few queries of several heads are
 packed as rows of one tile, `Problem.packs`) and `PORTABLE` (a module of the same kernels in plain
 JAX, for other platforms and derivatives of the kernels, or None), and these kernels, one for each
 of `chips.Kind`:
 
-    forward(problem, operands, lists, blocks)                     out, m, log l[, nonfinite]
+    forward(problem, operands, lists, blocks)                     out, m, log l
     decode(problem, operands, lists, blocks)                      out, m, log l
     backward_dq(problem, operands, lists, blocks, saved)          dq, and rows of dslopes or None
     backward_dkdv(problem, operands, lists, blocks, saved)        dk, dv
@@ -34,11 +33,11 @@ of `chips.Kind`:
     backward_single_pass(problem, operands, lists, blocks, saved) dq, dk, dv[, rows of dslopes]
     backward_single_pass_rows(...)                                the same, from lists by query
 
-They keep the rule on what is not finite. NaN or infinity in a query, key or value makes exactly the
-rows of queries that see it lost: out and log l, or m, are NaN there, and they pass no gradient on.
-Around kernels that only mark such rows `transformer_jax.kernels.hopper.repair` does it, by a second
-kernel, and `transformer_jax.kernels.repair`, by a loop. Those of a TPU and every `decode` do it in
-the tile itself.
+Queries, keys, values and cotangents must be finite, hidden ones and padding too, since 0 times NaN
+is NaN. A bias may be -inf. Tiles that the lists skip are not read, and what a copy finds after the
+end of an array has no influence. The kernels of `cpu` and `portable` ask for nothing: there NaN or
+inf in a query, key or value reaches exactly the queries that see it. Their out, and log l or m, are
+NaN, and they pass no gradient on.
 
 `backward_single_pass` is only called where the backend does not refuse a problem that is
 `nondeterministic`. That of `cpu` is deterministic, and the only one there. `decode` is called with
@@ -82,10 +81,6 @@ class Problem:
     is elementwise, and never shows a key at a negative position (key vector 0). Where there are
     `Operands.pairs`, their tile is given as one more key vector. None: every listed tile is full.
     """
-    detect_nonfinite: bool = True
-    """Whether the rule on what is not finite is kept. A kernel that only marks then sets log l to
-    NaN in rows whose output is not finite, or that met a product q_i . k_j that is not, visible or
-    not; without it log l is no mark."""
     nondeterministic: bool = False
     """Whether dq may be summed in the order in which programs finish: other bits in every run."""
     fixed_slopes: bool = False
@@ -208,10 +203,9 @@ class Saved(NamedTuple):
     """Hold what the backward kernels read of the forward pass, besides the operands."""
 
     do: jax.Array  # [B, T, N, Hv]
-    row_max: jax.Array  # f32[B, N, T]: m; +inf in rows of p 0: fully masked ones, and lost ones
+    row_max: jax.Array  # f32[B, N, T]: m; +inf in rows of p 0: fully masked ones, and NaN
     log_sum: jax.Array  # f32[B, N, T]: log l; 0 in rows of p 0
     D: jax.Array  # f32[B, N, T]; 0 in rows of p 0
-    nonfinite: jax.Array | None = None  # bool[B, N]: an input or a cotangent is not finite
 
 
 class Refused(NotImplementedError):

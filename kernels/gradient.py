@@ -26,7 +26,7 @@ from transformer_jax.kernels.contract import (
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.kernels.lowering import here_or_elsewhere
 from transformer_jax.kernels.packed_queries import packed
-from transformer_jax.kernels.sharding import HEADS, KEYS, QUERIES, ROWS, TILES, AxisNames
+from transformer_jax.kernels.sharding import KEYS, QUERIES, ROWS, TILES, AxisNames
 
 Gradients = tuple[jax.Array | None, ...]
 """Gradients of query, key, value, bias, slopes and sinks; None for an input that is not there or
@@ -54,7 +54,7 @@ def attend(
         operands, lists = tree
         if "decode" in lists:
             return _decode(problem, where, operands, lists["decode"])
-        out, row_max, log_sum, _ = _forward(problem, where, operands, lists)
+        out, row_max, log_sum = _forward(problem, where, operands, lists)
         return out, row_max + log_sum
 
     passes = Passes(
@@ -83,7 +83,7 @@ def _attend_forward(
     """Return attention, and the results of the forward kernel."""
     operands, lists = tree
     results = _forward(problem, where, _wide(operands)[0], lists)
-    out, row_max, log_sum, _ = results
+    out, row_max, log_sum = results
     return (out, row_max + log_sum), results
 
 
@@ -130,13 +130,11 @@ def _widened(
 
 def _forward(
     problem: Problem, where: Target, operands: Operands, lists: ListsByKernel
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return output, m, log l, and of which heads something was not finite, if a backend says."""
-    names = (QUERIES, ROWS, ROWS) + (HEADS,) * where.module.MARKS
-    out, row_max, log_sum, *marks = _kernel(problem, where, "forward", names)(
-        operands, lists["forward"]
-    )
-    return out, row_max, log_sum, marks[0] if marks else None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return output, m and log l."""
+    kernel = _kernel(problem, where, "forward", (QUERIES, ROWS, ROWS))
+    out, row_max, log_sum = kernel(operands, lists["forward"])
+    return out, row_max, log_sum
 
 
 def _attend_backward(
@@ -147,22 +145,15 @@ def _attend_backward(
     cotangents: tuple[Any, Any],
     wanted: tuple[Operands, ListsByKernel],
 ) -> tuple[Operands, ListsByKernel]:
-    (given, lists), (out, row_max, log_sum, nonfinite), (do, dlse) = tree, saved, cotangents
+    (given, lists), (out, row_max, log_sum), (do, dlse) = tree, saved, cotangents
     operands, narrow = _wide(given)
     problem = dataclasses.replace(problem, fixed_slopes=not wanted[0].slopes)
     if where.module.HEADS_FIRST:  # else XLA makes do as the next weight gradient likes, and copies
         do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
     D = _row_dot(do, out) - dlse  # [B, N, T]
     lost = jnp.isneginf(row_max) | jnp.isnan(row_max) | jnp.isnan(log_sum)
-    if nonfinite is not None and problem.detect_nonfinite:
-        nonfinite |= ~jnp.isfinite(D).all(axis=2)
-        nonfinite |= _beyond_forward_tiles(where, operands, lists)
     rows = Saved(
-        do,
-        jnp.where(lost, jnp.inf, row_max),
-        jnp.where(lost, 0, log_sum),
-        jnp.where(lost, 0, D),
-        nonfinite,
+        do, jnp.where(lost, jnp.inf, row_max), jnp.where(lost, 0, log_sum), jnp.where(lost, 0, D)
     )
     dq, dk, dv, dbias, dslopes, dsinks = _gradients(problem, where, operands, lists, rows)
     [((dk, dk_scale), (dv, dv_scale))] = narrow([dk, dv])
@@ -171,21 +162,6 @@ def _attend_backward(
     if dslopes is not None:
         gradients["slopes"] = dslopes
     return given._replace(**gradients), lists
-
-
-def _beyond_forward_tiles(
-    where: Target, operands: Operands, lists: ListsByKernel
-) -> jax.Array | bool:  # bool[B, N]
-    """Return which heads may hold what is not finite in keys that the forward kernel never met.
-
-    A backward tile that is wider than a forward one has keys of tiles that nobody sees.
-    """
-    tiles = dict(where.blocks)
-    if all(tiles[kind].k <= tiles["forward"].k for kind in lists if kind != "decode"):
-        return False
-    group = operands.query.shape[2] // operands.key.shape[2]
-    finite = [jnp.isfinite(x).all(axis=(1, 3)) for x in (operands.key, operands.value)]
-    return ~jnp.repeat(finite[0] & finite[1], group, axis=1)
 
 
 def _kernel(

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.kernels.contract import Operands, Saved, TileLists
-from transformer_jax.kernels.sharding import HEADS, KEYS, QUERIES, ROWS, TILES, AxisNames
+from transformer_jax.kernels.sharding import KEYS, QUERIES, ROWS, TILES, AxisNames
 
 Kernel = Callable[..., tuple[jax.Array, ...]]  # of Operands, TileLists and perhaps Saved
 
@@ -78,15 +78,11 @@ class Rows:
 
     def saved(self, x: Saved) -> Saved:
         """Return what a backward kernel reads of the forward pass; added rows have no weights."""
-        marks = x.nonfinite
-        if marks is not None:
-            marks = marks.reshape(marks.shape[0], -1, self.group).any(axis=2)
         return Saved(
             self.queries(x.do),
             self.heads(x.row_max, jnp.inf),
             self.heads(x.log_sum),
             self.heads(x.D),
-            marks,
         )
 
     def lists(self, lists: TileLists, by_key: bool) -> TileLists:
@@ -128,8 +124,6 @@ class Rows:
         """Return a result as one by query and head; a gradient of a bias has the bias's shape."""
         if names == KEYS:
             return x
-        if names == HEADS:
-            return jnp.repeat(x, self.group, axis=1)
         if names == QUERIES:  # [B, rows, K, d] -> [B, T, N, d]
             B, _, K, d = x.shape
             x = x[:, : self.number].reshape(B, self.group, self.T, K, d)
@@ -149,7 +143,6 @@ def with_sinks(
     out: jax.Array,  # [B, T, N, Hv], without sinks
     row_max: jax.Array,  # f32[B, N, T]: m
     log_sum: jax.Array,  # f32[B, N, T]: log l
-    *marks: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Return a forward kernel's results once sinks have joined m and l.
 
@@ -165,4 +158,4 @@ def with_sinks(
     rescaled = log_sum + jnp.where(fully_masked, 0, row_max - new_max)
     total = jnp.logaddexp(rescaled, jnp.where(fully_masked, -jnp.inf, sink - new_max))
     share = jnp.swapaxes(jnp.exp(rescaled - total), 1, 2)[..., None]
-    return (out.astype(jnp.float32) * share).astype(out.dtype), new_max, total, *marks
+    return (out.astype(jnp.float32) * share).astype(out.dtype), new_max, total

@@ -16,8 +16,7 @@ def packed_rows(operands: Operands, rows: int) -> Operands:
     """Return the operands with the queries of a key head as rows, filled up to `rows` of them.
 
     The query is [B, rows, K, H], arrays of pairs are [.., K or 1, rows or 1, ..], slopes and sinks
-    [.., K, rows]. A query that is not finite is NaN as a whole: else the products of an infinity
-    may all be -inf, as if it saw nothing.
+    [.., K, rows].
     """
     (B, T, N, H), K = operands.query.shape, operands.key.shape[2]
     G = N // K
@@ -40,9 +39,7 @@ def packed_rows(operands: Operands, rows: int) -> Operands:
         x = jnp.broadcast_to(x.reshape(b, K, 1, G), (b, K, T, G)).reshape(b, K, T * G)
         return filled_up(x, 2)
 
-    finite = jnp.isfinite(operands.query).all(axis=-1, keepdims=True)
-    query = jnp.where(finite, operands.query, jnp.nan)
-    query = query.reshape(B, T, K, G, H).swapaxes(2, 3).reshape(B, T * G, K, H)
+    query = operands.query.reshape(B, T, K, G, H).swapaxes(2, 3).reshape(B, T * G, K, H)
     slopes, sinks = operands.slopes, operands.sinks
     pairs, bias = operands.pairs, operands.bias
     return operands._replace(

@@ -28,7 +28,7 @@ from benchmarks.first_light import checks, rehearsal
 from benchmarks.first_light.checks import Unavailable
 from benchmarks.specs import AttentionCase, Direction
 from benchmarks.timing import Contender
-from transformer_jax.kernels import Target, assume_finite, target, using
+from transformer_jax.kernels import Target, target, using
 
 AS_IT_IS = "as it is"
 CHAINED = ", chained"
@@ -42,15 +42,6 @@ def replaced(module: str, name: str, make: Callable[[Any], Any]) -> Patch:
     if not hasattr(found, name):
         raise Unavailable(f"transformer_jax.{module} has no {name}")
     return mock.patch.object(found, name, make(getattr(found, name)))
-
-
-def no_second_kernels() -> Patch:
-    """Leave out the second kernels: marked rows stay as the first kernel wrote them."""
-
-    def without(_: Any) -> Callable[..., Any]:
-        return lambda problem, body, marks, tiles, given, results, whole=False: results
-
-    return replaced("kernels.hopper.repair", "_again", without)
 
 
 def rows_as_they_are() -> Patch:
@@ -86,8 +77,6 @@ def slack_of_8() -> Patch:
 
 VARIANTS: dict[str, Callable[[], Patch]] = {
     AS_IT_IS: contextlib.nullcontext,
-    "no second kernels": no_second_kernels,
-    "assumed finite": assume_finite,
     "rows as they are": rows_as_they_are,
     "automatic barriers": automatic_barriers,
     "slack 8": slack_of_8,

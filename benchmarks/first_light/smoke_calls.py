@@ -234,7 +234,7 @@ PAGE = 128
 def decode(where: Where, int8: bool = False, paged: bool = False) -> Shares:
     """Let one query a row see the filled part of a cache, whose rows end at different slots.
 
-    Pages lie in any order in their pool, which is NaN wherever no query is to look.
+    Pages lie in any order in their pool, which is NaN in pages that no row names.
     """
     S = where.length(8200)
     S = -(-S // PAGE) * PAGE if paged else S
@@ -257,7 +257,7 @@ def decode(where: Where, int8: bool = False, paged: bool = False) -> Shares:
         expected = expected | dict(zip(INPUTS[1:], wide, strict=True))
     if paged:
         keys = (arrays[name] for name in INPUTS[1:])
-        *pools, table = in_pages(np.random.default_rng(12), PAGE, held, *keys)
+        *pools, table = in_pages(np.random.default_rng(12), PAGE, held, *keys, unseen=77)
         arrays = arrays | dict(zip(INPUTS[1:], pools, strict=True))
         places |= {"block_table": table}
     run = program(arrays, Causal(), where.implementation("pallas"), gradients=False, **places)

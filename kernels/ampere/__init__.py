@@ -4,35 +4,30 @@ Nothing here needs what only Hopper (wgmma, TMA) has, so one source serves compu
 (Ampere, Ada), 10 and 12 (Blackwell). It follows FlashAttention-2 (Dao 2023): a program of four
 warps holds 64 rows of what it computes, and copies one tile of the other side after another through
 registers into shared memory. Scores are kept in base 2, laid out in registers as on Hopper, whose
-masks and arithmetic of a tile are used. The kernels mark rows that met NaN or infinity, and
-`transformer_jax.kernels.repair` runs them again.
+masks and arithmetic of a tile are used.
 
     tiles      shared memory, registers, copies, products
     forward    the forward kernel          backward   those of dq, of dk and dv, of a bias
-    decode     the kernel for few queries, which keeps the rule on what is not finite itself
+    decode     the kernel for few queries
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 
 from transformer_jax.kernels import nvidia
-from transformer_jax.kernels.ampere.backward import backward_bias as sum_bias
-from transformer_jax.kernels.ampere.backward import backward_dkdv as marking_dkdv
-from transformer_jax.kernels.ampere.backward import backward_dq as marking_dq
+from transformer_jax.kernels.ampere.backward import backward_bias, backward_dkdv, backward_dq
 from transformer_jax.kernels.ampere.decode import decode
-from transformer_jax.kernels.ampere.forward import forward as marking_forward
+from transformer_jax.kernels.ampere.forward import forward
 from transformer_jax.kernels.ampere.tiles import HAS_MMA
 from transformer_jax.kernels.chips import AMPERE_HEAD_DIMS as HEAD_DIMS
 from transformer_jax.kernels.chips import ampere_blocks as blocks
-from transformer_jax.kernels.contract import Operands, Problem, vary
+from transformer_jax.kernels.contract import Problem
 from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER
 from transformer_jax.kernels.hopper.memory import ROWS as DECODE_ROWS
 from transformer_jax.kernels.hopper.schedule import prepare
-from transformer_jax.kernels.repair import Kernel, repaired_backward, repaired_forward
 
 __all__ = [
     "DECODE_ROWS",
@@ -40,7 +35,6 @@ __all__ = [
     "HEAD_DIMS",
     "INT8",
     "LIST_BYTES",
-    "MARKS",
     "PACKS",
     "PAGE",
     "PORTABLE",
@@ -58,27 +52,10 @@ __all__ = [
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 INT8 = True  # whether the decode kernel reads int8
 LIST_BYTES = None  # lists are in device memory
-MARKS = True  # whether the forward kernel says for the others where something was not finite
 PACKS = True  # few queries of several heads as rows of one tile
 PAGE = DECODE_ROWS  # the decode kernel reads pages of whole tiles
 PORTABLE = None
 SHORTEST = None  # short sequences are padded to whole tiles
-
-
-def varying(kernel: Kernel) -> Kernel:
-    """Return a kernel whose results vary over a mesh as its operands do."""
-
-    @functools.wraps(kernel)
-    def call(problem: Problem, operands: Operands, *rest: Any) -> Any:
-        return vary(kernel(problem, operands, *rest), like=operands)
-
-    return call
-
-
-forward = repaired_forward(varying(marking_forward))
-backward_dq = repaired_backward(varying(marking_dq))
-backward_dkdv = repaired_backward(varying(marking_dkdv))
-backward_bias = varying(sum_bias)  # of which each pair is its own
 
 
 def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:

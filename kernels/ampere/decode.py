@@ -5,10 +5,6 @@ head are the rows of one tile, a list of tiles is divided into parts, and XLA ad
 leave. Here each part is a program of one warpgroup. It copies the keys and values of the next tiles
 into shared memory (`cp.async`) while it multiplies this one's.
 
-The rule on what is not finite is kept in the tile. Each thread looks at what it has copied itself:
-a key that is not finite, or whose value is not, gets the score NaN before the mask is applied, and
-numbers of a value that are not finite become 0 in shared memory.
-
 `cp.async` checks no bounds: a last tile that would pass the end of the keys begins earlier, and the
 keys that it shares with the tile before it are hidden.
 """
@@ -47,7 +43,6 @@ from transformer_jax.kernels.contract import (
     Problem,
     TileLists,
     result,
-    vary,
 )
 from transformer_jax.kernels.hopper.decode_rows import (
     for_copies,
@@ -57,7 +52,6 @@ from transformer_jax.kernels.hopper.decode_rows import (
     place_of,
 )
 from transformer_jax.kernels.hopper.memory import (
-    COLUMN,
     ROW,
     ROWS,
     WGMMA,
@@ -68,7 +62,6 @@ from transformer_jax.kernels.hopper.memory import (
     filled,
     i32,
     load,
-    load_along,
     slot_of,
 )
 from transformer_jax.kernels.hopper.schedule import each_tile, item_index, key_parts
@@ -115,11 +108,9 @@ def decode(
             q_tile=slot(ROWS, H, dtype),
             k_tile=slots(blocks.stages, blocks.k, H, operands.key.dtype),
             v_tile=slots(blocks.stages, blocks.k, Hv, operands.value.dtype),
-            nonfinite=plgpu.SMEM((2, blocks.k), f32),
             **wide,
         ),
     )(lists_of_key_heads(operands, lists), packed_rows(operands, ROWS)._replace(sinks=None))
-    sums = vary(tuple(sums), like=operands)
     return merged(operands, *(x.reshape(B, K, parts, *x.shape[1:]) for x in sums))
 
 
@@ -184,7 +175,6 @@ class _Program:
     q_tile: Ref  # [ROWS, H]
     k_tile: Ref  # [stages, k, H]
     v_tile: Ref  # [stages, k, Hv]
-    nonfinite: Ref  # f32[2, k]: NaN for a key that is not finite, and for a value, else 0
     k_wide: Ref = None  # [k, H] of the query's dtype, where keys are int8
     v_wide: Ref = None  # [k, Hv]
 
@@ -225,15 +215,13 @@ class _Program:
         coming = self.scales(rows, j + 1)  # which takes as long as to reach memory
         await_copies(problem, 2 * (stages - 2))
         self.copy(rows, j + stages - 1)  # to where all warps have read the tile before this one
-        k, v = self.finite_tiles(slot_of(j, stages), sums.scales)
+        k, v = self.tiles(slot_of(j, stages), sums.scales)
         start, hidden = self.keys_of(rows, j)
         beside = self.vectors.of_columns(None, 0, rows.b, start, self.blocks.k)
         where = TilePosition(rows.b, rows.head, 0, start, rows.vectors, beside, rows.slopes)
         raw = filled((ROWS, self.blocks.k), 0)
         for part in parts_of_rows(k):  # fewer registers than all at once
             raw = add_product(problem, raw, self.q_tile.at[part], k.at[part].transpose((1, 0)))
-        for marks in range(2):
-            raw = raw + load_along(self.nonfinite.at[marks], raw.shape, COLUMN)
         s, _ = scores(problem, operands, raw, where, ROW, partial)
         if partial and self.may_overlap():
             column = plgpu.broadcasted_iota(i32, raw.shape, 1, layout=WGMMA)
@@ -262,25 +250,14 @@ class _Program:
             for scale, tile in zip(both, (self.k_wide, self.v_wide), strict=True)
         )
 
-    def finite_tiles(self, index: jax.Array, scales: tuple[jax.Array, ...]) -> tuple[Ref, Ref]:
-        """Return tiles of keys and values, with NaN beside each key where one is not finite.
-
-        x * 0 is 0 where x is finite, else NaN. Numbers of int8 are multiplied with
-        their scales on the way.
-        """
-        given = [tile.at[index] for _, tile in self.sources()]
-        targets = [self.k_wide, self.v_wide] if scales else given
-        for i, (tile, target) in enumerate(zip(given, targets, strict=True)):
-            marks = None
+    def tiles(self, index: jax.Array, scales: tuple[jax.Array, ...]) -> tuple[Ref, Ref]:
+        """Return tiles of keys and values, those of int8 multiplied with their scales."""
+        keys, values = (tile.at[index] for _, tile in self.sources())
+        if not scales:
+            return keys, values
+        wide = self.k_wide, self.v_wide
+        for tile, target, scale in zip((keys, values), wide, scales, strict=True):
             for columns in parts_of_rows(tile):
                 number = fetch(tile.at[columns], target.at[columns]).astype(f32)
-                if scales:
-                    number = number * across(scales[i], number)
-                    number = number.astype(target.dtype).astype(f32)
-                found = (number * 0).sum(axis=1)
-                marks = found if marks is None else marks + found
-                if scales or i == 1:
-                    number = jnp.where(number * 0 == 0, number, 0)
-                    target[columns] = number.astype(target.dtype)
-            self.nonfinite[i] = marks
-        return targets[0], targets[1]
+                target[columns] = (number * across(scale, number)).astype(target.dtype)
+        return wide

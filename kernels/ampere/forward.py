@@ -48,10 +48,7 @@ from transformer_jax.kernels.hopper.scores import (
 def forward(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l.
-
-    With `detect_nonfinite`, log l is NaN in rows that met what is not finite, seen or not.
-    """
+    """Return the output [B, T, N, Hv], and f32[B, N, T] each of m and log l."""
     check_rows("forward", blocks.q)
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype, rows = operands.query.dtype, result((B, N, T), f32, operands.query)
@@ -95,13 +92,10 @@ def _forward(
     full, seen = at(lists.full, b, n, row)[...], at(lists.seen, b, n, row)[...]
     sums = each_tile(full, seen, functools.partial(program.tile, rows), start)
     acc, row_max, total, live = divided(problem, operands, b, n, sums.acc, sums.row_max, sums.total)
-    log_sum = jnp.where(live, jnp.log2(total) * LN2, 0)
-    if problem.detect_nonfinite:
-        log_sum = log_sum + (acc.astype(f32) * 0).sum(axis=1)
     place = b, n, pl.ds(q0, ROWS)
     out[queries] = acc
     row_max_out[place] = jnp.where(live, row_max * LN2, -jnp.inf)
-    log_sum_out[place] = log_sum
+    log_sum_out[place] = jnp.where(live, jnp.log2(total) * LN2, 0)
 
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
@@ -142,15 +136,12 @@ class _Program:
         beside = self.vectors.of_columns(None, 0, rows.b, k0, self.blocks.k)
         where = TilePosition(rows.b, rows.n, rows.q0, k0, rows.vectors, beside)
         raw = product(problem, self.q_tile, self.k_tile.transpose((1, 0)))
-        total = sums.total
-        if problem.detect_nonfinite:  # 0 * a product that is not finite is NaN
-            total = total + (raw * 0).sum(axis=1)
         s, _ = scores(problem, operands, raw, where, ROW, partial)
         unit = score_unit(problem, operands)
         row_max = jnp.maximum(sums.row_max, s.max(axis=1) * unit)
         shrink = jnp.exp2(sums.row_max - row_max)
         p = jnp.exp2(s * unit - across(row_max, s))
-        total = total * shrink + p.sum(axis=1)
+        total = sums.total * shrink + p.sum(axis=1)
         if problem.dropout_rate:
             p = jnp.where(kept(problem, operands, where, p.shape, ROW), p, 0)
         acc = add_product(problem, sums.acc * across(shrink, sums.acc), p, self.v_tile)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
-from transformer_jax.kernels.contract import Problem
+from transformer_jax.kernels.contract import Problem, vary
 from transformer_jax.kernels.hopper.memory import ROWS, Ref, filled, load, tile_slots
 from transformer_jax.kernels.hopper.schedule import name_of
 
@@ -30,10 +30,10 @@ HAS_MMA = mma is not None
 def launch(problem: Problem, body: Callable[..., None], items: int, **options: Any) -> Any:
     """Return the kernel of a body as a function of arrays: one program for each item.
 
-    Mosaic GPU forgets that results vary over a mesh as arguments do: `vary` is left to the caller.
+    Mosaic GPU forgets that results vary over a mesh as the arguments do: the first two say how.
     """
     interpret = {"interpret": problem.interpret} if problem.interpret else {}
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         grid=(items,),
         grid_names=("program",),
@@ -44,6 +44,7 @@ def launch(problem: Problem, body: Callable[..., None], items: int, **options: A
         **interpret,
         **options,
     )
+    return lambda *arrays: vary(kernel(*arrays), like=arrays[:2])
 
 
 def check_rows(kind: str, rows: int) -> None:

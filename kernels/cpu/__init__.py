@@ -50,7 +50,6 @@ from transformer_jax.kernels.dropout import threshold
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
 LIST_BYTES = None
 SHORTEST = None
-MARKS = False  # whether the forward kernel says for the others where something was not finite
 DECODE_ROWS = 0  # `forward` itself has a kernel for few queries
 INT8 = False
 PACKS = False  # a tile takes several heads as it is

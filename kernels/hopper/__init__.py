@@ -15,7 +15,6 @@ that promise.
     producer   the copies                               forward, decode, backward,
                                                         backward_single_pass, bias_gradient:
                                                         the kernels
-    repair     what runs after them, where something was not finite
 """
 
 from __future__ import annotations
@@ -29,16 +28,13 @@ from transformer_jax.kernels.chips import HOPPER_HEAD_DIMS as HEAD_DIMS
 from transformer_jax.kernels.chips import HOPPER_UNLIKE_HEAD_DIMS as UNLIKE_HEAD_DIMS
 from transformer_jax.kernels.chips import hopper_blocks as blocks
 from transformer_jax.kernels.contract import Problem
+from transformer_jax.kernels.hopper.backward import backward_dkdv, backward_dq
+from transformer_jax.kernels.hopper.backward_single_pass import backward_single_pass
 from transformer_jax.kernels.hopper.bias_gradient import backward_bias
 from transformer_jax.kernels.hopper.decode import decode
+from transformer_jax.kernels.hopper.forward import forward
 from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER, HAS_JAX_11
 from transformer_jax.kernels.hopper.memory import ROWS as DECODE_ROWS
-from transformer_jax.kernels.hopper.repair import (
-    backward_dkdv,
-    backward_dq,
-    backward_single_pass,
-    forward,
-)
 from transformer_jax.kernels.hopper.schedule import prepare
 
 __all__ = [
@@ -48,7 +44,6 @@ __all__ = [
     "HEAD_DIMS",
     "INT8",
     "LIST_BYTES",
-    "MARKS",
     "PACKS",
     "PAGE",
     "SHORTEST",
@@ -65,9 +60,6 @@ __all__ = [
 
 LIST_BYTES = None  # lists are in device memory
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
-MARKS = (
-    not HAS_JAX_11
-)  # whether the forward kernel says for the others where something was not finite
 INT8 = True  # whether the decode kernel reads int8
 PACKS = True  # few queries of several heads as rows of one tile
 PAGE = DECODE_ROWS  # the decode kernel reads pages of whole copies

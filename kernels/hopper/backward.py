@@ -80,11 +80,8 @@ def base_of(saved: Saved) -> jax.Array:  # f32[B, N, T]
 
 def backward_dq(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Return dq [B, T, N, H], with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|, marks.
-
-    The marks, f32[B, N, T], are NaN in rows that are not finite, and else 0.
-    """
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return dq [B, T, N, H], and with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|."""
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
@@ -102,7 +99,7 @@ def backward_dq(
         consumers,
         items.number,
         auto_barriers=False,
-        out_type=(result((B, T, N, H), dtype, operands.query), rows) + (rows,) * has_slopes,
+        out_type=(result((B, T, N, H), dtype, operands.query),) + (rows,) * has_slopes,
         scratch_types=dict(
             q_tile=tile_slots(consumers, ROWS, H, dtype),
             do_tile=tile_slots(consumers, ROWS, Hv, dtype),
@@ -118,13 +115,13 @@ def backward_dq(
             **own_slot,
         ),
     )(lists, operands, saved.do, base_of(saved), saved.D)
-    dq, marks, *slopes = results
-    return dq, slopes[0] if has_slopes else None, marks
+    dq, *slopes = results
+    return dq, slopes[0] if has_slopes else None
 
 
 def _backward_dq(
     problem: Problem, blocks: Blocks, lists: TileLists, operands: Operands,
-    do: Ref, base: Ref, D: Ref, dq: Ref, marks: Ref, slope_out: Ref = None, *,
+    do: Ref, base: Ref, D: Ref, dq: Ref, slope_out: Ref = None, *,
     dq_tile: Ref = None, **memory: Ref,
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program; operands, lists and what follows are references to memory."""
@@ -138,8 +135,7 @@ def _backward_dq(
     def consume(w: jax.Array) -> None:
         staged = walk.q_tile if dq_tile is None else dq_tile
         consumer = _QueryConsumer(
-            problem, blocks, lists, operands, vectors, walk, base, D, staged, dq, marks,
-            slope_out, w,
+            problem, blocks, lists, operands, vectors, walk, base, D, staged, dq, slope_out, w,
         )  # fmt: skip
         items = query_items(operands, blocks).number
         each_item(items, consumer.walk_item, jnp.int32(0))
@@ -173,7 +169,6 @@ class _QueryConsumer:
     D: Ref
     staged: Ref  # the slots through which dq leaves
     dq: Ref
-    marks: Ref
     slope_out: Ref
     w: jax.Array
 
@@ -196,7 +191,6 @@ class _QueryConsumer:
         else:
             plgpu.commit_smem()  # a warp's last product may read rows that another writes next
         self.staged[w] = (acc * self.problem.scale).astype(self.staged.dtype)
-        self.marks[queries] = (acc * 0).sum(axis=1)
         if self.slope_out is not None:
             self.slope_out[queries] = slope
         plgpu.commit_smem()  # every warp has written before one thread copies
@@ -239,12 +233,8 @@ class _QueryConsumer:
 
 def backward_dkdv(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return dk [B, S, K, H], dv [B, S, K, Hv] and marks; the rows of `lists` are key tiles here.
-
-    The marks, f32[1 or 2, B, K, S] by the warpgroups that share a row, are NaN in rows that are
-    not finite, and else 0.
-    """
+) -> tuple[jax.Array, jax.Array]:
+    """Return dk [B, S, K, H] and dv [B, S, K, Hv]; the rows of `lists` are key tiles here."""
     H, (B, S, K, Hv) = operands.query.shape[-1], operands.value.shape
     dtype, stages = operands.key.dtype, blocks.stages
     parts = blocks.k // ROWS
@@ -264,7 +254,6 @@ def backward_dkdv(
         out_type=(
             result((B, S, K, H), dtype, operands.query),
             result((B, S, K, Hv), dtype, operands.query),
-            result((consumers // parts, B, K, S), f32, operands.query),
         ),
         scratch_types=dict(
             k_tile=tile_slots(parts, ROWS, H, dtype),
@@ -286,7 +275,7 @@ def backward_dkdv(
 
 def _backward_dkdv(
     problem: Problem, blocks: Blocks, lists: TileLists, operands: Operands,
-    do: Ref, base: Ref, D: Ref, dk_out: Ref, dv_out: Ref, marks: Ref, *,
+    do: Ref, base: Ref, D: Ref, dk_out: Ref, dv_out: Ref, *,
     shared: dict[str, Ref] | None = None, **memory: Ref,
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program.
@@ -305,7 +294,7 @@ def _backward_dkdv(
 
     def consume(part: Any, wanted: tuple[str, ...]) -> None:
         consumer = _KeyConsumer(
-            problem, blocks, lists, operands, vectors, walk, (dk_out, dv_out, marks),
+            problem, blocks, lists, operands, vectors, walk, (dk_out, dv_out),
             _SharedWeights(**shared) if shared else None, part, wanted,
         )  # fmt: skip
         items = key_items(operands, blocks).number
@@ -349,7 +338,7 @@ class _KeyConsumer:
     operands: Operands
     vectors: TileVectors
     walk: KeyWalk
-    results: tuple[Ref, Ref, Ref]
+    results: tuple[Ref, Ref]
     shared: _SharedWeights | None  # where two warpgroups hold the same keys
     part: Any  # which 64 keys of the tile
     wanted: tuple[str, ...]  # "dk", "dv"
@@ -457,16 +446,12 @@ class _KeyConsumer:
             plgpu.barrier_wait(walk.both)
         else:
             plgpu.commit_smem()  # a warp's last product may read rows that another writes next
-        dk_out, dv_out, marks = self.results
+        dk_out, dv_out = self.results
         outs = {"dk": (walk.k_tile, dk_out, self.problem.scale), "dv": (walk.v_tile, dv_out, 1.0)}
         for name in self.wanted:
             staged, _, scale = outs[name]
             staged[part] = (sums[name] * scale).astype(staged.dtype)
         plgpu.commit_smem()
-        rows = keys.b, keys.head, pl.ds(keys.k0, ROWS)
-        marks[int(self.wanted[0] == "dv"), *rows] = sum(
-            (sums[x] * 0).sum(axis=1) for x in self.wanted
-        )
         for name in self.wanted:
             staged, out, _ = outs[name]
             place = keys.b, pl.ds(keys.k0, ROWS), keys.head

@@ -32,6 +32,7 @@ from transformer_jax.kernels.contract import (
     TileLists,
     learns_slopes,
     result,
+    vary,
 )
 from transformer_jax.kernels.hopper.backward import RowVectors, base_of
 from transformer_jax.kernels.hopper.memory import (
@@ -43,7 +44,6 @@ from transformer_jax.kernels.hopper.memory import (
     fence,
     filled,
     load_along,
-    marks_of,
     opaque,
     slot_of,
     swizzle_of,
@@ -73,10 +73,9 @@ PARTS = 2  # warpgroups that multiply
 def backward_single_pass(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks, saved: Saved
 ) -> tuple[jax.Array, ...]:
-    """Return dq, dk, dv, with learned slopes f32[B, N, S] of -sum_i ds_ij |q_i - k_j|, and marks.
+    """Return dq, dk, dv, and with learned slopes f32[B, N, S] of -sum_i ds_ij |q_i - k_j|.
 
-    The rows of `lists` are key tiles. The marks, f32[1, B, K, S], are NaN in rows where dk, dv or
-    the key is not finite, which may make NaN of any row of dq, and else 0.
+    The rows of `lists` are key tiles.
     """
     (B, T, N, H), (_, S, K, Hv) = operands.query.shape, operands.value.shape
     dtype, stages = operands.key.dtype, blocks.stages
@@ -88,7 +87,7 @@ def backward_single_pass(
     like = operands.query
     slopes = (result((B, N, S), f32, like),) * learns_slopes(problem, operands)
     dq = jax.new_ref(jnp.zeros((B, T, N, H), f32))
-    dk, dv, marks, *slopes = launch(
+    dk, dv, *slopes = launch(
         problem,
         functools.partial(_backward_single_pass, problem, blocks),
         PARTS,
@@ -97,7 +96,6 @@ def backward_single_pass(
         out_type=(
             result((B, S, K, H), dtype, like),
             result((B, S, K, Hv), dtype, like),
-            result((1, B, K, S), f32, like),
             *slopes,
         ),
         scratch_types=dict(
@@ -119,7 +117,7 @@ def backward_single_pass(
         ),
     )(lists, operands, saved.do, base_of(saved), saved.D, dq)
     total = (jax.freeze(dq) * problem.scale).astype(operands.query.dtype)
-    return total, dk, dv, *slopes, marks
+    return vary(total, like=operands), dk, dv, *slopes
 
 
 class Share(NamedTuple):
@@ -170,8 +168,8 @@ def _add_to_memory(problem: Problem, tile: Ref, target: Ref) -> None:
 
 def _backward_single_pass(
     problem: Problem, blocks: Blocks, lists: TileLists, operands: Operands,
-    do: Ref, base: Ref, D: Ref, dq: Ref, dk_out: Ref, dv_out: Ref, marks: Ref,
-    slope_out: Ref = None, *, du_tile: Ref, dq_tile: list[Ref], dq_full: Ref, **memory: Ref,
+    do: Ref, base: Ref, D: Ref, dq: Ref, dk_out: Ref, dv_out: Ref, slope_out: Ref = None, *,
+    du_tile: Ref, dq_tile: list[Ref], dq_full: Ref, **memory: Ref,
 ) -> None:  # fmt: skip
     """Run one warpgroup of a program; operands, lists and what follows are references to memory."""
     walk = KeyWalk(**memory)
@@ -196,7 +194,7 @@ def _backward_single_pass(
     def consume(w: jax.Array) -> None:
         consumer = _Consumer(
             problem, blocks, lists, operands, vectors, walk, du_tile, dq_tile, dq_full,
-            (dk_out, dv_out, marks), slope_out, w,
+            (dk_out, dv_out), slope_out, w,
         )  # fmt: skip
         items = key_items(operands, blocks).number
         each_item(items, consumer.walk_item, jnp.int32(0))
@@ -236,7 +234,7 @@ class _Consumer:
     du_tile: Ref  # [2 * PARTS, ROWS, blocks.q]
     dq_tile: list[Ref]  # f32[1, rows, columns], for each share
     dq_full: Ref
-    results: tuple[Ref, Ref, Ref]
+    results: tuple[Ref, Ref]
     slope_out: Ref
     w: jax.Array
 
@@ -330,10 +328,7 @@ class _Consumer:
 
     def write(self, keys: _Keys, dk: jax.Array, dv: jax.Array) -> None:
         """Write an item's dk and dv to device memory, through the slots of its keys and values."""
-        walk, w, (dk_out, dv_out, marks) = self.walk, self.w, self.results
-        marks[0, keys.b, keys.head, pl.ds(keys.k0, ROWS)] = (
-            (dk * 0).sum(axis=1) + (dv * 0).sum(axis=1) + marks_of(walk.k_tile.at[w])
-        )
+        walk, w, (dk_out, dv_out) = self.walk, self.w, self.results
         self.meet()  # all warps of both have read these keys and values for the last time
         walk.k_tile[w] = (dk * self.problem.scale).astype(walk.k_tile.dtype)
         walk.v_tile[w] = dv.astype(walk.v_tile.dtype)

@@ -25,7 +25,6 @@ from transformer_jax.kernels.contract import (
     Saved,
     TileLists,
     result,
-    vary,
 )
 from transformer_jax.kernels.hopper.backward import base_of
 from transformer_jax.kernels.hopper.memory import (
@@ -81,7 +80,7 @@ def backward_bias(
         ),
     )(visits, operands, saved.do, base_of(saved), saved.D)
     lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
-    return vary(total.sum(axis=lacking, keepdims=True), like=operands)
+    return total.sum(axis=lacking, keepdims=True)
 
 
 def sum_shape(operands: Operands, blocks: Blocks) -> tuple[int, int, int, int]:

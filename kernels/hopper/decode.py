@@ -8,15 +8,11 @@ adds up in a fixed order (Flash-Decoding, Dao et al. 2023), in base 2:
 
     m = max_p m_p        l = sum_p 2^(m_p - m) l_p        out = sum_p 2^(m_p - m) acc_p / l
 
-The rule on what is not finite is kept in the kernel itself. A key that is not finite, or whose
-value is not, gets the score NaN before the mask is applied: in rows that see it l is NaN, in others
-its weight is 0 as that of any hidden key. Its value is made 0 in shared memory, as 0 NaN is NaN.
-
 Where keys lie in the pages of a pool, whoever reads 64 keys reads in the table which page they lie
 in: a tile may go across two pages, a copy may not.
 
-Keys and values of int8 are copied as they are, half the bytes. The same look at them multiplies
-with their scales, rounds to the query's dtype, and writes what wgmma reads to another tile: so the
+Keys and values of int8 are copied as they are, half the bytes. A consumer multiplies them with
+their scales, rounds to the query's dtype, and writes what wgmma reads to another tile: so the
 result has the bits of attention to dequantised keys and values.
 """
 
@@ -40,7 +36,6 @@ from transformer_jax.kernels.contract import (
     Problem,
     TileLists,
     result,
-    vary,
 )
 from transformer_jax.kernels.hopper.decode_rows import (
     columns_at_once,
@@ -52,7 +47,6 @@ from transformer_jax.kernels.hopper.decode_rows import (
     swizzle,
 )
 from transformer_jax.kernels.hopper.memory import (
-    COLUMN,
     ROW,
     ROWS,
     WGMMA,
@@ -62,7 +56,6 @@ from transformer_jax.kernels.hopper.memory import (
     f32,
     filled,
     load,
-    load_along,
     opaque,
     slot_of,
     swizzle_of,
@@ -135,7 +128,6 @@ def decode(
             k_tile=tile_slots(slots, ROWS, H, operands.key.dtype, swizzle(operands.key)),
             v_tile=tile_slots(slots, ROWS, Hv, operands.value.dtype, swizzle(operands.value)),
             acc_tile=tile_slots(consumers, ROWS, width, f32, swizzle_of(4, width, Hv)),
-            nonfinite=plgpu.SMEM((consumers, ROWS), f32),
             q_full=plgpu.Barrier(num_barriers=QUERY_SLOTS),
             q_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=QUERY_SLOTS),
             full=plgpu.Barrier(num_arrivals=2 + len(vectors.copied), num_barriers=slots),
@@ -144,8 +136,7 @@ def decode(
             **wide,
         ),
     )(lists, packed)
-    sums = vary((acc, row_max, total), like=operands)
-    by_part = [x.reshape(B, K, parts * consumers, *x.shape[1:]) for x in sums]
+    by_part = [x.reshape(B, K, parts * consumers, *x.shape[1:]) for x in (acc, row_max, total)]
     return merged(operands, *by_part)
 
 
@@ -177,7 +168,6 @@ class _Slots(NamedTuple):
     k_tile: Ref  # [stages * consumers, ROWS, H]
     v_tile: Ref  # [stages * consumers, ROWS, Hv]
     acc_tile: Ref  # f32[consumers, ROWS, some columns of Hv], through which acc leaves
-    nonfinite: Ref  # f32[consumers, ROWS]: NaN for a key that is not finite, else 0
     q_full: Ref
     q_empty: Ref
     full: Ref
@@ -295,10 +285,7 @@ class _Consumer:
         k, v = slots.k_tile.at[slot], slots.v_tile.at[slot]
         if scales:
             k, v = self.widen(k, v, *scales)
-        else:
-            self.take_nonfinite(k, v)
         raw = product(slots.q_tile.at[opaque(rows.slot)], k.transpose((1, 0)))
-        raw = raw + load_along(slots.nonfinite.at[w], raw.shape, COLUMN)
         s, _ = scores(problem, self.operands, raw, where, ROW, partial)
         unit = score_unit(problem, self.operands)
         grown = jnp.maximum(row_max, s.max(axis=1) * unit)
@@ -325,36 +312,15 @@ class _Consumer:
         return tuple(load(scale.at[keys], WGMMA.reduce(1)) for scale in both)
 
     def widen(self, k: Ref, v: Ref, k_scale: jax.Array, v_scale: jax.Array) -> tuple[Ref, Ref]:
-        """Write scale * number of a tile of int8, and what `take_nonfinite` does; return both."""
+        """Write scale * number of a tile of int8, and return where."""
         wide = self.slots.k_wide.at[self.w], self.slots.v_wide.at[self.w]
-        found = filled((ROWS,), 0)
         plgpu.commit_smem()  # all warps have read what the last tile left there
         for tile, scale, target in zip((k, v), (k_scale, v_scale), wide, strict=True):
             for columns, to in zip(_columns(tile), _columns(target), strict=True):
                 number = load(columns, WGMMA).astype(f32)
-                number = (number * across(scale, number)).astype(target.dtype).astype(f32)
-                found += (number * 0).sum(axis=1)
-                to[...] = jnp.where(number * 0 == 0, number, 0).astype(target.dtype)
-        self.slots.nonfinite[self.w] = found
+                to[...] = (number * across(scale, number)).astype(target.dtype)
         plgpu.commit_smem()
         return wide
-
-    def take_nonfinite(self, k: Ref, v: Ref) -> None:
-        """Write NaN beside each key that is not finite or whose value is not, and zero its value.
-
-        A number times 0 is 0, or NaN of what is not finite. Values are written back in any case:
-        to ask whether one must be, warps would meet in scratch that both consumers share.
-        """
-        found = filled((ROWS,), 0)
-        for columns in _columns(k):
-            found += (load(columns, WGMMA).astype(f32) * 0).sum(axis=1)
-        for columns in _columns(v):
-            value = load(columns, WGMMA).astype(f32)
-            found += (value * 0).sum(axis=1)
-            columns[...] = jnp.where(value * 0 == 0, value, 0).astype(v.dtype)
-        plgpu.commit_smem()  # all warps have read what the last tile left there
-        self.slots.nonfinite[self.w] = found
-        plgpu.commit_smem()
 
     def write(self, item: jax.Array, sums: _Sums) -> None:
         """Write the sums of an item to device memory, some columns at a time."""

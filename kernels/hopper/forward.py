@@ -276,8 +276,6 @@ class _Consumer:
         branches = slack > 0 and HAS_JAX_11 and not problem.interpret
         if not late:
             plgpu.barrier_arrive(walk.k_empty.at[slot])
-        # a product that is not finite makes its row's sum NaN: 0 * it is NaN
-        checked = total + (raw * 0).sum(axis=1) if problem.detect_nonfinite else total
         s, _ = scores(problem, self.operands, raw, where, ROW, partial)
         unit = score_unit(problem, self.operands)
         top = s.max(axis=1) * unit
@@ -287,7 +285,7 @@ class _Consumer:
         p = jnp.exp2(s * unit - across(grown, s))
         if late:
             self.vectors.release(walk.k_empty.at[slot], partial)
-        summed = checked * shrink + p.sum(axis=1)
+        summed = total * shrink + p.sum(axis=1)
         if problem.dropout_rate:
             p = jnp.where(kept(problem, self.operands, where, p.shape, ROW), p, 0)
         p, grown, summed, shrink = lax.optimization_barrier((p, grown, summed, shrink))
@@ -305,10 +303,7 @@ class _Consumer:
         staged[self.w] = acc
         rows_out = rows.b, rows.n, pl.ds(rows.q0, ROWS)
         row_max_out[rows_out] = jnp.where(live, row_max * LN2, -jnp.inf)
-        log_sum = jnp.where(live, jnp.log2(total) * LN2, 0)
-        if self.problem.detect_nonfinite:
-            log_sum = log_sum + (acc.astype(f32) * 0).sum(axis=1)
-        log_sum_out[rows_out] = log_sum
+        log_sum_out[rows_out] = jnp.where(live, jnp.log2(total) * LN2, 0)
         plgpu.commit_smem()  # every warp has written before one thread copies
         plgpu.copy_smem_to_gmem(staged.at[self.w], out.at[rows.b, pl.ds(rows.q0, ROWS), rows.n])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for all warps: then they write again

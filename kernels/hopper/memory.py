@@ -109,8 +109,3 @@ def filled(shape: tuple[int, ...], value: float) -> jax.Array:
     """Return registers of one value, for rows or for a tile."""
     layout = WGMMA if len(shape) == 2 else WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, f32), layout)
-
-
-def marks_of(tile: Ref) -> jax.Array:  # [64, width] -> f32[64]
-    """Return NaN in rows of a tile that are not finite, else 0."""
-    return (load(tile, WGMMA).astype(f32) * 0).sum(axis=1)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from transformer_jax.kernels.chips import HOPPER_PROCESSORS
-from transformer_jax.kernels.contract import Blocks, Operands, Problem, TileLists
+from transformer_jax.kernels.contract import Blocks, Operands, Problem, TileLists, vary
 from transformer_jax.kernels.hopper.memory import at, i32
 
 PROGRAMS = HOPPER_PROCESSORS  # as many stay resident, where the chip is not known
@@ -161,7 +161,7 @@ def launch(
     slot is not read, and so not freed again, before its last warp has seen it free; a consumer's
     for every slot that they free, so a slot is not filled again before the last warp has read it.
 
-    Mosaic GPU forgets that results vary over a mesh as arguments do: `vary` is left to the caller.
+    Mosaic GPU forgets that results vary over a mesh as the arguments do: the first two say how.
     """
     interpret = {"interpret": problem.interpret} if problem.interpret else {}
     kernel = plgpu.kernel(
@@ -175,7 +175,7 @@ def launch(
         **interpret,
         **options,
     )
-    return kernel
+    return lambda *arrays: vary(kernel(*arrays), like=arrays[:2])
 
 
 def compiler_params(auto_barriers: bool) -> Any:

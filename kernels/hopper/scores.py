@@ -184,8 +184,6 @@ def weights(
 ) -> Weights:  # fmt: skip
     """Return the weights of a tile; the arguments are those of `probabilities`."""
     s, tanh = scores(problem, operands, raw, where, q_axis, partial)
-    if operands.bias is not None:  # of a row that is lost to a bias that is not finite
-        s = jnp.where(base == jnp.inf, -jnp.inf, s)
     weight = dropped = jnp.exp2(s * score_unit(problem, operands) - base)
     grow = 1 / (1 - problem.dropout_rate)
     if problem.dropout_rate:

@@ -8,7 +8,6 @@ keys need no transpose; what is summed onto queries is held as [H, queries] and 
     grid       the walk over them
     inputs     the arrays that kernels read
     scores     the arithmetic of a tile
-    nonfinite  what a tile does that holds NaN
     forward, decode, backward, backward_single_pass    the kernels
 """
 
@@ -33,7 +32,6 @@ __all__ = [
     "HEADS_FIRST",
     "INT8",
     "LIST_BYTES",
-    "MARKS",
     "PACKS",
     "PAGE",
     "SHORTEST",
@@ -50,7 +48,6 @@ __all__ = [
 ]
 
 HEADS_FIRST = True  # whether results come as [B, N, T, H], transposed
-MARKS = True  # whether the forward kernel says for the others where something was not finite
 PORTABLE = None
 DECODE_ROWS = 64
 INT8 = True  # whether the decode kernel reads int8

@@ -27,7 +27,6 @@ from transformer_jax.kernels.tpu.grid import (
     classes_of,
 )
 from transformer_jax.kernels.tpu.inputs import TileInputs
-from transformer_jax.kernels.tpu.nonfinite import without_nonfinite
 from transformer_jax.kernels.tpu.scores import distances, dot, score_gradients
 
 
@@ -48,10 +47,10 @@ class QuerySums(NamedTuple):
         def _() -> None:
             clear(acc, *slopes)
 
-    def add(self, ds: jax.Array, du: jax.Array, exact: bool) -> None:
+    def add(self, ds: jax.Array, du: jax.Array) -> None:
         """Add the part of a tile."""
         acc, slopes = self.sums
-        acc[...] += dot(factor(self.x.key, exact), du, 0, 0)
+        acc[...] += dot(self.x.key[...], du, 0, 0)
         for rows in slopes:
             rows[...] -= (ds * distances(self.x)).sum(axis=0, keepdims=True)
 
@@ -79,11 +78,11 @@ def backward_dq(
         sums = QuerySums(problem, step, x, (dq, slope_rows), (acc, slope_acc))
         sums.begin()
 
-        def tile(masked: bool, exact: bool) -> None:
-            _, ds, du = score_gradients(problem, x, step, masked, exact)
-            sums.add(ds, du.astype(operands.query.dtype), exact)
+        def tile(masked: bool) -> None:
+            _, ds, du = score_gradients(problem, x, step, masked)
+            sums.add(ds, du.astype(operands.query.dtype))
 
-        step.visit(tile, step.met_nonfinite(x))
+        step.visit(tile)
         sums.write()
 
     dq, *slope_rows = by_queries(
@@ -109,13 +108,12 @@ def backward_dkdv(
         def _() -> None:
             clear(dk_sum, dv_sum)
 
-        def tile(masked: bool, exact: bool) -> None:
-            p, _, du = score_gradients(problem, x, step, masked, exact)
-            do, query = factor(x.do, exact), factor(x.query, exact)
-            dv_sum[...] += dot(p.astype(do.dtype), do, 1, 0)
-            dk_sum[...] += dot(du.astype(query.dtype), query, 1, 0)
+        def tile(masked: bool) -> None:
+            p, _, du = score_gradients(problem, x, step, masked)
+            dv_sum[...] += dot(p.astype(dtype), x.do[...], 1, 0)
+            dk_sum[...] += dot(du.astype(dtype), x.query[...], 1, 0)
 
-        step.visit(tile, step.met_nonfinite(x))
+        step.visit(tile)
 
         @pl.when(step.last)
         def _() -> None:
@@ -145,8 +143,8 @@ def backward_bias(
         def _() -> None:
             clear(out)
 
-        def tile(masked: bool, exact: bool) -> None:
-            _, ds, _ = score_gradients(problem, x, step, masked, exact)
+        def tile(masked: bool) -> None:
+            _, ds, _ = score_gradients(problem, x, step, masked)
             if bias[3] == 1:
                 out[...] += ds.sum(axis=0, keepdims=True)
             elif bias[2] == 1:
@@ -154,7 +152,7 @@ def backward_bias(
             else:
                 out[...] += ds.T
 
-        step.visit(tile, step.met_nonfinite(x))
+        step.visit(tile)
 
     args = "attention_bias", kernel, problem, operands, saved
     if bias[3] == 1:
@@ -176,8 +174,3 @@ def clear(*sums: Ref) -> None:
     """Fill sums with zeros."""
     for one in sums:
         one[...] = jnp.zeros_like(one)
-
-
-def factor(tile: Ref, exact: bool) -> jax.Array:
-    """Return what is multiplied with weights."""
-    return without_nonfinite(tile[...]) if exact else tile[...]

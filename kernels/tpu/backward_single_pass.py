@@ -24,7 +24,7 @@ from transformer_jax.kernels.contract import (
     TileLists,
     learns_slopes,
 )
-from transformer_jax.kernels.tpu.backward import QuerySums, clear, factor
+from transformer_jax.kernels.tpu.backward import QuerySums, clear
 from transformer_jax.kernels.tpu.grid import GridStep, Ref, by_queries_of_key_heads
 from transformer_jax.kernels.tpu.inputs import TileInputs
 from transformer_jax.kernels.tpu.scores import dot, score_gradients
@@ -60,16 +60,15 @@ def backward_single_pass_rows(
         sums = QuerySums(problem, step, x, (dq, slope_rows), (acc, slope_acc))
         sums.begin()
 
-        def tile(masked: bool, exact: bool) -> None:
-            p, ds, du = score_gradients(problem, x, step, masked, exact)
-            query, do = factor(x.query, exact), factor(x.do, exact)
+        def tile(masked: bool) -> None:
+            p, ds, du = score_gradients(problem, x, step, masked)
             keys = pl.ds(pl.multiple_of(step.j, blocks.k), blocks.k)
-            dv_sums[keys] += dot(p.astype(do.dtype), do, 1, 0)
+            dv_sums[keys] += dot(p.astype(dtype), x.do[...], 1, 0)
             du = du.astype(dtype)
-            dk_sums[keys] += dot(du, query, 1, 0)
-            sums.add(ds, du, exact)
+            dk_sums[keys] += dot(du, x.query[...], 1, 0)
+            sums.add(ds, du)
 
-        step.visit(tile, step.met_nonfinite(x))
+        step.visit(tile)
         sums.write()
 
         @pl.when(step.ends)

@@ -8,8 +8,8 @@ row visits, then those of the second. So what is read follows the filled lengths
 capacity, and no step is without a tile. A core runs its grid in order: the sums of a row stay in
 fast memory until its last tile, and nothing is to be merged.
 
-The scores of a tile are held as [key heads, rows, keys]. Every tile keeps the rule on what is not
-finite (`nonfinite.py`): what a copy finds after the end of keys and values may be anything.
+The scores of a tile are held as [key heads, rows, keys]. What a copy finds after the end of keys
+and values may be anything: the mask hides such keys, and their values are read as zeros.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ from transformer_jax.kernels.contract import (
 from transformer_jax.kernels.query_rows import packed_rows, unpacked_output, unpacked_sums
 from transformer_jax.kernels.tpu.grid import Ref, classes_of, refuse_long
 from transformer_jax.kernels.tpu.inputs import TileInputs
-from transformer_jax.kernels.tpu.nonfinite import marks_as_row, without_nonfinite
 from transformer_jax.kernels.tpu.scores import dot, power, unit
 from transformer_jax.kernels.tpu.visits import Packing, Visit, flatten
 
 SUBLANES = 8  # rows of a register
-PART = 128  # keys that are worked on at once where some value is not finite
 MOST_HEADS = 32  # in a tile: each is a product of its own in the program
 
 
@@ -64,10 +62,11 @@ def decode(
     refuse_long(lists, beside=4 * sum(x.size for x in tables))
     visits = flatten(lists)
     R = T * N // K
-    rows = -(-(R + 1) // SUBLANES) * SUBLANES  # the last one is no query
+    rows = -(-R // SUBLANES) * SUBLANES
     x = _laid_out(packed_rows(operands, rows), blocks.k)
     columns = 0 if operands.pages is None else operands.pages.shape[1]
-    walk = Walk(visits.packing, blocks.k, *tile_of_heads(operands, blocks.k), page, columns)
+    ends = operands.key.shape[1] if operands.pages is None else None
+    walk = Walk(visits.packing, blocks.k, *tile_of_heads(operands, blocks.k), page, columns, ends)
     specs = walk.specs(x)
     shapes = (B, K, rows, Hv), (B, K, rows, 1), (B, K, rows, 1)
     dtypes = operands.query.dtype, jnp.float32, jnp.float32
@@ -147,7 +146,7 @@ def _laid_out(packed: Operands, k: int) -> TileInputs:
     def column(x: jax.Array | None) -> jax.Array | None:  # [B or 1, K, rows]
         return None if x is None else x[..., None]
 
-    nothing = dict.fromkeys(("dropout", "do", "row_max", "log_sum", "D", "nonfinite"))
+    nothing = dict.fromkeys(("dropout", "do", "row_max", "log_sum", "D"))
     return TileInputs(
         query=packed.query.swapaxes(1, 2),
         key=keys(packed.key),
@@ -174,6 +173,7 @@ class Walk:
     slots_first: bool
     page: int | None = None  # keys of a page, where keys lie in pages
     columns: int = 0  # of the table of pages
+    length: int | None = None  # of keys and values, which may end within a tile; pages do not
 
     def specs(self, x: TileInputs) -> TileInputs:
         """Return how Pallas cuts each array into tiles."""
@@ -226,18 +226,6 @@ class Walk:
         """Return the keys or values of a tile, those of each head side by side."""
         return jnp.swapaxes(tile[...], 0, 1) if self.slots_first else tile[...]
 
-    def cut(self, x: TileInputs, here: Any) -> TileInputs:
-        """Return the part of a tile that has some of its keys."""
-        keys = (lambda tile: tile.at[here]) if self.slots_first else (lambda tile: tile.at[:, here])
-        pairs = lambda tile: tile.at[:, :, here] if tile.shape[2] > 1 else tile  # noqa: E731
-        return x._replace(
-            key=keys(x.key),
-            value=keys(x.value),
-            k_vectors=tuple(map(pairs, x.k_vectors)),
-            pairs=None if x.pairs is None else pairs(x.pairs),
-            bias=None if x.bias is None else pairs(x.bias),
-        )
-
 
 class _Results(NamedTuple):
     """Hold the tiles of the results."""
@@ -271,74 +259,36 @@ def _kernel(problem: Problem, walk: Walk, numbers: Ref, *given: Any) -> None:
         sums.total[...] = jnp.zeros_like(sums.total)
         sums.acc[...] = jnp.zeros_like(sums.acc)
 
-    @pl.when(walk.packing.unpack(here).tile_class > 0)
-    def _() -> None:
-        tile = _products(problem, walk, x, sums, exact=False)
-        if x.k_scale is not None:  # integers are finite
-            _add(sums, tile)
-        else:
-            spoilt = tile.summed[:, -1:].sum() != 0
-            pl.when(~spoilt)(partial(_add, sums, tile))
-            pl.when(spoilt)(partial(_add_exact, problem, walk, x, sums))
+    visit = walk.packing.unpack(here)
+    pl.when(visit.tile_class > 0)(partial(_add, problem, walk, x, sums, visit.column * walk.k))
 
     @pl.when((at == end) | (row(after) != row(here)))
     def _() -> None:
         _write(x, sums, results)
 
 
-class _Tile(NamedTuple):
-    """Hold what a tile adds to the sums."""
-
-    m: jax.Array  # f32[heads, rows, 1]: the new maximum
-    shrink: jax.Array  # f32[heads, rows, 1]: of what was summed before
-    total: jax.Array  # f32[heads, rows, 1]
-    summed: jax.Array  # f32[heads, rows, Hv]; the last row has weights of 0, and NaN for NaN
-
-
-def _products(problem: Problem, walk: Walk, x: TileInputs, sums: _Sums, *, exact: bool) -> _Tile:
-    """Compute what a tile adds; where it is exact, some value is not finite.
-
-    The last row is no query. It is multiplied as zeros, with keys and with values: zero times what
-    is not finite is NaN, so its products tell which keys are lost, and whether a value is.
-    """
-    tiles = (walk.by_head(tile).astype(x.query.dtype) for tile in (x.key, x.value))
-    keys, values = ([tile[h] for h in range(walk.heads)] for tile in tiles)
+def _add(problem: Problem, walk: Walk, x: TileInputs, sums: _Sums, k0: jax.Array) -> None:
+    """Add a tile of keys, the first of which is k0."""
+    dtype = x.query.dtype
+    keys, values = (walk.by_head(tile).astype(dtype) for tile in (x.key, x.value))
+    v_scale = None if x.v_scale is None else x.v_scale[...][:, None]  # [heads, 1, keys]
+    if walk.length is not None and walk.length % walk.k:  # zero times what lies after is NaN
+        inside = k0 + lax.broadcasted_iota(jnp.int32, values.shape, 1) < walk.length
+        values = jnp.where(inside, values.astype(jnp.float32), 0.0).astype(dtype)
+        if v_scale is not None:
+            inside = k0 + lax.broadcasted_iota(jnp.int32, v_scale.shape, 2) < walk.length
+            v_scale = jnp.where(inside, v_scale, 0.0)
     raw = jnp.stack([dot(x.query[h], keys[h], 1, 1) for h in range(walk.heads)])
-    raw += raw[:, -1:]
-    if exact:
-        raw += jnp.stack([*map(marks_as_row, values)])
-        values = [*map(without_nonfinite, values)]
     if x.k_scale is not None:
-        k_scale, v_scale = x.k_scale[...][:, None], x.v_scale[...][:, None]
-        raw = raw * k_scale + (k_scale + v_scale) * 0
+        raw = raw * x.k_scale[...][:, None]
     s = _scores(problem, x, raw)
     m = jnp.maximum(sums.m[...], s.max(axis=2, keepdims=True))
     p, shrink = power(x, s - m), power(x, sums.m[...] - m)
-    total = p.sum(axis=2, keepdims=True)
-    if x.k_scale is not None:
-        p = p * jnp.where(v_scale * 0 == 0, v_scale, 0.0)
-    is_query = lax.broadcasted_iota(jnp.int32, p.shape, 1) < p.shape[1] - 1
-    p = jnp.where(is_query, p, 0.0).astype(x.query.dtype)
+    sums.m[...] = m
+    sums.total[...] = shrink * sums.total[...] + p.sum(axis=2, keepdims=True)
+    p = (p if v_scale is None else p * v_scale).astype(dtype)
     summed = jnp.stack([dot(p[h], values[h], 1, 0) for h in range(walk.heads)])
-    return _Tile(m, shrink, total, summed)
-
-
-def _add(sums: _Sums, tile: _Tile) -> None:
-    """Add a tile to the sums."""
-    sums.m[...] = tile.m
-    sums.total[...] = tile.shrink * sums.total[...] + tile.total
-    sums.acc[...] = tile.shrink * sums.acc[...] + tile.summed
-
-
-def _add_exact(problem: Problem, walk: Walk, x: TileInputs, sums: _Sums) -> None:
-    """Add a tile of which some value is not finite, some keys at a time: a smaller program."""
-    size = walk.k if walk.k % PART else PART
-
-    def add_part(i: jax.Array, carry: None) -> None:
-        part = walk.cut(x, pl.ds(pl.multiple_of(i * size, size), size))
-        _add(sums, _products(problem, walk, part, sums, exact=True))
-
-    lax.fori_loop(jnp.int32(0), jnp.int32(walk.k // size), add_part, None)
+    sums.acc[...] = shrink * sums.acc[...] + summed
 
 
 def _scores(problem: Problem, x: TileInputs, raw: jax.Array) -> jax.Array:  # f32[heads, rows, keys]

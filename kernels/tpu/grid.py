@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from transformer_jax.kernels.chips import TPU_LANES, TPU_LIST_BYTES, TPU_SUM_BYTES, TPU_VMEM_BYTES
+from transformer_jax.kernels.chips import TPU_LIST_BYTES, TPU_SUM_BYTES, TPU_VMEM_BYTES
 from transformer_jax.kernels.contract import (
     FULL,
     PARTIAL,
@@ -58,28 +58,11 @@ class GridStep(NamedTuple):
     begins: Any = None  # whether it is the first step of a key head, in `by_queries_of_key_heads`
     ends: Any = None
 
-    @property
-    def listed(self) -> Any:
-        """Say whether the tile is listed: a row without tiles has a visit, too."""
-        return self.full if self.partial is None else self.full | self.partial
-
-    def visit(self, tile: Callable[[bool, bool], None], nonfinite: Any = None) -> None:
-        """Run `tile(masked, exact)` if the tile is listed, without a mask where it is full.
-
-        An exact tile keeps the rule on what is not finite, at the cost of looking at each number.
-        """
-        for masked, listed in ((False, self.full), (True, self.partial)):
-            if listed is None:
-                continue
-            if nonfinite is None:
-                pl.when(listed)(partial(tile, masked, False))
-            else:
-                pl.when(listed & ~nonfinite)(partial(tile, masked, False))
-                pl.when(listed & nonfinite)(partial(tile, masked, True))
-
-    def met_nonfinite(self, x: TileInputs) -> Any:
-        """Return what a backward kernel is told of a head, for `visit`."""
-        return None if x.nonfinite is None else self.scalar(x.nonfinite) != 0
+    def visit(self, tile: Callable[[bool], None]) -> None:
+        """Run `tile(masked)` if the tile is listed, without a mask where it is full."""
+        pl.when(self.full)(partial(tile, False))
+        if self.partial is not None:
+            pl.when(self.partial)(partial(tile, True))
 
     def parts(self, x: TileInputs, size: int) -> list[tuple[GridStep, TileInputs]]:
         """Cut a tile along the keys, and say where each part stands."""
@@ -270,7 +253,6 @@ class _Walk:
                 "query": (b, n, i, 0),
                 "key": (b, lax.div(n, np.int32(self.group)), j, 0),
                 "query row": (b, h, 0, i),
-                "query tile": (b, h, 0, i),
                 "key row": (b, h, 0, j),
                 "pairs": (b, h, i, j),
                 "transposed pairs": (b, h, j, i),
@@ -281,7 +263,6 @@ class _Walk:
             "query": (blocks.q, shape[3]),
             "key": (blocks.k, shape[3]),
             "query row": (1, blocks.q),
-            "query tile": (1, TPU_LANES),
             "key row": (1, blocks.k),
             "pairs": (blocks.q, blocks.k),
             "transposed pairs": (blocks.k, blocks.q),
@@ -303,7 +284,7 @@ def _run(
 ) -> list[jax.Array]:
     """Run a kernel on a grid."""
     tables = [walk.visits.numbers] if classes is None else [walk.visits.numbers, classes]
-    arrays, kinds = tile_inputs(problem, operands, saved)
+    arrays, kinds = tile_inputs(operands, saved)
     inputs: list[Any] = [arrays]
     aliases = {}
     in_specs = [jax.tree.map(lambda kind, x: walk.spec(kind, x.shape), kinds, arrays)]

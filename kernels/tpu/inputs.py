@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from transformer_jax.kernels.contract import Operands, Problem, Saved
+from transformer_jax.kernels.contract import Operands, Saved
 
 
 class TileInputs(NamedTuple):
@@ -27,14 +26,11 @@ class TileInputs(NamedTuple):
     row_max: Any
     log_sum: Any
     D: Any
-    nonfinite: Any  # of each head, whether an input or a cotangent is not finite
     k_scale: Any = None  # [B, K, S], of the decode kernel, where keys and values are int8
     v_scale: Any = None
 
 
-def tile_inputs(
-    problem: Problem, operands: Operands, saved: Saved | None
-) -> tuple[TileInputs, TileInputs]:
+def tile_inputs(operands: Operands, saved: Saved | None) -> tuple[TileInputs, TileInputs]:
     """Return the arrays in the order kernels read them, and the kind of each."""
 
     def vectors(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -51,7 +47,6 @@ def tile_inputs(
         ]
         bias = bias.swapaxes(2, 3) if kind == "query row" else bias
     words = operands.dropout
-    nonfinite = saved.nonfinite if saved is not None and problem.detect_nonfinite else None
     arrays = TileInputs(
         query=operands.query.swapaxes(1, 2),
         key=operands.key.swapaxes(1, 2),
@@ -67,11 +62,10 @@ def tile_inputs(
         row_max=None if saved is None else rows(saved.row_max),
         log_sum=None if saved is None else rows(saved.log_sum),
         D=None if saved is None else rows(saved.D),
-        nonfinite=None if nonfinite is None else nonfinite.reshape(-1).astype(jnp.int32),
     )
     kinds = TileInputs(
         "query", "key", "key", "query row", "key row", "transposed pairs", kind,
-        "scalars", "scalars", "scalars", "query", "query row", "query row", "query row", "scalars",
+        "scalars", "scalars", "scalars", "query", "query row", "query row", "query row",
     )  # fmt: skip
     for_each = zip(kinds, arrays, strict=True)
     return arrays, TileInputs(*(jax.tree.map(lambda _, kind=kind: kind, x) for kind, x in for_each))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from transformer_jax.kernels.contract import Problem
 from transformer_jax.kernels.dropout import keep
 from transformer_jax.kernels.tpu.grid import GridStep, column
 from transformer_jax.kernels.tpu.inputs import TileInputs
-from transformer_jax.kernels.tpu.nonfinite import marks_as_row
 
 
 def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
@@ -43,12 +41,10 @@ def power(x: TileInputs, s: jax.Array) -> jax.Array:
 
 
 def scores(
-    problem: Problem, x: TileInputs, step: GridStep, masked: bool, marks: Any = None
+    problem: Problem, x: TileInputs, step: GridStep, masked: bool
 ) -> tuple[jax.Array, jax.Array | None]:  # [block_k, block_q]
-    """Return s in its unit, and softcap's tanh. Marks are added to the products q k."""
+    """Return s in its unit, and softcap's tanh."""
     raw = dot(x.key[...], x.query[...], 1, 1)
-    if marks is not None:
-        raw += marks
     if problem.softcap is None:
         s, tanh = raw * (problem.scale * unit(x)), None
     else:
@@ -69,23 +65,15 @@ def scores(
 
 
 def score_gradients(
-    problem: Problem, x: TileInputs, step: GridStep, masked: bool, exact: bool
+    problem: Problem, x: TileInputs, step: GridStep, masked: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [block_k, block_q]
-    """Return p after dropout, ds and du.
-
-    Where they are exact, p has NaN for rows of do that are not finite.
-    """
+    """Return p after dropout, ds and du."""
     s, tanh = scores(problem, x, step, masked)
-    if x.bias is not None:  # of a row that is lost to a bias that is not finite
-        s = jnp.where(x.row_max[...] == jnp.inf, -jnp.inf, s)
     p = power(x, s - x.row_max[...] * unit(x) - x.log_sum[...] * unit(x))
     dp = dropped(problem, dot(x.value[...], x.do[...], 1, 1), x, step)
     ds = p * (dp - x.D[...])
     du = ds if tanh is None else ds * (1 - tanh * tanh)
-    if exact:  # after the powers: a selection before them would change their last bits
-        seen = (s > -jnp.inf) & (x.row_max[...] < jnp.inf)
-        p, ds, du = (jnp.where(seen, x, 0.0) for x in (p + marks_as_row(x.do[...]), ds, du))
-    elif masked:  # what overflowed where the mask hides it stays there
+    if masked:  # what overflowed where the mask hides it stays there
         ds, du = (jnp.where(s > -jnp.inf, x, 0.0) for x in (ds, du))
     return dropped(problem, p, x, step), ds, du
 

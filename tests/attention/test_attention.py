@@ -16,7 +16,7 @@ from tests.support import oracle
 
 pytest.register_assert_rewrite("attention_suite", "tolerances")
 
-from tests.support.attention_suite import AttentionSuite, draw, reference  # noqa: E402
+from tests.support.attention_suite import AttentionSuite, NonfiniteSuite, draw, reference  # noqa: E402
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits  # noqa: E402
 from transformer_jax import cache  # noqa: E402
 from transformer_jax.attention import api  # noqa: E402
@@ -47,7 +47,7 @@ compiled = pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.lib
 WHERE_COMPILED = pytest.param("native", marks=compiled)
 
 
-class TestXla(AttentionSuite):
+class TestXla(NonfiniteSuite):
     slow_cases = AttentionSuite.slow_cases | {
         "test_a_nonfinite_key_that_all_see_passes_no_gradient_on": ("32", "64-128"),
         "test_any_length_matches_the_oracle": ("127x3]", "2x129]", "3x127]", "64x17]", "7x65]"),
@@ -90,7 +90,7 @@ SLOW_ACROSS_TILES = AttentionSuite.slow_cases | {
 }
 
 
-class TestBlockwise(AttentionSuite):
+class TestBlockwise(NonfiniteSuite):
     """Its gradients compile slowly: of some tests `native`'s run every time, these with `-m ""`."""
 
     slow_cases = SLOW_ACROSS_TILES | {
@@ -128,7 +128,7 @@ class TestBlockwise(AttentionSuite):
 
 
 @compiled
-class TestNative(AttentionSuite):
+class TestNative(NonfiniteSuite):
     slow_cases = SLOW_ACROSS_TILES | {
         "test_any_length_matches_the_oracle": ("1x257", "2x129", "3x127", "63x63", "64x17", "7x65"),
         "test_many_rows_and_heads_each_have_their_own": ("groups", "rows apart", "rows together"),

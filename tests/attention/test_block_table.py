@@ -31,9 +31,9 @@ LENGTHS = np.array([331, 0, 130])
 
 
 class Call:
-    """Two queries at the end of each row, over pages with NaN wherever no query looks."""
+    """Two queries at the end of each row, over pages with `unseen` wherever no query looks."""
 
-    def __init__(self, page, window=None, dtype=None, T=T):
+    def __init__(self, page, window=None, dtype=None, T=T, unseen=np.nan):
         rng = np.random.default_rng(page)
         shapes = (B, T, N, H), (B, S, K, H), (B, S, K, HV)
         self.query, self.key, self.value = (
@@ -57,7 +57,7 @@ class Call:
             )
             arrays = key, value, key_scale, value_scale
             names = *names, "key_scale", "value_scale"
-        *pools, self.table = in_pages(rng, page, some, *arrays)
+        *pools, self.table = in_pages(rng, page, some, *arrays, unseen=unseen)
         self.pools = dict(zip(names, pools, strict=True))
         self.sinks = jnp.asarray(rng.standard_normal(N), jnp.float32)
 
@@ -98,7 +98,7 @@ CALLS = {
 @pytest.mark.parametrize("implementation", NAMES)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_attention_over_pages_is_that_over_the_rows_they_hold(call, implementation):
-    given = Call(**call)
+    given = Call(**call, unseen=77 if implementation == "pallas" else np.nan)
     assert np.isnan(given.pools.get("key_scale", given.pools["key"])).any()
     out, lse = jax.jit(lambda: given.attend(implementation, return_lse=True))()
     expected = given.expected()
@@ -166,7 +166,7 @@ MAPPED = {
 @pytest.mark.parametrize("name", MAPPED)
 def test_under_vmap_each_call_reads_its_own_pages(name):
     axes, rng = MAPPED[name], np.random.default_rng(2)
-    given = Call(128, dtype="int8" if name.startswith("int8") else None)
+    given = Call(128, dtype="int8" if name.startswith("int8") else None, unseen=77)
     queries = given.query[None] + rng.standard_normal((3, 1, 1, 1, H)).astype(np.float32)
     orders = [[0, 2, 0], [2, 0, 2], [0, 0, 2]]  # of the rows that have pages
     tables = jnp.stack([given.table[jnp.array(order)] for order in orders])
@@ -216,7 +216,7 @@ def test_a_mesh_computes_the_same_and_gathers_only_pages_that_it_has_split():
 
 def test_an_entry_that_is_no_page_is_read_as_any():
     """Its keys are of some page, so that they show nothing where they are hidden."""
-    given = Call(128)
+    given = Call(128, unseen=77)
     assert (given.table < 0).any()
     rng = np.random.default_rng(4)
     clean = {n: jnp.asarray(rng.standard_normal(x.shape), x.dtype) for n, x in given.pools.items()}
@@ -266,7 +266,7 @@ def test_pages_are_gathered_where_lists_and_table_fill_scalar_memory():
 
 @pytest.mark.parametrize("page", [128, 16])
 def test_calls_over_pages_share_the_plan_of_their_mask(page, monkeypatch):
-    given, made, make = Call(page), [], fused._plan
+    given, made, make = Call(page, unseen=77), [], fused._plan
     monkeypatch.setattr(fused, "_plan", lambda *all: made.append(1) or make(*all))
     arrays = dict(given.pools, block_table=given.table, sinks=given.sinks, softcap=3.0)
     mask = plan_mask(

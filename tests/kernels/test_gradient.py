@@ -31,7 +31,6 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 class TestPlain(AttentionSuite):
     slow_cases = AttentionSuite.slow_cases | {
-        "test_a_nonfinite_key_head_breaks_the_query_heads_of_its_group": ("",),
         "test_any_length_matches_the_oracle": ("",),
         "test_masked_keys_and_values_have_no_influence": ("padding",),
         "test_rematerialised_gradients_are_the_same_with_dropout_on": ("",),
@@ -47,12 +46,7 @@ class TestPlain(AttentionSuite):
             "test_masks_go_by_position_in_rings_and_ragged_rows",
             "test_fully_masked_rows_are_zero_and_touch_no_other_row",
             "test_empty_axes_give_empty_or_zero_results",
-            "test_masked_keys_and_values_have_no_influence[padding-nan]",
             "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
-            "test_an_infinity_that_is_seen_makes_its_rows_nan",
-            "test_a_row_broken_by_its_bias_passes_no_gradient_on",
-            "test_a_nonfinite_query_that_sees_nothing_has_no_influence",
-            "test_a_nonfinite_key_head_breaks_the_query_heads_of_its_group",
             "test_vmap_over_any_argument_is_a_loop",
             "test_vmap_over_a_matrix_is_a_loop",
             "test_every_mask_matches_the_oracle[dense]",
@@ -199,7 +193,6 @@ def test_a_mesh_computes_the_same_and_gathers_nothing(cases):
     assert len(results) >= (len(cases) or 3)
     for case, result in results.items():
         assert result["error"] < 2 * GRADIENT_F32, (case, result)
-        assert not result["decides together"], case  # whether something was not finite
         if case.startswith("three"):  # the only split that has to move something
             continue
         assert result["moves"] == [], (case, result)

@@ -30,7 +30,6 @@ from transformer_jax import ALiBi, Causal, dot_product_attention, explain_attent
 from transformer_jax.kernels import Target, hopper, nvidia, using
 from transformer_jax.kernels.contract import Blocks, Problem, Saved, TileLists
 from transformer_jax.kernels.hopper import schedule, scores
-from transformer_jax.kernels.hopper.repair import marking_dkdv, marking_forward
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -104,7 +103,7 @@ def test_the_weights_of_a_tile_are_computed_once(H):
     plan, count = hopper.blocks("dkdv", H, H), jnp.ones((1, 1, 1), jnp.int32)
     lists = TileLists(jnp.zeros((1, 1, 1, 2), jnp.int32), count, count)
     problem = Problem(scale=0.1, visible=case.visible)
-    kernel = functools.partial(marking_dkdv, problem, blocks=plan)
+    kernel = functools.partial(hopper.backward_dkdv, problem, blocks=plan)
     traced = jax.make_jaxpr(lambda o, t, s: kernel(o, t, saved=s))(
         operands, lists, Saved(do, vector, vector, vector)
     )
@@ -312,35 +311,6 @@ def test_very_low_scores_that_are_visible_count():
     assert_near(got["out"][:, :167], plain["out"][:, :167], 3e-2, "out")
 
 
-@pytest.mark.slow_cases("key", "slack")
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("array", "bad", "plan"),
-    [("key", np.inf, None), ("value", np.nan, None), ("key", np.inf, LAZY)],
-    ids=["key", "value", "slack"],
-)
-def test_what_is_not_finite_is_marked_where_a_partial_tile_holds_it_and_nowhere_else(
-    array, bad, plan
-):
-    case = Case(T=256, S=256, N=1)
-    operands, _ = draw(case)
-    clean = run_forward(case, operands, plan)
-    nonfinite = getattr(operands, array).at[0, 200, 0, 5].set(bad)
-    operands = operands._replace(**{array: nonfinite})
-    got = run_forward(case, operands, plan, marking_forward)
-    marked = np.isnan(np.asarray(got["log_sum"]))[0, 0]
-    assert marked[128:].all(), "the rows of the tile with key 200"
-    assert not marked[:128].any(), "rows that skip it"
-    for name in ("out", "row_max", "log_sum"):
-        axis = 1 if name == "out" else 2
-        first = [np.take(np.asarray(x[name], np.float32), range(128), axis) for x in (clean, got)]
-        np.testing.assert_array_equal(*first)
-    repaired = run_forward(case, operands, plan)
-    for name, axis in (("out", 1), ("log_sum", 2)):
-        lost = np.isnan(np.moveaxis(np.asarray(repaired[name], np.float32), axis, 0))
-        assert (lost.reshape(256, -1).all(axis=1) == (np.arange(256) >= 200)).all(), name
-
-
 @needs_interpreter
 def test_the_number_of_programs_changes_no_bit(monkeypatch):
     case = Case()
@@ -354,29 +324,6 @@ def test_the_number_of_programs_changes_no_bit(monkeypatch):
         )
     for name in results[0]:
         np.testing.assert_array_equal(*(np.asarray(x[name], np.float32) for x in results), name)
-
-
-@needs_interpreter
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products of infinities
-@pytest.mark.parametrize("bad", ["query", "key"])
-def test_rows_whose_products_are_all_minus_infinity_are_nan(bad):
-    """Not zero, as those that see nothing."""
-    case = Case(T=64, S=64, N=1)
-    operands, _ = draw(case)
-    if bad == "query":
-        operands = operands._replace(
-            query=operands.query.at[0, 40, 0, 0].set(jnp.inf), key=operands.key.at[..., 0].set(-1)
-        )
-    else:  # the first row sees this key alone
-        operands = operands._replace(
-            query=-jnp.abs(operands.query), key=operands.key.at[0, 0, 0, 0].set(jnp.inf)
-        )
-    found = run_forward(case, operands)
-    rows = np.arange(64) == 40 if bad == "query" else np.ones(64, bool)
-    out = np.asarray(found["out"][0, :64, 0].astype(jnp.float32))
-    assert (np.isnan(out).all(axis=1) == rows).all() and (np.isnan(out).any(axis=1) == rows).all()
-    lse = np.asarray(found["row_max"] + found["log_sum"])[0, 0, :64]
-    assert (np.isnan(lse) == rows).all()
 
 
 def causal_lists(rows):
@@ -527,14 +474,12 @@ def test_the_kernels_trace_where_python_integers_have_64_bits(name, where):
 
 class TestHopper(InInterpreter):
     slow_cases = InInterpreter.slow_cases | {
-        "test_an_infinity_that_is_seen_makes_its_rows_nan": ("key",),
         "test_every_mask_matches_the_oracle": ("window",),
         "test_masked_keys_and_values_have_no_influence": ("padding",),
     }
     implementation = "pallas"
     every_time = frozenset(
         {
-            "test_an_infinity_that_is_seen_makes_its_rows_nan[key]",
             "test_every_mask_matches_the_oracle[window]",
             "test_every_mask_matches_the_oracle[composition]",
             "test_masked_keys_and_values_have_no_influence[padding-3.4e+38]",

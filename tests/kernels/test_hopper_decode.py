@@ -130,69 +130,6 @@ def test_rows_that_see_nothing_are_zero(module):
     assert np.isfinite(got["row_max"])[1].all()
 
 
-# What is not finite
-
-
-BAD = {"NaN": np.nan, "inf": np.inf, "-inf": -np.inf}
-
-
-@pytest.mark.slow_cases(
-    *(f"hopper-{case}" for case in ("-key-inf", "-key--", "-value-NaN", "-value--")),
-    *(f"hopper-{case}" for case in ("cap-key-N", "cap-key--", "cap-v")),
-    *(f"ampere-{case}" for case in ("-key-NaN", "-key-inf", "-value-NaN", "-value--", "cap")),
-)
-@needs_interpreter
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("array", ["key", "value"])
-@pytest.mark.parametrize("softcap", [None, 5.0], ids=["", "cap"])
-@each_backend
-def test_what_is_not_finite_reaches_exactly_the_queries_that_see_it(module, array, bad, softcap):
-    """Queries at S - 4 to S - 1; the first two keys that are spoilt stand in one key head each."""
-    case = Case(T=4, S=S, N=4, K=2, softcap=softcap)
-    operands = draw_few(case)
-    clean = run_decode(case, operands, module=module)
-    spoilt = getattr(operands, array).at[0, S - 2, 1, 5].set(bad)  # seen by the last two queries
-    spoilt = spoilt.at[0, S + 3, 0, 9].set(bad)  # an empty slot
-    got = run_decode(case, operands._replace(**{array: spoilt}), module=module)
-    sees = np.zeros((1, 4, 4), bool)  # [B, T, N]
-    sees[0, 2:, 2:] = True
-    for name, x in got.items():
-        seen, x, y = (np.asarray(z, np.float32) for z in (sees, x, clean[name]))
-        seen = sees if name == "out" else sees.swapaxes(1, 2)
-        np.testing.assert_array_equal(x[~seen], y[~seen], name)
-        if name != "row_max":
-            assert np.isnan(x[seen]).all(), name
-
-
-@needs_interpreter
-@each_backend
-def test_a_full_tile_passes_nan_on_to_every_query_of_its_key_head(module):
-    case = Case(T=2, S=256, N=4, K=2, Hv=96, visible=None)
-    operands = draw_few(case)
-    clean = run_decode(case, operands, module=module)
-    value = operands.value.at[0, 70, 0, 0].set(jnp.nan)
-    got = run_decode(case, operands._replace(value=value), module=module)
-    out, expected = (np.asarray(x["out"], np.float32) for x in (got, clean))
-    assert np.isnan(out[:, :, :2]).all()
-    np.testing.assert_array_equal(out[:, :, 2:], expected[:, :, 2:])
-
-
-@pytest.mark.slow_cases("ampere-NaN")
-@needs_interpreter
-@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["NaN", "inf"])
-@each_backend
-def test_a_query_that_is_not_finite_is_nan_unless_it_sees_nothing(module, bad):
-    case = Case(B=2, T=1, S=130, N=2, K=1, visible=within_length)
-    operands = draw_few(case, lengths=[130, 0])
-    clean = run_decode(case, operands, module=module)
-    key = operands.key.at[..., 3].set(-1)  # all products of an infinity are -inf
-    query = operands.query.at[:, 0, 1, :].set(0).at[:, 0, 1, 3].set(bad)
-    got = run_decode(case, operands._replace(query=query, key=key), module=module)
-    out = np.asarray(got["out"], np.float32)
-    assert np.isnan(out[0, 0, 1]).all() and np.isfinite(out[0, 0, 0]).all() and not out[1].any()
-    assert np.isfinite(np.asarray(clean["out"], np.float32)).all()
-
-
 @pytest.mark.slow_cases("ampere")
 @needs_interpreter
 @each_backend
@@ -248,30 +185,22 @@ INT8 = {
 
 
 @pytest.mark.slow_cases(
-    *(f"hopper-{case}" for case in ("-no mask", "-wid", "NaN-gr", "inf-gr", "NaN-wid", "inf-wid")),
-    *(f"ampere-{case}" for case in ("-", "NaN-len", "NaN-no", "NaN-wid", "inf")),
+    *(f"hopper-{case}" for case in ("no mask", "wid")), *(f"ampere-{case}" for case in INT8)
 )
 @needs_interpreter
 @pytest.mark.parametrize(("case", "lengths"), INT8.values(), ids=INT8)
-@pytest.mark.parametrize("bad", [None, np.nan, np.inf], ids=["", "NaN", "inf"])
 @each_backend
-def test_int8_has_the_bits_of_what_is_dequantised(module, case, lengths, bad):
+def test_int8_has_the_bits_of_what_is_dequantised(module, case, lengths):
     skip_widths_of_hopper(module, case)
     operands = draw_few(case, lengths=lengths)
-    key, value = operands.key, operands.value
-    if bad is not None:  # seen by some, and a row that is too large for the query's dtype
-        key, value = key.at[0, case.S - 2, 0, 5].set(bad), value.at[0, 70, -1, 3].set(bad)
-    (key, k_scale), (value, v_scale) = quantise(key), quantise(value)
-    if bad is not None:
-        v_scale = v_scale.at[-1, 71, 0].set(3e38)
+    (key, k_scale), (value, v_scale) = quantise(operands.key), quantise(operands.value)
     held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
     dtype = operands.query.dtype
     wide = [dequantise(x, scale, dtype) for x, scale in ((key, k_scale), (value, v_scale))]
     got = run_decode(case, held, module=module)
     wide = operands._replace(key=wide[0], value=wide[1])
     expected = run_decode(case, wide, module=module)
-    out = np.asarray(got["out"], np.float32)
-    assert np.abs(out).max() > 0.05 if bad is None else np.isnan(out).any()
+    assert np.abs(np.asarray(got["out"], np.float32)).max() > 0.05
     for name, x in got.items():
         np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (x, expected[name])))
 

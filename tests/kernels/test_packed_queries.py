@@ -24,7 +24,6 @@ from tests.support.tolerances import (
     GRADIENT_BF16,
     GRADIENT_F32,
     assert_near,
-    assert_same_to_rounding,
 )
 from transformer_jax import ALiBi, Causal, Dense, Segments, Window, dot_product_attention
 from transformer_jax.attention import fused
@@ -60,18 +59,11 @@ class TestPacking(AttentionSuite):
             "test_array_bias_of_any_broadcast_shape_and_its_gradient[BNTS]",
             "test_array_bias_of_any_broadcast_shape_and_its_gradient[TS]",
             "test_fully_masked_rows_are_zero_and_touch_no_other_row",
-            "test_masked_keys_and_values_have_no_influence[future-nan]",
-            "test_a_nonfinite_key_that_all_see_passes_no_gradient_on[5-128]",
-            "test_a_nonfinite_query_that_sees_nothing_has_no_influence",
-            "test_a_nonfinite_key_head_breaks_the_query_heads_of_its_group",
+            "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
             "test_vmap_over_any_argument_is_a_loop[('valid', 'bias')]",
             "test_vmap_over_a_matrix_is_a_loop",
         }
     )
-
-    def assert_unchanged(self, found, clean, name):
-        """Allow a rounding: a kernel that runs again runs in a loop, which XLA compiles apart."""
-        assert_same_to_rounding(found, clean, 1e-6, name)
 
 
 def attend_and_pull(arrays, **settings):

@@ -44,12 +44,13 @@ FIELDS = "key", "value", "k_scale", "v_scale"
 
 
 def paged(case, operands, page):
-    """Operands whose keys lie in pages; those that no query of their row sees are NaN."""
+    """Operands whose keys lie in pages; those that no row names are NaN."""
     seen = seen_by(case, operands)[..., : case.S]
     seen = np.broadcast_to(seen, (case.B, 1, case.T, case.S))
     fields = [field for field in FIELDS if getattr(operands, field) is not None]
     arrays = [getattr(operands, field)[:, : case.S] for field in fields]
-    *pools, table = in_pages(np.random.default_rng(7), page, seen.any(axis=(1, 2)), *arrays)
+    seen = seen.any(axis=(1, 2))
+    *pools, table = in_pages(np.random.default_rng(7), page, seen, *arrays, unseen=77)
     pages = jnp.maximum(table, 0)
     return operands._replace(**dict(zip(fields, pools, strict=True)), pages=pages)
 

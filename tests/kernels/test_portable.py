@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.attention_suite import AttentionSuite, draw
+from tests.support.attention_suite import NonfiniteSuite, draw
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax import ALiBi, Causal, Segments, dot_product_attention, explain_attention
 from transformer_jax.attention.api import IMPLEMENTATIONS
@@ -40,7 +40,7 @@ class Portable(Native):
         return Elsewhere("cpu")
 
 
-class TestPortable(AttentionSuite):
+class TestPortable(NonfiniteSuite):
     implementation = "portable"
     every_time = frozenset(
         {

@@ -117,41 +117,6 @@ def test_rows_that_see_nothing_are_zero():
     assert np.isfinite(got["row_max"])[1].all()
 
 
-BAD = {"NaN": np.nan, "inf": np.inf, "-inf": -np.inf}
-
-
-@pytest.mark.slow_cases("-key-inf", "-key--", "-value-NaN", "-value--", "cap-")
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("array", ["key", "value"])
-@pytest.mark.parametrize("softcap", [None, 5.0], ids=["", "cap"])
-def test_what_is_not_finite_reaches_exactly_the_queries_that_see_it(array, bad, softcap):
-    """Queries at S - 4 to S - 1; the first two keys that are spoilt stand in one key head each."""
-    case = Case(T=4, S=S, N=4, K=2, softcap=softcap)
-    operands, tiles = draw_few(case), Blocks(64, 384)  # of three parts where a value is spoilt
-    clean = run(case, operands, tiles)
-    spoilt = getattr(operands, array).at[0, S - 2, 1, 5].set(bad)  # seen by the last two queries
-    spoilt = spoilt.at[0, S + 3, 0, 9].set(bad)  # an empty slot
-    got = run(case, operands._replace(**{array: spoilt}), tiles)
-    sees = np.zeros((1, 4, 4), bool)  # [B, T, N]
-    sees[0, 2:, 2:] = True
-    for name, x in got.items():
-        seen = sees if name == "out" else sees.swapaxes(1, 2)
-        x, y = (np.asarray(z, np.float32) for z in (x, clean[name]))
-        assert_near(x[~seen], y[~seen].astype(np.float64), NEAR if name == "out" else EXACT, name)
-        if name != "row_max":
-            assert np.isnan(x[seen]).all(), name
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["NaN", "inf"])
-def test_a_query_that_is_not_finite_is_nan_unless_it_sees_nothing(bad):
-    case = Case(B=2, T=1, S=130, N=2, K=1, visible=within_length)
-    operands = draw_few(case, lengths=[130, 0])
-    key = operands.key.at[..., 3].set(-1)  # all products of an infinity are -inf
-    query = operands.query.at[:, 0, 1, :].set(0).at[:, 0, 1, 3].set(bad)
-    out = np.asarray(run(case, operands._replace(query=query, key=key))["out"], np.float32)
-    assert np.isnan(out[0, 0, 1]).all() and np.isfinite(out[0, 0, 0]).all() and not out[1].any()
-
-
 def test_products_that_overflow_where_nothing_is_spoilt_count_as_before():
     case = Case(T=1, S=200, N=2, K=1, softcap=3.0, visible=causal)
     operands = draw_few(case)
@@ -188,11 +153,10 @@ def test_tiles_that_no_list_names_are_not_read(heads):
 # int8
 
 
-@pytest.mark.slow_cases("-slots", "inf")
+@pytest.mark.slow_cases("slots")
 @pytest.mark.parametrize("heads", [4, 3], ids=["slots first", "heads first"])
-@pytest.mark.parametrize("bad", [None, np.nan, np.inf], ids=["", "NaN", "inf"])
-def test_int8_matches_the_oracle_of_what_is_dequantised(heads, bad):
-    """A row that is not finite has no finite scale; one of each head is hidden, and one seen."""
+def test_int8_matches_the_oracle_of_what_is_dequantised(heads):
+    """Keys, values and scales end within a tile, after which the interpreter reads NaN."""
     case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=96, visible=within_length)
     operands = draw_few(case, lengths=[S, 130])
     (key, k_scale), (value, v_scale) = (kv.quantise(x) for x in (operands.key, operands.value))
@@ -200,17 +164,12 @@ def test_int8_matches_the_oracle_of_what_is_dequantised(heads, bad):
     expected, _ = oracle(
         case, operands._replace(key=wide[0], value=wide[1]), jnp.zeros((2, 2, 2 * heads, 96))
     )
-    seen = np.zeros((2, 2, 2 * heads), bool)
-    if bad is not None:
-        k_scale, v_scale = (x.at[1, 140, 1].set(bad) for x in (k_scale, v_scale))
-        k_scale, v_scale = k_scale.at[0, 140, 0].set(bad), v_scale.at[0, 150, 2].set(bad)
-        seen[0, :, [0, 1, 4, 5]] = True
     held = operands._replace(key=key, value=value, k_scale=k_scale, v_scale=v_scale)
     mask = seen_by(case, operands)
     got = run(case, held._replace(**{n: getattr(held, n)[:, :S] for n in KEYS}), mask=mask)
     out = np.asarray(got["out"], np.float32)
-    assert np.isnan(out[seen]).all() and np.abs(expected["out"]).max() > 0.05
-    assert_near(out[~seen], expected["out"][~seen], NEAR, "out")
+    assert np.abs(expected["out"]).max() > 0.05
+    assert_near(out, expected["out"], NEAR, "out")
 
 
 KEYS = "key", "value", "k_scale", "v_scale"

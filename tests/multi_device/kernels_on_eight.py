@@ -79,7 +79,6 @@ def run(case: str, manual: bool = False) -> dict:
     return {
         "error": max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs),
         "moves": [name for name in MOVES if re.search(rf" {name}(-start)?\(", text)],
-        "decides together": bool(re.search(r"pred\[[^\n]* all-reduce", text)),
         "query": list(actual[1]["query"].sharding.spec)[:3],
     }
 

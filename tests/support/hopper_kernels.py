@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.attention_suite import Bfloat16Suite
-from tests.support.tolerances import assert_same_to_rounding, largest_error
+from tests.support.tolerances import largest_error
 from transformer_jax.kernels import Target, hopper
 from transformer_jax.kernels.contract import Operands, Problem, Saved, TileLists
 from transformer_jax.kernels.dropout import keep
@@ -253,11 +253,6 @@ class InInterpreter(Bfloat16Suite):
     """Kernels under `dot_product_attention`, in the interpreter."""
 
     target = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
-
-    def assert_unchanged(self, found, clean, name):
-        """To a rounding: what stands in a tile with NaN is computed by another kernel."""
-        in_bfloat16 = name in ("out", "dquery", "dkey", "dvalue")
-        assert_same_to_rounding(found, clean, 2**-8 if in_bfloat16 else 1e-6, name)
 
     known = {
         "test_scores_of_a_hundred_thousand_are_finite_and_right[float16]": "the product of a score "

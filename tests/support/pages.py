@@ -8,18 +8,19 @@ import numpy as np
 FREE = 5  # pages that no row names
 
 
-def in_pages(rng, page, seen, *arrays):
+def in_pages(rng, page, seen, *arrays, unseen=np.nan):
     """Return pools [P, page, ..] of arrays [B, S, ..], and a block table i32[B, M].
 
-    `seen` is bool[B, S]: other keys are NaN (of int8, garbage), and a block without one has no
-    page. Blocks that are alike in all rows from the first on share their pages.
+    `seen` is bool[B, S]: other keys are `unseen` (of int8, garbage), and a block without one has no
+    page. Pages that no row names are NaN. Blocks that are alike in all rows from the first on share
+    their pages.
     """
     B, S = seen.shape
     M = S // page
     assert S == M * page
     held = [np.asarray(x).copy() for x in arrays]
     for x in held:
-        x[~seen] = 77 if x.dtype == np.int8 else np.nan
+        x[~seen] = 77 if x.dtype == np.int8 else unseen
     blocks = [x.reshape(B, M, page, *x.shape[2:]) for x in held]
     own = rng.permutation(B * M + FREE).astype(np.int32)
     table = own[: B * M].reshape(B, M)

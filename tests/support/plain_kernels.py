@@ -24,11 +24,9 @@ from transformer_jax.kernels.contract import (
     learns_slopes,
 )
 from transformer_jax.kernels.dropout import keep
-from transformer_jax.kernels.repair import repaired_backward, repaired_forward
 
 LIST_BYTES = None
 HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
-MARKS = True  # whether the forward kernel says for the others where something was not finite
 PORTABLE = None
 SHORTEST = None
 DECODE_ROWS = 0
@@ -100,7 +98,7 @@ def visited(lists: TileLists, blocks: tuple[int, int], columns_are_keys: bool) -
 
 
 def _scores(problem: Problem, operands: Operands, seen: jax.Array, full: jax.Array):
-    """Raw products, tanh, masked scores, dropout's factor, distances: [B, N, T, S]."""
+    """Tanh, masked scores, dropout's factor, distances: [B, N, T, S]."""
     query, key = (x.astype(jnp.float32) for x in operands[:2])
     G = query.shape[2] // key.shape[2]
     raw = jnp.einsum("BTNH,BSNH->BNTS", query, jnp.repeat(key, G, 2))
@@ -126,14 +124,13 @@ def _scores(problem: Problem, operands: Operands, seen: jax.Array, full: jax.Arr
         rows, columns = rows[None, None, :, None], columns[None, None, None]
         kept = keep(a, b, rows, columns, problem.dropout_rate)
         factor = jnp.where(kept, 1 / (1 - problem.dropout_rate), 0.0)
-    return raw, t, jnp.where(visible, s, -jnp.inf), factor, distance
+    return t, jnp.where(visible, s, -jnp.inf), factor, distance
 
 
-@repaired_forward
 @apart
 def forward(problem, operands, lists, blocks):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
-    raw, _, s, factor, _ = _scores(problem, operands, seen, full)
+    _, s, factor, _ = _scores(problem, operands, seen, full)
     row_max = s.max(axis=-1)
     p = jnp.exp(s - jnp.where(jnp.isneginf(row_max), 0, row_max)[..., None])
     total = p.sum(axis=-1)
@@ -147,25 +144,14 @@ def forward(problem, operands, lists, blocks):
         weights, row_max = weights * r[..., None], jnp.where(fully_masked, -jnp.inf, new)
     G = operands.query.shape[2] // operands.key.shape[2]
     value = jnp.repeat(operands.value.astype(jnp.float32), G, 2)
-    out = _weigh(weights, value, seen) / jnp.where(fully_masked, 1, total)[..., None]
-    log_sum = jnp.log(jnp.where(fully_masked, 1, total))
-    # after a barrier, so that with and without marks all else has the same bits
-    out, row_max, log_sum, raw = lax.optimization_barrier((out, row_max, log_sum, raw))
-    if problem.detect_nonfinite:
-        log_sum = log_sum + 0 * out.sum(axis=-1) + 0 * jnp.where(seen, raw, 0).sum(axis=-1)
+    total = jnp.where(fully_masked, 1, total)
+    out = jnp.einsum("BNTS,BSNH->BNTH", weights, value) / total[..., None]
+    log_sum = jnp.log(total)
     return out.swapaxes(1, 2).astype(operands.query.dtype), row_max, log_sum
 
 
-def _weigh(weights: jax.Array, x: jax.Array, seen: jax.Array) -> jax.Array:  # [B, N, T, d]
-    """Every key of a visited tile takes part, 0 * NaN = NaN, and no other."""
-    bad = ~jnp.isfinite(x)
-    marks = jnp.einsum("BNTS,BSNH->BNTH", jnp.broadcast_to(seen, weights.shape) * 1.0, bad * 1.0)
-    sums = jnp.einsum("BNTS,BSNH->BNTH", weights, jnp.where(bad, 0, x))
-    return jnp.where(marks > 0, jnp.nan, sums)
-
-
 def _differences(problem, operands, seen, full, saved: Saved):
-    _, t, s, factor, distance = _scores(problem, operands, seen, full)
+    t, s, factor, distance = _scores(problem, operands, seen, full)
     lost = jnp.isposinf(saved.row_max)[..., None]
     p = jnp.where(lost, 0, jnp.exp(s - saved.row_max[..., None] - saved.log_sum[..., None]))
     G = operands.query.shape[2] // operands.key.shape[2]
@@ -178,33 +164,31 @@ def _differences(problem, operands, seen, full, saved: Saved):
     return p * factor, ds, du * problem.scale, distance
 
 
-@repaired_backward
 @apart
 def backward_dq(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
     _, ds, du, distance = _differences(problem, operands, seen, full, saved)
-    dq = _times_keys(operands, du, seen)
+    dq = _times_keys(operands, du)
     return dq, None if not learns_slopes(problem, operands) else -(ds * distance).sum(axis=-1)
 
 
-def _times_keys(operands: Operands, du: jax.Array, seen: jax.Array) -> jax.Array:
+def _times_keys(operands: Operands, du: jax.Array) -> jax.Array:
     G = operands.query.shape[2] // operands.key.shape[2]
     key = jnp.repeat(operands.key.astype(jnp.float32), G, 2)
-    return _weigh(du, key, seen).swapaxes(1, 2).astype(operands.query.dtype)
+    return jnp.einsum("BNTS,BSNH->BTNH", du, key).astype(operands.query.dtype)
 
 
-@repaired_backward
 @apart
 def backward_single_pass(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.k, blocks.q), False)
     _, ds, du, distance = _differences(problem, operands, seen, full, saved)
     slopes = () if not learns_slopes(problem, operands) else (-(ds * distance).sum(axis=-2),)
-    dk, dv = _dkdv(problem, operands, lists, blocks, saved)
-    return _times_keys(operands, du, seen), dk, dv, *slopes
+    dk, dv = backward_dkdv(problem, operands, lists, blocks, saved)
+    return _times_keys(operands, du), dk, dv, *slopes
 
 
 @apart
-def _dkdv(problem, operands, lists, blocks, saved):
+def backward_dkdv(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.k, blocks.q), False)
     p, _, du, _ = _differences(problem, operands, seen, full, saved)
     K = operands.key.shape[2]
@@ -217,13 +201,9 @@ def _dkdv(problem, operands, lists, blocks, saved):
     return product(du, operands.query), product(p, saved.do)
 
 
-@repaired_backward
 @apart
 def backward_bias(problem, operands, lists, blocks, saved):
     seen, full = visited(lists, (blocks.q, blocks.k), True)
     _, ds, _, _ = _differences(problem, operands, seen, full, saved)
     axes = [i for i, n in enumerate(operands.bias.shape) if n == 1]
     return ds.sum(axis=tuple(axes), keepdims=True)
-
-
-backward_dkdv = repaired_backward(_dkdv)

@@ -178,9 +178,10 @@ def dot_product_attention(
     pages in place whose size is a multiple of 64 keys (NVIDIA) or 128 (TPU); all else reads a
     gathered copy.
 
-    A query that sees nothing gets zeros, lse -inf and no gradient. NaN or inf in a query, key or
-    value reaches exactly the queries that see it, whose output is NaN, and which pass no gradient
-    on.
+    A query that sees nothing gets zeros, lse -inf and no gradient. With "xla", "blockwise",
+    "native" and "cudnn", NaN or inf in a query, key or value reaches exactly the queries that see
+    it: their output is NaN, and they pass no gradient on. "pallas" and "pallas_unordered" need
+    finite queries, keys and values, hidden ones too: there NaN may reach any query.
 
     `implementation` is "xla" (materialises the scores, any option), "blockwise" (memory O(T + S);
     O(T S) in forward mode and in derivatives of the gradient), "native" (compiled C++ on a CPU,

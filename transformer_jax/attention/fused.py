@@ -404,7 +404,6 @@ def _problem(call: AttentionCall, visible: Any, where: Target, nondeterministic:
         softcap=call.softcap,
         dropout_rate=call.dropout_rate,
         visible=visible,
-        detect_nonfinite=not where.assume_finite,
         nondeterministic=nondeterministic,
         interpret=where.interpret,
         processors=processors_of(where),
