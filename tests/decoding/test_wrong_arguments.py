@@ -72,7 +72,7 @@ MISTAKES = {
     ),
     "generate with parameters of more layers": (
         partial(generate, STEP, tj.init_params(replace(CONFIG, num_layers=2), jax.random.key(0))),
-        "parameters have a block_1, but there are 1 layers",
+        "parameters have decoder/block_1, but num_layers is 1",
     ),
     "a cache of a prompt": (
         partial(tj.init_cache, CONFIG, PROMPT, 17),

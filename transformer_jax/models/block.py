@@ -25,6 +25,7 @@ from transformer_jax.models.layers import (
     Norm,
     branch_std,
     parameter,
+    refuse_surplus,
     unit,
     unit_init,
 )
@@ -109,6 +110,7 @@ class Attention(nn.Module):
             rows, std = 2 * self._shaw.max_distance + 1, nn.initializers.normal(cfg.init_std)
             self.shaw_key = parameter(self, "shaw_key", std, (rows, cfg.key_dim))
             self.shaw_value = parameter(self, "shaw_value", std, (rows, cfg.value_dim))
+        refuse_surplus(self)
 
     @property
     def _rope(self) -> Rope | None:
@@ -331,6 +333,7 @@ class Block(nn.Module):
         self.norm = {name: Norm(cfg) for name in branches}
         if cfg.norm_order == "sandwich":
             self.out_norm = {name: Norm(cfg) for name in branches}
+        refuse_surplus(self)
 
     def __call__(
         self,

@@ -20,7 +20,7 @@ from einops import rearrange
 from transformer_jax.checks import check_positions
 from transformer_jax.config import Frames, Inputs, ModelConfig, Patches
 from transformer_jax.models.functional import activate
-from transformer_jax.models.layers import Linear, parameter
+from transformer_jax.models.layers import Linear, parameter, refuse_surplus
 from transformer_jax.sharding import by_compiler, split
 
 
@@ -80,11 +80,15 @@ class InputLayer(nn.Module):
         inputs = self.config.inputs
         assert inputs is not None
         if isinstance(inputs, Patches):
-            return self._patches(inputs, x, positions)
-        positions = check_positions(x.shape[:2], positions)
-        if isinstance(inputs, Frames):
-            return self._frames(inputs, x, positions)
-        return self._linear(_without_padding(x, positions), "projection")
+            x = self._patches(inputs, x, positions)
+        else:
+            positions = check_positions(x.shape[:2], positions)
+            if isinstance(inputs, Frames):
+                x = self._frames(inputs, x, positions)
+            else:
+                x = self._linear(_without_padding(x, positions), "projection")
+        refuse_surplus(self)
+        return x
 
     def _linear(self, x: jax.Array, name: str, contract: int = 1) -> jax.Array:
         """Project the last `contract` axes to the width of the model."""

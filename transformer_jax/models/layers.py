@@ -44,11 +44,52 @@ def parameter(
     """
     if not module.has_variable("params", name):
         return module.param(name, init, shape, F32)
+    module._state.children[name] = "params"  # as `module.param` does: it is declared
     value = nn.unbox(module.get_variable("params", name))
     if np.shape(value) != shape:
         path = "/".join(module.path)
         raise ScopeParamShapeError(name, path, np.shape(value), shape)
     return value
+
+
+_FIELDS = {
+    "embed/bias": "logit_bias", "embed/norm": "embedding_norm", "query/bias": "qkv_bias",
+    "key/bias": "qkv_bias", "value/bias": "qkv_bias", "up/bias": "ff_bias", "gate/bias": "ff_bias",
+    "down/bias": "ff_bias", "bias": "use_bias", "gate": "glu", "output": "tie_embeddings",
+    "positions": "positions", "relative_bias": "positions", "shaw_key": "positions",
+    "shaw_value": "positions", "source_tokens": "source_vocab_size", "types": "type_vocab_size",
+    "query_scale": "qk_norm", "key_scale": "qk_norm", "sinks": "attention_sinks",
+    "classifier": "num_classes", "pooler": "pooler", "head_dense": "masked_token_head",
+    "head_norm": "masked_token_head", "cross_attention": "kind", "encoder": "kind",
+    "decoder": "kind", "inputs": "inputs", "blocks": "scan_layers", "block_": "num_layers",
+    "norm_attention": "norm_order", "norm_feed_forward": "norm_order", "norm": "norm_order",
+    "out_norm_attention": "norm_order", "out_norm_feed_forward": "norm_order",
+    "cell_": "num_layers", "hidden_": "num_layers", "words_": "order", "direct": "direct",
+    "w_query": "attention", "w_key": "attention", "v": "attention", "w": "attention",
+}  # fmt: skip
+"""The field of a config without which a parameter has no place, by the end of its path."""
+
+
+def refuse_surplus(module: nn.Module) -> None:
+    """Raise ValueError where there are parameters that the module has not declared by now.
+
+    flax leaves them out without a word: a bias that the config has not, a layer too many.
+    """
+    declared = module._state.children
+    for name in module.variables.get("params", {}):
+        if name in declared:
+            continue
+        path, config = (*module.path, name), getattr(module, "config", None)
+        field = _FIELDS.get("/".join(path[-2:])) or _FIELDS.get(name.rstrip("0123456789"), "")
+        if field == "num_layers" and "blocks" in declared:
+            field = "scan_layers"
+        elif field == "num_layers" and getattr(config, "num_decoder_layers", None) is not None:
+            field = "num_decoder_layers" if "decoder" in path else field
+        value = getattr(config, field, NotImplemented) if field else NotImplemented
+        rule = "the config has no place for it"
+        if value is not NotImplemented:
+            rule = f"but {field} is {value!r}"
+        raise ValueError(f"parameters have {'/'.join(path)}, {rule}")
 
 
 def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
@@ -76,10 +117,12 @@ class Norm(nn.Module):
         cfg = self.config
         scale = unit(cfg, parameter(self, "scale", unit_init(cfg), (x.shape[-1],)))
         if cfg.norm == "rmsnorm":
+            refuse_surplus(self)
             return rms_norm(x, scale, cfg.norm_eps)
         bias = None
         if cfg.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros, (x.shape[-1],))
+        refuse_surplus(self)
         return layer_norm(x, scale, bias, cfg.norm_eps)
 
 
@@ -115,6 +158,7 @@ class Linear(nn.Module):
         bias = None
         if cfg.use_bias if self.use_bias is None else self.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros, self.features).astype(cfg.dtype)
+        refuse_surplus(self)
         return product(x.astype(cfg.dtype), kernel, bias, self.contract, key, str(self.name))
 
 
@@ -142,7 +186,9 @@ class FeedForward(nn.Module):
         else:
             hidden = activate(hidden, cfg.activation)
         hidden = hidden if visit is None else visit("hidden", hidden)
-        return linear((cfg.d_model,), name="down", std=branch_std(cfg, self.depth))(hidden, key)
+        down = linear((cfg.d_model,), name="down", std=branch_std(cfg, self.depth))
+        refuse_surplus(self)
+        return down(hidden, key)
 
 
 @short_repr
@@ -185,6 +231,7 @@ class Embed(nn.Module):
             self.output = parameter(self, "output", normal, (cfg.vocab_size, cfg.d_model))
         if cfg.logit_bias:
             self.bias = parameter(self, "bias", nn.initializers.zeros, (cfg.vocab_size,))
+        refuse_surplus(self)
 
     def __call__(
         self,

@@ -32,6 +32,7 @@ from einops import rearrange
 
 from transformer_jax.config import NgramConfig
 from transformer_jax.config.fields import fail
+from transformer_jax.models.layers import refuse_surplus
 from transformer_jax.models.recent_tokens import RecentTokens, slide_window
 from transformer_jax.models.transformer import check_tokens
 
@@ -141,6 +142,7 @@ class NgramLM(nn.Module):
         self.weights = [self._array(f"weights_{k + 1}", sizes[k + 1], F32) for k in orders]
         self.start = [self._array(f"start_{k}", sizes[k] + 1, jnp.int32) for k in orders]
         self.backoff = [self._array(f"backoff_{k}", sizes[k], F32) for k in orders]
+        refuse_surplus(self)
 
     def _array(self, name: str, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Declare an array of the trie; zeros until it is counted."""

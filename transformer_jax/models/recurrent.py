@@ -36,7 +36,7 @@ from transformer_jax.attention.masks import Padding
 from transformer_jax.checks import check_count
 from transformer_jax.config import RecurrentConfig, WindowConfig
 from transformer_jax.models.functional import dropout, lookup, split_key
-from transformer_jax.models.layers import parameter, refuse_rngs
+from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
 from transformer_jax.models.packing import (
     check_segments,
     check_valid,
@@ -105,6 +105,7 @@ class Vocabulary(nn.Module):
         if not cfg.tie_embeddings:
             self.output = parameter(self, "output", normal, (cfg.vocab_size, cfg.read_out_dim))
         self.bias = parameter(self, "bias", nn.initializers.zeros, (cfg.vocab_size,))
+        refuse_surplus(self)
 
     def __call__(
         self, tokens: jax.Array, valid: jax.Array, key: jax.Array | None
@@ -151,6 +152,7 @@ class RecurrentEncoder(nn.Module):
                 start = jnp.split(jnp.tanh(bridge(ends)), len(parts), axis=-1)
                 last = jax.tree.unflatten(tree, start)
             carry.append(last)
+        refuse_surplus(self)
         return x, tuple(carry)
 
 
@@ -163,6 +165,7 @@ class RecurrentDecoder(nn.Module):
         cfg = self.config
         self.cell = [_cell(cfg) for _ in range(cfg.num_layers)]
         if cfg.attention is None:
+            refuse_surplus(self)
             return
         init = nn.initializers.lecun_normal()
         if cfg.attention == "additive":
@@ -173,6 +176,7 @@ class RecurrentDecoder(nn.Module):
         if cfg.attention == "general":
             self.w = parameter(self, "w", init, (cfg.d_hidden, cfg.memory_dim))
         self.read_out = nn.Dense(cfg.d_hidden, use_bias=False)
+        refuse_surplus(self)
 
     def remember(self, states: jax.Array, valid: jax.Array) -> SourceMemory:
         """Return the encoder's states as attention reads them."""
@@ -264,6 +268,7 @@ class RecurrentLM(nn.Module):
     def setup(self) -> None:
         self.embed = Vocabulary(self.config)
         self.decoder = RecurrentDecoder(self.config)
+        refuse_surplus(self)
 
     def __call__(
         self,
@@ -305,6 +310,7 @@ class RecurrentTagger(nn.Module):
         self.read_out = nn.Dense(self.config.read_out_dim)
         if self.config.num_classes is not None:
             self.classifier = nn.Dense(self.config.num_classes)
+        refuse_surplus(self)
 
     def __call__(
         self,
@@ -400,6 +406,7 @@ class BothDirections(nn.Module):
             if i > 0:
                 x = dropout(x, cfg.dropout, keys[i])
             x = _encoder_layer(cfg, i, x, valid, starts, ends)[0]
+        refuse_surplus(self)
         return x
 
 
@@ -412,6 +419,7 @@ class RecurrentSeq2Seq(nn.Module):
         self.encoder = RecurrentEncoder(self.config)
         self.embed = Vocabulary(self.config)
         self.decoder = RecurrentDecoder(self.config)
+        refuse_surplus(self)
 
     def init_state(
         self,

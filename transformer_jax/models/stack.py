@@ -19,7 +19,7 @@ from transformer_jax.cache.model_cache import Layers, ModelCache, layer_window, 
 from transformer_jax.config import Alibi, ModelConfig, Shaw, T5Buckets
 from transformer_jax.models.block import Block, BlockInputs, PositionBias
 from transformer_jax.models.functional import split_key
-from transformer_jax.models.layers import Norm, parameter
+from transformer_jax.models.layers import Norm, parameter, refuse_surplus
 from transformer_jax.models.places import Captured
 from transformer_jax.shown import short_repr
 
@@ -165,6 +165,7 @@ class Stack(nn.Module):
             self.relative_bias = parameter(self, "relative_bias", normal, shape)
         if cfg.norm_order != "post":
             self.norm = Norm(cfg)
+        refuse_surplus(self)
 
     def _bias(self) -> PositionBias | None:
         """Return the bias of distances that all layers share."""
@@ -226,9 +227,6 @@ class Stack(nn.Module):
 
         The output is normalised, unless the config's norms come after each branch.
         """
-        beyond = f"block_{self.depth}"
-        if self.has_variable("params", beyond):  # flax would leave it out without a word
-            raise ValueError(f"parameters have a {beyond}, but there are {self.depth} layers")
         outside = given.places.outside()
         x = outside("embedding", x)
         if cache is None:

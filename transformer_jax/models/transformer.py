@@ -31,7 +31,14 @@ from transformer_jax.config import Frames, Learned, ModelConfig, Patches
 from transformer_jax.models.block import BlockInputs
 from transformer_jax.models.functional import activate, split_key
 from transformer_jax.models.inputs import InputLayer, check_inputs, input_positions
-from transformer_jax.models.layers import Embed, Linear, Norm, OutputLayer, refuse_rngs
+from transformer_jax.models.layers import (
+    Embed,
+    Linear,
+    Norm,
+    OutputLayer,
+    refuse_rngs,
+    refuse_surplus,
+)
 from transformer_jax.models.packing import documents_of
 from transformer_jax.models.places import NO_EDIT, NOWHERE, Captured, Edit, Places
 from transformer_jax.models.stack import (
@@ -71,6 +78,7 @@ class Encoder(nn.Module):
             self.pooler = Linear(cfg, (cfg.d_model,))
         if cfg.num_classes is not None:
             self.classifier = Linear(cfg, (cfg.num_classes,))
+        refuse_surplus(self)
 
     def encode(
         self,
@@ -217,6 +225,7 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         self.embed = Embed(self.config)
         self.decoder = Stack(self.config, self.config.num_layers)
+        refuse_surplus(self)
 
     def __call__(
         self,
@@ -302,6 +311,7 @@ class EncoderDecoder(nn.Module):
             self.inputs = InputLayer(cfg)
         self.encoder = Stack(cfg, cfg.num_layers, bidirectional=True)
         self.decoder = Stack(cfg, cfg.decoder_layers, cross=True)
+        refuse_surplus(self)
 
     def encode(
         self,

@@ -20,7 +20,7 @@ from einops import rearrange
 
 from transformer_jax.config import WindowConfig
 from transformer_jax.models.functional import dropout, lookup, split_key
-from transformer_jax.models.layers import parameter, refuse_rngs
+from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
 from transformer_jax.models.recent_tokens import RecentTokens, slide_window
 from transformer_jax.models.recurrent import Vocabulary
 
@@ -39,6 +39,7 @@ class WindowLM(nn.Module):
         if cfg.direct:
             shape = (cfg.context * cfg.d_embed, cfg.vocab_size)
             self.direct = parameter(self, "direct", nn.initializers.lecun_normal(), shape)
+        refuse_surplus(self)
 
     def __call__(
         self,
