@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,18 @@ import numpy as np
 from jax import export
 
 C = TypeVar("C", bound=type)
+
+Array: TypeAlias = jax.Array | np.ndarray
+"""An array on a device, or on the host."""
+
+PyTree: TypeAlias = Any
+"""What JAX calls a tree: containers within each other, of arrays or of shapes. It has no type."""
+
+Leaf: TypeAlias = Any
+"""A leaf of a tree: an array of the device or the host, or a shape or sharding in its place."""
+
+Params: TypeAlias = dict[str, Any]
+"""A model's parameters: nested dicts of arrays, or of shapes where nothing is computed."""
 
 
 def sha256_of(tree: Any) -> str:

@@ -16,7 +16,21 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias, TypedDict
+
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
+"""A value of a JSON file, as `json` reads it: what it is must be asked before it is used."""
+
+JsonObject: TypeAlias = dict[str, Any]
+"""An object of JSON that is asked field by field: one of a published file, or one of ours."""
+
+
+class FileDigest(TypedDict):
+    """Say what a file must hold."""
+
+    bytes: int
+    sha256: str
+
 
 DEPTH_LIMIT = 64
 """Objects and lists within each other in any JSON."""
@@ -77,11 +91,11 @@ class Untrusted:
                 raise self.error(f"{path}: has {size} bytes: at most {limit} are read")
             return stream.read(limit)
 
-    def json(self, data: bytes, where: str, values: int = VALUE_LIMIT) -> Any:
+    def json(self, data: bytes, where: str, values: int = VALUE_LIMIT) -> Json:
         """Return strict JSON: UTF-8, no key twice, finite numbers, within the limits."""
         self._check_limits(data, where, values)
 
-        def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        def pairs(items: list[tuple[str, Json]]) -> dict[str, Json]:
             found = dict(items)
             if len(found) < len(items):
                 seen: set[str] = set()
@@ -95,15 +109,16 @@ class Untrusted:
             return value
 
         try:
-            return json.loads(
+            found: Json = json.loads(
                 data.decode(), object_pairs_hook=pairs, parse_float=number, parse_constant=number
             )
+            return found
         except self.error:
             raise
         except (ValueError, RecursionError) as error:
             raise self.error(f"{where}: not JSON ({brief(error)})") from None
 
-    def json_object(self, path: Path, limit: int, values: int = VALUE_LIMIT) -> dict[str, Any]:
+    def json_object(self, path: Path, limit: int, values: int = VALUE_LIMIT) -> JsonObject:
         """Read the object in a JSON file of at most `limit` bytes."""
         content = self.json(self.content(path, limit), str(path), values)
         if not isinstance(content, dict):
@@ -127,12 +142,12 @@ class Untrusted:
                 raise self.error(f"{where}: has more than {limit} values")
 
 
-def is_plain(name: Any) -> bool:
+def is_plain(name: object) -> bool:
     """Tell whether this is a file's name, or a path of such names, that leads nowhere else."""
     return isinstance(name, str) and all(_PLAIN.fullmatch(part) for part in name.split("/"))
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Show what a file says, for a message: no control characters, and not all of it."""
     text = ascii(value[:80] if isinstance(value, str | list) else value)
     return text if len(text) <= 80 else f"{text[:80]}..."

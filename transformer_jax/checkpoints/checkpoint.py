@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,9 @@ import numpy as np
 
 from transformer_jax.checkpoints import orbax_arrays
 from transformer_jax.durable_files import sync, write_synced
+from transformer_jax.pytree import Array, PyTree
 from transformer_jax.shown import short_repr
+from transformer_jax.untrusted_files import FileDigest, JsonObject
 
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 64 * 2**20
@@ -43,9 +45,6 @@ MANIFEST_LIMIT = 64 * 2**20
 
 READ_BACK_BYTES = 2**28
 """Bytes that are read back at once of what was saved."""
-
-PyTree: TypeAlias = Any
-"""A nested structure of arrays, PRNG keys and numbers."""
 
 _FORMAT = 2
 _DTYPES = {
@@ -89,9 +88,9 @@ class Manifest:
 
     path: Path
     step: int
-    metadata: Mapping[str, Any]
-    files: Mapping[str, Mapping[str, Any]]
-    """Path of each file, from the checkpoint's folder, to its {"bytes", "sha256"}."""
+    metadata: JsonObject
+    files: Mapping[str, FileDigest]
+    """By the path of each file from the checkpoint's folder."""
     leaves: tuple[Leaf, ...]
     """Every leaf, in the order of the tree."""
     keys: Mapping[str, str]
@@ -131,7 +130,7 @@ class Saver:
             if kind is None:  # else the error of the context is the one to know
                 raise
 
-    def save(self, step: int, tree: PyTree, metadata: Mapping[str, Any] | None = None) -> Path:
+    def save(self, step: int, tree: PyTree, metadata: JsonObject | None = None) -> Path:
         """Begin to write `tree` as `folder/step-N` and return that path.
 
         Leaves are arrays (PRNG keys too) or Python numbers; saved are their values at the call,
@@ -148,7 +147,7 @@ class Saver:
         }
         content = json.loads(json.dumps(content, allow_nan=False))
         final = step_path(self._folder, step)
-        groups: dict[str, dict[str, np.ndarray | jax.Array]] = {}
+        groups: dict[str, dict[str, Array]] = {}
         for leaf in leaves:
             if 0 not in leaf.shape:
                 groups.setdefault(leaf.group, {})[leaf.name] = arrays[leaf.name]
@@ -171,8 +170,8 @@ class Saver:
     def _write(
         self,
         final: Path,
-        content: dict[str, Any],
-        groups: Mapping[str, Mapping[str, np.ndarray | jax.Array]],
+        content: JsonObject,
+        groups: Mapping[str, Mapping[str, Array]],
     ) -> None:
         partial = final.with_name(final.name + ".tmp")
         first = jax.process_index() == 0
@@ -207,7 +206,7 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)
 
 
-def save(folder: Path, step: int, tree: PyTree, metadata: Mapping[str, Any] | None = None) -> Path:
+def save(folder: Path, step: int, tree: PyTree, metadata: JsonObject | None = None) -> Path:
     """Write `tree` as `folder/step-N` and return that path once it is there; see `Saver.save`.
 
     An error leaves the folder as it was.
@@ -234,7 +233,7 @@ def restore(path: Path, like: PyTree, *, verified: bool = False) -> PyTree:
     if not verified:
         for group in groups:
             _check_files(manifest, group)
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Array] = {}
     for group in sorted(groups):
         leaves = [leaf for leaf in manifest.leaves if leaf.group == group]
         arrays |= _read_group(manifest, group, leaves, wanted)
@@ -340,9 +339,9 @@ def remove_partial(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def _named(tree: Any) -> dict[str, Any]:
+def _named(tree: PyTree) -> dict[str, PyTree]:
     """Return the leaves by their slash-separated names, in the order of the tree."""
-    found: dict[str, Any] = {}
+    found: dict[str, PyTree] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         _check_name(name)
@@ -359,7 +358,7 @@ def _check_name(name: str) -> None:
 
 def _staged(
     tree: PyTree,
-) -> tuple[list[Leaf], dict[str, str], dict[str, np.ndarray | jax.Array]]:
+) -> tuple[list[Leaf], dict[str, str], dict[str, Array]]:
     """Return the leaves, the kinds of the keys among them, and their values copied to the host."""
     leaves, keys, arrays = [], {}, {}
     for name, value in _named(tree).items():
@@ -378,14 +377,14 @@ def _staged(
     return leaves, keys, values
 
 
-def _on_host(array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+def _on_host(array: Array) -> Array:
     """Return a staged array as NumPy's, unless several devices share it."""
     if isinstance(array, jax.Array) and array.is_fully_replicated:
         return np.asarray(array)
     return array
 
 
-def _shards(arrays: Mapping[str, np.ndarray | jax.Array]) -> dict[str, np.ndarray]:
+def _shards(arrays: Mapping[str, Array]) -> dict[str, np.ndarray]:
     """Return the arrays of a process, and of those it shares its shards."""
     parts: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
@@ -397,7 +396,7 @@ def _shards(arrays: Mapping[str, np.ndarray | jax.Array]) -> dict[str, np.ndarra
     return parts
 
 
-def _read_back(folder: Path, staged: Mapping[str, np.ndarray | jax.Array], final: Path) -> None:
+def _read_back(folder: Path, staged: Mapping[str, Array], final: Path) -> None:
     """Raise CheckpointError where what was written does not read as what was given, bit for bit.
 
     Each process reads its own shards, and the first what is no one's.
@@ -407,7 +406,7 @@ def _read_back(folder: Path, staged: Mapping[str, np.ndarray | jax.Array], final
         arrays = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
     waiting = list(arrays.items())
     while waiting:
-        part: dict[str, np.ndarray | jax.Array] = {}
+        part: dict[str, Array] = {}
         size = 0
         while waiting and (not part or size + waiting[-1][1].nbytes <= READ_BACK_BYTES):
             name, part[name] = waiting[-1]
@@ -428,7 +427,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _sharding(array: np.ndarray | jax.Array) -> jax.sharding.Sharding | None:
+def _sharding(array: Array) -> jax.sharding.Sharding | None:
     return array.sharding if isinstance(array, jax.Array) else None
 
 
@@ -447,7 +446,7 @@ def _together(name: str) -> Iterator[None]:
         orbax_arrays.agree(name)
 
 
-def _commit(partial: Path, final: Path, content: dict[str, Any]) -> None:
+def _commit(partial: Path, final: Path, content: JsonObject) -> None:
     """Write the manifest of what is in `partial`, and rename it once all is on the disk."""
     names = sorted(name for name, is_folder in _contents(partial) if not is_folder)
     files = {name: _hashed(partial / name) for name in names}
@@ -473,7 +472,7 @@ def _contents(folder: Path) -> Iterator[tuple[str, bool]]:
                 yield f"{entry.name}/{name}", inner
 
 
-def _hashed(path: Path) -> dict[str, Any]:
+def _hashed(path: Path) -> FileDigest:
     """Return the size and the hash of a file that is on the disk now."""
     sync(path)
     with open(path, "rb") as stream:
@@ -508,11 +507,11 @@ def _group_of(name: str) -> str:
 
 
 def _read_group(
-    manifest: Manifest, group: str, leaves: list[Leaf], wanted: Mapping[str, Any]
-) -> dict[str, Any]:
+    manifest: Manifest, group: str, leaves: list[Leaf], wanted: Mapping[str, PyTree]
+) -> dict[str, Array]:
     """Read the leaves of one folder, each as its own kind or as NumPy's."""
     like: dict[str, jax.ShapeDtypeStruct] = {}
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Array] = {}
     for leaf in leaves:
         value = wanted[leaf.name]
         sharding = value.sharding if isinstance(value, jax.ShapeDtypeStruct) else None
@@ -548,7 +547,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(gone)
 
 
-def _sealed(content: dict[str, Any]) -> str:
+def _sealed(content: JsonObject) -> str:
     """Return the manifest's text with the checksum of its other content."""
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
@@ -584,7 +583,7 @@ def _verified(manifest: Manifest, name: str) -> bytes:
     return content
 
 
-def _compare(manifest: Manifest, wanted: Mapping[str, Any], groups: set[str]) -> None:
+def _compare(manifest: Manifest, wanted: Mapping[str, PyTree], groups: set[str]) -> None:
     saved = {leaf.name: leaf for leaf in manifest.leaves if leaf.group in groups}
     wrong = [f"{name} is missing" for name in wanted if name not in saved]
     wrong += [f"{name} is unexpected" for name in saved if name not in wanted]
@@ -598,7 +597,7 @@ def _compare(manifest: Manifest, wanted: Mapping[str, Any], groups: set[str]) ->
         raise CheckpointError(f"{manifest.path}: {shown}")
 
 
-def _spell(value: Any) -> str:
+def _spell(value: PyTree) -> str:
     if not hasattr(value, "dtype"):
         value = np.asarray(value)
     return f"{value.dtype}{list(value.shape)}"
@@ -613,7 +612,7 @@ def _spell_leaf(leaf: Leaf, key: str | None) -> str:
         return f"key of an unknown kind {key!r}"
 
 
-def _key(data: Any, implementation: str) -> jax.Array:
+def _key(data: Array, implementation: str) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(data), impl=implementation)
 
 
@@ -622,7 +621,7 @@ def _check_width(dtype: np.dtype) -> None:
         raise CheckpointError(f"dtype {dtype} needs jax_enable_x64")
 
 
-def _as(like: Any, array: np.ndarray | jax.Array, key: str | None) -> Any:
+def _as(like: PyTree, array: Array, key: str | None) -> PyTree:
     """Return an array that was read as the kind of leaf that `like` is."""
     sharding = like.sharding if isinstance(like, jax.ShapeDtypeStruct) else None
     if key is not None:

@@ -33,6 +33,7 @@ from transformer_jax.config.fields import kind_name
 from transformer_jax.durable_files import naming, write_file
 from transformer_jax.tokenizers.special import tokenizer_from_json
 from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.untrusted_files import JsonObject
 
 CONFIG_LIMIT = 2**20
 """Largest config.json that is read, in bytes."""
@@ -113,7 +114,7 @@ class RunFolder:
     def write_config(self, config: TrainConfig) -> None:
         write_file(self.config_file, config_to_json(with_absolute_paths(config)))
 
-    def read_metrics(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[JsonObject]:
         """Read the lines of metrics.jsonl; damaged ones and an unfinished last one are left out."""
         return [line for line in self._metrics() if line is not None]
 
@@ -127,11 +128,11 @@ class RunFolder:
         write_file(self.metrics_file, "".join(json_text(line) + "\n" for line in kept))
         return lines.count(None)
 
-    def append_metrics(self, line: dict[str, Any]) -> None:
+    def append_metrics(self, line: JsonObject) -> None:
         with naming(self.metrics_file), open(self.metrics_file, "a") as log:
             log.write(json_text(line) + "\n")
 
-    def _metrics(self) -> list[dict[str, Any] | None]:
+    def _metrics(self) -> list[JsonObject | None]:
         """Read the finished lines of metrics.jsonl, None for a damaged one."""
         if not self.metrics_file.is_file():
             return []
@@ -165,7 +166,7 @@ def json_text(content: Any, indent: int | None = None) -> str:
     return json.dumps(plain(content), indent=indent, allow_nan=False)
 
 
-def _measurement(text: str) -> dict[str, Any] | None:
+def _measurement(text: str) -> JsonObject | None:
     """Parse a line of metrics.jsonl: an object with an integer `step`, whose losses are numbers."""
     try:
         line = json.loads(text, parse_constant=lambda _: None)  # NaN is no JSON

@@ -19,6 +19,7 @@ from transformer_jax.cli.command import Parser, add_run, load_run, run
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.tasks import ClassifyTask
+from transformer_jax.pytree import Params
 
 if TYPE_CHECKING:
     from transformer_jax.tokenizers.special import SpecialTokens
@@ -147,7 +148,7 @@ def _written_as(config: ModelConfig, family: str | None) -> tuple[str, ModelConf
             raise error from None
 
 
-def with_zero_biases(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
+def with_zero_biases(config: ModelConfig, params: Params) -> Params:
     """Return parameters without biases as those of the same model with biases, which are zeros."""
     import jax
     import numpy as np
@@ -301,7 +302,7 @@ def _shard_bytes(gigabytes: float | None) -> int:
     return max(int(gigabytes * 10**9), 1)
 
 
-def _written(target: Path, params: Any, family: str | None = None) -> str:
+def _written(target: Path, params: Params, family: str | None = None) -> str:
     import jax
 
     leaves = jax.tree.leaves(params)

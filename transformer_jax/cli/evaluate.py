@@ -28,6 +28,7 @@ from transformer_jax.config.tasks import (
     Task,
     TonesTask,
 )
+from transformer_jax.pytree import Params
 
 if TYPE_CHECKING:
     from transformer_jax.training.tasks import Tokenizers
@@ -67,7 +68,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def judge_file(
-    config: TrainConfig, tokenizers: Tokenizers, params: Any, report: Report | None = None
+    config: TrainConfig, tokenizers: Tokenizers, params: Params, report: Report | None = None
 ) -> dict[str, float]:
     """Return what a model comes to on `config.val_data`, all of which is held out.
 
@@ -81,7 +82,7 @@ def judge_file(
 def judge_signals(
     config: TrainConfig,
     tokenizers: Tokenizers,
-    params: Any,
+    params: Params,
     path: str,
     report: Report | None = None,
 ) -> dict[str, float]:
@@ -94,7 +95,7 @@ def judge_signals(
     return judge(Signals(config, tokenizers, config.model.vocab_size, signals), params, report)
 
 
-def judge(task: TrainingTask, params: Any, report: Report | None = None) -> dict[str, float]:
+def judge(task: TrainingTask, params: Params, report: Report | None = None) -> dict[str, float]:
     """Return the loss and the measures of a task's held-out part."""
     from transformer_jax.training.batch import batch_scores
     from transformer_jax.training.evaluation import evaluate

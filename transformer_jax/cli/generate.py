@@ -29,6 +29,7 @@ from transformer_jax.config.tasks import (
     Task,
     TonesTask,
 )
+from transformer_jax.pytree import Params
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,7 +132,7 @@ def _say_unknown(tokenizer: Tokenizer, texts: Sequence[str], masks: Sequence[str
 
 
 def _hear_or_see(
-    arguments: argparse.Namespace, run: TrainConfig, tokenizers: Tokenizers, params: Any
+    arguments: argparse.Namespace, run: TrainConfig, tokenizers: Tokenizers, params: Params
 ) -> None:
     """Print a line for each picture or sound of a file."""
     from transformer_jax.training.tasks.continuous import answer_signals

@@ -12,11 +12,14 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from transformer_jax.config.prepare import DocumentFormat
 from transformer_jax.tokenizers.plain_text import read_text, split_documents
 from transformer_jax.tokenizers.utf8 import DataError, utf8
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 BLOCK = 2**20
 """Bytes that are read at once."""
@@ -143,7 +146,7 @@ def cut_file(given: Input, format: DocumentFormat, size: int) -> list[Chunk]:
     return [Chunk(given.path, format, a, b, b - a, given) for a, b in pairs if b > a]
 
 
-def _next_boundary(stream: Any, start: int, boundary: re.Pattern[bytes], end: int) -> int:
+def _next_boundary(stream: BinaryIO, start: int, boundary: re.Pattern[bytes], end: int) -> int:
     """Return where the first document after byte `start` begins; `end` where there is none."""
     stream.seek(start)
     seen = b""
@@ -157,15 +160,15 @@ def _next_boundary(stream: Any, start: int, boundary: re.Pattern[bytes], end: in
     return end
 
 
-def open_parquet(path: str) -> Any:
+def open_parquet(path: str) -> ParquetFile:
     """Open a Parquet file; DataError without pyarrow, or where the file is none."""
     try:
-        from pyarrow.parquet import ParquetFile
+        from pyarrow import parquet
     except ImportError:
         rule = "reading Parquet needs pyarrow: pip install pyarrow"
         raise DataError(f"{path}: {rule}") from None
     try:
-        return ParquetFile(path)
+        return parquet.ParquetFile(path)
     except Exception as error:  # the library raises its own, and OSError
         raise _damaged(path, error) from None
 

@@ -34,7 +34,7 @@ from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.special import special_ids, tokenizer_from_json
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.untrusted_files import Untrusted
+from transformer_jax.untrusted_files import FileDigest, JsonObject, Untrusted
 
 MANIFEST = "manifest.json"
 PLAN = "prepare.json"
@@ -73,7 +73,7 @@ class Part:
     """Of all documents, without their ends."""
     shard_tokens: int
     """Tokens of a file; the last one has fewer."""
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     begins: bool = False
     """Whether the tokenizer's own tokens begin each document, after the end of the one before."""
 
@@ -139,8 +139,7 @@ class Corpus:
     tokenizer: Tokenizer
     train: Part
     val: Part
-    files: Mapping[str, Mapping[str, Any]]
-    """Name of each file to its {"bytes", "sha256"}."""
+    files: Mapping[str, FileDigest]
 
     def check(self, vocab_size: int | None = None) -> None:
         """Read every file and raise DataError for the first that is not as it was written.
@@ -194,8 +193,8 @@ def open_corpus(path: str | Path) -> Corpus:
         rule = f"its preparation has not ended ({MANIFEST} is missing): give the command again"
         raise DataError(f"{folder}: {rule}")
     content = _FILES.content(folder / MANIFEST, MANIFEST_LIMIT)
-    manifest = _FILES.json(content, str(folder / MANIFEST), 2**22)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    manifest: JsonObject = _FILES.json_object(folder / MANIFEST, MANIFEST_LIMIT, 2**22)
+    if manifest.get("format") != FORMAT:
         raise DataError(f"{folder / MANIFEST}: must have format {FORMAT!r}")
     if content.decode() != sealed(manifest):
         raise DataError(f"{folder / MANIFEST}: sha256 mismatch: it is damaged")
@@ -234,9 +233,9 @@ def end_id(tokenizer: Tokenizer) -> int:
 
 
 def scan_file(
-    file: Path, look: Callable[[np.ndarray], None] | None = None, dtype: Any = None
-) -> dict[str, Any]:
-    """Return the {"bytes", "sha256"} of a file; `look` is shown its tokens, some at a time."""
+    file: Path, look: Callable[[np.ndarray], None] | None = None, dtype: np.dtype | None = None
+) -> FileDigest:
+    """Return the size and the hash of a file; `look` is shown its tokens, some at a time."""
     found, size = hashlib.sha256(), 0
     try:
         with open(file, "rb", buffering=0) as stream:
@@ -253,7 +252,7 @@ def scan_file(
     return {"bytes": size, "sha256": found.hexdigest()}
 
 
-def _check_file(file: Path, said: Mapping[str, Any], dtype: Any, limit: int) -> None:
+def _check_file(file: Path, said: FileDigest, dtype: np.dtype | None, limit: int) -> None:
     """Raise DataError where a file has another size or hash, or an id of `limit` or more."""
     try:
         size = file.stat().st_size

@@ -28,7 +28,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache, partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -72,6 +72,7 @@ from transformer_jax.tokenizers.trained import (
     WordTokenizer,
 )
 from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.untrusted_files import JsonObject
 
 CHUNK_BYTES = 2**22
 """About how much of a file a process reads at once."""
@@ -194,12 +195,12 @@ def part_of(text: str, val_fraction: float) -> str:
     return "val" if int.from_bytes(digest, "little") < val_fraction * 2**64 else "train"
 
 
-def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     """Return what a file of tokens holds: uint16 where every id fits, else uint32."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
-def _joined(documents: Sequence[np.ndarray], dtype: np.dtype[Any], characters: int) -> _Encoded:
+def _joined(documents: Sequence[np.ndarray], dtype: np.dtype, characters: int) -> _Encoded:
     ends = np.cumsum([len(ids) for ids in documents], dtype=np.int64) - 1
     tokens = np.concatenate(documents) if documents else np.zeros(0, dtype)
     return _Encoded(tokens, ends, characters)
@@ -293,7 +294,7 @@ class _Work:
                     write_whole(self.folder / PROGRESS, content.encode())
                     last = time.monotonic()
 
-    def finish(self, plan: dict[str, Any]) -> None:
+    def finish(self, plan: JsonObject) -> None:
         """Write the manifest; DataError where a part has no document."""
         recorded = _read_json(self.folder / PROGRESS) or {}
         said = {part: recorded.get(part, {"documents": 0}) for part in PARTS}
@@ -332,8 +333,8 @@ class _Appended:
         self.folder, self.part, self.capacity = folder, part, capacity
         self.dtype, self.end = token_dtype(tokenizer), end_id(tokenizer)
         self.tokens = self.documents = self.characters = 0
-        self._shard: tuple[int, Any] | None = None
-        self._index: Any = None
+        self._shard: tuple[int, BinaryIO] | None = None
+        self._index: BinaryIO | None = None
 
     def go_on(self, recorded: dict[str, int] | None) -> None:
         """Cut off what was written after the record; begin where there is none."""
@@ -371,6 +372,7 @@ class _Appended:
         """Append the documents of a chunk."""
         ends = encoded.ends + self.tokens
         self._write_tokens(encoded.tokens)
+        assert self._index is not None
         with _writing(self.folder / index_file(self.part)):
             self._index.write(ends.astype("<i8").tobytes())
         self.documents += len(ends)
@@ -386,7 +388,7 @@ class _Appended:
             self.tokens += len(part)
             done += len(part)
 
-    def _shard_stream(self, number: int) -> Any:
+    def _shard_stream(self, number: int) -> BinaryIO:
         """Return the open file of a shard; the one before it is whole and leaves for the disk."""
         if self._shard is None or self._shard[0] != number:
             if self._shard is not None:
@@ -401,6 +403,7 @@ class _Appended:
         if self._shard is not None:
             with _writing(self.folder / shard_file(self.part, self._shard[0])):
                 _sync(self._shard[1])
+        assert self._index is not None
         with _writing(self.folder / index_file(self.part)):
             _sync(self._index)
         return {
@@ -415,7 +418,7 @@ class _Appended:
                     stream.close()
 
 
-def _sync(stream: Any) -> None:
+def _sync(stream: BinaryIO) -> None:
     stream.flush()
     sync(Path(stream.name))
 
@@ -494,7 +497,7 @@ def _evenly(chunks: Sequence[Chunk], size: int) -> list[Chunk]:
 
 def _plan(
     config: PrepareConfig, inputs: list[Input], tokenizer: Tokenizer | None, chunk_bytes: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return what the folder follows from, as JSON holds it."""
     settings = dataclasses.asdict(config) | {"chunk_bytes": chunk_bytes}
     if tokenizer is not None:
@@ -506,7 +509,7 @@ def _plan(
     return json.loads(json.dumps({"settings": settings, "inputs": read}))
 
 
-def _claim(folder: Path, plan: dict[str, Any]) -> None:
+def _claim(folder: Path, plan: JsonObject) -> None:
     """Write the plan, or compare it with that of a folder that was begun."""
     stored = _read_json(folder / MANIFEST) or _read_json(folder / PLAN)
     if stored is None:
@@ -526,7 +529,7 @@ def _claim(folder: Path, plan: dict[str, Any]) -> None:
             raise DataError(f"{now['path']}: {rule} -> {now['sha256'][:16]}")
 
 
-def _read_json(file: Path) -> dict[str, Any] | None:
+def _read_json(file: Path) -> JsonObject | None:
     """Return the object in a file that this module wrote; None where there is none."""
     try:
         found = json.loads(file.read_bytes())

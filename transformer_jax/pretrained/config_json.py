@@ -7,8 +7,7 @@ is left unread, and what is written is read back: a config is saved exactly or n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -29,7 +28,7 @@ UNSUPPORTED_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMulti
 """Ends of `architectures` whose tensors may have the names of a head that is supported."""
 
 
-def family_of(content: Mapping[str, Any], where: str) -> Family:
+def family_of(content: JsonObject, where: str) -> Family:
     """Return the family that `model_type` names; `where` is the file's name for errors."""
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -38,7 +37,7 @@ def family_of(content: Mapping[str, Any], where: str) -> Family:
     return FAMILIES[kind]
 
 
-def read_config(content: Mapping[str, Any], tensors: Iterable[str], where: str) -> ModelConfig:
+def read_config(content: JsonObject, tensors: Iterable[str], where: str) -> ModelConfig:
     """Return the config that a config.json means in a folder with tensors of these names.
 
     ConfigError names `where`, the key and its value if the key is of the wrong type, would change
@@ -48,7 +47,7 @@ def read_config(content: Mapping[str, Any], tensors: Iterable[str], where: str) 
 
 
 def read_keys(
-    content: Mapping[str, Any], tensors: Iterable[str], where: str
+    content: JsonObject, tensors: Iterable[str], where: str
 ) -> tuple[ModelConfig, ConfigKeys]:
     """Return the config, and the keys with a record of which of them were read."""
     family, names = family_of(content, where), frozenset(tensors)

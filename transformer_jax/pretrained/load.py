@@ -26,8 +26,8 @@ from transformer_jax.pretrained.tensors import (
     parameter_shapes,
     scanned_path,
 )
+from transformer_jax.pytree import Params
 
-Params = dict[str, Any]
 """Nested dicts of arrays."""
 Shardings = jax.sharding.Sharding | Mapping[str, Any] | None
 """One sharding for all parameters, a nested mapping with one for each, or JAX's default."""

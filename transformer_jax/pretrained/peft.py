@@ -32,7 +32,8 @@ from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import LoraConfig
 from transformer_jax.durable_files import write_file
 from transformer_jax.models.lora import Matrices, flatten, layer, matrices, nest, select
-from transformer_jax.untrusted_files import Untrusted
+from transformer_jax.pytree import PyTree
+from transformer_jax.untrusted_files import JsonObject, Untrusted
 
 Names = Mapping[str, Sequence[str]]
 """Hugging Face weight to the paths of the kernels it holds, in the order of its outputs."""
@@ -61,7 +62,7 @@ _KEEPS_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 def save_lora(
     path: str | os.PathLike[str],
-    params: Mapping[str, Any],
+    params: Mapping[str, PyTree],
     adapters: Mapping[str, Any],
     config: LoraConfig,
     names: Names,
@@ -150,7 +151,7 @@ def _padded(pairs: Mapping[str, Pair], rank: int) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _write(folder: Path, content: Mapping[str, Any], tensors: dict[str, np.ndarray]) -> None:
+def _write(folder: Path, content: JsonObject, tensors: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +165,7 @@ def _write(folder: Path, content: Mapping[str, Any], tensors: dict[str, np.ndarr
 
 
 def load_lora(
-    path: str | os.PathLike[str], params: Mapping[str, Any], names: Names
+    path: str | os.PathLike[str], params: Mapping[str, PyTree], names: Names
 ) -> tuple[LoraConfig, dict[str, Any]]:
     """Load the config and the f32 adapters of a folder that PEFT or `save_lora` wrote.
 
@@ -300,7 +301,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     return content
 
 
-def _targeted(file: Path, content: dict[str, Any], modules: list[str]) -> set[str] | None:
+def _targeted(file: Path, content: JsonObject, modules: list[str]) -> set[str] | None:
     """Return the modules that the config selects; None if it is a pattern, which is not run."""
     targets, without = content.get("target_modules"), content.get("exclude_modules")
     layers = content.get("layers_to_transform")

@@ -35,7 +35,7 @@ import numpy as np
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.durable_files import sync
 from transformer_jax.shown import short_repr
-from transformer_jax.untrusted_files import Untrusted, brief, is_plain, shown
+from transformer_jax.untrusted_files import JsonObject, Untrusted, brief, is_plain, shown
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -86,7 +86,7 @@ class WeightFolder:
     """Hold an opened folder: its config and the headers of its files, but no tensor yet."""
 
     path: Path
-    config: dict[str, Any]
+    config: JsonObject
     """The object in config.json."""
     tensors: Mapping[str, TensorInfo]
     """Every tensor by name, in the order of the files and of their bytes."""
@@ -164,7 +164,7 @@ def open_folder(path_or_id: str | Path, *, revision: str | None = None) -> Weigh
 
 def write_folder(
     path: str | Path,
-    config: Mapping[str, Any],
+    config: JsonObject,
     tensors: Iterable[tuple[str, np.ndarray]],
     *,
     shard_bytes: int = SHARD_BYTES,
@@ -302,6 +302,7 @@ def _header(path: Path, file: str) -> dict[str, TensorInfo]:
             )
         stream.seek(8)
         content = _FILES.json(stream.read(length), f"{path}: header")
+    assert isinstance(content, dict)  # it begins as one
     content.pop("__metadata__", None)
     room = size - 8 - length
     found = {name: _info(path, file, name, entry, room) for name, entry in content.items()}
@@ -317,7 +318,7 @@ def _info(
     path: Path,
     file: str,
     name: str,
-    entry: Any,
+    entry: Any,  # whatever the file has: asked below, where what is not there is an error
     room: int,  # bytes after the header
 ) -> TensorInfo:
     try:
@@ -472,7 +473,7 @@ def _write_shard(path: Path, content: dict[str, np.ndarray]) -> None:
     sync(path)
 
 
-def _dump(content: Mapping[str, Any], name: str) -> bytes:
+def _dump(content: JsonObject, name: str) -> bytes:
     try:
         return (json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
     except (TypeError, ValueError) as error:

@@ -35,6 +35,7 @@ from transformer_jax.pretrained.tensors import (
     parameter_shapes,
     scanned_path,
 )
+from transformer_jax.pytree import PyTree
 from transformer_jax.tokenizers.hf_files import more_templates
 
 TEXT_FILES = (
@@ -52,7 +53,7 @@ Fetch = Callable[[], np.ndarray]
 def save_pretrained(
     path: str | Path,
     config: ModelConfig,
-    params: Mapping[str, Any],
+    params: Mapping[str, PyTree],
     *,
     family: str | None = None,
     like: str | Path | None = None,

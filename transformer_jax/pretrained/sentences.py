@@ -28,6 +28,7 @@ from transformer_jax.pretrained.families import ConfigKeys
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder, open_folder
 from transformer_jax.programs import program
+from transformer_jax.pytree import PyTree
 from transformer_jax.shown import short_repr
 
 Pooling = Literal["mean", "cls", "max"]
@@ -83,7 +84,7 @@ class SentenceEncoder:
     """Hold an encoder, its parameters, and how its tokens become one vector."""
 
     config: ModelConfig
-    params: Mapping[str, Any]
+    params: Mapping[str, PyTree]
     pooling: Pooling
     normalise: bool
     max_len: int
@@ -145,7 +146,7 @@ class SentenceEncoder:
 @program(static=("config", "pooling", "normalise"))
 def _encode(
     config: ModelConfig,
-    params: Mapping[str, Any],
+    params: Mapping[str, PyTree],
     tokens: jax.Array | np.ndarray,
     positions: jax.Array | np.ndarray | None,
     pooling: Pooling,

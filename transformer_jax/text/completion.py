@@ -35,6 +35,7 @@ from transformer_jax.decoding.speculative import PromptLookup, Speculation, spec
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_decode_state
 from transformer_jax.programs import program
+from transformer_jax.pytree import Params
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, frame, plain
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -58,7 +59,7 @@ class FirstIds:
 
 def complete(
     config: AnyModelConfig,
-    params: Any,
+    params: Params,
     tokenizer: Tokenizer,
     prompt: Prompt,
     num_tokens: int,
@@ -104,7 +105,7 @@ def room(config: AnyModelConfig, tokenizer: Tokenizer, prompt: Prompt) -> int:
 
 def samples(
     config: AnyModelConfig,
-    params: Any,
+    params: Params,
     tokenizer: Tokenizer,
     prompt: Prompt,
     num_tokens: int,
@@ -148,7 +149,7 @@ _prefill = program(prefill, static=("step",))
 
 def search(
     config: AnyModelConfig,
-    params: Any,
+    params: Params,
     tokenizer: Tokenizer,
     prompt: Prompt,
     num_tokens: int,
@@ -187,7 +188,7 @@ def search(
 
 def look_up(
     config: ModelConfig,
-    params: Any,
+    params: Params,
     tokenizer: Tokenizer,
     prompt: Prompt,
     num_tokens: int,
@@ -225,7 +226,7 @@ def look_up(
 
 def answer(
     config: AnyModelConfig,
-    params: Any,
+    params: Params,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     num_tokens: int,
@@ -329,7 +330,7 @@ def _first_prompt(tokenizer: Tokenizer) -> str:
 
 def _ids(
     config: AnyModelConfig,
-    params: Any,
+    params: Params,
     history: np.ndarray,  # i32[P]
     num_tokens: int,
     sampler: Sample,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,13 +30,14 @@ from transformer_jax.pretrained.safetensors_folder import (
     WeightFolder,
     open_folder,
 )
-from transformer_jax.pytree import cast_floats, sha256_of
+from transformer_jax.pytree import Params, cast_floats, sha256_of
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
 from transformer_jax.tokenizers.special import end_ids, frame, special_ids, target_of
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.untrusted_files import JsonObject
 
 Which = Literal["best", "last"]
 
@@ -47,7 +48,7 @@ class TextModel:
     """Hold a model, its tokenizer, and how its texts begin and end."""
 
     config: AnyModelConfig
-    params: Any
+    params: Params
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a text."""
@@ -137,7 +138,7 @@ def is_run(path: str) -> bool:
     return (Path(path) / "checkpoints").is_dir()
 
 
-def base_params(init_from: str, scanned: bool) -> Any:
+def base_params(init_from: str, scanned: bool) -> Params:
     """Load the f32 parameters of a run or a published model, to be gone on with.
 
     Those of a published model are of a scanned stack, or of a looped one.
@@ -147,7 +148,7 @@ def base_params(init_from: str, scanned: bool) -> Any:
     return load_pretrained(init_from, dtype="float32", scan_layers=scanned)[1]
 
 
-def _adapted_base(config: TrainConfig, metadata: Mapping[str, Any]) -> Any:
+def _adapted_base(config: TrainConfig, metadata: JsonObject) -> Params:
     """Load the parameters that a run's adapters are of; CheckpointError where they have changed."""
     assert config.init_from is not None and isinstance(config.model, ModelConfig)
     base = base_params(config.init_from, config.model.scan_layers)
@@ -157,7 +158,7 @@ def _adapted_base(config: TrainConfig, metadata: Mapping[str, Any]) -> Any:
     return merged(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), base)[0]
 
 
-def check_base(init_from: str, base: Any, metadata: Mapping[str, Any]) -> None:
+def check_base(init_from: str, base: Params, metadata: JsonObject) -> None:
     """Raise CheckpointError where a model is not the one that a checkpoint's adapters are of."""
     found, wanted = sha256_of(base), metadata["base_sha256"]
     if found != wanted:
@@ -165,7 +166,7 @@ def check_base(init_from: str, base: Any, metadata: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{init_from}: parameters have sha256 {found[:16]}: {rule}")
 
 
-def _used_params(config: TrainConfig, saved: Path, metadata: Mapping[str, Any]) -> Any:
+def _used_params(config: TrainConfig, saved: Path, metadata: JsonObject) -> Params:
     """Return the parameters of a checkpoint that are to be used: an average, if any; f32.
 
     Adapters are added to the model that the run began with, as it was before it was quantised.
@@ -176,13 +177,13 @@ def _used_params(config: TrainConfig, saved: Path, metadata: Mapping[str, Any]) 
     return merged_parts(_adapted_base(config, metadata), found, config.lora)
 
 
-def _trained(config: TrainConfig, saved: Path) -> Any:
+def _trained(config: TrainConfig, saved: Path) -> Params:
     """Return what a checkpoint's run trains, averaged if the run did so; f32."""
     averages = config.ema_decay is not None or isinstance(config.optimizer, ScheduleFree)
     name = "average" if averages else "params"
     dtype = jnp.float32 if averages else config.param_dtype
 
-    def fresh() -> Any:
+    def fresh() -> Params:
         key, lora = jax.random.key(0), config.lora
         params = init_params(config.model, key)
         if lora is not None:
@@ -195,7 +196,7 @@ def _trained(config: TrainConfig, saved: Path) -> Any:
 
 def load_adapters(
     path: str | Path, which: Which | None = None, *, init_from: str | Path | None = None
-) -> tuple[TrainConfig, Any]:
+) -> tuple[TrainConfig, Params]:
     """Load the config and the f32 adapters of a run that trained some; see `load_run`.
 
     ConfigError where it trained none, or other parameters as well.
@@ -338,7 +339,7 @@ def _generation(folder: WeightFolder) -> dict[str, Any]:
 
 
 def _ids(
-    folder: WeightFolder, content: Mapping[str, Any], name: str, config: ModelConfig
+    folder: WeightFolder, content: JsonObject, name: str, config: ModelConfig
 ) -> tuple[int, ...]:
     """Read a key that holds one id or a list of them; none where it is absent or null."""
     value = content.get(name)
@@ -350,15 +351,13 @@ def _ids(
     return tuple(ids)
 
 
-def _id(
-    folder: WeightFolder, content: Mapping[str, Any], name: str, config: ModelConfig
-) -> int | None:
+def _id(folder: WeightFolder, content: JsonObject, name: str, config: ModelConfig) -> int | None:
     ids = _ids(folder, content, name, config)
     return ids[0] if ids else None
 
 
 def _banned(
-    folder: WeightFolder, content: Mapping[str, Any], config: ModelConfig, stop: Sequence[int]
+    folder: WeightFolder, content: JsonObject, config: ModelConfig, stop: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the sequences of `bad_words_ids` and `suppress_tokens`, which are never written.
 

@@ -22,6 +22,7 @@ from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.transformer import EncoderDecoder
 from transformer_jax.programs import program
+from transformer_jax.pytree import Params
 from transformer_jax.text.completion import (
     NO_TOKEN,
     StopStrings,
@@ -35,7 +36,7 @@ from transformer_jax.tokenizers.trained import Tokenizer
 
 def translate(
     config: ModelConfig,
-    params: Any,
+    params: Params,
     tokenizer: Tokenizer,
     source: np.ndarray,  # i32[S]
     num_tokens: int,
@@ -64,7 +65,7 @@ def translate(
 
 def search_translations(
     config: ModelConfig,
-    params: Any,
+    params: Params,
     tokenizer: Tokenizer,
     source: np.ndarray,  # i32[S]
     num_tokens: int,
@@ -103,7 +104,7 @@ def search_translations(
 @program(static=("config", "capacity", "dtype"))
 def _state(
     config: ModelConfig,
-    params: Any,
+    params: Params,
     source: jax.Array,  # i32[1, S]
     capacity: int,
     dtype: jax.typing.DTypeLike | None,
@@ -116,7 +117,7 @@ def _state(
 
 def _read(
     config: ModelConfig,
-    params: Any,
+    params: Params,
     source: np.ndarray,  # i32[S]
     num_tokens: int,
     dtype: jax.typing.DTypeLike | None,

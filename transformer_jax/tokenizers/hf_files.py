@@ -25,7 +25,7 @@ from typing import Any
 from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.pretrained import ROLES, PretrainedTokenizer, canonical
 from transformer_jax.tokenizers.utf8 import DataError, byte_letters
-from transformer_jax.untrusted_files import Untrusted, shown
+from transformer_jax.untrusted_files import JsonObject, Untrusted, shown
 
 LIMITS = {
     "tokenizer.json": 2**26,
@@ -94,9 +94,7 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
         raise DataError(f"{folder / name}: {error}") from None
 
 
-def _definition(
-    folder: Path, config: Mapping[str, Any]
-) -> tuple[str, dict[str, Any], dict[str, str]]:
+def _definition(folder: Path, config: JsonObject) -> tuple[str, JsonObject, dict[str, str]]:
     """Return the file with the vocabulary, the library's JSON, and the roles' usual tokens."""
     found = _json(folder, "tokenizer.json")
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
@@ -120,7 +118,7 @@ def _definition(
 
 
 def _overruled(
-    folder: Path, config: Mapping[str, Any], kind: str, definition: dict[str, Any]
+    folder: Path, config: JsonObject, kind: str, definition: JsonObject
 ) -> dict[str, Any]:
     """Return the library's JSON, changed by the keys of tokenizer_config.json that overrule it.
 
@@ -155,7 +153,7 @@ def _overruled(
     return definition
 
 
-def _other_class(folder: Path, config: Mapping[str, Any], file: str) -> DataError:
+def _other_class(folder: Path, config: JsonObject, file: str) -> DataError:
     name = shown(config["tokenizer_class"])
     rule = f"it does not say what {file} means, and there is no tokenizer.json"
     return DataError(f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}: {rule}")
@@ -164,12 +162,12 @@ def _other_class(folder: Path, config: Mapping[str, Any], file: str) -> DataErro
 def _byte_level_bpe(
     folder: Path,
     file: str,
-    vocabulary: dict[str, Any],
+    vocabulary: JsonObject,
     merges_file: str,
     merges: str,
-    config: Mapping[str, Any],
+    config: JsonObject,
     kind: str,
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[JsonObject, dict[str, str]]:
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -203,9 +201,7 @@ def _byte_level_bpe(
     return definition, {role: token for role, token in roles.items() if token in vocabulary}
 
 
-def _word_piece(
-    folder: Path, words: str, config: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _word_piece(folder: Path, words: str, config: JsonObject) -> tuple[JsonObject, dict[str, str]]:
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -237,7 +233,7 @@ def _word_piece(
 
 
 def _roles(
-    folder: Path, config: Mapping[str, Any], usual: Mapping[str, str]
+    folder: Path, config: JsonObject, usual: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str], dict[str, str]]:
     """Return each role's token, more special tokens, and more names that templates have for them.
 
@@ -284,11 +280,11 @@ def _roles(
 
 def _added(
     folder: Path,
-    config: Mapping[str, Any],
-    definition: Mapping[str, Any],
+    config: JsonObject,
+    definition: JsonObject,
     roles: Mapping[str, str],
     extra: Sequence[str],
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return the added tokens of the definition and of the other files, and all special ones."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     listed = definition.get("added_tokens") or []
@@ -339,7 +335,7 @@ def _added(
     return sorted(found.values(), key=lambda token: token["id"])
 
 
-def _known(value: Any, definition: Mapping[str, Any]) -> Any:
+def _known(value: Any, definition: JsonObject) -> Any:
     """Return what a model's config names as ends, without ids that the tokenizer has not."""
     model = definition.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -357,9 +353,7 @@ def _token(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _set_ends(
-    config: Mapping[str, Any], definition: dict[str, Any], roles: Mapping[str, str]
-) -> None:
+def _set_ends(config: JsonObject, definition: JsonObject, roles: Mapping[str, str]) -> None:
     """Put around a text what `add_bos_token` and `add_eos_token` say, if they are given."""
     wanted = [config.get(name) for name in ("add_bos_token", "add_eos_token")]
     for name, value in zip(("add_bos_token", "add_eos_token"), wanted, strict=True):
@@ -378,7 +372,7 @@ def _set_ends(
 def around(ids: Mapping[str, int], first: Sequence[str], last: Sequence[str]) -> dict[str, Any]:
     """Return the library's template that puts a text between the tokens `first` and `last`."""
 
-    def text(name: str, kind: int) -> list[dict[str, Any]]:
+    def text(name: str, kind: int) -> list[JsonObject]:
         before, after = (
             [{"SpecialToken": {"id": token, "type_id": kind}} for token in tokens]
             for tokens in (first, last)
@@ -402,7 +396,7 @@ def more_templates(folder: Path) -> list[str]:
     return sorted(f"{below.name}/{path.name}" for path in below.glob("*.jinja"))
 
 
-def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _templates(folder: Path, config: JsonObject) -> tuple[tuple[str, str], ...]:
     """Return the (name, source) of every chat template."""
     found = dict(_usual_templates(folder, config))
     for file in more_templates(folder):
@@ -410,7 +404,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, str]
     return tuple(found.items())
 
 
-def _usual_templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _usual_templates(folder: Path, config: JsonObject) -> tuple[tuple[str, str], ...]:
     where = folder / "tokenizer_config.json"
     file = _read(folder, "chat_template.jinja")
     value: Any = config.get("chat_template") if file is None else file
@@ -430,7 +424,7 @@ def _usual_templates(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str
     raise DataError(f"{where}: chat_template: {rule}")
 
 
-def _check_dense(path: Path, vocabulary: Mapping[str, Any]) -> None:
+def _check_dense(path: Path, vocabulary: JsonObject) -> None:
     """Check that the vocabulary has every id from 0 on, each once."""
     holders: dict[int, str] = {}
     for token, i in vocabulary.items():
@@ -453,7 +447,7 @@ def _made(path: Path, model: Callable[..., Any], **arguments: Any) -> Any:
         raise DataError(f"{path}: {' '.join(str(error).split())[:300]}") from None
 
 
-def _flag(folder: Path, config: Mapping[str, Any], name: str, default: bool) -> bool:
+def _flag(folder: Path, config: JsonObject, name: str, default: bool) -> bool:
     value = config.get(name, default)
     if not isinstance(value, bool):
         rule = "must be true or false"
@@ -461,7 +455,7 @@ def _flag(folder: Path, config: Mapping[str, Any], name: str, default: bool) -> 
     return value
 
 
-def _json(folder: Path, name: str) -> dict[str, Any] | None:
+def _json(folder: Path, name: str) -> JsonObject | None:
     """Read the object in a file, which has no key twice; None if there is no such file."""
     if not _FILES.there(folder, name):
         return None

@@ -7,19 +7,26 @@ that text can be put together one token at a time. `hf_files` makes a tokenizer 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
 from transformer_jax.shown import tokens_repr
+from transformer_jax.tokenizers.spelling import Spelling, read_decoder
 from transformer_jax.tokenizers.utf8 import DataError, byte_letters, utf8
-from transformer_jax.untrusted_files import shown
+from transformer_jax.untrusted_files import Json, JsonObject, shown
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Library
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 TARGET_IDS = "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"
@@ -35,6 +42,9 @@ RESERVED = frozenset(
     """.split()
 )
 """Arguments of transformers' `apply_chat_template` that a template does not see."""
+
+Message: TypeAlias = Mapping[str, Any]
+"""A message, a tool or a document: a chat template asks for the fields that it knows."""
 
 Written = Literal["parse", "text", "refuse"]
 """How to read a special token that a text spells out: as the token, as text, or as an error."""
@@ -118,7 +128,8 @@ class PretrainedTokenizer:
     @cached_property
     def special_ids(self) -> Mapping[str, int]:
         """Map each role to its id: {"bos": 1, "eos": 2}."""
-        return {role: self._library.token_to_id(token) for role, token in self.roles}
+        found = {role: self._library.token_to_id(token) for role, token in self.roles}
+        return {role: i for role, i in found.items() if i is not None}
 
     @cached_property
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -201,11 +212,11 @@ class PretrainedTokenizer:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Message] | None = None,
+        documents: Sequence[Message] | None = None,
         template: str | None = None,
         **variables: Any,
     ) -> str:
@@ -244,10 +255,10 @@ class PretrainedTokenizer:
 
     def chat_ids(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Message] | None = None,
+        documents: Sequence[Message] | None = None,
         template: str | None = None,
         written: Literal["parse", "refuse"] = "refuse",
         **variables: Any,
@@ -260,8 +271,7 @@ class PretrainedTokenizer:
         """
         if written not in ("parse", "refuse"):
             raise DataError(f"written is {written!r}: must be 'parse' or 'refuse'")
-        wanted: dict[str, Any] = dict(tools=tools, documents=documents, template=template)
-        text = self.chat(messages, **wanted, **variables)
+        text = self.chat(messages, tools=tools, documents=documents, template=template, **variables)
         if written == "refuse":
             from transformer_jax.tokenizers.chat_template import literals
 
@@ -295,23 +305,25 @@ class PretrainedTokenizer:
         return json.dumps(content, ensure_ascii=False) + "\n"
 
     @cached_property
-    def _library(self) -> Any:
+    def _library(self) -> Library:
         from tokenizers import Tokenizer as Library
 
         return _rust("definition of a tokenizer", Library.from_str, self.definition)
 
     @cached_property
-    def _readers(self) -> dict[tuple[bool, bool], Any]:
+    def _readers(self) -> dict[tuple[bool, bool], Library]:
         return {(False, True): self._library}
 
-    def _reader(self, verbatim: bool, begins: bool) -> Any:
+    def _reader(self, verbatim: bool, begins: bool) -> Library:
         """Return the library's tokenizer, which may read special tokens as text, or a rest."""
         from tokenizers import Tokenizer as Library
 
         if (found := self._readers.get((verbatim, begins))) is None:
             definition = self.definition
             if not begins:
-                definition = canonical(_without_space(_object(definition)))
+                rest = _without_space(_object(definition))
+                assert isinstance(rest, dict)
+                definition = canonical(rest)
             found = Library.from_str(definition)
             found.encode_special_tokens = verbatim
             self._readers[verbatim, begins] = found
@@ -323,7 +335,7 @@ class PretrainedTokenizer:
         return self._library.get_vocab(with_added_tokens=False)
 
     @cached_property
-    def _added(self) -> dict[int, Any]:
+    def _added(self) -> dict[int, AddedToken]:
         return self._library.get_added_tokens_decoder()
 
     @cached_property
@@ -337,8 +349,8 @@ class PretrainedTokenizer:
         return self._special - ({self.special_ids.get("unk", -1)} - others)
 
     @cached_property
-    def _spelling(self) -> _Spelling:
-        return _spelling(_object(self.definition).get("decoder"))
+    def _spelling(self) -> Spelling:
+        return read_decoder(_object(self.definition).get("decoder"))
 
     @cached_property
     def _pieces(self) -> list[bytes]:
@@ -394,7 +406,7 @@ class PretrainedTokenizer:
         raise DataError(f"chat template {shown(name or 'default')}: the tokenizer has {have}")
 
 
-def pretrained_from_json(content: Mapping[str, Any]) -> PretrainedTokenizer:
+def pretrained_from_json(content: JsonObject) -> PretrainedTokenizer:
     """Return the tokenizer whose `to_json` wrote this content."""
     match content:
         case {
@@ -423,7 +435,7 @@ def pretrained_from_json(content: Mapping[str, Any]) -> PretrainedTokenizer:
     raise DataError("tokenizer of kind 'pretrained': must have what belongs to it, and no more")
 
 
-def _without_content(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def _without_content(messages: Sequence[Message]) -> list[int]:
     """Return the indices of messages whose content is null, for the template to judge.
 
     DataError names a message that has neither content nor calls of tools.
@@ -445,7 +457,7 @@ def _time(now: str) -> datetime:
         raise DataError(f"now is {shown(now)}: {rule}") from None
 
 
-def _without_space(part: Any) -> Any:
+def _without_space(part: Json) -> Json:
     """Return a definition whose steps put no space before a text and take none from it."""
     if isinstance(part, list):
         return [_without_space(item) for item in part]
@@ -465,134 +477,12 @@ def _without_space(part: Any) -> Any:
     return part | {name: _without_space(part[name]) for name in below if name in part}
 
 
-def canonical(definition: Mapping[str, Any]) -> str:
+def canonical(definition: JsonObject) -> str:
     """Return a definition as the text that equal definitions share."""
     return json.dumps(definition, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
-class _Spelling:
-    """Spell tokens as text, as a decoder of the `tokenizers` library does."""
-
-    byte_level: bool = False
-    byte_fallback: bool = False
-    steps: tuple[Callable[[str, bool, bool], str], ...] = ()
-    """Functions of (token, is it the first, is it the last), applied one after the other."""
-    ends: tuple[tuple[str, int, int], ...] = ()
-    """(character, how many are removed at the start of a whole text, and at its end)."""
-
-    @property
-    def marks_spaces(self) -> bool:
-        """Say whether a token says itself whether a space stands before it."""
-        return not any(step is _spaced or isinstance(step, _WordPiece) for step in self.steps)
-
-    def piece(self, token: str, first: bool, last: bool) -> bytes:
-        if self.byte_fallback and (byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
-            return bytes.fromhex(byte[1])
-        for step in self.steps:
-            token = step(token, first, last)
-        return token.encode()
-
-    def strip(self, text: str) -> str:
-        for character, start, stop in self.ends:
-            while start and text.startswith(character):
-                text, start = text[len(character) :], start - 1
-            while stop and text.endswith(character):
-                text, stop = text[: -len(character)], stop - 1
-        return text
-
-
-def _spelling(decoder: Any) -> _Spelling:
-    """Read a decoder of GPT-2's, SentencePiece's or BERT's kind; DataError names any other."""
-    if decoder is None:
-        return _Spelling(steps=(_spaced,))
-    if not isinstance(decoder, dict):
-        raise DataError(f"decoder is {shown(decoder)}: must be an object")
-    parts = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
-    if not all(isinstance(part, dict) for part in parts):
-        raise DataError(f"decoder {shown(decoder)}: must be a sequence of objects")
-    kinds = [part.get("type") for part in parts]
-    if "ByteLevel" in kinds:
-        if set(kinds) <= {"ByteLevel", "Fuse"}:
-            return _Spelling(byte_level=True)
-        raise DataError(f"decoder is a sequence of {', '.join(map(str, kinds))}: not known")
-    steps: list[Callable[[str, bool, bool], str]] = []
-    ends: list[tuple[str, int, int]] = []
-    for n, part in enumerate(parts):
-        match part:
-            case {"type": "ByteFallback" | "Fuse"}:
-                pass
-            case {"type": "Strip", "content": str(c), "start": int(start), "stop": int(stop)} if (
-                "Fuse" in kinds[:n] and c
-            ):
-                ends.append((c, start, stop))
-            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if (
-                "Fuse" not in kinds[:n] and old
-            ):
-                steps.append(_Replace(old, new, new))
-            case {"type": "Metaspace", "replacement": str(mark), **rest}:
-                scheme = rest.get("prepend_scheme") or (
-                    "always" if rest.get("add_prefix_space", True) else "never"
-                )
-                steps.append(_Metaspace(mark, scheme != "never"))
-            case {"type": "WordPiece", "prefix": str(prefix), "cleanup": bool(cleanup)}:
-                steps.append(_WordPiece(prefix, cleanup))
-            case {"type": "BPEDecoder", "suffix": str(suffix)} if suffix:
-                steps.append(_Replace(suffix, " ", ""))
-            case _:
-                raise DataError(f"decoder {shown(part)}: not known")
-    return _Spelling(False, "ByteFallback" in kinds, tuple(steps), tuple(ends))
-
-
-def _spaced(token: str, first: bool, last: bool) -> str:
-    return token if first else " " + token
-
-
-@dataclass(frozen=True)
-class _Replace:
-    """Replace one text by another; the last token may have its own replacement."""
-
-    old: str
-    new: str
-    at_end: str
-
-    def __call__(self, token: str, first: bool, last: bool) -> str:
-        return token.replace(self.old, self.at_end if last else self.new)
-
-
-@dataclass(frozen=True)
-class _Metaspace:
-    """Spell SentencePiece's words, in which a mark stands for a space."""
-
-    mark: str
-    prepends: bool
-
-    def __call__(self, token: str, first: bool, last: bool) -> str:
-        return token.replace(self.mark, "" if first and self.prepends else " ")
-
-
-@dataclass(frozen=True)
-class _WordPiece:
-    """Spell BERT's words: a space before each new word, none before punctuation."""
-
-    prefix: str
-    cleanup: bool
-
-    def __call__(self, token: str, first: bool, last: bool) -> str:
-        if not first:
-            continues = token.startswith(self.prefix)
-            token = token[len(self.prefix) :] if continues else " " + token
-        if self.cleanup:
-            for old, new in (
-                (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
-                (" 'm", "'m"), (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"),
-                (" 're", "'re"),
-            ):  # fmt: skip
-                token = token.replace(old, new)
-        return token
-
-
-def _rust(what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _rust(what: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call the library, and turn its plain Exceptions and its panics into DataErrors."""
     try:
         return call(*args, **kwargs)
@@ -612,7 +502,7 @@ def _object(text: str) -> dict[str, Any]:
     return content
 
 
-def _check_model(content: Mapping[str, Any]) -> None:
+def _check_model(content: JsonObject) -> None:
     model = content.get("model")
     if not isinstance(model, dict):
         raise DataError("model: must be an object")
@@ -635,7 +525,7 @@ def _check_model(content: Mapping[str, Any]) -> None:
                 raise DataError(f"model: would leave out what it does not know: {rule}")
 
 
-def _kinds(content: Any) -> set[str]:
+def _kinds(content: JsonObject) -> set[str]:
     """Return the types of the steps before the model."""
     parts = [content.get("pre_tokenizer"), content.get("normalizer")]
     found = set()
@@ -648,7 +538,7 @@ def _kinds(content: Any) -> set[str]:
     return found
 
 
-def _check_growth(normalizer: Any) -> None:
+def _check_growth(normalizer: Json) -> None:
     """Raise DataError if replacements in a row could make a text a thousand times longer."""
     growth, parts = 1.0, [normalizer]
     while parts:
@@ -667,7 +557,7 @@ def _check_growth(normalizer: Any) -> None:
             raise DataError(f"normalizer: {rule}")
 
 
-def _check_added(content: Mapping[str, Any], added: Mapping[int, Any]) -> None:
+def _check_added(content: JsonObject, added: Mapping[int, AddedToken]) -> None:
     """Check that the file numbers added tokens as the library does."""
     tokens = content.get("added_tokens") or []
     for token in tokens:
@@ -678,7 +568,7 @@ def _check_added(content: Mapping[str, Any], added: Mapping[int, Any]) -> None:
             raise DataError(f"added_tokens: {shown(text)} has id {i}: {rule}")
 
 
-def _strings(value: Any, path: str) -> Iterable[tuple[str, str]]:
+def _strings(value: object, path: str) -> Iterable[tuple[str, str]]:
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):

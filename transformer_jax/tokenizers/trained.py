@@ -15,6 +15,7 @@ from transformer_jax.shown import tokens_repr
 from transformer_jax.tokenizers.pretrained import pretrained_from_json
 from transformer_jax.tokenizers.utf8 import DataError as DataError
 from transformer_jax.tokenizers.utf8 import byte_letters, utf8
+from transformer_jax.untrusted_files import JsonObject
 
 # A BPE merges within these pieces; they are GPT-2's, but bounded, so that time is linear.
 _PIECE = r" ?\p{L}{1,32}| ?\p{N}{1,8}| ?[^\s\p{L}\p{N}]{1,16}|\s{1,16}(?!\S)"
@@ -242,11 +243,11 @@ def tokenizer_of(content: Any) -> Tokenizer:
     raise DataError(f"tokenizer: must have kind {kinds}, and what belongs to it")
 
 
-def _dump(content: dict[str, Any]) -> str:
+def _dump(content: JsonObject) -> str:
     return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
 
 
-def _canonical(definition: dict[str, Any]) -> str:
+def _canonical(definition: JsonObject) -> str:
     return json.dumps(definition, ensure_ascii=False)
 
 

@@ -7,9 +7,6 @@ began, and known by their SHA-256.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import optax
 from flax.traverse_util import flatten_dict
@@ -23,6 +20,7 @@ from transformer_jax.training.batch import Batch, Loss, Params
 from transformer_jax.training.initial import StartModel, start_params
 from transformer_jax.training.placement import Placement
 from transformer_jax.training.step import TrainState, split_seed, start_state
+from transformer_jax.untrusted_files import JsonObject
 
 _ADAPTERS = 1
 """What `fold_in` makes the key of adapters of: the parameters are drawn from the key itself."""
@@ -101,7 +99,7 @@ class FrozenBase:
         return found
 
     def load(
-        self, start: StartModel, key: jax.Array, metadata: Mapping[str, Any] | None = None
+        self, start: StartModel, key: jax.Array, metadata: JsonObject | None = None
     ) -> tuple[Params, list[str]]:
         """Load them; return what the run trains, at its start, and lines about what is new.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,13 +20,11 @@ from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.config import ModelConfig, NgramConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.models.factory import build
+from transformer_jax.pytree import Array, Leaf, Params
 from transformer_jax.sharding import by_compiler
 from transformer_jax.shown import short_repr
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
-
-Params = Any
-"""A model's parameters: nested dicts of arrays."""
 
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
 """`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; no key is no dropout."""
@@ -42,13 +41,15 @@ class Batch:
     Pictures are `tokens` of an encoder; pictures and frames are the `source` of an encoder-decoder.
     """
 
-    tokens: Any  # i32[..., B, T], or f32[..., B, H, W, C]
-    labels: Any  # i32[..., B, T], or [..., B] of classes; IGNORE where there is none
-    segments: Any = None  # i32[..., B, T]: ids of the documents packed in a row; 0 is padding
-    valid: Any = None  # bool[..., B, T]: False is padding
-    prefix: Any = None  # bool[..., B, T]: tokens that all of their document sees
-    source: Any = None  # i32[..., B, S], f32[..., B, S, D_in] or f32[..., B, H, W, C]
-    source_valid: Any = None  # bool[..., B, S]
+    tokens: Leaf  # i32[..., B, T], or f32[..., B, H, W, C]
+    labels: Leaf  # i32[..., B, T], or [..., B] of classes; IGNORE where there is none
+    segments: Array | None = (
+        None  # i32[..., B, T]: ids of the documents packed in a row; 0 is padding
+    )
+    valid: Leaf = None  # bool[..., B, T]: False is padding
+    prefix: Leaf = None  # bool[..., B, T]: tokens that all of their document sees
+    source: Leaf = None  # i32[..., B, S], f32[..., B, S, D_in] or f32[..., B, H, W, C]
+    source_valid: Leaf = None  # bool[..., B, S]
 
     def first(self) -> Batch:
         """Return the first of the micro-batches."""
@@ -66,7 +67,7 @@ def _reading(config: AnyModelConfig) -> Callable[..., Any]:
     model: Any = build(config)
     transformer, shape = isinstance(config, ModelConfig), model_shape(config)
 
-    def padding(name: str, valid: jax.Array | None) -> dict[str, Any]:
+    def padding(name: str, valid: Leaf) -> dict[str, Leaf]:
         """Return the argument that tells the model where padding stands, if there is any."""
         if valid is None:
             return {}
@@ -76,7 +77,7 @@ def _reading(config: AnyModelConfig) -> Callable[..., Any]:
         return {name + "positions": jnp.where(valid, index, -1)}
 
     def read(method: str, params: Params, batch: Batch, key: jax.Array | None) -> Any:
-        given: dict[str, Any] = padding("", batch.valid)
+        given = padding("", batch.valid)
         if not isinstance(config, NgramConfig):  # which has no dropout
             given["key"] = key
         if batch.segments is not None:
@@ -138,7 +139,15 @@ def batch_loss(
     rows of a batch are split over `row_shards` devices.
     """
     read, logits = _reading(config), batch_logits(config)
-    terms: dict[str, Any] = dict(label_smoothing=label_smoothing, z_loss=z_loss)
+    whole = partial(
+        cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss, ignore_label=IGNORE
+    )
+    in_chunks = partial(
+        chunked_cross_entropy,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        ignore_label=IGNORE,
+    )
 
     def loss(
         params: Params, batch: Batch, key: jax.Array | None
@@ -150,11 +159,9 @@ def batch_loss(
             size = size if chunk is None else chunk
             if size < labels.shape[1]:
                 x, table, bias = read("output_layer", params, batch, key)
-                return chunked_cross_entropy(
-                    x, table, labels, chunk_size=size, softcap=config.logit_softcap,
-                    logit_bias=bias, ignore_label=IGNORE, **terms,
-                )  # fmt: skip
-        return cross_entropy(logits(params, batch, key), labels, ignore_label=IGNORE, **terms)
+                cap = config.logit_softcap
+                return in_chunks(x, table, labels, chunk_size=size, softcap=cap, logit_bias=bias)
+        return whole(logits(params, batch, key), labels)
 
     return loss
 
@@ -179,7 +186,9 @@ def batch_scores(config: AnyModelConfig, *, row_shards: int = 1) -> Callable[...
                 x, table, bias = read("output_layer", params, batch, None)
                 cap = config.logit_softcap
 
-                def in_chunks(x: Any, table: Any, bias: Any, labels: Any) -> jax.Array:
+                def in_chunks(
+                    x: jax.Array, table: jax.Array, bias: jax.Array | None, labels: jax.Array
+                ) -> jax.Array:
                     padding = (0, -labels.shape[1] % size)
                     x = jnp.pad(x, ((0, 0), padding, (0, 0)))
                     labels = jnp.pad(labels, ((0, 0), padding), constant_values=IGNORE)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax._src.config import trace_context  # what `jax.jit` itself finds programs by
+from jax.stages import Compiled
 
 from transformer_jax.checkpoints.run_folder import MAY_CHANGE
 from transformer_jax.config import TrainConfig
@@ -18,6 +19,7 @@ from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.models.ngram import count_ngrams
 from transformer_jax.programs import is_ours, undisturbed
+from transformer_jax.pytree import PyTree
 from transformer_jax.training.adapting import adapted_loss, fresh_adapters
 from transformer_jax.training.batch import as_given, batch_loss, batch_scores
 from transformer_jax.training.optimizers import (
@@ -49,13 +51,13 @@ class CompiledAhead(Generic[R]):
 
     def __init__(self, function: Callable[..., R]) -> None:
         self.function: Any = function
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[Hashable, Compiled] = {}
 
-    def __call__(self, *args: Any, **named: Any) -> R:
+    def __call__(self, *args: PyTree, **named: PyTree) -> R:
         found: R = self.program(*args, **named)(*args, **named)
         return found
 
-    def program(self, *args: Any, **named: Any) -> Any:
+    def program(self, *args: PyTree, **named: PyTree) -> Compiled:
         """Return the compiled program for arguments, or for the shapes of arguments."""
         leaves, structure = jax.tree.flatten(args[1:])
         key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
@@ -68,7 +70,7 @@ class CompiledAhead(Generic[R]):
 class Programs:
     """Hold what makes the state of a run, and what is compiled for it."""
 
-    fresh_state: Callable[[Any], TrainState]
+    fresh_state: Callable[[jax.typing.ArrayLike], TrainState]
     """Makes the state of step 0 of a seed, u32[]."""
     state_of: Callable[..., TrainState]
     """Makes the state of step 0 of parameters and a key."""
@@ -120,7 +122,7 @@ def make_programs(config: TrainConfig, prepare: Prepare = as_given) -> Programs:
     held_as: dict[str, Any] = dict(
         param_dtype=jnp.dtype(config.param_dtype), average=config.ema_decay is not None
     )
-    fresh: Callable[[Any], TrainState]
+    fresh: Callable[[jax.typing.ArrayLike], TrainState]
     fresh = partial(init_state, config.model, optimizer, **held_as)
     if config.frozen is not None:
         loss = without_frozen(loss, config.frozen)
@@ -145,7 +147,7 @@ def counted(
     model, params = count_ngrams(ngram, task.documents())
     scores = batch_scores(model)
 
-    def step(state: TrainState, *inputs: Any, frozen: Any) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, *inputs: PyTree, frozen: PyTree) -> tuple[TrainState, Metrics]:
         """Put the counts in place; the loss is that of what a step of another model reads."""
         first = jax.tree.map(lambda leaf: leaf[0], task.prepare(*inputs))
         total, labels, _ = jax.jit(scores)(params, first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from transformer_jax.checkpoints.run_folder import json_text
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.durable_files import write_file
+from transformer_jax.pytree import PyTree
 from transformer_jax.shown import short_repr
 from transformer_jax.training.batch import Params
 from transformer_jax.training.processes import gathered_here, is_first
@@ -55,7 +56,7 @@ def evaluate_run(run: Run, state: TrainState) -> Scores:
     relative = isinstance(run.config.task, PreferenceTask)
     named = {"frozen": run.frozen} if relative else {}
 
-    def step(*arguments: Any) -> jax.Array:
+    def step(*arguments: PyTree) -> jax.Array:
         return run.placement.settled(run.programs.eval_step(*arguments, **named))
 
     return evaluate(step, run.used_params(state), run.held_out, batches)

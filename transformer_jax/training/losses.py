@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from transformer_jax.checks import check_factor
 from transformer_jax.kernels.derivatives import Passes, differentiable
+from transformer_jax.pytree import PyTree
 from transformer_jax.sharding import by_compiler, vary
 from transformer_jax.tracing import known_sizes
 
@@ -298,7 +299,7 @@ def _sum_and_gradients(head: _Head, arrays: Arrays) -> tuple[tuple[jax.Array], A
     """Return the sum and its gradients: with the logits here, they cost two products, not three."""
     hidden, table, bias, labels, weights = arrays
 
-    def add(sums: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
+    def add(sums: PyTree, chunk: tuple[jax.Array, ...]) -> tuple[PyTree, tuple[jax.Array, ...]]:
         hidden, labels, weights = chunk
         total, vjp = jax.vjp(
             lambda hidden, table, bias, weights: _chunk_sum(

@@ -7,11 +7,11 @@ al. 2013), and shrinks matrices and tables only.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 from optax.contrib import MuonDimensionNumbers, ScheduleFreeState, muon, schedule_free
 
 from transformer_jax.config import ConfigError, TrainConfig
@@ -125,7 +125,7 @@ def is_frozen(names: tuple[str, ...], params: Params) -> Params:
     """
     used = set[str]()
 
-    def within(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+    def within(path: KeyPath, leaf: jax.Array) -> bool:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         found = {part for part in names if f"{name}/".startswith(f"{part.strip('/')}/")}
         used.update(found)
@@ -146,7 +146,7 @@ def decays(params: Params) -> Params:
     By name, not by rank: a bias of heads has two axes, and stacked layers add one to everything.
     """
 
-    def decay(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+    def decay(path: KeyPath, leaf: jax.Array) -> bool:
         name = jax.tree_util.keystr(path[-1:], simple=True)
         return leaf.ndim >= 2 and not name.endswith(("bias", "scale", "sinks"))
 
@@ -160,7 +160,7 @@ def matrix_dimensions(params: Params) -> Params:
     lead with L, each of which is a matrix of its own.
     """
 
-    def dimensions(path: tuple[Any, ...], leaf: jax.Array) -> MuonDimensionNumbers | None:
+    def dimensions(path: KeyPath, leaf: jax.Array) -> MuonDimensionNumbers | None:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         if names[-1] != "kernel" or not any(name.startswith("block") for name in names):
             return None
@@ -178,7 +178,7 @@ def _muon_labels(params: Params) -> Params:
     return jax.tree.map(lambda leaf: "other" if leaf is None else "matrix", found, is_leaf=is_leaf)
 
 
-def averaged_params(opt_state: Any, params: Params) -> Params:
+def averaged_params(opt_state: optax.OptState, params: Params) -> Params:
     """Return what is to be evaluated and used: the average of ScheduleFree, or the parameters."""
     found = [part for part in opt_state if isinstance(part, ScheduleFreeState)]
     if not found:

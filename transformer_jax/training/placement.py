@@ -14,14 +14,16 @@ whole on each of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from transformer_jax.config import ConfigError
 from transformer_jax.config.mesh import MeshConfig
+from transformer_jax.pytree import Array, PyTree
 
 T = TypeVar("T")
 
@@ -88,32 +90,32 @@ class Placement:
 
     mesh: Mesh | None = None
 
-    def state(self, template: Any) -> Any:
+    def state(self, template: PyTree) -> PyTree:
         """Return the tree of shapes with the sharding of each array; without a mesh, as it is."""
         if self.mesh is None:
             return template
         mesh, sizes = self.mesh, dict(self.mesh.shape)
 
-        def placed(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+        def placed(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             names = tuple(jax.tree_util.keystr(path, simple=True, separator="/").split("/"))
             spec = parameter_spec(names, leaf.shape, sizes)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
         return jax.tree_util.tree_map_with_path(placed, template)
 
-    def shardings(self, template: Any) -> Any:
+    def shardings(self, template: PyTree) -> PyTree:
         """Return the sharding of each array of a state; without a mesh, None for all of them."""
         if self.mesh is None:
             return None
         return jax.tree.map(lambda leaf: leaf.sharding, self.state(template))
 
-    def rows(self, batch: Any, axis: int) -> Any:
+    def rows(self, batch: T, axis: int) -> T:
         """Return the arrays of a batch on the devices, split along the axis of its rows."""
         if self.mesh is None:
             return jax.device_put(batch)
         return self._put(batch, PartitionSpec(*(None,) * axis, ROWS))
 
-    def own_rows(self, batch: Any, axis: int) -> Any:
+    def own_rows(self, batch: T, axis: int) -> T:
         """Return `rows` of a batch of which this process holds its own alone, one P-th in order."""
         if self.mesh is None:
             return jax.device_put(batch)
@@ -126,16 +128,16 @@ class Placement:
 
         return jax.tree.map(put, batch)
 
-    def whole(self, tree: Any) -> Any:
+    def whole(self, tree: PyTree) -> PyTree:
         """Return arrays on the devices, all of them on each."""
         return jax.device_put(tree) if self.mesh is None else self._put(tree, PartitionSpec())
 
-    def _put(self, tree: Any, spec: PartitionSpec) -> Any:
+    def _put(self, tree: PyTree, spec: PartitionSpec) -> PyTree:
         """Place arrays that every process holds whole."""
         assert self.mesh is not None
         sharding = NamedSharding(self.mesh, spec)
 
-        def put(x: Any) -> jax.Array:
+        def put(x: Array) -> jax.Array:
             if isinstance(x, jax.Array):
                 return jax.device_put(x, sharding)
             x = np.asarray(x)

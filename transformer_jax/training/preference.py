@@ -97,7 +97,9 @@ def preference_scores(
     return scores
 
 
-def _margins(config: TrainConfig, beta: float, row_shards: int) -> Callable[..., Any]:
+def _margins(
+    config: TrainConfig, beta: float, row_shards: int
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return what gives r(chosen) - r(rejected) of each row, f32[B], and 1 where it has a pair."""
     model = config.model
     assert isinstance(model, ModelConfig)
@@ -109,7 +111,9 @@ def _margins(config: TrainConfig, beta: float, row_shards: int) -> Callable[...,
         own = log_probs(params, batch, key)
         first = jax.lax.stop_gradient(log_probs(reference, batch, None))
 
-        def differences(own: jax.Array, first: jax.Array, labels: jax.Array) -> Any:
+        def differences(
+            own: jax.Array, first: jax.Array, labels: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
             rewards = beta * (own - first)
             counts = (labels != IGNORE).any(axis=1).astype(jnp.float32)
             return rewards[:, 0] - rewards[:, 1], counts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -83,7 +83,7 @@ def time_of_first() -> str:
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(told), np.uint8)).decode()
 
 
-def gathered_here(tree: Any) -> Any:
+def gathered_here(tree: T) -> T:
     """Return arrays that are split over several processes whole, on the host of each."""
     if jax.process_count() == 1:
         return tree

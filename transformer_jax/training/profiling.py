@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from transformer_jax.config import TrainConfig
+from transformer_jax.pytree import PyTree
 
 
 class Profile:
@@ -16,14 +16,14 @@ class Profile:
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         self._steps, self._folder, self._on = config.profiled_steps, folder / "profile", False
 
-    def before(self, step: int, state: Any) -> None:
+    def before(self, step: int, state: PyTree) -> None:
         """Start where `step`, from 1 on, is the first; earlier ones are computed by then."""
         if self._steps is not None and not self._on and step == self._steps[0]:
             jax.block_until_ready(state)
             jax.profiler.start_trace(self._folder)
             self._on = True
 
-    def after(self, step: int, state: Any) -> None:
+    def after(self, step: int, state: PyTree) -> None:
         """Stop where `step` is the last, once it is computed."""
         if self._on and self._steps is not None and step >= self._steps[1]:
             jax.block_until_ready(state)

@@ -12,11 +12,11 @@ import statistics
 from collections import deque
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from transformer_jax.durable_files import write_file
+from transformer_jax.pytree import Leaf
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.training.batch import Batch
 
@@ -54,7 +54,7 @@ class Spikes:
         self, step: int, batch: Batch, loss: float, grad_norm: float, tokenizer: Tokenizer | None
     ) -> Path:
         """Write a step's micro-batches, and return the file."""
-        arrays: dict[str, Any] = {
+        arrays: dict[str, Leaf] = {
             part.name: np.asarray(getattr(batch, part.name))
             for part in fields(batch)
             if getattr(batch, part.name) is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import optax
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.models.factory import init_params
 from transformer_jax.programs import program
-from transformer_jax.pytree import cast_floats, check_ranges
+from transformer_jax.pytree import PyTree, cast_floats, check_ranges
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.shown import short_repr
 from transformer_jax.training.batch import Batch, Loss, Params, as_given
@@ -37,7 +36,7 @@ class TrainState:
 
     step: jax.Array  # i32[]; steps taken, rejected ones included
     params: Params
-    opt_state: Any
+    opt_state: optax.OptState
     key: jax.Array  # key[]
     rejected: jax.Array  # i32[]; steps whose loss or gradient was not finite
     rejected_in_a_row: jax.Array  # i32[]
@@ -165,7 +164,7 @@ def make_train_step(
     """
 
     def step(
-        state: TrainState, *inputs: Any, frozen: tuple[Any, ...] = ()
+        state: TrainState, *inputs: PyTree, frozen: tuple[Params, ...] = ()
     ) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
         mean, weight, grads = _gradient(loss, state.params, prepare(*inputs), key, frozen)
@@ -182,7 +181,7 @@ def _gradient(
     params: Params,
     batches: Batch,  # leaves [A, B, T]
     key: jax.Array,
-    frozen: tuple[Any, ...],
+    frozen: tuple[Params, ...],
 ) -> tuple[jax.Array, jax.Array, Params]:  # f32[], f32[], like params
     """Return mean loss, tokens and gradient of micro-batches, as those of one big batch.
 
@@ -195,7 +194,7 @@ def _gradient(
 
     differentiate = jax.value_and_grad(total, has_aux=True)
 
-    def add(carry: Any, micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+    def add(carry: PyTree, micro: tuple[jax.Array, Batch]) -> tuple[PyTree, None]:
         index, batch = micro
         found, grads = differentiate(params, batch, jax.random.fold_in(key, index))
         return jax.tree.map(jnp.add, carry, (found, _wide(grads))), None
@@ -226,7 +225,7 @@ def _updated(
     """Return the state after a step: updated where it is accepted, else only counted."""
     held = state.params, state.opt_state, state.average
 
-    def update(held: Any, grads: Params, key: jax.Array) -> Any:
+    def update(held: PyTree, grads: Params, key: jax.Array) -> PyTree:
         params, opt_state, average = held
         wide = _wide(params)
         updates, opt_state = optimizer.update(grads, opt_state, wide)
@@ -235,7 +234,7 @@ def _updated(
             average = optax.incremental_update(new, average, 1 - ema_decay)
         return _held_like(params, new, jax.random.fold_in(key, _ROUNDING)), opt_state, average
 
-    def update_or_keep(held: Any, grads: Params, accepted: jax.Array, key: jax.Array) -> Any:
+    def update_or_keep(held: PyTree, grads: Params, accepted: jax.Array, key: jax.Array) -> PyTree:
         return jax.lax.cond(accepted, update, lambda held, *_: held, held, grads, key)
 
     splits = jax.tree.map(lambda leaf: split(leaf), held)
@@ -271,7 +270,9 @@ def make_eval_step(
     There is no dropout.
     """
 
-    def step(params: Params, *inputs: Any, frozen: tuple[Any, ...] = ()) -> jax.Array:  # f32[3]
+    def step(
+        params: Params, *inputs: PyTree, frozen: tuple[Params, ...] = ()
+    ) -> jax.Array:  # f32[3]
         return scores(params, prepare(*inputs), *frozen)
 
     return jax.jit(step)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.untrusted_files import JsonObject
 
 PACKAGES: dict[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 """The package of each tracker."""
@@ -115,7 +116,7 @@ class Trackers:
     def _start(self, name: str, folder: Path, config: TrainConfig) -> None:
         self._open[name] = TRACKERS[name](folder, config)
 
-    def write(self, step: int, line: Mapping[str, Any]) -> None:
+    def write(self, step: int, line: JsonObject) -> None:
         """Send the numbers of a line of metrics.jsonl, all but the step, which they are of."""
         numbers = {
             name: float(value)

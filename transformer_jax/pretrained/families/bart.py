@@ -18,7 +18,6 @@ Encoder, decoder and output share one table, `model.shared`, unless a key says o
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -30,12 +29,14 @@ from transformer_jax.pretrained.families.table import (
     ROW,
     ConfigKeys,
     Family,
+    Fields,
     Shape,
     TensorMapping,
     blocks,
     linear,
     norm,
 )
+from transformer_jax.untrusted_files import JsonObject
 
 BIAS = "final_logits_bias"
 HEAD = "lm_head.weight"
@@ -97,7 +98,7 @@ def _attention(param: str, tensor: str) -> list[TensorMapping]:
     ]
 
 
-def _common(keys: ConfigKeys, names: frozenset[str]) -> dict[str, Any]:
+def _common(keys: ConfigKeys, names: frozenset[str]) -> Fields:
     """Read the fields of ModelConfig that both families have."""
     keys.require("is_encoder_decoder", True)
     keys.require("normalize_before", False)
@@ -134,7 +135,7 @@ def _shared_size(keys: ConfigKeys, name: str, default: int) -> int:
     return size
 
 
-def _write_common(config: ModelConfig) -> dict[str, Any]:
+def _write_common(config: ModelConfig) -> JsonObject:
     return dict(
         is_encoder_decoder=True,
         tie_word_embeddings=config.tie_embeddings,
@@ -170,12 +171,12 @@ def _read_bart(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     )
 
 
-def _untied_sides(fields: dict[str, Any], names: frozenset[str]) -> bool:
+def _untied_sides(fields: Fields, names: frozenset[str]) -> bool:
     """Return whether encoder and decoder have a table each, though the config does not say so."""
     return not fields["tie_embeddings"] and {ENCODER, DECODER} <= names
 
 
-def _write_bart(config: ModelConfig) -> dict[str, Any]:
+def _write_bart(config: ModelConfig) -> JsonObject:
     return dict(architectures=["BartForConditionalGeneration"], **_write_common(config))
 
 
@@ -198,7 +199,7 @@ def _read_marian(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     )
 
 
-def _write_marian(config: ModelConfig) -> dict[str, Any]:
+def _write_marian(config: ModelConfig) -> JsonObject:
     keys = _write_common(config)
     if config.activation == "silu":
         keys["activation_function"] = "swish"  # as published Marians spell it

@@ -16,11 +16,13 @@ from transformer_jax.pretrained.families.table import (
     LINEAR_OUT,
     ConfigKeys,
     Family,
+    Fields,
     TensorMapping,
     blocks,
     linear,
     norm,
 )
+from transformer_jax.untrusted_files import JsonObject
 
 Names = frozenset[str]
 
@@ -113,7 +115,7 @@ def _check_pooled(keys: ConfigKeys, pooler: str, names: Names) -> None:
         keys.fail("architectures", keys.take("architectures", None), rule)
 
 
-def _bert_sizes(keys: ConfigKeys) -> dict[str, Any]:
+def _bert_sizes(keys: ConfigKeys) -> Fields:
     keys.require("position_embedding_type", "absolute")
     keys.ignore("classifier_dropout", "directionality", "pooler_fc_size", "pooler_num_fc_layers")
     keys.ignore("pooler_num_attention_heads", "pooler_size_per_head", "pooler_type")
@@ -135,7 +137,7 @@ def _offset(config: ModelConfig) -> int:
     return config.positions.offset if isinstance(config.positions, Learned) else 0
 
 
-def _write_bert_sizes(config: ModelConfig) -> dict[str, Any]:
+def _write_bert_sizes(config: ModelConfig) -> JsonObject:
     return dict(
         vocab_size=config.vocab_size,
         hidden_size=config.d_model,
@@ -187,7 +189,7 @@ def _read_bert(keys: ConfigKeys, names: Names) -> ModelConfig:
     )
 
 
-def _write_bert(config: ModelConfig) -> dict[str, Any]:
+def _write_bert(config: ModelConfig) -> JsonObject:
     content = _write_bert_sizes(config)
     if config.masked_token_head:
         kind = "BertForMaskedLM" if config.num_classes is None else "BertForPreTraining"
@@ -252,7 +254,7 @@ def _read_roberta(keys: ConfigKeys, names: Names) -> ModelConfig:
     )
 
 
-def _write_roberta(config: ModelConfig) -> dict[str, Any]:
+def _write_roberta(config: ModelConfig) -> JsonObject:
     content = _write_bert_sizes(config) | {"pad_token_id": _offset(config) - 1}
     kind = "RobertaModel"
     if config.num_classes is not None:
@@ -334,8 +336,8 @@ def _read_distilbert(keys: ConfigKeys, names: Names) -> ModelConfig:
     )
 
 
-def _write_distilbert(config: ModelConfig) -> dict[str, Any]:
-    content: dict[str, Any] = dict(
+def _write_distilbert(config: ModelConfig) -> JsonObject:
+    content: JsonObject = dict(
         vocab_size=config.vocab_size,
         dim=config.d_model,
         n_layers=config.num_layers,

@@ -5,8 +5,6 @@ It has learned positions, norms before the branches, and one matrix for query, k
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformer_jax.config import ModelConfig
 from transformer_jax.pretrained.families.table import (
     ACTIVATION_KEYS,
@@ -18,6 +16,7 @@ from transformer_jax.pretrained.families.table import (
     blocks,
     norm,
 )
+from transformer_jax.untrusted_files import JsonObject
 
 
 def _conv(
@@ -75,7 +74,7 @@ def _read(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     )
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> JsonObject:
     return dict(
         architectures=["GPT2LMHeadModel"],
         vocab_size=config.vocab_size,

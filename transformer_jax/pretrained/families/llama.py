@@ -7,10 +7,9 @@ table of names and differ in norms, biases and windows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from transformer_jax.config import ModelConfig, Rope, RopeScaling
 from transformer_jax.pretrained.families.table import (
@@ -19,10 +18,12 @@ from transformer_jax.pretrained.families.table import (
     LINEAR_OUT,
     ConfigKeys,
     Family,
+    Fields,
     TensorMapping,
     blocks,
     linear,
 )
+from transformer_jax.untrusted_files import JsonObject
 
 
 def _table(config: ModelConfig) -> list[TensorMapping]:
@@ -78,7 +79,7 @@ def _common(
     activation: str = "silu",
     name: str = "hidden_act",
     tied: bool = False,
-) -> dict[str, Any]:
+) -> Fields:
     """Read sizes, norm, activation and dropout as fields of ModelConfig."""
     heads = keys.integer("num_attention_heads")
     return dict(
@@ -100,8 +101,8 @@ def _common(
     )
 
 
-def _write_common(config: ModelConfig) -> dict[str, Any]:
-    keys: dict[str, Any] = dict(
+def _write_common(config: ModelConfig) -> JsonObject:
+    keys: JsonObject = dict(
         vocab_size=config.vocab_size,
         hidden_size=config.d_model,
         intermediate_size=config.ff_dim,
@@ -140,7 +141,7 @@ SCALING_KEYS = (
 
 
 def _read_rope(
-    keys: ConfigKeys, fields: dict[str, Any], layer: str | None = None, default: float = 10_000.0
+    keys: ConfigKeys, fields: Fields, layer: str | None = None, default: float = 10_000.0
 ) -> Rope:
     """Return the rotation that config.json means.
 
@@ -161,7 +162,7 @@ def _read_rope(
     trained = keys.integer("original_max_position_embeddings", None) or trained or longest
     if scaling == "dynamic":
         trained = longest
-    options: dict[str, Any] = dict(base=float(base), dims=dims, scaling=scaling)
+    options: Fields = dict(base=float(base), dims=dims, scaling=scaling)
     if scaling is None:
         inner.ignore(*SCALING_KEYS)
     else:
@@ -208,7 +209,7 @@ def _scaling_kind(inner: ConfigKeys) -> RopeScaling | None:
     return scaling
 
 
-def _rotated_dims(holders: Iterable[ConfigKeys], fields: Mapping[str, Any]) -> int | None:
+def _rotated_dims(holders: Iterable[ConfigKeys], fields: Fields) -> int | None:
     """Return how many dimensions of each head rotate, int(head_dim partial_rotary_factor).
 
     The first of the holders with such a key decides; None rotates all dimensions.
@@ -241,7 +242,7 @@ def _factor(inner: ConfigKeys, scaling: RopeScaling, longest: int, trained: int)
     return float(factor)
 
 
-def _yarn_options(inner: ConfigKeys, factor: float) -> dict[str, Any]:
+def _yarn_options(inner: ConfigKeys, factor: float) -> Fields:
     """Return the fields of Rope that yarn alone has (Peng et al. 2023)."""
     attention_factor = inner.positive("attention_factor", None)
     one, two = inner.number("mscale", None), inner.number("mscale_all_dim", None)
@@ -260,9 +261,9 @@ def _magnitude(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _longrope_options(inner: ConfigKeys) -> dict[str, Any]:
+def _longrope_options(inner: ConfigKeys) -> Fields:
     """Return the fields of Rope that longrope alone has (Ding et al. 2024)."""
-    options: dict[str, Any] = dict(attention_factor=inner.positive("attention_factor", None))
+    options: Fields = dict(attention_factor=inner.positive("attention_factor", None))
     for field, key in (("short_factors", "short_factor"), ("long_factors", "long_factor")):
         listed = inner.take(key)
         numbers = isinstance(listed, list) and all(type(f) in (int, float) for f in listed)
@@ -277,14 +278,14 @@ def _rope(config: ModelConfig) -> Rope:
     return config.positions if isinstance(config.positions, Rope) else Rope()
 
 
-def _write_rope(config: ModelConfig) -> dict[str, Any]:
+def _write_rope(config: ModelConfig) -> JsonObject:
     rope = _rope(config)
-    keys: dict[str, Any] = dict(rope_theta=rope.base)
+    keys: JsonObject = dict(rope_theta=rope.base)
     if rope.dims not in (None, config.key_dim):
         keys["partial_rotary_factor"] = _part(rope.dims, config.key_dim)
     if rope.scaling is None:
         return keys
-    scaling: dict[str, Any] = dict(rope_type=rope.scaling, factor=rope.factor)
+    scaling: JsonObject = dict(rope_type=rope.scaling, factor=rope.factor)
     if rope.original_len is not None and rope.scaling != "dynamic":
         scaling["original_max_position_embeddings"] = rope.original_len
     if rope.scaling == "llama3":
@@ -334,7 +335,7 @@ def _pattern(types: list[str], window: int | None) -> int | tuple[int | None, ..
     raise AssertionError
 
 
-def _write_windows(config: ModelConfig) -> dict[str, Any]:
+def _write_windows(config: ModelConfig) -> JsonObject:
     windows = [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
     names = ["full_attention" if window is None else "sliding_attention" for window in windows]
     width = next((window for window in windows if window is not None), None)
@@ -357,7 +358,7 @@ def _read_llama(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     return ModelConfig(**fields, positions=rope)
 
 
-def _write_llama(config: ModelConfig) -> dict[str, Any]:
+def _write_llama(config: ModelConfig) -> JsonObject:
     ff_bias = config.use_bias if config.ff_bias is None else config.ff_bias
     return dict(
         architectures=["LlamaForCausalLM"],
@@ -376,7 +377,7 @@ def _read_mistral(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     return ModelConfig(**fields, positions=rope, window=pattern)
 
 
-def _write_mistral(config: ModelConfig) -> dict[str, Any]:
+def _write_mistral(config: ModelConfig) -> JsonObject:
     mixed = len(set(config.windows)) > 1
     return dict(
         architectures=["MistralForCausalLM"],
@@ -385,7 +386,7 @@ def _write_mistral(config: ModelConfig) -> dict[str, Any]:
     )
 
 
-def _qwen_window(keys: ConfigKeys, fields: dict[str, Any]) -> int | tuple[int | None, ...] | None:
+def _qwen_window(keys: ConfigKeys, fields: Fields) -> int | tuple[int | None, ...] | None:
     """Return the pattern of windows: by default layers from max_window_layers on have one."""
     layers, used = fields["num_layers"], keys.flag("use_sliding_window", False)
     first = keys.integer("max_window_layers", 28, least=0)
@@ -396,7 +397,7 @@ def _qwen_window(keys: ConfigKeys, fields: dict[str, Any]) -> int | tuple[int | 
     return _pattern(types, width) if used else None
 
 
-def _write_qwen(config: ModelConfig) -> dict[str, Any]:
+def _write_qwen(config: ModelConfig) -> JsonObject:
     keys = _write_windows(config)
     used = keys["sliding_window"] is not None
     first = keys["layer_types"].index("sliding_attention") if used else config.num_layers
@@ -411,7 +412,7 @@ def _read_qwen2(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     return ModelConfig(**fields, positions=rope, qkv_bias=True, window=window)
 
 
-def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
+def _write_qwen2(config: ModelConfig) -> JsonObject:
     return dict(architectures=["Qwen2ForCausalLM"], **_write_qwen(config))
 
 
@@ -427,7 +428,7 @@ def _read_qwen3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     return ModelConfig(**fields, positions=rope, window=window)
 
 
-def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
+def _write_qwen3(config: ModelConfig) -> JsonObject:
     keys = _write_qwen(config) | dict(head_dim=config.key_dim, attention_bias=config.use_bias)
     return dict(architectures=["Qwen3ForCausalLM"], **keys)
 
@@ -445,7 +446,7 @@ def _read_gemma(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     return ModelConfig(**fields, positions=rope)
 
 
-def _gemma(keys: ConfigKeys, kv_heads: int, activation: str) -> dict[str, Any]:
+def _gemma(keys: ConfigKeys, kv_heads: int, activation: str) -> Fields:
     fields = _common(keys, kv_heads, "gelu_pytorch_tanh", activation, tied=True)
     keys.require("attention_bias", False)
     keys.require("use_bidirectional_attention", None, False)
@@ -454,7 +455,7 @@ def _gemma(keys: ConfigKeys, kv_heads: int, activation: str) -> dict[str, Any]:
     return fields | dict(norm_unit_offset=True, scale_embeddings=True)
 
 
-def _write_gemma_common(config: ModelConfig) -> dict[str, Any]:
+def _write_gemma_common(config: ModelConfig) -> JsonObject:
     keys = _write_common(config) | dict(head_dim=config.key_dim)
     keys["hidden_activation"] = keys.pop("hidden_act")
     if config.activation == "gelu_tanh":
@@ -462,7 +463,7 @@ def _write_gemma_common(config: ModelConfig) -> dict[str, Any]:
     return keys
 
 
-def _write_gemma(config: ModelConfig) -> dict[str, Any]:
+def _write_gemma(config: ModelConfig) -> JsonObject:
     keys = _write_gemma_common(config)
     keys["hidden_act"] = keys["hidden_activation"]
     return dict(architectures=["GemmaForCausalLM"], **keys, attention_bias=False)
@@ -479,7 +480,7 @@ def _read_gemma2(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     return ModelConfig(**fields, positions=rope, window=window)
 
 
-def _capped(keys: ConfigKeys, scores: float | None, logits: float | None) -> dict[str, Any]:
+def _capped(keys: ConfigKeys, scores: float | None, logits: float | None) -> Fields:
     """Read what Gemma 2 and 3 add: soft caps, a scale of the scores, norms around branches."""
     fields = _gemma(keys, 4, "hidden_activation")
     keys.ignore("hidden_act")  # transformers reads hidden_activation only
@@ -496,7 +497,7 @@ def _capped(keys: ConfigKeys, scores: float | None, logits: float | None) -> dic
     )
 
 
-def _write_capped(config: ModelConfig) -> dict[str, Any]:
+def _write_capped(config: ModelConfig) -> JsonObject:
     scale = config.key_dim**-0.5 if config.attention_scale is None else config.attention_scale
     scalar = round(scale**-2, 6)
     windows = _write_windows(config)
@@ -512,7 +513,7 @@ def _write_capped(config: ModelConfig) -> dict[str, Any]:
     )
 
 
-def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
+def _write_gemma2(config: ModelConfig) -> JsonObject:
     return dict(architectures=["Gemma2ForCausalLM"], **_write_capped(config))
 
 
@@ -547,7 +548,7 @@ def _read_gemma3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     return ModelConfig(**fields, positions=rope, window=window)
 
 
-def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
+def _write_gemma3(config: ModelConfig) -> JsonObject:
     base = _rope(config).window_base or 10_000.0
     keys = dict(_write_capped(config), rope_local_base_freq=base)
     return dict(architectures=["Gemma3ForCausalLM"], **keys)

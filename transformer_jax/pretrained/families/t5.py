@@ -17,8 +17,6 @@ else contradicts itself and is refused. T5's dropout within the feed-forward is 
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformer_jax.config import Activation, ModelConfig, T5Buckets
 from transformer_jax.pretrained.families.table import (
     ACTIVATION_KEYS,
@@ -30,6 +28,7 @@ from transformer_jax.pretrained.families.table import (
     blocks,
     linear,
 )
+from transformer_jax.untrusted_files import JsonObject
 
 HEAD = "lm_head.weight"
 
@@ -154,7 +153,7 @@ def _forward(keys: ConfigKeys) -> tuple[Activation, bool]:
     return activation, gated
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> JsonObject:
     dense = ACTIVATION_KEYS[config.activation]
     positions = config.positions if isinstance(config.positions, T5Buckets) else T5Buckets()
     plain = "gelu" if config.activation == "gelu_tanh" else dense

@@ -15,11 +15,11 @@ import numpy as np
 
 from transformer_jax.config import Activation, ConfigError, ModelConfig
 from transformer_jax.shown import short_repr
-from transformer_jax.untrusted_files import shown
+from transformer_jax.untrusted_files import JsonObject, shown
 
 Shape = tuple[int, ...]
-JsonObject = dict[str, Any]
-"""Keys and values of a JSON file."""
+Fields: TypeAlias = dict[str, Any]
+"""Fields of a ModelConfig by name: the config checks their values."""
 JsonValue: TypeAlias = Any
 """A number, text, list or object of a JSON file; readers check which."""
 Value = TypeVar("Value")
@@ -227,7 +227,7 @@ class ConfigKeys:
     A ConfigError names the file, the key, its value and the rule.
     """
 
-    def __init__(self, content: Mapping[str, Any], where: str, tensors: int | None = None) -> None:
+    def __init__(self, content: JsonObject, where: str, tensors: int | None = None) -> None:
         """Take the object, the file's name for errors, and how many tensors the files have."""
         self.where, self._tensors = where, tensors
         self._content, self._read, self._ignored = content, set[str](), set[str]()

@@ -64,7 +64,7 @@ class Hardware:
     count: int
     """How many chips there are; JAX has one device for each."""
 
-    def devices(self) -> list[Any]:
+    def devices(self) -> list[jax.Device]:
         """Return devices to compile for; ConfigError where a package for them is missing."""
         kind = self.name.split("-")[0]
         if kind == "cpu":
@@ -91,7 +91,7 @@ class Hardware:
         except Exception as error:
             raise _missing(self.name, 'pip install "jax[cuda13]"', error) from None
 
-    def lowering(self) -> contextlib.AbstractContextManager[Any]:
+    def lowering(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which programs are made for these devices and not for this one."""
         if self.chip is None or self.name.startswith("cpu"):
             return contextlib.nullcontext()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
+from jax.stages import Compiled
 
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.models.quantized import count
+from transformer_jax.pytree import PyTree
 
 R = TypeVar("R")
 
@@ -43,7 +45,7 @@ class StepMemory:
         return ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in parts.items() if size)
 
 
-def bytes_on_device(tree: Any) -> int:
+def bytes_on_device(tree: PyTree) -> int:
     """Count the bytes of arrays, or of shapes, on one of the devices that they are split over."""
     total = 0
     for leaf in jax.tree.leaves(tree):
@@ -57,12 +59,15 @@ def bytes_on_device(tree: Any) -> int:
     return total
 
 
-def step_memory(program: Any, state: Any, inputs: Any, frozen: Any = ()) -> StepMemory:
+def step_memory(
+    program: Compiled, state: PyTree, inputs: PyTree, frozen: PyTree = ()
+) -> StepMemory:
     """Return what a compiled step needs on a device, for a state and inputs of these shapes.
 
     Parameters that are `frozen`, given beside the state, count among the parameters.
     """
     found = program.memory_analysis()
+    assert found is not None
     held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     parameters = bytes_on_device((state.params, frozen))
     optimizer = bytes_on_device((state.opt_state, state.average))
@@ -81,7 +86,7 @@ def device_memory() -> int:
     return whole // (jax.local_device_count() if device.platform == "cpu" else 1)
 
 
-def check_state(state: Any, frozen: Any = ()) -> None:
+def check_state(state: PyTree, frozen: PyTree = ()) -> None:
     """Raise ConfigError for a state that, with its gradients, is larger than a device's memory.
 
     Beside it are the parameters that are `frozen`. Nothing is compiled: a model that cannot fit

@@ -8,7 +8,7 @@ best.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled, Lowered
+from jax.tree_util import KeyPath
 
 from transformer_jax.config import AdamW, ConfigError, MeshConfig, ModelConfig, TrainConfig
 from transformer_jax.config.optimizers import Adafactor
@@ -23,7 +25,7 @@ from transformer_jax.config.tasks import ClassifyTask, ContinuousTask, Generated
 from transformer_jax.models.factory import build, init_cache, init_params
 from transformer_jax.models.flops import forward_flops, training_flops
 from transformer_jax.models.inputs import example_inputs
-from transformer_jax.pytree import cast_floats
+from transformer_jax.pytree import Params, PyTree, cast_floats
 from transformer_jax.training.adapting import FrozenBase
 from transformer_jax.training.batch import Batch
 from transformer_jax.training.compiled import CompiledAhead, make_programs
@@ -174,7 +176,7 @@ def plan_decoding(
     rows = _sharding(placement, PartitionSpec(ROWS))
     tokens = jax.ShapeDtypeStruct((batch_size, 1), jnp.int32, sharding=rows)
 
-    def step(params: Any, cache: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    def step(params: Params, cache: PyTree, tokens: jax.Array) -> tuple[jax.Array, PyTree]:
         logits, cache = build(model).apply({"params": params}, tokens, cache=cache)
         return jnp.argmax(logits[:, -1], axis=-1), cache
 
@@ -191,7 +193,8 @@ def plan_decoding(
     if isinstance(found, int):
         sizes = StepMemory(parameters, 0, 0, max(found - parameters - held, 0))
         return Plan(hardware, mesh, sizes, held, batch_size, flops, True, looked_up=looked_up)
-    memory: Any = found.memory_analysis()
+    memory = found.memory_analysis()
+    assert memory is not None
     given = memory.argument_size_in_bytes + memory.output_size_in_bytes
     working = given - memory.alias_size_in_bytes + memory.temp_size_in_bytes - parameters - held
     sizes = StepMemory(parameters, 0, 0, max(working, 0))
@@ -199,7 +202,7 @@ def plan_decoding(
     return Plan(hardware, mesh, sizes, held, batch_size, flops, True, traffic, looked_up)
 
 
-def _compiled(program: Any) -> Any:
+def _compiled(program: Lowered) -> Compiled | int:
     """Return a compiled program; where a TPU's compiler refuses it for its size, the bytes."""
     try:
         return program.compile()
@@ -210,7 +213,7 @@ def _compiled(program: Any) -> Any:
         return int(float(used[1]) * 2 ** (10 * (1 + "KMGT".index(used[2]))))
 
 
-def _traffic(program: Any, devices: int) -> Traffic | None:
+def _traffic(program: Compiled, devices: int) -> Traffic | None:
     """Return what a compiled program sends; None where this jaxlib cannot read its text.
 
     A newer libtpu may write what an older jaxlib does not know.
@@ -272,7 +275,7 @@ def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, Tra
         assert isinstance(changed.model, ModelConfig)
         return replace(changed, model=replace(changed.model, **changes))
 
-    steps: list[tuple[bool, str, Any]] = [
+    steps: list[tuple[bool, str, Callable[[], TrainConfig]]] = [
         (config.model.remat != "full", "--remat full", lambda: with_model(remat="full")),
         (
             not config.model.scan_layers and not isinstance(config.model.window, tuple),
@@ -317,7 +320,7 @@ def least_chips(config: TrainConfig, hardware: Hardware) -> int | None:
     return None
 
 
-def _placement(mesh: MeshConfig, hardware: Hardware, devices: list[Any] | None) -> Placement:
+def _placement(mesh: MeshConfig, hardware: Hardware, devices: list[jax.Device] | None) -> Placement:
     """Return the placement over devices; over an abstract mesh where there are none."""
     if mesh.devices != hardware.count:
         found = "has one chip" if hardware.count == 1 else f"has {hardware.count} chips"
@@ -339,11 +342,13 @@ def _batch(model: ModelConfig, shape: tuple[int, int, int], placement: Placement
     """Return the shapes of a step's micro-batches [A, B, T], split by rows."""
     rows = _sharding(placement, PartitionSpec(None, ROWS))
 
-    def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def array(
+        shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.int32
+    ) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
 
     tokens = array(shape)
-    source: Any = tokens if model.kind == "encoder-decoder" else None
+    source = tokens if model.kind == "encoder-decoder" else None
     if model.inputs is not None:
         like = jax.eval_shape(lambda: example_inputs(model.inputs, shape[1], shape[2]))  # type: ignore[arg-type]
         given = array((shape[0], *like.shape), like.dtype)
@@ -355,15 +360,15 @@ def _batch(model: ModelConfig, shape: tuple[int, int, int], placement: Placement
     return Batch(tokens, tokens, source=source)
 
 
-def _placed_cache(cache: Any, placement: Placement, model: ModelConfig) -> Any:
+def _placed_cache(cache: PyTree, placement: Placement, model: ModelConfig) -> PyTree:
     """Return the shapes of a cache, split by rows, and by key heads where tensor divides them."""
     assert placement.mesh is not None
     split = model.kv_heads % placement.mesh.shape["tensor"] == 0
     heads = "tensor" if split else None
 
-    def placed(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+    def placed(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         name = jax.tree_util.keystr(path[-1:], simple=True)
-        axes: list[Any] = [ROWS, *(None,) * (leaf.ndim - 1)]
+        axes: list[str | tuple[str, ...] | None] = [ROWS, *(None,) * (leaf.ndim - 1)]
         if name in ("k", "v"):
             axes[-2] = heads
         sharding = _sharding(placement, PartitionSpec(*axes))

@@ -12,7 +12,7 @@ import numpy as np
 from transformer_jax.attention.masks import Causal, Prefix
 from transformer_jax.cache.model_cache import ModelCache
 from transformer_jax.config import ModelConfig, TrainConfig
-from transformer_jax.config.architectures import model_shape
+from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.generation import bucket, generate
@@ -20,6 +20,7 @@ from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryP
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.programs import program
+from transformer_jax.pytree import PyTree
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import (
     encode_text,
@@ -188,19 +189,26 @@ def _write(
 
 
 def _start(
-    model: Any,
+    model: AnyModelConfig,
     params: Params,
     batch: int,
     capacity: int,
     source: np.ndarray,  # [B, S, ...]
     valid: np.ndarray | None,  # bool[B, S]
-) -> Any:
+) -> PyTree:
     """Return the state of a decoder whose encoder has read the sources."""
     return _init(model, params, batch, capacity, source, valid)
 
 
 @program(static=("model", "batch", "capacity"))
-def _init(model: Any, params: Params, batch: int, capacity: int, source: Any, valid: Any) -> Any:
+def _init(
+    model: AnyModelConfig,
+    params: Params,
+    batch: int,
+    capacity: int,
+    source: jax.Array,
+    valid: jax.Array | None,
+) -> PyTree:
     return init_decode_state(model, params, batch, capacity, source=source, source_valid=valid)
 
 

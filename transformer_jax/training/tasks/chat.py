@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -42,6 +42,7 @@ from transformer_jax.training.tasks.turns import (
     talk_turns,
     tokenizer_of_talks,
 )
+from transformer_jax.untrusted_files import Json
 
 SHOWN = 3
 """Held-out conversations in the sample of a run."""
@@ -141,7 +142,7 @@ def _examples(
 
 
 def read_objects(
-    config: TrainConfig, what: str, check: Callable[[str, Any], T]
+    config: TrainConfig, what: str, check: Callable[[str, Json], T]
 ) -> tuple[list[tuple[str, T]], list[tuple[str, T]], bytes]:
     """Return the JSON values of lines with where they stand, of both parts, and all bytes.
 
@@ -155,7 +156,7 @@ def read_objects(
 
 
 def _read_file(
-    config: TrainConfig, name: str, data: str, check: Callable[[str, Any], T]
+    config: TrainConfig, name: str, data: str, check: Callable[[str, Json], T]
 ) -> tuple[list[tuple[str, T]], bytes]:
     lines, content = read_lines(config, name, data)
     found = []
@@ -173,21 +174,24 @@ def _read_file(
     return found, content
 
 
-def _messages(where: str, read: Any) -> Messages:
+def _messages(where: str, read: Json) -> Messages:
     """Return the messages of a line; DataError says what is wrong with them."""
     messages = read.get("messages") if isinstance(read, dict) else None
     if not isinstance(messages, list) or not messages:
         raise DataError(f'{where}: must be {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
-    check_messages(where, messages)
-    if not any(message["role"] == "assistant" for message in messages):
+    found = check_messages(where, messages)
+    if not any(message["role"] == "assistant" for message in found):
         raise DataError(f"{where}: no message is the assistant's: there is nothing to learn")
-    return messages
+    return found
 
 
-def check_messages(where: str, messages: Sequence[Any]) -> None:
-    """Raise DataError for a message without a role and a content."""
+def check_messages(where: str, messages: Sequence[Json]) -> Messages:
+    """Return messages; DataError for one without a role and a content."""
+    found = []
     for number, message in enumerate(messages, start=1):
         given = message if isinstance(message, dict) else {}
         if given.get("role") not in ROLES or not isinstance(given.get("content"), str):
             rule = f"must have a role, {', '.join(ROLES)}, and a content"
             raise DataError(f"{where}: message {number} is {message!r:.60}: {rule}")
+        found.append(given)
+    return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ from transformer_jax.config import TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.tasks import ClassifyTask
 from transformer_jax.programs import program
+from transformer_jax.pytree import Array
 from transformer_jax.tokenizers.special import (
     encoder_frame,
     frame,
@@ -158,7 +158,7 @@ def label_texts(
 
 @program(static=("model",))
 def _class_logits(
-    model: AnyModelConfig, params: Params, batch: Batch, columns: Any
+    model: AnyModelConfig, params: Params, batch: Batch, columns: Array | None
 ) -> jax.Array:  # f32[B, C]
     """Return the logits of the classes: of a head, or of the class tokens after <cls>."""
     logits = batch_logits(model)(params, batch, None)

@@ -7,7 +7,6 @@ encoder reads a picture, and its classification head says the class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.positions import Learned
 from transformer_jax.config.tasks import DigitsTask, TonesTask
 from transformer_jax.programs import program
+from transformer_jax.pytree import Array
 from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params, batch_logits
@@ -178,7 +178,7 @@ def signal_example(
 def _classes(
     model: AnyModelConfig,
     params: Params,
-    pictures: Any,  # f32[B, H, W, C]
+    pictures: Array,  # f32[B, H, W, C]
 ) -> jax.Array:  # i32[B]
     """Return the likeliest class of each picture."""
     labels = np.zeros(len(pictures), np.int32)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
 
 from transformer_jax.config import Learned, ModelConfig, TrainConfig
-from transformer_jax.config.tasks import LanguageTask
+from transformer_jax.config.tasks import Documents, LanguageTask
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.text.completion import complete, read_prompt
 from transformer_jax.tokenizers.plain_text import split_documents
@@ -154,8 +153,9 @@ def _pieces(ids: np.ndarray, length: int) -> Iterator[Batch]:
         yield Batch(piece[:-1], piece[1:])
 
 
-def _documents(config: TrainConfig, kind: Any) -> tuple[list[str], list[str], bytes]:
+def _documents(config: TrainConfig, kind: Documents) -> tuple[list[str], list[str], bytes]:
     """Return the documents of the training part and of the held-out one, and all bytes."""
+    assert kind != "prepared"  # which is no text
     parts, contents = [], []
     for data in filter(None, (config.data, config.val_data)):
         sources = read(data, config.out)

@@ -9,8 +9,7 @@ puts around a text; no special token is ever hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -239,7 +238,7 @@ def _guesses(
     return np.asarray(jnp.argmax(_logits(config.model, params, tokens)[..., :kinds], axis=-1))
 
 
-def _text(tokenizer: Tokenizer, ids: Any) -> str:
+def _text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     return tokenizer.to_bytes([int(i) for i in ids]).decode("utf-8", "replace")
 
 
@@ -257,7 +256,9 @@ def fill_masks(config: TrainConfig, tokenizers: Tokenizers, params: Params, text
     if isinstance(own, PretrainedTokenizer) and spelled:
         tokens = own.encode(text.replace(sign, spelled), special_tokens=True)
     else:
-        parts: list[Any] = [own.encode(part) if part else [] for part in text.split(sign)]
+        parts: list[np.ndarray | list[int]] = [
+            own.encode(part) if part else [] for part in text.split(sign)
+        ]
         ids = [int(i) for number, part in enumerate(parts) for i in [*[mask] * (number > 0), *part]]
         tokens = frame(tokenizer).around(np.array(ids, np.int32))
     if len(tokens) > config.sequence_len:

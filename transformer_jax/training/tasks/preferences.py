@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -38,11 +38,13 @@ from transformer_jax.training.tasks.task import (
 )
 from transformer_jax.training.tasks.turns import (
     ROLES,
+    Messages,
     message_turn,
     prompt_ids,
     text_turn,
     tokenizer_of_talks,
 )
+from transformer_jax.untrusted_files import Json
 
 FIELDS = "prompt", "chosen", "rejected"
 
@@ -52,9 +54,9 @@ class Pair(NamedTuple):
     """Hold a prompt and two answers: texts, or lists of messages."""
 
     where: str
-    prompt: Any
-    chosen: Any
-    rejected: Any
+    prompt: str | Messages
+    chosen: str | Messages
+    rejected: str | Messages
 
     @property
     def is_text(self) -> bool:
@@ -64,9 +66,9 @@ class Pair(NamedTuple):
     @property
     def texts(self) -> list[str]:
         """Return all that it says."""
-        if self.is_text:
-            return [self.prompt, self.chosen, self.rejected]
-        return [m["content"] for part in (self.prompt, self.chosen, self.rejected) for m in part]
+        parts = self.prompt, self.chosen, self.rejected
+        said = [[p] if isinstance(p, str) else [m["content"] for m in p] for p in parts]
+        return [text for texts in said for text in texts]
 
 
 class Preferences(RowsTask):
@@ -117,7 +119,7 @@ class Preferences(RowsTask):
         for number, pair in enumerate(self.pairs[:SHOWN]):
             said = _answered(self.config, self.tokenizers.tokenizer, params, pair.prompt, number)
             asked = [("prompt", pair.prompt)]
-            if not pair.is_text:
+            if not isinstance(pair.prompt, str):
                 asked = [(m["role"], m["content"]) for m in pair.prompt]
             lines += [*(f"{role}: {text}" for role, text in asked), f"answer: {said}"]
         return "\n".join(lines)
@@ -130,7 +132,7 @@ def answer_preferred(
 
     A run that does not say so did where its tokenizer has roles.
     """
-    prompt: Any = text
+    prompt: str | Messages = text
     assert isinstance(config.task, PreferenceTask)
     messages = config.task.messages
     if messages is None and isinstance(tokenizer, PretrainedTokenizer):
@@ -146,7 +148,7 @@ def _answered(
     config: TrainConfig,
     tokenizer: Tokenizer,
     params: Params,
-    prompt: Any,
+    prompt: str | Messages,
     number: int,
     tokens: int | None = None,
 ) -> str:
@@ -201,21 +203,24 @@ def _answer_ids(
     return ids, len(turn.prompt)
 
 
-def _pair(where: str, read: Any) -> Pair:
+def _pair(where: str, read: Json) -> Pair:
     """Return the pair of a line; DataError says what is wrong with it."""
     if not isinstance(read, dict) or any(name not in read for name in FIELDS):
         lacks = [name for name in FIELDS if not isinstance(read, dict) or name not in read]
         rule = 'must be {"prompt": ..., "chosen": ..., "rejected": ...}'
         raise DataError(f"{where}: lacks {', '.join(lacks)}: {rule}")
-    values = [read[name] for name in FIELDS]
-    if not all(isinstance(value, str) for value in values):
-        for name, value in zip(FIELDS, values, strict=True):
+    given = [read[name] for name in FIELDS]
+    values: list[str | Messages] = [value for value in given if isinstance(value, str)]
+    if len(values) < len(given):
+        values = []
+        for name, value in zip(FIELDS, given, strict=True):
             if not isinstance(value, list) or not value:
                 rule = "all must be texts, or all lists of messages"
                 raise DataError(f"{where}: {name} is {value!r:.60}: {rule}")
-            check_messages(f"{where}, {name}", value)
-            if name != "prompt" and [message["role"] for message in value] != ["assistant"]:
+            messages = check_messages(f"{where}, {name}", value)
+            if name != "prompt" and [message["role"] for message in messages] != ["assistant"]:
                 raise DataError(f"{where}: {name}: must be one message of the assistant")
+            values.append(messages)
     if read["chosen"] == read["rejected"]:
         raise DataError(f"{where}: chosen and rejected are the same: there is nothing to learn")
     return Pair(where, *values)

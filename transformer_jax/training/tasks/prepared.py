@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+import grain
 import jax
 import numpy as np
 
@@ -108,7 +108,7 @@ class PreparedText(TrainingTask):
             self._ahead = Prefetched(self.steps(_this_process()), self.place)
         return self._ahead(step)
 
-    def steps(self, process: tuple[int, int]) -> Any:
+    def steps(self, process: tuple[int, int]) -> grain.MapDataset:
         """Return the `grain.MapDataset` of what each step reads in a process, of so many."""
         config = self.config
         order = row_order([len(rows) for rows in self.rows], config.seed, config.data_weights)

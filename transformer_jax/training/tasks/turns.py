@@ -6,15 +6,15 @@ prompt, as they are without an answer, and then those of the answer, all of whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from transformer_jax.shown import short_repr
-from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import (
     encode_answer,
     encode_text,
@@ -30,7 +30,7 @@ from transformer_jax.untrusted_files import shown
 
 ROLES = "system", "user", "assistant"
 
-Messages = Sequence[Mapping[str, Any]]
+Messages: TypeAlias = Sequence[Message]
 
 
 @short_repr
@@ -47,7 +47,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages) -> np.ndarray:  # i
         return _ids(frame(tokenizer).first, encode_text(tokenizer, prompt))
     if isinstance(tokenizer, PretrainedTokenizer):
         return tokenizer.chat_ids(prompt, add_generation_prompt=True, written="parse")
-    ids, parts = special_ids(tokenizer), list[Any]()
+    ids, parts = special_ids(tokenizer), list[Sequence[int] | np.ndarray]()
     for message in prompt:
         text = encode_text(tokenizer, message["content"], begins=False)
         parts += [[ids[message["role"]]], text]
