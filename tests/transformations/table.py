@@ -5,7 +5,8 @@
     python -m tests.transformations --results cells.jsonl --write docs/reference/transformations.md
 
 A mark means that the transformed function gave the right numbers here: of a derivative those of
-central differences along a random direction, of everything else those of the plain call. Cells
+central differences along a random direction (of attention, of its formula in float64), of
+everything else those of the plain call. Cells
 that the file of results has already are not run again; the page leaves out rows that lack a cell.
 """
 
@@ -25,7 +26,7 @@ import numpy as np
 from tests.transformations.cases import Case, all_cases
 
 NEAR = dict(rtol=2e-4, atol=2e-5)
-STEP = 2.0**-6
+STEP, FINE_STEP = 2.0**-6, 2.0**-12  # of differences in float32, in float64
 
 
 def is_floating(x: Any) -> bool:
@@ -47,8 +48,12 @@ def _top(x: np.ndarray) -> float:
     return float(finite.max(initial=0))
 
 
-def scalar(case: Case) -> tuple[Callable[[Any], jax.Array], Any, Any]:
-    """Return f: floats -> a sum of all results, weighed at random; its argument; a direction."""
+def scalar(case: Case, function: Any = None) -> tuple[Callable[[Any], jax.Array], Any, Any]:
+    """Return f: floats -> a sum of all results, weighed at random; its argument; a direction.
+
+    The results are those of `function`, which is the case's own where none is given.
+    """
+    function = case.function if function is None else function
     floats, others = case.arguments()
     rng = np.random.default_rng(5)
     draw = lambda x: rng.standard_normal(x.shape).astype(np.float32)  # noqa: E731
@@ -58,10 +63,11 @@ def scalar(case: Case) -> tuple[Callable[[Any], jax.Array], Any, Any]:
         raise TypeError("no result is floating")
 
     def f(floats: Any) -> jax.Array:
-        results = [x for x in jax.tree.leaves(case.function(floats, others)) if is_floating(x)]
+        results = [x for x in jax.tree.leaves(function(floats, others)) if is_floating(x)]
+        numpy: Any = np if isinstance(results[0], np.ndarray) else jnp
         # an lse of -inf, of a row that sees nothing, has no slope
         sums = [
-            (w * jnp.where(jnp.isfinite(x), x, 0)).sum()
+            (w * numpy.where(numpy.isfinite(x), x, 0)).sum()
             for w, x in zip(weights, results, strict=True)
         ]
         return sum(sums[1:], sums[0])
@@ -71,12 +77,24 @@ def scalar(case: Case) -> tuple[Callable[[Any], jax.Array], Any, Any]:
     return f, floats, jax.tree.map(lambda x: x / np.float32(norm), direction)
 
 
-def along(f: Callable[[Any], Any], x: Any, v: Any) -> Any:
+def along(f: Callable[[Any], Any], x: Any, v: Any, step: Any = np.float32(STEP)) -> Any:
     """Return the derivative along v by central differences of fourth order."""
-    at = lambda a: jax.tree.map(lambda x, v: x + np.float32(a * STEP) * v, x, v)  # noqa: E731
-    g = jax.jit(f)
-    values = [jax.tree.map(lambda y: np.asarray(y, np.float64), g(at(a))) for a in (-2, -1, 1, 2)]
-    return jax.tree.map(lambda a, b, c, d: (a - 8 * b + 8 * c - d) / (12 * STEP), *values)
+    at = lambda a: jax.tree.map(lambda x, v: x + step * a * v, x, v)  # noqa: E731
+    values = [
+        jax.tree.map(lambda y: np.asarray(y, np.float64), f(at(np.float32(a))))
+        for a in (-2, -1, 1, 2)
+    ]
+    return jax.tree.map(lambda a, b, c, d: (a - 8 * b + 8 * c - d) / (12 * float(step)), *values)
+
+
+def slope(case: Case) -> float:
+    """Return the derivative of `scalar` along its direction, by differences."""
+    f, x, v = scalar(case)
+    if case.definition is None:
+        return float(along(jax.jit(f), x, v))
+    exact, x, v = scalar(case, case.definition)
+    x, v = (jax.tree.map(lambda a: np.asarray(a, np.float64), tree) for tree in (x, v))
+    return float(along(exact, x, v, np.float64(FINE_STEP)))
 
 
 def dot(x: Any, y: Any) -> float:
@@ -103,7 +121,7 @@ def jit(case: Case) -> None:
 def grad(case: Case) -> None:
     f, x, v = scalar(case)
     gradient = jax.jit(jax.grad(f))(x)
-    near(dot(gradient, v), along(f, x, v), np.sqrt(dot(gradient, gradient)) * 0.05)
+    near(dot(gradient, v), slope(case), np.sqrt(dot(gradient, gradient)) * 0.05)
 
 
 def jvp(case: Case) -> None:
@@ -118,7 +136,7 @@ def jvp(case: Case) -> None:
 def second_order(case: Case) -> None:
     f, x, v = scalar(case)
     gradient = jax.grad(f)
-    wanted = along(gradient, x, v)
+    wanted = along(jax.jit(gradient), x, v)
     scale = np.sqrt(dot(wanted, wanted)) + 1e-3
     over = {
         "forward over reverse": lambda x: jax.jvp(gradient, (x,), (v,))[1],
