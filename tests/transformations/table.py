@@ -26,7 +26,7 @@ import numpy as np
 from tests.transformations.cases import Case, all_cases
 
 NEAR = dict(rtol=2e-4, atol=2e-5)
-STEP, FINE_STEP = 2.0**-6, 2.0**-12  # of differences in float32, in float64
+STEP, FINE_STEP = np.float32(2**-6), np.float64(2**-12)  # of differences
 
 
 def is_floating(x: Any) -> bool:
@@ -77,7 +77,7 @@ def scalar(case: Case, function: Any = None) -> tuple[Callable[[Any], jax.Array]
     return f, floats, jax.tree.map(lambda x: x / np.float32(norm), direction)
 
 
-def along(f: Callable[[Any], Any], x: Any, v: Any, step: Any = np.float32(STEP)) -> Any:
+def along(f: Callable[[Any], Any], x: Any, v: Any, step: Any = STEP) -> Any:
     """Return the derivative along v by central differences of fourth order."""
     at = lambda a: jax.tree.map(lambda x, v: x + step * a * v, x, v)  # noqa: E731
     values = [
@@ -94,7 +94,7 @@ def slope(case: Case) -> float:
         return float(along(jax.jit(f), x, v))
     exact, x, v = scalar(case, case.definition)
     x, v = (jax.tree.map(lambda a: np.asarray(a, np.float64), tree) for tree in (x, v))
-    return float(along(exact, x, v, np.float64(FINE_STEP)))
+    return float(along(exact, x, v, FINE_STEP))
 
 
 def dot(x: Any, y: Any) -> float:
