@@ -28,8 +28,8 @@ from benchmarks.timing import Contender
 from transformer_jax import dot_product_attention, explain_attention
 from transformer_jax.attention.masks import Causal
 from transformer_jax.kernels import Target, target, using
-from transformer_jax.kernels.chips import Kind, blocks
-from transformer_jax.kernels.contract import Blocks
+from transformer_jax.kernels.chips import blocks
+from transformer_jax.kernels.contract import Blocks, Kind
 
 SEARCHED: tuple[Kind, ...] = ("forward", "dq", "dkdv", "single_pass", "single_pass_rows")
 _TPU = [Blocks(q, k) for q in (256, 512, 1024) for k in (256, 512, 1024, 2048)]
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
 def refused(
     where: Target, kind: Kind, length: int, H: int, Hv: int, options: argparse.Namespace
 ) -> str | None:
-    fits = getattr(where.module, "sums_fit", lambda *_: False)(length, H, Hv)
+    fits = where.backend.sums_fit(length, H, Hv)
     if kind in ("dq", "dkdv", "single_pass_rows") and fits != (kind == "single_pass_rows"):
         return (
             f"{kind} is not taken: dk and dv of all keys {'' if fits else 'do not '}fit fast memory"
@@ -113,7 +113,7 @@ def search(
     inputs = _inputs(options.batch, length, N, K, H, Hv, options.dtype)
     width = jnp.dtype(options.dtype).itemsize
     present = blocks(where, kind, H, Hv, width, length, length)
-    others = [b for b in options.candidates or CANDIDATES[where.backend][kind] if b != present]
+    others = [b for b in options.candidates or CANDIDATES[where.name][kind] if b != present]
     targets = {b: _with(where, kind, b) for b in (present, *others)}
     contenders, expected = [], None
     for tiles, chosen in targets.items():

@@ -1,11 +1,12 @@
 """Run fused attention kernels, imported as `transformer_jax.kernels`; needs only jax and numpy.
 
-A backend is a module that keeps the contract: `hopper` (NVIDIA of compute capability 9), `ampere`
-(any other from 8 on; both Pallas on Mosaic GPU), `tpu` (Pallas on Mosaic TPU) and `cpu` (C++).
+There is one `contract.Backend` in each of `hopper` (NVIDIA of compute capability 9), `ampere` (any
+other from 8 on; both Pallas on Mosaic GPU), `tpu` (Pallas on Mosaic TPU) and `cpu` (C++).
 What attention means (masks, arguments, the choice of an implementation) is in
 `transformer_jax.attention`, which calls `gradient.attend`.
 
-    contract   what a kernel computes and is given
+    contract   what a kernel computes and is given, and what a backend is
+    caches     keys and values as caches hold them
     dropout    which weights dropout keeps, on every backend
     chips      facts about chips: limits, tile sizes, where the kernels are fastest
     query_rows the rows of a tile of few queries
@@ -29,23 +30,22 @@ import functools
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Literal
 
 import jax
 
-from transformer_jax.kernels.contract import Blocks
+from transformer_jax.kernels.contract import Backend, Blocks
 
 __all__ = ["Target", "platform", "target", "using"]
 
-Backend = Literal["tpu", "hopper", "ampere", "cpu"]
+Name = Literal["tpu", "hopper", "ampere", "cpu"]
 
 
 @dataclass(frozen=True)
 class Target:
     """Name a backend, and say how it runs."""
 
-    backend: Backend
+    name: Name
     interpret: Any = False
     """False on the device. On a CPU what the backend's interpreter takes: True or an
     `InterpretParams` of Pallas for TPUs, an `InterpretGPUParams` of Pallas for Mosaic GPU."""
@@ -58,17 +58,17 @@ class Target:
     """How many multiprocessors an NVIDIA chip has; None: as many as `chips` knows of it."""
 
     @property
-    def module(self) -> ModuleType:
-        """Return the backend's module; a ValueError names one that does not exist."""
-        name = f"transformer_jax.kernels.{self.backend}"
+    def backend(self) -> Backend:
+        """Return the backend of this name; a ValueError names one that does not exist."""
+        path = f"transformer_jax.kernels.{self.name}"
         try:
-            return importlib.import_module(name)
+            found: Backend = importlib.import_module(path).BACKEND
         except ModuleNotFoundError as error:
-            if error.name != name:
+            if error.name != path:
                 raise
-            raise ValueError(
-                f"backend is {self.backend!r}: must be 'tpu', 'hopper', 'ampere' or 'cpu'"
-            ) from None
+            names = "'tpu', 'hopper', 'ampere' or 'cpu'"
+            raise ValueError(f"name is {self.name!r}: must be {names}") from None
+        return found
 
 
 _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
@@ -94,7 +94,7 @@ def platform() -> str:
     chosen = _chosen.get()
     if chosen is None or chosen.interpret:
         return jax.default_backend()
-    return "tpu" if chosen.backend == "tpu" else "gpu"
+    return "tpu" if chosen.name == "tpu" else "gpu"
 
 
 @functools.cache
@@ -109,7 +109,7 @@ def _attached() -> Target | str:
         major = capability.partition(".")[0]
         if major.isdigit() and int(major) >= 8:
             processors = getattr(device, "core_count", None)
-            kind: Backend = "hopper" if major == "9" else "ampere"
+            kind: Name = "hopper" if major == "9" else "ampere"
             return Target(kind, chip=chip, processors=processors)
         return f"needs an NVIDIA GPU of compute capability 8 or later, the device has {capability}"
     return f"needs a TPU or an NVIDIA GPU of capability 8 or later, the backend is {backend}"

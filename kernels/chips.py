@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
 
 from transformer_jax.kernels import Target
-from transformer_jax.kernels.contract import Blocks
-
-Kind = Literal["forward", "dq", "dkdv", "bias", "single_pass", "single_pass_rows", "decode"]
+from transformer_jax.kernels.contract import Blocks, Kind
 
 MEASURED: dict[tuple[str, Kind, int, int, int], Blocks] = {}
 """(chip as JAX names it, kernel, H, Hv, bytes of a number) to tiles; none measured yet."""
@@ -129,7 +126,7 @@ def processors_of(where: Target) -> int | None:
 
     None where neither says.
     """
-    if where.backend != "hopper" or where.processors or not where.chip:
+    if where.name != "hopper" or where.processors or not where.chip:
         return where.processors
     return HOPPER_WITH_FEWER.get(where.chip, HOPPER_PROCESSORS)
 
@@ -161,8 +158,8 @@ def blocks(
     shortest tile copies each at once, so a tile of it divides the page.
     """
     found = dict(where.blocks).get(kind) or MEASURED.get((where.chip, kind, H, Hv, itemsize))
-    found = found or where.module.blocks(kind, H, Hv, itemsize, K)
-    least = where.module.SHORTEST
+    found = found or where.backend.blocks(kind, H, Hv, itemsize, K)
+    least = where.backend.shortest
     q, k = (_at_most(n, length, least) for n, length in ((found.q, T), (found.k, S)))
     if kind != "decode":
         return dataclasses.replace(found, q=q, k=k)

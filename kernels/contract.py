@@ -15,58 +15,27 @@ D_i = do_i . out_i - dlse_i, which the caller computes:
 Where a pair is not visible, p, ds and du are selected to be 0, not multiplied: q_i . k_j and
 do_i . v_j may overflow there.
 
-Every backend is a module with `refuse`, `blocks`, the constants `LIST_BYTES` (the most that lists
-of tiles may take, or None), `HEADS_FIRST` (whether results come as [B, N, T, H], transposed),
-`SHORTEST` (the shortest tile of a short sequence, or None), `DECODE_ROWS` (the most queries of a
-key head, T N / K, that its decode kernel takes; 0 without one), `INT8` (whether that one reads
-int8 with scales), `PAGE` (the number of keys of which a page is a multiple where that one reads
-pages of a pool in place; 0: it reads none), `PACKS` (whether few queries of several heads are
-packed as rows of one tile, `Problem.packs`) and `PORTABLE` (a module of the same kernels in plain
-JAX, for other platforms and derivatives of the kernels, or None), and these kernels, one for each
-of `chips.Kind`:
-
-    forward(problem, operands, lists, blocks)                     out, m, log l
-    decode(problem, operands, lists, blocks)                      out, m, log l
-    backward_dq(problem, operands, lists, blocks, saved)          dq, and rows of dslopes or None
-    backward_dkdv(problem, operands, lists, blocks, saved)        dk, dv
-    backward_bias(problem, operands, lists, blocks, saved)        dbias
-    backward_single_pass(problem, operands, lists, blocks, saved) dq, dk, dv[, rows of dslopes]
-    backward_single_pass_rows(...)                                the same, from lists by query
-
 Queries, keys, values and cotangents must be finite, hidden ones and padding too, since 0 times NaN
 is NaN. A bias may be -inf. Tiles that the lists skip are not read, and what a copy finds after the
 end of an array has no influence. The kernels of `cpu` and `portable` ask for nothing: there NaN or
 inf in a query, key or value reaches exactly the queries that see it. Their out, and log l or m, are
 NaN, and they pass no gradient on.
-
-`backward_single_pass` is only called where the backend does not refuse a problem that is
-`nondeterministic`. That of `cpu` is deterministic, and the only one there. `decode` is called with
-T queries that are not padded and no dropout, where nobody differentiates. Its lists have one row,
-which the heads that read one key head share. Keys and values may lie in the pages of a pool, which
-it alone reads: key j of batch row b lies in page `pages[b, j // page]`, at j % page of its slots.
-Vectors, pairs, bias and lists are by j there, too, S = M page.
-A module may have `prepare(lists)`, which adds to lists what its kernels make of them, and
-`sums_fit(S, H, Hv)`: whether `backward_single_pass_rows`, which is deterministic, is taken in place
-of those of dq and of dk and dv.
-`transformer_jax.kernels.gradient` calls them all.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 LOWEST = -3.4028235e38  # where a running maximum starts: finite, so never inf - inf
 
 Vectors = tuple[jax.Array, ...]
-Tree = TypeVar("Tree")
+Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
@@ -154,29 +123,6 @@ class Operands(NamedTuple):
         )
 
 
-def dequantise(
-    q: jax.Array,  # i8[..., H]
-    scale: jax.Array,  # f32[...]
-    dtype: DTypeLike = jnp.float32,
-) -> jax.Array:  # [..., H]
-    """Return scale * q, computed in f32."""
-    return (q.astype(jnp.float32) * scale[..., None]).astype(dtype)
-
-
-def rows_of_pages(
-    x: jax.Array,  # [P, page, ..]
-    pages: jax.Array,  # i32[B, M]; an entry that is no page reads some page
-) -> jax.Array:  # [B, M * page, ..]
-    """Return the pages of each row one after the other, which is a copy."""
-    (B, M), (_, page, *rest) = pages.shape, x.shape
-    return x[clip_pages(pages, x.shape[0])].reshape(B, M * page, *rest)
-
-
-def clip_pages(pages: jax.Array, P: int) -> jax.Array:  # i32[B, M]
-    """Return a table that names only pages of the pool."""
-    return jnp.clip(pages.astype(jnp.int32), 0, P - 1)
-
-
 def learns_slopes(problem: Problem, operands: Operands) -> bool:
     """Return whether a backward kernel returns the rows that the slopes' gradient sums."""
     return operands.slopes is not None and not problem.fixed_slopes
@@ -194,9 +140,9 @@ class TileLists(NamedTuple):
     order: jax.Array  # i32[B or 1, N or 1, rows, columns]
     full: jax.Array  # i32[B or 1, N or 1, rows]
     seen: jax.Array  # i32[B or 1, N or 1, rows]: full and partial
-    visits: jax.Array | None = None  # i32[B or 1, N or 1, 1, rows * columns]: of `tpu.prepare`
-    rows: jax.Array | None = None  # i32[B or 1, N or 1, rows]: of `hopper.prepare`
-    visit_counts: jax.Array | None = None  # i32[B or 1, N or 1, 1]: of `tpu.prepare`
+    visits: jax.Array | None = None  # i32[B or 1, N or 1, 1, rows * columns]: of `tpu`
+    rows: jax.Array | None = None  # i32[B or 1, N or 1, rows]: of NVIDIA's
+    visit_counts: jax.Array | None = None  # i32[B or 1, N or 1, 1]: of `tpu`
 
 
 class Saved(NamedTuple):
@@ -240,39 +186,60 @@ def tile_lists(classes: Any) -> TileLists:  # of [B or 1, N or 1, rows, columns]
     )
 
 
-def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """Return the type of a kernel's result: in a `shard_map`, it varies over the mesh as `like`."""
-    axes = jax.typeof(like).manual_axis_type
-    return jax.ShapeDtypeStruct(
-        shape, dtype, **({"manual_axis_type": axes} if axes.varying else {})
-    )
+# What a backend is
+
+Kind = Literal["forward", "dq", "dkdv", "bias", "single_pass", "single_pass_rows", "decode"]
+Kernel = Callable[..., Any]
+Kernels = Mapping[Kind, Kernel]
 
 
-def vary(tree: Tree, like: Any = None) -> Tree:
-    """Mark arrays as different on each device of a `shard_map`, if others of `like` or `tree` are.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Backend:
+    """Offer the kernels for one kind of device, and say what they take.
 
-    A loop wants what it carries to be of one kind. Gradients of what was the same on all devices
-    are then summed over them. Outside of a `shard_map` nothing happens.
+    `kernels` has functions of (problem, operands, lists, blocks), which return
+
+        forward            out [B, T, N, Hv], m and log l, f32[B, N, T]
+        decode             the same, of few queries that nobody differentiates
+
+    and functions of (problem, operands, lists, blocks, saved) for the backward pass, which return
+
+        dq                 dq, and with learned slopes f32[B, N, T] of -sum_j ds_ij |q_i - k_j|
+        dkdv               dk, dv
+        bias               dbias, f32 of the bias's shape
+        single_pass        dq, dk, dv, and with learned slopes f32[B, N, S], summed over i
+        single_pass_rows   dq, dk, dv, and with learned slopes f32[B, N, T]; lists are by query
+
+    A backend has `single_pass_rows`, or `dq` and `dkdv`, or `single_pass` alone if that is
+    deterministic; `single_pass` is only called where `refuse` takes a problem that is
+    `nondeterministic`. `decode` gets T queries that are not padded, without dropout. Its lists have
+    one row, which the heads that read one key head share. It alone reads keys and values of int8
+    and from pages of a pool: key j of batch row b lies in page `pages[b, j // page]`, at j % page
+    of its slots, while vectors, pairs, bias and lists are by j there too, S = M page.
     """
-    leaves = jax.tree.leaves((tree, like))
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
 
-    def one(x: jax.Array) -> jax.Array:
-        missing = axes - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-    return jax.tree.map(one, tree) if axes else tree
-
-
-def once(condition: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tree:
-    """Return `change(tree)` where the condition holds, else the tree.
-
-    It is a loop of one step or none, because a conditional would copy the tree.
-    """
-    step = lambda state: (jnp.zeros_like(state[0]), change(state[1]))  # noqa: E731
-    return jax.lax.while_loop(lambda state: state[0], step, (condition, tree))[1]
-
-
-def no_mesh() -> contextlib.AbstractContextManager:
-    """Return a context without the mesh of `jax.set_mesh`: programs traced in it fit any mesh."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    kernels: Kernels
+    refuse: Callable[[Problem, Shaped, Shaped, Shaped], str | None]
+    """Return why query, key and value cannot be computed here, or None."""
+    blocks: Callable[..., Blocks]
+    """Return the default tile sizes, of (kind, H, Hv, bytes of a number, K)."""
+    list_bytes: int | None = None
+    """The most bytes that lists of tiles may take; None: any number."""
+    heads_first: bool = False
+    """Whether results come as [B, N, T, H], transposed."""
+    shortest: int | None = None
+    """The shortest tile of a short sequence; None: short sequences are padded to whole tiles."""
+    decode_rows: int = 0
+    """The most queries of a key head, T N / K, that `decode` takes."""
+    int8: bool = False
+    """Whether `decode` reads int8 with scales."""
+    page: int = 0
+    """The number of keys of which a page that `decode` reads in place is a multiple; 0: none."""
+    packs: bool = False
+    """Whether few queries of several heads are packed as rows of one tile: `Problem.packs`."""
+    prepare: Callable[[TileLists], TileLists] = lambda lists: lists
+    """Add to lists what the kernels make of them, once for all calls."""
+    sums_fit: Callable[[int, int, int], bool] = lambda S, H, Hv: False
+    """Whether `single_pass_rows` is taken in place of `dq` and `dkdv`, of (S, H, Hv)."""
+    portable: Kernels | None = None
+    """The same kernels in plain JAX, for other platforms and derivatives of the kernels."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -13,15 +12,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from transformer_jax.kernels import Target, portable
 from transformer_jax.kernels.batching import Kernel, batched
-from transformer_jax.kernels.chips import Kind
+from transformer_jax.kernels.caches import dequantise, rows_of_pages
 from transformer_jax.kernels.contract import (
+    Kernels,
+    Kind,
     Operands,
     Problem,
     Saved,
     TileLists,
-    dequantise,
     learns_slopes,
-    rows_of_pages,
 )
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.kernels.lowering import here_or_elsewhere
@@ -92,7 +91,7 @@ def _attend_plainly(
 ) -> tuple[jax.Array, jax.Array]:
     """Return attention in plain JAX, over the same tiles."""
     operands, lists = tree
-    kernel = _kernel_of(problem, where, "forward", (QUERIES, ROWS, ROWS), portable)
+    kernel = _kernel_of(problem, where, "forward", (QUERIES, ROWS, ROWS), portable.KERNELS)
     out, row_max, log_sum = kernel(_wide(operands)[0], lists["forward"])
     return out, row_max + log_sum
 
@@ -148,7 +147,7 @@ def _attend_backward(
     (given, lists), (out, row_max, log_sum), (do, dlse) = tree, saved, cotangents
     operands, narrow = _wide(given)
     problem = dataclasses.replace(problem, fixed_slopes=not wanted[0].slopes)
-    if where.module.HEADS_FIRST:  # else XLA makes do as the next weight gradient likes, and copies
+    if where.backend.heads_first:  # else XLA makes do as the next weight gradient likes, and copies
         do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
     D = _row_dot(do, out) - dlse  # [B, N, T]
     lost = jnp.isneginf(row_max) | jnp.isnan(row_max) | jnp.isnan(log_sum)
@@ -176,19 +175,18 @@ def _kernel(
     kernel_of = partial(_kernel_of, problem, where, kind, results)
     # an interpreter with parameters calls back into Python, which no partitioner can split
     splits = problem.interpret in (True, False)
-    here = batched(kernel_of(where.module), results, of_bias=of_bias, splits=splits)
-    if where.module.PORTABLE is None:
+    here = batched(kernel_of(where.backend.kernels), results, of_bias=of_bias, splits=splits)
+    if where.backend.portable is None:
         return here
-    elsewhere = kernel_of(where.module.PORTABLE)
+    elsewhere = kernel_of(where.backend.portable)
     return lambda *tree: here_or_elsewhere(here, elsewhere, tree)
 
 
 def _kernel_of(
-    problem: Problem, where: Target, kind: Kind, results: tuple[AxisNames, ...], module: ModuleType
+    problem: Problem, where: Target, kind: Kind, results: tuple[AxisNames, ...], kernels: Kernels
 ) -> Kernel:
-    """Return a module's kernel, as it is."""
-    blocks = dict(where.blocks)[kind]
-    function = getattr(module, kind if kind in ("forward", "decode") else f"backward_{kind}")
+    """Return one of the kernels, as it is."""
+    blocks, function = dict(where.blocks)[kind], kernels[kind]
 
     def kernel(operands: Operands, lists: TileLists, *saved: Saved) -> tuple[jax.Array, ...]:
         out = function(problem, operands, lists, blocks, *saved)

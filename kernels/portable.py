@@ -18,14 +18,15 @@ from jax import lax
 
 from transformer_jax.kernels.contract import (
     Blocks,
+    Kernels,
     Operands,
     Problem,
     Saved,
     TileLists,
     learns_slopes,
-    vary,
 )
 from transformer_jax.kernels.dropout import keep
+from transformer_jax.kernels.sharding import vary
 
 
 def forward(
@@ -146,6 +147,13 @@ def backward_bias(
     start = vary(jnp.zeros((*shape[:2], *lengths), jnp.float32), (operands, saved))
     dbias = lax.scan(of_queries, start, jnp.arange(tiles.rows, dtype=jnp.int32))[0]
     return dbias[:, :, : shape[2], : shape[3]]
+
+
+KERNELS: Kernels = {
+    "forward": forward,
+    "single_pass": backward_single_pass,
+    "bias": backward_bias,
+}
 
 
 def _visits(lists: TileLists) -> jax.Array:  # bool[rows, columns]

@@ -9,12 +9,13 @@ mesh split it (`Parts`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,9 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
-from transformer_jax.kernels.contract import no_mesh
-
+Tree = TypeVar("Tree")
 AxisNames = tuple[str | None, ...]
 """The names of an array's axes: "b" batch rows, "n" query heads, "k" key heads; size 1 is shared.
 Other names are of axes that are all independent, as those of `vmap` are. An array without rows and
@@ -284,3 +285,35 @@ def empty_batch(
     shapes = jax.eval_shape(function, *jax.tree.map(one, tree, mapped))
     empty = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), shapes)
     return empty, jax.tree.map(lambda _: True, shapes)
+
+
+# What varies over a mesh
+
+
+def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return the type of a kernel's result: in a `shard_map`, it varies over the mesh as `like`."""
+    axes = jax.typeof(like).manual_axis_type
+    return jax.ShapeDtypeStruct(
+        shape, dtype, **({"manual_axis_type": axes} if axes.varying else {})
+    )
+
+
+def vary(tree: Tree, like: Any = None) -> Tree:
+    """Mark arrays as different on each device of a `shard_map`, if others of `like` or `tree` are.
+
+    A loop wants what it carries to be of one kind. Gradients of what was the same on all devices
+    are then summed over them. Outside of a `shard_map` nothing happens.
+    """
+    leaves = jax.tree.leaves((tree, like))
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+    def one(x: jax.Array) -> jax.Array:
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(one, tree) if axes else tree
+
+
+def no_mesh() -> contextlib.AbstractContextManager:
+    """Return a context without the mesh of `jax.set_mesh`: programs traced in it fit any mesh."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer_jax.kernels.contract import no_mesh, vary
+from transformer_jax.kernels.sharding import no_mesh, vary
 
 Result = TypeVar("Result")
 

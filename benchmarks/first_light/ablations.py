@@ -54,7 +54,8 @@ def rows_as_they_are() -> Patch:
 
         return prepare
 
-    return replaced("kernels.hopper", "prepare", without)
+    backend = lambda usual: dataclasses.replace(usual, prepare=without(usual))  # noqa: E731
+    return replaced("kernels.hopper", "BACKEND", backend)
 
 
 def automatic_barriers() -> Patch:
@@ -71,7 +72,7 @@ def slack_of_8() -> Patch:
     chosen = target()
     if not isinstance(chosen, Target):
         raise Unavailable(chosen)
-    tiles = dataclasses.replace(chosen.module.blocks("forward", 128, 128, 2), slack=8.0)
+    tiles = dataclasses.replace(chosen.backend.blocks("forward", 128, 128, 2), slack=8.0)
     return using(dataclasses.replace(chosen, blocks=(("forward", tiles),)))
 
 

@@ -154,7 +154,7 @@ def slack(where: Where) -> Shares:
     """Let row maxima rise by more than the slack in half of the warps."""
     chosen, H = target(), 128
     assert isinstance(chosen, Target), chosen
-    tiles = replace(chosen.module.blocks("forward", H, H, 2), slack=8.0)
+    tiles = replace(chosen.backend.blocks("forward", H, H, 2), slack=8.0)
     arrays = where.arrays(5 * tiles.k + 7, H)
     rows = jnp.arange(arrays["query"].shape[1])
     span = 32 if where.rehearsed else tiles.k

@@ -24,38 +24,9 @@ from transformer_jax.kernels.ampere.forward import forward
 from transformer_jax.kernels.ampere.tiles import HAS_MMA
 from transformer_jax.kernels.chips import AMPERE_HEAD_DIMS as HEAD_DIMS
 from transformer_jax.kernels.chips import ampere_blocks as blocks
-from transformer_jax.kernels.contract import Problem
-from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER
-from transformer_jax.kernels.hopper.memory import ROWS as DECODE_ROWS
+from transformer_jax.kernels.contract import Backend, Problem
+from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER, ROWS
 from transformer_jax.kernels.hopper.schedule import prepare
-
-__all__ = [
-    "DECODE_ROWS",
-    "HEADS_FIRST",
-    "HEAD_DIMS",
-    "INT8",
-    "LIST_BYTES",
-    "PACKS",
-    "PAGE",
-    "PORTABLE",
-    "SHORTEST",
-    "backward_bias",
-    "backward_dkdv",
-    "backward_dq",
-    "blocks",
-    "decode",
-    "forward",
-    "prepare",
-    "refuse",
-]
-
-HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
-INT8 = True  # whether the decode kernel reads int8
-LIST_BYTES = None  # lists are in device memory
-PACKS = True  # few queries of several heads as rows of one tile
-PAGE = DECODE_ROWS  # the decode kernel reads pages of whole tiles
-PORTABLE = None
-SHORTEST = None  # short sequences are padded to whole tiles
 
 
 def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
@@ -72,3 +43,21 @@ def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
     if problem.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None
+
+
+BACKEND = Backend(
+    kernels={
+        "forward": forward,
+        "decode": decode,
+        "dq": backward_dq,
+        "dkdv": backward_dkdv,
+        "bias": backward_bias,
+    },
+    refuse=refuse,
+    blocks=blocks,
+    prepare=prepare,
+    decode_rows=ROWS,
+    int8=True,
+    page=ROWS,  # whole tiles
+    packs=True,
+)

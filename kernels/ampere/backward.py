@@ -31,7 +31,6 @@ from transformer_jax.kernels.contract import (
     Saved,
     TileLists,
     learns_slopes,
-    result,
 )
 from transformer_jax.kernels.hopper.backward import base_of
 from transformer_jax.kernels.hopper.bias_gradient import digits, sum_shape, visited
@@ -61,6 +60,7 @@ from transformer_jax.kernels.hopper.scores import (
     probabilities,
     queries_as_columns,
 )
+from transformer_jax.kernels.sharding import result
 
 WIDEST = 256  # H + Hv of which one program sums dk and dv
 

@@ -36,14 +36,7 @@ from transformer_jax.kernels.ampere.tiles import (
     start_nothing,
     store_rows,
 )
-from transformer_jax.kernels.contract import (
-    LOWEST,
-    Blocks,
-    Operands,
-    Problem,
-    TileLists,
-    result,
-)
+from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
 from transformer_jax.kernels.hopper.decode_rows import (
     for_copies,
     lists_of_key_heads,
@@ -67,6 +60,7 @@ from transformer_jax.kernels.hopper.memory import (
 from transformer_jax.kernels.hopper.schedule import each_tile, item_index, key_parts
 from transformer_jax.kernels.hopper.scores import TilePosition, TileVectors, score_unit, scores
 from transformer_jax.kernels.query_rows import packed_rows
+from transformer_jax.kernels.sharding import result
 
 WIDTHS = 32, 64  # of a tile, in keys
 

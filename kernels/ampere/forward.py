@@ -23,14 +23,7 @@ from transformer_jax.kernels.ampere.tiles import (
     product,
     slot,
 )
-from transformer_jax.kernels.contract import (
-    LOWEST,
-    Blocks,
-    Operands,
-    Problem,
-    TileLists,
-    result,
-)
+from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
 from transformer_jax.kernels.hopper.forward import divided
 from transformer_jax.kernels.hopper.memory import ROW, ROWS, Ref, across, at, f32, filled
 from transformer_jax.kernels.hopper.schedule import each_tile, prepare, query_items
@@ -43,6 +36,7 @@ from transformer_jax.kernels.hopper.scores import (
     score_unit,
     scores,
 )
+from transformer_jax.kernels.sharding import result
 
 
 def forward(

@@ -18,9 +18,10 @@ from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
-from transformer_jax.kernels.contract import Problem, vary
+from transformer_jax.kernels.contract import Problem
 from transformer_jax.kernels.hopper.memory import ROWS, Ref, filled, load, tile_slots
 from transformer_jax.kernels.hopper.schedule import name_of
+from transformer_jax.kernels.sharding import vary
 
 LAYOUT: Any = plgpu.Layout
 mma: Any = getattr(plgpu, "mma", None)  # of jax 0.11

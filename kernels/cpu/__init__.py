@@ -36,25 +36,18 @@ import numpy as np
 
 from transformer_jax.kernels import portable
 from transformer_jax.kernels.contract import (
+    Backend,
     Blocks,
     Operands,
     Problem,
     Saved,
     TileLists,
     learns_slopes,
-    vary,
 )
 from transformer_jax.kernels.cpu.program import Program, program_of
 from transformer_jax.kernels.dropout import threshold
+from transformer_jax.kernels.sharding import vary
 
-HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
-LIST_BYTES = None
-SHORTEST = None
-DECODE_ROWS = 0  # `forward` itself has a kernel for few queries
-INT8 = False
-PACKS = False  # a tile takes several heads as it is
-PAGE = 0
-PORTABLE = portable  # what programs get that leave this machine, and derivatives
 HANDLERS = (
     "attention_forward", "attention_backward", "attention_backward_bias", "attention_few_queries",
     "weight_product", "row_norm",
@@ -167,6 +160,14 @@ def backward_bias(
     shapes = [(operands.bias.shape, jnp.float32)]
     name = "attention_backward_bias"
     return _call(name, problem, operands, lists, blocks, saved, shapes)[0]
+
+
+BACKEND = Backend(  # whose forward kernel takes few queries itself, and in a tile several heads
+    kernels={"forward": forward, "single_pass": backward_single_pass, "bias": backward_bias},
+    refuse=refuse,
+    blocks=blocks,
+    portable=portable.KERNELS,
+)
 
 
 def mask_program(problem: Problem, operands: Operands) -> Program:

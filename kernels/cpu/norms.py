@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.kernels import platform
-from transformer_jax.kernels.contract import vary
 from transformer_jax.kernels.cpu import library
 from transformer_jax.kernels.cpu.products import MOST_ROWS
 from transformer_jax.kernels.lowering import here_or_elsewhere
+from transformer_jax.kernels.sharding import vary
 
 SMALLEST = 128
 """Shorter rows are left to XLA, which fuses what stands around."""

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.kernels import platform
-from transformer_jax.kernels.contract import vary
 from transformer_jax.kernels.cpu import library
 from transformer_jax.kernels.lowering import here_or_elsewhere
+from transformer_jax.kernels.sharding import vary
 
 MOST_ROWS = 16
 """More rows than these are left to XLA, whose products of matrices keep the weights in caches."""

@@ -27,44 +27,14 @@ from transformer_jax.kernels import nvidia
 from transformer_jax.kernels.chips import HOPPER_HEAD_DIMS as HEAD_DIMS
 from transformer_jax.kernels.chips import HOPPER_UNLIKE_HEAD_DIMS as UNLIKE_HEAD_DIMS
 from transformer_jax.kernels.chips import hopper_blocks as blocks
-from transformer_jax.kernels.contract import Problem
+from transformer_jax.kernels.contract import Backend, Problem
 from transformer_jax.kernels.hopper.backward import backward_dkdv, backward_dq
 from transformer_jax.kernels.hopper.backward_single_pass import backward_single_pass
 from transformer_jax.kernels.hopper.bias_gradient import backward_bias
 from transformer_jax.kernels.hopper.decode import decode
 from transformer_jax.kernels.hopper.forward import forward
-from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER, HAS_JAX_11
-from transformer_jax.kernels.hopper.memory import ROWS as DECODE_ROWS
+from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER, HAS_JAX_11, ROWS
 from transformer_jax.kernels.hopper.schedule import prepare
-
-__all__ = [
-    "DECODE_ROWS",
-    "HAS_JAX_11",
-    "HEADS_FIRST",
-    "HEAD_DIMS",
-    "INT8",
-    "LIST_BYTES",
-    "PACKS",
-    "PAGE",
-    "SHORTEST",
-    "backward_bias",
-    "backward_dkdv",
-    "backward_dq",
-    "backward_single_pass",
-    "blocks",
-    "decode",
-    "forward",
-    "prepare",
-    "refuse",
-]
-
-LIST_BYTES = None  # lists are in device memory
-HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
-INT8 = True  # whether the decode kernel reads int8
-PACKS = True  # few queries of several heads as rows of one tile
-PAGE = DECODE_ROWS  # the decode kernel reads pages of whole copies
-PORTABLE = None
-SHORTEST = None  # short sequences are padded to whole tiles
 
 
 def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
@@ -88,3 +58,22 @@ def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
     if problem.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None
+
+
+BACKEND = Backend(
+    kernels={
+        "forward": forward,
+        "decode": decode,
+        "dq": backward_dq,
+        "dkdv": backward_dkdv,
+        "bias": backward_bias,
+        "single_pass": backward_single_pass,
+    },
+    refuse=refuse,
+    blocks=blocks,
+    prepare=prepare,
+    decode_rows=ROWS,
+    int8=True,
+    page=ROWS,  # whole copies
+    packs=True,
+)

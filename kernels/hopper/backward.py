@@ -23,7 +23,6 @@ from transformer_jax.kernels.contract import (
     Saved,
     TileLists,
     learns_slopes,
-    result,
 )
 from transformer_jax.kernels.hopper.forward import has_room
 from transformer_jax.kernels.hopper.memory import (
@@ -65,6 +64,7 @@ from transformer_jax.kernels.hopper.scores import (
     score_gradient,
     weights,
 )
+from transformer_jax.kernels.sharding import result
 
 RowVectors = tuple[jax.Array | None, ...]
 Sums = dict[str, jax.Array]  # "dk", "dv"

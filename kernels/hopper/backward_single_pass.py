@@ -31,8 +31,6 @@ from transformer_jax.kernels.contract import (
     Saved,
     TileLists,
     learns_slopes,
-    result,
-    vary,
 )
 from transformer_jax.kernels.hopper.backward import RowVectors, base_of
 from transformer_jax.kernels.hopper.memory import (
@@ -66,6 +64,7 @@ from transformer_jax.kernels.hopper.scores import (
     probabilities,
     queries_as_columns,
 )
+from transformer_jax.kernels.sharding import result, vary
 
 PARTS = 2  # warpgroups that multiply
 

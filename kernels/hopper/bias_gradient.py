@@ -18,14 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.kernels.contract import (
-    Blocks,
-    Operands,
-    Problem,
-    Saved,
-    TileLists,
-    result,
-)
+from transformer_jax.kernels.contract import Blocks, Operands, Problem, Saved, TileLists
 from transformer_jax.kernels.hopper.backward import base_of
 from transformer_jax.kernels.hopper.memory import (
     ROW,
@@ -46,6 +39,7 @@ from transformer_jax.kernels.hopper.producer import wait_from
 from transformer_jax.kernels.hopper.products import product
 from transformer_jax.kernels.hopper.schedule import each_item, launch, specialise
 from transformer_jax.kernels.hopper.scores import TilePosition, TileVectors, probabilities
+from transformer_jax.kernels.sharding import result
 
 
 def backward_bias(

@@ -29,14 +29,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.kernels.contract import (
-    LOWEST,
-    Blocks,
-    Operands,
-    Problem,
-    TileLists,
-    result,
-)
+from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
 from transformer_jax.kernels.hopper.decode_rows import (
     columns_at_once,
     for_copies,
@@ -79,6 +72,7 @@ from transformer_jax.kernels.hopper.scores import (
     scores,
 )
 from transformer_jax.kernels.query_rows import packed_rows
+from transformer_jax.kernels.sharding import result
 
 QUERY_SLOTS = 2  # the next item's queries are copied while this one's are in use
 

@@ -23,14 +23,7 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
 
-from transformer_jax.kernels.contract import (
-    LOWEST,
-    Blocks,
-    Operands,
-    Problem,
-    TileLists,
-    result,
-)
+from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
 from transformer_jax.kernels.hopper.memory import (
     HAS_JAX_11,
     ROW,
@@ -64,6 +57,7 @@ from transformer_jax.kernels.hopper.scores import (
     score_unit,
     scores,
 )
+from transformer_jax.kernels.sharding import result
 
 
 def forward(

@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 
 from transformer_jax.kernels.chips import HOPPER_PROCESSORS
-from transformer_jax.kernels.contract import Blocks, Operands, Problem, TileLists, vary
+from transformer_jax.kernels.contract import Blocks, Operands, Problem, TileLists
 from transformer_jax.kernels.hopper.memory import at, i32
+from transformer_jax.kernels.sharding import vary
 
 PROGRAMS = HOPPER_PROCESSORS  # as many stay resident, where the chip is not known
 TURNS = 4  # parts of keys that a program takes, about: so many that rows of all lengths share well

@@ -17,42 +17,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from transformer_jax.kernels.chips import TPU_LANES as SHORTEST  # no tile is shorter
-from transformer_jax.kernels.chips import TPU_LIST_BYTES as LIST_BYTES
+from transformer_jax.kernels.chips import TPU_LANES, TPU_LIST_BYTES
 from transformer_jax.kernels.chips import tpu_blocks as blocks
-from transformer_jax.kernels.contract import Problem
+from transformer_jax.kernels.contract import Backend, Problem
 from transformer_jax.kernels.tpu.backward import backward_bias, backward_dkdv, backward_dq
 from transformer_jax.kernels.tpu.backward_single_pass import backward_single_pass_rows, sums_fit
 from transformer_jax.kernels.tpu.decode import decode
 from transformer_jax.kernels.tpu.forward import forward
 from transformer_jax.kernels.tpu.visits import prepare
-
-__all__ = [
-    "DECODE_ROWS",
-    "HEADS_FIRST",
-    "INT8",
-    "LIST_BYTES",
-    "PACKS",
-    "PAGE",
-    "SHORTEST",
-    "backward_bias",
-    "backward_dkdv",
-    "backward_dq",
-    "backward_single_pass_rows",
-    "blocks",
-    "decode",
-    "forward",
-    "prepare",
-    "refuse",
-    "sums_fit",
-]
-
-HEADS_FIRST = True  # whether results come as [B, N, T, H], transposed
-PORTABLE = None
-DECODE_ROWS = 64
-INT8 = True  # whether the decode kernel reads int8
-PACKS = False  # whether few queries of several heads are rows of one tile
-PAGE = SHORTEST  # the decode kernel reads pages of whole tiles
 
 
 def refuse(
@@ -71,3 +43,25 @@ def refuse(
     if problem.nondeterministic:
         return "tpu: 'pallas_unordered' needs a Hopper GPU"
     return None
+
+
+BACKEND = Backend(
+    kernels={
+        "forward": forward,
+        "decode": decode,
+        "dq": backward_dq,
+        "dkdv": backward_dkdv,
+        "bias": backward_bias,
+        "single_pass_rows": backward_single_pass_rows,
+    },
+    refuse=refuse,
+    blocks=blocks,
+    prepare=prepare,
+    sums_fit=sums_fit,
+    list_bytes=TPU_LIST_BYTES,
+    heads_first=True,
+    shortest=TPU_LANES,  # no tile is narrower
+    decode_rows=64,
+    int8=True,
+    page=TPU_LANES,  # whole tiles
+)

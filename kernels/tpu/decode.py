@@ -32,10 +32,10 @@ from transformer_jax.kernels.contract import (
     Operands,
     Problem,
     TileLists,
-    result,
     tile_lists,
 )
 from transformer_jax.kernels.query_rows import packed_rows, unpacked_output, unpacked_sums
+from transformer_jax.kernels.sharding import result
 from transformer_jax.kernels.tpu.grid import Ref, classes_of, refuse_long
 from transformer_jax.kernels.tpu.inputs import TileInputs
 from transformer_jax.kernels.tpu.scores import dot, power, unit

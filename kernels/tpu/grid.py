@@ -30,9 +30,9 @@ from transformer_jax.kernels.contract import (
     Refused,
     Saved,
     TileLists,
-    result,
     tile_lists,
 )
+from transformer_jax.kernels.sharding import result
 from transformer_jax.kernels.tpu.inputs import TileInputs, tile_inputs
 from transformer_jax.kernels.tpu.visits import VisitLists, flatten
 

@@ -115,9 +115,9 @@ def test_long_odd_lengths_of_every_width_match_the_oracle(H, lengths, implementa
 def test_warps_that_rescale_beside_warps_that_do_not_match_the_oracle(H):
     """Of every other 16 rows, the maximum rises by more than the slack with each tile of keys."""
     assert isinstance(WHERE, Target)
-    if WHERE.backend != "hopper":
+    if WHERE.name != "hopper":
         pytest.skip("on Hopper alone")
-    tiles = replace(WHERE.module.blocks("forward", H, H), slack=8.0)
+    tiles = replace(WHERE.backend.blocks("forward", H, H), slack=8.0)
     S = 5 * tiles.k + 7
     arrays = draw(
         H, batch=1, queries=S, keys=S, heads=2, kv_heads=1, dim=H, value_dim=H, dtype="bfloat16"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -57,15 +58,17 @@ arrays_of = functools.partial(few_queries.arrays_of, 64)
 def named(monkeypatch, backend="hopper"):
     """Record which kernels are traced."""
     jax.clear_caches()  # a program that is known is not traced again
-    calls, module = [], MODULES[backend]
+    calls, module, kernels = [], MODULES[backend], {}
     for name in ("forward", "decode"):
-        kernel = getattr(module, name)
+        kernel = module.BACKEND.kernels[name]
 
         def record(*arguments, name=name, kernel=kernel):
             calls.append(name)
             return kernel(*arguments)
 
-        monkeypatch.setattr(module, name, record)
+        kernels[name] = record
+    kernels = module.BACKEND.kernels | kernels
+    monkeypatch.setattr(module, "BACKEND", replace(module.BACKEND, kernels=kernels))
     return calls
 
 

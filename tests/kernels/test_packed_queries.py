@@ -6,7 +6,7 @@ in their interpreter. Everything is held against NumPy in float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -89,17 +89,17 @@ def tiles_of(monkeypatch, target, module, arrays, **settings):
     """Trace a call and its gradient; return of each kernel how many tiles of queries it has."""
     jax.clear_caches()  # a program that is known is not traced again
     found = {}
-    kinds = "forward", "backward_dq", "backward_dkdv", "backward_bias", "backward_single_pass"
-    for name in kinds:
-        kernel = getattr(module, name, None)
+    kernels = {}
+    for name, kernel in module.BACKEND.kernels.items():
 
         def record(problem, operands, lists, blocks, *saved, name=name, kernel=kernel):
             B, T, N, _ = operands.query.shape
-            found[name.removeprefix("backward_")] = B * N * T // blocks.q
+            if name != "decode":
+                found[name] = B * N * T // blocks.q
             return kernel(problem, operands, lists, blocks, *saved)
 
-        if kernel is not None:
-            monkeypatch.setattr(module, name, record)
+        kernels[name] = record
+    monkeypatch.setattr(module, "BACKEND", replace(module.BACKEND, kernels=kernels))
     with using(target):
         jax.eval_shape(lambda x: attend_and_pull(x, **settings), arrays)
     return found
@@ -124,7 +124,7 @@ def test_the_queries_of_a_group_fill_tiles_together_on_hopper(T, group, rows, mo
     assert tiles_of(*call, mask=Causal()) == {
         "forward": 3 * 2 * rows, "dq": 3 * 2 * rows, "dkdv": 3 * 2 * of_64
     }  # fmt: skip
-    monkeypatch.setattr(hopper, "PACKS", False)
+    monkeypatch.setattr(hopper, "BACKEND", replace(hopper.BACKEND, packs=False))
     assert tiles_of(*call, mask=Causal()) == {
         "forward": 3 * 2 * group, "dq": 3 * 2 * group, "dkdv": 3 * 2 * group * 2
     }  # fmt: skip
@@ -135,7 +135,7 @@ def test_the_queries_of_a_group_fill_tiles_together_on_ampere(monkeypatch):
     arrays = drawn(16, 8) | {"bias": jnp.zeros((1, 16, 16, 200), jnp.bfloat16)}
     call = monkeypatch, Target("ampere"), ampere, arrays
     assert tiles_of(*call) == {k: 3 * 2 * 2 for k in ("forward", "dq", "dkdv", "bias")}
-    monkeypatch.setattr(ampere, "PACKS", False)
+    monkeypatch.setattr(ampere, "BACKEND", replace(ampere.BACKEND, packs=False))
     assert tiles_of(*call) == {k: 3 * 2 * 8 for k in ("forward", "dq", "dkdv", "bias")}
 
 

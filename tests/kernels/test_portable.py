@@ -1,7 +1,6 @@
 """The kernels of a CPU in plain JAX: the same results; exports, other platforms, derivatives."""
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +18,12 @@ from transformer_jax.kernels.contract import Blocks
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 compiled = pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.library()))
 
-MODULE = SimpleNamespace(
-    **vars(cpu)
-    | vars(portable)
-    | dict(PORTABLE=None, blocks=lambda kind, *_: Blocks(16, 32 if kind == "forward" else 8))
-)
-
 
 class Elsewhere(Target):
     @property
-    def module(self):
-        return MODULE
+    def backend(self):
+        blocks = lambda kind, *_: Blocks(16, 32 if kind == "forward" else 8)  # noqa: E731
+        return replace(cpu.BACKEND, kernels=portable.KERNELS, portable=None, blocks=blocks)
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,6 @@ def test_lists_are_counted_of_the_backward_kernel_that_is_taken():
 
 def test_a_target_that_is_none_is_refused_by_name():
     for name in ("gpu", "blackwell"):
-        said = f"backend is '{name}': must be 'tpu', 'hopper', 'ampere' or 'cpu'"
+        said = f"name is '{name}': must be 'tpu', 'hopper', 'ampere' or 'cpu'"
         with pytest.raises(ValueError, match=said):
-            _ = Target(name).module
+            _ = Target(name).backend

@@ -6,8 +6,7 @@ It visits what the lists name and nothing else, by spreading them into a mask of
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax import lax
 
 from transformer_jax.kernels import Target
 from transformer_jax.kernels.contract import (
+    Backend,
     Blocks,
     Operands,
     Problem,
@@ -25,14 +25,6 @@ from transformer_jax.kernels.contract import (
 )
 from transformer_jax.kernels.dropout import keep
 
-LIST_BYTES = None
-HEADS_FIRST = False  # whether results come as [B, N, T, H], transposed
-PORTABLE = None
-SHORTEST = None
-DECODE_ROWS = 0
-INT8 = False
-PACKS = False
-PAGE = 0
 TILES = {"forward": Blocks(16, 32), "dq": Blocks(16, 16), "dkdv": Blocks(32, 16)}
 LARGE = {
     "forward": Blocks(64, 32),
@@ -45,13 +37,11 @@ LARGE = {
 
 @dataclass(frozen=True)
 class Plain(Target):
-    backend: Any = "plain"
+    name: Any = "plain"
 
     @property
-    def module(self):
-        from tests.support import plain_kernels
-
-        return plain_kernels
+    def backend(self):
+        return BACKEND
 
 
 @dataclass(frozen=True)
@@ -59,12 +49,8 @@ class Packing(Plain):
     """Pack few queries of several heads as rows of one tile; tiles hold many of them."""
 
     @property
-    def module(self):
-        from tests.support import plain_kernels
-
-        return SimpleNamespace(
-            **vars(plain_kernels) | dict(PACKS=True, blocks=lambda kind, *_: LARGE[kind])
-        )
+    def backend(self):
+        return replace(BACKEND, packs=True, blocks=lambda kind, *_: LARGE[kind])
 
 
 def refuse(problem, query, key, value):
@@ -207,3 +193,16 @@ def backward_bias(problem, operands, lists, blocks, saved):
     _, ds, _, _ = _differences(problem, operands, seen, full, saved)
     axes = [i for i, n in enumerate(operands.bias.shape) if n == 1]
     return ds.sum(axis=tuple(axes), keepdims=True)
+
+
+BACKEND = Backend(
+    kernels={
+        "forward": forward,
+        "dq": backward_dq,
+        "dkdv": backward_dkdv,
+        "bias": backward_bias,
+        "single_pass": backward_single_pass,
+    },
+    refuse=refuse,
+    blocks=blocks,
+)

@@ -17,16 +17,17 @@ from transformer_jax.attention.blockwise.core import scaled
 from transformer_jax.attention.mask_vectors import MATRICES, Comparison, MaskVectors
 from transformer_jax.attention.masks import Everything, Mask
 from transformer_jax.kernels import Target, platform, target
-from transformer_jax.kernels.chips import Kind, kinds, processors_of
+from transformer_jax.kernels.caches import clip_pages
 from transformer_jax.kernels.chips import blocks as blocks_of
+from transformer_jax.kernels.chips import kinds, processors_of
 from transformer_jax.kernels.contract import (
     Blocks,
+    Kind,
     Operands,
     Problem,
     Refused,
     TileLists,
     Vectors,
-    clip_pages,
 )
 from transformer_jax.kernels.gradient import BY_KEY, ListsByKernel, attend
 from transformer_jax.programs import program
@@ -98,20 +99,20 @@ class Pallas(Implementation):
         reason = None if call.mask is None else refuse_mask(call.mask)
         if reason is None:
             problem = _problem(call, None, where, self.single_pass)
-            reason = where.module.refuse(problem, query, key, value)
+            reason = where.backend.refuse(problem, query, key, value)
         return reason or _refuse_lists(call, where)
 
     def reads_int8(self, call: AttentionCall) -> bool:
         """Say whether the kernel for few queries takes a call, and reads int8."""
         where = self.environment()
         assert isinstance(where, Target)
-        return where.module.INT8 and _has_few_queries(call, where)
+        return where.backend.int8 and _has_few_queries(call, where)
 
     def reads_pages(self, call: AttentionCall) -> bool:
         """Say whether the kernel for few queries takes a call, and reads pages of this size."""
         where, page = self.environment(), call.key.shape[1]
         assert isinstance(where, Target)
-        least = where.module.PAGE
+        least = where.backend.page
         fits = call.block_table is not None and least > 0 and page > 0 and page % least == 0
         return fits and _has_few_queries(call, where)
 
@@ -142,7 +143,7 @@ class Pallas(Implementation):
         blocks = {
             kind: blocks_of(where, kind, H, Hv, width, T, S, call.key.shape[2], _page(call))
             for kind in kinds(
-                self.single_pass, _has_few_queries(call, where), _sums_fit(where, S, H, Hv)
+                self.single_pass, _has_few_queries(call, where), where.backend.sums_fit(S, H, Hv)
             )
         }
         padded_T, padded_S, packs = T, S, _packs(call, where, blocks["forward"].q)
@@ -231,14 +232,14 @@ def _has_few_queries(call: AttentionCall, where: Target) -> bool:
     It does not where its list, of the tiles of all batch rows, is too long for where that is kept.
     """
     (B, T, N, S), (K, H) = call.sizes, call.key.shape[2:]
-    if T * N // K > where.module.DECODE_ROWS or call.dropout_rate > 0:
+    if T * N // K > where.backend.decode_rows or call.dropout_rate > 0:
         return False
-    most, Hv = where.module.LIST_BYTES, call.value.shape[3]
+    most, Hv = where.backend.list_bytes, call.value.shape[3]
     if most is None:
         return True
     *others, k = [
         blocks_of(where, kind, H, Hv, call.query.dtype.itemsize, T, S, K, _page(call)).k
-        for kind in kinds(False, True, _sums_fit(where, S, H, Hv))
+        for kind in kinds(False, True, where.backend.sums_fit(S, H, Hv))
     ]
     listed = _round_up(S, math.lcm(*others, k)) // k  # S is padded to whole tiles of every kernel
     table = 0 if call.block_table is None else call.block_table.size
@@ -254,7 +255,7 @@ def _packs(call: AttentionCall, where: Target, block_q: int) -> bool:
     """
     (_, T, N, _), bias = call.sizes, call.bias
     group = N // call.key.shape[2]
-    if not where.module.PACKS or call.dropout_rate > 0 or isinstance(bias, ALiBi):
+    if not where.backend.packs or call.dropout_rate > 0 or isinstance(bias, ALiBi):
         return False
     if bias is not None and bias.shape[1] > 1 == bias.shape[2]:
         return False
@@ -266,11 +267,6 @@ def _page(call: AttentionCall) -> int | None:
     return None if call.block_table is None else call.key.shape[1]
 
 
-def _sums_fit(where: Target, S: int, H: int, Hv: int) -> bool:
-    """Say whether one deterministic backward kernel is taken, whose sums fit fast memory."""
-    return hasattr(where.module, "sums_fit") and where.module.sums_fit(S, H, Hv)
-
-
 def refuse_mask(mask: Mask) -> str | None:
     """Return why a kernel cannot evaluate a mask, or None."""
     if mask.num_matrices > MATRICES:
@@ -280,7 +276,7 @@ def refuse_mask(mask: Mask) -> str | None:
 
 def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
     """Return whether the lists of tiles are too long for where a backend keeps them."""
-    most = where.module.LIST_BYTES
+    most = where.backend.list_bytes
     if most is None:
         return None
     _, T, _, S = call.sizes
@@ -288,7 +284,7 @@ def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
     places = call.q_positions, call.k_positions
     leads = [batch, *(p.shape[0] for p in places if p is not None and len(p.shape) == 2)]
     H, Hv, K = call.query.shape[3], call.value.shape[3], call.key.shape[2]
-    for kind in kinds(nondeterministic=False, by_rows=_sums_fit(where, S, H, Hv)):
+    for kind in kinds(nondeterministic=False, by_rows=where.backend.sums_fit(S, H, Hv)):
         b = blocks_of(where, kind, H, Hv, call.query.dtype.itemsize, T, S, K)
         rows, columns = -(-T // b.q), -(-S // b.k)
         dense = kind == "bias" and isinstance(call.bias, jax.Array | jax.ShapeDtypeStruct)
@@ -319,9 +315,9 @@ def _plan(call: AttentionCall, tiling: Tiling) -> FusedPlan:
         if tiling.packs:  # one tile has all queries
             blocks = {kind: dataclasses.replace(b, q=padded_T) for kind, b in blocks.items()}
         plans = _plans(mask, *at, tuple(blocks.values()), tiling.padded)
-    lists = {kind: _lists(kind, plan, tiling) for kind, plan in zip(blocks, plans, strict=True)}
-    if hasattr(tiling.where.module, "prepare"):
-        lists = {kind: tiling.where.module.prepare(found) for kind, found in lists.items()}
+    prepare = tiling.where.backend.prepare
+    found = zip(blocks, plans, strict=True)
+    lists = {kind: prepare(_lists(kind, plan, tiling)) for kind, plan in found}
     everywhere = mask.sees_everything and call.k_positions is None and call.sizes[3] == padded_S
     visible = None if everywhere else vectors.visible
     return FusedPlan(q_vectors, k_vectors, pairs, lists, visible, tiling)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.checks import as_int32, check_count
-from transformer_jax.kernels.contract import dequantise as dequantise
+from transformer_jax.kernels.caches import dequantise as dequantise
 from transformer_jax.pytree import exportable
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.shown import short_repr

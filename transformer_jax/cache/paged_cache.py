@@ -25,7 +25,7 @@ import numpy as np
 
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.checks import as_int32, check_count
-from transformer_jax.kernels.contract import rows_of_pages
+from transformer_jax.kernels.caches import rows_of_pages
 from transformer_jax.pytree import exportable
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import known_value, traced

@@ -32,7 +32,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -70,9 +70,11 @@ from transformer_jax.attention.blockwise.tiles import (
     visited_tiles,
 )
 from transformer_jax.attention.reference import Xla
-from transformer_jax.kernels.contract import LOWEST, once
+from transformer_jax.kernels.contract import LOWEST
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.sharding import vary
+
+Tree = TypeVar("Tree")
 
 
 class Blockwise(Implementation):
@@ -202,6 +204,15 @@ def _scores(
 
 
 # What is not finite
+
+
+def once(condition: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    """Return `change(tree)` where the condition holds, else the tree.
+
+    It is a loop of one step or none, because a conditional would copy the tree.
+    """
+    step = lambda state: (jnp.zeros_like(state[0]), change(state[1]))  # noqa: E731
+    return lax.while_loop(lambda state: state[0], step, (condition, tree))[1]
 
 
 def _finite_rows(x: jax.Array) -> jax.Array:  # [group, rows, d] to bool[group, rows, 1]
