@@ -633,6 +633,7 @@ BAD = {
     "no softcap": ((Q, K, K), {"softcap": 0.0}, r"softcap.*0"),
     "infinite softcap": ((Q, K, K), {"softcap": math.inf}, r"softcap is inf: .*finite"),
     "scale of NaN": ((Q, K, K), {"scale": math.nan}, r"scale is nan: must be finite"),
+    "scale below float32": ((Q, K, K), {"scale": 1e-38}, r"scale is 1e-38: must be finite"),
     "number as a key": ((Q, K, K), {"dropout_rate": 0.5, "dropout_key": 0}, r"dropout_key is 0"),
 }  # fmt: skip
 

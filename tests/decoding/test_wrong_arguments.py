@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from functools import partial
+from inspect import signature
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ import pytest
 from flax import nnx
 
 import transformer_jax as tj
+from transformer_jax import decoding
+from transformer_jax.config import keywords, optimizers
 from transformer_jax.text import complete
 from transformer_jax.training import fit
 
@@ -128,6 +132,53 @@ def test_a_likely_mistake_is_one_line_that_names_what_was_meant(mistake):
     with pytest.raises(ValueError, match=said) as error:
         call()
     assert len(str(error.value).splitlines()) == 1
+
+
+OTHERS = {
+    "temperature": (partial(generate, temperature=0.7), r"sampler=Sample\(Temperature\(...\)\)"),
+    "top_p": (partial(generate, top_p=0.9), r"meant: sampler=Sample\(TopP\("),
+    "do_sample": (partial(generate, do_sample=True), r"meant: sampler=Sample\(\)"),
+    "num_beams": (partial(generate, num_beams=4), r"meant: beam_search\("),
+    "attention_mask": (partial(generate, attention_mask=PROMPT > 0), "meant: lengths"),
+    "eos_token_id": (partial(searching, eos_token_id=3), "meant: stop"),
+    "max_new_tokens": (partial(generate, max_new_tokens=3), "meant: num_tokens"),
+    "attn_mask": (partial(attend, attn_mask=None), "meant: mask"),
+    "is_causal": (partial(attend, is_causal=True), r"meant: mask=Causal\(\)"),
+    "dropout_p": (partial(attend, dropout_p=0.1), "meant: dropout_rate"),
+    "masc": (partial(attend, masc=None), "nearest: mask"),
+    "hidden_size": (partial(tj.ModelConfig, hidden_size=16), "no field 'hidden_size', meant: d_m"),
+    "n_layer": (partial(replace, CONFIG, n_layer=2), "meant: num_layers"),
+    "num_layer": (partial(tj.ModelConfig, num_layer=2), "nearest: num_layers"),
+    "hidden_size of cells": (partial(tj.RecurrentConfig, hidden_size=5), "meant: d_hidden"),
+    "lr": (partial(tj.TrainConfig, lr=1e-3), "meant: learning_rate"),
+    "weight_decay": (partial(tj.TrainConfig, weight_decay=0.1), r"meant: optimizer=AdamW\(weigh"),
+    "lr of an optimizer": (partial(optimizers.AdamW, lr=1e-3), "AdamW has no field 'lr'"),
+    "r": (partial(tj.LoraConfig, r=8), "meant: rank"),
+    "epochs": (partial(fit, tj.TrainConfig(), epochs=3), r"fit\(\) has no argument 'epochs'"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_keyword_of_another_library_is_one_line_that_names_what_was_meant(name):
+    call, said = OTHERS[name]
+    with pytest.raises(TypeError, match=said) as error:
+        call()
+    assert f"{name.split()[0]!r}" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_what_is_said_to_be_meant_is_there():
+    calls = (tj.generate, tj.beam_search, tj.dot_product_attention)
+    known = {name for call in calls for name in signature(call).parameters} - {"unknown"}
+    configs = (tj.ModelConfig, tj.TrainConfig, tj.RecurrentConfig, tj.LoraConfig, optimizers.AdamW)
+    known |= {field.name for config in configs for field in fields(config)}
+    for text in keywords._OTHER_NAMES:
+        first, *more = re.findall(r"[A-Za-z_]+", text)
+        assert first in known or hasattr(tj, first), text
+        places = (tj, decoding, optimizers)
+        for name in more:
+            there = name in known or name == "full" or any(hasattr(place, name) for place in places)
+            assert there, text
 
 
 def test_no_stop_is_none_or_nothing():

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, Never, overload
 
 import jax
 from jax.sharding import PartitionSpec
@@ -36,6 +36,7 @@ from transformer_jax.attention.cudnn import Cudnn
 from transformer_jax.attention.fused import Native, Pallas
 from transformer_jax.attention.masks import Mask
 from transformer_jax.attention.reference import Xla, reference_weights
+from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.kernels import cpu, platform, target
 from transformer_jax.kernels.chips import FASTEST
 from transformer_jax.programs import depends_on_names, program
@@ -156,6 +157,7 @@ def dot_product_attention(
     block_table: jax.Array | None = None,  # i32[B, M]
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], or with lse [B, T, N]
     """Return softmax(s) v for s = softcap tanh(scale q.k / softcap) + bias, where the mask allows.
 
@@ -191,6 +193,7 @@ def dot_product_attention(
     runs or raises NotImplementedError with the reason.
     ValueError where the arguments do not fit together.
     """
+    refuse_keywords(dot_product_attention, unknown)
     call = check_call(
         query,
         key,

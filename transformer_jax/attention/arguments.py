@@ -255,6 +255,8 @@ def _check_numbers(scale: Any, softcap: Any, dropout_rate: Any, dropout_key: Any
             raise ValueError(f"scale has shape {scale.shape}: must be one number")
     elif scale is not None:
         check_finite("scale", float(scale))
+        if scale:  # 0 may be; below 2^-126 a device takes it for 0
+            check_factor("scale", abs(float(scale)))
     if softcap is not None:
         check_factor("softcap", float(softcap))
     if not 0 <= dropout_rate < 1:

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from transformer_jax.config.fields import check_types, fail, fraction, positive
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
 Base = Literal["float32", "bfloat16", "int8", "int4"]
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters W + scale A B of a model's kernels (Hu et al. 2021)."""

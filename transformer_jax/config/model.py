@@ -20,6 +20,7 @@ from transformer_jax.config.fields import (
     unread,
 )
 from transformer_jax.config.inputs import Frames, Patches, Vectors
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.config.positions import Learned, Positions, positions_of
 from transformer_jax.shown import short_repr
 
@@ -33,6 +34,7 @@ Remat = Literal["none", "attention", "dots", "full"]
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Describe a transformer: `kind` says which stacks it has, the rest what a block looks like."""

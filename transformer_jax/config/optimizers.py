@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformer_jax.config.fields import check_types, fail, fraction, non_negative, positive
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
@@ -54,6 +56,7 @@ class Adafactor:
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class Lion:
     """Step by the sign of a mean gradient (Chen et al. 2023).
@@ -75,6 +78,7 @@ class Lion:
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class Muon:
     """Step by the orthogonalised mean gradient of a matrix (Jordan et al. 2024).

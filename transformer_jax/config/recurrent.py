@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from transformer_jax.config.fields import check_types, fail, fraction, positive, unread
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
 Cell = Literal["rnn", "lstm", "gru"]
@@ -14,6 +15,7 @@ ContextUse = Literal["output", "input", "state"]
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
     """Describe a recurrent language model, tagger or encoder-decoder.

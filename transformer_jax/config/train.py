@@ -14,6 +14,7 @@ from transformer_jax.config.fields import (
     positive,
     unread,
 )
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.config.lora import LoraConfig
 from transformer_jax.config.mesh import MeshConfig
 from transformer_jax.config.model import ModelConfig
@@ -37,6 +38,7 @@ Schedule = Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"]
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Describe a training run: what to read, how long, how fast, where to write."""

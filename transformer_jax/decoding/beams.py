@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Never, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count, check_finite
+from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.batch_rows import State, count_rows, fork, gather_rows
 from transformer_jax.decoding.generation import (
     PerRow,
@@ -122,6 +123,7 @@ def beam_search(
     diversity: float = 0.0,
     early_exit: bool = True,
     chunk: int | None = None,
+    **unknown: Never,
 ) -> Beams:
     """Return the `num_results` best continuations of up to `num_tokens` tokens that are found.
 
@@ -147,6 +149,7 @@ def beam_search(
     ValueError where an argument is wrong, before anything is compiled or consumed. Under a trace of
     yours limits are clipped to 0..num_tokens.
     """
+    refuse_keywords(beam_search, unknown)
     check_step(step)
     check_params(params)
     check_state(state)

@@ -15,13 +15,14 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, cast
+from typing import Any, Generic, NamedTuple, Never, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import as_int32, check_count, check_key
+from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.batch_rows import State, select_rows
 from transformer_jax.decoding.logit_processors import (
     History,
@@ -302,6 +303,7 @@ def generate(
     early_exit: bool | None = None,
     attention: bool = False,
     capture: Sequence[str] = (),
+    **unknown: Never,
 ) -> Generation[State]:
     """Continue each row by up to `num_tokens` tokens; `sampler=None` takes the likeliest.
 
@@ -323,6 +325,7 @@ def generate(
     to 0..num_tokens. Where every window has left such a token behind before the prompt ends, it
     changes nothing.
     """
+    refuse_keywords(generate, unknown)
     options, prompts, state = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
         key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=attention,
@@ -422,12 +425,14 @@ def stream(
     stop: int | Sequence[int] = (),
     limits: PerRow | None = None,  # i32[B]
     chunk: int | None = None,
+    **unknown: Never,
 ) -> Iterator[np.ndarray]:  # i32[B], at most num_tokens times
     """Yield the tokens of `generate` with the same arguments, each as soon as it is drawn.
 
     A row that has ended gives -1; when all have, the iterator ends. The state is consumed.
     ValueError where an argument is wrong, at the call.
     """
+    refuse_keywords(stream, unknown)
     arguments = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
         key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=False,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Never
 
 import jax
 
@@ -29,6 +30,7 @@ from transformer_jax.checkpoints.run_folder import (
 )
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.fields import check_new_folder
+from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.shown import short_repr
 from transformer_jax.text.text_model import naming_run
@@ -86,6 +88,7 @@ def fit(
     vocab_size: int | None = None,
     progress: Progress | None = None,
     stop: Callable[[], bool] = lambda: False,
+    **unknown: Never,
 ) -> Result:
     """Train as `config` says, into the folder `config.out`.
 
@@ -104,6 +107,7 @@ def fit(
     Raises ConfigError, DataError or CheckpointError before anything is written, RunError and
     OSError for what happens on the way; the checkpoints so far stay good.
     """
+    refuse_keywords(fit, unknown)
     if not isinstance(config, TrainConfig):
         given = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
         rule = "must be a TrainConfig, as TrainConfig(model=...) or train_preset(NAME) is"
