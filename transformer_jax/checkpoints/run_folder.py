@@ -24,16 +24,21 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, TypeVar, cast, get_args, get_type_hints
 
 from transformer_jax import durable_files
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import ConfigError, TrainConfig
-from transformer_jax.config.fields import kind_name
+from transformer_jax.config.fields import FieldValue, Hint, kind_name
 from transformer_jax.durable_files import naming, write_file
 from transformer_jax.tokenizers.special import tokenizer_from_json
 from transformer_jax.tokenizers.trained import Tokenizer
-from transformer_jax.untrusted_files import JsonObject
+from transformer_jax.untrusted_files import Json, JsonObject
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+C = TypeVar("C", bound="DataclassInstance")
 
 CONFIG_LIMIT = 2**20
 """Largest config.json that is read, in bytes."""
@@ -153,10 +158,10 @@ def _read_tokenizer(file: Path, sha256: str | None) -> Tokenizer:
         raise CheckpointError(f"{file}: {error}") from None
 
 
-def json_text(content: Any, indent: int | None = None) -> str:
+def json_text(content: JsonObject, indent: int | None = None) -> str:
     """Return JSON of measurements: null stands for NaN and inf, for which JSON has no number."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: Json) -> Json:
         if isinstance(value, dict):
             return {name: plain(item) for name, item in value.items()}
         if isinstance(value, list | tuple):
@@ -205,7 +210,7 @@ def _found_again(config: TrainConfig, path: Path) -> TrainConfig:
 def _with_paths(config: TrainConfig, change: Callable[[str], str]) -> TrainConfig:
     """Return a config with each name of a file or folder that it reads changed."""
 
-    def changed(config: Any, *names: str) -> Any:
+    def changed(config: C, *names: str) -> C:
         values = {name: getattr(config, name, None) for name in names}
         given = {name: value for name, value in values.items() if value}
         return replace(config, **{name: several(value) for name, value in given.items()})
@@ -226,7 +231,7 @@ def config_to_json(config: TrainConfig) -> str:
     return json.dumps(_plain(config), indent=1) + "\n"
 
 
-def _plain(config: Any) -> dict[str, Any]:
+def _plain(config: FieldValue) -> JsonObject:
     """Return the fields of a config as JSON holds them; one of several classes has a `kind`."""
     hints, content = get_type_hints(type(config)), {}
     for field in dataclasses.fields(config):
@@ -244,7 +249,7 @@ def config_from_json(text: str | bytes) -> TrainConfig:
     ConfigError names the key that is wrong: files of other versions are not translated.
     """
 
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    def pairs(items: list[tuple[str, Json]]) -> dict[str, Json]:
         for i, (key, _) in enumerate(items):
             if key in dict(items[:i]):
                 raise ConfigError(f"{key}: is there twice")
@@ -262,7 +267,7 @@ def config_from_json(text: str | bytes) -> TrainConfig:
     return _build(TrainConfig, content, "")
 
 
-def _build(cls: type, content: Any, path: str) -> Any:
+def _build(cls: type[C], content: Json, path: str) -> C:
     if not isinstance(content, dict):
         raise ConfigError(f"{path.rstrip('.') or 'the config'} is {content!r}: must be an object")
     hints = get_type_hints(cls)
@@ -273,15 +278,15 @@ def _build(cls: type, content: Any, path: str) -> Any:
             hint = f", did you mean {path}{near[0]}?" if near else ""
             rule = "configs of other versions are not read"
             raise ConfigError(f"{path}{key}: unknown key{hint} ({rule})")
-        value = tuple(value) if isinstance(value, list) else value
-        arguments[key] = _field(hints[key], value, f"{path}{key}")
+        given = tuple(value) if isinstance(value, list) else value
+        arguments[key] = _field(hints[key], given, f"{path}{key}")
     try:
         return cls(**arguments)
     except ConfigError as error:
         raise ConfigError(f"{path}{error}") from None
 
 
-def _field(hint: Any, value: Any, path: str) -> Any:
+def _field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
     """Return the value of a field: itself, or the config that it describes."""
     if dataclasses.is_dataclass(hint):
         return _build(cast(type, hint), value, f"{path}.")
@@ -300,12 +305,12 @@ def _field(hint: Any, value: Any, path: str) -> Any:
     return _build(kinds[kind], content, f"{path}.")
 
 
-def _kinds(hint: Any) -> dict[str, Any]:
+def _kinds(hint: Hint) -> dict[str, FieldValue]:
     """Return the config classes of a union by the `kind` that they have in a file.
 
     A class with a field `kind` of its own, such as ModelConfig, has every value of it.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, FieldValue] = {}
     for cls in get_args(hint):
         if isinstance(cls, type) and dataclasses.is_dataclass(cls):
             own = get_args(get_type_hints(cls).get("kind"))
@@ -321,7 +326,7 @@ def differences(
     return [line for key, line in found if not {key, key.partition(".")[0]} & set(may_change)]
 
 
-def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, str]]:
+def _differences(old: FieldValue, new: FieldValue, path: str) -> Iterator[tuple[str, str]]:
     """Yield the path of every field that differs, with its line."""
     for field in dataclasses.fields(old):
         key, one, two = path + field.name, getattr(old, field.name), getattr(new, field.name)

@@ -19,10 +19,14 @@ from transformer_jax.cli.command import Parser, add_run, load_run, run
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.tasks import ClassifyTask
-from transformer_jax.pytree import Params
+from transformer_jax.untrusted_files import JsonObject
 
 if TYPE_CHECKING:
+    import jax
+
+    from transformer_jax.pytree import Params
     from transformer_jax.tokenizers.special import SpecialTokens
+    from transformer_jax.tokenizers.trained import Tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +58,9 @@ def _convert(arguments: argparse.Namespace) -> list[str]:
     return _export(arguments, target, shard_bytes)
 
 
-def _save_anew(model: str, target: Path, dtype: Any, shard_bytes: int) -> list[str]:
+def _save_anew(
+    model: str, target: Path, dtype: jax.typing.DTypeLike, shard_bytes: int
+) -> list[str]:
     from transformer_jax.pretrained.load import load_pretrained
     from transformer_jax.pretrained.safetensors_folder import open_folder
     from transformer_jax.pretrained.save import save_pretrained
@@ -167,22 +173,22 @@ def with_zero_biases(config: ModelConfig, params: Params) -> Params:
     return unflatten_dict(given | biases)
 
 
-def token_ids(tokenizer: Any, kind: str, vocab_size: int) -> dict[str, Any]:
+def token_ids(tokenizer: Tokenizer, kind: str, vocab_size: int) -> JsonObject:
     """Return the keys of config.json that name tokens; None for one that there is not.
 
     So is one that the tokenizer has and the model has not. None is written as null: a family may
     have a default for a missing key.
     """
     from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
-    from transformer_jax.tokenizers.special import plain, target_of
+    from transformer_jax.tokenizers.special import SpecialTokens, plain, target_of
 
     own = plain(tokenizer)
-    added = {} if own is tokenizer else tokenizer.special_ids
+    added = tokenizer.special_ids if isinstance(tokenizer, SpecialTokens) else {}
     stop: tuple[int, ...] = (added["eos"],) if "eos" in added else ()
     roles = dict(added)
     if isinstance(own, PretrainedTokenizer):
         roles, stop = {**own.special_ids, **added}, tuple(sorted({*own.stop_ids, *stop}))
-    found: dict[str, Any] = {f"{role}_token_id": roles.get(role) for role in ("bos", "pad")}
+    found: JsonObject = {f"{role}_token_id": roles.get(role) for role in ("bos", "pad")}
     if kind == "encoder-decoder":
         target = target_of(tokenizer)
         stop = target.stop
@@ -195,7 +201,7 @@ def token_ids(tokenizer: Any, kind: str, vocab_size: int) -> dict[str, Any]:
 
 
 def tokenizer_files(
-    tokenizer: Any, vocab_size: int, *, classifies: bool = False
+    tokenizer: Tokenizer, vocab_size: int, *, classifies: bool = False
 ) -> tuple[dict[str, bytes], str]:
     """Return the files that describe a tokenizer to other libraries, and a line about them.
 
@@ -208,7 +214,7 @@ def tokenizer_files(
     from transformer_jax.tokenizers.special import SpecialTokens, encoder_frame, frame, plain
     from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer
 
-    beside: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    beside: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast"}
     match plain(tokenizer):
         case PretrainedTokenizer() as own:
             definition = json.loads(own.definition)
@@ -249,7 +255,7 @@ def tokenizer_files(
         ) from None
 
 
-def _with_added(definition: dict[str, Any], tokenizer: SpecialTokens) -> dict[str, str]:
+def _with_added(definition: JsonObject, tokenizer: SpecialTokens) -> dict[str, str]:
     """Add special tokens to the library's JSON, and return those that have a role."""
     from transformer_jax.tokenizers.pretrained import ROLES
 
@@ -271,7 +277,7 @@ def _with_added(definition: dict[str, Any], tokenizer: SpecialTokens) -> dict[st
     return roles
 
 
-def _byte_definition() -> dict[str, Any]:
+def _byte_definition() -> JsonObject:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from transformer_jax.tokenizers.utf8 import byte_letters
@@ -282,7 +288,7 @@ def _byte_definition() -> dict[str, Any]:
     return json.loads(library.to_str())
 
 
-def _char_definition(characters: str, unknown: int) -> dict[str, Any]:
+def _char_definition(characters: str, unknown: int) -> JsonObject:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {character: i for i, character in enumerate(characters)} | {"<unk>": unknown}

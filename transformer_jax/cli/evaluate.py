@@ -11,12 +11,13 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformer_jax.cli.command import Parser, add_run, load_run, run
 from transformer_jax.cli.report import missing_metrics
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
+from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import (
     DigitsTask,
     GeneratedTask,
@@ -28,9 +29,9 @@ from transformer_jax.config.tasks import (
     Task,
     TonesTask,
 )
-from transformer_jax.pytree import Params
 
 if TYPE_CHECKING:
+    from transformer_jax.pytree import Params
     from transformer_jax.training.tasks import Tokenizers
     from transformer_jax.training.tasks.task import Report, TrainingTask
 
@@ -112,7 +113,7 @@ def judge(task: TrainingTask, params: Params, report: Report | None = None) -> d
     return found | {"likeliest_label": scores.accuracy} | task.judge(params, report)
 
 
-def _of_run(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any]:
+def _of_run(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Params]:
     """Return a run's config with the file to judge it on, its tokenizers and parameters."""
     from transformer_jax.training.tasks import Tokenizers
 
@@ -126,7 +127,7 @@ def _of_run(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any
         two_rows = model_shape(model.config) == "encoder-decoder"
         task = Seq2SeqTask(beams=1) if two_rows else PrefixTask(bidirectional=False, beams=1)
     if isinstance(task, Seq2SeqTask | PrefixTask):
-        changes: dict[str, Any] = {"judged": arguments.examples or 2**31 - 1}
+        changes: dict[str, FieldValue] = {"judged": arguments.examples or 2**31 - 1}
         if arguments.beams is not None:
             changes["beams"] = arguments.beams
         changes |= {"targets": arguments.targets, "val_targets": arguments.targets}
@@ -148,7 +149,7 @@ def _of_run(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any
     return config, held, model.params
 
 
-def _published(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Any]:
+def _published(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, Params]:
     """Return the config of a published model's evaluation, its tokenizer and parameters."""
     from transformer_jax.pretrained.load import load_pretrained
     from transformer_jax.pretrained.safetensors_folder import open_folder

@@ -20,11 +20,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from transformer_jax.config import ConfigError
 from transformer_jax.config.architectures import architecture_names
-from transformer_jax.config.fields import kind_name, nearest
+from transformer_jax.config.fields import FieldValue, Hint, kind_name, nearest
 
 Path = tuple[str, ...]
 """The names of the fields that lead from a config to a field within it."""
@@ -67,8 +67,8 @@ class Field:
     path: Path
     owner: type
     """The config class it belongs to; several kinds of a union may share a path."""
-    hint: Any
-    default: Any
+    hint: Hint
+    default: FieldValue
 
     @property
     def doc(self) -> str:
@@ -88,7 +88,7 @@ class ConfigFlags:
         self.names = _spellings(self.fields)
         """Every spelling of a flag, and the flag it means."""
 
-    def add_to(self, parser: argparse.ArgumentParser, defaults: Any) -> None:
+    def add_to(self, parser: argparse.ArgumentParser, defaults: FieldValue) -> None:
         """Add a flag for every field, in a group for each config; the help shows `defaults`.
 
         Without `defaults` there is no help: to read it from the source takes a third of a second.
@@ -141,12 +141,12 @@ class ConfigFlags:
                 found[*path, field] = value
         return found
 
-    def read(self, given: Mapping[Path, str], base: Any) -> dict[Path, Any]:
+    def read(self, given: Mapping[Path, str], base: FieldValue) -> dict[Path, FieldValue]:
         """Return what the flags change in `base`: values by path, a class for a kind of config.
 
         ConfigError names the field, its text and what it may be.
         """
-        changes: dict[Path, Any] = {}
+        changes: dict[Path, FieldValue] = {}
         given = self._spread(given)
         for path in sorted(given, key=len):  # a kind is known before its fields are read
             holder = _at(base, changes, path[:-1])
@@ -175,12 +175,12 @@ def _items(name: str, text: str) -> Iterator[tuple[str, str]]:
     yield from ((key, value) for key, value in found)
 
 
-def changed(config: Config, changes: Mapping[Path, Any], path: Path = ()) -> Config:
+def changed(config: Config, changes: Mapping[Path, FieldValue], path: Path = ()) -> Config:
     """Return `config`, which stands at `path`, with the changes to it; validated as one.
 
     A class among the changes is a kind of config: its defaults, unless it is there already.
     """
-    own: dict[str, Any] = {}
+    own: dict[str, FieldValue] = {}
     for field in fields(config):  # type: ignore[arg-type]
         here = (*path, field.name)
         if any(change[: len(here)] == here for change in changes):
@@ -197,7 +197,7 @@ def value_at(config: object, path: Path) -> object:
     return _at(config, {}, path)
 
 
-def _at(base: Any, changes: Mapping[Path, Any], path: Path) -> Any:
+def _at(base: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -> FieldValue:
     """Return what stands at a path once the kinds among the changes are chosen."""
     value = base
     for end, name in enumerate(path, start=1):
@@ -205,7 +205,7 @@ def _at(base: Any, changes: Mapping[Path, Any], path: Path) -> Any:
     return value
 
 
-def _chosen(value: Any, changes: Mapping[Path, Any], path: Path) -> Any:
+def _chosen(value: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -> FieldValue:
     """Return the change at a path, else `value`; of a chosen kind, a config of that kind."""
     change = changes.get(path, value)
     if not isinstance(change, type):
@@ -255,7 +255,7 @@ def _flag(path: Path) -> str:
     return "--" + ".".join(path).replace("_", "-")
 
 
-def _kinds(hint: Any) -> list[type]:
+def _kinds(hint: Hint) -> list[type]:
     """Return the config classes of a union."""
     return [kind for kind in _options(hint) if isinstance(kind, type) and is_dataclass(kind)]
 
@@ -264,7 +264,7 @@ def _kind_name(kind: type) -> str:
     return "None" if kind is NoneType else kind_name(kind)
 
 
-def _read(name: str, hint: Any, text: str) -> Any:
+def _read(name: str, hint: Hint, text: str) -> FieldValue:
     """Return a flag's text as the type of its field; ConfigError says what was expected.
 
     Of the name of a kind, a beginning will do that no other kind has.
@@ -293,20 +293,20 @@ def _read(name: str, hint: Any, text: str) -> Any:
     raise ConfigError(f"{name} is {text!r}: must be {_spell(hint)}{nearest(text, choices)}")
 
 
-def _is_one_item(text: str, options: tuple[Any, ...]) -> bool:
+def _is_one_item(text: str, options: tuple[Hint, ...]) -> bool:
     """Say whether a text without a comma is a tuple's only item: no other option can be meant."""
     named = [option for option in options if get_origin(option) is Literal]
     plain = [o for o in options if o is not NoneType and get_origin(o) is not tuple]
     return plain == named and not any(text in get_args(option) for option in named)
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def _options(hint: Hint) -> tuple[Hint, ...]:
     """Return the types of a union, None first; of anything else, itself."""
     options = (hint,) if get_origin(hint) in (None, Literal, tuple) else get_args(hint)
     return tuple(sorted(options, key=lambda option: option is not NoneType))
 
 
-def _spell(hint: Any) -> str:
+def _spell(hint: Hint) -> str:
     """Return what a flag of this type may be, for a person to read."""
     if len(_options(hint)) > 1:
         return "|".join(_spell(option) for option in _options(hint))
@@ -320,7 +320,7 @@ def _spell(hint: Any) -> str:
     return names.get(hint, "None")
 
 
-def _help(field: Field, defaults: Any, named: bool) -> str:
+def _help(field: Field, defaults: FieldValue, named: bool) -> str:
     """Return a flag's line of help, with the kind it belongs to where there are several."""
     with contextlib.suppress(AttributeError):
         holder = value_at(defaults, field.path[:-1])

@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from transformer_jax.cli.command import Parser, add_run, load_run, run
 from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
+from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import (
     ChatTask,
     ClassifyTask,
@@ -29,16 +30,21 @@ from transformer_jax.config.tasks import (
     Task,
     TonesTask,
 )
-from transformer_jax.pytree import Params
 
 if TYPE_CHECKING:
     import numpy as np
 
     from transformer_jax.decoding.logit_processors import HistoryProcessor
-    from transformer_jax.decoding.samplers import Sample
+    from transformer_jax.decoding.samplers import Processor, Sample
+    from transformer_jax.pytree import Params
     from transformer_jax.text.text_model import TextModel
     from transformer_jax.tokenizers.trained import Tokenizer
     from transformer_jax.training.tasks.task import Tokenizers
+
+T = TypeVar("T")
+
+Options: TypeAlias = dict[str, Any]
+"""Arguments by name, of functions that take them alike: each has types of its own for them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,7 +182,7 @@ def _continue(
         config = _shortened(config, max(map(len, prompts)) + (arguments.tokens or 400))
     model = config, given.params, given.tokenizer
     left = min(completion.room(config, given.tokenizer, prompt) for prompt in prompts)
-    common: dict[str, Any] = dict(
+    common: Options = dict(
         processors=processors, cache_dtype=arguments.cache_dtype, stop_ids=given.stop_ids
     )
     drawn = common | dict(sampler=sampler, key=jax.random.key(arguments.seed or 0), stop=stop)
@@ -207,12 +213,12 @@ def _fitting(tokens: int | None, left: int, config: AnyModelConfig) -> int:
 
 def _print_texts(
     arguments: argparse.Namespace,
-    model: tuple[Any, Any, Tokenizer],
+    model: tuple[FieldValue, Params, Tokenizer],
     prompts: Sequence[np.ndarray],
     shown: Sequence[str],
     count: int,
-    common: dict[str, Any],
-    drawn: dict[str, Any],
+    common: Options,
+    drawn: Options,
 ) -> None:
     """Print whole texts: of many prompts, of beams, of samples, or of a prompt looked up."""
     from transformer_jax.text import completion
@@ -269,7 +275,7 @@ def _translate(
         processors = (*processors, Force(model.forced_bos_id))  # also where it is banned
     if model.forced_eos_id is not None:
         processors = (*processors, ForceLast(count, model.forced_eos_id))
-    common: dict[str, Any] = dict(
+    common: Options = dict(
         start=model.start_id, processors=processors, stop_ids=model.stop_ids,
         cache_dtype=arguments.cache_dtype,
     )  # fmt: skip
@@ -391,32 +397,34 @@ def _processors(arguments: argparse.Namespace, model: TextModel) -> tuple[Histor
     """Return what the flags ask of the logits before a token is drawn."""
     from transformer_jax.decoding import logit_processors as kinds
 
-    out: list[Any] = []
-    for name, kind in (
-        ("repetition_penalty", kinds.RepetitionPenalty),
-        ("presence_penalty", kinds.PresencePenalty),
-        ("frequency_penalty", kinds.FrequencyPenalty),
-        ("no_repeat_ngram", kinds.NoRepeatNGram),
-    ):
+    out: list[HistoryProcessor] = []
+    numbered: dict[str, Callable[[FieldValue], HistoryProcessor]] = dict(
+        repetition_penalty=kinds.RepetitionPenalty, presence_penalty=kinds.PresencePenalty,
+        frequency_penalty=kinds.FrequencyPenalty, no_repeat_ngram=kinds.NoRepeatNGram,
+    )  # fmt: skip
+    for name, kind in numbered.items():
         value = getattr(arguments, name)
         if value is not None:
             out.append(_valued(name, value, kind))
-    for name, listed in (("ban", kinds.Ban), ("force", kinds.Force)):
+    listed: dict[str, Callable[..., HistoryProcessor]] = dict(ban=kinds.Ban, force=kinds.Force)
+    for name, of_ids in listed.items():
         text = getattr(arguments, name)
         if text is not None:
             ids = model.tokenizer.encode(text).tolist() if text else []
             if ids and max(ids) >= (known := model.config.vocab_size):
                 rule = f"has id {max(ids)}: the model has {known} tokens"
                 raise ConfigError(f"{name} is {text!r}: {rule}")
-            out.append(_valued(name, text, partial(_of_ids, listed, ids)))
+            out.append(_valued(name, text, partial(_of_ids, of_ids, ids)))
     return tuple(out)
 
 
-def _of_ids(kind: Callable[..., Any], ids: list[int], text: str) -> Any:
+def _of_ids(
+    kind: Callable[..., HistoryProcessor], ids: list[int], text: FieldValue
+) -> HistoryProcessor:
     return kind(*ids)
 
 
-def _valued(name: str, value: Any, kind: Callable[[Any], Any]) -> Any:
+def _valued(name: str, value: FieldValue, kind: Callable[[FieldValue], T]) -> T:
     """Return a value made of a flag's; ConfigError names the flag."""
     try:
         return kind(value)
@@ -429,7 +437,7 @@ def _sampler(arguments: argparse.Namespace) -> Sample:
     """Return how the flags draw a token."""
     from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
 
-    kinds: dict[str, Any] = dict(
+    kinds: dict[str, Callable[[FieldValue], Processor]] = dict(
         temperature=Temperature, top_k=TopK, top_p=TopP, min_p=MinP, typical_p=Typical
     )
     given = {name: getattr(arguments, name) for name in kinds}

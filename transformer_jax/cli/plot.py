@@ -17,12 +17,17 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from transformer_jax.cli.command import Parser, run
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.architectures import architecture_names
+from transformer_jax.config.fields import FieldValue
 from transformer_jax.shown import short_repr
+from transformer_jax.untrusted_files import JsonObject
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Axis = Literal["step", "tokens", "hours"]
 
@@ -43,7 +48,7 @@ class Curves:
 
     name: str
     label: str
-    lines: tuple[dict[str, Any], ...]
+    lines: tuple[JsonObject, ...]
     tokens_per_step: int
     damaged: int
     """Lines of metrics.jsonl that could not be read."""
@@ -123,7 +128,7 @@ def named(configs: Sequence[TrainConfig]) -> list[str]:
     return labels
 
 
-def _flat(config: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _flat(config: FieldValue, path: str) -> Iterator[tuple[str, FieldValue]]:
     """Yield the fields of a config and of those within it, by path, with the kind of each."""
     for field in dataclasses.fields(config):
         value, here = getattr(config, field.name), path + field.name
@@ -134,7 +139,7 @@ def _flat(config: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield here, value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: FieldValue) -> str:
     return f"{value:g}" if type(value) is float else str(value)
 
 
@@ -179,7 +184,7 @@ def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
 
     figure = Figure(figsize=(9, 6.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    panels: dict[str, Any] = figure.subplot_mosaic(
+    panels: dict[str, Axes] = figure.subplot_mosaic(
         [["loss", "loss"], ["rate", "speed"]], height_ratios=[3, 1], gridspec_kw={"hspace": 0.08}
     )
     ends = []
@@ -209,17 +214,17 @@ def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
     panels["rate"].set_title("learning rate", loc="left", color=INK, fontsize=9)
     panels["speed"].set_title("tokens per second", loc="left", color=INK, fontsize=9)
     panels["speed"].set_ylim(bottom=0)
-    for name, panel in panels.items():
-        panel.set_xlabel(unit if name == "loss" else "", color=INK)
-        panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.spines[["left", "bottom"]].set_color(FAINT)
-        panel.tick_params(colors=INK, labelsize=8 if name != "loss" else 9)
+    for name, axes in panels.items():
+        axes.set_xlabel(unit if name == "loss" else "", color=INK)
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(FAINT)
+        axes.tick_params(colors=INK, labelsize=8 if name != "loss" else 9)
     figure.savefig(out)
 
 
-def _zoom(panel: Any, curves: Sequence[Curves], axis: Axis) -> None:
+def _zoom(panel: Axes, curves: Sequence[Curves], axis: Axis) -> None:
     """Leave out the first fall of the losses, in the first tenth of the longest run."""
     every = [one.points(name, axis) for one in curves for name in ("loss", "val_loss")]
     longest = max((points[-1][0] for points in every if points), default=0.0)
@@ -230,7 +235,7 @@ def _zoom(panel: Any, curves: Sequence[Curves], axis: Axis) -> None:
         panel.set_ylim(low - room, high + 3 * room)
 
 
-def _label_ends(panel: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
+def _label_ends(panel: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
     """Write each run's name after its curve, far enough from the others to be read."""
     known = [end for end in ends if math.isfinite(end[1])]
     low, high = panel.get_ylim()

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as Folder
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from transformer_jax.cli.flags import ConfigFlags, Path, changed, spelled, value_at
 from transformer_jax.config import (
@@ -20,7 +20,7 @@ from transformer_jax.config import (
     train_preset,
 )
 from transformer_jax.config.architectures import ARCHITECTURES, AnyModelConfig
-from transformer_jax.config.fields import nearest
+from transformer_jax.config.fields import FieldValue, nearest
 from transformer_jax.config.presets import learns, task_recipe
 from transformer_jax.config.tasks import TASKS, LanguageTask, Task
 
@@ -125,7 +125,7 @@ class RunFlags:
             return train_preset(self.preset, task=self.task)
         return task_recipe(self.task, self.model or "transformer")
 
-    def changes(self, base: TrainConfig) -> dict[Path, Any]:
+    def changes(self, base: TrainConfig) -> dict[Path, FieldValue]:
         """Return the fields that were given, read as `base` has them."""
         return FLAGS.read(self.fields, base)
 
@@ -166,7 +166,10 @@ def check_preset(name: str, task: Task) -> None:
 
 
 def check_published(
-    changes: Mapping[Path, Any], model: AnyModelConfig, init_from: str, may_change: Collection[str]
+    changes: Mapping[Path, FieldValue],
+    model: AnyModelConfig,
+    init_from: str,
+    may_change: Collection[str],
 ) -> None:
     """Raise ConfigError for a change to the published model, but for how it is run."""
     for path, value in changes.items():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from transformer_jax.config.fields import kind_name
+from transformer_jax.config.fields import FieldValue, kind_name
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.recurrent import RecurrentConfig
@@ -19,7 +19,7 @@ ARCHITECTURES = "transformer", "lstm", "gru", "rnn", "window", "ngram"
 """Names that `--model` takes."""
 
 
-def architecture_names(config: Any) -> str:
+def architecture_names(config: FieldValue) -> str:
     """Return what a config is called where a user names its kind: transformer, or lstm.
 
     Of a class of recurrent models, all that it may be; of no model, its own kind.

@@ -7,7 +7,25 @@ import math
 import os
 import re
 from collections.abc import Collection
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Hint: TypeAlias = Any
+"""A type as a field is annotated with it, also a union or a Literal: Python has no type of it."""
+
+FieldValue: TypeAlias = Any
+"""The value of some field of a config, whose own check says what it may be."""
 
 
 class ConfigError(ValueError):
@@ -50,7 +68,7 @@ def nearest(text: object, known: Collection[str]) -> str:
     return f", nearest: {near[0]}" if near else ""
 
 
-def check_types(config: Any) -> None:
+def check_types(config: DataclassInstance) -> None:
     """Check that every field holds its annotated type.
 
     `"512"` is no integer, a bool is no integer, and NaN is no number. A dtype, such as
@@ -76,7 +94,7 @@ def check_types(config: Any) -> None:
             fail(name, value, f"must be {_spell(hint)}{near}")
 
 
-def _fits(value: object, hint: Any) -> bool:
+def _fits(value: object, hint: Hint) -> bool:
     if get_origin(hint) is Literal:
         return value in get_args(hint) and isinstance(value, str)
     if get_origin(hint) is tuple:
@@ -88,7 +106,7 @@ def _fits(value: object, hint: Any) -> bool:
     return type(value) is hint
 
 
-def _spell(hint: Any) -> str:
+def _spell(hint: Hint) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(repr(a) for a in get_args(hint))
     if get_origin(hint) is tuple:
@@ -100,7 +118,7 @@ def _spell(hint: Any) -> str:
     return "None" if hint is type(None) else f"of type {hint.__name__}"
 
 
-def positive(config: Any, *names: str) -> None:
+def positive(config: DataclassInstance, *names: str) -> None:
     """Check that these fields are above 0, where they are not None."""
     for name in names:
         value = getattr(config, name)
@@ -108,7 +126,7 @@ def positive(config: Any, *names: str) -> None:
             fail(name, value, "must be positive")
 
 
-def factor(config: Any, *names: str) -> None:
+def factor(config: DataclassInstance, *names: str) -> None:
     """Check that products with these fields, and quotients, fit float32; None is no factor."""
     for name in names:
         value = getattr(config, name)
@@ -116,14 +134,14 @@ def factor(config: Any, *names: str) -> None:
             fail(name, value, "must be positive, from 1e-30 to 1e30")
 
 
-def non_negative(config: Any, *names: str) -> None:
+def non_negative(config: DataclassInstance, *names: str) -> None:
     """Check that these fields are at least 0."""
     for name in names:
         if not getattr(config, name) >= 0:
             fail(name, getattr(config, name), "must not be negative")
 
 
-def below_int32(config: Any, *names: str) -> None:
+def below_int32(config: DataclassInstance, *names: str) -> None:
     """Check that these fields fit int32, where they are not None."""
     for name in names:
         value = getattr(config, name)
@@ -131,7 +149,7 @@ def below_int32(config: Any, *names: str) -> None:
             fail(name, value, "must be below 2**31")
 
 
-def fraction(config: Any, *names: str) -> None:
+def fraction(config: DataclassInstance, *names: str) -> None:
     """Check that these fields are at least 0 and below 1."""
     for name in names:
         if not 0.0 <= getattr(config, name) < 1.0:
@@ -152,7 +170,7 @@ def check_new_folder(name: str, path: str) -> None:
         fail(name, f"{path[:40]}...", f"has {size} bytes, must have at most {LONGEST_FOLDER}")
 
 
-def unread(config: Any, rule: str, *names: str) -> None:
+def unread(config: DataclassInstance, rule: str, *names: str) -> None:
     """Check that fields that nothing reads, for the reason `rule`, stand at their defaults."""
     for name in names:
         value = getattr(config, name)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from transformer_jax.config.architectures import ARCHITECTURES, AnyModelConfig, default_model
-from transformer_jax.config.fields import ConfigError, nearest
+from transformer_jax.config.fields import ConfigError, FieldValue, nearest
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.positions import Learned, Rope, Sinusoidal
@@ -66,7 +65,7 @@ _MODELS: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 # nanoGPT trains its small character model at 1e-3; at 3e-3 it is better by 0.1 nats.
-_TRAINING: dict[str, dict[str, Any]] = {
+_TRAINING: dict[str, dict[str, FieldValue]] = {
     "default": dict(learning_rate=3e-3),
     "tiny": dict(steps=200, eval_every=100, checkpoint_every=100),
     "shakespeare-cpu": dict(data="shakespeare", learning_rate=3e-3),
@@ -87,13 +86,13 @@ def _known(kind: str, name: str, names: list[str]) -> None:
         raise ConfigError(f"{kind} is {name!r}: {rule}")
 
 
-def _changed(config: Any, changes: dict[str, Any]) -> Any:
+def _changed(config: ModelConfig, changes: dict[str, FieldValue]) -> ModelConfig:
     for name in changes:
         _known("field", name, [f.name for f in dataclasses.fields(config)])
     return dataclasses.replace(config, **changes)
 
 
-def preset(name: str, **changes: Any) -> ModelConfig:
+def preset(name: str, **changes: FieldValue) -> ModelConfig:
     """Return the published or recommended config of that name, with `changes` to its fields.
 
     Sizes: Vaswani et al. 2017 (base), Devlin et al. 2019 (BERT), Radford et al. 2019 (GPT-2),
@@ -102,12 +101,12 @@ def preset(name: str, **changes: Any) -> ModelConfig:
     return _changed(_lookup(name), changes)
 
 
-def train_preset(name: str | None = None, **changes: Any) -> TrainConfig:
+def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
     """Return the training recipe of a preset; None is the default run on Python's documentation.
 
     Where `changes` name no task, it is the usual one of the preset's kind of model.
     """
-    recipe: dict[str, Any] = _TRAINING.get("default" if name is None else name, {})
+    recipe: dict[str, FieldValue] = _TRAINING.get("default" if name is None else name, {})
     model = _SHAKESPEARE if name is None else _lookup(name)
     for field in changes:
         _known("field", field, [f.name for f in dataclasses.fields(TrainConfig)])
@@ -143,7 +142,7 @@ def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:
         model = dataclasses.replace(model, d_model=64, num_layers=2, init_std=0.2)
         if isinstance(task, RecallTask):
             model = dataclasses.replace(model, positions=Rope())
-    recipe: dict[str, Any] = dict(learning_rate=2e-3, batch_size=32, sample_tokens=200)
+    recipe: dict[str, FieldValue] = dict(learning_rate=2e-3, batch_size=32, sample_tokens=200)
     if isinstance(model, NgramConfig):
         recipe |= dict(steps=1)
     elif isinstance(task, ContinuousTask):

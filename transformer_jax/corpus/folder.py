@@ -26,7 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -211,7 +210,7 @@ def open_corpus(path: str | Path) -> Corpus:
     return Corpus(folder, sha256, tokenizer, parts["train"], parts["val"], manifest["files"])
 
 
-def sealed(manifest: Mapping[str, Any]) -> str:
+def sealed(manifest: JsonObject) -> str:
     """Return the text of a manifest with its own hash, over all that is before it, at its end."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()

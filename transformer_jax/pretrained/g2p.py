@@ -15,12 +15,12 @@ n = tanh(W x + b + r (U h + u)) needs both, since r multiplies u.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from transformer_jax.config import RecurrentConfig
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
+from transformer_jax.pytree import Params
 
 LETTERS = ("<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz")
 """Tokens of the source by id; a word ends with </s>."""
@@ -39,7 +39,7 @@ START, END = SOUNDS.index("<s>"), SOUNDS.index("</s>")
 """First and last token of a target."""
 
 
-def read_g2p(arrays: Mapping[str, np.ndarray]) -> tuple[RecurrentConfig, dict[str, Any]]:
+def read_g2p(arrays: Mapping[str, np.ndarray]) -> tuple[RecurrentConfig, Params]:
     """Convert the published arrays to a config and the parameters that `build(config)` runs on.
 
     The arrays are enc_emb, dec_emb, fc_w and fc_b, and the arguments of `gru_cell` for each cell,

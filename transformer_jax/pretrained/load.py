@@ -26,10 +26,10 @@ from transformer_jax.pretrained.tensors import (
     parameter_shapes,
     scanned_path,
 )
-from transformer_jax.pytree import Params
+from transformer_jax.pytree import Params, PyTree
 
 """Nested dicts of arrays."""
-Shardings = jax.sharding.Sharding | Mapping[str, Any] | None
+Shardings = jax.sharding.Sharding | Mapping[str, PyTree] | None
 """One sharding for all parameters, a nested mapping with one for each, or JAX's default."""
 
 

@@ -32,7 +32,7 @@ from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import LoraConfig
 from transformer_jax.durable_files import write_file
 from transformer_jax.models.lora import Matrices, flatten, layer, matrices, nest, select
-from transformer_jax.pytree import PyTree
+from transformer_jax.pytree import Leaf, Params, PyTree
 from transformer_jax.untrusted_files import JsonObject, Untrusted
 
 Names = Mapping[str, Sequence[str]]
@@ -63,7 +63,7 @@ _KEEPS_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 def save_lora(
     path: str | os.PathLike[str],
     params: Mapping[str, PyTree],
-    adapters: Mapping[str, Any],
+    adapters: Mapping[str, PyTree],
     config: LoraConfig,
     names: Names,
     *,
@@ -121,7 +121,7 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
 
 
 def _module_pairs(
-    flat: Mapping[str, Any],
+    flat: Mapping[str, Leaf],
     modules: Mapping[str, tuple[str, ...]],
     found: Matrices,
     rank: int,
@@ -166,7 +166,7 @@ def _write(folder: Path, content: JsonObject, tensors: dict[str, np.ndarray]) ->
 
 def load_lora(
     path: str | os.PathLike[str], params: Mapping[str, PyTree], names: Names
-) -> tuple[LoraConfig, dict[str, Any]]:
+) -> tuple[LoraConfig, Params]:
     """Load the config and the f32 adapters of a folder that PEFT or `save_lora` wrote.
 
     `params` are parameters or their shapes, of looped or scanned stacks. A weight that holds
@@ -208,7 +208,7 @@ def _modules(names: Names, found: Matrices) -> dict[str, tuple[str, ...]]:
     return modules
 
 
-def _check_shapes(flat: Mapping[str, Any], found: Matrices, config: LoraConfig) -> None:
+def _check_shapes(flat: Mapping[str, Leaf], found: Matrices, config: LoraConfig) -> None:
     for path, x in flat.items():
         if path not in found:
             raise ValueError(f"adapters have {path}: the parameters have no such kernel")
@@ -220,7 +220,7 @@ def _check_shapes(flat: Mapping[str, Any], found: Matrices, config: LoraConfig) 
             raise ValueError(f"{path}: {given}: {rule}")
 
 
-def _joined(parts: list[Any], widths: list[int], rank: int) -> Pair:
+def _joined(parts: list[Leaf], widths: list[int], rank: int) -> Pair:
     """Join the adapters of several kernels side by side; r is the rank if their As are equal."""
     given = [None if x is None else (np.asarray(x["a"]), np.asarray(x["b"])) for x in parts]
     present = [x for x in given if x is not None]
@@ -269,7 +269,7 @@ def _matching(ends: list[str], modules: list[str]) -> list[str]:
     return [m for m in modules if any(m == end or m.endswith(f".{end}") for end in ends)]
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def _read_config(file: Path) -> JsonObject:
     """Read adapter_config.json and check that every key is supported."""
     if not _FILES.there(file.parent, CONFIG):
         raise CheckpointError(f"{file}: there is no such file")

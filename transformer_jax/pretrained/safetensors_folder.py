@@ -34,8 +34,9 @@ import numpy as np
 
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.durable_files import sync
+from transformer_jax.pytree import Array
 from transformer_jax.shown import short_repr
-from transformer_jax.untrusted_files import JsonObject, Untrusted, brief, is_plain, shown
+from transformer_jax.untrusted_files import Json, JsonObject, Untrusted, brief, is_plain, shown
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -117,7 +118,7 @@ class WeightFolder:
         """
         return _FILES.inside(self.path, name) if _FILES.there(self.path, name) else None
 
-    def read_json(self, name: str) -> dict[str, Any] | list[Any] | None:
+    def read_json(self, name: str) -> Json:
         """Read the object or list in another JSON file; return None if there is no such file."""
         path = self.file(name)
         if path is None:
@@ -413,7 +414,7 @@ def _check_replaceable(path: Path, files: Mapping[str, bytes]) -> None:
                 raise CheckpointError(f"{path}: has {shown(local)}, which would be lost")
 
 
-def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Any]], shard_bytes: int) -> None:
+def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_bytes: int) -> None:
     """Write tensors in order into files of up to `shard_bytes`, as huggingface_hub splits them."""
     shards: list[list[str]] = []  # the names in each
     shard: dict[str, np.ndarray] = {}
@@ -450,7 +451,7 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Any]], shard_bytes
     _write(folder / INDEX, _dump(index, INDEX))
 
 
-def _checked(name: str, value: Any, seen: set[str]) -> np.ndarray:
+def _checked(name: str, value: Array, seen: set[str]) -> np.ndarray:
     """Return a tensor as it is written: in C order and native bytes, of the same shape."""
     if not isinstance(name, str) or name == "__metadata__" or name in seen:
         raise CheckpointError(f"tensor {shown(name)}: must be a string, once, not __metadata__")

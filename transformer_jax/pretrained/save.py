@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from flax.traverse_util import flatten_dict
@@ -35,7 +34,7 @@ from transformer_jax.pretrained.tensors import (
     parameter_shapes,
     scanned_path,
 )
-from transformer_jax.pytree import PyTree
+from transformer_jax.pytree import Leaf, PyTree
 from transformer_jax.tokenizers.hf_files import more_templates
 
 TEXT_FILES = (
@@ -58,7 +57,7 @@ def save_pretrained(
     family: str | None = None,
     like: str | Path | None = None,
     files: Mapping[str, bytes] | None = None,
-    keys: Mapping[str, Any] | None = None,
+    keys: JsonObject | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a folder that `transformers` and `load_pretrained` read, whole or not at all.
@@ -143,7 +142,7 @@ class _Original:
         return kept, written
 
 
-def _looped(given: Mapping[str, Any], shapes: Shapes) -> dict[str, Fetch]:
+def _looped(given: Mapping[str, PyTree], shapes: Shapes) -> dict[str, Fetch]:
     """Return a way to fetch every parameter of the looped model from a looped or scanned one.
 
     ValueError names a parameter that is missing, unknown, or of another shape or dtype.
@@ -171,7 +170,7 @@ def _looped(given: Mapping[str, Any], shapes: Shapes) -> dict[str, Fetch]:
     return found
 
 
-def _fetch(leaf: Any, layer: int | None) -> np.ndarray:
+def _fetch(leaf: Leaf, layer: int | None) -> np.ndarray:
     return np.asarray(leaf if layer is None else leaf[layer])
 
 

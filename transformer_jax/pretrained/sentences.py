@@ -152,7 +152,7 @@ def _encode(
     pooling: Pooling,
     normalise: bool,
 ) -> jax.Array:
-    hidden: Any = build(config).apply(
+    hidden: PyTree = build(config).apply(
         {"params": params}, tokens, positions=positions, method="encode"
     )
     valid = jnp.ones(tokens.shape, bool) if positions is None else jnp.asarray(positions) >= 0
@@ -198,9 +198,10 @@ def _parts(folder: WeightFolder) -> tuple[str, bool]:
     where, parts = folder.path / "modules.json", folder.read_json("modules.json")
     if parts is None:
         raise CheckpointError(f"{folder.path}: there is no modules.json: no encoder of sentences")
-    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+    objects = [x for x in parts if isinstance(x, dict)] if isinstance(parts, list) else []
+    if not isinstance(parts, list) or len(objects) < len(parts):
         raise CheckpointError(f"{where}: must be a list of objects")
-    found = [ConfigKeys(part, f"{where}: part {i}") for i, part in enumerate(parts)]
+    found = [ConfigKeys(part, f"{where}: part {i}") for i, part in enumerate(objects)]
     known = ("Transformer", "Pooling", "Normalize")
     for keys, name in zip(found, known, strict=False):
         kind = keys.take("type")

@@ -94,7 +94,7 @@ def longest_text(config: AnyModelConfig) -> int:
 
 def _step(config: AnyModelConfig) -> Any:
     """Return the step of a model that writes tokens."""
-    model: Any = build(config)
+    model: Any = build(config)  # one that writes: `make_step` refuses the others
     return make_step(model)
 
 

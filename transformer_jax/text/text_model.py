@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -328,7 +328,7 @@ def _within(ids: tuple[int, ...], config: AnyModelConfig) -> tuple[int, ...]:
     return tuple(sorted({i for i in ids if i < config.vocab_size}))
 
 
-def _generation(folder: WeightFolder) -> dict[str, Any]:
+def _generation(folder: WeightFolder) -> JsonObject:
     """Return the keys of config.json, replaced by those of generation_config.json."""
     beside = folder.read_json("generation_config.json")
     if beside is None:

@@ -22,7 +22,7 @@ from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.transformer import EncoderDecoder
 from transformer_jax.programs import program
-from transformer_jax.pytree import Params
+from transformer_jax.pytree import Params, PyTree
 from transformer_jax.text.completion import (
     NO_TOKEN,
     StopStrings,
@@ -108,7 +108,7 @@ def _state(
     source: jax.Array,  # i32[1, S]
     capacity: int,
     dtype: jax.typing.DTypeLike | None,
-) -> Any:
+) -> PyTree:
     arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype)
     return EncoderDecoder(config).apply(
         {"params": params}, source, method="init_cache", **arguments
@@ -121,7 +121,7 @@ def _read(
     source: np.ndarray,  # i32[S]
     num_tokens: int,
     dtype: jax.typing.DTypeLike | None,
-) -> Any:
+) -> PyTree:
     """Return the decoder's state after reading one source, with room for `num_tokens`."""
     if not len(source):
         raise ValueError("the source has no tokens: must have at least one")

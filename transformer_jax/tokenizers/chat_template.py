@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from types import CodeType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jinja2
 from jinja2 import nodes
@@ -61,7 +61,11 @@ _FILTERS = frozenset({
 })  # fmt: skip
 
 
-def render(template: str, variables: Mapping[str, Any], now: datetime | None = None) -> str:
+Value: TypeAlias = Any
+"""Whatever an expression of a template comes to, a function of ours or a value of JSON."""
+
+
+def render(template: str, variables: Mapping[str, Value], now: datetime | None = None) -> str:
     """Return the text of a template; DataError says why it failed, or what it raised itself.
 
     `now` is what `strftime_now` writes; None: the time of the call.
@@ -114,12 +118,12 @@ class _Meter:
         if self.left < 0 or time.monotonic() > self.end:
             raise jinja2.TemplateRuntimeError("does or writes more than a chat can need")
 
-    def pay(self, value: Any) -> Any:
+    def pay(self, value: Value) -> Value:
         """Spend the weight of a value and return the value."""
         self.spend(self.weight(value, limit=self.left))
         return value
 
-    def weight(self, value: Any, limit: int) -> int:
+    def weight(self, value: Value, limit: int) -> int:
         """Return the units of a value as if it were printed, or any number above `limit`."""
         total, stack = 0, [value]
         while stack and total <= limit:
@@ -142,14 +146,14 @@ class _Meter:
 class _Names(Namespace):
     """Restrict Jinja's namespace to names without a leading underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:
+    def __init__(*args: Value, **kwargs: Value) -> None:
         self, args = args[0], args[1:]
         attributes = dict(*args, **kwargs)
         for name in attributes:
             _check_name(name)
         Namespace.__init__(self, attributes)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: Value) -> None:
         _check_name(name)
         super().__setitem__(name, value)
 
@@ -157,7 +161,7 @@ class _Names(Namespace):
         return "<Namespace>"
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     if not isinstance(name, str) or name.startswith("_"):
         raise jinja2.sandbox.SecurityError(f"namespace has no attribute {name!r}")
 
@@ -206,15 +210,15 @@ class _Metered(NodeTransformer):
         return _call("built", node) if node.ctx == "load" else node
 
 
-def _call(name: str, *arguments: Any) -> nodes.Call:
+def _call(name: str, *arguments: Value) -> nodes.Call:
     line = arguments[0].lineno if arguments else 1
     function = nodes.EnvironmentAttribute(name, lineno=line)
     return nodes.Call(function, list(arguments), [], None, None, lineno=line)
 
 
 @jinja2.pass_context  # which also keeps the compiler from folding it away
-def _written(context: Context, value: Any) -> Any:
-    sandbox: Any = context.environment
+def _written(context: Context, value: Value) -> Value:
+    sandbox: Value = context.environment
     return sandbox.meter.pay(value)
 
 
@@ -244,28 +248,30 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             "strftime_now": _clock(now),
         }
 
-    def counted(self, iterable: Iterable[Any]) -> Iterator[Any]:
+    def counted(self, iterable: Iterable[Value]) -> Iterator[Value]:
         for item in iterable:
             self.meter.spend(_STEP)
             yield item
 
-    def built(self, value: Any) -> Any:
+    def built(self, value: Value) -> Value:
         return value
 
-    def joined(self, *parts: Any) -> str:
+    def joined(self, *parts: Value) -> str:
         return "".join(str(self.meter.pay(part)) for part in parts)
 
-    def sliced(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+    def sliced(self, value: Value, start: Value, stop: Value, step: Value) -> Value:
         return value[start:stop:step]
 
-    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Value, function: Value, /, *args: Value, **kwargs: Value) -> Value:
         self.meter.spend(_STEP)
         owner = getattr(function, "__self__", None)
         if owner is not None and not isinstance(owner, _Sandbox | LoopContext | Cycler):
             args = self._method(owner, getattr(function, "__name__", "?"), args, kwargs)
         return self.meter.pay(super().call(context, function, *args, **kwargs))
 
-    def _method(self, owner: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
+    def _method(
+        self, owner: Value, name: str, args: tuple[Value, ...], kwargs: Value
+    ) -> tuple[Value, ...]:
         """Pay for a method of a plain value, and return its arguments."""
         allowed = next((names for kind, names in _METHODS if isinstance(owner, kind)), frozenset())
         if name not in allowed:
@@ -279,13 +285,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             self._replace(owner, *args[:2])
         return args
 
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+    def wrap_str_format(self, value: Value) -> Callable[..., str] | None:
         """Return Jinja's guarded `str.format`, which is then paid for in advance."""
         guarded = super().wrap_str_format(value)
         if guarded is None:
             return None
 
-        def paid(*args: Any, **kwargs: Any) -> str:
+        def paid(*args: Value, **kwargs: Value) -> str:
             text = value.__self__
             _check_format(r"\d{4}|\{[^{}]*\{", text)
             self.meter.spend(text.count("{") * self.meter.weight([args, kwargs], self.meter.left))
@@ -293,7 +299,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
         return paid
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: Value, right: Value) -> Value:
         self.meter.spend(_STEP)
         numbers = isinstance(left, int) and isinstance(right, int)
         if operator == "**" and numbers and left.bit_length() * abs(right) > _BITS:
@@ -309,12 +315,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             self.meter.spend(left.count("%") * self.meter.weight(right, self.meter.left))
         return self.meter.pay(super().call_binop(context, operator, left, right))
 
-    def _paid(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _paid(self, name: str, function: Callable[..., Value]) -> Callable[..., Value]:
         """Return a filter that pays for its result, in advance if it may be longer."""
         passes = hasattr(function, "jinja_pass_arg")
 
         @functools.wraps(function)  # with the mark of what Jinja passes first
-        def paid(*args: Any, **kwargs: Any) -> Any:
+        def paid(*args: Value, **kwargs: Value) -> Value:
             self.meter.spend(_STEP)
             first, rest = args[: passes + 1], args[passes + 1 :]
             value = first[-1] if len(first) > passes else None
@@ -336,12 +342,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
         return paid
 
-    def _list_to_join(self, items: Any, separator: Any) -> list[Any]:
+    def _list_to_join(self, items: Value, separator: Value) -> list[Value]:
         found = list(self.counted(items))
         self.meter.spend(len(found) * len(str(separator)))
         return self.meter.pay(found)
 
-    def _replace(self, text: str, old: Any = "", new: Any = "") -> None:
+    def _replace(self, text: str, old: Value = "", new: Value = "") -> None:
         self.meter.spend((text.count(str(old)) + 1) * len(str(new)))
 
 
@@ -351,10 +357,10 @@ def _check_format(pattern: str, text: str) -> None:
 
 
 def _tojson(
-    value: Any,
+    value: Value,
     ensure_ascii: bool = False,
     indent: int | None = None,
-    separators: Any = None,
+    separators: Value = None,
     sort_keys: bool = False,
 ) -> str:
     if indent is not None and not (isinstance(indent, int) and indent <= 16):
@@ -364,11 +370,11 @@ def _tojson(
     )
 
 
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+def _dict(*args: Value, **kwargs: Value) -> dict[Value, Value]:
     return dict(*args, **kwargs)
 
 
-def _raise(message: Any) -> None:
+def _raise(message: object) -> None:
     raise jinja2.TemplateError(str(message))
 
 
@@ -385,7 +391,7 @@ def _clock(now: datetime | None) -> Callable[[str], str]:
     return strftime_now
 
 
-def _plain(value: Any, path: str, depth: int = 0) -> Any:
+def _plain(value: Value, path: str, depth: int = 0) -> Value:
     """Copy a value that has only JSON's types, so that a template has nothing to call."""
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -403,6 +409,6 @@ def _plain(value: Any, path: str, depth: int = 0) -> Any:
     raise DataError(f"{path} is of type {type(value).__name__}: must be {kinds}")
 
 
-def _line(message: Any) -> str:
+def _line(message: object) -> str:
     words = " ".join(str(message)[:1000].split())
     return words if len(words) <= 200 else words[:200] + "..."

@@ -25,7 +25,7 @@ from typing import Any
 from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.pretrained import ROLES, PretrainedTokenizer, canonical
 from transformer_jax.tokenizers.utf8 import DataError, byte_letters
-from transformer_jax.untrusted_files import JsonObject, Untrusted, shown
+from transformer_jax.untrusted_files import Json, JsonObject, Untrusted, shown
 
 LIMITS = {
     "tokenizer.json": 2**26,
@@ -117,9 +117,7 @@ def _definition(folder: Path, config: JsonObject) -> tuple[str, JsonObject, dict
     raise DataError(f"{folder}: no tokenizer here: {rule}")
 
 
-def _overruled(
-    folder: Path, config: JsonObject, kind: str, definition: JsonObject
-) -> dict[str, Any]:
+def _overruled(folder: Path, config: JsonObject, kind: str, definition: JsonObject) -> JsonObject:
     """Return the library's JSON, changed by the keys of tokenizer_config.json that overrule it.
 
     Which keys do depends on the tokenizer's class. `add_bos_token` and `add_eos_token` are never
@@ -142,7 +140,7 @@ def _overruled(
     if kind in _BYTE_LEVEL | {"Qwen2"} and config.get("add_prefix_space") is not None:
         prefix = {"add_prefix_space": _flag(folder, config, "add_prefix_space", False)}
 
-        def told(part: Any) -> Any:
+        def told(part: Json) -> Json:
             if not isinstance(part, dict):
                 return part
             if isinstance(below := part.get("pretokenizers"), list):
@@ -290,10 +288,10 @@ def _added(
     listed = definition.get("added_tokens") or []
     if not isinstance(listed, list):
         raise DataError("added_tokens: must be a list")
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, JsonObject] = {}
     taken: dict[int, str] = {}
 
-    def add(token: Any, i: Any, where: str) -> None:
+    def add(token: Json, i: Json, where: str) -> None:
         text = _token(token)
         if not isinstance(text, str) or not text or type(i) is not int or i < 0:
             raise DataError(f"{where}: {shown(token)} with id {shown(i)}: no token with its id")
@@ -335,7 +333,7 @@ def _added(
     return sorted(found.values(), key=lambda token: token["id"])
 
 
-def _known(value: Any, definition: JsonObject) -> Any:
+def _known(value: Json, definition: JsonObject) -> list[int] | None:
     """Return what a model's config names as ends, without ids that the tokenizer has not."""
     model = definition.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -348,7 +346,7 @@ def _known(value: Any, definition: JsonObject) -> Any:
     return [i for i in given if type(i) is int and 0 <= i <= last] or None
 
 
-def _token(value: Any) -> Any:
+def _token(value: Json) -> Json:
     """Return the text of a token, which files write alone or in an object with flags."""
     return value.get("content") if isinstance(value, dict) else value
 
@@ -369,7 +367,7 @@ def _set_ends(config: JsonObject, definition: JsonObject, roles: Mapping[str, st
     definition["post_processor"] = around(ids, first, last)
 
 
-def around(ids: Mapping[str, int], first: Sequence[str], last: Sequence[str]) -> dict[str, Any]:
+def around(ids: Mapping[str, int], first: Sequence[str], last: Sequence[str]) -> JsonObject:
     """Return the library's template that puts a text between the tokens `first` and `last`."""
 
     def text(name: str, kind: int) -> list[JsonObject]:
@@ -407,7 +405,7 @@ def _templates(folder: Path, config: JsonObject) -> tuple[tuple[str, str], ...]:
 def _usual_templates(folder: Path, config: JsonObject) -> tuple[tuple[str, str], ...]:
     where = folder / "tokenizer_config.json"
     file = _read(folder, "chat_template.jinja")
-    value: Any = config.get("chat_template") if file is None else file
+    value: Json = config.get("chat_template") if file is None else file
     if value is None and (beside := _json(folder, "chat_template.json")) is not None:
         where, value = folder / "chat_template.json", beside.get("chat_template")
     match value:
@@ -415,11 +413,14 @@ def _usual_templates(folder: Path, config: JsonObject) -> tuple[tuple[str, str],
             return ()
         case str():
             return (("default", value),)
-        case list() if all(
-            isinstance(t, dict) and isinstance(t.get("name"), str)
-            and isinstance(t.get("template"), str) for t in value
-        ) and len({t["name"] for t in value}) == len(value):  # fmt: skip
-            return tuple((t["name"], t["template"]) for t in value)
+        case list():
+            found: dict[str, str] = {}
+            for one in value:
+                match one:
+                    case {"name": str(name), "template": str(template)}:
+                        found[name] = template
+            if len(found) == len(value):
+                return tuple(found.items())
     rule = "must be text, or a list of objects with a name of its own and a template"
     raise DataError(f"{where}: chat_template: {rule}")
 

@@ -492,7 +492,7 @@ def _rust(what: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
         raise DataError(f"{what}: {' '.join(str(error).split())[:300]}") from None
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(text: str) -> JsonObject:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

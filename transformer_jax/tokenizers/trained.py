@@ -15,7 +15,7 @@ from transformer_jax.shown import tokens_repr
 from transformer_jax.tokenizers.pretrained import pretrained_from_json
 from transformer_jax.tokenizers.utf8 import DataError as DataError
 from transformer_jax.tokenizers.utf8 import byte_letters, utf8
-from transformer_jax.untrusted_files import JsonObject
+from transformer_jax.untrusted_files import Json, JsonObject
 
 # A BPE merges within these pieces; they are GPT-2's, but bounded, so that time is linear.
 _PIECE = r" ?\p{L}{1,32}| ?\p{N}{1,8}| ?[^\s\p{L}\p{N}]{1,16}|\s{1,16}(?!\S)"
@@ -224,7 +224,7 @@ class WordTokenizer:
         return _dump({"kind": "word", "words": list(self.words)})
 
 
-def tokenizer_of(content: Any) -> Tokenizer:
+def tokenizer_of(content: Json) -> Tokenizer:
     """Return the tokenizer that an object of a file describes; DataError if it is none."""
     match content:
         case {"kind": "char", "characters": str(characters), **rest} if not rest:
@@ -234,10 +234,11 @@ def tokenizer_of(content: Any) -> Tokenizer:
         case {"kind": "bpe", "definition": dict(definition), **rest} if not rest:
             return BPETokenizer(_canonical(definition))
         case {"kind": "word", "words": list(words), **rest} if not rest:
-            if not all(isinstance(word, str) for word in words):
+            texts = tuple(word for word in words if isinstance(word, str))
+            if len(texts) < len(words):
                 raise DataError("words of a tokenizer: must be texts")
-            return WordTokenizer(tuple(words))
-        case {"kind": "pretrained"}:
+            return WordTokenizer(texts)
+        case dict() if content.get("kind") == "pretrained":
             return pretrained_from_json(content)
     kinds = "'char', 'byte', 'bpe', 'word', 'special' or 'pretrained'"
     raise DataError(f"tokenizer: must have kind {kinds}, and what belongs to it")

@@ -64,7 +64,7 @@ def as_given(batch: Batch) -> Batch:
 
 def _reading(config: AnyModelConfig) -> Callable[..., Any]:
     """Return `read(method, params, batch, key)`: a method of the model on what a batch holds."""
-    model: Any = build(config)
+    model = build(config)
     transformer, shape = isinstance(config, ModelConfig), model_shape(config)
 
     def padding(name: str, valid: Leaf) -> dict[str, Leaf]:

@@ -15,6 +15,7 @@ from jax.stages import Compiled
 
 from transformer_jax.checkpoints.run_folder import MAY_CHANGE
 from transformer_jax.config import TrainConfig
+from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.models.ngram import count_ngrams
@@ -88,7 +89,9 @@ def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
     if isinstance(config.model, NgramConfig):
         return counted(config, config.model, task)
     others = (MAY_CHANGE | {"seed"}) - {"steps", "mesh"}  # what enters no program
-    defaults: dict[str, Any] = {x.name: x.default for x in fields(config) if x.name in others}
+    defaults: dict[str, FieldValue] = {
+        x.name: x.default for x in fields(config) if x.name in others
+    }
     numerics = replace(config, **defaults)
     if undisturbed() and is_ours((numerics, task.prepare)):
         return config, known_programs(numerics, task.prepare, trace_context())

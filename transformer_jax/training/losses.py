@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -322,7 +321,7 @@ def _sum_and_gradients(head: _Head, arrays: Arrays) -> tuple[tuple[jax.Array], A
 
 
 def _scaled_gradients(
-    arrays: Arrays, gradients: Arrays, cotangents: tuple[jax.Array, ...], wanted: Any
+    arrays: Arrays, gradients: Arrays, cotangents: tuple[jax.Array, ...], wanted: PyTree
 ) -> Arrays:
     """Return the gradients times the cotangent of the sum, in the dtypes of the arrays."""
     (cotangent,) = cotangents

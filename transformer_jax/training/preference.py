@@ -11,7 +11,6 @@ one in its second. A model reads the halves as two rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.models.factory import build
+from transformer_jax.pytree import PyTree
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.training.adapting import FrozenBase
 from transformer_jax.training.batch import Batch, Loss, Params, chosen_chunk
@@ -34,14 +34,15 @@ def answer_log_probs(
     That is the sum over an answer's labels, which the prompt's tokens do not have. Logits exist for
     `chunk` tokens of each row at a time; None chooses by their size.
     """
-    model: Any = build(config)
+    model = build(config)
 
     def halves(x: jax.Array) -> jax.Array:  # [B, 2 T] -> [2 B, T]
         return by_compiler(lambda x: x.reshape(2 * len(x), -1), [x], split(x, slice(1)))
 
     def log_probs(params: Params, batch: Batch, key: jax.Array | None) -> jax.Array:
         tokens, labels = halves(batch.tokens), halves(batch.labels)
-        x, table, bias = model.apply({"params": params}, tokens, method="output_layer", key=key)
+        read: PyTree = model.apply({"params": params}, tokens, method="output_layer", key=key)
+        x, table, bias = read
         rows, length = labels.shape
         size = chosen_chunk(rows // row_shards, length, config.vocab_size)
         found = row_log_probs(

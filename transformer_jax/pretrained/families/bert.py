@@ -7,9 +7,8 @@ DistilBERT that differ from `dropout`, are left out.
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformer_jax.config import Activation, Learned, ModelConfig, Pooler
+from transformer_jax.config.fields import FieldValue
 from transformer_jax.pretrained.families.table import (
     ACTIVATION_KEYS,
     ACTIVATIONS,
@@ -78,7 +77,7 @@ def _encoder(
     pooler: Pooler | None,
     num_classes: int | None,
     activation: Activation,
-    **sizes: Any,
+    **sizes: FieldValue,
 ) -> ModelConfig:
     """Make a config from what all three families have and from the sizes of one."""
     if not keys.flag("tie_word_embeddings", True) and masked:

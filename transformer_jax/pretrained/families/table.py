@@ -218,7 +218,7 @@ DEPTH_KEYS = frozenset(
 )
 """Keys that count layers; a layer has at least one tensor."""
 
-_REQUIRED: Any = object()  # the default of a key that must be there
+_REQUIRED: JsonValue = object()  # the default of a key that must be there
 
 
 class ConfigKeys:
@@ -249,7 +249,7 @@ class ConfigKeys:
     def integer(self, name: str, default: int = ..., *, least: int = 1) -> int: ...
     @overload
     def integer(self, name: str, default: None, *, least: int = 1) -> int | None: ...
-    def integer(self, name: str, default: Any = _REQUIRED, *, least: int = 1) -> int | None:
+    def integer(self, name: str, default: JsonValue = _REQUIRED, *, least: int = 1) -> int | None:
         """Return an integer from `least` to 2^31 - 1, or the default if there is no such key."""
         value = self.take(name, default)
         if value is default and not isinstance(default, int):
@@ -268,7 +268,7 @@ class ConfigKeys:
     def number(self, name: str, default: float = ...) -> float: ...
     @overload
     def number(self, name: str, default: None) -> float | None: ...
-    def number(self, name: str, default: Any = _REQUIRED) -> float | None:
+    def number(self, name: str, default: JsonValue = _REQUIRED) -> float | None:
         """Return a number between -2^63 and 2^63, or the default if there is no such key."""
         value = self.take(name, default)
         if value is default and default is None:
@@ -281,7 +281,9 @@ class ConfigKeys:
     def positive(self, name: str, default: float = ..., *, above: float = 0) -> float: ...
     @overload
     def positive(self, name: str, default: None, *, above: float = 0) -> float | None: ...
-    def positive(self, name: str, default: Any = _REQUIRED, *, above: float = 0) -> float | None:
+    def positive(
+        self, name: str, default: JsonValue = _REQUIRED, *, above: float = 0
+    ) -> float | None:
         """Return a number above 0, or above another limit."""
         value = self.number(name, default)
         if value is not None and not value > above:

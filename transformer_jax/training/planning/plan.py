@@ -20,6 +20,7 @@ from jax.stages import Compiled, Lowered
 from jax.tree_util import KeyPath
 
 from transformer_jax.config import AdamW, ConfigError, MeshConfig, ModelConfig, TrainConfig
+from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.optimizers import Adafactor
 from transformer_jax.config.tasks import ClassifyTask, ContinuousTask, GeneratedTask, PreferenceTask
 from transformer_jax.models.factory import build, init_cache, init_params
@@ -271,7 +272,7 @@ def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, Tra
     mesh = config.mesh or MeshConfig(fsdp=hardware.count)
     changed, flags = config, list[str]()
 
-    def with_model(**changes: Any) -> TrainConfig:
+    def with_model(**changes: FieldValue) -> TrainConfig:
         assert isinstance(changed.model, ModelConfig)
         return replace(changed, model=replace(changed.model, **changes))
 

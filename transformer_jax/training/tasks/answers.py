@@ -20,7 +20,7 @@ from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryP
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.programs import program
-from transformer_jax.pytree import PyTree
+from transformer_jax.pytree import Leaf, PyTree
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import (
     encode_text,
@@ -52,7 +52,7 @@ class PrefixStep(ModelStep):
         tokens: jax.Array,  # i32[B, T]
         state: ModelCache,
         valid: jax.Array | None,  # bool[B, T]
-    ) -> dict[str, Any]:
+    ) -> dict[str, PyTree]:
         """Return what the model is called with: of a prompt, with the mask of a prefix."""
         given = super().arguments(tokens, state, valid)
         if tokens.shape[1] > 1:
@@ -147,10 +147,10 @@ def _write(
     tokens, valid = stack_rows(rows)
     lengths = np.array([len(row) for row in rows], np.int32)
     count = config.sequence_len if num_tokens is None else num_tokens
-    prompts: dict[str, Any] = {}
+    prompts: dict[str, Leaf] = {}
     processors: tuple[HistoryProcessor, ...] = ()
     stop: tuple[int, ...] = ()
-    built: Any = build(model)
+    built: Any = build(model)  # one that writes: `make_step` refuses the others
     step: Any = make_step(built)
     if model_shape(model) == "encoder-decoder":
         target = target_of(tokenizer)

@@ -11,6 +11,7 @@ import numpy as np
 
 from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
+from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import Seq2SeqTask
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
@@ -152,7 +153,7 @@ class RowsTask(TrainingTask):
 
 
 def with_vocabulary(
-    config: TrainConfig, tokenizers: Tokenizers, vocab_size: int | None, **changes: Any
+    config: TrainConfig, tokenizers: Tokenizers, vocab_size: int | None, **changes: FieldValue
 ) -> TrainConfig:
     """Return the config with the sizes of a model that reads and writes these tokenizers' ids.
 
