@@ -884,6 +884,12 @@ SLIPS: tuple[Slip, ...] = (
             "training/test_rows.py::test_a_prefix_of_a_packed_example_is_its_first_tokens_wherever_it_lies",
         ),
         (
+            "an example that fits exactly begins a row",
+            "if room >= size), len(rooms))",
+            "if room > size), len(rooms))",
+            "training/test_rows.py::test_an_example_fills_exactly_the_room_that_is_left",
+        ),
+        (
             "rows that are none have labels",
             'FILL = {"labels": IGNORE}',
             'FILL = {"label": IGNORE}',

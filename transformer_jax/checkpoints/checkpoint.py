@@ -16,16 +16,13 @@ code, and every file is compared with its hash before use.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
 import re
 import shutil
-import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -34,68 +31,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checkpoints import orbax_arrays
+from transformer_jax.checkpoints.manifest import (
+    DTYPES,
+    FORMAT,
+    MANIFEST,
+    CheckpointError,
+    Leaf,
+    Manifest,
+    check_files,
+    check_name,
+    contents,
+    digest_of,
+    read_manifest,
+    sealed,
+)
+from transformer_jax.checkpoints.manifest import verify as verify
 from transformer_jax.durable_files import sync, write_synced
 from transformer_jax.pytree import Array, PyTree
-from transformer_jax.shown import short_repr
-from transformer_jax.untrusted_files import FileDigest, JsonObject
-
-MANIFEST = "manifest.json"
-MANIFEST_LIMIT = 64 * 2**20
-"""Largest manifest that is read, in bytes."""
+from transformer_jax.untrusted_files import JsonObject
 
 READ_BACK_BYTES = 2**28
 """Bytes that are read back at once of what was saved."""
-
-_FORMAT = 2
-_DTYPES = {
-    str(np.dtype(t)): np.dtype(t)
-    for t in (
-        jnp.bool_, jnp.int8, jnp.int16, jnp.int32, jnp.int64,
-        jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64,
-        jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64,
-    )
-}  # fmt: skip
-
-
-class CheckpointError(ValueError):
-    """Report a checkpoint that is damaged, or that does not fit what it is restored into."""
-
-
-@short_repr
-@dataclass(frozen=True)
-class Leaf:
-    """Describe one array of a checkpoint."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def numpy_dtype(self) -> np.dtype:
-        return _DTYPES[self.dtype]
-
-    @property
-    def group(self) -> str:
-        """Return the folder that holds it."""
-        group, _, rest = self.name.partition("/")
-        return group if rest else "state"
-
-
-@short_repr
-@dataclass(frozen=True)
-class Manifest:
-    """Hold a checkpoint's list of its contents, whose own checksum was right."""
-
-    path: Path
-    step: int
-    metadata: JsonObject
-    files: Mapping[str, FileDigest]
-    """By the path of each file from the checkpoint's folder."""
-    leaves: tuple[Leaf, ...]
-    """Every leaf, in the order of the tree."""
-    keys: Mapping[str, str]
-    """Names of PRNG keys to their implementation; their leaves are uint32 key data."""
-
 
 Check: TypeAlias = Callable[[int, Mapping[str, np.ndarray]], None]
 """Raises where the arrays of a step, by their names, must not be saved. Of a sharded array it is
@@ -139,7 +95,7 @@ class Saver:
         self.wait()
         leaves, keys, arrays = _staged(tree)
         content = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "step": step,
             "metadata": dict(metadata or {}),
             "leaves": [[leaf.name, leaf.dtype, list(leaf.shape)] for leaf in leaves],
@@ -232,7 +188,7 @@ def restore(path: Path, like: PyTree, *, verified: bool = False) -> PyTree:
     _compare(manifest, wanted, groups)
     if not verified:
         for group in groups:
-            _check_files(manifest, group)
+            check_files(manifest, group)
     arrays: dict[str, Array] = {}
     for group in sorted(groups):
         leaves = [leaf for leaf in manifest.leaves if leaf.group == group]
@@ -241,54 +197,6 @@ def restore(path: Path, like: PyTree, *, verified: bool = False) -> PyTree:
         name: _as(value, arrays[name], manifest.keys.get(name)) for name, value in wanted.items()
     }
     return jax.tree.unflatten(jax.tree.structure(like), list(values.values()))
-
-
-def verify(path: Path) -> Manifest:
-    """Check every file of a checkpoint against its manifest."""
-    manifest = read_manifest(path)
-    _check_files(manifest)
-    return manifest
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint; its files are not read."""
-    file = path / MANIFEST
-    text = _read(file, None).decode("utf-8", "replace")
-    try:
-        content = json.loads(text)
-        del content["sha256"]
-        if text != _sealed(content):
-            raise ValueError("its checksum is wrong")
-        if content["format"] != _FORMAT:
-            rule = f"this version reads format {_FORMAT} alone"
-            raise CheckpointError(f"{file}: format {content['format']!r:.20}: {rule}")
-        leaves = tuple(Leaf(n, d, tuple(s)) for n, d, s in content["leaves"])
-        manifest = Manifest(
-            path=path,
-            step=content["step"],
-            metadata=content["metadata"],
-            files=content["files"],
-            leaves=leaves,
-            keys=content["keys"],
-        )
-        for leaf in leaves:
-            _check_name(leaf.name)
-            if not all(type(n) is int and n >= 0 for n in leaf.shape):
-                raise ValueError(f"shape of {leaf.name}")
-            if leaf.dtype not in _DTYPES:
-                raise ValueError(f"dtype of {leaf.name}")
-        for entry in manifest.files.values():
-            int(entry["bytes"])
-        groups = {leaf.group for leaf in leaves if 0 not in leaf.shape}
-        if groups != {_group_of(name) for name in manifest.files}:
-            raise ValueError("its files are not those of its leaves")
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: damaged ({error!r})") from None
-    if path.name != f"step-{manifest.step!s:0>8}":
-        raise CheckpointError(f"{file}: is of step {manifest.step}, not of {path.name}")
-    return manifest
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -344,16 +252,11 @@ def _named(tree: PyTree) -> dict[str, PyTree]:
     found: dict[str, PyTree] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        _check_name(name)
+        check_name(name)
         if name in found:
             raise ValueError(f"leaf {name!r}: two have this name")
         found[name] = leaf
     return found
-
-
-def _check_name(name: str) -> None:
-    if not re.fullmatch(r"\w+(/\w+)*", name, re.ASCII):
-        raise ValueError(f"leaf {name!r}: must be words separated by /")
 
 
 def _staged(
@@ -366,7 +269,7 @@ def _staged(
             keys[name] = str(jax.random.key_impl(value))
             value = jax.random.key_data(value)
         array = value if isinstance(value, jax.Array) else np.array(value)
-        if str(array.dtype) not in _DTYPES:
+        if str(array.dtype) not in DTYPES:
             raise ValueError(f"{name}: dtype {array.dtype} cannot be saved")
         leaves.append(Leaf(name, str(array.dtype), array.shape))
         arrays[name] = array
@@ -412,7 +315,9 @@ def _read_back(folder: Path, staged: Mapping[str, Array], final: Path) -> None:
             name, part[name] = waiting[-1]
             size += waiting.pop()[1].nbytes
         like = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=_sharding(array))
+            name: jax.ShapeDtypeStruct(
+                array.shape, array.dtype, sharding=getattr(array, "sharding", None)
+            )
             for name, array in part.items()
         }
         found = _shards(orbax_arrays.read(folder, like))
@@ -425,10 +330,6 @@ def _read_back(folder: Path, staged: Mapping[str, Array], final: Path) -> None:
 
 def _bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _sharding(array: Array) -> jax.sharding.Sharding | None:
-    return array.sharding if isinstance(array, jax.Array) else None
 
 
 _meetings = itertools.count()
@@ -448,11 +349,11 @@ def _together(name: str) -> Iterator[None]:
 
 def _commit(partial: Path, final: Path, content: JsonObject) -> None:
     """Write the manifest of what is in `partial`, and rename it once all is on the disk."""
-    names = sorted(name for name, is_folder in _contents(partial) if not is_folder)
-    files = {name: _hashed(partial / name) for name in names}
-    text = _sealed(content | {"files": files})
+    names = sorted(name for name, is_folder in contents(partial) if not is_folder)
+    files = {name: digest_of(partial / name) for name in names}
+    text = sealed(content | {"files": files})
     write_synced(partial / MANIFEST, text)
-    for name, is_folder in _contents(partial):
+    for name, is_folder in contents(partial):
         if is_folder:
             sync(partial / name)
     sync(partial)
@@ -460,50 +361,6 @@ def _commit(partial: Path, final: Path, content: JsonObject) -> None:
         _remove(final)
     partial.rename(final)
     sync(final.parent)
-
-
-def _contents(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield all that is below a folder, its path from there, and whether it is a folder."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        is_folder = entry.is_dir(follow_symlinks=False)
-        yield entry.name, is_folder
-        if is_folder:
-            for name, inner in _contents(Path(entry.path)):
-                yield f"{entry.name}/{name}", inner
-
-
-def _hashed(path: Path) -> FileDigest:
-    """Return the size and the hash of a file that is on the disk now."""
-    sync(path)
-    with open(path, "rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256")
-        return {"bytes": stream.tell(), "sha256": digest.hexdigest()}
-
-
-def _check_files(manifest: Manifest, group: str | None = None) -> None:
-    """Compare the files of a checkpoint, or of one group of its leaves, with the manifest."""
-
-    def asked(name: str) -> bool:
-        return group is None or name.startswith(f"{group}/")
-
-    try:
-        found = {name for name, is_folder in _contents(manifest.path) if not is_folder}
-    except OSError as error:
-        raise CheckpointError(f"{manifest.path}: cannot be read ({error.strerror})") from None
-    for name in sorted(found - set(manifest.files) - {MANIFEST}):
-        if asked(name):
-            raise CheckpointError(f"{manifest.path / name}: not part of this checkpoint")
-    for name in sorted(manifest.files):
-        if asked(name):
-            _verified(manifest, name)
-
-
-def _group_of(name: str) -> str:
-    """Return the folder of a file; ValueError for a name that could be elsewhere."""
-    parts = name.split("/")
-    if len(parts) < 2 or any(not re.fullmatch(r"\w[\w.-]*", p, re.ASCII) for p in parts):
-        raise ValueError(f"file {name!r}")
-    return parts[0]
 
 
 def _read_group(
@@ -547,69 +404,31 @@ def _remove(path: Path) -> None:
     shutil.rmtree(gone)
 
 
-def _sealed(content: JsonObject) -> str:
-    """Return the manifest's text with the checksum of its other content."""
-    text = json.dumps(content, sort_keys=True, allow_nan=False)
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
-    return json.dumps(content | {"sha256": sha256}, sort_keys=True, indent=1) + "\n"
-
-
-def _read(file: Path, size: int | None) -> bytes:
-    """Read a regular file of `size` bytes; None allows up to MANIFEST_LIMIT."""
-    try:
-        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{file}: not a regular file")
-        if size is None and status.st_size > MANIFEST_LIMIT:
-            rule = f"at most {MANIFEST_LIMIT} are read"
-            raise CheckpointError(f"{file}: has {status.st_size} bytes, {rule}")
-        if size is not None and status.st_size != size:
-            raise CheckpointError(f"{file}: has {status.st_size} bytes, the manifest says {size}")
-        with open(handle, "rb", closefd=False) as stream:
-            return stream.read(status.st_size)
-    finally:
-        os.close(handle)
-
-
-def _verified(manifest: Manifest, name: str) -> bytes:
-    entry = manifest.files[name]
-    content = _read(manifest.path / name, entry["bytes"])
-    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise CheckpointError(f"{manifest.path / name}: sha256 mismatch")
-    return content
-
-
 def _compare(manifest: Manifest, wanted: Mapping[str, PyTree], groups: set[str]) -> None:
+    """Raise CheckpointError that lists what is missing, unexpected or of another shape."""
+
+    def spelled(value: PyTree) -> str:
+        return f"{value.dtype}{list(value.shape)}"
+
     saved = {leaf.name: leaf for leaf in manifest.leaves if leaf.group in groups}
     wrong = [f"{name} is missing" for name in wanted if name not in saved]
     wrong += [f"{name} is unexpected" for name in saved if name not in wanted]
     for name, value in wanted.items():
         if name in saved:
-            here, there = _spell(value), _spell_leaf(saved[name], manifest.keys.get(name))
+            leaf, key = saved[name], manifest.keys.get(name)
+            there = f"{leaf.dtype}{list(leaf.shape)}"
+            if key is not None:
+                try:
+                    zeros = jnp.zeros(leaf.shape, leaf.dtype)
+                    there = spelled(jax.eval_shape(lambda zeros=zeros, key=key: _key(zeros, key)))
+                except (ValueError, TypeError):
+                    there = f"key of an unknown kind {key!r}"
+            here = spelled(value if hasattr(value, "dtype") else np.asarray(value))
             if here != there:
                 wrong.append(f"{name} is {there}, not {here}")
     if wrong:
         shown = "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
         raise CheckpointError(f"{manifest.path}: {shown}")
-
-
-def _spell(value: PyTree) -> str:
-    if not hasattr(value, "dtype"):
-        value = np.asarray(value)
-    return f"{value.dtype}{list(value.shape)}"
-
-
-def _spell_leaf(leaf: Leaf, key: str | None) -> str:
-    if key is None:
-        return f"{leaf.dtype}{list(leaf.shape)}"
-    try:
-        return _spell(jax.eval_shape(lambda: _key(jnp.zeros(leaf.shape, leaf.dtype), key)))
-    except (ValueError, TypeError):
-        return f"key of an unknown kind {key!r}"
 
 
 def _key(data: Array, implementation: str) -> jax.Array:

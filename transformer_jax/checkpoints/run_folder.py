@@ -24,21 +24,18 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast, get_args, get_type_hints
+from typing import TypeVar, cast, get_args, get_type_hints
 
 from transformer_jax import durable_files
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import ConfigError, TrainConfig
-from transformer_jax.config.fields import FieldValue, Hint, kind_name
+from transformer_jax.config.fields import Dataclass, FieldValue, Hint, kind_name
 from transformer_jax.durable_files import naming, write_file
 from transformer_jax.tokenizers.special import tokenizer_from_json
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.untrusted_files import Json, JsonObject
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-C = TypeVar("C", bound="DataclassInstance")
+C = TypeVar("C", bound=Dataclass)
 
 CONFIG_LIMIT = 2**20
 """Largest config.json that is read, in bytes."""

@@ -7,19 +7,25 @@ import math
 import os
 import re
 from collections.abc import Collection
+from dataclasses import Field
 from typing import (
-    TYPE_CHECKING,
     Any,
+    ClassVar,
     Literal,
     NoReturn,
+    Protocol,
     TypeAlias,
     get_args,
     get_origin,
     get_type_hints,
 )
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+
+class Dataclass(Protocol):
+    """Take an instance of any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
 
 Hint: TypeAlias = Any
 """A type as a field is annotated with it, also a union or a Literal: Python has no type of it."""
@@ -68,7 +74,7 @@ def nearest(text: object, known: Collection[str]) -> str:
     return f", nearest: {near[0]}" if near else ""
 
 
-def check_types(config: DataclassInstance) -> None:
+def check_types(config: Dataclass) -> None:
     """Check that every field holds its annotated type.
 
     `"512"` is no integer, a bool is no integer, and NaN is no number. A dtype, such as
@@ -118,7 +124,7 @@ def _spell(hint: Hint) -> str:
     return "None" if hint is type(None) else f"of type {hint.__name__}"
 
 
-def positive(config: DataclassInstance, *names: str) -> None:
+def positive(config: Dataclass, *names: str) -> None:
     """Check that these fields are above 0, where they are not None."""
     for name in names:
         value = getattr(config, name)
@@ -126,7 +132,7 @@ def positive(config: DataclassInstance, *names: str) -> None:
             fail(name, value, "must be positive")
 
 
-def factor(config: DataclassInstance, *names: str) -> None:
+def factor(config: Dataclass, *names: str) -> None:
     """Check that products with these fields, and quotients, fit float32; None is no factor."""
     for name in names:
         value = getattr(config, name)
@@ -134,14 +140,14 @@ def factor(config: DataclassInstance, *names: str) -> None:
             fail(name, value, "must be positive, from 1e-30 to 1e30")
 
 
-def non_negative(config: DataclassInstance, *names: str) -> None:
+def non_negative(config: Dataclass, *names: str) -> None:
     """Check that these fields are at least 0."""
     for name in names:
         if not getattr(config, name) >= 0:
             fail(name, getattr(config, name), "must not be negative")
 
 
-def below_int32(config: DataclassInstance, *names: str) -> None:
+def below_int32(config: Dataclass, *names: str) -> None:
     """Check that these fields fit int32, where they are not None."""
     for name in names:
         value = getattr(config, name)
@@ -149,7 +155,7 @@ def below_int32(config: DataclassInstance, *names: str) -> None:
             fail(name, value, "must be below 2**31")
 
 
-def fraction(config: DataclassInstance, *names: str) -> None:
+def fraction(config: Dataclass, *names: str) -> None:
     """Check that these fields are at least 0 and below 1."""
     for name in names:
         if not 0.0 <= getattr(config, name) < 1.0:
@@ -170,7 +176,7 @@ def check_new_folder(name: str, path: str) -> None:
         fail(name, f"{path[:40]}...", f"has {size} bytes, must have at most {LONGEST_FOLDER}")
 
 
-def unread(config: DataclassInstance, rule: str, *names: str) -> None:
+def unread(config: Dataclass, rule: str, *names: str) -> None:
     """Check that fields that nothing reads, for the reason `rule`, stand at their defaults."""
     for name in names:
         value = getattr(config, name)

@@ -1,0 +1,192 @@
+"""Say what a checkpoint holds, and whether it is whole: its manifest and its files' hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.durable_files import sync
+from transformer_jax.shown import short_repr
+from transformer_jax.untrusted_files import FileDigest, JsonObject, Untrusted
+
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT = 64 * 2**20
+"""Largest manifest that is read, in bytes."""
+
+FORMAT = 2
+DTYPES = {
+    str(np.dtype(t)): np.dtype(t)
+    for t in (
+        jnp.bool_, jnp.int8, jnp.int16, jnp.int32, jnp.int64,
+        jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64,
+        jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64,
+    )
+}  # fmt: skip
+
+
+class CheckpointError(ValueError):
+    """Report a checkpoint that is damaged, or that does not fit what it is restored into."""
+
+
+@short_repr
+@dataclass(frozen=True)
+class Leaf:
+    """Describe one array of a checkpoint."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def group(self) -> str:
+        """Return the folder that holds it."""
+        group, _, rest = self.name.partition("/")
+        return group if rest else "state"
+
+
+@short_repr
+@dataclass(frozen=True)
+class Manifest:
+    """Hold a checkpoint's list of its contents, whose own checksum was right."""
+
+    path: Path
+    step: int
+    metadata: JsonObject
+    files: Mapping[str, FileDigest]
+    """By the path of each file from the checkpoint's folder."""
+    leaves: tuple[Leaf, ...]
+    """Every leaf, in the order of the tree."""
+    keys: Mapping[str, str]
+    """Names of PRNG keys to their implementation; their leaves are uint32 key data."""
+
+
+_FILES = Untrusted(CheckpointError)
+
+
+def verify(path: Path) -> Manifest:
+    """Check every file of a checkpoint against its manifest."""
+    manifest = read_manifest(path)
+    check_files(manifest)
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint; its files are not read."""
+    file = path / MANIFEST
+    text = _read(file, None).decode("utf-8", "replace")
+    try:
+        content = json.loads(text)
+        del content["sha256"]
+        if text != sealed(content):
+            raise ValueError("its checksum is wrong")
+        if content["format"] != FORMAT:
+            rule = f"this version reads format {FORMAT} alone"
+            raise CheckpointError(f"{file}: format {content['format']!r:.20}: {rule}")
+        leaves = tuple(Leaf(n, d, tuple(s)) for n, d, s in content["leaves"])
+        manifest = Manifest(
+            path=path,
+            step=content["step"],
+            metadata=content["metadata"],
+            files=content["files"],
+            leaves=leaves,
+            keys=content["keys"],
+        )
+        for leaf in leaves:
+            check_name(leaf.name)
+            if not all(type(n) is int and n >= 0 for n in leaf.shape):
+                raise ValueError(f"shape of {leaf.name}")
+            if leaf.dtype not in DTYPES:
+                raise ValueError(f"dtype of {leaf.name}")
+        for entry in manifest.files.values():
+            int(entry["bytes"])
+        groups = {leaf.group for leaf in leaves if 0 not in leaf.shape}
+        if groups != {_group_of(name) for name in manifest.files}:
+            raise ValueError("its files are not those of its leaves")
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: damaged ({error!r})") from None
+    if path.name != f"step-{manifest.step!s:0>8}":
+        raise CheckpointError(f"{file}: is of step {manifest.step}, not of {path.name}")
+    return manifest
+
+
+def check_files(manifest: Manifest, group: str | None = None) -> None:
+    """Compare the files of a checkpoint, or of one group of its leaves, with the manifest."""
+
+    def asked(names: Iterator[str]) -> list[str]:
+        return sorted(n for n in names if group is None or n.startswith(f"{group}/"))
+
+    try:
+        found = {name for name, is_folder in contents(manifest.path) if not is_folder}
+    except OSError as error:
+        raise CheckpointError(f"{manifest.path}: cannot be read ({error.strerror})") from None
+    for name in asked(iter(found - set(manifest.files) - {MANIFEST})):
+        raise CheckpointError(f"{manifest.path / name}: not part of this checkpoint")
+    for name in asked(iter(manifest.files)):
+        file, entry = manifest.path / name, manifest.files[name]
+        if hashlib.sha256(_read(file, entry["bytes"])).hexdigest() != entry["sha256"]:
+            raise CheckpointError(f"{file}: sha256 mismatch")
+
+
+def contents(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Yield all that is below a folder, its path from there, and whether it is a folder."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        is_folder = entry.is_dir(follow_symlinks=False)
+        yield entry.name, is_folder
+        if is_folder:
+            for name, inner in contents(Path(entry.path)):
+                yield f"{entry.name}/{name}", inner
+
+
+def digest_of(path: Path) -> FileDigest:
+    """Return the size and the hash of a file that is on the disk now."""
+    sync(path)
+    with open(path, "rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+        return {"bytes": stream.tell(), "sha256": digest.hexdigest()}
+
+
+def sealed(content: JsonObject) -> str:
+    """Return the manifest's text with the checksum of its other content."""
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps(content | {"sha256": sha256}, sort_keys=True, indent=1) + "\n"
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a name of a leaf that could be no file's."""
+    if not re.fullmatch(r"\w+(/\w+)*", name, re.ASCII):
+        raise ValueError(f"leaf {name!r}: must be words separated by /")
+
+
+def _group_of(name: str) -> str:
+    """Return the folder of a file; ValueError for a name that could be elsewhere."""
+    parts = name.split("/")
+    if len(parts) < 2 or any(not re.fullmatch(r"\w[\w.-]*", p, re.ASCII) for p in parts):
+        raise ValueError(f"file {name!r}")
+    return parts[0]
+
+
+def _read(file: Path, size: int | None) -> bytes:
+    """Read a regular file of `size` bytes; None allows up to MANIFEST_LIMIT."""
+    with _FILES.opened(file) as stream:
+        there = os.fstat(stream.fileno()).st_size
+        if size is None and there > MANIFEST_LIMIT:
+            rule = f"at most {MANIFEST_LIMIT} are read"
+            raise CheckpointError(f"{file}: has {there} bytes, {rule}")
+        if size is not None and there != size:
+            raise CheckpointError(f"{file}: has {there} bytes, the manifest says {size}")
+        return stream.read(there)
