@@ -91,8 +91,9 @@ from transformer_jax.decoding.logit_processors import (
     PresencePenalty,
     RepetitionPenalty,
 )
+from transformer_jax.decoding.proposers import Draft, PromptLookup
 from transformer_jax.decoding.samplers import Greedy, MinP, Sample, Temperature, TopK, TopP
-from transformer_jax.decoding.speculative import Draft, PromptLookup, speculate
+from transformer_jax.decoding.speculative import speculate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import (
     build,

@@ -16,8 +16,9 @@ from tests.support.ours import as_ours
 from tests.support.tolerances import assert_near, assert_same_bits
 from transformer_jax.config import ModelConfig, RecurrentConfig, T5Buckets
 from transformer_jax.decoding import generation as decode
+from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import fork
-from transformer_jax.decoding.generation import bucket, prefill
+from transformer_jax.decoding.generation import prefill
 from transformer_jax.decoding.samplers import Greedy, Sample, Temperature, TopK
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.factory import build, init_cache, init_params

@@ -43,8 +43,9 @@ from transformer_jax.decoding.logit_processors import (
     PresencePenalty,
     RepetitionPenalty,
 )
+from transformer_jax.decoding.proposers import PromptLookup
 from transformer_jax.decoding.samplers import Greedy, Sample
-from transformer_jax.decoding.speculative import PromptLookup, speculate
+from transformer_jax.decoding.speculative import speculate
 from transformer_jax.models.factory import build, init_cache
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

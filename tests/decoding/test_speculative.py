@@ -24,17 +24,10 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.generation import generate, prefill
 from transformer_jax.decoding.logit_processors import NoRepeatNGram, PresencePenalty
+from transformer_jax.decoding.proposers import Draft, PromptLookup, Proposal, Proposer
 from transformer_jax.decoding.samplers import Greedy, Sample, Temperature, TopK
-from transformer_jax.decoding.speculative import (
-    Draft,
-    PromptLookup,
-    Proposal,
-    Proposer,
-    acceptance,
-    residual,
-    speculate,
-)
-from transformer_jax.decoding.step import make_step
+from transformer_jax.decoding.speculative import acceptance, residual, speculate
+from transformer_jax.decoding.step import Step, make_step
 from transformer_jax.models.factory import build, init_cache
 from transformer_jax.models.stack import stack_layers
 
@@ -83,7 +76,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class Ledger(Step):
     """`Chain` with a state that can go back: all tokens so far, and how many they are."""
 
     def __call__(self, params, tokens, state, *, valid=None):
@@ -604,7 +597,7 @@ def looked_up(said: list[int], ngram: int, count: int) -> list[int]:
 def test_prompt_lookup_copies_what_followed_the_last_time(rng, ngram):
     """Short texts of three letters, so that n-grams overlap themselves and often are not found."""
     from transformer_jax.decoding.logit_processors import History
-    from transformer_jax.decoding.speculative import Turn
+    from transformer_jax.decoding.proposers import Turn
 
     rows = 211
     lengths = rng.integers(1, 14, rows)

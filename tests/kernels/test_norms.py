@@ -8,7 +8,7 @@ from jax import export
 
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax.kernels import cpu
-from transformer_jax.models.functional import layer_norm, project, rms_norm
+from transformer_jax.models.ops import layer_norm, project, rms_norm
 
 pytestmark = pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.library()))
 

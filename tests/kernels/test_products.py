@@ -9,7 +9,7 @@ from jax import export
 from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
 from transformer_jax.kernels import cpu
 from transformer_jax.kernels.cpu import products
-from transformer_jax.models.functional import against, project
+from transformer_jax.models.ops import logits, project
 
 NATIVE = not isinstance(cpu.library(), str)
 needs_kernels = pytest.mark.skipif(not NATIVE, reason=f"no kernels: {cpu.library()}")
@@ -75,8 +75,8 @@ def test_few_rows_are_multiplied_by_the_kernel_and_many_are_not(rng):
     assert "weight_product" in program(1) and "weight_product" in program(16)
     assert "weight_product" not in program(17)
     assert "weight_product" not in program(1, kernel[:, :8])  # too few weights
-    assert "weight_product" not in program(1, kernel.astype(jnp.float16))
-    table = jax.jit(lambda x: against(x, kernel.T, None)).lower(jnp.zeros((2, 3, 256)))
+    assert "weight_product" not in program(1, dtype=jnp.float16)
+    table = jax.jit(lambda x: logits(x, kernel.T, None)).lower(jnp.zeros((2, 3, 256)))
     assert "weight_product" in table.as_text()
 
 

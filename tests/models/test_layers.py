@@ -12,20 +12,17 @@ from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
 from transformer_jax.config import ModelConfig
+from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.block import Attention, Block, BlockInputs
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.models.functional import (
     activate,
     dropout,
-    layer_norm,
-    lookup,
-    project,
-    rms_norm,
     split_key,
 )
 from transformer_jax.models.layers import Embed, FeedForward
-from transformer_jax.models.places import Visit
-from transformer_jax.models.transformer import check_tokens
+from transformer_jax.models.ops import layer_norm, lookup, project, rms_norm
+from transformer_jax.models.places import Places, Visit
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -299,13 +296,17 @@ def test_a_projection_of_one_row_and_its_gradients(rng):
 
 
 def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):
-    block = Block(dataclasses.replace(SMALL, dropout=0.25))
+    config = dataclasses.replace(SMALL, dropout=0.25)
+    block = Block(config, number=0)
     x = jnp.asarray(rng.standard_normal((2, 31, 14)), jnp.float32)
     params = block.init(key, x, BlockInputs(token_positions=jnp.arange(31)))["params"]
 
+    edit = {"block_0/residual_mid": jnp.zeros_like, "block_0/feed_forward/output": jnp.ones_like}
+    places = Places.of(config, (), edit)
+    given = BlockInputs(token_positions=jnp.arange(31), places=places)
+
     def added(key):
-        branch = ("feed_forward", jnp.zeros_like(x), jnp.ones_like(x), key)
-        return np.asarray(block.apply({"params": params}, *branch, method="_join"))
+        return np.asarray(block.apply({"params": params}, x, given, key=key)[0])
 
     assert (added(None) == 1).all()
     drawn = added(jax.random.key(3))
@@ -392,9 +393,11 @@ def test_queries_and_keys_are_normalised_with_the_configs_eps(rng, key, offset):
     got, _ = layer.apply({"params": params}, x, None, method="keys_values")
     assert_near(got, k, FORWARD_F32)
     scores = np.exp(np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(5))
-    visit = Visit(["weights"])
+    visit = Visit(["attention/weights"])
     layer.apply({"params": params}, x, BlockInputs(), visit=visit)
-    assert_near(visit.captured["weights"], scores / scores.sum(-1, keepdims=True), FORWARD_F32)
+    assert_near(
+        visit.captured["attention/weights"], scores / scores.sum(-1, keepdims=True), FORWARD_F32
+    )
 
 
 def test_parameters_are_held_to_their_shape_and_their_initialisers_left_alone(monkeypatch):

@@ -16,10 +16,10 @@ from transformer_jax.config import ConfigError, RecurrentConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.generation import generate, stream
 from transformer_jax.decoding.samplers import Sample
-from transformer_jax.decoding.step import make_step
-from transformer_jax.models import recurrent
+from transformer_jax.decoding.step import RecurrentStep, make_step
+from transformer_jax.models import recurrent, recurrent_layers
 from transformer_jax.models.factory import build, init_params, num_params
-from transformer_jax.models.recurrent import RecurrentStep, init_recurrent_state
+from transformer_jax.models.recurrent import init_recurrent_state
 from transformer_jax.training.losses import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -567,9 +567,10 @@ def test_dropout_stands_between_layers_never_in_time(monkeypatch):
     """On embeddings, on what one layer hands the next, and before the output; each its own key."""
     config = dataclasses.replace(GENERAL, dropout=0.3)
     params, seen = parameters(config), []
-    monkeypatch.setattr(
-        recurrent, "dropout", lambda x, rate, key: seen.append((x.shape, rate, key is None)) or x
-    )
+    for module in (recurrent, recurrent_layers):
+        monkeypatch.setattr(
+            module, "dropout", lambda x, rate, key: seen.append((x.shape, rate, key is None)) or x
+        )
     jax.eval_shape(
         partial(build(config).apply, source=draw_source(), key=jax.random.key(1)),
         {"params": params}, draw_tokens(),

@@ -20,6 +20,7 @@ from tests.support.tolerances import assert_near, assert_same_bits, largest_erro
 from transformer_jax.attention.masks import Causal, Prefix
 from transformer_jax.config import Learned, ModelConfig, Rope, Shaw, Sinusoidal, T5Buckets
 from transformer_jax.config import positions as position_kinds
+from transformer_jax.models.arguments import check_cache_room, positions_and_masks
 from transformer_jax.models.factory import (
     build,
     cache_bytes,
@@ -28,7 +29,6 @@ from transformer_jax.models.factory import (
     num_params,
 )
 from transformer_jax.models.stack import stack_layers, unstack_layers
-from transformer_jax.models.transformer import check_cache_room, positions_and_masks
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

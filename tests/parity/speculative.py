@@ -30,7 +30,8 @@ from tests.parity.matrix import (
 )
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.generation import generate
-from transformer_jax.decoding.speculative import Draft, PromptLookup, speculate
+from transformer_jax.decoding.proposers import Draft, PromptLookup
+from transformer_jax.decoding.speculative import speculate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_params
 

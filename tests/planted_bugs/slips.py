@@ -232,16 +232,16 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/cache/model_cache.py",
         (
             "a ring is said never to fill that has no room beside its sinks",
-            "window is not None and capacity >= window + config.sink_tokens\n        for",
-            "window is not None and capacity >= window\n        for",
+            "return slots, slots >= least",
+            "return slots, slots >= window",
             "cache/test_cache_memory.py::test_a_full_layer_among_rings_has_an_end "
             "cache/test_cache_memory.py::test_each_layer_has_the_slots_it_needs "
             "cache/test_cache_memory.py::test_a_cache_of_another_pattern_is_refused",
         ),
         (
             "a ring of a pattern has no slack",
-            "min(capacity, window + config.sink_tokens + slack)",
-            "min(capacity, window + config.sink_tokens)",
+            "min(capacity, least + slack)",
+            "min(capacity, least)",
             "cache/test_cache_memory.py::test_each_layer_has_the_slots_it_needs",
         ),
     ),
@@ -414,13 +414,16 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/decoding/generation.py",
+        "transformer_jax/decoding/arguments.py",
         (
             "a row that gets no token reads its prompt but the last",
             "np.maximum(limits, 1) - 1",
             "limits - 1",
             "decoding/test_generation.py::test_a_prompt_and_what_is_read_after_it_must_fit_into_the_cache",
         ),
+    ),
+    *of(
+        "transformer_jax/decoding/generation.py",
         (
             "a row goes on for a token after its limit",
             "active = active & (count < decode_state.limits)",
@@ -507,12 +510,6 @@ SLIPS: tuple[Slip, ...] = (
             "models/test_layers.py::test_dropout_scales_what_it_keeps",
         ),
         (
-            "an id below 0 reads a row from the end",
-            "ids = jnp.where(ids < 0, table.shape[0], ids)\n",
-            "",
-            "models/test_layers.py::test_an_id_outside_the_table_gives_nan_and_never_another_row",
-        ),
-        (
             "a norm adds eps to the root",
             "jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)",
             "1 / (jnp.sqrt((y * y).mean(axis=-1, keepdims=True)) + eps)",
@@ -524,9 +521,18 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/models/block.py",
         (
             "keys are multiplied by what their norm stores",
-            "k = rms_norm(k, unit(cfg, self.key_scale), cfg.norm_eps)",
-            "k = rms_norm(k, self.key_scale, cfg.norm_eps)",
+            'self.key_scale = norm_scale(self, "key_scale", cfg, cfg.key_dim)',
+            'self.key_scale = self.param("key_scale", nn.initializers.ones, (cfg.key_dim,))',
             "models/test_layers.py::test_queries_and_keys_are_normalised_with_the_configs_eps",
+        ),
+    ),
+    *of(
+        "transformer_jax/models/ops.py",
+        (
+            "an id below 0 reads a row from the end",
+            "ids = jnp.where(ids < 0, table.shape[0], ids)\n",
+            "",
+            "models/test_layers.py::test_an_id_outside_the_table_gives_nan_and_never_another_row",
         ),
     ),
     *of(
@@ -621,8 +627,8 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/models/quantized.py",
         (
             "logits of a quantised table lose their bias",
-            "return against(x, table.astype(x.dtype), bias)",
-            "return against(x, table.astype(x.dtype), None)",
+            "return ops.logits(x, table.astype(x.dtype), bias)",
+            "return ops.logits(x, table.astype(x.dtype), None)",
             "models/test_quantized.py::test_logits_of_a_table_in_8_bits_have_their_bias",
         ),
         (
@@ -648,7 +654,7 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/models/recurrent.py",
+        "transformer_jax/models/recurrent_layers.py",
         (
             "decoding consumes the caller's marks of padding",
             "valid = jnp.array(valid, copy=True)",
@@ -661,6 +667,9 @@ SLIPS: tuple[Slip, ...] = (
             "ends = starts",
             "models/test_recurrent.py::test_a_tagger_reads_each_document_from_both_ends",
         ),
+    ),
+    *of(
+        "transformer_jax/models/recurrent.py",
         (
             "the state of packed rows has read all documents",
             "state = replace(state, length=read)",
@@ -949,8 +958,8 @@ SLIPS: tuple[Slip, ...] = (
         (
             "a bias that the config has no place for is left out",
             """        refuse_surplus(self)
-        return product(""",
-            """        return product(""",
+        x = x.astype(cfg.dtype)""",
+            """        x = x.astype(cfg.dtype)""",
             "models/test_surplus.py::test_a_parameter_without_a_place_is_refused_by_its_name_and_the_config_s_field",
         ),
     ),

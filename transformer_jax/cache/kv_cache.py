@@ -90,18 +90,14 @@ def init(
         raise ValueError(f"dtype is {dtype}: must be int8, or floating with 16 bits or more")
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
 
-    def scale() -> jax.Array | None:
-        return (
-            jnp.zeros((batch, capacity, num_kv_heads), jnp.float32) if dtype == jnp.int8 else None
-        )
-
+    quantised, scales = dtype == jnp.int8, (batch, capacity, num_kv_heads)
     return KVCache(
         k=jnp.zeros((batch, capacity, num_kv_heads, head_dim), dtype),
         v=jnp.zeros((batch, capacity, num_kv_heads, value_head_dim), dtype),
         positions=jnp.full((batch, capacity), -1, jnp.int32),
         length=jnp.zeros((batch,), jnp.int32),
-        k_scale=scale(),
-        v_scale=scale(),
+        k_scale=jnp.zeros(scales, jnp.float32) if quantised else None,
+        v_scale=jnp.zeros(scales, jnp.float32) if quantised else None,
         sinks=sinks,
     )
 

@@ -134,10 +134,7 @@ def cache_limit(config: ModelConfig, capacity: int) -> int | None:
 
     That is one of at least its window and the sink tokens. `capacity` is the longest layer's.
     """
-    rings = [
-        window is not None and capacity >= window + config.sink_tokens
-        for window in (layer_window(config, i) for i in range(config.decoder_layers))
-    ]
+    rings = [_slots(config, i, capacity)[1] for i in range(config.decoder_layers)]
     return None if all(rings) else capacity
 
 
@@ -159,41 +156,29 @@ def empty_layers(
         rule = "is for rings of a window pattern, here a ring has `capacity` slots"
         raise ValueError(f"slack is {slack}: {rule}")
 
-    def layer(i: int) -> kv.KVCache:
-        slots = _slots(config, i, capacity, slack)
-        return kv.init(
-            batch,
-            slots,
-            config.kv_heads,
-            config.key_dim,
-            config.value_dim,
-            config.dtype if dtype is None else dtype,
-            _sinks(config, i, slots),
-        )
-
+    heads = config.kv_heads, config.key_dim, config.value_dim
+    dtype = config.dtype if dtype is None else dtype
+    layers: list[kv.KVCache] = []
+    for i in range(1 if config.scan_layers else depth):
+        slots, turns = _slots(config, i, capacity, slack)
+        sinks = config.sink_tokens if turns else 0
+        layers.append(kv.init(batch, slots, *heads, dtype, sinks))
     if not config.scan_layers:
-        return tuple(map(layer, range(depth)))
-    return jax.tree.map(lambda leaf: jnp.stack([leaf] * depth, axis=1), layer(0))
+        return tuple(layers)
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * depth, axis=1), layers[0])
 
 
-def layer_window(config: ModelConfig, i: int) -> int | None:
-    """Return the window of layer i."""
-    return config.windows[i % len(config.windows)]
+def _slots(config: ModelConfig, i: int, capacity: int, slack: int = 0) -> tuple[int, bool]:
+    """Return how many slots layer i has, where the longest have `capacity`, and whether they turn.
 
-
-def _slots(config: ModelConfig, i: int, capacity: int, slack: int = 0) -> int:
-    """Return how long the cache of layer i is, where the longest have `capacity` slots."""
-    window = layer_window(config, i)
-    if window is None or not isinstance(config.window, tuple):
-        return capacity
-    return min(capacity, window + config.sink_tokens + slack)
-
-
-def _sinks(config: ModelConfig, i: int, slots: int) -> int:
-    """Return the sinks of layer i: none in a cache that is too short to ever turn."""
-    window = layer_window(config, i)
-    turns = window is not None and slots >= window + config.sink_tokens
-    return config.sink_tokens if turns else 0
+    A cache that is too short for its window and the sinks never does, and has no sinks.
+    """
+    window = config.windows[i % len(config.windows)]
+    if window is None:
+        return capacity, False
+    least = window + config.sink_tokens
+    slots = min(capacity, least + slack) if isinstance(config.window, tuple) else capacity
+    return slots, slots >= least
 
 
 def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, crossed: bool) -> None:
@@ -216,9 +201,10 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
         if isinstance(layer, paged.PagedCache):
             continue
         slots, sinks = cache.capacity if config.scan_layers else layer.capacity, layer.sinks
-        least = _slots(config, i, cache.capacity)
-        if slots < least or sinks != _sinks(config, i, slots):
-            wants = f"the model wants {_sinks(config, i, slots)} and at least {least}"
+        least = _slots(config, i, cache.capacity)[0]
+        kept = config.sink_tokens if _slots(config, i, slots)[1] else 0
+        if slots < least or sinks != kept:
+            wants = f"the model wants {kept} and at least {least}"
             raise ValueError(f"cache.layers[{i}] has {sinks} sinks and {slots} slots, {wants}")
     if cache.length.shape[0] != tokens.shape[0]:
         raise ValueError(f"tokens have {tokens.shape[0]} rows, the cache {cache.length.shape[0]}")

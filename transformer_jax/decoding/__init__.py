@@ -4,6 +4,7 @@
 tokens. Token ids go in and come out; text is in the folder `text`.
 """
 
+from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import Beams, GNMTPenalty, LengthPenalty, beam_search
 from transformer_jax.decoding.continuous_batching import (
@@ -16,7 +17,7 @@ from transformer_jax.decoding.continuous_batching import (
     release,
     serve,
 )
-from transformer_jax.decoding.generation import Generation, bucket, generate, prefill, stream
+from transformer_jax.decoding.generation import Generation, generate, prefill, stream
 from transformer_jax.decoding.logit_processors import (
     Ban,
     BanSequences,
@@ -30,6 +31,7 @@ from transformer_jax.decoding.logit_processors import (
     PresencePenalty,
     RepetitionPenalty,
 )
+from transformer_jax.decoding.proposers import Draft, PromptLookup, Proposal, Proposer
 from transformer_jax.decoding.samplers import (
     Greedy,
     MinP,
@@ -40,15 +42,14 @@ from transformer_jax.decoding.samplers import (
     TopP,
     Typical,
 )
-from transformer_jax.decoding.speculative import (
-    Draft,
-    PromptLookup,
-    Proposal,
-    Proposer,
-    Speculation,
-    speculate,
+from transformer_jax.decoding.speculative import Speculation, speculate
+from transformer_jax.decoding.step import (
+    ModelStep,
+    RecentTokensStep,
+    RecurrentStep,
+    Step,
+    make_step,
 )
-from transformer_jax.decoding.step import ModelStep, Step, make_step
 
 __all__ = [
     "Ban",
@@ -73,6 +74,8 @@ __all__ = [
     "PromptLookup",
     "Proposal",
     "Proposer",
+    "RecentTokensStep",
+    "RecurrentStep",
     "RepetitionPenalty",
     "Request",
     "Sample",

@@ -22,8 +22,7 @@ import numpy as np
 
 from transformer_jax.checks import check_count, check_finite
 from transformer_jax.config.keywords import refuse_keywords
-from transformer_jax.decoding.batch_rows import State, count_rows, fork, gather_rows
-from transformer_jax.decoding.generation import (
+from transformer_jax.decoding.arguments import (
     PerRow,
     Prompt,
     check_limits,
@@ -31,9 +30,10 @@ from transformer_jax.decoding.generation import (
     check_with_step,
     make_donatable,
     pad_to_bucket,
-    prefill,
     stop_tokens,
 )
+from transformer_jax.decoding.batch_rows import State, count_rows, fork, gather_rows
+from transformer_jax.decoding.generation import prefill
 from transformer_jax.decoding.logit_processors import (
     History,
     HistoryProcessor,
@@ -41,7 +41,7 @@ from transformer_jax.decoding.logit_processors import (
     check_processors,
 )
 from transformer_jax.decoding.samplers import has_finite_maximum
-from transformer_jax.decoding.step import Params, Step, check_params, check_state, check_step
+from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.shown import short_repr
@@ -106,7 +106,7 @@ class Beams:
 
 
 def beam_search(
-    step: Step[State],
+    step: StepLike[State],
     params: Params,
     prompt: Prompt,  # i32[B, P], or rows of one length
     state: State,
@@ -150,9 +150,8 @@ def beam_search(
     yours limits are clipped to 0..num_tokens.
     """
     refuse_keywords(beam_search, unknown)
-    check_step(step)
-    check_params(params)
-    check_state(state)
+    step = as_step(step)
+    check_given(params, state)
     options = _check_options(num_tokens, num_beams, num_results, stop, processors, groups, chunk)
     _check_diversity(diversity, options)
     divisors = _length_divisors(length_penalty, options.num_tokens)

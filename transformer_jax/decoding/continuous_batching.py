@@ -26,35 +26,31 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from transformer_jax.checks import check_count, check_key
-from transformer_jax.decoding.batch_rows import State, count_rows, fork, write_rows
-from transformer_jax.decoding.generation import (
+from transformer_jax.decoding.arguments import (
     Array,
     DecodeOptions,
-    DecodeState,
     PerRow,
     Prompt,
     Prompts,
-    StepOutput,
     bucket,
     check_not_consumed,
     check_prompt,
     check_sampler,
     check_stop,
-    decode_step,
+    check_with_step,
     row_keys,
-    start_decoding,
     stop_tokens,
+)
+from transformer_jax.decoding.batch_rows import State, count_rows, fork, write_rows
+from transformer_jax.decoding.generation import (
+    DecodeState,
+    StepOutput,
+    decode_step,
+    start_decoding,
 )
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, check_processors
 from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
-from transformer_jax.decoding.step import (
-    Params,
-    Step,
-    check_params,
-    check_state,
-    check_step,
-    has_check,
-)
+from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.shown import short_repr
@@ -80,7 +76,7 @@ class Slots(Generic[State]):
 
 
 def init_slots(
-    step: Step[State],
+    step: StepLike[State],
     params: Params,
     state: State,
     slots: int,
@@ -95,9 +91,8 @@ def init_slots(
     `slots` is their number, `capacity` the tokens that each holds. ValueError where an argument is
     wrong.
     """
-    check_step(step)
-    check_params(params)
-    check_state(state)
+    step = as_step(step)
+    check_given(params, state)
     check_count("slots", slots, 1)
     check_count("capacity", capacity, 1)
     if sampler is not None:
@@ -106,7 +101,8 @@ def init_slots(
     check_not_consumed(state)
     if count_rows(state) != 1:
         raise ValueError(f"state has {count_rows(state)} rows: must be one, as each slot has")
-    check_stop(stop, step, params, 1, state)
+    if stop:
+        check_stop(stop, step, params, 1, state)
     options = DecodeOptions(Greedy() if sampler is None else sampler, processors, stop, ends=True)
     return _init_slots(step, options, state, int(slots), int(capacity), row_keys(None, int(slots)))
 
@@ -292,7 +288,7 @@ class Completion:
 
 
 def serve(
-    step: Step[State],
+    step: StepLike[State],
     params: Params,
     requests: Iterable[Request | None],
     state: State,
@@ -471,8 +467,7 @@ def _check_prompts(
     keys = row_keys(key, rows)
     check_not_consumed(state)
     _check_same_kind(slots.decode_state.state, state, rows)
-    if has_check(slots.step) and not traced(tokens, lengths, limits):
-        slots.step.check(np.asarray(tokens), state, np.asarray(lengths + limits - 1))
+    check_with_step(slots.step, tokens, lengths, limits, state)
     return _pad_prompts(tokens, lengths, keys, limits, slots.capacity)
 
 

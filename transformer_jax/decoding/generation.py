@@ -11,62 +11,36 @@ on which loop runs. Prompts are padded to a bucket, so one compilation serves ev
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Generic, NamedTuple, Never, TypeAlias, cast
+from typing import Any, Generic, NamedTuple, Never, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import as_int32, check_count, check_key
+from transformer_jax.checks import check_count
 from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.decoding.arguments import (
+    CheckedArguments,
+    DecodeOptions,
+    PerRow,
+    Prompt,
+    Prompts,
+    check_arguments,
+)
 from transformer_jax.decoding.batch_rows import State, select_rows
-from transformer_jax.decoding.logit_processors import (
-    History,
-    HistoryProcessor,
-    apply_processors,
-    as_token_ids,
-    as_tuple,
-    check_processors,
-)
-from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
-from transformer_jax.decoding.step import (
-    Params,
-    PyTree,
-    Step,
-    check_params,
-    check_state,
-    check_step,
-    count_vocab,
-    has_attend,
-    has_check,
-    has_look,
-    read_logits_at,
-)
+from transformer_jax.decoding.logit_processors import History, HistoryProcessor, apply_processors
+from transformer_jax.decoding.samplers import Sampler
+from transformer_jax.decoding.step import Params, PyTree, Step, StepLike, as_step, check_given
 from transformer_jax.programs import program, shapes_of
 from transformer_jax.sharding import by_compiler, split, split_rows, vary
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
 
-Array: TypeAlias = jax.Array | np.ndarray
-
-Prompt: TypeAlias = Array | Sequence[Sequence[int]]
-"""Token ids i32[B, P]: an array, or rows of one length."""
-
-PerRow: TypeAlias = Array | Sequence[int]
-"""One integer for each row, i32[B]."""
-
-
-def bucket(length: int) -> int:
-    """Return the smallest power of two from 16 on that holds `length` tokens."""
-    return max(16, 1 << (length - 1).bit_length())
-
 
 def prefill(
-    step: Step[State],
+    step: StepLike[State],
     params: Params,
     prompt: jax.Array,  # i32[B, P]
     state: State,
@@ -81,9 +55,8 @@ def prefill(
     """
     if chunk is not None:
         check_count("chunk", chunk, 1)
-    check_step(step)
-    check_params(params)
-    check_state(state)
+    step = as_step(step)
+    check_given(params, state)
     prompt, lengths = jnp.asarray(prompt), jnp.asarray(lengths)
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt has shape {prompt.shape}: must be [B, P] with P at least 1")
@@ -95,23 +68,31 @@ def prefill(
     starts = jnp.arange(0, columns + padded, chunk)
 
     def read_chunk(
-        carry: tuple[jax.Array, State], start: jax.Array | int
-    ) -> tuple[tuple[jax.Array, State], None]:
-        last, state = carry
+        state: State, start: jax.Array | int
+    ) -> tuple[jax.Array, jax.Array, State]:  # bool[B, 1], f32[B, V], state
+        """Return the rows whose last token is in the chunk, and the logits after it."""
         tokens = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, axis=1)
         index = start + jnp.arange(chunk)
         valid = index[None] < lengths[:, None]
         offset = lengths - 1 - start  # [B]
         here = (offset >= 0) & (offset < chunk)
         at = jnp.clip(offset, 0, chunk - 1)[:, None]
-        logits, state = read_logits_at(step, params, tokens, state, at, valid)
-        return (jnp.where(here[:, None], logits[:, 0].astype(last.dtype), last), state), None
+        logits, state = step.read(params, tokens, state, at, valid=valid)
+        return here[:, None], logits[:, 0].astype(jnp.float32), state
+
+    if len(starts) == 1:
+        here, logits, state = read_chunk(state, 0)
+        return jnp.where(here, logits, -jnp.inf), state
+
+    def read_next(
+        carry: tuple[jax.Array, State], start: jax.Array
+    ) -> tuple[tuple[jax.Array, State], None]:
+        here, logits, state = read_chunk(carry[1], start)
+        return (jnp.where(here, logits, carry[0]), state), None
 
     vocab = shapes_of(step, params, prompt[:, :1], state)[0].shape[-1]
     first = vary((jnp.full((rows, vocab), -jnp.inf, jnp.float32), state))
-    if len(starts) == 1:
-        return read_chunk(first, 0)[0]
-    return jax.lax.scan(read_chunk, first, starts)[0]
+    return jax.lax.scan(read_next, first, starts)[0]
 
 
 @short_repr
@@ -139,29 +120,6 @@ class Generation(Generic[State]):
 
 
 @short_repr
-class DecodeOptions(NamedTuple):
-    """Say what a program is compiled for; hashable."""
-
-    sampler: Sampler
-    processors: tuple[HistoryProcessor, ...] = ()
-    stop: tuple[int, ...] = ()
-    ends: bool = False
-    """Whether a row may end before the others."""
-    attention: bool = False
-    capture: tuple[str, ...] = ()
-
-
-@short_repr
-class Prompts(NamedTuple):
-    """Hold the texts that a batch goes on from, checked and padded to their bucket."""
-
-    tokens: jax.Array  # i32[B, P]; zeros after a row's end
-    lengths: jax.Array  # i32[B]
-    keys: jax.Array  # key[B]
-    limits: jax.Array  # i32[B]; new tokens at most
-
-
-@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState(Generic[State]):
@@ -185,16 +143,6 @@ class StepOutput(NamedTuple):
     log_prob: jax.Array  # f32[B]; 0 where the row had ended
     seen: PyTree
     """The weights of attention, or captured values, where they are asked for."""
-
-
-@short_repr
-class CheckedArguments(NamedTuple, Generic[State]):
-    """Hold what `generate` was given, after all checks."""
-
-    options: DecodeOptions
-    prompts: Prompts
-    state: State
-    """It can be donated."""
 
 
 def start_decoding(
@@ -244,10 +192,8 @@ def _read_token(
 ) -> tuple[jax.Array, State, PyTree]:  # [B, 1, V]
     """Read one token a row; return also what the options ask to see."""
     if options.attention:
-        assert has_attend(step)
         return step.attend(params, token, state, valid=valid)
     if options.capture:
-        assert has_look(step)
         return step.look(params, token, state, options.capture, valid=valid)
     return *step(params, token, state, valid=valid), None
 
@@ -261,7 +207,9 @@ def _choose_tokens(
     """Apply processors and sampler, and end the rows that have their last token."""
     active, history = decode_state.active, decode_state.history
     logits = logits.astype(jnp.float32)
-    processed = apply_processors(options.processors, history, logits)
+    processed = logits
+    if options.processors:
+        processed = apply_processors(options.processors, history, logits)
     if options.ends:
         seen = select_rows(active, seen, jax.tree.map(jnp.zeros_like, seen))
     keys = jax.vmap(jax.random.fold_in)(decode_state.keys, decode_state.count)
@@ -287,7 +235,7 @@ def _choose_tokens(
 
 
 def generate(
-    step: Step[State],
+    step: StepLike[State],
     params: Params,
     prompt: Prompt,  # i32[B, P], or rows of one length
     state: State,
@@ -326,7 +274,7 @@ def generate(
     changes nothing.
     """
     refuse_keywords(generate, unknown)
-    options, prompts, state = check_arguments(
+    step, options, prompts, state = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
         key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=attention,
         capture=capture,
@@ -338,23 +286,6 @@ def generate(
     return program(options, step, params, prompts, state, num_tokens, chunk, early_exit)
 
 
-def _generate_sharded(
-    options: DecodeOptions,
-    step: Step[State],
-    params: Params,
-    prompts: Prompts,
-    state: State,
-    num_tokens: int,
-    chunk: int | None,
-    early_exit: bool,
-) -> Generation[State]:
-    run = partial(_generate_tokens, options, step, num_tokens, chunk, early_exit)
-    rows: Any = split_rows(state)  # in place of arrays
-    weights, captured = (rows if asked else None for asked in (options.attention, options.capture))
-    results = Generation(rows, rows, rows, jax.tree.map(split, state), weights, captured)
-    return by_compiler(run, [params, prompts, state], results)
-
-
 _Carry: TypeAlias = tuple[jax.Array, DecodeState[State], StepOutput]
 """Tokens so far, i32[]; the rows; the outputs of all steps, [num_tokens, B]."""
 
@@ -362,57 +293,57 @@ _Carry: TypeAlias = tuple[jax.Array, DecodeState[State], StepOutput]
 def _generate_tokens(
     options: DecodeOptions,
     step: Step[State],
-    num_tokens: int,
-    chunk: int | None,
-    early_exit: bool,
     params: Params,
     prompts: Prompts,
     state: State,
+    num_tokens: int,
+    chunk: int | None,
+    early_exit: bool,
 ) -> Generation[State]:
     """Read the prompts, then choose a token at a time, each written into its place."""
 
-    def buffer(first: jax.Array, fill: int = 0) -> jax.Array:
-        rest = jnp.full((num_tokens - 1, *first.shape), fill, first.dtype)
-        return jnp.concatenate([first[None], rest])
+    def run(params: Params, prompts: Prompts, state: State) -> Generation[State]:
+        def write_next(carry: _Carry[State]) -> _Carry[State]:
+            n, rows, outputs = carry
+            rows, output = decode_step(options, step, params, rows)
+            return n + 1, rows, jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
 
-    def unfinished(carry: _Carry[State]) -> jax.Array:
-        n, decode_state, _ = carry
-        return (n < num_tokens) & decode_state.active.any()
+        rows, first = start_decoding(options, step, params, prompts, state, num_tokens, chunk)
+        fill = jax.tree.map(lambda _: 0, first)._replace(token=-1)  # after a row's end
+        outputs = jax.tree.map(
+            lambda x, fill: jnp.concatenate(
+                [x[None], jnp.full((num_tokens - 1, *x.shape), fill, x.dtype)]
+            ),
+            first,
+            fill,
+        )
+        carry = jnp.int32(1), rows, outputs
+        if early_exit:
+            carry = jax.lax.while_loop(
+                lambda carry: (carry[0] < num_tokens) & carry[1].active.any(), write_next, carry
+            )
+        else:
+            carry = jax.lax.scan(
+                lambda carry, _: (write_next(carry), None), carry, None, num_tokens - 1
+            )[0]
+        _, rows, outputs = carry
+        token, log_prob, seen = jax.tree.map(lambda x: x.swapaxes(0, 1), outputs)
+        weights, captured = seen if options.attention else None, seen if options.capture else None
+        return Generation(token, rows.count, log_prob, rows.state, weights, captured)
 
-    def write_next(carry: _Carry[State]) -> _Carry[State]:
-        n, decode_state, outputs = carry
-        decode_state, output = decode_step(options, step, params, decode_state)
-        return n + 1, decode_state, jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
-
-    decode_state, first = start_decoding(options, step, params, prompts, state, num_tokens, chunk)
-    seen = jax.tree.map(buffer, first.seen)
-    outputs = StepOutput(buffer(first.token, -1), buffer(first.log_prob), seen)
-    carry = jnp.int32(1), decode_state, outputs
-    if early_exit:
-        _, decode_state, outputs = jax.lax.while_loop(unfinished, write_next, carry)
-    else:
-        steps = None, num_tokens - 1
-        _, decode_state, outputs = jax.lax.scan(
-            lambda carry, _: (write_next(carry), None), carry, *steps
-        )[0]
-    outputs = jax.tree.map(lambda x: x.swapaxes(0, 1), outputs)
-    return Generation(
-        outputs.token,
-        decode_state.count,
-        outputs.log_prob,
-        decode_state.state,
-        outputs.seen if options.attention else None,
-        outputs.seen if options.capture else None,
-    )
+    rows: Any = split_rows(state)  # in place of arrays
+    weights, captured = (rows if asked else None for asked in (options.attention, options.capture))
+    results = Generation(rows, rows, rows, jax.tree.map(split, state), weights, captured)
+    return by_compiler(run, [params, prompts, state], results)
 
 
 _STATIC = ("options", "step", "num_tokens", "chunk", "early_exit")
-_generate_inside = program(_generate_sharded, static=_STATIC)
-_generate = program(_generate_sharded, static=_STATIC, donate=("state",))
+_generate_inside = program(_generate_tokens, static=_STATIC)
+_generate = program(_generate_tokens, static=_STATIC, donate=("state",))
 
 
 def stream(
-    step: Step[State],
+    step: StepLike[State],
     params: Params,
     prompt: Prompt,  # i32[B, P], or rows of one length
     state: State,
@@ -437,17 +368,16 @@ def stream(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
         key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=False,
     )  # fmt: skip
-    return _stream_tokens(arguments, step, params, num_tokens, chunk)
+    return _stream_tokens(arguments, params, num_tokens, chunk)
 
 
 def _stream_tokens(
     arguments: CheckedArguments[State],
-    step: Step[State],
     params: Params,
     num_tokens: int,
     chunk: int | None,
 ) -> Iterator[np.ndarray]:
-    options, prompts, state = arguments
+    step, options, prompts, state = arguments
     decode_state, token = _first_token(options, step, params, prompts, state, num_tokens, chunk)
     for n in range(1, num_tokens + 1):
         newest, active = token, decode_state.active
@@ -496,231 +426,3 @@ def _next_token(
 
     results = jax.tree.map(split, decode_state), split(decode_state.token)
     return by_compiler(following, [params, decode_state], results)
-
-
-def check_arguments(
-    step: Step[State],
-    params: Params,
-    prompt: Prompt,
-    state: State,
-    *,
-    num_tokens: int,
-    lengths: PerRow | None,
-    sampler: Sampler | None,
-    key: jax.Array | None,
-    processors: Sequence[HistoryProcessor],
-    stop: int | Sequence[int],
-    limits: PerRow | None,
-    chunk: int | None,
-    attention: bool,
-    capture: Sequence[str] = (),
-) -> CheckedArguments[State]:
-    """Check what `generate` was given, before anything is compiled; ValueError says what is wrong.
-
-    The prompts come back padded to their bucket, the state fit to be donated.
-    """
-    check_step(step)
-    check_params(params)
-    check_state(state)
-    check_count("num_tokens", num_tokens, 1)
-    if chunk is not None:
-        check_count("chunk", chunk, 1)
-    if attention and not has_attend(step):
-        raise ValueError(f"attention is True: {type(step).__name__} has no `attend`")
-    capture = capture if isinstance(capture, str) else tuple(capture)
-    if capture and not has_look(step):
-        raise ValueError(f"capture is {capture!r}: {type(step).__name__} has no `look`")
-    if capture and has_look(step):
-        if attention:
-            raise ValueError("attention with capture: capture 'block_*/attention/weights' too")
-        step.check_look(cast(tuple[str, ...], capture))
-    if sampler is not None:
-        check_sampler(sampler)
-    sampler = Greedy() if sampler is None else sampler
-    processors = check_processors(processors)
-    stop = stop_tokens(stop)
-    tokens, lengths = check_prompt(prompt, lengths)
-    rows = tokens.shape[0]
-    if key is None and not isinstance(sampler, Greedy):
-        raise ValueError(f"key is None: {sampler!r} draws random numbers")
-    keys = row_keys(key, rows)
-    ends = bool(stop) or limits is not None
-    options = DecodeOptions(sampler, processors, stop, ends, attention, tuple(capture))
-    limits = check_limits(limits, rows, num_tokens)
-    state = make_donatable(state)
-    check_with_step(step, tokens, lengths, limits, state)
-    check_stop(stop, step, params, rows, state)
-    tokens, lengths = pad_to_bucket(tokens, lengths)
-    prompts = Prompts(tokens, lengths, keys, jnp.asarray(limits, jnp.int32))
-    return CheckedArguments(options, prompts, state)
-
-
-def total_lengths(lengths: np.ndarray, limits: np.ndarray | int) -> np.ndarray:  # i32[B]
-    """Return how many tokens each row reads: its prompt, and its new tokens but the last."""
-    return np.asarray(lengths) + np.maximum(limits, 1) - 1
-
-
-def check_with_step(
-    step: Step[State],
-    prompt: Array,  # i32[B, P]
-    lengths: Array,  # i32[B]
-    limits: Array | int,  # i32[B], or one for all
-    state: State,
-) -> None:
-    """Ask a step that has `check` whether it can serve these prompts, where they are known."""
-    if has_check(step) and not traced(prompt, lengths, limits):
-        total = total_lengths(np.asarray(lengths), np.asarray(limits))
-        step.check(np.asarray(prompt), state, total)
-
-
-def check_stop(
-    stop: tuple[int, ...], step: Step[State], params: Params, rows: int, state: State
-) -> None:
-    """Raise ValueError where a stop token is outside the vocabulary."""
-    if stop:
-        vocab = count_vocab(step, params, rows, state)
-        if max(stop) >= vocab:
-            raise ValueError(f"stop is {max(stop)}: must be in 0..{vocab - 1}")
-
-
-def pad_to_bucket(
-    prompt: Array,  # i32[B, P]
-    lengths: Array,  # i32[B]
-) -> tuple[jax.Array, jax.Array]:  # i32[B, bucket(P)], i32[B]
-    """Pad a checked prompt with zeros, up to the length that its program is compiled for."""
-    fill = bucket(prompt.shape[1]) - prompt.shape[1]
-    numpy: Any = jnp if traced(prompt) else np
-    prompt = numpy.pad(prompt, ((0, 0), (0, fill)))
-    return jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
-
-
-def check_prompt(prompt: Prompt, lengths: PerRow | None) -> tuple[Array, Array]:
-    """Return prompt i32[B, P], with zeros after a row's end, and lengths i32[B].
-
-    ValueError where shape or dtype are wrong, or a known value is; traced values are not checked.
-    """
-    tokens: Any = prompt
-    if not traced(tokens):
-        try:
-            tokens = np.asarray(tokens)
-        except ValueError:
-            raise ValueError(
-                "prompt has rows of several lengths: fill them up to one, and give `lengths`"
-            ) from None
-    if tokens.dtype.kind in "SU":
-        raise ValueError("prompt is text: must be token ids; text.complete takes a text")
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise ValueError(f"prompt has shape {tokens.shape}: must be [B, P] with P at least 1")
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        given = f"{tokens.dtype}{list(tokens.shape)}"
-        raise ValueError(f"prompt is {given}: must be token ids, integers")
-    rows, columns = tokens.shape
-    if lengths is None:
-        return as_int32("prompt", tokens), np.full(rows, columns, np.int32)
-    counts: Any = lengths if traced(lengths) else np.asarray(lengths)
-    if counts.shape != (rows,):
-        raise ValueError(f"lengths have shape {counts.shape}: must be ({rows},)")
-    if not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise ValueError(f"lengths are {counts.dtype}: must be integers")
-    if traced(tokens, counts):
-        return jnp.where(jnp.arange(columns)[None] < counts[:, None], tokens, 0), counts
-    if rows and not 1 <= counts.min() <= counts.max() <= columns:
-        raise ValueError(f"lengths are {counts.tolist()}: must be from 1 to {columns}")
-    tokens = np.where(np.arange(columns)[None] < counts[:, None], tokens, 0)
-    return as_int32("prompt", tokens), counts
-
-
-def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry's
-    """Return `fold_in(key, b)` for row b; as many keys as rows are returned as they are.
-
-    Keys may be of any implementation, or raw words as in older JAX. What comes back is of Threefry,
-    whose numbers of a row depend on its own key alone. ValueError where `key` is neither a single
-    key nor one for each row.
-    """
-    if key is None:
-        key = jax.random.key(0)
-    if not isinstance(key, jax.Array | np.ndarray):
-        check_key("key", key)
-    dtype, shape = key.dtype, key.shape
-    typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if shape == (rows,) if typed else dtype == jnp.uint32 and len(key.shape) == 2:
-        if shape[0] != rows:
-            raise ValueError(f"key is {dtype}{tuple(shape)}: must be one key, or one for each row")
-        return as_threefry(key)
-    check_key("key", key)
-    return _fold_rows(as_threefry(key), rows)
-
-
-@partial(jax.jit, static_argnames="rows")
-def _fold_rows(key: jax.Array, rows: int) -> jax.Array:
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
-
-
-def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return one stop token or several as a tuple, None as none.
-
-    ValueError where one is no token id.
-    """
-    if isinstance(stop, str | bytes):
-        rule = "must be token ids; text.complete(..., stop=...) ends at a text"
-        raise ValueError(f"stop is {stop!r}: {rule}")
-    if stop is None:
-        return ()
-    ids = as_tuple("stop", stop)
-    return as_token_ids("stop", ids) if ids else ()
-
-
-def check_not_consumed(state: State) -> None:
-    """Raise ValueError where the memory of a state was given to the result of an earlier call."""
-    for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array) and not traced(leaf) and leaf.is_deleted():
-            raise ValueError("state was consumed by an earlier call: fork(state, 1) keeps a copy")
-
-
-def make_donatable(state: State) -> State:
-    """Return the state, an array that stands in it twice copied: memory is given away once.
-
-    ValueError where the state was consumed before.
-    """
-    check_not_consumed(state)
-    seen: set[int] = set()
-
-    def copy_repeated(x: jax.Array) -> jax.Array:
-        repeated = isinstance(x, jax.Array) and id(x) in seen
-        seen.add(id(x))
-        return x.copy() if repeated else x
-
-    return jax.tree.map(copy_repeated, state)
-
-
-def check_limits(limits: PerRow | None, rows: int, num_tokens: int) -> Array:  # i32[B]
-    """Return the most new tokens of each row; None is `num_tokens` in all.
-
-    ValueError where they are no integers from 0 to `num_tokens`; under a trace they are clipped.
-    """
-    if limits is None:
-        return np.full(rows, num_tokens, np.int32)
-    given: Any = limits if traced(limits) else np.asarray(limits)
-    if given.shape != (rows,) or not jnp.issubdtype(given.dtype, jnp.integer):
-        raise ValueError(f"limits are {given.dtype}{list(given.shape)}: must be integers [{rows}]")
-    if traced(given):
-        return jnp.clip(given, 0, num_tokens)
-    if rows and not 0 <= given.min() <= given.max() <= num_tokens:
-        raise ValueError(f"limits are {given.tolist()}: must be from 0 to {num_tokens}")
-    return given
-
-
-def check_sampler(sampler: Sampler) -> None:
-    """Raise ValueError where the sampler is not a value that is called with (key, logits)."""
-    if isinstance(sampler, type):
-        rule = "must be a value, such as Greedy() or Sample(TopK(40))"
-        raise ValueError(f"sampler is the class {sampler.__name__}: {rule}")
-    if not callable(sampler):
-        raise ValueError(f"sampler is {sampler!r}: must be called with (key, logits)")
-    try:
-        inspect.signature(sampler).bind(None, None)
-    except TypeError:
-        rule = f"must be called with (key, logits); a processor goes into Sample({sampler!r})"
-        raise ValueError(f"sampler is {sampler!r}: {rule}") from None
-    except ValueError:  # a builtin may have no signature
-        pass

@@ -23,30 +23,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count
-from transformer_jax.decoding.batch_rows import State
-from transformer_jax.decoding.generation import (
-    Array,
+from transformer_jax.decoding.arguments import (
     DecodeOptions,
-    DecodeState,
     PerRow,
     Prompt,
     Prompts,
     check_arguments,
-    check_not_consumed,
-    prefill,
-    start_decoding,
-    total_lengths,
 )
+from transformer_jax.decoding.batch_rows import State
+from transformer_jax.decoding.generation import DecodeState, start_decoding
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, apply_processors
-from transformer_jax.decoding.samplers import Greedy, Sample, Sampler
-from transformer_jax.decoding.step import (
-    Params,
-    PyTree,
-    Step,
-    count_vocab,
-    has_check,
-    has_rewind,
+from transformer_jax.decoding.proposers import (
+    Proposal,
+    Proposer,
+    ProposerState,
+    Turn,
+    check_distribution,
+    draw,
+    fold_keys,
+    gather_columns,
+    keep_read,
 )
+from transformer_jax.decoding.samplers import Greedy, Sampler
+from transformer_jax.decoding.step import Params, Step, StepLike, count_vocab
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.shown import short_repr
@@ -54,229 +53,6 @@ from transformer_jax.tracing import traced
 
 # No token has these numbers: folded into a row's key they give keys that `generate` does not use.
 _PROPOSE, _ACCEPT = 2**32 - 1, 2**32 - 2
-
-ProposerState: TypeAlias = PyTree
-"""What a proposer remembers from turn to turn: any pytree whose leaves lead with B."""
-
-
-@short_repr
-class Turn(NamedTuple):
-    """Hold what a proposer may know in one turn."""
-
-    history: History
-    """Prompt and text so far; the newest token is the one no model has read yet."""
-    active: jax.Array  # bool[B]; False: the row has ended
-    room: jax.Array  # i32[B]; how many proposals can be of use, at most num_draft
-    keys: jax.Array  # key[B]; fold in `history.new + j` for proposal j
-    num_draft: int
-    sampler: Sampler
-    """Draws the model's tokens."""
-
-
-@short_repr
-class Proposal(NamedTuple):
-    """Guesses at the next tokens of every row."""
-
-    tokens: jax.Array  # i32[B, num_draft]; a row's proposals end before the first -1
-    logits: jax.Array | None = None  # f32[B, num_draft, V]
-    """Token j was drawn from softmax(logits[:, j]); None: it was not drawn, but determined."""
-
-
-class Proposer:
-    """Guess what a model says next; a value that JAX knows as a pytree.
-
-    One of your own overrides `propose`, and what else it needs:
-
-        @jax.tree_util.register_static
-        @dataclass(frozen=True)
-        class Repeat(Proposer):
-            def propose(self, proposer_state, turn):
-                last = turn.history.length[:, None] - 1
-                newest = jnp.take_along_axis(turn.history.tokens, last, axis=1)
-                return Proposal(jnp.repeat(newest, turn.num_draft, axis=1)), proposer_state
-
-    Arrays it carries are traced (`jax.tree_util.register_dataclass`), the rest is static. What it
-    remembers from turn to turn is its state, any pytree whose leaves lead with B.
-    """
-
-    def check(
-        self,
-        prompt: Array,  # i32[B, P]
-        total: np.ndarray | None,  # i32[B]; tokens of prompt and text; None under a trace
-        num_draft: int,
-        vocab_size: int,
-    ) -> None:
-        """Raise ValueError where a request cannot be served."""
-
-    def start(
-        self,
-        prompt: jax.Array,  # i32[B, P]
-        lengths: jax.Array,  # i32[B]; the first lengths[b] tokens of a row count
-        chunk: int | None,
-    ) -> ProposerState:
-        """Return the proposer's state after the prompts."""
-        return ()
-
-    def propose(self, proposer_state: ProposerState, turn: Turn) -> tuple[Proposal, ProposerState]:
-        """Return proposals for every row, and what `settle` needs to know of them."""
-        raise NotImplementedError
-
-    def settle(
-        self,
-        proposer_state: ProposerState,
-        history: History,
-        gained: jax.Array,  # i32[B]
-    ) -> ProposerState:
-        """Return the state after row b has gained `gained[b]` tokens, 0 in one that had ended."""
-        return proposer_state
-
-    def finish(self, proposer_state: ProposerState, history: History) -> ProposerState:
-        """Return the state as the result holds it."""
-        return proposer_state
-
-
-@short_repr
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class PromptLookup(Proposer):
-    """Propose what followed the last n-gram when it last occurred in prompt or text (Saxena 2023).
-
-    Copying goes on into what it has just copied, so a loop is continued as a loop. It needs no
-    second model, and pays where answers quote their prompts. ValueError unless `ngram`, the n, is
-    an integer of at least 1.
-    """
-
-    ngram: int = 3
-
-    def __post_init__(self) -> None:
-        check_count("ngram", self.ngram, 1)
-
-    def propose(self, proposer_state: ProposerState, turn: Turn) -> tuple[Proposal, ProposerState]:
-        """Return the tokens after the last earlier occurrence; -1 where there is none."""
-        tokens, length = turn.history.tokens, turn.history.length
-        rows, columns = tokens.shape
-        if columns <= self.ngram:
-            return Proposal(jnp.full((rows, turn.num_draft), -1, jnp.int32)), proposer_state
-        ends = jnp.arange(self.ngram, columns)[None]  # one past an n-gram
-        same = ends < length[:, None]
-        for i in range(self.ngram):
-            at = jnp.clip(length - self.ngram + i, 0)[:, None]
-            same &= tokens[:, i : columns - self.ngram + i] == _gather_tokens(tokens, at)
-        start = jnp.where(same, ends, 0).max(axis=1)[:, None]
-        period = jnp.maximum(length[:, None] - start, 1)
-        copied = _gather_tokens(tokens, start + jnp.arange(turn.num_draft)[None] % period)
-        return Proposal(jnp.where(start > 0, copied, -1)), proposer_state
-
-
-class _DraftState(NamedTuple):
-    """Hold a draft model's state between turns."""
-
-    state: Any
-    pending: jax.Array  # bool[B]; True: the token before the newest was not read either
-
-
-class _DraftTurn(NamedTuple):
-    """Hold a draft model's state within a turn."""
-
-    before: Any
-    after: Any
-    pending: jax.Array  # bool[B]
-    tokens: jax.Array  # i32[B, num_draft + 1]; what it has read since `before`
-    valid: jax.Array  # bool[B, num_draft + 1]
-
-
-@short_repr
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("params", "state"),
-    meta_fields=("step", "sampler"),
-)
-@dataclass(frozen=True)
-class Draft(Proposer, Generic[State]):
-    """Propose what a smaller model of the same vocabulary says, with a state of its own.
-
-    The state has the same rows, and has read what the model's has; it is not consumed, so one draft
-    with an empty cache serves every request. Without `sampler` it draws as the model does.
-    """
-
-    step: Step[State]
-    params: Params
-    state: State
-    sampler: Sampler | None = None
-
-    def check(
-        self, prompt: Array, total: np.ndarray | None, num_draft: int, vocab_size: int
-    ) -> None:
-        """Raise ValueError where the draft cannot serve the request, or its vocabulary differs."""
-        if self.sampler is not None:
-            _check_distribution("the draft's sampler", self.sampler)
-        try:
-            check_not_consumed(self.state)
-            if total is not None and has_check(self.step):
-                self.step.check(np.asarray(prompt), self.state, total)
-            _check_rewind(self.step, self.state, num_draft)
-        except ValueError as error:
-            raise ValueError(f"the draft's {error}") from None
-        vocab = count_vocab(self.step, self.params, len(prompt), self.state)
-        if vocab != vocab_size:
-            raise ValueError(f"the draft has {vocab} tokens, the model {vocab_size}: must be equal")
-
-    def start(self, prompt: jax.Array, lengths: jax.Array, chunk: int | None) -> ProposerState:
-        """Return the draft's state after it has read the prompts."""
-        _, state = prefill(self.step, self.params, prompt, self.state, lengths, chunk)
-        return _DraftState(state, jnp.zeros(lengths.shape, bool))
-
-    def propose(self, proposer_state: ProposerState, turn: Turn) -> tuple[Proposal, ProposerState]:
-        """Let the draft read what is new and draw `num_draft` tokens, one call a token."""
-        sampler: Any = turn.sampler if self.sampler is None else self.sampler
-        history, (before, pending) = turn.history, proposer_state
-
-        def read(
-            state: State, tokens: jax.Array, valid: jax.Array, j: jax.Array | int
-        ) -> tuple[tuple[jax.Array, State], tuple[jax.Array, jax.Array, jax.Array]]:
-            tokens = jnp.where(valid, tokens, 0)
-            logits, state = self.step(self.params, tokens, state, valid=valid)
-            logits = sampler.distribution(logits[:, -1])
-            token = _draw(sampler, _fold_keys(turn.keys, history.new + j), logits)
-            return (token, state), (tokens, valid, logits)
-
-        def read_own(
-            carry: tuple[jax.Array, State], j: jax.Array
-        ) -> tuple[tuple[jax.Array, State], tuple[jax.Array, ...]]:
-            token, state = carry
-            carry, seen = read(state, token[:, None], (j < turn.room)[:, None], j)
-            return carry, (*seen, token)
-
-        at = jnp.clip(history.length[:, None] + jnp.array([[-2, -1]]), 0)
-        valid = jnp.stack([pending & turn.active, turn.active], axis=1)
-        newest = _gather_tokens(history.tokens, at)
-        carry, (tokens, valid, logits) = read(before, newest, valid, 0)
-        (last, after), later = jax.lax.scan(read_own, carry, jnp.arange(1, turn.num_draft))
-        later_tokens, later_valid, later_logits, proposed = (x.swapaxes(0, 1) for x in later)
-        proposal = Proposal(jnp.concatenate([proposed, last[:, None]], axis=1))
-        if not isinstance(sampler, Greedy):
-            logits = jnp.concatenate([logits[:, None], later_logits], axis=1)
-            proposal = proposal._replace(logits=logits)
-        tokens = jnp.concatenate([tokens, later_tokens[..., 0]], axis=1)
-        valid = jnp.concatenate([valid, later_valid[..., 0]], axis=1)
-        return proposal, _DraftTurn(before, after, pending, tokens, valid)
-
-    def settle(
-        self, proposer_state: ProposerState, history: History, gained: jax.Array
-    ) -> ProposerState:
-        """Return the draft's state after the tokens that were kept, as far as it has read them."""
-        before, after, pending, tokens, valid = proposer_state
-        wanted, read = gained + (pending & (gained > 0)), valid.sum(axis=1, dtype=jnp.int32)
-        kept = jnp.minimum(wanted, read)
-        state = _keep_read(self.step, self.params, before, after, tokens, valid, kept)
-        return _DraftState(state, jnp.where(gained > 0, wanted > read, pending))
-
-    def finish(self, proposer_state: ProposerState, history: History) -> ProposerState:
-        """Return the draft's state when it has read as much as the model's."""
-        token = _gather_tokens(history.tokens, jnp.clip(history.length[:, None] - 2, 0))
-        valid = proposer_state.pending[:, None]
-        token = jnp.where(valid, token, 0)
-        return self.step(self.params, token, proposer_state.state, valid=valid)[1]
 
 
 @short_repr
@@ -308,7 +84,7 @@ class Speculation(Generic[State]):
 
 
 def speculate(
-    step: Step[State],
+    step: StepLike[State],
     params: Params,
     prompt: Prompt,  # i32[B, P], or rows of one length
     state: State,
@@ -338,13 +114,13 @@ def speculate(
     check_count("num_draft", num_draft, 1)
     _check_proposer(proposer)
     if sampler is not None:
-        _check_distribution("sampler", sampler)
-    options, prompts, state = check_arguments(
+        check_distribution("sampler", sampler)
+    step, options, prompts, state = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths,
         sampler=sampler, key=key, processors=processors, stop=stop, limits=limits, chunk=chunk,
         attention=False,
     )  # fmt: skip
-    _check_rewind(step, state, num_draft)
+    step.check_rewind(state, num_draft)
     vocab = count_vocab(step, params, len(prompts.tokens), state)
     _check_with_proposer(proposer, prompts, state, num_draft, vocab)
     options = options._replace(ends=True)
@@ -432,7 +208,7 @@ def _take_turns(
         proposer_state=proposer.finish(proposer_state, decode_state.history),
         proposed=written.proposed,
         accepted=written.accepted,
-        calls=written.turns if has_rewind(step) else 2 * written.turns,
+        calls=written.turns if step.offers("rewind") else 2 * written.turns,
     )
 
 
@@ -461,7 +237,7 @@ def _take_turn(
     accepted, token = _verify(options, decode_state, processed, proposal, usable)
     new = _new_tokens(options, proposal.tokens, accepted, token, turn.active)
 
-    state = _keep_read(step, params, decode_state.state, after, tokens, valid, new.gained)
+    state = keep_read(step, params, decode_state.state, after, tokens, valid, new.gained)
     history = _extend_history(turn.history, new)
     proposer_state = proposer.settle(proposer_state, history, new.gained)
     written = _Written(
@@ -480,7 +256,7 @@ def _make_turn(options: DecodeOptions, decode_state: DecodeState[State], num_dra
     active, history = decode_state.active, decode_state.history
     assert history is not None
     room = jnp.minimum(num_draft, decode_state.limits - decode_state.count - 1)
-    keys = _fold_keys(decode_state.keys, _PROPOSE)
+    keys = fold_keys(decode_state.keys, _PROPOSE)
     return Turn(history, active, jnp.where(active, room, 0), keys, num_draft, options.sampler)
 
 
@@ -507,7 +283,7 @@ def _verify(
     uniform = jnp.zeros(usable.shape)  # a greedy token is certain or impossible
     if not isinstance(sampler, Greedy):
         numbers = count[:, None] + jnp.arange(num_draft)[None]
-        uniform = jax.vmap(jax.vmap(_draw_uniform, (None, 0)))(_fold_keys(keys, _ACCEPT), numbers)
+        uniform = jax.vmap(jax.vmap(_draw_uniform, (None, 0)))(fold_keys(keys, _ACCEPT), numbers)
     chance = acceptance(
         _gather_vocab(p[:, :-1], proposal.tokens), _gather_vocab(q, proposal.tokens)
     )
@@ -518,7 +294,7 @@ def _verify(
     rest = residual(_gather_position(p, accepted), _gather_position(q, last))
     rejected = accepted < usable.sum(axis=1, dtype=jnp.int32)
     drawn_from = jnp.where(rejected[:, None], jnp.log(rest), _gather_position(wanted, accepted))
-    return accepted, _draw(sampler, _fold_keys(keys, count + accepted), drawn_from)
+    return accepted, draw(sampler, fold_keys(keys, count + accepted), drawn_from)
 
 
 class _NewTokens(NamedTuple):
@@ -562,7 +338,7 @@ def _advance_rows(
 ) -> DecodeState[State]:
     """Return the rows after their new tokens; a row ends at a stop token or at its limit."""
     active, count = decode_state.active, decode_state.count + new.gained
-    newest = _gather_tokens(new.tokens, jnp.clip(new.gained - 1, 0)[:, None])[:, 0]
+    newest = gather_columns(new.tokens, jnp.clip(new.gained - 1, 0)[:, None])[:, 0]
     return replace(
         decode_state,
         token=jnp.where(active, newest, decode_state.token),
@@ -616,26 +392,6 @@ def _process_logits(
     return jnp.stack(processed, axis=1)
 
 
-def _keep_read(
-    step: Step[State],
-    params: Params,
-    before: State,
-    after: State,
-    tokens: jax.Array,  # i32[B, T]; what was read in between
-    valid: jax.Array,  # bool[B, T]
-    count: jax.Array,  # i32[B]
-) -> State:
-    """Return the state after the first `count[b]` of the valid tokens."""
-    if has_rewind(step):
-        return step.rewind(after, before, count)
-    kept = valid & (jnp.cumsum(valid, axis=1) <= count[:, None])
-    return step(params, jnp.where(kept, tokens, 0), before, valid=kept)[1]
-
-
-def _gather_tokens(tokens: jax.Array, index: jax.Array) -> jax.Array:  # [B, C], i32[B, J] -> [B, J]
-    return jnp.take_along_axis(tokens, index, axis=1)
-
-
 def _gather_vocab(x: jax.Array, ids: jax.Array) -> jax.Array:  # [B, J, V], i32[B, J] -> [B, J]
     return jnp.take_along_axis(x, ids[..., None], axis=-1)[..., 0]
 
@@ -654,16 +410,6 @@ def _write_tokens(
     index = jnp.arange(values.shape[1])[None]
     at = jnp.where(index < count[:, None], start[:, None] + index, out.shape[1])
     return out.at[jnp.arange(len(out))[:, None], at].set(values, mode="drop")
-
-
-def _fold_keys(keys: jax.Array, number: jax.Array | int) -> jax.Array:  # key[B], i32[B] or one
-    axes = (0, None) if isinstance(number, int) else (0, 0)
-    return jax.vmap(jax.random.fold_in, axes)(keys, number)
-
-
-def _draw(sampler: Sampler, keys: jax.Array, logits: jax.Array) -> jax.Array:  # i32[B]
-    """Draw from logits [B, V] that the sampler has processed; greedy ones need no random number."""
-    return jax.vmap(Greedy() if isinstance(sampler, Greedy) else Sample())(keys, logits)
 
 
 def _draw_uniform(key: jax.Array, number: jax.Array) -> jax.Array:  # f32[], from 0 to below 1
@@ -693,23 +439,10 @@ def _check_with_proposer(
     total = None
     if not traced(tokens, lengths, limits):
         tokens, lengths, limits = jax.device_get((tokens, lengths, limits))
-        total = total_lengths(lengths, limits)
+        total = np.asarray(lengths) + np.maximum(limits, 1) - 1
     proposer.check(tokens, total, num_draft, vocab)
     theirs = {id(leaf) for leaf in jax.tree.leaves(proposer)}
     if any(id(leaf) in theirs for leaf in jax.tree.leaves(state)):
         raise ValueError(
             "state is also the proposer's: it is consumed, so give it a fork(state, 1)"
         )
-
-
-def _check_distribution(name: str, sampler: Sampler) -> None:
-    if isinstance(sampler, type) or not callable(getattr(sampler, "distribution", None)):
-        rule = "speculate needs a value with `distribution(logits)`, as Greedy and Sample have"
-        raise ValueError(f"{name} is {sampler!r}: {rule}")
-
-
-def _check_rewind(step: Step[State], state: State, num_draft: int) -> None:
-    """Raise ValueError where a step that can rewind cannot take `num_draft` tokens back."""
-    check: Any = getattr(step, "check_rewind", None)
-    if has_rewind(step) and check is not None:
-        check(state, num_draft)

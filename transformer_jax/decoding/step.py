@@ -1,14 +1,14 @@
 """Define what decoding knows of a model: a step from tokens and state to logits and state.
 
-A plain function is a step. A step may offer more: each `StepWith...` names one optional method, and
-`has_...` asks for it.
+A plain function is a step. `Step` is the base class of those that offer more; `ModelStep`,
+`RecurrentStep` and `RecentTokensStep` are those of the models here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeGuard, overload
+from typing import Any, Generic, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,22 @@ from transformer_jax.cache.kv_cache import KVCache, next_positions
 from transformer_jax.cache.model_cache import ModelCache, check_pages, rewind_cache, room_of
 from transformer_jax.config import Learned
 from transformer_jax.decoding.batch_rows import State
+from transformer_jax.models.arguments import check_one, check_tokens
 from transformer_jax.models.ngram import NgramLM
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places, places
-from transformer_jax.models.recent_tokens import RecentTokensStep
+from transformer_jax.models.recent_tokens import RecentTokens, check_recent_tokens
 from transformer_jax.models.recurrent import (
     RecurrentLM,
     RecurrentSeq2Seq,
-    RecurrentStep,
     RecurrentTagger,
+    check_recurrent_state,
 )
+from transformer_jax.models.recurrent_layers import RecurrentState
 from transformer_jax.models.stack import AttentionWeights, by_slot
-from transformer_jax.models.transformer import Decoder, EncoderDecoder, check_one, check_tokens
+from transformer_jax.models.transformer import Decoder, EncoderDecoder
 from transformer_jax.models.window import WindowLM
 from transformer_jax.programs import shapes_of
+from transformer_jax.shown import short_repr
 
 Params: TypeAlias = Any
 """A model's parameters: any pytree of arrays. Decoding hands them to the step as they are."""
@@ -40,11 +43,18 @@ PyTree: TypeAlias = Any
 """A pytree of arrays whose structure is the model's own."""
 
 
-class Step(Protocol[State]):
+class Step(Generic[State]):
     """Read tokens and return the logits after each of them, and the new state.
 
-    A step is hashable: equal steps share their compiled programs.
+    A step of your own overrides the call, and of the other methods those for which it has more than
+    the call gives. It is hashable: equal steps share their compiled programs.
     """
+
+    def __init_subclass__(cls) -> None:
+        # a class with a call of its own must not take `read` from a base, which has other logits
+        first = next(kind for kind in cls.__mro__ if {"read", "__call__"} & vars(kind).keys())
+        if "read" not in vars(first):
+            cls.read = Step.read  # type: ignore[method-assign]
 
     def __call__(
         self,
@@ -54,11 +64,7 @@ class Step(Protocol[State]):
         *,
         valid: jax.Array | None = None,  # bool[B, T]; False is padding
     ) -> tuple[jax.Array, State]:  # f32[B, T, V], state
-        ...
-
-
-class StepWithRead(Step[State], Protocol[State]):
-    """Compute the logits of some tokens alone, which is all that a prompt asks for."""
+        raise NotImplementedError
 
     def read(
         self,
@@ -69,12 +75,9 @@ class StepWithRead(Step[State], Protocol[State]):
         *,
         valid: jax.Array | None = None,  # bool[B, T]
     ) -> tuple[jax.Array, State]:  # f32[B, Q, V], state
-        """Read the tokens and return the logits after the tokens `at` alone."""
-        ...
-
-
-class StepWithCheck(Step[State], Protocol[State]):
-    """Say which prompts a step cannot serve."""
+        """Read the tokens and return the logits after the tokens `at` alone: all a prompt needs."""
+        logits, state = self(params, tokens, state, valid=valid)
+        return jnp.take_along_axis(logits, at[:, :, None], axis=1), state
 
     def check(
         self,
@@ -83,11 +86,10 @@ class StepWithCheck(Step[State], Protocol[State]):
         total: np.ndarray,  # i32[B]; tokens that a row reads, of the prompt and of its new ones
     ) -> None:
         """Raise ValueError where the prompt, or its length with new tokens, cannot be served."""
-        ...
 
-
-class StepWithRewind(Step[State], Protocol[State]):
-    """Take tokens back from a step's state, which saves speculative decoding a call."""
+    def offers(self, name: str) -> bool:
+        """Return whether the step has a `rewind`, an `attend` or a `look`: this class has none."""
+        return getattr(type(self), name) is not getattr(Step, name)
 
     def rewind(
         self,
@@ -97,14 +99,12 @@ class StepWithRewind(Step[State], Protocol[State]):
     ) -> State:
         """Return the state as if, since `before`, row b had read its first `count[b]` tokens only.
 
-        The step may also have `check_rewind(state, count)`, which raises ValueError where a state
-        cannot take `count` tokens back.
+        It saves speculative decoding a call.
         """
-        ...
+        raise NotImplementedError
 
-
-class StepWithAttend(Step[State], Protocol[State]):
-    """Return a step's attention weights too."""
+    def check_rewind(self, state: State, count: int) -> None:
+        """Raise ValueError where a state cannot take `count` tokens back."""
 
     def attend(
         self,
@@ -114,12 +114,8 @@ class StepWithAttend(Step[State], Protocol[State]):
         *,
         valid: jax.Array | None = None,  # bool[B, 1]
     ) -> tuple[jax.Array, State, PyTree]:  # f32[B, 1, V], state, weights whose leaves lead with B
-        """Read one token a row and return the weights of its attention beside logits and state."""
-        ...
-
-
-class StepWithLook(Step[State], Protocol[State]):
-    """Return the values of places inside the model too."""
+        """Read one token a row and return, too, the weights of its attention."""
+        raise NotImplementedError
 
     def look(
         self,
@@ -129,140 +125,87 @@ class StepWithLook(Step[State], Protocol[State]):
         capture: tuple[str, ...],
         *,
         valid: jax.Array | None = None,  # bool[B, 1]
-    ) -> tuple[jax.Array, State, dict[str, jax.Array]]:  # f32[B, 1, V], state, leaves [B, ...]
-        """Read one token a row and return the values of places that are captured on the way."""
-        ...
+    ) -> tuple[jax.Array, State, Captured]:  # f32[B, 1, V], state, leaves [B, ...]
+        """Read one token a row and return, too, the values of places that it passes."""
+        raise NotImplementedError
 
     def check_look(self, capture: tuple[str, ...]) -> None:
         """Raise ValueError where a name is that of no place, or of one that it does not pass."""
-        ...
 
 
-def has_read(step: Step[State]) -> TypeGuard[StepWithRead[State]]:
-    """Return whether the step has a `read` that agrees with its call.
-
-    A class that overrides the call and inherits `read` from its base has none: its `read` would
-    return the logits of the base.
-    """
-    for kind in type(step).__mro__:
-        if "read" in vars(kind) or "__call__" in vars(kind):
-            return "read" in vars(kind)
-    return False
+StepLike: TypeAlias = Step[State] | Callable[..., tuple[jax.Array, State]]
+"""What the public functions of decoding take: a step, or a plain function that is called as one."""
 
 
-def has_check(step: Step[State]) -> TypeGuard[StepWithCheck[State]]:
-    """Return whether the step has `check`."""
-    return hasattr(step, "check")
+@short_repr
+@dataclass(frozen=True)
+class FunctionStep(Step[State]):
+    """Run a plain function as a step."""
 
+    function: Callable[..., tuple[jax.Array, Any]]
 
-def has_rewind(step: Step[State]) -> TypeGuard[StepWithRewind[State]]:
-    """Return whether the step has `rewind`."""
-    return hasattr(step, "rewind")
-
-
-def has_look(step: Step[State]) -> TypeGuard[StepWithLook[State]]:
-    """Return whether the step has `look`."""
-    return hasattr(step, "look")
-
-
-def has_attend(step: Step[State]) -> TypeGuard[StepWithAttend[State]]:
-    """Return whether the step has `attend`."""
-    return hasattr(step, "attend")
-
-
-def read_logits_at(
-    step: Step[State],
-    params: Params,
-    tokens: jax.Array,  # i32[B, T]
-    state: State,
-    at: jax.Array,  # i32[B, Q]
-    valid: jax.Array,  # bool[B, T]
-) -> tuple[jax.Array, State]:  # f32[B, Q, V], state
-    """Read the tokens; return the logits after the tokens `at` alone, and the state."""
-    if has_read(step):
-        return step.read(params, tokens, state, at, valid=valid)
-    logits, state = step(params, tokens, state, valid=valid)
-    return jnp.take_along_axis(logits, at[:, :, None], axis=1), state
-
-
-def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> int:
-    """Return V, the number of logits that the step gives; nothing is computed or compiled."""
-    tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
-    return shapes_of(step, params, tokens, state)[0].shape[-1]
+    def __call__(
+        self, params: Params, tokens: jax.Array, state: State, *, valid: jax.Array | None = None
+    ) -> tuple[jax.Array, State]:
+        return self.function(params, tokens, state, valid=valid)
 
 
 @dataclass(frozen=True)
-class ModelStep:
-    """Run a `Decoder` or an `EncoderDecoder` as a step; the state is its `ModelCache`."""
+class AppliedStep(Step[State]):
+    """Run a flax model as a step; a subclass says with which arguments."""
 
-    model: Decoder | EncoderDecoder
+    model: Any
     edit: tuple[tuple[str, Edit], ...] = ()
     """Changes of places on the way, as pairs of a name and a function."""
-
-    def __call__(
-        self,
-        params: Params,
-        tokens: jax.Array,  # i32[B, T]
-        state: ModelCache,
-        *,
-        valid: jax.Array | None = None,  # bool[B, T]
-    ) -> tuple[jax.Array, ModelCache]:  # f32[B, T, V]
-        return self.read(params, tokens, state, None, valid=valid)
-
-    def read(
-        self,
-        params: Params,
-        tokens: jax.Array,  # i32[B, T]
-        state: ModelCache,
-        at: jax.Array | None,  # i32[B, Q]
-        *,
-        valid: jax.Array | None = None,  # bool[B, T]
-    ) -> tuple[jax.Array, ModelCache]:  # f32[B, Q, V]
-        """Read the tokens and return the logits after the tokens `at` alone; None is all."""
-        given = self.arguments(tokens, state, valid)
-        result: Any = self.model.apply({"params": params}, tokens, at=at, **given)
-        return result
 
     def arguments(
         self,
         tokens: jax.Array,  # i32[B, T]
-        state: ModelCache,
+        state: State,
         valid: jax.Array | None,  # bool[B, T]
     ) -> dict[str, Any]:
-        """Return what the model is called with beside the tokens: their positions and the cache."""
-        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        given: dict[str, Any] = dict(positions=next_positions(state.length, valid), cache=state)
-        return given | dict(edit=dict(self.edit)) if self.edit else given
+        """Return what the model is called with beside parameters and tokens."""
+        raise NotImplementedError
 
-    def attend(
+    def _apply(
+        self, params: Params, tokens: jax.Array, state: State, valid: Any, **more: Any
+    ) -> Any:
+        given = self.arguments(tokens, state, valid) | more
+        if self.edit:
+            given["edit"] = dict(self.edit)
+        return self.model.apply({"params": params}, tokens, **given)
+
+    def __call__(
+        self, params: Params, tokens: jax.Array, state: State, *, valid: jax.Array | None = None
+    ) -> tuple[jax.Array, State]:
+        found: tuple[jax.Array, State] = self._apply(params, tokens, state, valid)
+        return found
+
+    def read(
         self,
         params: Params,
-        tokens: jax.Array,  # i32[B, 1]
-        state: ModelCache,
+        tokens: jax.Array,
+        state: State,
+        at: jax.Array,
         *,
-        valid: jax.Array | None = None,  # bool[B, 1]
-    ) -> tuple[jax.Array, ModelCache, AttentionWeights]:
-        """Read one token a row; return also its weights [B, L, N, S] by slot of the cache."""
-        check_one(tokens)
-        given = self.arguments(tokens, state, valid)
-        result: Any = self.model.apply({"params": params}, tokens, **given, method="attend")
-        logits, state, weights = result
-        return logits, state, by_slot(weights, state)
+        valid: jax.Array | None = None,
+    ) -> tuple[jax.Array, State]:
+        """Read the tokens and return the logits after the tokens `at` alone."""
+        found: tuple[jax.Array, State] = self._apply(params, tokens, state, valid, at=at)
+        return found
 
     def look(
         self,
         params: Params,
-        tokens: jax.Array,  # i32[B, 1]
-        state: ModelCache,
+        tokens: jax.Array,
+        state: State,
         capture: tuple[str, ...],
         *,
-        valid: jax.Array | None = None,  # bool[B, 1]
-    ) -> tuple[jax.Array, ModelCache, Captured]:
-        """Read one token a row; return also the captured values, without their axis of tokens."""
+        valid: jax.Array | None = None,
+    ) -> tuple[jax.Array, State, Captured]:
+        """Read one token a row; return, too, the captured values without their axis of tokens."""
         check_one(tokens)
-        given = self.arguments(tokens, state, valid)
-        result: Any = self.model.apply({"params": params}, tokens, capture=capture, **given)
-        logits, state, captured = result
+        logits, state, captured = self._apply(params, tokens, state, valid, capture=capture)
         shapes = places(self.model.config)
         return logits, state, {
             name: jnp.squeeze(x, shapes[name].index("T")) if "T" in shapes[name] else x
@@ -271,10 +214,36 @@ class ModelStep:
 
     def check_look(self, capture: tuple[str, ...]) -> None:
         """Raise ValueError where a name is that of no place, or of one in the encoder."""
-        found = Places.of(self.model.config, capture, NO_EDIT).capture
-        for name in found:
+        for name in Places.of(self.model.config, capture, NO_EDIT).capture:
             if name.startswith("encoder/"):
                 raise ValueError(f"{name} while decoding: the source has been read before")
+
+
+@dataclass(frozen=True)
+class ModelStep(AppliedStep[ModelCache]):
+    """Run a `Decoder` or an `EncoderDecoder` as a step; the state is its `ModelCache`."""
+
+    model: Decoder | EncoderDecoder
+
+    def arguments(
+        self, tokens: jax.Array, state: ModelCache, valid: jax.Array | None
+    ) -> dict[str, Any]:
+        """Return the cache, and the positions after what it holds."""
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        return dict(positions=next_positions(state.length, valid), cache=state)
+
+    def attend(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        state: ModelCache,
+        *,
+        valid: jax.Array | None = None,
+    ) -> tuple[jax.Array, ModelCache, AttentionWeights]:
+        """Read one token a row; return also its weights [B, L, N, S] by slot of the cache."""
+        check_one(tokens)
+        logits, state, weights = self._apply(params, tokens, state, valid, method="attend")
+        return logits, state, by_slot(weights, state)
 
     def check(self, prompt: np.ndarray, state: ModelCache, total: np.ndarray) -> None:
         """Raise ValueError where a token is not in the vocabulary or the cache is too small.
@@ -300,7 +269,8 @@ class ModelStep:
                 f"prompt and new tokens reach length {longest}: the limit is {limit} "
                 f"(cache capacity {state.capacity}, max_len {config.max_len})"
             )
-        check_pages(state, np.asarray(state.length) + total)
+        if state.exhausted is not None:
+            check_pages(state, np.asarray(state.length) + total)
 
     def rewind(self, state: ModelCache, before: ModelCache, count: jax.Array) -> ModelCache:
         """Return the cache as if row b had read `count[b]`, i32[B], tokens since `before`."""
@@ -328,8 +298,69 @@ class ModelStep:
                 )
 
 
-def check_step(step: Any) -> None:
-    """Raise ValueError where this is no step, but a model, a config or parameters."""
+@short_repr
+@dataclass(frozen=True)
+class RecurrentStep(AppliedStep[RecurrentState]):
+    """Run `RecurrentLM` or `RecurrentSeq2Seq` as a step; the state is its `RecurrentState`."""
+
+    model: RecurrentLM | RecurrentSeq2Seq
+
+    def arguments(
+        self, tokens: jax.Array, state: RecurrentState, valid: jax.Array | None
+    ) -> dict[str, Any]:
+        """Return the state, and which tokens are no padding."""
+        return dict(state=state, valid=valid)
+
+    def attend(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        state: RecurrentState,
+        *,
+        valid: jax.Array | None = None,
+    ) -> tuple[jax.Array, RecurrentState, jax.Array]:
+        """Read one token a row, and return its weights f32[B, S]; 0 if not valid."""
+        check_one(tokens)
+        if self.model.config.attention is None:
+            raise ValueError("attention is None: this model has no attention weights")
+        logits, state = self(params, tokens, state, valid=valid)
+        assert state.weights is not None
+        weights = state.weights if valid is None else jnp.where(valid, state.weights, 0.0)
+        return logits, state, weights
+
+    def check(self, prompt: np.ndarray, state: RecurrentState, total: np.ndarray) -> None:
+        """Raise ValueError where prompt or state is not this model's; no length is too long."""
+        check_tokens(prompt, self.model.config.vocab_size)
+        check_recurrent_state(self.model.config, state, prompt.shape[0], "prompt has")
+
+
+@short_repr
+@dataclass(frozen=True)
+class RecentTokensStep(AppliedStep[RecentTokens]):
+    """Run `WindowLM` or `NgramLM` as a step; the state is its `RecentTokens`."""
+
+    model: WindowLM | NgramLM
+
+    def arguments(
+        self, tokens: jax.Array, state: RecentTokens, valid: jax.Array | None
+    ) -> dict[str, Any]:
+        """Return the state, and which tokens are no padding."""
+        return dict(state=state, valid=valid)
+
+    def check(self, prompt: np.ndarray, state: RecentTokens, total: np.ndarray) -> None:
+        """Raise ValueError where the prompt or the state does not fit; no length is too long."""
+        check_tokens(prompt, self.model.config.vocab_size)
+        check_recent_tokens(self.model.config, state, prompt.shape[0], "prompt has")
+
+
+def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> int:
+    """Return V, the number of logits that the step gives; nothing is computed or compiled."""
+    tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    return shapes_of(step, params, tokens, state)[0].shape[-1]
+
+
+def as_step(step: Any) -> Step[Any]:
+    """Return a step as it is, or of a function; ValueError where this is a model or a config."""
     name = type(step).__name__
     if isinstance(step, nn.Module):
         raise ValueError(f"step is the model {name}: must be a step, make_step(model)")
@@ -340,19 +371,22 @@ def check_step(step: Any) -> None:
     if isinstance(step, type) or not callable(step):
         rule = "must be called with (params, tokens, state, valid=...), as make_step(model) is"
         raise ValueError(f"step is {_named(step)}: {rule}")
+    if isinstance(step, Step):
+        return step
+    for more in ("read", "check", "rewind", "attend", "look"):
+        if hasattr(step, more):
+            rule = "make it a subclass of transformer_jax.decoding.Step"
+            raise ValueError(f"step is a {name} with `{more}`, which a function has not: {rule}")
+    return FunctionStep(step)
 
 
-def check_params(params: Any) -> None:
-    """Raise ValueError where a model's variables, or a model, stand in the place of parameters."""
+def check_given(params: Any, state: Any) -> None:
+    """Raise ValueError where a model or a config stands in the place of parameters or a state."""
     if isinstance(params, Mapping) and list(params) == ["params"]:
         raise ValueError("params is {'params': ...}: must be what is in it, variables['params']")
     if isinstance(params, nn.Module) or hasattr(params, "vocab_size") or isinstance(params, str):
         rule = "must be parameters, as init_params(config, key) are"
         raise ValueError(f"params is {_named(params)}: {rule}")
-
-
-def check_state(state: Any) -> None:
-    """Raise ValueError where a config, a model or a word stands in the place of a state."""
     if isinstance(state, nn.Module | str | type) or hasattr(state, "vocab_size"):
         rule = "must be a state, as init_cache(config, rows, capacity) makes one"
         raise ValueError(f"state is {_named(state)}: {rule}")
@@ -368,9 +402,11 @@ def _named(value: Any) -> str:
 @overload
 def make_step(model: Decoder | EncoderDecoder, *, edit: Mapping[str, Edit] = ...) -> ModelStep: ...
 @overload
-def make_step(model: RecurrentLM | RecurrentSeq2Seq) -> RecurrentStep: ...
+def make_step(
+    model: RecurrentLM | RecurrentSeq2Seq, *, edit: Mapping[str, Edit] = ...
+) -> RecurrentStep: ...
 @overload
-def make_step(model: WindowLM | NgramLM) -> RecentTokensStep: ...
+def make_step(model: WindowLM | NgramLM, *, edit: Mapping[str, Edit] = ...) -> RecentTokensStep: ...
 def make_step(
     model: Decoder | EncoderDecoder | RecurrentLM | RecurrentSeq2Seq | WindowLM | NgramLM,
     *,
@@ -382,12 +418,6 @@ def make_step(
     that decodes with the step (`transformer_jax.places`). ValueError where the model makes no
     tokens, as an encoder or a tagger, and where an edit is of no place of its.
     """
-    if edit and not isinstance(model, Decoder | EncoderDecoder):
-        raise ValueError(f"edit with a {type(model).__name__}: it has no places to edit")
-    if isinstance(model, RecurrentLM | RecurrentSeq2Seq):
-        return RecurrentStep(model)
-    if isinstance(model, WindowLM | NgramLM):
-        return RecentTokensStep(model)
     if isinstance(model, RecurrentTagger):
         raise ValueError(
             "model is a RecurrentTagger: it reads from both ends, and writes no tokens"
@@ -395,11 +425,18 @@ def make_step(
     if hasattr(model, "vocab_size") or isinstance(model, str | Mapping):
         rule = "must be a model: make_step(build(config))"
         raise ValueError(f"model is {_named(model)}: {rule}")
-    if not isinstance(model, Decoder | EncoderDecoder):
+    kinds: dict[type, Any] = {
+        Decoder: ModelStep, EncoderDecoder: ModelStep, RecurrentLM: RecurrentStep,
+        RecurrentSeq2Seq: RecurrentStep, WindowLM: RecentTokensStep, NgramLM: RecentTokensStep,
+    }  # fmt: skip
+    kind = next((own for base, own in kinds.items() if isinstance(model, base)), None)
+    if kind is None:
         given = type(model).__name__
         raise ValueError(f"model is of type {given}: must be a decoder or an encoder-decoder")
-    for name, _ in Places.of(model.config, (), edit).edit:
+    changes = Places.of(model.config, (), edit).edit
+    for name, _ in changes:
         if name.startswith("encoder/"):
             rule = "edit it where the source is read, in `init_cache` of the model"
             raise ValueError(f"edit of {name} in a step: {rule}")
-    return ModelStep(model, tuple(edit.items()))
+    step: ModelStep | RecurrentStep | RecentTokensStep = kind(model, changes)
+    return step

@@ -14,7 +14,6 @@ from transformer_jax.models.factory import (
     init_params,
     num_params,
 )
-from transformer_jax.models.functional import layer_norm, rms_norm
 from transformer_jax.models.inputs import frame_positions
 from transformer_jax.models.lora import (
     apply_lora,
@@ -25,6 +24,7 @@ from transformer_jax.models.lora import (
     with_adapters,
 )
 from transformer_jax.models.ngram import NgramLM, count_ngrams
+from transformer_jax.models.ops import layer_norm, rms_norm
 from transformer_jax.models.places import places
 from transformer_jax.models.positions import (
     apply_rope,
@@ -37,18 +37,15 @@ from transformer_jax.models.positions import (
 from transformer_jax.models.quantized import QuantizedKernel, quantize
 from transformer_jax.models.recent_tokens import (
     RecentTokens,
-    RecentTokensStep,
     init_recent_tokens,
 )
 from transformer_jax.models.recurrent import (
     RecurrentLM,
     RecurrentSeq2Seq,
-    RecurrentState,
-    RecurrentStep,
     RecurrentTagger,
-    SourceMemory,
     init_recurrent_state,
 )
+from transformer_jax.models.recurrent_layers import RecurrentState, SourceMemory
 from transformer_jax.models.stack import AttentionWeights, stack_layers, unstack_layers
 from transformer_jax.models.streaming import (
     StreamingEncoder,
@@ -69,11 +66,9 @@ __all__ = [
     "NgramLM",
     "QuantizedKernel",
     "RecentTokens",
-    "RecentTokensStep",
     "RecurrentLM",
     "RecurrentSeq2Seq",
     "RecurrentState",
-    "RecurrentStep",
     "RecurrentTagger",
     "SourceMemory",
     "StreamingEncoder",

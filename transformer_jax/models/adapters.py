@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.models.functional import dropout, held, project
+from transformer_jax.models.functional import dropout
+from transformer_jax.models.ops import project
 from transformer_jax.models.quantized import QuantizedKernel, quantized_project
 from transformer_jax.pytree import exportable, register
 from transformer_jax.sharding import by_compiler, split
@@ -62,7 +63,6 @@ def product(
     if isinstance(kernel, QuantizedKernel):
         return quantized_project(x, kernel, bias, contract)
     if not isinstance(kernel, AdaptedKernel):
-        kernel = held(kernel, math.prod(x.shape[: x.ndim - contract]), x.dtype)
         return project(x, kernel, bias, contract)
     y = product(x, kernel.base, bias, contract, None, name)
     if key is not None and kernel.dropout:

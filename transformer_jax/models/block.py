@@ -18,17 +18,17 @@ from transformer_jax.cache import paged_cache
 from transformer_jax.cache.paged_cache import PagedCache
 from transformer_jax.config import ModelConfig, Rope, Shaw
 from transformer_jax.models import positions as pos
-from transformer_jax.models.functional import dropout, rms_norm, split_key
+from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import (
     FeedForward,
     Linear,
     Norm,
     branch_std,
+    norm_scale,
     parameter,
     refuse_surplus,
-    unit,
-    unit_init,
 )
+from transformer_jax.models.ops import rms_norm
 from transformer_jax.models.places import NOWHERE, Captured, Places, Visit
 from transformer_jax.pytree import register
 from transformer_jax.sharding import by_compiler, split
@@ -101,30 +101,19 @@ class Attention(nn.Module):
         self.value = Linear(cfg, (cfg.kv_heads, cfg.value_dim), use_bias=qkv_bias)
         self.out = Linear(cfg, (cfg.d_model,), contract=2, std=branch_std(cfg, self.depth))
         if cfg.qk_norm:
-            init = unit_init(cfg)
-            self.query_scale = parameter(self, "query_scale", init, (cfg.key_dim,))
-            self.key_scale = parameter(self, "key_scale", init, (cfg.key_dim,))
+            self.query_scale = norm_scale(self, "query_scale", cfg, cfg.key_dim)
+            self.key_scale = norm_scale(self, "key_scale", cfg, cfg.key_dim)
         if cfg.attention_sinks:
             self.sinks = parameter(self, "sinks", nn.initializers.zeros, (cfg.num_heads,))
-        if self._shaw is not None:
-            rows, std = 2 * self._shaw.max_distance + 1, nn.initializers.normal(cfg.init_std)
+        # attention to an encoder's output knows no distances
+        order = None if self.cross else cfg.positions
+        self.rope = order.in_layer(self.window) if isinstance(order, Rope) else None
+        self.shaw = order if isinstance(order, Shaw) else None
+        if self.shaw is not None:
+            rows, std = 2 * self.shaw.max_distance + 1, nn.initializers.normal(cfg.init_std)
             self.shaw_key = parameter(self, "shaw_key", std, (rows, cfg.key_dim))
             self.shaw_value = parameter(self, "shaw_value", std, (rows, cfg.value_dim))
         refuse_surplus(self)
-
-    @property
-    def _rope(self) -> Rope | None:
-        """Return the rotation of queries and keys; attention to an encoder's output has none."""
-        positions = self.config.positions
-        if self.cross or not isinstance(positions, Rope):
-            return None
-        return positions.in_layer(self.window)
-
-    @property
-    def _shaw(self) -> Shaw | None:
-        """Return the vectors of distances; attention to an encoder's output has none."""
-        positions = self.config.positions
-        return positions if isinstance(positions, Shaw) and not self.cross else None
 
     def keys_values(
         self,
@@ -133,13 +122,12 @@ class Attention(nn.Module):
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
         """Project keys, normalised and rotated as they are cached, and values."""
-        cfg = self.config
         k, v = self.key(x, key), self.value(x, key)
-        if cfg.qk_norm:
-            k = rms_norm(k, unit(cfg, self.key_scale), cfg.norm_eps)
-        if self._rope is not None:
+        if self.config.qk_norm:
+            k = rms_norm(k, self.key_scale, self.config.norm_eps)
+        if self.rope is not None:
             assert token_positions is not None
-            k = pos.apply_rope(k, token_positions, self._rope)
+            k = pos.apply_rope(k, token_positions, self.rope)
         return k, v
 
     def __call__(
@@ -158,36 +146,43 @@ class Attention(nn.Module):
         """
         cfg = self.config
         visit = Visit() if visit is None else visit
+        at = "cross_attention" if self.cross else "attention"
+        asked, edited = f"{at}/weights" in visit.asked, f"{at}/weights" in visit.edits
+
         q = self.query(x, key)
         if cfg.qk_norm:
-            q = rms_norm(q, unit(cfg, self.query_scale), cfg.norm_eps)
-        if self._rope is not None:
+            q = rms_norm(q, self.query_scale, cfg.norm_eps)
+        if self.rope is not None:
             assert given.token_positions is not None
-            q = pos.apply_rope(q, given.token_positions, self._rope)
+            q = pos.apply_rope(q, given.token_positions, self.rope)
         if cross_cache is None:
             k, v = self.keys_values(x, given.token_positions, key)
             heads = _Heads(q, k, v, given.mask, given.bias, given.positions, given.positions)
         else:
-            k, v, places = cross_cache.k, cross_cache.v, cross_cache.positions
-            heads = _Heads(q, k, v, None, None, given.positions, places)
+            k, v = cross_cache.k, cross_cache.v
+            heads = _Heads(q, k, v, None, None, given.positions, cross_cache.positions)
         heads = heads._replace(
-            q=visit("query", heads.q), k=visit("key", heads.k), v=visit("value", heads.v)
+            q=visit(f"{at}/query", heads.q),
+            k=visit(f"{at}/key", heads.k),
+            v=visit(f"{at}/value", heads.v),
         )
         if cache is not None:
-            written_down = visit.captures("weights") or visit.changes("weights")
-            cache, heads = self._through(cache, heads, as_stored=not written_down)
-        if visit.captures("key_positions"):
+            cache, heads = self._through(cache, heads, as_stored=not asked)
+        if f"{at}/key_positions" in visit.asked:
             places = jnp.asarray(heads.known_positions()[1], jnp.int32)
-            visit("key_positions", jnp.broadcast_to(places, (x.shape[0], places.shape[-1])))
-        weights = None
-        if visit.captures("weights") or visit.changes("weights"):
-            weights = visit("weights", self._shown_weights(heads))
-        if weights is not None and visit.changes("weights"):
+            places = jnp.broadcast_to(places, (x.shape[0], places.shape[-1]))
+            visit(f"{at}/key_positions", places)
+        if asked:
+            weights = self._weights(heads)
+            if heads.q_positions is not None:  # a padding token has none
+                weights = jnp.where(heads.q_positions[:, None, :, None] >= 0, weights, 0.0)
+            weights = visit(f"{at}/weights", weights)
+        if edited:
             out = self._average(dropout(weights, cfg.attention_dropout, key), heads)
         else:
-            attend = self._attend if self._shaw is None else self._attend_shaw
-            out = (jax.checkpoint(attend) if cfg.remat == "attention" else attend)(heads, key)
-        return visit("output", self.out(visit("heads", out), key)), cache
+            attend = jax.checkpoint(self._attend) if cfg.remat == "attention" else self._attend
+            out = attend(heads, key)
+        return visit(f"{at}/output", self.out(visit(f"{at}/heads", out), key)), cache
 
     def _through(
         self, cache: LayerCache, heads: _Heads, *, as_stored: bool
@@ -198,7 +193,7 @@ class Attention(nn.Module):
         """
         cfg, dtype = self.config, heads.k.dtype
         assert heads.q_positions is not None
-        as_stored = as_stored and self._shaw is None
+        as_stored = as_stored and self.shaw is None
         seen: LayerCache
         block_table = None
         scales: tuple[jax.Array | None, jax.Array | None] = (None, None)
@@ -228,7 +223,11 @@ class Attention(nn.Module):
         return cache, heads
 
     def _attend(self, heads: _Heads, key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
+        """Return what each head gives; with Shaw's distances, of weights that materialise."""
         cfg = self.config
+        if self.shaw is not None:
+            weights = dropout(self._weights(heads), cfg.attention_dropout, key)
+            return self._average(weights, heads)
         return dot_product_attention(
             heads.q,
             heads.k,
@@ -247,14 +246,6 @@ class Attention(nn.Module):
             block_table=heads.block_table,
             implementation=cfg.implementation,
         )
-
-    def _attend_shaw(self, heads: _Heads, key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
-        """Add vectors of the distance to keys and values (Shaw et al. 2018).
-
-        The weights materialise: [B, N, T, S].
-        """
-        weights = self._weights(heads)
-        return self._average(dropout(weights, self.config.attention_dropout, key), heads)
 
     def _average(self, weights: jax.Array, heads: _Heads) -> jax.Array:
         """Return the values' averages by weights: f32[B, N, T, S] to [B, T, N, Hv]."""
@@ -275,7 +266,7 @@ class Attention(nn.Module):
                 out = out + pos.shaw_values(weights, table, q_positions, k_positions)
             return out.astype(heads.q.dtype)
 
-        table = None if self._shaw is None else self.shaw_value
+        table = None if self.shaw is None else self.shaw_value
         arrays = [weights, v, table, *heads.known_positions()]
         return by_compiler(average, arrays, split(heads.q, slice(3)))
 
@@ -285,7 +276,7 @@ class Attention(nn.Module):
         finite = jnp.isfinite(heads.v).all(axis=-1, keepdims=True)
         k = jnp.where(finite, heads.k, jnp.nan)
         q_positions, k_positions = heads.q_positions, heads.k_positions
-        if self._shaw is not None:
+        if self.shaw is not None:
             q_positions, k_positions = heads.known_positions()
             scale = cfg.key_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
             shaw = pos.shaw_scores(heads.q, self.shaw_key, q_positions, k_positions)
@@ -302,13 +293,6 @@ class Attention(nn.Module):
             k_positions=k_positions,
         )
 
-    def _shown_weights(self, heads: _Heads) -> jax.Array:  # f32[B, N, T, S]
-        """Compute the weights to show: 0 for padding tokens."""
-        weights = self._weights(heads)
-        if heads.q_positions is not None:
-            weights = jnp.where(heads.q_positions[:, None, :, None] >= 0, weights, 0.0)
-        return weights
-
 
 class Block(nn.Module):
     """Self-attention, optional cross-attention and feed-forward, each in a residual branch.
@@ -322,10 +306,13 @@ class Block(nn.Module):
     """Blocks of the stack it stands in; None is num_layers."""
     window: int | None = None
     """The window that its mask has."""
+    number: int | None = None
+    """Where it stands in a loop; a scan hands it over."""
 
     def setup(self) -> None:
         cfg = self.config
         branches = ["attention", *(["cross_attention"] if self.cross else []), "feed_forward"]
+        self.branches = branches
         self.attention = Attention(cfg, depth=self.depth, window=self.window)
         if self.cross:
             self.cross_attention = Attention(cfg, cross=True, depth=self.depth)
@@ -348,44 +335,33 @@ class Block(nn.Module):
 
         A block with cross-attention reads a `cross_cache`, or makes one of the memory.
         """
-        visit = given.places.in_block(layer)
-        keys = split_key(key, 5)
-        own = visit.inside("attention")
-        y = own("input", self._enter("attention", x))
-        y, cache = self.attention(y, given, cache=cache, key=keys[1], visit=own)
-        x = self._join("attention", x, y, keys[0])
-        if self.cross:
-            if cross_cache is None:
-                assert given.memory is not None and given.memory_positions is not None
-                cross_cache = self.init_cross_cache(given.memory, given.memory_positions, keys[3])
-            own = visit.inside("cross_attention")
-            y = own("input", self._enter("cross_attention", x))
-            y, _ = self.cross_attention(y, given, cross_cache=cross_cache, key=keys[3], visit=own)
-            x = self._join("cross_attention", x, y, keys[2])
-        x = visit("residual_mid", x)
-        own = visit.inside("feed_forward")
-        y = own("input", self._enter("feed_forward", x))
-        y = own("output", self.feed_forward(y, keys[4], own))
-        x = visit("residual", self._join("feed_forward", x, y, keys[4]))
-        return x, cache, visit.captured
-
-    def _enter(self, branch: str, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
-        """Return what a branch reads of the stream."""
-        return x if self.config.norm_order == "post" else self.norm[branch](x)
-
-    def _join(
-        self,
-        branch: str,
-        x: jax.Array,  # [B, T, D]: the stream
-        y: jax.Array,  # [B, T, D]: the branch's output
-        key: jax.Array | None,
-    ) -> jax.Array:  # [B, T, D]
-        """Add a branch's output to the stream, with dropout and the norms of the config's order."""
         cfg = self.config
-        if cfg.norm_order == "sandwich":
-            y = self.out_norm[branch](y)
-        x = x + dropout(y, cfg.dropout, key)
-        return self.norm[branch](x) if cfg.norm_order == "post" else x
+        visit = given.places.visit(self.number if layer is None else layer)
+        keys = split_key(key, 5)
+        drop = {"attention": keys[0], "cross_attention": keys[2], "feed_forward": keys[4]}
+        for branch in self.branches:
+            if branch == "feed_forward":
+                x = visit("residual_mid", x)
+            y = x if cfg.norm_order == "post" else self.norm[branch](x)
+            y = visit(f"{branch}/input", y)
+            if branch == "attention":
+                y, cache = self.attention(y, given, cache=cache, key=keys[1], visit=visit)
+            elif branch == "cross_attention":
+                if cross_cache is None:
+                    assert given.memory is not None and given.memory_positions is not None
+                    memory = given.memory, given.memory_positions
+                    cross_cache = self.init_cross_cache(*memory, keys[3])
+                y, _ = self.cross_attention(
+                    y, given, cross_cache=cross_cache, key=keys[3], visit=visit
+                )
+            else:
+                y = self.feed_forward(y, keys[4], visit)
+            if cfg.norm_order == "sandwich":
+                y = self.out_norm[branch](y)
+            x = x + dropout(y, cfg.dropout, drop[branch])
+            if cfg.norm_order == "post":
+                x = self.norm[branch](x)
+        return visit("residual", x), cache, visit.captured
 
     def init_cross_cache(
         self,

@@ -32,10 +32,10 @@ from transformer_jax.models.recent_tokens import RecentTokens, init_recent_token
 from transformer_jax.models.recurrent import (
     RecurrentLM,
     RecurrentSeq2Seq,
-    RecurrentState,
     RecurrentTagger,
     init_recurrent_state,
 )
+from transformer_jax.models.recurrent_layers import RecurrentState
 from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
 from transformer_jax.models.window import WindowLM
 from transformer_jax.programs import program

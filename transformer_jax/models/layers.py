@@ -6,7 +6,6 @@ and hands the parts on, so a looped and a scanned stack draw the same numbers.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,21 +16,13 @@ import numpy as np
 from flax.errors import ScopeParamShapeError
 
 from transformer_jax.config import Learned, ModelConfig, Sinusoidal
+from transformer_jax.models import ops
 from transformer_jax.models import positions as pos
-from transformer_jax.models.adapters import product
-from transformer_jax.models.functional import (
-    F32,
-    activate,
-    against,
-    dropout,
-    held,
-    layer_norm,
-    lookup,
-    rms_norm,
-)
+from transformer_jax.models.adapters import AdaptedKernel, product
+from transformer_jax.models.functional import F32, activate, dropout
 from transformer_jax.models.places import Visit
-from transformer_jax.models.quantized import QuantizedTable, table_logits
-from transformer_jax.sharding import by_compiler, gathered, split
+from transformer_jax.models.quantized import QuantizedKernel, QuantizedTable, table_logits
+from transformer_jax.sharding import gathered
 from transformer_jax.shown import short_repr
 
 
@@ -115,26 +106,22 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
         cfg = self.config
-        scale = unit(cfg, parameter(self, "scale", unit_init(cfg), (x.shape[-1],)))
+        scale = norm_scale(self, "scale", cfg, x.shape[-1])
         if cfg.norm == "rmsnorm":
             refuse_surplus(self)
-            return rms_norm(x, scale, cfg.norm_eps)
+            return ops.rms_norm(x, scale, cfg.norm_eps)
         bias = None
         if cfg.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros, (x.shape[-1],))
         refuse_surplus(self)
-        return layer_norm(x, scale, bias, cfg.norm_eps)
+        return ops.layer_norm(x, scale, bias, cfg.norm_eps)
 
 
-def unit_init(config: ModelConfig) -> Any:
-    """Return the initialiser of a norm's scale, which multiplies by 1."""
-    return nn.initializers.zeros if config.norm_unit_offset else nn.initializers.ones
-
-
-def unit(config: ModelConfig, scale: jax.Array) -> jax.Array:
-    """Return what a norm multiplies by, of what it stores; in f32."""
-    scale = scale.astype(F32)
-    return 1.0 + scale if config.norm_unit_offset else scale
+def norm_scale(module: nn.Module, name: str, config: ModelConfig, width: int) -> jax.Array:
+    """Declare a norm's scale, at first 1; return what the norm multiplies by, f32[width]."""
+    if config.norm_unit_offset:
+        return 1.0 + parameter(module, name, nn.initializers.zeros, (width,)).astype(F32)
+    return parameter(module, name, nn.initializers.ones, (width,)).astype(F32)
 
 
 class Linear(nn.Module):
@@ -159,7 +146,10 @@ class Linear(nn.Module):
         if cfg.use_bias if self.use_bias is None else self.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros, self.features).astype(cfg.dtype)
         refuse_surplus(self)
-        return product(x.astype(cfg.dtype), kernel, bias, self.contract, key, str(self.name))
+        x = x.astype(cfg.dtype)
+        if isinstance(kernel, AdaptedKernel | QuantizedKernel):
+            return product(x, kernel, bias, self.contract, key, str(self.name))
+        return ops.project(x, kernel, bias, self.contract)
 
 
 def branch_std(config: ModelConfig, depth: int | None) -> float:
@@ -185,10 +175,11 @@ class FeedForward(nn.Module):
             hidden = activate(linear((cfg.ff_dim,), name="gate")(x, key), cfg.activation) * hidden
         else:
             hidden = activate(hidden, cfg.activation)
-        hidden = hidden if visit is None else visit("hidden", hidden)
+        hidden = hidden if visit is None else visit("feed_forward/hidden", hidden)
         down = linear((cfg.d_model,), name="down", std=branch_std(cfg, self.depth))
         refuse_surplus(self)
-        return down(hidden, key)
+        y = down(hidden, key)
+        return y if visit is None else visit("feed_forward/output", y)
 
 
 @short_repr
@@ -243,7 +234,14 @@ class Embed(nn.Module):
     ) -> jax.Array:  # [B, T, D]
         """Return E[token] (times sqrt(D)) plus position and type vectors; zeros where padded."""
         cfg = self.config
-        x = tokens.astype(F32) if tokens.ndim == 3 else self._look_up(tokens, target)
+        if tokens.ndim == 3:
+            x = tokens.astype(F32)
+        else:
+            own = cfg.source_vocab_size is not None and not target
+            table: Any = self.source_tokens if own else self.tokens
+            quantized = isinstance(table, QuantizedTable)
+            x = table.look_up(tokens) if quantized else ops.lookup(table, tokens)
+            x = x * cfg.d_model**0.5 if cfg.scale_embeddings else x
         added = None
         if isinstance(cfg.positions, Learned):
             added = pos.learned(self.tables[target], token_positions, cfg.positions.offset)
@@ -252,43 +250,29 @@ class Embed(nn.Module):
         if added is not None:
             x = x + (added if added.ndim == 3 else added[None])
         if cfg.type_vocab_size is not None:
-            x = x + lookup(self.types, jnp.zeros_like(tokens) if types is None else types)
+            x = x + ops.lookup(self.types, jnp.zeros_like(tokens) if types is None else types)
         if token_positions.ndim == 2:  # or 0 * NaN of a padding token would enter gradients
             x = jnp.where((token_positions < 0)[:, :, None], 0.0, x)
         if cfg.embedding_norm:
             x = self.norms[target](x)
         return dropout(x, cfg.dropout, key).astype(cfg.dtype)
 
-    def _look_up(self, tokens: jax.Array, target: bool) -> jax.Array:  # i32[B, T] -> [B, T, D]
-        cfg = self.config
-        own = cfg.source_vocab_size is not None and not target
-        table: Any = self.source_tokens if own else self.tokens
-        quantized = isinstance(table, QuantizedTable)
-        x = table.look_up(tokens) if quantized else lookup(table, tokens)
-        return x * cfg.d_model**0.5 if cfg.scale_embeddings else x
-
     def output_layer(self, x: jax.Array) -> OutputLayer:  # [B, T, D]
         """Return what the logits of hidden states are computed of."""
         cfg = self.config
         x = x if cfg.logit_scale is None else x * cfg.logit_scale
-        table = gathered(self._output_table.astype(cfg.dtype), x, slice(2))
+        table = self.tokens if cfg.tie_embeddings else self.output
+        table = gathered(table.astype(cfg.dtype), x, slice(2))
         return OutputLayer(x, table, self.bias if cfg.logit_bias else None)
-
-    @property
-    def _output_table(self) -> Any:  # [V, D]: an array or a QuantizedTable
-        return self.tokens if self.config.tie_embeddings else self.output
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
         """Return (scale) x E^T (+ bias), soft-capped, in f32 whatever the compute dtype."""
-        cfg, table = self.config, self._output_table
-        if cfg.logit_scale is not None:
-            x = x * cfg.logit_scale
+        cfg = self.config
+        table: Any = self.tokens if cfg.tie_embeddings else self.output
+        x = x if cfg.logit_scale is None else x * cfg.logit_scale
         bias = self.bias if cfg.logit_bias else None
-        if isinstance(table, QuantizedTable):
-            y = table_logits(x, table, bias)
-        else:
-            table = gathered(held(table, math.prod(x.shape[:2]), cfg.dtype), x, slice(2))
-            y = by_compiler(against, [x, table, bias], split(x, slice(2), split(table, slice(1))))
+        logits = table_logits if isinstance(table, QuantizedTable) else ops.logits
+        y = logits(x, table, bias)
         if cfg.logit_softcap is not None:
             y = cfg.logit_softcap * jnp.tanh(y / cfg.logit_softcap)
         return y

@@ -21,7 +21,7 @@ are `words[start[i]:start[i + 1]]` of order k + 1. The sign for the beginning is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -32,9 +32,10 @@ from einops import rearrange
 
 from transformer_jax.config import NgramConfig
 from transformer_jax.config.fields import fail
+from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.layers import refuse_surplus
+from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 from transformer_jax.models.recent_tokens import RecentTokens, slide_window
-from transformer_jax.models.transformer import check_tokens
 
 F32 = jnp.float32
 
@@ -157,14 +158,17 @@ class NgramLM(nn.Module):
         valid: jax.Array | None = None,  # bool[B, T]; False is padding
         segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
-    ) -> tuple[jax.Array, RecentTokens]:
+        capture: Sequence[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
+    ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
         """Return log P f32[B, T, V] of the next token as logits, and the state after these.
 
         With `segments` a document sees nothing of the others, and the state is that of the last
-        one. `at` asks for the logits [B, Q, V] after the tokens of these indices alone. ValueError
-        where arguments do not fit.
+        one. `at` asks for the logits [B, Q, V] after the tokens of these indices alone. The values
+        of the places `capture` come third, in a dict, where it names any; `edit` changes values by
+        functions (`transformer_jax.places`). ValueError where arguments do not fit.
         """
-        cfg = self.config
+        cfg, places = self.config, Places.of(self.config, capture, edit)
         windows, state = slide_window(cfg, tokens, state, valid, segments, at)
         shape = (*windows.shape[:2], cfg.vocab_size)
         contexts = rearrange(windows, "B Q C -> (B Q) C")
@@ -175,7 +179,10 @@ class NgramLM(nn.Module):
         p = jnp.broadcast_to(p, (len(contexts), cfg.vocab_size))
         for k in range(1, cfg.order):
             p = self._interpolate(k, p, nodes[:, k - 1])
-        return jnp.where(unknown, jnp.nan, jnp.log(p)).reshape(shape), state
+        visit = places.visit()
+        logits = visit("logits", jnp.where(unknown, jnp.nan, jnp.log(p)).reshape(shape))
+        captured = places.in_order(visit.captured)
+        return (logits, state, captured) if capture else (logits, state)
 
     def _walk(self, contexts: jax.Array) -> jax.Array:  # i32[X, C] -> i32[X, C]
         """Return the node of the last 1, 2, ... C tokens of each context; -1 where never counted.

@@ -21,14 +21,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.config import ModelConfig
+from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, WindowConfig
 from transformer_jax.config.fields import nearest
 from transformer_jax.shown import short_repr
 
@@ -40,14 +41,18 @@ NO_EDIT: Mapping[str, Edit] = MappingProxyType({})
 _BLOCK = re.compile(r"block_(\d+)/(.*)")
 
 
-def places(config: ModelConfig) -> dict[str, Shape]:
-    """Return the name and the shape of every place of the config's model.
+Config = ModelConfig | RecurrentConfig | WindowConfig | NgramConfig
+
+
+def places(config: Config | nn.Module) -> dict[str, Shape]:
+    """Return the name and the shape of every place of the config's model, or of a model.
 
     Letters are sizes of a call: B rows, T tokens, S keys (with a cache, its slots, and with one
-    that is shorter than its window the new tokens after them); in the encoder of an
-    encoder-decoder, whose names begin with "encoder/", T tokens of the source.
+    that is shorter than its window the new tokens after them); in an encoder of another model,
+    whose names begin with "encoder/", T tokens of the source. Of a `StreamingEncoder`, which has no
+    logits, ask with the model itself; T are frames.
 
-        embedding            what the first block reads
+        embedding            what the first block or layer reads
         block_i/residual     what block i hands on, after its branches
         block_i/residual_mid the stream before its feed-forward branch
         .../input, output    what a branch reads, after its norm, and gives
@@ -60,7 +65,33 @@ def places(config: ModelConfig) -> dict[str, Shape]:
         .../hidden           the hidden layer of a feed-forward branch, after its activation
         final_norm           what the output matrix reads, where the config has such a norm
         logits               as they are returned
+
+    Of a recurrent model and of one that reads a window of C tokens:
+
+        layer_i/hidden       the state h of layer i, which goes on to the next token and layer
+        layer_i/cell         the c of an LSTM, which goes on to the next token
+        layer_i/output       what a layer of an encoder or a tagger gives, both directions
+        attention/weights    of the source's tokens; from them follows
+        attention/context    the average of their states
+        read_out             what the output matrix reads
+
+    A token passes them by itself: of a recurrent model T is 1 where a function edits a state or
+    its attention. The probabilities of n-grams are known as `logits` alone.
     """
+    if isinstance(config, nn.Module):
+        found = places(config.config)
+        if hasattr(config, "frame_dim"):  # a StreamingEncoder
+            del found["logits"]
+        return found
+    if isinstance(config, RecurrentConfig):
+        return _recurrent_places(config)
+    if isinstance(config, WindowConfig):
+        own: dict[str, Shape] = {"embedding": ("B", "T", config.context * config.d_embed)}
+        for i in range(config.num_layers):
+            own[f"layer_{i}/hidden"] = ("B", "T", config.d_hidden)
+        return own | {"logits": ("B", "T", config.vocab_size)}
+    if isinstance(config, NgramConfig):
+        return {"logits": ("B", "T", config.vocab_size)}
     own = _stack_places(config, config.decoder_layers, cross=config.kind == "encoder-decoder")
     if config.kind == "encoder":
         own = _stack_places(config, config.num_layers)
@@ -70,6 +101,26 @@ def places(config: ModelConfig) -> dict[str, Shape]:
     if config.inputs is None or config.kind != "encoder":
         own["logits"] = ("B", "T", config.vocab_size)
     return own
+
+
+def _recurrent_places(config: RecurrentConfig) -> dict[str, Shape]:
+    found: dict[str, Shape] = {"embedding": ("B", "T", config.d_embed)}
+    for i in range(config.num_layers):
+        if config.is_tagger:
+            found[f"layer_{i}/output"] = ("B", "T", config.memory_dim)
+            continue
+        found[f"layer_{i}/hidden"] = ("B", "T", config.d_hidden)
+        if config.cell == "lstm":
+            found[f"layer_{i}/cell"] = ("B", "T", config.d_hidden)
+    if config.attention is not None:
+        found["attention/weights"] = ("B", "T", "S")
+        found["attention/context"] = ("B", "T", config.memory_dim)
+    if config.source_vocab_size is not None:
+        found["encoder/embedding"] = ("B", "T", config.d_embed)
+        for i in range(config.num_layers):
+            found[f"encoder/layer_{i}/output"] = ("B", "T", config.memory_dim)
+    found["read_out"] = ("B", "T", config.read_out_dim)
+    return found | {"logits": ("B", "T", config.vocab_size)}
 
 
 def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> dict[str, Shape]:
@@ -111,11 +162,11 @@ class Places:
     edit: tuple[tuple[str, Edit], ...] = ()
     every_block: tuple[tuple[str, Callable[[jax.Array, Any], jax.Array]], ...] = ()
     """Edits of a place in every block, by functions of the value and of the block's number."""
-    layer: int | None = None
-    """The number of the block at hand, where a loop runs the blocks."""
 
     @classmethod
-    def of(cls, config: ModelConfig, capture: Iterable[str], edit: Mapping[str, Edit]) -> Places:
+    def of(
+        cls, config: Config | nn.Module, capture: Iterable[str], edit: Mapping[str, Edit]
+    ) -> Places:
         """Return the places of names that may hold `*`; ValueError for one that is none."""
         if not capture and not edit:
             return NOWHERE
@@ -139,10 +190,6 @@ class Places:
                 changes[name] = function
         return cls(asked, tuple(changes.items()))
 
-    def of_block(self, layer: int) -> Places:
-        """Return the places where the block at hand is known."""
-        return self if self is NOWHERE else replace(self, layer=layer)
-
     def inside(self, prefix: str) -> Places:
         """Return the places whose names begin with `prefix`, named without it."""
         if self is NOWHERE:
@@ -153,10 +200,18 @@ class Places:
             tuple((name[cut:], f) for name, f in self.edit if name.startswith(prefix)),
         )
 
-    def scaled_heads(self, branch: str, mask: jax.Array | None) -> Places:
-        """Return places at which heads are also multiplied by a mask [N] or [L, N]."""
-        if mask is None:
-            return self
+    def scaled_heads(
+        self, name: str, mask: jax.Array, branch: str, size: tuple[int, int]
+    ) -> Places:
+        """Return places at which the heads of a branch are also multiplied by a mask [N] or [L, N].
+
+        ValueError unless it holds floats of each head or layer and head; `size` is (L, N).
+        """
+        wanted = f"must be floats [{size[1]}] or {list(size)}, of heads or layers and heads"
+        if not hasattr(mask, "ndim"):
+            raise ValueError(f"{name} is a {type(mask).__name__}: {wanted}")
+        if mask.shape not in (size[1:], size) or not jnp.issubdtype(mask.dtype, jnp.floating):
+            raise ValueError(f"{name} is {mask.dtype}{list(mask.shape)}: {wanted}")
 
         def scale(heads: jax.Array, layer: Any) -> jax.Array:  # [B, T, N, Hv]
             own = mask if mask.ndim == 1 else mask[layer]
@@ -164,32 +219,31 @@ class Places:
 
         return Places(self.capture, self.edit, (*self.every_block, (f"{branch}/heads", scale)))
 
-    def outside(self) -> Visit:
-        """Return the places that stand in no block."""
-        if self is NOWHERE:
-            return Visit()
-        capture = {name for name in self.capture if not _BLOCK.match(name)}
-        edits: dict[str, list[_BlockEdit]] = {name: [(None, f)] for name, f in self.edit}
-        return Visit(capture, edits)
+    def visit(self, layer: Any = None) -> Visit:
+        """Return the places of one block, or without one those that stand in no block.
 
-    def in_block(self, layer: jax.Array | None) -> Visit:
-        """Return the places of one block: of the known one, or of the one that a scan is at."""
+        `layer` is the block's number in a loop, or i32[] in a scan: then the places of all blocks
+        are passed, and an edit of another one changes nothing.
+        """
         if self is NOWHERE:
             return Visit()
-        capture: set[str] = set()
+        known = None if isinstance(layer, jax.Array) else layer
+        own: dict[str, tuple[str, int | None]] = {}
+        for name in (*self.capture, *dict(self.edit)):
+            found = _BLOCK.match(name)
+            if found is None and layer is None:
+                own[name] = name, None
+            elif found and layer is not None and known in (None, int(found[1])):
+                own[name] = found[2], int(found[1]) if known is None else None
+        capture = {own[name][0] for name in self.capture if name in own}
         edits: dict[str, list[_BlockEdit]] = {}
-        for name in self.capture:
-            if (found := _BLOCK.match(name)) and self.layer in (None, int(found[1])):
-                capture.add(found[2])
         for name, function in self.edit:
-            if (found := _BLOCK.match(name)) and self.layer in (None, int(found[1])):
-                number = int(found[1]) if self.layer is None else None
-                edits.setdefault(found[2], []).append((number, function))
-        at: Any = layer if self.layer is None else self.layer
-        for name, of_layer in self.every_block:
-            own = lambda x, of_layer=of_layer: of_layer(x, at)  # noqa: E731
-            edits.setdefault(name, []).append((None, own))
-        return Visit(capture, edits, at)
+            if name in own:
+                edits.setdefault(own[name][0], []).append((own[name][1], function))
+        for name, of_layer in self.every_block if layer is not None else ():
+            own_layer = lambda x, of_layer=of_layer: of_layer(x, layer)  # noqa: E731
+            edits.setdefault(name, []).append((None, own_layer))
+        return Visit(capture, edits, layer)
 
     def collect(self, scanned: Captured) -> Captured:  # leaves [B, L, ...], by name in a block
         """Return what the blocks of a scan captured, by name."""
@@ -216,18 +270,14 @@ class Visit:
         layer: Any = None,
     ) -> None:
         self.capture, self.edits, self.layer = frozenset(capture), edits or {}, layer
+        self.asked = self.capture.union(self.edits)
+        """The names that are captured or edited."""
         self.captured: Captured = {}
-        self.branch = ""
-
-    def inside(self, branch: str) -> Visit:
-        """Return the places of a branch, which are captured into the same dict."""
-        own = Visit(self.capture, self.edits, self.layer)
-        own.captured, own.branch = self.captured, f"{branch}/"
-        return own
 
     def __call__(self, name: str, value: jax.Array) -> jax.Array:
         """Return the value as it is edited here, and keep it where it is captured."""
-        name = self.branch + name
+        if name not in self.asked:
+            return value
         for number, function in self.edits.get(name, ()):
             changed = jnp.asarray(function(value))
             if changed.shape != value.shape or changed.dtype != value.dtype:
@@ -240,13 +290,14 @@ class Visit:
             self.captured[name] = value
         return value
 
-    def captures(self, name: str) -> bool:
-        """Say whether a place is captured."""
-        return self.branch + name in self.capture
-
-    def changes(self, name: str) -> bool:
-        """Say whether a place is edited."""
-        return self.branch + name in self.edits
+    def token(self, name: str, value: jax.Array) -> jax.Array:
+        """Do as a call, of the value of one token, which has no axis of tokens: [B, ...]."""
+        if name not in self.asked:
+            return value
+        value = self(name, value[:, None])[:, 0]
+        if name in self.captured:
+            self.captured[name] = value
+        return value
 
 
 def _expand(name: str, known: list[str]) -> list[str]:

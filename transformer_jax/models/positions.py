@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from transformer_jax.attention.biases import key_distances
 from transformer_jax.checks import as_int32
 from transformer_jax.config import Rope
+from transformer_jax.models.ops import lookup
 from transformer_jax.sharding import by_compiler, split, vary
 from transformer_jax.tracing import known_value
 
@@ -58,12 +59,8 @@ def learned(
             held = f"{table.shape[0]} rows" + (f", {offset} of them before 0" if offset else "")
             raise ValueError(f"position {largest} is outside the table of {held}")
     row = jnp.maximum(positions, 0) + offset
-    rows = by_compiler(_rows, [jnp.asarray(table), row], split(row))
+    rows = lookup(jnp.asarray(table), row)
     return jnp.where((positions < 0)[..., None], jnp.zeros_like(rows), rows)
-
-
-def _rows(table: jax.Array, row: jax.Array) -> jax.Array:
-    return table.at[row].get(mode="fill", fill_value=jnp.nan)
 
 
 # Rotary positions (Su et al. 2021)

@@ -19,7 +19,7 @@ import numpy as np
 
 from transformer_jax.config import ConfigError
 from transformer_jax.kernels.cpu import products
-from transformer_jax.models.functional import against, lookup, project
+from transformer_jax.models import ops
 from transformer_jax.pytree import cast_floats, exportable, register
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import known_value
@@ -99,7 +99,10 @@ class QuantizedTable:
 
     def look_up(self, ids: jax.Array) -> jax.Array:  # i32[...] -> f32[..., D]
         """Return rows of the table; an id outside it gives NaN, as `lookup`."""
-        return lookup(self.values, ids).astype(jnp.float32) * lookup(self.scale, ids)[..., None]
+        return (
+            ops.lookup(self.values, ids).astype(jnp.float32)
+            * ops.lookup(self.scale, ids)[..., None]
+        )
 
 
 TABLES = "tokens", "source_tokens", "output"
@@ -224,7 +227,7 @@ def quantized_project(
 def _multiply(contract: int, x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
     """Return x W', which is made when x is there."""
     x, kernel = jax.lax.optimization_barrier((x, jax.lax.stop_gradient(kernel)))
-    return project(x, kernel.astype(x.dtype), None, contract)
+    return ops.project(x, kernel.astype(x.dtype), None, contract)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -250,7 +253,7 @@ def table_logits(
     """Return x W'^T + b in f32."""
     rows = math.prod(x.shape[:2])
     if not products.takes(rows, x.dtype, table.values):
-        return against(x, table.astype(x.dtype), bias)
+        return ops.logits(x, table.astype(x.dtype), bias)
     y = products.product(
         x.reshape(rows, -1), table.values, scale=table.scale, bias=bias, turned=True
     )

@@ -8,20 +8,19 @@ window by a token at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from transformer_jax.checks import check_count
+from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.packing import (
     check_segments,
     check_valid,
     last_document,
     number_documents,
 )
-from transformer_jax.models.transformer import check_tokens
 from transformer_jax.pytree import exportable
 from transformer_jax.shown import short_repr
 
@@ -142,39 +141,3 @@ def _gather_windows(windows: jax.Array, at: jax.Array, fill: int) -> jax.Array:
         raise ValueError(f"at is {at.dtype}{list(at.shape)}: {rule}")
     index = jnp.where(at < 0, windows.shape[1], at)[:, :, None]
     return jnp.take_along_axis(windows, index, axis=1, mode="fill", fill_value=fill)
-
-
-@short_repr
-@dataclass(frozen=True)
-class RecentTokensStep:
-    """Run `WindowLM` or `NgramLM` as a step; the state is its `RecentTokens`."""
-
-    model: Any
-
-    def __call__(
-        self,
-        params: Any,
-        tokens: jax.Array,  # i32[B, T]
-        state: RecentTokens,
-        *,
-        valid: jax.Array | None = None,  # bool[B, T]
-    ) -> tuple[jax.Array, RecentTokens]:  # f32[B, T, V]
-        return self.read(params, tokens, state, None, valid=valid)
-
-    def read(
-        self,
-        params: Any,
-        tokens: jax.Array,  # i32[B, T]
-        state: RecentTokens,
-        at: jax.Array | None,  # i32[B, Q]
-        *,
-        valid: jax.Array | None = None,  # bool[B, T]
-    ) -> tuple[jax.Array, RecentTokens]:  # f32[B, Q, V]
-        """Read the tokens and return the logits after the tokens `at` alone; None is all."""
-        result: Any = self.model.apply({"params": params}, tokens, state=state, valid=valid, at=at)
-        return result
-
-    def check(self, prompt: np.ndarray, state: RecentTokens, total: np.ndarray) -> None:
-        """Raise ValueError where the prompt or the state does not fit; no length is too long."""
-        check_tokens(prompt, self.model.config.vocab_size)
-        check_recent_tokens(self.model.config, state, prompt.shape[0], "prompt has")

@@ -23,20 +23,19 @@ second; in the third the combined state itself is the next one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from transformer_jax.attention.additive import additive_attention, state_attention
-from transformer_jax.attention.masks import Padding
 from transformer_jax.checks import check_count
-from transformer_jax.config import RecurrentConfig, WindowConfig
-from transformer_jax.models.functional import dropout, lookup, split_key
-from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
+from transformer_jax.config import RecurrentConfig
+from transformer_jax.models.arguments import check_tokens, gather_tokens
+from transformer_jax.models.functional import dropout, split_key
+from transformer_jax.models.layers import refuse_rngs, refuse_surplus
 from transformer_jax.models.packing import (
     check_segments,
     check_valid,
@@ -44,39 +43,22 @@ from transformer_jax.models.packing import (
     last_document,
     number_documents,
 )
-from transformer_jax.models.transformer import check_one, check_tokens, gather_tokens
-from transformer_jax.pytree import exportable
-from transformer_jax.shown import short_repr
+from transformer_jax.models.places import NO_EDIT, NOWHERE, Captured, Edit, Places, Visit
+from transformer_jax.models.recurrent_layers import (
+    BothDirections,
+    RecurrentDecoder,
+    RecurrentEncoder,
+    RecurrentState,
+    Vocabulary,
+    zero_carry,
+)
 
 F32 = jnp.float32
 
-Carry = tuple[Any, ...]
-"""Of each layer, h [B, H] of an RNN or a GRU, or (c, h) of an LSTM."""
-
-
-@short_repr
-@exportable
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SourceMemory:
-    """Hold an encoder's states, which the decoder's attention looks at."""
-
-    states: jax.Array  # [B, S, M]; zeros where padded
-    valid: jax.Array  # bool[B, S]
-    keys: jax.Array | None = None  # [B, S, A]: additive attention's states w_key, computed once
-
-
-@short_repr
-@exportable
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class RecurrentState:
-    """Hold all a model remembers of the tokens so far; goes in and comes out, never mutated."""
-
-    carry: Carry
-    length: jax.Array  # i32[B]: tokens read
-    memory: SourceMemory | None = None
-    weights: jax.Array | None = None  # f32[B, S]: attention of the last token; zeros before any
+RecurrentResult: TypeAlias = (
+    tuple[jax.Array, RecurrentState] | tuple[jax.Array, RecurrentState, Captured]
+)
+"""Logits f32[B, T, V], the state after the tokens, and where places are captured their values."""
 
 
 def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
@@ -90,174 +72,7 @@ def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
     if config.bidirectional:
         raise ValueError("bidirectional is True: a model that reads both ends has no state")
     check_count("batch", batch, 0)
-    return RecurrentState(_zero_carry(config, batch), jnp.zeros((batch,), jnp.int32))
-
-
-class Vocabulary(nn.Module):
-    """Turn tokens into vectors, and vectors into logits."""
-
-    config: RecurrentConfig | WindowConfig
-
-    def setup(self) -> None:
-        cfg = self.config
-        normal = nn.initializers.normal(cfg.init_std)
-        self.tokens = parameter(self, "tokens", normal, (cfg.vocab_size, cfg.d_embed))
-        if not cfg.tie_embeddings:
-            self.output = parameter(self, "output", normal, (cfg.vocab_size, cfg.read_out_dim))
-        self.bias = parameter(self, "bias", nn.initializers.zeros, (cfg.vocab_size,))
-        refuse_surplus(self)
-
-    def __call__(
-        self, tokens: jax.Array, valid: jax.Array, key: jax.Array | None
-    ) -> jax.Array:  # [B, T, E]
-        return _embed(self.tokens, tokens, valid, self.config.dropout, key)
-
-    def logits(self, x: jax.Array) -> jax.Array:  # [B, T, H] -> f32[B, T, V]
-        """Return x W^T + b."""
-        table = self.tokens if self.config.tie_embeddings else self.output
-        return jnp.einsum("BTH,VH->BTV", x, table) + self.bias[None, None]
-
-
-class RecurrentEncoder(nn.Module):
-    """Compute the source's states, from one end or from both (Schuster & Paliwal 1997)."""
-
-    config: RecurrentConfig
-
-    @nn.compact
-    def __call__(
-        self,
-        source: jax.Array,  # i32[B, S]
-        valid: jax.Array,  # bool[B, S]
-        key: jax.Array | None,
-    ) -> tuple[jax.Array, Carry]:  # [B, S, M], zeros where padded; the decoder's first carry
-        """Read the source, and return the first carry of the decoder.
-
-        Layer i of the decoder starts from the last states of layer i here: of one direction as
-        they are, of two as tanh(W [forward; backward] + b).
-        """
-        cfg, carry = self.config, []
-        normal = nn.initializers.normal(cfg.init_std)
-        assert cfg.source_vocab_size is not None  # as in every config with a source
-        table = parameter(self, "tokens", normal, (cfg.source_vocab_size, cfg.d_embed))
-        keys = split_key(key, cfg.num_layers)
-        x = _embed(table, source, valid, cfg.dropout, keys[0])
-        for i in range(cfg.num_layers):
-            if i > 0:
-                x = dropout(x, cfg.dropout, keys[i])
-            x, last, first = _encoder_layer(cfg, i, x, valid)
-            if first is not None:
-                ends = jnp.concatenate(jax.tree.leaves((last, first)), axis=-1)
-                parts, tree = jax.tree.flatten(last)
-                bridge = nn.Dense(len(parts) * cfg.d_hidden, name=f"bridge_{i}")
-                start = jnp.split(jnp.tanh(bridge(ends)), len(parts), axis=-1)
-                last = jax.tree.unflatten(tree, start)
-            carry.append(last)
-        refuse_surplus(self)
-        return x, tuple(carry)
-
-
-class RecurrentDecoder(nn.Module):
-    """Cells on top of each other, and their attention to a source."""
-
-    config: RecurrentConfig
-
-    def setup(self) -> None:
-        cfg = self.config
-        self.cell = [_cell(cfg) for _ in range(cfg.num_layers)]
-        if cfg.attention is None:
-            refuse_surplus(self)
-            return
-        init = nn.initializers.lecun_normal()
-        if cfg.attention == "additive":
-            self.w_query = parameter(self, "w_query", init, (cfg.d_hidden, cfg.attention_dim))
-            self.w_key = parameter(self, "w_key", init, (cfg.memory_dim, cfg.attention_dim))
-            normal = nn.initializers.normal(cfg.attention_dim**-0.5)
-            self.v = parameter(self, "v", normal, (cfg.attention_dim,))
-        if cfg.attention == "general":
-            self.w = parameter(self, "w", init, (cfg.d_hidden, cfg.memory_dim))
-        self.read_out = nn.Dense(cfg.d_hidden, use_bias=False)
-        refuse_surplus(self)
-
-    def remember(self, states: jax.Array, valid: jax.Array) -> SourceMemory:
-        """Return the encoder's states as attention reads them."""
-        valid = jnp.array(valid, copy=True)  # a state is consumed by decoding, a caller's mask not
-        if self.config.attention != "additive":
-            return SourceMemory(states, valid)
-        return SourceMemory(states, valid, jnp.einsum("BSM,MA->BSA", states, self.w_key))
-
-    def __call__(
-        self,
-        x: jax.Array,  # [B, T, E]
-        valid: jax.Array,  # bool[B, T]
-        state: RecurrentState,
-        key: jax.Array | None,
-        starts: jax.Array | None = None,  # bool[B, T]: tokens before which the carry is zeros
-    ) -> tuple[jax.Array, RecurrentState]:  # [B, T, H]
-        """Return what the logits are read from, and the state after the tokens."""
-        cfg, memory = self.config, state.memory
-        between = key if cfg.num_layers > 1 and cfg.dropout > 0 else None
-        keys = None if between is None else jax.random.split(between, x.shape[1])
-        read = nn.scan(
-            RecurrentDecoder._read,
-            variable_broadcast="params",
-            split_rngs={"params": False},
-            in_axes=(1, 1, 0, 1, nn.broadcast),
-            out_axes=1,
-        )
-        (carry, weights), (top, context) = read(
-            self, (state.carry, state.weights), x, valid, keys, starts, memory
-        )
-        if context is not None:
-            top = self._combine(context, top)
-        length = state.length + valid.sum(axis=1, dtype=jnp.int32)
-        return top, RecurrentState(carry, length, memory, weights)
-
-    def _read(
-        self,
-        before: tuple[Carry, jax.Array | None],
-        x: jax.Array,  # [B, E]
-        valid: jax.Array,  # bool[B]
-        key: jax.Array | None,
-        start: jax.Array | None,  # bool[B]
-        memory: SourceMemory | None,
-    ) -> tuple[tuple[Carry, jax.Array | None], tuple[jax.Array, jax.Array | None]]:
-        """Read a token of every row: the carry and weights after it, the top state and context."""
-        cfg, (carry, weights) = self.config, before
-        carry = _zero_at(start, carry)
-        before = carry, weights
-        context, new = None, []
-        if cfg.context_use == "input":
-            context, weights = self._attend(_hidden(carry[-1]), memory)
-            x = jnp.concatenate([x, context], axis=-1)
-        keys = split_key(key, cfg.num_layers)
-        for i, cell in enumerate(self.cell):
-            if i > 0:
-                x = dropout(x, cfg.dropout, keys[i])
-            layer, x = cell(carry[i], x)
-            new.append(layer)
-        if cfg.context_use in ("output", "state"):
-            context, weights = self._attend(x, memory)
-        if cfg.context_use == "state":
-            context, x = None, self._combine(context, x)
-            new[-1] = (new[-1][0], x) if isinstance(new[-1], tuple) else x
-        return _keep(valid, (tuple(new), weights), before), (x, context)
-
-    def _combine(self, context: Any, state: jax.Array) -> jax.Array:  # [..., M], [..., H]
-        """Return tanh(W [context; state])."""
-        return jnp.tanh(self.read_out(jnp.concatenate([context, state], axis=-1)))
-
-    def _attend(self, query: jax.Array, memory: Any) -> tuple[jax.Array, jax.Array]:
-        """Context [B, M] and weights f32[B, S] of one query [B, H] a row."""
-        query, mask = query[:, None], Padding(memory.valid)
-        if self.config.attention == "additive":
-            context, weights = additive_attention(
-                query, memory.keys, memory.states, w_query=self.w_query, w_key=None, v=self.v,
-                mask=mask,
-            )  # fmt: skip
-        else:
-            w = self.w if self.config.attention == "general" else None
-            context, weights = state_attention(query, memory.states, w=w, mask=mask)
-        return context[:, 0], weights[:, 0]
+    return RecurrentState(zero_carry(config, batch), jnp.zeros((batch,), jnp.int32))
 
 
 class RecurrentLM(nn.Module):
@@ -279,19 +94,24 @@ class RecurrentLM(nn.Module):
         segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, RecurrentState]:
+        capture: Sequence[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
+    ) -> RecurrentResult:
         """Return logits f32[B, T, V] of the next token, and the state after these.
 
         With `segments` the carry is zeros before the first token of each run of equal ids, so each
         document is read as if alone; the state is that of the last one. `segments` with a `state`
         is a ValueError. `at` asks for the logits [B, Q, V] after the tokens of these indices
-        alone.
+        alone. The values of the places `capture` come third, in a dict, where it names any; `edit`
+        changes values by functions (`transformer_jax.places`).
         """
         check_tokens(tokens, self.config.vocab_size)
         check_segments(tokens, segments, state)
         if state is None:
             state = init_recurrent_state(self.config, tokens.shape[0])
-        return read_tokens(self, tokens, state, valid, at, key, segments)
+        places = Places.of(self.config, capture, edit)
+        found = read_tokens(self, tokens, state, valid, at, key, segments, places)
+        return (*found[:2], places.in_order(found[2])) if capture else found[:2]
 
 
 class RecurrentTagger(nn.Module):
@@ -320,20 +140,27 @@ class RecurrentTagger(nn.Module):
         segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, None]:
+        capture: Sequence[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
+    ) -> tuple[jax.Array, None] | tuple[jax.Array, None, Captured]:
         """Return logits f32[B, T, V] of each token's own place, and None for a state.
 
         With `segments` both directions begin anew at each run of equal ids. `at` asks for the
-        logits [B, Q, V] of these indices alone. `key` turns dropout on. ValueError where arguments
-        do not fit.
+        logits [B, Q, V] of these indices alone. `key` turns dropout on. The values of the places
+        `capture` come third, in a dict, where it names any; `edit` changes values by functions
+        (`transformer_jax.places`). ValueError where arguments do not fit.
         """
         check_segments(tokens, segments, None)
+        places = Places.of(self.config, capture, edit)
+        visit = places.visit()
         read_key, top_key = split_key(key, 2)
-        states, valid = self._read(tokens, valid, segments, read_key)
+        states, valid = self._read(tokens, valid, segments, read_key, visit)
         x = dropout(jnp.tanh(self.read_out(states)), self.config.dropout, top_key)
         if self.config.num_classes is not None and self.is_initializing():
             self._classes(states, valid, None)
-        return self.embed.logits(x if at is None else gather_tokens(x, at)), None
+        x = visit("read_out", x)
+        logits = visit("logits", self.embed.logits(x if at is None else gather_tokens(x, at)))
+        return (logits, None, places.in_order(visit.captured)) if capture else (logits, None)
 
     def classify(
         self,
@@ -351,7 +178,7 @@ class RecurrentTagger(nn.Module):
         if self.config.num_classes is None:
             raise ValueError("num_classes is None: this model has no classification head")
         read_key, top_key = split_key(key, 2)
-        states, valid = self._read(tokens, valid, None, read_key)
+        states, valid = self._read(tokens, valid, None, read_key, Visit())
         return self._classes(states, valid, top_key)
 
     def _read(
@@ -360,14 +187,15 @@ class RecurrentTagger(nn.Module):
         valid: jax.Array | None,  # bool[B, T]
         segments: jax.Array | None,  # i32[B, T]
         key: jax.Array | None,
+        visit: Visit,
     ) -> tuple[jax.Array, jax.Array]:  # [B, T, 2 H], bool[B, T]
         """Return the states of both directions at each token, and which tokens are no padding."""
         refuse_rngs(self, key)
         check_tokens(tokens, self.config.vocab_size)
         valid = check_valid("tokens", tokens, valid)
         embed_key, layers_key = split_key(key, 2)
-        x = self.embed(tokens, valid, embed_key)
-        return self.layers(x, valid, segments, layers_key), valid
+        x = visit("embedding", self.embed(tokens, valid, embed_key))
+        return self.layers(x, valid, segments, layers_key, visit), valid
 
     def _classes(
         self,
@@ -380,34 +208,6 @@ class RecurrentTagger(nn.Module):
         forward, backward = jnp.split(gather_tokens(states, jnp.stack([last, first], 1)), 2, axis=2)
         x = jnp.concatenate([forward[:, 0], backward[:, 1]], axis=-1)
         return self.classifier(dropout(x, self.config.dropout, key)).astype(F32)
-
-
-class BothDirections(nn.Module):
-    """Read vectors from both ends, in layers on top of each other (Schuster & Paliwal 1997)."""
-
-    config: RecurrentConfig
-
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,  # [B, T, E]
-        valid: jax.Array,  # bool[B, T]
-        segments: jax.Array | None,  # i32[B, T]
-        key: jax.Array | None,
-    ) -> jax.Array:  # [B, T, 2 H], zeros where padded
-        """Return the forward and the backward state of the top layer at each token."""
-        cfg = self.config
-        starts = ends = None
-        if segments is not None:
-            starts = first_tokens(number_documents(segments), valid)
-            ends = first_tokens(number_documents(segments[:, ::-1]), valid[:, ::-1])[:, ::-1]
-        keys = split_key(key, cfg.num_layers)
-        for i in range(cfg.num_layers):
-            if i > 0:
-                x = dropout(x, cfg.dropout, keys[i])
-            x = _encoder_layer(cfg, i, x, valid, starts, ends)[0]
-        refuse_surplus(self)
-        return x
 
 
 class RecurrentSeq2Seq(nn.Module):
@@ -427,19 +227,33 @@ class RecurrentSeq2Seq(nn.Module):
         *,
         valid: jax.Array | None = None,  # bool[B, S]; False is padding
         key: jax.Array | None = None,
+        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> RecurrentState:
-        """Read the source once: what the decoder starts from, and its attention looks at."""
+        """Read the source once: what the decoder starts from, and its attention looks at.
+
+        `edit` is that of `__call__`, of the encoder's places.
+        """
+        places = Places.of(self.config, (), edit).inside("encoder/")
+        return self._read(source, valid, key, places)[0]
+
+    def _read(
+        self,
+        source: jax.Array,
+        valid: jax.Array | None,
+        key: jax.Array | None,
+        places: Places,  # the encoder's
+    ) -> tuple[RecurrentState, Captured]:
         refuse_rngs(self, key)
         vocab_size = self.config.source_vocab_size
         assert vocab_size is not None
         check_tokens(source, vocab_size)
         valid = check_valid("source", source, valid)
-        states, carry = self.encoder(source, valid, key)
-        start = jnp.zeros((source.shape[0],), jnp.int32)
-        if self.config.attention is None:
-            return RecurrentState(carry, start)
-        memory = self.decoder.remember(states, valid)
-        return RecurrentState(carry, start, memory, jnp.zeros(source.shape, F32))
+        states, carry, captured = self.encoder(source, valid, key, places)
+        state = RecurrentState(carry, jnp.zeros((source.shape[0],), jnp.int32))
+        if self.config.attention is not None:
+            memory = self.decoder.remember(states, valid)
+            state = replace(state, memory=memory, weights=jnp.zeros(source.shape, F32))
+        return state, captured
 
     def __call__(
         self,
@@ -451,10 +265,13 @@ class RecurrentSeq2Seq(nn.Module):
         valid: jax.Array | None = None,  # bool[B, T]; False is padding
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, RecurrentState]:
+        capture: Sequence[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
+    ) -> RecurrentResult:
         """Return logits f32[B, T, V] of the next target token: from a `source`, or from a `state`.
 
-        `at` asks for the logits [B, Q, V] after the tokens of these indices alone.
+        `at` asks for the logits [B, Q, V] after the tokens of these indices alone. `capture` and
+        `edit` are as in `RecurrentLM`; places of the encoder need a `source`.
         """
         if (source is None) == (state is None):
             raise ValueError("give either source or state: a state has already read its source")
@@ -463,10 +280,18 @@ class RecurrentSeq2Seq(nn.Module):
         refuse_rngs(self, key)
         check_tokens(tokens, self.config.vocab_size)
         encoder_key, key = split_key(key, 2)
+        places = Places.of(self.config, capture, edit)
+        inside = places.inside("encoder/")
+        captured: Captured = {}
         if source is not None:
-            state = self.init_state(source, valid=source_valid, key=encoder_key)
+            state, captured = self._read(source, source_valid, encoder_key, inside)
+        else:
+            for name in (*inside.capture, *dict(inside.edit)):
+                raise ValueError(f"encoder/{name} with a state: it has already read its source")
         assert state is not None
-        return read_tokens(self, tokens, state, valid, at, key)
+        logits, state, own = read_tokens(self, tokens, state, valid, at, key, None, places)
+        captured = {f"encoder/{name}": value for name, value in captured.items()} | own
+        return (logits, state, places.in_order(captured)) if capture else (logits, state)
 
 
 def read_tokens(
@@ -477,79 +302,30 @@ def read_tokens(
     at: jax.Array | None,
     key: jax.Array | None,
     segments: jax.Array | None = None,
-) -> tuple[jax.Array, RecurrentState]:
+    places: Places = NOWHERE,
+) -> tuple[jax.Array, RecurrentState, Captured]:
     """Embed, run the decoder's cells and read the logits; shared by both models."""
     refuse_rngs(model, key)
-    check_state(model.config, state, tokens.shape[0])
+    check_recurrent_state(model.config, state, tokens.shape[0])
     valid = check_valid("tokens", tokens, valid)
     embed_key, cells_key, top_key = split_key(key, 3)
-    x = model.embed(tokens, valid, embed_key)
+    visit = places.visit()
+    x = visit("embedding", model.embed(tokens, valid, embed_key))
     if segments is None:
-        x, state = model.decoder(x, valid, state, cells_key)
+        x, state, captured = model.decoder(x, valid, state, cells_key, None, places)
     else:
         documents = number_documents(segments)
-        x, state = model.decoder(x, valid, state, cells_key, first_tokens(documents, valid))
+        starts = first_tokens(documents, valid)
+        x, state, captured = model.decoder(x, valid, state, cells_key, starts, places)
         last = last_document(documents, valid).max(axis=1, initial=0, keepdims=True)
         read = (valid & (documents == last)).sum(axis=1, dtype=jnp.int32)
         state = replace(state, length=read)
-    x = dropout(x, model.config.dropout, top_key)
-    return model.embed.logits(x if at is None else gather_tokens(x, at)), state
+    x = visit("read_out", dropout(x, model.config.dropout, top_key))
+    logits = visit("logits", model.embed.logits(x if at is None else gather_tokens(x, at)))
+    return logits, state, captured | visit.captured
 
 
-@short_repr
-@dataclass(frozen=True)
-class RecurrentStep:
-    """Run `RecurrentLM` or `RecurrentSeq2Seq` as a step; the state is its `RecurrentState`."""
-
-    model: RecurrentLM | RecurrentSeq2Seq
-
-    def __call__(
-        self,
-        params: Any,
-        tokens: jax.Array,  # i32[B, T]
-        state: RecurrentState,
-        *,
-        valid: jax.Array | None = None,  # bool[B, T]
-    ) -> tuple[jax.Array, RecurrentState]:  # f32[B, T, V]
-        return self.read(params, tokens, state, None, valid=valid)
-
-    def read(
-        self,
-        params: Any,
-        tokens: jax.Array,  # i32[B, T]
-        state: RecurrentState,
-        at: jax.Array | None,  # i32[B, Q]
-        *,
-        valid: jax.Array | None = None,  # bool[B, T]
-    ) -> tuple[jax.Array, RecurrentState]:  # f32[B, Q, V]
-        """Do as a call, with the logits after the tokens `at` alone."""
-        result: Any = self.model.apply({"params": params}, tokens, state=state, valid=valid, at=at)
-        return result
-
-    def attend(
-        self,
-        params: Any,
-        tokens: jax.Array,  # i32[B, 1]
-        state: RecurrentState,
-        *,
-        valid: jax.Array | None = None,  # bool[B, 1]
-    ) -> tuple[jax.Array, RecurrentState, jax.Array]:
-        """Do as a call with one token a row, and return its weights f32[B, S]; 0 if not valid."""
-        check_one(tokens)
-        if self.model.config.attention is None:
-            raise ValueError("attention is None: this model has no attention weights")
-        logits, state = self(params, tokens, state, valid=valid)
-        assert state.weights is not None
-        weights = state.weights if valid is None else jnp.where(valid, state.weights, 0.0)
-        return logits, state, weights
-
-    def check(self, prompt: np.ndarray, state: RecurrentState, total: np.ndarray) -> None:
-        """ValueError where the prompt or the state is not this model's; no length is too long."""
-        check_tokens(prompt, self.model.config.vocab_size)
-        check_state(self.model.config, state, prompt.shape[0], "prompt has")
-
-
-def check_state(
+def check_recurrent_state(
     config: RecurrentConfig, state: RecurrentState, rows: int, said: str = "tokens have"
 ) -> None:
     """Raise ValueError unless the state has the tokens' rows and the model's cells and memory."""
@@ -558,7 +334,7 @@ def check_state(
     held = state.length.shape[0]
     if held != rows:
         raise ValueError(f"{said} {rows} rows, the state {held}")
-    wanted = jax.eval_shape(lambda: _zero_carry(config, rows))
+    wanted = jax.eval_shape(lambda: zero_carry(config, rows))
     given, needed = (jax.tree.map(lambda leaf: leaf.shape, c) for c in (state.carry, wanted))
     if given != needed:
         raise ValueError(f"state.carry has shapes {given}: this model's are {needed}")
@@ -577,86 +353,3 @@ def check_state(
     wide = config.attention_dim if config.attention == "additive" else None
     if width != wide:
         raise ValueError(f"state.memory.keys are {width} wide: attention needs {wide}")
-
-
-def _cell(config: RecurrentConfig, name: str | None = None) -> nn.RNNCellBase:
-    cells = {"rnn": nn.SimpleCell, "lstm": nn.OptimizedLSTMCell, "gru": nn.GRUCell}
-    return cells[config.cell](config.d_hidden, name=name)
-
-
-def _zero_carry(config: RecurrentConfig, rows: int) -> Carry:
-    zero = jnp.zeros((rows, config.d_hidden), F32)
-    return ((zero, zero) if config.cell == "lstm" else zero,) * config.num_layers
-
-
-def _hidden(layer: Any) -> jax.Array:  # [B, H]
-    """Return h of a layer's carry."""
-    return layer[1] if isinstance(layer, tuple) else layer
-
-
-def _keep(valid: jax.Array, new: Any, old: Any) -> Any:
-    """Return `new` in rows that are valid [B], `old` in the others."""
-    return jax.tree.map(lambda n, o: jnp.where(valid[:, None], n, o), new, old)
-
-
-def _zero_at(start: jax.Array | None, carry: Any) -> Any:
-    """Return the carry with zeros in the rows that begin a document, bool[B]; None has none."""
-    if start is None:
-        return carry
-    return _keep(start, jax.tree.map(jnp.zeros_like, carry), carry)
-
-
-def _encoder_layer(
-    config: RecurrentConfig,
-    index: int,
-    x: jax.Array,  # [B, S, D]
-    valid: jax.Array,  # bool[B, S]
-    starts: jax.Array | None = None,  # bool[B, S]
-    ends: jax.Array | None = None,  # bool[B, S]
-) -> tuple[jax.Array, Any, Any]:  # [B, S, M]; the last carry forward, and backward or None
-    """Read a sequence by one layer, from both ends if so configured; zeros where padded.
-
-    Called inside a compact module, whose parameters `cell_i` and `back_i` are.
-    """
-    zero, first = _zero_carry(config, x.shape[0])[0], None
-    last, out = _run(_cell(config, f"cell_{index}"), zero, x, valid, starts)
-    if config.bidirectional:
-        back_cell = _cell(config, f"back_{index}")
-        first, back = _run(back_cell, zero, x, valid, ends, reverse=True)
-        out = jnp.concatenate([out, back], axis=-1)
-    return jnp.where(valid[:, :, None], out, 0.0), last, first
-
-
-def _run(
-    cell: nn.RNNCellBase,
-    carry: Any,
-    x: jax.Array,  # [B, S, D]
-    valid: jax.Array,  # bool[B, S]
-    starts: jax.Array | None = None,  # bool[B, S]: tokens before which the carry is zeros
-    reverse: bool = False,
-) -> tuple[Any, jax.Array]:  # [B, S, H]
-    """Run a cell over a sequence, if `reverse` from its end: its last carry, and all it gave."""
-
-    def read(
-        cell: nn.RNNCellBase, carry: Any, x: jax.Array, valid: jax.Array, start: jax.Array | None
-    ) -> tuple[Any, jax.Array]:
-        carry = _zero_at(start, carry)
-        new, out = cell(carry, x)
-        return _keep(valid, new, carry), out
-
-    scan = nn.scan(
-        read,
-        variable_broadcast="params",
-        split_rngs={"params": False},
-        in_axes=1,
-        out_axes=1,
-        reverse=reverse,
-    )
-    return scan(cell, carry, x, valid, starts)
-
-
-def _embed(
-    table: jax.Array, tokens: jax.Array, valid: jax.Array, rate: float, key: jax.Array | None
-) -> jax.Array:  # [B, T, E]
-    """Rows of the table, with dropout; zeros where padded, or 0 * NaN would enter gradients."""
-    return dropout(jnp.where(valid[:, :, None], lookup(table, tokens), 0.0), rate, key)

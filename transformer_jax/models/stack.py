@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
@@ -15,7 +16,7 @@ from transformer_jax.attention import biases
 from transformer_jax.attention.api import plan_mask
 from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
-from transformer_jax.cache.model_cache import Layers, ModelCache, layer_window, slot_positions
+from transformer_jax.cache.model_cache import Layers, ModelCache, slot_positions
 from transformer_jax.config import Alibi, ModelConfig, Shaw, T5Buckets
 from transformer_jax.models.block import Block, BlockInputs, PositionBias
 from transformer_jax.models.functional import split_key
@@ -116,20 +117,6 @@ def attention_weights(
     return AttentionWeights(own, places, cross, jnp.stack(hidden, axis=1))
 
 
-def _rematerialised(config: ModelConfig) -> type[Block]:
-    """Return the block that computes again in the backward pass what `config.remat` says.
-
-    What only attention computes again is the block's own affair.
-    """
-    if config.remat in ("none", "attention"):
-        return Block
-    policy = None  # nothing is kept but what a block reads
-    if config.remat == "dots":
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    # in a loop, XLA would join the second computation with the first
-    return nn.remat(Block, prevent_cse=not config.scan_layers, policy=policy)
-
-
 class Stack(nn.Module):
     """Blocks one after the other: a loop (`block_0`, ...) or a scan over stacked parameters."""
 
@@ -139,9 +126,15 @@ class Stack(nn.Module):
     bidirectional: bool = False
 
     def setup(self) -> None:
-        cfg = self.config
+        cfg, windows = self.config, self.config.windows
+        block = Block
+        if cfg.remat in ("full", "dots"):  # what only attention computes again is the block's own
+            policy = None  # nothing is kept but what a block reads
+            if cfg.remat == "dots":
+                policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            # in a loop, XLA would join the second computation with the first
+            block = nn.remat(Block, prevent_cse=not cfg.scan_layers, policy=policy)
         if cfg.scan_layers:
-            block = _rematerialised(cfg)
             lifted: dict[str, Any] = dict(
                 variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
             )
@@ -153,11 +146,11 @@ class Stack(nn.Module):
                     ),
                     "scan_cross_cache": dict(lifted, in_axes=nn.broadcast, out_axes=1),
                 },
-            )(cfg, self.cross, self.depth, layer_window(cfg, 0))
+            )(cfg, self.cross, self.depth, windows[0])
         else:
-            block = _rematerialised(cfg)
             self.block = [
-                block(cfg, self.cross, self.depth, layer_window(cfg, i)) for i in range(self.depth)
+                block(cfg, self.cross, self.depth, windows[i % len(windows)], i)
+                for i in range(self.depth)
             ]
         if isinstance(cfg.positions, T5Buckets):
             normal = nn.initializers.normal(cfg.init_std)
@@ -166,43 +159,6 @@ class Stack(nn.Module):
         if cfg.norm_order != "post":
             self.norm = Norm(cfg)
         refuse_surplus(self)
-
-    def _bias(self) -> PositionBias | None:
-        """Return the bias of distances that all layers share."""
-        cfg = self.config
-        if isinstance(cfg.positions, Alibi):
-            return biases.ALiBi(biases.alibi_slopes(cfg.num_heads))
-        if isinstance(cfg.positions, T5Buckets):
-            return biases.RelativeBias(
-                self.relative_bias,
-                bidirectional=self.bidirectional,
-                max_distance=cfg.positions.max_distance,
-            )
-        return None
-
-    def _planned(
-        self, x: jax.Array, mask: Mask | None, positions: jax.Array | None, key: jax.Array | None
-    ) -> Any:
-        """Return a mask with what the layers share of it, who attend to x itself."""
-        cfg = self.config
-        if mask is None or isinstance(cfg.positions, Shaw):
-            return mask
-        heads = (
-            (cfg.num_heads, cfg.key_dim),
-            (cfg.kv_heads, cfg.key_dim),
-            (cfg.kv_heads, cfg.value_dim),
-        )
-        shapes = [jax.ShapeDtypeStruct((*x.shape[:2], *own), cfg.dtype) for own in heads]
-        return plan_mask(
-            *shapes,
-            mask=mask,
-            bias=self._bias(),
-            q_positions=positions,
-            k_positions=positions,
-            dropout_rate=0.0 if key is None else cfg.attention_dropout,
-            dropout_key=key if cfg.attention_dropout else None,
-            implementation=cfg.implementation,
-        )
 
     def init_cross_cache(
         self,
@@ -227,38 +183,60 @@ class Stack(nn.Module):
 
         The output is normalised, unless the config's norms come after each branch.
         """
-        outside = given.places.outside()
-        x = outside("embedding", x)
-        if cache is None:
-            masks = tuple(self._planned(x, mask, given.positions, key) for mask in masks)
+        cfg = self.config
+        visit = given.places.visit()
+        x = visit("embedding", x)
+
+        bias: PositionBias | None = None
+        if isinstance(cfg.positions, Alibi):
+            bias = biases.ALiBi(biases.alibi_slopes(cfg.num_heads))
+        elif isinstance(cfg.positions, T5Buckets):
+            distance = cfg.positions.max_distance
+            bias = biases.RelativeBias(
+                self.relative_bias, bidirectional=self.bidirectional, max_distance=distance
+            )
+        if cache is None and not isinstance(cfg.positions, Shaw):
+            # the layers, which attend to x itself, share what is planned of a mask
+            heads = (cfg.num_heads, cfg.kv_heads, cfg.kv_heads)
+            widths = (cfg.key_dim, cfg.key_dim, cfg.value_dim)
+            sizes = [(*x.shape[:2], n, width) for n, width in zip(heads, widths, strict=True)]
+            qkv = [jax.ShapeDtypeStruct(size, cfg.dtype) for size in sizes]
+            plan = partial(
+                plan_mask,
+                *qkv,
+                bias=bias,
+                q_positions=given.positions,
+                k_positions=given.positions,
+                dropout_rate=0.0 if key is None else cfg.attention_dropout,
+                dropout_key=key if cfg.attention_dropout else None,
+                implementation=cfg.implementation,
+            )
+            planned: Any = (None if mask is None else plan(mask=mask) for mask in masks)
+            masks = tuple(planned)
+
         layers = None if cache is None else cache.layers
         cross = None if cache is None else cache.cross
         captured: Captured = {}
-        if self.config.scan_layers:
-            given = replace(given, mask=masks[0], bias=self._bias())
+        if cfg.scan_layers:
+            own = replace(given, mask=masks[0], bias=bias)
             keys = None if key is None else jax.random.split(key, self.depth)
             numbers, blocks = jnp.arange(self.depth), cast(Any, self.blocks)
-            (x, layers), found = blocks.scan_step((x, layers), numbers, keys, cross, given)
+            (x, layers), found = blocks.scan_step((x, layers), numbers, keys, cross, own)
             captured = given.places.collect(found)
         else:
             updated: list[Any] = []
             for i, own_key in enumerate(split_key(key, self.depth)):
-                own = replace(
-                    given,
-                    mask=masks[i % len(masks)],
-                    bias=self._bias(),
-                    places=given.places.of_block(i),
-                )
+                own = replace(given, mask=masks[i % len(masks)], bias=bias)
                 layer = layers[i] if isinstance(layers, tuple) else None
                 cross_cache: Any = cross[i] if isinstance(cross, tuple) else None
                 x, layer, found = self.block[i](x, own, layer, cross_cache, own_key)
                 updated.append(layer)
                 captured |= {f"block_{i}/{name}": value for name, value in found.items()}
             layers = None if layers is None else tuple(updated)
-        if self.config.norm_order != "post":
-            x = outside("final_norm", self.norm(x))
+        if cfg.norm_order != "post":
+            x = visit("final_norm", self.norm(x))
         cache = None if cache is None or layers is None else replace(cache, layers=layers)
-        return x, cache, captured | outside.captured
+        return x, cache, captured | visit.captured
 
 
 def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:

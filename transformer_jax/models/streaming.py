@@ -14,6 +14,7 @@ Positions are int32, so a stream is moved back before 2^31 - 1 (248 days of 10 m
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,11 +36,12 @@ from transformer_jax.cache.model_cache import (
 from transformer_jax.checks import as_int32
 from transformer_jax.config import Learned, ModelConfig, Rope, Sinusoidal
 from transformer_jax.models import positions as pos
+from transformer_jax.models.arguments import check_cache_room, positions_and_masks
 from transformer_jax.models.block import BlockInputs
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import Linear, Norm, refuse_rngs
+from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 from transformer_jax.models.stack import Stack
-from transformer_jax.models.transformer import check_cache_room, positions_and_masks
 from transformer_jax.tracing import known_value
 
 
@@ -115,11 +117,15 @@ class StreamingEncoder(nn.Module):
         positions: jax.Array | None = None,  # i32[B, T]; negative is padding
         cache: ModelCache | None = None,
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, ModelCache | None]:
+        capture: Sequence[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
+    ) -> tuple[jax.Array, ModelCache | None] | tuple[jax.Array, ModelCache | None, Captured]:
         """Features [B, T, D] in the compute dtype, and the updated cache.
 
         Without `positions`, frames stand at arange(T), or after what the cache holds;
-        `cache.next_positions(state.length, valid)` places the valid ones of a ragged chunk.
+        `cache.next_positions(state.length, valid)` places the valid ones of a ragged chunk. The
+        values of the places `capture` come third, in a dict, where it names any; `edit` changes
+        values by functions (`transformer_jax.places`).
         """
         cfg = self.config
         refuse_rngs(self, key)
@@ -140,11 +146,12 @@ class StreamingEncoder(nn.Module):
         )
         input_key, stack_key = split_key(key, 2)
         x = self._embed(frames, token_positions, input_key)
-        given = BlockInputs(positions=positions, token_positions=token_positions)
-        x, cache, _ = self.encoder(x, given, masks, cache=cache, key=stack_key)
+        seam = Places.of(self, capture, edit)
+        given = BlockInputs(positions=positions, token_positions=token_positions, places=seam)
+        x, cache, captured = self.encoder(x, given, masks, cache=cache, key=stack_key)
         if refused is not None:
             x = jnp.where(refused[:, None, None], jnp.nan, x)
-        return x, cache
+        return (x, cache, seam.in_order(captured)) if capture else (x, cache)
 
     def _mask(self) -> Mask:
         if self.chunk is None:

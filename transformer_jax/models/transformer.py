@@ -9,25 +9,24 @@ given; flax's `rngs` are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from transformer_jax.attention.masks import And, Causal, Mask, Or, Padding, Prefix, Segments, Window
-from transformer_jax.cache import kv_cache as kv
-from transformer_jax.cache.model_cache import (
-    ModelCache,
-    check_cache,
-    empty_layers,
-    refuse_past_capacity,
-    refuse_past_int32,
-    room_of,
+from transformer_jax.attention.masks import Causal, Mask
+from transformer_jax.cache.model_cache import ModelCache, empty_layers
+from transformer_jax.checks import as_int32
+from transformer_jax.config import Frames, ModelConfig, Patches
+from transformer_jax.models.arguments import (
+    check_cache_room,
+    check_tokens,
+    gather_tokens,
+    positions_and_masks,
+    refuse_unread,
 )
-from transformer_jax.checks import as_int32, check_positions
-from transformer_jax.config import Frames, Learned, ModelConfig, Patches
 from transformer_jax.models.block import BlockInputs
 from transformer_jax.models.functional import activate, split_key
 from transformer_jax.models.inputs import InputLayer, check_inputs, input_positions
@@ -39,7 +38,6 @@ from transformer_jax.models.layers import (
     refuse_rngs,
     refuse_surplus,
 )
-from transformer_jax.models.packing import documents_of
 from transformer_jax.models.places import NO_EDIT, NOWHERE, Captured, Edit, Places
 from transformer_jax.models.stack import (
     CROSS_WEIGHTS,
@@ -48,8 +46,6 @@ from transformer_jax.models.stack import (
     Stack,
     attention_weights,
 )
-from transformer_jax.shown import short_repr
-from transformer_jax.tracing import at_once, known_sizes, known_value
 
 DecoderResult = tuple[jax.Array, ModelCache | None] | tuple[jax.Array, ModelCache | None, Captured]
 """Logits f32[B, T, V], the updated cache, and where places are captured their values."""
@@ -99,9 +95,9 @@ class Encoder(nn.Module):
         head gives, before the output matrix (Michel et al. 2019); `edit` is that of `__call__`.
         ValueError where an argument does not fit the tokens or the config.
         """
-        places = Places.of(self.config, (), edit).scaled_heads("attention", head_mask)
-        check_head_mask("head_mask", head_mask, self.config.num_layers, self.config.num_heads)
-        return self._encode(tokens, positions, mask, segments, types, key, places)[0]
+        places = self._places((), edit, head_mask)
+        given = BlockInputs(positions=positions, mask=mask, places=places)
+        return run_encoder(self, tokens, given, segments, types, key)[0]
 
     def attend(
         self,
@@ -117,28 +113,10 @@ class Encoder(nn.Module):
         Where the config has `inputs`, the hidden states of `encode` in the place of logits.
         """
         places = Places.of(self.config, WEIGHTS, NO_EDIT)
-        x, captured = self._encode(tokens, positions, mask, segments, types, None, places)
+        given = BlockInputs(positions=positions, mask=mask, places=places)
+        x, captured = run_encoder(self, tokens, given, segments, types)
         weights = attention_weights(self.config, captured, x, None)
         return x if self.config.inputs is not None else self._logits(x), None, weights
-
-    def _encode(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array | None,
-        mask: Mask | None,
-        segments: jax.Array | None,
-        types: jax.Array | None,
-        key: jax.Array | None,
-        places: Places,
-    ) -> tuple[jax.Array, Captured]:
-        cfg = self.config
-        refuse_rngs(self, key)
-        if types is not None and cfg.type_vocab_size is None:
-            raise ValueError("types are given, but type_vocab_size is None")
-        if segments is not None and isinstance(cfg.inputs, Patches | Frames):
-            kind = type(cfg.inputs).__name__
-            raise ValueError(f"segments with {kind}: give each of them a row of its own")
-        return run_encoder(self, tokens, positions, mask, segments, types, key, places)
 
     def __call__(
         self,
@@ -162,19 +140,29 @@ class Encoder(nn.Module):
         if self.config.inputs is not None and not self.is_initializing():
             rule = "there are no logits of tokens: method='encode', 'pool' or 'classify'"
             raise ValueError(f"inputs is {self.config.inputs!r}: {rule}")
-        check_head_mask("head_mask", head_mask, self.config.num_layers, self.config.num_heads)
-        places = Places.of(self.config, capture, edit).scaled_heads("attention", head_mask)
-        x, captured = self._encode(tokens, positions, mask, segments, types, key, places)
-        if self.config.pooling is not None and self.is_initializing():
-            self._pool(x, None)
-        if self.config.num_classes is not None and self.is_initializing():
-            self._classes(x, None)
-        if self.config.inputs is not None:
-            return x, None
-        outside = places.outside()
-        logits = outside("logits", self._logits(x))
-        captured = places.in_order(captured | outside.captured)
-        return (logits, None, captured) if capture else (logits, None)
+        places = self._places(capture, edit, head_mask)
+        given = BlockInputs(positions=positions, mask=mask, places=places)
+        x, captured = run_encoder(self, tokens, given, segments, types, key)
+        if self.is_initializing():
+            if self.config.pooling is not None:
+                self._pool(x, None)
+            if self.config.num_classes is not None:
+                self._classes(x, None)
+            if self.config.inputs is not None:
+                return x, None
+        visit = places.visit()
+        logits = visit("logits", self._logits(x))
+        captured = captured | visit.captured
+        return (logits, None, places.in_order(captured)) if capture else (logits, None)
+
+    def _places(
+        self, capture: Sequence[str], edit: Mapping[str, Edit], head_mask: jax.Array | None
+    ) -> Places:
+        cfg, places = self.config, Places.of(self.config, capture, edit)
+        if head_mask is None:
+            return places
+        size = cfg.num_layers, cfg.num_heads
+        return places.scaled_heads("head_mask", head_mask, "attention", size)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         return self.embed.logits(self._transformed(x))
@@ -256,10 +244,12 @@ class Decoder(nn.Module):
         (`transformer_jax.places`). ValueError where an argument does not fit the tokens, the
         config or the cache, and where a known position is past the cache's end.
         """
-        check_head_mask("head_mask", head_mask, self.config.num_layers, self.config.num_heads)
-        places = Places.of(self.config, capture, edit).scaled_heads("attention", head_mask)
-        given = DecoderInputs(tokens, positions, mask, cache, segments, key, places=places)
-        logits, cache, captured = run_decoder(self, given).logits(self, at, places)
+        cfg, places = self.config, Places.of(self.config, capture, edit)
+        if head_mask is not None:
+            size = cfg.num_layers, cfg.num_heads
+            places = places.scaled_heads("head_mask", head_mask, "attention", size)
+        given = BlockInputs(positions=positions, mask=mask, places=places)
+        logits, cache, captured, _ = decode(self, tokens, given, cache, segments, key, at)
         return (logits, cache, places.in_order(captured)) if capture else (logits, cache)
 
     def output_layer(
@@ -275,8 +265,9 @@ class Decoder(nn.Module):
 
         They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them.
         """
-        given = DecoderInputs(tokens, positions, mask, segments=segments, key=key)
-        return self.embed.output_layer(run_decoder(self, given).x)
+        given = BlockInputs(positions=positions, mask=mask)
+        x = run_decoder(self, tokens, given, segments=segments, key=key)[0]
+        return self.embed.output_layer(x)
 
     def attend(
         self,
@@ -290,8 +281,9 @@ class Decoder(nn.Module):
     ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
         """Return what `__call__` does, and what every layer weighed the keys with."""
         places = Places.of(self.config, WEIGHTS, edit)
-        given = DecoderInputs(tokens, positions, mask, cache, segments, places=places)
-        return run_decoder(self, given).attended(self, places)
+        given = BlockInputs(positions=positions, mask=mask, places=places)
+        logits, cache, captured, x = decode(self, tokens, given, cache, segments)
+        return logits, cache, attention_weights(self.config, captured, x, cache)
 
 
 class EncoderDecoder(nn.Module):
@@ -327,11 +319,12 @@ class EncoderDecoder(nn.Module):
 
         `edit` is that of `__call__`, of the encoder's places.
         """
-        refuse_rngs(self, key)
-        check_head_mask("head_mask", head_mask, self.config.num_layers, self.config.num_heads)
-        places = Places.of(self.config, (), edit).inside("encoder/")
-        places = places.scaled_heads("attention", head_mask)
-        return run_encoder(self, source, positions, mask, None, None, key, places)[0]
+        cfg, places = self.config, Places.of(self.config, (), edit).inside("encoder/")
+        if head_mask is not None:
+            size = cfg.num_layers, cfg.num_heads
+            places = places.scaled_heads("head_mask", head_mask, "attention", size)
+        given = BlockInputs(positions=positions, mask=mask, places=places)
+        return run_encoder(self, source, given, key=key)[0]
 
     def attend_source(
         self,
@@ -343,21 +336,9 @@ class EncoderDecoder(nn.Module):
         """Return what `encode` does, and what every layer weighed the source with."""
         names = [f"encoder/{name}" for name in WEIGHTS]
         places = Places.of(self.config, names, NO_EDIT).inside("encoder/")
-        x, captured = run_encoder(self, source, positions, mask, None, None, None, places)
+        given = BlockInputs(positions=positions, mask=mask, places=places)
+        x, captured = run_encoder(self, source, given)
         return x, attention_weights(self.config, captured, x, None)
-
-    def _memory(
-        self,
-        source: jax.Array,
-        positions: jax.Array | None,
-        key: jax.Array | None,
-        places: Places = NOWHERE,
-    ) -> tuple[jax.Array, jax.Array, Captured]:  # [B, S, D], i32[B, S]
-        """Return the encoder's output and where it stands, negative for padding."""
-        refuse_rngs(self, key)
-        memory, captured = run_encoder(self, source, positions, None, None, None, key, places)
-        positions = input_positions(self.config.inputs, positions)
-        return memory, _default_positions(memory.shape[:2], positions), captured
 
     def init_cache(
         self,
@@ -375,10 +356,10 @@ class EncoderDecoder(nn.Module):
         `models.init_cache`; the source is held in the compute dtype. `edit` is that of `__call__`,
         of the encoder's places.
         """
-        places = Places.of(self.config, (), edit).inside("encoder/")
-        memory, positions, _ = self._memory(source, positions, None, places)
-        cross = self.decoder.init_cross_cache(memory, positions)
-        cfg = self.config
+        cfg, places = self.config, Places.of(self.config, (), edit).inside("encoder/")
+        given = self._read(source, positions, places)[0]
+        assert given.memory is not None and given.memory_positions is not None
+        cross = self.decoder.init_cross_cache(given.memory, given.memory_positions)
         depth, rows = cfg.decoder_layers, source.shape[0]
         return ModelCache(empty_layers(cfg, depth, rows, capacity, dtype, slack), cross)
 
@@ -412,21 +393,24 @@ class EncoderDecoder(nn.Module):
             cache = model.apply({"params": params}, source, capacity=64, method="init_cache")
             logits, cache = model.apply({"params": params}, target, cache=cache)
         """
-        cfg = self.config
-        check_head_mask("head_mask", head_mask, cfg.decoder_layers, cfg.num_heads)
-        check_head_mask("cross_head_mask", cross_head_mask, cfg.decoder_layers, cfg.num_heads)
-        check_head_mask("encoder_head_mask", encoder_head_mask, cfg.num_layers, cfg.num_heads)
-        if encoder_head_mask is not None and source is None:
-            raise ValueError("encoder_head_mask without a source: a cache has already read its own")
-        places = Places.of(cfg, capture, edit)
-        encoder_places = places.inside("encoder/").scaled_heads("attention", encoder_head_mask)
-        places = places.scaled_heads("attention", head_mask)
-        places = places.scaled_heads("cross_attention", cross_head_mask)
-        given = DecoderInputs(tokens, positions, mask, cache, key=key, places=places)
-        given, captured = self._with_source(given, source, source_positions, encoder_places)
-        logits, cache, own = run_decoder(self, given).logits(self, at, places)
-        captured = places.in_order(captured | own)
-        return (logits, cache, captured) if capture else (logits, cache)
+        cfg, places = self.config, Places.of(self.config, capture, edit)
+        source_places, depth, heads = places.inside("encoder/"), cfg.decoder_layers, cfg.num_heads
+        if head_mask is not None:
+            places = places.scaled_heads("head_mask", head_mask, "attention", (depth, heads))
+        if cross_head_mask is not None:
+            mask_of = "cross_head_mask", cross_head_mask, "cross_attention"
+            places = places.scaled_heads(*mask_of, (depth, heads))
+        if encoder_head_mask is not None:
+            mask_of = "encoder_head_mask", encoder_head_mask, "attention"
+            source_places = source_places.scaled_heads(*mask_of, (cfg.num_layers, heads))
+            if source is None:
+                rule = "a cache has already read its own"
+                raise ValueError(f"encoder_head_mask without a source: {rule}")
+        given, own, key = self._given(source, source_positions, cache, source_places, key)
+        given = replace(given, positions=positions, mask=mask, places=places)
+        logits, cache, captured, _ = decode(self, tokens, given, cache, key=key, at=at)
+        captured = own | captured
+        return (logits, cache, places.in_order(captured)) if capture else (logits, cache)
 
     def attend(
         self,
@@ -441,10 +425,11 @@ class EncoderDecoder(nn.Module):
     ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
         """Return what `__call__` does, and what the decoder weighed target and source with."""
         places = Places.of(self.config, CROSS_WEIGHTS, edit)
-        given = DecoderInputs(tokens, positions, mask, cache, places=places)
-        inside = places.inside("encoder/")
-        given, _ = self._with_source(given, source, source_positions, inside)
-        return run_decoder(self, given).attended(self, places)
+        source_places = places.inside("encoder/")
+        given, _, _ = self._given(source, source_positions, cache, source_places)
+        given = replace(given, positions=positions, mask=mask, places=places)
+        logits, cache, captured, x = decode(self, tokens, given, cache)
+        return logits, cache, attention_weights(self.config, captured, x, cache)
 
     def output_layer(
         self,
@@ -459,298 +444,133 @@ class EncoderDecoder(nn.Module):
 
         They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them.
         """
-        given = DecoderInputs(tokens, positions, key=key)
-        given, _ = self._with_source(given, source, source_positions, NOWHERE)
-        return self.embed.output_layer(run_decoder(self, given).x)
+        given, _, key = self._given(source, source_positions, None, key=key)
+        given = replace(given, positions=positions)
+        return self.embed.output_layer(run_decoder(self, tokens, given, key=key)[0])
 
-    def _with_source(
+    def _given(
         self,
-        given: DecoderInputs,
         source: jax.Array | None,
         positions: jax.Array | None,
-        places: Places,  # the encoder's
-    ) -> tuple[DecoderInputs, Captured]:
-        """Return the decoder's inputs with the memory of a source, and what its encoder captured.
-
-        A key is split: one part is the encoder's.
-        """
-        refuse_rngs(self, given.key)
-        if (source is None) == (given.cache is None):
+        cache: ModelCache | None,
+        places: Places = NOWHERE,  # the encoder's
+        key: jax.Array | None = None,
+    ) -> tuple[BlockInputs, Captured, jax.Array | None]:
+        """Return the memory of a source, what its encoder captured, and the decoder's key."""
+        refuse_rngs(self, key)
+        if (source is None) == (cache is None):
             raise ValueError("give either source or cache: a cache already holds its source")
-        if source is None and positions is not None:
+        source_key, key = split_key(key, 2)
+        if source is not None:
+            given, captured = self._read(source, positions, places, source_key)
+            return given, {f"encoder/{name}": value for name, value in captured.items()}, key
+        if positions is not None:
             raise ValueError("source_positions without a source: a cache already holds them")
-        encoder_key, key = split_key(given.key, 2)
-        if source is None:
-            for name in (*places.capture, *(name for name, _ in places.edit)):
-                raise ValueError(f"encoder/{name} with a cache: it has already read its source")
-            return given._replace(key=key), {}
-        memory, positions, captured = self._memory(source, positions, encoder_key, places)
-        given = given._replace(key=key, memory=memory, memory_positions=positions)
-        return given, {f"encoder/{name}": value for name, value in captured.items()}
+        for name in (*places.capture, *dict(places.edit)):
+            raise ValueError(f"encoder/{name} with a cache: it has already read its source")
+        return BlockInputs(), {}, key
+
+    def _read(
+        self,
+        source: jax.Array,
+        positions: jax.Array | None,
+        places: Places,
+        key: jax.Array | None = None,
+    ) -> tuple[BlockInputs, Captured]:
+        """Return the memory of a source and where it stands, and what the encoder captured."""
+        given = BlockInputs(positions=positions, places=places)
+        memory, captured = run_encoder(self, source, given, key=key)
+        positions = input_positions(self.config.inputs, positions)
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(memory.shape[1]), memory.shape[:2])
+        positions = as_int32("positions", positions)
+        return BlockInputs(memory=memory, memory_positions=positions), captured
 
 
 def run_encoder(
     model: Encoder | EncoderDecoder,
     source: jax.Array,  # i32[B, S], or what the config's inputs describe
-    positions: jax.Array | None,
-    mask: Mask | None,
-    segments: jax.Array | None,
-    types: jax.Array | None,
-    key: jax.Array | None,
-    places: Places,
+    given: BlockInputs,  # with positions, a mask and places as a caller gives them
+    segments: jax.Array | None = None,  # i32[B, S]
+    types: jax.Array | None = None,  # i32[B, S]
+    key: jax.Array | None = None,
 ) -> tuple[jax.Array, Captured]:  # [B, S, D]
-    """Embed what an encoder reads and run its stack."""
+    """Check what an encoder reads, embed it, and run its stack."""
     cfg = model.config
+    refuse_rngs(model, key)
+    if types is not None and cfg.type_vocab_size is None:
+        raise ValueError("types are given, but type_vocab_size is None")
+    if segments is not None and isinstance(cfg.inputs, Patches | Frames):
+        kind = type(cfg.inputs).__name__
+        raise ValueError(f"segments with {kind}: give each of them a row of its own")
+    x, positions = source, given.positions
     if cfg.inputs is None:
         check_tokens(source, cfg.encoder_vocab_size)
-        x, shape = source, source.shape
     else:
         check_inputs(cfg.inputs, source)
         x = model.inputs(source, positions)
-        positions, shape = input_positions(cfg.inputs, positions), x.shape[:2]
-    token_positions, masks = positions_and_masks(cfg, shape, positions, segments, mask)
+        positions = input_positions(cfg.inputs, positions)
+    token_positions, masks = positions_and_masks(cfg, x.shape[:2], positions, segments, given.mask)
+    given = replace(given, positions=positions, token_positions=token_positions)
     embed_key, stack_key = split_key(key, 2)
-    given = BlockInputs(positions=positions, token_positions=token_positions, places=places)
     x = model.embed(x, token_positions, types, embed_key)
     x, _, captured = model.encoder(x, given, masks, key=stack_key)
     return x, captured
 
 
-@short_repr
-class DecoderInputs(NamedTuple):
-    """Hold what a decoder reads, of both causal models."""
+def run_decoder(
+    model: Decoder | EncoderDecoder,
+    tokens: jax.Array,  # i32[B, T]
+    given: BlockInputs,  # with positions, a mask and places as a caller gives them
+    cache: ModelCache | None = None,
+    segments: jax.Array | None = None,  # i32[B, T]
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, ModelCache | None, Captured, jax.Array | None]:
+    """Check what a decoder reads, embed it, and run its stack.
 
-    tokens: jax.Array  # i32[B, T]
-    positions: jax.Array | None = None  # i32[B, T]; negative is padding
-    mask: Mask | None = None  # None is Causal()
-    cache: ModelCache | None = None
-    segments: jax.Array | None = None  # i32[B, T]
-    key: jax.Array | None = None
-    memory: jax.Array | None = None  # [B, S, D]
-    memory_positions: jax.Array | None = None  # i32[B, S]
-    places: Places = NOWHERE
-
-
-@short_repr
-class DecoderRun(NamedTuple):
-    """Hold what a decoder's stack gives."""
-
-    x: jax.Array  # [B, T, D]
-    cache: ModelCache | None
-    overflow: jax.Array | None  # bool[B]: rows for which the cache has no room
-    captured: Captured
-
-    def logits(
-        self, model: Decoder | EncoderDecoder, at: jax.Array | None = None, places: Places = NOWHERE
-    ) -> tuple[jax.Array, ModelCache | None, Captured]:
-        """Return logits f32[B, T, V], NaN in rows that overflow; the cache; what is captured."""
-        outside = places.outside()
-        logits = model.embed.logits(self.x if at is None else gather_tokens(self.x, at))
-        logits = outside("logits", logits)
-        if self.overflow is not None:
-            logits = jnp.where(self.overflow[:, None, None], jnp.nan, logits)
-        return logits, self.cache, self.captured | outside.captured
-
-    def attended(
-        self, model: Decoder | EncoderDecoder, places: Places
-    ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
-        """Return logits, the cache, and the weights of all blocks."""
-        weights = attention_weights(model.config, self.captured, self.x, self.cache)
-        return *self.logits(model, None, places)[:2], weights
-
-
-def run_decoder(model: Decoder | EncoderDecoder, given: DecoderInputs) -> DecoderRun:
-    """Embed tokens and run the decoder's stack."""
-    cfg, tokens, positions, cache = model.config, given.tokens, given.positions, given.cache
-    refuse_rngs(model, given.key)
+    Return [B, T, D], the updated cache, what is captured, and bool[B]: rows for which the cache
+    has no room.
+    """
+    cfg, crossed = model.config, isinstance(model, EncoderDecoder)
+    refuse_rngs(model, key)
     check_tokens(tokens, cfg.vocab_size)
-    overflow, crossed = None, isinstance(model, EncoderDecoder)
+    positions, mask, overflow = given.positions, given.mask, None
     if cache is not None:
-        if given.segments is not None:
+        if segments is not None:
             raise ValueError("segments with a cache: give each document a row of its own")
         positions, overflow = check_cache_room(cfg, cache, tokens, positions, crossed)
-        tokens = _refuse_unread(given.mask, cache, tokens, positions)
-    mask = Causal() if given.mask is None else given.mask
+        if mask is not None:
+            tokens = refuse_unread(mask, cache, tokens, positions)
+    mask = Causal() if mask is None else mask
     token_positions, masks = positions_and_masks(
-        cfg, tokens.shape, positions, given.segments, mask, causal=True
+        cfg, tokens.shape, positions, segments, mask, causal=True
     )
-    embed_key, stack_key = split_key(given.key, 2)
+    given = replace(given, positions=positions, token_positions=token_positions)
+    embed_key, stack_key = split_key(key, 2)
     x = model.embed(tokens, token_positions, key=embed_key, target=crossed)
-    inputs = BlockInputs(
-        positions=positions,
-        token_positions=token_positions,
-        memory=given.memory,
-        memory_positions=given.memory_positions,
-        places=given.places,
-    )
-    x, cache, captured = model.decoder(x, inputs, masks, cache=cache, key=stack_key)
+    x, cache, captured = model.decoder(x, given, masks, cache=cache, key=stack_key)
     if overflow is not None and cache is not None and cache.exhausted is not None:
         overflow |= cache.exhausted
-    return DecoderRun(x, cache, overflow, captured)
+    return x, cache, captured, overflow
 
 
-def _refuse_unread(
-    mask: Mask | None,
-    cache: ModelCache,
+def decode(
+    model: Decoder | EncoderDecoder,
     tokens: jax.Array,  # i32[B, T]
-    positions: jax.Array,  # i32[B, T]
-) -> jax.Array:  # i32[B, T]
-    """Return the tokens, -1 in rows whose mask lets a query see keys that are not read yet.
+    given: BlockInputs,
+    cache: ModelCache | None = None,
+    segments: jax.Array | None = None,  # i32[B, T]
+    key: jax.Array | None = None,
+    at: jax.Array | None = None,  # i32[B, Q]
+) -> tuple[jax.Array, ModelCache | None, Captured, jax.Array]:
+    """Run a decoder: return logits f32[B, T, V], the cache, what is captured, and [B, T, D].
 
-    Read later, those keys would be missing here: a prefix must be read in one call. ValueError
-    where that is known.
+    Logits are NaN in rows for which the cache has no room.
     """
-    if mask is None or not _looks_ahead(mask):
-        return tokens
-    with at_once(mask, cache.length, positions):
-        end = jnp.maximum(cache.length, positions.max(axis=1) + 1)  # [B]
-        unread = end[:, None] + jnp.arange(cache.capacity)[None]
-        sees = mask.allows(positions, unread) & (positions >= 0)[:, None, :, None]
-        ahead = jnp.broadcast_to(sees.any(axis=(1, 2, 3)), end.shape)
-    known = known_value(ahead)
-    if known is not None and known.any():
-        row = int(known.argmax())
-        raise ValueError(
-            f"mask is {mask!r}: in row {row} it lets a token see positions from {int(end[row])} "
-            "on, which this call does not read; read them in one call, without `chunk`"
-        )
-    return jnp.where(ahead[:, None], -1, tokens)
-
-
-def _looks_ahead(mask: Mask) -> bool:
-    """Return whether a query may see a key after it, as far as the mask's structure tells."""
-    if isinstance(mask, And):
-        return _looks_ahead(mask.left) and _looks_ahead(mask.right)
-    if isinstance(mask, Or):
-        return _looks_ahead(mask.left) or _looks_ahead(mask.right)
-    return mask.causal_window is None or not mask.causal_window[0]
-
-
-def gather_tokens(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B, Q] -> [B, Q, D]
-    """Return the tokens of these indices of each row; NaN where there is no such token.
-
-    ValueError where `at` is no array of integers with a row for each of x.
-    """
-    if not hasattr(at, "ndim"):
-        raise ValueError(f"at is a {type(at).__name__}: must be an array [B, Q]")
-    if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or at.shape[0] != x.shape[0]:
-        raise ValueError(f"at is {at.dtype}{list(at.shape)}: must be integers [{x.shape[0]}, Q]")
-    index = jnp.where(at < 0, x.shape[1], at)[:, :, None]
-    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=jnp.nan)
-
-
-def check_cache_room(
-    config: ModelConfig,
-    cache: ModelCache,
-    tokens: jax.Array,  # [B, T]
-    positions: jax.Array | None,  # i32[B, T]; None is after what the cache holds
-    crossed: bool = False,
-) -> tuple[jax.Array, jax.Array]:  # i32[B, T], bool[B]
-    """Return the positions of new tokens in a cache, and the rows that have no room for them.
-
-    A known position past the end is a ValueError; a traced one becomes padding, and its row's
-    result is to be NaN. A ring ends only where int32 does. ValueError, too, where the cache is not
-    this model's.
-    """
-    check_cache(config, cache, tokens, crossed)
-    positions = check_positions(tokens.shape, positions)
-    if positions is None:
-        positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
-    limit = room_of(config, cache)
-    if limit is None:
-        return refuse_past_int32(positions)
-    return refuse_past_capacity(positions, limit)
-
-
-def _default_positions(shape: tuple[int, ...], positions: jax.Array | None) -> jax.Array:
-    if positions is not None:
-        return as_int32("positions", positions)
-    return jnp.broadcast_to(jnp.arange(shape[1]), shape)
-
-
-def positions_and_masks(
-    config: ModelConfig,
-    shape: tuple[int, ...],  # B, T
-    positions: jax.Array | None,
-    segments: jax.Array | None,
-    mask: Mask | None,
-    causal: bool = False,
-) -> tuple[jax.Array, tuple[Mask | None, ...]]:
-    """Return the positions for embeddings and rotation, and a mask for each window of the config.
-
-    The masks, one for each item of the window pattern, are `mask` with that window, the sink tokens
-    and the segments. The positions are i32[B, T] or [T]; with segments each counts from 0.
-    """
-    positions = check_positions(shape, positions)
-    if isinstance(config.positions, Learned) and positions is None and segments is None:
-        if known_sizes(shape[1]) and shape[1] > config.max_len:
-            raise ValueError(f"{shape[1]} tokens are more than max_len {config.max_len}")
-    token_positions = jnp.arange(shape[1]) if positions is None else positions
-    sinks: Mask | None = None
-    if config.sink_tokens:
-        sinks = Prefix(np.full(1, config.sink_tokens, np.int32))  # type: ignore[arg-type]
-    if segments is not None:
-        if positions is not None:
-            rule = "leave positions out, or give each document a row of its own"
-            raise ValueError(f"positions with segments: a document's positions start at 0; {rule}")
-        if segments.shape != shape:
-            raise ValueError(f"segments {segments.shape} and tokens {shape} differ in shape")
-        same = Segments(documents_of(segments))
-        mask = same if mask is None else mask & same
-        token_positions = _within_segments(segments)
-        if sinks is not None:
-            sinks = Padding(token_positions < config.sink_tokens)
-
-    def within(window: int | None) -> Mask | None:
-        if window is None:
-            return mask
-        near: Mask = Window(window, None if causal else window)
-        near = near if sinks is None else near | sinks
-        return near if mask is None else mask & near
-
-    return token_positions, tuple(map(within, config.windows))
-
-
-def _within_segments(segments: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B, T]
-    """Return each token's distance from the first of its run of equal ids."""
-    index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
-    starts = jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
-    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
-
-
-def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
-    """Raise ValueError unless tokens are integers [B, T], and known ones in the vocabulary.
-
-    A traced id outside the vocabulary gives NaN.
-    """
-    if not hasattr(tokens, "ndim"):
-        raise ValueError(f"tokens are a {type(tokens).__name__}: must be an array [B, T]")
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens are {tokens.dtype}{list(tokens.shape)}: must be integers [B, T]")
-    if isinstance(tokens, jax.core.Tracer):
-        return
-    known = np.asarray(tokens)
-    wrong = np.argwhere((known < 0) | (known >= vocab_size))
-    if len(wrong):
-        row, column = wrong[0]
-        raise ValueError(
-            f"token {known[row, column]} at [{row}, {column}]: must be in 0..{vocab_size - 1}"
-        )
-
-
-def check_head_mask(name: str, mask: jax.Array | None, layers: int, heads: int) -> None:
-    """Raise ValueError unless a head mask is None, or floats of each head or layer and head."""
-    if mask is None:
-        return
-    wanted = f"must be floats [{heads}] or [{layers}, {heads}], of heads or layers and heads"
-    if not hasattr(mask, "ndim"):
-        raise ValueError(f"{name} is a {type(mask).__name__}: {wanted}")
-    fits = mask.shape in ((heads,), (layers, heads))
-    if not fits or not jnp.issubdtype(mask.dtype, jnp.floating):
-        raise ValueError(f"{name} is {mask.dtype}{list(mask.shape)}: {wanted}")
-
-
-def check_one(tokens: jax.Array) -> None:
-    """Raise ValueError unless there is one token a row."""
-    if tokens.ndim != 2 or tokens.shape[1] != 1:
-        raise ValueError(f"tokens have shape {tokens.shape}: attend reads one token a row, [B, 1]")
+    x, cache, captured, overflow = run_decoder(model, tokens, given, cache, segments, key)
+    visit = given.places.visit()
+    logits = model.embed.logits(x if at is None else gather_tokens(x, at))
+    logits = visit("logits", logits)
+    if overflow is not None:
+        logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
+    return logits, cache, captured | visit.captured, x

@@ -13,16 +13,20 @@ at once: their windows are gathers, not a loop.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
 from transformer_jax.config import WindowConfig
-from transformer_jax.models.functional import dropout, lookup, split_key
+from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
+from transformer_jax.models.ops import lookup
+from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 from transformer_jax.models.recent_tokens import RecentTokens, slide_window
-from transformer_jax.models.recurrent import Vocabulary
+from transformer_jax.models.recurrent_layers import Vocabulary
 
 
 class WindowLM(nn.Module):
@@ -50,14 +54,19 @@ class WindowLM(nn.Module):
         segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
         at: jax.Array | None = None,  # i32[B, Q]; None is every token
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, RecentTokens]:
+        capture: Sequence[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
+    ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
         """Return logits f32[B, T, V] of the next token, and the state after these.
 
         With `segments` a document sees nothing of the others: they are before its beginning, and
         the state is that of the last one. `at` asks for the logits [B, Q, V] after the tokens of
-        these indices alone. `key` turns dropout on. ValueError where arguments do not fit.
+        these indices alone, and nothing is computed for others. `key` turns dropout on. The values
+        of the places `capture` come third, in a dict, where it names any; `edit` changes values by
+        functions (`transformer_jax.places`). ValueError where arguments do not fit.
         """
-        cfg = self.config
+        cfg, places = self.config, Places.of(self.config, capture, edit)
+        visit = places.visit()
         refuse_rngs(self, key)
         windows, state = slide_window(cfg, tokens, state, valid, segments, at)
         keys = split_key(key, cfg.num_layers + 1)
@@ -65,10 +74,13 @@ class WindowLM(nn.Module):
         vectors = lookup(self.embed.tokens, jnp.where(windows < 0, 0, windows))
         vectors = jnp.where(begins, self.begin[None, None, None], vectors)
         x = dropout(rearrange(vectors, "B Q C E -> B Q (C E)"), cfg.dropout, keys[0])
-        h = x
-        for layer, layer_key in zip(self.hidden, keys[1:], strict=True):
-            h = dropout(jnp.tanh(layer(h)), cfg.dropout, layer_key)
+        h = x = visit("embedding", x)
+        for i, layer in enumerate(self.hidden):
+            h = visit(f"layer_{i}/hidden", jnp.tanh(layer(h)))
+            h = dropout(h, cfg.dropout, keys[i + 1])
         logits = self.embed.logits(h)
         if cfg.direct:
             logits = logits + jnp.einsum("BQX,XV->BQV", x, self.direct)
-        return logits, state
+        logits = visit("logits", logits)
+        captured = places.in_order(visit.captured)
+        return (logits, state, captured) if capture else (logits, state)

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.config import ConfigError, DType, ModelConfig
+from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.factory import build
-from transformer_jax.models.transformer import check_tokens
 from transformer_jax.pretrained.families import ConfigKeys
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder, open_folder

@@ -30,8 +30,9 @@ from transformer_jax.decoding.logit_processors import (
     MinLength,
     check_processors,
 )
+from transformer_jax.decoding.proposers import PromptLookup
 from transformer_jax.decoding.samplers import Sample
-from transformer_jax.decoding.speculative import PromptLookup, Speculation, speculate
+from transformer_jax.decoding.speculative import Speculation, speculate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_decode_state
 from transformer_jax.programs import program

@@ -14,8 +14,9 @@ from transformer_jax.cache.model_cache import ModelCache
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
+from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
-from transformer_jax.decoding.generation import bucket, generate
+from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor, never
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.factory import build, init_decode_state

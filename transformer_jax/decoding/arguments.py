@@ -1,0 +1,297 @@
+"""Check what decoding is called with, and complete it: padded prompts, a key for each row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.checks import as_int32, check_count, check_key
+from transformer_jax.decoding.batch_rows import State
+from transformer_jax.decoding.logit_processors import (
+    HistoryProcessor,
+    as_token_ids,
+    as_tuple,
+    check_processors,
+)
+from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
+from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given, count_vocab
+from transformer_jax.shown import short_repr
+from transformer_jax.tracing import traced
+
+Array: TypeAlias = jax.Array | np.ndarray
+
+Prompt: TypeAlias = Array | Sequence[Sequence[int]]
+"""Token ids i32[B, P]: an array, or rows of one length."""
+
+PerRow: TypeAlias = Array | Sequence[int]
+"""One integer for each row, i32[B]."""
+
+
+@short_repr
+class DecodeOptions(NamedTuple):
+    """Say what a program is compiled for; hashable."""
+
+    sampler: Sampler
+    processors: tuple[HistoryProcessor, ...] = ()
+    stop: tuple[int, ...] = ()
+    ends: bool = False
+    """Whether a row may end before the others."""
+    attention: bool = False
+    capture: tuple[str, ...] = ()
+
+
+@short_repr
+class Prompts(NamedTuple):
+    """Hold the texts that a batch goes on from, checked and padded to their bucket."""
+
+    tokens: jax.Array  # i32[B, P]; zeros after a row's end
+    lengths: jax.Array  # i32[B]
+    keys: jax.Array  # key[B]
+    limits: jax.Array  # i32[B]; new tokens at most
+
+
+@short_repr
+class CheckedArguments(NamedTuple, Generic[State]):
+    """Hold what `generate` was given, after all checks."""
+
+    step: Step[State]
+    options: DecodeOptions
+    prompts: Prompts
+    state: State
+    """It can be donated."""
+
+
+def bucket(length: int) -> int:
+    """Return the smallest power of two from 16 on that holds `length` tokens."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def check_arguments(
+    step: StepLike[State],
+    params: Params,
+    prompt: Prompt,
+    state: State,
+    *,
+    num_tokens: int,
+    lengths: PerRow | None,
+    sampler: Sampler | None,
+    key: jax.Array | None,
+    processors: Sequence[HistoryProcessor],
+    stop: int | Sequence[int],
+    limits: PerRow | None,
+    chunk: int | None,
+    attention: bool,
+    capture: Sequence[str] = (),
+) -> CheckedArguments[State]:
+    """Check what `generate` was given, before anything is compiled; ValueError says what is wrong.
+
+    The prompts come back padded to their bucket, the state fit to be donated.
+    """
+    name, step = type(step).__name__, as_step(step)
+    check_given(params, state)
+    check_count("num_tokens", num_tokens, 1)
+    if chunk is not None:
+        check_count("chunk", chunk, 1)
+    if attention and not step.offers("attend"):
+        raise ValueError(f"attention is True: {name} has no `attend`")
+    capture = capture if isinstance(capture, str) else tuple(capture)
+    if capture and not step.offers("look"):
+        raise ValueError(f"capture is {capture!r}: {name} has no `look`")
+    if capture:
+        if attention:
+            raise ValueError("attention with capture: capture 'block_*/attention/weights' too")
+        step.check_look(cast(tuple[str, ...], capture))
+    if sampler is not None:
+        check_sampler(sampler)
+    sampler = Greedy() if sampler is None else sampler
+    processors = check_processors(processors)
+    stop = stop_tokens(stop)
+    tokens, lengths = check_prompt(prompt, lengths)
+    rows = tokens.shape[0]
+    if key is None and not isinstance(sampler, Greedy):
+        raise ValueError(f"key is None: {sampler!r} draws random numbers")
+    keys = row_keys(key, rows)
+    ends = bool(stop) or limits is not None
+    options = DecodeOptions(sampler, processors, stop, ends, attention, tuple(capture))
+    limits = check_limits(limits, rows, num_tokens)
+    state = make_donatable(state)
+    check_with_step(step, tokens, lengths, limits, state)
+    if stop:
+        check_stop(stop, step, params, rows, state)
+    tokens, lengths = pad_to_bucket(tokens, lengths)
+    prompts = Prompts(tokens, lengths, keys, jnp.asarray(limits, jnp.int32))
+    return CheckedArguments(step, options, prompts, state)
+
+
+def check_with_step(
+    step: Step[State],
+    prompt: Array,  # i32[B, P]
+    lengths: Array,  # i32[B]
+    limits: Array | int,  # i32[B], or one for all
+    state: State,
+) -> None:
+    """Ask a step whether it can serve these prompts, where they are known.
+
+    A row reads its prompt, and its new tokens but the last.
+    """
+    if not traced(prompt, lengths, limits):
+        total = np.asarray(lengths) + np.maximum(limits, 1) - 1
+        step.check(np.asarray(prompt), state, total)
+
+
+def check_stop(
+    stop: tuple[int, ...], step: Step[State], params: Params, rows: int, state: State
+) -> None:
+    """Raise ValueError where a stop token is outside the vocabulary."""
+    vocab = count_vocab(step, params, rows, state)
+    if max(stop) >= vocab:
+        raise ValueError(f"stop is {max(stop)}: must be in 0..{vocab - 1}")
+
+
+def pad_to_bucket(
+    prompt: Array,  # i32[B, P]
+    lengths: Array,  # i32[B]
+) -> tuple[jax.Array, jax.Array]:  # i32[B, bucket(P)], i32[B]
+    """Pad a checked prompt with zeros, up to the length that its program is compiled for."""
+    fill = bucket(prompt.shape[1]) - prompt.shape[1]
+    numpy: Any = jnp if traced(prompt) else np
+    prompt = numpy.pad(prompt, ((0, 0), (0, fill)))
+    return jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def check_prompt(prompt: Prompt, lengths: PerRow | None) -> tuple[Array, Array]:
+    """Return prompt i32[B, P], with zeros after a row's end, and lengths i32[B].
+
+    ValueError where shape or dtype are wrong, or a known value is; traced values are not checked.
+    """
+    tokens: Any = prompt
+    if not traced(tokens):
+        try:
+            tokens = np.asarray(tokens)
+        except ValueError:
+            raise ValueError(
+                "prompt has rows of several lengths: fill them up to one, and give `lengths`"
+            ) from None
+    if tokens.dtype.kind in "SU":
+        raise ValueError("prompt is text: must be token ids; text.complete takes a text")
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"prompt has shape {tokens.shape}: must be [B, P] with P at least 1")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        given = f"{tokens.dtype}{list(tokens.shape)}"
+        raise ValueError(f"prompt is {given}: must be token ids, integers")
+    rows, columns = tokens.shape
+    if lengths is None:
+        return as_int32("prompt", tokens), np.full(rows, columns, np.int32)
+    counts: Any = lengths if traced(lengths) else np.asarray(lengths)
+    if counts.shape != (rows,):
+        raise ValueError(f"lengths have shape {counts.shape}: must be ({rows},)")
+    if not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise ValueError(f"lengths are {counts.dtype}: must be integers")
+    if traced(tokens, counts):
+        return jnp.where(jnp.arange(columns)[None] < counts[:, None], tokens, 0), counts
+    if rows and not 1 <= counts.min() <= counts.max() <= columns:
+        raise ValueError(f"lengths are {counts.tolist()}: must be from 1 to {columns}")
+    tokens = np.where(np.arange(columns)[None] < counts[:, None], tokens, 0)
+    return as_int32("prompt", tokens), counts
+
+
+def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry's
+    """Return `fold_in(key, b)` for row b; as many keys as rows are returned as they are.
+
+    Keys may be of any implementation, or raw words as in older JAX. What comes back is of Threefry,
+    whose numbers of a row depend on its own key alone. ValueError where `key` is neither a single
+    key nor one for each row.
+    """
+    if key is None:
+        key = jax.random.key(0)
+    if not isinstance(key, jax.Array | np.ndarray):
+        check_key("key", key)
+    dtype, shape = key.dtype, key.shape
+    typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if shape == (rows,) if typed else dtype == jnp.uint32 and len(key.shape) == 2:
+        if shape[0] != rows:
+            raise ValueError(f"key is {dtype}{tuple(shape)}: must be one key, or one for each row")
+        return as_threefry(key)
+    check_key("key", key)
+    return _fold_rows(as_threefry(key), rows)
+
+
+@partial(jax.jit, static_argnames="rows")
+def _fold_rows(key: jax.Array, rows: int) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
+
+
+def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return one stop token or several as a tuple, None as none.
+
+    ValueError where one is no token id.
+    """
+    if isinstance(stop, str | bytes):
+        rule = "must be token ids; text.complete(..., stop=...) ends at a text"
+        raise ValueError(f"stop is {stop!r}: {rule}")
+    if stop is None:
+        return ()
+    ids = as_tuple("stop", stop)
+    return as_token_ids("stop", ids) if ids else ()
+
+
+def check_not_consumed(state: State) -> None:
+    """Raise ValueError where the memory of a state was given to the result of an earlier call."""
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array) and not traced(leaf) and leaf.is_deleted():
+            raise ValueError("state was consumed by an earlier call: fork(state, 1) keeps a copy")
+
+
+def make_donatable(state: State) -> State:
+    """Return the state, an array that stands in it twice copied: memory is given away once.
+
+    ValueError where the state was consumed before.
+    """
+    check_not_consumed(state)
+    leaves, tree = jax.tree.flatten(state)
+    seen: set[int] = set()
+    for i, x in enumerate(leaves):
+        if isinstance(x, jax.Array) and id(x) in seen:
+            leaves[i] = x.copy()
+        seen.add(id(x))
+    found: State = jax.tree.unflatten(tree, leaves)
+    return found
+
+
+def check_limits(limits: PerRow | None, rows: int, num_tokens: int) -> Array:  # i32[B]
+    """Return the most new tokens of each row; None is `num_tokens` in all.
+
+    ValueError where they are no integers from 0 to `num_tokens`; under a trace they are clipped.
+    """
+    if limits is None:
+        return np.full(rows, num_tokens, np.int32)
+    given: Any = limits if traced(limits) else np.asarray(limits)
+    if given.shape != (rows,) or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(f"limits are {given.dtype}{list(given.shape)}: must be integers [{rows}]")
+    if traced(given):
+        return jnp.clip(given, 0, num_tokens)
+    if rows and not 0 <= given.min() <= given.max() <= num_tokens:
+        raise ValueError(f"limits are {given.tolist()}: must be from 0 to {num_tokens}")
+    return given
+
+
+def check_sampler(sampler: Sampler) -> None:
+    """Raise ValueError where the sampler is not a value that is called with (key, logits)."""
+    if isinstance(sampler, type):
+        rule = "must be a value, such as Greedy() or Sample(TopK(40))"
+        raise ValueError(f"sampler is the class {sampler.__name__}: {rule}")
+    if not callable(sampler):
+        raise ValueError(f"sampler is {sampler!r}: must be called with (key, logits)")
+    try:
+        inspect.signature(sampler).bind(None, None)
+    except TypeError:
+        rule = f"must be called with (key, logits); a processor goes into Sample({sampler!r})"
+        raise ValueError(f"sampler is {sampler!r}: {rule}") from None
+    except ValueError:  # a builtin may have no signature
+        pass

@@ -1,0 +1,289 @@
+"""Propose tokens for a model to verify: those of the text before, or of a smaller model.
+
+A `Proposer` is a value; `speculative` asks it for guesses and tells it which of them were right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.checks import check_count
+from transformer_jax.decoding.arguments import Array, check_not_consumed
+from transformer_jax.decoding.batch_rows import State
+from transformer_jax.decoding.generation import prefill
+from transformer_jax.decoding.logit_processors import History
+from transformer_jax.decoding.samplers import Greedy, Sample, Sampler
+from transformer_jax.decoding.step import Params, PyTree, Step, StepLike, as_step, count_vocab
+from transformer_jax.shown import short_repr
+
+ProposerState: TypeAlias = PyTree
+"""What a proposer remembers from turn to turn: any pytree whose leaves lead with B."""
+
+
+@short_repr
+class Turn(NamedTuple):
+    """Hold what a proposer may know in one turn."""
+
+    history: History
+    """Prompt and text so far; the newest token is the one no model has read yet."""
+    active: jax.Array  # bool[B]; False: the row has ended
+    room: jax.Array  # i32[B]; how many proposals can be of use, at most num_draft
+    keys: jax.Array  # key[B]; fold in `history.new + j` for proposal j
+    num_draft: int
+    sampler: Sampler
+    """Draws the model's tokens."""
+
+
+@short_repr
+class Proposal(NamedTuple):
+    """Guesses at the next tokens of every row."""
+
+    tokens: jax.Array  # i32[B, num_draft]; a row's proposals end before the first -1
+    logits: jax.Array | None = None  # f32[B, num_draft, V]
+    """Token j was drawn from softmax(logits[:, j]); None: it was not drawn, but determined."""
+
+
+class Proposer:
+    """Guess what a model says next; a value that JAX knows as a pytree.
+
+    One of your own overrides `propose`, and what else it needs:
+
+        @jax.tree_util.register_static
+        @dataclass(frozen=True)
+        class Repeat(Proposer):
+            def propose(self, proposer_state, turn):
+                last = turn.history.length[:, None] - 1
+                newest = jnp.take_along_axis(turn.history.tokens, last, axis=1)
+                return Proposal(jnp.repeat(newest, turn.num_draft, axis=1)), proposer_state
+
+    Arrays it carries are traced (`jax.tree_util.register_dataclass`), the rest is static. What it
+    remembers from turn to turn is its state, any pytree whose leaves lead with B.
+    """
+
+    def check(
+        self,
+        prompt: Array,  # i32[B, P]
+        total: np.ndarray | None,  # i32[B]; tokens of prompt and text; None under a trace
+        num_draft: int,
+        vocab_size: int,
+    ) -> None:
+        """Raise ValueError where a request cannot be served."""
+
+    def start(
+        self,
+        prompt: jax.Array,  # i32[B, P]
+        lengths: jax.Array,  # i32[B]; the first lengths[b] tokens of a row count
+        chunk: int | None,
+    ) -> ProposerState:
+        """Return the proposer's state after the prompts."""
+        return ()
+
+    def propose(self, proposer_state: ProposerState, turn: Turn) -> tuple[Proposal, ProposerState]:
+        """Return proposals for every row, and what `settle` needs to know of them."""
+        raise NotImplementedError
+
+    def settle(
+        self,
+        proposer_state: ProposerState,
+        history: History,
+        gained: jax.Array,  # i32[B]
+    ) -> ProposerState:
+        """Return the state after row b has gained `gained[b]` tokens, 0 in one that had ended."""
+        return proposer_state
+
+    def finish(self, proposer_state: ProposerState, history: History) -> ProposerState:
+        """Return the state as the result holds it."""
+        return proposer_state
+
+
+@short_repr
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class PromptLookup(Proposer):
+    """Propose what followed the last n-gram when it last occurred in prompt or text (Saxena 2023).
+
+    Copying goes on into what it has just copied, so a loop is continued as a loop. It needs no
+    second model, and pays where answers quote their prompts. ValueError unless `ngram`, the n, is
+    an integer of at least 1.
+    """
+
+    ngram: int = 3
+
+    def __post_init__(self) -> None:
+        check_count("ngram", self.ngram, 1)
+
+    def propose(self, proposer_state: ProposerState, turn: Turn) -> tuple[Proposal, ProposerState]:
+        """Return the tokens after the last earlier occurrence; -1 where there is none."""
+        tokens, length = turn.history.tokens, turn.history.length
+        rows, columns = tokens.shape
+        if columns <= self.ngram:
+            return Proposal(jnp.full((rows, turn.num_draft), -1, jnp.int32)), proposer_state
+        ends = jnp.arange(self.ngram, columns)[None]  # one past an n-gram
+        same = ends < length[:, None]
+        for i in range(self.ngram):
+            at = jnp.clip(length - self.ngram + i, 0)[:, None]
+            same &= tokens[:, i : columns - self.ngram + i] == gather_columns(tokens, at)
+        start = jnp.where(same, ends, 0).max(axis=1)[:, None]
+        period = jnp.maximum(length[:, None] - start, 1)
+        copied = gather_columns(tokens, start + jnp.arange(turn.num_draft)[None] % period)
+        return Proposal(jnp.where(start > 0, copied, -1)), proposer_state
+
+
+class _DraftState(NamedTuple):
+    """Hold a draft model's state between turns."""
+
+    state: Any
+    pending: jax.Array  # bool[B]; True: the token before the newest was not read either
+
+
+class _DraftTurn(NamedTuple):
+    """Hold a draft model's state within a turn."""
+
+    before: Any
+    after: Any
+    pending: jax.Array  # bool[B]
+    tokens: jax.Array  # i32[B, num_draft + 1]; what it has read since `before`
+    valid: jax.Array  # bool[B, num_draft + 1]
+
+
+@short_repr
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("params", "state"),
+    meta_fields=("step", "sampler"),
+)
+@dataclass(frozen=True)
+class Draft(Proposer, Generic[State]):
+    """Propose what a smaller model of the same vocabulary says, with a state of its own.
+
+    The state has the same rows, and has read what the model's has; it is not consumed, so one draft
+    with an empty cache serves every request. Without `sampler` it draws as the model does.
+    """
+
+    step: StepLike[State]
+    params: Params
+    state: State
+    sampler: Sampler | None = None
+
+    def check(
+        self, prompt: Array, total: np.ndarray | None, num_draft: int, vocab_size: int
+    ) -> None:
+        """Raise ValueError where the draft cannot serve the request, or its vocabulary differs."""
+        if self.sampler is not None:
+            check_distribution("the draft's sampler", self.sampler)
+        try:
+            check_not_consumed(self.state)
+            step = as_step(self.step)
+            if total is not None:
+                step.check(np.asarray(prompt), self.state, total)
+            step.check_rewind(self.state, num_draft)
+        except ValueError as error:
+            raise ValueError(f"the draft's {error}") from None
+        vocab = count_vocab(step, self.params, len(prompt), self.state)
+        if vocab != vocab_size:
+            raise ValueError(f"the draft has {vocab} tokens, the model {vocab_size}: must be equal")
+
+    def start(self, prompt: jax.Array, lengths: jax.Array, chunk: int | None) -> ProposerState:
+        """Return the draft's state after it has read the prompts."""
+        _, state = prefill(self.step, self.params, prompt, self.state, lengths, chunk)
+        return _DraftState(state, jnp.zeros(lengths.shape, bool))
+
+    def propose(self, proposer_state: ProposerState, turn: Turn) -> tuple[Proposal, ProposerState]:
+        """Let the draft read what is new and draw `num_draft` tokens, one call a token."""
+        sampler: Any = turn.sampler if self.sampler is None else self.sampler
+        history, (before, pending) = turn.history, proposer_state
+
+        def read(
+            state: State, tokens: jax.Array, valid: jax.Array, j: jax.Array | int
+        ) -> tuple[tuple[jax.Array, State], tuple[jax.Array, jax.Array, jax.Array]]:
+            tokens = jnp.where(valid, tokens, 0)
+            logits, state = self.step(self.params, tokens, state, valid=valid)
+            logits = sampler.distribution(logits[:, -1])
+            token = draw(sampler, fold_keys(turn.keys, history.new + j), logits)
+            return (token, state), (tokens, valid, logits)
+
+        def read_own(
+            carry: tuple[jax.Array, State], j: jax.Array
+        ) -> tuple[tuple[jax.Array, State], tuple[jax.Array, ...]]:
+            token, state = carry
+            carry, seen = read(state, token[:, None], (j < turn.room)[:, None], j)
+            return carry, (*seen, token)
+
+        at = jnp.clip(history.length[:, None] + jnp.array([[-2, -1]]), 0)
+        valid = jnp.stack([pending & turn.active, turn.active], axis=1)
+        newest = gather_columns(history.tokens, at)
+        carry, (tokens, valid, logits) = read(before, newest, valid, 0)
+        (last, after), later = jax.lax.scan(read_own, carry, jnp.arange(1, turn.num_draft))
+        later_tokens, later_valid, later_logits, proposed = (x.swapaxes(0, 1) for x in later)
+        proposal = Proposal(jnp.concatenate([proposed, last[:, None]], axis=1))
+        if not isinstance(sampler, Greedy):
+            logits = jnp.concatenate([logits[:, None], later_logits], axis=1)
+            proposal = proposal._replace(logits=logits)
+        tokens = jnp.concatenate([tokens, later_tokens[..., 0]], axis=1)
+        valid = jnp.concatenate([valid, later_valid[..., 0]], axis=1)
+        return proposal, _DraftTurn(before, after, pending, tokens, valid)
+
+    def settle(
+        self, proposer_state: ProposerState, history: History, gained: jax.Array
+    ) -> ProposerState:
+        """Return the draft's state after the tokens that were kept, as far as it has read them."""
+        before, after, pending, tokens, valid = proposer_state
+        wanted, read = gained + (pending & (gained > 0)), valid.sum(axis=1, dtype=jnp.int32)
+        kept = jnp.minimum(wanted, read)
+        state = keep_read(as_step(self.step), self.params, before, after, tokens, valid, kept)
+        return _DraftState(state, jnp.where(gained > 0, wanted > read, pending))
+
+    def finish(self, proposer_state: ProposerState, history: History) -> ProposerState:
+        """Return the draft's state when it has read as much as the model's."""
+        token = gather_columns(history.tokens, jnp.clip(history.length[:, None] - 2, 0))
+        valid = proposer_state.pending[:, None]
+        token = jnp.where(valid, token, 0)
+        return self.step(self.params, token, proposer_state.state, valid=valid)[1]
+
+
+def keep_read(
+    step: Step[State],
+    params: Params,
+    before: State,
+    after: State,
+    tokens: jax.Array,  # i32[B, T]; what was read in between
+    valid: jax.Array,  # bool[B, T]
+    count: jax.Array,  # i32[B]
+) -> State:
+    """Return the state after the first `count[b]` of the valid tokens."""
+    if step.offers("rewind"):
+        return step.rewind(after, before, count)
+    kept = valid & (jnp.cumsum(valid, axis=1) <= count[:, None])
+    return step(params, jnp.where(kept, tokens, 0), before, valid=kept)[1]
+
+
+def gather_columns(
+    tokens: jax.Array,  # [B, C]
+    index: jax.Array,  # i32[B, J]
+) -> jax.Array:  # [B, J]
+    """Take these columns of each row."""
+    return jnp.take_along_axis(tokens, index, axis=1)
+
+
+def fold_keys(keys: jax.Array, number: jax.Array | int) -> jax.Array:  # key[B], i32[B] or one
+    """Fold a number into the key of each row, one for all or each row's own."""
+    axes = (0, None) if isinstance(number, int) else (0, 0)
+    return jax.vmap(jax.random.fold_in, axes)(keys, number)
+
+
+def draw(sampler: Sampler, keys: jax.Array, logits: jax.Array) -> jax.Array:  # i32[B]
+    """Draw from logits [B, V] that the sampler has processed; greedy ones need no random number."""
+    return jax.vmap(Greedy() if isinstance(sampler, Greedy) else Sample())(keys, logits)
+
+
+def check_distribution(name: str, sampler: Sampler) -> None:
+    """Raise ValueError where a sampler is no value that says which distribution it draws from."""
+    if isinstance(sampler, type) or not callable(getattr(sampler, "distribution", None)):
+        rule = "speculate needs a value with `distribution(logits)`, as Greedy and Sample have"
+        raise ValueError(f"{name} is {sampler!r}: {rule}")

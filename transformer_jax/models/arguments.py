@@ -1,0 +1,165 @@
+"""Check what a model is called with, and complete it: positions, masks, and the room of a cache."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.attention.masks import And, Mask, Or, Padding, Prefix, Segments, Window
+from transformer_jax.cache import kv_cache as kv
+from transformer_jax.cache.model_cache import (
+    ModelCache,
+    check_cache,
+    refuse_past_capacity,
+    refuse_past_int32,
+    room_of,
+)
+from transformer_jax.checks import check_positions
+from transformer_jax.config import Learned, ModelConfig
+from transformer_jax.models.packing import documents_of
+from transformer_jax.tracing import at_once, known_sizes, known_value
+
+
+def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
+    """Raise ValueError unless tokens are integers [B, T], and known ones in the vocabulary.
+
+    A traced id outside the vocabulary gives NaN.
+    """
+    if not hasattr(tokens, "ndim"):
+        raise ValueError(f"tokens are a {type(tokens).__name__}: must be an array [B, T]")
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens are {tokens.dtype}{list(tokens.shape)}: must be integers [B, T]")
+    if isinstance(tokens, jax.core.Tracer):
+        return
+    known = np.asarray(tokens)
+    wrong = np.argwhere((known < 0) | (known >= vocab_size))
+    if len(wrong):
+        row, column = wrong[0]
+        raise ValueError(
+            f"token {known[row, column]} at [{row}, {column}]: must be in 0..{vocab_size - 1}"
+        )
+
+
+def check_one(tokens: jax.Array) -> None:
+    """Raise ValueError unless there is one token a row."""
+    if tokens.ndim != 2 or tokens.shape[1] != 1:
+        raise ValueError(f"tokens have shape {tokens.shape}: attend reads one token a row, [B, 1]")
+
+
+def gather_tokens(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B, Q] -> [B, Q, D]
+    """Return the tokens of these indices of each row; NaN where there is no such token.
+
+    ValueError where `at` is no array of integers with a row for each of x.
+    """
+    if not hasattr(at, "ndim"):
+        raise ValueError(f"at is a {type(at).__name__}: must be an array [B, Q]")
+    if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or at.shape[0] != x.shape[0]:
+        raise ValueError(f"at is {at.dtype}{list(at.shape)}: must be integers [{x.shape[0]}, Q]")
+    index = jnp.where(at < 0, x.shape[1], at)[:, :, None]
+    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=jnp.nan)
+
+
+def positions_and_masks(
+    config: ModelConfig,
+    shape: tuple[int, ...],  # B, T
+    positions: jax.Array | None,
+    segments: jax.Array | None,
+    mask: Mask | None,
+    causal: bool = False,
+) -> tuple[jax.Array, tuple[Mask | None, ...]]:
+    """Return the positions for embeddings and rotation, and a mask for each window of the config.
+
+    The masks, one for each item of the window pattern, are `mask` with that window, the sink tokens
+    and the segments. The positions are i32[B, T] or [T]; with segments each counts from 0.
+    """
+    positions = check_positions(shape, positions)
+    if isinstance(config.positions, Learned) and positions is None and segments is None:
+        if known_sizes(shape[1]) and shape[1] > config.max_len:
+            raise ValueError(f"{shape[1]} tokens are more than max_len {config.max_len}")
+    token_positions = jnp.arange(shape[1]) if positions is None else positions
+    sinks: Mask | None = None
+    if config.sink_tokens:
+        sinks = Prefix(np.full(1, config.sink_tokens, np.int32))  # type: ignore[arg-type]
+    if segments is not None:
+        if positions is not None:
+            rule = "leave positions out, or give each document a row of its own"
+            raise ValueError(f"positions with segments: a document's positions start at 0; {rule}")
+        if segments.shape != shape:
+            raise ValueError(f"segments {segments.shape} and tokens {shape} differ in shape")
+        same = Segments(documents_of(segments))
+        mask = same if mask is None else mask & same
+        # each token's distance from the first of its run of equal ids
+        index = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+        starts = jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
+        token_positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+        if sinks is not None:
+            sinks = Padding(token_positions < config.sink_tokens)
+    masks: list[Mask | None] = []
+    for window in config.windows:
+        near: Mask | None = None
+        if window is not None:
+            near = Window(window, None if causal else window)
+            near = near if sinks is None else near | sinks
+        masks.append(mask if near is None else near if mask is None else mask & near)
+    return token_positions, tuple(masks)
+
+
+def check_cache_room(
+    config: ModelConfig,
+    cache: ModelCache,
+    tokens: jax.Array,  # [B, T]
+    positions: jax.Array | None,  # i32[B, T]; None is after what the cache holds
+    crossed: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # i32[B, T], bool[B]
+    """Return the positions of new tokens in a cache, and the rows that have no room for them.
+
+    A known position past the end is a ValueError; a traced one becomes padding, and its row's
+    result is to be NaN. A ring ends only where int32 does. ValueError, too, where the cache is not
+    this model's.
+    """
+    check_cache(config, cache, tokens, crossed)
+    positions = check_positions(tokens.shape, positions)
+    if positions is None:
+        positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
+    limit = room_of(config, cache)
+    if limit is None:
+        return refuse_past_int32(positions)
+    return refuse_past_capacity(positions, limit)
+
+
+def refuse_unread(
+    mask: Mask,
+    cache: ModelCache,
+    tokens: jax.Array,  # i32[B, T]
+    positions: jax.Array,  # i32[B, T]
+) -> jax.Array:  # i32[B, T]
+    """Return the tokens, -1 in rows whose mask lets a query see keys that are not read yet.
+
+    Read later, those keys would be missing here: a prefix must be read in one call. ValueError
+    where that is known.
+    """
+    if not _looks_ahead(mask):
+        return tokens
+    with at_once(mask, cache.length, positions):
+        end = jnp.maximum(cache.length, positions.max(axis=1) + 1)  # [B]
+        unread = end[:, None] + jnp.arange(cache.capacity)[None]
+        sees = mask.allows(positions, unread) & (positions >= 0)[:, None, :, None]
+        ahead = jnp.broadcast_to(sees.any(axis=(1, 2, 3)), end.shape)
+    known = known_value(ahead)
+    if known is not None and known.any():
+        row = int(known.argmax())
+        raise ValueError(
+            f"mask is {mask!r}: in row {row} it lets a token see positions from {int(end[row])} "
+            "on, which this call does not read; read them in one call, without `chunk`"
+        )
+    return jnp.where(ahead[:, None], -1, tokens)
+
+
+def _looks_ahead(mask: Mask) -> bool:
+    """Return whether a query may see a key after it, as far as the mask's structure tells."""
+    if isinstance(mask, And):
+        return _looks_ahead(mask.left) and _looks_ahead(mask.right)
+    if isinstance(mask, Or):
+        return _looks_ahead(mask.left) or _looks_ahead(mask.right)
+    return mask.causal_window is None or not mask.causal_window[0]

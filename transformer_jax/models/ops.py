@@ -1,0 +1,168 @@
+"""Compute norms, products, look-ups and the best of logits where they meet devices.
+
+On a mesh of explicit axes the result is split as its rows are. On a CPU a few rows, as in decoding,
+are left to the compiled kernels, and products that XLA is slow at are written in another order: the
+numbers are those of the formula, summed in another order. `functional` has the norms alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.kernels import platform
+from transformer_jax.kernels.cpu import norms, products
+from transformer_jax.models import functional
+from transformer_jax.sharding import by_compiler, gathered, split
+from transformer_jax.tracing import known_sizes
+
+F32 = jnp.float32
+
+
+def layer_norm(
+    x: jax.Array,  # [..., D]
+    scale: jax.Array | None,  # [D]
+    bias: jax.Array | None,  # [D]
+    eps: float = 1e-5,
+) -> jax.Array:
+    """Return (x - mean) / sqrt(var + eps) * scale + bias over the last axis (Ba et al. 2016).
+
+    Computed in f32, returned in the dtype of x.
+    """
+    plain = partial(functional.layer_norm, eps=eps)
+    return by_compiler(partial(_norm, plain, eps, True), [x, scale, bias], split(x))
+
+
+def rms_norm(
+    x: jax.Array,  # [..., D]
+    scale: jax.Array | None,  # [D]
+    eps: float = 1e-5,
+) -> jax.Array:
+    """Return x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang & Sennrich 2019).
+
+    Computed in f32, returned in the dtype of x.
+    """
+    plain = lambda x, scale, bias: functional.rms_norm(x, scale, eps)  # noqa: E731
+    return by_compiler(partial(_norm, plain, eps, False), [x, scale, None], split(x))
+
+
+def _norm(
+    plain: Callable[..., jax.Array],
+    eps: float,
+    centred: bool,
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """Normalise as `plain` does, few rows by the compiled kernel."""
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    if not norms.takes(rows, width, eps, scale, bias):
+        return plain(x, scale, bias)
+    y = x.astype(F32).reshape(rows, width)
+    y = norms.norm(y, scale, bias, eps, centred=centred, elsewhere=plain)
+    return y.reshape(x.shape).astype(x.dtype)
+
+
+def project(
+    x: jax.Array,  # [..., *inputs]
+    kernel: jax.Array,  # [*inputs, *outputs]
+    bias: jax.Array | None = None,  # [*outputs]
+    contract: int = 1,
+) -> jax.Array:  # [..., *outputs]
+    """Return x W + b over the last `contract` axes of x, in the dtype of x."""
+    axes = slice(x.ndim - contract)
+    kernel = _readable(kernel, math.prod(x.shape[axes]), x.dtype)
+    arrays = [x, gathered(kernel, x, axes), gathered(bias, x, axes)]
+    result = split(x, axes, split(kernel, slice(contract, None)))
+    return by_compiler(partial(_project, contract), arrays, result)
+
+
+def _project(contract: int, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Multiply two matrices: over a batch of them, XLA's CPU backend is slower in the gradient.
+
+    It computes that of W from a transposed copy, which takes a third of a training step.
+    """
+    lead, outputs = x.shape[: x.ndim - contract], kernel.shape[contract:]
+    inputs, width, rows = math.prod(kernel.shape[:contract]), math.prod(outputs), math.prod(lead)
+    x, kernel = x.reshape(rows, inputs), kernel.reshape(inputs, width)
+    on_cpu = platform() == "cpu"
+    if products.takes(rows, x.dtype, kernel):
+        y = products.product(x, kernel, bias=None if bias is None else bias.reshape(width))
+        return y.astype(x.dtype).reshape(*lead, *outputs)
+    if on_cpu and known_sizes(rows) and rows >= inputs > width:
+        # W^T, which XLA may not fold away: then the gradient of W is g^T x, which has the narrow
+        # matrix first and takes two thirds of the time of x^T g
+        across = jax.lax.optimization_barrier(kernel.T)
+        y = jax.lax.dot_general(x, across, (((1,), (1,)), ((), ())))
+    elif on_cpu and rows == 1 and inputs % 8 == 0 and x.dtype == F32:
+        # 8 products side by side, and their sum: W is read at the memory's rate, where one product
+        # uses a core and a half
+        y = jnp.einsum("PI,PIO->PO", x.reshape(8, -1), kernel.reshape(8, -1, width))
+        y = y.sum(axis=0, keepdims=True)
+    else:
+        y = x @ kernel
+    if bias is not None:
+        y = y + bias.reshape(1, -1)
+    return y.reshape(*lead, *outputs)
+
+
+def logits(
+    x: jax.Array,  # [B, T, D]
+    table: jax.Array,  # [V, D]
+    bias: jax.Array | None,  # [V]
+) -> jax.Array:  # f32[B, T, V]
+    """Return x E^T + b, with sums in f32."""
+    table = gathered(_readable(table, math.prod(x.shape[:2]), x.dtype), x, slice(2))
+    return by_compiler(_logits, [x, table, bias], split(x, slice(2), split(table, slice(1))))
+
+
+def _logits(x: jax.Array, table: jax.Array, bias: jax.Array | None) -> jax.Array:
+    rows = x.reshape(math.prod(x.shape[:2]), x.shape[2])
+    if products.takes(rows.shape[0], x.dtype, table):
+        y = products.product(rows, table, bias=bias, turned=True)
+        return y.reshape(*x.shape[:2], len(table))
+    if known_sizes(rows.shape[0]) and 1 < rows.shape[0] <= 16 and platform() == "cpu":
+        # (E x^T)^T, which XLA may not turn back: E, the large one, is then read as it lies, up to
+        # half as fast again (benchmarks/NOTES.md)
+        y = jnp.einsum("VD,XD->VX", table, rows, preferred_element_type=F32)
+        y = jax.lax.optimization_barrier(y).T
+    else:
+        y = jnp.einsum("XD,VD->XV", rows, table, preferred_element_type=F32)
+    y = y.reshape(*x.shape[:2], len(table))
+    return y if bias is None else y + bias[None, None]
+
+
+def _readable(weights: jax.Array, rows: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return weights in the dtype of x, or bfloat16 as it is stored where the kernel reads that."""
+    if weights.dtype == jnp.bfloat16 and products.takes(rows, dtype, weights):
+        return weights
+    return weights.astype(dtype)
+
+
+def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], i32[...] -> [..., D]
+    """Look up rows of a table; an id outside it gives NaN, never another row."""
+    if ids.dtype.itemsize < 4:  # too narrow, perhaps, for the table's length
+        ids = ids.astype(jnp.int32)
+    ids = jnp.where(ids < 0, table.shape[0], ids)
+    take = partial(jnp.take, axis=0, mode="fill")
+    return by_compiler(take, [gathered(table, ids, slice(None)), ids], split(ids))
+
+
+def argmax(
+    x: jax.Array,  # f32[..., V]
+    top: jax.Array,  # f32[...]: the largest of each row
+) -> jax.Array:  # [...]
+    """Return the first index at which a row is its largest; any number where that is not finite.
+
+    XLA's CPU backend takes ten times as long for a reduction that gives an index, 0.2 ms of 50,000.
+    There it is the smallest of the indices, which below 2^24 are exact in float32, and are compared
+    faster than integers.
+    """
+    if platform() != "cpu" or x.shape[-1] >= 2**24:
+        return jnp.argmax(x, axis=-1)
+    indices = jax.lax.broadcasted_iota(F32, x.shape, x.ndim - 1)
+    return jnp.min(jnp.where(x == top[..., None], indices, jnp.inf), axis=-1)
