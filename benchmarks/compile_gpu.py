@@ -33,6 +33,7 @@ from jax.experimental import topologies
 from benchmarks import decode_step
 from transformer_jax.kernels import Target, ampere, hopper, using
 from transformer_jax.kernels.contract import Blocks, Operands, Problem, Saved, TileLists
+from transformer_jax.kernels.program import Program, combined, program_of
 from transformer_jax.training.planning.hardware import H200
 
 HOPPER = "9.0"
@@ -62,21 +63,13 @@ KERNELS: dict[Any, dict[str, Callable[..., Any]]] = {
 }
 
 
-def causal(q: tuple, k: tuple) -> jax.Array:
-    return (k[0] >= 0) & (q[0] >= k[0])
-
-
-def seven(q: tuple, k: tuple) -> jax.Array:
-    """A mask of seven vectors for queries and seven for keys, more than are copied with a tile."""
-    seen = causal(q, k)
-    for i in range(1, 7):
-        seen = seen & (q[i] == k[i])
-    return seen
-
-
-def in_matrix(q: tuple, k: tuple) -> jax.Array:
-    """A Dense mask among causal ones."""
-    return causal(q, k) & ((k[-1] & 1) != 0)
+causal = program_of(lambda q, k: (k[0] >= 0) & (q[0] >= k[0]), 1, 1)
+seven = causal
+"""A mask of seven vectors for queries and seven for keys, more than are copied with a tile."""
+for i in range(1, 7):
+    seven = seven & combined("eq", Program((), ("q", i)), Program((), ("k", i)))
+in_matrix = causal & Program((), ("pair", 0))
+"""A Dense mask among causal ones."""
 
 
 # The device

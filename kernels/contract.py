@@ -26,11 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+if TYPE_CHECKING:
+    from transformer_jax.kernels.program import Program
 
 LOWEST = -3.4028235e38  # where a running maximum starts: finite, so never inf - inf
 
@@ -45,10 +48,10 @@ class Problem:
     scale: float
     softcap: float | None = None
     dropout_rate: float = 0.0
-    visible: Callable[[Vectors, Vectors], jax.Array] | None = None
-    """The mask, from (query vectors, key vectors), of shapes that broadcast to a tile, to bool. It
-    is elementwise, and never shows a key at a negative position (key vector 0). Where there are
-    `Operands.pairs`, their tile is given as one more key vector. None: every listed tile is full.
+    visible: Program | None = None
+    """The mask, called with (query vectors, key vectors) of shapes that broadcast to a tile. It
+    never shows a key at a negative position (key vector 0). Where there are `Operands.pairs`, their
+    tile is given as one more key vector. None: every listed tile is full.
     """
     nondeterministic: bool = False
     """Whether dq may be summed in the order in which programs finish: other bits in every run."""

@@ -44,7 +44,6 @@ from transformer_jax.kernels.contract import (
     TileLists,
     learns_slopes,
 )
-from transformer_jax.kernels.cpu.program import Program, program_of
 from transformer_jax.kernels.dropout import threshold
 from transformer_jax.kernels.sharding import vary
 
@@ -170,15 +169,6 @@ BACKEND = Backend(  # whose forward kernel takes few queries itself, and in a ti
 )
 
 
-def mask_program(problem: Problem, operands: Operands) -> Program:
-    """Return the program of a call's mask; Refused where the kernels cannot evaluate it."""
-    if problem.visible is None:
-        return Program()
-    pairs = operands.pairs is not None
-    counts = len(operands.q_vectors), len(operands.k_vectors)
-    return program_of(problem.visible, *counts, pairs=pairs)
-
-
 def _call(
     name: str,
     problem: Problem,
@@ -188,7 +178,10 @@ def _call(
     saved: Any,
     shapes: Any,
 ) -> tuple[jax.Array, ...]:
-    program = mask_program(problem, operands)
+    counts, pairs = (len(operands.q_vectors), len(operands.k_vectors)), operands.pairs is not None
+    operations: tuple[list[int], list[int]] = ([], [])
+    if problem.visible is not None:
+        operations = problem.visible.numbered(*counts, pairs=pairs)
     rate = problem.dropout_rate
     optional = (
         (operands.pairs, 4, jnp.int8), (operands.bias, 4, jnp.float32),
@@ -213,8 +206,8 @@ def _call(
         kept=np.float32(0 if rate == 1 else 1 / (1 - rate)),
         block_q=np.int64(blocks.q),
         block_k=np.int64(blocks.k),
-        program=np.array(program.operations, np.int32),
-        constants=np.array(program.constants, np.int32),
+        program=np.array(operations[0], np.int32),
+        constants=np.array(operations[1], np.int32),
     )
     return vary(tuple(found), operands.query)
 

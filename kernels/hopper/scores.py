@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -218,37 +218,8 @@ def visible_pairs(
     queries, keys = (rows, columns) if q_axis == ROW else (columns, rows)
     if operands.pairs is not None:
         keys.append(_load_pairs(operands.pairs, where, shape, q_axis).astype(i32))
-    program = _trace_mask(problem, operands, shape)
-    [seen] = _evaluate(program.jaxpr, program.consts, [*queries, *keys])
-    return seen
-
-
-def _trace_mask(problem: Problem, operands: Operands, shape: Shape) -> Any:  # ClosedJaxpr
-    """Trace `problem.visible` of vectors that are repeated over a tile."""
-    vector = jax.ShapeDtypeStruct(shape, i32)
-    of_keys = len(operands.k_vectors) + (operands.pairs is not None)
     assert problem.visible is not None
-    return jax.make_jaxpr(problem.visible)((vector,) * len(operands.q_vectors), (vector,) * of_keys)
-
-
-def _evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr, with `~` written as a comparison of integers.
-
-    Mosaic GPU's own `~` goes by way of a cast to bool that it lacks.
-    """
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-    for step in jaxpr.eqns:
-        read = [v.val if hasattr(v, "val") else known[v] for v in step.invars]
-        inner = step.params.get("jaxpr")
-        if step.primitive.name == "not" and read[0].dtype == jnp.bool_:
-            results = [jnp.where(read[0], 0, 1) == 1]
-        elif step.primitive.name in ("jit", "pjit"):
-            results = _evaluate(inner.jaxpr, inner.consts, read)
-        else:
-            results = step.primitive.bind(*read, **step.params)
-            results = results if step.primitive.multiple_results else [results]
-        known.update(zip(step.outvars, results, strict=True))
-    return [v.val if hasattr(v, "val") else known[v] for v in jaxpr.outvars]
+    return problem.visible(queries, keys)
 
 
 class TileVectors:
@@ -273,16 +244,9 @@ class TileVectors:
     def _read(problem: Problem, operands: Operands) -> tuple[set[int], set[int]]:
         """Return which vectors of queries and of keys some tile reads."""
         positions = {0} if operands.slopes is not None else set()
-        found = set(positions), set(positions)
-        if problem.visible is not None:
-            jaxpr = _trace_mask(problem, operands, (1, 1)).jaxpr
-            used = {id(v) for step in jaxpr.eqns for v in step.invars}
-            every = [(0, i) for i in range(len(operands.q_vectors))]
-            every += [(1, i) for i in range(len(operands.k_vectors))]
-            for (side, i), v in zip(every, jaxpr.invars, strict=False):  # after them the pairs
-                if id(v) in used:
-                    found[side].add(i)
-        return found
+        if problem.visible is None:
+            return positions, positions
+        return positions | problem.visible.reads("q"), positions | problem.visible.reads("k")
 
     def slots(self, count: int, width: int) -> dict[str, Any]:
         """Return the type of shared memory for `count` tiles in flight, if any."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from transformer_jax import (
     ConfigError,
     Mask,
     Padding,
+    Predicate,
     Prefix,
     Segments,
     Window,
@@ -36,9 +37,11 @@ from transformer_jax.attention.api import (
 )
 from transformer_jax.attention.arguments import AttentionCall, Implementation
 from transformer_jax.attention.blockwise import tiles
-from transformer_jax.attention.blockwise.tiles import Sizes
-from transformer_jax.attention.mask_vectors import Comparison, MaskVectors
+from transformer_jax.attention.blockwise.tiles import Sizes, visited_tiles
+from transformer_jax.attention.fused import _plan
+from transformer_jax.attention.mask_vectors import MaskVectors
 from transformer_jax.kernels import Target, using
+from transformer_jax.kernels.program import Program
 
 pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
 
@@ -89,7 +92,7 @@ class Until(Mask):
     def sees(self, q, k):
         return k < self.ends[:, None, None, None]
 
-    def comparison(self, vectors: MaskVectors) -> Comparison:
+    def comparison(self, vectors: MaskVectors) -> Program:
         return vectors.key_holds(vectors.k_positions < self.ends[:, None])
 
 
@@ -146,8 +149,8 @@ def test_an_own_mask_runs_everywhere_or_is_refused_by_name(name, implementation)
     if reason is None:
         check(evaluate(arrays, mask, implementation), reference(arrays, seen))
         return
-    assert implementation == "pallas" and name not in ("positions", "vectors")
-    assert "reads arrays" in reason and "method comparison" in reason
+    assert implementation == "pallas" and name in ("rows and heads", "composed")
+    assert "the same for every head" in reason
     with using(Plain()), pytest.raises(NotImplementedError, match=re.escape(reason)):
         dot_product_attention(*inputs, mask=mask, implementation="pallas")
 
@@ -257,6 +260,134 @@ def test_a_mask_is_neither_true_nor_false(use, mask):
         use(mask)
 
 
+# Tiles that an own mask excludes
+
+LEVELS = np.sort(np.random.default_rng(4).integers(0, 9, (3, S)), axis=1).astype(np.int32)
+WIDTHS = np.array([3, 40, 90, 1, 7, 200, 13, 31], np.int32)
+FAR = np.array([2**31 - 5, 2**31 - 1, 5], np.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Arithmetic(Mask):
+    """Ask a function of the query, the key and an array."""
+
+    array: jax.Array
+    function: Any = field(metadata=dict(static=True))
+
+    def sees(self, q, k):
+        return self.function(jnp, self.array, q, k)
+
+
+def chunks(lib, array, q, k):
+    return q // 37 == k // 37
+
+
+def chunks_so_far(lib, array, q, k):
+    return (k // 32 <= q // 32) & (lib.abs(q - k) < 64)
+
+
+def window_and_first_keys(lib, array, q, k):
+    return (k <= q) & ((q - k < 23) | (k < 4))
+
+
+def no_lower_level(lib, array, q, k):  # array: i32[B, S]
+    row = np.arange(3)[:, None, None, None]
+    return array[row, q % S] == array[row, k % S]
+
+
+def width_of_row(lib, array, q, k):  # array: i32[8]
+    return lib.abs(q - k) < array[:3, None, None, None]
+
+
+def width_of_head(lib, array, q, k):
+    return lib.square(q - k) <= array[None, :, None, None] ** 2
+
+
+def dilated(lib, array, q, k):
+    return ((q - k) % 4 == 0) & (q - k < 50) & ((q - k) // 5 >= 0)
+
+
+def by_parity(lib, array, q, k):
+    return lib.where(q % 2 == 0, k - q > 60, k * 2 < q - 20)
+
+
+def by_bits(lib, array, q, k):
+    return ((q ^ k) >> 5 == 0) | ((q & k) << 2 > 800)
+
+
+def signs(lib, array, q, k):
+    return lib.sign(q - k - 30) * lib.clip(k - 20, -3, 3) > 1
+
+
+def far_positions(lib, array, q, k):
+    """Wrap around, as integers of 32 bits do."""
+    return q - k + array[0] < array[2]
+
+
+EXACT = {
+    chunks: WIDTHS,
+    chunks_so_far: WIDTHS,
+    window_and_first_keys: WIDTHS,
+    no_lower_level: LEVELS,
+    width_of_row: WIDTHS,
+    width_of_head: WIDTHS,
+}
+SOUND = EXACT | dict.fromkeys((dilated, by_parity, by_bits, signs), WIDTHS) | {far_positions: FAR}
+SKIPPED, PARTIAL, FULL = 0, 1, 2
+
+
+def classes_of(mask, q, k, blocks):
+    """Return the classes of a plan, and those that the mask's array says."""
+    block_q, block_k = blocks
+    found = np.asarray(mask.block_plan(q, k, block_q=block_q, block_k=block_k).classes)
+    sees = np.asarray(mask.materialize(q, k))
+    lead = np.broadcast_shapes(found.shape[:2], sees.shape[:2])
+    sees = np.broadcast_to(sees, lead + sees.shape[2:])
+    rows, columns = found.shape[2:]
+    exact = np.zeros((*lead, rows, columns), np.int8)
+    for i, j in np.ndindex(rows, columns):
+        tile = sees[:, :, i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
+        whole = (j + 1) * block_k <= len(k)
+        every = tile.all(axis=(2, 3)) & whole
+        exact[:, :, i, j] = np.where(tile.any(axis=(2, 3)), np.where(every, FULL, PARTIAL), SKIPPED)
+    return np.broadcast_to(found, exact.shape), exact
+
+
+@pytest.mark.parametrize("function", SOUND, ids=lambda f: f.__name__)
+def test_tiles_that_an_own_mask_excludes_are_skipped(function):
+    """Exactly those, where bounds of each operation are exact; never one with a visible pair."""
+    mask = Arithmetic(jnp.asarray(SOUND[function]), function)
+    q, k = np.arange(T, dtype=np.int32), np.arange(S, dtype=np.int32)
+    sees = np.asarray(mask.materialize(q, k))
+    want = function(np, SOUND[function], *(x[None, None] for x in np.ix_(q, k)))
+    assert (np.broadcast_to(want, sees.shape) == sees).all() and 0.01 < sees.mean() < 0.99
+    found, exact = classes_of(mask, q, k, (8, 15))
+    assert ((found == exact) | (found == PARTIAL)).all()
+    if function in EXACT:
+        assert ((found == SKIPPED) == (exact == SKIPPED)).all()
+    rng = np.random.default_rng(5)  # other positions, and composed
+    others = Causal(), Window(31, 9), Segments(jnp.asarray(LEVELS)), Prefix(jnp.array([0, 70, 300]))
+    for _ in range(2):
+        one, two = (others[i] for i in rng.permutation(len(others))[:2])
+        composed = [mask & one | two, ~(mask | one) & two, ~mask & one][rng.integers(3)]
+        places = [np.sort(rng.choice(400, n)).astype(np.int32) - 3 for n in (29, 43)]
+        found, exact = classes_of(composed, *places, (4, 7))
+        exact = np.where(found[..., -1:] == PARTIAL, np.maximum(exact, found), exact)
+        assert ((found == exact) | (found == PARTIAL)).all(), composed
+
+
+def test_every_implementation_skips_what_an_own_mask_excludes():
+    x = jnp.zeros((3, 4096, 2, 32))
+    near = Predicate(lambda q, k: jnp.abs(q - k) < 50)
+    for mask in (Arithmetic(jnp.asarray(WIDTHS), width_of_row), near):
+        call = AttentionCall(query=x, key=x, value=x, mask=mask)
+        with using(Target("hopper")):
+            plan = _plan(call, IMPLEMENTATIONS["pallas"]._tiling(call))
+        for lists in (visited_tiles(Sizes.of(call), call), *plan.lists.values()):
+            assert lists.seen.sum() < 0.4 * lists.order.size
+
+
 # A bias of one's own
 
 
@@ -323,7 +454,7 @@ class Anticausal(Causal):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NoComparison(Mask):
-    """Answer an array where a Comparison is asked for."""
+    """Answer an array where a Program is asked for."""
 
     def sees(self, q, k):
         return k <= q
@@ -344,7 +475,7 @@ def test_a_mask_that_inherits_the_tiles_of_other_pairs_is_refused(wrap):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Numbered(Mask):
-    """Hold a number that is a leaf, for want of `static`."""
+    """Hold a number that is a leaf."""
 
     size: int
 
@@ -352,18 +483,18 @@ class Numbered(Mask):
         return q // self.size == k // self.size
 
 
-def test_a_mask_with_a_number_among_its_leaves_is_refused_with_what_to_write():
-    x = jnp.zeros((1, 5, 2, 32))
-    with using(Target("tpu", interpret=True)):
-        reason = explain_attention(x, x, x, mask=Numbered(3))["pallas"]
-    assert "reads arrays, and a number is one without field(metadata=dict(static=True))" in reason
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+def test_a_mask_with_a_number_among_its_leaves_runs(implementation):
+    arrays = draw(9, queries=13, keys=17)
+    seen = (np.arange(13)[:, None] // 3 == np.arange(17) // 3)[None, None]
+    check(evaluate(arrays, Numbered(3), implementation), reference(arrays, seen))
 
 
 def test_a_comparison_of_another_type_is_named():
     x = jnp.zeros((1, 5, 2, 32))
     with (
         using(Target("tpu", interpret=True)),
-        pytest.raises(TypeError, match=r"comparison returned a .*: must be a Comparison"),
+        pytest.raises(NotImplementedError, match=r"comparison returned a .*: must be a Program"),
     ):
         dot_product_attention(x, x, x, mask=NoComparison(), implementation="pallas")
 

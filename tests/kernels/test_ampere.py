@@ -26,6 +26,7 @@ from tests.support.hopper_kernels import (
     needs_interpreter,
     oracle,
     prefix_or_causal,
+    program,
     run_forward,
     run_gradients,
     window_in_document,
@@ -40,6 +41,7 @@ from transformer_jax.kernels.contract import Blocks, Problem
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+@program
 def causal_without_a_key(q, k):
     return (k[0] >= 0) & (k[0] != 7) & (q[0] >= k[0])
 

@@ -26,6 +26,7 @@ from tests.support.hopper_kernels import (
     needs_interpreter,
     oracle,
     prefix_or_causal,
+    program,
     seen_by,
     window_in_document,
 )
@@ -57,6 +58,7 @@ def run(case, blocks=None):
     return results, expected | {"slopes": -(expected["ds"] * far).sum(axis=2)}
 
 
+@program
 def first_hundred(q, k):
     return (k[0] >= 0) & (k[0] < 100) & (q[0] > -1000)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import operator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.support.tolerances import assert_same_bits
-from transformer_jax.attention.fused import refuse_mask
+from transformer_jax.attention.mask import refuse_mask
 from transformer_jax.attention.mask_vectors import MaskVectors
 from transformer_jax.attention.masks import (
     Causal,
@@ -89,7 +90,23 @@ def test_what_no_kernel_evaluates_is_said():
     eight = functools.reduce(operator.or_, [~Dense(table)] * 8)
     assert refuse_mask(Causal() & eight) is None
     assert refuse_mask(~eight & Dense(table)) == "takes at most 8 Dense masks, not 9"
-    assert "other arrays" in str(refuse_mask(Predicate(lambda q, k: table[q, k])))
-    assert "returns bool" in str(refuse_mask(Predicate(lambda q, k: q - k)))
-    assert "32 bits" in str(refuse_mask(Causal() & Segments(np.zeros((1, 4), np.int64))))
+    assert refuse_mask(Predicate(lambda q, k: table[0, q] & table[k, 1])) is None
+    assert "of a query and a key together" in str(refuse_mask(Predicate(lambda q, k: table[q, k])))
+    assert "must be bool" in str(refuse_mask(Predicate(lambda q, k: q - k)))
+    assert "32 bits" in str(refuse_mask(Predicate(lambda q, k: jnp.sin(q - k) < 0)))
     assert refuse_mask(Causal() | ~Window(3) | Segments(np.zeros((1, 4), np.int32))) is None
+
+
+def test_ids_of_64_bits_are_compared_whole():
+    with jax.enable_x64():
+        ids = jnp.asarray(np.array([[1, 1, 1 + 2**32, 1 + 2**32, -(2**40)]]))
+        at = jnp.arange(5, dtype=jnp.int32)
+
+        @jax.jit  # traced, nobody knows that they do not fit
+        def seen(ids):
+            vectors = MaskVectors.of(Segments(ids), at[None], at[None], True)
+            return vectors.visible([x[:, :, None] for x in vectors.q],
+                                   [x[:, None] for x in vectors.k])  # fmt: skip
+
+        assert ids.dtype == jnp.int64
+        assert (np.asarray(seen(ids))[0] == (np.asarray(ids).T == np.asarray(ids))).all()

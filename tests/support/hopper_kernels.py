@@ -16,6 +16,10 @@ from tests.support.tolerances import largest_error
 from transformer_jax.kernels import Target, hopper
 from transformer_jax.kernels.contract import Operands, Problem, Saved, TileLists
 from transformer_jax.kernels.dropout import keep
+from transformer_jax.kernels.program import program_of
+
+program = functools.partial(program_of, num_q=3, num_k=2)
+"""Make a mask's program of a function of three vectors of queries and two of keys."""
 
 INTERPRETS = hopper.refuse(
     Problem(scale=1.0, interpret=True), *[jax.ShapeDtypeStruct((1, 1, 1, 64), jnp.bfloat16)] * 3
@@ -29,18 +33,22 @@ EXACT = 3e-6  # sums in float32
 # Masks, of vectors (position, document)
 
 
+@program
 def causal(q, k):
     return (k[0] >= 0) & (q[0] >= k[0])
 
 
+@program
 def window_in_document(q, k):
     return causal(q, k) & (q[0] - k[0] < 101) & (q[1] == k[1])
 
 
+@program
 def without_a_key(q, k):
     return (k[0] >= 0) & (k[0] != 50) & (q[0] > -1000)
 
 
+@program
 def prefix_or_causal(q, k):
     return (k[0] >= 0) & ((k[0] < 71) | ~(q[0] < k[0]))
 
@@ -212,6 +220,7 @@ def draw_few(case, seed=0, lengths=None):
     return operands._replace(q_vectors=(operands.q_vectors[0], *vectors))
 
 
+@program
 def within_length(q, k):
     return (k[0] >= 0) & (k[0] < q[2])
 

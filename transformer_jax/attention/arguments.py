@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.dropout import key_words
-from transformer_jax.attention.masks import Mask, check_mask
+from transformer_jax.attention.mask import Mask, check_mask
 from transformer_jax.checks import as_int32, check_factor, check_finite, check_key
 from transformer_jax.kernels.caches import dequantise, rows_of_pages
 from transformer_jax.kernels.contract import Refused as Refused

@@ -7,15 +7,14 @@ and applies the mask only in tiles without all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.checks import INT32
 from transformer_jax.kernels.contract import FULL, PARTIAL, SKIPPED, TileLists, tile_lists
 from transformer_jax.pytree import register
 from transformer_jax.shown import short_repr
@@ -39,20 +38,18 @@ class BlockPlan:
 
     def padded(self, rows: int, columns: int) -> BlockPlan:
         """Return the plan of a larger grid of tiles; those that are added are skipped."""
-        with at_once(self.classes):
-            classes = pad(pad(jnp.asarray(self.classes), 2, rows, SKIPPED), 3, columns, SKIPPED)
-            return BlockPlan(classes, self.block_q, self.block_k)
+        classes = pad(pad(self.classes, 2, rows, SKIPPED), 3, columns, SKIPPED)
+        return BlockPlan(classes, self.block_q, self.block_k)
 
     def of_first_queries(self, group: int) -> BlockPlan:
         """Return the plan of the first query tile; query heads that read one key head share it."""
-        with at_once(self.classes):
-            first = jnp.asarray(self.classes)[:, :, :1]
-            if first.shape[1] > 1:
-                heads = first.reshape(first.shape[0], -1, group, *first.shape[2:])
-                low, high = (f(axis=2, keepdims=True) for f in (heads.min, heads.max))
-                shared = jnp.where(low == high, low, PARTIAL).astype(first.dtype)
-                first = jnp.broadcast_to(shared, heads.shape).reshape(first.shape)
-            return BlockPlan(first, self.block_q, self.block_k)
+        lib, first = _library(self.classes), self.classes[:, :, :1]
+        if first.shape[1] > 1:
+            heads = first.reshape(first.shape[0], -1, group, *first.shape[2:])
+            low, high = (f(axis=2, keepdims=True) for f in (heads.min, heads.max))
+            shared = lib.where(low == high, low, PARTIAL).astype(first.dtype)
+            first = lib.broadcast_to(shared, heads.shape).reshape(first.shape)
+        return BlockPlan(first, self.block_q, self.block_k)
 
     def key_tiles(self) -> TileLists:
         """List the key tiles that each query tile visits: order [.., nQ, nK], full ones first."""
@@ -60,9 +57,7 @@ class BlockPlan:
 
     def query_tiles(self) -> TileLists:
         """List the query tiles that visit each key tile: order [.., nK, nQ], full ones first."""
-        if traced(self.classes):
-            return lists_of(self.classes.swapaxes(-1, -2))
-        return lists_of(np.asarray(self.classes).swapaxes(-1, -2))
+        return lists_of(self.classes.swapaxes(-1, -2))
 
 
 def lists_of(classes: Any) -> TileLists:
@@ -78,89 +73,90 @@ def lists_of(classes: Any) -> TileLists:
 class Tiles:
     """Cut positions into tiles, and summarise each tile; empty slots count as nothing.
 
-    Results about keys have the shape [B or 1, 1, 1, nK], about queries [B or 1, 1, nQ, 1].
+    Results about keys have the shape [B or 1, N or 1, 1, nK], about queries [B or 1, N or 1, nQ, 1].
+    Of NumPy's arrays all is computed by NumPy, for which nothing is compiled.
     """
 
-    q: jax.Array  # i32[B or 1, T]
-    k: jax.Array  # i32[B or 1, S]
+    q: Any  # i32[B or 1, T]
+    k: Any  # i32[B or 1, S]
     block_q: int
     block_k: int
 
-    @cached_property
-    def q_low(self) -> jax.Array:
-        return self.query_range(self.q, jnp.ones_like(self.q, bool))[0]
+    @property
+    def q_low(self) -> Any:
+        return self.query_range(self.q)[0]
 
-    @cached_property
-    def q_high(self) -> jax.Array:
-        return self.query_range(self.q, jnp.ones_like(self.q, bool))[1]
+    @property
+    def q_high(self) -> Any:
+        return self.query_range(self.q)[1]
 
-    @cached_property
-    def k_low(self) -> jax.Array:
-        return self.key_range(self.k, jnp.ones_like(self.k, bool))[0]
+    @property
+    def k_low(self) -> Any:
+        return self.key_range(self.k)[0]
 
-    @cached_property
-    def k_high(self) -> jax.Array:
-        return self.key_range(self.k, jnp.ones_like(self.k, bool))[1]
+    @property
+    def k_high(self) -> Any:
+        return self.key_range(self.k)[1]
 
-    def query_range(self, values: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the smallest and largest values [B or 1, T] of a tile; low > high without any."""
-        low, high = _range(values, where, self.block_q)
-        return low[:, None, :, None], high[:, None, :, None]
+    def query_range(self, values: Any) -> tuple[Any, Any]:  # [B or 1, T] or [B or 1, N, T]
+        """Return the smallest and largest values of the queries of a tile."""
+        low, high = _range(values, np.ones((1, 1, 1), bool), self.block_q)
+        return low[..., None], high[..., None]
 
-    def key_range(self, values: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the smallest and largest values [B or 1, S] of a tile; low > high without any."""
-        low, high = _range(values, where & (self.k >= 0), self.block_k)
-        return low[:, None, None, :], high[:, None, None, :]
+    def key_range(self, values: Any) -> tuple[Any, Any]:  # [B or 1, S] or [B or 1, N, S]
+        """Return the smallest and largest values of the keys of a tile; low > high without any."""
+        low, high = _range(values, (self.k >= 0)[:, None], self.block_k)
+        return low[..., None, :], high[..., None, :]
 
-    def every_query(self, holds: jax.Array) -> jax.Array:  # bool[B or 1, T]
-        return _cut(holds, self.block_q, True).all(axis=-1)[:, None, :, None]
-
-    def every_key(self, holds: jax.Array) -> jax.Array:  # bool[B or 1, S]
-        return _cut(holds | (self.k < 0), self.block_k, True).all(axis=-1)[:, None, None, :]
-
-    def some_key(self, holds: jax.Array) -> jax.Array:  # bool[B or 1, S]
-        return _cut(holds & (self.k >= 0), self.block_k, False).any(axis=-1)[:, None, None, :]
-
-    def pairs(self, holds: jax.Array) -> tuple[jax.Array, jax.Array]:  # bool[B, N, T, S]
+    def pairs(self, holds: Any) -> tuple[Any, Any]:  # bool[B, N, T, S]
         """Return (some, every) of each tile by looking at all its pairs."""
         empty = (self.k < 0)[:, None, None, :]
-        some = self._reduce(holds & ~empty, False, jnp.any)
-        return some, self._reduce(holds | empty, True, jnp.all)
 
-    def _reduce(self, holds: jax.Array, fill: bool, reduce: Callable[..., jax.Array]) -> jax.Array:
-        by_keys = reduce(_cut(holds, self.block_k, fill), axis=-1)  # [B, N, T, nK]
-        by_queries = _cut(by_keys.swapaxes(-1, -2), self.block_q, fill)  # [B, N, nK, nQ, block_q]
-        return reduce(by_queries, axis=-1).swapaxes(-1, -2)
+        def reduce(holds: Any, every: bool) -> Any:
+            by_keys = _cut(holds, self.block_k, every)  # [B, N, T, nK, block_k]
+            by_keys = by_keys.all(axis=-1) if every else by_keys.any(axis=-1)
+            by_queries = _cut(by_keys.swapaxes(-1, -2), self.block_q, every)
+            found = by_queries.all(axis=-1) if every else by_queries.any(axis=-1)
+            return found.swapaxes(-1, -2)
 
-    def classes(self, some: jax.Array, every: jax.Array) -> jax.Array:  # i8[.., nQ, nK]
+        return reduce(holds & ~empty, False), reduce(holds | empty, True)
+
+    def classes(self, some: Any, every: Any) -> Any:  # i8[.., nQ, nK]
         """Return the classes once empty slots and the tail after S count as unseen."""
+        lib = _library(some, every, self.k)
         real = _cut(self.k >= 0, self.block_k, False)
         some = some & real.any(axis=-1)[:, None, None, :]
         every = every & real.all(axis=-1)[:, None, None, :]
-        result = jnp.where(some, jnp.where(every, FULL, PARTIAL), SKIPPED).astype(jnp.int8)
+        result = lib.where(some, lib.where(every, FULL, PARTIAL), SKIPPED).astype(np.int8)
         grid = -(-self.q.shape[1] // self.block_q), real.shape[1]
         rows = max(result.shape[0], self.q.shape[0], self.k.shape[0])
-        return jnp.broadcast_to(result, (rows, result.shape[1], *grid))
+        return lib.broadcast_to(result, (rows, result.shape[1], *grid))
 
 
-def _cut(x: jax.Array, block: int, fill: Any) -> jax.Array:
+def _library(*arrays: Any) -> Any:
+    """Return NumPy where all arrays are its own, else `jax.numpy`."""
+    return np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
+
+
+def _cut(x: Any, block: int, fill: Any) -> Any:
     """Cut [..., length] into [..., tiles, block], the last tile filled up."""
     tiles = -(-x.shape[-1] // block)
     x = pad(x, x.ndim - 1, tiles * block, fill)
     return x.reshape(*x.shape[:-1], tiles, block)
 
 
-def pad(x: jax.Array, axis: int, length: int, fill: Any) -> jax.Array:
+def pad(x: Any, axis: int, length: int, fill: Any) -> Any:
     """Return an array with one axis filled up to a length."""
     if x.shape[axis] == length:
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=fill)
+    return _library(x).pad(x, widths, constant_values=fill)
 
 
-def _range(values: jax.Array, where: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    limits = jnp.iinfo(values.dtype)
-    least, most = (np.array(x, values.dtype) for x in (limits.min, limits.max))
-    low = _cut(jnp.where(where, values, most), block, most).min(axis=-1)
-    return low, _cut(jnp.where(where, values, least), block, least).max(axis=-1)
+def _range(values: Any, where: Any, block: int) -> tuple[Any, Any]:
+    """Return the smallest and the largest of each tile's values, [B or 1, N or 1, tiles]."""
+    values = values if values.ndim == 3 else values[:, None]
+    lib, (least, most) = _library(values, where), (INT32.min, INT32.max)
+    low = _cut(lib.where(where, values, np.int32(most)), block, most).min(axis=-1)
+    return low, _cut(lib.where(where, values, np.int32(least)), block, least).max(axis=-1)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.attention.arguments import AttentionCall, Implementation
-from transformer_jax.attention.masks import Mask
+from transformer_jax.attention.masks import Mask, causal_window
 from transformer_jax.attention.reference import finite_rows
 
 
@@ -79,5 +79,5 @@ class Cudnn(Implementation):
 
 def _causal_window(mask: Mask) -> tuple[int | None] | None:
     """Return (left,) of Causal() & Window(left), (None,) of Causal(), None of anything else."""
-    causal, left = mask.causal_window or (False, None)
+    causal, left = causal_window(mask) or (False, None)
     return (left,) if causal else None

@@ -14,7 +14,8 @@ from transformer_jax.attention.arguments import AttentionCall, Implementation, b
 from transformer_jax.attention.biases import ALiBi
 from transformer_jax.attention.block_plan import BlockPlan, pad
 from transformer_jax.attention.blockwise.core import scaled
-from transformer_jax.attention.mask_vectors import MATRICES, Comparison, MaskVectors
+from transformer_jax.attention.mask import refuse_mask
+from transformer_jax.attention.mask_vectors import NO_EMPTY_SLOT, MaskVectors
 from transformer_jax.attention.masks import Everything, Mask
 from transformer_jax.kernels import Target, platform, target
 from transformer_jax.kernels.caches import clip_pages
@@ -25,12 +26,11 @@ from transformer_jax.kernels.contract import (
     Kind,
     Operands,
     Problem,
-    Refused,
     TileLists,
     Vectors,
 )
 from transformer_jax.kernels.gradient import BY_KEY, ListsByKernel, attend
-from transformer_jax.programs import program
+from transformer_jax.kernels.program import Program
 from transformer_jax.pytree import register
 from transformer_jax.sharding import vary
 from transformer_jax.shown import short_repr
@@ -59,7 +59,7 @@ class FusedPlan:
     k_vectors: Vectors
     pairs: jax.Array | None
     lists: ListsByKernel
-    visible: Comparison | None  # what compares the vectors; None where every pair is seen
+    visible: Program | None  # what compares the vectors; None where every pair is seen
     tiling: Tiling
 
 
@@ -207,14 +207,7 @@ class Native(Pallas):
                 size = f"{4 * array.size / 2**30:.1f} GiB"
                 return f"makes an array of {type(call.bias).__name__}: {size}, at most 1"
             given = dataclasses.replace(given, bias=array)
-        reason = super().refuse(given)
-        if reason is not None or call.mask is None or not call.mask.calls_user_code:
-            return reason
-        try:  # a comparison that somebody else wrote
-            jax.eval_shape(lambda call: self.attend(call), call)  # a function JAX has not seen
-        except Refused as error:
-            return str(error)
-        return None
+        return super().refuse(given)
 
 
 MOST_BIAS = 2**30
@@ -267,11 +260,6 @@ def _page(call: AttentionCall) -> int | None:
     return None if call.block_table is None else call.key.shape[1]
 
 
-def refuse_mask(mask: Mask) -> str | None:
-    """Return why a kernel cannot evaluate a mask, or None."""
-    if mask.num_matrices > MATRICES:
-        return f"takes at most {MATRICES} Dense masks, not {mask.num_matrices}"
-    return mask.refuse_kernel()
 
 
 def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
@@ -314,12 +302,14 @@ def _plan(call: AttentionCall, tiling: Tiling) -> FusedPlan:
             pairs = pad(pad(pairs, 2, padded_T, 0), 3, padded_S, 0)
         if tiling.packs:  # one tile has all queries
             blocks = {kind: dataclasses.replace(b, q=padded_T) for kind, b in blocks.items()}
-        plans = _plans(mask, *at, tuple(blocks.values()), tiling.padded)
-    prepare = tiling.where.backend.prepare
-    found = zip(blocks, plans, strict=True)
-    lists = {kind: prepare(_lists(kind, plan, tiling)) for kind, plan in found}
-    everywhere = mask.sees_everything and call.k_positions is None and call.sizes[3] == padded_S
-    visible = None if everywhere else vectors.visible
+        plans = {(b.q, b.k): plan_of(mask, *at, b, tiling.padded) for b in blocks.values()}
+        prepare = tiling.where.backend.prepare
+        lists = {
+            kind: prepare(_lists(kind, plans[b.q, b.k], tiling)) for kind, b in blocks.items()
+        }
+    everywhere = vectors.visible == NO_EMPTY_SLOT
+    no_empty_slot = call.k_positions is None and call.sizes[3] == padded_S
+    visible = None if everywhere and no_empty_slot else vectors.visible
     return FusedPlan(q_vectors, k_vectors, pairs, lists, visible, tiling)
 
 
@@ -351,19 +341,6 @@ def _lists(kind: Kind, plan: BlockPlan, tiling: Tiling) -> TileLists:
     if kind == "decode" or tiling.packs:
         plan = plan.of_first_queries(tiling.group)
     return plan.query_tiles() if kind in BY_KEY else plan.key_tiles()
-
-
-@program(static=("blocks", "padded"), code=lambda mask, *_: (mask,))
-def _plans(
-    mask: Mask,
-    q: jax.Array,
-    k: jax.Array,
-    blocks: tuple[Blocks, ...],
-    padded: tuple[int, int],
-) -> list[BlockPlan]:
-    """Return the plan for each kernel's tile sizes."""
-    found = {(b.q, b.k): plan_of(mask, q, k, b, padded) for b in blocks}
-    return [found[b.q, b.k] for b in blocks]
 
 
 def plan_of(

@@ -1,90 +1,64 @@
-"""Hold a mask as a fused kernel evaluates it: integers per query and per key, and a comparison.
+"""Hold a mask as kernels evaluate it: integers per query, integers per key, and a program of both.
 
     Causal() & Segments(ids)    vectors q: positions, ids    k: positions, ids
                                 visible: (k[0] <= q[0]) & (q[1] == k[1]) & (k[0] >= 0)
 
-A `Dense` mask is an integer per pair, of which each such mask has one bit. Every mask appends its
-own vectors in `Mask.comparison`.
+`Mask.sees` is traced once, for one pair. What in it reads the query alone, or the key alone, is
+computed here and becomes a vector, whatever it is: a look-up in a table, a division, floats. What
+reads both is the program. A `Dense` mask is an integer per pair, of which it has one bit.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from transformer_jax.kernels.contract import Refused
+from transformer_jax.kernels.program import (
+    SHAPES,
+    Known,
+    Operand,
+    Program,
+    bound,
+    combined,
+    keeps_order,
+    number,
+    write,
+)
+from transformer_jax.sharding import no_mesh
 from transformer_jax.shown import short_repr
+from transformer_jax.tracing import at_once, traced
 
 if TYPE_CHECKING:
-    from transformer_jax.attention.masks import Mask
+    from transformer_jax.attention.block_plan import Tiles
+    from transformer_jax.attention.mask import Mask
 
 MATRICES = 8
 """How many `Dense` masks one mask may hold: the bits of an integer."""
 
-Vectors = tuple[jax.Array, ...]
-Vector = tuple[Literal["q", "k"], int]
-"""A reference to one vector of the queries or of the keys."""
-
-Q_POSITIONS: Vector = ("q", 0)
-K_POSITIONS: Vector = ("k", 0)
-PAIRS: Vector = ("k", -1)
-"""The integer of the pair, which a kernel gives after the vectors of the keys."""
-
-
-@short_repr
-@dataclass(frozen=True)
-class Comparison:
-    """Say from query vectors and key vectors which query sees which key.
-
-    `function` is applied to the operands: vectors that a tuple refers to, results of other
-    comparisons, and constants. It is elementwise, hashable, and equal where a compiled kernel may
-    be used again.
-    """
-
-    function: Callable[..., jax.Array]
-    operands: tuple[Any, ...]
-
-    def __call__(self, q: Vectors, k: Vectors) -> jax.Array:
-        """Return the visible pairs of vectors that broadcast to a tile."""
-
-        def value(operand: Any) -> Any:
-            if isinstance(operand, Comparison):
-                return operand(q, k)
-            if isinstance(operand, tuple):
-                side, index = operand
-                return (q if side == "q" else k)[index]
-            return operand
-
-        return self.function(*map(value, self.operands))
-
-    def __and__(self, other: Comparison) -> Comparison:
-        return Comparison(operator.and_, (self, other))
-
-    def __or__(self, other: Comparison) -> Comparison:
-        return Comparison(operator.or_, (self, other))
-
-    def __invert__(self) -> Comparison:
-        return Comparison(operator.invert, (self,))
-
-
-NO_EMPTY_SLOT = Comparison(operator.ge, (K_POSITIONS, 0))
+NO_EMPTY_SLOT = combined("ge", Program((), ("k", 0)), number(0))
 
 
 @short_repr
 @dataclass
 class MaskVectors:
-    """Hold a mask's vectors, [B or 1, T] and [B or 1, S]; vector 0 of each is the positions."""
+    """Hold a mask's vectors, [B or 1, T] and [B or 1, S]; vector 0 of each is the positions.
 
-    q: list[jax.Array]
-    k: list[jax.Array]
+    A vector that differs by head is [B or 1, N, T] or [B or 1, N, S]: kernels take none.
+    """
+
+    q: list[Any]
+    k: list[Any]
     positions_are_indices: bool
-    """Whether a table that is as long as the array has an entry for every position."""
-    visible: Comparison = NO_EMPTY_SLOT
+    """Whether positions are 0, 1, 2 ..: then their values are known, traced or not."""
+    visible: Program = NO_EMPTY_SLOT
     matrices: list[jax.Array] = field(default_factory=list)
     """bool[B or 1, N or 1, T, S] each: of `Dense` masks."""
 
@@ -96,14 +70,17 @@ class MaskVectors:
         k_positions: jax.Array,  # i32[B or 1, S]
         positions_are_indices: bool,
     ) -> MaskVectors:
-        """Return the vectors of a mask, and the comparison of a query's with a key's."""
+        """Return the vectors of a mask, and the program that compares a query's with a key's."""
         vectors = cls([q_positions], [k_positions], positions_are_indices)
         seen = mask.comparison(vectors)
-        if not isinstance(seen, Comparison):
+        if not isinstance(seen, Program):
             given = f"{mask!r}.comparison returned a {type(seen).__name__}"
-            raise TypeError(f"{given}: must be a Comparison")
-        if seen != NO_EMPTY_SLOT:
-            vectors.visible = seen & NO_EMPTY_SLOT
+            raise TypeError(f"{given}: must be a Program, as the methods of its argument return")
+        if any(x.ndim > 2 for x in (*vectors.q, *vectors.k)):
+            raise Refused("takes a mask that is the same for every head, or Dense(array)")
+        if len(vectors.matrices) > MATRICES:
+            raise Refused(f"takes at most {MATRICES} Dense masks, not {len(vectors.matrices)}")
+        vectors.visible = NO_EMPTY_SLOT & seen
         return vectors
 
     @property
@@ -114,36 +91,194 @@ class MaskVectors:
     def k_positions(self) -> jax.Array:  # i32[B or 1, S]
         return self.k[0]
 
-    def query_holds(self, holds: jax.Array) -> Comparison:  # bool[B or 1, T]
-        """Append a vector of the queries; return the comparison that asks whether it is true."""
-        return Comparison(operator.ne, (self._query(holds), 0))
+    def query_holds(self, holds: jax.Array) -> Program:  # bool[B or 1, T]
+        """Append a vector of the queries; return the program that asks whether it is true."""
+        return combined("ne", self._append("q", holds), number(0))
 
-    def key_holds(self, holds: jax.Array) -> Comparison:  # bool[B or 1, S]
-        """Append a vector of the keys; return the comparison that asks whether it is true."""
-        return Comparison(operator.ne, (self._key(holds), 0))
+    def key_holds(self, holds: jax.Array) -> Program:  # bool[B or 1, S]
+        """Append a vector of the keys; return the program that asks whether it is true."""
+        return combined("ne", self._append("k", holds), number(0))
 
-    def equal(self, of_query: jax.Array, of_key: jax.Array) -> Comparison:
+    def equal(self, of_query: jax.Array, of_key: jax.Array) -> Program:
         """Append a vector of each side, i32[B or 1, T] and [B or 1, S]; return their equality."""
-        return Comparison(operator.eq, (self._query(of_query), self._key(of_key)))
+        return combined("eq", self._append("q", of_query), self._append("k", of_key))
 
-    def pair_holds(self, matrix: jax.Array) -> Comparison:  # bool[B or 1, N or 1, T, S]
-        """Append a matrix; return the comparison that asks whether it is true of a pair."""
+    def pair_holds(self, matrix: jax.Array) -> Program:  # bool[B or 1, N or 1, T, S]
+        """Append a matrix; return the program that asks whether it is true of a pair."""
         self.matrices.append(matrix)
-        return Comparison(_has_bit, (PAIRS, len(self.matrices) - 1))
+        return Program((), ("pair", len(self.matrices) - 1))
+
+    def sees(self, function: Callable[..., jax.Array]) -> Program:
+        """Append what `function(q, k)`, a mask's `sees`, reads of each side; return its program.
+
+        It is traced for one pair of each batch row, [B or 1, 1, 1, 1]. Refused where it computes of
+        a query and a key together what no program does.
+        """
+        at = [
+            jax.ShapeDtypeStruct((x.shape[0], 1, 1, 1), jnp.int32, **_varying(x))
+            for x in (self.q[0], self.k[0])
+        ]
+        with no_mesh():  # or each operation would insist on the mesh of `jax.set_mesh`
+            # a new function each time: JAX remembers the traces of those that it has seen
+            found = jax.make_jaxpr(lambda q, k: function(q, k))(*at)
+        shape = (1, 1, 1, 1, *found.out_avals[0].shape)
+        if shape[-2:] != (1, 1):
+            raise Refused("takes a mask that is elementwise")
+        known = _Sides(self)
+        constants = [_Side("", x) for x in found.consts]
+        (result,) = write(found.jaxpr, constants, known.positions, known)
+        if isinstance(result, Program):
+            return result
+        value = known.read(result, found.out_avals[0].shape)
+        return value if value.is_bool else combined("ne", value, number(0))
+
+    def ranges(self, tiles: Tiles) -> Callable[[Operand], tuple[Any, Any]]:
+        """Return the function that gives the lowest and the highest integer of each tile."""
+
+        def of(operand: Operand) -> tuple[Any, Any]:
+            side, index = operand
+            if side == "pair":
+                some, every = tiles.pairs(self.matrices[index])
+                return every.astype(np.int32), some.astype(np.int32)
+            if side == "q":
+                return tiles.query_range(self.q[index])
+            return tiles.key_range(self.k[index])
+
+        return of
 
     def pairs(self) -> jax.Array | None:  # i8[B or 1, N or 1, T, S]
         """Return the matrices as bits of one, if there are any."""
         bits = (matrix.astype(jnp.int8) << bit for bit, matrix in enumerate(self.matrices))
         return functools.reduce(jnp.bitwise_or, bits) if self.matrices else None
 
-    def _query(self, vector: jax.Array) -> Vector:
-        self.q.append(vector.astype(jnp.int32))
-        return "q", len(self.q) - 1
-
-    def _key(self, vector: jax.Array) -> Vector:
-        self.k.append(vector.astype(jnp.int32))
-        return "k", len(self.k) - 1
+    def _append(self, side: str, vector: Any) -> Program:
+        vectors = self.q if side == "q" else self.k
+        vectors.append(vector.astype(np.int32))
+        operand: Operand = side, len(vectors) - 1
+        return Program((), operand)
 
 
-def _has_bit(pairs: jax.Array, bit: int) -> jax.Array:
-    return (pairs & (1 << bit)) != 0
+@dataclass(frozen=True)
+class _Side:
+    """Hold what a trace made of the queries alone ("q"), the keys alone ("k") or of neither ("").
+
+    The array has an axis of queries or keys in front of the trace's, which are short. It is `fixed`
+    where equal masks have it, whatever is in their arrays: then a program may have it as a number.
+    """
+
+    side: str
+    array: Any
+    fixed: bool = False
+
+
+class _Sides(Known):
+    """Compute what reads one side of a pair, and append to the vectors what a program reads."""
+
+    def __init__(self, vectors: MaskVectors) -> None:
+        self.vectors = vectors
+        self.positions = []
+        for side, x in (("q", vectors.q[0]), ("k", vectors.k[0])):
+            known = np.arange(x.shape[1], dtype=np.int32)[None]
+            at = known if vectors.positions_are_indices else x
+            fixed = vectors.positions_are_indices
+            self.positions.append(_Side(side, at.T[:, :, None, None, None], fixed))
+        self.read_before: dict[tuple[int, int], tuple[Any, Program]] = {
+            (id(x.array), 0): (x.array, Program((), (x.side, 0))) for x in self.positions
+        }
+
+    def evaluate(self, equation: Any, given: Sequence[Any]) -> list[Any] | None:
+        """Return the results of an operation, unless it reads a query and a key."""
+        given = [x if isinstance(x, _Side | Program) else _Side("", x, True) for x in given]
+        sides = {x.side for x in given if isinstance(x, _Side)} - {""}
+        if len(sides) > 1 or any(isinstance(x, Program) for x in given):
+            return None
+        side, name = "".join(sides), equation.primitive.name
+        fixed = all(x.fixed for x in given)
+        outs = [x.aval.shape for x in equation.outvars]
+        arrays = [x.array for x in given]
+        if name in SHAPES and keeps_order(equation):
+            return [_Side(side, arrays[0], fixed)]
+        if name in _NUMPY and all(isinstance(x, np.ndarray) for x in arrays):
+            fitted = [_fit(x, outs[0]) for x in given]
+            return [_Side(side, np.asarray(_NUMPY[name](*fitted)), fixed)]
+        shapes = [atom.aval.shape for atom in equation.invars]
+        arrays = [_fit(*pair) for pair in zip(given, shapes, strict=True)]
+        compute = lambda *arrays: bound(equation, arrays)  # noqa: E731
+        if side:
+            compute = jax.vmap(compute, [0 if x.side else None for x in given])
+        are_known = not traced(*arrays)
+        with at_once(arrays):
+            results = compute(*arrays)
+        if are_known and not traced(*results):
+            results = [np.asarray(x) for x in results]
+        return [_Side(side, x, fixed) for x in results]
+
+    def read(self, value: Any, shape: tuple[int, ...] = (), part: int = 0) -> Program:
+        """Return the program that reads a side's values, which become a vector, or a number."""
+        value = value if isinstance(value, _Side) else _Side("", np.asarray(value), True)
+        before = self.read_before.get((id(value.array), part))
+        if before is not None:
+            return before[1]
+        array = value.array
+        if array.dtype.itemsize > 4:
+            array = array >> 32 if part else array & 0xFFFFFFFF
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            raise Refused(f"takes masks of integers of 32 bits, not {array.dtype}")
+        if value.fixed and not traced(array) and (array == array.flat[0]).all():
+            return number(int(array.flat[0].astype(np.int32)))
+        vectors = self.vectors
+        length = (vectors.k if value.side == "k" else vectors.q)[0].shape[1]
+        if array.ndim - bool(value.side) != 4:
+            array = _fit(dataclasses.replace(value, array=array), shape)
+        inner = array.shape[bool(value.side) :]
+        inner = (1,) * (4 - len(inner)) + inner
+        if len(inner) != 4 or inner[2:] != (1, 1):
+            raise Refused("takes a mask that is elementwise")
+        lib: Any = np if isinstance(array, np.ndarray) else jnp
+        rows = lib.broadcast_to(
+            array.reshape(-1 if value.side else 1, *inner[:2]), (length, *inner[:2])
+        )
+        rows = lib.moveaxis(rows, 0, 2)
+        found = vectors._append(value.side or "q", rows if inner[1] > 1 else rows[:, 0])
+        self.read_before[id(value.array), part] = value.array, found
+        return found
+
+    def halves(self, value: Any, shape: tuple[int, ...]) -> list[Program]:
+        """Return the programs that read the lower and the upper 32 bits of integers of 64."""
+        return [self.read(value, shape, part) for part in (0, 1)]
+
+
+_NUMPY: dict[str, Callable[..., Any]] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+}
+"""What NumPy computes of known values, for which nothing is compiled."""
+
+
+def _fit(value: _Side, shape: tuple[int, ...]) -> Any:
+    """Return a side's array with the shape that an operation wants, after its own first axis."""
+    array, side = value.array, bool(value.side)
+    first, inner = array.shape[:side], array.shape[side:]
+    if inner == shape:
+        return array
+    lib: Any = np if isinstance(array, np.ndarray) else jnp
+    if len(inner) != len(shape) or np.prod(inner) == np.prod(shape):
+        if np.prod(inner) == np.prod(shape):
+            return array.reshape(*first, *shape)
+        array = array.reshape(*first, *(1,) * len(shape))
+    return lib.broadcast_to(array, (*first, *shape))
+
+
+def _varying(x: Any) -> dict[str, Any]:
+    """Return over which axes of a mesh an array differs, as an argument of a type."""
+    if isinstance(x, np.ndarray):
+        return {}
+    axes = jax.typeof(x).manual_axis_type
+    return {"manual_axis_type": axes} if axes.varying else {}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.attention.masks import And, Mask, Or, Padding, Prefix, Segments, Window
+from transformer_jax.attention.masks import (And, Mask, Or, Padding, Prefix, Segments, Window, causal_window,)
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache.model_cache import (
     ModelCache,
@@ -162,4 +162,4 @@ def _looks_ahead(mask: Mask) -> bool:
         return _looks_ahead(mask.left) and _looks_ahead(mask.right)
     if isinstance(mask, Or):
         return _looks_ahead(mask.left) or _looks_ahead(mask.right)
-    return mask.causal_window is None or not mask.causal_window[0]
+    return not (causal_window(mask) or (False,))[0]

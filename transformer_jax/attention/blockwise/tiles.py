@@ -17,16 +17,13 @@ from jax import lax
 
 from transformer_jax.attention.arguments import AttentionCall
 from transformer_jax.attention.block_plan import (
-    FULL,
     PARTIAL,
-    SKIPPED,
     TileLists,
     lists_of,
     pad,
 )
 from transformer_jax.attention.masks import Everything, Mask
 from transformer_jax.kernels.dropout import keep
-from transformer_jax.programs import program
 from transformer_jax.tracing import at_once
 
 # Sizes, and the cutting into tiles
@@ -53,10 +50,8 @@ class Sizes:
         B, T, N, S = call.sizes
         K, H = call.key.shape[2:]
 
-        def classes(mask: Mask, *at: jax.Array) -> jax.Array:
-            return mask.block_plan(*at, block_q=T, block_k=S).classes
-
-        apart = jax.eval_shape(classes, mask_of(call), *call.positions()).shape[0] > 1
+        places = (p for p in (call.q_positions, call.k_positions) if p is not None and p.ndim == 2)
+        apart = max(mask_of(call).lead[0], *(p.shape[0] for p in places), 1) > 1
         return cls(B, T, S, N, K, H, *tile_sizes(B, T, S, N, K, apart))
 
     @property
@@ -135,19 +130,14 @@ def mask_of(call: AttentionCall) -> Mask:
 def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
     """List the key tiles of each head group and query tile, full ones first: order [.., nQ, nK]."""
     with at_once(call.mask, call.q_positions, call.k_positions):
-        return lists_of(_visited(sizes, mask_of(call), *call.positions(sizes.T, sizes.S)))
-
-
-@program(static=("sizes",), code=lambda sizes, mask, *_: (mask,))
-def _visited(sizes: Sizes, mask: Mask, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
-    """Return the class of each tile of a head group, i8[.., nQ, nK]."""
-    plan = mask.block_plan(q_positions, k_positions, block_q=sizes.block_q, block_k=sizes.block_k)
-    classes = plan.classes
-    rows = sizes.rows if classes.shape[0] > 1 else 1
-    heads = sizes.heads * sizes.G if classes.shape[1] > 1 else 1
-    classes = rearrange(classes, "(b r) (c n) i j -> b c i j r n", r=rows, n=heads)
-    least, most = classes.min(axis=(-2, -1)), classes.max(axis=(-2, -1))
-    return jnp.where(most == SKIPPED, SKIPPED, jnp.where(least == FULL, FULL, PARTIAL))
+        plan = mask_of(call).block_plan(
+            *call.positions(sizes.T, sizes.S), block_q=sizes.block_q, block_k=sizes.block_k
+        )
+        rows = sizes.rows if plan.classes.shape[0] > 1 else 1
+        heads = sizes.heads * sizes.G if plan.classes.shape[1] > 1 else 1
+        shares = rearrange(plan.classes, "(b r) (c n) i j -> b c i j (r n)", r=rows, n=heads)
+        low, high = shares.min(axis=-1), shares.max(axis=-1)
+        return lists_of(low * (low == high) + PARTIAL * (low != high))
 
 
 def list_of_row(

@@ -1,0 +1,441 @@
+"""Write a mask as a small program of integers, which every kernel evaluates.
+
+A program reads integers of a query and of a key, and says whether the one may attend to the other:
+
+    Causal() & Segments(ids)        le k0 q0     eq q1 k1     and     ge k0 0     and
+
+Kernels in JAX call it with tiles of vectors; those on a CPU interpret its numbers (`numbered`, run
+by `cpu/source/mask.h`); what is known of a whole tile follows by interval arithmetic (`bounds`).
+`write` makes a program of a trace. What is no program is refused there, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from transformer_jax.kernels.contract import Refused
+
+Operand = tuple[str, int]
+"""("q" or "k", i): vector i of the queries or keys. ("pair", i): bit i of the integer of the pair.
+("number", n): n itself. ("step", i): the result of step i."""
+
+Range = tuple[Any, Any]
+"""The lowest and the highest of some integers: i32 arrays that broadcast, of NumPy where known."""
+
+LOW, HIGH = -(2**31), 2**31 - 1
+
+
+def _wide(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return a function of `lax`, which wants equal shapes, for shapes that broadcast."""
+    return lambda x, y: function(*jnp.broadcast_arrays(jnp.int32(x), jnp.int32(y)))
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "min": jnp.minimum,
+    "max": jnp.maximum,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "shift_left": _wide(lax.shift_left),
+    "shift_right_arithmetic": _wide(lax.shift_right_arithmetic),
+    "select_n": lambda x, y, z: jnp.where(x != 0, z, y),
+    "div": _wide(lax.div),
+    "rem": _wide(lax.rem),
+}
+"""What a program may do, of integers of 32 bits, in the order of `Operation` in cpu/source/mask.h."""
+
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+_LOGIC = {"and", "or", "xor"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """Say from integers of a query and of a key whether it may attend; combined by &, | and ~."""
+
+    steps: tuple[tuple[str, tuple[Operand, ...]], ...]
+    result: Operand
+
+    def __and__(self, other: Program) -> Program:
+        return combined("and", self, other)
+
+    def __or__(self, other: Program) -> Program:
+        return combined("or", self, other)
+
+    def __invert__(self) -> Program:
+        return combined("eq", self, number(0))
+
+    @property
+    def is_bool(self) -> bool:
+        """Return whether the result is 0 or 1 whatever is read."""
+        return self._is_bool(self.result)
+
+    def _is_bool(self, operand: Operand) -> bool:
+        kind, index = operand
+        if kind != "step":
+            return kind == "pair" or operand in (("number", 0), ("number", 1))
+        name, operands = self.steps[index]
+        return name in _COMPARISONS or (name in _LOGIC and all(map(self._is_bool, operands)))
+
+    def reads(self, side: str) -> set[int]:
+        """Return the indices of the vectors of "q" or "k", or the bits of a "pair", that it reads."""
+        read = [operand for _, operands in self.steps for operand in operands] + [self.result]
+        return {index for kind, index in read if kind == side}
+
+    def __call__(self, q: Sequence[Any], k: Sequence[Any]) -> jax.Array:
+        """Return the visible pairs of vectors that broadcast to a tile; the pairs are k[-1]."""
+        known: list[Any] = []
+
+        def value(operand: Operand) -> Any:
+            kind, index = operand
+            if kind == "pair":
+                return (k[-1] & np.int32(1 << index)) != 0
+            return {"q": q, "k": k, "step": known}[kind][index] if kind != "number" else index
+
+        for name, operands in self.steps:
+            given = [value(operand) for operand in operands]
+            if name in _LOGIC and all(map(self._is_bool, operands)):
+                given = [np.bool_(x) if isinstance(x, int) else x for x in given]
+            else:  # a truth value among numbers; Mosaic GPU compares, and casts none
+                given = [np.int32(x) if isinstance(x, int) else _as_integer(x) for x in given]
+            known.append(OPERATIONS[name](*given))
+        found = value(self.result)
+        if isinstance(found, int):
+            return jnp.broadcast_to(jnp.bool_(found), jnp.shape(k[0]))
+        return found if found.dtype == jnp.bool_ else found != 0
+
+    def numbered(self, num_q: int, num_k: int, *, pairs: bool) -> tuple[list[int], list[int]]:
+        """Return operations (code, x, y, z) in registers, flattened, and the constants.
+
+        Registers are the vectors of the queries, those of the keys, the integer of the pair if
+        there is one, the constants, then the result of each operation. The last one is the answer.
+        """
+        program, constants = self, []
+        if pairs:  # the bits of the pair are steps of their own here
+            for bit in sorted(self.reads("pair")):
+                integer, mask = Program((), ("k", num_k)), number(1 << bit)
+                asked = combined("ne", combined("and", integer, mask), number(0))
+                program = program.with_operand(("pair", bit), asked)
+        if not program.steps or program.result != ("step", len(program.steps) - 1):
+            program = combined("max", program, program)
+        for _, operands in program.steps:
+            constants += [n for kind, n in operands if kind == "number" and n not in constants]
+        constants = list(dict.fromkeys(constants))
+        first = num_q + num_k + pairs
+
+        def register(operand: Operand) -> int:
+            kind, index = operand
+            if kind == "number":
+                return first + constants.index(index)
+            return index + {"q": 0, "k": num_q, "step": first + len(constants)}[kind]
+
+        codes = list(OPERATIONS)
+        operations = []
+        for name, operands in program.steps:
+            registers = [register(operand) for operand in operands]
+            operations += [codes.index(name), *registers, *[0] * (3 - len(registers))]
+        return operations, constants
+
+    def with_operand(self, operand: Operand, by: Program) -> Program:
+        """Return the program that reads the result of another one in place of an operand."""
+        made: list[Program] = []
+
+        def value(one: Operand) -> Program:
+            if one == operand:
+                return by
+            return made[one[1]] if one[0] == "step" else Program((), one)
+
+        for name, operands in self.steps:
+            made.append(combined(name, *map(value, operands)))
+        return value(self.result)
+
+    def bounds(self, ranges: Callable[[Operand], Range]) -> Range:
+        """Return the lowest and the highest result, by interval arithmetic of integers of 32 bits.
+
+        `ranges` returns the lowest and the highest integer of a vector, or of a bit of the pairs.
+        Where a result may wrap around, it may be anything.
+        """
+        known: list[Range] = []
+
+        @functools.cache
+        def value(operand: Operand) -> Range:
+            kind, index = operand
+            if kind == "step":
+                return known[index]
+            if kind == "number":
+                found = np.full((1, 1, 1, 1), index, np.int32)
+                return found, found
+            return ranges(operand)
+
+        for name, operands in self.steps:
+            given = [value(operand) for operand in operands]
+            are_bools = all(map(self._is_bool, operands))
+            known.append(_bounds(name, are_bools, *given))
+        return value(self.result)
+
+
+def number(n: int) -> Program:
+    """Return the program of a number."""
+    return Program((), ("number", int(n)))
+
+
+def combined(name: str, *programs: Program) -> Program:
+    """Return the program of an operation on the results of others; equal steps are one."""
+    steps: dict[tuple[str, tuple[Operand, ...]], int] = {}
+    results = []
+    for program in programs:
+        moved: list[int] = []
+
+        def at(operand: Operand, moved: list[int] = moved) -> Operand:
+            return ("step", moved[operand[1]]) if operand[0] == "step" else operand
+
+        for step, operands in program.steps:
+            moved.append(steps.setdefault((step, tuple(map(at, operands))), len(steps)))
+        results.append(at(program.result))
+    if name in ("and", "or"):  # what is true of every pair needs no step
+        neutral = "number", int(name == "and")
+        for i, other in ((0, 1), (1, 0)):
+            if results[i] == neutral and programs[other].is_bool:
+                return Program(tuple(steps), results[other])
+            if name == "or" and results[i] == ("number", 1) and programs[other].is_bool:
+                return number(1)
+    last = steps.setdefault((name, tuple(results)), len(steps))
+    return Program(tuple(steps), ("step", last))
+
+
+def _as_integer(x: jax.Array) -> jax.Array:
+    return jnp.where(x, 1, 0) if x.dtype == jnp.bool_ else x
+
+
+# Interval arithmetic
+
+
+def _bounds(name: str, are_bools: bool, x: Range, y: Range, z: Any = None) -> Range:
+    """Return bounds of an operation's results from bounds of its operands."""
+    (x_low, x_high), (y_low, y_high) = x, y
+    xp: Any = np if all(isinstance(one, np.ndarray) for one in (*x, *y, *(z or ()))) else jnp
+    corners = [(a, b) for a in x for b in y]
+    if name in ("eq", "ne"):
+        every = (x_low == x_high) & (y_low == y_high) & (x_low == y_low)
+        some = (x_low <= y_high) & (y_low <= x_high)
+        low, high = (every, some) if name == "eq" else (~some, ~every)
+        return low.astype(np.int32), high.astype(np.int32)
+    if name in _COMPARISONS:
+        holds = OPERATIONS[name]
+        ends = (x_high, y_low), (x_low, y_high)
+        every, some = ends if name in ("lt", "le") else ends[::-1]
+        return holds(*every).astype(np.int32), holds(*some).astype(np.int32)
+    if name in ("min", "max"):
+        pick = xp.minimum if name == "min" else xp.maximum
+        return pick(x_low, y_low), pick(x_high, y_high)
+    if name == "select_n":
+        low, high = xp.minimum(y_low, z[0]), xp.maximum(y_high, z[1])
+        first, second = (x_low == 0) & (x_high == 0), (x_low > 0) | (x_high < 0)
+        pick_low = xp.where(first, y_low, xp.where(second, z[0], low))
+        return pick_low, xp.where(first, y_high, xp.where(second, z[1], high))
+    if name in _LOGIC:
+        found = [OPERATIONS[name](a, b) for a, b in ((x_low, y_low), (x_high, y_high))]
+        if are_bools and name != "xor":
+            return found[0], found[1]
+        known = (x_low == x_high) & (y_low == y_high)
+        if are_bools:
+            low, high = xp.zeros_like(found[0]), xp.ones_like(found[0])
+        else:
+            natural = (x_low >= 0) & (y_low >= 0)
+            most = xp.minimum(x_high, y_high) if name == "and" else HIGH
+            low, high = xp.where(natural, 0, LOW), xp.where(natural, most, HIGH)
+        return (xp.where(known, found[0], low).astype(np.int32),
+                xp.where(known, found[0], high).astype(np.int32))  # fmt: skip
+    if name == "add":
+        ends = [(x_low, y_low), (x_high, y_high)]
+        found = [a + b for a, b in ends]
+        wraps = [((a ^ c) & (b ^ c)) < 0 for (a, b), c in zip(ends, found, strict=True)]
+    elif name == "sub":
+        ends = [(x_low, y_high), (x_high, y_low)]
+        found = [a - b for a, b in ends]
+        wraps = [((a ^ b) & (a ^ c)) < 0 for (a, b), c in zip(ends, found, strict=True)]
+    elif name == "mul":
+        found = [a * b for a, b in corners]
+        sizes = [abs(a.astype(np.float32)) * abs(b.astype(np.float32)) for a, b in corners]
+        wraps = [size > 2.0**30 for size in sizes]
+    elif name == "shift_left":
+        found = [a << (b & 31) for a, b in corners]
+        wraps = [(c >> (b & 31) != a) | (b < 0) | (b > 31)
+                 for (a, b), c in zip(corners, found, strict=True)]  # fmt: skip
+    elif name == "shift_right_arithmetic":
+        found = [a >> xp.clip(b, 0, 31) for a, b in corners]
+        wraps = [b < 0 for _, b in corners]
+    else:  # div and rem, towards zero
+        by = y_low > 0
+        divisors = [xp.where(by, b, 1) for b in y]
+        found = [_divided(xp, a, b) for a in x for b in divisors]
+        wraps = [~by]
+        if name == "rem":
+            same = (y_low == y_high) & (found[0] == found[2])  # no multiple lies between
+            most = divisors[1] - 1
+            low = xp.where(x_low >= 0, 0, xp.maximum(x_low, -most))
+            high = xp.where(x_high <= 0, 0, xp.minimum(x_high, most))
+            rest = [a - c * divisors[0] for a, c in zip(x, found[::2], strict=True)]
+            found = [xp.where(same, rest[0], low), xp.where(same, rest[1], high)]
+    anything = functools.reduce(operator.or_, wraps)
+    low, high = functools.reduce(xp.minimum, found), functools.reduce(xp.maximum, found)
+    return (xp.where(anything, LOW, low).astype(np.int32),
+            xp.where(anything, HIGH, high).astype(np.int32))  # fmt: skip
+
+
+def _divided(xp: Any, x: Any, y: Any) -> Any:
+    """Return x / y towards zero, for y > 0."""
+    down = x // y
+    return down + ((x < 0) & (down * y != x)).astype(np.int32)
+
+
+# Writing a program of a trace
+
+SHAPES = {"broadcast_in_dim", "reshape", "squeeze", "copy"}
+_SAME = {"stop_gradient", "pvary", "pcast", "optimization_barrier"}
+_MADE_OF_THEM = {
+    "convert_element_type",
+    "not",
+    "neg",
+    "abs",
+    "sign",
+    "clamp",
+    "square",
+    "integer_pow",
+}
+_CALLS = {"pjit", "jit", "closed_call", "custom_jvp_call", "custom_vjp_call"}
+
+
+class Known:
+    """Compute what a trace makes of known arrays, and write the numbers among them."""
+
+    def evaluate(self, equation: Any, given: Sequence[Any]) -> list[Any] | None:
+        """Return the results of an operation that reads no program; None where it does."""
+        if any(isinstance(x, Program) for x in given):
+            return None
+        return bound(equation, given)
+
+    def read(self, value: Any, shape: tuple[int, ...] = ()) -> Program:
+        """Return the program that reads a known value, which the trace has in a shape."""
+        del shape
+        if isinstance(value, jax.core.Tracer) or np.size(value) != 1:
+            raise Refused("takes a mask whose comparison reads its vectors alone")
+        value = np.asarray(value).reshape(())
+        if value.dtype.kind not in "bi" or not LOW <= int(value) <= HIGH:
+            raise Refused(f"takes masks of integers of 32 bits, not {value.dtype}")
+        return number(int(value))
+
+    def halves(self, value: Any, shape: tuple[int, ...]) -> list[Program]:
+        """Return the programs that read the lower and the upper 32 bits of integers of 64."""
+        del shape
+        raise Refused(f"takes masks of integers of 32 bits, not {value.dtype}")
+
+
+def write(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], known: Known) -> list[Any]:
+    """Return the results of a trace: programs of what reads a query and a key, or known values.
+
+    Each argument is a program, or a value that `known` computes with. Refused where an operation is
+    none of `OPERATIONS`, or not of integers of 32 bits.
+    """
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+
+    def read(atom: Any) -> Any:
+        return np.asarray(atom.val, atom.aval.dtype) if hasattr(atom, "val") else values[atom]
+
+    for equation in jaxpr.eqns:
+        given = [read(atom) for atom in equation.invars]
+        name = equation.primitive.name
+        if name in _CALLS:
+            inner = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
+            found = write(inner.jaxpr, inner.consts, given, known)
+        else:
+            found = known.evaluate(equation, given) or [_step(equation, given, known)]
+        values.update(zip(equation.outvars, found, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _step(equation: Any, given: Sequence[Any], known: Known) -> Program:
+    """Return the program of one operation of a trace."""
+    name, out = equation.primitive.name, equation.outvars[0].aval
+    looks_up = name in ("concatenate", "gather", "dynamic_slice")
+    hint = "; Dense(array) looks pairs up" if looks_up else ""
+    kinds, shapes = zip(*((x.aval.dtype, x.aval.shape) for x in equation.invars), strict=True)
+    for dtype in (*kinds, out.dtype):
+        compared = name in _COMPARISONS and jnp.issubdtype(dtype, jnp.integer)
+        fits = dtype.itemsize < 4 or name in ("eq", "ne")
+        if dtype not in (jnp.int32, jnp.bool_) and not (compared and fits):
+            raise Refused(f"takes masks of integers of 32 bits, {name} is of {dtype}")
+    misshapen = name in SHAPES and not keeps_order(equation)
+    if name not in OPERATIONS.keys() | SHAPES | _SAME | _MADE_OF_THEM or misshapen:
+        raise Refused(f"takes no mask that computes {name} of a query and a key together{hint}")
+    if kinds[0].itemsize > 4:
+        halves = zip(*map(known.halves, given, shapes), strict=True)
+        same = functools.reduce(operator.and_, (combined("eq", *pair) for pair in halves))
+        return same if name == "eq" else ~same
+    x, *others = (
+        one if isinstance(one, Program) else known.read(one, shape)
+        for one, shape in zip(given, shapes, strict=True)
+    )  # fmt: skip
+    if name in SHAPES or name in _SAME:
+        return x
+    if name == "convert_element_type":
+        if out.dtype == jnp.bool_ != kinds[0]:
+            return combined("ne", x, number(0))
+        return x
+    if name == "not":
+        return ~x if out.dtype == jnp.bool_ else combined("xor", x, number(-1))
+    if name in ("neg", "abs"):
+        negated = combined("sub", number(0), x)
+        return negated if name == "neg" else combined("max", x, negated)
+    if name == "sign":
+        return combined("min", combined("max", x, number(-1)), number(1))
+    if name == "clamp":
+        return combined("min", combined("max", x, others[0]), others[1])
+    if name in ("square", "integer_pow"):
+        power = equation.params.get("y", 2)
+        return functools.reduce(functools.partial(combined, "mul"), [x] * power)
+    return combined(name, x, *others)
+
+
+def bound(equation: Any, given: Sequence[Any]) -> list[Any]:
+    """Return the results of one operation of a trace."""
+    found = equation.primitive.bind(*given, **equation.params)
+    return list(found) if equation.primitive.multiple_results else [found]
+
+
+def keeps_order(equation: Any) -> bool:
+    """Return whether an operation on a shape only adds or removes axes of length 1, or repeats."""
+    given, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    axes = equation.params.get("broadcast_dimensions")
+    same_rank = axes == tuple(range(len(out))) and len(given) == len(out)
+    return same_rank or math.prod(given) in (1, math.prod(out))
+
+
+def program_of(function: Callable[..., jax.Array], num_q: int, num_k: int) -> Program:
+    """Return the program of a function of (query vectors, key vectors), of one integer each."""
+    one = jax.ShapeDtypeStruct((), jnp.int32)
+    # a new function each time: JAX remembers the traces of those that it has seen
+    traced = jax.make_jaxpr(lambda q, k: function(q, k))((one,) * num_q, (one,) * num_k)
+    arguments = [Program((), ("q", i)) for i in range(num_q)]
+    arguments += [Program((), ("k", i)) for i in range(num_k)]
+    known = Known()
+    (found,) = write(traced.jaxpr, traced.consts, arguments, known)
+    return found if isinstance(found, Program) else known.read(found)

@@ -1,0 +1,478 @@
+"""Say what a mask is, and combine masks: what every mask can do follows from one method, `sees`.
+
+The masks themselves are in `masks`. Whatever an implementation of attention needs of a mask is a
+method of `Mask`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from transformer_jax.attention.block_plan import BlockPlan, Tiles
+from transformer_jax.attention.mask_vectors import MATRICES, MaskVectors
+from transformer_jax.checks import as_int32
+from transformer_jax.kernels.contract import Refused
+from transformer_jax.kernels.program import Program
+from transformer_jax.kernels.sharding import AxisNames
+from transformer_jax.pytree import register
+from transformer_jax.sharding import no_mesh
+from transformer_jax.tracing import at_once, known_value
+
+Pair = tuple[Any, Any]
+"""A batch row and a head; either may be traced."""
+
+OURS = __name__, "transformer_jax.attention.masks"
+"""The modules whose masks are right as they are."""
+
+
+class Mask:
+    """Say which query may attend to which key; a subclass implements `sees`.
+
+    A subclass is a frozen dataclass that is registered as a pytree. The other methods follow from
+    `sees`; a mask may replace them by faster ones:
+
+        lead            how many batch rows and heads differ; by default asked of `sees`
+        leaf_axes       which axes of its arrays are batch rows and heads; by default none
+        comparison      vectors and program for a fused kernel; by default what `sees` traces to
+        some_and_every  what is known of a tile; by default what bounds of the program say
+    """
+
+    __slots__ = ()
+    is_foreign: ClassVar[bool] = True
+    """Whether `sees` may call code that is not of this library."""
+    reads_pairs: ClassVar[bool] = False
+    """Whether a kernel reads an integer of each pair for it."""
+
+    # What a mask of your own implements
+
+    def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Return whether queries at positions q may attend to keys at positions k, elementwise.
+
+        The shapes of q and k broadcast: [B or 1, 1, T, 1] and [B or 1, 1, 1, S] for whole arrays
+        and for tiles, any two that do inside a fused kernel. The result is bool, and broadcasts to
+        [B, N, T, S].
+        """
+        raise TypeError(f"{type(self).__name__} is a Mask without a method sees(self, q, k)")
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        """Return (B or 1, N or 1): how many batch rows and heads the mask tells apart."""
+        at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
+        bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), self)
+        with no_mesh():
+            sees = jax.eval_shape(lambda mask, q, k: mask.sees(q, k), bare, at, at)
+        if sees.dtype != np.bool_ or len(sees.shape) > 4:
+            given = f"{sees.dtype}[{', '.join(map(str, sees.shape))}]"
+            raise ValueError(
+                f"{type(self).__name__}.sees returned {given}: must be bool[B, N, T, S]"
+            )
+        rows, heads = ((1,) * (4 - len(sees.shape)) + sees.shape)[:2]
+        return rows, heads
+
+    def some_and_every(self, tiles: Tiles) -> tuple[Any, Any]:
+        """Return whether some and whether every pair of each tile may attend, empty slots aside.
+
+        `some` may be True too often, `every` False too often; both are bool and broadcast to
+        [B or 1, N or 1, nQ, nK]. A mask that is no program has mixed tiles only.
+        """
+        try:
+            vectors = MaskVectors([tiles.q], [tiles.k], False)
+            program = self.comparison(vectors)
+        except Refused:
+            return np.ones((1, 1, 1, 1), bool), np.zeros((1, 1, 1, 1), bool)
+        every, some = program.bounds(vectors.ranges(tiles))
+        return some != 0, every != 0
+
+    @property
+    def leaf_axes(self) -> tuple[AxisNames, ...]:
+        """Name the axes of each array of the mask: "b" batch rows, "n" heads, None neither."""
+        return tuple((None,) * jnp.ndim(x) for x in jax.tree.leaves(self))
+
+    def comparison(self, vectors: MaskVectors) -> Program:
+        """Append what a fused kernel reads of the mask; return the program that compares a pair."""
+        return vectors.sees(self.sees)
+
+    # What follows from these
+
+    def part(self, first: Pair, full: tuple[int, int], size: tuple[int, int]) -> Mask:
+        """Return the mask of some batch rows and heads, as pairs (rows, heads).
+
+        They begin with `first`, which may be traced, and are `size` of `full`. Arrays whose axes
+        `leaf_axes` names are sliced, unless they are as short as `size` already. Where it names
+        no axis, the result of `sees` is sliced.
+        """
+        axes = self.leaf_axes
+        if any(name for names in axes for name in names):
+            leaves, structure = jax.tree.flatten(self)
+            at = {"b": 0, "n": 1}
+            for i, names in enumerate(axes):
+                for axis, name in enumerate(names):
+                    if name is not None:
+                        n = at[name]
+                        leaves[i] = _slice(leaves[i], axis, first[n], full[n], size[n])
+            return jax.tree.unflatten(structure, leaves)
+        return self if self.lead == (1, 1) else PartOfMask(self, *first, full, size)
+
+    def closed(self) -> Mask:
+        """Return the mask with the traced values that its predicates read as leaves.
+
+        A derivative that is written by hand may read no traced values but its arguments.
+        """
+        open_ones = [x for x in nodes(self) if type(x).closed is not Mask.closed]
+        found = {id(node): node.closed() for node in open_ones}
+        close = lambda node: found.get(id(node), node)  # noqa: E731
+        return jax.tree.map(close, self, is_leaf=lambda x: id(x) in found) if found else self
+
+    @property
+    def num_matrices(self) -> int:
+        """Count the matrices that a fused kernel reads: one for each `Dense`."""
+        return sum(type(node).reads_pairs for node in nodes(self))
+
+    @property
+    def calls_user_code(self) -> bool:
+        """Return whether evaluating the mask calls code that is not of this library."""
+        return any(type(node).is_foreign for node in nodes(self))
+
+    # What callers ask of a mask
+
+    def materialize(
+        self,
+        q_positions: jax.Array,  # i32[T] or [B, T]
+        k_positions: jax.Array,  # i32[S] or [B, S]
+    ) -> jax.Array:  # bool[B or 1, N or 1, T, S]
+        """Return the mask as an array; ValueError where shapes or dtypes do not fit."""
+        q, k = _rows("q_positions", q_positions), _rows("k_positions", k_positions)
+        self._check_rows(q, k)
+        return self.allows(jnp.asarray(q), jnp.asarray(k)) & (k >= 0)[:, None, None, :]
+
+    def allows(
+        self,
+        q_positions: jax.Array,  # i32[B or 1, T]
+        k_positions: jax.Array,  # i32[B or 1, S]
+    ) -> jax.Array:  # bool[B or 1, N or 1, T, S]
+        """Return what `materialize` does, unchecked and without the rule about empty slots."""
+        sees = _four_axes(self.sees(q_positions[:, None, :, None], k_positions[:, None, None, :]))
+        return jnp.broadcast_to(sees, (*sees.shape[:2], q_positions.shape[1], k_positions.shape[1]))
+
+    def block_plan(
+        self,
+        q_positions: jax.Array,  # i32[T] or [B, T]
+        k_positions: jax.Array,  # i32[S] or [B, S]
+        *,
+        block_q: int,
+        block_k: int,
+    ) -> BlockPlan:
+        """Classify tiles as skipped, partial or full from the smallest and largest positions.
+
+        Conservative: a skipped tile is entirely False, a full one entirely True, a partial one
+        anything. The last tiles may reach beyond T and S: keys there count as empty slots, so such
+        a tile is never full; queries there count as nothing. Without traced values the plan is
+        computed at once, also inside a jit; its memory is O(T + S + tiles), except for `Dense`.
+        """
+        for name, size in (("block_q", block_q), ("block_k", block_k)):
+            if size < 1:
+                raise ValueError(f"{name} is {size}: must be at least 1")
+        with at_once(self, q_positions, k_positions):
+            q, k = _rows("q_positions", q_positions), _rows("k_positions", k_positions)
+            self._check_rows(q, k)
+            tiles = Tiles(q, k, block_q, block_k)
+            return BlockPlan(tiles.classes(*self.some_and_every(tiles)), block_q, block_k)
+
+    def _check_rows(self, q: jax.Array, k: jax.Array) -> None:
+        sizes = {"the mask": self.lead[0], "q_positions": q.shape[0], "k_positions": k.shape[0]}
+        if len({size for size in sizes.values() if size != 1}) > 1:
+            rows = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ValueError(f"batch rows differ: {rows}")
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{self!r} is neither true nor false: combine masks with &, | and ~, not with and, or "
+            "and not; ask `mask is None`"
+        )
+
+    def __repr__(self) -> str:
+        if not dataclasses.is_dataclass(self):
+            return object.__repr__(self)
+        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        while values and values[-1] is None:
+            values.pop()
+        return f"{type(self).__name__}({', '.join(map(_brief, values))})"
+
+
+@register(arrays=("mask", "row", "head"), static=("full", "size"))
+@dataclass(frozen=True, repr=False, eq=False)
+class PartOfMask(Mask):
+    """Take some batch rows and heads of a mask's results, where its arrays cannot be sliced."""
+
+    mask: Mask
+    row: Any  # the first
+    head: Any  # the first
+    full: tuple[int, int]  # how many rows and heads there are
+    size: tuple[int, int]  # how many are here
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        sizes = zip(self.mask.lead, self.full, self.size, strict=True)
+        rows, heads = (size if n == full else n for n, full, size in sizes)
+        return rows, heads
+
+    def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        return self._cut(self.mask.sees(self._of_every_row(q), self._of_every_row(k)))
+
+    def some_and_every(self, tiles: Tiles) -> tuple[Any, Any]:
+        q, k = self._of_every_row(tiles.q), self._of_every_row(tiles.k)
+        some, every = self.mask.some_and_every(Tiles(q, k, tiles.block_q, tiles.block_k))
+        return self._cut(some), self._cut(every)
+
+    def _of_every_row(self, positions: jax.Array) -> jax.Array:
+        """Return positions [size or 1, ...] as [full or 1, ...]; those of other rows are 0."""
+        if positions.shape[0] == 1 or self.full[0] == self.size[0]:
+            return positions
+        zeros = jnp.zeros((self.full[0], *positions.shape[1:]), positions.dtype)
+        return lax.dynamic_update_slice_in_dim(zeros, positions, self.row, 0)
+
+    def _cut(self, result: jax.Array) -> jax.Array:
+        result = _four_axes(result)
+        for axis, first in enumerate((self.row, self.head)):
+            result = _slice(result, axis, first, self.full[axis], self.size[axis])
+        return result
+
+
+class _Pair(Mask):
+    """Combine two masks under one operator."""
+
+    __slots__ = ()
+    is_foreign = False
+    left: Mask
+    right: Mask
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        try:
+            rows, heads = jnp.broadcast_shapes(self.left.lead, self.right.lead)
+        except ValueError:
+            sizes = f"{self.left.lead} and {self.right.lead}"
+            raise ValueError(f"{self!r}: batch rows and heads {sizes} do not broadcast") from None
+        return rows, heads
+
+    @property
+    def leaf_axes(self) -> tuple[AxisNames, ...]:
+        return self.left.leaf_axes + self.right.leaf_axes
+
+    def part(self, first: Pair, full: tuple[int, int], size: tuple[int, int]) -> Mask:
+        sides = (side.part(first, full, size) for side in (self.left, self.right))
+        return type(self)(*sides)
+
+
+@register(arrays=("left", "right"))
+@dataclass(frozen=True, repr=False)
+class And(_Pair):
+    """Allow what both masks allow: Causal() & Window(2).
+
+    # . . .
+    # # . .
+    . # # .
+    . . # #
+    """
+
+    left: Mask
+    right: Mask
+
+    def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        return self.left.sees(q, k) & self.right.sees(q, k)
+
+    def some_and_every(self, tiles: Tiles) -> tuple[Any, Any]:
+        a_some, a_every = self.left.some_and_every(tiles)
+        b_some, b_every = self.right.some_and_every(tiles)
+        return a_some & b_some, a_every & b_every
+
+    def comparison(self, vectors: MaskVectors) -> Program:
+        return self.left.comparison(vectors) & self.right.comparison(vectors)
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} & {self.right!r})"
+
+
+@register(arrays=("left", "right"))
+@dataclass(frozen=True, repr=False)
+class Or(_Pair):
+    """Allow what either mask allows: Causal() | Prefix(lengths) of lengths [2].
+
+    # # . .
+    # # . .
+    # # # .
+    # # # #
+    """
+
+    left: Mask
+    right: Mask
+
+    def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        return self.left.sees(q, k) | self.right.sees(q, k)
+
+    def some_and_every(self, tiles: Tiles) -> tuple[Any, Any]:
+        a_some, a_every = self.left.some_and_every(tiles)
+        b_some, b_every = self.right.some_and_every(tiles)
+        return a_some | b_some, a_every | b_every
+
+    def comparison(self, vectors: MaskVectors) -> Program:
+        return self.left.comparison(vectors) | self.right.comparison(vectors)
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} | {self.right!r})"
+
+
+@register(arrays=("mask",))
+@dataclass(frozen=True, repr=False)
+class Not(Mask):
+    """Allow what a mask hides: ~Causal(). An empty slot stays unseen.
+
+    . # # #
+    . . # #
+    . . . #
+    . . . .
+    """
+
+    mask: Mask
+    is_foreign = False
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return self.mask.lead
+
+    @property
+    def leaf_axes(self) -> tuple[AxisNames, ...]:
+        return self.mask.leaf_axes
+
+    def part(self, first: Pair, full: tuple[int, int], size: tuple[int, int]) -> Mask:
+        return Not(self.mask.part(first, full, size))
+
+    def comparison(self, vectors: MaskVectors) -> Program:
+        return ~self.mask.comparison(vectors)
+
+    def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        return ~self.mask.sees(q, k)
+
+    def some_and_every(self, tiles: Tiles) -> tuple[Any, Any]:
+        some, every = self.mask.some_and_every(tiles)
+        return ~every, ~some
+
+    def __repr__(self) -> str:
+        return f"~{self.mask!r}"
+
+
+def check_mask(mask: Any, B: int, N: int) -> None:
+    """Raise ValueError where a mask is none, is not a registered pytree, or does not fit."""
+    if mask is None:
+        return
+    if not isinstance(mask, Mask):
+        if isinstance(mask, type):
+            raise ValueError(f"mask is the class {mask.__name__}: must be a value of it")
+        given = "function" if callable(mask) else type(mask).__name__
+        rule = "Dense(array) makes one of an array, Predicate(fn) of a function"
+        raise ValueError(f"mask is a {given}: must be a Mask; {rule}")
+    for node in nodes(mask):
+        kind = type(node)
+        if kind.__module__ in OURS:
+            continue
+        parameters = vars(kind).get("__dataclass_params__")
+        registered = not jax.tree_util.all_leaves([node])
+        if parameters is None or not parameters.frozen or not registered:
+            wrong = "is not registered as a pytree" if parameters else "is no frozen dataclass"
+            wrong = wrong if parameters is None or parameters.frozen else "is not frozen"
+            raise ValueError(
+                f"{kind.__name__} {wrong}: write @jax.tree_util.register_dataclass and "
+                f"@dataclass(frozen=True) above class {kind.__name__}(Mask)"
+            )
+        if (base := _base_with_other_pairs(kind)) is not None:
+            rule = f"overrides {base}.sees and inherits the rest of {base}"
+            raise ValueError(f"{kind.__name__} {rule}: derive it from Mask")
+    rows, heads = mask.lead
+    if rows not in (1, B) or heads not in (1, N):
+        raise ValueError(f"{mask!r} has {rows} batch rows and {heads} heads, query {B} and {N}")
+
+
+def refuse_mask(mask: Mask) -> str | None:
+    """Return why no kernel can evaluate a mask, or None: the one place that says so."""
+    if mask.num_matrices > MATRICES:
+        return f"takes at most {MATRICES} Dense masks, not {mask.num_matrices}"
+    if not mask.calls_user_code:
+        return None
+    at = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+    def trial(mask: Mask, q: jax.Array, k: jax.Array) -> list[jax.Array]:
+        vectors = MaskVectors.of(mask, q, k, False)
+        return [*vectors.q, *vectors.k]
+
+    try:
+        jax.eval_shape(trial, mask, at, at)  # a function JAX has not seen
+    except Refused as error:
+        return f"{error}; the mask is {Mask.__repr__(mask)}"
+    except Exception as error:  # what a user's function may raise
+        return f"{Mask.__repr__(mask)} cannot be traced: {type(error).__name__}: {error}"
+    return None
+
+
+def _base_with_other_pairs(kind: type[Mask]) -> str | None:
+    """Return the mask of the library that a class derives from and sees other pairs than, or None.
+
+    Such a class would inherit the tiles, the comparison and the window of the other's pairs.
+    """
+    base = next(x for x in kind.__mro__ if x.__module__ in OURS and issubclass(x, Mask))
+    return base.__name__ if base is not Mask and kind.sees is not base.sees else None
+
+
+def nodes(mask: Mask) -> Iterator[Mask]:
+    """Yield a mask and those that it is made of."""
+    yield mask
+    if dataclasses.is_dataclass(mask):
+        inner = (getattr(mask, field.name) for field in dataclasses.fields(mask))
+        for one in inner:
+            if isinstance(one, Mask):
+                yield from nodes(one)
+
+
+def _four_axes(sees: jax.Array) -> jax.Array:
+    return sees if sees.ndim == 4 else sees.reshape((1,) * (4 - sees.ndim) + sees.shape)
+
+
+def _slice(x: jax.Array, axis: int, first: Any, full: int, size: int) -> jax.Array:
+    """Return `size` of the `full` entries of an axis; an axis of another length as it is."""
+    if x.shape[axis] != full or full == size:
+        return x
+    return lax.dynamic_slice_in_dim(x, first, size, axis)
+
+
+def _rows(name: str, positions: Any) -> jax.Array:
+    """Return positions as [B or 1, length], known ones as NumPy's."""
+    positions = as_int32(name, positions)
+    known = known_value(positions)
+    positions = jnp.asarray(positions) if known is None else known
+    if positions.ndim not in (1, 2) or not jnp.issubdtype(positions.dtype, jnp.integer):
+        given = f"{positions.dtype}{positions.shape}"
+        raise ValueError(f"{name} is {given}: must be integers [length] or [B, length]")
+    return positions[None] if positions.ndim == 1 else positions
+
+
+def _brief(value: Any) -> str:
+    """Return an array as dtype[shape], anything else as its repr."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+    return repr(value)
