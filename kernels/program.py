@@ -61,7 +61,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "div": _wide(lax.div),
     "rem": _wide(lax.rem),
 }
-"""What a program may do, of integers of 32 bits, in the order of `Operation` in cpu/source/mask.h."""
+"""What a program may do, of integers of 32 bits: the order is that of `Operation` in mask.h."""
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _LOGIC = {"and", "or", "xor"}
@@ -96,7 +96,7 @@ class Program:
         return name in _COMPARISONS or (name in _LOGIC and all(map(self._is_bool, operands)))
 
     def reads(self, side: str) -> set[int]:
-        """Return the indices of the vectors of "q" or "k", or the bits of a "pair", that it reads."""
+        """Return which vectors of "q" or "k" it reads, or which bits of a "pair"."""
         read = [operand for _, operands in self.steps for operand in operands] + [self.result]
         return {index for kind, index in read if kind == side}
 
@@ -240,8 +240,8 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, z: Any = None) -> Ra
         return low.astype(np.int32), high.astype(np.int32)
     if name in _COMPARISONS:
         holds = OPERATIONS[name]
-        ends = (x_high, y_low), (x_low, y_high)
-        every, some = ends if name in ("lt", "le") else ends[::-1]
+        every, some = (x_high, y_low), (x_low, y_high)
+        every, some = (every, some) if name in ("lt", "le") else (some, every)
         return holds(*every).astype(np.int32), holds(*some).astype(np.int32)
     if name in ("min", "max"):
         pick = xp.minimum if name == "min" else xp.maximum

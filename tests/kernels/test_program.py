@@ -33,8 +33,8 @@ MEANING = {
     "min": min,
     "max": max,
     **{
-        name: lambda x, y, f=getattr(operator, name): int(f(x, y))
-        for name in ("eq", "ne", "lt", "le", "gt", "ge")
+        f.__name__: lambda x, y, f=f: int(f(x, y))
+        for f in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
     },
     "shift_left": lambda x, y: wrapped(x << y) if 0 <= y < 32 else 0,
     "shift_right_arithmetic": lambda x, y: x >> (y if 0 <= y < 32 else 31),

@@ -73,8 +73,8 @@ def lists_of(classes: Any) -> TileLists:
 class Tiles:
     """Cut positions into tiles, and summarise each tile; empty slots count as nothing.
 
-    Results about keys have the shape [B or 1, N or 1, 1, nK], about queries [B or 1, N or 1, nQ, 1].
-    Of NumPy's arrays all is computed by NumPy, for which nothing is compiled.
+    Results about keys have the shape [B or 1, N or 1, 1, nK], about queries
+    [B or 1, N or 1, nQ, 1]. Of NumPy's arrays all is computed by NumPy: nothing is compiled.
     """
 
     q: Any  # i32[B or 1, T]

@@ -7,6 +7,7 @@ method of `Mask`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -442,11 +443,16 @@ def _base_with_other_pairs(kind: type[Mask]) -> str | None:
 def nodes(mask: Mask) -> Iterator[Mask]:
     """Yield a mask and those that it is made of."""
     yield mask
-    if dataclasses.is_dataclass(mask):
-        inner = (getattr(mask, field.name) for field in dataclasses.fields(mask))
-        for one in inner:
-            if isinstance(one, Mask):
-                yield from nodes(one)
+    for name in _fields(type(mask)):
+        one = getattr(mask, name)
+        if isinstance(one, Mask):
+            yield from nodes(one)
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    parameters = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return tuple(field.name for field in parameters)
 
 
 def _four_axes(sees: jax.Array) -> jax.Array:

@@ -350,20 +350,24 @@ def causal_window(mask: Mask) -> tuple[bool, int | None] | None:
         case Window(left=left, right=None) if left:
             return False, left
         case And():
-            left, right = causal_window(mask.left), causal_window(mask.right)
-            if left is not None and right is not None:
-                widths = [width for _, width in (left, right) if width is not None]
-                return left[0] or right[0], min(widths, default=None)
+            one, two = causal_window(mask.left), causal_window(mask.right)
+            if one is not None and two is not None:
+                widths = [width for _, width in (one, two) if width is not None]
+                return one[0] or two[0], min(widths, default=None)
     return None
 
 
 def look_up(table: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return table[b, at] for positions [B or 1, ...], and which lie inside the table [B, S]."""
+    """Return table[b, at] for positions [B or 1, ...], and which lie inside the table [B, S].
+
+    Outside it is the nearest entry: bounds of a tile that reaches beyond the table stay those of
+    its part inside.
+    """
     inside = (at >= 0) & (at < table.shape[1])
     rows = jnp.broadcast_shapes(table.shape[:1], at.shape[:1])
     if table.shape[1] == 0:
         return jnp.zeros(rows + at.shape[1:], table.dtype), inside
-    index = jnp.where(inside, at, 0).reshape(at.shape[0], -1)
+    index = jnp.clip(at, 0, table.shape[1] - 1).reshape(at.shape[0], -1)
     found = jnp.take_along_axis(table, index, axis=1, mode="promise_in_bounds")
     return found.reshape(rows + at.shape[1:]), inside
 
