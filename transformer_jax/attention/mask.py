@@ -443,7 +443,8 @@ def _base_with_other_pairs(kind: type[Mask]) -> str | None:
 def nodes(mask: Mask) -> Iterator[Mask]:
     """Yield a mask and those that it is made of."""
     yield mask
-    for name in _fields(type(mask)):
+    kind: Any = type(mask)
+    for name in _fields(kind):
         one = getattr(mask, name)
         if isinstance(one, Mask):
             yield from nodes(one)
