@@ -260,8 +260,6 @@ def _page(call: AttentionCall) -> int | None:
     return None if call.block_table is None else call.key.shape[1]
 
 
-
-
 def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
     """Return whether the lists of tiles are too long for where a backend keeps them."""
     most = where.backend.list_bytes
@@ -304,9 +302,7 @@ def _plan(call: AttentionCall, tiling: Tiling) -> FusedPlan:
             blocks = {kind: dataclasses.replace(b, q=padded_T) for kind, b in blocks.items()}
         plans = {(b.q, b.k): plan_of(mask, *at, b, tiling.padded) for b in blocks.values()}
         prepare = tiling.where.backend.prepare
-        lists = {
-            kind: prepare(_lists(kind, plans[b.q, b.k], tiling)) for kind, b in blocks.items()
-        }
+        lists = {kind: prepare(_lists(kind, plans[b.q, b.k], tiling)) for kind, b in blocks.items()}
     everywhere = vectors.visible == NO_EMPTY_SLOT
     no_empty_slot = call.k_positions is None and call.sizes[3] == padded_S
     visible = None if everywhere and no_empty_slot else vectors.visible
