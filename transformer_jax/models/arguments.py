@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.attention.masks import (And, Mask, Or, Padding, Prefix, Segments, Window, causal_window,)
+from transformer_jax.attention.masks import (
+    And,
+    Mask,
+    Or,
+    Padding,
+    Prefix,
+    Segments,
+    Window,
+    causal_window,
+)
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache.model_cache import (
     ModelCache,
