@@ -137,3 +137,8 @@ def test_the_first_docstring_lists_the_public_names_and_others_are_found_in_thei
         assert getattr(transformer_jax, name) is not None
     with pytest.raises(AttributeError, match=r"transformer_jax\.models\.lora import merge_lora"):
         transformer_jax.merge_lora  # noqa: B018
+
+
+def test_the_citation_has_the_version_of_the_package():
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert cited[1] == transformer_jax.__version__
