@@ -11,12 +11,11 @@ What attention means (masks, arguments, the choice of an implementation) is in
     chips      facts about chips: limits, tile sizes, where the kernels are fastest
     query_rows the rows of a tile of few queries
     packed_queries  those of several heads as rows of one tile, around any kernel
-    nvidia     what no kernel for NVIDIA GPUs can do
     gradient   the backward pass
     batching   `vmap`
     sharding   device meshes
     lowering   programs for other platforms, which a library here is not for
-    hopper/, ampere/, tpu/, cpu/   the kernels
+    hopper/, ampere/, tpu/, cpu/   the kernels; nvidia/ is what the first two share
 
 `target()` is the backend of this process. `using` takes another one: for the interpreters of the
 backends on a CPU, and for compiling for a device that is not attached.

@@ -75,6 +75,18 @@ def test_the_ground_floor_imports_nothing_of_the_package():
             assert own or name.split(".")[0] in others | sys.stdlib_module_names, f"{path}: {name}"
 
 
+def test_backends_import_what_is_below_them_and_no_other_backend():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    drawing = page.split("Inside `kernels`")[1].split("```")[1].replace("imports", "")
+    above, below = (set(re.findall(r"\w+", line)) for line in drawing.strip().splitlines())
+    assert above | below == {path.parent.name for path in KERNELS.glob("*/__init__.py")}
+    for name in above | below:
+        others = {f"transformer_jax.kernels.{x}" for x in above - {name}}
+        for path in (KERNELS / name).rglob("*.py"):
+            found = {".".join(x.split(".")[:3]) for x in imports(path)}
+            assert not found & others, f"{path}: {found & others}"
+
+
 def test_no_module_imports_the_package_as_a_whole():
     for path in MODULES:
         tree = ast.parse(path.read_text())

@@ -64,7 +64,7 @@ def automatic_barriers() -> Patch:
     def with_all(usual: Any) -> Callable[..., Any]:
         return lambda auto_barriers: usual(auto_barriers=True)
 
-    return replaced("kernels.hopper.schedule", "compiler_params", with_all)
+    return replaced("kernels.hopper.programs", "compiler_params", with_all)
 
 
 def slack_of_8() -> Patch:

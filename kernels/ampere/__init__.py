@@ -3,8 +3,7 @@
 Nothing here needs what only Hopper (wgmma, TMA) has, so one source serves compute capability 8
 (Ampere, Ada), 10 and 12 (Blackwell). It follows FlashAttention-2 (Dao 2023): a program of four
 warps holds 64 rows of what it computes, and copies one tile of the other side after another through
-registers into shared memory. Scores are kept in base 2, laid out in registers as on Hopper, whose
-masks and arithmetic of a tile are used.
+registers into shared memory. Scores are kept in base 2, laid out in registers as on Hopper.
 
     tiles      shared memory, registers, copies, products
     forward    the forward kernel          backward   those of dq, of dk and dv, of a bias
@@ -25,8 +24,8 @@ from transformer_jax.kernels.ampere.tiles import HAS_MMA
 from transformer_jax.kernels.chips import AMPERE_HEAD_DIMS as HEAD_DIMS
 from transformer_jax.kernels.chips import ampere_blocks as blocks
 from transformer_jax.kernels.contract import Backend, Problem
-from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER, ROWS
-from transformer_jax.kernels.hopper.schedule import prepare
+from transformer_jax.kernels.nvidia.memory import HAS_INTERPRETER, ROWS
+from transformer_jax.kernels.nvidia.schedule import prepare
 
 
 def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:

@@ -32,9 +32,8 @@ from transformer_jax.kernels.contract import (
     TileLists,
     learns_slopes,
 )
-from transformer_jax.kernels.hopper.backward import base_of
-from transformer_jax.kernels.hopper.bias_gradient import digits, sum_shape, visited
-from transformer_jax.kernels.hopper.memory import (
+from transformer_jax.kernels.nvidia.bias import digits, sum_shape, visited
+from transformer_jax.kernels.nvidia.memory import (
     COLUMN,
     ROW,
     ROWS,
@@ -47,15 +46,11 @@ from transformer_jax.kernels.hopper.memory import (
     load,
     load_along,
 )
-from transformer_jax.kernels.hopper.schedule import (
-    each_tile,
-    key_items,
-    prepare,
-    query_items,
-)
-from transformer_jax.kernels.hopper.scores import (
+from transformer_jax.kernels.nvidia.schedule import each_tile, key_items, prepare, query_items
+from transformer_jax.kernels.nvidia.scores import (
     TilePosition,
     TileVectors,
+    base_of,
     distance,
     probabilities,
     queries_as_columns,

@@ -37,14 +37,14 @@ from transformer_jax.kernels.ampere.tiles import (
     store_rows,
 )
 from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
-from transformer_jax.kernels.hopper.decode_rows import (
+from transformer_jax.kernels.nvidia.decode_rows import (
     for_copies,
     lists_of_key_heads,
     merged,
     part_of,
     place_of,
 )
-from transformer_jax.kernels.hopper.memory import (
+from transformer_jax.kernels.nvidia.memory import (
     ROW,
     ROWS,
     WGMMA,
@@ -57,8 +57,8 @@ from transformer_jax.kernels.hopper.memory import (
     load,
     slot_of,
 )
-from transformer_jax.kernels.hopper.schedule import each_tile, item_index, key_parts
-from transformer_jax.kernels.hopper.scores import TilePosition, TileVectors, score_unit, scores
+from transformer_jax.kernels.nvidia.schedule import each_tile, item_index, key_parts
+from transformer_jax.kernels.nvidia.scores import TilePosition, TileVectors, score_unit, scores
 from transformer_jax.kernels.query_rows import packed_rows
 from transformer_jax.kernels.sharding import result
 

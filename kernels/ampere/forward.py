@@ -24,14 +24,14 @@ from transformer_jax.kernels.ampere.tiles import (
     slot,
 )
 from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
-from transformer_jax.kernels.hopper.forward import divided
-from transformer_jax.kernels.hopper.memory import ROW, ROWS, Ref, across, at, f32, filled
-from transformer_jax.kernels.hopper.schedule import each_tile, prepare, query_items
-from transformer_jax.kernels.hopper.scores import (
+from transformer_jax.kernels.nvidia.memory import ROW, ROWS, Ref, across, at, f32, filled
+from transformer_jax.kernels.nvidia.schedule import each_tile, prepare, query_items
+from transformer_jax.kernels.nvidia.scores import (
     LN2,
     QueryRows,
     TilePosition,
     TileVectors,
+    divided,
     kept,
     score_unit,
     scores,

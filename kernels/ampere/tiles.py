@@ -19,8 +19,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
 from transformer_jax.kernels.contract import Problem
-from transformer_jax.kernels.hopper.memory import ROWS, Ref, filled, load, tile_slots
-from transformer_jax.kernels.hopper.schedule import name_of
+from transformer_jax.kernels.nvidia.memory import ROWS, Ref, filled, load, tile_slots
+from transformer_jax.kernels.nvidia.schedule import name_of
 from transformer_jax.kernels.sharding import vary
 
 LAYOUT: Any = plgpu.Layout

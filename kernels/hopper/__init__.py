@@ -10,11 +10,9 @@ rescales its sums only where a maximum has risen by more than that (FlashAttenti
 sum depends on the order in which programs finish; `backward_single_pass` computes all three without
 that promise.
 
-    memory     slots of shared memory, registers        products   wgmma
-    schedule   which program computes what              scores     a tile's scores, mask, dropout
-    producer   the copies                               forward, decode, backward,
-                                                        backward_single_pass, bias_gradient:
-                                                        the kernels
+    programs   items to programs, roles to warpgroups   products   wgmma
+    producer   the copies
+    forward, decode, backward, backward_single_pass, bias_gradient    the kernels
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ from transformer_jax.kernels.hopper.backward_single_pass import backward_single_
 from transformer_jax.kernels.hopper.bias_gradient import backward_bias
 from transformer_jax.kernels.hopper.decode import decode
 from transformer_jax.kernels.hopper.forward import forward
-from transformer_jax.kernels.hopper.memory import HAS_INTERPRETER, HAS_JAX_11, ROWS
-from transformer_jax.kernels.hopper.schedule import prepare
+from transformer_jax.kernels.nvidia.memory import HAS_INTERPRETER, HAS_JAX_11, ROWS
+from transformer_jax.kernels.nvidia.schedule import prepare
 
 
 def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:

@@ -25,7 +25,10 @@ from transformer_jax.kernels.contract import (
     learns_slopes,
 )
 from transformer_jax.kernels.hopper.forward import has_room
-from transformer_jax.kernels.hopper.memory import (
+from transformer_jax.kernels.hopper.producer import KeyWalk, QueryWalk, wait_from
+from transformer_jax.kernels.hopper.products import add_products, opaque, product
+from transformer_jax.kernels.hopper.programs import each_item, launch, specialise
+from transformer_jax.kernels.nvidia.memory import (
     COLUMN,
     ROW,
     ROWS,
@@ -38,25 +41,14 @@ from transformer_jax.kernels.hopper.memory import (
     filled,
     load,
     load_along,
-    opaque,
     slot_of,
     tile_slots,
 )
-from transformer_jax.kernels.hopper.producer import KeyWalk, QueryWalk, wait_from
-from transformer_jax.kernels.hopper.products import add_products, product
-from transformer_jax.kernels.hopper.schedule import (
-    each_item,
-    each_tile,
-    key_items,
-    launch,
-    prepare,
-    query_items,
-    specialise,
-)
-from transformer_jax.kernels.hopper.scores import (
-    LOG2E,
+from transformer_jax.kernels.nvidia.schedule import each_tile, key_items, prepare, query_items
+from transformer_jax.kernels.nvidia.scores import (
     TilePosition,
     TileVectors,
+    base_of,
     distance,
     is_linear,
     probabilities,
@@ -68,11 +60,6 @@ from transformer_jax.kernels.sharding import result
 
 RowVectors = tuple[jax.Array | None, ...]
 Sums = dict[str, jax.Array]  # "dk", "dv"
-
-
-def base_of(saved: Saved) -> jax.Array:  # f32[B, N, T]
-    """Return what p = 2^(s - base) subtracts."""
-    return (saved.row_max + saved.log_sum) * LOG2E
 
 
 # The dq kernel

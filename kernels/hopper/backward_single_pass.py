@@ -32,8 +32,11 @@ from transformer_jax.kernels.contract import (
     TileLists,
     learns_slopes,
 )
-from transformer_jax.kernels.hopper.backward import RowVectors, base_of
-from transformer_jax.kernels.hopper.memory import (
+from transformer_jax.kernels.hopper.backward import RowVectors
+from transformer_jax.kernels.hopper.producer import KeyWalk
+from transformer_jax.kernels.hopper.products import add_products, opaque
+from transformer_jax.kernels.hopper.programs import each_item, launch, specialise
+from transformer_jax.kernels.nvidia.memory import (
     COLUMN,
     ROWS,
     Ref,
@@ -42,24 +45,15 @@ from transformer_jax.kernels.hopper.memory import (
     fence,
     filled,
     load_along,
-    opaque,
     slot_of,
     swizzle_of,
     tile_slots,
 )
-from transformer_jax.kernels.hopper.producer import KeyWalk
-from transformer_jax.kernels.hopper.products import add_products
-from transformer_jax.kernels.hopper.schedule import (
-    each_item,
-    each_tile,
-    key_items,
-    launch,
-    prepare,
-    specialise,
-)
-from transformer_jax.kernels.hopper.scores import (
+from transformer_jax.kernels.nvidia.schedule import each_tile, key_items, prepare
+from transformer_jax.kernels.nvidia.scores import (
     TilePosition,
     TileVectors,
+    base_of,
     distance,
     probabilities,
     queries_as_columns,

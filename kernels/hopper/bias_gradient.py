@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from transformer_jax.kernels.contract import Blocks, Operands, Problem, Saved, TileLists
-from transformer_jax.kernels.hopper.backward import base_of
-from transformer_jax.kernels.hopper.memory import (
+from transformer_jax.kernels.hopper.producer import wait_from
+from transformer_jax.kernels.hopper.products import opaque, product
+from transformer_jax.kernels.hopper.programs import each_item, launch, specialise
+from transformer_jax.kernels.nvidia.bias import digits, sum_shape, visited
+from transformer_jax.kernels.nvidia.memory import (
     ROW,
     ROWS,
     WGMMA,
@@ -29,16 +32,11 @@ from transformer_jax.kernels.hopper.memory import (
     at,
     f32,
     filled,
-    i32,
     load,
-    opaque,
     slot_of,
     tile_slots,
 )
-from transformer_jax.kernels.hopper.producer import wait_from
-from transformer_jax.kernels.hopper.products import product
-from transformer_jax.kernels.hopper.schedule import each_item, launch, specialise
-from transformer_jax.kernels.hopper.scores import TilePosition, TileVectors, probabilities
+from transformer_jax.kernels.nvidia.scores import TilePosition, TileVectors, base_of, probabilities
 from transformer_jax.kernels.sharding import result
 
 
@@ -75,25 +73,6 @@ def backward_bias(
     )(visits, operands, saved.do, base_of(saved), saved.D)
     lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
     return total.sum(axis=lacking, keepdims=True)
-
-
-def sum_shape(operands: Operands, blocks: Blocks) -> tuple[int, int, int, int]:
-    """Return the shape of what the kernel sums.
-
-    Along T or S a bias without that axis is summed in registers and then once more outside, over
-    the rows or columns of one tile; one without both keeps T.
-    """
-    assert operands.bias is not None
-    T, S = operands.query.shape[1], operands.key.shape[1]
-    b, n, t, s = operands.bias.shape
-    return b, n, T if t > 1 or s == 1 else blocks.q, S if s > 1 else blocks.k
-
-
-def visited(lists: TileLists) -> jax.Array:  # i32[B or 1, N or 1, query tiles, key tiles]
-    """Return 1 for the tiles that the lists name, else 0."""
-    *where, turn = jnp.indices(lists.order.shape, sparse=True)
-    named = (turn < lists.seen[..., None]).astype(i32)
-    return jnp.zeros(lists.order.shape, i32).at[*where, lists.order].max(named)
 
 
 class _Memory(NamedTuple):
@@ -221,9 +200,3 @@ class _Program:
         dp = product(do, v.transpose((1, 0)))
         self.vectors.release(memory.empty_slot.at[slot], True)
         return total + differentiate(dp, across(D, dp))[0], step + 1
-
-
-def digits(index: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
-    """Yield the index of an array of these sizes at a flat index."""
-    for axis in range(len(sizes)):
-        yield index // math.prod(sizes[axis + 1 :]) % sizes[axis]

@@ -30,7 +30,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
-from transformer_jax.kernels.hopper.decode_rows import (
+from transformer_jax.kernels.hopper.producer import wait_from
+from transformer_jax.kernels.hopper.products import add_products, opaque, product
+from transformer_jax.kernels.hopper.programs import each_item, launch, most_programs, specialise
+from transformer_jax.kernels.nvidia.decode_rows import (
     columns_at_once,
     for_copies,
     lists_of_key_heads,
@@ -39,7 +42,7 @@ from transformer_jax.kernels.hopper.decode_rows import (
     place_of,
     swizzle,
 )
-from transformer_jax.kernels.hopper.memory import (
+from transformer_jax.kernels.nvidia.memory import (
     ROW,
     ROWS,
     WGMMA,
@@ -49,28 +52,12 @@ from transformer_jax.kernels.hopper.memory import (
     f32,
     filled,
     load,
-    opaque,
     slot_of,
     swizzle_of,
     tile_slots,
 )
-from transformer_jax.kernels.hopper.producer import wait_from
-from transformer_jax.kernels.hopper.products import add_products, product
-from transformer_jax.kernels.hopper.schedule import (
-    each_item,
-    each_tile,
-    item_index,
-    key_parts,
-    launch,
-    most_programs,
-    specialise,
-)
-from transformer_jax.kernels.hopper.scores import (
-    TilePosition,
-    TileVectors,
-    score_unit,
-    scores,
-)
+from transformer_jax.kernels.nvidia.schedule import each_tile, item_index, key_parts
+from transformer_jax.kernels.nvidia.scores import TilePosition, TileVectors, score_unit, scores
 from transformer_jax.kernels.query_rows import packed_rows
 from transformer_jax.kernels.sharding import result
 

@@ -24,7 +24,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
-from transformer_jax.kernels.hopper.memory import (
+from transformer_jax.kernels.hopper.producer import QueryWalk
+from transformer_jax.kernels.hopper.products import (
+    add_products,
+    opaque,
+    overlapped_products,
+    product,
+)
+from transformer_jax.kernels.hopper.programs import each_item, launch, specialise
+from transformer_jax.kernels.nvidia.memory import (
     HAS_JAX_11,
     ROW,
     ROWS,
@@ -34,25 +42,16 @@ from transformer_jax.kernels.hopper.memory import (
     at,
     f32,
     filled,
-    opaque,
     slot_of,
     tile_slots,
 )
-from transformer_jax.kernels.hopper.producer import QueryWalk
-from transformer_jax.kernels.hopper.products import add_products, overlapped_products, product
-from transformer_jax.kernels.hopper.schedule import (
-    each_item,
-    launch,
-    prepare,
-    query_items,
-    specialise,
-)
-from transformer_jax.kernels.hopper.scores import (
+from transformer_jax.kernels.nvidia.schedule import prepare, query_items
+from transformer_jax.kernels.nvidia.scores import (
     LN2,
-    LOG2E,
     QueryRows,
     TilePosition,
     TileVectors,
+    divided,
     kept,
     score_unit,
     scores,
@@ -310,22 +309,6 @@ def raised(row_max: jax.Array, top: jax.Array, slack: float) -> jax.Array:
     if slack:  # LOWEST + slack is LOWEST: any score is above it
         return jnp.where(top > row_max + slack, top, row_max)
     return jnp.maximum(row_max, top)
-
-
-def divided(
-    problem: Problem, operands: Operands, b: Any, n: Any, acc: jax.Array, row_max: jax.Array,
-    total: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Return the output, m, l and which rows saw a key, of sums over all keys; the sink joins."""
-    live = total != 0
-    shrink = filled(total.shape, 1)
-    if operands.sinks is not None:
-        sink = at(operands.sinks, b, n)[...] * LOG2E
-        grown = jnp.maximum(row_max, sink)
-        shrink = jnp.exp2(row_max - grown)
-        total, row_max = total * shrink + jnp.exp2(sink - grown), grown
-    factor = jnp.where(live, shrink / total, 0) * (1 / (1 - problem.dropout_rate))
-    return (acc * across(factor, acc)).astype(operands.query.dtype), row_max, total, live
 
 
 def any_of_warp(rows: jax.Array) -> jax.Array:  # bool[rows] -> bool[]

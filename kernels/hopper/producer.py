@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from transformer_jax.kernels.contract import Blocks, Operands, TileLists
-from transformer_jax.kernels.hopper.memory import Ref, at, slot_of
-from transformer_jax.kernels.hopper.schedule import each_item, key_items, query_items
-from transformer_jax.kernels.hopper.scores import TileVectors
+from transformer_jax.kernels.hopper.programs import each_item
+from transformer_jax.kernels.nvidia.memory import Ref, at, slot_of
+from transformer_jax.kernels.nvidia.schedule import key_items, query_items
+from transformer_jax.kernels.nvidia.scores import TileVectors
 
 AfterTile = Callable[[Any, Any, Any], None]
 """Called with the batch row, query head and first query of a tile."""

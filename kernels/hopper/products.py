@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from transformer_jax.kernels.contract import Problem
-from transformer_jax.kernels.hopper.memory import Ref, f32
+from transformer_jax.kernels.nvidia.memory import HAS_JAX_11, Ref, f32, i32
 
 Sum = tuple[jax.Array, jax.Array | Ref, Ref]  # acc, a and b of acc + a @ b
 Found = TypeVar("Found")
+
+
+def opaque(slot: Any) -> jax.Array:
+    """Hide from the compiler which slot this is.
+
+    wgmma takes a descriptor for every 16 columns of a tile. Those of a slot that stays would be
+    kept in registers from step to step, up to 64 of them, and something else spilled. So they cost
+    an addition each time instead.
+    """
+    return lax.optimization_barrier(jnp.asarray(slot, i32)) if HAS_JAX_11 else slot
 
 
 def product(a: Ref, b: Ref, after: Callable[[], None] = lambda: None) -> jax.Array:

@@ -29,8 +29,9 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.kernels import Target, ampere, chips, hopper, using
 from transformer_jax.kernels.chips import HOPPER_PROCESSORS, kinds
 from transformer_jax.kernels.contract import Problem
-from transformer_jax.kernels.hopper import schedule
-from transformer_jax.kernels.hopper.decode_rows import part_of
+from transformer_jax.kernels.hopper import programs
+from transformer_jax.kernels.nvidia import schedule
+from transformer_jax.kernels.nvidia.decode_rows import part_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -48,7 +49,7 @@ def interpreter(backend="hopper"):
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch):
     """Run so few programs that each has several items, and reuses every slot."""
-    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+    monkeypatch.setattr(programs, "PROGRAMS", 2)
     monkeypatch.setattr(chips, "AMPERE_PROCESSORS", 1)
 
 
@@ -86,7 +87,7 @@ def test_few_queries_without_dropout_take_the_decode_kernel(
 
 def test_a_gradient_takes_the_forward_kernel():
     attend, inputs = program(arrays_of(), mask=Causal(), return_lse=False)
-    parts = schedule.key_parts(2 * 2, 2, schedule.PROGRAMS)  # of 2 tiles; two warpgroups share each
+    parts = schedule.key_parts(2 * 2, 2, programs.PROGRAMS)  # of 2 tiles; two warpgroups share each
     of_decode = f"f32[{2 * 2 * parts * 2},8,64]"
     with using(Target("hopper")):
         assert of_decode in str(jax.make_jaxpr(attend)(*inputs))
@@ -198,7 +199,7 @@ def test_tiles_to_read_are_as_many_at_any_capacity():
         held = jnp.where(at < lengths, at, -1)  # positions in a cache
         plan = Causal().block_plan(lengths, held, block_q=1, block_k=128)
         seen = plan.of_first_queries(1).key_tiles().seen
-        parts = schedule.key_parts(4, -(-capacity // 128), schedule.PROGRAMS)
+        parts = schedule.key_parts(4, -(-capacity // 128), programs.PROGRAMS)
         ends = [part_of(seen, part, parts) for part in range(parts)]
         assert (ends[0][0] == 0).all() and (ends[-1][1] == seen).all()
         assert all((a[1] == b[0]).all() for a, b in itertools.pairwise(ends))
@@ -286,7 +287,7 @@ def test_a_step_of_decoding_copies_no_key_and_no_value(
     capacity, window, dtype, H, compile_gpu, monkeypatch
 ):
     """Only the two writes of a token are as large as the cache; no loop runs over it."""
-    monkeypatch.setattr(schedule, "PROGRAMS", HOPPER_PROCESSORS)
+    monkeypatch.setattr(programs, "PROGRAMS", HOPPER_PROCESSORS)
     step = compiled_step(compile_gpu, capacity, window, dtype, H)
     large = [kind for kind, _ in large_results(step.as_text(), B * capacity * K * H)]
     assert large == ["fusion", "fusion"]

@@ -29,7 +29,8 @@ from tests.support.tolerances import largest_error
 from transformer_jax import ALiBi, Causal, dot_product_attention, explain_attention
 from transformer_jax.kernels import Target, hopper, nvidia, using
 from transformer_jax.kernels.contract import Blocks, Problem, Saved, TileLists
-from transformer_jax.kernels.hopper import schedule, scores
+from transformer_jax.kernels.hopper import programs
+from transformer_jax.kernels.nvidia import schedule, scores
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch):
     """Run so few programs that each has several items, and reuses every slot."""
-    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+    monkeypatch.setattr(programs, "PROGRAMS", 2)
 
 
 CASES = {
@@ -317,8 +318,8 @@ def test_the_number_of_programs_changes_no_bit(monkeypatch):
     operands, do = draw(case)
     saved = oracle(case, operands, do)[1]._replace(do=do)
     results = []
-    for programs in (1, 3):
-        monkeypatch.setattr(schedule, "PROGRAMS", programs)
+    for number in (1, 3):
+        monkeypatch.setattr(programs, "PROGRAMS", number)
         results.append(
             run_forward(case, operands) | run_gradients(case, operands, saved, ("dkdv",))
         )
@@ -360,21 +361,21 @@ def test_every_item_comes_once_in_the_order_of_its_own_list(rows):
 
 @pytest.mark.parametrize("items", [7, 132, 3 * 132 + 5])
 def test_items_are_dealt_back_and_forth_and_each_once(items):
-    programs = min(items, 132)
+    number = min(items, 132)
     one = np.eye(items, dtype=np.int32)
 
     def runs(_):
-        return schedule.each_item(items, lambda i, found: found + jnp.asarray(one)[i], one[0] * 0)
+        return programs.each_item(items, lambda i, found: found + jnp.asarray(one)[i], one[0] * 0)
 
-    found = np.asarray(jax.vmap(runs, axis_name="program")(jnp.arange(programs)))
-    turns, places = np.divmod(np.arange(items), programs)
+    found = np.asarray(jax.vmap(runs, axis_name="program")(jnp.arange(number)))
+    turns, places = np.divmod(np.arange(items), number)
     wanted = np.zeros_like(found)
-    wanted[np.where(turns % 2 == 0, places, programs - 1 - places), np.arange(items)] = 1
+    wanted[np.where(turns % 2 == 0, places, number - 1 - places), np.arange(items)] = 1
     assert (found == wanted).all()
 
 
 def test_programs_share_causal_work_evenly(monkeypatch):
-    monkeypatch.setattr(schedule, "PROGRAMS", 132)
+    monkeypatch.setattr(programs, "PROGRAMS", 132)
     weight = np.tile(np.arange(1, 65), 16)  # 16 heads of 8192 queries
     shares = np.zeros(132)
     for place, item in enumerate(in_order(schedule.Items(1, 16, 64), causal_lists(64))):

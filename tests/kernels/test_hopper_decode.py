@@ -25,7 +25,8 @@ from tests.support.hopper_kernels import (
 )
 from transformer_jax.cache import dequantise, quantise
 from transformer_jax.kernels import ampere, chips, hopper
-from transformer_jax.kernels.hopper import schedule
+from transformer_jax.kernels.hopper import programs
+from transformer_jax.kernels.nvidia import schedule
 
 pytestmark = [
     pytest.mark.usefixtures("quick_compilation"),
@@ -38,7 +39,7 @@ S = 331
 @pytest.fixture(autouse=True)
 def two_programs(monkeypatch):
     """Run so few programs that each has several items, and reuses every slot."""
-    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+    monkeypatch.setattr(programs, "PROGRAMS", 2)
     monkeypatch.setattr(chips, "AMPERE_PROCESSORS", 1)
 
 

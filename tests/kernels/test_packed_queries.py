@@ -29,7 +29,7 @@ from transformer_jax import ALiBi, Causal, Dense, Segments, Window, dot_product_
 from transformer_jax.attention import fused
 from transformer_jax.attention.api import plan_mask
 from transformer_jax.kernels import Target, ampere, hopper, using
-from transformer_jax.kernels.hopper import schedule
+from transformer_jax.kernels.hopper import programs
 from transformer_jax.kernels.packed_queries import Rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -287,7 +287,7 @@ CALLS = {
 @pytest.fixture
 def two_programs(monkeypatch):
     """Run so few programs that each has several items, and reuses every slot."""
-    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+    monkeypatch.setattr(programs, "PROGRAMS", 2)
 
 
 @pytest.mark.usefixtures("two_programs")

@@ -32,7 +32,8 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.kernels import Target, ampere, chips, hopper, tpu, using
 from transformer_jax.kernels.chips import HOPPER_PROCESSORS
 from transformer_jax.kernels.contract import Blocks, Problem
-from transformer_jax.kernels.hopper import schedule
+from transformer_jax.kernels.hopper import programs
+from transformer_jax.kernels.nvidia import schedule
 
 pytestmark = [
     pytest.mark.usefixtures("quick_compilation"),
@@ -123,7 +124,7 @@ needs_mma = pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma i
 @pytest.fixture
 def few_programs(monkeypatch):
     """Run so few programs that each reuses its slots."""
-    monkeypatch.setattr(schedule, "PROGRAMS", 2)
+    monkeypatch.setattr(programs, "PROGRAMS", 2)
     monkeypatch.setattr(chips, "AMPERE_PROCESSORS", 1)
 
 
@@ -308,7 +309,7 @@ def test_a_step_over_pages_copies_no_key_and_no_value_on_hopper(page, dtype, mon
     pytest.importorskip("jax_cuda13_plugin", reason=reason)
     from benchmarks import compile_gpu
 
-    monkeypatch.setattr(schedule, "PROGRAMS", HOPPER_PROCESSORS)
+    monkeypatch.setattr(programs, "PROGRAMS", HOPPER_PROCESSORS)
     place = jax.sharding.SingleDeviceSharding(compile_gpu.device())
     with using(Target("hopper", chip="NVIDIA H200")), compile_gpu.context():
         step, numbers = decode_step.lowered_over_pages(place, page, dtype)

@@ -1,4 +1,10 @@
-"""Refuse what no kernel for NVIDIA GPUs can do: compilers that break them, and dtypes."""
+"""Hold what the kernels of Hopper and of Ampere share, and refuse what none of them can do.
+
+memory       slots of shared memory, registers    schedule   which program computes what
+scores       a tile's scores, mask, dropout, and their gradients
+decode_rows  keys and values as few queries read them, and their parts added up
+bias         what the gradient of a bias sums
+"""
 
 from __future__ import annotations
 

@@ -61,16 +61,6 @@ def slot_of(step: Any, slots: int) -> jax.Array:
     return lax.rem(step, i32(slots))
 
 
-def opaque(slot: Any) -> jax.Array:
-    """Hide from the compiler which slot this is.
-
-    wgmma takes a descriptor for every 16 columns of a tile. Those of a slot that stays would be
-    kept in registers from step to step, up to 64 of them, and something else spilled. So they cost
-    an addition each time instead.
-    """
-    return lax.optimization_barrier(jnp.asarray(slot, i32)) if HAS_JAX_11 else slot
-
-
 def load(ref: Ref, layout: Any) -> jax.Array:
     """Load registers in a layout, straight from global memory where `ref` is there."""
     index = () if HAS_JAX_11 else ((),)

@@ -1,4 +1,4 @@
-"""Share the work out: items to programs, tiles to steps, roles to warpgroups."""
+"""Share the work out: rows of tiles to items, tiles to steps."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transformer_jax.kernels.chips import HOPPER_PROCESSORS
-from transformer_jax.kernels.contract import Blocks, Operands, Problem, TileLists
-from transformer_jax.kernels.hopper.memory import at, i32
-from transformer_jax.kernels.sharding import vary
+from transformer_jax.kernels.contract import Blocks, Operands, TileLists
+from transformer_jax.kernels.nvidia.memory import at, i32
 
-PROGRAMS = HOPPER_PROCESSORS  # as many stay resident, where the chip is not known
 TURNS = 4  # parts of keys that a program takes, about: so many that rows of all lengths share well
 LEVELS = 8  # of how heavy an item is; few keep heads together, many share the work out evenly
 
@@ -85,11 +80,6 @@ def key_items(operands: Operands, blocks: Blocks) -> Items:
     return Items(B, K, S // blocks.k)
 
 
-def most_programs(problem: Problem) -> int:
-    """Return how many programs a kernel has at most: one for each multiprocessor of the chip."""
-    return problem.processors or PROGRAMS
-
-
 def key_parts(heads: int, tiles: int, programs: int) -> int:
     """Return into how many parts the keys of each batch row and key head are divided.
 
@@ -109,24 +99,6 @@ def item_index(item: jax.Array, heads: int, rows: int) -> tuple[jax.Array, jax.A
     return item // (heads * rows), item // rows % heads, item % rows
 
 
-def each_item(total: int, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
-    """Run `carry = body(item, carry)` for the items of this program, out of so many.
-
-    The programs take them in turns, back and forth, so that the heavy ones are shared out evenly.
-    """
-    programs, program = lax.axis_size("program"), lax.axis_index("program")
-
-    def position(turn: jax.Array) -> jax.Array:
-        return turn * programs + jnp.where(turn % 2 == 0, program, programs - 1 - program)
-
-    def step(turn: jax.Array, carry: Carry) -> Carry:
-        return body(position(turn), carry)
-
-    full = total // programs
-    mine = full + (position(jnp.int32(full)) < total).astype(i32)
-    return lax.fori_loop(0, mine, step, carry)
-
-
 def each_tile(full: Any, seen: Any, body: Callable[..., Carry], carry: Carry) -> Carry:
     """Run `carry = body(j, carry, partial)` for the tiles of a list: full ones, then partial ones.
 
@@ -138,77 +110,7 @@ def each_tile(full: Any, seen: Any, body: Callable[..., Carry], carry: Carry) ->
     return lax.fori_loop(0, seen - full, lambda j, carry: partial(full + j, carry), carry)
 
 
-def registers(consumers: int) -> tuple[int, int] | None:
-    """Return how many registers a thread of a consumer and of the producer may hold, or None."""
-    return {1: None, 2: (240, 24), 3: (160, 32)}[consumers]
-
-
-def launch(
-    problem: Problem,
-    body: Callable[..., None],
-    consumers: int,
-    items: int,
-    *,
-    auto_barriers: bool = True,
-    **options: Any,
-) -> Callable[..., Any]:
-    """Return the kernel of a body, of consumers and a producer, as a function of arrays.
-
-    `auto_barriers`: the warps of a warpgroup meet before and after every store, and before every
-    copy into shared memory. Without them the kernel's own barriers must order everything.
-
-    A warp that waits for a barrier may then lag the other three, but never by two of its phases,
-    which would look like none. All 128 threads arrive: the producer's for every copy, so a
-    slot is not read, and so not freed again, before its last warp has seen it free; a consumer's
-    for every slot that they free, so a slot is not filled again before the last warp has read it.
-
-    Mosaic GPU forgets that results vary over a mesh as the arguments do: the first two say how.
-    """
-    interpret = {"interpret": problem.interpret} if problem.interpret else {}
-    kernel = plgpu.kernel(
-        body,
-        grid=(min(items, most_programs(problem)),),
-        grid_names=("program",),
-        num_threads=consumers + 1,
-        thread_name="warpgroup",
-        kernel_name=name_of(body),
-        compiler_params=compiler_params(auto_barriers),
-        **interpret,
-        **options,
-    )
-    return lambda *arrays: vary(kernel(*arrays), like=arrays[:2])
-
-
-def compiler_params(auto_barriers: bool) -> Any:
-    """Return how a kernel is compiled; a check on the device replaces this, and asks for all."""
-    return plgpu.CompilerParams(
-        approx_math=True,
-        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-        unsafe_no_auto_barriers=not auto_barriers,
-    )
-
-
 def name_of(body: Callable[..., None]) -> str:
     """Return the name of a kernel, which profilers and compilers print."""
     body = body.func if isinstance(body, functools.partial) else body
     return f"attention_{body.__name__.strip('_')}"
-
-
-def specialise(
-    consumers: int, produce: Callable[[], None], consume: Callable[[jax.Array], None]
-) -> None:
-    """Let one warpgroup produce and the others consume."""
-    warpgroup = lax.axis_index("warpgroup")
-    limits = registers(consumers)
-
-    @pl.when(warpgroup < consumers)
-    def _() -> None:
-        if limits:
-            plgpu.set_max_registers(limits[0], action="increase")
-        consume(warpgroup)
-
-    @pl.when(warpgroup == consumers)
-    def _() -> None:
-        if limits:
-            plgpu.set_max_registers(limits[1], action="decrease")
-        produce()

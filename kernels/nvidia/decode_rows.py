@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from transformer_jax.kernels.contract import Operands, TileLists
-from transformer_jax.kernels.hopper.memory import ROWS, Ref, i32
-from transformer_jax.kernels.hopper.scores import LN2, LOG2E
+from transformer_jax.kernels.nvidia.memory import ROWS, Ref, i32
+from transformer_jax.kernels.nvidia.scores import LN2, LOG2E
 from transformer_jax.kernels.query_rows import unpacked_output, unpacked_sums
 
 

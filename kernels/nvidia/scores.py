@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from transformer_jax.kernels.contract import LOWEST, Operands, Problem
+from transformer_jax.kernels.contract import LOWEST, Operands, Problem, Saved
 from transformer_jax.kernels.dropout import mix, threshold
-from transformer_jax.kernels.hopper.memory import (
+from transformer_jax.kernels.nvidia.memory import (
     COLUMN,
     ROW,
     ROWS,
@@ -24,6 +24,7 @@ from transformer_jax.kernels.hopper.memory import (
     at,
     f32,
     fence,
+    filled,
     i32,
     load,
     load_along,
@@ -164,6 +165,27 @@ def probabilities(
         return ds, du
 
     return found.dropped, differentiate
+
+
+def divided(
+    problem: Problem, operands: Operands, b: Any, n: Any, acc: jax.Array, row_max: jax.Array,
+    total: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Return the output, m, l and which rows saw a key, of sums over all keys; the sink joins."""
+    live = total != 0
+    shrink = filled(total.shape, 1)
+    if operands.sinks is not None:
+        sink = at(operands.sinks, b, n)[...] * LOG2E
+        grown = jnp.maximum(row_max, sink)
+        shrink = jnp.exp2(row_max - grown)
+        total, row_max = total * shrink + jnp.exp2(sink - grown), grown
+    factor = jnp.where(live, shrink / total, 0) * (1 / (1 - problem.dropout_rate))
+    return (acc * across(factor, acc)).astype(operands.query.dtype), row_max, total, live
+
+
+def base_of(saved: Saved) -> jax.Array:  # f32[B, N, T]
+    """Return what p = 2^(s - base) subtracts."""
+    return (saved.row_max + saved.log_sum) * LOG2E
 
 
 class Weights(NamedTuple):
