@@ -9,8 +9,7 @@ What attention means (masks, arguments, the choice of an implementation) is in
     caches     keys and values as caches hold them
     dropout    which weights dropout keeps, on every backend
     chips      facts about chips: limits, tile sizes, where the kernels are fastest
-    query_rows the rows of a tile of few queries
-    packed_queries  those of several heads as rows of one tile, around any kernel
+    packed_queries  the queries of several heads as rows of one tile
     gradient   the backward pass
     batching   `vmap`
     sharding   device meshes

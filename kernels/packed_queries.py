@@ -1,12 +1,12 @@
-"""Pack the queries of all heads that read one key head as rows of one tile, around any kernel.
+"""Pack the queries of all heads that read one key head as rows of one tile.
 
 Where queries are few, a tile of one head's is mostly empty, and each head reads the keys again.
-Packed, row g T + t of key head h is query t of query head h G + g, with G = N / K: the kernel gets
-K heads of queries, and G T rows of each, filled up to whole tiles. Every tile of rows visits what
-any of the queries sees.
+Packed, row g T + t of key head h is query t of query head h G + g, with G = N / K: a kernel gets K
+heads of queries, and G T rows of each, filled up to whole tiles. Every tile of rows visits what any
+of the queries sees. The decode kernels pack by themselves; `packed` does it around any other.
 
-It stands inside of the rules for `vmap` and for a mesh, so G is that of a device's own heads, and
-nothing is moved between devices.
+`packed` stands inside of the rules for `vmap` and for a mesh, so G is that of a device's own heads,
+and nothing is moved between devices.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ def packed(kernel: Kernel, block_q: int, results: Sequence[AxisNames], *, by_key
 
     def call(operands: Operands, lists: TileLists, *saved: Saved) -> tuple[jax.Array, ...]:
         (_, T, N, _), K = operands.query.shape, operands.key.shape[2]
-        rows = Rows(T, N // K, block_q)
-        inner = rows.operands(operands), rows.lists(lists, by_key), *map(rows.saved, saved)
+        rows = PackedQueries(T, N // K, block_q)
+        inner = (
+            rows.operands(operands)._replace(sinks=None),
+            rows.lists(lists, by_key),
+            *map(rows.saved, saved),
+        )
         bias = None if operands.bias is None else operands.bias.shape
         found = zip(kernel(*inner), results, strict=True)
         out = tuple(rows.unpacked(x, names, bias) for x, names in found)
@@ -44,7 +48,7 @@ def packed(kernel: Kernel, block_q: int, results: Sequence[AxisNames], *, by_key
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedQueries:
     """Say which queries are rows: those of `group` heads, T of each, one head after the other."""
 
     T: int
@@ -64,16 +68,15 @@ class Rows:
     # What a kernel reads
 
     def operands(self, x: Operands) -> Operands:
-        """Return the operands with rows in place of queries, and without sinks."""
-        bias = x.bias
-        if bias is not None and bias.shape[1:3] != (1, 1):  # else it is the same in all rows
-            bias = self.pairs(bias)
+        """Return the operands with rows in place of queries; slopes and sinks are of each row."""
+        per_row = lambda v: None if v is None else self.heads(self._repeated(v))  # noqa: E731
         return x._replace(
             query=self.queries(x.query),
             q_vectors=tuple(self._filled(jnp.tile(v, self.group), 1) for v in x.q_vectors),
             pairs=None if x.pairs is None else self.pairs(x.pairs),
-            bias=bias,
-            sinks=None,
+            bias=None if x.bias is None else self.pairs(x.bias),
+            slopes=per_row(x.slopes),
+            sinks=per_row(x.sinks),
         )
 
     def saved(self, x: Saved) -> Saved:
@@ -105,13 +108,18 @@ class Rows:
         """Return one number of each head and query as one of each row."""
         return self._filled(x.reshape(x.shape[0], -1, self.number), 2, fill)
 
-    def pairs(self, x: jax.Array) -> jax.Array:  # [.., N or 1, T or 1, S or 1] -> [.., rows, ..]
-        """Return an array of pairs with an axis of rows, and K heads or one."""
+    def pairs(self, x: jax.Array) -> jax.Array:  # [.., N or 1, T or 1, S or 1] to rows
+        """Return an array of pairs with an axis of rows, or of 1, and K heads or one."""
         b, n, t, s = x.shape
+        if n == 1 == t:
+            return x
         group = self.group if n > 1 else 1
         x = x.reshape(b, n // group, group, t, s)
         x = jnp.broadcast_to(x, (b, n // group, self.group, self.T, s))
         return self._filled(x.reshape(b, n // group, self.number, s), 2)
+
+    def _repeated(self, x: jax.Array) -> jax.Array:  # [B or 1, N] -> [B or 1, N, T]
+        return jnp.broadcast_to(x[..., None], (*x.shape, self.T))
 
     def _filled(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
         widths = [(0, 0)] * x.ndim
@@ -120,7 +128,9 @@ class Rows:
 
     # What a kernel returns
 
-    def unpacked(self, x: jax.Array, names: AxisNames, bias: tuple[int, ...] | None) -> jax.Array:
+    def unpacked(
+        self, x: jax.Array, names: AxisNames, bias: tuple[int, ...] | None = None
+    ) -> jax.Array:
         """Return a result as one by query and head; a gradient of a bias has the bias's shape."""
         if names == KEYS:
             return x

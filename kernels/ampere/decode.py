@@ -38,6 +38,7 @@ from transformer_jax.kernels.ampere.tiles import (
 )
 from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
 from transformer_jax.kernels.nvidia.decode_rows import (
+    as_rows,
     for_copies,
     lists_of_key_heads,
     merged,
@@ -59,7 +60,6 @@ from transformer_jax.kernels.nvidia.memory import (
 )
 from transformer_jax.kernels.nvidia.schedule import each_tile, item_index, key_parts
 from transformer_jax.kernels.nvidia.scores import TilePosition, TileVectors, score_unit, scores
-from transformer_jax.kernels.query_rows import packed_rows
 from transformer_jax.kernels.sharding import result
 
 WIDTHS = 32, 64  # of a tile, in keys
@@ -104,7 +104,7 @@ def decode(
             v_tile=slots(blocks.stages, blocks.k, Hv, operands.value.dtype),
             **wide,
         ),
-    )(lists_of_key_heads(operands, lists), packed_rows(operands, ROWS)._replace(sinks=None))
+    )(lists_of_key_heads(operands, lists), as_rows(operands)._replace(sinks=None))
     return merged(operands, *(x.reshape(B, K, parts, *x.shape[1:]) for x in sums))
 
 

@@ -34,6 +34,7 @@ from transformer_jax.kernels.hopper.producer import wait_from
 from transformer_jax.kernels.hopper.products import add_products, opaque, product
 from transformer_jax.kernels.hopper.programs import each_item, launch, most_programs, specialise
 from transformer_jax.kernels.nvidia.decode_rows import (
+    as_rows,
     columns_at_once,
     for_copies,
     lists_of_key_heads,
@@ -58,7 +59,6 @@ from transformer_jax.kernels.nvidia.memory import (
 )
 from transformer_jax.kernels.nvidia.schedule import each_tile, item_index, key_parts
 from transformer_jax.kernels.nvidia.scores import TilePosition, TileVectors, score_unit, scores
-from transformer_jax.kernels.query_rows import packed_rows
 from transformer_jax.kernels.sharding import result
 
 QUERY_SLOTS = 2  # the next item's queries are copied while this one's are in use
@@ -89,7 +89,7 @@ def decode(
         blocks = dataclasses.replace(blocks, stages=2 * (blocks.stages - 1))
     parts = key_parts(B * K, -(-operands.keys // blocks.k), most_programs(problem))
     sums, slots = B * K * parts * consumers, blocks.stages * consumers
-    packed = packed_rows(operands, ROWS)._replace(sinks=None)
+    packed = as_rows(operands)._replace(sinks=None)
     lists = lists_of_key_heads(operands, lists)
     vectors = TileVectors(problem, packed, ROW)
     rows = -(-T * N // K // 8) * 8  # which a copy takes together

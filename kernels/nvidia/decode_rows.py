@@ -15,7 +15,9 @@ from jax import lax
 from transformer_jax.kernels.contract import Operands, TileLists
 from transformer_jax.kernels.nvidia.memory import ROWS, Ref, i32
 from transformer_jax.kernels.nvidia.scores import LN2, LOG2E
-from transformer_jax.kernels.query_rows import unpacked_output, unpacked_sums
+from transformer_jax.kernels.packed_queries import PackedQueries
+from transformer_jax.kernels.sharding import QUERIES
+from transformer_jax.kernels.sharding import ROWS as OF_ROWS
 
 
 def for_copies(operands: Operands, listed: int | None = None) -> Operands:
@@ -40,6 +42,12 @@ def for_copies(operands: Operands, listed: int | None = None) -> Operands:
         k_scale=padded(operands.k_scale, listed or S),
         v_scale=padded(operands.v_scale, listed or S),
     )
+
+
+def as_rows(operands: Operands) -> Operands:
+    """Return the operands with the queries of a key head as the 64 rows of one tile."""
+    T, N, K = *operands.query.shape[1:3], operands.key.shape[2]
+    return PackedQueries(T, N // K, ROWS).operands(operands)
 
 
 def lists_of_key_heads(operands: Operands, lists: TileLists) -> TileLists:
@@ -82,22 +90,21 @@ def merged(
     total: jax.Array,  # f32[B, K, parts, ROWS]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return output, m and log l of the sums of all parts; the sink joins here."""
-    (B, T, N, _), K = operands.query.shape, operands.key.shape[2]
-    G, R = N // K, T * N // K
-    row_max, total = row_max[..., :R], total[..., :R]
+    T, N, K = *operands.query.shape[1:3], operands.key.shape[2]
+    packed = PackedQueries(T, N // K, ROWS)
     top = row_max.max(axis=2)
     weight = jnp.exp2(row_max - top[:, :, None])
-    total = (weight * total).sum(axis=2)
-    summed = (weight[..., None] * acc[:, :, :, :R]).sum(axis=2)
-    live = total != 0
+    total = packed.unpacked((weight * total).sum(axis=2), OF_ROWS)  # f32[B, N, T]
+    weight = weight[:, :, :, : acc.shape[3], None]
+    summed = packed.unpacked((weight * acc).sum(axis=2).swapaxes(1, 2), QUERIES)
+    top, live = packed.unpacked(top, OF_ROWS), total != 0
     if operands.sinks is not None:
-        sinks = operands.sinks.reshape(-1, K, 1, G) * LOG2E
-        sinks = jnp.broadcast_to(sinks, (B, K, T, G)).reshape(B, K, R)
+        sinks = operands.sinks[..., None] * LOG2E
         grown = jnp.maximum(top, sinks)
         shrink = jnp.exp2(top - grown)
-        total, summed = total * shrink + jnp.exp2(sinks - grown), summed * shrink[..., None]
-        top = grown
+        total = total * shrink + jnp.exp2(sinks - grown)
+        summed, top = summed * shrink.swapaxes(1, 2)[..., None], grown
     total = jnp.where(live, total, 1)
-    out = jnp.where(live[..., None], summed / total[..., None], 0).astype(operands.query.dtype)
-    row_max, log_sum = jnp.where(live, top * LN2, -jnp.inf), jnp.log2(total) * LN2
-    return unpacked_output(out, T), unpacked_sums(row_max, T), unpacked_sums(log_sum, T)
+    seen, divisor = (x.swapaxes(1, 2)[..., None] for x in (live, total))  # [B, T, N, 1]
+    out = jnp.where(seen, summed / divisor, 0).astype(operands.query.dtype)
+    return out, jnp.where(live, top * LN2, -jnp.inf), jnp.log2(total) * LN2

@@ -34,8 +34,8 @@ from transformer_jax.kernels.contract import (
     TileLists,
     tile_lists,
 )
-from transformer_jax.kernels.query_rows import packed_rows, unpacked_output, unpacked_sums
-from transformer_jax.kernels.sharding import result
+from transformer_jax.kernels.packed_queries import PackedQueries
+from transformer_jax.kernels.sharding import QUERIES, ROWS, result
 from transformer_jax.kernels.tpu.grid import Ref, classes_of, refuse_long
 from transformer_jax.kernels.tpu.inputs import TileInputs
 from transformer_jax.kernels.tpu.scores import dot, power, unit
@@ -61,9 +61,9 @@ def decode(
     lists = of_all_heads(lists, B)
     refuse_long(lists, beside=4 * sum(x.size for x in tables))
     visits = flatten(lists)
-    R = T * N // K
-    rows = -(-R // SUBLANES) * SUBLANES
-    x = _laid_out(packed_rows(operands, rows), blocks.k)
+    packed = PackedQueries(T, N // K, SUBLANES)
+    rows = packed.tiles * SUBLANES
+    x = _laid_out(packed.operands(operands), blocks.k)
     columns = 0 if operands.pages is None else operands.pages.shape[1]
     ends = operands.key.shape[1] if operands.pages is None else None
     walk = Walk(visits.packing, blocks.k, *tile_of_heads(operands, blocks.k), page, columns, ends)
@@ -90,8 +90,8 @@ def decode(
         interpret=problem.interpret,
         name="attention_decode",
     )(visits.numbers.reshape(-1), *tables, x)
-    sums = (unpacked_sums(x[:, :, :R, 0], T) for x in (row_max, log_sum))
-    return unpacked_output(out[:, :, :R], T), *sums
+    row_max, log_sum = (packed.unpacked(x[..., 0], ROWS) for x in (row_max, log_sum))
+    return packed.unpacked(out.swapaxes(1, 2), QUERIES), row_max, log_sum
 
 
 def of_all_heads(lists: TileLists, B: int) -> TileLists:
