@@ -28,7 +28,7 @@ from transformer_jax.tokenizers.utf8 import DataError, byte_letters
 from transformer_jax.training import processes
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.prepared import DocumentRows
-from transformer_jax.training.tasks import Tokenizers, language, load_task, preferences
+from transformer_jax.training.tasks import Tokenizers, chat, language, load_task, preferences
 from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.turns import message_turn, prompt_ids, text_turn
 
@@ -372,7 +372,7 @@ def test_a_run_of_preferences_is_prompted_as_it_was_trained(tmp_path, monkeypatc
         read.append(prompt.tolist())
         return iter(())
 
-    monkeypatch.setattr(preferences, "complete", written)
+    monkeypatch.setattr(chat, "complete", written)
     config = config_from_json(config_to_json(task.config))
     own = task.tokenizers.tokenizer
     assert config.task.messages is messages

@@ -65,7 +65,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         found = judge_file(config, tokenizers, params, DecodingLine())
     if (hint := missing_metrics(config, found)) is not None:
         print(f"evaluate: {hint}", file=sys.stderr)
-    print(json_text(found, indent=1) if arguments.json else "\n".join(_lines(found)))
+    width = max(map(len, found))
+    lines = "\n".join(f"{name:{width}}  {value:.6g}" for name, value in found.items())
+    print(json_text(found, indent=1) if arguments.json else lines)
 
 
 def judge_file(
@@ -176,11 +178,6 @@ def _published(arguments: argparse.Namespace) -> tuple[TrainConfig, Tokenizers, 
         val_data=arguments.data, context=min(model.max_len, arguments.context or 512), batch_size=4,
     )  # fmt: skip
     return config, Tokenizers(tokenizer), params
-
-
-def _lines(found: dict[str, float]) -> list[str]:
-    width = max(map(len, found))
-    return [f"{name:{width}}  {value:.6g}" for name, value in found.items()]
 
 
 def _parser() -> Parser:

@@ -98,7 +98,8 @@ class ConfigFlags:
             owners = dict.fromkeys(field.owner for fs in inside.values() for field in fs)
             about, text = "", argparse.SUPPRESS
             if defaults is not None:
-                about = "\n".join(filter(None, map(_summary, owners)))
+                first = ((inspect.getdoc(owner) or "").partition("\n")[0] for owner in owners)
+                about = "\n".join(filter(None, first))
             group = parser.add_argument_group(".".join(within) or "run", about)
             for path, alike in inside.items():
                 if defaults is not None:
@@ -330,11 +331,6 @@ def _help(field: Field, defaults: FieldValue, named: bool) -> str:
     shown = _kind_name(type(shown)) if is_dataclass(shown) else shown
     kind = f"{_kind_name(field.owner)}: " if named else ""
     return f"{kind}{field.doc} [{shown}]".strip()
-
-
-def _summary(config: type) -> str:
-    """Return the first line of what a config class says of itself."""
-    return (inspect.getdoc(config) or "").partition("\n")[0]
 
 
 @cache

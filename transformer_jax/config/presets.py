@@ -86,19 +86,16 @@ def _known(kind: str, name: str, names: list[str]) -> None:
         raise ConfigError(f"{kind} is {name!r}: {rule}")
 
 
-def _changed(config: ModelConfig, changes: dict[str, FieldValue]) -> ModelConfig:
-    for name in changes:
-        _known("field", name, [f.name for f in dataclasses.fields(config)])
-    return dataclasses.replace(config, **changes)
-
-
 def preset(name: str, **changes: FieldValue) -> ModelConfig:
     """Return the published or recommended config of that name, with `changes` to its fields.
 
     Sizes: Vaswani et al. 2017 (base), Devlin et al. 2019 (BERT), Radford et al. 2019 (GPT-2),
     Dubey et al. 2024 (Llama 3), nanoGPT's character recipes (shakespeare-*).
     """
-    return _changed(_lookup(name), changes)
+    config = _lookup(name)
+    for field in changes:
+        _known("field", field, [f.name for f in dataclasses.fields(config)])
+    return dataclasses.replace(config, **changes)
 
 
 def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:

@@ -163,12 +163,12 @@ def _next_boundary(stream: BinaryIO, start: int, boundary: re.Pattern[bytes], en
 def open_parquet(path: str) -> ParquetFile:
     """Open a Parquet file; DataError without pyarrow, or where the file is none."""
     try:
-        from pyarrow import parquet
+        import pyarrow.parquet
     except ImportError:
         rule = "reading Parquet needs pyarrow: pip install pyarrow"
         raise DataError(f"{path}: {rule}") from None
     try:
-        return parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(path)
     except Exception as error:  # the library raises its own, and OSError
         raise _damaged(path, error) from None
 

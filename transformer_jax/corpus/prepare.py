@@ -186,7 +186,12 @@ class _Encoder:
             found[part].append(np.concatenate([first, ids, [end]]).astype(dtype))
             characters[part] += len(text)
         check_unchanged(chunk.of)
-        return {part: _joined(found[part], dtype, characters[part]) for part in PARTS}
+        joined = {}
+        for part in PARTS:
+            ends = np.cumsum([len(ids) for ids in found[part]], dtype=np.int64) - 1
+            tokens = np.concatenate(found[part]) if found[part] else np.zeros(0, dtype)
+            joined[part] = _Encoded(tokens, ends, characters[part])
+        return joined
 
 
 def part_of(text: str, val_fraction: float) -> str:
@@ -198,12 +203,6 @@ def part_of(text: str, val_fraction: float) -> str:
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     """Return what a file of tokens holds: uint16 where every id fits, else uint32."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-
-
-def _joined(documents: Sequence[np.ndarray], dtype: np.dtype, characters: int) -> _Encoded:
-    ends = np.cumsum([len(ids) for ids in documents], dtype=np.int64) - 1
-    tokens = np.concatenate(documents) if documents else np.zeros(0, dtype)
-    return _Encoded(tokens, ends, characters)
 
 
 @lru_cache(maxsize=1)
@@ -256,7 +255,10 @@ class _Work:
             if not found:
                 raise _empty(config)
             return CharTokenizer("".join(sorted(found)))
-        chosen = _evenly(self.chunks, config.sample_mb * 10**6)
+        total, size = sum(_sizes(self.chunks)), config.sample_mb * 10**6
+        every = len(self.chunks)
+        count = every if total <= size else max(1, every * size // total)
+        chosen = [self.chunks[i * every // count] for i in range(count)]  # from all over the files
         read = partial(_training_text, self.reader, config.val_fraction)
         texts = self.pool.map(read, chosen)
         text = "".join(_counted("sample", texts, _sizes(chosen), self.report))
@@ -486,13 +488,6 @@ def _counted(
 
 def _sizes(chunks: Sequence[Chunk]) -> list[int]:
     return [chunk.bytes for chunk in chunks]
-
-
-def _evenly(chunks: Sequence[Chunk], size: int) -> list[Chunk]:
-    """Return about `size` bytes of chunks, from all over the files."""
-    total = sum(_sizes(chunks))
-    count = len(chunks) if total <= size else max(1, len(chunks) * size // total)
-    return [chunks[i * len(chunks) // count] for i in range(count)]
 
 
 def _plan(

@@ -96,7 +96,9 @@ def load_run(
     metadata = checkpoint.read_manifest(saved).metadata
     tokenizer = folder.read_tokenizer(metadata["tokenizer_sha256"])
     with naming_run(path, config.init_from):
-        params = _used_params(config, saved, metadata)
+        params = _trained(config, saved)
+        if config.lora is not None:  # added to the model as it was before it was quantised
+            params = merged_parts(_adapted_base(config, metadata), params, config.lora)
     source = metadata.get("source_tokenizer_sha256")
     stop, begin = end_ids(tokenizer), None
     if isinstance(config.task, LanguageTask) and config.task.documents is not None:
@@ -164,17 +166,6 @@ def check_base(init_from: str, base: Params, metadata: JsonObject) -> None:
     if found != wanted:
         rule = f"the run began with {wanted[:16]}"
         raise CheckpointError(f"{init_from}: parameters have sha256 {found[:16]}: {rule}")
-
-
-def _used_params(config: TrainConfig, saved: Path, metadata: JsonObject) -> Params:
-    """Return the parameters of a checkpoint that are to be used: an average, if any; f32.
-
-    Adapters are added to the model that the run began with, as it was before it was quantised.
-    """
-    found = _trained(config, saved)
-    if config.lora is None:
-        return found
-    return merged_parts(_adapted_base(config, metadata), found, config.lora)
 
 
 def _trained(config: TrainConfig, saved: Path) -> Params:
@@ -287,7 +278,8 @@ def with_targets(
     if config.kind != "encoder-decoder":
         return tokenizer
     generation = _generation(folder)
-    ids = {name: _id(folder, generation, name, config) for name in (*TARGET_IDS, "bos_token_id")}
+    names = (*TARGET_IDS, "bos_token_id")
+    ids = {n: next(iter(_ids(folder, generation, n, config)), None) for n in names}
     begins, start = ids.pop("bos_token_id"), TARGET_IDS[0]
     ids[start] = begins if ids[start] is None else ids[start]
     if ids[start] is None:
@@ -349,11 +341,6 @@ def _ids(
             rule = f"must be ids below vocab_size {config.vocab_size}"
             raise ConfigError(f"{folder.path}: {name} is {value!r:.80}: {rule}")
     return tuple(ids)
-
-
-def _id(folder: WeightFolder, content: JsonObject, name: str, config: ModelConfig) -> int | None:
-    ids = _ids(folder, content, name, config)
-    return ids[0] if ids else None
 
 
 def _banned(

@@ -69,7 +69,10 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
         raise DataError(f"{where}: must be false: {rule}")
     name, definition, usual = _definition(folder, config)
     roles, extra, named = _roles(folder, config, usual)
-    templates = _templates(folder, config)
+    sources = dict(_usual_templates(folder, config))
+    for file in more_templates(folder):
+        sources[Path(file).stem] = _read(folder, file, LIMITS["chat_template.jinja"]) or ""
+    templates = tuple(sources.items())
     generation = _json(folder, "generation_config.json") or {}
     model = _json(folder, "config.json") or {}
     try:
@@ -392,14 +395,6 @@ def more_templates(folder: Path) -> list[str]:
     if below.is_symlink() or not below.is_dir():
         return []
     return sorted(f"{below.name}/{path.name}" for path in below.glob("*.jinja"))
-
-
-def _templates(folder: Path, config: JsonObject) -> tuple[tuple[str, str], ...]:
-    """Return the (name, source) of every chat template."""
-    found = dict(_usual_templates(folder, config))
-    for file in more_templates(folder):
-        found[Path(file).stem] = _read(folder, file, LIMITS["chat_template.jinja"]) or ""
-    return tuple(found.items())
 
 
 def _usual_templates(folder: Path, config: JsonObject) -> tuple[tuple[str, str], ...]:

@@ -62,7 +62,8 @@ def read(data: str, out: str | None = None) -> list[Source]:
             raise DataError("data is '-': standard input is closed")
         return [Source("standard input", sys.stdin.buffer.read())]
     if data == "python-docs":
-        return [Source(data, _python_docs().encode())]
+        topics = importlib.import_module("pydoc_data.topics").topics  # what help() shows
+        return [Source(data, "\n\n".join(topics[name] for name in sorted(topics)).encode())]
     if data == "shakespeare":
         return [Source(data, _download(SHAKESPEARE, SHAKESPEARE_SHA256, "shakespeare"))]
     path = Path(data)
@@ -110,12 +111,6 @@ def _is_run(folder: Path, out: str | None) -> bool:
         return True
     names = "config.json", "tokenizer.json", "metrics.jsonl"
     return all(os.path.isfile(folder / name) for name in names)
-
-
-def _python_docs() -> str:
-    """Return the documentation that Python's help() shows: English, and part of every Python."""
-    topics = importlib.import_module("pydoc_data.topics").topics
-    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def _download(url: str, sha256: str, name: str) -> bytes:
@@ -185,8 +180,10 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
         cut = sum(map(len, texts[: len(sources)])) if held_out else int(len(text) * kept)
         tokenizer = tokenizer or train_tokenizer(config, text, text[:cut])
         train, val = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
-        if config.tokenizer == "pretrained":
-            _check_known(config, train, val)
+        largest = max(int(part.max(initial=0)) for part in (train, val))
+        if config.tokenizer == "pretrained" and largest >= config.model.vocab_size:
+            rule = f"{config.init_from} has {config.model.vocab_size} tokens"
+            raise DataError(f"data is {config.data!r}: it has token {largest}: {rule}")
         val_characters = len(text) - cut
     small = np.min_scalar_type(tokenizer.vocab_size - 1)
     dtype = small if small.itemsize < 4 else np.dtype(np.int32)
@@ -242,14 +239,6 @@ def line_tokenizer(config: TrainConfig, lines: Iterable[str], training: Iterable
     if config.tokenizer == "char":
         return CharTokenizer.train("".join(lines))
     return train_tokenizer(config, "\n".join(lines), "\n".join(training))
-
-
-def _check_known(config: TrainConfig, *parts: np.ndarray) -> None:
-    """Raise DataError for a token of a published tokenizer that its model does not have."""
-    largest = max(int(part.max(initial=0)) for part in parts)
-    if largest >= config.model.vocab_size:
-        rule = f"{config.init_from} has {config.model.vocab_size} tokens"
-        raise DataError(f"data is {config.data!r}: it has token {largest}: {rule}")
 
 
 def random_starts(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import grain
@@ -155,7 +154,7 @@ def row_order(
         grain.MapDataset.range(count)
         .shuffle(seed=(seed * 0x9E3779B1 + folder) % 2**32)  # odd: another seed, other epochs
         .repeat()
-        .map(partial(_numbered, folder))
+        .map(lambda row, folder=folder: (folder, int(row)))
         for folder, count in enumerate(counts)
     ]
     if len(orders) == 1:
@@ -186,10 +185,6 @@ class Mixture:
         turn, at = divmod(row, len(self._folders))
         folder = int(self._folders[at])
         return folder, turn * int(self._counts[folder]) + int(self._ranks[at])
-
-
-def _numbered(folder: int, row: int) -> tuple[int, int]:
-    return folder, int(row)
 
 
 @short_repr

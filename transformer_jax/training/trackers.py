@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.untrusted_files import JsonObject
@@ -47,7 +47,19 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class _Logged:
+    """Log to a run of a package that takes numbers by name."""
+
+    _run: Any  # its package may not be installed
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WeightsAndBiases(_Logged):
     """Log to Weights & Biases; a resumed run goes on in the same one."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
@@ -59,14 +71,8 @@ class WeightsAndBiases:
             config=asdict(config),
         )  # fmt: skip
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
+class Trackio(_Logged):
     """Log to trackio; a resumed run goes on in the one of the same name."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
@@ -75,12 +81,6 @@ class Trackio:
         self._run = trackio.init(
             project=PROJECT, name=folder.name, resume="allow", config=asdict(config)
         )
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 TRACKERS: dict[str, Callable[[Path, TrainConfig], Tracker]] = {

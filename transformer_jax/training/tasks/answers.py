@@ -161,7 +161,7 @@ def _write(
             processors = (*processors, Force(target.forced_bos))
         if target.forced_eos is not None:
             processors = (*processors, ForceLast(count, target.forced_eos))
-        state = _start(model, params, len(rows), count, tokens, valid)
+        state = _init(model, params, len(rows), count, tokens, valid)
     else:
         stop, capacity = end_ids(tokenizer), config.sequence_len
         if isinstance(model, ModelConfig):
@@ -189,18 +189,6 @@ def _write(
     return [row[~np.isin(row, stop) & (row >= 0)] for row in written]
 
 
-def _start(
-    model: AnyModelConfig,
-    params: Params,
-    batch: int,
-    capacity: int,
-    source: np.ndarray,  # [B, S, ...]
-    valid: np.ndarray | None,  # bool[B, S]
-) -> PyTree:
-    """Return the state of a decoder whose encoder has read the sources."""
-    return _init(model, params, batch, capacity, source, valid)
-
-
 @program(static=("model", "batch", "capacity"))
 def _init(
     model: AnyModelConfig,
@@ -210,6 +198,7 @@ def _init(
     source: jax.Array,
     valid: jax.Array | None,
 ) -> PyTree:
+    """Return the state of a decoder whose encoder has read the sources."""
     return init_decode_state(model, params, batch, capacity, source=source, source_valid=valid)
 
 

@@ -101,17 +101,18 @@ def answer_messages(
     config: TrainConfig,
     tokenizers: Tokenizers,
     params: Params,
-    messages: Messages,
+    messages: str | Messages,
     number: int,
     num_tokens: int,
+    what: str = "the messages have",
 ) -> str:
-    """Draw an answer to messages; `number` makes it another one of the same seed."""
+    """Draw an answer to messages, or to a text; `number` makes it another one of the same seed."""
     tokenizer = tokenizers.tokenizer
     prompt = prompt_ids(tokenizer, messages)
-    check_known(config.model.vocab_size, tokenizer, "the messages", prompt)
+    check_known(config.model.vocab_size, tokenizer, what.rpartition(" ")[0], prompt)
     if isinstance(config.model, ModelConfig) and len(prompt) >= config.model.max_len:
         rule = f"must be less than max_len {config.model.max_len}"
-        raise DataError(f"the messages have {len(prompt)} tokens: {rule}")
+        raise DataError(f"{what} {len(prompt)} tokens: {rule}")
     key = jax.random.fold_in(jax.random.key(config.seed), 2 + number)
     pieces = complete(
         config.model, params, tokenizer, prompt, num_tokens,

@@ -51,7 +51,12 @@ class Classes(RowsTask):
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
     ) -> None:
-        train, val, content = _read(config)
+        train, content = read_pairs(config, "data", config.data, None, _RULE)
+        if config.val_data is None:
+            train, val = split_held_out(config, train, "pairs")
+        else:
+            val, more = read_pairs(config, "val_data", config.val_data, None, _RULE)
+            content += more
         config = replace(config, task=ClassifyTask(labels=_labels(config, train, val)))
         if tokenizers is None:
             texts = [[pair.target for pair in part] for part in ([*train, *val], train)]
@@ -166,14 +171,6 @@ def _class_logits(
         return logits
     at = (batch.labels != IGNORE).argmax(axis=1)
     return jax.numpy.take_along_axis(logits, at[:, None, None], axis=1)[:, 0][:, columns]
-
-
-def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
-    train, content = read_pairs(config, "data", config.data, None, _RULE)
-    if config.val_data is None:
-        return *split_held_out(config, train, "pairs"), content
-    val, more = read_pairs(config, "val_data", config.val_data, None, _RULE)
-    return train, val, content + more
 
 
 def _labels(config: TrainConfig, train: Sequence[Pair], val: Sequence[Pair]) -> tuple[str, ...]:

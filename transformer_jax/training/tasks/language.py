@@ -132,7 +132,9 @@ class LanguageDocuments(RowsTask):
             examples = []
             for text in texts:
                 ids = np.concatenate([first, encode_text(tokenizer, text), [end]]).astype(np.int32)
-                examples += list(_pieces(ids, config.sequence_len))
+                size = config.sequence_len
+                pieces = (ids[at : at + size + 1] for at in range(0, len(ids) - 1, size))
+                examples += [Batch(piece[:-1], piece[1:]) for piece in pieces]
             return laid_out(examples, config.sequence_len if task.packed else None)
 
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
@@ -144,13 +146,6 @@ class LanguageDocuments(RowsTask):
     def sample(self, params: Params) -> str:
         """Return a text that the model writes."""
         return write_sample(self.config, self.tokenizers, params)
-
-
-def _pieces(ids: np.ndarray, length: int) -> Iterator[Batch]:
-    """Yield a document in pieces of at most `length` tokens."""
-    for start in range(0, len(ids) - 1, length):
-        piece = ids[start : start + length + 1]
-        yield Batch(piece[:-1], piece[1:])
 
 
 def _documents(config: TrainConfig, kind: Documents) -> tuple[list[str], list[str], bytes]:

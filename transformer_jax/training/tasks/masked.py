@@ -55,7 +55,9 @@ class MaskedWindows(TrainingTask):
         self.masking = Masking(self.config, tokenizer)
         self.length = self.config.sequence_len - sum(map(len, self.masking.frame))
         self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
-        self.unigram = _unigram_loss(self.data.train, self.data.val, tokenizer.vocab_size)
+        counts = np.bincount(self.data.train, minlength=tokenizer.vocab_size) + 1.0
+        self.unigram = float(-np.log(counts / counts.sum())[self.data.val].mean())
+        """Nats a token of a guess by frequency, with one added to each count."""
 
     def inputs(self, step: int) -> Batch:
         """Return the windows of a step, leaves [A, B, ...], with tokens hidden."""
@@ -168,7 +170,9 @@ class Masking:
             starts = self.opens[known]
             starts[..., 1:] |= self.closes[known][..., :-1]
             starts[..., 0] = True
-            chosen = _spread(chosen, starts)
+            begins = np.where(starts, np.arange(tokens.shape[-1]), 0)
+            begins = np.maximum.accumulate(begins, axis=-1)  # of the word of each token
+            chosen = np.take_along_axis(chosen, begins, axis=-1)
         chosen = (chosen < task.rate) & ~np.isin(tokens, self.special)
         random = (which * self.kinds).astype(np.int32)
         hidden = np.where(how < replaced, self.mask, tokens)
@@ -189,12 +193,6 @@ class Masking:
         return Batch(whole, labels.astype(np.int32))
 
 
-def _spread(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return at every place the value of the last start at or before it."""
-    index = np.where(starts, np.arange(values.shape[-1]), 0)
-    return np.take_along_axis(values, np.maximum.accumulate(index, axis=-1), axis=-1)
-
-
 def _uniform(
     seed: int, step: int, first: int, shape: tuple[int, ...]
 ) -> np.ndarray:  # f64[3, *shape] in [0, 1)
@@ -212,12 +210,6 @@ def _uniform(
 
 def _windows(corpus: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:  # i32[..., T]
     return corpus[starts[..., None] + np.arange(length)].astype(np.int32)
-
-
-def _unigram_loss(train: np.ndarray, val: np.ndarray, vocab_size: int) -> float:
-    """Return the loss of a guess by frequency: nats a token, with one added to each count."""
-    counts = np.bincount(train, minlength=vocab_size) + 1.0
-    return float(-np.log(counts / counts.sum())[val].mean())
 
 
 @program(static=("model",))

@@ -11,22 +11,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.tasks import PreferenceTask
-from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.shown import short_repr
-from transformer_jax.text.completion import complete
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import end_ids, special_ids, with_end, with_special_tokens
+from transformer_jax.tokenizers.special import special_ids, with_end, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params
 from transformer_jax.training.data import IGNORE, line_tokenizer
 from transformer_jax.training.rows import MULTIPLE, Rows
-from transformer_jax.training.tasks.chat import SHOWN, check_messages, read_objects
+from transformer_jax.training.tasks.chat import SHOWN, answer_messages, check_messages, read_objects
 from transformer_jax.training.tasks.task import (
     RowsTask,
     Tokenizers,
@@ -40,13 +37,15 @@ from transformer_jax.training.tasks.turns import (
     ROLES,
     Messages,
     message_turn,
-    prompt_ids,
     text_turn,
     tokenizer_of_talks,
 )
 from transformer_jax.untrusted_files import Json
 
 FIELDS = "prompt", "chosen", "rejected"
+
+PROMPT_HAS = "the prompt has"
+"""How an error about a prompt begins."""
 
 
 @short_repr
@@ -117,7 +116,10 @@ class Preferences(RowsTask):
         """Return the first held-out prompts and what the model answers."""
         lines = []
         for number, pair in enumerate(self.pairs[:SHOWN]):
-            said = _answered(self.config, self.tokenizers.tokenizer, params, pair.prompt, number)
+            tokens = self.config.sample_tokens
+            said = answer_messages(
+                self.config, self.tokenizers, params, pair.prompt, number, tokens, PROMPT_HAS
+            )
             asked = [("prompt", pair.prompt)]
             if not isinstance(pair.prompt, str):
                 asked = [(m["role"], m["content"]) for m in pair.prompt]
@@ -141,29 +143,8 @@ def answer_preferred(
         messages = "assistant" in special_ids(tokenizer)
     if messages:
         prompt = [{"role": "user", "content": text}]
-    return _answered(config, tokenizer, params, prompt, number, tokens)
-
-
-def _answered(
-    config: TrainConfig,
-    tokenizer: Tokenizer,
-    params: Params,
-    prompt: str | Messages,
-    number: int,
-    tokens: int | None = None,
-) -> str:
-    ids = prompt_ids(tokenizer, prompt)
-    assert isinstance(config.model, ModelConfig)
-    check_known(config.model.vocab_size, tokenizer, "the prompt", ids)
-    if len(ids) >= config.model.max_len:
-        rule = f"must be less than max_len {config.model.max_len}"
-        raise DataError(f"the prompt has {len(ids)} tokens: {rule}")
-    pieces = complete(
-        config.model, params, tokenizer, ids, config.sample_tokens if tokens is None else tokens,
-        sampler=Sample(Temperature(0.8)), stop_ids=end_ids(tokenizer),
-        key=jax.random.fold_in(jax.random.key(config.seed), 2 + number),
-    )  # fmt: skip
-    return "".join(pieces).strip()
+    given = Tokenizers(tokenizer)
+    return answer_messages(config, given, params, prompt, number, tokens, PROMPT_HAS)
 
 
 def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> Rows:

@@ -12,7 +12,6 @@ from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.fields import fail
 from transformer_jax.config.tasks import LanguageTask
 from transformer_jax.corpus.folder import (
-    Corpus,
     Part,
     check_same_tokenizer,
     open_corpus,
@@ -63,12 +62,22 @@ class PreparedText(TrainingTask):
         if config.tokenizer not in (TrainConfig.tokenizer, "pretrained"):
             fail("tokenizer", config.tokenizer, "data is a prepared folder, which has its own")
         train = [open_corpus(folder) for folder in folders]
-        held_out = train if config.val_data is None else _held_out(config.val_data)
+        held_out = train
+        if config.val_data is not None:
+            named = prepared_folders(config.val_data)
+            if not named:
+                rule = "must be a prepared folder, as data is"
+                raise DataError(f"val_data is {config.val_data!r}: {rule}")
+            held_out = [open_corpus(folder) for folder in named]
         corpora = [*train, *(corpus for corpus in held_out if corpus not in train)]
         check_same_tokenizer(corpora)
         self.tokenizers = Tokenizers(corpora[0].tokenizer)
-        if tokenizers is not None:
-            _check_tokenizer(corpora[0], tokenizers, config)
+        if tokenizers is not None:  # a model to start from, or a run, has its own
+            own = with_special_tokens(tokenizers.tokenizer, ["eos"])
+            if own.to_json() != corpora[0].tokenizer.to_json():
+                model = config.init_from or config.out
+                rule = f"has another tokenizer than {model}: prepare it with `tokenizer={model}`"
+                raise ConfigError(f"data is {str(corpora[0].path)!r}: {rule}")
         self.config = with_vocabulary(config, self.tokenizers, vocab_size)
         for corpus in corpora:
             corpus.check(self.config.model.vocab_size)
@@ -175,21 +184,3 @@ class PreparedText(TrainingTask):
 
 def _this_process() -> tuple[int, int]:
     return jax.process_index(), jax.process_count()
-
-
-def _held_out(data: str) -> list[Corpus]:
-    """Return the folders that `val_data` names; DataError where it names files."""
-    folders = prepared_folders(data)
-    if not folders:
-        rule = "must be a prepared folder, as data is"
-        raise DataError(f"val_data is {data!r}: {rule}")
-    return [open_corpus(folder) for folder in folders]
-
-
-def _check_tokenizer(corpus: Corpus, given: Tokenizers, config: TrainConfig) -> None:
-    """Raise ConfigError where a model to start from, or a run, has another tokenizer."""
-    own = with_special_tokens(given.tokenizer, ["eos"])
-    if own.to_json() != corpus.tokenizer.to_json():
-        model = config.init_from or config.out
-        rule = f"has another tokenizer than {model}: prepare it with `tokenizer={model}`"
-        raise ConfigError(f"data is {str(corpus.path)!r}: {rule}")
