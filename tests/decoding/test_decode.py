@@ -331,6 +331,53 @@ def test_a_target_is_generated_from_its_source(scan):
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state))
 
 
+def test_a_call_of_its_own_is_what_reads_a_prompt(rope):
+    """In a subclass, in a mixin, and in a subclass of either; with a `read` of its own, that."""
+    step, params, empty = rope
+
+    class Negative(ModelStep):
+        def __call__(self, params, tokens, state, *, valid=None):
+            logits, state = super().__call__(params, tokens, state, valid=valid)
+            return -logits, state
+
+    class Mixin:
+        def __call__(self, params, tokens, state, *, valid=None):
+            logits, state = super().__call__(params, tokens, state, valid=valid)
+            return -logits, state
+
+    class Mixed(Mixin, ModelStep):
+        pass
+
+    class Both(Negative):
+        def read(self, params, tokens, state, at, *, valid=None):
+            logits, state = super().read(params, tokens, state, at, valid=valid)
+            return 2 * logits, state
+
+    want = prefill(step, params, prompts(), empty(), LENGTHS)[0]
+    for kind, factor in (
+        (Negative, -1),
+        (type("Sub", (Negative,), {}), -1),
+        (Mixed, -1),
+        (Both, -2),
+    ):
+        got = prefill(kind(step.model), params, prompts(), empty(), LENGTHS)[0]
+        assert_near(got, factor * want, 2e-5)
+
+
+def test_what_has_more_than_a_call_and_is_no_step_is_refused(rope):
+    step, params, empty = rope
+
+    class Own:
+        def __call__(self, params, tokens, state, *, valid=None):
+            return step(params, tokens, state, valid=valid)
+
+        def rewind(self, state, before, count):
+            return state
+
+    with pytest.raises(ValueError, match=r"step is a Own with `rewind`.*subclass of"):
+        prefill(Own(), params, prompts(), empty(), LENGTHS)
+
+
 # Compilation
 
 

@@ -50,7 +50,8 @@ class Step(Generic[State]):
     the call gives. It is hashable: equal steps share their compiled programs.
     """
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
         # a class with a call of its own must not take `read` from a base, which has other logits
         first = next(kind for kind in cls.__mro__ if {"read", "__call__"} & vars(kind).keys())
         if "read" not in vars(first):

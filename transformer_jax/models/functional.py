@@ -31,7 +31,8 @@ def layer_norm(
     Computed in f32, returned in the dtype of x.
     """
     y = x.astype(F32)
-    y = _normalised(y - y.mean(axis=-1, keepdims=True), scale, bias, eps)
+    y = rms_norm(y - y.mean(axis=-1, keepdims=True), scale, eps)
+    y = y if bias is None else y + bias.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
     return y.astype(x.dtype)
 
 
@@ -44,20 +45,10 @@ def rms_norm(
 
     Computed in f32, returned in the dtype of x.
     """
-    return _normalised(x.astype(F32), scale, None, eps).astype(x.dtype)
-
-
-def _normalised(
-    y: jax.Array, scale: jax.Array | None, bias: jax.Array | None, eps: float
-) -> jax.Array:
-    """Return y / sqrt(mean(y^2) + eps) * scale + bias, in f32."""
+    y = x.astype(F32)
     y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
-    lead = (1,) * (y.ndim - 1)
-    if scale is not None:
-        y = y * scale.reshape(*lead, -1).astype(y.dtype)
-    if bias is not None:
-        y = y + bias.reshape(*lead, -1).astype(y.dtype)
-    return y
+    y = y if scale is None else y * scale.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
+    return y.astype(x.dtype)
 
 
 def activate(x: jax.Array, name: Activation) -> jax.Array:

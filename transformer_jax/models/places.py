@@ -20,7 +20,7 @@ asked for, the program is the one without places.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -36,6 +36,9 @@ from transformer_jax.shown import short_repr
 Edit = Callable[[jax.Array], jax.Array]
 Captured = dict[str, jax.Array]
 Shape = tuple[str | int, ...]
+
+HeadMask = tuple[str, jax.Array | None, str]
+"""The name of an argument, its mask f32[N] or f32[L, N], and the branch whose heads it is for."""
 
 NO_EDIT: Mapping[str, Edit] = MappingProxyType({})
 _BLOCK = re.compile(r"block_(\d+)/(.*)")
@@ -165,10 +168,18 @@ class Places:
 
     @classmethod
     def of(
-        cls, config: Config | nn.Module, capture: Iterable[str], edit: Mapping[str, Edit]
+        cls,
+        config: Config | nn.Module,
+        capture: Iterable[str],
+        edit: Mapping[str, Edit],
+        head_masks: Sequence[HeadMask] = (),
     ) -> Places:
-        """Return the places of names that may hold `*`; ValueError for one that is none."""
-        if not capture and not edit:
+        """Return the places of names that may hold `*`; ValueError for one that is none.
+
+        Heads are also multiplied by masks [N] or [L, N] of their branch.
+        """
+        masked = [one for one in head_masks if one[1] is not None]
+        if not capture and not edit and not masked:
             return NOWHERE
         if isinstance(capture, str):
             raise ValueError(f"capture is {capture!r}: must be names of places, ({capture!r},)")
@@ -188,7 +199,11 @@ class Places:
                 if name.endswith("/key_positions"):
                     raise ValueError(f"edit has {name}: positions can be captured, not edited")
                 changes[name] = function
-        return cls(asked, tuple(changes.items()))
+        every_block = tuple(
+            (f"{branch}/heads", _scaled(name, mask, _layers_and_heads(config, branch)))
+            for name, mask, branch in masked
+        )
+        return cls(asked, tuple(changes.items()), every_block)
 
     def inside(self, prefix: str) -> Places:
         """Return the places whose names begin with `prefix`, named without it."""
@@ -198,26 +213,8 @@ class Places:
         return Places(
             tuple(name[cut:] for name in self.capture if name.startswith(prefix)),
             tuple((name[cut:], f) for name, f in self.edit if name.startswith(prefix)),
+            tuple((name[cut:], f) for name, f in self.every_block if name.startswith(prefix)),
         )
-
-    def scaled_heads(
-        self, name: str, mask: jax.Array, branch: str, size: tuple[int, int]
-    ) -> Places:
-        """Return places at which the heads of a branch are also multiplied by a mask [N] or [L, N].
-
-        ValueError unless it holds floats of each head or layer and head; `size` is (L, N).
-        """
-        wanted = f"must be floats [{size[1]}] or {list(size)}, of heads or layers and heads"
-        if not hasattr(mask, "ndim"):
-            raise ValueError(f"{name} is a {type(mask).__name__}: {wanted}")
-        if mask.shape not in (size[1:], size) or not jnp.issubdtype(mask.dtype, jnp.floating):
-            raise ValueError(f"{name} is {mask.dtype}{list(mask.shape)}: {wanted}")
-
-        def scale(heads: jax.Array, layer: Any) -> jax.Array:  # [B, T, N, Hv]
-            own = mask if mask.ndim == 1 else mask[layer]
-            return heads * own.astype(heads.dtype)[None, None, :, None]
-
-        return Places(self.capture, self.edit, (*self.every_block, (f"{branch}/heads", scale)))
 
     def visit(self, layer: Any = None) -> Visit:
         """Return the places of one block, or without one those that stand in no block.
@@ -298,6 +295,29 @@ class Visit:
         if name in self.captured:
             self.captured[name] = value
         return value
+
+
+def _layers_and_heads(config: Any, branch: str) -> tuple[int, int]:
+    inside = config.kind == "encoder" or branch.startswith("encoder/")
+    return config.num_layers if inside else config.decoder_layers, config.num_heads
+
+
+def _scaled(name: str, mask: Any, size: tuple[int, int]) -> Callable[[jax.Array, Any], jax.Array]:
+    """Return a function that multiplies heads [B, T, N, Hv] of a layer by their mask.
+
+    ValueError unless it holds floats of each head, or of each layer and head.
+    """
+    wanted = f"must be floats [{size[1]}] or {list(size)}, of heads or layers and heads"
+    if not hasattr(mask, "ndim"):
+        raise ValueError(f"{name} is a {type(mask).__name__}: {wanted}")
+    if mask.shape not in (size[1:], size) or not jnp.issubdtype(mask.dtype, jnp.floating):
+        raise ValueError(f"{name} is {mask.dtype}{list(mask.shape)}: {wanted}")
+
+    def scale(heads: jax.Array, layer: Any) -> jax.Array:
+        own = mask if mask.ndim == 1 else mask[layer]
+        return heads * own.astype(heads.dtype)[None, None, :, None]
+
+    return scale
 
 
 def _expand(name: str, known: list[str]) -> list[str]:

@@ -110,7 +110,9 @@ class RecurrentLM(nn.Module):
         if state is None:
             state = init_recurrent_state(self.config, tokens.shape[0])
         places = Places.of(self.config, capture, edit)
-        found = read_tokens(self, tokens, state, valid, at, key, segments, places)
+        found = read_tokens(
+            self, tokens, state, valid=valid, at=at, key=key, segments=segments, places=places
+        )
         return (*found[:2], places.in_order(found[2])) if capture else found[:2]
 
 
@@ -289,7 +291,9 @@ class RecurrentSeq2Seq(nn.Module):
             for name in (*inside.capture, *dict(inside.edit)):
                 raise ValueError(f"encoder/{name} with a state: it has already read its source")
         assert state is not None
-        logits, state, own = read_tokens(self, tokens, state, valid, at, key, None, places)
+        logits, state, own = read_tokens(
+            self, tokens, state, valid=valid, at=at, key=key, places=places
+        )
         captured = {f"encoder/{name}": value for name, value in captured.items()} | own
         return (logits, state, places.in_order(captured)) if capture else (logits, state)
 
@@ -298,6 +302,7 @@ def read_tokens(
     model: RecurrentLM | RecurrentSeq2Seq,
     tokens: jax.Array,
     state: RecurrentState,
+    *,
     valid: jax.Array | None,
     at: jax.Array | None,
     key: jax.Array | None,

@@ -95,9 +95,10 @@ class Encoder(nn.Module):
         head gives, before the output matrix (Michel et al. 2019); `edit` is that of `__call__`.
         ValueError where an argument does not fit the tokens or the config.
         """
-        places = self._places((), edit, head_mask)
+        masks = [("head_mask", head_mask, "attention")]
+        places = Places.of(self.config, (), edit, masks)
         given = BlockInputs(positions=positions, mask=mask, places=places)
-        return run_encoder(self, tokens, given, segments, types, key)[0]
+        return run_encoder(self, tokens, given, segments=segments, types=types, key=key)[0]
 
     def attend(
         self,
@@ -114,7 +115,7 @@ class Encoder(nn.Module):
         """
         places = Places.of(self.config, WEIGHTS, NO_EDIT)
         given = BlockInputs(positions=positions, mask=mask, places=places)
-        x, captured = run_encoder(self, tokens, given, segments, types)
+        x, captured = run_encoder(self, tokens, given, segments=segments, types=types)
         weights = attention_weights(self.config, captured, x, None)
         return x if self.config.inputs is not None else self._logits(x), None, weights
 
@@ -140,9 +141,10 @@ class Encoder(nn.Module):
         if self.config.inputs is not None and not self.is_initializing():
             rule = "there are no logits of tokens: method='encode', 'pool' or 'classify'"
             raise ValueError(f"inputs is {self.config.inputs!r}: {rule}")
-        places = self._places(capture, edit, head_mask)
+        masks = [("head_mask", head_mask, "attention")]
+        places = Places.of(self.config, capture, edit, masks)
         given = BlockInputs(positions=positions, mask=mask, places=places)
-        x, captured = run_encoder(self, tokens, given, segments, types, key)
+        x, captured = run_encoder(self, tokens, given, segments=segments, types=types, key=key)
         if self.is_initializing():
             if self.config.pooling is not None:
                 self._pool(x, None)
@@ -154,15 +156,6 @@ class Encoder(nn.Module):
         logits = visit("logits", self._logits(x))
         captured = captured | visit.captured
         return (logits, None, places.in_order(captured)) if capture else (logits, None)
-
-    def _places(
-        self, capture: Sequence[str], edit: Mapping[str, Edit], head_mask: jax.Array | None
-    ) -> Places:
-        cfg, places = self.config, Places.of(self.config, capture, edit)
-        if head_mask is None:
-            return places
-        size = cfg.num_layers, cfg.num_heads
-        return places.scaled_heads("head_mask", head_mask, "attention", size)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         return self.embed.logits(self._transformed(x))
@@ -244,12 +237,12 @@ class Decoder(nn.Module):
         (`transformer_jax.places`). ValueError where an argument does not fit the tokens, the
         config or the cache, and where a known position is past the cache's end.
         """
-        cfg, places = self.config, Places.of(self.config, capture, edit)
-        if head_mask is not None:
-            size = cfg.num_layers, cfg.num_heads
-            places = places.scaled_heads("head_mask", head_mask, "attention", size)
+        masks = [("head_mask", head_mask, "attention")]
+        places = Places.of(self.config, capture, edit, masks)
         given = BlockInputs(positions=positions, mask=mask, places=places)
-        logits, cache, captured, _ = decode(self, tokens, given, cache, segments, key, at)
+        logits, cache, captured, _ = decode(
+            self, tokens, given, cache=cache, segments=segments, key=key, at=at
+        )
         return (logits, cache, places.in_order(captured)) if capture else (logits, cache)
 
     def output_layer(
@@ -282,7 +275,7 @@ class Decoder(nn.Module):
         """Return what `__call__` does, and what every layer weighed the keys with."""
         places = Places.of(self.config, WEIGHTS, edit)
         given = BlockInputs(positions=positions, mask=mask, places=places)
-        logits, cache, captured, x = decode(self, tokens, given, cache, segments)
+        logits, cache, captured, x = decode(self, tokens, given, cache=cache, segments=segments)
         return logits, cache, attention_weights(self.config, captured, x, cache)
 
 
@@ -319,10 +312,8 @@ class EncoderDecoder(nn.Module):
 
         `edit` is that of `__call__`, of the encoder's places.
         """
-        cfg, places = self.config, Places.of(self.config, (), edit).inside("encoder/")
-        if head_mask is not None:
-            size = cfg.num_layers, cfg.num_heads
-            places = places.scaled_heads("head_mask", head_mask, "attention", size)
+        masks = [("head_mask", head_mask, "encoder/attention")]
+        places = Places.of(self.config, (), edit, masks).inside("encoder/")
         given = BlockInputs(positions=positions, mask=mask, places=places)
         return run_encoder(self, source, given, key=key)[0]
 
@@ -393,22 +384,18 @@ class EncoderDecoder(nn.Module):
             cache = model.apply({"params": params}, source, capacity=64, method="init_cache")
             logits, cache = model.apply({"params": params}, target, cache=cache)
         """
-        cfg, places = self.config, Places.of(self.config, capture, edit)
-        source_places, depth, heads = places.inside("encoder/"), cfg.decoder_layers, cfg.num_heads
-        if head_mask is not None:
-            places = places.scaled_heads("head_mask", head_mask, "attention", (depth, heads))
-        if cross_head_mask is not None:
-            mask_of = "cross_head_mask", cross_head_mask, "cross_attention"
-            places = places.scaled_heads(*mask_of, (depth, heads))
-        if encoder_head_mask is not None:
-            mask_of = "encoder_head_mask", encoder_head_mask, "attention"
-            source_places = source_places.scaled_heads(*mask_of, (cfg.num_layers, heads))
-            if source is None:
-                rule = "a cache has already read its own"
-                raise ValueError(f"encoder_head_mask without a source: {rule}")
-        given, own, key = self._given(source, source_positions, cache, source_places, key)
+        if encoder_head_mask is not None and source is None:
+            raise ValueError("encoder_head_mask without a source: a cache has already read its own")
+        masks = [
+            ("head_mask", head_mask, "attention"),
+            ("cross_head_mask", cross_head_mask, "cross_attention"),
+            ("encoder_head_mask", encoder_head_mask, "encoder/attention"),
+        ]
+        places = Places.of(self.config, capture, edit, masks)
+        inside = places.inside("encoder/")
+        given, own, key = self._given(source, source_positions, cache, inside, key)
         given = replace(given, positions=positions, mask=mask, places=places)
-        logits, cache, captured, _ = decode(self, tokens, given, cache, key=key, at=at)
+        logits, cache, captured, _ = decode(self, tokens, given, cache=cache, key=key, at=at)
         captured = own | captured
         return (logits, cache, places.in_order(captured)) if capture else (logits, cache)
 
@@ -425,10 +412,10 @@ class EncoderDecoder(nn.Module):
     ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
         """Return what `__call__` does, and what the decoder weighed target and source with."""
         places = Places.of(self.config, CROSS_WEIGHTS, edit)
-        source_places = places.inside("encoder/")
-        given, _, _ = self._given(source, source_positions, cache, source_places)
+        inside = places.inside("encoder/")
+        given, _, _ = self._given(source, source_positions, cache, inside)
         given = replace(given, positions=positions, mask=mask, places=places)
-        logits, cache, captured, x = decode(self, tokens, given, cache)
+        logits, cache, captured, x = decode(self, tokens, given, cache=cache)
         return logits, cache, attention_weights(self.config, captured, x, cache)
 
     def output_layer(
@@ -491,6 +478,7 @@ def run_encoder(
     model: Encoder | EncoderDecoder,
     source: jax.Array,  # i32[B, S], or what the config's inputs describe
     given: BlockInputs,  # with positions, a mask and places as a caller gives them
+    *,
     segments: jax.Array | None = None,  # i32[B, S]
     types: jax.Array | None = None,  # i32[B, S]
     key: jax.Array | None = None,
@@ -522,6 +510,7 @@ def run_decoder(
     model: Decoder | EncoderDecoder,
     tokens: jax.Array,  # i32[B, T]
     given: BlockInputs,  # with positions, a mask and places as a caller gives them
+    *,
     cache: ModelCache | None = None,
     segments: jax.Array | None = None,  # i32[B, T]
     key: jax.Array | None = None,
@@ -558,6 +547,7 @@ def decode(
     model: Decoder | EncoderDecoder,
     tokens: jax.Array,  # i32[B, T]
     given: BlockInputs,
+    *,
     cache: ModelCache | None = None,
     segments: jax.Array | None = None,  # i32[B, T]
     key: jax.Array | None = None,
@@ -567,7 +557,9 @@ def decode(
 
     Logits are NaN in rows for which the cache has no room.
     """
-    x, cache, captured, overflow = run_decoder(model, tokens, given, cache, segments, key)
+    x, cache, captured, overflow = run_decoder(
+        model, tokens, given, cache=cache, segments=segments, key=key
+    )
     visit = given.places.visit()
     logits = model.embed.logits(x if at is None else gather_tokens(x, at))
     logits = visit("logits", logits)
