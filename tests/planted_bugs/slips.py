@@ -142,6 +142,24 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
+        "kernels/program.py",
+        (
+            "a causal tile is full where its last query sees it all",
+            "every, some = (x_high, y_low), (x_low, y_high)",
+            "every, some = (x_high, y_high), (x_low, y_high)",
+            "attention/test_masks.py::test_a_tile_is_full_where_either_of_two_masks_is_full",
+        ),
+    ),
+    *of(
+        "transformer_jax/attention/mask.py",
+        (
+            "a negation shows empty slots",
+            "return self.allows(jnp.asarray(q), jnp.asarray(k)) & (k >= 0)[:, None, None, :]",
+            "return self.allows(jnp.asarray(q), jnp.asarray(k))",
+            "attention/test_masks.py::test_empty_slot_is_never_attended_not_even_under_negation",
+        ),
+    ),
+    *of(
         "transformer_jax/attention/masks.py",
         (
             "a window of the query alone has empty tiles",
@@ -150,27 +168,15 @@ SLIPS: tuple[Slip, ...] = (
             "attention/test_masks.py::test_tiles_of_every_narrow_window_are_what_they_should_be",
         ),
         (
-            "a causal tile is full where its last query sees it all",
-            "tiles.k_low <= tiles.q_high, tiles.k_high <= tiles.q_low",
-            "tiles.k_low <= tiles.q_high, tiles.k_high <= tiles.q_high",
-            "attention/test_masks.py::test_a_tile_is_full_where_either_of_two_masks_is_full",
-        ),
-        (
             "a window does not count the query itself",
-            "low <= min(self.left - 1, INT32.max)",
-            "low <= min(self.left, INT32.max)",
+            "q - k <= min(self.left - 1, INT32.max)",
+            "q - k <= min(self.left, INT32.max)",
             "attention/test_masks.py::test_window_counts_the_query_itself",
         ),
         (
-            "a negation shows empty slots",
-            "return self.allows(q, k) & (k >= 0)[:, None, None, :]",
-            "return self.allows(q, k)",
-            "attention/test_masks.py::test_empty_slot_is_never_attended_not_even_under_negation",
-        ),
-        (
-            "a tile of one document is full though it ends within it",
-            "one_id & inside\n",
-            "one_id\n",
+            "an id after the last is that of another document",
+            "(q_ids == k_ids) & q_inside & k_inside",
+            "(q_ids == k_ids) & q_inside",
             "attention/test_masks.py::test_segment_ids_may_be_fewer_than_queries_or_keys",
         ),
     ),
@@ -880,12 +886,6 @@ SLIPS: tuple[Slip, ...] = (
     ),
     *of(
         "transformer_jax/training/rows.py",
-        (
-            "an example that fits exactly begins a row",
-            "if room >= size), len(rooms))",
-            "if room > size), len(rooms))",
-            "training/test_rows.py::test_an_example_fills_exactly_the_room_that_is_left",
-        ),
         (
             "a packed prefix is written from the row's first token on",
             "prefix[row, here] = example.prefix",
