@@ -21,6 +21,7 @@ from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.models.ngram import count_ngrams
 from transformer_jax.programs import is_ours, undisturbed
 from transformer_jax.pytree import PyTree
+from transformer_jax.shown import short_repr
 from transformer_jax.training.adapting import adapted_loss, fresh_adapters
 from transformer_jax.training.batch import as_given, batch_loss, batch_scores
 from transformer_jax.training.optimizers import (
@@ -67,6 +68,7 @@ class CompiledAhead(Generic[R]):
         return self._programs[key]
 
 
+@short_repr
 @dataclass(frozen=True)
 class Programs:
     """Hold what makes the state of a run, and what is compiled for it."""
