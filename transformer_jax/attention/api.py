@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Never, overload
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import jax
 from jax.sharding import PartitionSpec
@@ -69,75 +69,42 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 depends_on_names(IMPLEMENTATIONS)
 
 
-@overload
-def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    mask: Mask | None = None,
-    bias: jax.Array | Bias | None = None,
-    scale: float | jax.Array | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    q_positions: jax.Array | None = None,
-    k_positions: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    key_scale: jax.Array | None = None,
-    value_scale: jax.Array | None = None,
-    block_table: jax.Array | None = None,
-    return_lse: Literal[False] = False,
-    implementation: str | Sequence[str] | None = None,
-) -> jax.Array: ...
+class Options(TypedDict, total=False):
+    """Name the arguments of attention after query, key and value; `dot_product_attention` says."""
+
+    mask: Mask | None
+    bias: jax.Array | Bias | None
+    scale: float | jax.Array | None
+    softcap: float | None
+    sinks: jax.Array | None
+    q_positions: jax.Array | None
+    k_positions: jax.Array | None
+    dropout_rate: float
+    dropout_key: jax.Array | None
+    key_scale: jax.Array | None
+    value_scale: jax.Array | None
+    block_table: jax.Array | None
+
+
+Array = jax.Array
+Names = str | Sequence[str] | None
 
 
 @overload
 def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    mask: Mask | None = None,
-    bias: jax.Array | Bias | None = None,
-    scale: float | jax.Array | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    q_positions: jax.Array | None = None,
-    k_positions: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    key_scale: jax.Array | None = None,
-    value_scale: jax.Array | None = None,
-    block_table: jax.Array | None = None,
-    return_lse: Literal[True],
-    implementation: str | Sequence[str] | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
-
-
+    query: Array, key: Array, value: Array, *,
+    return_lse: Literal[False] = False, implementation: Names = None, **options: Unpack[Options],
+) -> Array: ...  # fmt: skip
 @overload
 def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    mask: Mask | None = None,
-    bias: jax.Array | Bias | None = None,
-    scale: float | jax.Array | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    q_positions: jax.Array | None = None,
-    k_positions: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    key_scale: jax.Array | None = None,
-    value_scale: jax.Array | None = None,
-    block_table: jax.Array | None = None,
-    return_lse: bool,
-    implementation: str | Sequence[str] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-
-
+    query: Array, key: Array, value: Array, *,
+    return_lse: Literal[True], implementation: Names = None, **options: Unpack[Options],
+) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    query: Array, key: Array, value: Array, *,
+    return_lse: bool, implementation: Names = None, **options: Unpack[Options],
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
 def dot_product_attention(
     query: jax.Array,  # [B, T, N, H]
     key: jax.Array,  # [B, S, K, H], or in pages [P, page, K, H]
@@ -212,8 +179,20 @@ def dot_product_attention(
         block_table=block_table,
         return_lse=return_lse,
     )
-    out, lse = _first_that_runs(implementation, call)
-    return (out, lse) if return_lse else out
+    # with lse or without it, the program is the same one
+    same = dataclasses.replace(call, return_lse=False) if return_lse else call
+    refused, shapes = [], call.plain_shapes()
+    for name in _candidates(implementation, shapes):
+        one = IMPLEMENTATIONS[name]
+        reason = _refuse(name, one, shapes)
+        if reason is None:
+            try:
+                out, lse = _run(one, one.environment(), same)
+                return (out, lse) if return_lse else out
+            except Refused as error:
+                reason = str(error)
+        refused.append(f"{name}: {reason}")
+    raise Refused("; ".join(refused))
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,42 +230,16 @@ def explain_attention(
     key: jax.Array | jax.ShapeDtypeStruct,
     value: jax.Array | jax.ShapeDtypeStruct,
     *,
-    mask: Mask | None = None,
-    bias: jax.Array | Bias | None = None,
-    scale: float | jax.Array | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    q_positions: jax.Array | None = None,
-    k_positions: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    key_scale: jax.Array | None = None,
-    value_scale: jax.Array | None = None,
-    block_table: jax.Array | None = None,
     return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> Explanation:
     """Say which implementations `dot_product_attention` would run on these arguments, and why not.
 
-    Takes arrays or `jax.ShapeDtypeStruct`s. ValueError as there.
+    Takes arrays or `jax.ShapeDtypeStruct`s, and no `implementation`. ValueError as there.
     """
-    call = check_call(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        q_positions=q_positions,
-        k_positions=k_positions,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        block_table=block_table,
-        return_lse=return_lse,
-    )
+    if unknown := {name: x for name, x in options.items() if name not in Options.__annotations__}:
+        refuse_keywords(dot_product_attention, unknown)
+    call = check_call(query, key, value, return_lse=return_lse, **options)
     shapes = call.plain_shapes()
     reasons = {name: _refuse(name, one, shapes) for name, one in IMPLEMENTATIONS.items()}
     chosen = next(name for name in _best_first(shapes) if reasons[name] is None)
@@ -416,25 +369,6 @@ def _refuse(name: str, one: Implementation, call: AttentionCall) -> str | None:
 
 
 # Running one
-
-
-def _first_that_runs(
-    implementation: str | Sequence[str] | None, call: AttentionCall
-) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, T, N]
-    """Return what the first implementation computes that does not refuse the call."""
-    refused = []
-    same = dataclasses.replace(call, return_lse=False) if call.return_lse else call
-    shapes = call.plain_shapes()
-    for name in _candidates(implementation, shapes):
-        one = IMPLEMENTATIONS[name]
-        reason = _refuse(name, one, shapes)
-        if reason is None:
-            try:  # with lse or without it, the program is the same one
-                return _run(one, one.environment(), same)
-            except Refused as error:
-                reason = str(error)
-        refused.append(f"{name}: {reason}")
-    raise Refused("; ".join(refused))
 
 
 @program(static=("one", "environment"), code=lambda one, _, call: (one, call.mask, call.bias))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,7 +73,11 @@ class AttentionCall:
         Known ones stay known inside a trace too, and so does a plan that is made of them.
         """
         T, S = self.query.shape[1] if T is None else T, self.sizes[3] if S is None else S
-        return _two_axes(self.q_positions, T), _two_axes(self.k_positions, S)
+        q, k = (
+            jnp.arange(n, dtype=jnp.int32) if x is None else x
+            for x, n in ((self.q_positions, T), (self.k_positions, S))
+        )
+        return q if q.ndim == 2 else q[None], k if k.ndim == 2 else k[None]
 
     def gathered(self) -> AttentionCall:
         """Return the call with the keys and values of each row one after the other, a copy."""
@@ -93,30 +97,25 @@ class AttentionCall:
 
     def dequantised(self) -> AttentionCall:
         """Return the call with keys and values in the query's dtype."""
-        return self._with_wide(dequantise)
+        if self.key_scale is None:
+            return self
+        key = dequantise(self.key, self.key_scale, self.query.dtype)
+        value = dequantise(self.value, self.value_scale, self.query.dtype)
+        return dataclasses.replace(self, key=key, value=value, key_scale=None, value_scale=None)
 
     def plain_shapes(self) -> AttentionCall:
         """Return the call with the shapes of gathered, dequantised keys, for questions about it."""
-        B, _, _, S = self.sizes
-        call = self
-        if self.block_table is not None:
-            given = {name: getattr(self, name) for name in POOLS}
-            shapes: dict[str, Any] = {
-                name: x if x is None else jax.ShapeDtypeStruct((B, S, *x.shape[2:]), x.dtype)
-                for name, x in given.items()
-            }
-            call = dataclasses.replace(self, **shapes, block_table=None)
-        return call._with_wide(lambda x, _, dtype: jax.ShapeDtypeStruct(x.shape, dtype))
-
-    def _with_wide(self, widen: Callable[[Any, Any, Any], Any]) -> AttentionCall:
-        if self.key_scale is None:
+        if self.block_table is None and self.key_scale is None:
             return self
-        dtype = self.query.dtype
-        key, value = (
-            widen(self.key, self.key_scale, dtype),
-            widen(self.value, self.value_scale, dtype),
-        )
-        return dataclasses.replace(self, key=key, value=value, key_scale=None, value_scale=None)
+        B, _, _, S = self.sizes
+        plain: dict[str, Any] = {}
+        for name in ("key", "value"):
+            x = getattr(self, name)
+            rows = x.shape[:2] if self.block_table is None else (B, S)
+            dtype = x.dtype if self.key_scale is None else self.query.dtype
+            plain[name] = jax.ShapeDtypeStruct((*rows, *x.shape[2:]), dtype)
+        plain |= dict(key_scale=None, value_scale=None, block_table=None)
+        return dataclasses.replace(self, **plain)
 
     def head_words(self) -> jax.Array | None:  # u32[2, B, N]
         """Return the hash of the dropout key and of each batch row and head."""
@@ -173,9 +172,9 @@ class Implementation:
 
     def __call__(self, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
         """Return `attend(call)`, which on a mesh of explicit axes the compiler splits."""
-        if not self.reads_pages(call):
+        if call.block_table is not None and not self.reads_pages(call):
             call = call.gathered()
-        if not self.reads_int8(call):
+        if call.key_scale is not None and not self.reads_int8(call):
             call = call.dequantised()
         if type(self).plan is Implementation.plan:
             call = dataclasses.replace(call, plan=None)
@@ -207,26 +206,50 @@ def check_call(
 
     Takes arrays or `jax.ShapeDtypeStruct`s.
     """
-    q_positions = as_int32("q_positions", q_positions)
-    k_positions = as_int32("k_positions", k_positions)
-    query, key, value, sinks, q_positions, k_positions, key_scale, value_scale = map(
-        _array, (query, key, value, sinks, q_positions, k_positions, key_scale, value_scale)
+    places = dict(q_positions=q_positions, k_positions=k_positions, block_table=block_table)
+    integers = [None if x is None else as_int32(name, x) for name, x in places.items()]
+    # `jnp.asarray` of an array is the array, and takes ten times as long as to ask for its type
+    (query, key, value, sinks, key_scale, value_scale, q_positions, k_positions, block_table) = (
+        x if x is None or isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
+        for x in (query, key, value, sinks, key_scale, value_scale, *integers)
     )
-    block_table = _array(as_int32("block_table", block_table))
     _check_inputs(query, key, value, key_scale, value_scale, block_table)
     (B, T, N, _), S = query.shape, length_of(key, block_table)
     plan = None
     if isinstance(mask, PlannedMask):
         mask, plan = mask.mask, mask.plan
     check_mask(mask, B, N)
-    bias = _check_bias(bias, (B, N, T, S), q_positions, k_positions)
+    if bias is not None:
+        bias = _check_bias(bias, (B, N, T, S), q_positions, k_positions)
     if sinks is not None and (sinks.shape != (N,) or not _floating(sinks)):
         raise ValueError(f"sinks is {sinks.dtype}{sinks.shape}: must be floating ({N},), by head")
-    _check_positions("q_positions", q_positions, B, T)
-    _check_positions("k_positions", k_positions, B, S)
+    for name, positions, length in (
+        ("q_positions", q_positions, T),
+        ("k_positions", k_positions, S),
+    ):
+        if positions is not None:
+            fits = positions.shape in ((length,), (1, length), (B, length))
+            if not fits or not jnp.issubdtype(positions.dtype, jnp.integer):
+                given = f"{positions.dtype}{positions.shape}"
+                rule = f"must be integers ({length},) or ({B}, {length})"
+                raise ValueError(f"{name} is {given}: {rule}")
     scale_is_array = isinstance(scale, jax.Array)
-    _check_numbers(scale, softcap, dropout_rate, dropout_key)
-    rate = exact_rate(dropout_rate)
+    if scale_is_array:
+        if scale.ndim:
+            raise ValueError(f"scale has shape {scale.shape}: must be one number")
+    elif scale is not None:
+        check_finite("scale", float(scale))
+        if scale:  # 0 may be; below 2^-126 a device takes it for 0
+            check_factor("scale", abs(float(scale)))
+    if softcap is not None:
+        check_factor("softcap", float(softcap))
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate is {dropout_rate}: must be in [0, 1)")
+    if dropout_rate > 0 and dropout_key is None:
+        raise ValueError(f"dropout_rate is {dropout_rate} without a dropout_key")
+    if dropout_key is not None:
+        check_key("dropout_key", dropout_key)
+    rate = exact_rate(dropout_rate) if dropout_rate else 0.0
     return AttentionCall(
         query=query,
         key=key,
@@ -247,24 +270,6 @@ def check_call(
         block_table=block_table,
         plan=plan,
     )
-
-
-def _check_numbers(scale: Any, softcap: Any, dropout_rate: Any, dropout_key: Any) -> None:
-    if isinstance(scale, jax.Array):
-        if scale.ndim:
-            raise ValueError(f"scale has shape {scale.shape}: must be one number")
-    elif scale is not None:
-        check_finite("scale", float(scale))
-        if scale:  # 0 may be; below 2^-126 a device takes it for 0
-            check_factor("scale", abs(float(scale)))
-    if softcap is not None:
-        check_factor("softcap", float(softcap))
-    if not 0 <= dropout_rate < 1:
-        raise ValueError(f"dropout_rate is {dropout_rate}: must be in [0, 1)")
-    if dropout_rate > 0 and dropout_key is None:
-        raise ValueError(f"dropout_rate is {dropout_rate} without a dropout_key")
-    if dropout_key is not None:
-        check_key("dropout_key", dropout_key)
 
 
 def length_of(key: Any, block_table: Any) -> int:
@@ -326,19 +331,8 @@ def _check_scales(key: Any, value: Any, key_scale: Any, value_scale: Any) -> Non
             raise ValueError(f"{name}_scale is {shape}: must be float32{x.shape[:3]}, of each row")
 
 
-def _check_positions(name: str, positions: Any, B: int, length: int) -> None:
-    if positions is None:
-        return
-    fits = positions.shape in ((length,), (1, length), (B, length))
-    if not fits or not jnp.issubdtype(positions.dtype, jnp.integer):
-        given = f"{positions.dtype}{positions.shape}"
-        raise ValueError(f"{name} is {given}: must be integers ({length},) or ({B}, {length})")
-
-
 def _check_bias(bias: Any, full: tuple[int, ...], q_positions: Any, k_positions: Any) -> Any:
     """Return the bias; an array with all its four axes."""
-    if bias is None:
-        return None
     if isinstance(bias, Bias):
         _check_registered(bias)
         positions = [
@@ -352,7 +346,8 @@ def _check_bias(bias: Any, full: tuple[int, ...], q_positions: Any, k_positions:
             f"q_positions, k_positions), in a class under {_DECORATORS}"
         )
     else:
-        bias = result = _array(bias)
+        bias = bias if isinstance(bias, jax.ShapeDtypeStruct) else jnp.asarray(bias)
+        result = bias
     pairs = zip(result.shape[::-1], full[::-1], strict=False)
     if len(result.shape) > 4 or any(given not in (1, size) for given, size in pairs):
         raise ValueError(f"bias {tuple(result.shape)} does not broadcast to {full}, [B, N, T, S]")
@@ -393,17 +388,6 @@ def check_states(name: str, query: Any, keys: Any, values: Any, mask: Any) -> No
         shapes = f"query {query.shape}, {name} {keys.shape}, values {values.shape}"
         raise ValueError(f"{shapes}: batch rows or lengths differ")
     check_mask(mask, query.shape[0], 1)
-
-
-def _two_axes(positions: jax.Array | None, length: int) -> jax.Array:  # i32[B or 1, length]
-    if positions is None:
-        return jnp.arange(length, dtype=jnp.int32)[None]
-    return positions if positions.ndim == 2 else positions[None]
-
-
-def _array(x: Any) -> Any:
-    # `jnp.asarray` of an array is the array, and takes ten times as long as to ask for its type
-    return x if x is None or isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
 
 
 def _floating(x: Any) -> bool:

@@ -7,7 +7,6 @@ method of `Mask`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -160,8 +159,9 @@ class Mask:
         k_positions: jax.Array,  # i32[B or 1, S]
     ) -> jax.Array:  # bool[B or 1, N or 1, T, S]
         """Return what `materialize` does, unchecked and without the rule about empty slots."""
-        sees = _four_axes(self.sees(q_positions[:, None, :, None], k_positions[:, None, None, :]))
-        return jnp.broadcast_to(sees, (*sees.shape[:2], q_positions.shape[1], k_positions.shape[1]))
+        sees = self.sees(q_positions[:, None, :, None], k_positions[:, None, None, :])
+        lead = ((1,) * (4 - sees.ndim) + sees.shape)[:2]
+        return jnp.broadcast_to(sees, (*lead, q_positions.shape[1], k_positions.shape[1]))
 
     def block_plan(
         self,
@@ -443,17 +443,10 @@ def _base_with_other_pairs(kind: type[Mask]) -> str | None:
 def nodes(mask: Mask) -> Iterator[Mask]:
     """Yield a mask and those that it is made of."""
     yield mask
-    kind: Any = type(mask)
-    for name in _fields(kind):
+    for name in getattr(mask, "__dataclass_fields__", ()):
         one = getattr(mask, name)
         if isinstance(one, Mask):
             yield from nodes(one)
-
-
-@functools.cache
-def _fields(kind: Any) -> tuple[str, ...]:
-    parameters = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    return tuple(field.name for field in parameters)
 
 
 def _four_axes(sees: jax.Array) -> jax.Array:

@@ -63,7 +63,6 @@ from transformer_jax.attention.blockwise.tiles import (
     Sizes,
     dropout_factor,
     join_keys,
-    list_of_row,
     sink_rows,
     unravel,
     visible_at,
@@ -154,6 +153,9 @@ def scaled(query: jax.Array, scale: jax.Array) -> jax.Array:  # f32[B, T, N, H]
 def _precision(call: AttentionCall) -> lax.Precision | None:
     """Return the precision of products: an accelerator's float32 may be less."""
     return lax.Precision.HIGHEST if call.key.dtype == jnp.float32 else None
+
+
+zeros = partial(jnp.zeros, dtype=jnp.float32)
 
 
 # Arithmetic of one tile
@@ -290,13 +292,10 @@ def _padded(sizes: Sizes, call: AttentionCall) -> AttentionCall:
 
 def _visit(lists: TileLists, at: Any, tile: Callable[..., Any], state: Any) -> Any:
     """Fold the tiles that a query tile visits, full ones first, into the state."""
-    order, full, seen = list_of_row(lists, at)
+    b, c, i = (0 if n == 1 else x for n, x in zip(lists.full.shape, at, strict=True))
+    order, full, seen = (x[b, c, i] for x in (lists.order, lists.full, lists.seen))
     state = lax.fori_loop(np.int32(0), full, partial(tile, False, order), state)
     return lax.fori_loop(full, seen, partial(tile, True, order), state)
-
-
-def _zeros(shape: tuple[int, ...]) -> jax.Array:
-    return jnp.zeros(shape, jnp.float32)
 
 
 # Forward
@@ -331,7 +330,7 @@ def _forward(call: AttentionCall) -> tuple[jax.Array, ...]:
         *results, finite = lax.fori_loop(np.int32(0), total, step, state)
         return ~(finite | repair), ~finite | repair, results
 
-    results = [_zeros((*q.shape[:3], d)) for d in (call.value.shape[3], 1, 1)]
+    results = [zeros((*q.shape[:3], d)) for d in (call.value.shape[3], 1, 1)]
     state = jnp.bool_(True), jnp.bool_(False), results  # whether to begin, and as a repair pass
     _, repaired, results = lax.while_loop(lambda state: state[0], attempt, vary(state, q))
     out, row_max, log_sum = (x[:, : sizes.T] for x in results)
@@ -345,19 +344,19 @@ def _forward_queries(
     """Compute the n-th query tile, and write its results."""
     *results, finite = state
     at = unravel(n, (*sizes.groups, sizes.grid[0]))
-    place = Place(sizes, at, 0)
+    place = Place(sizes, *at, 0)
     row = sizes.group, sizes.G * sizes.block_q, 1
     q_tile = place.queries(call.query) * np.float32(call.scale)
     every = vary(jnp.ones(row, bool), call.query)
     q_tile, good = once(repair, lambda tile: _clean_queries(tile[0]), (q_tile, every))
     rows = _Rows(
         jnp.full(row, LOWEST, jnp.float32),
-        _zeros(row),
-        _zeros((*row[:2], call.value.shape[3])),
+        zeros(row),
+        zeros((*row[:2], call.value.shape[3])),
         every,
         jnp.ones((sizes.group, 1, sizes.block_k), bool),
     )
-    tile = partial(_forward_tile, Place(sizes, at, 0), call, repair, q_tile)
+    tile = partial(_forward_tile, Place(sizes, *at, 0), call, repair, q_tile)
     row_max, total, weighed, *tiles_finite = _visit(lists, at, tile, vary(rows, call.query))
     for x in (*tiles_finite, jnp.isfinite(weighed[:, 0])):
         finite = finite & x.all()
@@ -450,7 +449,7 @@ def _backward(call: AttentionCall, saved: Saved) -> tuple[jax.Array, ...]:
     def queries(n: Any, results: Any) -> Any:
         dq, *sums = results
         at = unravel(n, (*sizes.groups, sizes.grid[0]))
-        place = Place(sizes, at, 0)
+        place = Place(sizes, *at, 0)
         q = place.queries(padded.query) * np.float32(call.scale)
         do, D, row_max, log_sum = (place.queries(x) for x in rows[:4])
         across = q.swapaxes(1, 2), do.swapaxes(1, 2)
@@ -461,8 +460,8 @@ def _backward(call: AttentionCall, saved: Saved) -> tuple[jax.Array, ...]:
 
     keys = *sizes.groups, sizes.grid[1], sizes.group
     widths = (x.shape[3] for x in (call.key, call.value))
-    sums = (_zeros((*keys, width, sizes.block_k)) for width in widths)  # adding is contiguous
-    results = vary((_zeros(padded.query.shape), *sums, bias_zeros(call.bias, sizes)), padded.query)
+    sums = (zeros((*keys, width, sizes.block_k)) for width in widths)  # adding is contiguous
+    results = vary((zeros(padded.query.shape), *sums, bias_zeros(call.bias, sizes)), padded.query)
     total = math.prod((*sizes.groups, sizes.grid[0]))
     dq, dk, dv, dbias = lax.fori_loop(np.int32(0), np.int32(total), queries, results)
     return (

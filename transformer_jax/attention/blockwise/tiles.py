@@ -43,6 +43,10 @@ class Sizes:
     block_k: int
     rows: int
     heads: int
+    G: int  # query heads of a key head
+    group: int  # how many pairs of a batch row and a key head share a tile: a head group
+    groups: tuple[int, int]  # of batch rows, of key heads
+    grid: tuple[int, int]  # tiles of queries, of keys
 
     @classmethod
     def of(cls, call: AttentionCall) -> Sizes:
@@ -52,24 +56,9 @@ class Sizes:
 
         places = (p for p in (call.q_positions, call.k_positions) if p is not None and p.ndim == 2)
         apart = max(mask_of(call).lead[0], *(p.shape[0] for p in places), 1) > 1
-        return cls(B, T, S, N, K, H, *tile_sizes(B, T, S, N, K, apart))
-
-    @property
-    def G(self) -> int:
-        return self.N // self.K
-
-    @property
-    def group(self) -> int:
-        """Return the size of a head group: how many (batch row, key head) pairs share a tile."""
-        return self.rows * self.heads
-
-    @property
-    def groups(self) -> tuple[int, int]:
-        return self.B // self.rows, self.K // self.heads
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return -(-self.T // self.block_q), -(-self.S // self.block_k)
+        sizes = block_q, block_k, rows, heads = tile_sizes(B, T, S, N, K, apart)
+        groups, grid = (B // rows, K // heads), (-(-T // block_q), -(-S // block_k))
+        return cls(B, T, S, N, K, H, *sizes, N // K, rows * heads, groups, grid)
 
 
 FEW_QUERIES = 8
@@ -140,15 +129,6 @@ def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
         return lists_of(low * (low == high) + PARTIAL * (low != high))
 
 
-def list_of_row(
-    lists: TileLists, at: tuple[Any, Any, Any]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (order, full, seen) of one head group's query tile."""
-    b, c, i = at
-    b, c = (0 if n == 1 else x for n, x in zip(lists.full.shape, (b, c), strict=False))
-    return lists.order[b, c, i], lists.full[b, c, i], lists.seen[b, c, i]
-
-
 # What stands at a tile
 
 
@@ -156,23 +136,13 @@ Index = jax.Array | int
 
 
 class Place(NamedTuple):
-    """Locate a query tile (group, group, i) and a key tile j; all but `sizes` may be traced."""
+    """Locate a query tile (b, c, i), of a head group, and a key tile j; these may be traced."""
 
     sizes: Sizes
-    at: tuple[Index, Index, Index]
+    b: Index
+    c: Index
+    i: Index
     j: Index
-
-    @property
-    def b(self) -> Index:
-        return self.at[0]
-
-    @property
-    def c(self) -> Index:
-        return self.at[1]
-
-    @property
-    def i(self) -> Index:
-        return self.at[2]
 
     def take(self, x: jax.Array, axis: int, start: Any, length: int) -> jax.Array:
         return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, length, axis)
@@ -210,19 +180,17 @@ class Place(NamedTuple):
 
     def keys(self, x: jax.Array) -> jax.Array:  # f32[group, block_k, d]
         """Return the tile's part of x [B, nK block_k, K, d]."""
-        return rearrange(self._keys(x), "r s h d -> (r h) s d").astype(jnp.float32)
+        sizes = self.sizes
+        start = self.b * sizes.rows, self.j * sizes.block_k, self.c * sizes.heads, 0
+        shape = sizes.rows, sizes.block_k, sizes.heads, x.shape[3]
+        tile = lax.dynamic_slice(x, int32(start), shape)
+        return rearrange(tile, "r s h d -> (r h) s d").astype(jnp.float32)
 
     def add_keys(self, x: jax.Array, part: jax.Array) -> jax.Array:
         """Return x [groups, groups, nK, group, d, block_k] with the tile's part added."""
         at = self.b, self.c, self.j
         total = (x[at] + part)[None, None, None]
         return lax.dynamic_update_slice(x, total, int32((*at, 0, 0, 0)))
-
-    def _keys(self, x: jax.Array) -> jax.Array:
-        sizes = self.sizes
-        start = self.b * sizes.rows, self.j * sizes.block_k, self.c * sizes.heads, 0
-        shape = sizes.rows, sizes.block_k, sizes.heads, x.shape[3]
-        return lax.dynamic_slice(x, int32(start), shape)
 
     def positions(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the positions of the tile, [rows or 1, block_q] and [rows or 1, block_k]."""
