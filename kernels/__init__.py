@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import jax
 
-from transformer_jax.kernels.contract import Backend, Blocks
+from transformer_jax.kernels.contract import Backend, Blocks, Kind
 
 __all__ = ["Target", "platform", "target", "using"]
 
@@ -50,7 +50,7 @@ class Target:
 
     chip: str = ""
     """The chip as JAX names it, "NVIDIA H200": what tile sizes depend on."""
-    blocks: tuple[tuple[str, Blocks], ...] = ()
+    blocks: tuple[tuple[Kind, Blocks], ...] = ()
     """Tile sizes to take instead of the table's, by kernel."""
     processors: int | None = None
     """How many multiprocessors an NVIDIA chip has; None: as many as `chips` knows of it."""

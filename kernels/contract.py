@@ -39,6 +39,7 @@ LOWEST = -3.4028235e38  # where a running maximum starts: finite, so never inf -
 
 Vectors = tuple[jax.Array, ...]
 Shaped = jax.Array | jax.ShapeDtypeStruct
+Index = jax.Array | int  # i32[]
 
 
 @dataclass(frozen=True)

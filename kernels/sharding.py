@@ -40,7 +40,9 @@ TILES: AxisNames = ("b", "n", None, None)
 VECTORS: AxisNames = ("b", None)
 ROWS: AxisNames = ("b", "n", None)
 
-Spec = Sequence[Any]  # for each axis of an array the axes of a mesh that split it, or None
+Spec = (
+    Sequence[Any] | PartitionSpec
+)  # for each axis of an array the axes of a mesh that split it, or None
 First = tuple[Any, Any]  # the batch row and the query head with which a part begins
 Function = Callable[..., tuple[jax.Array, ...]]  # of First, and of arrays
 

@@ -12,8 +12,6 @@ registers into shared memory. Scores are kept in base 2, laid out in registers a
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from transformer_jax.kernels import nvidia
@@ -23,12 +21,12 @@ from transformer_jax.kernels.ampere.forward import forward
 from transformer_jax.kernels.ampere.tiles import HAS_MMA
 from transformer_jax.kernels.chips import AMPERE_HEAD_DIMS as HEAD_DIMS
 from transformer_jax.kernels.chips import ampere_blocks as blocks
-from transformer_jax.kernels.contract import Backend, Problem
+from transformer_jax.kernels.contract import Backend, Problem, Shaped
 from transformer_jax.kernels.nvidia.memory import HAS_INTERPRETER, ROWS
 from transformer_jax.kernels.nvidia.schedule import prepare
 
 
-def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
+def refuse(problem: Problem, query: Shaped, key: Shaped, value: Shaped) -> str | None:
     """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
     H, Hv = query.shape[-1], value.shape[-1]
     if reason := nvidia.refuse(problem, "Ampere", query, key, value):

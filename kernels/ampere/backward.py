@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 from jax import lax
+from jax.typing import DTypeLike
 
 from transformer_jax.kernels.ampere.tiles import (
     add_product,
@@ -26,6 +27,7 @@ from transformer_jax.kernels.ampere.tiles import (
 )
 from transformer_jax.kernels.contract import (
     Blocks,
+    Index,
     Operands,
     Problem,
     Saved,
@@ -39,6 +41,7 @@ from transformer_jax.kernels.nvidia.memory import (
     ROWS,
     WGMMA,
     Ref,
+    Scratch,
     across,
     at,
     f32,
@@ -68,10 +71,11 @@ class _Given(NamedTuple):
     base: Ref  # f32[B, N, T]: what p = 2^(s - base) subtracts
     D: Ref  # f32[B, N, T]
 
-    def of_queries(self, b: Any, n: Any, q0: Any) -> tuple[jax.Array, jax.Array]:
+    def of_queries(self, b: Index, n: Index, q0: Index) -> tuple[jax.Array, jax.Array]:
         """Load base and D of 64 queries."""
         place = b, n, pl.ds(q0, ROWS)
-        return tuple(load(x.at[place], WGMMA.reduce(1)) for x in (self.base, self.D))
+        base, D = (load(x.at[place], WGMMA.reduce(1)) for x in (self.base, self.D))
+        return base, D
 
 
 def _given(operands: Operands, saved: Saved) -> _Given:
@@ -99,7 +103,7 @@ def backward_dq(
     return dq, rows[0] if rows else None
 
 
-def _query_slots(blocks: Blocks, H: int, Hv: int, dtype: Any) -> dict[str, Any]:
+def _query_slots(blocks: Blocks, H: int, Hv: int, dtype: DTypeLike) -> dict[str, Scratch]:
     """Return the types of shared memory of a kernel whose tiles have queries as rows."""
     return dict(
         q_tile=slot(ROWS, H, dtype),
@@ -121,7 +125,9 @@ def _backward_dq(
     q0 = row * ROWS
     rows = tiles.of_queries(b, n, q0)
 
-    def add(j: Any, carry: tuple[jax.Array, jax.Array], partial: bool) -> Any:
+    def add(
+        j: Index, carry: tuple[jax.Array, jax.Array], partial: bool
+    ) -> tuple[jax.Array, jax.Array]:
         acc, slope = carry
         k0 = at(lists.order, b, n, row, j)[...] * blocks.k
         where, ds, du = tiles.differentiate(rows, k0, partial)
@@ -140,9 +146,9 @@ def _backward_dq(
 class _Queries(NamedTuple):
     """Say which queries a program holds, and what it has loaded of them."""
 
-    b: jax.Array
-    n: jax.Array
-    q0: jax.Array
+    b: Index
+    n: Index
+    q0: Index
     base: jax.Array  # f32[ROWS]
     D: jax.Array  # f32[ROWS]
     vectors: tuple[jax.Array | None, ...]
@@ -161,7 +167,7 @@ class _QueryTiles:
     k_tile: Ref
     v_tile: Ref
 
-    def of_queries(self, b: Any, n: Any, q0: Any) -> _Queries:
+    def of_queries(self, b: Index, n: Index, q0: Index) -> _Queries:
         """Load 64 queries into shared memory, and into registers what belongs to each."""
         queries = b, pl.ds(q0, ROWS), n
         self.q_tile[...] = fetch(self.given.operands.query.at[queries])
@@ -321,7 +327,7 @@ class _KeyTiles:
         self.v_tile[...] = fetch(operands.value.at[place])
         keys = _Keys(b, head, row, k0, self.vectors.of_rows(b, k0))
 
-        def one_head(g: Any, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        def one_head(g: Index, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
             n = head * group + g
             full, seen = (at(x, b, n, row)[...] for x in (self.lists.full, self.lists.seen))
             return each_tile(full, seen, functools.partial(self.tile, keys, n), sums)

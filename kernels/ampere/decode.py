@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -36,7 +36,7 @@ from transformer_jax.kernels.ampere.tiles import (
     start_nothing,
     store_rows,
 )
-from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
+from transformer_jax.kernels.contract import LOWEST, Blocks, Index, Operands, Problem, TileLists
 from transformer_jax.kernels.nvidia.decode_rows import (
     as_rows,
     for_copies,
@@ -172,7 +172,7 @@ class _Program:
     k_wide: Ref = None  # [k, H] of the query's dtype, where keys are int8
     v_wide: Ref = None  # [k, Hv]
 
-    def keys_of(self, rows: _Rows, j: Any) -> tuple[jax.Array, jax.Array]:
+    def keys_of(self, rows: _Rows, j: Index) -> tuple[jax.Array, jax.Array]:
         """Return the first key that is read for a tile, and how many keys are hidden from there on.
 
         Of a tile after the end of the list these are those of some other tile.
@@ -232,7 +232,7 @@ class _Program:
         """Return whether keys end within a tile, which then begins earlier."""
         return self.operands.pages is None and self.operands.key.shape[1] % self.blocks.k > 0
 
-    def scales(self, rows: _Rows, j: Any) -> tuple[jax.Array, ...]:
+    def scales(self, rows: _Rows, j: Index) -> tuple[jax.Array, ...]:
         """Load the scales of keys and values of a tile, or of any one after the list's end."""
         if self.operands.k_scale is None:
             return ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,7 +23,7 @@ from transformer_jax.kernels.ampere.tiles import (
     product,
     slot,
 )
-from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
+from transformer_jax.kernels.contract import LOWEST, Blocks, Index, Operands, Problem, TileLists
 from transformer_jax.kernels.nvidia.memory import ROW, ROWS, Ref, across, at, f32, filled
 from transformer_jax.kernels.nvidia.schedule import each_tile, prepare, query_items
 from transformer_jax.kernels.nvidia.scores import (
@@ -105,23 +105,23 @@ class _Program:
     k_tile: Ref
     v_tile: Ref
 
-    def k0(self, rows: QueryRows, j: Any) -> jax.Array:
+    def k0(self, rows: QueryRows, j: Index) -> jax.Array:
         """Return the first key of a list's tile; of one after the end, those of the last."""
         last = jnp.minimum(j, self.lists.order.shape[-1] - 1)
         return at(self.lists.order, rows.b, rows.n, rows.row, last)[...] * self.blocks.k
 
-    def load(self, rows: QueryRows, j: Any) -> tuple[jax.Array, jax.Array]:
+    def load(self, rows: QueryRows, j: Index) -> tuple[jax.Array, jax.Array]:
         """Load a tile's keys and values into registers."""
         key, value = self.operands.key, self.operands.value
         group = self.operands.query.shape[2] // key.shape[2]
         keys = rows.b, pl.ds(self.k0(rows, j), self.blocks.k), rows.n // group
         return fetch(key.at[keys]), fetch(value.at[keys])
 
-    def ahead(self, rows: QueryRows, j: Any) -> tuple[jax.Array, ...]:
+    def ahead(self, rows: QueryRows, j: Index) -> tuple[jax.Array, ...]:
         """Return the tile to multiply next, where it is loaded so early."""
         return self.load(rows, j) if self.blocks.stages > 1 else ()
 
-    def tile(self, rows: QueryRows, j: Any, sums: _Sums, partial: bool) -> _Sums:
+    def tile(self, rows: QueryRows, j: Index, sums: _Sums, partial: bool) -> _Sums:
         """Add a tile of keys."""
         problem, operands = self.problem, self.operands
         self.k_tile[...], self.v_tile[...] = sums.ahead or self.load(rows, j)

@@ -19,7 +19,17 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
 from transformer_jax.kernels.contract import Problem
-from transformer_jax.kernels.nvidia.memory import ROWS, Ref, filled, load, tile_slots
+from transformer_jax.kernels.nvidia.memory import (
+    ROWS,
+    Layout,
+    Ref,
+    Scratch,
+    Span,
+    Value,
+    filled,
+    load,
+    tile_slots,
+)
 from transformer_jax.kernels.nvidia.schedule import name_of
 from transformer_jax.kernels.sharding import vary
 
@@ -28,7 +38,9 @@ mma: Any = getattr(plgpu, "mma", None)  # of jax 0.11
 HAS_MMA = mma is not None
 
 
-def launch(problem: Problem, body: Callable[..., None], items: int, **options: Any) -> Any:
+def launch(
+    problem: Problem, body: Callable[..., None], items: int, **options: Any
+) -> Callable[..., Any]:
     """Return the kernel of a body as a function of arrays: one program for each item.
 
     Mosaic GPU forgets that results vary over a mesh as the arguments do: the first two say how.
@@ -65,23 +77,23 @@ def swizzle_of(rows: int, width: int, dtype: DTypeLike) -> int:
     return widest * size // max(size, 2)
 
 
-def slot(rows: int, width: int, dtype: DTypeLike) -> Any:
+def slot(rows: int, width: int, dtype: DTypeLike) -> Scratch:
     """Return the type of a tile in shared memory, laid out for `ldmatrix`."""
     return tile_slots(None, rows, width, dtype, swizzle_of(rows, width, dtype))
 
 
-def slots(count: int, rows: int, width: int, dtype: DTypeLike) -> Any:
+def slots(count: int, rows: int, width: int, dtype: DTypeLike) -> Scratch:
     """Return the type of several such tiles."""
     return tile_slots(count, rows, width, dtype, swizzle_of(rows, width, dtype))
 
 
-def copy_layout(tile: Ref) -> Any:
+def copy_layout(tile: Ref) -> Layout:
     """Return how a thread's registers hold what it copies of a tile: parts of its rows."""
     (rows, width), dtype = tile.shape, tile.dtype
     return LAYOUT.SMEM_GMEM_COPY((rows, width), dtype, swizzle_of(rows, width, dtype))
 
 
-def parts_of_rows(tile: Ref) -> list[Any]:
+def parts_of_rows(tile: Ref) -> list[tuple[slice, Span]]:
     """Return indices of the columns of a tile that its swizzle keeps together."""
     (rows, width), size = tile.shape, jnp.dtype(tile.dtype).itemsize
     columns = swizzle_of(rows, width, tile.dtype) // size
@@ -111,7 +123,7 @@ def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
     laid_out = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(laid_out)))
-    def emit(_: Any, source: Any, tile: Any) -> None:
+    def emit(_: Value, source: Value, tile: Value) -> None:
         own, number = layout.to_mgpu(), mgpu.utils.dtype_to_ir_type(dtype)
         size = own.vector_length * jnp.dtype(dtype).itemsize
         modifier = nvvm.LoadCacheModifierKind
@@ -143,7 +155,7 @@ def start_nothing(problem: Problem) -> None:
         return
 
     @plgpu.inline_mgpu()
-    def emit(_: Any) -> None:
+    def emit(_: Value) -> None:
         nvvm.cp_async_commit_group()
 
     emit()
@@ -155,7 +167,7 @@ def await_copies(problem: Problem, groups: int) -> None:
         return
 
     @plgpu.inline_mgpu()
-    def emit(context: Any) -> None:
+    def emit(context: Value) -> None:
         context.await_cp_async_copy(groups)
 
     emit()
@@ -169,10 +181,10 @@ def store_rows(problem: Problem, x: jax.Array, target: Ref) -> None:
         return
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT.WGMMA, plgpu.RefType()))
-    def emit(_: Any, x: Any, target: Any) -> None:
+    def emit(_: Value, x: Value, target: Value) -> None:
         limit = mgpu.c(rows, ir.IndexType.get())
 
-        def one(number: Any, place: tuple[Any, Any]) -> None:
+        def one(number: Value, place: tuple[Value, Value]) -> None:
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, place[0], limit)):
                 memref.store(number, target, place)
 
@@ -207,7 +219,7 @@ def _as_left(x: jax.Array, dtype: Any) -> jax.Array:
         arg_types=(LAYOUT.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(x.shape, dtype, layout=LAYOUT.MMA_LHS(dtype)),
     )
-    def rounded(_: Any, x: Any) -> Any:
+    def rounded(_: Value, x: Value) -> Value:
         layout = mgpu.MMALayouts(dtype).lhs
         narrow = x.astype(mgpu.utils.dtype_to_ir_type(dtype)).registers
         shape = layout.registers_shape(x.shape)

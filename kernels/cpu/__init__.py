@@ -41,6 +41,7 @@ from transformer_jax.kernels.contract import (
     Operands,
     Problem,
     Saved,
+    Shaped,
     TileLists,
     learns_slopes,
 )
@@ -53,7 +54,8 @@ HANDLERS = (
 )  # fmt: skip
 FEW_ROWS = 16
 """The most queries of a key head, T N / K, for which keys and values are read as they lie."""
-NO_LISTS = TileLists(*(np.zeros((0,) * ndim, np.int32) for ndim in (4, 3, 3)))
+_EMPTY: list[Any] = [np.zeros((0,) * ndim, np.int32) for ndim in (4, 3, 3)]
+NO_LISTS = TileLists(*_EMPTY)
 INSTRUCTIONS = "avx512", "avx2", "neon", "plain"
 """Values of TRANSFORMER_JAX_NATIVE, besides 0 (no kernels) and 1 (the widest instruction set)."""
 DTYPES = "float32", "bfloat16", "float16"
@@ -113,7 +115,7 @@ def instructions() -> str:
     return found.decode()
 
 
-def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
+def refuse(problem: Problem, query: Shaped, key: Shaped, value: Shaped) -> str | None:
     """Return why these arrays can't be done here, or None."""
     dtypes = [jnp.dtype(x.dtype).name for x in (query, key, value)]
     if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:

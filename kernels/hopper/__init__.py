@@ -17,15 +17,13 @@ that promise.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from transformer_jax.kernels import nvidia
 from transformer_jax.kernels.chips import HOPPER_HEAD_DIMS as HEAD_DIMS
 from transformer_jax.kernels.chips import HOPPER_UNLIKE_HEAD_DIMS as UNLIKE_HEAD_DIMS
 from transformer_jax.kernels.chips import hopper_blocks as blocks
-from transformer_jax.kernels.contract import Backend, Problem
+from transformer_jax.kernels.contract import Backend, Problem, Shaped
 from transformer_jax.kernels.hopper.backward import backward_dkdv, backward_dq
 from transformer_jax.kernels.hopper.backward_single_pass import backward_single_pass
 from transformer_jax.kernels.hopper.bias_gradient import backward_bias
@@ -35,7 +33,7 @@ from transformer_jax.kernels.nvidia.memory import HAS_INTERPRETER, HAS_JAX_11, R
 from transformer_jax.kernels.nvidia.schedule import prepare
 
 
-def refuse(problem: Problem, query: Any, key: Any, value: Any) -> str | None:
+def refuse(problem: Problem, query: Shaped, key: Shaped, value: Shaped) -> str | None:
     """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
     H, Hv = query.shape[-1], value.shape[-1]
     if reason := nvidia.refuse(problem, "Hopper", query, key, value):

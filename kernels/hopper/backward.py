@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -18,6 +18,7 @@ from jax import lax
 
 from transformer_jax.kernels.contract import (
     Blocks,
+    Index,
     Operands,
     Problem,
     Saved,
@@ -60,6 +61,7 @@ from transformer_jax.kernels.sharding import result
 
 RowVectors = tuple[jax.Array | None, ...]
 Sums = dict[str, jax.Array]  # "dk", "dv"
+QuerySums = tuple[jax.Array, jax.Array, jax.Array]  # dq, dslopes, step
 
 
 # The dq kernel
@@ -187,9 +189,7 @@ class _QueryConsumer:
             plgpu.barrier_arrive(self.walk.q_empty.at[w])
         return step
 
-    def tile(
-        self, rows: HeldQueries, j: jax.Array, carry: tuple[jax.Array, ...], partial: bool
-    ) -> tuple[jax.Array, ...]:
+    def tile(self, rows: HeldQueries, j: jax.Array, carry: QuerySums, partial: bool) -> QuerySums:
         """Add a tile of keys to dq and to the row of dslopes."""
         problem, walk, w = self.problem, self.walk, self.w
         acc, slope, step = carry
@@ -279,7 +279,7 @@ def _backward_dkdv(
     def produce() -> None:
         walk.produce(blocks, lists, operands, vectors, do, base, D)
 
-    def consume(part: Any, wanted: tuple[str, ...]) -> None:
+    def consume(part: Index, wanted: tuple[str, ...]) -> None:
         consumer = _KeyConsumer(
             problem, blocks, lists, operands, vectors, walk, (dk_out, dv_out),
             _SharedWeights(**shared) if shared else None, part, wanted,
@@ -327,7 +327,7 @@ class _KeyConsumer:
     walk: KeyWalk
     results: tuple[Ref, Ref]
     shared: _SharedWeights | None  # where two warpgroups hold the same keys
-    part: Any  # which 64 keys of the tile
+    part: Index  # which 64 keys of the tile
     wanted: tuple[str, ...]  # "dk", "dv"
 
     def walk_item(self, item: jax.Array, step: jax.Array) -> jax.Array:
@@ -338,7 +338,7 @@ class _KeyConsumer:
         k0 = row * self.blocks.k + self.part * ROWS
         keys = _Keys(b, head, row, k0, self.vectors.of_rows(b, k0))
 
-        def one_head(g: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        def one_head(g: Index, carry: tuple[Sums, jax.Array]) -> tuple[Sums, jax.Array]:
             n = head * G + g
             full, seen = at(self.lists.full, b, n, row)[...], at(self.lists.seen, b, n, row)[...]
             return each_tile(full, seen, functools.partial(self.tile, keys, n), carry)
@@ -351,8 +351,8 @@ class _KeyConsumer:
         return step
 
     def tile(
-        self, keys: _Keys, n: jax.Array, j: jax.Array, carry: tuple[Any, Any], partial: bool
-    ) -> tuple[Any, Any]:
+        self, keys: _Keys, n: jax.Array, j: jax.Array, carry: tuple[Sums, jax.Array], partial: bool
+    ) -> tuple[Sums, jax.Array]:
         """Add a tile of queries to dk, dv or both."""
         walk, width = self.walk, self.blocks.q
         sums, step = carry

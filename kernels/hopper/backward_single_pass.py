@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -26,6 +26,7 @@ from jax import lax
 
 from transformer_jax.kernels.contract import (
     Blocks,
+    Index,
     Operands,
     Problem,
     Saved,
@@ -40,6 +41,7 @@ from transformer_jax.kernels.nvidia.memory import (
     COLUMN,
     ROWS,
     Ref,
+    Scratch,
     at,
     f32,
     fence,
@@ -60,6 +62,7 @@ from transformer_jax.kernels.nvidia.scores import (
 )
 from transformer_jax.kernels.sharding import result, vary
 
+KeySums = tuple[jax.Array, jax.Array, jax.Array]  # dk, dv, step
 PARTS = 2  # warpgroups that multiply
 
 
@@ -141,7 +144,7 @@ def dq_shares(blocks: Blocks, H: int) -> list[Share]:
     return [Share(0, ROWS, 0, first), Share(0, ROWS, first, H - first)]
 
 
-def dq_slot(share: Share, H: int) -> Any:
+def dq_slot(share: Share, H: int) -> Scratch:
     """Return the type of the slot through which a share leaves."""
     side = swizzle_of(4, share.column, share.columns, H)
     return tile_slots(1, share.rows, share.columns, f32, side)
@@ -168,7 +171,7 @@ def _backward_single_pass(
     walk = KeyWalk(**memory)
     vectors = TileVectors(problem, operands, COLUMN)
 
-    def add(b: Any, n: Any, q0: Any) -> None:
+    def add(b: Index, n: Index, q0: Index) -> None:
         """Add a tile of dq to device memory, and let the consumers write the next one.
 
         All threads of both sides arrive, for this tile at `dq_full` and for the next one at `both`,
@@ -245,7 +248,7 @@ class _Consumer:
         keys = _Keys(b, head, row, k0, self.vectors.of_rows(b, k0))
         has_slopes = self.slope_out is not None
 
-        def one_head(g: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        def one_head(g: Index, carry: KeySums) -> KeySums:
             n = head * G + g
             dk, dv, step = carry
             full, seen = at(self.lists.full, b, n, row)[...], at(self.lists.seen, b, n, row)[...]

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -18,10 +18,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.kernels.contract import Blocks, Operands, Problem, Saved, TileLists
+from transformer_jax.kernels.contract import Blocks, Index, Operands, Problem, Saved, TileLists
 from transformer_jax.kernels.hopper.producer import wait_from
 from transformer_jax.kernels.hopper.products import opaque, product
-from transformer_jax.kernels.hopper.programs import each_item, launch, specialise
+from transformer_jax.kernels.hopper.programs import Carry, each_item, launch, specialise
 from transformer_jax.kernels.nvidia.bias import digits, sum_shape, visited
 from transformer_jax.kernels.nvidia.memory import (
     ROW,
@@ -129,13 +129,13 @@ class _Program:
     vectors: TileVectors
     memory: _Memory
 
-    def each_term(self, item: jax.Array, body: Callable[..., Any], carry: Any) -> Any:
+    def each_term(self, item: jax.Array, body: Callable[..., Carry], carry: Carry) -> Carry:
         """Run `carry = body(b, n, row, column, carry)` for the visited tiles of an item."""
         (B, T, N, _), S = self.operands.query.shape, self.operands.key.shape[1]
         sizes = (B, N, T // self.blocks.q, S // self.blocks.k)
         inner = tuple(size // o for size, o in zip(sizes, self.outer, strict=True))
 
-        def visit(index: jax.Array, carry: Any) -> Any:
+        def visit(index: jax.Array, carry: Carry) -> Carry:
             parts = zip(digits(item, self.outer), digits(index, inner), strict=True)
             tile = tuple(o + i for o, i in parts)  # one of the two is 0 on every axis
             return lax.cond(
@@ -144,7 +144,7 @@ class _Program:
 
         return lax.fori_loop(0, math.prod(inner), visit, carry)
 
-    def copy(self, b: Any, n: Any, row: Any, column: Any, step: jax.Array) -> jax.Array:
+    def copy(self, b: Index, n: Index, row: Index, column: Index, step: jax.Array) -> jax.Array:
         """Copy all of a tile into the next slot."""
         memory, blocks, operands = self.memory, self.blocks, self.operands
         consumers, G = blocks.q // ROWS, operands.query.shape[2] // operands.key.shape[2]
@@ -152,13 +152,17 @@ class _Program:
         wait_from(blocks.stages, step, memory.empty_slot.at[slot])
         full = memory.filled_slot.at[slot]
         keys = b, pl.ds(column * blocks.k, blocks.k), n // G
-        plgpu.copy_gmem_to_smem(operands.key.at[keys], memory.k_tile.at[slot], full)
-        plgpu.copy_gmem_to_smem(operands.value.at[keys], memory.v_tile.at[slot], full)
+        of_keys: list[tuple[Ref, Ref]]
+        of_keys = [(operands.key, memory.k_tile), (operands.value, memory.v_tile)]
+        for source, tile in of_keys:
+            plgpu.copy_gmem_to_smem(source.at[keys], tile.at[slot], full)
         self.vectors.copy(memory.columns, slot, full, b, keys[1].start)
+        of_queries: list[tuple[Ref, Ref]]
+        of_queries = [(operands.query, memory.q_tile), (self.do, memory.do_tile)]
         for w in range(consumers):
             queries = b, pl.ds(row * blocks.q + w * ROWS, ROWS), n
             place = slot * consumers + w
-            for source, tile in ((operands.query, memory.q_tile), (self.do, memory.do_tile)):
+            for source, tile in of_queries:
                 plgpu.copy_gmem_to_smem(source.at[queries], tile.at[place], full)
         return step + 1
 
@@ -177,7 +181,13 @@ class _Program:
         return step
 
     def add(
-        self, w: jax.Array, b: Any, n: Any, row: Any, column: Any, carry: tuple[Any, Any]
+        self,
+        w: jax.Array,
+        b: Index,
+        n: Index,
+        row: Index,
+        column: Index,
+        carry: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         """Add ds of a tile."""
         memory, blocks = self.memory, self.blocks

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -29,7 +29,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
+from transformer_jax.kernels.contract import LOWEST, Blocks, Index, Operands, Problem, TileLists
 from transformer_jax.kernels.hopper.producer import wait_from
 from transformer_jax.kernels.hopper.products import add_products, opaque, product
 from transformer_jax.kernels.hopper.programs import each_item, launch, most_programs, specialise
@@ -163,23 +163,27 @@ class _Slots(NamedTuple):
     ) -> None:  # fmt: skip
         """Copy for every item its queries, and the keys and values of its part of the list."""
         K, consumers = operands.key.shape[2], blocks.k // ROWS
+        sources: list[tuple[Ref, Ref]]
+        sources = [(operands.key, self.k_tile), (operands.value, self.v_tile)]
 
-        def copy_item(item: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        def copy_item(
+            item: jax.Array, carry: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
             b, head, part = item_index(item, K, parts)
             done, step = carry
             slot = slot_of(done, QUERY_SLOTS)
             wait_from(QUERY_SLOTS, done, self.q_empty.at[slot])
-            q = operands.query.at[b, pl.ds(0, ROWS), head]
+            q: Ref = operands.query.at[b, pl.ds(0, ROWS), head]
             plgpu.copy_gmem_to_smem(q, self.q_tile.at[slot], self.q_full.at[slot])
             first, end = part_of(at(lists.seen, b, head, 0)[...], part, parts)
 
-            def copy_keys(j: Any, step: Any) -> Any:
+            def copy_keys(j: Index, step: jax.Array) -> jax.Array:
                 k0 = at(lists.order, b, head, 0, first + j)[...] * blocks.k
                 for w in range(consumers):
                     slot = slot_of(step, blocks.stages) * consumers + w
                     wait_from(blocks.stages, step, self.empty.at[slot])
                     keys = (*place_of(operands, b, k0 + w * ROWS), head)
-                    for source, tile in (operands.key, self.k_tile), (operands.value, self.v_tile):
+                    for source, tile in sources:
                         plgpu.copy_gmem_to_smem(source.at[keys], tile.at[slot], self.full.at[slot])
                     vectors.copy(self.columns, slot, self.full.at[slot], b, k0 + w * ROWS)
                 return step + 1
@@ -230,7 +234,9 @@ class _Consumer:
     results: tuple[Ref, Ref, Ref]
     w: jax.Array
 
-    def attend(self, item: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    def attend(
+        self, item: jax.Array, carry: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         """Compute an item."""
         (_, _, K, Hv), (done, step) = self.operands.value.shape, carry
         b, head, part = item_index(item, K, self.parts)
@@ -278,12 +284,12 @@ class _Consumer:
         self.vectors.release(slots.empty.at[slot], partial)
         return _Sums(acc, grown, total, step + 1, coming)
 
-    def first_key(self, rows: _Rows, j: Any) -> jax.Array:
+    def first_key(self, rows: _Rows, j: Index) -> jax.Array:
         """Return the first of this consumer's keys in a tile of the part."""
         tile = at(self.lists.order, rows.b, rows.head, 0, rows.first + j)[...]
         return tile * self.blocks.k + self.w * ROWS
 
-    def scales(self, rows: _Rows, j: Any) -> tuple[jax.Array, ...]:
+    def scales(self, rows: _Rows, j: Index) -> tuple[jax.Array, ...]:
         """Load the scales of keys and values of a tile, or of any one after the list's end."""
         if self.operands.k_scale is None:
             return ()

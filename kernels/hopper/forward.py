@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -23,7 +23,7 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
 
-from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
+from transformer_jax.kernels.contract import LOWEST, Blocks, Index, Operands, Problem, TileLists
 from transformer_jax.kernels.hopper.producer import QueryWalk
 from transformer_jax.kernels.hopper.products import (
     add_products,
@@ -38,6 +38,7 @@ from transformer_jax.kernels.nvidia.memory import (
     ROWS,
     WGMMA,
     Ref,
+    Value,
     across,
     at,
     f32,
@@ -197,7 +198,7 @@ class _Consumer:
         self.write(rows, *divided(problem, operands, b, n, sums.acc, sums.row_max, sums.total))
         return sums.step
 
-    def every_tile(self, rows: QueryRows, full: Any, seen: Any, sums: _Sums) -> _Sums:
+    def every_tile(self, rows: QueryRows, full: Index, seen: Index, sums: _Sums) -> _Sums:
         """Visit the tiles of a list, of which there is one at least."""
         sums = self.tile(rows, jnp.int32(0), sums, partial=True, first=True)
         ahead = jnp.maximum(full, 1)
@@ -321,7 +322,7 @@ def any_of_warp(rows: jax.Array) -> jax.Array:  # bool[rows] -> bool[]
         arg_types=(WGMMA.reduce(1),),
         return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(())),
     )
-    def vote(_: Any, rows: Any) -> Any:
+    def vote(_: Value, rows: Value) -> Value:
         own = vector.extract(functools.reduce(arith.ori, rows.registers.flat), [], [0])
         every_lane = mgpu.c(-1, ir.IntegerType.get_signless(32))
         found = nvvm.vote_sync(every_lane, own, "any")

@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.kernels.contract import Blocks, Operands, TileLists
+from transformer_jax.kernels.contract import Blocks, Index, Operands, TileLists
 from transformer_jax.kernels.hopper.programs import each_item
 from transformer_jax.kernels.nvidia.memory import Ref, at, slot_of
 from transformer_jax.kernels.nvidia.schedule import key_items, query_items
 from transformer_jax.kernels.nvidia.scores import TileVectors
 
-AfterTile = Callable[[Any, Any, Any], None]
+AfterTile = Callable[[Index, Index, Index], None]
 """Called with the batch row, query head and first query of a tile."""
+Unfinished = tuple[jax.Array, tuple[tuple[Index, Index], ...]]
+"""The next step, and head and place in its list of the tiles for which `AfterTile` is due."""
 
 
 class QueryWalk(NamedTuple):
@@ -55,30 +58,33 @@ class QueryWalk(NamedTuple):
         older ones, which are freed once keys j - 1 and values j - 2 are there.
         """
         N, K, items = operands.query.shape[2], operands.key.shape[2], query_items(operands, blocks)
-        staying = [(operands.query, self.q_tile)] + ([] if do is None else [(do, self.do_tile)])
+        staying: list[tuple[Ref, Ref]] = [(operands.query, self.q_tile)]
+        staying += [] if do is None else [(do, self.do_tile)]
         stages, value_slots = self.k_tile.shape[0], self.v_tile.shape[0]
         keys_lead = do is None  # and so `forward` has two stages at least
 
-        def copy_item(item: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        def copy_item(
+            item: Index, carry: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
             b, n, row = items.at(lists, item)
             done, step = carry
             seen = at(lists.seen, b, n, row)[...]
 
-            def tile_of(j: Any) -> Any:
+            def tile_of(j: Index) -> jax.Array:
                 return at(lists.order, b, n, row, j)[...]
 
-            def copy_keys(tile: Any, step: Any) -> None:
+            def copy_keys(tile: Index, step: Index) -> None:
                 start = tile * blocks.k  # of which the compiler has to see that tiles divide it
                 slot = slot_of(step, stages)
                 wait_from(stages, step, self.k_empty.at[slot])
-                k = operands.key.at[b, pl.ds(start, blocks.k), n // (N // K)]
+                k: Ref = operands.key.at[b, pl.ds(start, blocks.k), n // (N // K)]
                 plgpu.copy_gmem_to_smem(k, self.k_tile.at[slot], self.k_full.at[slot])
                 vectors.copy(self.columns, slot, self.k_full.at[slot], b, start)
 
-            def copy_values(tile: Any, step: Any) -> None:
+            def copy_values(tile: Index, step: Index) -> None:
                 keys, slot = pl.ds(tile * blocks.k, blocks.k), slot_of(step, value_slots)
                 wait_from(value_slots, step, self.v_empty.at[slot])
-                v = operands.value.at[b, keys, n // (N // K)]
+                v: Ref = operands.value.at[b, keys, n // (N // K)]
                 plgpu.copy_gmem_to_smem(v, self.v_tile.at[slot], self.v_full.at[slot])
 
             def copy_queries() -> None:
@@ -89,7 +95,9 @@ class QueryWalk(NamedTuple):
                     for source, tile in staying:
                         plgpu.copy_gmem_to_smem(source.at[queries], tile.at[w], self.q_full.at[w])
 
-            def copy_tile(j: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            def copy_tile(
+                j: Index, carry: tuple[jax.Array, jax.Array]
+            ) -> tuple[jax.Array, jax.Array]:
                 step, this = carry
                 following = tile_of(jnp.minimum(j + 1, seen - 1))
                 next_keys = functools.partial(copy_keys, following, step + 1)
@@ -140,10 +148,14 @@ class KeyWalk(NamedTuple):
         """
         N, K, items = operands.query.shape[2], operands.key.shape[2], key_items(operands, blocks)
         G, stages = N // K, self.q_tile.shape[0]
-        streams = [(operands.query, self.q_tile), (do, self.do_tile)]
+        streams: list[tuple[Ref, Ref]] = [(operands.query, self.q_tile), (do, self.do_tile)]
+        of_keys: list[tuple[Ref, Ref]]
+        of_keys = [(operands.key, self.k_tile), (operands.value, self.v_tile)]
         row_streams = [(base, self.base_columns), (D, self.D_columns)]
 
-        def copy_item(item: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        def copy_item(
+            item: Index, carry: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
             b, head, row = items.at(lists, item, G)
             done, first = carry
             parts, rows, _ = self.k_tile.shape
@@ -152,13 +164,13 @@ class KeyWalk(NamedTuple):
                 if w == 0 or not together:
                     pl.when(done > 0)(functools.partial(plgpu.barrier_wait, empty))
                 keys = b, pl.ds(row * blocks.k + w * rows, rows), head
-                plgpu.copy_gmem_to_smem(operands.key.at[keys], self.k_tile.at[w], full)
-                plgpu.copy_gmem_to_smem(operands.value.at[keys], self.v_tile.at[w], full)
+                for source, tile in of_keys:
+                    plgpu.copy_gmem_to_smem(source.at[keys], tile.at[w], full)
 
             if after is not None:
                 plgpu.barrier_arrive(self.both)
 
-            def finish(n: Any, j: Any, step: Any) -> None:
+            def finish(n: Index, j: Index, step: Index) -> None:
                 """Call `after` for the tile of a step, tile j of a head's list, if there is one."""
 
                 @pl.when(step >= first)
@@ -166,10 +178,10 @@ class KeyWalk(NamedTuple):
                     assert after is not None
                     after(b, n, at(lists.order, b, n, row, j)[...] * blocks.q)
 
-            def copy_head(g: Any, carry: Any) -> Any:
+            def copy_head(g: Index, carry: Unfinished) -> Unfinished:
                 n = head * G + g
 
-                def copy_queries(j: Any, carry: Any) -> Any:
+                def copy_queries(j: Index, carry: Unfinished) -> Unfinished:
                     step, unfinished = carry
                     queries = pl.ds(at(lists.order, b, n, row, j)[...] * blocks.q, blocks.q)
                     slot = slot_of(step, stages)
@@ -197,6 +209,6 @@ class KeyWalk(NamedTuple):
         each_item(items.number, copy_item, (jnp.int32(0), jnp.int32(0)))
 
 
-def wait_from(slots: int, step: Any, barrier: Ref) -> None:
+def wait_from(slots: int, step: Index, barrier: Ref) -> None:
     """Wait for a slot to be free, once all have been used."""
     pl.when(step >= slots)(lambda: plgpu.barrier_wait(barrier))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.experimental.pallas as pl
@@ -11,14 +11,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.kernels.contract import Problem
+from transformer_jax.kernels.contract import Index, Problem
 from transformer_jax.kernels.nvidia.memory import HAS_JAX_11, Ref, f32, i32
 
 Sum = tuple[jax.Array, jax.Array | Ref, Ref]  # acc, a and b of acc + a @ b
 Found = TypeVar("Found")
 
 
-def opaque(slot: Any) -> jax.Array:
+def opaque(slot: Index) -> Index:
     """Hide from the compiler which slot this is.
 
     wgmma takes a descriptor for every 16 columns of a tile. Those of a slot that stays would be

@@ -27,7 +27,7 @@ def most_programs(problem: Problem) -> int:
     return problem.processors or PROGRAMS
 
 
-def each_item(total: int, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+def each_item(total: int, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
     """Run `carry = body(item, carry)` for the items of this program, out of so many.
 
     The programs take them in turns, back and forth, so that the heavy ones are shared out evenly.

@@ -9,11 +9,10 @@ bias         what the gradient of a bias sums
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 
-from transformer_jax.kernels.contract import Problem
+from transformer_jax.kernels.contract import Problem, Shaped
 
 BROKEN_CUDA = range(12080, 12100)  # up to 12.9.0 ptxas breaks causal kernels, as jax says
 
@@ -28,7 +27,7 @@ def cuda_version() -> int | None:
     return None if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
 
 
-def refuse(problem: Problem, backend: str, query: Any, key: Any, value: Any) -> str | None:
+def refuse(problem: Problem, backend: str, query: Shaped, key: Shaped, value: Shaped) -> str | None:
     """Return why no kernel of a backend takes these arrays, or structs of them, or None."""
     if not problem.interpret and cuda_version() in BROKEN_CUDA:
         return (

@@ -5,19 +5,21 @@ The decode kernels of Hopper and of Ampere have this in common.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from transformer_jax.kernels.contract import Operands, TileLists
-from transformer_jax.kernels.nvidia.memory import ROWS, Ref, i32
+from transformer_jax.kernels.contract import Index, Operands, TileLists
+from transformer_jax.kernels.nvidia.memory import ROWS, Ref, Span, i32
 from transformer_jax.kernels.nvidia.scores import LN2, LOG2E
 from transformer_jax.kernels.packed_queries import PackedQueries
 from transformer_jax.kernels.sharding import QUERIES
 from transformer_jax.kernels.sharding import ROWS as OF_ROWS
+
+Padded = TypeVar("Padded", jax.Array, jax.Array | None)
 
 
 def for_copies(operands: Operands, listed: int | None = None) -> Operands:
@@ -30,7 +32,7 @@ def for_copies(operands: Operands, listed: int | None = None) -> Operands:
     if operands.pages is not None:
         return operands
 
-    def padded(x: Any, length: int) -> Any:
+    def padded(x: Padded, length: int) -> Padded:
         if x is None or x.shape[1] == length:
             return x
         return jnp.pad(x, [(0, length - n if axis == 1 else 0) for axis, n in enumerate(x.shape)])
@@ -63,7 +65,7 @@ def part_of(seen: jax.Array, part: jax.Array, parts: int) -> tuple[jax.Array, ja
     return part * seen // parts, (part + 1) * seen // parts
 
 
-def place_of(operands: Operands, b: Any, k0: Any, width: int = ROWS) -> tuple[Any, Any]:
+def place_of(operands: Operands, b: Index, k0: Index, width: int = ROWS) -> tuple[Index, Span]:
     """Return where the keys from k0 on lie: the batch row or page, and which of its slots."""
     if operands.pages is None:
         return b, pl.ds(k0, width)

@@ -5,16 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxlib.mlir.dialects import nvvm
 
-from transformer_jax.kernels.contract import Problem
+from transformer_jax.kernels.contract import Index, Problem
 
 Ref = Any
 """A reference to memory or to barriers, or a part of one; Pallas has no public type for it."""
+
+Scratch = Any
+"""The type of some memory of a kernel, of which Pallas has several."""
+Layout = Any
+"""How registers hold a tile; Pallas has no public type for it."""
+Span = pl.Slice | slice
+Value = Any
+"""A value, or the context, of MLIR."""
 
 ROWS = 64  # rows of a tile that one warpgroup multiplies
 ROW, COLUMN = 0, 1  # the axis of a tile along which a vector lies
@@ -29,7 +38,7 @@ i32 = jnp.int32
 
 def tile_slots(
     slots: int | None, rows: int, width: int, dtype: DTypeLike, swizzle: int | None = None
-) -> Any:
+) -> Scratch:
     """Return the type of slots in shared memory, laid out as wgmma and TMA want them; None: one.
 
     A swizzle of 16 bytes is none.
@@ -56,12 +65,12 @@ def at(ref: Ref, *index: Any) -> Ref:
     return ref.at[tuple(0 if size == 1 else i for size, i in zip(ref.shape, index, strict=True))]
 
 
-def slot_of(step: Any, slots: int) -> jax.Array:
+def slot_of(step: Index, slots: int) -> jax.Array:
     """Return which slot a step uses; i32 also where Python's integers are taken for i64."""
     return lax.rem(step, i32(slots))
 
 
-def load(ref: Ref, layout: Any) -> jax.Array:
+def load(ref: Ref, layout: Layout) -> jax.Array:
     """Load registers in a layout, straight from global memory where `ref` is there."""
     index = () if HAS_JAX_11 else ((),)
     return plgpu.load(ref, *index, layout=layout, optimized=False)
@@ -84,7 +93,7 @@ def fence(problem: Problem) -> None:
         return
 
     @plgpu.inline_mgpu()
-    def emit(_: Any) -> None:
+    def emit(_: Value) -> None:
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
     emit()

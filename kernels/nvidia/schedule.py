@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transformer_jax.kernels.contract import Blocks, Operands, TileLists
+from transformer_jax.kernels.contract import Blocks, Index, Operands, TileLists
 from transformer_jax.kernels.nvidia.memory import at, i32
 
 TURNS = 4  # parts of keys that a program takes, about: so many that rows of all lengths share well
@@ -49,7 +49,9 @@ class Items(NamedTuple):
     def number(self) -> int:
         return self.batch * self.heads * self.rows
 
-    def at(self, lists: TileLists, item: Any, group: int = 1) -> tuple[Any, Any, Any]:
+    def at(
+        self, lists: TileLists, item: Index, group: int = 1
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return batch row, head and row of an item, roughly the heaviest first.
 
         Rows are taken in `LEVELS` parts of each list's own order. Within a part heads follow one
@@ -59,7 +61,7 @@ class Items(NamedTuple):
         b, head, turn = self.turn(item)
         return b, head, at(lists.rows, b, head * group, turn)[...]
 
-    def turn(self, item: Any) -> tuple[Any, Any, Any]:
+    def turn(self, item: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return batch row and head of an item, and the place of its row in its list's order."""
         part = -(-self.rows // LEVELS)
         level, rest = (f(item, i32(self.batch * self.heads * part)) for f in (lax.div, lax.rem))
@@ -99,7 +101,7 @@ def item_index(item: jax.Array, heads: int, rows: int) -> tuple[jax.Array, jax.A
     return item // (heads * rows), item // rows % heads, item % rows
 
 
-def each_tile(full: Any, seen: Any, body: Callable[..., Carry], carry: Carry) -> Carry:
+def each_tile(full: Index, seen: Index, body: Callable[..., Carry], carry: Carry) -> Carry:
     """Run `carry = body(j, carry, partial)` for the tiles of a list: full ones, then partial ones.
 
     Both loops count from 0: what is read of memory varies over a mesh, what is computed of it does

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from transformer_jax.kernels.contract import LOWEST, Operands, Problem, Saved
+from transformer_jax.kernels.contract import LOWEST, Index, Operands, Problem, Saved
 from transformer_jax.kernels.dropout import mix, threshold
 from transformer_jax.kernels.nvidia.memory import (
     COLUMN,
@@ -20,6 +20,7 @@ from transformer_jax.kernels.nvidia.memory import (
     ROWS,
     WGMMA,
     Ref,
+    Scratch,
     across,
     at,
     f32,
@@ -43,10 +44,10 @@ Differentiate = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 class TilePosition(NamedTuple):
     """Say where a tile is, with the mask's vectors of its rows and columns; None if not read."""
 
-    b: Any
-    n: Any
-    q0: Any  # the first query
-    k0: Any  # the first key
+    b: Index
+    n: Index
+    q0: Index  # the first query
+    k0: Index  # the first key
     rows: tuple[jax.Array | None, ...] = ()  # i32[rows], in registers
     columns: tuple[Ref | None, ...] = ()  # to i32[columns], in shared memory where copied
     slopes: jax.Array | None = None  # f32[rows] of ALiBi, where rows are of several heads
@@ -168,7 +169,7 @@ def probabilities(
 
 
 def divided(
-    problem: Problem, operands: Operands, b: Any, n: Any, acc: jax.Array, row_max: jax.Array,
+    problem: Problem, operands: Operands, b: Index, n: Index, acc: jax.Array, row_max: jax.Array,
     total: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the output, m, l and which rows saw a key, of sums over all keys; the sink joins."""
@@ -270,18 +271,18 @@ class TileVectors:
             return positions, positions
         return positions | problem.visible.reads("q"), positions | problem.visible.reads("k")
 
-    def slots(self, count: int, width: int) -> dict[str, Any]:
+    def slots(self, count: int, width: int) -> dict[str, Scratch]:
         """Return the type of shared memory for `count` tiles in flight, if any."""
         rows = count * len(self.copied)
         return {"columns": plgpu.SMEM((rows, width), i32)} if rows else {}
 
-    def copy(self, columns: Ref, slot: Any, barrier: Ref, b: Any, start: Any) -> None:
+    def copy(self, columns: Ref, slot: Index, barrier: Ref, b: Index, start: Index) -> None:
         """Start the copies for a tile; each, `len(copied)` of them, arrives at the barrier."""
         for i, index in enumerate(self.copied):
             source = at(self.columns[index], b, pl.ds(start, columns.shape[1]))
             plgpu.copy_gmem_to_smem(source, columns.at[slot * len(self.copied) + i], barrier)
 
-    def of_rows(self, b: Any, start: Any) -> tuple[jax.Array | None, ...]:
+    def of_rows(self, b: Index, start: Index) -> tuple[jax.Array | None, ...]:
         """Load those of a warpgroup's rows into registers."""
         return tuple(
             load(at(vector, b, pl.ds(start, ROWS)), WGMMA.reduce(1)) if i in self._rows else None
@@ -289,7 +290,7 @@ class TileVectors:
         )
 
     def of_columns(
-        self, columns: Ref, slot: Any, b: Any, start: Any, width: int
+        self, columns: Ref, slot: Index, b: Index, start: Index, width: int
     ) -> tuple[Ref | None, ...]:
         """Return references to those of a tile's columns."""
 
@@ -346,10 +347,10 @@ def kept(
     """Return `dropout.keep` of a tile, mixing each row and column once."""
     b, n, q0, k0 = where[:4]
 
-    def indices(start: jax.Array, axis: int) -> jax.Array:
+    def indices(start: Index, axis: int) -> jax.Array:
         layout = WGMMA.reduce(1 - axis)
         count = plgpu.broadcasted_iota(jnp.uint32, (shape[axis],), 0, layout=layout)
-        return count + start.astype(jnp.uint32)
+        return count + jnp.asarray(start).astype(jnp.uint32)
 
     def broadcast(vector: jax.Array, axis: int) -> jax.Array:
         return lax.broadcast_in_dim(vector, shape, [axis])

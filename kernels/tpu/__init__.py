@@ -13,13 +13,11 @@ keys need no transpose; what is summed onto queries is held as [H, queries] and 
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
 from transformer_jax.kernels.chips import TPU_LANES, TPU_LIST_BYTES
 from transformer_jax.kernels.chips import tpu_blocks as blocks
-from transformer_jax.kernels.contract import Backend, Problem
+from transformer_jax.kernels.contract import Backend, Problem, Shaped
 from transformer_jax.kernels.tpu.backward import backward_bias, backward_dkdv, backward_dq
 from transformer_jax.kernels.tpu.backward_single_pass import backward_single_pass_rows, sums_fit
 from transformer_jax.kernels.tpu.decode import decode
@@ -29,9 +27,9 @@ from transformer_jax.kernels.tpu.visits import prepare
 
 def refuse(
     problem: Problem,
-    query: Any,  # [B, T, N, H]: arrays, or structs of their shape and dtype
-    key: Any,  # [B, S, K, H]
-    value: Any,  # [B, S, K, Hv]
+    query: Shaped,  # [B, T, N, H]: arrays, or structs of their shape and dtype
+    key: Shaped,  # [B, S, K, H]
+    value: Shaped,  # [B, S, K, Hv]
 ) -> str | None:
     """Return why these arrays can't be done here, or None."""
     dtypes = [jnp.dtype(x.dtype).name for x in (query, key, value)]

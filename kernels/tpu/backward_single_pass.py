@@ -7,7 +7,6 @@ dk and dv, of all keys of one key head, stay in VMEM until all its query heads a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from transformer_jax.kernels.contract import (
     learns_slopes,
 )
 from transformer_jax.kernels.tpu.backward import QuerySums, clear
-from transformer_jax.kernels.tpu.grid import GridStep, Ref, by_queries_of_key_heads
+from transformer_jax.kernels.tpu.grid import GridStep, Ref, Span, by_queries_of_key_heads
 from transformer_jax.kernels.tpu.inputs import TileInputs
 from transformer_jax.kernels.tpu.scores import dot, score_gradients
 
@@ -52,7 +51,7 @@ def backward_single_pass_rows(
 
         @pl.when(step.begins)
         def _() -> None:
-            def clear_tile(here: Any) -> None:
+            def clear_tile(here: Span) -> None:
                 clear(dk_sums.at[here], dv_sums.at[here])
 
             _each_tile(S, blocks.k, clear_tile)
@@ -62,7 +61,7 @@ def backward_single_pass_rows(
 
         def tile(masked: bool) -> None:
             p, ds, du = score_gradients(problem, x, step, masked)
-            keys = pl.ds(pl.multiple_of(step.j, blocks.k), blocks.k)
+            keys = pl.ds(pl.multiple_of(jnp.asarray(step.j), blocks.k), blocks.k)
             dv_sums[keys] += dot(p.astype(dtype), x.do[...], 1, 0)
             du = du.astype(dtype)
             dk_sums[keys] += dot(du, x.query[...], 1, 0)
@@ -75,7 +74,7 @@ def backward_single_pass_rows(
         def _() -> None:
             place = step.b, lax.div(step.n, jnp.int32(N // K))
 
-            def write(here: Any) -> None:
+            def write(here: Span) -> None:
                 dk_tile[...] = (dk_sums[here] * problem.scale).astype(dtype)
                 dv_tile[...] = dv_sums[here].astype(dtype)
                 copies = [
@@ -112,7 +111,7 @@ def backward_single_pass_rows(
     return *results, *(rows.reshape(B, N, T) for rows in slope_rows)
 
 
-def _each_tile(length: int, block: int, body: Callable[[Any], None]) -> None:
+def _each_tile(length: int, block: int, body: Callable[[Span], None]) -> None:
     """Run a body for each tile of some rows."""
 
     def one(j: jax.Array, carry: None) -> None:

@@ -29,6 +29,7 @@ from transformer_jax.kernels.chips import TPU_FEW_BYTES, TPU_LANES, TPU_VMEM_BYT
 from transformer_jax.kernels.contract import (
     LOWEST,
     Blocks,
+    Index,
     Operands,
     Problem,
     TileLists,
@@ -198,7 +199,7 @@ class Walk:
             "scales": (heads, self.k),
         }[kind]
 
-        def index(group: Any, at: Any, numbers: Ref, *tables: Ref) -> tuple[Any, ...]:
+        def index(group: Index, at: Index, numbers: Ref, *tables: Ref) -> tuple[Index, ...]:
             visit = self.packing.unpack(numbers[at])
             if self.page is not None and kind in ("slots", "keys", "scales"):
                 b, j = self._place(visit, *tables)
@@ -215,7 +216,7 @@ class Walk:
 
         return pl.BlockSpec((None, *tile), index)
 
-    def _place(self, visit: Visit, table: Ref) -> tuple[Any, Any]:
+    def _place(self, visit: Visit, table: Ref) -> tuple[Index, Index]:
         """Return the page of a visited tile of keys, and which tile of the page it is."""
         assert self.page is not None
         tiles = np.int32(self.page // self.k)

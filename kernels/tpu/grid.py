@@ -25,6 +25,7 @@ from transformer_jax.kernels.contract import (
     FULL,
     PARTIAL,
     Blocks,
+    Index,
     Operands,
     Problem,
     Refused,
@@ -39,24 +40,28 @@ from transformer_jax.kernels.tpu.visits import VisitLists, flatten
 Ref = Any
 """A reference to memory, or a part of one; Pallas has no public type for it."""
 
+Span = pl.Slice | slice
+Scratch = Any
+"""Memory of a kernel: a shape of float32, or what Pallas makes."""
+
 Write = tuple[str, tuple[int, ...], DTypeLike]  # kind of tile, shape and dtype of a result
 
 
 class GridStep(NamedTuple):
     """Say which tile a kernel works on."""
 
-    b: jax.Array
-    n: jax.Array  # a query head
-    i: jax.Array  # index of the first query
-    j: jax.Array  # index of the first key
+    b: Index
+    n: Index  # a query head
+    i: Index  # index of the first query
+    j: Index  # index of the first key
     heads: int
     bias_shape: tuple[int, ...]
-    first: Any  # whether it is the first step of a result
-    last: Any
-    full: Any
-    partial: Any
-    begins: Any = None  # whether it is the first step of a key head, in `by_queries_of_key_heads`
-    ends: Any = None
+    first: Index  # whether it is the first step of a result
+    last: jax.Array
+    full: jax.Array
+    partial: jax.Array | None
+    begins: jax.Array  # whether it is the first step of a key head, in `by_queries_of_key_heads`
+    ends: jax.Array
 
     def visit(self, tile: Callable[[bool], None]) -> None:
         """Run `tile(masked)` if the tile is listed, without a mask where it is full."""
@@ -74,7 +79,7 @@ class GridStep(NamedTuple):
             for at in range(0, keys, size)
         ]
 
-    def _cut(self, x: TileInputs, here: Any) -> TileInputs:
+    def _cut(self, x: TileInputs, here: Span) -> TileInputs:
         by_key = x.bias is not None and self.bias_shape[1] > 1
         return x._replace(
             key=x.key.at[here],
@@ -107,7 +112,7 @@ KernelBody = Callable[..., None]  # of GridStep, TileInputs, references to resul
 def by_queries(
     name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Saved | None,
     lists: TileLists, blocks: Blocks, *,
-    writes: Sequence[Write], scratch: Sequence[Any] = (),
+    writes: Sequence[Write], scratch: Sequence[Scratch] = (),
 ) -> list[jax.Array]:  # fmt: skip
     """Run a kernel over query tiles and the key tiles that each visits."""
     B, _, N, _ = operands.query.shape
@@ -118,7 +123,7 @@ def by_queries(
 
 def by_queries_of_key_heads(
     name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Saved | None,
-    lists: TileLists, blocks: Blocks, *, writes: Sequence[Write], scratch: Sequence[Any] = (),
+    lists: TileLists, blocks: Blocks, *, writes: Sequence[Write], scratch: Sequence[Scratch] = (),
 ) -> list[jax.Array]:  # fmt: skip
     """Run a kernel as `by_queries`, all query heads of a key head one after the other."""
     B, K, G = operands.query.shape[0], operands.key.shape[2], _group(operands)
@@ -132,7 +137,7 @@ def by_queries_of_key_heads(
 def by_keys(
     name: str, kernel: KernelBody, problem: Problem, operands: Operands, saved: Saved | None,
     lists: TileLists, blocks: Blocks, *,
-    writes: Sequence[Write], scratch: Sequence[Any] = (), heads: int,
+    writes: Sequence[Write], scratch: Sequence[Scratch] = (), heads: int,
 ) -> list[jax.Array]:  # fmt: skip
     """Run a kernel over key tiles and the query tiles that visit each.
 
@@ -145,7 +150,7 @@ def by_keys(
     visits = flatten(lists, G)
     sharers = G // visits.packing.heads
 
-    def place(b: Any, h: Any, g: Any) -> tuple[Any, Any]:
+    def place(b: Index, h: Index, g: Index) -> tuple[Index, Index]:
         return b, h * G + g
 
     walk = _Walk((B, heads), (sharers,), place, visits, blocks, _group(operands), keys_as_rows=True)
@@ -162,7 +167,7 @@ def by_pairs(
     bias_batch, bias_heads = operands.bias.shape[:2]
     batch, heads = B // bias_batch, N // bias_heads
 
-    def place(b: Any, n: Any, sharer: Any) -> tuple[Any, Any]:
+    def place(b: Index, n: Index, sharer: Index) -> tuple[Index, Index]:
         return (
             b * batch + lax.div(sharer, np.int32(heads)),
             n * heads + lax.rem(sharer, np.int32(heads)),
@@ -200,7 +205,7 @@ class _Walk:
 
     lead: tuple[int, int]  # axes whose places run in any order: rows, heads
     sharers: tuple[int, ...]  # an axis of heads that share a sum, of a key head or bias; or none
-    place: Callable[[Any, Any, Any], tuple[Any, Any]]
+    place: Callable[[Index, Index, Index], tuple[Index, Index]]
     """Returns b and n, from the place along the lead axes and which of the sharers it is."""
     visits: VisitLists
     blocks: Blocks
@@ -215,24 +220,25 @@ class _Walk:
         return 3 if self.sharers_first else 2
 
     @property
-    def sizes(self) -> Any:
+    def sizes(self) -> tuple[Index, ...]:
         """Return the lengths of the axes."""
-        visits = (self.visits.longest,)
-        inner = (*self.sharers, *visits) if self.sharers_first else (*visits, *self.sharers)
-        return *self.lead, *inner
+        visits = self.visits.longest
+        if self.sharers_first:
+            return *self.lead, *self.sharers, visits
+        return *self.lead, visits, *self.sharers
 
     @property
     def rank(self) -> int:
         """Return how many axes the grid has."""
         return 3 + len(self.sharers)
 
-    def line(self, ids: Sequence[Any]) -> Any:
+    def line(self, ids: Sequence[Index]) -> Index:
         """Return where the list of a place begins among all numbers."""
         batch, lists, size = self.visits.numbers.shape
         head = ids[1] * self.sharers[0] + ids[2] if self.sharers_first else ids[1]
         return ((ids[0] if batch > 1 else 0) * lists + (head if lists > 1 else 0)) * size
 
-    def tile(self, ids: Sequence[Any], numbers: Ref) -> tuple[Any, Any, Any, Any]:
+    def tile(self, ids: Sequence[Index], numbers: Ref) -> tuple[Index, Index, Index, Index]:
         """Return b, n, and the tiles of queries and of keys."""
         visit = self.visits.packing.unpack(numbers[self.line(ids) + ids[self.axis]])
         sharer = ids[5 - self.axis] if self.sharers else 0
@@ -279,7 +285,7 @@ def _run(
     saved: Saved | None,
     walk: _Walk,
     writes: Sequence[Write],
-    scratch: Sequence[Any],  # shapes of float32, or memory that Pallas names
+    scratch: Sequence[Scratch],  # shapes of float32, or memory that Pallas names
     classes: jax.Array | None = None,  # if the lists say only which tiles some head visits
 ) -> list[jax.Array]:
     """Run a kernel on a grid."""
@@ -360,9 +366,9 @@ def _body(
     return body
 
 
-def _flat_index(places: Sequence[Any], shape: Sequence[int]) -> Any:
+def _flat_index(places: Sequence[Index], shape: Sequence[int]) -> Index:
     """Return where an element of a flattened array stands; axes of size 1 are shared."""
-    index = 0
+    index: Index = 0
     for place, size in zip(places, shape, strict=True):
         index = index * size + (place if size > 1 else 0)
     return index

@@ -8,26 +8,29 @@ import jax
 
 from transformer_jax.kernels.contract import Operands, Saved
 
+Field = Any
+"""An array, its kind, or its tile in a kernel; a tuple of them, or None."""
+
 
 class TileInputs(NamedTuple):
     """Hold what a kernel reads, [B, N, T, H] and [B, N, 1, T]: arrays, their kinds, their tiles."""
 
-    query: Any
-    key: Any
-    value: Any
-    q_vectors: Any
-    k_vectors: Any
-    pairs: Any  # [B, N, S, T]
-    bias: Any
-    slopes: Any
-    sinks: Any
-    dropout: Any
-    do: Any
-    row_max: Any
-    log_sum: Any
-    D: Any
-    k_scale: Any = None  # [B, K, S], of the decode kernel, where keys and values are int8
-    v_scale: Any = None
+    query: Field
+    key: Field
+    value: Field
+    q_vectors: Field
+    k_vectors: Field
+    pairs: Field  # [B, N, S, T]
+    bias: Field
+    slopes: Field
+    sinks: Field
+    dropout: Field
+    do: Field
+    row_max: Field
+    log_sum: Field
+    D: Field
+    k_scale: Field = None  # [B, K, S], of the decode kernel, where keys and values are int8
+    v_scale: Field = None
 
 
 def tile_inputs(operands: Operands, saved: Saved | None) -> tuple[TileInputs, TileInputs]:

@@ -19,13 +19,17 @@ from transformer_jax.kernels.contract import FULL, PARTIAL, TileLists
 COMPARISONS = 2**20  # of numbers: from so many on, a binary search finds the row of a visit
 
 
+Numbers = Any
+"""i32 of any shape: an array of JAX or of NumPy, or read from memory by a kernel."""
+
+
 class Visit(NamedTuple):
     """Name one tile to visit; the class is 0 where a row, or the end of a list, has none."""
 
-    row: Any
-    head: Any  # of the group that shares a list
-    column: Any
-    tile_class: Any
+    row: Numbers
+    head: Numbers  # of the group that shares a list
+    column: Numbers
+    tile_class: Numbers
 
 
 @dataclass(frozen=True)
@@ -40,20 +44,20 @@ class Packing:
         head = (self.columns - 1).bit_length() + 2
         return head + (self.heads - 1).bit_length(), head
 
-    def pack(self, visit: Visit) -> Any:
+    def pack(self, visit: Visit) -> Numbers:
         """Return the number of a visit."""
         row, head = self._shifts
         return visit.row << row | visit.head << head | visit.column << 2 | visit.tile_class
 
-    def row(self, number: Any) -> Any:
+    def row(self, number: Numbers) -> Numbers:
         """Return the row of a visit."""
         return number >> self._shifts[0]
 
-    def tile(self, number: Any) -> Any:
+    def tile(self, number: Numbers) -> Numbers:
         """Return what two visits have in common that are of the same tile of the same head."""
         return number >> 2
 
-    def unpack(self, number: Any) -> Visit:
+    def unpack(self, number: Numbers) -> Visit:
         """Return the visit of a number."""
         row, head = self._shifts
         low = lambda shift, end: (number >> shift) & ((1 << end - shift) - 1)  # noqa: E731
@@ -93,13 +97,15 @@ def flatten(lists: TileLists, group: int = 1) -> VisitLists:
     return VisitLists(_numbers(lists, heads), longest, packing)
 
 
-def _by_row(x: Any, heads: int) -> Any:  # [B, N, rows, ..] -> [B, N // heads, rows * heads, ..]
+def _by_row(
+    x: Numbers, heads: int
+) -> Numbers:  # [B, N, rows, ..] -> [B, N // heads, rows * heads, ..]
     B, N, rows, *rest = x.shape
     grouped = x.reshape(B, N // heads, heads, rows, *rest).swapaxes(2, 3)
     return grouped.reshape(B, N // heads, rows * heads, *rest)
 
 
-def _counts(lists: TileLists, heads: int) -> Any:  # i32[B or 1, N or 1 // heads, rows * heads]
+def _counts(lists: TileLists, heads: int) -> Numbers:  # i32[B or 1, N or 1 // heads, rows * heads]
     """Return how many visits each row of each head has; the first head at least one."""
     seen = _by_row(lists.seen, heads)
     at_least = np.arange(seen.shape[2], dtype=np.int32) % heads == 0
@@ -107,7 +113,7 @@ def _counts(lists: TileLists, heads: int) -> Any:  # i32[B or 1, N or 1 // heads
     return xp.maximum(seen, at_least.astype(np.int32)[None, None])
 
 
-def _numbers(lists: TileLists, heads: int) -> Any:  # i32[B or 1, N or 1 // heads, visits]
+def _numbers(lists: TileLists, heads: int) -> Numbers:  # i32[B or 1, N or 1 // heads, visits]
     """Return all visits, as numbers; NumPy's arrays give NumPy's."""
     order, full, seen = (_by_row(x, heads) for x in lists[:3])
     B, number, lines, columns = order.shape

@@ -287,7 +287,7 @@ def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
 def _plan(call: AttentionCall, tiling: Tiling) -> FusedPlan:
     """Return padded vectors, and the tiles that each kernel visits."""
     padded_T, padded_S = tiling.padded
-    blocks = dict(tiling.where.blocks)
+    blocks: dict[Kind, Blocks] = dict(tiling.where.blocks)
     mask = Everything() if call.mask is None else call.mask
     with at_once(mask, call.q_positions, call.k_positions):
         at = call.positions()
