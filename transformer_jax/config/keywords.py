@@ -16,11 +16,11 @@ C = TypeVar("C", bound=type)
 _OTHER_NAMES = {
     # decoding
     "num_tokens": "max_new_tokens max_tokens max_length",
-    "sampler=Sample(Temperature(...)), key=...": "temperature",
-    "sampler=Sample(TopK(...)), key=...": "top_k",
-    "sampler=Sample(TopP(...)), key=...": "top_p",
-    "sampler=Sample(MinP(...)), key=...": "min_p",
-    "sampler=Sample(), key=...": "do_sample",
+    "sampler=Sample(Temperature(...))": "temperature",
+    "sampler=Sample(TopK(...))": "top_k",
+    "sampler=Sample(TopP(...))": "top_p",
+    "sampler=Sample(MinP(...))": "min_p",
+    "sampler=Sample()": "do_sample",
     "beam_search(..., num_beams=...)": "num_beams",
     "num_results": "num_return_sequences",
     "processors=[RepetitionPenalty(...)]": "repetition_penalty",

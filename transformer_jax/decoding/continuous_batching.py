@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
-from typing import Any, Generic, Literal, TypeAlias
+from typing import Any, Generic, Literal, Never, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from transformer_jax.checks import check_count, check_key
+from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.arguments import (
     Array,
     DecodeOptions,
@@ -302,6 +303,7 @@ def serve(
     stop: int | Sequence[int] = (),
     chunk: int | None = None,
     stream: bool = False,
+    **unknown: Never,
 ) -> Iterator[Completion]:
     """Yield each request's completion when it has ended; with `stream`, in parts as they come.
 
@@ -318,6 +320,7 @@ def serve(
     is free for a request that waits. That makes fewer steps in more calls, and pays where a step
     takes much longer than a call.
     """
+    refuse_keywords(serve, unknown)
     check_count("steps_per_call", steps_per_call, 1)
     held = init_slots(
         step, params, state, slots, capacity, sampler=sampler, processors=processors, stop=stop

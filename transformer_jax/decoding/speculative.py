@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, Never, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count
+from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.arguments import (
     DecodeOptions,
     PerRow,
@@ -99,6 +100,7 @@ def speculate(
     stop: int | Sequence[int] = (),
     limits: PerRow | None = None,  # i32[B]
     chunk: int | None = None,
+    **unknown: Never,
 ) -> Speculation[State]:
     """Generate as `generate` does with the same arguments, in fewer calls of the model.
 
@@ -111,6 +113,7 @@ def speculate(
     window. It is consumed, the proposer is not. ValueError where an argument is wrong, before
     anything is compiled or consumed.
     """
+    refuse_keywords(speculate, unknown)
     check_count("num_draft", num_draft, 1)
     _check_proposer(proposer)
     if sampler is not None:

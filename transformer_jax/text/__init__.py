@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Never
 
 import jax
 
 from transformer_jax.config.architectures import model_shape
+from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.decoding.samplers import Greedy, Sample, Temperature
 from transformer_jax.text import completion
@@ -28,6 +30,7 @@ def complete(
     key: jax.Array | None = None,
     processors: Sequence[HistoryProcessor] = (),
     stop: str | Sequence[str] = (),
+    **unknown: Never,
 ) -> str:
     """Return the text after `prompt`, by the likeliest tokens unless a `Sample` and a key draw it.
 
@@ -35,6 +38,7 @@ def complete(
     string, at a token that ends a text, or after `num_tokens` tokens. `completion.complete` yields
     it a piece at a time.
     """
+    refuse_keywords(complete, unknown)
     if not isinstance(model, TextModel):
         given = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
         rule = "must be a TextModel, as load_text_model(FOLDER) and load_run(FOLDER) give"
