@@ -27,7 +27,11 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+Tree = Any
+"""A tree of arrays; JAX has no type for one."""
 Leaves = Sequence[Any]
+"""Leaves of a tree: arrays, tangents that may be zeros, or what stands for an array in a rule."""
+Function = Callable[..., Tree]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,16 +43,16 @@ class Passes:
     anything.
     """
 
-    forward: Callable[[Any], tuple[tuple[jax.Array, ...], Any]]
+    forward: Callable[[Tree], tuple[tuple[jax.Array, ...], Tree]]
     """Compute the outputs of the tree, and what the backward pass reads."""
-    backward: Callable[[Any, Any, tuple[jax.Array, ...], Any], Any]
+    backward: Callable[[Tree, Tree, tuple[jax.Array, ...], Tree], Tree]
     """Compute gradients, a tree: given the tree, what `forward` saved, cotangents and `wanted`."""
-    plain: Callable[[Any], tuple[jax.Array, ...]]
+    plain: Callable[[Tree], tuple[jax.Array, ...]]
     """Compute the outputs of the tree in code that JAX differentiates."""
 
 
 def differentiable(
-    compute: Callable[[Any], tuple[jax.Array, ...]], passes: Passes, tree: Any
+    compute: Callable[[Tree], tuple[jax.Array, ...]], passes: Passes, tree: Tree
 ) -> tuple[jax.Array, ...]:
     """Return `compute(tree)`, which is f of the passes, with derivatives of every order."""
     leaves, structure = jax.tree.flatten(tree)
@@ -59,7 +63,7 @@ def differentiable(
         return compute(jax.tree.unflatten(structure, leaves))
 
     @partial(call.defjvp, symbolic_zeros=True)
-    def rule(leaves: Leaves, tangents: Leaves) -> tuple[Any, Any]:
+    def rule(leaves: Leaves, tangents: Leaves) -> tuple[Tree, Tree]:
         out, saved = inside.forward(leaves)
         return out, inside.tangents(leaves, saved, out, tangents)
 
@@ -71,18 +75,18 @@ class _OfLeaves:
     """Compute what `Passes` do of the leaves of the tree, each differentiable in turn."""
 
     passes: Passes
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
 
     def plain(self, leaves: Leaves) -> tuple[jax.Array, ...]:
         return self.passes.plain(self.structure.unflatten(leaves))
 
-    def forward(self, leaves: Leaves) -> tuple[tuple[jax.Array, ...], Any]:
+    def forward(self, leaves: Leaves) -> tuple[tuple[jax.Array, ...], Tree]:
         @jax.custom_jvp
-        def call(*leaves: jax.Array) -> Any:
+        def call(*leaves: jax.Array) -> Tree:
             return self.passes.forward(self.structure.unflatten(leaves))
 
         @partial(call.defjvp, symbolic_zeros=True)
-        def rule(leaves: Leaves, tangents: Leaves) -> tuple[Any, Any]:
+        def rule(leaves: Leaves, tangents: Leaves) -> tuple[Tree, Tree]:
             out, saved = self.forward(leaves)
             # what is saved is only read by `backward`, which finds its own tangents
             zeros = jax.tree.map(partial(zero_from_primal, symbolic_zeros=False), saved)
@@ -90,7 +94,7 @@ class _OfLeaves:
 
         return call(*leaves)
 
-    def tangents(self, leaves: Leaves, saved: Any, out: Any, tangents: Leaves) -> Any:
+    def tangents(self, leaves: Leaves, saved: Tree, out: Tree, tangents: Leaves) -> Tree:
         """Return the tangents of the outputs."""
         dots = _given(SymbolicZero, tangents)
         if not dots:
@@ -99,11 +103,11 @@ class _OfLeaves:
         saved_leaves, saved_structure = jax.tree.flatten(saved)
         count = len(leaves)
 
-        def compute(*arrays: Any) -> tuple[jax.Array, ...]:
+        def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             given = arrays[-len(moved) :]
             return _along(self.plain, arrays[:count], dict(zip(moved, given, strict=True)))
 
-        def transposed(*arrays: Any) -> tuple[jax.Array, ...]:
+        def transposed(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             at = count + len(saved_leaves)
             saved = jax.tree.unflatten(saved_structure, arrays[count:at])
             return self.backward(moved, arrays[:count], saved, arrays[at:])
@@ -121,14 +125,14 @@ class _OfLeaves:
         )
 
     def backward(
-        self, moved: Sequence[int], leaves: Leaves, saved: Any, cotangents: Leaves
+        self, moved: Sequence[int], leaves: Leaves, saved: Tree, cotangents: Leaves
     ) -> tuple[jax.Array, ...]:
         """Return the gradients of the leaves that are moved."""
         count = len(leaves)
         wanted = self.structure.unflatten([i in moved for i in range(count)])
 
         @jax.custom_jvp
-        def call(leaves: Any, saved: Any, cotangents: Any) -> tuple[jax.Array, ...]:
+        def call(leaves: Tree, saved: Tree, cotangents: Tree) -> tuple[jax.Array, ...]:
             tree = self.structure.unflatten(leaves)
             found = self.passes.backward(tree, saved, tuple(cotangents), wanted)
             found = self.structure.flatten_up_to(found)
@@ -140,7 +144,7 @@ class _OfLeaves:
             return jax.vjp(of_moved, *given)[1](cotangents)
 
         @partial(call.defjvp, symbolic_zeros=True)
-        def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        def rule(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
             leaves, saved, cotangents = primals
             out = self.backward(moved, leaves, saved, cotangents)
             dots = _given(SymbolicZero, [*tangents[0], *tangents[2]])
@@ -151,23 +155,23 @@ class _OfLeaves:
         return call(list(leaves), saved, list(cotangents))
 
 
-def _given(zero: type, tangents: Leaves) -> dict[int, Any]:
+def _given(zero: type, tangents: Leaves) -> dict[int, Tree]:
     """Return the tangents that are not zero by their type, by index."""
     return {i: x for i, x in enumerate(tangents) if not isinstance(x, zero)}
 
 
-def _along(function: Callable[[Leaves], Any], leaves: Leaves, tangents: dict[int, Any]) -> Any:
+def _along(function: Callable[[Leaves], Tree], leaves: Leaves, tangents: dict[int, Tree]) -> Tree:
     """Return the tangents of a function of leaves, given those of some of them."""
     of_some, some = _restricted(function, leaves, tangents)
     return jax.jvp(of_some, some, list(tangents.values()))[1]
 
 
 def _restricted(
-    function: Callable[[Leaves], Any], leaves: Leaves, moved: Iterable[int]
-) -> tuple[Callable[..., Any], list[Any]]:
+    function: Callable[[Leaves], Tree], leaves: Leaves, moved: Iterable[int]
+) -> tuple[Callable[..., Tree], list[Tree]]:
     """Return a function of some of its leaves alone, and these."""
 
-    def of_some(*some: Any) -> Any:
+    def of_some(*some: Tree) -> Tree:
         given = dict(zip(moved, some, strict=True))
         return function([given.get(i, x) for i, x in enumerate(leaves)])
 
@@ -181,20 +185,24 @@ _tangents.multiple_results = True
 
 
 @_tangents.def_impl
-def _run(*arrays: Any, compute: Any, **_: Any) -> Any:
+def _run(*arrays: jax.Array, compute: Function, **_: object) -> Tree:
     return compute(*arrays)
 
 
 @_tangents.def_abstract_eval
-def _types(*_: Any, types: Any, **__: Any) -> Any:
+def _types(*_: object, types: tuple[jax.core.AbstractValue, ...], **__: object) -> Tree:
     return types
 
 
-def _lower(context: mlir.LoweringRuleContext, *values: Any, compute: Any, **_: Any) -> Any:
+def _lower(
+    context: mlir.LoweringRuleContext, *values: Tree, compute: Function, **_: object
+) -> Tree:
     return mlir.lower_fun(compute, multiple_results=True)(context, *values)
 
 
-def _differentiate(arrays: Any, changes: Any, *, moved: int, compute: Any, **rest: Any) -> Any:
+def _differentiate(
+    arrays: Leaves, changes: Leaves, *, moved: int, compute: Function, **rest: object
+) -> Tree:
     """Return tangents, and the change of these: by what is known, and linear in themselves."""
     known, bind = arrays[:-moved], partial(_tangents.bind, moved=moved, compute=compute, **rest)
     given = _given(ad.Zero, changes)
@@ -207,7 +215,9 @@ def _differentiate(arrays: Any, changes: Any, *, moved: int, compute: Any, **res
     return bind(*arrays), jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *map(list, parts))
 
 
-def _transpose(cotangents: Any, *arrays: Any, moved: int, transposed: Any, **_: Any) -> Any:
+def _transpose(
+    cotangents: Leaves, *arrays: jax.Array, moved: int, transposed: Function, **_: object
+) -> Tree:
     known = arrays[:-moved]
     found = transposed(*known, *map(ad.instantiate_zeros, cotangents))
     asked = map(ad.is_undefined_primal, arrays[-moved:])
@@ -215,11 +225,17 @@ def _transpose(cotangents: Any, *arrays: Any, moved: int, transposed: Any, **_: 
 
 
 def _map(
-    arrays: Any, axes: Any, *, moved: int, compute: Any, transposed: Any, types: Any
-) -> tuple[Any, Any]:
+    arrays: Leaves,
+    axes: Sequence[int | None],
+    *,
+    moved: int,
+    compute: Function,
+    transposed: Function,
+    types: tuple[jax.core.AbstractValue, ...],
+) -> tuple[Tree, Tree]:
     (size,) = {x.shape[a] for x, a in zip(arrays, axes, strict=True) if a is not None}
 
-    def mapped(x: Any, axis: int | None) -> Any:
+    def mapped(x: Tree, axis: int | None) -> Tree:
         if axis is None:
             return jnp.broadcast_to(x[None], (size, *x.shape))
         return jnp.moveaxis(x, axis, 0)
@@ -258,7 +274,7 @@ def _let_kernels_have_buffers() -> None:
         usual: Any = _discharge_rules[custom_vjp_call_p]
         unused: Any = dict(fwd_jaxpr_thunk=None, bwd=None, out_trees=None, symbolic_zeros=False)
 
-        def rule(*given: Any, call_jaxpr: Any, **_: Any) -> Any:
+        def rule(*given: Any, call_jaxpr: Any, **_: object) -> Any:
             return usual(*given, call_jaxpr=call_jaxpr, num_consts=0, **unused)
 
         _discharge_rules.setdefault(custom_jvp_call_p, rule)

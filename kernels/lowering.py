@@ -6,7 +6,7 @@ may be run where there is no library, and JAX refuses one with a call that it do
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,14 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 Results = tuple[jax.Array, ...]
+Tree = Any  # of arrays; JAX has no type for one
+Leaves = Sequence[Any]  # arrays, tangents that may be zeros, or what stands for an array in a rule
 
 
 def here_or_elsewhere(
     here: Callable[..., Results],
     elsewhere: Callable[..., Results],
-    tree: Any,
+    tree: Tree,
     *,
     alone: bool = False,
 ) -> Results:
@@ -37,7 +39,7 @@ def here_or_elsewhere(
 
 
 def _bind(
-    leaves: Any, here: Callable[..., Results], elsewhere: Callable[..., Results], alone: bool
+    leaves: Leaves, here: Callable[..., Results], elsewhere: Callable[..., Results], alone: bool
 ) -> Results:
     # a trace, in which JAX finds what has to be split over devices, and the types in a `shard_map`
     traced = jax.make_jaxpr(here)(*leaves)
@@ -49,12 +51,12 @@ _either.multiple_results = True
 
 
 @_either.def_impl
-def _run(*leaves: Any, here: ClosedJaxpr, **_: Any) -> Results:
+def _run(*leaves: jax.Array, here: ClosedJaxpr, **_: object) -> Results:
     return tuple(jaxpr_as_fun(here)(*leaves))
 
 
 @_either.def_abstract_eval
-def _types(*_: Any, here: ClosedJaxpr, **__: Any) -> Any:
+def _types(*_: object, here: ClosedJaxpr, **__: object) -> list[jax.core.AbstractValue]:
     return here.out_avals
 
 
@@ -62,7 +64,7 @@ def _lower(
     context: mlir.LoweringRuleContext,
     *values: Any,
     here: ClosedJaxpr,
-    elsewhere: Any,
+    elsewhere: Callable[..., Results],
     alone: bool,
 ) -> Any:
     module = context.module_context
@@ -74,7 +76,9 @@ def _lower(
     return mlir.lower_fun(chosen, multiple_results=True)(context, *values)
 
 
-def _differentiate(primals: Any, tangents: Any, *, elsewhere: Any, **_: Any) -> Any:
+def _differentiate(
+    primals: Leaves, tangents: Leaves, *, elsewhere: Callable[..., Results], **_: object
+) -> tuple[Results, Results]:
     """Return results and tangents of the plain functions: the library has no derivatives."""
     moved = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
@@ -86,7 +90,14 @@ def _differentiate(primals: Any, tangents: Any, *, elsewhere: Any, **_: Any) -> 
     return jax.jvp(along, [primals[i] for i in moved], [tangents[i] for i in moved])
 
 
-def _map(leaves: Any, axes: Any, *, here: ClosedJaxpr, elsewhere: Any, alone: bool) -> Any:
+def _map(
+    leaves: Leaves,
+    axes: Sequence[int | None],
+    *,
+    here: ClosedJaxpr,
+    elsewhere: Callable[..., Results],
+    alone: bool,
+) -> tuple[Results, tuple[int, ...]]:
     if alone:
         found: Results = jax.vmap(elsewhere, in_axes=axes)(*leaves)
         return found, (0,) * len(found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,11 @@ from transformer_jax.kernels.contract import (
 from transformer_jax.kernels.dropout import keep
 from transformer_jax.kernels.sharding import vary
 
+State = TypeVar("State")
+Arrays = tuple[jax.Array, ...]
+Sums = tuple[jax.Array, jax.Array, jax.Array]  # out, m, log l
+QuerySums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # m, l, out l, which rows see NaN
+
 
 def forward(
     problem: Problem, operands: Operands, lists: TileLists, blocks: Blocks
@@ -40,8 +45,8 @@ def forward(
     keys, values, finite = (tiles.pad_keys(x) for x in (k, v, finite[..., None]))
     visits = _visits(lists)
 
-    def of_queries(i: jax.Array) -> Any:
-        def step(j: jax.Array, state: Any) -> Any:
+    def of_queries(i: jax.Array) -> Sums:
+        def step(j: jax.Array, state: QuerySums) -> QuerySums:
             row_max, total, weighed, lost = state
             s, seen, _ = tiles.scores(q[i], tiles.keys(keys, j), i, j)
             bad = ~tiles.spread(tiles.keys(finite, j)[..., 0])[:, :, None]
@@ -73,8 +78,8 @@ def forward(
         broken = lost | (~finite_q[i] & ~masked) | jnp.isnan(total)
         total = jnp.where(masked | broken, 1, total)
         out = jnp.where(broken[..., None], jnp.nan, weighed / total[..., None])
-        nan = partial(jnp.where, broken, jnp.nan)
-        return out, nan(row_max), nan(jnp.log(total))
+        row_max, log_sum = (jnp.where(broken, jnp.nan, x) for x in (row_max, jnp.log(total)))
+        return out, row_max, log_sum
 
     out, row_max, log_sum = lax.map(of_queries, jnp.arange(tiles.rows, dtype=jnp.int32))
     out = tiles.from_tiles(out).astype(operands.query.dtype)
@@ -90,10 +95,10 @@ def backward_single_pass(
     q, do, keys, values, rows = _backward_inputs(tiles, operands, saved)
     visits, slopes = _visits(lists), learns_slopes(problem, operands)
 
-    def of_keys(dq: jax.Array, j: jax.Array) -> Any:
+    def of_keys(dq: jax.Array, j: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         k, v = tiles.keys(keys, j), tiles.keys(values, j)
 
-        def step(i: jax.Array, state: Any) -> Any:
+        def step(i: jax.Array, state: Arrays) -> Arrays:
             dq, dk, dv, *dslopes = state
             p, ds, du = tiles.gradients(q[i], do[i], k, v, rows, i, j)
             dq = dq.at[i].add(problem.scale * tiles.onto_queries(du, k))
@@ -132,8 +137,8 @@ def backward_bias(
     lengths = [1 if n == 1 else many * block for n, many, block in
                ((shape[2], tiles.rows, tiles.q), (shape[3], tiles.columns, tiles.k))]  # fmt: skip
 
-    def of_queries(dbias: jax.Array, i: jax.Array) -> Any:
-        def step(j: jax.Array, dbias: Any) -> Any:
+    def of_queries(dbias: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+        def step(j: jax.Array, dbias: jax.Array) -> jax.Array:
             k, v = tiles.keys(keys, j), tiles.keys(values, j)
             _, ds, _ = tiles.gradients(q[i], do[i], k, v, rows, i, j)
             ds = ds.sum(axis=summed, keepdims=True)
@@ -167,10 +172,10 @@ def _visits(lists: TileLists) -> jax.Array:  # bool[rows, columns]
     return jnp.zeros((rows, columns), bool).at[at, order].max(visited)
 
 
-def _visit(visits: jax.Array, step: Callable[[jax.Array, Any], Any], state: Any) -> Any:
+def _visit(visits: jax.Array, step: Callable[[jax.Array, State], State], state: State) -> State:
     """Fold the visited tiles of a row of tiles into the state, in order."""
 
-    def one(state: Any, at: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+    def one(state: State, at: tuple[jax.Array, jax.Array]) -> tuple[State, None]:
         visited, j = at
         return lax.cond(visited, partial(step, j), lambda state: state, state), None
 
@@ -343,7 +348,7 @@ class _Tiles:
         return p * kept, ds, du
 
 
-def _pad(x: jax.Array, axis: int, length: int, value: Any = 0) -> jax.Array:
+def _pad(x: jax.Array, axis: int, length: int, value: float | bool = 0) -> jax.Array:
     """Return an array that is made so long along an axis."""
     if x.shape[axis] == length:
         return x

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 Tree = TypeVar("Tree")
@@ -40,10 +40,10 @@ TILES: AxisNames = ("b", "n", None, None)
 VECTORS: AxisNames = ("b", None)
 ROWS: AxisNames = ("b", "n", None)
 
-Spec = (
-    Sequence[Any] | PartitionSpec
-)  # for each axis of an array the axes of a mesh that split it, or None
-First = tuple[Any, Any]  # the batch row and the query head with which a part begins
+Spec = Sequence[Any] | PartitionSpec
+"""For each axis of an array the axes of a mesh that split it, or None."""
+First = tuple[jax.Array | int, jax.Array | int]
+"""The batch row and the query head with which a part begins."""
 Function = Callable[..., tuple[jax.Array, ...]]  # of First, and of arrays
 
 
@@ -55,13 +55,17 @@ class Parts:
     Where others are left, each device computes on the one key head that its queries read.
     """
 
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     full: dict[str, int]  # how many rows and heads there are, by name
     axes: dict[str, tuple[str, ...]]  # of the mesh, by name
 
     @classmethod
     def of(
-        cls, mesh: Any, specs: Sequence[Spec], names: Sequence[AxisNames], full: dict[str, int]
+        cls,
+        mesh: Mesh | AbstractMesh,
+        specs: Sequence[Spec],
+        names: Sequence[AxisNames],
+        full: dict[str, int],
     ) -> Parts:
         """Choose the parts by how arrays are split, the query first.
 
@@ -138,7 +142,7 @@ class Parts:
         """Return the mesh axes that split query heads and not key heads."""
         return self.axes["n"][len(self.axes["k"]) :]
 
-    def _first(self, name: str) -> Any:
+    def _first(self, name: str) -> jax.Array | int:
         axes = self.axes[name]
         return lax.axis_index(axes) * (self.full[name] // self._number(name)) if axes else 0
 
@@ -146,7 +150,7 @@ class Parts:
         return math.prod(self.mesh.shape[axis] for axis in self.axes[name])
 
 
-def _mesh_axes(one: Any) -> tuple[str, ...]:
+def _mesh_axes(one: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the axes of a mesh that split one axis of an array."""
     return () if one is None else (one,) if isinstance(one, str) else tuple(one)
 
@@ -205,7 +209,7 @@ def partitioned(
         given = tuple(sharding(x.shape, own) for x, own in zip(arguments, names, strict=True))
         return mesh, lower, found, given
 
-    def rule(mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
+    def rule(mesh: Mesh | AbstractMesh, *_: object) -> tuple[str, dict[str, int]]:
         return _rule(mesh, [jnp.shape(x) for x in arrays], names, shapes, results, full)
 
     @custom_partitioning
@@ -246,7 +250,7 @@ def _spec(mesh: Mesh, sharding: Sharding, ndim: int) -> list[tuple[str, ...]]:
 
 
 def _rule(
-    mesh: Any,
+    mesh: Mesh | AbstractMesh,
     shapes: Sequence[tuple[int, ...]],
     names: Sequence[AxisNames],
     result_shapes: Sequence[tuple[int, ...]],

@@ -99,6 +99,7 @@ class AttentionCall:
         """Return the call with keys and values in the query's dtype."""
         if self.key_scale is None:
             return self
+        assert self.value_scale is not None
         key = dequantise(self.key, self.key_scale, self.query.dtype)
         value = dequantise(self.value, self.value_scale, self.query.dtype)
         return dataclasses.replace(self, key=key, value=value, key_scale=None, value_scale=None)
