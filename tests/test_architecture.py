@@ -12,6 +12,7 @@ import pytest
 
 import transformer_jax
 import transformer_jax.models.lora
+from transformer_jax.attention import api
 
 ROOT = Path(__file__).parent.parent
 PACKAGE, KERNELS = ROOT / "transformer_jax", ROOT / "kernels"
@@ -85,6 +86,21 @@ def test_backends_import_what_is_below_them_and_no_other_backend():
         for path in (KERNELS / name).rglob("*.py"):
             found = {".".join(x.split(".")[:3]) for x in imports(path)}
             assert not found & others, f"{path}: {found & others}"
+
+
+def test_an_implementation_of_attention_is_one_file_and_one_entry():
+    """Nothing but the entry writes its name, and nothing outside its folder imports its class."""
+    names = set(api.IMPLEMENTATIONS) - {"xla"}  # the reference, which derivatives fall back on
+    classes = {type(api.IMPLEMENTATIONS[name]) for name in names}
+    entries = PACKAGE / "attention" / "api.py"
+    for path in {*MODULES, *KERNELS.rglob("*.py")} - {entries}:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        written = {node.value for node in nodes if isinstance(node, ast.Constant)} & names
+        assert written <= ({"cudnn"} if path.name == "cudnn.py" else set()), path  # jax.nn's name
+        imported = [x for x in nodes if isinstance(x, ast.ImportFrom)]
+        for kind in classes:
+            if any(kind.__name__ in [y.name for y in x.names] for x in imported):
+                assert path.parent.name == kind.__module__.split(".")[-2] != "attention", path
 
 
 def test_no_module_imports_the_package_as_a_whole():
