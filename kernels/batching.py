@@ -29,7 +29,9 @@ from transformer_jax.kernels.sharding import (
 )
 
 Kernel = Callable[..., tuple[jax.Array, ...]]  # of Operands, TileLists and perhaps Saved
-Tree = tuple[Any, ...]  # (Operands, TileLists[, Saved])
+Part = Any
+"""`Operands`, `TileLists` or `Saved`, of arrays or of what stands for one: a bool, an axis."""
+Tree = tuple[Part, ...]
 
 
 def batched(
@@ -42,11 +44,13 @@ def batched(
     """
 
     @custom_vmap
-    def call(*tree: Any) -> tuple[jax.Array, ...]:
+    def call(*tree: Part) -> tuple[jax.Array, ...]:
         return (_split(kernel, results) if splits else kernel)(*tree)
 
     @call.def_vmap
-    def rule(size: int, mapped: Tree, *tree: Any) -> tuple[Any, Any]:
+    def rule(
+        size: int, mapped: Tree, *tree: Part
+    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         if size == 0:
             return empty_batch(kernel, tree, tuple(mapped))
         if tree[0].pages is not None:
@@ -134,11 +138,11 @@ def _axis_names(tree: Tree) -> list[AxisNames]:
 def _split(kernel: Kernel, results: tuple[AxisNames, ...]) -> Kernel:
     """Return the kernel on each device's part of the batch and of the heads."""
 
-    def call(*tree: Any) -> tuple[jax.Array, ...]:
+    def call(*tree: Part) -> tuple[jax.Array, ...]:
         leaves, structure = jax.tree.flatten(tree)
         full = dict(b=leaves[0].shape[0], n=leaves[0].shape[2], k=leaves[1].shape[2])
 
-        def local(_: Any, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+        def local(_: object, *leaves: jax.Array) -> tuple[jax.Array, ...]:
             return kernel(*jax.tree.unflatten(structure, leaves))
 
         return partitioned(local, leaves, _axis_names(tree), results, full)

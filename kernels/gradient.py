@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 
 from transformer_jax.kernels import Target, portable
 from transformer_jax.kernels.batching import Kernel, batched
@@ -78,7 +79,7 @@ def _decode(
 
 def _attend_forward(
     problem: Problem, where: Target, tree: tuple[Operands, ListsByKernel]
-) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
     """Return attention, and the results of the forward kernel."""
     operands, lists = tree
     results = _forward(problem, where, _wide(operands)[0], lists)
@@ -114,7 +115,7 @@ def _keys_values(operands: Operands) -> tuple[tuple[jax.Array, jax.Array | None]
 
 def _widened(
     S: int,
-    dtype: Any,
+    dtype: DTypeLike,
     pages: jax.Array | None,
     arrays: tuple[tuple[jax.Array, jax.Array | None], ...],
 ) -> list[jax.Array]:  # [B, S, K, H or Hv]
@@ -140,8 +141,8 @@ def _attend_backward(
     problem: Problem,
     where: Target,
     tree: tuple[Operands, ListsByKernel],
-    saved: tuple[Any, ...],
-    cotangents: tuple[Any, Any],
+    saved: tuple[jax.Array, jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array],
     wanted: tuple[Operands, ListsByKernel],
 ) -> tuple[Operands, ListsByKernel]:
     (given, lists), (out, row_max, log_sum), (do, dlse) = tree, saved, cotangents

@@ -27,12 +27,14 @@ import functools
 import hashlib
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from transformer_jax.kernels import portable
 from transformer_jax.kernels.contract import (
@@ -177,8 +179,8 @@ def _call(
     operands: Operands,
     lists: TileLists,
     blocks: Blocks,
-    saved: Any,
-    shapes: Any,
+    saved: Saved | tuple[()],
+    shapes: Sequence[tuple[tuple[int, ...], DTypeLike]],
 ) -> tuple[jax.Array, ...]:
     counts, pairs = (len(operands.q_vectors), len(operands.k_vectors)), operands.pairs is not None
     operations: tuple[list[int], list[int]] = ([], [])

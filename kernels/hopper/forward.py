@@ -273,7 +273,9 @@ class _Consumer:
         s, _ = scores(problem, self.operands, raw, where, ROW, partial)
         unit = score_unit(problem, self.operands)
         top = s.max(axis=1) * unit
-        grown = raised(row_max, top, slack)
+        grown = jnp.maximum(row_max, top)
+        if slack:  # LOWEST + slack is LOWEST: any score is above it
+            grown = jnp.where(top > row_max + slack, top, row_max)
         risen = any_of_warp(grown > row_max) if branches else None
         shrink = jnp.exp2(row_max - grown)
         p = jnp.exp2(s * unit - across(grown, s))
@@ -303,13 +305,6 @@ class _Consumer:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for all warps: then they write again
         if self.out_tile is None:
             plgpu.barrier_arrive(self.walk.q_empty.at[self.w])
-
-
-def raised(row_max: jax.Array, top: jax.Array, slack: float) -> jax.Array:
-    """Return the new maximum of rows: the old one unless it is exceeded by more than the slack."""
-    if slack:  # LOWEST + slack is LOWEST: any score is above it
-        return jnp.where(top > row_max + slack, top, row_max)
-    return jnp.maximum(row_max, top)
 
 
 def any_of_warp(rows: jax.Array) -> jax.Array:  # bool[rows] -> bool[]

@@ -45,11 +45,6 @@ def each_item(total: int, body: Callable[[jax.Array, Carry], Carry], carry: Carr
     return lax.fori_loop(0, mine, step, carry)
 
 
-def registers(consumers: int) -> tuple[int, int] | None:
-    """Return how many registers a thread of a consumer and of the producer may hold, or None."""
-    return {1: None, 2: (240, 24), 3: (160, 32)}[consumers]
-
-
 def launch(
     problem: Problem,
     body: Callable[..., None],
@@ -100,7 +95,8 @@ def specialise(
 ) -> None:
     """Let one warpgroup produce and the others consume."""
     warpgroup = lax.axis_index("warpgroup")
-    limits = registers(consumers)
+    # how many registers a thread of a consumer and of the producer may hold
+    limits = {1: None, 2: (240, 24), 3: (160, 32)}[consumers]
 
     @pl.when(warpgroup < consumers)
     def _() -> None:
