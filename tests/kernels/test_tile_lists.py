@@ -10,7 +10,7 @@ import pytest
 from tests.support.plain_kernels import visited
 from transformer_jax.attention.api import dot_product_attention
 from transformer_jax.attention.block_plan import BlockPlan
-from transformer_jax.attention.fused import plan_of
+from transformer_jax.attention.mask_vectors import MaskVectors
 from transformer_jax.attention.masks import (
     Causal,
     Segments,
@@ -46,7 +46,8 @@ def test_lists_name_every_tile_that_sees_something_and_no_other(name, sides):
     mask, sees = PATTERNS[name]
     at, blocks = jnp.arange(4096)[None], Blocks(*sides)
     grid = 4096 // sides[0], 4096 // sides[1]
-    lists = plan_of(mask, at, at, blocks, (4096, 4096)).key_tiles()
+    plan = MaskVectors.of(mask, at, at, True).block_plan(blocks.q, blocks.k)
+    lists = plan.key_tiles()
     index = np.arange(4096)
     exact = sees(index[:, None], index[None, :]).reshape(grid[0], sides[0], grid[1], sides[1])
     some, every = exact.any(axis=(1, 3)), exact.all(axis=(1, 3))

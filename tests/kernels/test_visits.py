@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.attention.api import dot_product_attention
-from transformer_jax.attention.fused import plan_of
+from transformer_jax.attention.mask_vectors import MaskVectors
 from transformer_jax.attention.masks import Causal, Mask, Segments
 from transformer_jax.kernels import Target, tpu, using
 from transformer_jax.kernels.contract import FULL, PARTIAL, Blocks, tile_lists
@@ -59,7 +59,7 @@ def test_a_causal_mask_takes_as_many_steps_as_it_has_tiles():
     at = jnp.arange(8192)[None]
     blocks = tpu.blocks("forward", 128, 128, 2)
     assert blocks == Blocks(512, 1024)
-    plan = plan_of(Causal(), at, at, blocks, (8192, 8192))
+    plan = MaskVectors.of(Causal(), at, at, True).block_plan(blocks.q, blocks.k)
     for lists in (plan.key_tiles(), plan.query_tiles()):
         assert lists.order.size == 128
         assert int(visits.flatten(lists).longest) == 72

@@ -16,7 +16,7 @@ from transformer_jax.attention.block_plan import BlockPlan, pad
 from transformer_jax.attention.blockwise.core import scaled
 from transformer_jax.attention.mask import refuse_mask
 from transformer_jax.attention.mask_vectors import NO_EMPTY_SLOT, MaskVectors
-from transformer_jax.attention.masks import Everything, Mask
+from transformer_jax.attention.masks import Everything
 from transformer_jax.kernels import Target, platform, target
 from transformer_jax.kernels.caches import clip_pages
 from transformer_jax.kernels.chips import blocks as blocks_of
@@ -300,7 +300,10 @@ def _plan(call: AttentionCall, tiling: Tiling) -> FusedPlan:
             pairs = pad(pad(pairs, 2, padded_T, 0), 3, padded_S, 0)
         if tiling.packs:  # one tile has all queries
             blocks = {kind: dataclasses.replace(b, q=padded_T) for kind, b in blocks.items()}
-        plans = {(b.q, b.k): plan_of(mask, *at, b, tiling.padded) for b in blocks.values()}
+        plans = {}
+        for b in blocks.values():  # tiles after the end are skipped
+            grid = -(-padded_T // b.q), -(-padded_S // b.k)
+            plans[b.q, b.k] = vectors.block_plan(b.q, b.k).padded(*grid)
         prepare = tiling.where.backend.prepare
         lists = {kind: prepare(_lists(kind, plans[b.q, b.k], tiling)) for kind, b in blocks.items()}
     everywhere = vectors.visible == NO_EMPTY_SLOT
@@ -337,14 +340,6 @@ def _lists(kind: Kind, plan: BlockPlan, tiling: Tiling) -> TileLists:
     if kind == "decode" or tiling.packs:
         plan = plan.of_first_queries(tiling.group)
     return plan.query_tiles() if kind in BY_KEY else plan.key_tiles()
-
-
-def plan_of(
-    mask: Mask, q: jax.Array, k: jax.Array, blocks: Blocks, padded: tuple[int, int]
-) -> BlockPlan:
-    """Return the plan of padded lengths; tiles after the end are skipped."""
-    plan = mask.block_plan(q, k, block_q=blocks.q, block_k=blocks.k)
-    return plan.padded(-(-padded[0] // blocks.q), -(-padded[1] // blocks.k))
 
 
 def _biases(

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.attention.block_plan import BlockPlan, Tiles
 from transformer_jax.kernels.contract import Refused
 from transformer_jax.kernels.program import (
     SHAPES,
@@ -34,10 +35,9 @@ from transformer_jax.kernels.program import (
 )
 from transformer_jax.sharding import no_mesh
 from transformer_jax.shown import short_repr
-from transformer_jax.tracing import at_once, traced
+from transformer_jax.tracing import at_once, known_value, traced
 
 if TYPE_CHECKING:
-    from transformer_jax.attention.block_plan import Tiles
     from transformer_jax.attention.mask import Mask
 
 MATRICES = 8
@@ -137,14 +137,22 @@ class MaskVectors:
 
         def of(operand: Operand) -> tuple[Any, Any]:
             side, index = operand
+            vector = None if side == "pair" else (self.q if side == "q" else self.k)[index]
+            known = known_value(vector) if vector is not None else None
+            vector = vector if known is None else known
             if side == "pair":
                 some, every = tiles.pairs(self.matrices[index])
                 return every.astype(np.int32), some.astype(np.int32)
-            if side == "q":
-                return tiles.query_range(self.q[index])
-            return tiles.key_range(self.k[index])
+            return tiles.query_range(vector) if side == "q" else tiles.key_range(vector)
 
         return of
+
+    def block_plan(self, block_q: int, block_k: int) -> BlockPlan:
+        """Return the plan of the tiles, of vectors that are traced or known."""
+        q, k = (x[0] if known_value(x[0]) is None else known_value(x[0]) for x in (self.q, self.k))
+        tiles = Tiles(q, k, block_q, block_k)
+        every, some = self.visible.bounds(self.ranges(tiles))
+        return BlockPlan(tiles.classes(some != 0, every != 0), block_q, block_k)
 
     def pairs(self) -> jax.Array | None:  # i8[B or 1, N or 1, T, S]
         """Return the matrices as bits of one, if there are any."""
@@ -204,7 +212,9 @@ class _Sides(Known):
         shapes = [atom.aval.shape for atom in equation.invars]
         arrays = [_fit(*pair) for pair in zip(given, shapes, strict=True)]
         compute = lambda *arrays: bound(equation, arrays)  # noqa: E731
-        if side:
+        pairs = zip(given, shapes, strict=True)
+        alike = all((x.side == side) == (shape != ()) for x, shape in pairs)
+        if side and not (alike and name in _ELEMENTWISE):
             compute = jax.vmap(compute, [0 if x.side else None for x in given])
         are_known = not traced(*arrays)
         with at_once(arrays):
@@ -260,6 +270,8 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "not": np.invert,
 }
 """What NumPy computes of known values, for which nothing is compiled."""
+_ELEMENTWISE = {*_NUMPY, "add", "sub", "mul", "min", "max", "select_n", "convert_element_type"}
+"""What needs no `vmap` for an axis more, where all arrays have it or are scalars."""
 
 
 def _fit(value: _Side, shape: tuple[int, ...]) -> Any:
