@@ -182,7 +182,7 @@ def table(results: dict[str, dict[str, Any]], earlier: str) -> str:
     ]
     if len(known) < len(SLIPS):
         lines += [
-            f"The other {len(SLIPS) - len(known)} were not run anew since their code has changed:",
+            f"The other {len(SLIPS) - len(known)} were not run since their code or tests changed:",
             "their rows say what saw them before.",
         ]
     lines += ["", "| file | planted | seen by | seconds |", "|---|---|---|---|"]
