@@ -10,6 +10,7 @@ reads both is the program. A `Dense` mask is an integer per pair, of which it ha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -118,7 +119,9 @@ class MaskVectors:
             jax.ShapeDtypeStruct((x.shape[0], 1, 1, 1), jnp.int32, **_varying(x))
             for x in (self.q[0], self.k[0])
         ]
-        with no_mesh():  # or each operation would insist on the mesh of `jax.set_mesh`
+        inside = bool(jax.sharding.get_abstract_mesh().manual_axes)  # of a shard_map, which vary
+        # without it each operation would insist on the mesh of `jax.set_mesh`
+        with contextlib.nullcontext() if inside else no_mesh():
             # a new function each time: JAX remembers the traces of those that it has seen
             found = jax.make_jaxpr(lambda q, k: function(q, k))(*at)
         shape = (1, 1, 1, 1, *found.out_avals[0].shape)
