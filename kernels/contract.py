@@ -135,7 +135,7 @@ def learns_slopes(problem: Problem, operands: Operands) -> bool:
 class TileLists(NamedTuple):
     """List for each row of tiles those to visit: the full ones first, then those that are masked.
 
-    Rows are query tiles and columns key tiles; in `backward_dkdv` and `backward_single_pass` they
+    Rows are query tiles and columns key tiles; in those of the kinds "dkdv" and "single_pass" they
     are the other way round. `order[..., :full]` needs no mask, `order[..., full:seen]` does. After
     `seen`, `order` repeats the last visited column (0 without one), so that a pipeline which
     prefetches it loads nothing new.
@@ -242,7 +242,7 @@ class Backend:
     packs: bool = False
     """Whether few queries of several heads are packed as rows of one tile: `Problem.packs`."""
     prepare: Callable[[TileLists], TileLists] = lambda lists: lists
-    """Add to lists what the kernels make of them, once for all calls."""
+    """Add to lists what the backend's kernels read in their place, once for a plan."""
     sums_fit: Callable[[int, int, int], bool] = lambda S, H, Hv: False
     """Whether `single_pass_rows` is taken in place of `dq` and `dkdv`, of (S, H, Hv)."""
     portable: Kernels | None = None

@@ -2,11 +2,11 @@
 
 A program reads integers of a query and of a key, and says whether the one may attend to the other:
 
-    Causal() & Segments(ids)        le k0 q0     eq q1 k1     and     ge k0 0     and
+    Causal() & Segments(ids)        (k0 >= 0) & ((k0 <= q0) & (q1 == k1))
 
 Kernels in JAX call it with tiles of vectors; those on a CPU interpret its numbers (`numbered`, run
 by `cpu/source/mask.h`); what is known of a whole tile follows by interval arithmetic (`bounds`).
-`write` makes a program of a trace. What is no program is refused there, and nowhere else.
+`write` makes a program of a trace, and refuses operations that are none.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ class Program:
         return {index for kind, index in read if kind == side}
 
     def __call__(self, q: Sequence[Any], k: Sequence[Any]) -> jax.Array:
-        """Return the visible pairs of vectors that broadcast to a tile; the pairs are k[-1]."""
+        """Return which pairs of a tile are visible, of vectors that broadcast to it.
+
+        Where a `Dense` mask is read, its bits are k[-1].
+        """
         known: list[Any] = []
 
         def value(operand: Operand) -> Any:

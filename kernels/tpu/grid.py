@@ -1,8 +1,8 @@
 """Walk over the tiles that a call visits, row by row.
 
 One axis of a Pallas grid goes along the list of visits (`visits.py`). The index maps read it, so a
-tile that is not listed is not fetched. The axis is as long as the longest list, which is known when
-running.
+tile that is not listed is not fetched. The axis is as long as the longest list: a size of the
+grid that is known at run time alone.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class _Walk:
     group: int
     keys_as_rows: bool = False
     sharers_first: bool = False
-    """Whether each of the sharers makes all its visits, not each visit is made by all of them."""
+    """Whether a sharer makes all its visits before the next one does; else all make each one."""
 
     @property
     def axis(self) -> int:

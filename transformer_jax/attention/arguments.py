@@ -70,7 +70,7 @@ class AttentionCall:
     ) -> tuple[jax.Array, jax.Array]:  # i32[B or 1, T], i32[B or 1, S]
         """Return the positions of queries and keys, by default their indices.
 
-        Known ones stay known inside a trace too, and so does a plan that is made of them.
+        Those of a caller stay known inside a trace; so does a plan of them under `at_once`.
         """
         T, S = self.query.shape[1] if T is None else T, self.sizes[3] if S is None else S
         q, k = (

@@ -1,8 +1,8 @@
 """Find the tiles of an attention matrix that are worth computing: summaries, classes, lists.
 
-A tile is `block_q` queries by `block_k` keys. A mask says from the smallest and largest position of
-a tile whether some and whether every pair in it may attend; a kernel then skips tiles without any,
-and applies the mask only in tiles without all.
+A tile is `block_q` queries by `block_k` keys. Bounds of what a mask reads in a tile, positions or
+ids, say whether some and whether every pair in it may attend. Tiles without any are not listed, so
+no kernel meets them; it applies the mask only in tiles without all.
 """
 
 from __future__ import annotations

@@ -285,7 +285,11 @@ def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
 
 
 def _plan(call: AttentionCall, tiling: Tiling) -> FusedPlan:
-    """Return padded vectors, and the tiles that each kernel visits."""
+    """Return what a mask is to the kernels: padded vectors, and the tiles that each kernel visits.
+
+    Begin here to see how a mask gets into a kernel. `MaskVectors.of` traces it, `block_plan` bounds
+    it in every tile, `prepare` writes the lists of tiles as the backend's grids read them.
+    """
     padded_T, padded_S = tiling.padded
     blocks: dict[Kind, Blocks] = dict(tiling.where.blocks)
     mask = Everything() if call.mask is None else call.mask

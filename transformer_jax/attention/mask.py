@@ -42,7 +42,8 @@ class Mask:
         lead            how many batch rows and heads differ; by default asked of `sees`
         leaf_axes       which axes of its arrays are batch rows and heads; by default none
         comparison      vectors and program for a fused kernel; by default what `sees` traces to
-        some_and_every  what is known of a tile; by default what bounds of the program say
+        some_and_every  what is known of a tile, for "blockwise" alone; by default the bounds of the
+                        program, which all fused kernels take
     """
 
     __slots__ = ()
@@ -171,7 +172,7 @@ class Mask:
         block_q: int,
         block_k: int,
     ) -> BlockPlan:
-        """Classify tiles as skipped, partial or full from the smallest and largest positions.
+        """Classify tiles as skipped, partial or full, by `some_and_every`, for "blockwise".
 
         Conservative: a skipped tile is entirely False, a full one entirely True, a partial one
         anything. The last tiles may reach beyond T and S: keys there count as empty slots, so such
@@ -411,7 +412,10 @@ def check_mask(mask: Any, B: int, N: int) -> None:
 
 
 def refuse_mask(mask: Mask) -> str | None:
-    """Return why no kernel can evaluate a mask, or None: the one place that says so."""
+    """Return why no kernel can evaluate a mask, or None.
+
+    Only what a trace with the call's arrays finds is refused later, by `MaskVectors`.
+    """
     if mask.num_matrices > MATRICES:
         return f"takes at most {MATRICES} Dense masks, not {mask.num_matrices}"
     if not mask.calls_user_code:

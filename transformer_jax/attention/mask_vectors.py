@@ -1,11 +1,12 @@
 """Hold a mask as kernels evaluate it: integers per query, integers per key, and a program of both.
 
     Causal() & Segments(ids)    vectors q: positions, ids    k: positions, ids
-                                visible: (k[0] <= q[0]) & (q[1] == k[1]) & (k[0] >= 0)
+                                visible: (k[0] >= 0) & ((k[0] <= q[0]) & (q[1] == k[1]))
 
-`Mask.sees` is traced once, for one pair. What in it reads the query alone, or the key alone, is
-computed here and becomes a vector, whatever it is: a look-up in a table, a division, floats. What
-reads both is the program. A `Dense` mask is an integer per pair, of which it has one bit.
+The `sees` of each mask under `&`, `|` and `~` is traced alone, for one pair. What in it reads the
+query alone, or the key alone, is computed here and becomes a vector, whatever it is: a look-up in a
+table, a division, floats. What reads both is the program. A `Dense` mask is one bit of an integer
+that each pair has.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class MaskVectors:
     q: list[Any]
     k: list[Any]
     positions_are_indices: bool
-    """Whether positions are 0, 1, 2 ..: then their values are known, traced or not."""
+    """Whether positions are 0, 1, 2 ..: then traces of `sees` take them as known."""
     visible: Program = NO_EMPTY_SLOT
     matrices: list[jax.Array] = field(default_factory=list)
     """bool[B or 1, N or 1, T, S] each: of `Dense` masks."""
@@ -151,7 +152,7 @@ class MaskVectors:
         return of
 
     def block_plan(self, block_q: int, block_k: int) -> BlockPlan:
-        """Return the plan of the tiles, of vectors that are traced or known."""
+        """Return which tiles fused kernels skip and mask, by the program's bounds in each one."""
         q, k = (x[0] if known_value(x[0]) is None else known_value(x[0]) for x in (self.q, self.k))
         tiles = Tiles(q, k, block_q, block_k)
         every, some = self.visible.bounds(self.ranges(tiles))
@@ -174,7 +175,8 @@ class _Side:
     """Hold what a trace made of the queries alone ("q"), the keys alone ("k") or of neither ("").
 
     The array has an axis of queries or keys in front of the trace's, which are short. It is `fixed`
-    where equal masks have it, whatever is in their arrays: then a program may have it as a number.
+    where it follows from static values, and no array of the mask: then it may be a number of the
+    program.
     """
 
     side: str

@@ -18,7 +18,7 @@ Every mask below draws what it means for positions 0..3, queries in rows and key
            3 # # # #
 
 A key at a negative position is an empty slot, which nobody attends to, not even under `~`: that
-rule is applied last, by `materialize` and `block_plan`. A look-up outside an array is False.
+rule is added to a mask by all who evaluate one. A look-up outside an array is False.
 Positions, ids and lengths may be of any integer dtype; one that is known and does not fit int32 is
 a ValueError.
 

@@ -28,7 +28,7 @@ _BERT = ModelConfig(
     norm_order="post", norm_eps=1e-12, embedding_norm=True, activation="gelu", logit_bias=True,
     type_vocab_size=2, masked_token_head=True, dropout=0.1, attention_dropout=0.1,
 )  # fmt: skip
-_SHAKESPEARE = ModelConfig(
+_SMALL_DECODER = ModelConfig(
     vocab_size=65,
     d_model=128,
     num_layers=4,
@@ -41,9 +41,9 @@ _SHAKESPEARE = ModelConfig(
 
 _MODELS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(d_model=64, num_layers=2, num_heads=4, max_len=64),
-    "shakespeare-cpu": _SHAKESPEARE,
+    "shakespeare-cpu": _SMALL_DECODER,
     "shakespeare-gpu": dataclasses.replace(
-        _SHAKESPEARE, d_model=384, num_layers=6, num_heads=6, max_len=256,
+        _SMALL_DECODER, d_model=384, num_layers=6, num_heads=6, max_len=256,
         positions=Learned(), init_std=0.02, dropout=0.2, attention_dropout=0.2,
     ),
     "transformer-base": ModelConfig(
@@ -104,7 +104,7 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
     Where `changes` name no task, it is the usual one of the preset's kind of model.
     """
     recipe: dict[str, FieldValue] = _TRAINING.get("default" if name is None else name, {})
-    model = _SHAKESPEARE if name is None else _lookup(name)
+    model = _SMALL_DECODER if name is None else _lookup(name)
     for field in changes:
         _known("field", field, [f.name for f in dataclasses.fields(TrainConfig)])
     task = changes.get("task", usual_task(model))

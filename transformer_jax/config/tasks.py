@@ -1,7 +1,7 @@
 """Configure what a model is trained for: one value, whose fields are those of its task.
 
-A task here says what is asked for; `training/tasks` reads the files and makes the batches. `fits`
-says which models can learn it.
+A task here says what is asked for; `training/tasks` reads the files and makes the batches.
+`check_model` says which models can learn it.
 """
 
 from __future__ import annotations

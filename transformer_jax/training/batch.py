@@ -1,7 +1,7 @@
 """Hold a batch of examples, and let any model read it: logits where labels stand.
 
-Every task is learnt by the same loss, the cross-entropy of labels: of next tokens, of hidden
-tokens, of targets or of classes. What a task is lies in its batches.
+Every task but `preference` has the same loss, the cross-entropy of labels: of next tokens, of
+hidden tokens, of targets or of classes. Which one it is lies in the labels of its batches.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Batch:
 
 
 def as_given(batch: Batch) -> Batch:
-    """Return a batch, which was made on the host, as it is."""
+    """Return the batch: of most tasks, what a step reads is its batches already."""
     return batch
 
 

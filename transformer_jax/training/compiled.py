@@ -83,7 +83,7 @@ class Programs:
 
 
 def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
-    """Return the programs of a task, and its config, which has the sizes that counting gave.
+    """Return the programs of a task, and its config; an n-gram model gets its sizes here.
 
     Another run of the same numbers compiles nothing.
     """

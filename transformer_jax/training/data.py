@@ -235,7 +235,7 @@ def train_tokenizer(config: TrainConfig, text: str, training: str) -> Tokenizer:
 
 
 def line_tokenizer(config: TrainConfig, lines: Iterable[str], training: Iterable[str]) -> Tokenizer:
-    """Make the tokenizer that a config names of texts without newlines, as `train_tokenizer`."""
+    """Do what `train_tokenizer` does, of lines: no newline is among the ids of `char`."""
     if config.tokenizer == "char":
         return CharTokenizer.train("".join(lines))
     return train_tokenizer(config, "\n".join(lines), "\n".join(training))

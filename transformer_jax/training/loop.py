@@ -1,4 +1,4 @@
-"""Train a model for a task: read it, step, evaluate, keep checkpoints, stop and continue.
+"""Train a model for a task: read its data, step, evaluate, keep checkpoints, stop and continue.
 
 `fit` is all of it; `step` has the parts for a loop of one's own. What is learnt, and of what, is
 the task's (`tasks`): the loop is the same for all.

@@ -1,8 +1,8 @@
 """Lay examples out as rows of batches: in buckets of about one length, or packed several to a row.
 
 The rows of a step follow from (seed, step) alone: every epoch reads each row, in an order that the
-seed and the epoch's number give, so a resumed run needs no iterator state. The last step of a
-length is filled with rows that the epoch has read.
+seed and the epoch's number give, so a resumed run needs no iterator state. Where the
+rows of a length do not fill its steps, one of them is filled with rows of another step.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _filled(batch: Batch, size: int) -> Batch:
 
 
 def bucketed(examples: Sequence[Batch], padding: bool = False) -> Rows:
-    """Lay out an example a row, in at most BUCKETS lengths; `padding` marks what is none.
+    """Lay out an example a row, in at most BUCKETS lengths; `padding` asks for `valid`.
 
     A model that reads from left to right needs no mark of the padding at the end of a row.
     """

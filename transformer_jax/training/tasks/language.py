@@ -60,7 +60,8 @@ class LanguageWindows(TrainingTask):
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
     ) -> None:
-        self.data: Dataset = load_dataset(config, None if tokenizers is None else tokenizers[0])
+        tokenizer = None if tokenizers is None else tokenizers.tokenizer
+        self.data: Dataset = load_dataset(config, tokenizer)
         self.tokenizers, self.sha256 = Tokenizers(self.data.tokenizer), self.data.sha256
         self.config = with_vocabulary(config, self.tokenizers, vocab_size)
         self.prepare = Windows(config.sequence_len)

@@ -75,8 +75,8 @@ class Pairs(RowsTask):
 
         def rows(pairs: Sequence[Pair]) -> Rows:
             examples = [pair_example(config, tokenizers, pair) for pair in pairs]
-            one_row = isinstance(config.task, PrefixTask) and config.task.packed
-            return laid_out(examples, config.sequence_len if one_row and not two_rows else None)
+            packs = isinstance(config.task, PrefixTask) and config.task.packed
+            return laid_out(examples, config.sequence_len if packs and not two_rows else None)
 
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 

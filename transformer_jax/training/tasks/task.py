@@ -1,4 +1,4 @@
-"""Say what the training loop needs of a task; it knows no more of any."""
+"""Say what the training loop needs of a task; only `preference` it knows by name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TrainingTask:
     sha256: str
     """Of all that was read."""
     tokens_per_step: int
-    """Tokens that a step reads, padding included."""
+    """Tokens of the longest step, padding included; of pairs, the targets alone."""
     prepare: Callable[..., Batch] = staticmethod(as_given)
     resident: tuple[np.ndarray, ...] = ()
     """Arrays of the training part that stay on the device."""
@@ -103,7 +103,7 @@ class TrainingTask:
 
 
 class RowsTask(TrainingTask):
-    """Serve a task whose examples are rows: all but windows of one long text."""
+    """Serve a task whose examples are rows: all but windows of a text and prepared folders."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers, sha256: str, train: Rows, val: Rows
