@@ -10,14 +10,18 @@ What attention means (masks, arguments, the choice of an implementation) is in
     dropout    which weights dropout keeps, on every backend
     chips      facts about chips: limits, tile sizes, where the kernels are fastest
     packed_queries  the queries of several heads as rows of one tile
-    gradient   the backward pass
+    program    a mask as a few operations of integers
+    gradient   `attend`, which every call enters, with its gradient
+    derivatives  forward mode, and derivatives of gradients
+    portable   the kernels in plain JAX
     batching   `vmap`
     sharding   device meshes
     lowering   programs for other platforms, which a library here is not for
     hopper/, ampere/, tpu/, cpu/   the kernels; nvidia/ is what the first two share
 
-`target()` is the backend of this process. `using` takes another one: for the interpreters of the
-backends on a CPU, and for compiling for a device that is not attached.
+`target()` is the backend of this process, or the text why there is none: of a CPU too, whose
+kernels "native" calls by name. `using` takes another one: for the interpreters of the backends on a
+CPU, and for compiling for a device that is not attached.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Blocks:
 
 
 class Operands(NamedTuple):
-    """Hold the arrays of a call, padded: T and S are multiples of every kernel's tile sizes.
+    """Hold the arrays of a call. Unless a CPU runs it, T and S are multiples of all tile sizes.
 
     Those of `decode` have T queries, and keys and values of any length up to that of the vectors.
     With `pages`, key and value are pools [P, page, K, H or Hv], and their scales [P, page, K].

@@ -44,10 +44,10 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], f32[B, N, T]
     """Return attention and the logarithm of its denominator.
 
-    T and S are multiples of each kernel's tile sizes; where there is a decode kernel, keys and
-    values may be shorter, and packed queries are not padded. Differentiable in query, key, value,
-    bias, slopes, sinks and the scales of int8: gradients by the backward kernels, what else there
-    is by `portable`.
+    T and S are multiples of each kernel's tile sizes, but on a CPU; where there is a decode kernel,
+    keys and values may be shorter, and packed queries are not padded. Differentiable in query, key,
+    value, bias, slopes, sinks and the scales of int8: gradients by the backward kernels, what else
+    there is by `portable`.
     """
 
     def compute(tree: tuple[Operands, ListsByKernel]) -> tuple[jax.Array, jax.Array]:

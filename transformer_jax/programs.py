@@ -1,4 +1,4 @@
-"""Find compiled programs by value where all of the code is ours, by content where it is not.
+"""Compile as `jax.jit` does, and trace calls again that bring code along which is not ours.
 
 `jax.jit` finds a program by the equality of its static arguments. That is right while equal values
 do equal things, as ours do. Code that somebody else wrote reads globals, closures, arrays and

@@ -58,7 +58,7 @@ def gathered(parameter: Any, x: Any, axes: slice) -> Any:
 
 
 def by_compiler(function: Callable[..., Result], arguments: Sequence[Any], results: Any) -> Result:
-    """Return `function(*arguments)`, split by the compiler.
+    """Return `function(*arguments)`; on explicit axes of a mesh the compiler splits it.
 
     `results` is a tree of PartitionSpecs, or a prefix of one: how the results are split.
     """

@@ -1,4 +1,4 @@
-"""Flash attention on a CPU: C++, called through XLA's foreign-function interface.
+"""Attention, norms and products of few rows on a CPU: C++, which XLA calls by its FFI.
 
 The library beside this module is compiled by `pip install` where there is a compiler. It has the
 kernels for several instruction sets, and takes the widest that the processor knows. `source/` has
@@ -6,7 +6,7 @@ one file per thing:
 
     vectors     one vector type, exp, tanh, the hash of dropout
     matmul      one micro-kernel, and how its operands are laid out
-    mask        the mask's program, which `program.py` writes
+    mask        the mask's program, which `kernels/program.py` writes
     attention, backward    the kernels
     decode      the forward pass of few queries over many keys
     products    few rows times weights
@@ -17,7 +17,7 @@ one file per thing:
     memory      what calls have used, for the next ones
     older       what lets the library run where libstdc++ and glibc are older
 
-`portable.py` has the same kernels in plain JAX.
+`kernels/portable.py` has the same kernels in plain JAX.
 """
 
 from __future__ import annotations

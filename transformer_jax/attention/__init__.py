@@ -2,7 +2,7 @@
 
 Masks are values over positions (`masks`), biases too (`biases`); `api` holds the public functions
 and the choice of an implementation. Queries, keys and values come from outside: layers that own
-projections are in `models`, the fused GPU and TPU kernels in the top-level folder `kernels`.
+projections are in `models`, the fused kernels for CPUs, GPUs and TPUs in `kernels`.
 """
 
 from transformer_jax.attention.additive import additive_attention, state_attention

@@ -261,8 +261,8 @@ def plan_mask(
 
     Layers of a model have one mask and the same positions. In a `lax.scan` or under
     `jax.checkpoint` XLA would make the lists of tiles of a fused kernel again for each layer. The
-    calls have the same `options`, arguments of `dot_product_attention`. The mask itself comes back
-    where there is nothing to share, and where axes of a mesh are explicit.
+    `options` are those arguments of the calls that change which tiles there are. The mask itself
+    comes back where there is nothing to share, and where axes of a mesh are explicit.
     """
     call = check_call(query, key, value, mask=mask, **options)
     leaves = jax.tree.leaves((call.mask, call.q_positions, call.k_positions))
@@ -338,11 +338,10 @@ def _best_first(call: AttentionCall) -> list[str]:
 def _best_first_on_cpu(call: AttentionCall) -> list[str]:
     """Decide by size, as fitted to benchmarks/results/choosing.json by benchmarks/choosing.py.
 
-    Few queries of a key head are what the compiled kernels do in one pass over the keys as they
-    lie. More of them wait until all keys and values are laid out and threads are awake, for which
-    heads of few scores do not pay, in the gradient: those are faster in one product of XLA. Without
-    the kernels that holds while scores, keys and values fit the cache, unless a few queries see
-    many keys, which are fastest in tiles, that end where a cache of keys is filled.
+    The compiled kernels read keys as they lie for few queries of a key head. For more queries they
+    first lay keys and values out and wake threads, which pays from many scores on, in the gradient
+    too. Otherwise one product of XLA is fastest while scores, keys and values fit the processor's
+    cache; beyond, and where few queries see many keys, tiles are, which end where a KV cache does.
     """
     B, T, N, S = call.sizes
     products = B * N * T * S * (call.query.shape[3] + call.value.shape[3])

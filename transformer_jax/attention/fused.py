@@ -220,7 +220,7 @@ def _is_evaluated(bias: Any) -> bool:
 
 
 def _has_few_queries(call: AttentionCall, where: Target) -> bool:
-    """Say whether the kernel for few queries takes a call that nobody differentiates.
+    """Say whether the backend's `decode` takes a call that nobody differentiates.
 
     It does not where its list, of the tiles of all batch rows, is too long for where that is kept.
     """

@@ -158,12 +158,12 @@ def extend_held(
     positions: jax.Array,  # i32[B, T]
     window: int | None = None,
 ) -> tuple[KVCache, KVCache]:
-    """Update a cache, and return with it what new tokens may see, as it is held.
+    """Return the updated cache, and what new tokens read: the same, or the old ring and them.
 
-    A ring of S < window + T - 1 slots (beside its sinks) overwrites keys that the first of T
+    A ring of S < window + T - 1 slots (besides its sinks) overwrites keys that the first of T
     queries still see, so those queries read the old ring with the new keys after it; otherwise
-    they read the new cache. New tokens too are read as they are held, however many are fed at a
-    time.
+    they read the new cache. New tokens too are read in the dtype of the cache, however many are fed
+    at a time.
     """
     new = update(cache, k, v, positions)
     if window is None or cache.capacity - cache.sinks >= window + k.shape[1] - 1:

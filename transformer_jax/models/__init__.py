@@ -1,8 +1,9 @@
 """Build transformers and recurrent models as thin Flax modules over pure functions.
 
-`functional` holds arithmetic without parameters, `layers` the modules, `transformer`, `streaming`,
-`recurrent`, `window` and `ngram` the models, `factory` makes them from a config. Attention and
-caches are folders of their own; decoding knows a model only as a step.
+`functional` holds arithmetic without parameters, `ops` the same as devices are fast at it, `layers`
+small modules, `block` attention with its projections and a block, `stack` all blocks, and
+`transformer`, `streaming`, `recurrent`, `window` and `ngram` the models, which `factory` makes.
+Attention and caches are folders of their own; decoding knows a model only as a step.
 """
 
 from transformer_jax.models.factory import (

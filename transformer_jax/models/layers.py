@@ -232,7 +232,10 @@ class Embed(nn.Module):
         key: jax.Array | None = None,
         target: bool = False,
     ) -> jax.Array:  # [B, T, D]
-        """Return E[token] (times sqrt(D)) plus position and type vectors; zeros where padded."""
+        """Return E[token] (times sqrt(D)) plus position and type vectors; zeros where padded.
+
+        A norm of embeddings with a bias makes that bias of the zeros.
+        """
         cfg = self.config
         if tokens.ndim == 3:
             x = tokens.astype(F32)

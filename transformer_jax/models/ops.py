@@ -1,8 +1,9 @@
-"""Compute norms, products, look-ups and the best of logits where they meet devices.
+"""Compute norms, products, look-ups and argmax, as each kind of device is fast at them.
 
-On a mesh of explicit axes the result is split as its rows are. On a CPU a few rows, as in decoding,
-are left to the compiled kernels, and products that XLA is slow at are written in another order: the
-numbers are those of the formula, summed in another order. `functional` has the norms alone.
+On a mesh of explicit axes the result is split as its rows are. On a CPU up to 16 rows, as in
+decoding, are left to the compiled kernels, and products that XLA is slow at are written in another
+way: the numbers are those of the formula, summed in another order. `functional` has the norms
+alone.
 """
 
 from __future__ import annotations

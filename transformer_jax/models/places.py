@@ -258,7 +258,7 @@ NOWHERE = Places()
 
 
 class Visit:
-    """Pass values by the places of one trace of a block, or of what stands around the blocks."""
+    """Edit and keep the named values of one block, or of what stands around the blocks."""
 
     def __init__(
         self,

@@ -172,7 +172,7 @@ def _inverse_frequencies(base: float, dims: int) -> np.ndarray:
 
 
 def _angles(positions: jax.Array, frequencies: np.ndarray) -> jax.Array:  # f32[..., dims/2]
-    """Return p w less its whole turns, in [-pi, pi]; a product in f32 would be wrong by p w 2^-24.
+    """Return p w less its whole turns, in [-pi, pi]; of floating p, p w in f32, wrong by p w 2^-24.
 
     A frequency is a 64-bit fraction of a turn, and its product with p wraps in uint32 as turns do:
     the phase is exact to 2^-30 turns at every int32 position.

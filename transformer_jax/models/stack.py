@@ -173,7 +173,7 @@ class Stack(nn.Module):
     def __call__(
         self,
         x: jax.Array,  # [B, T, D]
-        given: BlockInputs,  # without a mask and a bias
+        given: BlockInputs,  # its mask and bias are not read
         masks: tuple[Mask | None, ...],  # layer i has masks[i % len(masks)]
         *,
         cache: ModelCache | None = None,
@@ -181,7 +181,7 @@ class Stack(nn.Module):
     ) -> tuple[jax.Array, ModelCache | None, Captured]:
         """Run the blocks: return the output, the updated cache, and what is captured.
 
-        The output is normalised, unless the config's norms come after each branch.
+        The output is normalised, unless `norm_order` is "post".
         """
         cfg = self.config
         visit = given.places.visit()
