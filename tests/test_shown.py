@@ -163,7 +163,9 @@ def is_made_by(kind: type) -> Callable[[object], bool]:
 
 def modules() -> list[ModuleType]:
     names = [m.name for m in pkgutil.walk_packages(tj.__path__, "transformer_jax.")]
-    return [tj, *(importlib.import_module(n) for n in names if "__main__" not in n)]
+    # what kernels are given and make is seen inside a trace alone
+    own = [n for n in names if not n.startswith("transformer_jax.kernels.") and "__main__" not in n]
+    return [tj, *map(importlib.import_module, own)]
 
 
 def is_shown(kind: object) -> bool:
