@@ -164,7 +164,7 @@ def is_made_by(kind: type) -> Callable[[object], bool]:
 def modules() -> list[ModuleType]:
     names = [m.name for m in pkgutil.walk_packages(tj.__path__, "transformer_jax.")]
     # what kernels are given and make is seen inside a trace alone
-    own = [n for n in names if not n.startswith("transformer_jax.kernels.") and "__main__" not in n]
+    own = [n for n in names if not n.startswith("transformer_jax.kernels") and "__main__" not in n]
     return [tj, *map(importlib.import_module, own)]
 
 
