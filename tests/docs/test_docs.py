@@ -65,7 +65,6 @@ def copy_with_changes(text: str, folder: Path) -> None:
     """
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "transformer_jax", folder / "transformer_jax", ignore=skip)
-    shutil.copytree(ROOT / "kernels", folder / "transformer_jax" / "kernels", ignore=skip)
     changes = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
     assert changes
     for change in "".join(changes).split("@@ ")[1:]:

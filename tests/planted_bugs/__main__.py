@@ -59,14 +59,13 @@ def key_of(slip: Slip) -> str:
 
 
 def copy_project(target: Path) -> None:
-    """Copy the project: `kernels` is found where an installation has it, in the package."""
+    """Copy the project, with the link by which the package has `kernels`."""
     for part in PARTS:
         source, ignored = ROOT / part, shutil.ignore_patterns("__pycache__")
         if source.is_dir():
-            shutil.copytree(source, target / part, ignore=ignored)
+            shutil.copytree(source, target / part, ignore=ignored, symlinks=True)
         else:
             shutil.copy(source, target / part)
-    (target / "transformer_jax/kernels").symlink_to("../kernels")
 
 
 class Run:
