@@ -147,8 +147,9 @@ def test_the_reference_has_a_page_for_every_folder():
     assert modules == set(re.findall(r"^::: transformer_jax\.(\w+)$", small, re.M))
 
 
-def test_functions_that_the_architecture_page_names_are_where_it_says():
-    text = (ROOT / "docs" / "architecture.md").read_text()
+@pytest.mark.parametrize("page", ["architecture", "three_questions"])
+def test_functions_that_a_page_names_are_where_it_says(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     named = re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`\)", text)
     assert len(named) > 30
     missing = []
