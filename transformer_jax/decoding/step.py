@@ -375,7 +375,7 @@ def as_step(step: Any) -> Step[Any]:
     if isinstance(step, Step):
         return step
     for more in ("read", "check", "rewind", "attend", "look"):
-        if hasattr(step, more):
+        if callable(getattr(type(step), more, None)):  # a method; a field may have any name
             rule = "make it a subclass of transformer_jax.decoding.Step"
             raise ValueError(f"step is a {name} with `{more}`, which a function has not: {rule}")
     return FunctionStep(step)
