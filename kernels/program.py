@@ -386,9 +386,12 @@ def _step(equation: Any, given: Sequence[Any], known: Known) -> Program:
         fits = dtype.itemsize < 4 or name in ("eq", "ne")
         if dtype not in (jnp.int32, jnp.bool_) and not (compared and fits):
             raise Refused(f"takes masks of integers of 32 bits, {name} is of {dtype}")
+    if name == "select_n" and len(given) > 3:
+        raise Refused(f"takes no mask that chooses of {len(given) - 1} values by a pair")
     misshapen = name in SHAPES and not keeps_order(equation)
     if name not in OPERATIONS.keys() | SHAPES | _SAME | _MADE_OF_THEM or misshapen:
-        raise Refused(f"takes no mask that computes {name} of a query and a key together{hint}")
+        what = "looks up by" if looks_up else f"computes {name} of"
+        raise Refused(f"takes no mask that {what} a query and a key together{hint}")
     if kinds[0].itemsize > 4:
         halves = zip(*map(known.halves, given, shapes), strict=True)
         same = functools.reduce(operator.and_, (combined("eq", *pair) for pair in halves))
@@ -414,7 +417,7 @@ def _step(equation: Any, given: Sequence[Any], known: Known) -> Program:
         return combined("min", combined("max", x, others[0]), others[1])
     if name in ("square", "integer_pow"):
         power = equation.params.get("y", 2)
-        return functools.reduce(functools.partial(combined, "mul"), [x] * power)
+        return functools.reduce(functools.partial(combined, "mul"), [x] * power, number(1))
     return combined(name, x, *others)
 
 
@@ -425,11 +428,11 @@ def bound(equation: Any, given: Sequence[Any]) -> list[Any]:
 
 
 def keeps_order(equation: Any) -> bool:
-    """Return whether an operation on a shape only adds or removes axes of length 1, or repeats."""
+    """Return whether an operation on the shape of pairs leaves rows and heads where they are."""
     given, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     axes = equation.params.get("broadcast_dimensions")
     same_rank = axes == tuple(range(len(out))) and len(given) == len(out)
-    return same_rank or math.prod(given) in (1, math.prod(out))
+    return same_rank or given == out or math.prod(given) == 1
 
 
 def program_of(function: Callable[..., jax.Array], num_q: int, num_k: int) -> Program:

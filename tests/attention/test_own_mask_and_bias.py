@@ -377,6 +377,80 @@ def test_tiles_that_an_own_mask_excludes_are_skipped(function):
         assert ((found == exact) | (found == PARTIAL)).all(), composed
 
 
+def far_of_row(_, numbers, q, k):  # a squeeze, then an axis of rows that are chosen from
+    limit = jnp.where(jnp.array([[True, False], [True, True]]), numbers[0, :2][:, None], 1).max(1)
+    return q - k <= limit[:, None, None, None]
+
+
+def turned(_, numbers, q, k):
+    wide = jnp.broadcast_to(numbers[:, :2].reshape(2, 1), (2, 2)).sum(1)
+    return jnp.abs(q - k) <= wide[:, None, None, None]
+
+
+def of_head(_, numbers, q, k):
+    return jnp.abs(q - k) <= jnp.broadcast_to(numbers[:, :2].reshape(1, -1, 1, 1), (2, 2, 1, 1))
+
+
+def rows_become_heads(_, numbers, q, k):
+    sees = q - k <= numbers[0, :2][:, None, None, None]
+    return jnp.reshape(sees, (1, 2, *sees.shape[2:]))
+
+
+def of_row_and_head(_, numbers, q, k):
+    strict = jnp.array([True, False])[:, None, None, None]
+    return jnp.abs(q - k) <= jnp.where(strict, 4, numbers[0, :2][None, :, None, None])
+
+
+def one_of_a_table(_, numbers, q, k):
+    return (numbers[0, 1] > 7) & (k <= q)
+
+
+def squeezed(_, numbers, q, k):
+    return q - k <= jnp.squeeze(numbers[:, :1])
+
+
+def keys_of_random(_, numbers, q, k):
+    def draw(x):
+        return jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), x))
+
+    return jax.vmap(draw)(k.reshape(-1)).reshape(k.shape) & (k <= q)
+
+
+def no_power(_, numbers, q, k):
+    return ((q - k) ** 0 == 1) & (q - k < numbers[0, 0])
+
+
+def of_three(_, numbers, q, k):
+    return jax.lax.select_n(jnp.clip(q - k, 0, 2), q + k > 3, q - k < 9, q > k + 3)
+
+
+SHAPED = [
+    far_of_row, turned, of_head, rows_become_heads, of_row_and_head, one_of_a_table, squeezed,
+    keys_of_random, no_power, of_three,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", SHAPED, ids=lambda f: f.__name__)
+def test_shapes_inside_an_own_mask_are_its_own(function):
+    """Rows stay rows and heads heads in tiles and in kernels, or a kernel refuses the mask."""
+    numbers = jnp.array([[3, 41, 5]])
+    mask = Arithmetic(numbers, function)
+    q, k = np.arange(61, dtype=np.int32), np.arange(67, dtype=np.int32)
+    found, exact = classes_of(mask, q, k, (8, 8))
+    traced = jax.jit(lambda mask: mask.block_plan(q, k, block_q=8, block_k=8).classes)(mask)
+    for classes in (found, np.broadcast_to(traced, exact.shape)):
+        assert ((classes == exact) | (classes == PARTIAL)).all()
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (jax.random.normal(x, (2, 61, 2, 5)) for x in keys)
+    want = dot_product_attention(query, key, value, mask=mask, implementation="xla")
+    for name in ("blockwise", "native"):
+        if explain_attention(query, key, value, mask=mask)[name] is None:
+            same = dot_product_attention(query, key, value, mask=mask, implementation=name)
+            assert_near(same, want, FORWARD_F32)
+        else:
+            assert name == "native"
+
+
 def test_every_implementation_skips_what_an_own_mask_excludes():
     x = jnp.zeros((3, 4096, 2, 32))
     near = Predicate(lambda q, k: jnp.abs(q - k) < 50)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,3 +94,25 @@ def test_a_name_that_no_config_has_is_refused_wherever_it_stands(config):
         path = "/".join((*parent, "a"))
         with pytest.raises(ValueError, match=rf"^parameters have {path}, the config has no place"):
             jax.eval_shape(run, unflatten_dict(added))
+
+
+def test_layers_of_a_subclass_or_of_a_module_around_are_theirs():
+    class Own(tj.Decoder):
+        def setup(self):
+            super().setup()
+            self.own = nn.Dense(3)
+
+        def __call__(self, tokens):
+            return self.own(super().__call__(tokens)[0])
+
+    class Around(nn.Module):
+        def setup(self):
+            self.model, self.own = tj.build(CONFIG), nn.Dense(3)
+            nn.share_scope(self, self.model)
+
+        def __call__(self, tokens):
+            return self.own(self.model(tokens)[0])
+
+    for model in (Own(CONFIG), Around()):
+        params = model.init(jax.random.key(0), TOKENS)
+        assert model.apply(params, TOKENS).shape == (*TOKENS.shape, 3)

@@ -31,7 +31,6 @@ from transformer_jax.kernels.program import (
     Program,
     bound,
     combined,
-    keeps_order,
     number,
     write,
 )
@@ -209,8 +208,8 @@ class _Sides(Known):
         fixed = all(x.fixed for x in given)
         outs = [x.aval.shape for x in equation.outvars]
         arrays = [x.array for x in given]
-        if name in SHAPES and keeps_order(equation):
-            return [_Side(side, arrays[0], fixed)]
+        if name in SHAPES:
+            return [_Side(side, _reshaped(given[0], equation), fixed)]
         if name in _NUMPY and all(isinstance(x, np.ndarray) for x in arrays):
             fitted = [_fit(x, outs[0]) for x in given]
             return [_Side(side, np.asarray(_NUMPY[name](*fitted)), fixed)]
@@ -225,7 +224,7 @@ class _Sides(Known):
         with at_once(arrays):
             results = compute(*arrays)
         if are_known and not traced(*results):
-            results = [np.asarray(x) for x in results]
+            results = [x if _is_key(x) else np.asarray(x) for x in results]
         return [_Side(side, x, fixed) for x in results]
 
     def read(self, value: Any, shape: tuple[int, ...] = (), part: int = 0) -> Program:
@@ -280,17 +279,39 @@ _ELEMENTWISE = {*_NUMPY, "add", "sub", "mul", "min", "max", "select_n", "convert
 
 
 def _fit(value: _Side, shape: tuple[int, ...]) -> Any:
-    """Return a side's array with the shape that an operation wants, after its own first axis."""
+    """Return a side's array with the shape that an operation wants, after its own first axis.
+
+    It has that shape, or is one value: `_reshaped` leaves the shape of one value as it is.
+    """
     array, side = value.array, bool(value.side)
     first, inner = array.shape[:side], array.shape[side:]
     if inner == shape:
         return array
     lib: Any = np if isinstance(array, np.ndarray) else jnp
-    if len(inner) != len(shape) or np.prod(inner) == np.prod(shape):
-        if np.prod(inner) == np.prod(shape):
-            return array.reshape(*first, *shape)
-        array = array.reshape(*first, *(1,) * len(shape))
-    return lib.broadcast_to(array, (*first, *shape))
+    return lib.broadcast_to(array.reshape((*first, *(1,) * len(shape))), (*first, *shape))
+
+
+def _reshaped(value: _Side, equation: Any) -> Any:
+    """Return a side's array after an operation on shapes; the array itself where it is one value.
+
+    So positions stay the vector that they are, whatever axes of length 1 a mask gives them.
+    """
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    if before == after or np.prod(before) == np.prod(after) == 1:
+        return value.array
+    array = _fit(value, before)
+    first = array.shape[: bool(value.side)]
+    if equation.primitive.name != "broadcast_in_dim":
+        return array.reshape((*first, *after))
+    between = [1] * len(after)
+    for axis, size in zip(equation.params["broadcast_dimensions"], before, strict=True):
+        between[axis] = size
+    lib: Any = np if isinstance(array, np.ndarray) else jnp
+    return lib.broadcast_to(array.reshape((*first, *between)), (*first, *after))
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _varying(x: Any) -> dict[str, Any]:

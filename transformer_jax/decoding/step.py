@@ -52,10 +52,11 @@ class Step(Generic[State]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # a class with a call of its own must not take `read` from a base, which has other logits
-        first = next(kind for kind in cls.__mro__ if {"read", "__call__"} & vars(kind).keys())
-        if "read" not in vars(first):
-            cls.read = Step.read  # type: ignore[method-assign]
+        # a class with a call of its own must not take these from a base, which has other logits
+        for name in ("read", "attend", "look"):
+            first = next(kind for kind in cls.__mro__ if {name, "__call__"} & vars(kind).keys())
+            if name not in vars(first):
+                setattr(cls, name, getattr(Step, name))
 
     def __call__(
         self,
@@ -365,6 +366,8 @@ def as_step(step: Any) -> Step[Any]:
     name = type(step).__name__
     if isinstance(step, nn.Module):
         raise ValueError(f"step is the model {name}: must be a step, make_step(model)")
+    if isinstance(step, Step):
+        return step
     if hasattr(step, "vocab_size"):
         raise ValueError(f"step is a {name}: must be a step, make_step(build(config))")
     if isinstance(getattr(step, "__self__", None), nn.Module) and step.__name__ == "apply":
@@ -372,8 +375,6 @@ def as_step(step: Any) -> Step[Any]:
     if isinstance(step, type) or not callable(step):
         rule = "must be called with (params, tokens, state, valid=...), as make_step(model) is"
         raise ValueError(f"step is {_named(step)}: {rule}")
-    if isinstance(step, Step):
-        return step
     for more in ("read", "check", "rewind", "attend", "look"):
         if callable(getattr(type(step), more, None)):  # a method; a field may have any name
             rule = "make it a subclass of transformer_jax.decoding.Step"

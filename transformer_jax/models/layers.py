@@ -64,8 +64,13 @@ _FIELDS = {
 def refuse_surplus(module: nn.Module) -> None:
     """Raise ValueError where there are parameters that the module has not declared by now.
 
-    flax leaves them out without a word: a bias that the config has not, a layer too many.
+    flax leaves them out without a word: a bias that the config has not, a layer too many. What
+    somebody else's subclass declares after ours, or a module around ours in the same scope, is not
+    known yet: those are not asked.
     """
+    around = getattr(module.parent, "scope", None)
+    if not type(module).__module__.startswith("transformer_jax.") or around is module.scope:
+        return
     declared = module._state.children
     for name in module.variables.get("params", {}):
         if name in declared:

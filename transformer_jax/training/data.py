@@ -177,6 +177,8 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
     else:
         texts = [source.text(config.text_errors) for source in (*sources, *held_out)]
         text = "".join(texts)
+        if not text:
+            raise DataError(f"data is {config.data!r}: it is empty but for a byte-order mark")
         cut = sum(map(len, texts[: len(sources)])) if held_out else int(len(text) * kept)
         tokenizer = tokenizer or train_tokenizer(config, text, text[:cut])
         train, val = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
