@@ -390,8 +390,8 @@ def _step(equation: Any, given: Sequence[Any], known: Known) -> Program:
         raise Refused(f"takes no mask that chooses of {len(given) - 1} values by a pair")
     misshapen = name in SHAPES and not keeps_order(equation)
     if name not in OPERATIONS.keys() | SHAPES | _SAME | _MADE_OF_THEM or misshapen:
-        what = "looks up by" if looks_up else f"computes {name} of"
-        raise Refused(f"takes no mask that {what} a query and a key together{hint}")
+        what = "a look-up" if looks_up else name
+        raise Refused(f"takes no mask that computes {what} of a query and a key together{hint}")
     if kinds[0].itemsize > 4:
         halves = zip(*map(known.halves, given, shapes), strict=True)
         same = functools.reduce(operator.and_, (combined("eq", *pair) for pair in halves))
