@@ -61,7 +61,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "div": _wide(lax.div),
     "rem": _wide(lax.rem),
 }
-"""What a program may do, of integers of 32 bits: the order is that of `Operation` in mask.h."""
+"""The operations of a program, on integers of 32 bits, in the order of `Operation` in mask.h."""
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _LOGIC = {"and", "or", "xor"}

@@ -24,7 +24,7 @@ Array: TypeAlias = jax.Array | np.ndarray
 """An array on a device, or on the host."""
 
 PyTree: TypeAlias = Any
-"""What JAX calls a tree: containers within each other, of arrays or of shapes. It has no type."""
+"""A tree of JAX: nested containers of arrays or of shapes. JAX has no type for it."""
 
 Leaf: TypeAlias = Any
 """A leaf of a tree: an array of the device or the host, or a shape or sharding in its place."""

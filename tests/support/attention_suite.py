@@ -1054,7 +1054,7 @@ class AttentionSuite:
 
 
 class NonfiniteSuite(AttentionSuite):
-    """What holds besides of implementations in which NaN and inf reach exactly who sees them."""
+    """Test implementations that keep NaN and inf to the queries that see them."""
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3.4e38], ids=str)
     @pytest.mark.parametrize("scenario", HIDDEN)

@@ -238,7 +238,7 @@ def explain_attention(
     Takes arrays or `jax.ShapeDtypeStruct`s, and no `implementation`. ValueError as there.
     """
     if unknown := {name: x for name, x in options.items() if name not in Options.__annotations__}:
-        refuse_keywords(dot_product_attention, unknown)
+        refuse_keywords(explain_attention, unknown, Options.__annotations__)
     call = check_call(query, key, value, return_lse=return_lse, **options)
     shapes = call.plain_shapes()
     reasons = {name: _refuse(name, one, shapes) for name, one in IMPLEMENTATIONS.items()}

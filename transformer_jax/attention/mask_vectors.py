@@ -92,17 +92,9 @@ class MaskVectors:
     def k_positions(self) -> jax.Array:  # i32[B or 1, S]
         return self.k[0]
 
-    def query_holds(self, holds: jax.Array) -> Program:  # bool[B or 1, T]
-        """Append a vector of the queries; return the program that asks whether it is true."""
-        return combined("ne", self._append("q", holds), number(0))
-
     def key_holds(self, holds: jax.Array) -> Program:  # bool[B or 1, S]
         """Append a vector of the keys; return the program that asks whether it is true."""
         return combined("ne", self._append("k", holds), number(0))
-
-    def equal(self, of_query: jax.Array, of_key: jax.Array) -> Program:
-        """Append a vector of each side, i32[B or 1, T] and [B or 1, S]; return their equality."""
-        return combined("eq", self._append("q", of_query), self._append("k", of_key))
 
     def pair_holds(self, matrix: jax.Array) -> Program:  # bool[B or 1, N or 1, T, S]
         """Append a matrix; return the program that asks whether it is true of a pair."""
@@ -273,9 +265,9 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "or": np.bitwise_or,
     "not": np.invert,
 }
-"""What NumPy computes of known values, for which nothing is compiled."""
+"""Operations that NumPy computes where all values are known: nothing is compiled for them."""
 _ELEMENTWISE = {*_NUMPY, "add", "sub", "mul", "min", "max", "select_n", "convert_element_type"}
-"""What needs no `vmap` for an axis more, where all arrays have it or are scalars."""
+"""Operations that take one more axis without `vmap`, if all arrays have it or are scalars."""
 
 
 def _fit(value: _Side, shape: tuple[int, ...]) -> Any:

@@ -65,7 +65,7 @@ class Manifest:
     step: int
     metadata: JsonObject
     files: Mapping[str, FileDigest]
-    """By the path of each file from the checkpoint's folder."""
+    """The size and digest of each file, by its path in the checkpoint's folder."""
     leaves: tuple[Leaf, ...]
     """Every leaf, in the order of the tree."""
     keys: Mapping[str, str]

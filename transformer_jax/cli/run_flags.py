@@ -129,10 +129,6 @@ class RunFlags:
         """Return the fields that were given, read as `base` has them."""
         return FLAGS.read(self.fields, base)
 
-    def apply(self, base: TrainConfig) -> TrainConfig:
-        """Return `base` with the fields that were given, validated together."""
-        return changed(base, self.changes(base))
-
 
 def parse(
     argv: Sequence[str], description: str | None, command: str = "python train.py"

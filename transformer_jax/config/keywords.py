@@ -89,13 +89,19 @@ _OTHER_NAMES = {
     "trained": "modules_to_save",
     "rslora": "use_rslora",
 }
-"""What is written here, and what other libraries call it."""
+"""The arguments of this library, each with the names that other libraries give it."""
 
 
-def refuse_keywords(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
-    """Raise TypeError where a function was called with keywords that it does not have."""
+def refuse_keywords(
+    function: Callable[..., Any], unknown: Mapping[str, Any], options: Collection[str] = ()
+) -> None:
+    """Raise TypeError where a function was called with keywords that it does not have.
+
+    It has those of its signature, and `options` that it takes as `**options`.
+    """
     for name in unknown:
-        known = [known for known in inspect.signature(function).parameters if known != "unknown"]
+        named = inspect.signature(function).parameters
+        known = [x for x in (*named, *options) if x not in ("unknown", "options")]
         raise TypeError(f"{function.__name__}() has no argument {name!r}{_meant(name, known)}")
 
 

@@ -23,7 +23,7 @@ from transformer_jax.decoding.step import Params, PyTree, Step, StepLike, as_ste
 from transformer_jax.shown import short_repr
 
 ProposerState: TypeAlias = PyTree
-"""What a proposer remembers from turn to turn: any pytree whose leaves lead with B."""
+"""A proposer's memory from turn to turn: any pytree whose leaves have B as their first axis."""
 
 
 @short_repr

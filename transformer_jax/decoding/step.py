@@ -136,7 +136,7 @@ class Step(Generic[State]):
 
 
 StepLike: TypeAlias = Step[State] | Callable[..., tuple[jax.Array, State]]
-"""What the public functions of decoding take: a step, or a plain function that is called as one."""
+"""The step of a public function of decoding: a `Step`, or a function with its arguments."""
 
 
 @short_repr

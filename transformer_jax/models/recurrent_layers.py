@@ -23,7 +23,7 @@ from transformer_jax.shown import short_repr
 F32 = jnp.float32
 
 Carry = tuple[Any, ...]
-"""Of each layer, h [B, H] of an RNN or a GRU, or (c, h) of an LSTM."""
+"""The state of each layer: h [B, H] of an RNN or a GRU, (c, h) of an LSTM."""
 
 
 @short_repr

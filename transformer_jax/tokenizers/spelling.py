@@ -18,7 +18,7 @@ _CLEANED = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
     (" 'm", "'m"), (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
-"""What BERT's decoder writes otherwise where it cleans up."""
+"""Replacements by which BERT's decoder cleans a text up: what it finds, what it writes."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from transformer_jax.untrusted_files import shown
 T = TypeVar("T")
 
 Inputs: TypeAlias = Batch | np.ndarray
-"""What a step reads: its micro-batches, or where its windows start, i32[A, B]."""
+"""The data of a step: its micro-batches, or the places where its windows start, i32[A, B]."""
 
 Report: TypeAlias = Callable[[int, int], None]
 """Take how many examples are decoded, from 0 on, and how many there are."""
