@@ -87,6 +87,20 @@ def test_every_place_has_its_shape_and_looped_and_scanned_have_the_same_values(k
         assert_near(captured[name], looped[name], NEAR, name)
 
 
+@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
+def test_captured_values_come_in_the_order_in_which_they_were_asked_for(kind):
+    asked = ["logits", "block_1/residual", "block_0/attention/weights", "embedding"]
+    model = build(config_of(kind))
+    more = dict(source=draw(S, 5)) if kind == "encoder-decoder" else {}
+    found = []
+
+    def names(params):
+        found.extend(model.apply({"params": params}, draw(T), capture=asked, **more)[2])
+
+    jax.eval_shape(names, params_of(kind))
+    assert found == asked
+
+
 def test_captured_values_are_those_of_the_formulas():
     """Streams and weights against the oracle in float64."""
     record: list[np.ndarray] = []
