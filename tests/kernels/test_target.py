@@ -115,7 +115,7 @@ PARITY = jnp.arange(17) % 2
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (dict(mask=Predicate(lambda q, k: PARITY[q ^ k] > 0)), "gather of a query and a key"),
+        (dict(mask=Predicate(lambda q, k: PARITY[q ^ k] > 0)), "look-up of a query and a key"),
         (dict(scale=jnp.float32(0.5)), "scale that is an array"),
         (
             dict(bias=RelativeBias(jnp.ones((8, 4)), max_distance=16, bidirectional=True)),
