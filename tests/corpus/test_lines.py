@@ -55,6 +55,7 @@ def test_what_is_no_text_is_named_whatever_its_name_and_never_replaced(content, 
         "ab\0cd\x1b[0m\0 " * 5,
         "\x01a",
         "\f\n" * 9,
+        "\x1db\x1c \x0b\u3000\x1f\x1e\0\t\x1c\x1d\x1f\r\x1d\n" * 2,
         "\u0442\u0435" * 9,
     ],
 )

@@ -55,13 +55,15 @@ def read_text(content: bytes, where: str, errors: str = "strict", at: int = 0) -
 
 
 def _is_unmarked_utf_16(begin: bytes) -> bool:
-    """Return whether three in four of every second byte are control characters, not only white.
+    """Return whether three in four of every second byte are the same few control characters.
 
-    Alphabets and ASCII are UTF-16 of such high bytes; no text in UTF-8 has so many of them.
+    These are the high bytes of ASCII and of an alphabet or two in UTF-16. A text in UTF-8 that has
+    so many control characters has more kinds of them, or only white ones.
     """
     for high in (begin[::2], begin[1::2]):
         controls = _NO_CONTROL.sub(b"", high)
-        if 8 <= len(high) <= 4 / 3 * len(controls) and _WHITE.sub(b"", controls):
+        many = 10 <= len(high) <= 4 / 3 * len(controls)
+        if many and len(set(controls)) <= 3 and _WHITE.sub(b"", controls):
             return True
     return False
 
