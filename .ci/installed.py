@@ -26,8 +26,8 @@ from transformer_jax.training import (
 )
 from transformer_jax.training.step import windows
 
-EXTRA = ("huggingface_hub", "jinja2")
-"""Packages of the extra `hf`: modules that need one import it when they are used."""
+EXTRA = ("grain", "huggingface_hub", "jinja2")
+"""Packages of the extras `data` and `hf`: modules that need one are imported when they are used."""
 
 
 def main(checkout: Path) -> None:

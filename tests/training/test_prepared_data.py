@@ -522,6 +522,13 @@ def test_a_text_in_memory_needs_no_grain(tmp_path):
     assert ended.stdout == "False\n", ended.stderr
 
 
+def test_a_prepared_folder_without_grain_names_the_package(folders, monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    config = TrainConfig(data=str(folders / "web"), context=7)
+    with pytest.raises(ConfigError, match=r"^data is .*web': reading .* pip install grain$"):
+        load_task(config)
+
+
 RESIDENT = """
 import sys
 from pathlib import Path

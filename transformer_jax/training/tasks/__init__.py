@@ -6,6 +6,8 @@ steps; what a task may be asked is `task.TrainingTask`.
 
 from __future__ import annotations
 
+import importlib.util
+
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.fields import fail
 from transformer_jax.config.tasks import (
@@ -42,6 +44,8 @@ def load_task(
     line what cannot be used.
     """
     if folders := _prepared(config):
+        if importlib.util.find_spec("grain") is None:
+            fail("data", config.data, "reading prepared folders needs grain: pip install grain")
         from transformer_jax.training.tasks.prepared import PreparedText  # which imports grain
 
         return PreparedText(config, folders, tokenizers, vocab_size)
