@@ -26,6 +26,7 @@ def read_arguments(description: str | None, argv: Sequence[str] | None) -> argpa
     folder = Path("runs/lectures")
     parser.add_argument("--out", type=Path, default=folder, help="the folder of the picture")
     parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the picture")
+    parser.add_argument("--dark", action="store_true", help="an svg for dark pages too")
     parser.add_argument("--quick", action="store_true", help="small sizes, for a test")
     return parser.parse_args(argv)
 
@@ -91,7 +92,23 @@ def save_picture(figure: Figure, arguments: argparse.Namespace, name: str) -> Pa
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(path, dpi=110, metadata=metadata)
     print(f"picture: {path}")
+    if arguments.dark and arguments.format == "svg":
+        path.with_name(f"{name}_dark.svg").write_text(darkened(path.read_text()))
     return path
+
+
+def darkened(svg: str) -> str:
+    """Return a picture with light and dark exchanged and its hues kept: x -> 1 - 0.88 H x.
+
+    H turns hues by 180 degrees (the `hue-rotate` of the W3C's Filter Effects), which undoes what
+    the inversion does to them. White becomes a dark grey, not black.
+    """
+    rows = "0.505 -1.258 -0.127 0 1 -0.375 -0.378 -0.127 0 1 -0.375 -1.258 0.753 0 1 0 0 0 1 0"
+    matrix = f'<feColorMatrix values="{rows}"/>'
+    colours = f'<filter id="dark" color-interpolation-filters="sRGB">{matrix}</filter>'
+    start = svg.index(">", svg.index("<svg")) + 1
+    head, body = svg[:start], svg[start:].replace("</svg>", "</g></svg>")
+    return f'{head}{colours}<g filter="url(#dark)">{body}'
 
 
 def train(

@@ -7,9 +7,12 @@ import importlib
 import math
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+
+from reproduce.lectures.shared import darkened
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -47,6 +50,13 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
         assert f"pictures/lectures/{name}.svg" in pages, name
         size = (ROOT / "docs" / "pictures" / "lectures" / f"{name}.svg").stat().st_size
         assert 1000 < size < 60_000, name
+
+
+def test_the_dark_picture_of_the_readme_is_made_of_the_light_one():
+    pictures = ROOT / "docs" / "pictures" / "lectures"
+    light = (pictures / "alignment.svg").read_text()
+    assert (pictures / "alignment_dark.svg").read_text() == darkened(light) != light
+    ElementTree.fromstring(darkened(light))
 
 
 def test_decoding_costs_as_many_products_as_the_formulas_say(demonstrate):
