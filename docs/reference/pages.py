@@ -1,30 +1,74 @@
-"""Fill the pages of the reference: each folder's page gets all modules of the folder.
+"""Fill the pages of the reference, and set formulas, while the site is built.
 
-mkdocs calls `on_page_markdown` (`hooks` of mkdocs.yml); mkdocstrings then turns each `::: module`
-line into what the module's docstrings say. So a new module is on its page without anybody listing
-it. `Drawings` (`extensions` of mkdocstrings) keeps the drawings of masks as they are typed.
+mkdocs calls the functions that begin with `on_` (`hooks` of mkdocs.yml). Each folder's page gets
+all modules of the folder, which mkdocstrings turns into what their docstrings say: a new module is
+on its page without anybody listing it. `Drawings` (`extensions` of mkdocstrings) keeps the drawings
+of masks as they are typed.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import griffe
+from latex2mathml.converter import convert
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "transformer_jax" / "__init__.py"
+LESS_IN_SEARCH = ("reference/", "design_", "howto_")
+"""Pages that stand below the others where both have what is searched for."""
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the line `<!-- modules of FOLDER -->` by the folder's modules."""
-    return re.sub(r"<!-- modules of (\S+) -->", lambda found: modules(found[1]), markdown)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Put in what is generated: the folder's modules, and the table of public names."""
+    if page.file.src_uri.startswith(LESS_IN_SEARCH):
+        page.meta.setdefault("search", {"boost": 0.5})
+    markdown = stash_formulas(markdown)
+    markdown = re.sub(r"<!-- modules of (\S+) -->", lambda found: modules(found[1]), markdown)
+    return markdown.replace("<!-- public names -->", "\n".join(public_names()))
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Put formulas in, and leave what modules hold out of a reference page's table of contents."""
+    html = re.sub(r"(?:<p>)?@formula(\d+)@(?:</p>)?", lambda found: _FORMULAS[int(found[1])], html)
+    if page.file.src_uri.startswith("reference/"):
+        for top in page.toc:
+            for module in top.children:
+                module.children = []
+    return html
+
+
+_FORMULAS: list[str] = []
+
+
+def stash_formulas(markdown: str) -> str:
+    """Turn ```math fences and $`...`$, as GitHub reads them, into MathML behind a mark.
+
+    Browsers set MathML by themselves: the site needs no script for it, and no request leaves it.
+    """
+
+    def stash(found: re.Match[str]) -> str:
+        block = found[0].startswith("```")
+        lines = [line for line in found[1].split("\n\n") if line.strip()]
+        made = [convert(x.strip(), display="block" if block else "inline") for x in lines]
+        _FORMULAS.append(f'<div class="formula">{"".join(made)}</div>' if block else made[0])
+        return f"@formula{len(_FORMULAS) - 1}@"
+
+    markdown = re.sub(r"^```math\n(.*?)^```$", stash, markdown, flags=re.M | re.S)
+    return re.sub(r"\$`(.+?)`\$", stash, markdown)
 
 
 def modules(folder: str) -> str:
     """Return a folder's docstring, and a section for each of its modules."""
     paths = sorted(path.relative_to(ROOT) for path in (ROOT / folder).rglob("*.py"))
+    found = exported()
+    public = list(dict.fromkeys(found[name][1] for _, known in groups() for name in known))
     names = [".".join(path.with_suffix("").parts) for path in paths]
+    names.sort(key=lambda name: public.index(name) if name in public else len(public))
     whole = folder.replace("/", ".")
     said = [f"::: {whole}\n    options:\n      members: false\n"]
     for name in names:
@@ -32,6 +76,52 @@ def modules(folder: str) -> str:
             short = name.removeprefix(f"{whole}.")
             said.append(f"## {short}\n\n::: {name}\n    options:\n      heading_level: 3\n")
     return "\n".join(said)
+
+
+def public_names() -> Iterator[str]:
+    """Give the lines of a table of public names for each group of the package's docstring."""
+    found = exported()
+    for group, names in groups():
+        yield f"\n## {group}\n\n| name | what it is |\n|---|---|"
+        for name in names:
+            path, module = found[name]
+            page = module.removeprefix("transformer_jax.").split(".")[0]
+            yield f"| [`{name}`]({page}.md#{path}) | {first_sentence(module, name)} |"
+
+
+def groups() -> list[tuple[str, list[str]]]:
+    """Return the groups of public names in the docstring of the package, in its order."""
+    text = ast.get_docstring(ast.parse(PACKAGE.read_text())) or ""
+    table = text[text.index("What is public") :].split("\n\n")[1]
+    rows = re.findall(r"^ {4}(\S.*?)  +(\S.*(?:\n {10,}\S.*)*)", table, re.M)
+    return [(group, re.findall(r"\w+", names)) for group, names in rows]
+
+
+def exported() -> dict[str, tuple[str, str]]:
+    """Return for each public name where it is defined: its whole path, and its module."""
+    package = griffe.load("transformer_jax", search_paths=[ROOT]) if not _LOADED else _LOADED[0]
+    _LOADED[:] = [package]
+    found = {}
+    later = ast.literal_eval(str(package["_LATER"].value))
+    for name in ast.literal_eval(str(package["__all__"].value)):
+        if name in later:
+            path = f"transformer_jax.{later[name]}.{name}"
+        else:
+            path = package[name].final_target.path
+        found[name] = path, path.rpartition(".")[0]
+    return found
+
+
+_LOADED: list[Any] = []
+
+
+def first_sentence(module: str, name: str) -> str:
+    """Return the first line of a name's docstring."""
+    path = f"{module}.{name}".removeprefix("transformer_jax.")
+    docstring = _LOADED[0][path].docstring
+    return (
+        docstring.value.split("\n\n")[0].replace("\n", " ").replace("|", "\\|") if docstring else ""
+    )
 
 
 class Drawings(griffe.Extension):

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import io
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -135,6 +136,29 @@ def test_files_and_commands_that_a_page_names_are_there(page):
     assert all(there), files
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_cells_of_tables_have_at_most_120_characters(page):
+    outside = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    rows = re.findall(r"^\|.*\|$", outside, re.M)
+    cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    shown = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell) for cell in cells]
+    assert [cell for cell in shown if len(cell) > 120] == []
+
+
+def test_pages_begin_with_what_they_are_for():
+    """Check that the first paragraph is words, and that what holds for all pages is said once."""
+    said = "is printed by the code above it"
+    for page in PAGES:
+        text = re.sub(r"\A---\n.*?\n---\n", "", page.read_text(), flags=re.S).strip()
+        assert re.match(r"# .*\n\n[`*\[]*[A-Za-z]", text), page.stem
+        assert (said in text) == (page.name == "index.md"), page.stem
+
+
+def test_llms_txt_lists_the_pages():
+    script = runpy.run_path(str(ROOT / "docs" / "llms.py"))
+    assert (ROOT / "docs" / "llms.txt").read_text() == script["llms_txt"]()
+
+
 def test_the_reference_has_a_page_for_every_folder():
     package = ROOT / "transformer_jax"
     folders = {path.parent.name for path in package.glob("*/__init__.py")} | {"kernels"}
@@ -194,10 +218,11 @@ def defined(tree: ast.AST) -> set[str]:
         ("attention", 9),
         ("cache", 5),
         ("decoding", 7),
+        ("design_kernels", 2),
         ("howto_family", 2),
         ("howto_implementation", 2),
         ("howto_mask", 2),
-        ("kernels", 5),
+        ("kernels", 4),
         ("lora", 5),
         ("meshes", 2),
         ("pretrained", 7),
