@@ -2,8 +2,8 @@
 
 import gc
 import os
+import re
 import sys
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["TRANSFORMER_JAX_CACHE"] = "0"  # commands of tests compile their own programs
@@ -22,8 +22,6 @@ from tests.support.compilation import OLDER_LOOPS, has_older_loops  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_traceback_in_locations_limit", 0)  # in a program's text: a tenth of its cost
-
-SLOW = Path(__file__).parent / "slow.txt"
 
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)  # traces are many objects: looking for garbage is a tenth of all
@@ -100,42 +98,33 @@ def usual_compilation():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark slow tests, and tests that are known to fail.
+    """Mark as slow or long what `slow_except` and `long_except` do not name; what is long is slow.
 
-    `@pytest.mark.slow_cases(...)` names beginnings of the ids of a test's slow cases, and
-    `long_cases(...)` those of slow ones that are long too. A class with a shared suite names slow
-    cases by test in `slow_cases`, or in `every_time` the tests that are not slow, and in `known`
-    those that fail, with the reason. slow.txt lists more cases that are slow.
+    Both name cases of the test that they stand at, or, at a class, tests, of which
+    `test[case]` is one case; `*` stands for any characters. A name that fits nothing is an error.
     """
-    unused: dict[tuple[str, str], bool] = {}
-    listed = {line for line in SLOW.read_text().splitlines() if not line.startswith("#")}
-    names = {item.nodeid for item in items}
-    if not any("::" in argument for argument in config.args):
-        files = {name.partition("::")[0] for name in names}
-        gone = sorted(n for n in listed - names if n.partition("::")[0] in files)
-        if gone:
-            raise pytest.UsageError(f"slow.txt lists tests that there are not: {', '.join(gone)}")
+    unused: dict[tuple[str, str], set[str]] = {}
     for item in items:
-        known = getattr(item.cls, "known", {}).get(item.name)
-        if known is not None:
-            item.add_marker(pytest.mark.xfail(reason=known, strict=True))
-        chosen = getattr(item.cls, "every_time", None)
-        slow = chosen is not None and not {item.name, item.originalname} & chosen
-        slow |= item.nodeid in listed
-        long = [b for mark in item.iter_markers("long_cases") for b in mark.args]
-        marked = [b for mark in item.iter_markers("slow_cases") for b in mark.args] + long
-        suite = getattr(item.cls, "slow_cases", {}).get(item.originalname, ())
-        case = item.callspec.id if hasattr(item, "callspec") else ""
-        for beginning in (*marked, *suite):
-            found = f"{case}]".startswith(beginning)
-            slow |= found
-            if found and beginning in long:
-                item.add_marker("long")
-            if beginning in marked:
-                test = item.nodeid.partition("[")[0], beginning
-                unused[test] = unused.get(test, True) and not found
-        if slow:
+        own = {item.name, item.originalname}
+        if hasattr(item, "callspec"):
+            own.add(item.callspec.id)
+        for tier in ("slow", "long"):
+            mark = item.get_closest_marker(f"{tier}_except")
+            if mark is None:
+                continue
+            fitting = {name for name in mark.args if any(fits(name, x) for x in own)}
+            if not fitting:
+                item.add_marker(tier)
+            where = item.nodeid.partition("[")[0] if item.cls is None else item.parent.nodeid
+            left = unused.setdefault((where, mark.name), set(mark.args))
+            left -= fitting
+        if item.get_closest_marker("long") is not None:
             item.add_marker("slow")
-    wrong = [f"{test}: no case begins with {case!r}" for (test, case), no in unused.items() if no]
-    if wrong and not any("[" in argument for argument in config.args):
-        raise pytest.UsageError("; ".join(wrong))
+    wrong = [f"{where}: {mark} names {left}" for (where, mark), left in unused.items() if left]
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError("no such tests: " + "; ".join(wrong))
+
+
+def fits(name, own):
+    """Return whether a name of a marker, of which `*` is any characters, is that of a test."""
+    return re.fullmatch(re.escape(name).replace(r"\*", ".*"), own) is not None

@@ -107,6 +107,7 @@ def test_an_implementation_of_attention_is_one_file_and_one_entry():
                 assert path.parent.name == kind.__module__.split(".")[-2] != "attention", path
 
 
+@pytest.mark.slow
 def test_no_module_imports_the_package_as_a_whole():
     for path in MODULES:
         tree = ast.parse(path.read_text())
@@ -128,6 +129,7 @@ def test_config_needs_the_standard_library_only():
             )
 
 
+@pytest.mark.slow_except("attention.__init__", "transformer_jax.__main__")
 @pytest.mark.parametrize(
     "path", [*MODULES, ROOT / "train.py"], ids=lambda p: ".".join(p.parts[-2:])[:-3]
 )
@@ -140,6 +142,7 @@ def test_nothing_unpickles_or_evaluates(path):
             assert isinstance(node.value, ast.Constant) and node.value.value is False
 
 
+@pytest.mark.slow
 def test_import_is_light_and_starts_no_backend():
     code = """
 import json, sys

@@ -134,6 +134,7 @@ def state():
     return jnp.zeros((1, 1))
 
 
+@pytest.mark.slow_except("array_in_place", "closure")
 def test_a_predicate_is_read_anew(number, implementation="xla"):
     q, v = jnp.ones((1, 6, 1, 2)), jnp.arange(6.0)[None, :, None, None]
     mask = tj.Predicate(lambda q, k: k < number.read() + 1)
@@ -144,6 +145,7 @@ def test_a_predicate_is_read_anew(number, implementation="xla"):
     np.testing.assert_allclose(found, [0.5, 2.5], rtol=1e-6)  # the means of 0..1 and of 0..5
 
 
+@pytest.mark.slow_except("native")
 @pytest.mark.parametrize("implementation", ["blockwise", "native"])
 def test_a_predicate_is_read_anew_by_each_implementation(implementation):
     if implementation == "native" and isinstance(cpu.library(), str):
@@ -152,6 +154,7 @@ def test_a_predicate_is_read_anew_by_each_implementation(implementation):
     test_a_predicate_is_read_anew(SimpleNamespace(read=read, put=put), implementation)
 
 
+@pytest.mark.slow
 def test_own_masks_biases_and_gradients_are_read_anew():
     read, put = Settable.closure()
     number = SimpleNamespace(read=read, put=put)
@@ -204,12 +207,15 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("attribute_of_bound_object", "closure")
 def test_a_step_is_read_anew(number, way="generate"):
     step = StepOf(number.read)
     found = changed(number, lambda: getattr(out := WAYS[way](step), "tokens", out))
     assert found == [1, 5]
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("stream")
 @pytest.mark.parametrize("way", ["stream", "beams", "slots", "speculation"])
 def test_a_step_is_read_anew_in_each_way(way):
     read, put = Settable.closure()
@@ -227,6 +233,8 @@ class Favour:
         return jnp.where(jnp.arange(WORDS) == self.read(), logits, -jnp.inf)
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("slots-sampler", "stream-history")
 @pytest.mark.parametrize(
     ("way", "kind"), [("generate", "processor"), ("stream", "history"), ("slots", "sampler")]
 )
@@ -267,6 +275,8 @@ def shift(next_fun, args, kwargs, context):
     return out
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("True")
 @pytest.mark.parametrize("steered_first", [False, True])
 def test_an_interceptor_holds_where_it_stands(steered_first):
     params = tj.init_params(CONFIG, jax.random.key(1))
@@ -323,6 +333,7 @@ def test_a_method_of_our_models_that_was_replaced(monkeypatch):
     assert gen() == before
 
 
+@pytest.mark.slow
 def test_an_implementation_of_ones_own_is_run_anew(monkeypatch):
     read, put = Settable.closure()
 
@@ -389,6 +400,7 @@ def test_code_that_a_library_wraps_is_foreign():
     assert all(map(is_ours, (jax.nn.gelu, jnp.dtype("float32"), jnp.float32, mesh, len)))
 
 
+@pytest.mark.slow
 def test_runs_of_other_settings_of_jax_have_other_programs():
     of = TrainConfig(model=CONFIG, context=5), lambda batches: batches
     plain, again = (known_programs(*of, trace_context()) for _ in range(2))

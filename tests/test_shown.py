@@ -184,6 +184,7 @@ def public_classes() -> list[type]:
     return sorted({k for k in found if is_shown(k)} - without, key=lambda k: k.__name__)
 
 
+@pytest.mark.slow
 def test_no_public_class_prints_more_than_a_screen_or_an_array():
     wrong = {}
     for kind in public_classes():

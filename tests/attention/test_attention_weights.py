@@ -90,7 +90,8 @@ def produced(config, params, capacity: int = PROMPT + NEW - 1, **arguments):
 # Whole sequences
 
 
-@pytest.mark.slow_cases("alibi", "capped", "encoder")
+@pytest.mark.slow
+@pytest.mark.long_except("ring", "shaw")
 @pytest.mark.parametrize("name", ["alibi", "shaw", "capped", "ring", "pair", "encoder"])
 def test_weights_of_whole_sequences_are_those_of_the_formulas(name):
     """With padding inside; ring: windows of each layer, T5's bias and sink tokens."""
@@ -127,7 +128,7 @@ def test_weights_of_whole_sequences_are_those_of_the_formulas(name):
         assert_near(total, np.ones_like(total), WEIGHTS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_looped_scanned_and_rematerialised_stacks_have_the_same_weights():
     config = CONFIGS["capped"]
     params, tokens = parameters(config), draw(PROMPT)
@@ -155,6 +156,7 @@ def test_a_query_that_sees_nothing_has_no_weights():
     assert not total[1, :, :, :2].any() and not total[2].any()
 
 
+@pytest.mark.slow
 def test_weights_are_nan_exactly_where_the_output_is():
     """A value that is NaN in one slot of one row, though its key is not."""
     config = CONFIGS["rope"]
@@ -172,15 +174,16 @@ def test_weights_are_nan_exactly_where_the_output_is():
 # While decoding
 
 
-@pytest.mark.slow_cases("pair", "short")
+@pytest.mark.slow
+@pytest.mark.long_except("ring-False")
 @pytest.mark.parametrize(
     ("name", "scan"),
     [
         ("ring", False),
         ("short", False),
         ("pair", True),
-        pytest.param("shaw", False, marks=pytest.mark.slow),
-        pytest.param("capped", True, marks=pytest.mark.slow),
+        pytest.param("shaw", False, marks=pytest.mark.long),
+        pytest.param("capped", True, marks=pytest.mark.long),
     ],
 )
 def test_weights_of_generated_tokens_are_rows_of_the_whole_text(name, scan):
@@ -233,6 +236,7 @@ def test_weights_of_generated_tokens_are_rows_of_the_whole_text(name, scan):
             assert not got[..., ~keep].any() and not got[count:].any()
 
 
+@pytest.mark.slow
 def test_weights_of_a_quantised_cache_are_of_the_keys_it_holds():
     """By formula from scale * q of one layer; those of float keys are elsewhere."""
     config = dataclasses.replace(CONFIGS["alibi"], num_layers=1)
@@ -257,11 +261,12 @@ def test_weights_of_a_quantised_cache_are_of_the_keys_it_holds():
     assert np.abs(floats[:, 0, :, -1] - want).max() > 100 * WEIGHTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
         dict(sampler=Sample(Temperature(1.3)), stop=(3, 11, 19, 23, 29)),
-        pytest.param(dict(), marks=pytest.mark.slow),
+        pytest.param(dict(), marks=pytest.mark.long),
     ],
     ids=["sampled-stop", "greedy"],
 )
@@ -281,6 +286,7 @@ def test_asking_for_weights_changes_no_token_and_compiles_once_more(arguments):
     assert_near(out.log_probs, plain.log_probs, WEIGHTS)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_not_valid_has_no_weights():
     config = dataclasses.replace(CONFIGS["pair"], num_layers=1)
     params = parameters(config)
@@ -302,7 +308,8 @@ def test_a_row_that_is_not_valid_has_no_weights():
 # Recurrent models
 
 
-@pytest.mark.slow_cases("dot")
+@pytest.mark.slow
+@pytest.mark.long_except("additive")
 @pytest.mark.parametrize(
     ("config", "early_exit"),
     [(recurrent.ADDITIVE, True), (recurrent.DOT, False)],
@@ -330,6 +337,7 @@ def test_recurrent_weights_are_those_of_the_formulas(config, early_exit):
 # Refusals
 
 
+@pytest.mark.slow
 def test_what_has_no_weights_is_refused_by_name():
     config = CONFIGS["rope"]
     step = make_step(build(config))

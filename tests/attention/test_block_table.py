@@ -94,7 +94,18 @@ CALLS = {
 }
 
 
-@pytest.mark.slow_cases("window-b", "window-x", "window-n", "int8-b", "int8-x", "pages of 16-b")
+@pytest.mark.slow_except("pages of 16-None")
+@pytest.mark.long_except(
+    "*-None",
+    "int8-native",
+    "int8-pallas",
+    "pages of 128-blockwise",
+    "pages of 128-native",
+    "pages of 128-xla",
+    "pages of 16-native",
+    "pages of 16-xla",
+    "window-pallas",
+)
 @pytest.mark.parametrize("implementation", NAMES)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_attention_over_pages_is_that_over_the_rows_they_hold(call, implementation):
@@ -109,6 +120,7 @@ def test_attention_over_pages_is_that_over_the_rows_they_hold(call, implementati
     assert_near(np.where(hidden, 0, lse), np.where(hidden, 0, expected.lse), F32)
 
 
+@pytest.mark.slow_except("{'page': 16}-False")
 @pytest.mark.parametrize(
     ("call", "in_place"),
     [
@@ -128,6 +140,8 @@ def test_few_queries_read_pages_of_whole_tiles_in_place(call, in_place):
     assert ("attention_decode" in text) == (given.query.shape[1] == T)
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("xla")
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_gradients_are_those_of_what_is_gathered(implementation):
     """A page that two rows share gets the sum of both gradients."""
@@ -162,7 +176,8 @@ MAPPED = {
 }
 
 
-@pytest.mark.slow_cases("int8, queries")
+@pytest.mark.slow
+@pytest.mark.long_except("one pool", "tables")
 @pytest.mark.parametrize("name", MAPPED)
 def test_under_vmap_each_call_reads_its_own_pages(name):
     axes, rng = MAPPED[name], np.random.default_rng(2)
@@ -205,7 +220,7 @@ def test_under_vmap_each_call_reads_its_own_pages(name):
         np.testing.assert_array_equal(x, attend(*row(i)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mesh_computes_the_same_and_gathers_only_pages_that_it_has_split():
     results = on_devices(4, "-m", "tests.multi_device.pages_on_four", optimise=False)
     assert len(results) == 12
@@ -214,6 +229,7 @@ def test_a_mesh_computes_the_same_and_gathers_only_pages_that_it_has_split():
         assert result["gathered"] == (2 if case.endswith("data") else 0), (case, result)
 
 
+@pytest.mark.slow
 def test_an_entry_that_is_no_page_is_read_as_any():
     """Its keys are of some page, so that they show nothing where they are hidden."""
     given = Call(128, unseen=77)
@@ -244,6 +260,7 @@ def test_a_kernel_is_given_a_table_of_pages_that_there_are():
     np.testing.assert_array_equal(pages[~hidden], table[~hidden])
 
 
+@pytest.mark.slow
 def test_pages_are_gathered_where_lists_and_table_fill_scalar_memory():
     """Lists of 403,200 bytes and a table of 383,600 are 368 too many; three rows fewer fit."""
 
@@ -264,6 +281,8 @@ def test_pages_are_gathered_where_lists_and_table_fill_scalar_memory():
         refuse_long(lists, beside=4 * 700 * 137)
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("128")
 @pytest.mark.parametrize("page", [128, 16])
 def test_calls_over_pages_share_the_plan_of_their_mask(page, monkeypatch):
     given, made, make = Call(page, unseen=77), [], fused._plan
@@ -311,6 +330,12 @@ def test_rows_without_a_page_see_nothing(implementation):
     assert out.shape == (B, T, N, HV) and not np.asarray(out).any()
 
 
+@pytest.mark.slow_except(
+    "changes1-\\\\(3, 2\\\\): must be integers \\\\(2, M\\\\), a row's",
+    "changes2-block_table is int32\\\\(2,\\\\): must be integers \\\\(2",
+    "changes3-key has no pages",
+    "changes4-value must have the batch, length and heads of key",
+)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -137,6 +137,8 @@ def check(got, want):
         assert_near(got[name], value, tolerance, name)
 
 
+@pytest.mark.slow_except("composed-pallas", "rows and heads-pallas")
+@pytest.mark.long_except("*-xla", "a table-pallas", "composed-pallas", "rows and heads-pallas")
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 @pytest.mark.parametrize("name", OWN)
 def test_an_own_mask_runs_everywhere_or_is_refused_by_name(name, implementation):
@@ -161,6 +163,7 @@ def test_rows_and_heads_of_an_own_mask_have_tiles_of_their_own():
     assert Sizes.of(call).groups == (3, 1 if tiles._SMALL_PRODUCTS_THREADED else 2)
 
 
+@pytest.mark.slow
 def test_an_own_mask_has_its_rows_where_positions_have_rows_too():
     mask, _ = OWN["rows and heads"]
     arrays = draw(2, queries=T, keys=S, **HEADS)
@@ -171,6 +174,7 @@ def test_an_own_mask_has_its_rows_where_positions_have_rows_too():
     check(got, reference(arrays, seen))
 
 
+@pytest.mark.slow
 def test_a_part_of_an_own_mask_is_a_part_of_what_it_sees():
     mask, seen = OWN["rows and heads"]
     part = mask.part((jnp.int32(1), 2), (3, 8), (1, 2))
@@ -188,6 +192,7 @@ def test_a_part_of_an_own_mask_is_a_part_of_what_it_sees():
     assert table.part((1, 2), (3, 8), (1, 2)) is table
 
 
+@pytest.mark.slow
 def test_an_own_mask_takes_memory_of_its_length_not_of_its_square():
     def temporaries(length):
         array = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
@@ -354,6 +359,7 @@ def classes_of(mask, q, k, blocks):
     return np.broadcast_to(found, exact.shape), exact
 
 
+@pytest.mark.slow_except("window_and_first_keys")
 @pytest.mark.parametrize("function", SOUND, ids=lambda f: f.__name__)
 def test_tiles_that_an_own_mask_excludes_are_skipped(function):
     """Exactly those, where bounds of each operation are exact; never one with a visible pair."""
@@ -430,6 +436,7 @@ SHAPED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", SHAPED, ids=lambda f: f.__name__)
 def test_shapes_inside_an_own_mask_are_its_own(function):
     """Rows stay rows and heads heads in tiles and in kernels, or a kernel refuses the mask."""
@@ -451,6 +458,7 @@ def test_shapes_inside_an_own_mask_are_its_own(function):
             assert name == "native"
 
 
+@pytest.mark.slow
 def test_every_implementation_skips_what_an_own_mask_excludes():
     x = jnp.zeros((3, 4096, 2, 32))
     near = Predicate(lambda q, k: jnp.abs(q - k) < 50)
@@ -478,6 +486,8 @@ class Decay:
         return -self.rates[None, :, None, None] * far[:, None]
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("xla")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_an_own_bias_runs_and_has_a_gradient(implementation):
     rates = np.array([0.1, 0.3, 0.5, 0.9], np.float32)
@@ -557,6 +567,7 @@ class Numbered(Mask):
         return q // self.size == k // self.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 def test_a_mask_with_a_number_among_its_leaves_runs(implementation):
     arrays = draw(9, queries=13, keys=17)
@@ -618,6 +629,7 @@ def test_an_implementation_that_takes_the_place_of_another_runs(monkeypatch):
         assert (dot_product_attention(x, x, x, implementation="constant") == value).all()
 
 
+@pytest.mark.slow
 def test_a_config_may_name_an_implementation_that_a_user_adds(monkeypatch):
     config = preset("tiny", implementation="constant", num_layers=1)
     with pytest.raises(ConfigError, match=r"implementation is 'constant': must be one of 'xla'"):
@@ -629,6 +641,7 @@ def test_a_config_may_name_an_implementation_that_a_user_adds(monkeypatch):
     assert jnp.isfinite(found).all() and jnp.abs(found - exact).max() > 1e-3
 
 
+@pytest.mark.slow_except("xla")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_a_call_is_compiled_once_for_equal_structure(implementation):
     """A mask, a number and a shape are what a compilation is kept for, not arrays.
@@ -663,6 +676,7 @@ def test_a_call_is_compiled_once_for_equal_structure(implementation):
 # What is not finite, without a mask
 
 
+@pytest.mark.slow_except("inf-query-xla-5.0", "nan-value-blockwise-*", "nan-value-xla-None")
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -695,6 +709,8 @@ def test_without_a_mask_what_is_not_finite_breaks_who_sees_it(name, bad, impleme
 # What planted faults had passed
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("pallas", "xla")
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 def test_a_prefix_that_ends_with_a_tiles_last_key(implementation):
     """The last key of a tile is not seen where the length is its position."""
@@ -705,6 +721,8 @@ def test_a_prefix_that_ends_with_a_tiles_last_key(implementation):
     check(evaluate(arrays, mask, implementation), reference(arrays, seen))
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("(100, 271)-blockwise", "(139, 120)-pallas", "*-xla")
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 @pytest.mark.parametrize("shapes", [(100, S), (T, 120), (100, None)], ids=str)
 def test_segments_see_nothing_beyond_their_tables(shapes, implementation):
@@ -717,6 +735,10 @@ def test_segments_see_nothing_beyond_their_tables(shapes, implementation):
     check(evaluate(arrays, mask, implementation), reference(arrays, seen))
 
 
+@pytest.mark.slow
+@pytest.mark.long_except(
+    "Plain(name='plain', interpret=False, chip='', blocks=(), processors=None)"
+)
 @pytest.mark.parametrize("where", [None, Plain(), Target("tpu", interpret=True)], ids=str)
 def test_a_bias_of_each_of_two_rows_under_a_softcap_with_sinks(where):
     """In few keys of the TPU's kernels, and in tiles that two rows do not share."""

@@ -58,6 +58,7 @@ def test_every_parameter_has_a_place_in_the_peers_gpt2():
         np.testing.assert_array_equal(joined[:, i * width : (i + 1) * width], mine)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_our_decoding_is_timed_until_its_tokens_are_there():
     case = next(case for case in specs.DECODE if "quick" in case.tags)
@@ -96,6 +97,7 @@ def test_who_decodes_otherwise_is_no_peer():
     assert found("f32", gpt2_peers.LLAMA_CPP, peer(0.01, 1)) == pytest.approx(0.01)
 
 
+@pytest.mark.slow
 def test_a_token_reads_the_weights_as_they_are_held_and_the_table_of_tokens_once():
     case = next(case for case in specs.DECODE if "quick" in case.tags)
     params = init_params(case.model, jax.random.key(3))
@@ -220,6 +222,7 @@ def test_steps_of_batches_are_counted_from_their_lengths():
     assert pausing < calls < serve.static_steps(lengths, slots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [None, 0.9])
 @pytest.mark.usefixtures("quick_compilation")
 def test_continuous_and_static_batching_answer_the_same_requests(busy):
@@ -236,6 +239,7 @@ def test_continuous_and_static_batching_answer_the_same_requests(busy):
         np.testing.assert_array_equal(mine, its)
 
 
+@pytest.mark.slow
 def test_a_load_is_timed_and_its_memory_counted(tmp_path):
     """All of the file arrives in memory, and what it takes beside is seen too."""
     load._write(tmp_path / "model", 0.001)
@@ -252,7 +256,7 @@ def test_a_loads_ratio_is_of_the_same_round():
     assert (row["ours_is_faster"], row["peak_of_file"], row["rounds"]) == (2.0, 2.0, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_limits_are_those_of_this_machine(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     found = timing.limits("float32")

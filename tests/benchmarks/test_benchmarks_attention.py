@@ -31,6 +31,7 @@ def shrunk(case: specs.AttentionCase) -> specs.AttentionCase:
     )
 
 
+@pytest.mark.slow_except("edge-causal")
 @pytest.mark.parametrize("name", ["edge-everything", "edge-band", "edge-padding", "edge-causal"])
 def test_a_case_says_its_mask_the_same_way_to_everyone(name):
     case = shrunk(next(c for c in specs.ATTENTION if c.name == name))
@@ -195,7 +196,8 @@ def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
     assert {case.dtype for case, _, _ in chosen} == {"bfloat16"}
 
 
-@pytest.mark.slow_cases("edge-alibi", "edge-bias", "edge-capped-forward")
+@pytest.mark.slow
+@pytest.mark.long_except("edge-capped-backward")
 @pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
 @pytest.mark.parametrize("name", ["edge-alibi", "edge-bias", "edge-capped"])
 @pytest.mark.usefixtures("quick_compilation")
@@ -203,7 +205,8 @@ def test_contenders_differentiate_the_same_or_say_why_not(name, direction):
     compare_contenders(name, direction)
 
 
-@pytest.mark.slow_cases("edge-window", "edge-band")
+@pytest.mark.slow
+@pytest.mark.long_except("edge-padding")
 @pytest.mark.parametrize("name", ["edge-documents", "edge-window", "edge-band", "edge-padding"])
 @pytest.mark.usefixtures("quick_compilation")
 def test_contenders_see_the_same(name):
@@ -258,6 +261,7 @@ def in_float64(case):
     return [*found, back.sinks] if case.sinks else found
 
 
+@pytest.mark.slow_except("edge-band")
 @pytest.mark.parametrize(
     "name",
     ["edge-alibi", "edge-bias", "edge-capped", "edge-documents", "edge-band", "edge-everything"],
@@ -304,6 +308,7 @@ def test_torchs_backward_pass_is_timed_without_the_forward_pass(monkeypatch):
         assert len(passes) == expected, direction
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_a_run_for_the_goals_judges_each_of_them(tmp_path, monkeypatch, capsys):
     """On a processor, of cells that are tiny: against the faster of two matmuls."""
@@ -386,6 +391,7 @@ def test_the_cells_of_goals_have_whom_they_compare_and_the_cases_of_other_rates(
     assert {goal.of for goal in goals.GOALS} == {"ours", goals.UNORDERED}
 
 
+@pytest.mark.slow
 def test_a_choice_is_too_slow_where_the_median_and_three_quarters_of_the_rounds_say_so(capsys):
     """Use a call of 8 tokens, for which "xla" is chosen."""
     best = [1.0, 1.0, 1.0, 1.0, 1.0]

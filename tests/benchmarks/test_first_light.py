@@ -39,6 +39,7 @@ def four(monkeypatch):
     monkeypatch.setitem(__main__.STEPS, "smoke", lambda step: step.run(*FOUR))
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_crashes_or_fails_costs_only_itself_and_is_named(four, tmp_path):
     status = __main__.main(["--rehearse", "--step", "smoke", "--out", str(tmp_path)])
     assert status == 1
@@ -65,19 +66,8 @@ def test_a_check_that_hangs_crashes_or_fails_costs_only_itself_and_is_named(four
     assert "one that passes" not in page
 
 
-SLOW = (
-    "causal 704, forw",
-    "causal 704, grad",
-    "single",
-    "65",
-    "two-sided",
-    "ALiBi",
-    "softcap",
-    "own",
-)
-
-
-@pytest.mark.slow_cases(*SLOW)
+@pytest.mark.slow
+@pytest.mark.long_except("decode, a cache of int8", "decode, a paged cache")
 @pytest.mark.parametrize("name", smoke_calls.CHECKS)
 @pytest.mark.usefixtures("quick_compilation")
 def test_smoke_checks_pass_in_the_interpreter(name):
@@ -86,6 +76,7 @@ def test_smoke_checks_pass_in_the_interpreter(name):
     assert found and all(0 <= share <= 1 for share in found.values())
 
 
+@pytest.mark.slow_except("out")
 @pytest.mark.parametrize("name", ["out", "dquery"])
 def test_a_smoke_check_fails_where_a_result_is_wrong(name):
     expected = {"out": np.ones((2, 3)), "dquery": np.ones((2, 3))}
@@ -99,6 +90,7 @@ def test_a_smoke_check_fails_where_a_result_is_wrong(name):
         smoke_calls.shares({name: expected[name] * np.nan}, expected)
 
 
+@pytest.mark.slow
 def test_attached_tests_that_are_named_exist():
     listing = (sys.executable, "-m", "pytest", "--collect-only", "-m", "")
     ended = checks.run((*listing, "tests/kernels/test_attached.py"), 200)
@@ -107,7 +99,6 @@ def test_attached_tests_that_are_named_exist():
     assert {*smoke.ATTACHED} <= there
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("step", ["speed", "why", "tune"])
 def test_a_step_is_rehearsed(step, tmp_path):

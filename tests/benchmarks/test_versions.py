@@ -16,6 +16,7 @@ def write(path, function):
     path.write_bytes(export.export(jax.jit(function))(x, x).serialize())
 
 
+@pytest.mark.slow_except("0.0-0.0e+00")
 @pytest.mark.parametrize(("changed", "found"), [(0.0, "0.0e+00"), (0.25, "2.5e-01")])
 def test_the_largest_difference_of_two_versions_is_printed(tmp_path, capsys, changed, found):
     write(tmp_path / "old" / "add.bin", lambda x, y: {"sum": x + y, "none": x[:0]})
@@ -27,6 +28,7 @@ def test_the_largest_difference_of_two_versions_is_printed(tmp_path, capsys, cha
     assert printed.startswith("add ") and float(difference) == pytest.approx(float(found), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_programs_of_the_installed_version_are_exported(tmp_path):
     assert versions.main(["export", str(tmp_path), "--only", "xla_causal_1x64"]) == 0
     assert {path.stem for path in tmp_path.iterdir()} == {

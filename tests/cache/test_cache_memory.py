@@ -97,6 +97,7 @@ def fed(apply, tokens, positions, cache, chunk: int):
 # Sink tokens
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_sinks_are_the_first_positions_and_tiles_between_are_skipped(rng, shuffled):
     """Exactly q - W < k <= q or k < n, and no tile is visited that sees nothing."""
@@ -120,10 +121,11 @@ def test_sinks_are_the_first_positions_and_tiles_between_are_skipped(rng, shuffl
         assert 2 * rows <= visited.sum() <= 5 * rows < rows * columns / 4
 
 
-@pytest.mark.slow_cases("alibi", "learned", "shaw", "t5")
+@pytest.mark.slow
+@pytest.mark.long_except("rope")
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SELDOM)) for kind in KINDS],
+    [pytest.param(kind, marks=[pytest.mark.long] * (kind in SELDOM)) for kind in KINDS],
 )
 def test_rings_with_sinks_decode_as_the_full_pass(kind, rng):
     """Rings of 7 and 5 slots turn many times, in ragged rows; sinks stay in sight."""
@@ -140,15 +142,16 @@ def test_rings_with_sinks_decode_as_the_full_pass(kind, rng):
         assert {0, 1} <= set(np.asarray(layer.positions[0]).tolist())
 
 
-@pytest.mark.slow_cases("int8", "pattern")
+@pytest.mark.slow
+@pytest.mark.long_except("scan")
 @pytest.mark.parametrize(
     ("changes", "capacity", "dtype"),
     [
         (dict(window=5, sink_tokens=2, scan_layers=True), 9, None),
         (PATTERN, TOKENS, None),
         (PATTERN, TOKENS, jnp.int8),
-        pytest.param(dict(window=5, sink_tokens=2), 7, None, marks=pytest.mark.slow),
-        pytest.param(PATTERN, 6, None, marks=pytest.mark.slow),
+        pytest.param(dict(window=5, sink_tokens=2), 7, None, marks=pytest.mark.long),
+        pytest.param(PATTERN, 6, None, marks=pytest.mark.long),
     ],
     ids=["scan", "pattern", "int8", "ring", "short"],
 )
@@ -170,6 +173,7 @@ def test_chunks_may_have_any_size(changes, capacity, dtype, rng):
     assert_near(many[real], want[real], tolerance)
 
 
+@pytest.mark.slow
 def test_a_source_with_a_pattern_decodes_its_target_from_int8(rng):
     """Both stacks have the pattern; the target's cache is made of rings, with room to turn back."""
     config, params, apply = make(kind="encoder-decoder", positions="alibi", **RINGS)
@@ -216,6 +220,7 @@ def test_each_layer_has_the_slots_it_needs():
     assert slots(19, window=(5,)) == ([5, 5], [0, 0], None)
 
 
+@pytest.mark.slow
 def test_a_full_layer_among_rings_has_an_end(rng):
     """Where known it raises; where traced the row's logits are NaN and nothing is overwritten."""
     config, params, apply = make(**PATTERN)
@@ -324,6 +329,7 @@ def test_a_row_that_is_not_finite_reads_as_nan_and_touches_no_other(bad, rng):
     assert largest_error(got, x) <= np.abs(x).max() / 254 * 1.001
 
 
+@pytest.mark.slow
 def test_int8_slots_are_those_of_a_float_cache(rng):
     """A ring with sinks, read after several turns: each row is within half its step."""
     caches = {d: kv.init(3, 7, 2, 3, 5, dtype=d, sinks=2) for d in ("float32", "int8", "bfloat16")}
@@ -344,6 +350,7 @@ def test_int8_slots_are_those_of_a_float_cache(rng):
                 assert off[:, -3:].max() > 0, "new tokens are not read as they are held"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_nan_in_a_small_cache_is_seen_by_whom_it_should(dtype, rng):
     """A NaN token: NaN for those that two windows reach; gone, bit for bit, for those after."""
@@ -365,7 +372,7 @@ def test_nan_in_a_small_cache_is_seen_by_whom_it_should(dtype, rng):
     np.testing.assert_array_equal(got[~reached], want[~reached])
 
 
-@pytest.mark.slow_cases("shaw")
+@pytest.mark.slow_except("rope-bfloat16")
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("rope", "int8"), ("learned", "int8"), ("shaw", "int8"), ("rope", "bfloat16")],
@@ -392,6 +399,7 @@ def knowing(params, rng):
     return params | dict(embed=params["embed"] | dict(tokens=tokens, output=output))
 
 
+@pytest.mark.slow
 def test_greedy_tokens_from_int8_are_those_from_f32(rng):
     """Row by row, as long as the likeliest token is ahead by more than twice the bound."""
     config, params, apply = make(**PATTERN)
@@ -421,6 +429,7 @@ def test_greedy_tokens_from_int8_are_those_from_f32(rng):
 # Bytes
 
 
+@pytest.mark.slow_except("bf16-compute", "full", "pattern-int8")
 @pytest.mark.parametrize(
     ("changes", "arguments"),
     [
@@ -462,14 +471,15 @@ def test_bytes_need_a_source_length_exactly_where_there_is_a_source():
 # Taking tokens back
 
 
-@pytest.mark.slow_cases("ring-scan]")
+@pytest.mark.slow
+@pytest.mark.long_except("pattern")
 @pytest.mark.parametrize(
     ("changes", "capacity", "more"),
     [
         (dict(scan_layers=True, window=5, sink_tokens=2), 11, dict(dtype=jnp.int8)),
         (PATTERN, TOKENS, dict(slack=4)),
-        pytest.param(dict(), TOKENS, dict(), marks=pytest.mark.slow),
-        pytest.param(dict(scan_layers=True), TOKENS, dict(), marks=pytest.mark.slow),
+        pytest.param(dict(), TOKENS, dict(), marks=pytest.mark.long),
+        pytest.param(dict(scan_layers=True), TOKENS, dict(), marks=pytest.mark.long),
     ],
     ids=["ring-scan", "pattern", "full", "full-scan"],
 )
@@ -494,6 +504,7 @@ def test_what_was_taken_back_was_never_read(changes, capacity, more, rng):
         assert after.length.tolist() == (kept + 6).tolist()
 
 
+@pytest.mark.slow_except("0")
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_rewinding_keeps_exactly_the_positions_below_the_length(rng, sinks):
     """At every length: none, the last position alone, exactly the length held, and one more."""
@@ -515,6 +526,7 @@ def test_rewinding_keeps_exactly_the_positions_below_the_length(rng, sinks):
     chex.assert_trees_all_equal(kv.rewind(cache, cache.length), cache, strict=True)
 
 
+@pytest.mark.slow
 def test_rewinding_empties_slots_and_never_lengthens(rng):
     cache = kv.init(3, 7, 1, 3)
     k = rng.standard_normal((3, 5, 1, 3)).astype(np.float32)
@@ -531,15 +543,16 @@ def test_rewinding_empties_slots_and_never_lengthens(rng):
 # Memory
 
 
-@pytest.mark.slow_cases("encoder-decoder-True")
+@pytest.mark.slow
+@pytest.mark.long_except("decoder-False-None")
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize(
     ("kind", "scan", "dtype"),
     [
         ("decoder", False, None),
         ("encoder-decoder", True, jnp.int8),
-        pytest.param("decoder", True, None, marks=pytest.mark.slow),
-        pytest.param("encoder-decoder", False, jnp.int8, marks=pytest.mark.slow),
+        pytest.param("decoder", True, None, marks=pytest.mark.long),
+        pytest.param("encoder-decoder", False, jnp.int8, marks=pytest.mark.long),
     ],
 )
 def test_a_donated_cache_is_written_where_it_lies(kind, scan, dtype, rng):

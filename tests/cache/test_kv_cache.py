@@ -84,6 +84,7 @@ def test_a_new_cache_is_empty():
     assert kv.init(3, 7, HEADS, KEY_DIM).v.shape == (3, 7, HEADS, KEY_DIM)
 
 
+@pytest.mark.slow_except("7-2-0.0")
 @pytest.mark.parametrize("padding", [0.0, 0.4])
 @pytest.mark.parametrize(("capacity", "sinks"), [(5, 0), (11, 0), (7, 2), (5, 4)])
 def test_a_ring_remembers_the_last_of_many_turns(rng, capacity, sinks, padding):
@@ -143,6 +144,7 @@ def test_the_order_within_a_chunk_does_not_matter(rng):
     chex.assert_trees_all_equal(got, want, strict=True)
 
 
+@pytest.mark.slow_except("7-3-0")
 @pytest.mark.parametrize(
     ("capacity", "window", "sinks"),
     [(11, None, 0), (7, 3, 0), (7, 7, 0), (19, 7, 0), (5, 3, 2), (13, 5, 4)],
@@ -176,6 +178,7 @@ def test_extend_returns_every_key_its_queries_may_see(rng, capacity, window, sin
     assert compared > 50
 
 
+@pytest.mark.slow_except("5-0")
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("slots", [4, 5, 6, 7])
 def test_the_first_of_several_new_queries_sees_its_whole_window(rng, slots, sinks):
@@ -251,6 +254,7 @@ def test_the_cache_is_frozen_and_update_leaves_its_argument_alone(rng):
     chex.assert_trees_all_equal(cache, before)
 
 
+@pytest.mark.slow_except("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_cache_keeps_its_dtypes(rng, dtype):
     """Also when f32 keys and 64-bit positions come in: else a scan over it would not compile."""
@@ -291,6 +295,7 @@ def test_a_wrong_shape_is_named_with_both_shapes(name, change):
     assert "takes (2, " in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="capacity is 0"):
         init(2, 0)
@@ -306,6 +311,7 @@ def test_a_cache_that_cannot_be_is_refused():
             init(2, 5, dtype=dtype)
 
 
+@pytest.mark.slow
 def test_a_token_fed_again_replaces_its_old_key():
     """Re-scoring the last tokens must not count them twice, in a ring too small for the chunk."""
     capacity, window, width = 5, 5, 3

@@ -76,6 +76,7 @@ def pages_of(cache):
     return [{p for p in row if p >= 0} for row in cache.block_table.tolist()]
 
 
+@pytest.mark.slow
 def test_a_new_cache_is_empty_and_all_its_pages_are_free():
     cache = init(num_pages=11)
     assert check(cache, [{}] * ROWS) == 0
@@ -110,6 +111,7 @@ def test_rows_that_grow_share_fork_and_end_hold_what_a_dictionary_does(rng):
     assert compared > 300 and forked > 5 and not cache.exhausted.any()
 
 
+@pytest.mark.slow
 def test_a_cache_without_rows_takes_nothing(rng):
     shared = paged.share(paged.update(init(), *tokens(rng, 1), after([0] * 3, [1] * 3, 1)), NONE)
     for cache in (init(rows=0), shared):
@@ -117,6 +119,7 @@ def test_a_cache_without_rows_takes_nothing(rng):
         assert new.length.shape == (0,) and new.free_pages == 23
 
 
+@pytest.mark.slow
 def test_a_shared_page_costs_nothing_until_a_row_writes_to_it(rng):
     cache, (k, v) = init(rows=1, num_pages=7), tokens(rng, 6, rows=1)
     cache = jit_update(cache, k, v, after([0], [6]))  # a full page and half of another
@@ -131,6 +134,7 @@ def test_a_shared_page_costs_nothing_until_a_row_writes_to_it(rng):
     check(new, oracle)
 
 
+@pytest.mark.slow
 def test_a_row_that_begins_with_the_prefix_of_another(rng):
     cache, (k, v) = init(rows=2), tokens(rng, 11, rows=2)
     cache = jit_update(cache, k, v, after([0, 0], [11, 3], 11))
@@ -142,6 +146,7 @@ def test_a_row_that_begins_with_the_prefix_of_another(rng):
     check(cache, [whole, prefix])
 
 
+@pytest.mark.slow
 def test_what_was_taken_back_stays_forgotten_also_across_a_gap(rng):
     cache, (k, v) = init(rows=1), tokens(rng, 7, rows=1)
     cache = paged.rewind(jit_update(cache, k, v, after([0], [7], 7)), jnp.array([5]))
@@ -167,6 +172,7 @@ def test_a_row_writes_into_its_own_pages_where_they_lie(rng):
     assert paged.count_needed(before, jnp.array([9, 5])) == 2
 
 
+@pytest.mark.slow_except("7.0")
 @pytest.mark.parametrize("value", [np.nan, 7.0])
 def test_a_page_that_is_taken_again_shows_nothing_of_its_last_row(rng, value):
     cache = init(rows=2, num_pages=2)
@@ -178,6 +184,7 @@ def test_a_page_that_is_taken_again_shows_nothing_of_its_last_row(rng, value):
     check(cache, [{}, {3: (k[1, 0], v[1, 0])}])
 
 
+@pytest.mark.slow
 def test_int8_pages_hold_what_the_contiguous_cache_does(rng):
     cache = init(dtype=jnp.int8)
     whole = kv.init(ROWS, CAPACITY, HEADS, KEY_DIM, VALUE_DIM, jnp.int8)
@@ -211,6 +218,7 @@ def test_a_known_row_without_a_page_is_refused_by_name(rng):
         paged.update(cache, k, v, after([28, 0, 0], [1, 0, 0]))
 
 
+@pytest.mark.slow
 def test_a_traced_row_without_a_page_is_left_as_it_was_until_it_is_rewound(rng):
     cache, oracle, (k, v) = init(num_pages=4), [{}, {}, {}], tokens(rng, 6)
     positions = after([0, 0, 0], [6, 4, 0])
@@ -302,6 +310,7 @@ def test_what_cannot_be_is_refused(rng):
 # Attention and models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_attention_over_pages_matches_float64(rng, implementation):
     cache, (k, v), lengths = init(rows=2), tokens(rng, 13, rows=2), [13, 6]
@@ -344,7 +353,8 @@ def read(apply, variables, cache, tokens, part=7):
     return jnp.concatenate(found, axis=1), cache
 
 
-@pytest.mark.slow_cases("pattern", "window", "alibi")
+@pytest.mark.slow
+@pytest.mark.long_except("")
 @pytest.mark.parametrize(
     "changes",
     [{}, dict(window=(None, 5), sink_tokens=2), dict(window=5), dict(positions="alibi")],
@@ -362,6 +372,7 @@ def test_logits_read_in_parts_through_pages_equal_the_full_pass(rng, changes):
     assert_near(again, full[:, 22:], CACHED)
 
 
+@pytest.mark.slow
 def test_rows_of_a_model_go_on_from_a_shared_prefix(rng):
     config, _, variables, apply = model_of()
     prefix = jnp.asarray(rng.integers(0, 31, (1, 10)))
@@ -375,6 +386,7 @@ def test_rows_of_a_model_go_on_from_a_shared_prefix(rng):
     assert cache.layers[0].free_pages == 12 - 2 - 3 * 3  # contiguous rows would take 15
 
 
+@pytest.mark.slow
 def test_without_a_free_page_exactly_that_rows_logits_are_nan(rng):
     config, _, variables, apply = model_of()
     text = jnp.asarray(rng.integers(0, 31, (2, 9)))
@@ -389,7 +401,7 @@ def test_without_a_free_page_exactly_that_rows_logits_are_nan(rng):
     assert_near(logits[0], full[0, 9:], CACHED)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_generation_from_pages_is_that_of_the_contiguous_cache(rng):
     config, model, variables, _ = model_of()
     step, params = make_step(model), variables["params"]
@@ -409,6 +421,8 @@ def test_generation_from_pages_is_that_of_the_contiguous_cache(rng):
 WIDE = dict(d_model=32, num_heads=4, head_dim=16, num_kv_heads=2, max_len=1100)
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("int8")
 @pytest.mark.parametrize("dtype", [None, jnp.int8], ids=["", "int8"])
 def test_the_kernel_for_few_queries_reads_a_models_pages_in_place(rng, dtype):
     """Two tokens of two rows, of which the second begins as the first, on a TPU's interpreter."""
@@ -442,6 +456,7 @@ def test_pages_of_the_default_size_are_read_in_place_on_hopper_and_on_a_tpu():
         assert "pallas" in found.reads_pages, backend
 
 
+@pytest.mark.slow
 def test_pages_of_another_dtype_are_gathered_and_no_pool_is_widened(rng):
     config, _, variables, _ = model_of(**WIDE, num_layers=1)
     model = build(dataclasses.replace(config, implementation="pallas"))
@@ -453,7 +468,7 @@ def test_pages_of_another_dtype_are_gathered_and_no_pool_is_widened(rng):
     assert "f32[2,384,2,16]" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_generation_by_the_kernel_for_few_queries_is_that_of_the_contiguous_cache(rng):
     with using(Target("tpu", interpret=True)):
         config, model, variables, _ = model_of(**WIDE, implementation="pallas", window=(None, 90))
@@ -470,7 +485,7 @@ def test_generation_by_the_kernel_for_few_queries_is_that_of_the_contiguous_cach
     np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_of_a_token_stand_at_the_positions_of_its_slots(rng):
     config, model, variables, apply = model_of()
     step, text = make_step(model), jnp.asarray(rng.integers(0, 31, (2, 6)))
@@ -483,7 +498,7 @@ def test_weights_of_a_token_stand_at_the_positions_of_its_slots(rng):
     assert_near(found[0].self, found[1].self, CACHED)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_prefix_that_is_forked_serves_many_calls():
     config, model, variables, apply = model_of()
     text = jax.random.randint(jax.random.key(1), (2, 7), 0, config.vocab_size)
@@ -503,6 +518,7 @@ def test_a_prefix_that_is_forked_serves_many_calls():
     assert cache.length.tolist() == [6]  # and was not consumed
 
 
+@pytest.mark.slow
 def test_explicit_axes_of_a_mesh_are_refused(rng):
     k, v = tokens(rng, 1)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -512,6 +528,7 @@ def test_explicit_axes_of_a_mesh_are_refused(rng):
             paged.update(jax.device_put(init(), placed), k, v, np.zeros((ROWS, 1), np.int32))
 
 
+@pytest.mark.slow
 def test_what_moves_rows_of_arrays_refuses_pages():
     config, *_ = model_of()
     cache = init_paged_cache(config, 2, 12, num_pages=2, page_size=4)  # as many pages as rows

@@ -76,6 +76,7 @@ print(json.dumps(len(jax.tree.leaves(same_params))))
 """
 
 
+@pytest.mark.slow
 def test_what_eight_devices_saved_one_and_two_restore_and_back(tmp_path):
     assert on_devices(8, "-c", PROGRAM, str(tmp_path), "save", "8") == 3
     for count in (1, 2):
@@ -84,7 +85,7 @@ def test_what_eight_devices_saved_one_and_two_restore_and_back(tmp_path):
     assert on_devices(8, "-c", PROGRAM, str(tmp_path / "two"), "restore", "8") == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_two_processes_saved_one_restores(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

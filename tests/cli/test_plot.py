@@ -78,6 +78,7 @@ def test_points_stand_at_steps_tokens_or_hours(runs, axis, last):
     assert len(small.points("val_loss", axis)) == 6
 
 
+@pytest.mark.slow
 def test_the_command_draws_and_counts_damaged_lines(runs, tmp_path, capsys):
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": "x"}\nnot json\n' + json.dumps({"step": 31, "loss": None}) + "\n")

@@ -69,6 +69,7 @@ def test_documents_come_back_in_order_each_in_one_part(text, tmp_path):
     corpus.check()
 
 
+@pytest.mark.slow
 def test_several_processes_and_small_chunks_write_the_same_bytes(text, tmp_path):
     sizes = {"bpe_vocab_size": 300, "tokenizer": "bpe"}
     one = prepare(config(text, **sizes), tmp_path / "one", chunk_bytes=500)
@@ -95,7 +96,7 @@ def test_files_of_tokens_end_at_the_largest_size(tmp_path):
         assert np.array_equal(into, stream[start : start + 1200])
 
 
-@pytest.mark.slow_cases("70000")
+@pytest.mark.long_except("1000")
 @pytest.mark.parametrize("size", [70_000, 1000])
 def test_ids_take_16_bits_where_all_fit(size, tmp_path):
     file = tmp_path / "text.txt"
@@ -250,6 +251,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_what_the_same_command_goes_on_with(text, tmp_path):
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(SCRIPT)
@@ -295,6 +297,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_command_goes_on_once_there_is_room(text, tmp_path):
     out, script = tmp_path / "out", tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -52,7 +52,8 @@ def restored():
     programs.warnings.showwarning = show
 
 
-@pytest.mark.slow_cases("xla")
+@pytest.mark.slow
+@pytest.mark.long_except("native")
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 def test_a_second_process_compiles_nothing_and_a_broken_folder_stops_none(implementation, tmp_path):
     """Check with programs that call our library, which the second process loads anew."""

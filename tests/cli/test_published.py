@@ -126,6 +126,7 @@ def test_a_published_decoder_continues_a_text_after_its_bos(capsys, published, t
     assert load_text_model(ended).stop_ids == (expected[last],)
 
 
+@pytest.mark.slow_except("words2-meant2", "words3-meant3")
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
@@ -363,6 +364,7 @@ def test_a_published_model_is_saved_anew(capsys, published, tmp_path):
     assert "a link that leaves the folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow_except("tokenizer0")
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer.train("héllo wörld\n")])
 def test_a_run_tokenizer_is_written_as_one_that_others_read(tokenizer, tmp_path):
     from tokenizers import Tokenizer
@@ -381,6 +383,7 @@ def test_a_run_tokenizer_is_written_as_one_that_others_read(tokenizer, tmp_path)
         assert loaded.encode("hx").tolist() == [*tokenizer.encode("h"), tokenizer.vocab_size]
 
 
+@pytest.mark.slow
 def test_a_character_that_a_run_never_met_has_no_row_of_a_wider_model(tmp_path):
     """A model of 100 tokens trained on 10 characters: id 10 is a row, and means nothing."""
     tokenizer = CharTokenizer.train("héllo wörld\n")

@@ -197,6 +197,7 @@ def test_debug_shows_the_traceback(flags):
         train.main([*flags, "--steps", "-1", "--debug"])
 
 
+@pytest.mark.slow
 def test_bad_flags_leave_a_process_with_one_line_and_no_traceback():
     out = subprocess.run(
         [sys.executable, "train.py", "--learnig-rate", "1"],
@@ -343,6 +344,7 @@ def piped(monkeypatch, text: str) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
 
 
+@pytest.mark.slow
 def test_a_text_from_standard_input_is_asked_for_again(capsys, flags, tmp_path, monkeypatch):
     """The line that is printed goes on, in a shell in which TEXT is the same text."""
     flags[flags.index("--data") + 1] = "-"
@@ -494,6 +496,7 @@ class Signals(progress.Silent):
                 os.kill(os.getpid(), number)
 
 
+@pytest.mark.slow_except("2-130")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_step_and_ends(capsys, flags, tmp_path, monkeypatch, number, status):
     flags += ["--steps", "50", "--eval-every", "50"]
@@ -510,6 +513,7 @@ def test_a_signal_saves_the_step_and_ends(capsys, flags, tmp_path, monkeypatch, 
     assert not (tmp_path / "run" / "lock").exists()
 
 
+@pytest.mark.slow
 def test_a_run_stopped_before_its_first_evaluation_is_written_with(
     capsys, flags, tmp_path, monkeypatch
 ):
@@ -532,6 +536,7 @@ def test_a_run_stopped_before_its_first_evaluation_is_written_with(
     assert capsys.readouterr().err == f"convert: {said}"
 
 
+@pytest.mark.slow
 def test_a_run_first_says_what_it_trains(capsys, flags, tmp_path):
     """In two lines, before any step; a resumed run says where it goes on."""
     assert train.main([*flags, "--sample-tokens", "0"]) == 0
@@ -587,6 +592,7 @@ def test_a_second_signal_ends_at_once(flags, tmp_path, monkeypatch):
     checkpoint.verify(tmp_path / "run" / "checkpoints" / "step-00000002")
 
 
+@pytest.mark.slow
 def test_what_fails_on_the_way_is_one_line_and_status_1(capsys, flags, tmp_path):
     blocked = list(flags)
     blocked[blocked.index("--out") + 1] = str(tmp_path / "text.txt" / "run")
@@ -600,7 +606,8 @@ def test_what_fails_on_the_way_is_one_line_and_status_1(capsys, flags, tmp_path)
     assert f"process {os.getpid()} is training here" in line
 
 
-@pytest.mark.long_cases("5")
+@pytest.mark.slow
+@pytest.mark.long_except("2")
 @pytest.mark.parametrize("kills", [2, 5])
 def test_a_kill_at_any_moment_loses_no_more_than_a_save_interval(flags, tmp_path, rng, kills):
     """One run, killed more than once and finished, equals the run that nobody killed."""
@@ -666,6 +673,7 @@ def written(capsys, *argv: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_text_is_continued_the_same_for_the_same_seed(capsys, trained):
     arguments = ["--run", trained, "--prompt", "to be", "--tokens", "6"]
     first = written(capsys, *arguments)
@@ -748,6 +756,7 @@ def test_every_way_of_decoding_writes_texts(capsys, trained, tmp_path):
     assert forced.startswith("tobe t") and "n" not in forced
 
 
+@pytest.mark.slow
 def test_a_prompt_may_look_like_a_flag_and_a_flag_be_spelled_as_in_python(capsys, trained):
     names = {name: name for name in ("--prompt", "--top-k")}
     dashes = spelled(["--prompt", "-- to be", "--top_k=3", "-x"], names)
@@ -755,6 +764,7 @@ def test_a_prompt_may_look_like_a_flag_and_a_flag_be_spelled_as_in_python(capsys
     assert written(capsys, "--run", trained, "--tokens", "3", "--top_k", "1")
 
 
+@pytest.mark.slow
 def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_path, monkeypatch):
     asked = []
     real = checkpoint.restore
@@ -769,6 +779,12 @@ def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_pa
     assert asked == ["step-00000002", "step-00000004"]
 
 
+@pytest.mark.slow_except(
+    "--seed -1-seed is -1: must be at least 0-2",
+    "--temperature nan-temperature is nan: must be-2",
+    "--tokens 0-tokens is 0: must be positive-2",
+    "--tokens many---tokens: invalid int value: 'many'-2",
+)
 @pytest.mark.parametrize(
     ("argv", "message", "status"),
     [
@@ -878,6 +894,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
     assert "\x1b" not in out
 
 
+@pytest.mark.slow
 def test_progress_is_a_bar_on_a_terminal(monkeypatch):
     from rich.console import Console
 

@@ -501,7 +501,8 @@ def bert_size(layers: int, width: int) -> int:
     return embedding + layers * layer + head
 
 
-@pytest.mark.slow_cases("gpt2-xl", "llama3")
+@pytest.mark.slow_except("bert-base-109514298")
+@pytest.mark.long_except("bert-base-109514298", "gpt2-124439808")
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -518,6 +519,7 @@ def test_parameter_counts_are_the_published_ones(name, size):
     assert num_params(preset(name)) == size
 
 
+@pytest.mark.slow
 def test_counting_parameters_allocates_none():
     """Eight billion parameters would take 32 GB: counting them leaves the process small."""
     code = (

@@ -10,6 +10,7 @@ from transformer_jax.tokenizers.plain_text import read_text, split_documents, sp
 from transformer_jax.tokenizers.utf8 import DataError
 
 
+@pytest.mark.slow
 def test_every_reader_has_the_lines_and_documents_of_the_plain_file():
     count, asked, failed = fuzz(range(3, 26))
     assert not failed, "\n".join(failed)

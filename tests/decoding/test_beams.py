@@ -175,11 +175,13 @@ PENALTIES += [(None, lambda n: 1.0), (GNMTPenalty(0.6), lambda n: ((5 + n) / 6) 
 WIDE = [  # vocabulary, longest, stop tokens
     (3, 5, (0,)),
     (5, 4, (4, 2)),
-    pytest.param((4, 3, (0, 1, 3)), marks=pytest.mark.slow),
-    pytest.param((4, 4, ()), marks=pytest.mark.slow),
+    pytest.param((4, 3, (0, 1, 3)), marks=pytest.mark.long),
+    pytest.param((4, 4, ()), marks=pytest.mark.long),
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("(5, 4, (4, 2))")
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_wide_beams_find_the_best_of_all_strings(case):
     """Four prompts and models for each of six penalties, 24 cases each."""
@@ -208,7 +210,7 @@ NARROW = [  # vocabulary, longest, beams, results, stop, groups, diversity
 ]
 
 
-@pytest.mark.slow_cases("(7")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NARROW, ids=str)
 def test_narrow_beams_are_those_of_plain_python(case):
     """24 cases each; with an early exit and without, bit for bit."""
@@ -235,6 +237,7 @@ def assert_same(one: Beams, other: Beams) -> None:
         assert_same_bits(getattr(one, field.name), getattr(other, field.name), field.name)
 
 
+@pytest.mark.slow
 def test_early_exit_ends_a_row_when_no_living_beam_can_win():
     """A stop token as good as certain from the third on: three steps with an early exit, not 13."""
     ran = []
@@ -274,6 +277,7 @@ def test_the_bound_of_a_score_looks_no_further_than_the_limit():
             assert got[row] == np.float32(ahead.min())
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lower_beam_and_then_to_the_lower_token():
     """All strings of one length are alike. Token 1 stops, so 3 beams keep 0, 2, 3, then 00, 02."""
     params = jax.tree.map(jnp.zeros_like, automaton(1, 4))
@@ -287,6 +291,7 @@ def test_ties_go_to_the_lower_beam_and_then_to_the_lower_token():
     assert got.lengths[0].tolist() == [1, 2, 2]
 
 
+@pytest.mark.slow
 def test_processors_see_the_history_of_their_own_beam():
     """Log-probabilities are those of the processed logits, renormalised."""
     params, prompt = automaton(7, 5), prompts(5)
@@ -317,6 +322,7 @@ def test_processors_see_the_history_of_their_own_beam():
     assert changed == 4
 
 
+@pytest.mark.slow
 def test_beams_whose_tokens_are_all_excluded_give_no_hypothesis():
     """No token twice: of prompt 0 go on those that took the stop token in time; of 0 1 2, none."""
     got = beam_search(
@@ -332,6 +338,7 @@ def test_beams_whose_tokens_are_all_excluded_give_no_hypothesis():
     assert (np.asarray(got.scores)[:, 2:] == -np.inf).all()
 
 
+@pytest.mark.slow
 def test_one_beam_is_greedy():
     """Also where texts stop: without a penalty, what goes on can only be less likely."""
     params, prompt, stop = automaton(8, 7), prompts(7), (0, 3)
@@ -349,6 +356,7 @@ COMMON: dict[str, Any] = dict(num_tokens=11, num_beams=3, num_results=2, stop=(0
 """Of vocabulary 7 and four rows: a program that is compiled once for several tests."""
 
 
+@pytest.mark.slow
 def test_rows_are_independent_and_ragged():
     """A row alone, with what stands after its prompt cut off: the same bits."""
     params, prompt = automaton(9, 7), prompts(7, columns=5)
@@ -371,6 +379,8 @@ LIMITED = [  # vocabulary, longest, beams, results, stop, groups, diversity
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("(3, 5, 3, 3, (), 1, 0.0)")
 @pytest.mark.parametrize("case", LIMITED, ids=str)
 def test_limited_rows_are_those_of_the_row_alone(case):
     """Limits of ragged prompts: plain Python's texts, the row's bits alone."""
@@ -402,6 +412,7 @@ def test_limited_rows_are_those_of_the_row_alone(case):
     assert ran_out > 20
 
 
+@pytest.mark.slow
 def test_wide_beams_find_the_best_of_all_strings_up_to_the_limit_of_their_row():
     prompt, limits = prompts(3), np.array([4, 1, 3, 2])
     for seed, (penalty, divisor) in enumerate(PENALTIES):
@@ -415,6 +426,7 @@ def test_wide_beams_find_the_best_of_all_strings_up_to_the_limit_of_their_row():
             assert_row(got, row, best_of_all(after, 3, limit, (0,), divisor, 5), 5)
 
 
+@pytest.mark.slow
 def test_a_row_with_limit_0_has_no_result():
     """Not even where what follows its prompt is NaN."""
     params = automaton(2, 7)
@@ -450,6 +462,7 @@ def test_a_row_reads_nothing_after_its_limit():
     assert np.array_equal(places.min(axis=2), places.max(axis=2))
 
 
+@pytest.mark.slow
 def test_a_limited_row_needs_no_more_cache_than_alone():
     """It is full when the row ends: a token more would be past it, and the row nonfinite."""
     params, prompt, limits = network(ROPE), prompts(VOCAB, rows=3, columns=5), [2, 6, 4]
@@ -472,6 +485,7 @@ def test_a_limited_row_needs_no_more_cache_than_alone():
         search(prompt, init_cache(ROPE, 3, 6), num_tokens=NEW, lengths=lengths, limits=[2, 7, 4])
 
 
+@pytest.mark.slow
 def test_traced_limits_are_clipped_to_the_number_of_tokens():
     params, prompt, step = automaton(3, 7), prompts(7), Counting()
     search = partial(beam_search, step, params, prompt, **COMMON | dict(stop=()))
@@ -487,6 +501,7 @@ def test_traced_limits_are_clipped_to_the_number_of_tokens():
     assert len(step.calls) == traced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf])
 def test_nonfinite_logits_end_their_row_alone(nonfinite):
     """Length 0 and score NaN: no made-up text, and the other rows as ever."""
@@ -555,6 +570,7 @@ def assert_rescored(got: Beams, prompt, lengths, full) -> None:
     assert_near(got.scores, totals / ends**0.7, 3e-5)
 
 
+@pytest.mark.slow
 def test_scores_of_a_decoder_are_those_of_full_passes():
     """Ragged rows of a real cache that is forked, reordered and consumed."""
     params, prompt = network(ROPE), prompts(VOCAB, rows=3, columns=5)
@@ -567,6 +583,7 @@ def test_scores_of_a_decoder_are_those_of_full_passes():
     assert_rescored(got, prompt, lengths, lambda row, tokens: oracle.forward(ROPE, params, tokens))
 
 
+@pytest.mark.slow
 def test_scores_of_an_encoder_decoder_are_those_of_full_passes():
     params, model = network(PAIR), build(PAIR)
     source = np.random.default_rng(3).integers(0, VOCAB, (3, 7), dtype=np.int32)
@@ -631,6 +648,7 @@ def recurrent_logits(params, tokens: np.ndarray) -> np.ndarray:  # [T] -> [T, V]
     return np.stack(out)
 
 
+@pytest.mark.slow
 def test_scores_of_a_recurrent_model_are_those_of_full_passes():
     """Its state is one vector a row: nothing asks for a cache."""
     prompt, empty = prompts(VOCAB, rows=3, columns=5), jnp.zeros((3, 13))
@@ -700,6 +718,7 @@ class Counting(Automaton):
         return super().__call__(params, tokens, state, valid=valid)
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_prompts_of_a_bucket_and_all_penalties():
     step, params, sizes = Counting(), automaton(1, 5), []
     changes: list[dict[str, Any]] = [
@@ -776,6 +795,7 @@ def test_what_does_not_fit_the_cache_is_refused():
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_empty_batch_gives_no_results():
     got = beam_search(
         STEP, automaton(1, 5), prompts(5, 0), states(0), num_tokens=3, num_beams=4, num_results=2
@@ -783,6 +803,7 @@ def test_an_empty_batch_gives_no_results():
     assert got.tokens.shape == (0, 2, 3) and got.scores.shape == (0, 2)
 
 
+@pytest.mark.slow
 def test_beam_search_is_clean():
     """No leaked tracer, no NaN, no silent transfer, no 64 bits where they are allowed."""
     params, state = automaton(1, 5), states()

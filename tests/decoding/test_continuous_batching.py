@@ -139,7 +139,8 @@ def arriving(requests):
 # The same tokens
 
 
-@pytest.mark.slow_cases("gru-greedy", "ring-greedy", "rope-sampled")
+@pytest.mark.slow
+@pytest.mark.long_except("rope-greedy")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -147,8 +148,8 @@ def arriving(requests):
         pytest.param("rope", SAMPLED, id="rope-sampled"),
         pytest.param("ring", GREEDY, id="ring-greedy"),
         pytest.param("gru", GREEDY, id="gru-greedy"),
-        pytest.param("ring", SAMPLED, id="ring-sampled", marks=pytest.mark.slow),
-        pytest.param("gru", SAMPLED, id="gru-sampled", marks=pytest.mark.slow),
+        pytest.param("ring", SAMPLED, id="ring-sampled", marks=pytest.mark.long),
+        pytest.param("gru", SAMPLED, id="gru-sampled", marks=pytest.mark.long),
     ],
 )
 def test_each_request_gets_what_it_gets_alone(kind, options):
@@ -167,6 +168,7 @@ def test_each_request_gets_what_it_gets_alone(kind, options):
     assert list(again) != list(got)
 
 
+@pytest.mark.slow
 def test_streamed_parts_join_to_the_completion(rope):
     step, params, empty = rope
     requests = some_requests(9)
@@ -186,6 +188,7 @@ def test_streamed_parts_join_to_the_completion(rope):
     assert len(pieces) > len(requests) + 5
 
 
+@pytest.mark.slow
 def test_several_prompts_join_at_once(rope):
     """Rows of several lengths go into the slots that are named, from one program."""
     step, params, empty = rope
@@ -206,6 +209,7 @@ def test_several_prompts_join_at_once(rope):
     assert (rest.token[:, 1] == -1).all()
 
 
+@pytest.mark.slow
 def test_one_prefix_is_shared_by_many(rope):
     step, params, empty = rope
     prefix = np.array([[3, 1, 4, 1, 5]])
@@ -223,7 +227,7 @@ def test_one_prefix_is_shared_by_many(rope):
     jax.tree.map(assert_same_bits, state, before)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_encoder_decoder_serves_requests_that_bring_their_source():
     """Sources of several lengths, padded to one; what stands after a source's end is not read."""
     config = dataclasses.replace(PAIR, d_ff=13)
@@ -268,6 +272,7 @@ def begin_three(model, **options):
     return held, requests, np.concatenate([[first], chosen.token])
 
 
+@pytest.mark.slow
 def test_a_slot_taken_again_holds_nothing_of_the_row_before(rope):
     """Bit for bit as if nobody had been there, in the cache and in the history."""
     step, params, empty = rope
@@ -299,6 +304,7 @@ def make_nonfinite(held, row: int):
     return dataclasses.replace(held, decode_state=decode_state)
 
 
+@pytest.mark.slow_except("rope")
 @pytest.mark.parametrize("kind", ["rope", "gru"])
 def test_nan_in_a_free_slot_reaches_no_other_row(kind):
     """Neither the rows beside it nor the next one in it."""
@@ -434,6 +440,7 @@ def follow(params, tokens, state, *, valid=None):
     return jax.nn.one_hot(tokens + 1, 29), state + valid.sum(axis=1)
 
 
+@pytest.mark.slow
 def test_with_pause_requests_advance_while_the_queue_yields_none():
     """A free slot that no request waits for is no reason to pause."""
     parts, asked = [], []
@@ -455,6 +462,7 @@ def test_with_pause_requests_advance_while_the_queue_yields_none():
     assert len(asked) == 4, "one call for every two tokens after the first"
 
 
+@pytest.mark.slow
 def test_with_pause_a_free_slot_is_filled_before_the_next_step():
     """One of two slots is free after a step, and the third request takes it before the next one."""
     requests = [Request([3], 2, id="a"), Request([7], 9, id="b"), Request([11], 9, id="c")]
@@ -470,6 +478,7 @@ def test_with_pause_a_free_slot_is_filled_before_the_next_step():
         assert given == " ".join(expected).split()
 
 
+@pytest.mark.slow
 def test_raw_words_are_a_key():
     key = jax.random.key(5)
     requests = [Request([3], 9, key=key), Request([3], 9, key=jax.random.key_data(key))]
@@ -505,6 +514,7 @@ def test_slots_go_through_a_trace():
         jax.jit(lambda held: admit(held, {}, [1], [[5]], empty[:1], limits=6)[0])(held)
 
 
+@pytest.mark.slow
 def test_ids_may_repeat_and_a_request_that_fills_its_slot_is_served(rope):
     """A bucket may be wider than a slot, and the history still has its place."""
     step, params, empty = rope
@@ -576,6 +586,7 @@ def test_a_taken_slot_is_refused_and_consumed_slots_too(rope):
 # Compilation and memory
 
 
+@pytest.mark.slow
 def test_fifty_rows_join_and_leave_without_compiling():
     """One decoding program, and one for each bucket, whatever the lengths, keys and neighbours."""
     options = dict(sampler=SAMPLED["sampler"], stop=(4, 9))
@@ -594,6 +605,7 @@ def test_fifty_rows_join_and_leave_without_compiling():
     assert len(step.calls) == second
 
 
+@pytest.mark.slow
 def test_the_cache_stays_where_it_is(rope):
     """Each program gives its memory to its result, and none makes a second cache."""
     step, params, empty = rope
@@ -625,6 +637,7 @@ def test_the_cache_stays_where_it_is(rope):
     assert held.decode_state.state.layers[0].k.unsafe_buffer_pointer() == before
 
 
+@pytest.mark.slow_except("nans", "transfers")
 @pytest.mark.parametrize(
     "setting",
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],
@@ -639,6 +652,7 @@ def test_serving_is_clean_under(setting, rope):
     assert_as_alone(rope, requests, GREEDY, got)
 
 
+@pytest.mark.slow
 def test_an_empty_cache_can_be_given_away():
     """Each leaf has memory of its own: the same twice cannot be consumed."""
     leaves = jax.tree.leaves(init_cache(dataclasses.replace(ROPE, num_layers=2), 2, 3))

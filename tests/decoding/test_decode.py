@@ -130,12 +130,14 @@ def sampled(rope) -> np.ndarray:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_those_of_full_passes(rope, greedy):
     _, params, _ = rope
     assert_varied(greedy)
     np.testing.assert_array_equal(greedy, naive(ROPE, params, prompts(), LENGTHS, NEW))
 
 
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_key(rope, sampled, greedy):
     step, params, empty = rope
     assert_varied(sampled)
@@ -158,7 +160,8 @@ def test_each_token_draws_with_the_key_folded_with_its_number(rope, sampled):
         assert int(drawn) == sampled[0, n]
 
 
-@pytest.mark.slow_cases("greedy")
+@pytest.mark.slow
+@pytest.mark.long_except("sampled")
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_a_stream_yields_what_generate_returns(rope, kind, request):
     step, params, empty = rope
@@ -171,7 +174,8 @@ def test_a_stream_yields_what_generate_returns(rope, kind, request):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.slow_cases("11", "1]")
+@pytest.mark.slow
+@pytest.mark.long_except("2", "5")
 @pytest.mark.parametrize("chunk", [1, 2, 5, PROMPT])
 def test_chunks_of_the_prompt_change_nothing(rope, greedy, chunk):
     step, params, empty = rope
@@ -191,6 +195,7 @@ def test_prefill_returns_the_logits_after_each_rows_last_token(rope):
         np.testing.assert_array_equal(state.length, LENGTHS)
 
 
+@pytest.mark.slow
 def test_prefill_computes_no_other_logits(rope):
     """Also in chunks; a step without `read`, or with a call of its own, is still what runs."""
     step, params, empty = rope
@@ -219,6 +224,7 @@ def test_prefill_computes_no_other_logits(rope):
     assert_near(program(Doubled(step.model))(*arguments)[0], 2 * want, 1e-6)
 
 
+@pytest.mark.slow
 def test_rows_are_independent(rope, greedy):
     """Alone, and beside other prompts of other lengths: the same tokens."""
     step, params, empty = rope
@@ -242,6 +248,7 @@ def test_tokens_after_a_rows_length_are_not_read(rope, greedy):
     np.testing.assert_array_equal(got, greedy)
 
 
+@pytest.mark.slow_except("generate")
 @pytest.mark.parametrize("call", [generate, stream])
 def test_the_state_and_the_prompt_are_not_mutated(rope, greedy, call):
     step, params, empty = rope
@@ -256,6 +263,7 @@ def test_the_state_and_the_prompt_are_not_mutated(rope, greedy, call):
     assert_same_bits(lengths, LENGTHS)
 
 
+@pytest.mark.slow
 def test_one_token_is_the_first_of_many(rope, greedy):
     step, params, empty = rope
     capacity = PROMPT  # the only new token is never fed back, so it needs no slot
@@ -265,6 +273,7 @@ def test_one_token_is_the_first_of_many(rope, greedy):
     np.testing.assert_array_equal(np.stack(list(streamed), axis=1), greedy[:, :1])
 
 
+@pytest.mark.slow
 def test_generation_goes_on_from_a_state(rope, greedy):
     """A state that has read the prompt's beginning, and a prompt that is the rest."""
     step, params, empty = rope
@@ -275,7 +284,8 @@ def test_generation_goes_on_from_a_state(rope, greedy):
     np.testing.assert_array_equal(got, greedy[:1])
 
 
-@pytest.mark.slow_cases("None")
+@pytest.mark.slow
+@pytest.mark.long_except("3")
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_a_ring_generates_through_several_turns(chunk):
     """A cache of five slots, 34 positions: as with room for all, and as without any cache."""
@@ -295,7 +305,7 @@ def test_a_ring_generates_through_several_turns(chunk):
         np.testing.assert_array_equal(got, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scanned_layers_generate_the_same():
     two, wanted = dataclasses.replace(ROPE, num_layers=2), dict(num_tokens=NEW, lengths=LENGTHS)
     step, params, empty = make(two)
@@ -305,7 +315,8 @@ def test_scanned_layers_generate_the_same():
     np.testing.assert_array_equal(got, looped)
 
 
-@pytest.mark.slow_cases("scan]")
+@pytest.mark.slow
+@pytest.mark.long_except("loop")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 def test_a_target_is_generated_from_its_source(scan):
     """Equal to full passes; twice streamed from one state, which must outlive both."""
@@ -331,6 +342,7 @@ def test_a_target_is_generated_from_its_source(scan):
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_a_call_of_its_own_is_what_reads_a_prompt(rope):
     """In a subclass, in a mixin, and in a subclass of either; with a `read` of its own, that."""
     step, params, empty = rope
@@ -396,7 +408,7 @@ class CountingStep(ModelStep):
         return super().__call__(params, tokens, state, valid=valid)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_program_serves_all_lengths_of_a_bucket():
     """64 tokens, prompts of 1 to 16 columns, ragged or not, keys and streams: nothing new."""
     step = CountingStep(build(ROPE))
@@ -419,6 +431,7 @@ def test_one_program_serves_all_lengths_of_a_bucket():
     assert len(step.calls) > sizes[0], "the next bucket is another program"
 
 
+@pytest.mark.slow
 def test_a_stream_compiles_its_step_once():
     step = CountingStep(build(ROPE))
     params = parameters(ROPE)
@@ -455,6 +468,7 @@ def refuse(said: str, *, config=ROPE, capacity: int = PROMPT + NEW, call=generat
     assert step.calls == []
 
 
+@pytest.mark.slow_except("stream")
 @pytest.mark.parametrize("call", [generate, stream])
 def test_what_does_not_fit_the_cache_is_refused_before_compiling(call):
     """11 tokens and 23 new ones, of which the last is not fed back: 33 slots do, 32 do not."""
@@ -467,6 +481,7 @@ def test_what_does_not_fit_the_cache_is_refused_before_compiling(call):
     refuse(r"reach length 33: the limit is 13 .*max_len 13", config=learned, call=call)
 
 
+@pytest.mark.slow
 def test_what_just_fits_is_served(rope, greedy):
     step, params, empty = rope
     got = generate(step, params, prompts(), empty(3, 33), num_tokens=NEW, lengths=LENGTHS)
@@ -484,6 +499,7 @@ def test_a_state_that_has_been_read_into_has_less_room(rope):
         generate(step, {}, prompts(columns=1), state, num_tokens=7)
 
 
+@pytest.mark.slow_except("stream")
 @pytest.mark.parametrize("call", [generate, stream])
 def test_wrong_arguments_are_refused_before_compiling(call):
     wrong = prompts()
@@ -526,6 +542,7 @@ def test_wrong_arguments_are_refused_before_compiling(call):
         refuse(said, call=call, **change)
 
 
+@pytest.mark.slow
 def test_lists_of_one_length_are_a_prompt_and_raw_words_a_key(rope, greedy, sampled):
     step, params, empty = rope
     arguments = dict(num_tokens=NEW, lengths=LENGTHS.tolist())
@@ -545,7 +562,7 @@ def test_an_explicit_greedy_sampler_needs_no_key(rope, greedy):
     np.testing.assert_array_equal(got, greedy)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_past_the_end_under_trace_no_slot_is_overwritten_and_no_token_made_up():
     """Where the check cannot see the length: NaN logits, so token -1, in that row from there on."""
     step, params, empty = make(ROPE)
@@ -572,6 +589,7 @@ def test_past_the_end_under_trace_no_slot_is_overwritten_and_no_token_made_up():
     assert states[-1].length.tolist() == [13, 7, 11]
 
 
+@pytest.mark.slow
 def test_an_empty_batch_gives_no_tokens(rope):
     step, params, empty = rope
     got = generate(step, params, prompts(0), empty(0), num_tokens=3)
@@ -581,7 +599,8 @@ def test_an_empty_batch_gives_no_tokens(rope):
 # Hygiene
 
 
-@pytest.mark.slow_cases("leaks]")
+@pytest.mark.slow
+@pytest.mark.long_except("nans", "transfers")
 @pytest.mark.parametrize(
     "setting",
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],
@@ -597,6 +616,7 @@ def test_generation_is_clean_under(setting, rope, greedy):
     np.testing.assert_array_equal(first, greedy[:, 0])
 
 
+@pytest.mark.slow
 def test_a_cache_of_another_model_is_refused():
     scanned = dataclasses.replace(ROPE, scan_layers=True)
     deeper = dataclasses.replace(ROPE, num_layers=3)
@@ -645,6 +665,7 @@ def test_a_prompt_is_not_read_in_chunks_of_nothing(chunk):
         prefill(double, {}, jnp.array([[1, 2]]), jnp.zeros((1,)), jnp.array([2]), chunk)
 
 
+@pytest.mark.slow
 def test_a_plain_function_is_a_step():
     """`generate` asks of a step no more than to be called."""
     inner = make_step(build(ROPE))
@@ -658,11 +679,13 @@ def test_a_plain_function_is_a_step():
     np.testing.assert_array_equal(generate(step, params, prompt, state, num_tokens=2), want)
 
 
+@pytest.mark.slow
 def test_an_encoder_is_no_step():
     with pytest.raises(ValueError, match=r"model is of type Encoder: must be a decoder"):
         make_step(build(ModelConfig(kind="encoder", vocab_size=VOCAB, d_model=26, num_heads=2)))
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_has_a_state_and_no_cache():
     config = RecurrentConfig(vocab_size=VOCAB)
     with pytest.raises(ValueError, match=r"config is a RecurrentConfig: .*init_decode_state"):

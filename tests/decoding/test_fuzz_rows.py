@@ -7,7 +7,7 @@ from tests.decoding.fuzz_rows import ENTRIES, fuzz
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_of_random_batches_are_those_of_the_rows_alone():
     ran, failed = fuzz(7, cases=10 * len(ENTRIES))
     assert not failed, "\n".join(failed)

@@ -81,7 +81,8 @@ def cut(row: list[int], limit: int, stop=STOP) -> list[int]:
 LIMITS = np.array([NEW, 4, 0], np.int32)
 
 
-@pytest.mark.slow_cases("limits-scan", "stop-scan")
+@pytest.mark.slow
+@pytest.mark.long_except("both-scan", "both-while", "limits-while")
 @pytest.mark.parametrize("early", [False, True], ids=["scan", "while"])
 @pytest.mark.parametrize("ends", ["stop", "limits", "both"])
 def test_a_row_ends_after_a_stop_token_or_at_its_limit(rope, free, ends, early):
@@ -102,6 +103,7 @@ def test_a_row_ends_after_a_stop_token_or_at_its_limit(rope, free, ends, early):
         )
 
 
+@pytest.mark.slow
 def test_a_loop_that_ends_early_runs_no_step_too_many(rope):
     """Counted by a callback that runs with every step."""
     step, params, empty = rope
@@ -121,6 +123,7 @@ def test_a_loop_that_ends_early_runs_no_step_too_many(rope):
         assert len(calls) == steps, early  # the prompt, and each token but the last
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_the_models_own(rope, free):
     """Of raw logits, whatever the sampler and the processors made of them."""
     _, params, _ = rope
@@ -137,6 +140,7 @@ def test_log_probabilities_are_the_models_own(rope, free):
     assert_near(forced.log_probs[0, 0], log_probs[0, 7], 1e-4)
 
 
+@pytest.mark.slow
 def test_the_state_has_read_all_but_each_rows_last_token(rope, free):
     """So generating on from it, that token first, is generating longer."""
     step, params, _ = rope
@@ -154,6 +158,7 @@ def test_the_state_has_read_all_but_each_rows_last_token(rope, free):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["one key", "a key a row"])
 def test_a_sampled_row_depends_on_its_own_key_alone(rope, free, given):
     step, params, empty = rope
@@ -170,6 +175,8 @@ def test_a_sampled_row_depends_on_its_own_key_alone(rope, free, given):
         assert (np.asarray(both.tokens[0]) != np.asarray(free.tokens[0])).any()
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("generate")
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_processors_shape_what_is_generated(rope, call):
     step, params, empty = rope
@@ -200,6 +207,7 @@ def test_processors_shape_what_is_generated(rope, call):
     assert any(row != free[i, : len(row)].tolist() for i, row in enumerate(rows))
 
 
+@pytest.mark.slow
 def test_processors_see_float32_whatever_the_step_computes_in():
     """A penalty that a bfloat16 of 8 would swallow; tokens 0 to 2 are equally likely."""
 
@@ -217,6 +225,7 @@ def test_processors_see_float32_whatever_the_step_computes_in():
     assert out.tokens.tolist() == [[1, 2, 0]]
 
 
+@pytest.mark.slow
 def test_a_stream_ends_as_generate_does(rope):
     step, params, empty = rope
     want = run(rope, stop=STOP, limits=[9, 4, 6])
@@ -235,6 +244,7 @@ def counting_step(params, tokens, state, *, valid=None):
     return jax.nn.one_hot(tokens + 1, 97), state + valid.sum(axis=1)
 
 
+@pytest.mark.slow_except("generate")
 @pytest.mark.parametrize("call", ["generate", "stream", "traced"])
 def test_limits_below_num_tokens_end_their_rows_alone(call):
     """Without a stop token; traced limits outside 0..num_tokens are clipped to it."""
@@ -262,6 +272,7 @@ def test_limits_below_num_tokens_end_their_rows_alone(call):
     assert rows == want
 
 
+@pytest.mark.slow
 def test_an_ended_row_writes_nothing_more(rope):
     """Its state is that of a row that was asked for fewer tokens; the ring does not turn on."""
     made = make(RING)
@@ -277,7 +288,7 @@ def test_an_ended_row_writes_nothing_more(rope):
 # Prefixes: keep a state, fork it, extend it
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_forked_samples_of_one_prompt_equal_samples_of_copies(rope):
     step, params, empty = rope
     count = 5
@@ -293,6 +304,7 @@ def test_forked_samples_of_one_prompt_equal_samples_of_copies(rope):
     np.testing.assert_array_equal(again.tokens, want.tokens)
 
 
+@pytest.mark.slow
 def test_turns_of_a_chat_cost_only_what_is_new(rope):
     """Each turn extends the state; the tokens are those of reading everything from the start."""
     step, params, empty = rope
@@ -309,6 +321,7 @@ def test_turns_of_a_chat_cost_only_what_is_new(rope):
     assert int(state.length[0]) == len(said) - 1
 
 
+@pytest.mark.slow
 def test_a_consumed_state_is_refused_by_name(rope):
     step, params, empty = rope
     state = empty()
@@ -358,6 +371,7 @@ def test_rows_of_a_state_are_gathered_put_and_chosen(rope):
 # Compilation
 
 
+@pytest.mark.slow
 def test_one_decode_program_serves_twenty_prompt_lengths_and_every_request():
     """Also other stop limits, keys and states; only another bucket of prompts is new."""
     step = CountingStep(build(ROPE))  # is traced again each time, as code that is not ours
@@ -392,7 +406,7 @@ def programs() -> int:
     return decode._generate.num_programs()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_requests_add_no_program(rope):
     run(rope, stop=STOP, num_tokens=7)
     before = programs()
@@ -403,7 +417,8 @@ def test_requests_add_no_program(rope):
     assert programs() == before + 1
 
 
-@pytest.mark.slow_cases("scan")
+@pytest.mark.slow
+@pytest.mark.long_except("while")
 @pytest.mark.parametrize("early", [False, True], ids=["scan", "while"])
 def test_the_cache_is_donated_and_never_copied(early):
     """Its arrays are aliased with the results', and no instruction copies one of their shape."""
@@ -451,6 +466,7 @@ def test_bad_arguments_are_refused_before_compiling(rope):
     assert [call for call in step.calls if call != (3, 1)] == []
 
 
+@pytest.mark.slow
 def test_limits_count_for_the_room_a_row_needs(rope):
     """A cache too small for all of `num_tokens` serves rows that ask for less."""
     step, params, empty = rope
@@ -465,6 +481,7 @@ def test_limits_count_for_the_room_a_row_needs(rope):
 # Under traces of one's own
 
 
+@pytest.mark.slow
 def test_generation_under_jit_vmap_and_scan(rope):
     step, params, _ = rope
     greedy = run(rope, sampler=None, stop=STOP)
@@ -486,6 +503,7 @@ def test_generation_under_jit_vmap_and_scan(rope):
     np.testing.assert_array_equal(scanned, got)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_checked_under_a_trace_makes_its_row_nonfinite(rope):
     """A token outside the vocabulary, and positions past the end: -1 and NaN in that row alone."""
     step, params, _ = rope
@@ -504,6 +522,7 @@ def test_what_cannot_be_checked_under_a_trace_makes_its_row_nonfinite(rope):
     assert (tokens[2, :8] >= 0).all()
 
 
+@pytest.mark.slow
 def test_a_nonfinite_row_ends_where_stop_tokens_are_looked_for(rope):
     """NaN logits are no token: the row goes on as -1 and never counts as stopped by itself."""
     step, params, empty = rope
@@ -529,6 +548,7 @@ def test_a_nonfinite_row_ends_where_stop_tokens_are_looked_for(rope):
         np.testing.assert_array_equal(out.tokens[row], clean.tokens[row])
 
 
+@pytest.mark.slow_except("0")
 @pytest.mark.parametrize("limit", [0, 1, 2])
 def test_a_prompt_and_what_is_read_after_it_must_fit_into_the_cache(rope, limit):
     """A row with no new token reads its prompt whole too; its last new token is not read."""

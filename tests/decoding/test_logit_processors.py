@@ -115,6 +115,9 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_except(
+    "Force(tokens=(4, 2, 4))-", "NoRepeatNGram(n=1)-", "RepetitionPenalty(p=1.7, prompt=False)-"
+)
 @pytest.mark.parametrize(("processor", "rule"), CASES, ids=lambda x: str(x) if hasattr(x, "__dataclass_fields__") else "")  # fmt: skip  # noqa: E501
 def test_processors_follow_their_rule(rng, processor, rule):
     prompts, new = texts(rng)
@@ -129,6 +132,7 @@ def test_processors_follow_their_rule(rng, processor, rule):
     assert_near(actual[kept], expected[kept], 1e-5)
 
 
+@pytest.mark.slow_except("2")
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_sequence_is_banned_from_the_first_text_on_that_is_its_beginning(size):
     """That text has one token less than the sequence; one of two less bans nothing."""
@@ -158,6 +162,11 @@ def test_penalties_that_are_no_finite_number_are_refused(kind, bad):
         kind(bad)
 
 
+@pytest.mark.slow_except(
+    "10000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000-FrequencyPenalty",
+    "10000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000-RepetitionPenalty",
+    "1e+300-RepetitionPenalty",
+)
 @pytest.mark.parametrize("kind", [PresencePenalty, FrequencyPenalty, RepetitionPenalty])
 @pytest.mark.parametrize("far", [1e39, 1e300, 10**400, 1.1e30])
 def test_penalties_whose_products_float32_does_not_hold_are_refused(kind, far):
@@ -192,6 +201,9 @@ def test_bad_settings_are_refused_by_name():
             call()
 
 
+@pytest.mark.slow_except(
+    "Ban(tokens=(2, 11))", "BanSequences(sequences=((1, 11),))", "ForceLast(n=3, token=11)"
+)
 @pytest.mark.parametrize(
     "processor",
     [Ban(2, V), BanSequences((1, V)), Force(V), ForceLast(3, V), MinLength(3, V)],
@@ -203,6 +215,7 @@ def test_a_token_outside_the_vocabulary_is_refused(processor):
         jax.jit(processor)(made, jnp.zeros((1, V)))
 
 
+@pytest.mark.slow
 def test_processors_are_values():
     assert Ban(1, 2) == Ban(1, 2) and hash(MinLength(3, 5)) == hash(MinLength(3, (5,)))
     assert MinLength(3, np.int64(5)) == MinLength(3, np.array(5)) == MinLength(3, 5)

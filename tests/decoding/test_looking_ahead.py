@@ -52,6 +52,8 @@ MASKS = {
 }
 
 
+@pytest.mark.slow_except("a prefix of several chunks")
+@pytest.mark.long_except("a prefix of several chunks", "causal segments")
 @pytest.mark.parametrize("name", MASKS)
 def test_a_chunked_prompt_has_the_numbers_of_the_whole_or_none(rng, name):
     mask, right = MASKS[name]
@@ -67,6 +69,7 @@ def test_a_chunked_prompt_has_the_numbers_of_the_whole_or_none(rng, name):
         assert_near(found[good], whole[np.array(good)], FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_it_is_refused_where_it_is_known(rng):
     mask, tokens = Causal() | Prefix(jnp.array([9, 4])), np.ones((ROWS, P), np.int32)
     with pytest.raises(ValueError, match=r"mask is .*Prefix.*in row 0 .* from 4 on"):

@@ -233,7 +233,7 @@ MODELS = {
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("rope-gqa", marks=pytest.mark.slow),  # the draft's model below is the same
+        pytest.param("rope-gqa", marks=pytest.mark.long),  # the draft's model below is the same
         "ring",
         "encoder-decoder",
         "recurrent",
@@ -243,7 +243,8 @@ def model(request) -> Model:
     return MODELS[request.param]()
 
 
-@pytest.mark.slow_cases("ring")
+@pytest.mark.slow
+@pytest.mark.long_except("recurrent")
 def test_greedy_tokens_are_those_of_generate_whatever_is_proposed(model):
     """One program; each row follows its own script; the state has read what `generate`'s has."""
     arguments = dict(num_tokens=NEW, lengths=model.lengths)
@@ -319,6 +320,7 @@ def drafted():
     return step, params, call, want
 
 
+@pytest.mark.slow
 def test_a_draft_equal_to_the_model_is_always_right(drafted):
     _, params, call, want = drafted
     got = call(params)
@@ -329,6 +331,7 @@ def test_a_draft_equal_to_the_model_is_always_right(drafted):
     chex.assert_trees_all_close(got.proposer_state, got.state, atol=1e-5)
 
 
+@pytest.mark.slow_except("nan")
 @pytest.mark.parametrize("broken", [False, True], ids=["other", "nan"])
 def test_a_draft_of_other_parameters_changes_no_token(drafted, broken):
     """Nor does one whose logits are NaN, of which nothing is proposed."""
@@ -345,6 +348,7 @@ def test_a_draft_of_other_parameters_changes_no_token(drafted, broken):
 # Ends
 
 
+@pytest.mark.slow
 def test_rows_end_after_stop_tokens_and_at_limits_as_in_generate():
     """Also where a stop token stands in the middle of an accepted run; what follows it is lost."""
     params, prompt = chain(1, 17, 3.0), prompts(7) % 17
@@ -384,7 +388,7 @@ def test_what_just_fits_the_cache_is_served_and_no_more():
     assert step.calls == []  # 33 slots are served by the test of a draft equal to the model
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_text_goes_on_from_the_states_of_the_last():
     """The draft's and the model's, when they lagged by different numbers of tokens."""
     params, other, prompt = chain(2), chain(3), prompts(31) % 5
@@ -402,6 +406,7 @@ def test_a_text_goes_on_from_the_states_of_the_last():
     np.testing.assert_array_equal(then.proposer_state, whole.tokens[:, -2])
 
 
+@pytest.mark.slow
 def test_processors_see_the_proposals_before_them():
     params, prompt = chain(4), prompts(7) % 5
     arguments = dict(num_tokens=NEW, processors=(NoRepeatNGram(3), PresencePenalty(0.7)))
@@ -416,6 +421,7 @@ def test_processors_see_the_proposals_before_them():
         assert_same_text(got, want)
 
 
+@pytest.mark.slow
 def test_where_the_model_has_no_finite_logit_the_token_is_minus_one():
     params = chain(1, 17, 3.0)
     prompt = prompts(7) % 17
@@ -509,9 +515,10 @@ PROPOSERS = {
 }
 
 
-@pytest.mark.slow_cases("lookup")
+@pytest.mark.slow
+@pytest.mark.long_except("equal draft")
 @pytest.mark.parametrize(
-    "name", ["draft", "lookup", pytest.param("hot draft", marks=pytest.mark.slow), "equal draft"]
+    "name", ["draft", "lookup", pytest.param("hot draft", marks=pytest.mark.long), "equal draft"]
 )
 def test_sampled_texts_have_the_distribution_of_plain_sampling(name):
     """30 000 rows of four tokens against the 81 texts that can be said, enumerated in float64."""
@@ -542,6 +549,7 @@ def log_probs(table: np.ndarray, tokens) -> np.ndarray:
     return np.take_along_axis(logits, said[:, -4:, None], axis=-1)[..., 0]
 
 
+@pytest.mark.slow
 def test_where_nothing_is_proposed_the_draws_are_those_of_generate():
     prompt, arguments = prompts(7) % 5, dict(num_tokens=NEW, sampler=SAMPLER)
     want = generate(Chain(), chain(1), prompt, chain_state(7), key=jax.random.key(5), **arguments)
@@ -552,6 +560,7 @@ def test_where_nothing_is_proposed_the_draws_are_those_of_generate():
     assert_same_text(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_a_sampled_row_does_not_depend_on_the_others(implementation):
     """Row 4 beside other prompts, lengths and keys: the same tokens, of proposals as many."""
@@ -593,6 +602,7 @@ def looked_up(said: list[int], ngram: int, count: int) -> list[int]:
     return [-1] * count
 
 
+@pytest.mark.slow_except("2")
 @pytest.mark.parametrize("ngram", [1, 2, 3])
 def test_prompt_lookup_copies_what_followed_the_last_time(rng, ngram):
     """Short texts of three letters, so that n-grams overlap themselves and often are not found."""
@@ -615,6 +625,7 @@ def test_prompt_lookup_copies_what_followed_the_last_time(rng, ngram):
     assert 20 < found.sum() < rows - 20
 
 
+@pytest.mark.slow
 def test_prompt_lookup_continues_a_loop_as_a_loop():
     """A greedy chain falls into a cycle; from then on all that is proposed is right."""
     params, prompt = chain(8), prompts(7) % 5
@@ -625,6 +636,7 @@ def test_prompt_lookup_continues_a_loop_as_a_loop():
     assert int(got.calls) < NEW and float(got.acceptance.min()) > 0.3
 
 
+@pytest.mark.slow
 def test_limits_below_num_tokens_cap_what_is_proposed():
     """Every proposal is right, so only the limits end a row; no stop token helps them."""
     prompt, limits = prompts(7) % 5, np.array([1, 2, 3, 5, 0, 9, NEW])
@@ -640,6 +652,7 @@ def test_limits_below_num_tokens_cap_what_is_proposed():
     assert got.proposed.tolist() == proposed and got.accepted.tolist() == proposed
 
 
+@pytest.mark.slow
 def test_traced_limits_are_clipped_to_the_number_of_tokens():
     prompt, limits = prompts(5) % 5, jnp.array([1, -3, 99, 7, NEW])
     want = generate(Chain(), chain(1), prompt, chain_state(5), num_tokens=NEW,
@@ -659,6 +672,7 @@ def test_traced_limits_are_clipped_to_the_number_of_tokens():
 # Proposals that are wrong in themselves
 
 
+@pytest.mark.slow
 def test_logits_of_a_proposal_that_are_not_finite_change_no_greedy_token():
     prompt = prompts(7) % 5
     want = generate(Chain(), chain(1), prompt, chain_state(7), num_tokens=NEW)
@@ -688,6 +702,7 @@ class Counting(Chain):
         return super().__call__(params, tokens, state, valid=valid)
 
 
+@pytest.mark.slow
 def test_one_program_serves_a_bucket_and_every_request():
     """Prompts of 1 to 16 columns, other keys, limits, parameters and drafts: nothing new."""
     step, sizes = Counting(), []
@@ -703,6 +718,7 @@ def test_one_program_serves_a_bucket_and_every_request():
     assert sizes[0] > 0 and sizes == sizes[:1] * 4, "the vocabulary's size alone is asked again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],
@@ -719,6 +735,7 @@ def test_speculation_is_clean_under(setting):
     np.testing.assert_array_equal(got.tokens, want.tokens)
 
 
+@pytest.mark.slow
 def test_the_proposer_is_not_consumed_and_a_consumed_state_is_refused():
     state, draft = chain_state(31), Draft(Chain(), chain(3), chain_state(31))
     call = partial(speculate, Chain(), chain(2), prompts(31) % 5, num_tokens=12, num_draft=4)
@@ -810,6 +827,7 @@ def test_wrong_arguments_are_refused_before_compiling():
         PromptLookup(0)
 
 
+@pytest.mark.slow
 def test_a_short_window_of_a_cache_that_never_turns_is_no_ring():
     """Fewer slots than the window: the cache cannot wrap, so any number may be taken back."""
     step = make_step(build(dataclasses.replace(ROPE, window=50)))
@@ -818,6 +836,7 @@ def test_a_short_window_of_a_cache_that_never_turns_is_no_ring():
         step.check_rewind(init_cache(ROPE, 3, 50), 30)
 
 
+@pytest.mark.slow
 def test_a_cache_is_taken_back_to_each_rows_own_length():
     step, params = make_step(build(ROPE)), random_parameters(ROPE)
     read = jax.jit(partial(prefill, step))
@@ -831,7 +850,7 @@ def test_a_cache_is_taken_back_to_each_rows_own_length():
             assert layer.positions[row].tolist() == [*range(length), *[-1] * (17 - length)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sixty_four_bits_may_be_on():
     """Counts stay i32 in the loop."""
     import os

@@ -170,6 +170,7 @@ def test_a_keyword_of_another_library_is_one_line_that_names_what_was_meant(name
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_what_is_said_to_be_meant_is_there():
     calls = (tj.generate, tj.beam_search, tj.dot_product_attention)
     known = {name for call in calls for name in signature(call).parameters} - {"unknown"}
@@ -184,11 +185,13 @@ def test_what_is_said_to_be_meant_is_there():
             assert there, text
 
 
+@pytest.mark.slow
 def test_no_stop_is_none_or_nothing():
     found = [generate(stop=stop).tokens.tolist() for stop in (None, (), [])]
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_known_logits_are_checked_and_drawn_from_inside_a_jit():
     known = jnp.array([1.0, 2.0, -1.0])
     for sampler in (tj.Sample(), tj.Greedy(), tj.Sample(tj.Temperature(0.5), tj.TopP(0.9))):

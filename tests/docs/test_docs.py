@@ -46,6 +46,7 @@ def check_output(code: str, printed: str, expected: str) -> None:
         assert words(printed) == words(expected), code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [README, *OWN_STEP], ids=lambda p: p.stem)
 def test_code_prints_what_the_page_says(page):
     names: dict = {}
@@ -171,6 +172,7 @@ def test_the_reference_has_a_page_for_every_folder():
     assert modules == set(re.findall(r"^::: transformer_jax\.(\w+)$", small, re.M))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["architecture", "three_questions"])
 def test_functions_that_a_page_names_are_where_it_says(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()

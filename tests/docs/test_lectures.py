@@ -55,6 +55,7 @@ def near(actual, expected, digits: int = 4) -> None:
     assert np.abs(actual - expected).max() < 10.0**-digits
 
 
+@pytest.mark.slow_except("xla")
 def test_attention_over_encoder_states(implementation):
     settings = dict(scale=1.0, implementation=implementation)
     weights = attend(DECODER_STATE, ENCODER_STATES, np.eye(3), **settings)
@@ -72,6 +73,7 @@ def test_attention_over_encoder_states_by_its_own_function():
     near(context[0, 0], [0.7499, 0.6626], 3)
 
 
+@pytest.mark.slow
 def test_sinusoidal_table():
     table = sinusoidal(jnp.arange(3), 4)
     near(table[0], SINUSOIDS[0], 7)
@@ -85,6 +87,7 @@ def worked_example():
     return x @ W_Q, x @ W_K, x @ W_V
 
 
+@pytest.mark.slow_except("xla")
 def test_worked_example_projections_and_scores(implementation):
     queries, keys, _ = worked_example()
     near(queries[0], [17, 12, 14, 15])
@@ -101,6 +104,7 @@ def test_worked_example_projections_and_scores(implementation):
     near(scores[2], 477.8502, 3)
 
 
+@pytest.mark.slow_except("xla")
 def test_worked_example_attends_to_the_second_token_only(implementation):
     queries, keys, values = worked_example()
     weights = attend(queries, keys, np.eye(3), implementation=implementation)
@@ -120,6 +124,7 @@ def test_worked_example_added_to_its_positions_and_normalised(implementation):
     near(normalised[2], [-1.4427, 0.4465, 1.2801, -0.2838])
 
 
+@pytest.mark.slow_except("xla")
 def test_masked_scores(implementation):
     scores = np.array([[2, 4, 6], [3, 5, 7], [4, 6, 8]], np.float32)
     weights = attend(
@@ -131,6 +136,7 @@ def test_masked_scores(implementation):
     assert not weights[np.triu_indices(3, 1)].any()
 
 
+@pytest.mark.slow_except("xla")
 def test_cross_attention_with_equal_scores_is_uniform(implementation):
     encoded = np.array([[1, 2, 3, 4], [4, 3, 2, 1], [2, 2, 2, 5]], np.float32)
     states = np.array([[0, 0, 0, 0], [5, -5, 0, 0]], np.float32)
@@ -150,6 +156,7 @@ def test_additive_attention_with_equal_scores_is_uniform():
     near(weights, np.full((1, 2, 3), 1 / 3), 6)
 
 
+@pytest.mark.slow
 def test_key_value_caching(implementation):
     x = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32)
     keys, values = x @ [[1, 2], [0, 1]], x @ [[0.5, -0.5], [1, 0.5]]
@@ -179,6 +186,7 @@ def test_key_value_caching(implementation):
     near(fourth[0, 0, 0], whole[3], 6)
 
 
+@pytest.mark.slow_except("xla")
 def test_permuting_the_tokens_permutes_the_output(implementation, rng):
     x = rng.normal(size=(1, 11, 3, 5)).astype(np.float32)
     order = rng.permutation(11)
@@ -192,6 +200,7 @@ def test_permuting_the_tokens_permutes_the_output(implementation, rng):
     assert np.abs(np.asarray(masked[1]) - np.asarray(masked[0])[:, order]).max() > 0.1
 
 
+@pytest.mark.slow_except("blockwise")
 def test_rope_scores_depend_only_on_the_distance(implementation, rng):
     query, key = (jnp.asarray(rng.normal(size=(1, 1, 1, 6)), jnp.float32) for _ in range(2))
     rope = Rope(pairing="interleaved")
@@ -218,6 +227,7 @@ def test_rope_turns_the_pairs_by_the_angle_of_the_lecture(rng):
         near(turned[0, 0, 0, pair], rotation @ x[0, 0, 0, pair], 5)
 
 
+@pytest.mark.slow_except("xla")
 def test_scaling_brings_the_variance_of_scores_from_d_to_one(implementation, rng):
     d, count = 61, 20_011
     query, key = (jnp.asarray(rng.normal(size=(count, 1, 1, d)), jnp.float32) for _ in range(2))
@@ -231,6 +241,7 @@ def test_scaling_brings_the_variance_of_scores_from_d_to_one(implementation, rng
     assert abs(float(scaled.var()) - 1) < 0.05
 
 
+@pytest.mark.slow_except("xla")
 def test_causal_window_of_fifty_frames(implementation):
     frames = jnp.zeros((1, 100, 1, 1))
     values = jnp.eye(100)[None, :, None, :]
@@ -244,6 +255,7 @@ def test_causal_window_of_fifty_frames(implementation):
     near(dot_product_attention_weights(frames, frames, mask=mask)[0, 0], weights, 6)
 
 
+@pytest.mark.slow
 def test_stacked_windows_grow_the_receptive_field(implementation, rng):
     x = jnp.asarray(rng.normal(size=(1, 19, 2, 3)), jnp.float32)
     mask, last = Causal() & Window(4), 17
@@ -261,6 +273,7 @@ def test_stacked_windows_grow_the_receptive_field(implementation, rng):
         assert np.flatnonzero(reached).tolist() == list(range(last + 1 - field, last + 1))
 
 
+@pytest.mark.slow_except("bert-base-768-3072", "transformer-base-512-2048")
 @pytest.mark.parametrize(
     ("name", "width", "hidden"),
     [

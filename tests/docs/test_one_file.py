@@ -76,6 +76,7 @@ def from_library(config, **changes):
     return params, tokens, jax.jit(tj.build(theirs).apply)({"params": params}, tokens)[0]
 
 
+@pytest.mark.slow_except("no_bias")
 @each_config
 def test_the_parameters_have_the_library_s_names_and_shapes(config, key):
     ours = jax.eval_shape(lambda: one_file.init_params(config, key))
@@ -88,12 +89,14 @@ def test_the_parameters_have_the_library_s_names_and_shapes(config, key):
     assert shapes == expected
 
 
+@pytest.mark.slow
 @each_config
 def test_logits_equal_the_library_s(config):
     params, tokens, expected = from_library(config)
     assert_near(forward(params, config, tokens)[0], expected, LOGITS_F32)
 
 
+@pytest.mark.slow
 def test_logits_equal_the_library_s_with_biases_of_queries_keys_and_values_alone():
     params, tokens, expected = from_library(LLAMA, qkv_bias=True)
     attention = params["decoder"]["block_1"]["attention"]
@@ -101,6 +104,7 @@ def test_logits_equal_the_library_s_with_biases_of_queries_keys_and_values_alone
     assert_near(forward(params, LLAMA, tokens)[0], expected, LOGITS_F32)
 
 
+@pytest.mark.slow
 @each_config
 def test_a_text_read_in_parts_through_the_cache_has_the_library_s_logits(config):
     params, tokens, expected = from_library(config)
@@ -112,6 +116,8 @@ def test_a_text_read_in_parts_through_the_cache_has_the_library_s_logits(config)
     assert_near(jnp.concatenate(parts, axis=1), expected, LOGITS_F32)
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("gpt2")
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_greedy_tokens_equal_the_library_s(config, key):
     params, tokens, _ = from_library(config)
@@ -123,6 +129,7 @@ def test_greedy_tokens_equal_the_library_s(config, key):
     assert (new == expected.tokens).all()
 
 
+@pytest.mark.slow
 def test_gradients_equal_the_library_s():
     """They flow through the cache that `forward` makes for itself."""
     params, tokens, _ = from_library(LLAMA)
@@ -139,6 +146,7 @@ def test_gradients_equal_the_library_s():
         assert_near(gradient, expected[path], LOGITS_F32, jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow_except("1.3-3")
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.7, None), (1.3, 3)])
 def test_tokens_are_drawn_as_often_as_the_library_s_distribution_says(temperature, top_k, key):
     logits = jnp.array([0.3, 1.1, -0.7, 0.9, 2.0, -1.3, 0.5])
@@ -150,6 +158,7 @@ def test_tokens_are_drawn_as_often_as_the_library_s_distribution_says(temperatur
     assert (np.abs(counts - n * p) <= 5 * np.sqrt(n * p * (1 - p))).all()
 
 
+@pytest.mark.slow
 def test_each_token_of_each_row_is_drawn_anew(key):
     params, tokens, _ = from_library(GPT2)
     same = jnp.broadcast_to(tokens[:1, :5], (2, 5))
@@ -158,12 +167,14 @@ def test_each_token_of_each_row_is_drawn_anew(key):
     assert (texts[0] != texts[1]).any()
 
 
+@pytest.mark.slow
 def test_a_text_longer_than_max_len_is_refused(key):
     params, tokens, _ = from_library(GPT2)
     with pytest.raises(ValueError, match="20 tokens are more than max_len 19"):
         one_file.generate(params, GPT2, tokens, key, num_tokens=7)
 
 
+@pytest.mark.slow
 def test_a_token_without_a_row_or_a_slot_has_logits_of_nan():
     """An unknown token makes the whole text NaN: every query sums over its value, times 0 too."""
     params, tokens, _ = from_library(LLAMA)
@@ -173,6 +184,7 @@ def test_a_token_without_a_row_or_a_slot_has_logits_of_nan():
     assert np.isnan(np.asarray(logits)).any(axis=(0, 2)).tolist() == [False] * 11 + [True] * 2
 
 
+@pytest.mark.slow
 def test_rotations_are_as_exact_as_the_page_says():
     """At position 8191 with Llama 3's base, against float64; the vectors have length sqrt(2)."""
     i, positions = np.arange(64), jnp.array([8191])
@@ -199,6 +211,7 @@ def test_the_file_is_short_and_plain():
     assert imported == {"dataclasses", "typing", "einops", "jax", "jax.numpy"}
 
 
+@pytest.mark.slow
 def test_the_file_runs_as_a_program(capsys):
     runpy.run_path(str(FILE), run_name="__main__")
     written, read = re.findall(r"\[([\d ]+)\]", capsys.readouterr().out)
@@ -212,12 +225,14 @@ def test_the_configs_are_the_library_s_presets():
     assert library_config(one_file.Config()) == tj.preset("gpt2", **plain)
 
 
+@pytest.mark.slow
 def test_code_that_the_page_quotes_is_in_the_file():
     quoted = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(quoted) > 2
     assert [text for text in quoted if text not in FILE.read_text()] == []
 
 
+@pytest.mark.slow
 def test_names_of_the_page_s_table_are_in_the_file_and_in_the_library():
     rows = re.findall(r"^\| (`[^|]*) \| ([^|]*\.py[^|]*) \|", PAGE.read_text(), re.M)
     assert len(rows) > 11

@@ -72,7 +72,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow_cases("causal, g", "window", "no mask", "prefix", "slopes", "dk", "the widest")
+@pytest.mark.long_except("causal, one head")
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_forward_and_gradients_match_the_dense_oracle(case):
@@ -88,7 +88,7 @@ def test_forward_and_gradients_match_the_dense_oracle(case):
         assert_near(value, expected[name], EXACT if of_rows else NEAR, name)
 
 
-@pytest.mark.slow_cases("(1, 2", "(1, 1, 1, ")
+@pytest.mark.long_except("(1, 1, 90, 1)")
 @needs_interpreter
 @pytest.mark.parametrize("shape", [(1, 1, 90, 1), (1, 2, 90, 131), (1, 1, 1, 131)], ids=str)
 def test_gradient_of_a_bias_has_its_shape_and_sums(shape):
@@ -124,6 +124,9 @@ def test_tiles_of_other_rows_than_a_program_holds_are_refused(kind):
             jax.eval_shape(jax.grad(lambda *x: attend(*x).sum().astype("float32")), *[shape] * 3)
 
 
+@pytest.mark.slow_except(
+    "blocks1-None-stages is 1", "blocks2-96-page is 96: must be a multiple of 64 keys"
+)
 @pytest.mark.parametrize(
     ("blocks", "page", "message"),
     [
@@ -153,7 +156,7 @@ def test_the_decode_kernel_multiplies_by_mma_and_copies_by_cp_async():
     assert not re.search(r"\b(wgmma\w*|copy_gmem_to_smem|barrier_\w+|commit_smem)\[", traced)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_of_decoding_copies_no_key_and_no_value():
     """It is compiled for 8.0 in a process of its own: Mosaic GPU keeps the first capability.
 
@@ -229,6 +232,7 @@ def test_the_kernels_trace_where_python_integers_have_64_bits():
     assert {x.dtype for x in shapes} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.slow_except("plain")
 @pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
 @pytest.mark.parametrize("bias", [None, (1, 4, 256, 1)], ids=["plain", "bias"])
 def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(bias):
@@ -249,7 +253,7 @@ def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(bias):
     assert [x.shape for x in shapes] == [query.shape, key.shape, key.shape]
 
 
+@pytest.mark.long
 class TestAmpere(InInterpreter):
     implementation = "pallas"
     target = Target("ampere", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
-    every_time = frozenset()

@@ -51,6 +51,7 @@ def test_a_call_is_one_kernel():
     assert steps_of(gradients, *[SHAPE] * 3)[KERNEL] == 3
 
 
+@pytest.mark.slow_except("attend-known", "gradients-known")
 @pytest.mark.parametrize("known", [True, False], ids=["known", "traced"])
 @pytest.mark.parametrize("function", [attend, gradients])
 def test_nothing_waits_and_nothing_is_sorted_around_the_kernels(function, known):

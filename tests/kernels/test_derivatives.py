@@ -102,6 +102,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("jvp", "jvp along one", "jvp of jvp", "linearize")
 @pytest.mark.parametrize("name", WAYS)
 def test_gradients_are_of_the_backward_pass_and_all_else_of_the_plain_code(name):
     factor, way = WAYS[name]
@@ -119,6 +120,7 @@ def test_a_gradient_of_a_tangent_is_linear_in_it_by_the_backward_pass():
         np.testing.assert_allclose(found, factor * plain, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_is_told_whose_gradients_are_read():
     asked: list = []
     jax.grad(lambda y: sine(X, y, asked=asked).sum())(jnp.asarray(Y))
@@ -130,6 +132,7 @@ def test_without_a_derivative_nothing_but_the_function_is_in_the_program():
     assert "cos" not in text
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_over_devices_that_share_an_argument():
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
 

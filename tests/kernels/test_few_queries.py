@@ -73,6 +73,7 @@ def named(monkeypatch, backend="hopper"):
     return calls
 
 
+@pytest.mark.slow_except("ampere-*")
 @pytest.mark.parametrize(("T", "options", "kernel"), few_queries.KERNELS)
 @each_backend
 def test_few_queries_without_dropout_take_the_decode_kernel(
@@ -85,6 +86,7 @@ def test_few_queries_without_dropout_take_the_decode_kernel(
     assert set(calls) == {kernel}
 
 
+@pytest.mark.slow
 def test_a_gradient_takes_the_forward_kernel():
     attend, inputs = program(arrays_of(), mask=Causal(), return_lse=False)
     parts = schedule.key_parts(2 * 2, 2, programs.PROGRAMS)  # of 2 tiles; two warpgroups share each
@@ -109,9 +111,7 @@ MASKS = {
 }
 
 
-@pytest.mark.slow_cases(
-    "hopper-one matrix", "hopper-halves", "ampere-one matrix", "ampere-halves", "ampere-matrix"
-)
+@pytest.mark.long_except("ampere-lengths", "hopper-lengths", "hopper-matrix of heads")
 @needs_interpreter
 @pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
 @each_backend
@@ -128,7 +128,7 @@ def test_attention_of_few_queries_matches_the_oracle(backend, make):
     assert_near(lse, expected["lse"], EXACT, "lse")
 
 
-@pytest.mark.slow_cases("ampere")
+@pytest.mark.long_except("hopper")
 @needs_interpreter
 @each_backend
 def test_slopes_of_alibi_are_those_of_each_head(backend):
@@ -145,6 +145,7 @@ def test_slopes_of_alibi_are_those_of_each_head(backend):
     assert_near(out, reference(arrays, seen[None, None])["out"], NEAR, "out")
 
 
+@pytest.mark.slow
 def test_under_vmap_the_mapped_axis_joins_the_batch(monkeypatch):
     calls = named(monkeypatch)
     attend, (query, key, value) = program(arrays_of(), mask=Causal())
@@ -155,6 +156,7 @@ def test_under_vmap_the_mapped_axis_joins_the_batch(monkeypatch):
     assert set(calls) == {"decode"}
 
 
+@pytest.mark.slow_except("ampere")
 @each_backend
 def test_inside_a_shard_map_results_vary_as_the_inputs_do(backend):
     """Traced, not run: `shard_map` compares types."""
@@ -190,6 +192,7 @@ def test_gradients_of_few_queries_over_keys_that_end_within_a_tile():
         assert_near(got, np.asarray(expected, np.float64), 2 * NEAR, "gradient")
 
 
+@pytest.mark.slow
 def test_tiles_to_read_are_as_many_at_any_capacity():
     """The parts of a list are a division of it, so the lists count what is copied."""
     lengths = jnp.asarray([[1], [128], [700], [0]])
@@ -235,7 +238,8 @@ def test_keys_and_values_of_int8_are_read_as_they_are(backend, monkeypatch):
     assert gradient[1]["key_scale"].shape == key_scale.shape and "forward" in calls
 
 
-@pytest.mark.slow_cases("ampere")
+@pytest.mark.slow_except("hopper-small")
+@pytest.mark.long_except("hopper-small", "hopper-with sinks")
 @needs_interpreter
 @pytest.mark.parametrize(
     ("capacity", "window", "sinks"), [(176, 150, 0), (520, 100, 5)], ids=["small", "with sinks"]
@@ -270,7 +274,7 @@ def compiled_step(compile_gpu, capacity, window=None, dtype=jnp.bfloat16, H=H):
         return decode_step.lowered(place, capacity, window, dtype, H=H).compile()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("capacity", "window", "dtype", "H"),
     [
@@ -298,14 +302,14 @@ def test_a_step_of_decoding_copies_no_key_and_no_value(
     assert memory.alias_size_in_bytes > cache_bytes  # written in place
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("H", [64, 80, 96, 112, 128, 256])
 def test_the_decode_kernel_spills_no_register(H, compile_gpu):
     problem = Problem(scale=H**-0.5, visible=compile_gpu.causal)
     assert compile_gpu.compile_one("decode", H, H, problem).spills == (0, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bias", "pairs"])
 def test_the_decode_kernel_compiles_with_arrays_of_pairs(name, compile_gpu):
     """Mosaic GPU may refuse the start of a slice that the interpreter takes."""

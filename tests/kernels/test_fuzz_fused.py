@@ -9,6 +9,7 @@ from tests.support.hopper_kernels import needs_interpreter
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tpu", pytest.param("hopper", marks=needs_interpreter)])
 def test_random_calls_and_their_gradients_are_within_rounding_of_float64(name):
     kernels = TPU if name == "tpu" else hopper()

@@ -31,34 +31,25 @@ from transformer_jax.kernels import Target, using
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+@pytest.mark.slow_except("test_empty_axes_give_empty_or_zero_results")
+@pytest.mark.long_except(
+    "test_every_mask_matches_the_oracle[dense]",
+    "test_masks_go_by_position_in_rings_and_ragged_rows",
+    "test_fully_masked_rows_are_zero_and_touch_no_other_row",
+    "test_empty_axes_give_empty_or_zero_results",
+    "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
+    "test_vmap_over_any_argument_is_a_loop[('key', 'value')]",
+    "test_vmap_over_a_matrix_is_a_loop",
+    "test_scan_over_calls_is_a_loop",
+)
 class TestPlain(AttentionSuite):
-    slow_cases = AttentionSuite.slow_cases | {
-        "test_any_length_matches_the_oracle": ("",),
-        "test_masked_keys_and_values_have_no_influence": ("padding",),
-        "test_rematerialised_gradients_are_the_same_with_dropout_on": ("",),
-        "test_vmap_over_any_argument_is_a_loop": ("('query'", "('valid'"),
-    }
     implementation = "pallas"
     target = Plain()
     may_refuse = True
     queries, span = 39, 71
-    every_time = frozenset(
-        {
-            "test_any_length_matches_the_oracle[1x257]",
-            "test_masks_go_by_position_in_rings_and_ragged_rows",
-            "test_fully_masked_rows_are_zero_and_touch_no_other_row",
-            "test_empty_axes_give_empty_or_zero_results",
-            "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
-            "test_vmap_over_any_argument_is_a_loop",
-            "test_vmap_over_a_matrix_is_a_loop",
-            "test_every_mask_matches_the_oracle[dense]",
-            "test_every_mask_matches_the_oracle[composition]",
-            "test_scan_over_calls_is_a_loop",
-            "test_rematerialised_gradients_are_the_same_with_dropout_on",
-        }
-    )
 
 
+@pytest.mark.slow
 def test_sinks_have_their_gradient():
     """-sum p_sink D over batch rows and queries: with row maxima and sums far from 0 and 1."""
     arrays = draw(6, batch=3, queries=11, keys=19)
@@ -86,7 +77,8 @@ def test_sinks_have_their_gradient():
 # vmap
 
 
-@pytest.mark.slow_cases("2")
+@pytest.mark.slow
+@pytest.mark.long_except("1-1")
 @pytest.mark.parametrize(("batch", "rows"), [(2, 1), (2, 2), (1, 1)])
 def test_a_bias_that_is_not_mapped_has_a_gradient_for_each_mapped_call(batch, rows):
     """Where the bias is one for all batch rows, and where each has its own."""
@@ -109,6 +101,8 @@ def test_a_bias_that_is_not_mapped_has_a_gradient_for_each_mapped_call(batch, ro
     assert_near(mapped, expected, GRADIENT_F32)
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("matrix")
 @pytest.mark.parametrize("mapped", ["key", "valid", "matrix"])
 def test_calls_of_one_row_that_differ_in_one_argument_are_a_loop(mapped):
     """And their gradient, where all else is the same for them."""
@@ -140,6 +134,7 @@ def test_calls_of_one_row_that_differ_in_one_argument_are_a_loop(mapped):
             assert_near(slope[i], expected[f"d{name}"], GRADIENT_F32, name)
 
 
+@pytest.mark.slow_except("key")
 @pytest.mark.parametrize("mapped", ["key", "valid"])
 def test_a_kernel_of_one_row_has_as_many_rows_as_calls(mapped):
     """Unlike dense arrays, its grid takes no axis of 1 for an axis of many."""
@@ -164,6 +159,7 @@ def test_a_kernel_of_one_row_has_as_many_rows_as_calls(mapped):
         assert_near(out[i], expected["out"], FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_calls_of_one_row_share_a_matrix_that_is_not_mapped():
     arrays, matrix = draw(4, batch=1), jnp.asarray(np.random.default_rng(4).random((13, 17)) < 0.6)
     queries = jnp.stack([arrays["query"] * s for s in (1.0, 0.5, 2.0, -1.0, 3.0)])
@@ -183,11 +179,12 @@ def test_calls_of_one_row_share_a_matrix_that_is_not_mapped():
 # A device mesh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [
         pytest.param(["two parts of a key head", "packed queries"], id="two cases"),
-        pytest.param([], marks=pytest.mark.slow, id="all"),
+        pytest.param([], marks=pytest.mark.long, id="all"),
     ],
 )
 def test_a_mesh_computes_the_same_and_gathers_nothing(cases):
@@ -201,7 +198,8 @@ def test_a_mesh_computes_the_same_and_gathers_nothing(cases):
         assert result["query"] == ["data", None, "model"], (case, result)
 
 
-@pytest.mark.slow_cases("tpu")
+@pytest.mark.slow
+@pytest.mark.long_except("plain")
 @pytest.mark.parametrize(
     ("where", "checked"), [(Plain(), True), (Target("tpu", True), False)], ids=["plain", "tpu"]
 )
@@ -228,6 +226,7 @@ def test_a_device_of_a_users_own_shard_map_runs_its_part(where, checked):
         assert_near(x, y, GRADIENT_F32)
 
 
+@pytest.mark.slow
 def test_slopes_have_a_gradient_only_where_somebody_asks(monkeypatch):
     """In a kernel it costs a sum over every tile."""
     arrays, asked = draw(0, queries=16, keys=16), []
@@ -264,6 +263,7 @@ def test_slopes_have_a_gradient_only_where_somebody_asks(monkeypatch):
     assert set(asked) == {True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["hopper", "tpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_of_a_bias_nothing_is_made_but_its_gradient(backend, dtype):

@@ -95,6 +95,7 @@ def copies(monkeypatch, lists, stages, backward):
     return events
 
 
+@pytest.mark.slow
 def test_first_keys_of_an_item_do_not_wait_for_the_queries_slot(monkeypatch):
     found = copies(monkeypatch, [(0, 2), (1,), (), (2,)], 2, backward=False)
     assert found == [
@@ -112,6 +113,7 @@ def test_backward_copies_no_keys_before_values_that_free_their_slot(stages, monk
     assert found == ["K0", "Q0", "dO0", "V0", "K2", "V2", "K1", "Q1", "dO1", "V1"]
 
 
+@pytest.mark.slow
 def test_tiles_are_finished_in_order_and_before_the_next_keys_are_waited_for(monkeypatch):
     """Two query heads read a key head, and one item has fewer tiles than there are slots."""
     lists, stages = [(0, 2), (1,), (), (2,)], 3

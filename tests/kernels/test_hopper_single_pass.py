@@ -87,7 +87,11 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("causal, grouped", "prefix", "slopes after", "window", "widths")
+@pytest.mark.long_except(
+    "a tile of keys that no query sees, grouped",
+    "no mask, float16, narrow",
+    "slopes, dropout and key bias",
+)
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_match_the_dense_oracle(case):
@@ -98,7 +102,7 @@ def test_gradients_match_the_dense_oracle(case):
     assert {results[name].dtype for name in ("dq", "dk", "dv")} == {jnp.dtype(case.dtype)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_interpreter
 @pytest.mark.parametrize("blocks", [Blocks(128, 128, 2), Blocks(64, 128, 3)], ids=str)
 def test_tiles_of_other_sizes_give_the_same(blocks):
@@ -157,6 +161,7 @@ def test_a_tpu_refuses_it_by_name():
     assert "tpu: 'pallas_unordered' needs a Hopper GPU" in str(said["pallas_unordered"])
 
 
+@pytest.mark.slow
 def test_nothing_chooses_it_but_its_name(monkeypatch):
     monkeypatch.setattr(attention, "FASTEST", frozenset({"a chip"}))
     with using(Target("hopper", chip="a chip")):
@@ -166,7 +171,8 @@ def test_nothing_chooses_it_but_its_name(monkeypatch):
 # Around the kernel
 
 
-@pytest.mark.slow_cases("]")
+@pytest.mark.slow
+@pytest.mark.long_except("vmap")
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "vmap"])
 def test_a_backend_without_tiles_gives_the_gradients_of_pallas(mapped):
     """Of slopes too, which come by key and not by query."""
@@ -194,6 +200,6 @@ def test_a_backend_without_tiles_gives_the_gradients_of_pallas(mapped):
         assert_near(x, np.asarray(y), GRADIENT_F32, name)
 
 
+@pytest.mark.long
 class TestSinglePass(InInterpreter):
     implementation = "pallas_unordered"
-    every_time: frozenset[str] = frozenset()

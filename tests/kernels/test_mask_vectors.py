@@ -53,6 +53,9 @@ def masks_of_vectors(rng: np.random.Generator) -> dict:
     }
 
 
+@pytest.mark.slow_except(
+    "ragged-both sides", "ragged-not everything", "ragged-nothing", "ragged-prefix"
+)
 @pytest.mark.parametrize("name", masks_of_vectors(np.random.default_rng(0)))
 @pytest.mark.parametrize("ragged", [False, True], ids=["", "ragged"])
 def test_vectors_say_what_the_mask_says(name, ragged, rng):
@@ -85,6 +88,7 @@ def test_equal_masks_compare_equal_as_vectors():
     assert first != other
 
 
+@pytest.mark.slow
 def test_what_no_kernel_evaluates_is_said():
     table = jnp.ones((4, 4), bool)
     eight = functools.reduce(operator.or_, [~Dense(table)] * 8)
@@ -97,6 +101,7 @@ def test_what_no_kernel_evaluates_is_said():
     assert refuse_mask(Causal() | ~Window(3) | Segments(np.zeros((1, 4), np.int32))) is None
 
 
+@pytest.mark.slow
 def test_ids_of_64_bits_are_compared_whole():
     with jax.enable_x64():
         ids = jnp.asarray(np.array([[1, 1, 1 + 2**32, 1 + 2**32, -(2**40)]]))

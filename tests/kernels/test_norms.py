@@ -26,6 +26,7 @@ def draw(rng, *shape):
     return jnp.array(2 + rng.normal(size=shape), jnp.float32)
 
 
+@pytest.mark.slow_except("neon-*")
 @pytest.mark.parametrize("shape", [(1, 1, 128), (2, 3, 131), (16, 777), (1, 129)])
 def test_norms_are_within_rounding_of_float64(rng, shape, instructions):
     x, scale, bias = draw(rng, *shape), draw(rng, shape[-1]), draw(rng, shape[-1])
@@ -38,6 +39,7 @@ def test_norms_are_within_rounding_of_float64(rng, shape, instructions):
     assert_near(half, exact(x.astype(jnp.bfloat16), scale, None, False), 2**-8)
 
 
+@pytest.mark.slow
 def test_few_long_rows_are_the_kernel_s_and_a_gradient_is_xla_s(rng):
     def program(function, *shape):
         return jax.jit(function).lower(jnp.ones(shape), jnp.ones(shape[-1])).as_text()
@@ -53,6 +55,7 @@ def test_few_long_rows_are_the_kernel_s_and_a_gradient_is_xla_s(rng):
     assert_near(mapped, exact(x, scale, None, False), 4 * FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_few_rows_is_within_rounding_of_float64(rng):
     """Of normalised y and h = g scale, dx = (h - mean h - y mean(h y)) / sqrt(var + eps)."""
     x, scale, bias, g = draw(rng, 3, 150), draw(rng, 150), draw(rng, 150), draw(rng, 3, 150)
@@ -66,6 +69,7 @@ def test_the_gradient_of_few_rows_is_within_rounding_of_float64(rng):
     assert_near(dbias, wide_g.sum(0), GRADIENT_F32)
 
 
+@pytest.mark.slow_except("avx2-nan", "neon-*", "plain-nan")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_stays_in_its_row(rng, bad, instructions):
     x = draw(rng, 3, 150).at[1, 7].set(bad)
@@ -74,6 +78,7 @@ def test_what_is_not_finite_stays_in_its_row(rng, bad, instructions):
     assert_near(found[::2], exact(x[::2], None, None, True), 4 * FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_parameters_of_another_shape_and_a_traced_eps_are_xla_s(rng):
     x, scale = draw(rng, 2, 256), draw(rng, 128)
     with pytest.raises(TypeError, match="incompatible shapes"):
@@ -84,6 +89,7 @@ def test_parameters_of_another_shape_and_a_traced_eps_are_xla_s(rng):
     assert_near(found, exact(x, None, None, True), 4 * FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_results_under_shard_map_differ_between_devices_as_what_is_normalised(rng):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, whole = jax.P("data"), jax.P()

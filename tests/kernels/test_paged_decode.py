@@ -92,7 +92,8 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("window", "cap")
+@pytest.mark.slow
+@pytest.mark.long_except("float32, two tiles a page")
 @pytest.mark.parametrize(("case", "lengths", "page"), CASES.values(), ids=CASES)
 def test_pages_match_the_dense_oracle(case, lengths, page):
     """Rows begin alike, and share the pages of what they begin with."""
@@ -107,6 +108,7 @@ def test_pages_match_the_dense_oracle(case, lengths, page):
         assert_near(got[name], expected[name], near if name == "out" else EXACT, name)
 
 
+@pytest.mark.slow
 def test_rows_share_a_page_and_name_pages_in_any_order():
     """The cases above do what this one is to show: they share pages, named out of order."""
     case, lengths, page = CASES["lengths of rows, groups of four"]
@@ -146,8 +148,10 @@ GPU_CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases(
-    "hopper-window", "hopper-wide", "ampere-lengths", "ampere-window", "ampere-wide"
+@pytest.mark.long_except(
+    "ampere-an odd number of short pages",
+    "hopper-an odd number of short pages",
+    "hopper-lengths of rows, groups of four",
 )
 @needs_interpreter
 @pytest.mark.usefixtures("few_programs")
@@ -173,6 +177,7 @@ def run_gpu(module, case, operands, page=None):
     return dict(zip(("out", "row_max", "log_sum"), decode(operands, lists), strict=True))
 
 
+@pytest.mark.slow_except("ampere-64-1")
 @pytest.mark.parametrize(
     ("backend", "tile", "consumers"),
     [("hopper", 128, 2), pytest.param("ampere", 64, 1, marks=needs_mma)],
@@ -211,6 +216,8 @@ def test_int8_pages_have_the_bits_of_the_rows_they_hold_on_a_gpu(module):
         np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (x, expected[name])))
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("slots first")
 @pytest.mark.parametrize("heads", [4, 3], ids=["slots first", "heads first"])
 def test_int8_pages_have_the_bits_of_the_rows_they_hold(heads):
     case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=96, visible=within_length)
@@ -223,6 +230,7 @@ def test_int8_pages_have_the_bits_of_the_rows_they_hold(heads):
         np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (x, expected[name])))
 
 
+@pytest.mark.slow_except("int8-")
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 def test_it_lowers_for_a_tpu_and_traces_for_gpus(dtype, x64):
@@ -247,6 +255,7 @@ def test_it_lowers_for_a_tpu_and_traces_for_gpus(dtype, x64):
     assert "attention_decode" in text
 
 
+@pytest.mark.slow
 def test_a_page_that_is_no_multiple_of_the_tile_is_refused():
     case = CASES["lengths of rows, groups of four"][0]
     operands = draw_few(case)
@@ -263,8 +272,9 @@ READABLE = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("v5e:2x2-8-128-bfloat16")
 @pytest.mark.usefixtures("usual_compilation")
-@pytest.mark.slow_cases("v6e", "tpu7x", "v5e:2x2-1-", "v5e:2x2-2-", "v5e:2x2-4-", "v5e:2x2-8-256")
 @pytest.mark.parametrize(
     ("topology", "K", "page", "dtype"),
     [
@@ -299,7 +309,7 @@ def test_a_step_over_pages_copies_no_key_and_no_value(topology, K, page, dtype):
     assert memory.alias_size_in_bytes >= 2 * numbers * jnp.dtype(dtype).itemsize
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("page", [64, 256])
@@ -321,7 +331,7 @@ def test_a_step_over_pages_copies_no_key_and_no_value_on_hopper(page, dtype, mon
     assert memory.alias_size_in_bytes >= 2 * numbers * jnp.dtype(dtype).itemsize
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("H", [128, 256])
 def test_the_kernel_over_pages_spills_no_register_on_hopper(H):
     reason = "jax[cuda13] compiles for GPUs that are not attached"

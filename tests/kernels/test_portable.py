@@ -34,18 +34,17 @@ class Portable(Native):
         return Elsewhere("cpu")
 
 
+@pytest.mark.slow
+@pytest.mark.long_except(
+    "test_any_length_matches_the_oracle[17x64]",
+    "test_every_mask_matches_the_oracle[dense]",
+    "test_fully_masked_rows_are_zero_and_touch_no_other_row",
+    "test_rematerialised_gradients_are_the_same_with_dropout_on",
+    "test_masked_keys_and_values_have_no_influence[padding-nan]",
+    "test_a_nonfinite_key_head_breaks_the_query_heads_of_its_group",
+)
 class TestPortable(NonfiniteSuite):
     implementation = "portable"
-    every_time = frozenset(
-        {
-            "test_any_length_matches_the_oracle[17x64]",
-            "test_every_mask_matches_the_oracle[dense]",
-            "test_fully_masked_rows_are_zero_and_touch_no_other_row",
-            "test_masked_keys_and_values_have_no_influence[padding-nan]",
-            "test_a_nonfinite_key_head_breaks_the_query_heads_of_its_group",
-            "test_rematerialised_gradients_are_the_same_with_dropout_on",
-        }
-    )
 
     @pytest.fixture(autouse=True)
     def by_name(self, monkeypatch):
@@ -74,7 +73,8 @@ def loss(name, options):
     return sums
 
 
-@pytest.mark.slow_cases("causal", "slopes")
+@pytest.mark.slow
+@pytest.mark.long_except("capped")
 @compiled
 @pytest.mark.parametrize("options", OPTIONS)
 def test_an_exported_gradient_is_the_one_that_is_not_exported(options):
@@ -93,6 +93,7 @@ def test_an_exported_gradient_is_the_one_that_is_not_exported(options):
         assert_near(one, np.asarray(own, np.float64), GRADIENT_F32)
 
 
+@pytest.mark.slow_except("cuda")
 @compiled
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_a_program_for_another_platform_calls_no_library(platform):
@@ -111,7 +112,8 @@ def test_a_target_that_is_no_cpu_never_gets_the_kernels_of_one(target):
     assert explained.chosen != "native" and "needs a CPU" in explained["native"]
 
 
-@pytest.mark.slow_cases("causal", "slopes")
+@pytest.mark.slow
+@pytest.mark.long_except("capped")
 @compiled
 @pytest.mark.parametrize("options", OPTIONS)
 def test_second_derivatives_are_those_of_the_reference(options):
@@ -129,6 +131,7 @@ def test_second_derivatives_are_those_of_the_reference(options):
         assert_near(one, np.asarray(own, np.float64), GRADIENT_F32)
 
 
+@pytest.mark.slow
 @compiled
 def test_vmap_of_an_exported_program_is_a_loop():
     arrays = [jnp.stack([x, 2 * x, x[::-1]]) for x in inputs(20, 20)]

@@ -26,7 +26,15 @@ def weights_of(rng, dtype, *shape):
     return held, np.asarray(held.astype(jnp.float32), np.float64)
 
 
-@pytest.mark.slow_cases("avx2-float32-True", "avx2-bfloat16-False", "avx2-int8-True")
+@pytest.mark.slow_except("neon-bfloat16-True", "neon-float32-*", "neon-int8-True")
+@pytest.mark.long_except(
+    "*-int8-False",
+    "avx2-bfloat16-True",
+    "avx2-float32-False",
+    "avx512-float32-True",
+    "neon-*",
+    "plain-*",
+)
 @needs_kernels
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", products.DTYPES)
@@ -34,7 +42,8 @@ def test_a_product_is_within_rounding_of_float64(rng, dtype, turned, instruction
     check_products(rng, dtype, turned)
 
 
-@pytest.mark.slow_cases("float32-False")
+@pytest.mark.slow_except("int8-True")
+@pytest.mark.long_except("bfloat16-*", "int8-*")
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", products.DTYPES)
 def test_a_product_of_xla_is_within_rounding_of_float64(rng, dtype, turned, monkeypatch):
@@ -90,6 +99,7 @@ def test_an_exported_product_has_no_call_of_the_kernel_and_the_same_numbers(rng)
     export.export(function, platforms=["tpu"])(x)
 
 
+@pytest.mark.slow
 def test_a_product_of_few_rows_has_derivatives_and_maps_over_rows(rng):
     kernel = jnp.array(rng.normal(size=(256, 96)), jnp.float32)
     x, g = (jnp.array(rng.normal(size=(3, n)), jnp.float32) for n in (256, 96))
@@ -147,6 +157,7 @@ def test_what_is_not_finite_stays_so_and_in_its_row(rng, dtype, turned, bad, ins
     assert_near(found[jnp.array([0, 2])], clean[[0, 2]], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_sizes_that_do_not_fit_are_refused(rng, turned):
     weights = jnp.ones((96, 256) if turned else (256, 96))

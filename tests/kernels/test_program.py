@@ -49,6 +49,7 @@ def program(name: str) -> Program:
     return combined(name, *(Program((), ("k", i)) for i in range(2 + (name == "select_n"))))
 
 
+@pytest.mark.slow_except("and", "eq", "le", "min")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_bounds_hold_what_may_come_of_any_integers(name):
     """At the ends of 32 bits too, where results wrap; and they are exact of single integers."""
@@ -83,6 +84,7 @@ def test_kernels_in_jax_compute_what_each_operation_means(name):
     assert np.asarray(made([results], columns)).all()
 
 
+@pytest.mark.slow
 def test_what_is_true_of_every_pair_needs_no_step_and_equal_steps_are_one():
     seen = combined("le", Program((), ("k", 0)), Program((), ("q", 0)))
     assert seen & number(1) == number(1) & seen == seen | number(0)

@@ -40,6 +40,7 @@ def test_a_target_holds_inside_its_context_only():
     assert isinstance(target(), str)
 
 
+@pytest.mark.slow
 def test_kernels_of_hopper_have_names_that_a_profiler_prints():
     x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
 
@@ -85,6 +86,8 @@ def test_gpus_without_mma_of_bfloat16_are_refused(capability, monkeypatch):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("-132", "NVIDIA H20-78", "NVIDIA H200-132")
 @pytest.mark.parametrize(
     ("where", "programs"),
     [
@@ -112,6 +115,7 @@ def test_each_multiprocessor_runs_one_program(where, programs):
 PARITY = jnp.arange(17) % 2
 
 
+@pytest.mark.slow_except("predicate", "scale")
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -155,6 +159,7 @@ def test_lists_that_do_not_fit_are_refused_beforehand():
         assert "lists of 64 x 64 x 64 tiles" in str(reason)
 
 
+@pytest.mark.slow
 def test_a_list_of_few_queries_that_is_too_long_leaves_them_to_the_other_kernel():
     def decoded(batch, queries=1):
         cache = jax.ShapeDtypeStruct((batch, 2**15, 8, 128), jnp.bfloat16)
@@ -172,6 +177,7 @@ def test_a_list_of_few_queries_that_is_too_long_leaves_them_to_the_other_kernel(
     assert not decoded(3100)
 
 
+@pytest.mark.slow
 def test_lists_are_counted_of_the_backward_kernel_that_is_taken():
     shape = jax.ShapeDtypeStruct((16, 2**14, 1, 64), jnp.float32)
     mask = Segments(jax.ShapeDtypeStruct((16, 2**14), jnp.int32))
@@ -186,6 +192,7 @@ def test_lists_are_counted_of_the_backward_kernel_that_is_taken():
     assert "lists of 16 x 128 x 128 tiles" in str(reason(single_pass_rows=small))
 
 
+@pytest.mark.slow
 def test_a_target_that_is_none_is_refused_by_name():
     for name in ("gpu", "blackwell"):
         said = f"name is '{name}': must be 'tpu', 'hopper', 'ampere' or 'cpu'"

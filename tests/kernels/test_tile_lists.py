@@ -38,7 +38,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.slow_cases("(64, 256)-causal")
+@pytest.mark.slow_except("(128, 128)-documents", "(64, 256)-documents")
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("sides", [(128, 128), (64, 256)], ids=str)
 def test_lists_name_every_tile_that_sees_something_and_no_other(name, sides):
@@ -65,6 +65,7 @@ def test_after_the_last_tile_a_list_repeats_it():
     assert lists.full[0, 0].tolist() == [2, 0, 0] and lists.seen[0, 0].tolist() == [3, 0, 1]
 
 
+@pytest.mark.slow
 def test_tiles_of_a_mask_without_arrays_are_listed_before_the_program():
     """Or the compiler does, for up to half a minute: lists by query and by key."""
     shape = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.float32)

@@ -279,9 +279,8 @@ CASES = {
 }
 
 
-@pytest.mark.slow_cases(
-    "bfloat16", "bias", "causal, one", "every option", "rows", "segments", "softcap and"
-)
+@pytest.mark.slow
+@pytest.mark.long_except("everything")
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_match_the_formulas(name):
     check(CASES[name])
@@ -290,6 +289,7 @@ def test_kernels_match_the_formulas(name):
 SMALL = Case(everything, B=3, N=2, K=1, T=11, S=19)
 
 
+@pytest.mark.slow
 def test_softcap_changes_the_gradient_of_query_and_key_but_not_of_each_rows_bias():
     """dq and dk have a factor 1 - tanh^2, and a bias, added after it, has none."""
     check(replace(SMALL, softcap=0.7, bias=(True, False, True, True)))
@@ -302,7 +302,8 @@ def test_each_batch_row_has_its_own_bias_of_keys_and_its_gradient():
     assert_near(results["dbias"], reference["dbias"], GRADIENT_F32)
 
 
-@pytest.mark.slow_cases("(0, 1", "(1, 0")
+@pytest.mark.slow
+@pytest.mark.long_except("(1, 1, 1, 0)")
 @pytest.mark.parametrize(
     "axes",
     [(0, 0, 1, 1), (1, 0, 1, 1), (0, 1, 0, 1), (1, 1, 1, 0)],
@@ -314,6 +315,7 @@ def test_bias_gradient_is_summed_over_the_axes_a_bias_lacks(axes):
     assert_near(results["dbias"], reference["dbias"], GRADIENT_F32)
 
 
+@pytest.mark.slow
 def test_bias_gradient_is_zero_in_tiles_that_nobody_visits():
     case = Case(window, bias=(False, True, True, True))
     results, _ = run(case, bias_only=True)
@@ -322,6 +324,7 @@ def test_bias_gradient_is_zero_in_tiles_that_nobody_visits():
 
 
 @pytest.mark.slow
+@pytest.mark.long_except("segments")
 @pytest.mark.parametrize("name", ["segments", "rows that see nothing"])
 def test_no_race_no_read_out_of_bounds_and_none_of_unwritten_memory(name):
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -332,6 +335,7 @@ def test_no_race_no_read_out_of_bounds_and_none_of_unwritten_memory(name):
     assert not interpret_pallas_call.races.races_found
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bits():
     case = Case(window, B=1, N=2)
     operands, sees, *_ = draw(case)
@@ -340,6 +344,7 @@ def test_two_runs_give_the_same_bits():
     assert_same_bits(forward(operands), forward(operands))
 
 
+@pytest.mark.slow
 def test_the_single_pass_is_taken_where_its_sums_fit():
     """16 MiB: dk and dv of 16,384 keys of 128, or of fewer wide ones."""
     struct = lambda S: jax.ShapeDtypeStruct((1, S, 2, 128), jnp.bfloat16)  # noqa: E731
@@ -357,6 +362,7 @@ def test_the_single_pass_is_taken_where_its_sums_fit():
     assert tpu.sums_fit(2**14, 8, 128) and not tpu.sums_fit(2**14, 136, 128)
 
 
+@pytest.mark.slow
 def test_scores_far_below_zero_count():
     case = Case(window, bias=(False, False, True, True))
     operands, sees, *_ = draw(case)
@@ -368,6 +374,7 @@ def test_scores_far_below_zero_count():
     assert np.abs(np.asarray(forward(low) - forward(zero))).max() < 0.05
 
 
+@pytest.mark.slow
 def test_a_bias_of_the_lowest_number_is_no_mask():
     """Scores are in base 2 where only a scale makes them: times log2(e) such a bias were -inf."""
     case = Case(window, B=1, N=2, bias=(False, False, True, True))
@@ -383,6 +390,7 @@ def test_a_bias_of_the_lowest_number_is_no_mask():
     assert ["exp2" in text for text in powers] == [False, True]
 
 
+@pytest.mark.slow
 def test_what_cannot_run_is_refused_with_the_reason():
     struct = lambda size, dtype: jax.ShapeDtypeStruct((1, 8, 2, size), dtype)  # noqa: E731
     problem = Problem(1.0)
@@ -448,20 +456,11 @@ def compiled(case: Case, kernel: str, topology: str) -> Any:
     return lowered.compile()
 
 
-@pytest.mark.usefixtures("usual_compilation")
-@pytest.mark.slow_cases(
-    "backward_dkdv-v5p:2x2x1-float32",
-    "backward_dq-v6e",
-    "backward_single_pass_rows-v5e",
-    "backward_single_pass_rows-v5p",
-    "backward_single_pass_rows-v6e",
-    "backward_single_pass_rows-tpu7x",
-    "backward_bias-tpu7x",
-    "backward_dkdv-tpu7x",
-    "backward_dq-tpu7x",
-    "backward_bias-v6e",
-    "forward-v5e",
+@pytest.mark.slow
+@pytest.mark.long_except(
+    "backward_bias-v6e:2x2-bfloat16", "backward_single_pass_rows-v5e:2x2-bfloat16", "forward-*"
 )
+@pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize(
     "kernel, topology, dtype",
     [
@@ -486,6 +485,7 @@ def test_every_option_compiles_for_a_tpu(kernel, topology, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.long_except("backward_dkdv")
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize("kernel", ["forward", "backward_dkdv"])
 def test_memory_is_linear_in_the_length(kernel):
@@ -497,7 +497,7 @@ def test_memory_is_linear_in_the_length(kernel):
     assert large <= 2.05 * small
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize("S", [2**15, 2**16])
 def test_of_arrays_in_the_order_of_the_kernels_nothing_is_kept_but_rows(S):
@@ -554,8 +554,8 @@ def test_a_program_around_the_kernels_moves_none_of_their_arrays():
     assert not re.search(rf"\[(\d+,)*{S},{S}\]", text)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
-@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v6e:2x2", "v5e:2x2", "v5p:2x2x1"])
 def test_a_matrix_compiles_for_a_tpu(topology):
     """And is read as bytes, of which there are a few copies: nothing of S x S is wider."""
@@ -582,8 +582,8 @@ def test_a_matrix_compiles_for_a_tpu(topology):
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 8 * 4 * S * S
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
-@pytest.mark.slow
 def test_four_chips_run_their_parts_of_a_shard_map():
     pytest.importorskip("libtpu", reason="libtpu compiles for TPUs that are not attached")
     mesh = jax.sharding.Mesh(np.array(chips("v5e:2x2")).reshape(2, 2), ("data", "model"))
@@ -609,33 +609,15 @@ def test_four_chips_run_their_parts_of_a_shard_map():
     assert not re.search(r" (all-gather|all-to-all|collective-permute)(-start)?\(", text)
 
 
+@pytest.mark.slow
+@pytest.mark.long_except(
+    "test_every_mask_matches_the_oracle[composition]",
+    "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
+)
 class TestTpu(AttentionSuite):
     """The kernels under `dot_product_attention`, in the plain interpreter."""
-
-    slow_cases = AttentionSuite.slow_cases | {
-        "test_any_length_matches_the_oracle": ("",),
-        "test_fully_masked_rows_are_zero_and_touch_no_other_row": ("",),
-        "test_fully_masked_rows_stay_zero_with_every_option_on": ("",),
-        "test_every_mask_matches_the_oracle": ("window]",),
-        "test_float32_stays_float32_when_x64_is_on": ("",),
-        "test_masked_keys_and_values_have_no_influence": ("padding",),
-        "test_scale_softcap_and_sinks_match_the_oracle": ("",),
-        "test_slopes_of_many_heads_are_each_their_own": ("",),
-    }
 
     implementation = "pallas"
     target = Target("tpu", True)
     may_refuse = True
     queries, span = 139, 251
-    every_time = frozenset(
-        {
-            "test_any_length_matches_the_oracle[129x2]",
-            "test_every_mask_matches_the_oracle[window]",
-            "test_every_mask_matches_the_oracle[composition]",
-            "test_slopes_of_many_heads_are_each_their_own",
-            "test_scale_softcap_and_sinks_match_the_oracle[2.0]",
-            "test_fully_masked_rows_stay_zero_with_every_option_on",
-            "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
-            "test_float32_stays_float32_when_x64_is_on",
-        }
-    )

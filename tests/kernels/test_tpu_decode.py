@@ -81,7 +81,8 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("bias", "slopes", "sixty-four", "no mask", "causal, one", "lengths")
+@pytest.mark.slow
+@pytest.mark.long_except("cap, sinks and a bias of each head and query")
 @pytest.mark.parametrize(("case", "lengths"), CASES.values(), ids=CASES)
 def test_decode_matches_the_dense_oracle(case, lengths):
     operands = draw_few(case, lengths=lengths)
@@ -96,7 +97,7 @@ def test_decode_matches_the_dense_oracle(case, lengths):
     assert got["out"].dtype == operands.query.dtype
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("heads", [16, 6], ids=["slots first", "heads first"])
 def test_tiles_of_some_of_the_key_heads_match_the_oracle(heads, monkeypatch):
     case = Case(B=2, T=2, S=S, N=2 * heads, K=heads, H=32, Hv=32, bias=(1, 2 * heads, 1, S))
@@ -109,6 +110,7 @@ def test_tiles_of_some_of_the_key_heads_match_the_oracle(heads, monkeypatch):
         assert_near(x, expected[name], NEAR if name == "out" else EXACT, name)
 
 
+@pytest.mark.slow
 def test_rows_that_see_nothing_are_zero():
     case = Case(B=2, T=2, S=S, N=4, K=2, visible=within_length, sinks=True)
     got = run(case, draw_few(case, lengths=[0, 5]))
@@ -117,6 +119,7 @@ def test_rows_that_see_nothing_are_zero():
     assert np.isfinite(got["row_max"])[1].all()
 
 
+@pytest.mark.slow
 def test_products_that_overflow_where_nothing_is_spoilt_count_as_before():
     case = Case(T=1, S=200, N=2, K=1, softcap=3.0, visible=causal)
     operands = draw_few(case)
@@ -128,6 +131,7 @@ def test_products_that_overflow_where_nothing_is_spoilt_count_as_before():
     assert_near(got["out"][0, 0], (weight / weight.sum() @ value)[None].repeat(2, 0), NEAR, "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [2, 3], ids=["slots first", "heads first"])
 def test_tiles_that_no_list_names_are_not_read(heads):
     """No mask hides the NaN that stands in all other keys and values."""
@@ -153,7 +157,8 @@ def test_tiles_that_no_list_names_are_not_read(heads):
 # int8
 
 
-@pytest.mark.slow_cases("slots")
+@pytest.mark.slow
+@pytest.mark.long_except("heads first")
 @pytest.mark.parametrize("heads", [4, 3], ids=["slots first", "heads first"])
 def test_int8_matches_the_oracle_of_what_is_dequantised(heads):
     """Keys, values and scales end within a tile, after which the interpreter reads NaN."""
@@ -181,6 +186,7 @@ KEYS = "key", "value", "k_scale", "v_scale"
 arrays_of = functools.partial(few_queries.arrays_of, 32)
 
 
+@pytest.mark.slow_except("17-options2-forward")
 @pytest.mark.parametrize(("T", "options", "kernel"), few_queries.KERNELS)
 def test_few_queries_without_dropout_take_the_decode_kernel(T, options, kernel):
     attend, inputs = program(arrays_of(T), mask=Causal(), **options)
@@ -198,6 +204,7 @@ def test_a_gradient_takes_the_forward_kernel():
     assert "attention_forward" in text and "attention_decode" not in text
 
 
+@pytest.mark.slow
 def test_each_head_has_its_own_mask_and_tiles():
     arrays = arrays_of(3, keys=300)
     halves = np.arange(300) // 128 == np.arange(8)[None, :, None, None] % 2
@@ -221,6 +228,8 @@ def test_under_vmap_the_mapped_axis_joins_the_batch():
     assert "attention_decode" in text
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("5")
 @pytest.mark.parametrize("sinks", [0, 5])
 def test_a_token_reads_a_ring_in_any_order_of_positions(sinks):
     with using(dataclasses.replace(WHERE, blocks=(("decode", TILES),))):
@@ -244,6 +253,7 @@ def copies(lengths, capacity, k=512):
     return [a for a, b in zip(places, [None, *places], strict=False) if a != b], len(steps)
 
 
+@pytest.mark.slow
 def test_tiles_to_copy_are_as_many_at_any_capacity():
     lengths = [1, 512, 2800, 0]
     found = [copies(lengths, capacity) for capacity in (4096, 32768, 4000)]
@@ -253,12 +263,14 @@ def test_tiles_to_copy_are_as_many_at_any_capacity():
     assert tiles[2:8] == [(2, j, 0, 0) for j in (0, 1, 2, 3, 4, 5)]
 
 
+@pytest.mark.slow
 def test_bytes_to_copy_are_those_of_the_filled_cache():
     lengths = np.random.default_rng(3).integers(6000, 30000, 8)
     tiles, _ = copies(lengths, 32768)
     assert lengths.sum() <= 512 * len(tiles) <= 1.1 * lengths.sum()
 
 
+@pytest.mark.slow
 def test_the_grid_has_a_step_for_each_listed_tile(monkeypatch):
     grids, pallas_call = [], kernel.pl.pallas_call
 
@@ -274,6 +286,7 @@ def test_the_grid_has_a_step_for_each_listed_tile(monkeypatch):
     assert [tuple(map(int, grid)) for grid in grids] == [(1, 3 + 1 + 2)]
 
 
+@pytest.mark.slow_except("int8-")
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 def test_it_lowers_for_a_tpu(dtype, x64):
@@ -320,8 +333,9 @@ def compiled_step(topology, K, capacity, dtype=jnp.bfloat16, window=None, B=8, H
         return jax.jit(step, donate_argnums=0).lower(cache, query, new).compile()
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("v5e:2x2-1-32768-bfloat16-None")
 @pytest.mark.usefixtures("usual_compilation")
-@pytest.mark.slow_cases("v5p", "v6e", "tpu7x", "v5e:2x2-2", "v5e:2x2-4", "v5e:2x2-8", "v5e:2x2-12")
 @pytest.mark.parametrize(
     ("topology", "K", "capacity", "dtype", "window"),
     [

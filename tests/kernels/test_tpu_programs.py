@@ -10,6 +10,7 @@ from transformer_jax.kernels import Target, using
 from transformer_jax.kernels.contract import Blocks
 
 
+@pytest.mark.slow_except("two-")
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("S", [1024, 32768], ids=["one backward kernel", "two"])
 def test_output_and_gradients_lower_for_a_tpu(S, x64):
@@ -25,7 +26,8 @@ def test_output_and_gradients_lower_for_a_tpu(S, x64):
     assert all(name in text for name in ("attention_forward", *backward))
 
 
-@pytest.mark.slow_cases("dq")
+@pytest.mark.slow
+@pytest.mark.long_except("single_pass_rows")
 @pytest.mark.parametrize("kind", ["single_pass_rows", "dq"])
 def test_a_backward_tile_may_have_hidden_keys_that_no_forward_tile_had(kind, monkeypatch):
     if kind == "dq":

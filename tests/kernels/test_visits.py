@@ -34,6 +34,7 @@ def expected(classes: np.ndarray, group: int) -> list[list[tuple[int, int, int, 
     return found
 
 
+@pytest.mark.slow_except("1-1-3-compare")
 @pytest.mark.parametrize("search", ["compare", "halve", "known"])
 @pytest.mark.parametrize("B, N, group", [(1, 1, 3), (2, 1, 1), (1, 3, 1), (2, 6, 3)])
 def test_every_listed_tile_is_visited_once_and_in_order(B, N, group, search, monkeypatch):
@@ -55,6 +56,7 @@ def test_every_listed_tile_is_visited_once_and_in_order(B, N, group, search, mon
         assert {*listed[len(tiles) :]} <= {(*tiles[-1][:3], 0)}
 
 
+@pytest.mark.slow
 def test_a_causal_mask_takes_as_many_steps_as_it_has_tiles():
     at = jnp.arange(8192)[None]
     blocks = tpu.blocks("forward", 128, 128, 2)
@@ -65,6 +67,7 @@ def test_a_causal_mask_takes_as_many_steps_as_it_has_tiles():
         assert int(visits.flatten(lists).longest) == 72
 
 
+@pytest.mark.slow
 def test_visits_of_a_mask_without_arrays_are_known_before_the_program():
     shape = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.float32)
 

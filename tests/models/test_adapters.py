@@ -49,7 +49,8 @@ def logits(config, params, tokens=TOKENS, **given):
     return build(config).apply({"params": params}, tokens, **given)[0]
 
 
-@pytest.mark.slow_cases("decoder", "encoder-decoder-True")
+@pytest.mark.slow
+@pytest.mark.long_except("encoder-decoder-False")
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
 def test_two_products_are_the_product_with_the_sum(kind, scan):
@@ -62,6 +63,7 @@ def test_two_products_are_the_product_with_the_sum(kind, scan):
     assert_near(found, wanted, 2e-5)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_sum_and_nothing_else_has_any():
     config = MODELS["decoder"]
     params = init_params(config, jax.random.key(0))
@@ -90,6 +92,7 @@ def _products(jaxpr):
                 yield from _products(inner)
 
 
+@pytest.mark.slow
 def test_dropout_is_on_what_a_reads_alone():
     rng = np.random.default_rng(3)
     x = jnp.array(rng.normal(size=(2, 400, 6)), jnp.float32)
@@ -116,6 +119,7 @@ def test_dropout_is_on_what_a_reads_alone():
     assert float(jnp.abs(on - other).max()) > 0.1  # another module draws other bits
 
 
+@pytest.mark.slow
 def test_a_scanned_stack_draws_the_bits_of_a_looped_one():
     lora = dataclasses.replace(LORA, dropout=0.5)
     config = MODELS["decoder"]
@@ -131,6 +135,7 @@ def test_a_scanned_stack_draws_the_bits_of_a_looped_one():
     assert float(jnp.abs(looped - logits(config, with_adapters(params, adapters, lora))).max()) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_each_row_of_a_batch_uses_its_own_adapter(scan):
     config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
@@ -144,6 +149,7 @@ def test_each_row_of_a_batch_uses_its_own_adapter(scan):
     assert_near(found[2], alone[0][2], 1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_of_rows_write_what_each_writes_alone():
     config = MODELS["decoder"]
     params = init_params(config, jax.random.key(0))
@@ -160,6 +166,7 @@ def test_adapters_of_rows_write_what_each_writes_alone():
         np.testing.assert_array_equal(both[i], one[0])
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said():
     config = MODELS["decoder"]
     params = init_params(config, jax.random.key(0))

@@ -40,7 +40,7 @@ def one_program(config, key):
     return jax.jit(factory._init, static_argnums=0)(config, key)
 
 
-@pytest.mark.slow_cases("decoder", "encoder-decoder", "gru", "lstm", "scanned", "window")
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_those_of_one_program_bit_for_bit(name, key, monkeypatch):
     monkeypatch.setattr(drawing, "CHUNK", 1000)  # no shape here is a multiple of it
@@ -50,6 +50,7 @@ def test_parameters_are_those_of_one_program_bit_for_bit(name, key, monkeypatch)
     assert_same_bits(found, one_program(CONFIGS[name], key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("std", [0.02, 0.7, 1.0, 3e-5])
 def test_normal_numbers_are_those_of_jax(std, key):
     shape = 3, 41, 701
@@ -82,6 +83,8 @@ def test_more_layers_and_other_widths_compile_nothing_more(key):
     assert len(jax.tree.leaves(params)) == 3 * 16 + 4 and not compiled
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("rbg")
 @pytest.mark.parametrize("impl", ["rbg", "threefry2x32"])
 def test_other_keys_draw_what_one_program_draws(impl):
     """Check a key of another generator, and one whose device was chosen."""
@@ -98,6 +101,7 @@ def test_other_keys_draw_what_one_program_draws(impl):
     assert all(x.committed for x in found) and not np.array_equal(*found)
 
 
+@pytest.mark.slow
 def test_a_traced_key_gives_the_same_parameters(key):
     traced = jax.jit(partial(init_params, ONE_LAYER))(key)
     assert_same_bits(init_params(ONE_LAYER, key), traced)

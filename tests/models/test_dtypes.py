@@ -54,6 +54,7 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_loading_and_converting_name_the_tensor(folder, tmp_path, capsys):
     message = f"{TENSOR} has a weight of size 1e\\+05: float16 holds at most 65504"
     for given in ("float16", jnp.float16):
@@ -66,6 +67,7 @@ def test_loading_and_converting_name_the_tensor(folder, tmp_path, capsys):
     assert load_pretrained(folder, dtype="bfloat16")[0].dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_a_weight_that_only_the_products_would_lose_is_refused(tmp_path):
     """The embeddings say which dtype the model computes in; a norm computes in float32 anyway."""
     params = cast_floats(with_weight(1.0), jnp.float16)
@@ -120,6 +122,7 @@ CONVERSIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("a frozen base", "numpy", "the state of a run")
 @pytest.mark.parametrize("case", CONVERSIONS)
 def test_a_conversion_names_the_parameter(case):
     convert_it, dtype = CONVERSIONS[case]
@@ -127,6 +130,7 @@ def test_a_conversion_names_the_parameter(case):
         convert_it()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_a_weight_that_its_scale_would_lose_is_refused(kind):
     largest = float(np.finfo(np.float32).max)
@@ -155,6 +159,7 @@ def test_what_is_infinite_or_nan_already_stays_and_what_fits_is_rounded(dtype):
     np.testing.assert_array_equal(got, want.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_json_of_measurements_has_no_nan_and_its_readers_take_null(tmp_path, capsys, monkeypatch):
     nan = {"loss": math.nan, "parts": [math.inf, 1.5, (-math.inf,)], "step": 3, "name": "NaN"}
     assert json.loads(json_text(nan), parse_constant=pytest.fail) == {

@@ -71,7 +71,8 @@ def full_pass(name: str, row: int, tokens: np.ndarray) -> np.ndarray:  # f32[T, 
     return np.asarray(apply(*config_and_params(name), padded, **more)[0, : len(tokens)])
 
 
-@pytest.mark.slow_cases("decoder", "encoder-decoder", "ngram", "window")
+@pytest.mark.slow
+@pytest.mark.long_except("rnn")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_from_the_first_state_are_the_best_of_the_full_pass(name):
     """Check with padding of the source in several places, which must be invisible."""
@@ -88,6 +89,7 @@ def test_greedy_tokens_from_the_first_state_are_the_best_of_the_full_pass(name):
         assert_near(out.log_probs[row], log_p.max(axis=-1), 10 * FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_beam_search_with_one_beam_is_greedy_search():
     """Search with a translator whose next state is the combined one."""
     config, params = config_and_params("translator")
@@ -130,6 +132,7 @@ def test_arguments_that_do_not_fit_the_model_are_refused():
             init_decode_state(config, {}, -1, CAPACITY)
 
 
+@pytest.mark.slow
 def test_equal_steps_share_their_programs():
     one, two = (make_step(build(dataclasses.replace(CONFIGS["window"]))) for _ in range(2))
     assert one == two and hash(one) == hash(two)

@@ -81,6 +81,7 @@ def tokens_of(config: ModelConfig, positions: np.ndarray) -> np.ndarray:
     return positions >= 0
 
 
+@pytest.mark.slow_except("vectors-none")
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_equal_the_oracle(case, rng):
     change, positions = CASES[case]
@@ -97,6 +98,7 @@ def test_hidden_states_equal_the_oracle(case, rng):
         assert_near(got[b][real], states, MODEL_F32, f"row {b}")
 
 
+@pytest.mark.slow_except("patches-learned")
 @pytest.mark.parametrize("case", ["patches-learned", "frames-sinusoidal"])
 def test_class_logits_equal_the_oracle(case, rng):
     """Compare what the head reads: the class token's state, or that of the first real frame."""
@@ -153,6 +155,8 @@ def test_an_encoder_of_inputs_has_no_table_of_tokens():
 # Frames
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("one")
 @pytest.mark.parametrize("inputs", [FRAMES, WIDE], ids=["two", "one"])
 def test_as_many_outputs_are_valid_as_frames_alone_would_give(inputs):
     for frames in range(1, LENGTH + 1):
@@ -168,6 +172,7 @@ def test_as_many_outputs_are_valid_as_frames_alone_would_give(inputs):
             assert inputs.num_tokens(frames) == count
 
 
+@pytest.mark.slow
 def test_padded_frames_are_as_if_alone(rng):
     """Compare states and gradients of a row alone and between 0 to 4 padding frames.
 
@@ -203,6 +208,7 @@ def test_padded_frames_are_as_if_alone(rng):
     chex.assert_trees_all_equal(slopes_again, slopes, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["vectors-learned", "patches-learned"])
 def test_what_padding_holds_reaches_no_gradient(case, rng):
     change, positions = CASES[case]
@@ -235,6 +241,8 @@ BOTH: dict[str, tuple[dict[str, Any], np.ndarray | None]] = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("patches")
 @pytest.mark.parametrize("case", BOTH)
 def test_texts_of_a_source_of_inputs_equal_the_oracle(case, rng):
     """Compare logits of one pass, through a cache, of greedy search and of beam search."""
@@ -262,6 +270,7 @@ def test_texts_of_a_source_of_inputs_equal_the_oracle(case, rng):
     np.testing.assert_array_equal(want.argmax(-1), written)
 
 
+@pytest.mark.slow
 def test_a_scanned_and_recomputed_encoder_of_patches_is_the_looped_one(rng):
     config, x, params = prepared(dict(inputs=PATCHES, num_layers=2), rng)
     scanned = dataclasses.replace(config, scan_layers=True, remat="full")
@@ -294,6 +303,7 @@ def test_inputs_of_another_shape_or_dtype_are_refused(inputs, x, said):
         build(config).apply({"params": {}}, x, method="encode")
 
 
+@pytest.mark.slow
 def test_contradicting_arguments_are_refused(rng):
     config, x, params = prepared(dict(inputs=PATCHES), rng)
     apply = partial(build(config).apply, {"params": params}, x)

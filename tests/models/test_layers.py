@@ -59,6 +59,7 @@ def test_layer_norm_survives_a_large_mean(rng):
     assert_near(layer_norm(jnp.asarray(x), None, None, 1e-5), want, 1e-4)
 
 
+@pytest.mark.slow_except("float16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_norms_of_low_precision_round_once(rng, dtype):
     """Statistics are f32: the result is that of the same numbers in f32, rounded at the end."""
@@ -70,6 +71,7 @@ def test_norms_of_low_precision_round_once(rng, dtype):
         assert_same_bits(got, norm(x.astype(jnp.float32)).astype(dtype))
 
 
+@pytest.mark.slow
 def test_a_constant_vector_has_a_finite_norm_and_gradient():
     x = jnp.full((2, 7), 3.0)
     assert np.abs(layer_norm(x, None, None)).max() < 1e-3
@@ -77,6 +79,7 @@ def test_a_constant_vector_has_a_finite_norm_and_gradient():
         assert np.isfinite(np.asarray(jax.grad(lambda x, norm=norm: norm(x).sum())(x))).all()
 
 
+@pytest.mark.slow_except("silu")
 @pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "silu"])
 def test_activations_equal_their_closed_forms(name):
     """gelu by the error function itself, so that its tanh approximation does not pass for it."""
@@ -160,6 +163,7 @@ def test_lookup_takes_its_row_from_ids_of_any_width(rng, dtype, vocab):
     assert_same_bits(lookup(jnp.asarray(table), jnp.asarray(ids)), table[ids.astype(np.int64)])
 
 
+@pytest.mark.slow_except("-1")
 @pytest.mark.parametrize("wrong", [-1, -7, 31, 2**31 - 1, -(2**31)])
 def test_an_id_outside_the_table_gives_nan_and_never_another_row(rng, wrong):
     table = jnp.asarray(rng.standard_normal((31, 3)), jnp.float32)
@@ -172,6 +176,7 @@ def test_an_id_outside_the_table_gives_nan_and_never_another_row(rng, wrong):
     assert_same_bits(slope, np.zeros((31, 3), np.float32))
 
 
+@pytest.mark.slow_except("256", "300")
 @pytest.mark.parametrize("vocab", [200, 256, 300])
 def test_a_negative_id_of_eight_bits_gives_nan_too(rng, vocab):
     """300 does not fit an int8: wrapped to 44 it would name a row."""
@@ -216,7 +221,8 @@ def test_a_number_is_no_key():
         build(SMALL).apply({"params": {}}, jnp.zeros((1, 2), jnp.int32), key=0)
 
 
-@pytest.mark.slow_cases("shaw")
+@pytest.mark.slow
+@pytest.mark.long_except("learned")
 @pytest.mark.parametrize("positions", ["learned", "shaw"])
 def test_a_traced_token_outside_the_vocabulary_makes_its_row_alone_nan(key, positions):
     """From its place on; what stands before it, and the other rows, are untouched bit for bit."""
@@ -235,6 +241,7 @@ def test_a_traced_token_outside_the_vocabulary_makes_its_row_alone_nan(key, posi
         assert_same_bits(got[1, :2], clean[1, :2])
 
 
+@pytest.mark.slow_except("17")
 @pytest.mark.parametrize("rows", [1, 3, 17])
 def test_logits_of_few_and_many_rows_and_their_gradients(rng, key, rows):
     embed = Embed(dataclasses.replace(SMALL, positions="none", logit_softcap=None))
@@ -268,6 +275,7 @@ def test_embeddings_are_dropped_where_a_key_is_given(key):
     np.testing.assert_allclose(drawn[kept], whole[kept] / 0.7, rtol=1e-6)
 
 
+@pytest.mark.slow_except("3")
 @pytest.mark.parametrize("rows", [3, 37])
 def test_a_projection_from_wide_to_narrow_and_its_gradients(rng, rows):
     x, w, g = (rng.standard_normal(s).astype(np.float32) for s in ((rows, 23), (23, 5), (rows, 5)))
@@ -295,6 +303,7 @@ def test_a_projection_of_one_row_and_its_gradients(rng):
         assert_near(got, want, FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):
     config = dataclasses.replace(SMALL, dropout=0.25)
     block = Block(config, number=0)
@@ -314,6 +323,7 @@ def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):
     assert 0.65 < (drawn > 0).mean() < 0.85
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("glu", [False, True])
 def test_feed_forward_equals_its_formula(rng, key, glu):
     config = dataclasses.replace(SMALL, glu=glu, activation="silu")
@@ -331,6 +341,7 @@ def test_feed_forward_equals_its_formula(rng, key, glu):
     assert_near(layer.apply({"params": params}, x), want, 2 * FORWARD_F32)
 
 
+@pytest.mark.slow_except("sandwich")
 @pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
 def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
     """By formula from the block's own attention and feed-forward: x + f(n(x)), n(x + f(x)), ..."""
@@ -374,6 +385,7 @@ def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
     assert_near(got, want, FORWARD_F32)
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("offset", [False, True])
 def test_queries_and_keys_are_normalised_with_the_configs_eps(rng, key, offset):
     """Queries, keys and cached keys equal the formula, at an eps as large as their squares."""
@@ -400,6 +412,7 @@ def test_queries_and_keys_are_normalised_with_the_configs_eps(rng, key, offset):
     )
 
 
+@pytest.mark.slow
 def test_parameters_are_held_to_their_shape_and_their_initialisers_left_alone(monkeypatch):
     """By name, as flax does; but it would trace the initialiser of each."""
     model, tokens = build(SMALL), jnp.zeros((1, 3), jnp.int32)

@@ -81,6 +81,7 @@ def kernel(params, path):
     return params["kernel"]
 
 
+@pytest.mark.slow
 def test_fresh_adapters_change_no_bit(params):
     adapters = init_lora(params, ALL, jax.random.key(1))
     adapted = apply_lora(params, adapters, ALL)
@@ -99,6 +100,7 @@ def test_fresh_adapters_change_no_bit(params):
     assert len({x["a"].tobytes() for x in map(jax.device_get, looped.values())}) == 14
 
 
+@pytest.mark.slow
 def test_a_scanned_stack_draws_and_computes_what_a_looped_one_does(params):
     stacked = stack_layers(params)
     jax.tree.map(
@@ -117,6 +119,7 @@ def test_a_scanned_stack_draws_and_computes_what_a_looped_one_does(params):
     jax.tree.map(assert_same_bits, adapted, stack_layers(apply_lora(params, adapters, ALL)))
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_kernel_is_w_plus_scale_a_b(params, rslora):
     config = dataclasses.replace(ALL, rslora=rslora)
@@ -131,7 +134,7 @@ def test_a_kernel_is_w_plus_scale_a_b(params, rslora):
     assert untouched is params["decoder"]["block_0"]["attention"]["query"]["bias"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_gradient_is_the_chain_rules(params):
     """With G the gradient of the adapted kernel: dA = s G B^T, dB = s A^T G."""
     decoder = {name: params["decoder"][name] for name in ("block_0", "norm")}
@@ -152,7 +155,8 @@ def test_the_gradient_is_the_chain_rules(params):
         assert_near(gradient["b"], a.T @ g, 1e-5, f"{path} b")
 
 
-@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.long), True])
 def test_training_moves_adapters_and_no_bit_of_the_parameters(params, scan):
     config = dataclasses.replace(MODEL, scan_layers=scan)
     lora = LoraConfig(rank=2, alpha=8.0, targets=("query", "up"), layers=(1,))
@@ -176,6 +180,7 @@ def test_training_moves_adapters_and_no_bit_of_the_parameters(params, scan):
     assert still == ({path.replace("block_1", "block_0") for path in moved} if scan else set())
 
 
+@pytest.mark.slow
 def test_merged_parameters_have_the_dtypes_they_had_and_one_rounding(params):
     adapters = trained(params)
     jax.tree.map(
@@ -311,6 +316,7 @@ def test_files_have_the_layout_of_peft(params, tmp_path):
     assert_same_bits(tensors[f"{Q}.lora_B.weight"], np.asarray(query["b"]).T)
 
 
+@pytest.mark.slow_except("two")
 @pytest.mark.parametrize(
     "config",
     [
@@ -343,6 +349,7 @@ def test_what_is_saved_is_loaded_bit_for_bit_looped_or_scanned(params, tmp_path,
         assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_fused_weight_has_one_a_or_stacks_those_that_differ(params, tmp_path, rslora):
     config = LoraConfig(rank=2, alpha=3.0, targets=("query", "value", "out"), rslora=rslora)
@@ -501,6 +508,7 @@ def test_a_damaged_config_is_refused(saved, params, text):
     assert str(error.value).startswith(f"{file}: ") and len(str(error.value)) < 400
 
 
+@pytest.mark.slow
 def test_damaged_tensors_are_refused_by_name(saved, params):
     file = saved / "adapter_model.safetensors"
     whole, tensors = file.read_bytes(), safetensors.load_file(file)
@@ -535,6 +543,7 @@ def test_damaged_tensors_are_refused_by_name(saved, params):
     refused("adapter_model.bin is a pickle")
 
 
+@pytest.mark.slow
 def test_matrices_are_all_kernels_and_only_these(params):
     assert matrices(params) == {
         f"decoder/block_{i}/{path}": shape for i in range(2) for path, shape in SHAPES.items()

@@ -94,6 +94,7 @@ def oracle_log_probs(order: int, row) -> np.ndarray:
     return np.log(rows)
 
 
+@pytest.mark.slow_except("3")
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 def test_probabilities_are_those_of_the_formula_after_every_context(order):
     """Check also contexts that were never counted, and the beginning of a document."""
@@ -117,6 +118,7 @@ def test_what_is_discounted_goes_to_the_shorter_context():
         assert_near(params[f"backoff_{k - 1}"][node], want, FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_a_token_that_was_never_counted_has_a_probability():
     model, params = model_and_params()
     assert all(4 not in document for document in CORPUS)
@@ -124,6 +126,7 @@ def test_a_token_that_was_never_counted_has_a_probability():
     assert np.isfinite(logits[:, :, 4]).all() and (logits[:, :, 4] < logits[:, :, 1]).all()
 
 
+@pytest.mark.slow_except("7")
 @pytest.mark.parametrize("vocab_size", [7, 8, 256])
 def test_every_word_is_found_where_all_are_in_use(vocab_size):
     """As many words as a power of two, one fewer, and with the sign for the beginning one more."""
@@ -150,6 +153,7 @@ def test_documents_are_counted_apart():
     np.testing.assert_array_equal(params["words_2"], [1, 2, 0, 0, 3])
 
 
+@pytest.mark.slow
 def test_packed_documents_and_padding_are_no_context():
     model, params = model_and_params()
     tokens = draw_tokens()
@@ -167,6 +171,7 @@ def test_packed_documents_and_padding_are_no_context():
     np.testing.assert_array_equal(state.tokens[2], tokens[2, [8, 9]])
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_the_best_of_the_full_pass():
     """Compare each token with the formula's best after all before it, from ragged prompts."""
     model, params = model_and_params()
@@ -184,6 +189,7 @@ def test_greedy_tokens_are_the_best_of_the_full_pass():
         assert_near(out.log_probs[row], log_p.max(axis=-1), 3 * FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_the_best_beam_is_the_most_probable_text():
     """Search with as many beams as there are texts of a token fewer, so that nothing is missed."""
     model, params = model_and_params()
@@ -214,6 +220,7 @@ def test_parameters_have_the_shapes_of_the_config():
     assert config.nodes[0] == 5  # four kinds of tokens that occur, and the beginning
 
 
+@pytest.mark.slow
 def test_large_vocabularies_do_not_overflow():
     """Count where the ids of n-grams times the size of the vocabulary pass 2**31."""
     config = NgramConfig(vocab_size=2**17, order=3)
@@ -241,6 +248,7 @@ def test_a_config_that_cannot_be_is_refused(arguments, said):
         NgramConfig(**arguments)
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_refused():
     config = NgramConfig(vocab_size=VOCAB, order=3)
     with pytest.raises(ConfigError, match="nodes is None: count first"):
@@ -259,6 +267,7 @@ def test_wrong_arguments_are_refused():
         model.apply({"params": params}, draw_tokens(), state=wide)
 
 
+@pytest.mark.slow
 def test_an_unknown_token_under_trace_makes_its_contexts_nan():
     model, params = model_and_params()
     tokens = draw_tokens()

@@ -114,6 +114,7 @@ def edits(names: list[str], strengths: jax.Array) -> dict:
     return {name: edit(name, strengths[i]) for i, name in enumerate(names)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_place_has_its_shape_and_changes_nothing_by_being_looked_at(kind):
     names = known(kind)
@@ -138,6 +139,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
+@pytest.mark.slow
 def test_states_and_weights_are_those_of_the_formulas():
     """Each from what is captured before it, in float64."""
     captured = {k: exact(v) for k, v in run("rnn", capture=("*", "layer_*/*"))[2].items()}
@@ -178,6 +180,7 @@ def test_states_and_weights_are_those_of_the_formulas():
     assert_near(captured["layer_0/hidden"], hidden, NEAR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in WITHOUT_STATE])
 def test_an_edit_under_a_state_is_the_edit_of_the_full_pass(kind):
     """Token after token, of every place by itself: programs for all, mapped over which it is."""
@@ -212,6 +215,7 @@ def test_an_edit_under_a_state_is_the_edit_of_the_full_pass(kind):
         assert unread or np.abs(y - plain).max() > 1e-4, f"{name} changes nothing"
 
 
+@pytest.mark.slow
 def test_a_tagger_is_edited_at_every_place():
     names, plain = list(known("tagger")), run("tagger")[0]
     found = jax.vmap(lambda s: run("tagger", edit=edits(names, s))[0])(jnp.eye(len(names)))
@@ -219,6 +223,7 @@ def test_a_tagger_is_edited_at_every_place():
         assert np.abs(logits - plain).max() > 1e-3, f"{name} changes nothing"
 
 
+@pytest.mark.slow
 def test_a_captured_state_has_a_gradient():
     """Its slope in what an edit adds, by differences; the second layer is not on its way."""
 
@@ -234,6 +239,7 @@ def test_a_captured_state_has_a_gradient():
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(slopes["cell_1"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lstm", "rnn, dot", "window", "ngram"])
 def test_generation_is_edited_and_captured_as_the_model_is(kind):
     """Each token is the likeliest after those before it, by the edited model in one pass."""
@@ -273,6 +279,7 @@ def test_what_is_no_place_is_refused_by_name():
         make_step(model, edit={"encoder/embedding": jnp.square})
 
 
+@pytest.mark.slow_except("rnn", "window")
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_where_nothing_is_asked_for_the_program_is_the_same(kind):
     model, params = made(kind)

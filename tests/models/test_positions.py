@@ -101,6 +101,7 @@ def inside_unit_circles(rng, *shape: int) -> np.ndarray:
     return rng.uniform(-1, 1, shape).astype(np.float32) / np.float32(math.sqrt(2))
 
 
+@pytest.mark.slow_except("bfloat16-interleaved")
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rotation_is_exact_at_every_position(rng, pairing, dtype):
@@ -115,6 +116,7 @@ def test_rotation_is_exact_at_every_position(rng, pairing, dtype):
         assert error <= 1e-6 + rounding, f"position {position}: {error}"
 
 
+@pytest.mark.slow_except("100000000", "2147483636")
 @pytest.mark.parametrize("shift", [4_000, 100_000, 10**8, 2**31 - 12])
 def test_scores_depend_only_on_the_distance(rng, shift):
     q, k = (inside_unit_circles(rng, 1, 11, 1, 64) for _ in range(2))
@@ -130,6 +132,7 @@ def test_scores_depend_only_on_the_distance(rng, shift):
     assert largest_error(moved, pos.apply_rope(jnp.asarray(q), jnp.arange(11), Rope())) > 0.1
 
 
+@pytest.mark.slow_except("dynamic", "ntk", "yarn", "yarn-unrounded")
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_rotation_matches_its_paper(rng, name):
     config = ROTATIONS[name]
@@ -188,6 +191,7 @@ def test_published_numbers_of_the_scalings():
     assert_same_bits(w(**dynamic, length=8192)[0], w(scaling="ntk", factor=4.0)[0])
 
 
+@pytest.mark.slow_except("1.7-*", "None-97")
 @pytest.mark.parametrize("length", [None, 97, 98])
 @pytest.mark.parametrize("given", [None, 1.7])
 def test_longrope_divides_each_pair_by_a_factor_of_its_own(rng, length, given):
@@ -305,6 +309,7 @@ def test_frequencies_of_released_checkpoints(name):
     assert factor == pytest.approx(magnitude, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_pairings_are_permutations_of_each_other(rng):
     x = inside_unit_circles(rng, B, T, N, H)
     order = np.arange(H).reshape(2, H // 2).T.ravel()  # half 0, H/2, 1, ... in interleaved places
@@ -314,6 +319,7 @@ def test_pairings_are_permutations_of_each_other(rng):
     assert_near(paired, half[..., order], FORWARD_F32)
 
 
+@pytest.mark.slow_except("dynamic", "ntk", "yarn", "yarn-unrounded")
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_rotating_a_slice_equals_the_slice_of_the_rotated(rng, name):
     x = jnp.asarray(inside_unit_circles(rng, B, 11, N, H))
@@ -323,6 +329,7 @@ def test_rotating_a_slice_equals_the_slice_of_the_rotated(rng, name):
     assert_near(alone, full[:, 5:9], FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_negative_positions_turn_backwards(rng):
     x = inside_unit_circles(rng, B, T, N, H)
     positions = jnp.asarray([-1, 0, 7, 31, 101])
@@ -331,6 +338,7 @@ def test_negative_positions_turn_backwards(rng):
     assert_near(pos.apply_rope(there, -positions, Rope()), x, FORWARD_F32)
 
 
+@pytest.mark.slow_except("interleaved")
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_dimensions_after_the_rotated_pass_through(rng, pairing):
     x = jnp.asarray(inside_unit_circles(rng, B, T, N, H))
@@ -392,6 +400,7 @@ def test_sinusoids_in_halves_match_the_formula():
         assert largest_error(actual[row], expected) <= 1e-6
 
 
+@pytest.mark.slow_except("2")
 @pytest.mark.parametrize("offset", [0, 2])
 def test_learned_positions_are_rows_and_padding_is_zero(rng, offset):
     table = rng.normal(size=(offset + 7, 3)).astype(np.float32)
@@ -450,6 +459,7 @@ def test_slopes_are_those_of_the_paper():
         biases.alibi_slopes(0)
 
 
+@pytest.mark.slow_except("rows", "rows of keys")
 @pytest.mark.parametrize("name", PLACES)
 def test_alibi_is_minus_slope_times_distance(name):
     slopes = biases.alibi_slopes(N)
@@ -461,6 +471,7 @@ def test_alibi_is_minus_slope_times_distance(name):
     assert_near(actual, expected, FORWARD_F32)
 
 
+@pytest.mark.slow_except("uint32")
 @pytest.mark.parametrize("dtype", ["uint8", "uint32"])
 def test_distances_of_any_integer_dtype_are_the_same(dtype):
     q, k = np.array([0, 3, 127]), np.array([127, 100, 2, 0])
@@ -509,6 +520,7 @@ def test_impossible_buckets_are_refused(settings):
         )
 
 
+@pytest.mark.slow_except("False-rows", "False-rows of keys")
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_relative_bias_looks_up_its_bucket(rng, name, bidirectional):
@@ -552,6 +564,7 @@ def test_biases_cross_jit_as_their_arrays():
 CLIP = 2
 
 
+@pytest.mark.slow_except("shared")
 @pytest.mark.parametrize("name", PLACES)
 def test_shaw_matches_loops_with_gradients(rng, name):
     q_positions, k_positions = (jnp.asarray(x, jnp.int32) for x in PLACES[name])
@@ -586,6 +599,7 @@ def test_shaw_matches_loops_with_gradients(rng, name):
             assert_near(got, want, GRADIENT_F32)
 
 
+@pytest.mark.slow
 def test_shaw_keeps_float32_scores_and_the_dtype_of_weights():
     q, k = jnp.arange(T), jnp.arange(S)
     table = jnp.ones((2 * CLIP + 1, H), jnp.bfloat16)
@@ -596,6 +610,7 @@ def test_shaw_keeps_float32_scores_and_the_dtype_of_weights():
         pos.shaw_values(weights, table[:4], q, k)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_compilation")
 def test_shaw_never_holds_a_vector_for_each_pair():
     length, width = 211, 64

@@ -51,6 +51,7 @@ def logits(config, params, **given):
     return build(config).apply({"params": params}, TOKENS, **given)[0]
 
 
+@pytest.mark.slow_except("int4-7-32")
 @pytest.mark.parametrize(("kind", "levels", "group"), [("int8", 127, 96), ("int4", 7, 32)])
 def test_a_weight_is_off_by_half_a_step_at_most(rng, kind, levels, group):
     kernel = rng.normal(size=(96, 5)).astype(np.float32) * rng.lognormal(size=(1, 5))
@@ -69,6 +70,7 @@ def test_a_weight_is_off_by_half_a_step_at_most(rng, kind, levels, group):
     assert size == {"int8": 96 * 5 + 4 * 5, "int4": 96 * 5 // 2 + 3 * 4 * 5}[kind]
 
 
+@pytest.mark.slow_except("int8-0.01")
 @pytest.mark.parametrize(("kind", "share"), [("int8", 0.01), ("int4", 0.12)])
 def test_a_product_of_normal_weights_is_off_by_a_share_of_itself(rng, kind, share):
     kernel = rng.normal(size=(256, 64))
@@ -79,17 +81,18 @@ def test_a_product_of_normal_weights_is_off_by_a_share_of_itself(rng, kind, shar
     assert share / 2 < error < share
 
 
-@pytest.mark.slow_cases("decoder-False-int4")
+@pytest.mark.slow
+@pytest.mark.long_except("encoder-False-int8")
 @pytest.mark.parametrize(
     ("model", "scan", "kind"),
     [
         ("decoder", False, "int4"),
         ("decoder", True, "int8"),
-        pytest.param("encoder-decoder", True, "int4", marks=pytest.mark.slow),
+        pytest.param("encoder-decoder", True, "int4", marks=pytest.mark.long),
         ("encoder", False, "int8"),
-        pytest.param("decoder", True, "int4", marks=pytest.mark.slow),
-        pytest.param("encoder-decoder", False, "int8", marks=pytest.mark.slow),
-        pytest.param("encoder", True, "int4", marks=pytest.mark.slow),
+        pytest.param("decoder", True, "int4", marks=pytest.mark.long),
+        pytest.param("encoder-decoder", False, "int8", marks=pytest.mark.long),
+        pytest.param("encoder", True, "int4", marks=pytest.mark.long),
     ],
 )
 def test_a_model_computes_what_its_numbers_say(model, scan, kind):
@@ -108,6 +111,8 @@ def test_a_model_computes_what_its_numbers_say(model, scan, kind):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("untied-2")
 @pytest.mark.parametrize(("model", "tables"), [("decoder", 1), ("untied", 2)])
 def test_embeddings_in_8_bits_are_looked_up_and_multiplied_as_their_numbers(model, tables):
     config = MODELS["decoder"]
@@ -128,6 +133,7 @@ def test_embeddings_in_8_bits_are_looked_up_and_multiplied_as_their_numbers(mode
     assert np.isnan(beyond[:, 1]).all() and np.isfinite(beyond[:, 0]).all()
 
 
+@pytest.mark.slow_except("few rows")
 @pytest.mark.parametrize("rows", [1, 67], ids=["few rows", "many rows"])
 def test_logits_of_a_table_in_8_bits_have_their_bias(rng, rows):
     """Where the compiled kernel multiplies, and where it does not."""
@@ -140,6 +146,7 @@ def test_logits_of_a_table_in_8_bits_have_their_bias(rng, rows):
     assert_near(table_logits(jnp.asarray(x), held, None), x @ exact.T, 1e-5)
 
 
+@pytest.mark.slow
 def test_stacked_and_unstacked_kernels_are_the_same():
     config = MODELS["decoder"]
     looped = quantize(init_params(config, jax.random.key(0)), "int4")
@@ -149,6 +156,8 @@ def test_stacked_and_unstacked_kernels_are_the_same():
     assert_near(logits(scanned, stack_layers(looped)), logits(config, looped), 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("True")
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_quantised_model_writes_what_its_numbers_write(scan):
     config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
@@ -162,7 +171,7 @@ def test_a_quantised_model_writes_what_its_numbers_write(scan):
     np.testing.assert_array_equal(written(params), written(plain(params)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("scan", [False, True])
 def test_adapters_beside_quantised_kernels_have_the_gradients_of_the_sum(scan):
     config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
@@ -181,7 +190,7 @@ def test_adapters_beside_quantised_kernels_have_the_gradients_of_the_sum(scan):
     jax.tree.map(lambda x, y: assert_near(x, y, 1e-4), found, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_backward_pass_holds_no_kernel_but_the_one_it_uses(remat):
     """In a scanned stack; in a looped one XLA's CPU backend joins the second making with the first.
@@ -215,6 +224,7 @@ def test_a_backward_pass_holds_no_kernel_but_the_one_it_uses(remat):
     assert working(4, "int8") < 2.5 * kernels
 
 
+@pytest.mark.slow
 def test_what_cannot_be_quantised_is_one_line():
     def one(kernel):
         return {"block_0": {"up": {"kernel": kernel}}}

@@ -53,6 +53,8 @@ def stacked(config, params):
     return stack_layers(params) if config.scan_layers else params
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("scan", "scan, remat", "scan, remat of attention")
 @pytest.mark.parametrize("stack", STACKS)
 def test_packed_documents_equal_the_oracle_with_one_plan_a_mask(stack, rng, monkeypatch):
     config = dataclasses.replace(SMALL, **STACKS[stack])
@@ -70,7 +72,8 @@ def test_packed_documents_equal_the_oracle_with_one_plan_a_mask(stack, rng, monk
     assert_near(got, want, MODEL_F32)
 
 
-@pytest.mark.slow_cases("window", "loop, remat")
+@pytest.mark.slow
+@pytest.mark.long_except("scan")
 @pytest.mark.parametrize("stack", ["window pattern", "loop, remat", "scan, remat", "scan"])
 def test_gradients_of_planned_layers_are_those_of_plain_attention(stack, rng):
     config = dataclasses.replace(SMALL, **STACKS[stack])
@@ -89,6 +92,7 @@ def test_gradients_of_planned_layers_are_those_of_plain_attention(stack, rng):
         assert_near(got, want, 4 * GRADIENT_F32)  # of each side, through three layers
 
 
+@pytest.mark.slow
 def test_a_plan_of_other_tiles_or_of_another_length_is_made_again(rng):
     """A call takes a plan that fits it, and no other."""
     q, k, v = (rng.standard_normal((2, TOKENS, 1, 8)).astype(np.float32) for _ in range(3))
@@ -115,6 +119,7 @@ def test_a_plan_of_other_tiles_or_of_another_length_is_made_again(rng):
         assert_near(out, want, 2 * FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_a_plan_without_positions_is_made_again_where_a_call_has_them(rng):
     q, k, v = (rng.standard_normal((2, TOKENS, 1, 8)).astype(np.float32) for _ in range(3))
     mask, later = Causal() & Segments(IDS), np.arange(TOKENS, dtype=np.int32)[::-1].copy()
@@ -126,6 +131,7 @@ def test_a_plan_without_positions_is_made_again_where_a_call_has_them(rng):
     assert_near(found, plain, 2 * FORWARD_F32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, length", [(0, 8), (2, 0)])
 def test_a_batch_without_rows_or_tokens_has_no_plan(rows, length, rng):
     reason = cpu.library()
@@ -168,7 +174,8 @@ def integer_steps(jaxpr, times=1):
     return found
 
 
-@pytest.mark.slow_cases("scan-", "window", "loop-")
+@pytest.mark.slow_except("loop, remat-hopper", "scan, remat-tpu")
+@pytest.mark.long_except("loop, remat-*", "scan, remat of attention-*", "scan, remat-*")
 @pytest.mark.parametrize("chip", ["tpu", "hopper"])
 @pytest.mark.parametrize("stack", STACKS)
 def test_more_layers_take_no_more_steps_for_their_mask(stack, chip):

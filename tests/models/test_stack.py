@@ -31,10 +31,10 @@ POSITIONS = {
 }
 
 
-@pytest.mark.slow_cases("pre-learned", "pre-sinusoidal", "pre-rope", "sandwich-none",
-                        "sandwich-rope", "sandwich-shaw", "post-alibi", "post-shaw",
-                        "post-t5buckets", "sandwich-alibi", "pre-t5buckets", "post-none",
-                        "sandwich-learned", "post-sinusoidal")  # fmt: skip
+@pytest.mark.slow_except("pre-alibi")
+@pytest.mark.long_except(
+    "post-learned", "post-rope", "pre-alibi", "sandwich-sinusoidal", "sandwich-t5buckets"
+)
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
 def test_every_norm_order_trains_and_decodes_with_every_kind_of_positions(order, positions, rng):
@@ -70,7 +70,7 @@ def test_every_norm_order_trains_and_decodes_with_every_kind_of_positions(order,
     assert mean_loss(oracle.forward(config, better, tokens)) < mean_loss(want) - 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
 def test_the_weights_of_one_layer_cost_the_memory_of_one_layer():
     """Compile `attend` with all layers' weights as its result, and with those of one head."""

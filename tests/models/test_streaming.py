@@ -57,7 +57,7 @@ MIXES = {  # of four sizes only: one program each
 
 
 def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def settings(kind: str = "half", **more) -> ModelConfig:
@@ -188,7 +188,8 @@ def feed_layer(name: str, state, arrays, sizes: list[int], **more):
     return np.concatenate(out, axis=1), state
 
 
-@pytest.mark.slow_cases("alibi", "capped", "none")
+@pytest.mark.slow_except("interleaved-1 mixes", "t5-1 mixes")
+@pytest.mark.long_except("half-5 mixes", "interleaved-1 mixes", "t5-1 mixes")
 @pytest.mark.parametrize(
     ("name", "mixes"),
     [
@@ -227,6 +228,7 @@ def test_a_ring_may_be_longer_than_the_window(rng):
     assert_near(got, want, STREAMED)
 
 
+@pytest.mark.slow
 def test_a_ring_keeps_its_sinks_beside_the_window(rng):
     query, key, value = layer_inputs(rng, 1, 29)
     mask = Causal() & (Window(7) | Prefix(jnp.array([3])))
@@ -242,6 +244,7 @@ def test_a_ring_keeps_its_sinks_beside_the_window(rng):
         stream_attention(kv.init(1, 10, KV_HEADS, DIM, VALUE, sinks=3), query, key, value, window=8)
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_the_state(rng):
     """Of keys too that are read from the ring only, chunks later."""
     arrays, weight = layer_inputs(rng, 1, 37), draw(rng, 1, 37, HEADS, VALUE)
@@ -264,6 +267,7 @@ def test_gradients_flow_through_the_state(rng):
 # Models
 
 
+@pytest.mark.slow
 def test_features_are_those_of_a_decoder_with_the_frames_for_embeddings(rng):
     """Its logits are features times embeddings; the decoder itself is held against NumPy."""
     model, count = encoder(), 17
@@ -278,7 +282,8 @@ def test_features_are_those_of_a_decoder_with_the_frames_for_embeddings(rng):
     assert_near(features @ table.T, want, STREAMED)
 
 
-@pytest.mark.slow_cases("shaw")
+@pytest.mark.slow
+@pytest.mark.long_except("half")
 @pytest.mark.parametrize("kind", [k if k in ("half", "shaw") else slow(k) for k in KINDS])
 def test_an_encoder_fed_in_chunks_equals_the_whole_pass(rng, kind):
     model, frames = encoder(kind), draw(rng, ROWS, LENGTH, FRAME)
@@ -289,7 +294,7 @@ def test_an_encoder_fed_in_chunks_equals_the_whole_pass(rng, kind):
     assert cache.length.tolist() == [LENGTH] * ROWS
 
 
-@pytest.mark.slow_cases("False]")
+@pytest.mark.long
 @pytest.mark.parametrize("scan", [False, slow(True)])
 def test_a_decoder_fed_in_chunks_equals_the_whole_pass(rng, scan):
     """Through turns of the ring, and as well a million turns further on."""
@@ -302,6 +307,7 @@ def test_a_decoder_fed_in_chunks_equals_the_whole_pass(rng, scan):
         assert_near(got, want, STREAMED)
 
 
+@pytest.mark.slow
 def test_ragged_rows_equal_each_row_alone(rng):
     """Rows drift apart; a padding frame is NaN, and neither seen nor kept."""
     model, lengths = encoder("half", window=11), [0, 0]
@@ -326,6 +332,7 @@ def test_ragged_rows_equal_each_row_alone(rng):
     assert compared == sum(lengths) and lengths[0] + 10 < lengths[1] and lengths[0] > 22
 
 
+@pytest.mark.slow
 def test_padding_with_nan_leaves_gradients_alone(rng):
     model, frames = encoder(window=3), draw(rng, 1, 7, FRAME)
     params = parameters(model, frames)
@@ -345,7 +352,7 @@ def test_padding_with_nan_leaves_gradients_alone(rng):
     jax.tree.map(assert_same_bits, got, want)
 
 
-@pytest.mark.slow_cases("half")
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["half", slow("t5"), slow("shaw")])
 def test_after_a_hundred_thousand_frames_the_numbers_are_the_same(rng, kind):
     """The tail against a whole pass over its receptive field alone, at positions from 0 on."""
@@ -429,6 +436,7 @@ def reach(model, count: int, at: int) -> np.ndarray:
     return np.flatnonzero(np.abs(gradient(frames)[0]).sum(axis=-1))
 
 
+@pytest.mark.slow_except("1-50-100")
 @pytest.mark.parametrize(("layers", "window", "count"), [(1, 50, 100), (3, 5, 29)])
 def test_the_receptive_field_is_exact(layers, window, count):
     model = encoder("alibi", num_layers=layers, window=window)
@@ -445,6 +453,7 @@ def test_a_chunk_sees_itself_and_its_history():
     np.testing.assert_array_equal(reach(model, 28, 15), np.arange(14 - 3 - 7, 21))
 
 
+@pytest.mark.slow
 def test_a_chunk_sees_the_sinks_that_are_not_after_it(rng):
     places = jnp.arange(6)
     assert chunk_mask(2, 0, 3).materialize(places, places)[0, 0].astype(int).tolist() == [
@@ -474,6 +483,7 @@ def test_chunks_of_one_are_a_causal_window():
     assert chunk_mask(1, 7) == chunk_mask(1, 7) and hash(chunk_mask(1, 7)) == hash(chunk_mask(1, 7))
 
 
+@pytest.mark.slow
 def test_an_encoder_with_look_ahead_streams_whole_chunks(rng):
     """Half a second of 10 ms frames at a time, and half a second of history; one row ends early."""
     model = encoder("none", chunk=50, window=100, num_layers=1, implementation="xla")
@@ -514,6 +524,7 @@ def test_a_row_of_padding_alone_is_at_no_place_in_a_chunk(rng):
 # The end of int32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pairing", "scan"), [slow("half", False), ("interleaved", True)])
 def test_a_stream_moved_back_goes_on_with_the_same_numbers(rng, pairing, scan):
     rope = Rope(pairing=pairing, scaling="yarn", factor=4.0, original_len=16)
@@ -533,6 +544,7 @@ def test_a_stream_moved_back_goes_on_with_the_same_numbers(rng, pairing, scan):
     assert_near(got, np.stack([np.asarray(want)[0, 31:], np.asarray(want)[1, 20:51]]), STREAMED)
 
 
+@pytest.mark.slow
 def test_a_stream_ends_by_name_or_in_nan_and_goes_on_moved_back(rng):
     arrays = layer_inputs(rng, count=122)
     want = layer_oracle("half", *arrays, WINDOW)
@@ -549,7 +561,7 @@ def test_a_stream_ends_by_name_or_in_nan_and_goes_on_moved_back(rng):
     assert_near(got, want[:, 61:], STREAMED)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_decoder_too_ends_by_name_or_in_nan(rng):
     model = build(settings(window=7))
     tokens = rng.integers(0, 23, (2, 5)).astype(np.int32)
@@ -573,6 +585,9 @@ def test_a_decoder_too_ends_by_name_or_in_nan(rng):
 # Wrong input
 
 
+@pytest.mark.slow_except(
+    "{'kind': 'encoder'}-kind is 'encoder': a Str", "{'window': None}-window is None: an endle"
+)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -591,6 +606,9 @@ def test_a_config_that_cannot_stream_is_refused(change, said):
     assert str(caught.value).startswith(said)
 
 
+@pytest.mark.slow_except(
+    "0-None-frame_dim is 0: must be at least 1", "5-51-chunk is 51: must be from 1 to window, 50"
+)
 @pytest.mark.parametrize(
     ("frame_dim", "chunk", "said"),
     [
@@ -608,6 +626,7 @@ def test_sizes_that_cannot_stream_are_refused(frame_dim, chunk, said):
 FRAMES = jnp.zeros((2, 3, FRAME))
 
 
+@pytest.mark.slow_except("--frames are a list: must ", "--frames are float32[3, 5]")
 @pytest.mark.parametrize(
     ("frames", "more", "said"),
     [
@@ -637,6 +656,7 @@ def test_frames_that_do_not_fit_are_refused(frames, more, said):
     assert str(caught.value).startswith(said)
 
 
+@pytest.mark.slow_except("--capacity is 50: must be ", "--window is None without a")
 @pytest.mark.parametrize(
     ("state", "change", "said"),
     [
@@ -661,6 +681,7 @@ def test_a_layer_refuses_what_does_not_fit(state, change, said):
     assert str(caught.value).startswith(said)
 
 
+@pytest.mark.slow_except("longrope", "yarn")
 @pytest.mark.parametrize("scaling", ["yarn", "longrope", "window"])
 def test_keys_moved_back_are_those_of_the_smaller_positions(rng, scaling):
     """Turned by the layer's own base, and not multiplied by the scaling's factor once more."""
@@ -707,7 +728,7 @@ def test_what_cannot_be_moved_back_is_refused():
         chunk_mask(2, 3, -1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_low_precision_streams_in_its_own_dtype(rng):
     model, frames = encoder(dtype="bfloat16", window=7), draw(rng, 1, 30, FRAME)
     params = parameters(model, frames)
@@ -717,6 +738,7 @@ def test_low_precision_streams_in_its_own_dtype(rng):
     assert_near(got, want, 2.0**-5)
 
 
+@pytest.mark.slow
 def test_rngs_of_a_streaming_encoder_are_refused(rng):
     model, frames = encoder("half"), draw(rng, ROWS, 3, FRAME)
     with pytest.raises(ValueError, match="rngs has 'dropout': dropout takes its key"):

@@ -12,6 +12,7 @@ from transformer_jax.training.placement import parameter_spec
 ROWS_HEADS = ["data", None, "model"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [
@@ -25,7 +26,7 @@ ROWS_HEADS = ["data", None, "model"]
             ],
             id="some",
         ),
-        pytest.param([], marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="all"),
+        pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(1800)], id="all"),
     ],
 )
 def test_four_devices_compute_what_one_does(cases):
@@ -50,7 +51,7 @@ SUGGESTED = "key heads on one of two axes, automatic"
 """There the compiler would split them by a part of the other axis too."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cases",
     [
@@ -66,7 +67,7 @@ SUGGESTED = "key heads on one of two axes, automatic"
             ],
             id="some",
         ),
-        pytest.param([], marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="all"),
+        pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(1800)], id="all"),
     ],
 )
 def test_tiles_of_rows_and_heads_are_of_one_device_and_nothing_is_gathered(cases):
@@ -85,7 +86,7 @@ def test_tiles_of_rows_and_heads_are_of_one_device_and_nothing_is_gathered(cases
     "cases",
     [
         pytest.param(["one", "all", "moved", "random", "work"], marks=pytest.mark.slow, id="some"),
-        pytest.param([], marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="all"),
+        pytest.param([], marks=[pytest.mark.long, pytest.mark.timeout(1800)], id="all"),
     ],
 )
 def test_a_run_over_any_mesh_has_the_losses_of_one_device(cases):
@@ -124,7 +125,6 @@ def test_a_run_over_any_mesh_has_the_losses_of_one_device(cases):
                 assert split[f"{tree}/embed/tokens"] == "P('tensor', 'fsdp')"
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_fine_tuning_over_any_mesh_has_the_losses_of_one_device():

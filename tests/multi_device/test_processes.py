@@ -87,7 +87,7 @@ def test_two_processes_train_as_one_does_and_one_goes_on(text, tmp_path):
     assert again[0] == 0 and measured(tmp_path / "two")[-1]["step"] == 12, again[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_signal_to_one_process_ends_both_and_an_error_of_the_first_is_both_s(text, tmp_path):
     out = tmp_path / "run"

@@ -31,20 +31,11 @@ def test_the_sample_covers_every_option():
     assert {c.dtype for c in SAMPLE} == {None, "int8"} and set(SAMPLE + SLOW) <= set(cases())
 
 
-@pytest.mark.slow_cases(
-    "decoder-learned",
-    "decoder-none",
-    "decoder-rope-pairs-GQA-window-7+4",
-    "decoder-shaw-MQA",
-    "encoder-decoder-alibi",
-    "encoder-decoder-rope-MHA",
-    "encoder-decoder-sinusoidal",
-    "encoder-decoder-t5-GQA",
-    "encoder-decoder-t5-MHA",
-)
+@pytest.mark.slow
+@pytest.mark.long_except("decoder-rope-pairs-GQA-full")
 @pytest.mark.parametrize(
     "case",
-    [*SAMPLE, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    [*SAMPLE, *(pytest.param(case, marks=pytest.mark.long) for case in SLOW)],
     ids=lambda c: "-".join(str(c).split()),
 )
 def test_cached_decode_matches_full_forward(case):
@@ -55,7 +46,7 @@ def test_cached_decode_matches_full_forward(case):
         assert result.holds, result
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [c for i, c in enumerate(search_cases()) if i in (3, 13)],

@@ -33,6 +33,7 @@ def test_a_masked_token_is_filled_as_transformers_does(scan):
     assert (got.argmax(-1) == want.argmax(-1)).all()
 
 
+@pytest.mark.slow
 def test_a_text_is_classified_as_transformers_does():
     golden = opened("distilbert_classes")
     config, params = load_pretrained(GOLDEN / "distilbert_classes")

@@ -235,6 +235,7 @@ def test_the_weights_are_fine(folder):
     assert config.d_model == 12 and params["embed"]["tokens"].shape == (29, 12)
 
 
+@pytest.mark.slow_except("d_ff 1e9", "d_model 1e9")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_config_is_refused_by_file_and_key(folder, name):
     content, message = HOSTILE[name]
@@ -262,6 +263,7 @@ def test_a_config_that_leads_out_of_the_folder_is_not_read(folder, tmp_path):
     (folder / "config.json").unlink()
 
 
+@pytest.mark.slow
 def test_hostile_configs_cost_a_second_and_64_mib_at_most(tmp_path):
     """And open nothing but the folder's files, and run nothing."""
     script = [sys.executable, "-m", "tests.pretrained.test_hostile_config", str(tmp_path / "model")]

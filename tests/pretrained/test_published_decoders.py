@@ -167,7 +167,7 @@ SELDOM = (
 
 def often(names: Any, seldom: Any) -> list[Any]:
     """All names, some of them `slow`."""
-    return [pytest.param(n, marks=pytest.mark.slow) if n in seldom else n for n in names]
+    return [pytest.param(n, marks=pytest.mark.long) if n in seldom else n for n in names]
 
 
 ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"

@@ -39,6 +39,7 @@ def plainly(hidden, valid, pooling, normalise):
     return np.stack(out)
 
 
+@pytest.mark.slow_except("mean-False", "mean-True")
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
 def test_only_valid_tokens_are_pooled(pooling, normalise, rng):
@@ -52,6 +53,7 @@ def test_only_valid_tokens_are_pooled(pooling, normalise, rng):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow_except("cls", "mean")
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
 def test_a_row_of_padding_has_a_finite_gradient(pooling, rng):
     hidden = rng.normal(size=(2, 3, 5)).astype(np.float32)
@@ -100,6 +102,7 @@ def encoder(params):
     return SentenceEncoder(CONFIG, params, "mean", True, max_len=23)
 
 
+@pytest.mark.slow
 def test_padding_and_other_rows_do_not_change_a_vector(encoder, params):
     tokens = np.array([[1, 9, 4, 2, 0], [1, 7, 2, 0, 0]], np.int32)
     at = np.array([[0, 1, 2, 3, -1], [0, 1, 2, -1, -1]], np.int32)
@@ -112,7 +115,7 @@ def test_padding_and_other_rows_do_not_change_a_vector(encoder, params):
         np.testing.assert_allclose(encoder.encode(alone), want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_texts_come_back_in_their_order(encoder):
     texts = ["4 5 6 7 8", "9", "", "10 11 12", "5 4"]
     want = [encoder.encode(Words().encode(text, special_tokens=True)[None]) for text in texts]
@@ -296,6 +299,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow_except("a dense layer", "another library")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_known_is_refused_by_name(name, folder):
     file, content, message = REFUSED[name]

@@ -53,7 +53,8 @@ def loaded(name: str) -> tuple[Any, Any, dict[str, np.ndarray]]:
         return config, params, dict(case)
 
 
-@pytest.mark.slow_cases("False")
+@pytest.mark.slow
+@pytest.mark.long_except("True-marian", "True-t5")
 @every_golden
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_logits_are_those_of_transformers(name, scan_layers):
@@ -84,6 +85,7 @@ def begun(name: str) -> tuple[Any, ...]:
     return make_step(model), params, np.full((len(case["source"]), 1), case["start"]), state
 
 
+@pytest.mark.slow
 def test_a_t5_s_greedy_text_is_that_of_transformers():
     case = loaded("t5")[2]
     options: Any = dict(num_tokens=9, stop=int(case["end"]), processors=(NoRepeatNGram(2),))
@@ -91,6 +93,7 @@ def test_a_t5_s_greedy_text_is_that_of_transformers():
     assert len(set((case["greedy"] >= 0).sum(axis=1).tolist())) > 1
 
 
+@pytest.mark.slow
 def test_a_marian_s_beams_are_those_of_transformers():
     case = loaded("marian")[2]
     options: Any = dict(num_tokens=9, stop=int(case["end"]), processors=(NoRepeatNGram(2),))
@@ -185,6 +188,7 @@ SEPARATE: dict[str, tuple[Any, dict[str, np.ndarray], bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("marian copied output", "marian three tables")
 @pytest.mark.parametrize("name", SEPARATE)
 def test_tables_that_are_not_shared_are_read_used_and_saved(name, tmp_path):
     """Compare logits with the formulas on the tables of the file, and the saved file with it."""
@@ -234,7 +238,7 @@ def test_a_bart_cannot_say_two_vocabularies_or_an_encoder_s_own_table_with_tied_
             write_config(FAMILIES["bart"], config(**wrong))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_texts_are_written_from_a_source_of_another_vocabulary(tmp_path):
     """Compare the tokens of greedy and beam search with those of a whole forward pass."""
     tables = dict(encoder=SOURCE, decoder=TARGET)
@@ -330,6 +334,9 @@ def test_a_t5_that_contradicts_itself_is_refused(tmp_path):
         shutil.rmtree(tmp_path / "changed")
 
 
+@pytest.mark.slow_except(
+    "marian-model.shared.weight-lm_head.weight", "t5-shared.weight-decoder.embed_tokens.weight"
+)
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
@@ -359,6 +366,7 @@ def test_bias_of_attention_to_the_source_is_not_used(tmp_path):
 TABLES = "model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"
 
 
+@pytest.mark.slow_except("float16", "float32")
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_tables_of_an_old_marian_are_the_sinusoids(dtype, tmp_path):
     table = np.asarray(sinusoidal(jnp.arange(31), 18, layout="halves")).astype(dtype)
@@ -392,6 +400,10 @@ def test_a_model_without_its_head(tmp_path):
     np.testing.assert_array_equal(params["embed"]["tokens"], want["tokens"])
 
 
+@pytest.mark.slow_except(
+    "t5-keys0-is_encoder_decoder is False: must be True",
+    "t5-keys1-feed_forward_proj is 'gated-tanh': must be",
+)
 @pytest.mark.parametrize(
     ("name", "keys", "says"),
     [
@@ -443,6 +455,7 @@ def test_an_encoder_alone_is_no_t5(tmp_path):
         load_pretrained(folder)
 
 
+@pytest.mark.slow_except("gated-gelu-gelu_tanh-True", "relu-relu-False")
 @pytest.mark.parametrize(
     ("forward", "activation", "glu"),
     [

@@ -36,7 +36,7 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("vocab_size", [11, 65, 211])
 def test_every_model_has_the_decoders_parameters_within_three_percent(vocab_size):
     """Count parameters of every model for vocabularies of different size."""
@@ -57,7 +57,7 @@ def table(text, tmp_path_factory):
     return printed.getvalue().splitlines(), json.loads(file.read_text())["runs"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_model_reads_equal_tokens_and_has_its_row(table):
     """Check tokens, rows, units, and the loss of a text that nobody can predict."""
     lines, runs = table
@@ -71,6 +71,7 @@ def test_every_model_reads_equal_tokens_and_has_its_row(table):
     assert all(line.count("|") == len(HEADINGS) + 1 for line in lines)
 
 
+@pytest.mark.slow
 def test_counted_ngrams_are_those_of_the_training_part(table, text):
     """Count distinct n-grams with sets; those with signs of the beginning are n-grams too."""
     _, runs = table

@@ -59,6 +59,7 @@ def test_the_dark_picture_of_the_readme_is_made_of_the_light_one():
     ElementTree.fromstring(darkened(light))
 
 
+@pytest.mark.slow
 def test_decoding_costs_as_many_products_as_the_formulas_say(demonstrate):
     """Compare counts of the masks with the formulas and with sums in NumPy."""
     found = demonstrate("decoding_cost")
@@ -70,6 +71,7 @@ def test_decoding_costs_as_many_products_as_the_formulas_say(demonstrate):
     assert np.isfinite(found["seconds"]).all() and np.min(found["seconds"]) > 0
 
 
+@pytest.mark.slow
 def test_paths_and_sequential_steps_are_those_of_the_table(demonstrate):
     """Compare paths and steps with Table 1 of Vaswani et al. 2017."""
     found = demonstrate("path_length")
@@ -78,6 +80,7 @@ def test_paths_and_sequential_steps_are_those_of_the_table(demonstrate):
         assert paths == [n, 1, math.ceil((n - 1) / 4)]
 
 
+@pytest.mark.slow
 def test_gradients_vanish_unless_the_forget_gate_is_open(demonstrate):
     """Check that gradients fall in every network but an LSTM with a forget bias."""
     norms = demonstrate("vanishing_gradients")
@@ -92,7 +95,7 @@ def test_gradients_vanish_unless_the_forget_gate_is_open(demonstrate):
     assert abs(rate - 1 / (1 + math.exp(-1))) < 0.15  # the gate at its bias
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_errors_grow_over_a_text_that_the_model_writes_itself(demonstrate):
     """Check that errors stay on true prefixes, and accumulate on the model's own text."""
     found = demonstrate("exposure_bias")
@@ -104,6 +107,7 @@ def test_errors_grow_over_a_text_that_the_model_writes_itself(demonstrate):
     np.testing.assert_allclose(free[:3], 1 - (1 - forced[0]) ** np.arange(1, 4), atol=0.05)
 
 
+@pytest.mark.slow
 def test_an_encoder_without_positions_is_equivariant(demonstrate):
     """Check that a permutation changes nothing without positions, and much with them."""
     differences = demonstrate("permutation")
@@ -111,7 +115,7 @@ def test_an_encoder_without_positions_is_equivariant(demonstrate):
     assert min(differences.values()) > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_loss_beyond_the_trained_length_depends_on_the_kind_of_positions(demonstrate):
     """Check that ALiBi keeps its loss, sinusoids do not, and a learned table refuses."""
     losses = demonstrate("length_extrapolation")
@@ -124,7 +128,7 @@ def test_loss_beyond_the_trained_length_depends_on_the_kind_of_positions(demonst
     assert beyond["alibi"] < within["alibi"] + 0.25
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_overlapping_windows_agree_with_a_stream_once_they_overlap_enough(demonstrate):
     """Check where overlapping windows are right, and count what they compute."""
     found = demonstrate("streaming_windows")
@@ -142,7 +146,7 @@ def test_overlapping_windows_agree_with_a_stream_once_they_overlap_enough(demons
     assert found["streaming"][2] == 2 * sum(min(i + 1, 5) for i in range(found["length"]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stacked_windows_see_as_many_inputs_as_the_formula_says(demonstrate):
     """Compare the inputs that have a gradient with L (W - 1) + 1."""
     fields = demonstrate("receptive_field")
@@ -151,6 +155,7 @@ def test_stacked_windows_see_as_many_inputs_as_the_formula_says(demonstrate):
         assert measured == formula == layers * (window - 1) + 1
 
 
+@pytest.mark.slow
 def test_scores_have_the_variance_d_and_1_when_scaled(demonstrate):
     """Check variances of scores, and that scaling keeps the entropy of the softmax."""
     found = demonstrate("score_variance")
@@ -162,6 +167,7 @@ def test_scores_have_the_variance_d_and_1_when_scaled(demonstrate):
     assert abs(found[64][1][1] - found[4][1][1]) < 0.1
 
 
+@pytest.mark.slow
 def test_a_perceptron_finds_and_and_or_but_two_layers_find_xor_too(demonstrate):
     """Check that XOR has no perceptron, and that two layers learn all three gates."""
     found = demonstrate("perceptron")
@@ -173,6 +179,7 @@ def test_a_perceptron_finds_and_and_or_but_two_layers_find_xor_too(demonstrate):
         assert np.abs(found[name]["outputs"] - answers).max() < 0.05
 
 
+@pytest.mark.slow
 def test_the_worked_example_is_that_of_float64(demonstrate):
     """Compare every intermediate of the worked example with NumPy in float64."""
     found = demonstrate("worked_attention")
@@ -197,7 +204,7 @@ def test_the_worked_example_is_that_of_float64(demonstrate):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_translator_looks_at_the_word_that_it_translates(demonstrate):
     """Check translations, and that each noun and adjective looks at its French word."""
     found = demonstrate("alignment")

@@ -51,7 +51,7 @@ def run(folder, out, name, task, capsys):
     return record["figures"], capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("task", ["seq2seq", "prefix"])
 @pytest.mark.parametrize("name", ["multi30k", "g2p"])
 def test_a_run_is_judged_on_the_test_part_and_drawn(folder, small, tmp_path, capsys, name, task):
@@ -70,7 +70,6 @@ def test_a_run_is_judged_on_the_test_part_and_drawn(folder, small, tmp_path, cap
     assert np.allclose(weights.sum(axis=1), 1, atol=1e-5) and (weights > 0).all()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_complete_run_is_judged_again_and_words_are_of_the_training_part(
     folder, small, tmp_path, capsys

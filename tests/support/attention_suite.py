@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -226,13 +226,6 @@ class AttentionSuite:
     implementation: str
     target: Target | None = None
     """Where kernels run, if this process has another place for them."""
-    every_time: frozenset[str] | None = None
-    """The tests to run every time, if not all; the others are marked slow."""
-    slow_cases: ClassVar[dict[str, tuple[str, ...]]] = {
-        "test_derivatives_of_both_modes_and_of_gradients_are_right": ("mask",),
-        "test_runs_repeat_bit_for_bit": ("-", "cap and sinks-]"),
-    }
-    """Beginnings of the ids of cases that are slow, by test; the rest runs every time."""
     may_refuse = False
     """Whether a reason in `explain_attention` skips a test; an error otherwise."""
     forward_tolerance = FORWARD_F32

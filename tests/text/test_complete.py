@@ -17,6 +17,7 @@ MODEL = text.TextModel(
 )
 
 
+@pytest.mark.slow
 def test_a_text_is_completed_by_the_likeliest_tokens_up_to_a_stop_string():
     ids = list(MODEL.tokenizer.encode("bad"))
     for _ in range(7):

@@ -124,6 +124,7 @@ def text(params, **change) -> str:
     return "".join(complete(CONFIG, params, ByteTokenizer(), "To be", 29, **arguments))
 
 
+@pytest.mark.slow
 def test_a_completion_stops_and_is_shaped(params):
     """Past the model's length, too: the tokens after the model has read its own text anew."""
     forced = dict(processors=(Force(*b"or not to"), Ban(*range(128, 256))))
@@ -137,7 +138,7 @@ def test_a_completion_stops_and_is_shaped(params):
     assert text(params, cache_dtype="int8") != ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_counts_new_tokens_counts_on_where_the_text_is_read_anew(params):
     """After 19 of them CONFIG is full."""
     mark, a = ord("!"), ord("a")
@@ -155,6 +156,7 @@ def spell(history, logits):
     return jnp.where(jnp.arange(vocab)[None] == wanted[:, None], 0.0, -jnp.inf)
 
 
+@pytest.mark.slow
 def test_what_was_written_stays_new_where_it_is_read_anew(params):
     """11 tokens are: two of the prompt, and the nine that were written after it."""
     drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
@@ -163,7 +165,7 @@ def test_what_was_written_stays_new_where_it_is_read_anew(params):
     assert whole == "ABCDEFGHI" + "JKLM"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_forced_is_written_once(params):
     """Also where the model reads its own text anew, and the force is longer than one reading."""
     words = "or not to be, that is the question: w"
@@ -176,7 +178,7 @@ def test_what_is_forced_is_written_once(params):
     assert whole == words
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_way_gives_the_same_text_with_processors(params):
     model = CONFIG, params, ByteTokenizer()
     drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
@@ -189,7 +191,7 @@ def test_every_way_gives_the_same_text_with_processors(params):
     assert search(*model, "abcdef", 9, beams=1, **shaped)[0][1] == want
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_where_no_token_can_follow_every_way_says_so(params):
     model = CONFIG, params, ByteTokenizer()
     drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
@@ -205,7 +207,7 @@ def test_where_no_token_can_follow_every_way_says_so(params):
             call()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layers", "window"),
     [

@@ -76,6 +76,8 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("causal")
 @pytest.mark.parametrize("name", CASES)
 def test_targets_written_in_a_batch_are_those_of_a_full_pass(name):
     """Sources of different length, side by side, with a cache or a state."""
@@ -108,16 +110,8 @@ VARIOUS = {"recurrent": 3, "rope": 1}
 MANY = ["a", "bcd", "abcdabcdabcd", "dcbaa", "bb", "cadbcad", "abcdabcdabc"]
 
 
-@pytest.mark.slow_cases(
-    "prefix-None",
-    "prefix-5",
-    "causal-None",
-    "encoder-decoder",
-    "rope",
-    "recurrent-",
-    "recurrent decoder-5",
-)
-@pytest.mark.long_cases("encoder-decoder-5")
+@pytest.mark.slow
+@pytest.mark.long_except("recurrent decoder-None")
 @pytest.mark.parametrize("num_tokens", [None, 5])
 @pytest.mark.parametrize("name", WITH_BEAMS)
 def test_answers_of_beams_do_not_depend_on_the_batch_they_stand_in(name, num_tokens, monkeypatch):
@@ -137,6 +131,7 @@ def test_answers_of_beams_do_not_depend_on_the_batch_they_stand_in(name, num_tok
         assert len(set(sizes)) > 2
 
 
+@pytest.mark.slow
 def test_sources_of_one_bucket_share_the_program_of_their_search(monkeypatch):
     monkeypatch.setattr(answers, "BATCH", 3)
     run = untrained(
@@ -156,7 +151,7 @@ def test_a_source_that_does_not_fit_is_refused_by_its_length():
         answer_sources(*run, [""])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_n_gram_model_is_counted_in_one_step_of_the_same_loop(tmp_path):
     """Its loss is that of dictionaries of counts: here, of letters that follow in a circle."""
     (tmp_path / "text.txt").write_text("abcd" * 200)
@@ -173,7 +168,7 @@ def test_an_n_gram_model_is_counted_in_one_step_of_the_same_loop(tmp_path):
     assert (again.step, again.val_loss) == (1, result.val_loss)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_of_documents_begins_and_ends_them_as_it_learnt(tmp_path, capsys):
     """Every document is "ab" or "bca": the first letter decides the rest, and where it ends."""
     (tmp_path / "text.txt").write_text("ab\nbca\n" * 90)

@@ -49,7 +49,8 @@ def batch_of(name, rng):
     return jax.tree.map(jnp.asarray, Batch(tokens, labels.astype(np.int32), **more))
 
 
-@pytest.mark.slow_cases("packed", "prefix", "encoder]", "decoder]")
+@pytest.mark.slow
+@pytest.mark.long_except("encoder-decoder")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loss_in_chunks_is_that_of_all_logits_at_once(name, rng):
     """Loss, weight and gradients, with dropout, smoothing and z-loss; the oracle has no chunks."""
@@ -70,7 +71,8 @@ def test_a_loss_in_chunks_is_that_of_all_logits_at_once(name, rng):
     assert_gradients_near(part_slopes, slopes, 2e-5)
 
 
-@pytest.mark.slow_cases("packed", "prefix", "encoder")
+@pytest.mark.slow
+@pytest.mark.long_except("decoder")
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_in_chunks_are_those_of_all_logits_at_once(name, rng, monkeypatch):
     """Also where the length is no multiple of a chunk."""

@@ -134,6 +134,7 @@ def test_a_picture_is_the_source_of_a_name_or_the_input_of_a_class():
     assert [DIGITS[i] for i in bucket.labels] == [signal.target for signal in signals[:36]]
 
 
+@pytest.mark.slow
 def test_padded_sound_has_the_loss_and_the_answer_of_each_sound_alone(key):
     task = load_task(small(TonesTask(examples=20, max_length=2)))
     config = task.config
@@ -158,7 +159,8 @@ def test_padded_sound_has_the_loss_and_the_answer_of_each_sound_alone(key):
     ]
 
 
-@pytest.mark.slow_cases("encoder-decoder]")
+@pytest.mark.slow
+@pytest.mark.long_except("encoder")
 @pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, kind):
     config = small(
@@ -174,7 +176,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, kind):
     assert_same_state(again.state, whole.state)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_picture_is_named_to_95_percent(tmp_path):
     config = small(
         DigitsTask(examples=1500), "encoder", 48, 2, steps=120, batch_size=48,
@@ -186,7 +188,7 @@ def test_a_picture_is_named_to_95_percent(tmp_path):
     assert result.sample.count("picture of a") == 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "task", [DigitsTask(examples=2000), TonesTask(examples=2000, letters=5, max_length=3)]
 )
@@ -200,6 +202,10 @@ def test_a_picture_or_a_sound_is_written_in_letters_to_90_percent(tmp_path, task
     assert result.sample.count(" -> ") == 5
 
 
+@pytest.mark.slow_except(
+    "<lambda>-task is 'digits': needs model.inputs patches",
+    "<lambda>-task is 'tones': is learnt by an encoder-decoder",
+)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -278,7 +284,7 @@ def test_sounds_too_long_for_the_positions_are_refused():
         load_task(replace(config, model=replace(config.model, max_len=7)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_text_is_asked_of_a_run_of_pictures(tmp_path, capsys):
     out = tmp_path / "run"
     fit(small(DigitsTask(examples=20, judged=2), steps=1, warmup_steps=0, out=str(out)))
@@ -333,6 +339,10 @@ def put(name, index, value):
     return lambda arrays: arrays[name].__setitem__(index, value)
 
 
+@pytest.mark.slow_except(
+    "task0-<lambda>-has no array inputs, only \\\\['targets'\\\\]",
+    "task1-<lambda>-has no array targets, only \\\\['inputs'\\\\]",
+)
 @pytest.mark.parametrize(
     ("task", "change", "message"),
     [
@@ -405,6 +415,7 @@ def test_a_file_that_holds_no_arrays_is_refused(tmp_path):
         read_signals(DigitsTask(), str(tmp_path / "objects.npz"))
 
 
+@pytest.mark.slow_except("array", "header")
 @pytest.mark.parametrize("damage", ["array", "header", "bytes", "size", "deflated"])
 def test_a_damaged_array_is_refused_in_one_line(tmp_path, damage):
     """A header may ask for more memory than there is, or be no array's at all."""
@@ -432,6 +443,7 @@ def test_a_damaged_array_is_refused_in_one_line(tmp_path, damage):
 
 
 @pytest.mark.slow
+@pytest.mark.long_except("digits-encoder-decoder")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("digits", "encoder-decoder"), ("digits", "encoder"), ("tones", "encoder-decoder")],

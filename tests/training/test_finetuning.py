@@ -55,7 +55,7 @@ def base(tmp_path_factory):
     return config
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_learn_and_only_they_are_saved(base, tmp_path):
     config = tuned_config(tmp_path, base)
     result = fit(config)
@@ -97,8 +97,8 @@ CASES = {
 }
 
 
-@pytest.mark.slow_cases("int4 base", "packed")
-@pytest.mark.long_cases("accumulation", "average", "bfloat16 base", "int8 base", "trained")
+@pytest.mark.slow
+@pytest.mark.long_except("dropout")
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_has_the_same_bits(base, tmp_path, case):
     changes = CASES[case]
@@ -117,6 +117,7 @@ def test_a_resumed_run_has_the_same_bits(base, tmp_path, case):
     assert again.val_loss == whole.val_loss
 
 
+@pytest.mark.slow
 def test_what_the_run_measures_is_what_its_merged_parameters_have(base, tmp_path):
     config = tuned_config(tmp_path, base)
     result = fit(config)
@@ -130,7 +131,7 @@ def test_what_the_run_measures_is_what_its_merged_parameters_have(base, tmp_path
     assert_near(total[0] / total[1], result.val_loss, 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("held", ["bfloat16", "int8", "int4"])
 def test_a_base_in_fewer_bits_measures_nearly_the_same(base, tmp_path, held):
     """Its state is the same size; the loss before the first step is off by what rounding costs."""
@@ -144,7 +145,7 @@ def test_a_base_in_fewer_bits_measures_nearly_the_same(base, tmp_path, held):
     assert load_run(config.out, "last").params["decoder"]["norm"]["scale"].dtype == jnp.float32
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_base_that_has_changed_is_refused(base, tmp_path):
     own = dataclasses.replace(base, out=str(tmp_path / "own"), steps=10, eval_every=10)
     fit(own)
@@ -157,7 +158,7 @@ def test_a_base_that_has_changed_is_refused(base, tmp_path):
         load_run(config.out)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_new_head_is_trained_beside_the_adapters(base, tmp_path):
     rows = ["yes\tbe or not be\nno\tquestion the is\n" for _ in range(20)]
     (tmp_path / "classes.tsv").write_text("".join(rows))
@@ -179,7 +180,7 @@ def test_a_new_head_is_trained_beside_the_adapters(base, tmp_path):
         load_adapters(config.out)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_encoder_decoder_is_adapted_too(tmp_path):
     rows = [f"{a}{b}\t{b}{a}\n" for a in "abcd" for b in "efgh"]
     (tmp_path / "pairs.tsv").write_text("".join(rows))
@@ -228,7 +229,7 @@ def test_what_cannot_be_adapted_is_one_line(base, tmp_path):
         assert not (tmp_path / "tuned").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_table_that_has_grown_must_be_trained(base, tmp_path):
     config = tuned_config(tmp_path, base, task=LanguageTask(documents="lines"))  # and their end
     with pytest.raises(ConfigError, match=r"lora\.trained lacks 'embed/tokens': it is new"):
@@ -238,7 +239,7 @@ def test_a_table_that_has_grown_must_be_trained(base, tmp_path):
     assert [*result.state.params["whole"]] == ["embed/tokens"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_from_a_run_of_adapters(base, tmp_path):
     config = tuned_config(tmp_path, base)
     fit(config)

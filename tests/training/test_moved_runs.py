@@ -49,6 +49,7 @@ def there(made, tmp_path, monkeypatch):
     (made / "away").rename(made / "work")
 
 
+@pytest.mark.slow
 def test_a_run_is_read_from_any_folder(made, tmp_path, monkeypatch):
     monkeypatch.chdir(made / "work")
     params = load_run("tuned").params
@@ -59,6 +60,7 @@ def test_a_run_is_read_from_any_folder(made, tmp_path, monkeypatch):
     assert run.data == str(made / "work" / "text.txt")
 
 
+@pytest.mark.slow
 def test_a_run_that_moved_together_with_its_base_and_data_is_read_and_goes_on(there):
     assert load_run(there / "tuned").run.init_from == str(there / "bases" / "base")
     config = dataclasses.replace(load_run(there / "tuned").run, out=str(there / "tuned"), steps=3)
@@ -66,6 +68,7 @@ def test_a_run_that_moved_together_with_its_base_and_data_is_read_and_goes_on(th
     assert fit(config, resume=True).step == 3
 
 
+@pytest.mark.slow_except("whole")
 @pytest.mark.parametrize("name", ["tuned", "whole"])
 def test_a_base_that_moved_alone_is_named_anew_and_is_the_same_one(there, name, capsys):
     (there / "bases").rename(there / "elsewhere")

@@ -81,6 +81,7 @@ def adam_step(g, n, memory, beta1, beta2):
     return mu / (1 - beta1 ** (n + 1)) / (np.sqrt(nu / (1 - beta2 ** (n + 1))) + 1e-8)
 
 
+@pytest.mark.slow
 def test_lion_steps_by_the_sign_of_its_mean_gradient(rng):
     def oracle(name, p, g, n, memory):
         mean = memory.get("mean", 0.0)
@@ -92,6 +93,7 @@ def test_lion_steps_by_the_sign_of_its_mean_gradient(rng):
     jax.tree.map(lambda a, b: assert_near(a, b, 2e-6), ours, wanted)
 
 
+@pytest.mark.slow
 def test_adafactor_holds_a_row_and_a_column_of_second_moments_and_clips_each_step(rng):
     def oracle(name, p, g, n, memory):
         weight = 1 - (n + 1.0) ** -0.7
@@ -131,6 +133,7 @@ def orthogonalised(matrix):
     return x
 
 
+@pytest.mark.slow
 def test_muon_orthogonalises_the_matrices_of_blocks_and_leaves_the_rest_to_adamw(rng):
     """Of the query [D, (N H)] and the output [(N H), D] of attention, not of [D, N] or the like."""
 
@@ -183,7 +186,8 @@ def test_schedule_free_is_evaluated_at_the_average_of_its_steps(rng):
         assert_near(leaf, memory[name]["x"], 5e-6, name)
 
 
-@pytest.mark.slow_cases("Adafactor", "Lion", "ScheduleFree", "Muon")
+@pytest.mark.slow
+@pytest.mark.long_except("AdamW")
 @pytest.mark.parametrize(
     "optimizer",
     [AdamW(), Adafactor(), Lion(), Muon(), ScheduleFree()],
@@ -246,6 +250,7 @@ def linear_loss(params, batch, key):
     return jnp.sum(params["w"] * batch.tokens), jnp.float32(1)
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_move_on_average_by_steps_too_small_to_see(rng):
     """Each step is 2^-12 of a weight, a sixteenth of what rounding to the nearest would notice."""
     rates = dict(learning_rate=2**-12, min_learning_rate=2**-12)
@@ -264,6 +269,7 @@ def test_bfloat16_parameters_move_on_average_by_steps_too_small_to_see(rng):
     assert moved.mean() == pytest.approx(64 * 2**-12, rel=0.03)
 
 
+@pytest.mark.slow
 def test_rounding_at_random_keeps_exact_numbers_and_what_is_not_finite():
     exact = jnp.array([0.0, 1.0, -3.5, 2.0**100, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
     found = round_stochastically(exact, jax.random.key(0))

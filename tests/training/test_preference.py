@@ -54,6 +54,8 @@ def log_probs(params, batch):
     return np.array(rows).reshape(-1, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("3")
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_the_loss_is_that_of_the_paper(rng, chunk):
     config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA), loss_chunk=chunk)
@@ -78,6 +80,7 @@ def test_no_pair_is_right_where_the_model_is_the_reference(rng):
     assert_near(scores, [3 * np.log(2), 3, 0], 1e-6)
 
 
+@pytest.mark.slow
 def test_rows_without_a_pair_count_nothing(rng):
     config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))
     params, reference = (init_params(MODEL, jax.random.key(seed)) for seed in (0, 1))
@@ -90,6 +93,7 @@ def test_rows_without_a_pair_count_nothing(rng):
         assert_near(jnp.stack(one), jnp.stack(two), 1e-6)
 
 
+@pytest.mark.slow
 def test_at_the_start_it_is_log_2_and_pushes_the_two_apart(rng):
     config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))
     params, batch = init_params(MODEL, jax.random.key(0)), a_batch(rng)
@@ -117,6 +121,7 @@ def test_at_the_start_it_is_log_2_and_pushes_the_two_apart(rng):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(moved))
 
 
+@pytest.mark.slow
 def test_log_probabilities_in_chunks_are_those_at_once(rng):
     hidden = jnp.array(rng.normal(size=(2, 10, 4)), jnp.float32)
     table = jnp.array(rng.normal(size=(7, 4)), jnp.float32)
@@ -188,7 +193,7 @@ def a_run(tmp_path, base, **changes):
 ADAPTERS = LoraConfig(rank=4, targets="all-linear")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("messages", "lora"),
     [
@@ -214,7 +219,8 @@ def test_a_run_learns_which_answers_are_preferred(tmp_path, messages, lora):
     assert load_run(tmp_path / "run").step == 60
 
 
-@pytest.mark.slow_cases("lora1")
+@pytest.mark.slow
+@pytest.mark.long_except("None")
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, dropout=0.1)])
 def test_a_resumed_run_has_the_same_bits(tmp_path, lora):
     base = a_base(tmp_path, LanguageTask(documents="lines"))
@@ -230,6 +236,9 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, lora):
     assert again.val_loss == whole.val_loss != pytest.approx(np.log(2), abs=1e-6)
 
 
+@pytest.mark.slow_except(
+    "[1]-line 2: lacks prompt, chosen, rejected: must be {", "{-line 2: not JSON"
+)
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -274,6 +283,7 @@ def base_of_lines(tmp_path_factory):
     return a_base(tmp_path_factory.mktemp("base"), LanguageTask(documents="lines"))
 
 
+@pytest.mark.slow
 def test_what_does_not_go_together_is_one_line(tmp_path, base_of_lines):
     pairs_file(tmp_path / "pairs.jsonl")
     config = a_run(tmp_path, base_of_lines)

@@ -155,6 +155,7 @@ def test_a_row_that_is_nearly_full_is_closed_when_there_are_too_many(monkeypatch
     assert pack(sizes, 10, fullest=True).tolist() == [0, 1, 2, 1, 2, 1]
 
 
+@pytest.mark.slow
 def test_a_packed_document_has_the_logits_that_it_has_alone(folders):
     task = load_task(
         config(folders, task=documents(), batch_size=40, model=replace(MODEL, max_len=31))
@@ -191,8 +192,9 @@ def test_every_epoch_reads_every_row_once_in_another_order(folders, task):
     assert np.array_equal(seen[: 2 * count], tokens[order[:, 1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "task", [LanguageTask(), pytest.param(documents(), marks=pytest.mark.slow)]
+    "task", [LanguageTask(), pytest.param(documents(), marks=pytest.mark.long)]
 )
 def test_restored_at_each_of_24_steps_the_whole_remainder_is_the_same(folders, task):
     given = config(folders, "web", "books", task=task, data_weights=(0.7, 0.3), batch_size=14)
@@ -209,6 +211,7 @@ def test_restored_at_each_of_24_steps_the_whole_remainder_is_the_same(folders, t
             same(task.inputs(step), wanted[step])
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_and_goes_on_is_the_same_bit_for_bit_across_the_epochs(folders, tmp_path):
     given = config(folders, "books", batch_size=20, steps=8)
     assert 3 * 40 < len(load_task(given).rows[0]) < 6 * 40  # the first epoch ends after the stop
@@ -241,6 +244,7 @@ def test_the_folders_of_a_mixture_have_their_shares():
         assert own == list(range(own[0], own[0] + len(own)))
 
 
+@pytest.mark.slow_except("weights0-0.7", "weights1-0.25")
 @pytest.mark.parametrize(
     ("weights", "share"), [((0.7, 0.3), 0.7), ((1.0, 3.0), 0.25), (None, None)]
 )
@@ -315,7 +319,7 @@ print("the same")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_that_run_put_one_batch_together(folders):
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -454,6 +458,7 @@ def test_what_does_not_fit_a_prepared_folder_is_one_line(folders, tmp_path):
     assert config_from_json(config_to_json(weighted)) == weighted
 
 
+@pytest.mark.slow
 def test_a_resumed_run_refuses_other_data_and_other_weights(folders, tmp_path):
     given = config(
         folders, "web", "books", data_weights=(1.0, 2.0), out=str(tmp_path / "run"), steps=3
@@ -467,7 +472,7 @@ def test_a_resumed_run_refuses_other_data_and_other_weights(folders, tmp_path):
         fit(replace(later, data_weights=(2.0, 1.0)), resume=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_of_a_run_goes_on_learning_from_a_folder_of_its_tokenizer(folders, tmp_path):
     first = config(folders, "web", out=str(tmp_path / "first"), steps=3)
     fit(first)
@@ -510,6 +515,7 @@ def test_the_command_trains_on_a_mixture(folders, tmp_path, capsys):
     assert "data_weights is (0.7, 0.3): must be one for each" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_text_in_memory_needs_no_grain(tmp_path):
     (tmp_path / "text").write_text("some text " * 100)
     script = (
@@ -549,7 +555,7 @@ for data in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_reading_all_of_a_corpus_takes_far_less_memory_than_the_corpus(tmp_path):
     for name, size in (("small", 3), ("large", 40)):
         (tmp_path / name).write_text("\n".join(f"{i:09999d}" for i in range(size * 100)))
@@ -568,7 +574,7 @@ def test_reading_all_of_a_corpus_takes_far_less_memory_than_the_corpus(tmp_path)
     assert after - before < 0.2 * large
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_over_a_mesh_reads_what_one_device_reads(folders):
     """Here with one device: tests/multi_device has more."""
     one = config(folders, out=str(folders / "one"), steps=3)

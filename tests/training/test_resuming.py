@@ -36,6 +36,7 @@ def written(folder, name: str) -> str:
     return str(folder / "data.txt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in TASKS if TASKS[n] is not PreferenceTask])
 def test_a_task_goes_on_bit_for_bit(tmp_path, name):
     recipe = task_recipe(TASKS[name]())

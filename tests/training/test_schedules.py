@@ -41,6 +41,7 @@ def after_warmup(name, count):
     raise AssertionError(name)
 
 
+@pytest.mark.slow_except("cosine", "inverse_sqrt")
 @pytest.mark.parametrize("name", ["cosine", "linear", "inverse_sqrt", "wsd", "constant"])
 def test_a_schedule_rises_in_a_line_and_then_follows_its_formula(name):
     config = TrainConfig(
@@ -63,7 +64,7 @@ def test_the_decay_of_wsd_is_a_tenth_of_the_steps_where_none_is_named():
     assert float(rate(np.int32(47))) == pytest.approx(0.6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_frozen_parameters_get_no_update_not_even_weight_decay():
     model = ModelConfig(vocab_size=5, d_model=6, num_heads=2, num_layers=2, d_ff=7, max_len=3)
     params = init_params(model, jax.random.key(0))
@@ -77,7 +78,7 @@ def test_frozen_parameters_get_no_update_not_even_weight_decay():
         assert np.any(np.asarray(update)) != frozen, name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_norm_of_a_step_is_of_what_is_trained_and_the_rest_is_not_computed(rng):
     """With all frozen but one block's feed-forward layer, it is the root of that one's squares."""
     model = ModelConfig(vocab_size=5, d_model=6, num_heads=2, num_layers=2, d_ff=7, max_len=3)

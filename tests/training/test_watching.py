@@ -43,6 +43,7 @@ def lines_of(config):
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_phases_add_up_to_the_time_that_passed(config):
     fit(config)
     lines = lines_of(config)
@@ -101,6 +102,8 @@ class Fake:
         self.closed += 1
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("wandb")
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_is_told_every_line_and_closed(config, monkeypatch, name):
     run, given = Fake(), []
@@ -118,6 +121,7 @@ def test_a_tracker_is_told_every_line_and_closed(config, monkeypatch, name):
     assert given[0]["config"]["steps"] == 24
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(config, monkeypatch):
     run, said = Fake(fails_at=8), []
     module = types.ModuleType("trackio")
@@ -143,6 +147,7 @@ def test_a_package_that_is_missing_is_said_before_anything_is_written(config, mo
     assert not loop.Path(config.out).exists()
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_what_was_measured(config):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
@@ -162,7 +167,7 @@ def test_tensorboard_reads_what_was_measured(config):
     assert len(found["val_loss"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_that_watches_changes_a_bit(config, tmp_path):
     """The watched run has a process of its own: XLA's profiler may end one with libtpu in it."""
     plain = fit(config)
@@ -189,6 +194,7 @@ def test_nothing_that_watches_changes_a_bit(config, tmp_path):
     assert list((watched / "profile").rglob("*.xplane.pb"))
 
 
+@pytest.mark.slow
 def test_a_profile_is_of_its_steps_alone(config, monkeypatch):
     calls, steps = [], []
     monkeypatch.setattr("jax.profiler.start_trace", lambda path: calls.append((path, len(steps))))
@@ -209,6 +215,7 @@ def test_a_profile_is_of_its_steps_alone(config, monkeypatch):
     assert calls == [(loop.Path(config.out) / "profile", 4), (None, 7)]
 
 
+@pytest.mark.slow_except("0-2", "3")
 @pytest.mark.parametrize("text", ["3", "0-2", "4-3", "1-25", "a-b", "1-2-3", "-1-2"])
 def test_a_profile_of_no_steps_is_refused(config, text):
     with pytest.raises(ConfigError, match=f"^profile is '{text}': must be "):
@@ -232,6 +239,7 @@ def test_a_loss_stands_out_above_the_median(tmp_path):
         assert found.stands_out(2.1, 1.0)
 
 
+@pytest.mark.slow
 def test_the_batch_of_a_spike_is_kept_and_gives_its_loss_again(config, monkeypatch):
     monkeypatch.setattr(spikes, "LEAST", 3)
     states, compiled = {}, run.programs_of
@@ -267,6 +275,7 @@ def test_the_batch_of_a_spike_is_kept_and_gives_its_loss_again(config, monkeypat
     assert eval(text[1].partition(": ")[2]) in (loop.Path(config.data)).read_text()
 
 
+@pytest.mark.slow
 def test_a_run_without_a_spike_keeps_nothing_and_no_run_keeps_many(config, monkeypatch):
     fit(dataclasses.replace(config, dump_batch=50.0))
     assert not (loop.Path(config.out) / "spikes").exists()
@@ -277,7 +286,7 @@ def test_a_run_without_a_spike_keeps_nothing_and_no_run_keeps_many(config, monke
     assert len(list((loop.Path(many.out) / "spikes").glob("*.npz"))) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_watches_may_change_when_a_run_goes_on(config):
     fit(dataclasses.replace(config, steps=8))
     result = fit(

@@ -28,6 +28,8 @@ SAMPLE = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("export, length", "strict promotion")
 @pytest.mark.parametrize("column", SAMPLE)
 def test_a_sample_of_the_table_holds(column):
     cases = all_cases()
@@ -35,13 +37,15 @@ def test_a_sample_of_the_table_holds(column):
         assert cell(cases[name], column) == "yes"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("column", COLUMNS)
 def test_the_table_holds(column):
     said = [cell(case, column) for case in all_cases().values()]
     assert "yes" in said
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("rope")
 @pytest.mark.parametrize("positions", ["learned", "rope"])
 def test_padding_at_known_positions_may_be_closed_over(positions, key):
     config = tj.ModelConfig(**SMALL, positions=positions)
@@ -64,6 +68,7 @@ def test_a_known_cache_that_is_full_is_refused_inside_a_jit_too(key):
         jax.jit(run)(params)
 
 
+@pytest.mark.slow
 def test_segments_that_come_again_are_refused_by_place_and_are_apart_under_trace(key):
     config = tj.ModelConfig(**SMALL, positions="rope")
     model, params = tj.build(config), tj.init_params(config, key)
@@ -77,6 +82,8 @@ def test_segments_that_come_again_are_refused_by_place_and_are_apart_under_trace
     assert_near(run(apart), np.concatenate(alone, axis=1), FORWARD_F32)
 
 
+@pytest.mark.slow_except("encoder")
+@pytest.mark.long_except("decoder", "encoder", "recurrent")
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder-decoder", "recurrent", "window"])
 def test_a_model_goes_through_the_bridge_of_nnx(kind):
     config = {
@@ -91,6 +98,7 @@ def test_a_model_goes_through_the_bridge_of_nnx(kind):
     assert_near(logits, wanted, FORWARD_F32)
 
 
+@pytest.mark.slow_except("bfloat16", "dtype1")
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, np.dtype("bfloat16"), jnp.zeros(1, "bfloat16").dtype]
 )
