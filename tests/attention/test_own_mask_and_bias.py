@@ -736,9 +736,7 @@ def test_segments_see_nothing_beyond_their_tables(shapes, implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.long_except(
-    "Plain(name='plain', interpret=False, chip='', blocks=(), processors=None)"
-)
+@pytest.mark.long_except("Plain(name='plain', interpret*")
 @pytest.mark.parametrize("where", [None, Plain(), Target("tpu", interpret=True)], ids=str)
 def test_a_bias_of_each_of_two_rows_under_a_softcap_with_sinks(where):
     """In few keys of the TPU's kernels, and in tiles that two rows do not share."""

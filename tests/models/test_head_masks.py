@@ -165,8 +165,8 @@ def test_without_a_mask_nothing_is_multiplied(rng):
 
 
 @pytest.mark.slow_except(
-    "cross_head_mask-mask4-cross_head_mask is float32\\\\[2\\\\]: must be",
-    "encoder_head_mask-mask5-encoder_head_mask is float32\\\\[2\\\\]: must",
+    "cross_head_mask-mask4-cross*",
+    "encoder_head_mask-mask5-encoder*",
     "head_mask-mask1-float32\\\\[3, 2\\\\]: must be .* or \\\\[2, 3\\\\]",
     "head_mask-mask2-head_mask is int32\\\\[3\\\\]: must be floats",
 )

@@ -83,10 +83,7 @@ def test_a_parameter_without_a_place_is_refused_by_its_name_and_the_config_s_fie
     assert not any(f"{name}/".startswith(f"{path}/") for name in own)
 
 
-@pytest.mark.slow_except(
-    "ModelConfig(kind='encoder', vocab_size=11, d_model=6, num_layers=1, num_heads=3, d_ff=7, max_len=13, positions=Rope())",
-    "ModelConfig(vocab_size=11, d_model=6, num_layers=1, num_heads=3, d_ff=7, max_len=13, positions=Rope(), scan_layers=True)",
-)
+@pytest.mark.slow_except("ModelConfig(kind='encoder*", "ModelConfig(vocab_size=11*")
 @pytest.mark.parametrize("config", [replace(CONFIG, scan_layers=True), ENCODER, CELLS], ids=str)
 def test_a_name_that_no_config_has_is_refused_wherever_it_stands(config):
     """Adapters left beside their kernel, a tensor as another library names it."""

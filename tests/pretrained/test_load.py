@@ -791,8 +791,7 @@ def test_keys_cannot_change_what_a_config_means(tmp_path):
 
 
 @pytest.mark.slow_except(
-    "gemma-2b-keys0-hidden_activation is 'silu': hidden_act means 'gelu_tanh', and this must mean the same",
-    "gemma-2b-keys1-hidden_act means 'relu'",
+    "gemma-2b-keys0-hidden_activation*", "gemma-2b-keys1-hidden_act means 'relu'"
 )
 @pytest.mark.parametrize(
     ("name", "keys", "told"),

@@ -154,10 +154,7 @@ def test_bytes_between_devices_are_read_off_a_program():
     assert network_traffic(open_ended, 32).unknown_loops == 2
 
 
-@pytest.mark.slow_except(
-    "%g = ((f32[8], f32[2]), (f32[16], f32[4])) all-gather-start(%x), replica_groups={{0,1}}-40.0",
-    "%g = (f32[8,4], f32[16,4]) all-gather-start(%x), replica_groups={{0,1}}-128.0",
-)
+@pytest.mark.slow_except("%g = ((f32[8], f32[2]), (f32*", "%g = (f32[8,4], f32[16,4*")
 @pytest.mark.parametrize(
     ("line", "sent"),
     [

@@ -769,9 +769,7 @@ def test_a_run_in_a_folder_of_any_name_is_read_and_goes_on(config, name):
     assert load_run(odd.out).step == 3
 
 
-@pytest.mark.slow_except(
-    "caf\\udce9-must be UTF-8", "gs://bucket/run-must be a folder of this machine, not an address"
-)
+@pytest.mark.slow_except("caf\\udce9-must be UTF-8", "gs://bucket/run-must be a*")
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
@@ -934,8 +932,7 @@ def test_absent_keys_of_a_config_are_the_defaults():
 
 
 @pytest.mark.slow_except(
-    '{"model": {"d_modle": 3}}-model.d_modle: unknown key, did you mean model.d_model?',
-    '{"stepz": 3}-stepz: unknown key, did you mean steps?',
+    '{"model": {"d_modle": 3}*', '{"stepz": 3}-stepz: unknown key, did you mean steps?'
 )
 @pytest.mark.parametrize(
     ("text", "message"),
