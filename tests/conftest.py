@@ -101,7 +101,8 @@ def pytest_collection_modifyitems(config, items):
     """Mark as slow or long what `slow_except` and `long_except` do not name; what is long is slow.
 
     Both name cases of the test that they stand at, or, at a class, tests, of which
-    `test[case]` is one case; `*` stands for any characters. A name that fits nothing is an error.
+    `test[case]` is one case; `*` stands for any characters. The nearest of a kind counts, a class's
+    before that of its base. A name that fits nothing is an error.
     """
     unused: dict[tuple[str, str], set[str]] = {}
     for item in items:
@@ -109,7 +110,13 @@ def pytest_collection_modifyitems(config, items):
         if hasattr(item, "callspec"):
             own.add(item.callspec.id)
         for tier in ("slow", "long"):
-            mark = item.get_closest_marker(f"{tier}_except")
+            nodes = (
+                [m for m in n.own_markers if m.name == f"{tier}_except"]
+                for n in item.listchain()[::-1]
+            )
+            mark = next(
+                (marks[-1] for marks in nodes if marks), None
+            )  # of a class, after its bases
             if mark is None:
                 continue
             fitting = {name for name in mark.args if any(fits(name, x) for x in own)}

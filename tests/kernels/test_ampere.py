@@ -72,6 +72,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("causal, one head")
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -88,6 +89,7 @@ def test_forward_and_gradients_match_the_dense_oracle(case):
         assert_near(value, expected[name], EXACT if of_rows else NEAR, name)
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("(1, 1, 90, 1)")
 @needs_interpreter
 @pytest.mark.parametrize("shape", [(1, 1, 90, 1), (1, 2, 90, 131), (1, 1, 1, 131)], ids=str)
@@ -104,6 +106,7 @@ def test_gradient_of_a_bias_has_its_shape_and_sums(shape):
     assert largest_error(got, wanted) <= EXACT * terms.max()  # the terms cancel
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_without_a_tile_in_flight_the_results_are_right_too():
     case = Case(T=64, S=128, N=1, H=32, Hv=32)
@@ -114,6 +117,7 @@ def test_without_a_tile_in_flight_the_results_are_right_too():
         assert_near(value, expected[name], NEAR if name == "out" else EXACT, name)
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv"])
 def test_tiles_of_other_rows_than_a_program_holds_are_refused(kind):
@@ -144,6 +148,7 @@ def test_tiles_that_the_decode_kernel_lacks_are_refused(blocks, page, message):
         ampere.decode(Problem(scale=1.0), operands, None, blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
 def test_the_decode_kernel_multiplies_by_mma_and_copies_by_cp_async():
     """Pallas lowers its own copies to TMA from capability 9 on, where they want a barrier."""
@@ -209,6 +214,7 @@ def loss_of(**settings):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
 def test_kernels_are_those_of_ampere_and_are_asked_for_by_name():
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
@@ -223,6 +229,7 @@ def test_kernels_are_those_of_ampere_and_are_asked_for_by_name():
     assert "needs a Hopper GPU" in said["pallas_unordered"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
 def test_the_kernels_trace_where_python_integers_have_64_bits():
     query, key = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
@@ -232,7 +239,7 @@ def test_the_kernels_trace_where_python_integers_have_64_bits():
     assert {x.dtype for x in shapes} == {jnp.dtype("bfloat16")}
 
 
-@pytest.mark.slow_except("plain")
+@pytest.mark.slow
 @pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
 @pytest.mark.parametrize("bias", [None, (1, 4, 256, 1)], ids=["plain", "bias"])
 def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(bias):

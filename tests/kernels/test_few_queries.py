@@ -73,7 +73,7 @@ def named(monkeypatch, backend="hopper"):
     return calls
 
 
-@pytest.mark.slow_except("ampere-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "options", "kernel"), few_queries.KERNELS)
 @each_backend
 def test_few_queries_without_dropout_take_the_decode_kernel(
@@ -111,6 +111,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("ampere-lengths", "hopper-lengths", "hopper-matrix of heads")
 @needs_interpreter
 @pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
@@ -128,6 +129,7 @@ def test_attention_of_few_queries_matches_the_oracle(backend, make):
     assert_near(lse, expected["lse"], EXACT, "lse")
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("hopper")
 @needs_interpreter
 @each_backend
@@ -156,7 +158,7 @@ def test_under_vmap_the_mapped_axis_joins_the_batch(monkeypatch):
     assert set(calls) == {"decode"}
 
 
-@pytest.mark.slow_except("ampere")
+@pytest.mark.slow
 @each_backend
 def test_inside_a_shard_map_results_vary_as_the_inputs_do(backend):
     """Traced, not run: `shard_map` compares types."""
@@ -175,6 +177,7 @@ def test_inside_a_shard_map_results_vary_as_the_inputs_do(backend):
     assert out.shape == inputs[0].shape and lse.shape == (2, 1, 8)
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_gradients_of_few_queries_over_keys_that_end_within_a_tile():
     arrays = arrays_of(2, heads=2, kv_heads=1)
@@ -211,6 +214,7 @@ def test_tiles_to_read_are_as_many_at_any_capacity():
     assert tiles(1024) == tiles(8192) == tiles(1000) == [1, 1, 6, 0]
 
 
+@pytest.mark.slow
 @needs_interpreter
 @each_backend
 def test_keys_and_values_of_int8_are_read_as_they_are(backend, monkeypatch):
@@ -238,7 +242,7 @@ def test_keys_and_values_of_int8_are_read_as_they_are(backend, monkeypatch):
     assert gradient[1]["key_scale"].shape == key_scale.shape and "forward" in calls
 
 
-@pytest.mark.slow_except("hopper-small")
+@pytest.mark.slow
 @pytest.mark.long_except("hopper-small", "hopper-with sinks")
 @needs_interpreter
 @pytest.mark.parametrize(

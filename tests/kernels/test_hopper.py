@@ -62,6 +62,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.long_except(
     "slopes, dropout and key bias", "widths of 80 and 112", "window in documents, sinks"
 )
@@ -80,6 +81,7 @@ def test_forward_and_gradients_match_the_dense_oracle(case):
     assert got["out"].dtype == got["dk"].dtype == operands.query.dtype
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("plain")
 @needs_interpreter
 @pytest.mark.parametrize(
@@ -112,6 +114,7 @@ def test_the_weights_of_a_tile_are_computed_once(H):
     assert str(traced).count(" exp2 ") == 2
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
 @pytest.mark.parametrize("rate", [0.0, 0.3])
@@ -126,6 +129,7 @@ def test_what_overflows_where_a_mask_hides_it_stays_there(rate):
         assert_near(got[name], expected[name], NEAR, name)
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_a_tanh_of_eleven_bits_costs_no_more_than_bfloat16_does(monkeypatch):
     """The most that the instruction may err, up or down by the bits of its argument.
@@ -179,6 +183,7 @@ def test_vectors_that_are_not_copied_with_a_tile_are_read(monkeypatch):
         assert_near(got[name], expected[name], NEAR, name)
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("one")
 @needs_interpreter
 @pytest.mark.parametrize("plan", [Blocks(64, 64, 2), Blocks(192, 64, 3)], ids=["one", "three"])
@@ -191,6 +196,7 @@ def test_one_or_three_warpgroups_multiply_without_turns(plan):
         assert_near(got[name], expected[name], NEAR if name == "out" else EXACT, name)
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_the_forward_kernel_needs_two_tiles_in_flight():
     case = Case(T=128, S=128)
@@ -199,6 +205,7 @@ def test_the_forward_kernel_needs_two_tiles_in_flight():
         run_forward(case, operands, Blocks(128, 128, 1))
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("slack", [-1.0, 16.0, float("nan")])
 def test_a_slack_that_would_overflow_is_refused(slack):
@@ -208,6 +215,7 @@ def test_a_slack_that_would_overflow_is_refused(slack):
         run_forward(case, operands, Blocks(128, 128, slack=slack))
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("shape0")
 @needs_interpreter
 @pytest.mark.parametrize("shape", [(2, 2, 167, 211), (1, 2, 1, 211), (1, 1, 167, 1), (2, 1, 1, 1)])
@@ -224,6 +232,7 @@ def test_gradient_of_a_bias_has_its_shape_and_sums(shape):
     assert largest_error(got, wanted) <= EXACT * terms.max()  # the terms cancel
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_a_row_that_sees_nothing_is_zero_and_passes_nothing_on():
     case = Case(T=256, S=128, sinks=True)  # the first 128 queries stand before every key
@@ -252,6 +261,7 @@ RISING = {  # by how much, in base 2, from one tile of keys to the next
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("within the slack")
 @needs_interpreter
 @pytest.mark.parametrize(("case", "steps"), RISING.values(), ids=RISING)
@@ -275,6 +285,7 @@ def test_a_maximum_that_is_kept_while_the_slack_lasts_changes_no_result(case, st
         assert_near(got[name], expected[name], EXACT if name == "lse" else NEAR, name)
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_the_first_score_is_the_maximum_however_low_and_however_much_slack():
     case = Case(T=256, S=256, bias=(1, 1, 1, 256))
@@ -303,6 +314,7 @@ def test_a_rounded_sum_of_maximum_and_slack_lets_no_weight_overflow_in_float16()
     assert_near(got["out"], oracle(case, operands, do)[0]["out"], NEAR, "out")
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_very_low_scores_that_are_visible_count():
     case = Case(S=167, bias=(1, 1, 167, 1))
@@ -314,6 +326,7 @@ def test_very_low_scores_that_are_visible_count():
     assert_near(got["out"][:, :167], plain["out"][:, :167], 3e-2, "out")
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_the_number_of_programs_changes_no_bit(monkeypatch):
     case = Case()

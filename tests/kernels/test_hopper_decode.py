@@ -78,6 +78,7 @@ def skip_widths_of_hopper(module, case):
         pytest.skip(f"{case.H} and {case.Hv} are widths of Hopper")
 
 
+@pytest.mark.slow
 @pytest.mark.long_except(
     "*-cap, sinks and a bias of each head and query",
     "*-lengths of rows",
@@ -104,6 +105,7 @@ def test_decode_matches_the_dense_oracle(module, case, lengths):
     assert got["out"].dtype == operands.query.dtype
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("ampere-13", "ampere-331")
 @needs_interpreter
 @pytest.mark.parametrize("S", [S, 328, 13])
@@ -118,6 +120,7 @@ def test_keys_may_end_within_a_tile(module, S):
         assert_near(got[name], expected[name], NEAR if name == "out" else EXACT, name)
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("hopper")
 @needs_interpreter
 @each_backend
@@ -129,6 +132,7 @@ def test_rows_that_see_nothing_are_zero(module):
     assert np.isfinite(got["row_max"])[1].all()
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("hopper")
 @needs_interpreter
 @each_backend
@@ -143,6 +147,7 @@ def test_products_that_overflow_where_nothing_is_spoilt_count_as_before(module):
     assert_near(got["out"][0, 0], (weight / weight.sum() @ value)[None].repeat(2, 0), NEAR, "out")
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("ampere-part of one", "hopper-*")
 @needs_interpreter
 @pytest.mark.parametrize("S", [384, 424, 427], ids=["whole tiles", "part of one", "padded"])
@@ -183,6 +188,7 @@ INT8 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("hopper-groups, widths of 32 and 96", "hopper-lengths")
 @needs_interpreter
 @pytest.mark.parametrize(("case", "lengths"), INT8.values(), ids=INT8)

@@ -87,6 +87,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.long_except(
     "a tile of keys that no query sees, grouped",
     "no mask, float16, narrow",
@@ -111,6 +112,7 @@ def test_tiles_of_other_sizes_give_the_same(blocks):
         assert_near(value, expected[name], NEAR, name)
 
 
+@pytest.mark.slow
 @needs_jax_11
 @pytest.mark.parametrize("q", [64, 128])
 @pytest.mark.parametrize("H", hopper.HEAD_DIMS)
@@ -133,6 +135,7 @@ def structs(H=64, Hv=64, dtype="bfloat16"):
     return [jax.ShapeDtypeStruct((1, 128, 2, h), dtype) for h in (H, H, Hv)]
 
 
+@pytest.mark.slow
 @needs_jax_11
 def test_heads_that_are_too_wide_together_are_refused_by_name():
     with using(Target("hopper")):

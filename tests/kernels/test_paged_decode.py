@@ -148,6 +148,7 @@ GPU_CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.long_except(
     "ampere-an odd number of short pages",
     "hopper-an odd number of short pages",
@@ -177,7 +178,7 @@ def run_gpu(module, case, operands, page=None):
     return dict(zip(("out", "row_max", "log_sum"), decode(operands, lists), strict=True))
 
 
-@pytest.mark.slow_except("ampere-64-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "tile", "consumers"),
     [("hopper", 128, 2), pytest.param("ampere", 64, 1, marks=needs_mma)],
@@ -203,6 +204,7 @@ def test_a_row_of_pages_is_divided_into_as_many_parts_as_one_without(backend, ti
         assert (f"bf16[{B},{S},{K},{H}]" in found) == (page != 64)
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.usefixtures("few_programs")
 @each_backend
