@@ -110,26 +110,28 @@ def pytest_collection_modifyitems(config, items):
         if hasattr(item, "callspec"):
             own.add(item.callspec.id)
         for tier in ("slow", "long"):
-            nodes = (
-                [m for m in n.own_markers if m.name == f"{tier}_except"]
-                for n in item.listchain()[::-1]
-            )
-            mark = next(
-                (marks[-1] for marks in nodes if marks), None
-            )  # of a class, after its bases
-            if mark is None:
-                continue
-            fitting = {name for name in mark.args if any(fits(name, x) for x in own)}
-            if not fitting:
-                item.add_marker(tier)
-            where = item.nodeid.partition("[")[0] if item.cls is None else item.parent.nodeid
-            left = unused.setdefault((where, mark.name), set(mark.args))
-            left -= fitting
+            kind = f"{tier}_except"
+            where, mark = nearest(item, kind)
+            if mark is not None:
+                fitting = {name for name in mark.args if any(fits(name, x) for x in own)}
+                if not fitting:
+                    item.add_marker(tier)
+                left = unused.setdefault((where.partition("[")[0], kind), set(mark.args))
+                left -= fitting
         if item.get_closest_marker("long") is not None:
             item.add_marker("slow")
-    wrong = [f"{where}: {mark} names {left}" for (where, mark), left in unused.items() if left]
+    wrong = [f"{where}: {kind} names {left}" for (where, kind), left in unused.items() if left]
     if wrong and not any("::" in argument for argument in config.args):
         raise pytest.UsageError("no such tests: " + "; ".join(wrong))
+
+
+def nearest(item, kind):
+    """Return where the nearest marker of a kind stands, and the marker, if there is one."""
+    for node in reversed(item.listchain()):
+        for mark in reversed(node.own_markers):
+            if mark.name == kind:
+                return node.nodeid, mark
+    return "", None
 
 
 def fits(name, own):
