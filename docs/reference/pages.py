@@ -9,6 +9,7 @@ of masks as they are typed.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,15 +19,17 @@ import griffe
 from latex2mathml.converter import convert
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "transformer_jax" / "__init__.py"
-LESS_IN_SEARCH = ("reference/", "design_", "howto_")
-"""Pages that stand below the others where both have what is searched for."""
+PACKAGE = "transformer_jax"
+SEARCH = {"reference/": 0.2, "design_": 0.5, "howto_": 0.5, "attention.md": 3.0}
+"""Weights of pages, by their beginning, where several have what is searched for; 1 for the others."""
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put in what is generated: the folder's modules, and the table of public names."""
-    if page.file.src_uri.startswith(LESS_IN_SEARCH):
-        page.meta.setdefault("search", {"boost": 0.5})
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Put in what is generated: modules, public names, links to notebooks, marks of formulas."""
+    weights = [w for name, w in SEARCH.items() if page.file.src_uri.startswith(name)]
+    page.meta["search"] = {"boost": weights[0] if weights else 1.0}
+    opened = functools.partial(notebook_links, repository=config.repo_url)
+    markdown = re.sub(r"<!-- notebook (\w+) -->", opened, markdown)
     markdown = stash_formulas(markdown)
     markdown = re.sub(r"<!-- modules of (\S+) -->", lambda found: modules(found[1]), markdown)
     return markdown.replace("<!-- public names -->", "\n".join(public_names()))
@@ -40,6 +43,17 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
             for module in top.children:
                 module.children = []
     return html
+
+
+def notebook_links(found: re.Match[str], repository: str | None) -> str:
+    """Return links to a page's notebook: the file; in Colab where mkdocs.yml has a `repo_url`."""
+    path = f"notebooks/{found[1]}.ipynb"
+    links = f"[This page as a notebook]({path}){{ download }}"
+    if repository and repository.startswith("https://github.com/"):
+        name = repository.removeprefix("https://github.com/").strip("/")
+        there = f"https://colab.research.google.com/github/{name}/blob/main/docs/{path}"
+        links += f" · [Open in Colab]({there})"
+    return links
 
 
 _FORMULAS: list[str] = []
@@ -73,9 +87,22 @@ def modules(folder: str) -> str:
     said = [f"::: {whole}\n    options:\n      members: false\n"]
     for name in names:
         if not name.endswith("__init__"):
-            short = name.removeprefix(f"{whole}.")
-            said.append(f"## {short}\n\n::: {name}\n    options:\n      heading_level: 3\n")
+            said.append(f"## {name.removeprefix(f'{whole}.')}\n\n{module(name, name in public)}")
     return "\n".join(said)
+
+
+def module(name: str, has_public: bool) -> str:
+    """Return what fills the section of a module: if it has public names, these first."""
+    if not has_public:
+        return f"::: {name}\n    options:\n      heading_level: 3\n"
+    names = [known for known, (_, where) in exported().items() if where == name]
+    members = package()[name.removeprefix(f"{PACKAGE}.")].members
+    for other, value in members.items():
+        if not (other in names or other[0] == "_" or value.is_alias) and value.docstring:
+            names.append(other)
+    options = "heading_level: 3\n      show_root_heading: true\n      show_root_full_path: false"
+    own = [f"::: {name}.{x}\n    options:\n      {options}\n" for x in names]
+    return "\n".join([f"::: {name}\n    options:\n      members: false\n", *own])
 
 
 def public_names() -> Iterator[str]:
@@ -85,43 +112,41 @@ def public_names() -> Iterator[str]:
         yield f"\n## {group}\n\n| name | what it is |\n|---|---|"
         for name in names:
             path, module = found[name]
-            page = module.removeprefix("transformer_jax.").split(".")[0]
+            page = module.removeprefix(f"{PACKAGE}.").split(".")[0]
             yield f"| [`{name}`]({page}.md#{path}) | {first_sentence(module, name)} |"
 
 
 def groups() -> list[tuple[str, list[str]]]:
     """Return the groups of public names in the docstring of the package, in its order."""
-    text = ast.get_docstring(ast.parse(PACKAGE.read_text())) or ""
+    text = ast.get_docstring(ast.parse((ROOT / PACKAGE / "__init__.py").read_text())) or ""
     table = text[text.index("What is public") :].split("\n\n")[1]
     rows = re.findall(r"^ {4}(\S.*?)  +(\S.*(?:\n {10,}\S.*)*)", table, re.M)
     return [(group, re.findall(r"\w+", names)) for group, names in rows]
 
 
+@functools.cache
+def package() -> Any:
+    """Return the package as griffe reads it, without importing it."""
+    return griffe.load("transformer_jax", search_paths=[ROOT])
+
+
+@functools.cache
 def exported() -> dict[str, tuple[str, str]]:
     """Return for each public name where it is defined: its whole path, and its module."""
-    package = griffe.load("transformer_jax", search_paths=[ROOT]) if not _LOADED else _LOADED[0]
-    _LOADED[:] = [package]
+    later = ast.literal_eval(str(package()["_LATER"].value))
     found = {}
-    later = ast.literal_eval(str(package["_LATER"].value))
-    for name in ast.literal_eval(str(package["__all__"].value)):
-        if name in later:
-            path = f"transformer_jax.{later[name]}.{name}"
-        else:
-            path = package[name].final_target.path
+    for name in ast.literal_eval(str(package()["__all__"].value)):
+        there = name in later
+        path = f"{PACKAGE}.{later[name]}.{name}" if there else package()[name].final_target.path
         found[name] = path, path.rpartition(".")[0]
     return found
 
 
-_LOADED: list[Any] = []
-
-
 def first_sentence(module: str, name: str) -> str:
     """Return the first line of a name's docstring."""
-    path = f"{module}.{name}".removeprefix("transformer_jax.")
-    docstring = _LOADED[0][path].docstring
-    return (
-        docstring.value.split("\n\n")[0].replace("\n", " ").replace("|", "\\|") if docstring else ""
-    )
+    docstring = package()[f"{module}.{name}".removeprefix(f"{PACKAGE}.")].docstring
+    text = docstring.value.split("\n\n")[0] if docstring else ""
+    return text.replace("\n", " ").replace("|", "\\|")
 
 
 class Drawings(griffe.Extension):

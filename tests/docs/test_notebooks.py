@@ -1,0 +1,51 @@
+"""The notebooks are made of the pages, and run."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def script():
+    pytest.importorskip("jupytext", reason="makes the notebooks; of the extra test")
+    return runpy.run_path(str(ROOT / "docs" / "notebooks.py"))
+
+
+def test_notebooks_are_what_the_script_makes_of_the_pages(script):
+    assert {path.stem for path in NOTEBOOKS} == set(script["NOTEBOOKS"])
+    for path in NOTEBOOKS:
+        assert path.read_text() == script["notebook"](path.stem), "run docs/notebooks.py"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebooks_are_committed_without_outputs_and_install_first(path):
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert "pip install" in "".join(cells[0]["source"]) and len(cells) > 3
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
+
+
+def test_links_of_notebooks_lead_to_pages():
+    for path in NOTEBOOKS:
+        cells = json.loads(path.read_text())["cells"]
+        text = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        targets = [part.split(")")[0].split("#")[0] for part in text.split("](")[1:]]
+        local = [target for target in targets if target and "://" not in target]
+        assert local and all((FOLDER / target).exists() for target in local), path.stem
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebooks_run(path):
+    nbformat = pytest.importorskip("nbformat", reason="reads notebooks; of the extra test")
+    nbclient = pytest.importorskip("nbclient", reason="runs notebooks; of the extra test")
+    notebook = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(FOLDER)}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
+    printed = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    assert sum(bool(outputs) for outputs in printed) >= 3
