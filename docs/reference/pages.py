@@ -21,7 +21,7 @@ from latex2mathml.converter import convert
 ROOT = Path(__file__).parents[2]
 PACKAGE = "transformer_jax"
 SEARCH = {"reference/": 0.2, "design_": 0.5, "howto_": 0.5, "attention.md": 3.0}
-"""Weights of pages, by their beginning, where several have what is searched for; 1 for the others."""
+"""Weights of pages in a search, by the beginning of their name; 1 for the others."""
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
