@@ -31,19 +31,10 @@ def here_or_elsewhere(
     With `alone`, the first one has no rules for `vmap` and for several devices: it is for neither.
     """
     leaves, structure = jax.tree.flatten(tree)
-
-    def of_leaves(function: Callable[..., Results]) -> Callable[..., Results]:
-        return lambda *leaves: function(*jax.tree.unflatten(structure, leaves))
-
-    return _bind(leaves, of_leaves(here), of_leaves(elsewhere), alone)
-
-
-def _bind(
-    leaves: Leaves, here: Callable[..., Results], elsewhere: Callable[..., Results], alone: bool
-) -> Results:
+    plain = lambda *leaves: elsewhere(*jax.tree.unflatten(structure, leaves))  # noqa: E731
     # a trace, in which JAX finds what has to be split over devices, and the types in a `shard_map`
-    traced = jax.make_jaxpr(here)(*leaves)
-    return tuple(_either.bind(*leaves, here=traced, elsewhere=elsewhere, alone=alone))
+    traced = jax.make_jaxpr(here)(*tree)
+    return tuple(_either.bind(*leaves, here=traced, elsewhere=plain, alone=alone))
 
 
 _either = Primitive("here_or_elsewhere")
@@ -102,7 +93,7 @@ def _map(
         found: Results = jax.vmap(elsewhere, in_axes=axes)(*leaves)
         return found, (0,) * len(found)
     library = jax.vmap(jaxpr_as_fun(here), in_axes=axes)
-    found = _bind(leaves, library, jax.vmap(elsewhere, in_axes=axes), alone)
+    found = here_or_elsewhere(library, jax.vmap(elsewhere, in_axes=axes), leaves)
     return found, (0,) * len(found)
 
 

@@ -27,6 +27,8 @@ def split(x: Any, axes: slice = slice(None), after: Iterable[Any] = ()) -> Parti
     No axis of a mesh splits an array twice: what the first have taken is left out of `after`.
     """
     first = tuple(jax.typeof(x).sharding.spec)[axes]
+    if not any(first):
+        return PartitionSpec(*first, *after)
     taken = {name for one in first for name in _names(one)}
     return PartitionSpec(*first, *(None if taken & set(_names(one)) else one for one in after))
 

@@ -160,7 +160,8 @@ def dot_product_attention(
     runs or raises NotImplementedError with the reason.
     ValueError where the arguments do not fit together.
     """
-    refuse_keywords(dot_product_attention, unknown)
+    if unknown:
+        refuse_keywords(dot_product_attention, unknown)
     call = check_call(
         query,
         key,
@@ -182,7 +183,7 @@ def dot_product_attention(
     # with lse or without it, the program is the same one
     same = dataclasses.replace(call, return_lse=False) if return_lse else call
     refused, shapes = [], call.plain_shapes()
-    for name in _candidates(implementation, shapes):
+    for name in _candidates(shapes, implementation):
         one = IMPLEMENTATIONS[name]
         reason = _refuse(name, one, shapes)
         if reason is None:
@@ -242,7 +243,7 @@ def explain_attention(
     call = check_call(query, key, value, return_lse=return_lse, **options)
     shapes = call.plain_shapes()
     reasons = {name: _refuse(name, one, shapes) for name, one in IMPLEMENTATIONS.items()}
-    chosen = next(name for name in _best_first(shapes) if reasons[name] is None)
+    chosen = next(name for name in _candidates(shapes) if reasons[name] is None)
     runs = {name: one for name, one in IMPLEMENTATIONS.items() if reasons[name] is None}
     in_place = (name for name, one in runs.items() if one.reads_pages(call))
     return Explanation(reasons, chosen, frozenset(in_place))
@@ -269,10 +270,11 @@ def plan_mask(
     if any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
         return mask
     shapes = call.plain_shapes()
-    for name in _candidates(implementation, shapes):
+    for name in _candidates(shapes, implementation):
         one = IMPLEMENTATIONS[name]
         if _refuse(name, one, shapes) is None:
-            plan = one.plan(call if one.reads_pages(call) else shapes)
+            in_pages = call.block_table is not None and one.reads_pages(call)
+            plan = one.plan(call if in_pages else shapes)
             return mask if mask is None or plan is None else PlannedMask(mask, plan)
     return mask
 
@@ -308,55 +310,40 @@ def dot_product_attention_weights(
 # Choosing one
 
 
-def _candidates(implementation: str | Sequence[str] | None, call: AttentionCall) -> Sequence[str]:
-    if implementation is None:
-        return _best_first(call)
-    names = [implementation] if isinstance(implementation, str) else list(implementation)
-    if not names or not set(names) <= IMPLEMENTATIONS.keys():
-        known = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"implementation is {implementation!r}: must be of {known}")
-    return names
+def _candidates(
+    call: AttentionCall, implementation: str | Sequence[str] | None = None
+) -> Sequence[str]:
+    """Return which implementations to try, in order: those named, or the best for these sizes.
 
-
-def _best_first(call: AttentionCall) -> list[str]:
-    """Put fused ones first where they may run, then decide by size.
-
-    Our kernels come first only on chips where they were measured to be the fastest. On an
-    accelerator the scores may take a gibibyte; on a CPU see `_best_first_on_cpu`. Tiles need sizes
-    that are numbers: where an export leaves one open, every score is written down.
+    Our kernels come first only on chips where they were measured to be the fastest
+    (kernels/chips.py). On an accelerator the scores may take a gibibyte. On a CPU the sizes are
+    fitted to benchmarks/results/choosing.json by benchmarks/choosing.py. The compiled kernels read
+    keys as they lie for few queries of a key head. For more queries they first lay keys and values
+    out and wake threads, which pays from many scores on, in the gradient too. Otherwise one product
+    of XLA is fastest while scores, keys and values fit the processor's cache; beyond, and where few
+    queries see many keys, tiles are, which end where a KV cache does.
     """
+    if implementation is not None:
+        names = [implementation] if isinstance(implementation, str) else list(implementation)
+        if not names or not set(names) <= IMPLEMENTATIONS.keys():
+            known = ", ".join(IMPLEMENTATIONS)
+            raise ValueError(f"implementation is {implementation!r}: must be of {known}")
+        return names
     B, T, N, S = call.sizes
-    if not known_sizes(B, T, S):
+    if not known_sizes(B, T, S):  # open ones of an export: tiles need sizes that are numbers
         return ["xla"]
-    fused = ["pallas", "cudnn"] if _pallas_is_fastest() else ["cudnn"]
-    if platform() == "cpu":
-        return [*fused, *_best_first_on_cpu(call)]
-    small = 4 * B * T * N * S <= 2**30
-    return [*fused, "xla", "blockwise"] if small else [*fused, "blockwise", "xla"]
-
-
-def _best_first_on_cpu(call: AttentionCall) -> list[str]:
-    """Decide by size, as fitted to benchmarks/results/choosing.json by benchmarks/choosing.py.
-
-    The compiled kernels read keys as they lie for few queries of a key head. For more queries they
-    first lay keys and values out and wake threads, which pays from many scores on, in the gradient
-    too. Otherwise one product of XLA is fastest while scores, keys and values fit the processor's
-    cache; beyond, and where few queries see many keys, tiles are, which end where a KV cache does.
-    """
-    B, T, N, S = call.sizes
+    where = target()
+    ours = [] if isinstance(where, str) or where.chip not in FASTEST else ["pallas"]
+    if platform() != "cpu":
+        small = 4 * B * T * N * S <= 2**30
+        return [*ours, "cudnn", *(["xla", "blockwise"] if small else ["blockwise", "xla"])]
     products = B * N * T * S * (call.query.shape[3] + call.value.shape[3])
     many_scores = T * S >= 64 * 64 or (T * S >= 32 * 32 and products >= 6_000_000)
     few_queries = T * N // call.key.shape[2] <= cpu.FEW_ROWS and S >= 32
+    native = ["native"] if few_queries or many_scores else []
     size = 4 * (B * T * N * S + call.key.size + call.value.size)
     in_cache = T * S < 128 * 128 and size <= 2**23 and not (T <= FEW_QUERIES and S >= 64)
-    others = ["xla", "blockwise"] if in_cache else ["blockwise", "xla"]
-    return ["native", *others] if few_queries or many_scores else others
-
-
-def _pallas_is_fastest() -> bool:
-    """Return whether our kernels were measured to be fastest here: see kernels/chips.py."""
-    where = target()
-    return not isinstance(where, str) and where.chip in FASTEST
+    return [*ours, *native, *(["xla", "blockwise"] if in_cache else ["blockwise", "xla"])]
 
 
 def _refuse(name: str, one: Implementation, call: AttentionCall) -> str | None:

@@ -23,7 +23,7 @@ from transformer_jax.sharding import by_compiler, split
 from transformer_jax.shown import short_repr
 
 POOLS = ("key", "value", "key_scale", "value_scale")
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES = {jnp.dtype(name): name for name in ("bfloat16", "float16", "float32", "float64")}
 
 
 @register(
@@ -62,8 +62,8 @@ class AttentionCall:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Return B, T, N and S."""
-        B, T, N, _ = self.query.shape
-        return B, T, N, length_of(self.key, self.block_table)
+        (B, T, N, _), S = self.query.shape, self.key.shape[1]
+        return B, T, N, S if self.block_table is None else self.block_table.shape[1] * S
 
     def positions(
         self, T: int | None = None, S: int | None = None
@@ -207,15 +207,41 @@ def check_call(
 
     Takes arrays or `jax.ShapeDtypeStruct`s.
     """
-    places = dict(q_positions=q_positions, k_positions=k_positions, block_table=block_table)
-    integers = [None if x is None else as_int32(name, x) for name, x in places.items()]
+    places = [("q_positions", q_positions), ("k_positions", k_positions)]
+    places += [("block_table", block_table)]
+    integers = [None if x is None else as_int32(name, x) for name, x in places]
     # `jnp.asarray` of an array is the array, and takes ten times as long as to ask for its type
     (query, key, value, sinks, key_scale, value_scale, q_positions, k_positions, block_table) = (
         x if x is None or isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
         for x in (query, key, value, sinks, key_scale, value_scale, *integers)
     )
-    _check_inputs(query, key, value, key_scale, value_scale, block_table)
-    (B, T, N, _), S = query.shape, length_of(key, block_table)
+    inputs = {"query": query, "key": key, "value": value}
+    shapes = lambda: ", ".join(f"{name} {x.shape}" for name, x in inputs.items())  # noqa: E731
+    for name, x in inputs.items():
+        if x.ndim != 4:
+            raise ValueError(f"{shapes()}: {name} must be [batch, length, heads, width]")
+    compared = inputs
+    if key_scale is not None or value_scale is not None:
+        _check_scales(key, value, key_scale, value_scale)
+        compared = {"query": query}
+    if query.dtype not in DTYPES or any([x.dtype != query.dtype for x in compared.values()]):
+        dtypes = {name: str(x.dtype) for name, x in compared.items()}
+        named = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        scales = "; int8 comes with key_scale and value_scale" * ("int8" in dtypes.values())
+        raise ValueError(f"{named}: must be one dtype of {', '.join(DTYPES.values())}{scales}")
+    (B, T, N, H), (keys_B, S, K, keys_H) = query.shape, key.shape
+    if block_table is not None:
+        _check_table(block_table, B, keys_B)
+        S = block_table.shape[1] * S
+    elif B != keys_B:
+        raise ValueError(f"{shapes()}: query has {B} batch rows, key {keys_B}")
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"{shapes()}: value must have the batch, length and heads of key")
+    if H != keys_H or H == 0:
+        raise ValueError(f"{shapes()}: query is {H} wide, key {keys_H}: must be equal and not 0")
+    if K == 0 or N == 0 or N % K:
+        rule = "key heads must divide query heads"
+        raise ValueError(f"{shapes()}: query has {N} heads, key {K}: {rule}")
     plan = None
     if isinstance(mask, PlannedMask):
         mask, plan = mask.mask, mask.plan
@@ -271,43 +297,6 @@ def check_call(
         block_table=block_table,
         plan=plan,
     )
-
-
-def length_of(key: Any, block_table: Any) -> int:
-    """Return how many keys a batch row has (S): those of M pages where there is a block table."""
-    length: int = key.shape[1]
-    return length if block_table is None else block_table.shape[1] * length
-
-
-def _check_inputs(
-    query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any, block_table: Any
-) -> None:
-    given = {"query": query, "key": key, "value": value}
-    shapes = ", ".join(f"{name} {x.shape}" for name, x in given.items())
-    for name, x in given.items():
-        if x.ndim != 4:
-            raise ValueError(f"{shapes}: {name} must be [batch, length, heads, width]")
-    dtypes = {name: str(x.dtype) for name, x in given.items()}
-    if key_scale is not None or value_scale is not None:
-        _check_scales(key, value, key_scale, value_scale)
-        dtypes = {"query": dtypes["query"]}
-    if len(set(dtypes.values())) > 1 or dtypes["query"] not in DTYPES:
-        named = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        scales = "; int8 comes with key_scale and value_scale" * ("int8" in dtypes.values())
-        raise ValueError(f"{named}: must be one dtype of {', '.join(DTYPES)}{scales}")
-    (B, _, N, H), (keys_B, _, K, keys_H) = query.shape, key.shape
-    if block_table is not None:
-        _check_table(block_table, B, keys_B)
-    elif B != keys_B:
-        raise ValueError(f"{shapes}: query has {B} batch rows, key {keys_B}")
-    if value.shape[:3] != key.shape[:3]:
-        raise ValueError(f"{shapes}: value must have the batch, length and heads of key")
-    if H != keys_H or H == 0:
-        raise ValueError(f"{shapes}: query is {H} wide, key {keys_H}: must be equal and not 0")
-    if K == 0 or N == 0 or N % K:
-        raise ValueError(
-            f"{shapes}: query has {N} heads, key {K}: key heads must divide query heads"
-        )
 
 
 def _check_table(table: Any, B: int, P: int) -> None:

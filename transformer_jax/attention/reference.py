@@ -87,8 +87,19 @@ def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
     visible = see(call)
     bias = call.bias.materialize(*call.positions()) if isinstance(call.bias, Bias) else call.bias
     query, key, value, nonfinite = clean(visible, call.query, call.key, call.value)
-    scale = call.scale if call.scale_array is None else call.scale_array
-    scores = _scores(query, key, visible, bias, scale, call.softcap)
+    (B, T, N, H), (_, S, K, _) = query.shape, key.shape
+    rows = rearrange(query, "B T (K G) H -> B K (G T) H", K=K)  # the heads of a group in a column
+    scores = einsum("BKRH,BSKH->BKRS", rows, key).reshape(B, N, T, S)
+    # a hidden score that overflows is 0, or its slope, 0 * inf, would be NaN
+    masked = (lambda s: s) if visible is None else lambda s: jnp.where(visible, s, 0.0)
+    if call.scale_array is not None:
+        scores = masked(scores) * call.scale_array.astype(scores.dtype)
+    else:
+        scores = scores * (H**-0.5 if call.scale is None else call.scale)
+    if call.softcap is not None:
+        scores = call.softcap * jnp.tanh(masked(scores) / call.softcap)
+    if bias is not None:
+        scores = scores + bias.astype(scores.dtype)
     return softmax(scores, visible, nonfinite, call.sinks), value
 
 
@@ -171,29 +182,6 @@ def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     wide: Any = np.promote_types(x.dtype, np.float32)  # JAX's own may be strict
     return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide)
-
-
-def _scores(
-    query: jax.Array,
-    key: jax.Array,
-    visible: jax.Array | None,
-    bias: jax.Array | None,
-    scale: float | jax.Array | None,
-    softcap: float | None,
-) -> jax.Array:  # [B, N, T, S]
-    (B, T, N, H), (_, S, K, _) = query.shape, key.shape
-    rows = rearrange(query, "B T (K G) H -> B K (G T) H", K=K)  # the heads of a group in a column
-    scores = einsum("BKRH,BSKH->BKRS", rows, key).reshape(B, N, T, S)
-    if isinstance(scale, jax.Array):
-        if visible is not None:
-            scores = jnp.where(visible, scores, 0.0)  # a hidden overflow has no slope
-        scale = scale.astype(scores.dtype)
-    scores = scores * (H**-0.5 if scale is None else scale)
-    if softcap is not None:
-        if visible is not None:
-            scores = jnp.where(visible, scores, 0.0)  # a hidden overflow has no slope
-        scores = softcap * jnp.tanh(scores / softcap)
-    return scores if bias is None else scores + bias.astype(scores.dtype)
 
 
 def _kept(call: AttentionCall) -> jax.Array:  # [B, N, T, S]

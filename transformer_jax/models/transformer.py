@@ -240,7 +240,7 @@ class Decoder(nn.Module):
         masks = [("head_mask", head_mask, "attention")]
         places = Places.of(self.config, capture, edit, masks)
         given = BlockInputs(positions=positions, mask=mask, places=places)
-        logits, cache, captured, _ = decode(
+        logits, cache, captured, _ = decoder_logits(
             self, tokens, given, cache=cache, segments=segments, key=key, at=at
         )
         return (logits, cache, places.in_order(captured)) if capture else (logits, cache)
@@ -275,7 +275,9 @@ class Decoder(nn.Module):
         """Return what `__call__` does, and what every layer weighed the keys with."""
         places = Places.of(self.config, WEIGHTS, edit)
         given = BlockInputs(positions=positions, mask=mask, places=places)
-        logits, cache, captured, x = decode(self, tokens, given, cache=cache, segments=segments)
+        logits, cache, captured, x = decoder_logits(
+            self, tokens, given, cache=cache, segments=segments
+        )
         return logits, cache, attention_weights(self.config, captured, x, cache)
 
 
@@ -395,7 +397,9 @@ class EncoderDecoder(nn.Module):
         inside = places.inside("encoder/")
         given, own, key = self._given(source, source_positions, cache, inside, key)
         given = replace(given, positions=positions, mask=mask, places=places)
-        logits, cache, captured, _ = decode(self, tokens, given, cache=cache, key=key, at=at)
+        logits, cache, captured, _ = decoder_logits(
+            self, tokens, given, cache=cache, key=key, at=at
+        )
         captured = own | captured
         return (logits, cache, places.in_order(captured)) if capture else (logits, cache)
 
@@ -415,7 +419,7 @@ class EncoderDecoder(nn.Module):
         inside = places.inside("encoder/")
         given, _, _ = self._given(source, source_positions, cache, inside)
         given = replace(given, positions=positions, mask=mask, places=places)
-        logits, cache, captured, x = decode(self, tokens, given, cache=cache)
+        logits, cache, captured, x = decoder_logits(self, tokens, given, cache=cache)
         return logits, cache, attention_weights(self.config, captured, x, cache)
 
     def output_layer(
@@ -543,7 +547,7 @@ def run_decoder(
     return x, cache, captured, overflow
 
 
-def decode(
+def decoder_logits(
     model: Decoder | EncoderDecoder,
     tokens: jax.Array,  # i32[B, T]
     given: BlockInputs,
