@@ -45,7 +45,12 @@ def batched(
 
     @custom_vmap
     def call(*tree: Part) -> tuple[jax.Array, ...]:
-        return (_split(kernel, results) if splits else kernel)(*tree)
+        if not splits:
+            return kernel(*tree)
+        leaves, structure = jax.tree.flatten(tree)
+        full = dict(b=leaves[0].shape[0], n=leaves[0].shape[2], k=leaves[1].shape[2])
+        local = lambda _, *leaves: kernel(*jax.tree.unflatten(structure, leaves))  # noqa: E731
+        return partitioned(local, leaves, _axis_names(tree), results, full)
 
     @call.def_vmap
     def rule(
@@ -133,18 +138,3 @@ def _axis_names(tree: Tree) -> list[AxisNames]:
     lists += [TILES] * (tree[1].visits is not None) + [ROWS] * (tree[1].rows is not None)
     lists += [ROWS] * (tree[1].visit_counts is not None)
     return [QUERIES, keys, keys, *vectors, *given, *lists, *saved]
-
-
-def _split(kernel: Kernel, results: tuple[AxisNames, ...]) -> Kernel:
-    """Return the kernel on each device's part of the batch and of the heads."""
-
-    def call(*tree: Part) -> tuple[jax.Array, ...]:
-        leaves, structure = jax.tree.flatten(tree)
-        full = dict(b=leaves[0].shape[0], n=leaves[0].shape[2], k=leaves[1].shape[2])
-
-        def local(_: object, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-            return kernel(*jax.tree.unflatten(structure, leaves))
-
-        return partitioned(local, leaves, _axis_names(tree), results, full)
-
-    return call

@@ -159,15 +159,10 @@ def blocks(
     """
     found = dict(where.blocks).get(kind) or MEASURED.get((where.chip, kind, H, Hv, itemsize))
     found = found or where.backend.blocks(kind, H, Hv, itemsize, K)
-    least = where.backend.shortest
-    q, k = (_at_most(n, length, least) for n, length in ((found.q, T), (found.k, S)))
+    least, q, k = where.backend.shortest, found.q, found.k
+    if least is not None:  # a power of two that holds a short sequence, as blocks divide each other
+        q = q if q <= T else min(q, max(least, 1 << (T - 1).bit_length()))
+        k = k if k <= S else min(k, max(least, 1 << (S - 1).bit_length()))
     if kind != "decode":
         return dataclasses.replace(found, q=q, k=k)
     return dataclasses.replace(found, q=T, k=math.gcd(k, page) if page and least else k)
-
-
-def _at_most(block: int, length: int, least: int | None) -> int:
-    """Return a power of two that holds a short sequence, from `least`; blocks divide each other."""
-    if least is None or length >= block:
-        return block
-    return min(block, max(least, 1 << (length - 1).bit_length()))

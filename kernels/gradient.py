@@ -54,7 +54,8 @@ def attend(
         operands, lists = tree
         if "decode" in lists:
             return _decode(problem, where, operands, lists["decode"])
-        out, row_max, log_sum = _forward(problem, where, operands, lists)
+        kernel = _kernel(problem, where, "forward", (QUERIES, ROWS, ROWS))
+        out, row_max, log_sum = kernel(operands, lists["forward"])
         return out, row_max + log_sum
 
     passes = Passes(
@@ -82,9 +83,9 @@ def _attend_forward(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
     """Return attention, and the results of the forward kernel."""
     operands, lists = tree
-    results = _forward(problem, where, _wide(operands)[0], lists)
-    out, row_max, log_sum = results
-    return (out, row_max + log_sum), results
+    kernel = _kernel(problem, where, "forward", (QUERIES, ROWS, ROWS))
+    out, row_max, log_sum = kernel(_wide(operands)[0], lists["forward"])
+    return (out, row_max + log_sum), (out, row_max, log_sum)
 
 
 def _attend_plainly(
@@ -126,15 +127,6 @@ def _widened(
         x if x.shape[1] == S else jnp.pad(x, ((0, 0), (0, S - x.shape[1]), (0, 0), (0, 0)))
         for x in wide
     ]
-
-
-def _forward(
-    problem: Problem, where: Target, operands: Operands, lists: ListsByKernel
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return output, m and log l."""
-    kernel = _kernel(problem, where, "forward", (QUERIES, ROWS, ROWS))
-    out, row_max, log_sum = kernel(operands, lists["forward"])
-    return out, row_max, log_sum
 
 
 def _attend_backward(

@@ -10,6 +10,7 @@ mesh split it (`Parts`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import operator
@@ -172,10 +173,7 @@ def partitioned(
 
     The compiler sees one operation, with a rule of how its operands and results lie together.
     """
-
-    def whole(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return function((0, 0), *arrays)
-
+    whole = functools.partial(function, (0, 0))
     traced = jax.make_jaxpr(whole)(*arrays)
     constants = tuple(traced.consts)  # an operation may have none: they are operands, unused
     is_closed = not any(isinstance(x, jax.core.Tracer) for x in constants)

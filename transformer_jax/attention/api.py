@@ -61,7 +61,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "xla": Xla(),
     "blockwise": Blockwise(),
     "pallas": Pallas(),
-    "pallas_unordered": Pallas(nondeterministic=True),
+    "pallas_unordered": Pallas(single_pass=True),
     "cudnn": Cudnn(),
     "native": Native(),
 }

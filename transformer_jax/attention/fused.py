@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from transformer_jax.attention.arguments import AttentionCall, Implementation, bias_shape
 from transformer_jax.attention.biases import ALiBi
-from transformer_jax.attention.block_plan import BlockPlan, pad
+from transformer_jax.attention.block_plan import pad
 from transformer_jax.attention.blockwise.core import scaled
 from transformer_jax.attention.mask import refuse_mask
 from transformer_jax.attention.mask_vectors import NO_EMPTY_SLOT, MaskVectors
@@ -26,7 +26,6 @@ from transformer_jax.kernels.contract import (
     Kind,
     Operands,
     Problem,
-    TileLists,
     Vectors,
 )
 from transformer_jax.kernels.gradient import BY_KEY, ListsByKernel, attend
@@ -67,16 +66,12 @@ class FusedPlan:
 class Pallas(Implementation):
     """Run the fused kernels of kernels/, on the target that `kernels.target()` names."""
 
-    nondeterministic: bool = False
-    """Whether the backward pass is the single-pass one, whose last bits differ from run to run."""
+    single_pass: bool = False
+    """Whether one backward kernel makes all gradients: on Hopper, the last bits of its sums differ
+    from run to run."""
 
     pads = True
     """Whether arrays are made as long as whole tiles."""
-
-    @property
-    def single_pass(self) -> bool:
-        """Say whether one backward kernel makes all gradients."""
-        return self.nondeterministic
 
     def environment(self) -> Target | str:
         """Return the target, which `kernels.using` changes."""
@@ -139,13 +134,9 @@ class Pallas(Implementation):
         where = self.environment()
         assert isinstance(where, Target)
         _, T, N, S = call.sizes
-        H, Hv, width = call.query.shape[3], call.value.shape[3], call.query.dtype.itemsize
-        blocks = {
-            kind: blocks_of(where, kind, H, Hv, width, T, S, call.key.shape[2], _page(call))
-            for kind in kinds(
-                self.single_pass, _has_few_queries(call, where), where.backend.sums_fit(S, H, Hv)
-            )
-        }
+        by_rows = where.backend.sums_fit(S, call.query.shape[3], call.value.shape[3])
+        run = kinds(self.single_pass, _has_few_queries(call, where), by_rows)
+        blocks = {kind: _blocks(call, where, kind) for kind in run}
         padded_T, padded_S, packs = T, S, _packs(call, where, blocks["forward"].q)
         if self.pads:
             tiles = [b.q for kind, b in blocks.items() if kind != "decode"]
@@ -161,12 +152,8 @@ class Pallas(Implementation):
 class Native(Pallas):
     """Run the compiled kernels of kernels/cpu on a CPU."""
 
+    single_pass: bool = True  # each of its sums has one order
     pads = False
-
-    @property
-    def single_pass(self) -> bool:
-        """Say that one kernel makes all gradients: each of its sums has one order."""
-        return True
 
     def environment(self) -> Target | str:
         """Return the target, with the instruction set, or why there is none."""
@@ -230,10 +217,8 @@ def _has_few_queries(call: AttentionCall, where: Target) -> bool:
     most, Hv = where.backend.list_bytes, call.value.shape[3]
     if most is None:
         return True
-    *others, k = [
-        blocks_of(where, kind, H, Hv, call.query.dtype.itemsize, T, S, K, _page(call)).k
-        for kind in kinds(False, True, where.backend.sums_fit(S, H, Hv))
-    ]
+    run = kinds(False, True, where.backend.sums_fit(S, H, Hv))
+    *others, k = [_blocks(call, where, kind).k for kind in run]
     listed = _round_up(S, math.lcm(*others, k)) // k  # S is padded to whole tiles of every kernel
     table = 0 if call.block_table is None else call.block_table.size
     return 4 * (B * listed + table) <= most
@@ -255,9 +240,11 @@ def _packs(call: AttentionCall, where: Target, block_q: int) -> bool:
     return 2 * -(-T * group // block_q) <= group * -(-T // block_q)
 
 
-def _page(call: AttentionCall) -> int | None:
-    """Return how many keys a page has; None where they lie in no pages."""
-    return None if call.block_table is None else call.key.shape[1]
+def _blocks(call: AttentionCall, where: Target, kind: Kind) -> Blocks:
+    """Return the tile sizes of a kernel of a call."""
+    (_, T, _, S), (length, K, H), Hv = call.sizes, call.key.shape[1:], call.value.shape[3]
+    page = None if call.block_table is None else length
+    return blocks_of(where, kind, H, Hv, call.query.dtype.itemsize, T, S, K, page)
 
 
 def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
@@ -269,9 +256,9 @@ def _refuse_lists(call: AttentionCall, where: Target) -> str | None:
     batch, heads = (1, 1) if call.mask is None else call.mask.lead
     places = call.q_positions, call.k_positions
     leads = [batch, *(p.shape[0] for p in places if p is not None and len(p.shape) == 2)]
-    H, Hv, K = call.query.shape[3], call.value.shape[3], call.key.shape[2]
-    for kind in kinds(nondeterministic=False, by_rows=where.backend.sums_fit(S, H, Hv)):
-        b = blocks_of(where, kind, H, Hv, call.query.dtype.itemsize, T, S, K)
+    by_rows = where.backend.sums_fit(S, call.query.shape[3], call.value.shape[3])
+    for kind in kinds(nondeterministic=False, by_rows=by_rows):
+        b = _blocks(call, where, kind)
         rows, columns = -(-T // b.q), -(-S // b.k)
         dense = kind == "bias" and isinstance(call.bias, jax.Array | jax.ShapeDtypeStruct)
         if kind == "bias" and not dense:
@@ -308,8 +295,13 @@ def _plan(call: AttentionCall, tiling: Tiling) -> FusedPlan:
         for b in blocks.values():  # tiles after the end are skipped
             grid = -(-padded_T // b.q), -(-padded_S // b.k)
             plans[b.q, b.k] = vectors.block_plan(b.q, b.k).padded(*grid)
-        prepare = tiling.where.backend.prepare
-        lists = {kind: prepare(_lists(kind, plans[b.q, b.k], tiling)) for kind, b in blocks.items()}
+        lists: ListsByKernel = {}
+        for kind, b in blocks.items():
+            plan = plans[b.q, b.k]
+            if kind == "decode" or tiling.packs:
+                plan = plan.of_first_queries(tiling.group)
+            listed = plan.query_tiles() if kind in BY_KEY else plan.key_tiles()
+            lists[kind] = tiling.where.backend.prepare(listed)
     everywhere = vectors.visible == NO_EMPTY_SLOT
     no_empty_slot = call.k_positions is None and call.sizes[3] == padded_S
     visible = None if everywhere and no_empty_slot else vectors.visible
@@ -317,9 +309,19 @@ def _plan(call: AttentionCall, tiling: Tiling) -> FusedPlan:
 
 
 def _operands(call: AttentionCall, plan: FusedPlan) -> Operands:
-    """Return padded arrays."""
+    """Return padded arrays, of a bias its array or the slopes f32[1, N] of ALiBi."""
     padded_T, padded_S = plan.tiling.padded
-    slopes, bias = _biases(call, padded_T, padded_S)
+    slopes, bias = None, call.bias
+    if isinstance(bias, ALiBi):
+        slopes = jnp.asarray(bias.slopes, jnp.float32)
+        slopes, bias = jnp.broadcast_to(slopes, (1, call.query.shape[2])), None
+    elif bias is not None:
+        # [.., T, S] is read in its own dtype; what is smaller costs nothing to copy
+        as_given = min(bias.shape[2:]) > 1 and bias.dtype == call.query.dtype
+        bias = bias if as_given else bias.astype(jnp.float32)
+        for axis, given, length in ((2, call.sizes[1], padded_T), (3, call.sizes[3], padded_S)):
+            if bias.shape[axis] == given and given != 1:
+                bias = pad(bias, axis, length, 0)
     keys_values = call.key, call.value
     if "decode" not in plan.lists:  # which reads past the end, where copies are zeros
         keys_values = pad(call.key, 1, padded_S, 0), pad(call.value, 1, padded_S, 0)
@@ -339,40 +341,14 @@ def _operands(call: AttentionCall, plan: FusedPlan) -> Operands:
     )
 
 
-def _lists(kind: Kind, plan: BlockPlan, tiling: Tiling) -> TileLists:
-    """Return the tiles that a kernel visits."""
-    if kind == "decode" or tiling.packs:
-        plan = plan.of_first_queries(tiling.group)
-    return plan.query_tiles() if kind in BY_KEY else plan.key_tiles()
-
-
-def _biases(
-    call: AttentionCall, padded_T: int, padded_S: int
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return the slopes f32[1, N] of ALiBi, or the bias as a padded array."""
-    bias = call.bias
-    if isinstance(bias, ALiBi):
-        slopes = jnp.asarray(bias.slopes, jnp.float32)
-        return jnp.broadcast_to(slopes, (1, call.query.shape[2])), None
-    if bias is None:
-        return None, None
-    # [.., T, S] is read in its own dtype; what is smaller costs nothing to copy
-    as_given = min(bias.shape[2:]) > 1 and bias.dtype == call.query.dtype
-    dense = bias if as_given else bias.astype(jnp.float32)
-    for axis, given, length in ((2, call.sizes[1], padded_T), (3, call.sizes[3], padded_S)):
-        if dense.shape[axis] == given and given != 1:
-            dense = pad(dense, axis, length, 0)
-    return None, dense
-
-
-def _problem(call: AttentionCall, visible: Any, where: Target, nondeterministic: bool) -> Problem:
+def _problem(call: AttentionCall, visible: Any, where: Target, single_pass: bool) -> Problem:
     scale = 1 / math.sqrt(call.query.shape[3]) if call.scale is None else call.scale
     return Problem(
         scale,
         softcap=call.softcap,
         dropout_rate=call.dropout_rate,
         visible=visible,
-        nondeterministic=nondeterministic,
+        nondeterministic=single_pass,
         interpret=where.interpret,
         processors=processors_of(where),
     )
