@@ -102,24 +102,23 @@ def register(*, arrays: tuple[str, ...] = (), static: tuple[str, ...] = ()) -> C
     Rebuilding skips `__init__`, so `__post_init__` checks what a caller wrote and never what a
     transformation put in its place: placeholders, or tracers with an axis more or less.
     """
-    # Every call flattens its arguments: `attrgetter` reads many fields in the time of two.
+    # every call flattens its arguments: `attrgetter` reads many fields in the time of two
     children_of, structure_of = _fields_getter(arrays), _fields_getter(static)
+    keys = [jax.tree_util.GetAttrKey(name) for name in arrays]
 
     def decorate(cls: C) -> C:
-        def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-            keys = map(jax.tree_util.GetAttrKey, arrays)
-            return list(zip(keys, children_of(node), strict=True)), structure_of(node)
-
-        def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            return children_of(node), structure_of(node)
-
         def unflatten(structure: tuple[Any, ...], children: Any) -> Any:
             node: Any = object.__new__(cls)
             for name, value in (*zip(arrays, children), *zip(static, structure)):  # noqa: B905
                 object.__setattr__(node, name, value)
             return node
 
-        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+        jax.tree_util.register_pytree_with_keys(
+            cls,
+            lambda node: (list(zip(keys, children_of(node), strict=True)), structure_of(node)),
+            unflatten,
+            lambda node: (children_of(node), structure_of(node)),
+        )
         return cls
 
     return decorate

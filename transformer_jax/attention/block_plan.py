@@ -82,22 +82,6 @@ class Tiles:
     block_q: int
     block_k: int
 
-    @property
-    def q_low(self) -> Any:
-        return self.query_range(self.q)[0]
-
-    @property
-    def q_high(self) -> Any:
-        return self.query_range(self.q)[1]
-
-    @property
-    def k_low(self) -> Any:
-        return self.key_range(self.k)[0]
-
-    @property
-    def k_high(self) -> Any:
-        return self.key_range(self.k)[1]
-
     def query_range(self, values: Any) -> tuple[Any, Any]:  # [B or 1, T] or [B or 1, N, T]
         """Return the smallest and largest values of the queries of a tile."""
         low, high = _range(values, np.ones((1, 1, 1), bool), self.block_q)

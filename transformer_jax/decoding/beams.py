@@ -149,7 +149,8 @@ def beam_search(
     ValueError where an argument is wrong, before anything is compiled or consumed. Under a trace of
     yours limits are clipped to 0..num_tokens.
     """
-    refuse_keywords(beam_search, unknown)
+    if unknown:
+        refuse_keywords(beam_search, unknown)
     step = as_step(step)
     check_given(params, state)
     options = _check_options(num_tokens, num_beams, num_results, stop, processors, groups, chunk)

@@ -320,7 +320,8 @@ def serve(
     is free for a request that waits. That makes fewer steps in more calls, and pays where a step
     takes much longer than a call.
     """
-    refuse_keywords(serve, unknown)
+    if unknown:
+        refuse_keywords(serve, unknown)
     check_count("steps_per_call", steps_per_call, 1)
     held = init_slots(
         step, params, state, slots, capacity, sampler=sampler, processors=processors, stop=stop

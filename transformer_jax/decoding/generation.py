@@ -273,7 +273,8 @@ def generate(
     to 0..num_tokens. Where every window has left such a token behind before the prompt ends, it
     changes nothing.
     """
-    refuse_keywords(generate, unknown)
+    if unknown:
+        refuse_keywords(generate, unknown)
     step, options, prompts, state = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
         key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=attention,
@@ -363,7 +364,8 @@ def stream(
     A row that has ended gives -1; when all have, the iterator ends. The state is consumed.
     ValueError where an argument is wrong, at the call.
     """
-    refuse_keywords(stream, unknown)
+    if unknown:
+        refuse_keywords(stream, unknown)
     arguments = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
         key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=False,

@@ -113,7 +113,8 @@ def speculate(
     window. It is consumed, the proposer is not. ValueError where an argument is wrong, before
     anything is compiled or consumed.
     """
-    refuse_keywords(speculate, unknown)
+    if unknown:
+        refuse_keywords(speculate, unknown)
     check_count("num_draft", num_draft, 1)
     _check_proposer(proposer)
     if sampler is not None:

@@ -38,7 +38,8 @@ def complete(
     string, at a token that ends a text, or after `num_tokens` tokens. `completion.complete` yields
     it a piece at a time.
     """
-    refuse_keywords(complete, unknown)
+    if unknown:
+        refuse_keywords(complete, unknown)
     if not isinstance(model, TextModel):
         given = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
         rule = "must be a TextModel, as load_text_model(FOLDER) and load_run(FOLDER) give"

@@ -107,7 +107,8 @@ def fit(
     Raises ConfigError, DataError or CheckpointError before anything is written, RunError and
     OSError for what happens on the way; the checkpoints so far stay good.
     """
-    refuse_keywords(fit, unknown)
+    if unknown:
+        refuse_keywords(fit, unknown)
     if not isinstance(config, TrainConfig):
         given = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
         rule = "must be a TrainConfig, as TrainConfig(model=...) or train_preset(NAME) is"
