@@ -7,9 +7,9 @@ r"""Say what a training or decoding step takes on hardware, before paying for it
     python -m transformer_jax plan --target cpu --run runs/book
 
 The step is compiled for the target, which need not be attached; nothing is run, and no data is
-read. All flags of train.py say what the run is. Of a TPU it needs `pip install libtpu`, of a GPU
-`pip install "jax[cuda13]"`; there three quarters of the memory count, which is what JAX takes
-unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+read. All flags of train.py say what the run is. A TPU needs `pip install libtpu`, a GPU
+`pip install "jax[cuda13]"`; only 75 % of GPU memory is counted, JAX's default
+(XLA_PYTHON_CLIENT_MEM_FRACTION sets another share).
 
 Targets: cpu, h200, h200-N, tpu-v5e-N, tpu-v5p-N, tpu-v6e-N.
 """
