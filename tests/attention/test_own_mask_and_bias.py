@@ -19,6 +19,7 @@ from transformer_jax import (
     Bias,
     Causal,
     ConfigError,
+    Dense,
     Mask,
     Padding,
     Predicate,
@@ -161,6 +162,46 @@ def test_rows_and_heads_of_an_own_mask_have_tiles_of_their_own():
     inputs = draw(1, queries=T, keys=S, **HEADS)
     call = AttentionCall(query=inputs["query"], key=inputs["key"], value=inputs["value"])
     assert Sizes.of(call).groups == (3, 1 if tiles._SMALL_PRODUCTS_THREADED else 2)
+
+
+LIMITS = {
+    "rows": np.array([30, 64]).reshape(2, 1, 1, 1),
+    "heads": np.array([5, 20, 40, 130]).reshape(4, 1, 1),
+    "both": np.array([[9, 70, 130, 65], [64, 2, 128, 0]]).reshape(2, 4, 1, 1),
+}
+"""How many keys are seen of S = 131, by batch row and head."""
+
+
+@pytest.mark.slow_except("both", "rows")
+@pytest.mark.parametrize("differs", LIMITS)
+def test_a_predicate_may_read_an_array_of_rows_and_heads_that_is_traced(differs):
+    inputs = jax.random.normal(jax.random.key(3), (3, 2, 131, 4, 8))
+    at = np.arange(131)
+    seen = (at < LIMITS[differs]) & (at <= at[:, None])
+
+    def loss(inputs, limits):
+        mask = Causal() & Predicate(lambda q, k: k < limits)
+        return (dot_product_attention(*inputs, mask=mask, implementation="blockwise") ** 2).sum()
+
+    def wanted(inputs):
+        mask = Dense(np.broadcast_to(seen, (2, 4, 131, 131)))
+        return (dot_product_attention(*inputs, mask=mask, implementation="xla") ** 2).sum()
+
+    value, gradient = jax.jit(jax.value_and_grad(wanted))(inputs)
+    limits = jnp.asarray(LIMITS[differs], jnp.int32)
+    for each in (jax.jit(jax.value_and_grad(loss)), jax.value_and_grad(jax.jit(loss))):
+        found, slope = each(inputs, limits)
+        assert_near(found, value, 1e-5)
+        assert_near(slope, gradient, GRADIENT_F32)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_a_predicate_may_give_one_bool_for_all_pairs(implementation):
+    inputs = jax.random.normal(jax.random.key(3), (3, 1, 5, 1, 2))
+    found = dot_product_attention(
+        *inputs, mask=Predicate(lambda q, k: True), implementation=implementation
+    )
+    assert_near(found, dot_product_attention(*inputs, implementation="xla"), FORWARD_F32)
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ class PartOfMask(Mask):
         return lax.dynamic_update_slice_in_dim(zeros, positions, self.row, 0)
 
     def _cut(self, result: jax.Array) -> jax.Array:
-        result = _four_axes(result)
+        result = four_axes(result)
         for axis, first in enumerate((self.row, self.head)):
             result = _slice(result, axis, first, self.full[axis], self.size[axis])
         return result
@@ -453,7 +453,8 @@ def nodes(mask: Mask) -> Iterator[Mask]:
             yield from nodes(one)
 
 
-def _four_axes(sees: jax.Array) -> jax.Array:
+def four_axes(sees: jax.Array) -> jax.Array:
+    """Return what a mask's `sees` gave with all four axes, [B or 1, N or 1, T or 1, S or 1]."""
     return sees if sees.ndim == 4 else sees.reshape((1,) * (4 - sees.ndim) + sees.shape)
 
 

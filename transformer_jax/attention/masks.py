@@ -31,6 +31,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,7 +39,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from transformer_jax.attention.mask import And, Mask, Not, Or
+from transformer_jax.attention.block_plan import Tiles
+from transformer_jax.attention.mask import And, Mask, Not, Or, four_axes
 from transformer_jax.attention.mask_vectors import MaskVectors
 from transformer_jax.checks import INT32, check_int32
 from transformer_jax.kernels.program import Program
@@ -289,12 +291,12 @@ class Dense(_Ours):
 
 @register(static=("fn",))
 @dataclass(frozen=True, repr=False)
-class Predicate(_Ours):
+class Predicate(Mask):
     """Ask a function fn(q, k) of positions [..., T, 1] and [..., 1, S]; it returns bool.
 
-    It compares pair by pair, and may read other arrays, traced ones too. Tiles that it excludes
-    are skipped where it computes integers of the query and the key together, and no pair is looked
-    up in an array.
+    It compares pair by pair, and may read other arrays, traced ones too, of batch rows [B, 1, 1, 1]
+    and heads [N, 1, 1]. Tiles that it excludes are skipped where it computes integers of the query
+    and the key together, and no pair is looked up in an array.
 
     Predicate(lambda q, k: (q - k) % 2 == 0)
 
@@ -305,41 +307,61 @@ class Predicate(_Ours):
     """
 
     fn: Callable[[jax.Array, jax.Array], jax.Array]
-    is_foreign = True
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise ValueError(f"Predicate: fn is {self.fn!r}: must be callable")
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        sees = self.fn(q, k)
-        if jnp.result_type(sees) != np.bool_:
-            raise ValueError(f"Predicate: fn returned {jnp.result_type(sees)}: must be bool")
+        sees = jnp.asarray(self.fn(q, k))
+        if sees.dtype != np.bool_:
+            raise ValueError(f"Predicate: fn returned {sees.dtype}: must be bool")
         return sees
 
     def closed(self) -> Mask:
         at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
         with no_mesh():  # or each operation would insist on the mesh of `jax.set_mesh`
             traced = jax.make_jaxpr(lambda q, k: self.sees(q, k))(at, at)
-        reads = any(isinstance(x, jax.core.Tracer) for x in traced.consts)
-        if not reads or traced.out_avals[0].shape != at.shape:
+        if not any(isinstance(x, jax.core.Tracer) for x in traced.consts):
             return self
-        return Closed(tuple(traced.consts), traced.jaxpr)
+        return Closed(tuple(traced.consts), traced.jaxpr, self.sees)
 
 
-@register(arrays=("constants",), static=("jaxpr",))
+@register(arrays=("constants",), static=("jaxpr", "as_written"))
 @dataclass(frozen=True, repr=False, eq=False)
-class Closed(_Ours):
+class Closed(Mask):
     """Hold a Predicate traced for one pair, with the arrays that it reads as leaves."""
 
     constants: tuple[jax.Array, ...]
     jaxpr: Jaxpr
-    is_foreign = True
+    as_written: Callable[[jax.Array, jax.Array], jax.Array]
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        one = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.constants))
+        of_one = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.constants))
         at = lambda position: jnp.reshape(position, (1, 1, 1, 1))  # noqa: E731
-        return jnp.vectorize(lambda q, k: one(at(q), at(k))[0].reshape(()))(q, k)
+        if self.jaxpr.outvars[0].aval.shape == (1, 1, 1, 1):
+            return jnp.vectorize(lambda q, k: of_one(at(q), at(k))[0].reshape(()))(q, k)
+
+        @partial(jnp.vectorize, signature="(),()->(b,n)")
+        def of_rows_and_heads(q: jax.Array, k: jax.Array) -> jax.Array:
+            return four_axes(of_one(at(q), at(k))[0])[:, :, 0, 0]
+
+        found = of_rows_and_heads(q[:, 0], k[:, 0])  # [rows of positions, T, S, B or 1, N or 1]
+        if found.shape[0] > 1 and found.shape[3] > 1:  # each row's own positions and arrays
+            found = jnp.diagonal(found, axis1=0, axis2=3)  # [T, S, N or 1, B]
+            return jnp.transpose(found, (3, 2, 0, 1))
+        rows = found[:, ..., 0, :] if found.shape[3] == 1 else jnp.moveaxis(found[0], 2, 0)
+        return jnp.moveaxis(rows, 3, 1)
+
+    def comparison(self, vectors: MaskVectors) -> Program:
+        if self.lead == (1, 1):
+            return super().comparison(vectors)
+        return vectors.sees(self.as_written)  # by fused kernels alone, before any derivative
+
+    def some_and_every(self, tiles: Tiles) -> tuple[Any, Any]:
+        if self.lead == (1, 1):
+            return super().some_and_every(tiles)
+        return np.ones((1, 1, 1, 1), bool), np.zeros((1, 1, 1, 1), bool)  # of mixed tiles only
 
 
 def causal_window(mask: Mask) -> tuple[bool, int | None] | None:
