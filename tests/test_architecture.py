@@ -129,7 +129,9 @@ def test_config_needs_the_standard_library_only():
             )
 
 
-@pytest.mark.slow_except("attention.__init__", "transformer_jax.__main__")
+@pytest.mark.slow_except(
+    "attention.__init__", "attention.additive", "attention.api", "transformer_jax.__main__"
+)
 @pytest.mark.parametrize(
     "path", [*MODULES, ROOT / "train.py"], ids=lambda p: ".".join(p.parts[-2:])[:-3]
 )

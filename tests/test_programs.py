@@ -134,7 +134,7 @@ def state():
     return jnp.zeros((1, 1))
 
 
-@pytest.mark.slow_except("array_in_place", "closure")
+@pytest.mark.slow_except("array_in_place", "attribute_of_bound_object", "closure", "method")
 def test_a_predicate_is_read_anew(number, implementation="xla"):
     q, v = jnp.ones((1, 6, 1, 2)), jnp.arange(6.0)[None, :, None, None]
     mask = tj.Predicate(lambda q, k: k < number.read() + 1)
@@ -207,7 +207,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("attribute_of_bound_object", "closure")
+@pytest.mark.slow_except("attribute_of_bound_object", "closure", "method", "mutable_default")
 def test_a_step_is_read_anew(number, way="generate"):
     step = StepOf(number.read)
     found = changed(number, lambda: getattr(out := WAYS[way](step), "tokens", out))

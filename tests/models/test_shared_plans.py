@@ -174,7 +174,7 @@ def integer_steps(jaxpr, times=1):
     return found
 
 
-@pytest.mark.slow_except("loop, remat-hopper", "scan, remat-tpu")
+@pytest.mark.slow_except("loop, remat-hopper", "scan, remat-hopper", "scan, remat-tpu")
 @pytest.mark.long_except("loop, remat-*", "scan, remat of attention-*", "scan, remat-*")
 @pytest.mark.parametrize("chip", ["tpu", "hopper"])
 @pytest.mark.parametrize("stack", STACKS)

@@ -58,7 +58,6 @@ MORE = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("looped-qkv_bias", "looped-use_bias")
 @pytest.mark.parametrize("case", MORE)
 @pytest.mark.parametrize("scanned", [False, True], ids=["looped", "scanned"])
 def test_a_parameter_without_a_place_is_refused_by_its_name_and_the_config_s_field(case, scanned):
@@ -83,7 +82,6 @@ def test_a_parameter_without_a_place_is_refused_by_its_name_and_the_config_s_fie
     assert not any(f"{name}/".startswith(f"{path}/") for name in own)
 
 
-@pytest.mark.slow_except("ModelConfig(kind='encoder*", "ModelConfig(vocab_size=11*")
 @pytest.mark.parametrize("config", [replace(CONFIG, scan_layers=True), ENCODER, CELLS], ids=str)
 def test_a_name_that_no_config_has_is_refused_wherever_it_stands(config):
     """Adapters left beside their kernel, a tensor as another library names it."""

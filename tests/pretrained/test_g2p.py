@@ -98,9 +98,6 @@ def test_a_cell_keeps_the_two_biases_of_its_candidate_apart():
     assert found["iz"]["kernel"].shape == (5, 7) and found["hn"]["kernel"].shape == (7, 7)
 
 
-@pytest.mark.slow_except(
-    "dec_b_hh-None-array dec_b_hh is missing", "enc_emb-None-array enc_emb is missing"
-)
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [

@@ -105,7 +105,6 @@ def test_a_tensor_read_is_the_callers_own(tmp_path):
     assert folder.tensors == {"a": TensorInfo(SINGLE, "float32", (2,))}
 
 
-@pytest.mark.slow_except("1", "13")
 @pytest.mark.parametrize("shard_bytes", [1, 13, 40, 100, 10**6])
 def test_shards_are_those_of_huggingface_hub(tmp_path, tensors, shard_bytes):
     from huggingface_hub.serialization import split_state_dict_into_shards_factory
@@ -309,7 +308,6 @@ print(json.dumps([written, grown]))
     assert 30 * 2**20 <= written <= 56 * 2**20
 
 
-@pytest.mark.slow_except("empty", "seven bytes")
 @pytest.mark.parametrize("name", FILES)
 def test_a_hostile_file_is_refused_by_name(tmp_path, name):
     content, message = FILES[name]
@@ -467,7 +465,6 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow_except("'../../x.safetensors'", "'../outside/x.safetensors'")
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:30])
 def test_an_index_cannot_name_what_is_elsewhere(tmp_path, name):
     outside, folder = lay(tmp_path / "outside", b""), tmp_path / "m"
@@ -590,7 +587,6 @@ def test_an_index_and_its_files_agree(tmp_path):
         open_folder(tmp_path / "m")
 
 
-@pytest.mark.slow_except("b''-'not JSON'", "b'[]'-'must be an object'")
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -39,7 +39,6 @@ def plainly(hidden, valid, pooling, normalise):
     return np.stack(out)
 
 
-@pytest.mark.slow_except("mean-False", "mean-True")
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
 def test_only_valid_tokens_are_pooled(pooling, normalise, rng):
@@ -53,7 +52,6 @@ def test_only_valid_tokens_are_pooled(pooling, normalise, rng):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow_except("cls", "mean")
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
 def test_a_row_of_padding_has_a_finite_gradient(pooling, rng):
     hidden = rng.normal(size=(2, 3, 5)).astype(np.float32)
@@ -299,7 +297,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow_except("a dense layer", "another library")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_known_is_refused_by_name(name, folder):
     file, content, message = REFUSED[name]

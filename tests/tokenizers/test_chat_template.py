@@ -157,7 +157,6 @@ def tokenizer(*templates: tuple[str, str]) -> PretrainedTokenizer:
     )
 
 
-@pytest.mark.slow_except("ChatML", "Llama 2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_written_as_its_model_reads_it(name):
     template, expected = LAYOUTS[name]
@@ -169,7 +168,6 @@ def test_a_layout_is_written_as_its_model_reads_it(name):
         assert ids[0] == 256 and (ids == 256).sum() == expected.count("<s>")
 
 
-@pytest.mark.slow_except("ChatML", "Llama 2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_that_of_transformers(name):
     transformers = pytest.importorskip("transformers")
@@ -218,7 +216,6 @@ def test_a_template_is_chosen_by_name_or_for_tools():
         tokenizer().chat(TALK)
 
 
-@pytest.mark.slow_except("files0-names0", "files1-names1")
 @pytest.mark.parametrize(
     ("files", "names"),
     [
@@ -246,9 +243,6 @@ class TestInjection:
 
     found = tokenizer(("default", LAYOUTS["ChatML"][0]))
 
-    @pytest.mark.slow_except(
-        "messages0-messages\\\\[0\\\\].content", "messages1-messages\\\\[1\\\\].role"
-    )
     @pytest.mark.parametrize(
         ("messages", "path"),
         [
@@ -357,9 +351,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.slow_except(
-    "{{ ''.__class__.__mro__[1].__subclasses_", "{{ messages.__init__.__globals__ }}"
-)
 @pytest.mark.parametrize("template", HOSTILE, ids=lambda t: t[:40])
 def test_a_hostile_template_is_refused_soon(template):
     start = time.process_time()
@@ -389,7 +380,6 @@ def test_a_long_talk_has_the_budget_it_needs():
     assert text.count("<|eot_id|>") == len(talk)
 
 
-@pytest.mark.slow_except("messages0-at least one object", "messages1-at least one object")
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -405,7 +395,6 @@ def test_only_plain_messages_reach_a_template(messages, message):
         tokenizer(("default", "{{ messages }}")).chat(messages)
 
 
-@pytest.mark.slow_except("ChatML", "Llama 2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_message_without_content_is_named_by_its_place(name):
     """Also where the template would write nothing for it, and say nothing."""

@@ -178,7 +178,7 @@ class TestGPT2:
         assert again == full
         assert again.encode(NASTY).tolist() == gpt2.encode(NASTY).tolist()
 
-    @pytest.mark.slow_except("hello ", "x")
+    @pytest.mark.slow_except(" ", "\\n", "hello ", "x")
     @pytest.mark.parametrize("piece", ["x", "hello ", " ", "é\u0301\0", "\n"])
     def test_encoding_takes_linear_time(self, gpt2, piece):
         def seconds(length):
@@ -636,7 +636,6 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("not JSON", "nothing")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_folder_is_refused_with_its_reason(name, tmp_path):
     files, message = HOSTILE[name]
@@ -723,7 +722,6 @@ def test_a_pattern_that_never_ends_is_an_error_of_its_text(tmp_path, capfd):
     assert "panicked" in capfd.readouterr().err  # the library says so itself
 
 
-@pytest.mark.slow_except("{'more': 1}", "{'roles': {'bos': 3}}")
 @pytest.mark.parametrize(
     "changes",
     [

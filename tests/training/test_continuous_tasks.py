@@ -202,10 +202,6 @@ def test_a_picture_or_a_sound_is_written_in_letters_to_90_percent(tmp_path, task
     assert result.sample.count(" -> ") == 5
 
 
-@pytest.mark.slow_except(
-    "<lambda>-task is 'digits': needs model.inputs patches",
-    "<lambda>-task is 'tones': is learnt by an encoder-decoder",
-)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -339,10 +335,6 @@ def put(name, index, value):
     return lambda arrays: arrays[name].__setitem__(index, value)
 
 
-@pytest.mark.slow_except(
-    "task0-<lambda>-has no array inputs, only \\\\['targets'\\\\]",
-    "task1-<lambda>-has no array targets, only \\\\['inputs'\\\\]",
-)
 @pytest.mark.parametrize(
     ("task", "change", "message"),
     [
@@ -415,7 +407,6 @@ def test_a_file_that_holds_no_arrays_is_refused(tmp_path):
         read_signals(DigitsTask(), str(tmp_path / "objects.npz"))
 
 
-@pytest.mark.slow_except("array", "header")
 @pytest.mark.parametrize("damage", ["array", "header", "bytes", "size", "deflated"])
 def test_a_damaged_array_is_refused_in_one_line(tmp_path, damage):
     """A header may ask for more memory than there is, or be no array's at all."""

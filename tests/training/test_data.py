@@ -102,7 +102,6 @@ def test_bpe_training_is_the_same_in_another_process():
     assert out.stdout.strip() == hashlib.sha256(BPE.definition.encode()).hexdigest()
 
 
-@pytest.mark.slow_except("a", "c")
 @pytest.mark.parametrize("unknown", ["a", "c", "f", "z", " ", "é"])
 def test_a_character_beside_any_known_one_is_unknown(unknown):
     tokenizer = CharTokenizer("bdegy")
@@ -117,7 +116,6 @@ def test_an_unknown_character_is_named_with_its_place():
         CharTokenizer("abc").encode("\ud800")
 
 
-@pytest.mark.slow_except("", "[]")
 @pytest.mark.parametrize(
     "text",
     [
@@ -142,7 +140,7 @@ def test_a_bpe_that_lacks_a_byte_is_refused():
         BPETokenizer(json.dumps(definition))
 
 
-@pytest.mark.slow_except(" ", "x")
+@pytest.mark.slow_except(" ", "the cat ", "x")
 @pytest.mark.parametrize("piece", ["x", "ab \n", " ", "é\u0301\0", "the cat "])
 def test_encoding_takes_linear_time(piece):
     def seconds(length):
@@ -250,7 +248,6 @@ def test_held_out_characters_are_counted_whatever_the_tokenizer(tmp_path):
         assert found.val_characters == len(held_out.decode("utf-8", "replace")) < len(held_out)
 
 
-@pytest.mark.slow_except("-it is empty", "\\xef\\xbb\\xbf-it is empty but for a byte-order mark")
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -278,7 +275,6 @@ def test_invalid_utf8_is_replaced_when_asked_and_kept_as_bytes(tmp_path):
     assert as_bytes.tokenizer.to_bytes(as_bytes.train)[:7] == b"abc\xffdef"
 
 
-@pytest.mark.slow_except("", "/nonexistent/text")
 @pytest.mark.parametrize("name", ["/nonexistent/text", "", "a\0b", "/proc/self/mem"])
 def test_a_source_that_cannot_be_read_is_named(name):
     with pytest.raises(DataError, match="data is "):
@@ -353,7 +349,6 @@ def test_starts_are_uniform_and_reach_both_ends():
     assert ((counts - 2000) ** 2 / 2000).sum() < 39.1  # chi-square, 12 degrees, p = 1e-4
 
 
-@pytest.mark.slow_except("bad0", "bad1")
 @pytest.mark.parametrize("bad", [(-1, 0, 5), (2**32, 0, 5), (0, -1, 5), (0, 0, 0), (0, 0, 2**31)])
 def test_starts_out_of_range_raise(bad):
     seed, step, count = bad
@@ -361,7 +356,6 @@ def test_starts_out_of_range_raise(bad):
         random_starts(seed, step, (3,), count)
 
 
-@pytest.mark.slow_except("8", "9")
 @pytest.mark.parametrize("tokens", [8, 9, 14, 15, 16, 101])
 def test_consecutive_windows_cover_every_label_once(tokens):
     starts = consecutive_starts(tokens, 7)

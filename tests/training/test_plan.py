@@ -93,7 +93,6 @@ def brute(config, length, source=0):
     return total
 
 
-@pytest.mark.slow_except("decoder", "encoder")
 @pytest.mark.parametrize(
     "config",
     [
@@ -154,7 +153,6 @@ def test_bytes_between_devices_are_read_off_a_program():
     assert network_traffic(open_ended, 32).unknown_loops == 2
 
 
-@pytest.mark.slow_except("%g = ((f32[8], f32[2]), (f32*", "%g = (f32[8,4], f32[16,4*")
 @pytest.mark.parametrize(
     ("line", "sent"),
     [

@@ -244,7 +244,6 @@ def test_the_folders_of_a_mixture_have_their_shares():
         assert own == list(range(own[0], own[0] + len(own)))
 
 
-@pytest.mark.slow_except("weights0-0.7", "weights1-0.25")
 @pytest.mark.parametrize(
     ("weights", "share"), [((0.7, 0.3), 0.7), ((1.0, 3.0), 0.25), (None, None)]
 )

@@ -50,7 +50,6 @@ def test_another_output_gets_about_twenty_lines_of_decoding(decode):
     assert len(every.splitlines()) == 9
 
 
-@pytest.mark.slow_except("256-32-1", "5-32-99")
 @pytest.mark.parametrize(("total", "batch", "seconds"), [(5, 32, 99), (256, 32, 1), (64, 32, 4)])
 def test_little_decoding_shows_nothing(decode, total, batch, seconds):
     for stream in (Terminal(), io.StringIO()):

@@ -94,7 +94,6 @@ class Folder:
         return None
 
 
-@pytest.mark.slow_except("bart", "t5")
 @pytest.mark.parametrize("case", CASES)
 def test_a_pair_is_read_as_its_family_reads_it(case):
     around, ids, source, reads, labels = CASES[case]
@@ -150,7 +149,6 @@ def test_a_run_with_tokens_of_its_own_keeps_its_rows_and_convert_names_them():
     assert (beside["bos_token"], beside["eos_token"]) == ("<bos>", "<eos>")
 
 
-@pytest.mark.slow_except("<s> $A </s>-roles0-row0", "<s> $A-roles1-row1")
 @pytest.mark.parametrize(
     ("around", "roles", "row"),
     [
@@ -182,7 +180,6 @@ def test_a_token_that_the_model_has_not_is_refused_by_its_line():
         fill_masks(config, tokenizers, {}, "b<mask>")
 
 
-@pytest.mark.slow_except("$A </s>-row1", "None-row0")
 @pytest.mark.parametrize(
     ("around", "row"),
     [(None, [MASK, SPACE, A]), ("$A </s>", [MASK, SPACE, A, EOS]), ("<s> $A", [BOS, SPACE, A])],

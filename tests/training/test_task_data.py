@@ -157,7 +157,6 @@ def test_what_is_hidden_of_a_window_does_not_depend_on_the_batch_around_it(tmp_p
         assert np.array_equal(getattr(five.inputs(7), name)[0, :2], a[0])
 
 
-@pytest.mark.slow_except("71", "72")
 @pytest.mark.parametrize("count", [72, 71, 73])
 def test_an_evaluation_of_hidden_tokens_covers_every_whole_window(tmp_path, count):
     """Also the last one, where the held-out part is a multiple of a window's 24 tokens."""
@@ -237,7 +236,6 @@ def test_documents_begin_and_end_and_are_packed_where_they_are_short(tmp_path):
     assert tokens[:7].tolist() == [eos, 1, 2, 0, 3, 1, 2] and tokens[7] == eos
 
 
-@pytest.mark.slow_except("addition", "reverse")
 @pytest.mark.parametrize(
     ("task", "target"),
     [
@@ -337,7 +335,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow_except("no tab", "two tabs")
 @pytest.mark.parametrize("name", REFUSED)
 def test_data_that_cannot_be_used_is_named_in_one_line(tmp_path, name):
     task, content, message = REFUSED[name]
@@ -356,10 +353,6 @@ def test_files_of_different_length_are_refused_by_both_lengths(tmp_path):
         load_task(run(Seq2SeqTask(targets="/nowhere"), one))
 
 
-@pytest.mark.slow_except(
-    "changes0-task is 'masked': is learnt by an encoder",
-    "changes1-task is 'seq2seq': is learnt by an encoder-decoder",
-)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -376,10 +369,6 @@ def test_a_run_that_contradicts_itself_is_refused(changes, message):
         TrainConfig(**changes)
 
 
-@pytest.mark.slow_except(
-    "MaskedTask-fields0-rate is 0.0: must be above 0",
-    "MaskedTask-fields1-replaced is 0.8: must be at least 0, and",
-)
 @pytest.mark.parametrize(
     ("task", "fields", "message"),
     [
@@ -474,7 +463,6 @@ def test_rows_of_a_table_that_grew_are_kept_and_another_shape_is_refused():
         merged(fresh, {"table": jnp.zeros((5, 3))})
 
 
-@pytest.mark.slow_except("template-chat", "template-preference")
 @pytest.mark.parametrize("task", [ChatTask(), PreferenceTask()], ids=["chat", "preference"])
 @pytest.mark.parametrize("wrong", ["template", "surrogate"])
 def test_what_cannot_be_written_of_a_conversation_names_file_and_line(tmp_path, task, wrong):

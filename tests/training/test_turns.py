@@ -222,7 +222,6 @@ def test_a_text_begins_with_what_its_tokenizer_begins_texts_with(tmp_path):
     assert rows(task)[0][0] == [bos, *tokenizer.encode("ab"), eos, *tokenizer.encode("c"), eos]
 
 
-@pytest.mark.slow_except("files0-ids0", "files1-ids1")
 @pytest.mark.parametrize(
     ("files", "ids"),
     [
@@ -274,9 +273,6 @@ def test_a_template_that_ends_no_turn_is_said_and_eos_is_learnt(tmp_path):
         task_of(tmp_path, nothing, ChatTask(), dict(messages=messages))
 
 
-@pytest.mark.slow_except(
-    "task0-line0-line 1: has token 262", "task1-line1-line 1: chosen: has token"
-)
 @pytest.mark.parametrize(
     ("task", "line", "where"),
     [
