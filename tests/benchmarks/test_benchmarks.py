@@ -13,7 +13,6 @@ from benchmarks import (
     gpt2_peers,
     load,
     processor,
-    saving_and_watching,
     serve,
     specs,
     timing,
@@ -32,16 +31,6 @@ def test_train_flops_are_six_per_weight_and_token_at_a_short_context():
     weights = num_params(case.model) - table
     assert case.matmul_flops() > 6 * weights * case.tokens * 0.99
     assert case.matmul_flops() < 6 * weights * case.tokens * 1.2
-
-
-def test_a_save_counts_in_the_stretch_after_its_step_and_the_first_is_left_out():
-    names = "step", "seconds", "seconds_checkpoint"
-    lines = [(1, 9.0, 0.0), (4, 8.0, 0.0), (6, 2.0, 0.5), (8, 3.0, 0.0), (12, 7.0, 0.25)]
-    found = saving_and_watching._stretches([dict(zip(names, x, strict=True)) for x in lines], 4)
-    assert found == [
-        {"seconds": 5.0, "seconds_checkpoint": 0.5},
-        {"seconds": 7.0, "seconds_checkpoint": 0.25},
-    ]
 
 
 def test_every_parameter_has_a_place_in_the_peers_gpt2():
@@ -71,32 +60,6 @@ def test_our_decoding_is_timed_until_its_tokens_are_there():
     np.testing.assert_array_equal(tokens[:, 0], first)
 
 
-def test_who_decodes_otherwise_is_no_peer():
-    case = next(case for case in specs.DECODE if "quick" in case.tags)
-    logits, tokens = np.zeros((2, 5), np.float32), np.zeros((case.batch, case.new), np.int32)
-
-    def peer(more_logits: float, more_tokens: int, fewer: int = 0) -> gpt2_peers.Peer:
-        made = tokens[:, : case.new - fewer] + more_tokens
-        return gpt2_peers.Peer(lambda new: made, lambda: logits + more_logits, 1)
-
-    def found(kind, name, one):
-        return decode.difference(case, kind, name, one, peer(0, 0))
-
-    assert found("f32", "other", peer(5e-4, 0)) == pytest.approx(5e-4)
-    for kind, name, wrong, message in (
-        ("f32", "other", peer(2e-3, 0), "logits"),
-        ("f32", "other", peer(np.nan, 0), "logits"),
-        ("f32", "other", peer(0, 1), "other tokens"),
-        ("f32", "other", peer(0, 0, fewer=1), "tokens of shape"),
-        ("int8", "other", peer(0.3, 0), "logits"),
-        ("f32", gpt2_peers.LLAMA_CPP, peer(0.03, 0), "logits"),
-    ):
-        with pytest.raises(AssertionError, match=f"{name}.*{message}"):
-            found(kind, name, wrong)
-    assert found("int8", "other", peer(0.2, 1)) == pytest.approx(0.2)
-    assert found("f32", gpt2_peers.LLAMA_CPP, peer(0.01, 1)) == pytest.approx(0.01)
-
-
 @pytest.mark.slow
 def test_a_token_reads_the_weights_as_they_are_held_and_the_table_of_tokens_once():
     case = next(case for case in specs.DECODE if "quick" in case.tags)
@@ -110,14 +73,6 @@ def test_a_token_reads_the_weights_as_they_are_held_and_the_table_of_tokens_once
     outputs = [x.shape[1] for name, x in state.items() if x.ndim == 2 and ".h." in name]
     expected = 4 * read - 3 * sum(kernels) + 4 * sum(outputs)
     assert decode.ours(case, quantize(params, "int8")).token_bytes == expected
-
-
-def test_a_token_of_decoding_leaves_out_the_prompt_and_the_first():
-    taken = {
-        "ours": timing.Timing((10.0, 12.0), first=99.0),
-        "ours" + decode.FIRST: timing.Timing((3.0, 2.0), first=99.0),
-    }
-    assert decode._per_token(taken, "ours", 8) == pytest.approx([1.0, 10 / 7])
 
 
 def test_the_limit_is_the_read_that_is_usually_fastest():
@@ -247,27 +202,6 @@ def test_a_load_is_timed_and_its_memory_counted(tmp_path):
     assert size > 2**23
     taken = load._in_a_process(load.OURS, tmp_path / "model")
     assert taken["seconds"] > 0 and 0.5 * size < taken["peak_bytes"] < 8 * size
-
-
-def test_a_loads_ratio_is_of_the_same_round():
-    ours = [dict(seconds=s, peak_bytes=110) for s in (1.0, 2.0, 4.0)]
-    theirs = [dict(seconds=s, peak_bytes=200) for s in (3.0, 4.0, 4.0)]
-    row = load._summary("b", theirs, ours, 100)
-    assert (row["ours_is_faster"], row["peak_of_file"], row["rounds"]) == (2.0, 2.0, 3)
-
-
-@pytest.mark.long
-def test_limits_are_those_of_this_machine(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    found = timing.limits("float32")
-    x = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)
-    x @ x
-    start = time.perf_counter()
-    x @ x
-    alike = 2 * 1024**3 / (time.perf_counter() - start)
-    assert alike / 20 < found["matmul_flops_per_s"] < alike * 20
-    assert 1e8 < found["copy_bytes_per_s"] < 1e12
-    assert 1e8 < found["read_bytes_per_s"] < 1e12
 
 
 def test_tiles_are_read_and_written_with_their_slack():

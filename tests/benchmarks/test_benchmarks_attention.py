@@ -65,88 +65,6 @@ def contender(timings, *, direction="backward", case="a", **absent):
     )  # fmt: skip
 
 
-def test_a_goal_is_a_ratio_to_peers_a_matmul_or_the_rate_of_another_case():
-    cell = contender({"ours": 2.0, "ours pallas_unordered": 1.0, "tokamax": 3.0, "torch": 5.0})
-    dense = contender({"ours": 3.0}, case="b")
-
-    def ratio(*than, of="ours", cells=(cell, dense)):
-        goal = goals.Goal(case="a", direction="backward", ratio=1.5, than=than, of=of)
-        [row] = goals.reached(cells, 12e9, {}, [goal])
-        return row["ratio"], row["than"]
-
-    assert ratio("tokamax") == (1.5, "tokamax")
-    assert ratio(*goals.PEERS) == (1.5, "best peer, tokamax")
-    assert ratio("torch", "jax.nn") == (2.5, "torch, torch")
-    assert ratio("tokamax", of="ours pallas_unordered") == (3.0, "tokamax")
-    assert ratio(goals.MATMUL) == (0.25, goals.MATMUL)
-    assert ratio(goals.MATMUL, of="ours pallas_unordered") == (0.5, goals.MATMUL)
-    assert ratio("b") == (1.5, "rate of b")
-    assert ratio("b", cells=(cell,)) == (None, "rate of b")
-
-
-def test_a_goal_that_was_not_measured_says_why():
-    cell = contender({"ours": 2.0}, flax="broken")
-    wanted = [
-        goals.Goal(case="a", direction="backward", ratio=1.5, than=("flax",)),
-        goals.Goal(case="a", direction="backward", ratio=1.5, than=("flax", "torch")),
-        goals.Goal(case="a", direction="backward", ratio=1.5, than=(goals.MATMUL,), of="other"),
-        goals.Goal(case="a", direction="backward", ratio=0.25, than=(goals.MATMUL,)),
-        goals.Goal(case="a", direction="backward", ratio=0.26, than=(goals.MATMUL,)),
-        goals.Goal(case="a", direction="forward", ratio=1.5, than=("flax",)),
-        goals.Goal(case="a", direction="backward", ratio=1.0, than=("torch", "tokamax")),
-        goals.Goal(case="b", direction="backward", ratio=1.0, than=("torch",)),
-        goals.Goal(case="a", direction="backward", ratio=1.0, than=("b",)),
-    ]
-    failed = {"b backward": "not begun: 8 minutes are over"}
-    cell["timings"]["tokamax"], cell["speedup_of_ours"]["tokamax"] = {"median_s": 2.0}, 1.0
-    rows = goals.reached([cell], 12e9, failed, wanted)
-    said = [line.rsplit("  ", 1)[-1] for line in goals.table(rows, "pallas").splitlines()[3:]]
-    assert said == [
-        "flax: broken",
-        "flax: broken; torch: does not run",
-        "other: does not run",
-        "reached",
-        "missed",
-        "not asked for",
-        "reached, without torch",
-        "not begun: 8 minutes are over",
-        "b: not begun: 8 minutes are over",
-    ]
-
-
-def test_who_computes_something_else_counts_in_no_goal():
-    goal = goals.Goal(case="a", direction="backward", ratio=1.5, than=("flax", "torch"))
-    cell = contender({"ours": 2.0, "flax": 1.0, "torch": 3.0})
-
-    def reached(**differences):
-        cell["difference"] |= differences
-        [row] = goals.reached([cell], 12e9, {}, [goal])
-        return row["ratio"], row["reason"]
-
-    assert reached() == (0.5, None)
-    assert reached(flax=0.3) == (1.5, "without flax")
-    assert reached(torch=None) == (None, "ours: differs from everyone")
-    assert reached(torch=0.0, ours=None) == (None, "ours: not finite")
-
-
-def test_a_rate_counts_only_where_both_are_right():
-    goal = goals.Goal(case="a", direction="backward", ratio=1.5, than=("b",))
-    cells = [
-        contender({"ours": 2.0, "torch": 1.0}),
-        contender({"ours": 3.0, "flax": 1.0}, case="b"),
-    ]
-
-    def reached():
-        [row] = goals.reached(cells, 12e9, {}, [goal])
-        return row["ratio"], row["reason"]
-
-    assert reached() == (1.5, None)
-    cells[1]["difference"]["flax"] = 0.9
-    assert reached() == (None, "b: ours: differs from everyone")
-    cells[0]["difference"]["ours"] = None
-    assert reached() == (None, "ours: not finite")
-
-
 def test_who_computes_something_else_counts_in_no_mean():
     cells = [contender({"ours": 2.0, "torch": 1.0, "flax": 8.0}) for _ in range(2)]
     cells[1] |= {"case": "b", "direction": "backward"}
@@ -156,29 +74,6 @@ def test_who_computes_something_else_counts_in_no_mean():
     assert (means["torch"]["mean"], means["flax"]["mean"]) == (0.5, 4.0)
     assert means["best peer"]["mean"] == pytest.approx(2**0.5)
     assert means["best peer"]["worst_case"] == "a"
-
-
-def test_the_table_of_goals_says_whose_it_is():
-    row = dict(case="a", direction="forward", of="ours", than="x", goal=1.0, ratio=2.0, reason=None)
-    lines = goals.table([row], "pallas").splitlines()
-    assert lines[1] == "ours is pallas" and lines[3].split()[-1] == "reached"
-
-
-def test_the_goals_are_of_pallas_where_nothing_else_is_named(monkeypatch):
-    asked = []
-
-    def selected(options, platform):
-        asked.append((options.ours, platform))
-        return []
-
-    found = timing.environment()
-    monkeypatch.setattr(attention, "_selected", selected)
-    for platform in ("gpu", "cpu"):
-        monkeypatch.setattr(timing, "environment", lambda p=platform: found | {"platform": p})
-        for arguments in (["--goals"], ["--goals", "--ours", "xla"], ["--quick"]):
-            with pytest.raises(SystemExit, match="no case"):
-                attention.main(arguments)
-    assert [ours for ours, _ in asked] == ["pallas", "xla", None, None, "xla", None]
 
 
 def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
@@ -374,21 +269,6 @@ def test_the_backward_pass_is_timed_without_the_forward_pass():
     assert forward_passes("forward") == (3, 1)
     assert forward_passes("backward") == (1, 3)
     assert forward_passes("forward+backward") == (3, 4)
-
-
-def test_the_cells_of_goals_have_whom_they_compare_and_the_cases_of_other_rates():
-    both = "forward+backward"
-    wanted = [
-        goals.Goal(case="a", direction=both, ratio=1.0, than=("flax", "torch")),
-        goals.Goal(case="a", direction=both, ratio=1.0, than=("b",)),
-        goals.Goal(case="a", direction="forward", ratio=1.0, than=(goals.MATMUL,), of="other"),
-    ]
-    assert goals.cells(wanted) == {
-        ("a", both): {"ours", "flax", "torch"},
-        ("b", both): {"ours", goals.WITNESS},
-        ("a", "forward"): {"ours", "other"},
-    }
-    assert {goal.of for goal in goals.GOALS} == {"ours", goals.UNORDERED}
 
 
 @pytest.mark.slow
