@@ -90,7 +90,7 @@ def produced(config, params, capacity: int = PROMPT + NEW - 1, **arguments):
 # Whole sequences
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("shaw")
 @pytest.mark.long_except("ring", "shaw")
 @pytest.mark.parametrize("name", ["alibi", "shaw", "capped", "ring", "pair", "encoder"])
 def test_weights_of_whole_sequences_are_those_of_the_formulas(name):
@@ -146,6 +146,7 @@ def test_looped_scanned_and_rematerialised_stacks_have_the_same_weights():
     assert got.hidden.shape == want.hidden.shape == (ROWS, 3, PROMPT, 14)
 
 
+@pytest.mark.slow
 def test_a_query_that_sees_nothing_has_no_weights():
     config = CONFIGS["rope"]
     valid = np.arange(PROMPT) >= np.array([[0], [2], [5]])

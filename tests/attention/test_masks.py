@@ -59,7 +59,7 @@ def two_sided():
         yield Window(3, right), oracle.window(3, right)
 
 
-@pytest.mark.slow_except("uint32")
+@pytest.mark.slow_except("int8")
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint32"])
 def test_positions_of_any_integer_dtype_mean_the_same(dtype):
     """Near the ends of the dtype, where differences would wrap."""
@@ -73,7 +73,7 @@ def test_positions_of_any_integer_dtype_mean_the_same(dtype):
     assert (np.asarray(traced) == seen(Window(3, 2), *at)).all()
 
 
-@pytest.mark.slow_except("1099511627776", "2147483648")
+@pytest.mark.slow_except("1099511627776")
 @pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**40])
 def test_a_window_may_be_wider_than_int32(far):
     """From one end of the positions to the other, q - k is 2^31 - 1."""
@@ -114,14 +114,14 @@ def test_every_window_over_every_pair_of_lengths_up_to_nine():
     assert count == 1620
 
 
-@pytest.mark.slow_except("lengths2")
+@pytest.mark.slow_except("lengths4")
 @pytest.mark.parametrize("lengths", [(9, 9), (1, 9), (9, 1), (4, 9), (9, 4)])
 def test_two_sided_windows(lengths):
     for mask, predicate in two_sided():
         check(mask, predicate, *map(np.arange, lengths))
 
 
-@pytest.mark.slow_except("1000003", "2")
+@pytest.mark.slow_except("1000003")
 @pytest.mark.parametrize("offset", [-3, 2, 1_000_003])
 def test_geometry_depends_on_positions_and_never_on_indices(offset):
     q_positions, k_positions = offset + np.arange(T), np.arange(S) + max(offset - 2, 0)
@@ -549,7 +549,7 @@ def test_masks_combine_only_with_masks():
         jnp.ones((5, 7), bool) | Causal()
 
 
-@pytest.mark.slow_except("Causal()")
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [Causal(), Causal() & Window(3), ~Causal()], ids=repr)
 def test_a_mask_has_no_truth_value(mask):
     """`and`, `or` and `not` would drop one side in silence: the message names what to write."""

@@ -25,6 +25,7 @@ from transformer_jax.models.factory import init_params, num_params
 from transformer_jax.models.quantized import quantize
 
 
+@pytest.mark.slow
 def test_train_flops_are_six_per_weight_and_token_at_a_short_context():
     case = specs.TRAIN[1]
     table = case.model.max_len * case.model.d_model
@@ -33,6 +34,7 @@ def test_train_flops_are_six_per_weight_and_token_at_a_short_context():
     assert case.matmul_flops() < 6 * weights * case.tokens * 1.2
 
 
+@pytest.mark.slow
 def test_every_parameter_has_a_place_in_the_peers_gpt2():
     config = next(case for case in specs.DECODE if "quick" in case.tags).model
     params = init_params(config, jax.random.key(3))

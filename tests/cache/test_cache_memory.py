@@ -242,6 +242,7 @@ def test_a_full_layer_among_rings_has_an_end(rng):
         chex.assert_trees_all_equal(pick(after), pick(full), strict=True)
 
 
+@pytest.mark.slow
 def test_a_cache_of_another_pattern_is_refused(rng):
     _, params, _ = make(**PATTERN)
     tokens = rng.integers(0, VOCAB, (2, 1), dtype=np.int32)
@@ -372,7 +373,7 @@ def test_nan_in_a_small_cache_is_seen_by_whom_it_should(dtype, rng):
     np.testing.assert_array_equal(got[~reached], want[~reached])
 
 
-@pytest.mark.slow_except("rope-bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("rope", "int8"), ("learned", "int8"), ("shaw", "int8"), ("rope", "bfloat16")],
@@ -429,7 +430,7 @@ def test_greedy_tokens_from_int8_are_those_from_f32(rng):
 # Bytes
 
 
-@pytest.mark.slow_except("bf16-compute", "full", "pattern-int8")
+@pytest.mark.slow_except("bf16-compute", "full")
 @pytest.mark.parametrize(
     ("changes", "arguments"),
     [
@@ -504,7 +505,7 @@ def test_what_was_taken_back_was_never_read(changes, capacity, more, rng):
         assert after.length.tolist() == (kept + 6).tolist()
 
 
-@pytest.mark.slow_except("0")
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_rewinding_keeps_exactly_the_positions_below_the_length(rng, sinks):
     """At every length: none, the last position alone, exactly the length held, and one more."""

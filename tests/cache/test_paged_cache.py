@@ -84,6 +84,7 @@ def test_a_new_cache_is_empty_and_all_its_pages_are_free():
     assert cache.free_pages == 11 and not cache.exhausted.any()
 
 
+@pytest.mark.slow
 def test_rows_that_grow_share_fork_and_end_hold_what_a_dictionary_does(rng):
     cache, oracle, compared, forked = init(num_pages=40), [{} for _ in range(ROWS)], 0, 0
     for turn in range(45):
@@ -154,6 +155,7 @@ def test_what_was_taken_back_stays_forgotten_also_across_a_gap(rng):
     check(cache, [{p: (k[0, p], v[0, p]) for p in range(5)} | {9: (k[0, 0], v[0, 0])}])
 
 
+@pytest.mark.slow
 def test_what_a_row_took_back_stays_forgotten_beside_a_longer_row(rng):
     k, v = tokens(rng, 7, rows=2)
     cache = jit_update(init(rows=2), k, v, after([0, 0], [7, 7], 7))
@@ -172,7 +174,7 @@ def test_a_row_writes_into_its_own_pages_where_they_lie(rng):
     assert paged.count_needed(before, jnp.array([9, 5])) == 2
 
 
-@pytest.mark.slow_except("7.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, 7.0])
 def test_a_page_that_is_taken_again_shows_nothing_of_its_last_row(rng, value):
     cache = init(rows=2, num_pages=2)
@@ -208,6 +210,7 @@ def test_int8_pages_hold_what_the_contiguous_cache_does(rng):
 # Pages that run out
 
 
+@pytest.mark.slow
 def test_a_known_row_without_a_page_is_refused_by_name(rng):
     k, v = tokens(rng, 6)
     cache = paged.update(init(num_pages=4), k, v, after([0, 0, 0], [6, 4, 0]))
@@ -244,6 +247,7 @@ def test_a_traced_row_without_a_page_is_left_as_it_was_until_it_is_rewound(rng):
     assert not cache.exhausted.any()
 
 
+@pytest.mark.slow
 def test_a_traced_position_past_the_capacity_marks_its_row(rng):
     k, v = tokens(rng, 1)
     cache = jit_update(init(), k, v, np.array([[0], [CAPACITY], [-1]]))
@@ -251,6 +255,7 @@ def test_a_traced_position_past_the_capacity_marks_its_row(rng):
     check(cache, [{0: (k[0, 0], v[0, 0])}, {}, {}])
 
 
+@pytest.mark.slow
 def test_rows_that_share_take_as_many_pages_as_are_said_to_be_needed(rng):
     """And none is refused while so many are free, also where the shared part ends with a page."""
     k, v = tokens(rng, CAPACITY, rows=2)
@@ -445,6 +450,7 @@ def test_the_kernel_for_few_queries_reads_a_models_pages_in_place(rng, dtype):
     assert written.layers[0].free_pages == 7 - 3  # one is shared
 
 
+@pytest.mark.slow
 def test_pages_of_the_default_size_are_read_in_place_on_hopper_and_on_a_tpu():
     config = preset("tiny", positions="rope")
     pages = init_paged_cache(config, 1, 256, num_pages=2).layers[0]

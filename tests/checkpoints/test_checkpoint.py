@@ -136,7 +136,7 @@ def test_what_is_saved_are_the_values_at_the_call(tmp_path, monkeypatch):
     assert bits(restore(path, like)) == wanted
 
 
-@pytest.mark.slow_except("threefry2x32")
+@pytest.mark.slow_except("rbg")
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
 def test_keys_come_back_and_draw_the_same(tmp_path, implementation):
     tree = {
@@ -319,7 +319,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.slow_except("a boolean shape", "a huge shape", "an unknown dtype")
+@pytest.mark.slow_except("a format that is a list", "a path out")
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_manifest_is_refused_before_anything_is_allocated(tmp_path, tree, what):
     path = save(tmp_path, 7, tree)
@@ -332,6 +332,7 @@ def test_a_hostile_manifest_is_refused_before_anything_is_allocated(tmp_path, tr
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 
+@pytest.mark.slow_except("3")
 @pytest.mark.parametrize("written", [1, 3])
 def test_a_checkpoint_of_another_format_is_refused_by_its_format(tmp_path, tree, written):
     path = save(tmp_path, 7, tree)
@@ -352,7 +353,7 @@ def test_the_oracle_of_a_hostile_manifest_is_right(tmp_path, tree):
     assert sealed(json.loads(text)) == text
 
 
-@pytest.mark.slow_except("", "3", '{"a": 1')
+@pytest.mark.slow_except("\\xff", "{}")
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "null", "3", "{}", '{"a": 1', "\xff"])
 def test_a_manifest_that_is_none_is_refused(tmp_path, tree, text):
     path = save(tmp_path, 7, tree)
@@ -373,7 +374,7 @@ def digest(path: Path) -> dict[str, str]:
     return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-@pytest.mark.slow_except("plain")
+@pytest.mark.slow_except("layers=[1,2]")
 @pytest.mark.parametrize("name", ["plain", "layers=[1,2]"])
 def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(tmp_path, tree, name):
     folder = tmp_path / name
@@ -521,7 +522,7 @@ ODD_NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow_except("a*b?c", "layers=[1,2]", "n\\u0303\\xf1", "{x,y}")
+@pytest.mark.slow_except("-dash", "100%", "~")
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_a_folder_of_any_name_holds_checkpoints_that_are_read(tmp_path, name):
     tree = {"params": {"w": np.arange(7.0)}, "step": 3}
@@ -534,7 +535,7 @@ def test_a_folder_of_any_name_holds_checkpoints_that_are_read(tmp_path, name):
     np.testing.assert_array_equal(arrays["params:params.w"], tree["params"]["w"])
 
 
-@pytest.mark.slow_except("layers=[1,2]")
+@pytest.mark.slow_except("plain")
 @pytest.mark.parametrize("name", ["plain", "layers=[1,2]"])
 def test_a_save_that_does_not_read_as_it_was_written_keeps_the_older_ones(
     tmp_path, monkeypatch, name
@@ -572,7 +573,7 @@ def test_a_save_that_does_not_read_as_it_was_written_keeps_the_older_ones(
     chex.assert_trees_all_equal(restore(step_path(folder, 2), newer), newer)
 
 
-@pytest.mark.slow_except("EINVAL", "ENOSYS", "ENOTSUP")
+@pytest.mark.slow_except("EINVAL", "ENOTSUP")
 @pytest.mark.parametrize("code", ["EINVAL", "ENOTSUP", "ENOSYS", "EOPNOTSUPP"])
 def test_a_file_system_that_cannot_sync_folders_keeps_checkpoints(tmp_path, monkeypatch, code):
     fsync = os.fsync

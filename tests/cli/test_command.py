@@ -5,7 +5,7 @@ import pytest
 from transformer_jax.__main__ import main
 
 
-@pytest.mark.slow_except("argv0-nearest: bfloat16", "argv1-nearest: last", "argv2-nearest: float16")
+@pytest.mark.slow_except("argv0-nearest: bfloat16", "argv1-nearest: last")
 @pytest.mark.parametrize(
     ("argv", "hint"),
     [

@@ -440,6 +440,7 @@ def test_a_row_with_limit_0_has_no_result():
         assert np.isnan(np.asarray(numbers)[[1, 3]]).all()
 
 
+@pytest.mark.slow
 def test_a_row_reads_nothing_after_its_limit():
     """All but the last of its tokens, whatever the other rows still read."""
     seen = []
@@ -670,6 +671,7 @@ def test_scores_of_a_recurrent_model_are_those_of_full_passes():
 # The state
 
 
+@pytest.mark.slow
 def test_the_state_is_consumed_and_a_fork_is_not():
     params, prompt, state = automaton(1, 7), prompts(7), states()
     search = partial(beam_search, STEP, params, prompt, **COMMON)
@@ -786,6 +788,7 @@ def test_a_penalty_is_finite(penalty, alpha):
         penalty(alpha)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_cache_is_refused():
     """The last token is not fed back: 3 and 7 new ones take 9 slots."""
     with pytest.raises(ValueError, match="reach length 9: the limit is 8"):

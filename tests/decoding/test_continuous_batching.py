@@ -304,7 +304,7 @@ def make_nonfinite(held, row: int):
     return dataclasses.replace(held, decode_state=decode_state)
 
 
-@pytest.mark.slow_except("rope")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rope", "gru"])
 def test_nan_in_a_free_slot_reaches_no_other_row(kind):
     """Neither the rows beside it nor the next one in it."""
@@ -325,6 +325,7 @@ def test_nan_in_a_free_slot_reaches_no_other_row(kind):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(held.decode_state.state))
 
 
+@pytest.mark.slow
 def test_a_nonfinite_row_ends_alone(rope):
     """Its slot is taken by the next, and nobody else notices."""
     _, params, empty = rope
@@ -492,6 +493,7 @@ def test_raw_words_are_a_key():
     assert first.token.tolist() == again.token.tolist()
 
 
+@pytest.mark.slow
 def test_slots_go_through_a_trace():
     """Limits that are traced are clipped to what a slot holds."""
 
@@ -637,7 +639,7 @@ def test_the_cache_stays_where_it_is(rope):
     assert held.decode_state.state.layers[0].k.unsafe_buffer_pointer() == before
 
 
-@pytest.mark.slow_except("nans", "transfers")
+@pytest.mark.slow_except("nans")
 @pytest.mark.parametrize(
     "setting",
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],

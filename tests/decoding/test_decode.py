@@ -149,6 +149,7 @@ def test_sampled_tokens_follow_the_key(rope, sampled, greedy):
     assert (sampled != greedy).any()
 
 
+@pytest.mark.slow
 def test_each_token_draws_with_the_key_folded_with_its_number(rope, sampled):
     """So token n can be drawn again from the logits after the tokens before it."""
     _, params, _ = rope
@@ -183,6 +184,7 @@ def test_chunks_of_the_prompt_change_nothing(rope, greedy, chunk):
     np.testing.assert_array_equal(got, greedy)
 
 
+@pytest.mark.slow
 def test_prefill_returns_the_logits_after_each_rows_last_token(rope):
     step, params, empty = rope
     want = np.asarray(oracle.forward(ROPE, params, prompts()))
@@ -238,6 +240,7 @@ def test_rows_are_independent(rope, greedy):
     assert (np.asarray(beside)[0] != greedy[0]).any()
 
 
+@pytest.mark.slow
 def test_tokens_after_a_rows_length_are_not_read(rope, greedy):
     """Not even a number that is no token."""
     step, params, empty = rope
@@ -499,7 +502,7 @@ def test_a_state_that_has_been_read_into_has_less_room(rope):
         generate(step, {}, prompts(columns=1), state, num_tokens=7)
 
 
-@pytest.mark.slow_except("stream")
+@pytest.mark.slow_except("generate")
 @pytest.mark.parametrize("call", [generate, stream])
 def test_wrong_arguments_are_refused_before_compiling(call):
     wrong = prompts()
@@ -659,6 +662,7 @@ def test_one_stop_token_may_be_an_array_without_axes():
     assert got.tolist() == [[2, 4, -1, -1]]
 
 
+@pytest.mark.slow_except("-1", "0")
 @pytest.mark.parametrize("chunk", [0, -1, 2.0])
 def test_a_prompt_is_not_read_in_chunks_of_nothing(chunk):
     with pytest.raises(ValueError, match=f"chunk is {chunk}: must be an integer of at least 1"):

@@ -334,6 +334,7 @@ def test_a_consumed_state_is_refused_by_name(rope):
     np.testing.assert_array_equal(again.tokens, out.tokens)
 
 
+@pytest.mark.slow
 def test_rows_of_a_state_are_gathered_put_and_chosen(rope):
     _, _, empty = rope
     rng = np.random.default_rng(1)
@@ -390,6 +391,7 @@ def test_one_decode_program_serves_twenty_prompt_lengths_and_every_request():
     assert set(sizes) == {sizes[0]}
 
 
+@pytest.mark.slow
 def test_generate_is_compiled_once_for_equal_arguments():
     """The loop with a step of one's own, whatever the tokens are."""
     sizes = []
@@ -548,7 +550,7 @@ def test_a_nonfinite_row_ends_where_stop_tokens_are_looked_for(rope):
         np.testing.assert_array_equal(out.tokens[row], clean.tokens[row])
 
 
-@pytest.mark.slow_except("0")
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1, 2])
 def test_a_prompt_and_what_is_read_after_it_must_fit_into_the_cache(rope, limit):
     """A row with no new token reads its prompt whole too; its last new token is not read."""

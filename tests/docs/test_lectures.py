@@ -55,7 +55,7 @@ def near(actual, expected, digits: int = 4) -> None:
     assert np.abs(actual - expected).max() < 10.0**-digits
 
 
-@pytest.mark.slow_except("xla")
+@pytest.mark.slow
 def test_attention_over_encoder_states(implementation):
     settings = dict(scale=1.0, implementation=implementation)
     weights = attend(DECODER_STATE, ENCODER_STATES, np.eye(3), **settings)
@@ -200,7 +200,7 @@ def test_permuting_the_tokens_permutes_the_output(implementation, rng):
     assert np.abs(np.asarray(masked[1]) - np.asarray(masked[0])[:, order]).max() > 0.1
 
 
-@pytest.mark.slow_except("blockwise")
+@pytest.mark.slow
 def test_rope_scores_depend_only_on_the_distance(implementation, rng):
     query, key = (jnp.asarray(rng.normal(size=(1, 1, 1, 6)), jnp.float32) for _ in range(2))
     rope = Rope(pairing="interleaved")

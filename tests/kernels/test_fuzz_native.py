@@ -11,6 +11,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_random_calls_and_their_gradients_are_within_rounding_of_float64():
     options, worst, failed = fuzz(60, seed=7, of_a_program=10)
     assert not failed, "\n".join(failed)

@@ -157,7 +157,7 @@ def test_a_tanh_of_eleven_bits_costs_no_more_than_bfloat16_does(monkeypatch):
         assert exact < errors[1][name] <= 1.25 * exact, name
 
 
-@pytest.mark.slow_except("bfloat16-20.0-True", "bfloat16-64.0-True", "float16-20.0-False")
+@pytest.mark.slow_except("bfloat16-20.0-True", "bfloat16-64.0-True")
 @pytest.mark.parametrize(
     ("dtype", "softcap", "hardware"),
     [("bfloat16", 20.0, True), ("bfloat16", 64.0, True), ("bfloat16", 65.0, False),
@@ -361,7 +361,7 @@ def test_heavy_items_come_first_and_those_of_one_level_by_head():
     assert sorted(order) == list(range(32))
 
 
-@pytest.mark.slow_except("7")
+@pytest.mark.slow_except("8")
 @pytest.mark.parametrize("rows", [1, 7, 8, 19])
 def test_every_item_comes_once_in_the_order_of_its_own_list(rows):
     rng = np.random.default_rng(rows)
@@ -375,7 +375,7 @@ def test_every_item_comes_once_in_the_order_of_its_own_list(rows):
         assert (np.diff(seen[b, 2 * head][own]) <= 0).all()
 
 
-@pytest.mark.slow_except("401")
+@pytest.mark.slow
 @pytest.mark.parametrize("items", [7, 132, 3 * 132 + 5])
 def test_items_are_dealt_back_and_forth_and_each_once(items):
     number = min(items, 132)
@@ -439,6 +439,7 @@ def test_a_compiler_that_breaks_causal_kernels_is_refused(version, broken, monke
     assert "CUDA" not in str(interpreted)
 
 
+@pytest.mark.slow_except("dkdv", "dq", "forward")
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkdv", "bias"])
 def test_every_head_dim_has_tiles_that_divide_128(kind):
     for H in hopper.HEAD_DIMS:

@@ -54,7 +54,7 @@ def run(program, q, k):
     return registers[-1]
 
 
-@pytest.mark.slow_except("<lambda>5")
+@pytest.mark.slow_except("<lambda>6")
 @pytest.mark.parametrize(
     "visible",
     [
@@ -231,8 +231,8 @@ FEW_TOLERANCES = {"float32": FORWARD_F32, "bfloat16": 2**-8, "float16": 2**-11}
 
 
 @pytest.mark.slow_except(
-    "neon-(1, 1, 1, 1, 1, 1, 1)-bfloat16",
     "neon-(1, 1, 1, 1, 1, 1, 1)-float16",
+    "neon-(1, 3, 100, 5, 5, 3, 70)-float32",
     "neon-(2, 1, 33, 4, 2, 17, 24)-float16",
     "neon-(2, 1, 33, 4, 2, 17, 24)-float32",
 )
@@ -277,7 +277,7 @@ def test_few_queries_take_every_option(instructions, rng):
     same_as_oracle(arrays, None, bias=oracle.alibi(slopes, positions, np.arange(S)))(*found)
 
 
-@pytest.mark.slow_except("avx2", "neon", "plain")
+@pytest.mark.slow_except("neon", "plain")
 def test_few_queries_drop_the_same_weights_as_xla(instructions, rng):
     arrays = few_arrays(rng, (2, 3, 70, 4, 2, 16, 16), jnp.float32)
     options = dict(dropout_rate=0.4, dropout_key=jax.random.key(3))
@@ -287,7 +287,7 @@ def test_few_queries_drop_the_same_weights_as_xla(instructions, rng):
     assert_near(one, np.asarray(own, np.float64), FORWARD_F32)
 
 
-@pytest.mark.slow_except("neon-40-inf", "neon-40-nan", "neon-8--inf", "neon-8-inf")
+@pytest.mark.slow_except("avx2-40--inf", "neon-40-nan", "neon-8--inf", "neon-8-inf")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("H", [8, 40])
 def test_few_queries_are_nan_where_they_see_what_is_not_finite(bad, H, instructions, rng):

@@ -93,7 +93,7 @@ def test_an_exported_gradient_is_the_one_that_is_not_exported(options):
         assert_near(one, np.asarray(own, np.float64), GRADIENT_F32)
 
 
-@pytest.mark.slow_except("cuda")
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_a_program_for_another_platform_calls_no_library(platform):
@@ -103,6 +103,7 @@ def test_a_program_for_another_platform_calls_no_library(platform):
     assert "transformer_jax_attention" not in text
 
 
+@pytest.mark.slow_except("target0")
 @compiled
 @pytest.mark.parametrize("target", [Target("tpu", chip="TPU v5e"), Target("hopper")])
 def test_a_target_that_is_no_cpu_never_gets_the_kernels_of_one(target):

@@ -186,7 +186,7 @@ KEYS = "key", "value", "k_scale", "v_scale"
 arrays_of = functools.partial(few_queries.arrays_of, 32)
 
 
-@pytest.mark.slow_except("17-options2-forward")
+@pytest.mark.slow_except("1-options3-forward")
 @pytest.mark.parametrize(("T", "options", "kernel"), few_queries.KERNELS)
 def test_few_queries_without_dropout_take_the_decode_kernel(T, options, kernel):
     attend, inputs = program(arrays_of(T), mask=Causal(), **options)
@@ -196,6 +196,7 @@ def test_few_queries_without_dropout_take_the_decode_kernel(T, options, kernel):
     assert [name for name in ("decode", "forward") if f"attention_{name}" in text] == [kernel]
 
 
+@pytest.mark.slow
 def test_a_gradient_takes_the_forward_kernel():
     attend, inputs = program(arrays_of(), mask=Causal(), return_lse=False)
     gradient = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum())
@@ -286,7 +287,7 @@ def test_the_grid_has_a_step_for_each_listed_tile(monkeypatch):
     assert [tuple(map(int, grid)) for grid in grids] == [(1, 3 + 1 + 2)]
 
 
-@pytest.mark.slow_except("int8-")
+@pytest.mark.slow_except("bfloat16-")
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 def test_it_lowers_for_a_tpu(dtype, x64):

@@ -92,7 +92,6 @@ def _products(jaxpr):
                 yield from _products(inner)
 
 
-@pytest.mark.slow
 def test_dropout_is_on_what_a_reads_alone():
     rng = np.random.default_rng(3)
     x = jnp.array(rng.normal(size=(2, 400, 6)), jnp.float32)
@@ -187,6 +186,7 @@ def test_what_does_not_fit_is_said():
     assert not np.isnan(np.asarray(past[::2])).any()
 
 
+@pytest.mark.slow
 def test_unmerging_comes_back_within_two_roundings():
     params = init_params(MODELS["decoder"], jax.random.key(0))
     adapters = drawn(params)

@@ -59,7 +59,7 @@ def test_layer_norm_survives_a_large_mean(rng):
     assert_near(layer_norm(jnp.asarray(x), None, None, 1e-5), want, 1e-4)
 
 
-@pytest.mark.slow_except("float16")
+@pytest.mark.slow_except("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_norms_of_low_precision_round_once(rng, dtype):
     """Statistics are f32: the result is that of the same numbers in f32, rounded at the end."""
@@ -176,7 +176,7 @@ def test_an_id_outside_the_table_gives_nan_and_never_another_row(rng, wrong):
     assert_same_bits(slope, np.zeros((31, 3), np.float32))
 
 
-@pytest.mark.slow_except("256", "300")
+@pytest.mark.slow_except("300")
 @pytest.mark.parametrize("vocab", [200, 256, 300])
 def test_a_negative_id_of_eight_bits_gives_nan_too(rng, vocab):
     """300 does not fit an int8: wrapped to 44 it would name a row."""
@@ -241,7 +241,7 @@ def test_a_traced_token_outside_the_vocabulary_makes_its_row_alone_nan(key, posi
         assert_same_bits(got[1, :2], clean[1, :2])
 
 
-@pytest.mark.slow_except("17")
+@pytest.mark.slow_except("3")
 @pytest.mark.parametrize("rows", [1, 3, 17])
 def test_logits_of_few_and_many_rows_and_their_gradients(rng, key, rows):
     embed = Embed(dataclasses.replace(SMALL, positions="none", logit_softcap=None))
@@ -323,7 +323,7 @@ def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):
     assert 0.65 < (drawn > 0).mean() < 0.85
 
 
-@pytest.mark.slow_except("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("glu", [False, True])
 def test_feed_forward_equals_its_formula(rng, key, glu):
     config = dataclasses.replace(SMALL, glu=glu, activation="silu")
@@ -341,7 +341,7 @@ def test_feed_forward_equals_its_formula(rng, key, glu):
     assert_near(layer.apply({"params": params}, x), want, 2 * FORWARD_F32)
 
 
-@pytest.mark.slow_except("sandwich")
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
 def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
     """By formula from the block's own attention and feed-forward: x + f(n(x)), n(x + f(x)), ..."""
@@ -385,7 +385,7 @@ def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
     assert_near(got, want, FORWARD_F32)
 
 
-@pytest.mark.slow_except("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [False, True])
 def test_queries_and_keys_are_normalised_with_the_configs_eps(rng, key, offset):
     """Queries, keys and cached keys equal the formula, at an eps as large as their squares."""

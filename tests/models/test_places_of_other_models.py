@@ -258,6 +258,7 @@ def test_generation_is_edited_and_captured_as_the_model_is(kind):
     assert (np.asarray(plain) != made_by.tokens).any(), "the edit changes nothing"
 
 
+@pytest.mark.slow
 def test_what_is_no_place_is_refused_by_name():
     for kind, asked, message in (
         ("lstm", dict(capture=("layer_2/hidden",)), "no place is named 'layer_2/hidden', nearest"),
@@ -279,7 +280,7 @@ def test_what_is_no_place_is_refused_by_name():
         make_step(model, edit={"encoder/embedding": jnp.square})
 
 
-@pytest.mark.slow_except("rnn", "window")
+@pytest.mark.slow_except("rnn")
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_where_nothing_is_asked_for_the_program_is_the_same(kind):
     model, params = made(kind)

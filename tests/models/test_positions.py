@@ -101,7 +101,7 @@ def inside_unit_circles(rng, *shape: int) -> np.ndarray:
     return rng.uniform(-1, 1, shape).astype(np.float32) / np.float32(math.sqrt(2))
 
 
-@pytest.mark.slow_except("bfloat16-interleaved")
+@pytest.mark.slow_except("bfloat16-half")
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rotation_is_exact_at_every_position(rng, pairing, dtype):
@@ -116,7 +116,7 @@ def test_rotation_is_exact_at_every_position(rng, pairing, dtype):
         assert error <= 1e-6 + rounding, f"position {position}: {error}"
 
 
-@pytest.mark.slow_except("100000000", "2147483636")
+@pytest.mark.slow_except("2147483636")
 @pytest.mark.parametrize("shift", [4_000, 100_000, 10**8, 2**31 - 12])
 def test_scores_depend_only_on_the_distance(rng, shift):
     q, k = (inside_unit_circles(rng, 1, 11, 1, 64) for _ in range(2))
@@ -132,7 +132,7 @@ def test_scores_depend_only_on_the_distance(rng, shift):
     assert largest_error(moved, pos.apply_rope(jnp.asarray(q), jnp.arange(11), Rope())) > 0.1
 
 
-@pytest.mark.slow_except("dynamic", "ntk", "yarn", "yarn-unrounded")
+@pytest.mark.slow_except("dynamic", "llama3", "yarn", "yarn-unrounded")
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_rotation_matches_its_paper(rng, name):
     config = ROTATIONS[name]
@@ -191,7 +191,7 @@ def test_published_numbers_of_the_scalings():
     assert_same_bits(w(**dynamic, length=8192)[0], w(scaling="ntk", factor=4.0)[0])
 
 
-@pytest.mark.slow_except("1.7-*", "None-97")
+@pytest.mark.slow_except("1.7-*", "None-98")
 @pytest.mark.parametrize("length", [None, 97, 98])
 @pytest.mark.parametrize("given", [None, 1.7])
 def test_longrope_divides_each_pair_by_a_factor_of_its_own(rng, length, given):
@@ -319,7 +319,7 @@ def test_pairings_are_permutations_of_each_other(rng):
     assert_near(paired, half[..., order], FORWARD_F32)
 
 
-@pytest.mark.slow_except("dynamic", "ntk", "yarn", "yarn-unrounded")
+@pytest.mark.slow_except("dynamic", "llama3", "yarn", "yarn-unrounded")
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_rotating_a_slice_equals_the_slice_of_the_rotated(rng, name):
     x = jnp.asarray(inside_unit_circles(rng, B, 11, N, H))
@@ -338,7 +338,7 @@ def test_negative_positions_turn_backwards(rng):
     assert_near(pos.apply_rope(there, -positions, Rope()), x, FORWARD_F32)
 
 
-@pytest.mark.slow_except("interleaved")
+@pytest.mark.slow
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_dimensions_after_the_rotated_pass_through(rng, pairing):
     x = jnp.asarray(inside_unit_circles(rng, B, T, N, H))
@@ -348,6 +348,7 @@ def test_dimensions_after_the_rotated_pass_through(rng, pairing):
     assert_near(part[..., :6], alone, FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_rotation_gradient_turns_back(rng):
     x, cotangent = (jnp.asarray(inside_unit_circles(rng, B, T, N, H)) for _ in range(2))
     positions = jnp.arange(5, 5 + T)
@@ -459,7 +460,7 @@ def test_slopes_are_those_of_the_paper():
         biases.alibi_slopes(0)
 
 
-@pytest.mark.slow_except("rows", "rows of keys")
+@pytest.mark.slow_except("rows of keys")
 @pytest.mark.parametrize("name", PLACES)
 def test_alibi_is_minus_slope_times_distance(name):
     slopes = biases.alibi_slopes(N)
@@ -520,7 +521,7 @@ def test_impossible_buckets_are_refused(settings):
         )
 
 
-@pytest.mark.slow_except("False-rows", "False-rows of keys")
+@pytest.mark.slow_except("False-rows of keys")
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_relative_bias_looks_up_its_bucket(rng, name, bidirectional):
@@ -548,6 +549,7 @@ def test_relative_bias_looks_up_its_bucket(rng, name, bidirectional):
     assert_near(vjp(jnp.asarray(cotangent))[0].table, gradient, GRADIENT_F32)
 
 
+@pytest.mark.slow
 def test_biases_cross_jit_as_their_arrays():
     q, k = jnp.arange(T), jnp.arange(S)
     traced = jax.jit(lambda bias: bias.materialize(q, k))
@@ -564,7 +566,7 @@ def test_biases_cross_jit_as_their_arrays():
 CLIP = 2
 
 
-@pytest.mark.slow_except("shared")
+@pytest.mark.slow_except("rows of keys")
 @pytest.mark.parametrize("name", PLACES)
 def test_shaw_matches_loops_with_gradients(rng, name):
     q_positions, k_positions = (jnp.asarray(x, jnp.int32) for x in PLACES[name])

@@ -229,7 +229,7 @@ def oracle_row(config, params, tokens, row: int):
     return oracle_forward(config, params, tokens, row_source(config, row))
 
 
-@pytest.mark.slow_except("rnn")
+@pytest.mark.slow_except("gru")
 @every_context
 def test_a_pass_matches_the_formulas(config):
     params, tokens = parameters(config), draw_tokens()
@@ -248,6 +248,7 @@ def test_a_pass_matches_the_formulas(config):
     assert (state.weights is None) == (config.attention is None)
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("lstm")
 @every_config
 def test_logits_of_some_tokens_are_those_of_the_whole(config):
@@ -263,7 +264,7 @@ def test_logits_of_some_tokens_are_those_of_the_whole(config):
     assert_near(jax.tree.leaves(after.carry)[0], jax.tree.leaves(whole.carry)[0], FORWARD_F32)
 
 
-@pytest.mark.slow_except("gru")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [*CONFIGS.values(), STATE], ids=[*CONFIGS, "dot state"])
 def test_in_any_chunks_with_padding_anywhere_equals_the_whole(config):
     """Each row reads its own tokens at its own pace; padding changes no bit of its state."""
@@ -334,7 +335,7 @@ def test_a_row_alone_is_what_it_is_in_company(config):
         assert_near(leaf, both[row], FORWARD_F32)
 
 
-@pytest.mark.slow_except("additive")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [ADDITIVE, DOT], ids=["additive", "dot"])
 def test_decoding_consumes_the_state_and_none_of_the_callers_arrays(config):
     params, source = parameters(config), jnp.asarray(draw_source())
@@ -345,6 +346,7 @@ def test_decoding_consumes_the_state_and_none_of_the_callers_arrays(config):
     assert not any(x.is_deleted() for x in (source, valid, prompt))
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("additive")
 @pytest.mark.parametrize("config", [ADDITIVE, DOT], ids=["additive", "dot"])
 def test_padding_of_a_source_is_invisible(config):
@@ -389,6 +391,7 @@ def test_padding_of_a_target_has_no_gradient():
     assert not np.asarray(slopes["embed"]["tokens"])[1].any()
 
 
+@pytest.mark.slow
 @with_source
 def test_a_source_without_a_token_is_attended_to_with_nothing(config):
     params, valid = parameters(config), np.array(SOURCE_VALID)
@@ -401,7 +404,7 @@ def test_a_source_without_a_token_is_attended_to_with_nothing(config):
         assert_near(np.asarray(state.weights).sum(axis=1), [1, 0, 1], FORWARD_F32)
 
 
-@pytest.mark.slow_except("dot", "general", "gru", "plain")
+@pytest.mark.slow_except("gru")
 @every_config
 def test_rows_of_a_state_can_be_gathered(config):
     """As beams and forks do; every leaf leads with B."""
@@ -452,6 +455,7 @@ def columns_of_documents(row: int) -> list[list[int]]:
     return [kept for run in runs if (kept := [t for t in run if PADDED[row, t]])]
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("rnn")
 @pytest.mark.parametrize("config", [LSTM, RNN], ids=["lstm", "rnn"])
 def test_packed_documents_are_read_as_if_alone(config):
@@ -488,6 +492,7 @@ def oracle_tags(config, params, tokens) -> np.ndarray:
     return top @ embed["tokens" if config.tie_embeddings else "output"].T + embed["bias"]
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("tied rnn")
 @pytest.mark.parametrize("config", [TAGGER, TIED], ids=["lstm", "tied rnn"])
 def test_a_tagger_reads_each_document_from_both_ends(config):
@@ -573,6 +578,7 @@ def test_dropout_is_on_with_a_key_only():
     assert_near(without[0], want, 3 * FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_dropout_stands_between_layers_never_in_time(monkeypatch):
     """On embeddings, on what one layer hands the next, and before the output; each its own key."""
     config = dataclasses.replace(GENERAL, dropout=0.3)
@@ -652,6 +658,7 @@ def test_a_translator_learns_to_reverse(fresh):
 # Configs, parameters, errors
 
 
+@pytest.mark.slow
 def test_parameters_are_counted():
     cell = 3 * 17  # a GRU: three gates, and one bias more
     decoder = (5 + 34 + 17 + 1) * cell + 17 + (17 + 17 + 1) * cell + 17
@@ -772,6 +779,7 @@ def test_rngs_are_refused_and_say_what_to_pass(config):
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_state_without_its_source_is_refused():
     model, params = build(ADDITIVE), parameters(ADDITIVE)
     apply, tokens, source = partial(model.apply, {"params": params}), draw_tokens(), draw_source()

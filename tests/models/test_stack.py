@@ -31,7 +31,7 @@ POSITIONS = {
 }
 
 
-@pytest.mark.slow_except("pre-alibi")
+@pytest.mark.slow_except("post-learned")
 @pytest.mark.long_except(
     "post-learned", "post-rope", "pre-alibi", "sandwich-sinusoidal", "sandwich-t5buckets"
 )

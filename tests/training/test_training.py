@@ -247,6 +247,7 @@ def step():
     return make_train_step(batch_loss(SMALL), KEEP)
 
 
+@pytest.mark.slow
 def test_micro_batches_weighted_by_tokens_are_one_big_batch(rng, step):
     tokens = rng.integers(0, 31, (4, 13)).astype(np.int32)
     labels = rng.integers(0, 31, (4, 13)).astype(np.int32)
