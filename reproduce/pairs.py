@@ -42,7 +42,6 @@ from reproduce.lectures.shared import (
 from transformer_jax import ModelConfig, build, num_params
 from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.checkpoints.run_folder import RunFolder
-from transformer_jax.cli.evaluate import judge_file
 from transformer_jax.cli.process import keep_freed_memory
 from transformer_jax.config import Rope, TrainConfig
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
@@ -52,6 +51,7 @@ from transformer_jax.training.loop import fit
 from transformer_jax.training.tasks import Tokenizers
 from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.pairs import Pair, pair_example
+from transformer_jax.use.evaluation import judge_file
 
 SHOWN = 6
 """Test pairs that are printed; the first two are drawn."""

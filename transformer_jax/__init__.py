@@ -26,12 +26,13 @@ What is public by this name; the rest is imported from its module, such as `mode
     Samplers       Greedy, Sample, Temperature, TopK, TopP, MinP
     Processors     Ban, BanSequences, Force, ForceLast, FrequencyPenalty, MinLength,
                    NoRepeatNGram, PresencePenalty, RepetitionPenalty
+    Text           load
     Losses         cross_entropy, chunked_cross_entropy
     Files          load_pretrained, save_pretrained, load_tokenizer_folder, load_sentence_encoder,
                    load_lora, save_lora
 
 Training imports what it needs (optax and more) from `transformer_jax.training`, not from here, and
-what reads and writes published models is imported when it is first asked for.
+what reads and writes runs and published models is imported when it is first asked for.
 """
 
 import importlib
@@ -117,6 +118,7 @@ if TYPE_CHECKING:
     from transformer_jax.pretrained.save import save_pretrained
     from transformer_jax.pretrained.sentences import load_sentence_encoder
     from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
+    from transformer_jax.use.language_model import load
 
 __version__ = "0.1.0"
 
@@ -187,6 +189,7 @@ __all__ = [
     "init_decode_state",
     "init_paged_cache",
     "init_params",
+    "load",
     "load_lora",
     "load_pretrained",
     "load_sentence_encoder",
@@ -209,6 +212,7 @@ __all__ = [
 remember()
 
 _LATER = {
+    "load": "use.language_model",
     "load_lora": "pretrained.peft",
     "load_pretrained": "pretrained.load",
     "load_sentence_encoder": "pretrained.sentences",

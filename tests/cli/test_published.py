@@ -28,6 +28,8 @@ from transformer_jax.text.translation import search_translations, translate
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
 from transformer_jax.training.loop import fit
+from transformer_jax.use import language_model
+from transformer_jax.use.language_model import load
 
 CONFIG = ModelConfig(
     vocab_size=258, d_model=14, num_layers=1, num_heads=1, d_ff=19, max_len=61, positions="rope",
@@ -165,6 +167,10 @@ def test_a_message_is_answered_through_the_chat_template(capsys, published):
     chat = ["--chat", "--prompt", "be", "--tokens", 5, "--temperature", 0]
     answer = spelled(expected).removeprefix(" ")
     assert written(capsys, "--model", published, *chat) == f"{answer}\n"
+    model = load(published)
+    assert model.chat("be", 5) == answer == "".join(model.chat("be", 5, stream=True))
+    with pytest.raises(ValueError, match="holds '<s>', which is a token of its own"):
+        model.chat("a<s>")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +214,7 @@ def test_an_error_of_any_type_is_one_line(capsys, published, monkeypatch, error)
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(text_model, "load_text_model", fail)
+    monkeypatch.setattr(language_model, "load_text_model", fail)
     assert generate(["--model", str(published), "--prompt", "a"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1) and " ".join(str(error).split()) in err

@@ -68,6 +68,7 @@ from transformer_jax.training import progress
 from transformer_jax.training.data import DataError
 from transformer_jax.training.loop import fit
 from transformer_jax.training.tasks.language import LanguageWindows
+from transformer_jax.use.language_model import load
 
 ROOT = Path(train.__file__).parent
 SMALL = (
@@ -682,6 +683,7 @@ def test_a_text_is_continued_the_same_for_the_same_seed(capsys, trained):
     assert written(capsys, *arguments, "--seed", "1") != first
     greedy = written(capsys, *arguments, "--temperature", "0")
     assert greedy == written(capsys, *arguments, "--top-k", "1", "--seed", "5")
+    assert greedy == f"to be{load(trained).generate('to be', 6)}\n"
 
 
 @pytest.mark.parametrize("main", [train.main, plan.main, generate.main, evaluate.main])

@@ -16,7 +16,6 @@ from flax import nnx
 import transformer_jax as tj
 from transformer_jax import decoding
 from transformer_jax.config import keywords, optimizers
-from transformer_jax.text import complete
 from transformer_jax.training import fit
 
 CONFIG = tj.ModelConfig(vocab_size=23, d_model=16, num_layers=1, num_heads=2, max_len=17)
@@ -63,7 +62,7 @@ MISTAKES = {
     "generate a number as key": (partial(generate, sampler=tj.Sample(), key=0), "key is 0: must"),
     "generate a class": (partial(generate, sampler=tj.Sample), "sampler is the class Sample"),
     "generate a temperature": (partial(generate, sampler=0.7), "sampler is 0.7: must"),
-    "generate a text": (partial(generate, prompt="to be"), "prompt is text: .*text.complete"),
+    "generate a text": (partial(generate, prompt="to be"), "prompt is text: .*load.FOLDER"),
     "generate from a config": (partial(generate, state=CONFIG), "state is a ModelConfig: .*cache"),
     "generate from parameters": (partial(generate, state=PARAMS), r"is a dict: .*init_cache\("),
     "generate by apply": (
@@ -87,7 +86,6 @@ MISTAKES = {
         r"params is 'folder': must be param",
     ),
     "generate from a class": (partial(generate, state=tj.ModelCache), "state is .*: must be a st"),
-    "complete by a name": (partial(complete, "gpt2", "a", 3), r"'gpt2': .*load_text_model"),
     "train a model": (partial(fit, CONFIG), r"is a ModelConfig: .*TrainConfig\(model=...\)"),
     "train a name": (partial(fit, "gpt2"), r"is 'gpt2': .*train_preset\(NAME\)"),
     "load a config": (partial(tj.load_pretrained, CONFIG), "is a ModelConfig: must be a folder"),
@@ -96,14 +94,17 @@ MISTAKES = {
     "a class of positions": (partial(tj.ModelConfig, positions=tj.Rope), r"value: Rope\(...\)"),
     "a preset in capitals": (partial(tj.preset, "GPT2"), "nearest: gpt2"),
     "a class of masks": (partial(attend, mask=tj.Causal), "mask is the class Causal"),
-    "stop at a text": (partial(generate, stop="END"), "'END': must be token ids; text.complete"),
+    "stop at a text": (
+        partial(generate, stop="END"),
+        "'END': must be token ids; load.FOLDER..generate",
+    ),
     "stop at texts": (partial(generate, stop=["END"]), "'END': must be token ids"),
     "search a model": (partial(searching, MODEL), r"make_step\(model\)"),
-    "search a text": (partial(searching, stop="END"), "text.complete"),
+    "search a text": (partial(searching, stop="END"), "load.FOLDER"),
     "read by a model": (partial(reading, MODEL), r"make_step\(model\)"),
     "read nothing": (partial(reading, prompt=PROMPT[:, :0]), r"prompt has shape \(1, 0\)"),
     "serve a model": (partial(serving, MODEL), r"make_step\(model\)"),
-    "serve a text": (partial(serving, stop="END"), "text.complete"),
+    "serve a text": (partial(serving, stop="END"), "load.FOLDER"),
     "speculate with a model": (partial(speculating, MODEL), r"make_step\(model\)"),
     "a step of a config": (partial(tj.make_step, CONFIG), r"make_step\(build\(config\)\)"),
     "a step of parameters": (partial(tj.make_step, PARAMS), r"make_step\(build\(config\)\)"),
@@ -145,8 +146,6 @@ OTHERS = {
     "attn_mask": (partial(attend, attn_mask=None), "meant: mask"),
     "is_causal": (partial(attend, is_causal=True), r"meant: mask=Causal\(\)"),
     "dropout_p": (partial(attend, dropout_p=0.1), "meant: dropout_rate"),
-    "temperature of a text": (partial(complete, "gpt2", "a", temperature=1), "meant: sampler=Sa"),
-    "max_new_tokens of a text": (partial(complete, "gpt2", "a", max_new_tokens=3), "num_tokens"),
     "top_k of requests": (partial(serving, top_k=3), r"serve\(\) has no .*meant: sampler=Sample\("),
     "masc": (partial(attend, masc=None), "nearest: mask"),
     "hidden_size": (partial(tj.ModelConfig, hidden_size=16), "no field 'hidden_size', meant: d_m"),

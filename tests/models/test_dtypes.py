@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from transformer_jax.checkpoints.run_folder import RunFolder, json_text
 from transformer_jax.cli import evaluate
 from transformer_jax.cli.convert import main as convert
 from transformer_jax.config import ConfigError, LoraConfig, ModelConfig
-from transformer_jax.config.tasks import LanguageTask
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.lora import frozen_part, init_lora, merge_lora
 from transformer_jax.models.quantized import quantize
@@ -27,6 +25,7 @@ from transformer_jax.pytree import cast_floats
 from transformer_jax.text.text_model import TextModel, with_parameters_in
 from transformer_jax.tokenizers.trained import ByteTokenizer
 from transformer_jax.training.step import start_state
+from transformer_jax.use import evaluation
 
 CONFIG = ModelConfig(
     vocab_size=11, d_model=6, num_layers=1, num_heads=2, d_ff=7, max_len=13, activation="gelu_tanh"
@@ -175,9 +174,9 @@ def test_json_of_measurements_has_no_nan_and_its_readers_take_null(tmp_path, cap
     ]  # fmt: skip
     run.cut_metrics(2)
     assert "NaN" not in run.metrics_file.read_text()
-    given = SimpleNamespace(task=LanguageTask())
-    monkeypatch.setattr(evaluate, "_of_run", lambda _: (given, None, None))
-    monkeypatch.setattr(evaluate, "judge_file", lambda *_: {"perplexity": math.nan, "likely": 0.5})
+    monkeypatch.setattr(evaluate, "load_run", lambda *_: None)
+    judged = {"perplexity": math.nan, "likely": 0.5}
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: judged)
     assert evaluate.main(["--run", "x", "--data", "y", "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found == {"perplexity": None, "likely": 0.5}

@@ -21,6 +21,7 @@ from transformer_jax.decoding.samplers import Sample
 from transformer_jax.models.factory import init_params
 from transformer_jax.pretrained.save import save_pretrained
 from transformer_jax.text.completion import complete
+from transformer_jax.text.text_model import TextModel
 from transformer_jax.tokenizers import chat_template
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.special import end_ids, tokenizer_from_json
@@ -28,9 +29,10 @@ from transformer_jax.tokenizers.utf8 import DataError, byte_letters
 from transformer_jax.training import processes
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.prepared import DocumentRows
-from transformer_jax.training.tasks import Tokenizers, chat, language, load_task, preferences
+from transformer_jax.training.tasks import Tokenizers, language, load_task
 from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.turns import message_turn, prompt_ids, text_turn
+from transformer_jax.use.language_model import LanguageModel
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>"]
 CHATML = (
@@ -360,25 +362,20 @@ def test_no_space_is_put_before_a_rest_alone(tmp_path):
 
 
 @pytest.mark.parametrize("messages", [False, True])
-def test_a_run_of_preferences_is_prompted_as_it_was_trained(tmp_path, monkeypatch, messages):
+def test_a_run_of_preferences_is_prompted_as_it_was_trained(tmp_path, messages):
     tokenizer = folder(tmp_path)  # with a chat template
     line = dict(prompt="a", chosen="b", rejected="c")
     if messages:
         line = dict(prompt=talk("a"), chosen=talk("", "b")[1:], rejected=talk("", "c")[1:])
     task = task_of(tmp_path, tokenizer, PreferenceTask(), line)
-    read = []
-
-    def written(config, params, tokenizer, prompt, *args, **given):
-        read.append(prompt.tolist())
-        return iter(())
-
-    monkeypatch.setattr(chat, "complete", written)
     config = config_from_json(config_to_json(task.config))
     own = task.tokenizers.tokenizer
     assert config.task.messages is messages
-    preferences.answer_preferred(config, own, None, "a", 0, 3)
+    model = LanguageModel(TextModel(config.model, {}, own, run=config), "here")
+    assert model.kind == ("chat" if messages else "text")
+    read = model.read_messages if messages else model.read
     learnt = message_turn(own, talk("a", "b")) if messages else text_turn(own, "a", "b")
-    assert read == [learnt.prompt.tolist()]
+    assert read("a").tolist() == learnt.prompt.tolist()
     with pytest.raises(ConfigError, match=f"messages is {not messages}: the data has "):
         task_of(tmp_path, tokenizer, PreferenceTask(messages=not messages), line)
 

@@ -8,7 +8,6 @@ python -m transformer_jax generate --model FOLDER_OR_ID --prompt TEXT --chat
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,30 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from transformer_jax.cli.command import Parser, add_run, load_run, run
-from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig
-from transformer_jax.config.architectures import AnyModelConfig, model_shape
+from transformer_jax.config import ConfigError
+from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.fields import FieldValue
-from transformer_jax.config.tasks import (
-    ChatTask,
-    ClassifyTask,
-    ContinuousTask,
-    DigitsTask,
-    LanguageTask,
-    MaskedTask,
-    PreferenceTask,
-    Task,
-    TonesTask,
-)
+from transformer_jax.config.tasks import DigitsTask, PrefixTask, Seq2SeqTask, TonesTask
 
 if TYPE_CHECKING:
     import numpy as np
 
     from transformer_jax.decoding.logit_processors import HistoryProcessor
     from transformer_jax.decoding.samplers import Processor, Sample
-    from transformer_jax.pytree import Params
     from transformer_jax.text.text_model import TextModel
     from transformer_jax.tokenizers.trained import Tokenizer
-    from transformer_jax.training.tasks.task import Tokenizers
+    from transformer_jax.use.language_model import LanguageModel
 
 T = TypeVar("T")
 
@@ -58,67 +46,86 @@ def _write(arguments: argparse.Namespace) -> None:
     if arguments.tokens is not None and arguments.tokens < 1:
         raise ConfigError(f"tokens is {arguments.tokens}: must be positive")
     _one_way(arguments)
-    from transformer_jax.text import completion, text_model
+    from transformer_jax.text.completion import check_stop_strings
+    from transformer_jax.use import language_model
 
-    sampler = _sampler(arguments)
-    stop = completion.check_stop_strings(arguments.stop or ())
+    sampler, stop = _sampler(arguments), check_stop_strings(arguments.stop or ())
     if arguments.run is not None:
-        model = load_run("generate", arguments)
+        loaded = load_run("generate", arguments)
+        if arguments.weights is not None:
+            loaded = language_model.with_weights_held(loaded, arguments.weights)
+        model = language_model.LanguageModel(loaded, arguments.run)
     else:
-        given = arguments.dtype, arguments.max_len
-        model = text_model.load_text_model(arguments.model, dtype=given[0], max_len=given[1])
-    if arguments.weights is not None:
-        model = text_model.with_weights_held(model, arguments.weights)
-    if model.run is not None and not isinstance(model.run.task, LanguageTask):
-        _answer(arguments, model, model.run)
+        model = language_model.load(
+            arguments.model, dtype=arguments.dtype, max_len=arguments.max_len,
+            weights=arguments.weights,
+        )  # fmt: skip
+    _check_read(arguments, model)
+    if model.kind == "signals":
+        _hear_or_see(arguments, model)
         return
-    processors = (*model.processors, *_processors(arguments, model))
-    if model_shape(model.config) == "encoder-decoder":
-        _translate(arguments, model, sampler, processors, stop)
-    else:
-        _continue(arguments, model, sampler, processors, stop)
-
-
-def _answered_by(task: Task) -> tuple[str, ...]:
-    """Return the flags that a run of another task than `language` reads."""
-    common = "prompt", "prompts", "checkpoint"
-    match task:
-        case MaskedTask() | ClassifyTask():
-            return common
-        case ChatTask() | PreferenceTask():
-            return (*common, "tokens", "seed")
-        case DigitsTask() | TonesTask():
-            return "prompts", "checkpoint"
-    return (*common, "beams", "tokens")
-
-
-def _answer(arguments: argparse.Namespace, model: TextModel, run: TrainConfig) -> None:
-    """Do with each prompt what a run was trained for: translate, fill masks, label, answer."""
-    from transformer_jax.training.tasks.prompts import answer_prompts
-    from transformer_jax.training.tasks.task import Tokenizers
-
-    flags = _answered_by(run.task)
-    for name, value in vars(arguments).items():
-        if name not in ("run", "init_from", "debug", *flags) and value not in (None, False):
-            rule = f"a run of task {run.task.kind!r} reads {', '.join(flags)}"
-            raise ConfigError(f"{name} is {value!r}: {rule}")
-    tokenizers = Tokenizers(model.tokenizer, model.source_tokenizer)
-    if isinstance(run.task, ContinuousTask):
-        _hear_or_see(arguments, run, tokenizers, model.params)
-        return
+    texts = [arguments.prompt or ""]
     if arguments.prompts is not None:
-        texts = _prompts(arguments.prompts, every_line=True)
-    elif arguments.prompt:
-        texts = [arguments.prompt]
+        texts = _prompts(arguments.prompts, every_line=model.kind in _ANSWERED)
+    elif not arguments.prompt and model.kind in _ANSWERED:
+        raise ConfigError(f"prompt is '': {_named(model)} needs one, or prompts")
+    masks = ("[MASK]", "_") if model.kind == "masks" else ()
+    _say_unknown(model.tokenizers.of_source, texts, masks)
+    if model.kind in ("masks", "labels") or (model.kind == "targets" and model.task is not None):
+        _answer(arguments, model, texts)
+        return
+    import jax
+
+    given: Options = dict(
+        cache_dtype=arguments.cache_dtype, processors=_processors(arguments, model.model)
+    )
+    if arguments.beams is not None:
+        _search(arguments, model, texts, given)
+        return
+    given |= dict(sampler=sampler, key=jax.random.key(arguments.seed or 0), stop=stop)
+    _continue(arguments, model, texts, given)
+
+
+_ANSWERED = "masks", "labels", "targets", "chat"
+"""Kinds of models that need a text, and answer every line of a file."""
+
+
+def _named(model: LanguageModel) -> str:
+    return model.name if model.task is None else f"a run of task {model.task.kind!r}"
+
+
+def _check_read(arguments: argparse.Namespace, model: LanguageModel) -> None:
+    """Raise ConfigError for a flag that a model of its kind does not read."""
+    common, run = ("prompt", "prompts", "checkpoint"), model.task is not None
+    flags: tuple[str, ...] | None = {"masks": common, "labels": common}.get(model.kind)
+    if model.kind == "signals":
+        flags = "prompts", "checkpoint"
+    elif model.kind == "targets" and run:
+        flags = (*common, "beams", "tokens")
+    if flags is not None:
+        own = "run", "model", "init_from", "debug", "dtype", "weights", "max_len"
+        for name, value in vars(arguments).items():
+            if name not in (*own, *flags) and value not in (None, False):
+                raise ConfigError(f"{name} is {value!r}: {_named(model)} reads {', '.join(flags)}")
+    if model.kind == "targets" and not run:
+        for name in ("lookup", "chat", "slots"):
+            if getattr(arguments, name):
+                raise ConfigError(f"{name}: needs a decoder, {model.name} is an encoder-decoder")
+    if model.kind == "chat":
+        arguments.chat = True
+
+
+def _answer(arguments: argparse.Namespace, model: LanguageModel, texts: list[str]) -> None:
+    """Print what a model of a task makes of each text: its class, its target, its masks filled."""
+    if model.kind == "labels":
+        found = [f"{label} {probability:.3f}" for label, probability in model.classify(texts)]
+    elif model.kind == "masks":
+        found = model.generate(texts)
     else:
-        raise ConfigError(f"prompt is '': a run of task {run.task.kind!r} needs one, or prompts")
-    masks = ("[MASK]", "_") if isinstance(run.task, MaskedTask) else ()
-    _say_unknown(tokenizers.of_source, texts, masks)
-    if arguments.seed is not None:
-        run = dataclasses.replace(run, seed=arguments.seed)
-    for text in answer_prompts(
-        run, tokenizers, model.params, texts, beams=arguments.beams, num_tokens=arguments.tokens
-    ):
+        task = model.task
+        beams = task.beams if isinstance(task, Seq2SeqTask | PrefixTask) else 1
+        found = model.generate(texts, arguments.tokens, beams=arguments.beams or beams)
+    for text in found:
         print(text.replace("\n", "\\n") if arguments.prompts else text, flush=True)
 
 
@@ -137,68 +144,99 @@ def _say_unknown(tokenizer: Tokenizer, texts: Sequence[str], masks: Sequence[str
         print(f"generate: unknown words: {len(unknown)} ({named}): {rule}", file=sys.stderr)
 
 
-def _hear_or_see(
-    arguments: argparse.Namespace, run: TrainConfig, tokenizers: Tokenizers, params: Params
-) -> None:
+def _hear_or_see(arguments: argparse.Namespace, model: LanguageModel) -> None:
     """Print a line for each picture or sound of a file."""
     from transformer_jax.training.tasks.continuous import answer_signals
     from transformer_jax.training.tasks.signals import read_signals
 
+    task, run = model.task, model.model.run
+    assert isinstance(task, DigitsTask | TonesTask) and run is not None
     if arguments.prompts is None:
-        rule = f"a run of task {run.task.kind!r} reads numbers: give a .npz file"
-        raise ConfigError(f"prompts is None: {rule}")
-    assert isinstance(run.task, DigitsTask | TonesTask)
-    signals = read_signals(run.task, arguments.prompts, targets=False)
-    print("\n".join(answer_signals(run, tokenizers, params, signals)))
+        raise ConfigError(f"prompts is None: {_named(model)} reads numbers: give a .npz file")
+    signals = read_signals(task, arguments.prompts, targets=False)
+    print("\n".join(answer_signals(run, model.tokenizers, model.params, signals)))
 
 
 def _continue(
-    arguments: argparse.Namespace,
-    given: TextModel,
-    sampler: Sample,
-    processors: Sequence[HistoryProcessor],
-    stop: Sequence[str],
+    arguments: argparse.Namespace, model: LanguageModel, texts: list[str], given: Options
 ) -> None:
-    """Write with a decoder: one text as it comes, or whole texts."""
-    if arguments.prompts is not None and arguments.beams is not None:
+    """Write texts: one as it comes, or whole ones, each after its prompt."""
+    shown = [""] if arguments.chat or model.kind == "targets" else texts
+    shown = shown * len(texts) if len(shown) < len(texts) else shown
+    write: Any = model.chat if arguments.chat else model.generate
+    whole = arguments.prompts, arguments.samples, arguments.lookup
+    count = arguments.tokens
+    if model.kind == "targets":
+        whole = arguments.prompts, arguments.samples, True
+    elif any(way is not None for way in whole):
+        read = model.read_messages if arguments.chat else model.read
+        prompts = [read(text) for text in texts]
+        count = _fitting(count, min(map(model.room, prompts)), model.config)
+    if arguments.lookup is not None:
+        _look_up(arguments, model, prompts[0], shown[0], count, given)
+    elif arguments.prompts is not None:
+        found = write(texts, count, slots=arguments.slots or 8, **given)
+        for number, text in enumerate(found):
+            print(f"--- {number + 1}\n{shown[number]}{text}", flush=True)
+    elif arguments.samples is not None:
+        for number, text in enumerate(write(texts[0], count, samples=arguments.samples, **given)):
+            print(f"--- {number + 1}\n{shown[0]}{text}")
+    else:
+        pieces = write(texts[0], count, stream=True, **given)
+        sys.stdout.write(shown[0])
+        for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+
+
+def _look_up(
+    arguments: argparse.Namespace,
+    model: LanguageModel,
+    prompt: np.ndarray,
+    before: str,
+    count: int,
+    given: Options,
+) -> None:
+    """Print a text that is written by looking up what followed the same words, and what it cost."""
+    from transformer_jax.text.completion import look_up
+    from transformer_jax.use.language_model import shortened
+
+    given = given | {"processors": (*model.model.processors, *given["processors"])}
+    config: Any = shortened(model.config, len(prompt) + count)
+    text, out = look_up(
+        config, model.params, model.tokenizer, prompt, count, num_draft=arguments.lookup,
+        stop_ids=model.model.stop_ids, **given,
+    )  # fmt: skip
+    print(f"{before}{text.removeprefix(' ') if arguments.chat else text}")
+    print(
+        f"{int(out.accepted.sum())} of {int(out.proposed.sum())} proposed tokens accepted, "
+        f"{int(out.calls)} calls of the model for {int(out.lengths.sum())} tokens",
+        file=sys.stderr,
+    )
+
+
+def _search(
+    arguments: argparse.Namespace, model: LanguageModel, texts: list[str], given: Options
+) -> None:
+    """Print the best texts of beam searches, with their scores."""
+    if arguments.prompts is not None and model.kind != "targets":
         raise ConfigError("prompts and beams: give one of them")
-    import jax
-
-    from transformer_jax.text import completion
-
-    texts = [arguments.prompt or ""]
-    if arguments.prompts is not None:
-        texts = _prompts(arguments.prompts)
-    read = (
-        given.chat
-        if arguments.chat
-        else partial(completion.read_prompt, given.tokenizer, begin=given.begin_id)
-    )
-    _say_unknown(given.tokenizer, texts)
-    prompts = [_checked_ids(given.config, read(text)) for text in texts]
-    shown = ["" if arguments.chat else text for text in texts]
-    config = given.config
-    if arguments.max_len is None:
-        config = _shortened(config, max(map(len, prompts)) + (arguments.tokens or 400))
-    model = config, given.params, given.tokenizer
-    left = min(completion.room(config, given.tokenizer, prompt) for prompt in prompts)
-    common: Options = dict(
-        processors=processors, cache_dtype=arguments.cache_dtype, stop_ids=given.stop_ids
-    )
-    drawn = common | dict(sampler=sampler, key=jax.random.key(arguments.seed or 0), stop=stop)
-    ways = arguments.prompts, arguments.beams, arguments.samples, arguments.lookup
-    if any(way is not None for way in ways):
-        count = _fitting(arguments.tokens, left, config)
-        _print_texts(arguments, model, prompts, shown, count, common, drawn)
-        return
-    if left < 1 and arguments.chat:
-        _fitting(arguments.tokens, left, config)  # a longer text is cut, and is then no message
-    pieces = completion.complete(*model, prompts[0], arguments.tokens or 400, **drawn)
-    sys.stdout.write(shown[0])
-    for number, piece in enumerate(pieces):
-        sys.stdout.write(_begun(arguments, piece) if number == 0 else piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    for text in texts:
+        read = model.read_messages(text) if arguments.chat else text
+        count, before = arguments.tokens, "" if arguments.chat else text
+        if model.kind == "targets":
+            before = ""
+        else:
+            ids = model.read(text) if isinstance(read, str) else read
+            count = _fitting(count, model.room(ids), model.config)
+        found = model.search(
+            read, count, beams=arguments.beams, results=arguments.samples or 1,
+            length_penalty=arguments.length_penalty or 0.0, **given,
+        )  # fmt: skip
+        for score, written in found:
+            written = written.removeprefix(" ") if arguments.chat else written
+            print(f"--- score {score:.4f}\n{before}{written}", flush=True)
 
 
 def _fitting(tokens: int | None, left: int, config: AnyModelConfig) -> int:
@@ -209,124 +247,6 @@ def _fitting(tokens: int | None, left: int, config: AnyModelConfig) -> int:
         fits = f"{max(left, 0)} fit after the prompt (max_len {completion.longest_text(config)})"
         raise ConfigError(f"tokens is {tokens or 1}: {fits}")
     return tokens or min(left, 400)
-
-
-def _print_texts(
-    arguments: argparse.Namespace,
-    model: tuple[FieldValue, Params, Tokenizer],
-    prompts: Sequence[np.ndarray],
-    shown: Sequence[str],
-    count: int,
-    common: Options,
-    drawn: Options,
-) -> None:
-    """Print whole texts: of many prompts, of beams, of samples, or of a prompt looked up."""
-    from transformer_jax.text import completion
-
-    prompt, before = prompts[0], shown[0]
-    if arguments.prompts is not None:
-        for number, text in completion.answer(
-            *model, prompts, count, slots=arguments.slots or 8, **drawn
-        ):
-            print(f"--- {number + 1}\n{shown[number]}{_begun(arguments, text)}", flush=True)
-    elif arguments.beams is not None:
-        found = completion.search(
-            *model, prompt, count, beams=arguments.beams, results=arguments.samples or 1,
-            length_penalty=arguments.length_penalty or 0.0, **common,
-        )  # fmt: skip
-        for score, text in found:
-            print(f"--- score {score:.4f}\n{before}{_begun(arguments, text)}")
-    elif arguments.samples is not None:
-        texts = completion.samples(*model, prompt, count, count=arguments.samples, **drawn)
-        for number, text in enumerate(texts):
-            print(f"--- {number + 1}\n{before}{_begun(arguments, text)}")
-    else:
-        text, out = completion.look_up(*model, prompt, count, num_draft=arguments.lookup, **drawn)
-        print(f"{before}{_begun(arguments, text)}")
-        print(
-            f"{int(out.accepted.sum())} of {int(out.proposed.sum())} proposed tokens accepted, "
-            f"{int(out.calls)} calls of the model for {int(out.lengths.sum())} tokens",
-            file=sys.stderr,
-        )
-
-
-def _translate(
-    arguments: argparse.Namespace,
-    model: TextModel,
-    sampler: Sample,
-    processors: Sequence[HistoryProcessor],
-    stop: Sequence[str],
-) -> None:
-    """Write with an encoder-decoder, to which a prompt is the source."""
-    import jax
-
-    from transformer_jax.decoding.logit_processors import Force, ForceLast
-    from transformer_jax.text.translation import search_translations, translate
-
-    for name in ("lookup", "chat", "slots"):
-        if getattr(arguments, name):
-            raise ConfigError(f"{name}: needs a decoder, {arguments.model} is an encoder-decoder")
-    config = model.config
-    assert isinstance(config, ModelConfig)  # a run's was answered before
-    count = arguments.tokens or min(400, config.max_len)
-    if config.positions is not None and config.positions.absolute and count > config.max_len:
-        raise ConfigError(f"tokens is {count}: {config.max_len} fit (max_len)")
-    if model.forced_bos_id is not None:
-        processors = (*processors, Force(model.forced_bos_id))  # also where it is banned
-    if model.forced_eos_id is not None:
-        processors = (*processors, ForceLast(count, model.forced_eos_id))
-    common: Options = dict(
-        start=model.start_id, processors=processors, stop_ids=model.stop_ids,
-        cache_dtype=arguments.cache_dtype,
-    )  # fmt: skip
-    texts = [arguments.prompt or ""]
-    if arguments.prompts is not None:
-        texts = _prompts(arguments.prompts)
-    for number, text in enumerate(texts):
-        tokenizer: Any = model.tokenizer  # a published one: no run trains an encoder-decoder
-        source = tokenizer.encode(text, special_tokens=True)
-        if not len(source):
-            raise ConfigError("prompt is '': an encoder-decoder needs a source")
-        known = config, model.params, model.tokenizer, source, count
-        if arguments.beams is not None:
-            found = search_translations(
-                *known, beams=arguments.beams, results=arguments.samples or 1,
-                length_penalty=arguments.length_penalty or 0.0, **common,
-            )  # fmt: skip
-            for score, target in found:
-                print(f"--- score {score:.4f}\n{target}", flush=True)
-            continue
-        key = jax.random.key(arguments.seed or 0)
-        key = key if arguments.prompts is None else jax.random.fold_in(key, number)
-        targets = translate(
-            *known, sampler=sampler, key=key, count=arguments.samples or 1, stop=stop, **common
-        )
-        for n, target in enumerate(targets):
-            many = arguments.samples is not None or arguments.prompts is not None
-            print(f"--- {number + n + 1}\n{target}" if many else target, flush=True)
-
-
-def _begun(arguments: argparse.Namespace, text: str) -> str:
-    """Return an answer without the space that a first word may bring; other texts as they are."""
-    return text.removeprefix(" ") if arguments.chat else text
-
-
-def _checked_ids(config: AnyModelConfig, ids: np.ndarray) -> np.ndarray:  # i32[P]
-    """Return the ids of a prompt; DataError for one that the model does not have."""
-    from transformer_jax.training.data import DataError
-
-    known = config.encoder_vocab_size if isinstance(config, ModelConfig) else config.vocab_size
-    if len(ids) and ids.max() >= known:
-        rule = f"the model has {known} tokens"
-        raise DataError(f"the prompt has id {ids.max()}: {rule}")
-    return ids
-
-
-def _shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
-    """Return a config with room for so many tokens, whose cache is no larger than it has to be."""
-    if not isinstance(config, ModelConfig) or isinstance(config.positions, Learned):
-        return config
-    return dataclasses.replace(config, max_len=min(config.max_len, -(-needed // 64) * 64))
 
 
 def _one_way(arguments: argparse.Namespace) -> None:

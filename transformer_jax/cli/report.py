@@ -45,7 +45,8 @@ def summary(result: Result) -> str:
         lines.append(", ".join(f"{name} {value:.4g}" for name, value in result.scores.items()))
     if result.rejected:
         lines.append(f"{result.rejected} steps were skipped: their loss was not finite")
-    if (hint := missing_metrics(result.config, result.scores)) is not None:
+    compared = isinstance(result.config.task, Seq2SeqTask | PrefixTask)
+    if compared and (hint := missing_metrics(result.scores)) is not None:
         lines.append(hint)
     sample = "sample.txt, " if result.config.sample_tokens else ""
     files = f"loss.png, metrics.jsonl, {sample}scores.json, checkpoints"
@@ -53,10 +54,9 @@ def summary(result: Result) -> str:
     return "\n".join(lines)
 
 
-def missing_metrics(config: TrainConfig, scores: Mapping[str, float]) -> str | None:
-    """Return what to install, where pairs were compared without BLEU and chrF for want of it."""
-    compared = isinstance(config.task, Seq2SeqTask | PrefixTask) and "exact_match" in scores
-    if not compared or "bleu" in scores:
+def missing_metrics(scores: Mapping[str, float]) -> str | None:
+    """Return what to install, where texts were compared without BLEU and chrF for want of it."""
+    if "exact_match" not in scores or "bleu" in scores:
         return None
     return "BLEU and chrF need sacrebleu: pip install sacrebleu"
 

@@ -179,7 +179,7 @@ def check_prompt(prompt: Prompt, lengths: PerRow | None) -> tuple[Array, Array]:
                 "prompt has rows of several lengths: fill them up to one, and give `lengths`"
             ) from None
     if tokens.dtype.kind in "SU":
-        raise ValueError("prompt is text: must be token ids; text.complete takes a text")
+        raise ValueError("prompt is text: must be token ids; load(FOLDER).generate takes a text")
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise ValueError(f"prompt has shape {tokens.shape}: must be [B, P] with P at least 1")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -233,7 +233,7 @@ def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
     ValueError where one is no token id.
     """
     if isinstance(stop, str | bytes):
-        rule = "must be token ids; text.complete(..., stop=...) ends at a text"
+        rule = "must be token ids; load(FOLDER).generate(..., stop=...) ends at a text"
         raise ValueError(f"stop is {stop!r}: {rule}")
     if stop is None:
         return ()

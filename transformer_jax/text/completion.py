@@ -233,6 +233,7 @@ def answer(
     num_tokens: int,
     *,
     slots: int,
+    numbers: Sequence[int] | None = None,
     sampler: Sample,
     key: jax.Array,
     processors: Sequence[HistoryProcessor] = (),
@@ -240,11 +241,16 @@ def answer(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number of a prompt and the text after it, as each is done; `slots` run at once."""
+    """Yield the number of a prompt and the text after it, as each is done; `slots` run at once.
+
+    Prompts are numbered from 0 on, or by `numbers`; prompt n has the text that `complete` draws
+    with `fold_in(key, n)`, as far as it reads nothing anew.
+    """
     stop = check_stop_strings(stop)
+    read = [_known_prompt(config, tokenizer, prompt) for prompt in prompts]
     requests = [
-        Request(ids, num_tokens, key=jax.random.fold_in(key, n), id=n)
-        for n, ids in enumerate([_known_prompt(config, tokenizer, prompt) for prompt in prompts])
+        Request(ids, num_tokens, key=_first_key(jax.random.fold_in(key, n)), id=n)
+        for n, ids in zip(range(len(read)) if numbers is None else numbers, read, strict=True)
     ]
     done = serve(
         _step(config),
@@ -264,6 +270,11 @@ def answer(
             raise ValueError(f"prompt {completion.id}: {NO_TOKEN}")
         tokens = completion.tokens.tolist()
         yield completion.id, "".join(pieces(tokenizer, tokens, stop, stop_ids))
+
+
+def _first_key(key: jax.Array) -> jax.Array:
+    """Return the key of the only row of the first part of a text that `complete` draws."""
+    return jax.random.fold_in(jax.random.fold_in(key, 0), 0)
 
 
 @dataclass(frozen=True)
@@ -456,9 +467,16 @@ class StopStrings:
         return "".join(out), False
 
 
-def check_stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Return a text up to the stop string whose last character comes first."""
+    matcher = StopStrings(stop)
+    kept, ended = matcher.feed(text)
+    return kept if ended else kept + matcher.held
+
+
+def check_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return one stop string or several as a tuple; ValueError for an empty one."""
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    strings = (stop,) if isinstance(stop, str) else () if stop is None else tuple(stop)
     for text in strings:
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop has {text!r}: must be strings of at least one character")

@@ -11,7 +11,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.run_folder import RunFolder
@@ -71,12 +70,6 @@ class TextModel:
     """That of the sources, where they have one of their own."""
     run: TrainConfig | None = None
     """The run that the model is of; None of a published model."""
-
-    def chat(self, message: str) -> np.ndarray:  # i32[P]
-        """Return a user's message as the model was trained to read it: through its template."""
-        if not isinstance(self.tokenizer, PretrainedTokenizer):
-            raise DataError("chat: the tokenizer of this run has no chat template")
-        return self.tokenizer.chat_ids([{"role": "user", "content": message}])
 
 
 def load_run(
@@ -226,7 +219,7 @@ def load_text_model(
     dtype: DType | None = None,
     max_len: int | None = None,
 ) -> TextModel:
-    """Load a published decoder or encoder-decoder and its tokenizer.
+    """Load a published model and its tokenizer.
 
     Stop tokens and the like are those of generation_config.json, and of config.json where it names
     none. Arguments are those of `load_pretrained`.
@@ -234,14 +227,12 @@ def load_text_model(
     folder = open_folder(path_or_id)
     tokenizer = published_tokenizer(folder)
     config, params = load_pretrained(folder.path, dtype=dtype, max_len=max_len)
-    if config.kind == "encoder":
-        raise ConfigError(f"{folder.path / CONFIG}: is an encoder's, which writes no text")
     tokenizer, generation = with_targets(tokenizer, folder, config), _generation(folder)
     stop = _ids(folder, generation, "eos_token_id", config) or tokenizer.stop_ids
     banned = _banned(folder, generation, config, stop)
     stop = _within(stop, config)
     found = TextModel(config, params, tokenizer, stop, processors=never(banned))
-    if config.kind == "decoder":
+    if config.kind != "encoder-decoder":
         return found
     target = target_of(tokenizer)
     return replace(

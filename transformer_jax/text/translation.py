@@ -25,9 +25,9 @@ from transformer_jax.programs import program
 from transformer_jax.pytree import Params, PyTree
 from transformer_jax.text.completion import (
     NO_TOKEN,
-    StopStrings,
     WithoutHistory,
     check_stop_strings,
+    cut_at_stop,
     known_ids,
 )
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
@@ -144,6 +144,4 @@ def _text(
         text = tokenizer.decode(ids[:end], skip_special_tokens=True)
     else:
         text = tokenizer.to_bytes(ids[:end]).decode("utf-8", "replace")
-    matcher = StopStrings(stop)
-    text, ended = matcher.feed(text)
-    return text if ended else text + matcher.held
+    return cut_at_stop(text, stop)

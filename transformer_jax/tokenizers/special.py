@@ -11,7 +11,7 @@ import numpy as np
 
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.trained import Tokenizer, tokenizer_of
+from transformer_jax.tokenizers.trained import Tokenizer, known_ids, tokenizer_of
 from transformer_jax.tokenizers.utf8 import DataError
 
 STAND_INS = {
@@ -54,6 +54,11 @@ class SpecialTokens:
     def to_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of the ids that stand for text."""
         return self.base.to_bytes(i for i in ids if i < self.base.vocab_size)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the ids that stand for text as a whole text; DataError names an unknown one."""
+        known = known_ids(ids, self.vocab_size)
+        return self.base.decode(i for i in known if i < self.base.vocab_size)
 
     def to_json(self) -> str:
         base = json.loads(self.base.to_json())

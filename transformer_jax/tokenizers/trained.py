@@ -33,11 +33,42 @@ class Tokenizer(Protocol):
     def to_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the UTF-8 of the ids; a character may be split between calls."""
 
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the ids as a whole text; bytes that are no UTF-8 become U+FFFD.
+
+        DataError names an id that has no token.
+        """
+
     def to_json(self) -> str: ...
 
 
+class WholeText:
+    """Give a tokenizer `decode`, by its `to_bytes`."""
+
+    vocab_size: Any
+    to_bytes: Any
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the ids as a whole text; bytes that are no UTF-8 become U+FFFD.
+
+        DataError names an id that has no token.
+        """
+        return self.to_bytes(known_ids(ids, self.vocab_size)).decode("utf-8", "replace")
+
+
+def known_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
+    """Return ids as integers; DataError names one that a tokenizer of that size has not."""
+    found = np.asarray(ids if hasattr(ids, "dtype") else list(ids))
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise DataError(f"ids are {found.dtype}{list(found.shape)}: must be integers of one text")
+    for i in found:
+        if not 0 <= i < vocab_size:
+            raise DataError(f"id {i} has no token: the tokenizer has {vocab_size}")
+    return [int(i) for i in found]
+
+
 @dataclass(frozen=True)
-class CharTokenizer:
+class CharTokenizer(WholeText):
     """Give each character an id, in the order of their code points."""
 
     characters: str
@@ -78,7 +109,7 @@ class CharTokenizer:
 
 
 @dataclass(frozen=True)
-class ByteTokenizer:
+class ByteTokenizer(WholeText):
     """Give each byte of UTF-8 an id: any text, any file."""
 
     def __repr__(self) -> str:
@@ -99,7 +130,7 @@ class ByteTokenizer:
 
 
 @dataclass(frozen=True)
-class BPETokenizer:
+class BPETokenizer(WholeText):
     """Merge bytes into learned pieces: BPE (Sennrich et al. 2016; Radford et al. 2019).
 
     `definition` is the JSON of the `tokenizers` library. Every byte is a token, so any text has ids
@@ -169,7 +200,7 @@ class BPETokenizer:
 
 
 @dataclass(frozen=True)
-class WordTokenizer:
+class WordTokenizer(WholeText):
     """Give each word an id, by what stands between spaces; the rest of the words share one.
 
     Id 0 is a word that is not known, id 1 the end of a line. A text comes back with one space
@@ -219,6 +250,10 @@ class WordTokenizer:
             "\n" if i == 1 else " " + ("<unk>" if i == 0 else self.words[i - 2]) for i in ids
         )
         return "".join(spelled).encode("utf-8", "surrogatepass")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the words with one space between them; DataError names an id without a word."""
+        return super().decode(ids).removeprefix(" ")
 
     def to_json(self) -> str:
         return _dump({"kind": "word", "words": list(self.words)})

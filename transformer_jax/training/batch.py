@@ -20,6 +20,7 @@ from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.config import ModelConfig, NgramConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.models.factory import build
+from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Leaf, Params
 from transformer_jax.sharding import by_compiler
 from transformer_jax.shown import short_repr
@@ -212,3 +213,9 @@ def batch_scores(config: AnyModelConfig, *, row_shards: int = 1) -> Callable[...
         return judged(logits(params, batch, None), labels)
 
     return scores
+
+
+@program(static=("config",))
+def scored(config: AnyModelConfig, params: Params, batch: Batch) -> jax.Array:  # f32[3]
+    """Return `batch_scores` of one batch."""
+    return batch_scores(config)(params, batch)

@@ -23,7 +23,7 @@ from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import frame, plain, special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import Batch, Params, batch_logits, batch_scores
+from transformer_jax.training.batch import Batch, Params, batch_logits, scored
 from transformer_jax.training.data import IGNORE, load_dataset, random_starts
 from transformer_jax.training.rows import Rows
 from transformer_jax.training.tasks.task import (
@@ -121,7 +121,7 @@ class MaskedWindows(TrainingTask):
             tokens = np.where(np.eye(length, dtype=bool), self.masking.mask, window[None])
             labels = np.where(np.eye(length, dtype=bool), window[None], IGNORE)
             rows = Rows((self.masking.framed(tokens, labels),))
-            scores = [_scores(self.config.model, params, batch) for batch in rows.batches(8)]
+            scores = [scored(self.config.model, params, batch) for batch in rows.batches(8)]
             losses.append(float(sum(np.asarray(score)[0] for score in scores)) / length)
         mean = min(float(np.mean(losses)), 700.0) if losses else 0.0  # exp of it is finite
         return {"pseudo_perplexity": math.exp(mean)} if losses else {}
@@ -213,11 +213,6 @@ def _windows(corpus: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 @program(static=("model",))
-def _scores(model: AnyModelConfig, params: Params, batch: Batch) -> jax.Array:  # f32[3]
-    return batch_scores(model)(params, batch)
-
-
-@program(static=("model",))
 def _logits(model: AnyModelConfig, params: Params, tokens: jax.Array) -> jax.Array:  # f32[B, T, V]
     batch = Batch(tokens, jnp.full(tokens.shape, IGNORE))
     return batch_logits(model)(params, batch, None)
@@ -234,25 +229,35 @@ def _text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     return tokenizer.to_bytes([int(i) for i in ids]).decode("utf-8", "replace")
 
 
-def fill_masks(config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str) -> str:
-    """Return a text with every mask, written as "[MASK]" or "_", filled with the likeliest token.
+def masked_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
+    """Return a text, in which "[MASK]" or "_" is the mask, between what its tokenizer puts around.
 
-    A published tokenizer's own mask may be written, too. DataError where there is none.
+    A published tokenizer's own mask may be written, too.
+    """
+    own, mask = plain(tokenizer), special_ids(tokenizer).get("mask")
+    spelled = dict(own.roles).get("mask") if isinstance(own, PretrainedTokenizer) else None
+    sign = next((s for s in (spelled, "[MASK]") if s and s in text), "_")
+    if isinstance(own, PretrainedTokenizer) and spelled:
+        return own.encode(text.replace(sign, spelled), special_tokens=True)
+    parts: list[np.ndarray | list[int]] = [
+        own.encode(part) if part else [] for part in text.split(sign)
+    ]
+    if mask is None:
+        parts = [own.encode(text)]
+    ids = [i for number, part in enumerate(parts) for i in [*[mask] * (number > 0), *part]]
+    return frame(tokenizer).around(np.array(ids, np.int32))
+
+
+def fill_masks(config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str) -> str:
+    """Return a text with every mask, as `masked_ids` reads it, filled with the likeliest token.
+
+    DataError where there is none.
     """
     tokenizer = tokenizers.tokenizer
     own, mask = plain(tokenizer), special_ids(tokenizer)["mask"]
-    spelled = dict(own.roles).get("mask") if isinstance(own, PretrainedTokenizer) else None
-    sign = next((s for s in (spelled, "[MASK]") if s and s in text), "_")
-    if sign not in text:
+    tokens = masked_ids(tokenizer, text)
+    if mask not in tokens:
         raise DataError(f"prompt is {text!r:.60}: must have a [MASK] (or _) to fill")
-    if isinstance(own, PretrainedTokenizer) and spelled:
-        tokens = own.encode(text.replace(sign, spelled), special_tokens=True)
-    else:
-        parts: list[np.ndarray | list[int]] = [
-            own.encode(part) if part else [] for part in text.split(sign)
-        ]
-        ids = [int(i) for number, part in enumerate(parts) for i in [*[mask] * (number > 0), *part]]
-        tokens = frame(tokenizer).around(np.array(ids, np.int32))
     if len(tokens) > config.sequence_len:
         rule = f"must be at most {config.sequence_len}"
         raise DataError(f"prompt has {len(tokens)} tokens: {rule}")

@@ -127,24 +127,13 @@ class Preferences(RowsTask):
         return "\n".join(lines)
 
 
-def answer_preferred(
-    config: TrainConfig, tokenizer: Tokenizer, params: Params, text: str, number: int, tokens: int
-) -> str:
-    """Draw an answer to a prompt, which is a user's message where the run learnt messages.
-
-    A run that does not say so did where its tokenizer has roles.
-    """
-    prompt: str | Messages = text
-    assert isinstance(config.task, PreferenceTask)
-    messages = config.task.messages
-    if messages is None and isinstance(tokenizer, PretrainedTokenizer):
-        messages = bool(tokenizer.chat_templates)
-    elif messages is None:
-        messages = "assistant" in special_ids(tokenizer)
-    if messages:
-        prompt = [{"role": "user", "content": text}]
-    given = Tokenizers(tokenizer)
-    return answer_messages(config, given, params, prompt, number, tokens, PROMPT_HAS)
+def reads_messages(task: PreferenceTask, tokenizer: Tokenizer) -> bool:
+    """Say whether a run's prompts are messages; one that does not say so has roles for them."""
+    if task.messages is not None:
+        return task.messages
+    if isinstance(tokenizer, PretrainedTokenizer):
+        return bool(tokenizer.chat_templates)
+    return "assistant" in special_ids(tokenizer)
 
 
 def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> Rows:

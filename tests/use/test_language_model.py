@@ -1,0 +1,315 @@
+"""Text in, text out: what each kind of model makes of a text, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from transformer_jax.config.tasks import (
+    ChatTask,
+    ClassifyTask,
+    MaskedTask,
+    PreferenceTask,
+    PrefixTask,
+    Seq2SeqTask,
+)
+from transformer_jax.decoding.logit_processors import Force
+from transformer_jax.models.factory import build
+from transformer_jax.text.text_model import TextModel
+from transformer_jax.tokenizers.special import end_ids, special_ids, with_special_tokens
+from transformer_jax.tokenizers.trained import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    WordTokenizer,
+)
+from transformer_jax.use.language_model import LanguageModel
+from transformer_jax.use.scores import windows
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+LETTERS = CharTokenizer("abcdefghijk")
+CONFIG = tj.ModelConfig(
+    vocab_size=11, d_model=8, num_layers=2, num_heads=2, max_len=17, init_std=0.7
+)
+
+
+def model_of(config, tokenizer=LETTERS, **fields) -> LanguageModel:
+    params = tj.init_params(config, jax.random.key(3))
+    return LanguageModel(TextModel(config, params, tokenizer, **fields), "here")
+
+
+PLAIN, KEY = model_of(CONFIG), jax.random.key(5)
+
+
+def run_of(task, kind="decoder", names=(), base=LETTERS, **fields) -> LanguageModel:
+    """A model of a task's run, as its training would have made it, untrained."""
+    tokenizer = with_special_tokens(base, names) if names else base
+    config = task.fit_model(replace(CONFIG, kind=kind, vocab_size=tokenizer.vocab_size))
+    if isinstance(task, ClassifyTask):
+        config = replace(config, num_classes=len(task.labels))
+    run = tj.TrainConfig(model=config, task=task, context=config.max_len, batch_size=2)
+    return model_of(config, tokenizer, run=run, stop_ids=end_ids(tokenizer), **fields)
+
+
+def logits_of(model: LanguageModel, ids, **given) -> np.ndarray:
+    found = build(model.config).apply({"params": model.params}, np.array([ids]), **given)[0]
+    return np.asarray(found, np.float64)[0]
+
+
+def nats(logits: np.ndarray, labels) -> np.ndarray:
+    """-log softmax at the labels, in float64."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return -log_p[np.arange(len(labels)), labels]
+
+
+def test_a_text_goes_on_with_the_likeliest_tokens_up_to_a_stop_string():
+    ids = list(LETTERS.encode("bad"))
+    for _ in range(7):
+        ids.append(int(logits_of(PLAIN, ids)[-1].argmax()))
+    expected = LETTERS.decode(ids[3:])
+    assert PLAIN.generate("bad", 7) == expected == PLAIN.generate("bad", 7, sampler=tj.Greedy())
+    assert "".join(PLAIN.generate("bad", 7, stream=True)) == expected
+    end = expected[3:5]
+    assert PLAIN.generate("bad", 7, stop=end) == expected[: expected.index(end)]
+    assert PLAIN.generate("bad", 7, stop=None) == expected
+
+
+def test_a_text_of_a_list_is_what_it_is_alone():
+    """Drawn or not, and also where one text outgrows the model."""
+    texts = ["bad", "a", "badcab" * 2]
+    assert PLAIN.generate(texts, 9) == [PLAIN.generate(text, 9) for text in texts]
+    drawn = [
+        PLAIN.generate(text, 9, sampler=tj.Sample(), key=jax.random.fold_in(KEY, n))
+        for n, text in enumerate(texts)
+    ]
+    assert PLAIN.generate(texts, 9, sampler=tj.Sample(), key=KEY, slots=2) == drawn
+
+
+def test_a_piece_is_whole_characters_and_no_part_of_a_stop_string():
+    model = model_of(replace(CONFIG, vocab_size=256), ByteTokenizer())
+    forced = dict(processors=[Force(*"a€bcd".encode())], stream=True)
+    assert list(model.generate("x", 7, **forced)) == ["a", "€", "b", "c", "d"]
+    assert list(model.generate("x", 7, **forced, stop="cd")) == ["a", "€", "b"]
+    assert list(model.generate("x", 7, **forced, stop="cx")) == ["a", "€", "b", "cd"]
+
+
+def test_a_score_is_the_sum_of_log_probabilities_by_definition():
+    text = "badcabfeed"
+    ids = LETTERS.encode(text)
+    each = nats(logits_of(PLAIN, ids[:-1]), ids[1:])
+    found = PLAIN.score(text)
+    assert (found.num_tokens, found.num_bytes) == (9, 9)  # nothing is before the first
+    assert found.nats == pytest.approx(each.sum(), rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(each.mean()), rel=1e-5)
+    assert found.bits_per_byte == pytest.approx(each.sum() / math.log(2) / 9, rel=1e-5)
+    begun = model_of(replace(CONFIG, vocab_size=12), begin_id=11)
+    each = nats(logits_of(begun, [11, *ids[:-1]]), ids)
+    assert begun.score(text).nats == pytest.approx(each.sum(), rel=1e-5)
+    assert begun.score(text).num_tokens == begun.score(text).num_bytes == 10
+    assert [one.nats for one in PLAIN.score([text, "ab"])] == [found.nats, PLAIN.score("ab").nats]
+    words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))
+    assert words.score("to be").num_bytes == len(" be")
+
+
+@pytest.mark.parametrize(("count", "first", "longest", "stride"), [
+    (5, 1, 7, 3), (8, 1, 7, 3), (23, 1, 7, 3), (23, 3, 7, 7), (23, 1, 7, 1), (12, 9, 7, 2),
+])  # fmt: skip
+def test_windows_have_each_label_once_after_enough_tokens(count, first, longest, stride):
+    ids = np.arange(100, 100 + count)
+    found = {}
+    for batch in windows(ids, first, longest, stride):
+        (tokens,), (labels,) = batch.tokens, batch.labels
+        for at in np.flatnonzero(labels >= 0):
+            assert labels[at] not in found and (np.diff(tokens[: at + 1]) == 1).all()
+            assert tokens[at] == labels[at] - 1
+            found[int(labels[at])] = at + 1  # how many tokens it follows
+    assert sorted(found) == list(range(100 + first, 100 + count))
+    for label, before in found.items():
+        everything = label - 100
+        assert before == everything or longest - stride < before <= longest
+
+
+def test_a_long_text_is_scored_in_windows():
+    text = "badcabfeed" * 3
+    ids = LETTERS.encode(text)
+    expected, done = 0.0, 0
+    for start in range(0, len(ids) - 1, 5):
+        row = ids[start : start + 17 + 1]
+        expected += nats(logits_of(PLAIN, row[:-1]), row[1:])[max(0, done - start) :].sum()
+        done = start + len(row) - 1
+        if done == len(ids) - 1:
+            break
+    assert PLAIN.score(text, stride=5).nats == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_have_the_tokens_of_the_text_as_labels():
+    found = PLAIN.attend("badcab")
+    assert found.tokens == list("badcab") and found.weights.shape == (2, 2, 6, 6)
+    np.testing.assert_allclose(found.weights.sum(-1), 1, rtol=1e-5)
+    assert not np.triu(found.weights, 1).any()
+    # a token that another does not attend to: the first sees itself alone
+    assert (found.weights[:, :, 0, 0] == 1).all() and len(repr(found)) < 200
+
+
+PAIRS = run_of(Seq2SeqTask(beams=1), "encoder-decoder", ("bos", "eos"))
+PREFIX = run_of(PrefixTask(beams=1), names=("sep", "eos"))
+MASKED = run_of(MaskedTask(), "encoder", ("mask",))
+CLASSES = run_of(ClassifyTask(labels=("x", "y")), "encoder", ("cls",))
+CHAT = run_of(ChatTask(), names=("system", "user", "assistant", "eos"))
+PREFERRED = run_of(PreferenceTask(messages=False), names=("eos",))
+VECTORS = model_of(replace(CONFIG, kind="encoder"))
+TURNS = [{"role": "user", "content": "bad"}, {"role": "assistant", "content": "feed"}]
+
+
+def test_pairs_are_written_scored_and_looked_into():
+    assert isinstance(PAIRS.generate("bad", 5), str)
+    assert PAIRS.generate(["bad", "feed"], 5) == [PAIRS.generate(t, 5) for t in ("bad", "feed")]
+    ids = special_ids(PAIRS.tokenizer)
+    target = LETTERS.encode("feed")
+    logits = logits_of(PAIRS, [ids["bos"], *target], source=LETTERS.encode("bad")[None])
+    found = PAIRS.score(("bad", "feed"))
+    assert found.nats == pytest.approx(nats(logits, [*target, ids["eos"]]).sum(), rel=1e-5)
+    assert (found.num_tokens, found.num_bytes) == (5, 4)
+    seen = PAIRS.attend(("bad", "feed"))
+    assert seen.tokens == ["<bos>", *"feed"] and seen.source_tokens == list("bad")
+    assert seen.weights.shape == (2, 2, 5, 5) and seen.cross.shape == (2, 2, 5, 3)
+    np.testing.assert_allclose(seen.encoder.sum(-1), 1, rtol=1e-5)
+    assert (seen.encoder > 0).all()
+
+
+def test_of_a_prefix_the_source_sees_itself_whole():
+    seen = PREFIX.attend(("bad", "feed"))
+    assert seen.tokens == [*"bad", "<sep>", *"feed"]
+    assert (seen.weights[:, :, :4, :4] > 0).all() and not seen.weights[:, :, :4, 4:].any()
+    assert isinstance(PREFIX.generate("bad", 5), str)
+    assert PREFIX.score(("bad", "feed")).num_tokens == 5
+
+
+def test_masks_are_filled_and_classes_named():
+    filled = MASKED.generate("b_d")
+    assert (len(filled), filled[0], filled[2]) == (3, "b", "d")
+    assert MASKED.generate(["b[MASK]d", "f_"])[0] == filled
+    assert MASKED.attend("b_d").tokens == ["b", "<mask>", "d"]
+    label, probability = CLASSES.classify("bad")
+    assert label in "xy" and 0.5 <= probability <= 1
+    assert CLASSES.classify(["bad", "a"])[0] == (label, pytest.approx(probability, rel=1e-5))
+    assert CLASSES.attend("bad").tokens == ["<cls>", *"bad"]
+
+
+def test_messages_are_answered_and_scored():
+    ids, text = special_ids(CHAT.tokenizer), LETTERS.encode("bad")
+    prompt = [ids["user"], *text, ids["assistant"]]
+    first = int(logits_of(CHAT, prompt)[-1].argmax())
+    assert CHAT.chat("bad", 1) == CHAT.tokenizer.decode([first])
+    assert CHAT.chat(TURNS[:1], 6) == CHAT.chat("bad", 6)
+    assert "".join(CHAT.chat("bad", 6, stream=True)) == CHAT.chat("bad", 6)
+    both = [TURNS[:1], [*TURNS, *TURNS[:1]]]
+    assert CHAT.chat(both, 2) == [CHAT.chat(talk, 2) for talk in both]
+    answer = [*LETTERS.encode("feed"), ids["eos"]]
+    logits = logits_of(CHAT, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
+    found = CHAT.score(TURNS)
+    assert found.nats == pytest.approx(nats(logits, answer).sum(), rel=1e-5)
+    assert (found.num_tokens, found.num_bytes) == (5, 4)
+
+
+def test_a_run_of_preferences_goes_on_with_texts():
+    assert isinstance(PREFERRED.generate("bad", 3), str)
+    assert PREFERRED.score(("bad", "feed")).num_tokens == 5
+
+
+def bad_message(*messages):
+    return lambda: CHAT.chat(list(messages))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PLAIN.generate("bad", 0), "num_tokens is 0: must be an integer of at least 1"),
+        (lambda: PLAIN.generate("bad", True), "num_tokens is True: must be"),
+        (lambda: PLAIN.generate("z"), "character 0 is U.007A 'z': not among"),
+        (lambda: PLAIN.generate("a", stop=""), "stop has '': must be strings of at least one"),
+        (lambda: PLAIN.generate("a", stop=[3]), "stop has 3: must be strings"),
+        (lambda: PLAIN.generate(5), "prompt is 5: must be a text or a list of texts"),
+        (lambda: PLAIN.generate([]), "prompt is an empty list"),
+        (lambda: PLAIN.generate(["a"], stream=True), "stream: needs one prompt, not a list of 1"),
+        (lambda: PLAIN.generate("a", sampler=tj.Sample()), "key is None: .* draws random numbers"),
+        (lambda: PLAIN.generate("a", sampler=0.7), r"sampler is 0.7: must be Greedy\(\) or"),
+        (lambda: PLAIN.generate("a", temperature=1), "meant: sampler=Sample"),
+        (lambda: PLAIN.generate("a", max_new_tokens=3), "meant: num_tokens"),
+        (lambda: PLAIN.generate("a", beams=2, stop="b"), "stop is .*a beam search draws noth"),
+        (lambda: PLAIN.chat("bad"), r"chat: .*no chat template; .*generate\(TEXT\)$"),
+        (lambda: PLAIN.classify("bad"), r"classify: 'here' goes on with a text"),
+        (lambda: PLAIN.score(""), "text is '': must have at least two tokens"),
+        (lambda: PLAIN.score("a"), "text is 'a': must have at least two tokens"),
+        (lambda: PLAIN.score(("a", "b")), r"text is \('a', 'b'\): must be a text"),
+        (lambda: PLAIN.score("ab", stride=0), "stride is 0: must be an integer of at least 1"),
+        (lambda: PLAIN.score("ab", stride=18), "stride is 18: must be at most max_len 17"),
+        (lambda: PLAIN.attend(""), "text is '': must have at least one token"),
+        (lambda: PLAIN.attend(("a", "b")), r"text is \('a', 'b'\): must be a text"),
+        (lambda: PLAIN.attend("a" * 18), "the text has 18 tokens: must be at most max_len 17"),
+        (lambda: PLAIN.tokenizer.decode([11]), "id 11 has no token: the tokenizer has 11"),
+        (lambda: PAIRS.generate(""), "prompt is '': a source must have at least one token"),
+        (lambda: PAIRS.score("bad"), r"text is 'bad': must be \(source, target\)"),
+        (lambda: PAIRS.attend("bad"), r"text is 'bad': must be \(source, target\)"),
+        (lambda: PAIRS.chat("bad"), r"chat: .*writes the target of a source, generate\(SOURCE\)"),
+        (lambda: PAIRS.generate("a", sampler=tj.Sample(), key=KEY), "sampler is .*it takes the"),
+        (lambda: MASKED.generate("bad"), r"prompt is 'bad': must have a \[MASK\]"),
+        (lambda: MASKED.generate("b_", 3), "num_tokens is 3: .*each mask is filled"),
+        (lambda: MASKED.score("bad"), "no probability of a text; its pseudo-likelihood"),
+        (lambda: CLASSES.generate("bad"), r"generate: .*'classify' .*classify\(TEXT\)"),
+        (lambda: CLASSES.score("bad"), r"score: .*'classify' .*classify\(TEXT\)"),
+        (lambda: CLASSES.classify(""), "text is '': must have a token"),
+        (lambda: CHAT.generate("bad"), r"generate: .*task 'chat' answers messages, chat\(TEXT\)"),
+        (lambda: CHAT.score("bad"), "must be messages, the last of them the assistant's"),
+        (lambda: CHAT.score(TURNS[:1]), "messages do not end with the assistant's"),
+        (lambda: CHAT.chat(TURNS), "messages end with the assistant's"),
+        (lambda: CHAT.chat([]), r"messages is \[\]: must be a text or \[{"),
+        (lambda: CHAT.chat({"role": "user"}), "messages is {'role': 'user'}: must be"),
+        (lambda: CHAT.chat(""), r"messages\[0\] has content '': must not be empty"),
+        (bad_message("bad"), r"messages\[0\] is 'bad': must be a text or"),
+        (bad_message({"role": "user"}), r"messages\[0\] has content None: must be a text"),
+        (bad_message({"role": "pope", "content": "a"}), "message 1 is .*must have a role, system"),
+        (lambda: CHAT.chat("a" * 17), "0 fit after the prompt"),
+        (lambda: VECTORS.generate("bad"), r"writes no text: load_sentence_encoder\(FOLDER\)"),
+        (lambda: VECTORS.score("bad"), r"writes no text: load_sentence_encoder\(FOLDER\)"),
+        (lambda: tj.load("/nonexistent"), "'/nonexistent': no such folder"),
+        (lambda: tj.load("/nonexistent", checkpoint="best"), "checkpoint is 'best': .*is no run"),
+        (lambda: tj.load(3), "path_or_id is a int: must be a folder"),
+        (lambda: tj.load("a", device="cpu"), "load.. has no argument 'device'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_a_line(call, message):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message) as refused:
+        call()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("tokenizer", [
+    LETTERS, ByteTokenizer(), WordTokenizer(("to", "be")), BPETokenizer.train("to be to be", 260),
+    with_special_tokens(LETTERS, ["eos"]),
+], ids=lambda one: type(one).__name__)  # fmt: skip
+def test_what_is_encoded_is_decoded(tokenizer):
+    text = "to be" if "to" in str(getattr(tokenizer, "words", "to")) else "bad"
+    text = "bad" if "Char" in repr(tokenizer) or "Special" in repr(tokenizer) else text
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == tokenizer.decode(ids.tolist()) == text
+    for wrong in (tokenizer.vocab_size, -1):
+        with pytest.raises(ValueError, match=f"id {wrong} has no token"):
+            tokenizer.decode([wrong])
+    with pytest.raises(ValueError, match="must be integers of one text"):
+        tokenizer.decode([[1]])
+
+
+def test_a_model_is_shown_in_a_line():
+    assert repr(PLAIN) == (
+        "LanguageModel('here': published, ModelConfig of 1,984 parameters, "
+        "CharTokenizer(11 tokens))"
+    )
+    assert "task 'chat'" in repr(CHAT) and "\n" not in repr(CHAT)

@@ -1,0 +1,157 @@
+"""Judge a model on a file that it has not seen, by the measures of the task it was trained for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, cast
+
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config.architectures import model_shape
+from transformer_jax.config.fields import FieldValue
+from transformer_jax.config.tasks import (
+    DigitsTask,
+    GeneratedTask,
+    PreferenceTask,
+    PrefixTask,
+    Seq2SeqTask,
+    Task,
+    TonesTask,
+)
+from transformer_jax.pytree import Params
+from transformer_jax.training.batch import batch_scores
+from transformer_jax.training.evaluation import evaluate as scores_of
+from transformer_jax.training.step import make_eval_step
+from transformer_jax.training.tasks import Tokenizers, load_task
+from transformer_jax.training.tasks.continuous import Signals
+from transformer_jax.training.tasks.signals import read_signals
+from transformer_jax.training.tasks.task import Report, TrainingTask
+from transformer_jax.use.reading import Reader, published_run
+
+
+def evaluate(
+    model: Reader,
+    data: str,
+    *,
+    targets: str | None = None,
+    examples: int | None = None,
+    beams: int | None = None,
+    context: int | None = None,
+    report: Report | None = None,
+) -> dict[str, float]:
+    """Return the loss and the measures of a model on a file.
+
+    Args:
+        model: what `load` gave.
+        data: a file like the run's own data; of pictures and sounds a .npz file.
+        targets: of pairs, the file of the targets, line by line.
+        examples: of pairs and signals, how many are decoded; None is all.
+        beams: of pairs, beams of the search; None is the run's.
+        context: of a published model, the tokens of a window; None is 512.
+        report: is told how many examples are decoded.
+
+    ConfigError for an option that the model's task has not.
+    """
+    options: dict[str, Any] = dict(targets=targets, examples=examples, beams=beams)
+    config = task_on(model, data, context=context, **options)
+    if isinstance(config.task, DigitsTask | TonesTask):
+        return judge_signals(config, model.tokenizers, model.params, data, report)
+    return judge_file(config, model.tokenizers, model.params, report)
+
+
+def task_on(
+    model: Reader,
+    data: str,
+    *,
+    targets: str | None,
+    examples: int | None,
+    beams: int | None,
+    context: int | None,
+) -> TrainConfig:
+    """Return the config of the model's run, or one like it, with the file to judge it on."""
+    options: dict[str, FieldValue] = dict(targets=targets, beams=beams, examples=examples)
+    for name, value in (options | {"context": context}).items():
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"{name} is {value}: must be at least 1")
+    run = model.model.run
+    if run is None:
+        return _published(model, data, options, context)
+    if context is not None:
+        raise ConfigError(f"context is {context}: needs model, a run has its own")
+    task: Task = run.task
+    if isinstance(task, PreferenceTask):
+        rule = "its loss is relative to the model that the run began with; train.py measures it"
+        raise ConfigError(f"run is of task 'preference': {rule}")
+    if isinstance(task, GeneratedTask):  # a file of pairs, read as those of its examples
+        two_rows = model_shape(model.config) == "encoder-decoder"
+        task = Seq2SeqTask(beams=1) if two_rows else PrefixTask(bidirectional=False, beams=1)
+    if isinstance(task, Seq2SeqTask | PrefixTask):
+        changes: dict[str, FieldValue] = {"judged": examples or 2**31 - 1}
+        if beams is not None:
+            changes["beams"] = beams
+        changes |= {"targets": targets, "val_targets": targets}
+        task = dataclasses.replace(task, **changes)
+    else:
+        signals = isinstance(task, DigitsTask | TonesTask)
+        for name in ("targets", "beams") if signals else ("targets", "beams", "examples"):
+            if options[name] is not None:
+                rule = f"a run of task {task.kind!r} has no pairs"
+                raise ConfigError(f"{name} is {options[name]!r}: {rule}")
+    if isinstance(task, DigitsTask | TonesTask):  # which reads no file while it is trained
+        task = dataclasses.replace(task, judged=examples or 2**31 - 1)
+        return dataclasses.replace(run, task=task, eval_batches=None)
+    return dataclasses.replace(
+        run, task=task, data=data, val_data=data, eval_batches=None, data_weights=None
+    )
+
+
+def _published(
+    model: Reader, data: str, options: dict[str, FieldValue], context: int | None
+) -> TrainConfig:
+    """Return the config of a published model's evaluation."""
+    for name, value in options.items():
+        if value is not None:
+            rule = "a published model is judged on text"
+            raise ConfigError(f"{name} is {value!r}: {rule}")
+    if model.kind == "targets":
+        raise ConfigError(f"model is {model.name!r}: an encoder-decoder; give it a run")
+    if model.kind == "vectors":
+        rule = "it has no head of hidden tokens, which is what an encoder is judged by"
+        raise ConfigError(f"model is {model.name!r}: {rule}")
+    return published_run(cast(ModelConfig, model.config), model.name, data, context)
+
+
+def judge_file(
+    config: TrainConfig, tokenizers: Tokenizers, params: Params, report: Report | None = None
+) -> dict[str, float]:
+    """Return what a model comes to on `config.val_data`, all of which is held out.
+
+    `report` is told how many examples are decoded.
+    """
+    return judge(load_task(config, tokenizers, config.model.vocab_size), params, report)
+
+
+def judge_signals(
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Params,
+    path: str,
+    report: Report | None = None,
+) -> dict[str, float]:
+    """Return what a model of pictures or sounds comes to on those of a .npz file."""
+    assert isinstance(config.task, DigitsTask | TonesTask)
+    signals = read_signals(config.task, path)
+    return judge(Signals(config, tokenizers, config.model.vocab_size, signals), params, report)
+
+
+def judge(task: TrainingTask, params: Params, report: Report | None = None) -> dict[str, float]:
+    """Return the loss and the measures of a task's held-out part."""
+    config = task.config
+    step = make_eval_step(batch_scores(config.model), task.prepare)
+    scores = scores_of(step, params, task.held_out, task.evaluation())
+    found = {"nats_per_token": scores.loss, "bits_per_token": scores.loss / math.log(2)}
+    found["perplexity"] = math.exp(min(scores.loss, 700.0))
+    if (character := task.per_character(scores.loss)) is not None:
+        found[f"nats_per_{character[1]}"] = character[0]
+        found[f"bits_per_{character[1]}"] = character[0] / math.log(2)
+    return found | {"likeliest_label": scores.accuracy} | task.judge(params, report)

@@ -1,0 +1,485 @@
+r"""Text in, text out: one object over the model of a training run, or over a published one.
+
+    m = load("runs/book")
+    m.generate("Once upon", 40, stop="\\n")
+    m.score("Once upon a time").perplexity
+
+What a model does with a text follows from what it was trained for (`kind`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Never
+
+import jax
+import numpy as np
+
+from transformer_jax.checks import check_count
+from transformer_jax.config import ConfigError, DType, Learned, ModelConfig
+from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.decoding.arguments import bucket
+from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor
+from transformer_jax.decoding.samplers import Greedy, Sample, Temperature
+from transformer_jax.models.quantized import Kind as WeightKind
+from transformer_jax.pytree import Params
+from transformer_jax.text import completion
+from transformer_jax.text.text_model import (
+    Which,
+    is_run,
+    load_run,
+    load_text_model,
+    with_parameters_in,
+    with_weights_held,
+)
+from transformer_jax.text.translation import search_translations, translate
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.tasks.answers import answer_sources
+from transformer_jax.training.tasks.classify import label_texts
+from transformer_jax.training.tasks.masked import fill_masks
+from transformer_jax.use.attention_weights import AttentionWeights, attention_weights
+from transformer_jax.use.evaluation import evaluate
+from transformer_jax.use.reading import Conversation, Reader, published_run
+from transformer_jax.use.scores import Scored, score_text
+
+NUM_TOKENS = 400
+"""New tokens of a text, where none are asked for."""
+
+
+def load(  # noqa: D417, of `unknown`
+    path_or_id: str | Path,
+    *,
+    checkpoint: Which | None = None,
+    init_from: str | Path | None = None,
+    dtype: DType | None = None,
+    max_len: int | None = None,
+    weights: WeightKind | None = None,
+    **unknown: Never,
+) -> LanguageModel:
+    """Load a model with its tokenizer, to use it on texts.
+
+    Args:
+        path_or_id: the folder of a run (`fit`, train.py), a folder of the Hugging Face hub's form,
+            or the id of a repository of the hub, "ORG/NAME".
+        checkpoint: of a run: "best", of the lowest held-out loss; "last". None is best if there is
+            one.
+        init_from: of a run with adapters: where the model that they are of is now.
+        dtype: of a published model: "float32", "bfloat16" or "float16"; None is the file's.
+        max_len: of a published model: the longest text, in tokens; None is its own.
+        weights: "bf16", "int8" or "int4" hold the weights in fewer bits.
+
+    ConfigError for an argument that does not fit, CheckpointError for files that cannot be read.
+    """
+    refuse_keywords(load, unknown)
+    if not isinstance(path_or_id, str | Path):
+        rule = "must be a folder, or the id of a repository of the hub"
+        raise ConfigError(f"path_or_id is a {type(path_or_id).__name__}: {rule}")
+    if (of_run := is_run(str(path_or_id))) or _began_as_run(Path(path_or_id)):
+        for name, value in dict(dtype=dtype, max_len=max_len).items():
+            if value is not None:
+                raise ConfigError(f"{name} is {value!r}: a run has its own")
+        model = load_run(path_or_id, checkpoint, init_from=init_from)
+    else:
+        for name, of_runs in dict(checkpoint=checkpoint, init_from=init_from).items():
+            if of_runs is not None:
+                rule = f"{str(path_or_id)!r} is no run, which alone has one"
+                raise ConfigError(f"{name} is {str(of_runs)!r}: {rule}")
+        model = load_text_model(path_or_id, dtype=dtype, max_len=max_len)
+    if weights is not None:
+        model = with_weights_held(model, weights)
+    if of_run and dtype is not None:
+        model = with_parameters_in(model, dtype)
+    return LanguageModel(model, str(path_or_id))
+
+
+def _began_as_run(path: Path) -> bool:
+    """Say whether a folder is that of a run that has saved nothing yet."""
+    return (path / "metrics.jsonl").exists() or (path / "lock").exists()
+
+
+class LanguageModel(Reader):
+    """Use a model on texts; `load` makes one."""
+
+    def generate(  # noqa: D417, of `unknown`
+        self,
+        prompt: str | Sequence[str] = "",
+        num_tokens: int | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        stream: bool = False,
+        sampler: Greedy | Sample | None = None,
+        key: jax.Array | None = None,
+        processors: Sequence[HistoryProcessor] = (),
+        beams: int | None = None,
+        samples: int | None = None,
+        slots: int = 8,
+        cache_dtype: jax.typing.DTypeLike | None = None,
+        **unknown: Never,
+    ) -> Any:
+        """Return the text that follows a prompt, or the target of a source, or masks filled.
+
+        Args:
+            prompt: a text, or a list of texts, of which a list is returned.
+            num_tokens: how many tokens are written at most; 400 if None, and of a run on pairs as
+                many as it was trained on. Where a text outgrows `max_len`, its last half is read
+                anew.
+            stop: a text, or several, before the first of which the result ends.
+            stream: yield the text in pieces, each as soon as nothing can change it.
+            sampler: how a token is chosen; None takes the likeliest. A `Sample` needs `key`.
+            key: a single `jax.random.key`. Text n of a list draws as one alone
+                does with `fold_in(key, n)`.
+            processors: what changes the logits before a token is chosen.
+            beams: search with so many beams, and return the best text.
+            samples: draw so many texts of one prompt, and return a list.
+            slots: how many texts of a list are written at a time.
+            cache_dtype: of the keys and values that are kept.
+
+        A text of a list is what it would be alone. ValueError names an argument that does not fit
+        the task of the model.
+        """
+        refuse_keywords(self.generate, unknown)
+        texts, is_list = _texts("prompt", prompt)
+        if self.kind in ("chat", "labels", "signals", "vectors"):
+            raise ConfigError(f"generate: {self.instead()}")
+        if num_tokens is not None:
+            check_count("num_tokens", num_tokens, 1)
+        stop = completion.check_stop_strings(stop)
+        for name, value in dict(beams=beams, samples=samples, slots=slots).items():
+            if value is not None:
+                check_count(name, value, 1)
+        if is_list and (stream or samples is not None):
+            name = "stream" if stream else "samples"
+            raise ValueError(f"{name}: needs one prompt, not a list of {len(texts)}")
+        if stream and samples is not None:
+            raise ValueError("stream and samples: give one of them")
+        drawn = self._drawn(sampler, key, processors, cache_dtype)
+        sampler = None if isinstance(sampler, Greedy) else sampler
+        given: dict[str, Any] = dict(
+            sampler=sampler, processors=processors, cache_dtype=cache_dtype
+        )
+        if self.kind == "masks":
+            given |= {"num_tokens": num_tokens, "beams": beams, "samples": samples, "stop": stop}
+            self._refuse(given, "each mask is filled with its likeliest token")
+            return _as_given([self._filled(text) for text in texts], is_list, stream)
+        if self.kind == "targets" and self.model.run is not None:
+            self._refuse(given | {"samples": samples}, "it takes the likeliest tokens, or beams")
+            found = answer_sources(
+                self.model.run, self.tokenizers, self.params, texts, beams=beams or 1,
+                num_tokens=num_tokens,
+            )  # fmt: skip
+            cut = [completion.cut_at_stop(text, stop) for text in found]
+            return _as_given(cut, is_list, stream)
+        if beams is not None:
+            self._refuse(
+                {"sampler": sampler, "samples": samples, "stop": stop, "stream": stream},
+                "a beam search draws nothing and stops at no text",
+            )
+            best = [
+                self.search(text, num_tokens, beams=beams, processors=processors,
+                            cache_dtype=cache_dtype)[0][1]
+                for text in texts
+            ]  # fmt: skip
+            return _as_given(best, is_list, stream)
+        if self.kind == "targets":
+            return self._targets(texts, num_tokens, stop, drawn, samples, is_list, stream)
+        ids = [self.read(text) for text in texts]
+        return self._written(ids, num_tokens, stop, drawn, samples, slots, is_list, stream)
+
+    def chat(  # noqa: D417, the others are those of `generate`
+        self,
+        messages: Conversation | Sequence[Conversation],
+        num_tokens: int | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        stream: bool = False,
+        sampler: Greedy | Sample | None = None,
+        key: jax.Array | None = None,
+        processors: Sequence[HistoryProcessor] = (),
+        samples: int | None = None,
+        slots: int = 8,
+        cache_dtype: jax.typing.DTypeLike | None = None,
+        **unknown: Never,
+    ) -> Any:
+        """Return the assistant's answer to messages, as the model was trained to read them.
+
+        Args:
+            messages: `[{"role": "user", "content": "..."}, ...]`, or a text, which is one message
+                of the user's. A list of conversations gives a list of answers.
+
+        The other arguments are those of `generate`. ConfigError where the model has no chat
+        template; ValueError for messages of another form, for one that spells out a special token,
+        and where no token fits after them.
+        """
+        refuse_keywords(self.chat, unknown)
+        if num_tokens is not None:
+            check_count("num_tokens", num_tokens, 1)
+        check_count("slots", slots, 1)
+        stop = completion.check_stop_strings(stop)
+        many = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], list)
+        talks: Any = messages if many else [messages]
+        if many and (stream or samples is not None):
+            raise ValueError("stream and samples: need one conversation, not a list of them")
+        drawn = self._drawn(sampler, key, processors, cache_dtype)
+        ids = [self.read_messages(talk) for talk in talks]
+        for prompt in ids:
+            if len(prompt) > (length := completion.longest_text(self.config)):
+                rule = f"0 fit after the prompt (max_len {length})"
+                raise DataError(f"messages have {len(prompt)} tokens: {rule}")
+        found = self._written(ids, num_tokens, stop, drawn, samples, slots, many, stream)
+        if stream:
+            return _without_first_space(found)
+        if isinstance(found, list):
+            return [text.removeprefix(" ") for text in found]
+        return found.removeprefix(" ")
+
+    def search(
+        self,
+        prompt: str | np.ndarray,
+        num_tokens: int | None = None,
+        *,
+        beams: int,
+        results: int = 1,
+        length_penalty: float = 0.0,
+        processors: Sequence[HistoryProcessor] = (),
+        cache_dtype: jax.typing.DTypeLike | None = None,
+    ) -> list[tuple[float, str]]:
+        """Return the best texts that a beam search finds after a prompt, with their scores."""
+        given: dict[str, Any] = dict(
+            beams=beams, results=results, length_penalty=length_penalty, cache_dtype=cache_dtype,
+            stop_ids=self.model.stop_ids,
+        )  # fmt: skip
+        own = (*self.model.processors, *processors)
+        if self.kind == "targets":
+            source, count = self._source(str(prompt)), self._target_count(num_tokens)
+            return search_translations(
+                self.config, self.params, self.tokenizer, source, count,  # type: ignore[arg-type]
+                start=self.model.start_id, processors=self._forcing(own, count), **given,  # type: ignore[arg-type]
+            )  # fmt: skip
+        ids = self.read(prompt) if isinstance(prompt, str) else prompt
+        count = num_tokens or min(NUM_TOKENS, self.room(ids))
+        config = shortened(self.config, len(ids) + count)
+        return completion.search(
+            config, self.params, self.tokenizer, ids, count, processors=own, **given
+        )
+
+    def score(  # noqa: D417, of `unknown`
+        self, text: Scored | Sequence[str], *, stride: int | None = None, **unknown: Never
+    ) -> Any:
+        """Return how likely the model finds a text: a `Score`, in nats, or a list of a list's.
+
+        Args:
+            text: a text of a decoder; `(source, target)`, of which the target is scored, of an
+                encoder-decoder, a run on pairs or one of preferences; messages, of which the last,
+                the assistant's, is scored, of a chat model.
+            stride: a longer text than `max_len` is read in windows that begin so many tokens after
+                one another; a token counts once, in the first window that has it, where at least
+                max_len - stride tokens are before it. None is max_len / 2.
+
+        A model that puts nothing before a text scores all of its tokens but the first.
+        """
+        refuse_keywords(self.score, unknown)
+        if stride is not None:
+            check_count("stride", stride, 1)
+        if isinstance(text, list) and text and isinstance(text[0], str | tuple):
+            return [self.score(one, stride=stride) for one in text]
+        if self.kind == "masks":
+            rule = (
+                "a masked model has no probability of a text; its pseudo-likelihood, of each token "
+                "hidden alone, is what evaluate(FILE) averages as pseudo_perplexity"
+            )
+            raise ConfigError(f"score: {rule}")
+        if self.kind in ("labels", "signals", "vectors"):
+            raise ConfigError(f"score: {self.instead()}")
+        return score_text(self, text, stride)  # type: ignore[arg-type]
+
+    def attend(self, text: str | tuple[str, str]) -> AttentionWeights:
+        """Return the attention weights of every layer and head, with the tokens as labels.
+
+        Of an encoder-decoder, and of a run on pairs, `text` is `(source, target)`. ConfigError for
+        a model without blocks, ValueError for a text that is longer than the model reads.
+        """
+        return attention_weights(self, text)
+
+    def classify(self, text: str | Sequence[str]) -> Any:
+        """Return the likeliest class of a text and its probability, or a list of a list's."""
+        texts, is_list = _texts("text", text)
+        if self.kind != "labels":
+            raise ConfigError(f"classify: {self.instead()}; classes need a run of task 'classify'")
+        assert self.model.run is not None
+        for one in texts:
+            if not one.strip():
+                raise DataError(f"text is {one!r}: must have a token at least")
+        found = label_texts(self.model.run, self.tokenizers, self.params, texts)
+        return found if is_list else found[0]
+
+    def evaluate(self, data: str, **options: Any) -> dict[str, float]:
+        """Return the measures of the model's task on a file; see `use.evaluation.evaluate`."""
+        return evaluate(self, data, **options)
+
+    def _refuse(self, given: Mapping[str, Any], rule: str) -> None:
+        """Raise ConfigError for an argument that was given."""
+        for name, value in given.items():
+            if value is not None and value is not False and value != ():
+                what = self.name if self.task is None else f"a run of task {self.task.kind!r}"
+                raise ConfigError(f"{name} is {value!r:.80}: of {what}, {rule}")
+
+    def _drawn(
+        self,
+        sampler: Greedy | Sample | None,
+        key: jax.Array | None,
+        processors: Sequence[HistoryProcessor],
+        cache_dtype: jax.typing.DTypeLike | None,
+    ) -> dict[str, Any]:
+        """Return how a token is chosen, as `completion` takes it."""
+        if sampler is not None and not isinstance(sampler, Greedy | Sample):
+            raise ValueError(f"sampler is {sampler!r:.80}: must be Greedy() or a Sample(...)")
+        if sampler is None or isinstance(sampler, Greedy):
+            sampler, key = Sample(Temperature(0.0)), jax.random.key(0)
+        if key is None:
+            raise ValueError(f"key is None: {sampler!r} draws random numbers")
+        own = (*self.model.processors, *completion.check_processors(processors))
+        return dict(sampler=sampler, key=key, processors=own, cache_dtype=cache_dtype)
+
+    def _written(
+        self,
+        prompts: list[np.ndarray],
+        num_tokens: int | None,
+        stop: tuple[str, ...],
+        drawn: dict[str, Any],
+        samples: int | None,
+        slots: int,
+        is_list: bool,
+        stream: bool,
+    ) -> Any:
+        """Go on with prompts: one in pieces, one in many ways, or many side by side."""
+        count = NUM_TOKENS if num_tokens is None else num_tokens
+        if samples is not None and num_tokens is None:
+            count = max(1, min(count, self.room(prompts[0])))
+        drawn = drawn | dict(stop=stop, stop_ids=self.model.stop_ids)
+        if not is_list:
+            (prompt,) = prompts
+            model = self._sized([prompt], count)
+            if samples is not None:
+                return completion.samples(*model, prompt, count, count=samples, **drawn)
+            pieces = completion.complete(*model, prompt, count, **drawn)
+            return pieces if stream else "".join(pieces)
+        found, fitting = [""] * len(prompts), []
+        for n, prompt in enumerate(prompts):
+            if self.room(prompt) >= count:
+                fitting.append(n)
+                continue
+            own = drawn | {"key": jax.random.fold_in(drawn["key"], n)}
+            pieces = completion.complete(*self._sized([prompt], count), prompt, count, **own)
+            found[n] = "".join(pieces)
+        if fitting:
+            parts = [prompts[n] for n in fitting]
+            answers = completion.answer(
+                *self._sized(parts, count), parts, count, slots=min(slots, bucket(len(parts))),
+                numbers=fitting, **drawn,
+            )  # fmt: skip
+            for n, text in answers:
+                found[n] = text
+        return found
+
+    def _sized(
+        self, prompts: Sequence[np.ndarray], count: int
+    ) -> tuple[AnyModelConfig, Params, Tokenizer]:
+        """Return config, parameters and tokenizer, with a cache as long as the texts need."""
+        longest = max(map(len, prompts))
+        return shortened(self.config, longest + count), self.params, self.tokenizer
+
+    def _filled(self, text: str) -> str:
+        run = self.model.run
+        if run is None:
+            assert isinstance(self.config, ModelConfig)
+            run = published_run(self.config, self.name)
+        return fill_masks(run, self.tokenizers, self.params, text)
+
+    def _source(self, text: str) -> np.ndarray:  # i32[S]
+        assert isinstance(self.tokenizer, PretrainedTokenizer)
+        ids = self.tokenizer.encode(text, special_tokens=True)
+        if not text or not len(ids):
+            raise ConfigError(f"prompt is {text!r}: an encoder-decoder needs a source")
+        return ids
+
+    def _target_count(self, num_tokens: int | None) -> int:
+        config = self.config
+        assert isinstance(config, ModelConfig)
+        count = num_tokens or min(NUM_TOKENS, config.max_len)
+        if config.positions is not None and config.positions.absolute and count > config.max_len:
+            raise ConfigError(f"num_tokens is {count}: {config.max_len} fit (max_len)")
+        return count
+
+    def _forcing(
+        self, processors: Sequence[HistoryProcessor], count: int
+    ) -> tuple[HistoryProcessor, ...]:
+        """Return processors, and what is forced upon every target of a published model."""
+        forced: list[HistoryProcessor] = []
+        if self.model.forced_bos_id is not None:
+            forced.append(Force(self.model.forced_bos_id))  # also where it is banned
+        if self.model.forced_eos_id is not None:
+            forced.append(ForceLast(count, self.model.forced_eos_id))
+        return (*processors, *forced)
+
+    def _targets(
+        self,
+        texts: list[str],
+        num_tokens: int | None,
+        stop: tuple[str, ...],
+        drawn: dict[str, Any],
+        samples: int | None,
+        is_list: bool,
+        stream: bool,
+    ) -> Any:
+        """Write the targets of sources with a published encoder-decoder."""
+        count = self._target_count(num_tokens)
+        drawn["processors"] = self._forcing(drawn["processors"], count)
+        found = []
+        for n, text in enumerate(texts):
+            own = drawn | {"key": jax.random.fold_in(drawn["key"], n) if is_list else drawn["key"]}
+            found.append(
+                translate(
+                    self.config, self.params, self.tokenizer, self._source(text),  # type: ignore[arg-type]
+                    count, start=self.model.start_id, count=samples or 1, stop=stop,  # type: ignore[arg-type]
+                    stop_ids=self.model.stop_ids, **own,
+                )
+            )  # fmt: skip
+        if samples is not None:
+            return found[0]
+        return _as_given([targets[0] for targets in found], is_list, stream)
+
+
+def shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
+    """Return a config with room for so many tokens, whose cache is no larger than it has to be."""
+    if not isinstance(config, ModelConfig) or isinstance(config.positions, Learned):
+        return config
+    return dataclasses.replace(config, max_len=min(config.max_len, -(-needed // 64) * 64))
+
+
+def _texts(name: str, given: str | Sequence[str]) -> tuple[list[str], bool]:
+    """Return texts, and whether a list of them was given."""
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name} is {given!r:.80}: must be a text or a list of texts")
+    if not texts:
+        raise ValueError(f"{name} is an empty list: must have a text")
+    return list(texts), not isinstance(given, str)
+
+
+def _as_given(texts: list[str], is_list: bool, stream: bool) -> Any:
+    """Return a list's texts, the one text, or an iterator of it."""
+    if stream:
+        return iter([text for text in texts if text])
+    return texts if is_list else texts[0]
+
+
+def _without_first_space(pieces: Iterator[str]) -> Iterator[str]:
+    """Yield pieces, the first without the space that a first word may bring."""
+    for n, piece in enumerate(pieces):
+        if piece := piece if n else piece.removeprefix(" "):
+            yield piece

@@ -1,0 +1,172 @@
+"""Say how likely a model finds a text: its nats, bits per byte and perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from transformer_jax.config.tasks import PreferenceTask
+from transformer_jax.decoding.arguments import bucket
+from transformer_jax.text.completion import longest_text
+from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
+from transformer_jax.tokenizers.special import encode_text, frame, plain, source_frame, target_of
+from transformer_jax.tokenizers.utf8 import DataError, utf8
+from transformer_jax.training.batch import Batch, scored
+from transformer_jax.training.data import IGNORE
+from transformer_jax.training.tasks.pairs import Pair, pair_example
+from transformer_jax.training.tasks.turns import Turn, message_turn, text_turn
+from transformer_jax.use.reading import Reader, checked_messages
+
+Scored: TypeAlias = str | tuple[str, str] | Sequence[Message]
+
+
+@dataclass(frozen=True, repr=False)
+class Score:
+    """Hold the probability p of a text's n tokens, each after all before it."""
+
+    nats: float
+    """-log p, of all tokens together."""
+    num_tokens: int
+    """n: the tokens that are scored."""
+    num_bytes: int
+    """Bytes of their text, in UTF-8."""
+
+    @property
+    def perplexity(self) -> float:
+        """Return exp(nats / n)."""
+        return math.exp(min(self.nats / self.num_tokens, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Return nats / (ln 2 · bytes), which does not depend on the tokenizer; nan of no bytes."""
+        return self.nats / math.log(2) / self.num_bytes if self.num_bytes else math.nan
+
+    def __repr__(self) -> str:
+        said = f"nats={self.nats:.4f}, num_tokens={self.num_tokens}, num_bytes={self.num_bytes}"
+        rest = f"bits_per_byte={self.bits_per_byte:.4f}, perplexity={self.perplexity:.4f}"
+        return f"Score({said}, {rest})"
+
+
+def score_text(model: Reader, text: Scored, stride: int | None) -> Score:
+    """Return the score of what `LanguageModel.score` takes."""
+    if model.kind == "targets":
+        return _score_pair(model, text)
+    if isinstance(text, str) and model.kind == "text":
+        return _score_plain(model, text, stride)
+    turn, said = _turn(model, text)
+    ids = model.known(np.append(turn.prompt, turn.answer), "the text")
+    return _score_ids(model, ids, len(turn.prompt), len(utf8(said)), stride)
+
+
+def _turn(model: Reader, text: Any) -> tuple[Turn, str]:
+    """Return what is read and what is scored of a prompt with its answer, and the answer."""
+    if isinstance(text, tuple) and len(text) == 2 and all(isinstance(one, str) for one in text):
+        if isinstance(model.task, PreferenceTask) and model.kind == "text":
+            return text_turn(model.tokenizer, *text), text[1]
+    elif isinstance(text, list):
+        own, messages = plain(model.tokenizer), checked_messages(text)
+        if messages[-1]["role"] != "assistant":
+            raise DataError("messages do not end with the assistant's, which is what is scored")
+        has_template = isinstance(own, PretrainedTokenizer) and bool(own.chat_templates)
+        if has_template or model.kind == "chat":
+            used: Any = own if has_template else model.tokenizer
+            return message_turn(used, messages), str(messages[-1]["content"])
+    rule = {"chat": "messages, the last of them the assistant's"}.get(model.kind, "a text")
+    raise DataError(f"text is {text!r:.80}: must be {rule}")
+
+
+def _score_plain(model: Reader, text: str, stride: int | None) -> Score:
+    """Score a text after what begins every text; where that is nothing, all but its first token."""
+    own, begin = encode_text(model.tokenizer, text), model.model.begin_id
+    first = frame(model.tokenizer).first if begin is None else (begin,)
+    ids = model.known(np.concatenate([first, own]).astype(np.int32), "the text")
+    size = len(utf8(text))
+    if not first and len(own):
+        before = plain(model.tokenizer).to_bytes([int(own[0])])
+        size -= len(before if text[:1].isspace() else before.removeprefix(b" "))
+    if len(own) < (1 if first else 2):
+        least = "one token" if first else "two tokens, of which the second is scored"
+        raise DataError(f"text is {text!r:.40}: must have at least {least}")
+    return _score_ids(model, ids, len(first) or 1, size, stride)
+
+
+def _score_ids(
+    model: Reader,
+    ids: np.ndarray,  # i32[n]
+    first: int,  # how many are only read
+    size: int,
+    stride: int | None,
+) -> Score:
+    longest = longest_text(model.config)
+    stride = max(1, longest // 2) if stride is None else stride
+    if stride > longest:
+        raise ValueError(f"stride is {stride}: must be at most max_len {longest}")
+    nats = sum(
+        float(np.asarray(scored(model.config, model.params, batch))[0])
+        for batch in windows(ids, first, longest, stride)
+    )
+    return Score(nats, len(ids) - first, size)
+
+
+def windows(
+    ids: np.ndarray,  # i32[n]
+    first: int,
+    longest: int,
+    stride: int,
+) -> Iterator[Batch]:
+    """Yield rows [1, T] of at most `longest` tokens in which each label from `first` on is once."""
+    tokens, labels = ids[:-1], ids[1:].copy()
+    labels[: first - 1] = IGNORE
+    length, done = min(longest, bucket(len(tokens))), 0
+    for start in range(0, len(tokens), stride):
+        end = min(start + longest, len(tokens))
+        row, here = np.zeros(length, np.int32), np.full(length, IGNORE, np.int32)
+        row[: end - start], here[done - start : end - start] = tokens[start:end], labels[done:end]
+        if (here != IGNORE).any():
+            yield Batch(row[None], here[None])
+        done = end
+        if end == len(tokens):
+            return
+
+
+def _score_pair(model: Reader, text: Any) -> Score:
+    """Score the target of a source, and its end."""
+    if not (isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)):
+        raise DataError(f"text is {text!r:.80}: must be (source, target), of which it scores one")
+    example = pair_batch(model, *text)
+    row = Batch(*(None if x is None else np.asarray(x)[None] for x in dataclass_leaves(example)))
+    nats, count, _ = np.asarray(scored(model.config, model.params, row))
+    return Score(float(nats), int(count), len(utf8(text[1])))
+
+
+def dataclass_leaves(batch: Batch) -> list[Any]:
+    """Return the fields of a batch in order."""
+    return [
+        batch.tokens, batch.labels, batch.segments, batch.valid, batch.prefix, batch.source,
+        batch.source_valid,
+    ]  # fmt: skip
+
+
+def pair_batch(model: Reader, source: str, target: str) -> Batch:
+    """Return a source and its target as the model reads them, leaves without a batch."""
+    if model.model.run is not None:
+        return pair_example(model.model.run, model.tokenizers, Pair(source, target, "text"))
+    tokenizer = model.tokenizer
+    kind = target_of(tokenizer)
+    read = source_frame(tokenizer).around(encode_text(tokenizer, source))
+    labels = kind.labels.around(encode_text(tokenizer, target))
+    model.known(read, "the source")
+    model.known(labels, "the target")
+    if not source:
+        raise DataError("the source is '': must have at least one token")
+    tokens = np.append(kind.start, labels[:-1]).astype(np.int32)
+    config: Any = model.config
+    if config.positions is not None and config.positions.absolute:
+        for name, row in (("source", read), ("target", tokens)):
+            if len(row) > config.max_len:
+                raise DataError(f"the {name} has {len(row)} tokens: max_len is {config.max_len}")
+    return Batch(tokens, labels, source=read)
