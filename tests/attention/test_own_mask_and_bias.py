@@ -166,7 +166,7 @@ def test_rows_and_heads_of_an_own_mask_have_tiles_of_their_own():
 
 LIMITS = {
     "rows": np.array([30, 64]).reshape(2, 1, 1, 1),
-    "heads": np.array([5, 20, 40, 130]).reshape(4, 1, 1),
+    "heads": np.array([5, 20, 40, 130]).reshape(1, 4, 1, 1),
     "both": np.array([[9, 70, 130, 65], [64, 2, 128, 0]]).reshape(2, 4, 1, 1),
 }
 """How many keys are seen of S = 131, by batch row and head."""

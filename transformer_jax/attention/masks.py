@@ -295,7 +295,7 @@ class Predicate(Mask):
     """Ask a function fn(q, k) of positions [..., T, 1] and [..., 1, S]; it returns bool.
 
     It compares pair by pair, and may read other arrays, traced ones too, of batch rows [B, 1, 1, 1]
-    and heads [N, 1, 1]. Tiles that it excludes are skipped where it computes integers of the query
+    and heads [1, N, 1, 1]. Tiles that it excludes are skipped where it computes integers of the query
     and the key together, and no pair is looked up in an array.
 
     Predicate(lambda q, k: (q - k) % 2 == 0)
@@ -339,7 +339,9 @@ class Closed(Mask):
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         of_one = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.constants))
         at = lambda position: jnp.reshape(position, (1, 1, 1, 1))  # noqa: E731
-        if self.jaxpr.outvars[0].aval.shape == (1, 1, 1, 1):
+        seen = self.jaxpr.outvars[0].aval
+        assert isinstance(seen, jax.core.ShapedArray)
+        if seen.shape == (1, 1, 1, 1):
             return jnp.vectorize(lambda q, k: of_one(at(q), at(k))[0].reshape(()))(q, k)
 
         @partial(jnp.vectorize, signature="(),()->(b,n)")
