@@ -295,8 +295,8 @@ class Predicate(Mask):
     """Ask a function fn(q, k) of positions [..., T, 1] and [..., 1, S]; it returns bool.
 
     It compares pair by pair, and may read other arrays, traced ones too, of batch rows [B, 1, 1, 1]
-    and heads [1, N, 1, 1]. Tiles that it excludes are skipped where it computes integers of the query
-    and the key together, and no pair is looked up in an array.
+    and heads [1, N, 1, 1]. Tiles that it excludes are skipped where it computes integers of the
+    query and the key together, and no pair is looked up in an array.
 
     Predicate(lambda q, k: (q - k) % 2 == 0)
 
