@@ -955,13 +955,13 @@ def test_without_a_mask_a_bad_key_breaks_the_query_heads_of_its_group(implementa
 
 
 def test_an_eager_call_that_is_compiled_enters_few_functions(rng):
-    """Every eager call pays for what its checks do in Python: 45 calls of ours take 40 us."""
+    """Every eager call pays for what its checks do in Python, 27 calls within attention."""
     query = rng.normal(size=(1, 17, 2, 8)).astype(np.float32)
     entered, before = [], sys.getprofile()
 
     def record(frame, event, _):
         name = frame.f_globals.get("__name__", "")
-        if event == "call" and name.startswith("transformer_jax."):
+        if event == "call" and name.startswith("transformer_jax.attention."):
             entered.append(frame.f_code.co_name)
 
     for _ in range(2):
@@ -971,4 +971,4 @@ def test_an_eager_call_that_is_compiled_enters_few_functions(rng):
         finally:
             sys.setprofile(before)
         first, entered = entered, []
-    assert 0 < len(first) < 50, first
+    assert 0 < len(first) < 32, first
