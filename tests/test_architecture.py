@@ -92,6 +92,7 @@ def test_the_folder_of_kernels_is_seen_inside_the_package():
     assert (PACKAGE / "kernels").is_symlink() and (PACKAGE / "kernels").samefile(KERNELS)
 
 
+@pytest.mark.slow
 def test_an_implementation_of_attention_is_one_file_and_one_entry():
     """Nothing but the entry writes its name, and nothing outside its folder imports its class."""
     names = set(api.IMPLEMENTATIONS) - {"xla"}  # the reference, which derivatives fall back on

@@ -134,7 +134,7 @@ def state():
     return jnp.zeros((1, 1))
 
 
-@pytest.mark.slow_except("array_in_place", "attribute_of_bound_object", "closure", "method")
+@pytest.mark.slow_except("method", "mutable_default", "partial")
 def test_a_predicate_is_read_anew(number, implementation="xla"):
     q, v = jnp.ones((1, 6, 1, 2)), jnp.arange(6.0)[None, :, None, None]
     mask = tj.Predicate(lambda q, k: k < number.read() + 1)
@@ -207,7 +207,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("attribute_of_bound_object", "closure", "method", "mutable_default")
+@pytest.mark.slow_except("method", "partial")
 def test_a_step_is_read_anew(number, way="generate"):
     step = StepOf(number.read)
     found = changed(number, lambda: getattr(out := WAYS[way](step), "tokens", out))
@@ -313,6 +313,7 @@ def test_initial_parameters_of_an_interceptor():
     assert (count(more), count(again)) == (count(plain_) + 1, count(plain_))
 
 
+@pytest.mark.slow
 def test_a_method_of_our_models_that_was_replaced(monkeypatch):
     params = tj.init_params(CONFIG, jax.random.key(1))
     step = tj.make_step(tj.build(CONFIG))

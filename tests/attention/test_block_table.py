@@ -324,7 +324,6 @@ def test_explanations_say_who_reads_pages_in_place(page, in_place):
     assert not explain_attention(many, **given.pools, block_table=given.table).reads_pages
 
 
-@pytest.mark.slow_except("blockwise")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_rows_without_a_page_see_nothing(implementation):
     given = Call(128)

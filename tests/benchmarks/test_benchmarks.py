@@ -25,7 +25,6 @@ from transformer_jax.models.factory import init_params, num_params
 from transformer_jax.models.quantized import quantize
 
 
-@pytest.mark.slow
 def test_train_flops_are_six_per_weight_and_token_at_a_short_context():
     case = specs.TRAIN[1]
     table = case.model.max_len * case.model.d_model

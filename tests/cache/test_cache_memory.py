@@ -242,7 +242,6 @@ def test_a_full_layer_among_rings_has_an_end(rng):
         chex.assert_trees_all_equal(pick(after), pick(full), strict=True)
 
 
-@pytest.mark.slow
 def test_a_cache_of_another_pattern_is_refused(rng):
     _, params, _ = make(**PATTERN)
     tokens = rng.integers(0, VOCAB, (2, 1), dtype=np.int32)
@@ -430,7 +429,7 @@ def test_greedy_tokens_from_int8_are_those_from_f32(rng):
 # Bytes
 
 
-@pytest.mark.slow_except("bf16-compute", "full")
+@pytest.mark.slow_except("bf16-compute", "full", "pattern-int8")
 @pytest.mark.parametrize(
     ("changes", "arguments"),
     [

@@ -84,7 +84,6 @@ def test_a_new_cache_is_empty_and_all_its_pages_are_free():
     assert cache.free_pages == 11 and not cache.exhausted.any()
 
 
-@pytest.mark.slow
 def test_rows_that_grow_share_fork_and_end_hold_what_a_dictionary_does(rng):
     cache, oracle, compared, forked = init(num_pages=40), [{} for _ in range(ROWS)], 0, 0
     for turn in range(45):
@@ -247,7 +246,6 @@ def test_a_traced_row_without_a_page_is_left_as_it_was_until_it_is_rewound(rng):
     assert not cache.exhausted.any()
 
 
-@pytest.mark.slow
 def test_a_traced_position_past_the_capacity_marks_its_row(rng):
     k, v = tokens(rng, 1)
     cache = jit_update(init(), k, v, np.array([[0], [CAPACITY], [-1]]))
@@ -255,7 +253,6 @@ def test_a_traced_position_past_the_capacity_marks_its_row(rng):
     check(cache, [{0: (k[0, 0], v[0, 0])}, {}, {}])
 
 
-@pytest.mark.slow
 def test_rows_that_share_take_as_many_pages_as_are_said_to_be_needed(rng):
     """And none is refused while so many are free, also where the shared part ends with a page."""
     k, v = tokens(rng, CAPACITY, rows=2)

@@ -319,7 +319,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.slow_except("a format that is a list", "a path out")
+@pytest.mark.slow_except("a format that is a list", "a negative shape", "a path out")
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_manifest_is_refused_before_anything_is_allocated(tmp_path, tree, what):
     path = save(tmp_path, 7, tree)
@@ -332,7 +332,6 @@ def test_a_hostile_manifest_is_refused_before_anything_is_allocated(tmp_path, tr
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 
-@pytest.mark.slow_except("3")
 @pytest.mark.parametrize("written", [1, 3])
 def test_a_checkpoint_of_another_format_is_refused_by_its_format(tmp_path, tree, written):
     path = save(tmp_path, 7, tree)
@@ -353,7 +352,7 @@ def test_the_oracle_of_a_hostile_manifest_is_right(tmp_path, tree):
     assert sealed(json.loads(text)) == text
 
 
-@pytest.mark.slow_except("\\xff", "{}")
+@pytest.mark.slow_except("\\xff", "null", "{}")
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "null", "3", "{}", '{"a": 1', "\xff"])
 def test_a_manifest_that_is_none_is_refused(tmp_path, tree, text):
     path = save(tmp_path, 7, tree)
@@ -522,7 +521,7 @@ ODD_NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow_except("-dash", "100%", "~")
+@pytest.mark.slow_except("-dash", "100%", "a:b", "~")
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_a_folder_of_any_name_holds_checkpoints_that_are_read(tmp_path, name):
     tree = {"params": {"w": np.arange(7.0)}, "step": 3}

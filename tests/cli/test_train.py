@@ -883,7 +883,6 @@ def test_ids_beyond_the_tokenizer_are_never_drawn(key):
     np.testing.assert_array_equal(kept[:, :11], logits[:, :11])
 
 
-@pytest.mark.slow
 def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
     assert isinstance(progress.progress_for_output(), progress.Lines)
     lines = progress.Lines()

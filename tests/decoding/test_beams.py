@@ -788,7 +788,6 @@ def test_a_penalty_is_finite(penalty, alpha):
         penalty(alpha)
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_the_cache_is_refused():
     """The last token is not fed back: 3 and 7 new ones take 9 slots."""
     with pytest.raises(ValueError, match="reach length 9: the limit is 8"):

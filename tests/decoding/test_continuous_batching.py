@@ -325,7 +325,6 @@ def test_nan_in_a_free_slot_reaches_no_other_row(kind):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(held.decode_state.state))
 
 
-@pytest.mark.slow
 def test_a_nonfinite_row_ends_alone(rope):
     """Its slot is taken by the next, and nobody else notices."""
     _, params, empty = rope
@@ -349,6 +348,7 @@ def test_a_nonfinite_row_ends_alone(rope):
     assert_as_alone(rope, requests[:4] + requests[5:], GREEDY, got)
 
 
+@pytest.mark.slow
 def test_with_pause_no_step_is_taken_once_a_slot_is_free(rope):
     _, params, _ = rope
     held, _, _ = begin_three(rope)
@@ -393,6 +393,7 @@ def test_admission_is_first_come_first_served_and_long_requests_block_no_other(r
     assert {requests[3].id, requests[4].id} <= set(before), "who came later may end earlier"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
     _, _, empty = rope
     good = some_requests(6)
@@ -493,7 +494,6 @@ def test_raw_words_are_a_key():
     assert first.token.tolist() == again.token.tolist()
 
 
-@pytest.mark.slow
 def test_slots_go_through_a_trace():
     """Limits that are traced are clipped to what a slot holds."""
 
@@ -639,7 +639,7 @@ def test_the_cache_stays_where_it_is(rope):
     assert held.decode_state.state.layers[0].k.unsafe_buffer_pointer() == before
 
 
-@pytest.mark.slow_except("nans")
+@pytest.mark.slow_except("leaks")
 @pytest.mark.parametrize(
     "setting",
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],

@@ -334,7 +334,6 @@ def test_a_consumed_state_is_refused_by_name(rope):
     np.testing.assert_array_equal(again.tokens, out.tokens)
 
 
-@pytest.mark.slow
 def test_rows_of_a_state_are_gathered_put_and_chosen(rope):
     _, _, empty = rope
     rng = np.random.default_rng(1)

@@ -102,7 +102,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("jvp along one", "jvp of jvp", "linearize")
+@pytest.mark.slow_except("jvp", "jvp along one", "jvp of jvp", "linearize")
 @pytest.mark.parametrize("name", WAYS)
 def test_gradients_are_of_the_backward_pass_and_all_else_of_the_plain_code(name):
     factor, way = WAYS[name]
@@ -127,7 +127,6 @@ def test_the_backward_pass_is_told_whose_gradients_are_read():
     assert asked == [dict(x=False, y=True, indices=False)]
 
 
-@pytest.mark.slow
 def test_without_a_derivative_nothing_but_the_function_is_in_the_program():
     text = str(jax.make_jaxpr(sine)(X, Y))
     assert "cos" not in text

@@ -136,7 +136,7 @@ def test_calls_of_one_row_that_differ_in_one_argument_are_a_loop(mapped):
             assert_near(slope[i], expected[f"d{name}"], GRADIENT_F32, name)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("key")
 @pytest.mark.parametrize("mapped", ["key", "valid"])
 def test_a_kernel_of_one_row_has_as_many_rows_as_calls(mapped):
     """Unlike dense arrays, its grid takes no axis of 1 for an axis of many."""

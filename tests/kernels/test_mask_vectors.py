@@ -74,7 +74,6 @@ def test_vectors_say_what_the_mask_says(name, ragged, rng):
     )
 
 
-@pytest.mark.slow
 def test_equal_masks_compare_equal_as_vectors():
     """A compiled program is used again for masks of equal structure, whatever their values."""
 

@@ -196,7 +196,6 @@ def test_few_queries_without_dropout_take_the_decode_kernel(T, options, kernel):
     assert [name for name in ("decode", "forward") if f"attention_{name}" in text] == [kernel]
 
 
-@pytest.mark.slow
 def test_a_gradient_takes_the_forward_kernel():
     attend, inputs = program(arrays_of(), mask=Causal(), return_lse=False)
     gradient = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum())

@@ -69,7 +69,7 @@ def scaled(config: ModelConfig, params, masks: dict[str, np.ndarray]):
     return params
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("decoder-shaw-scan")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_mask_multiplies_the_rows_of_its_heads_in_the_output_matrix(case, scan, rng):

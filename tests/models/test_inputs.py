@@ -98,7 +98,7 @@ def test_hidden_states_equal_the_oracle(case, rng):
         assert_near(got[b][real], states, MODEL_F32, f"row {b}")
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("frames-sinusoidal")
 @pytest.mark.parametrize("case", ["patches-learned", "frames-sinusoidal"])
 def test_class_logits_equal_the_oracle(case, rng):
     """Compare what the head reads: the class token's state, or that of the first real frame."""
@@ -109,7 +109,6 @@ def test_class_logits_equal_the_oracle(case, rng):
     assert_near(got, oracle.classify(config, params, x, positions=positions), MODEL_F32)
 
 
-@pytest.mark.slow
 def test_weights_are_of_the_class_token_and_the_patches(rng):
     config, x, params = prepared(dict(inputs=PATCHES), rng)
     states, _, seen = applied(config, params, x, "attend")
@@ -139,7 +138,6 @@ def names(tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
     return found
 
 
-@pytest.mark.slow
 def test_an_encoder_of_inputs_has_no_table_of_tokens():
     plain = dataclasses.replace(SMALL, positions="rope")
     config = dataclasses.replace(plain, inputs=FRAMES)

@@ -176,7 +176,7 @@ def test_an_id_outside_the_table_gives_nan_and_never_another_row(rng, wrong):
     assert_same_bits(slope, np.zeros((31, 3), np.float32))
 
 
-@pytest.mark.slow_except("300")
+@pytest.mark.slow_except("256", "300")
 @pytest.mark.parametrize("vocab", [200, 256, 300])
 def test_a_negative_id_of_eight_bits_gives_nan_too(rng, vocab):
     """300 does not fit an int8: wrapped to 44 it would name a row."""
@@ -323,7 +323,7 @@ def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):
     assert 0.65 < (drawn > 0).mean() < 0.85
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("glu", [False, True])
 def test_feed_forward_equals_its_formula(rng, key, glu):
     config = dataclasses.replace(SMALL, glu=glu, activation="silu")
@@ -385,7 +385,7 @@ def test_a_block_joins_its_branches_in_the_configs_order(rng, key, order):
     assert_near(got, want, FORWARD_F32)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("offset", [False, True])
 def test_queries_and_keys_are_normalised_with_the_configs_eps(rng, key, offset):
     """Queries, keys and cached keys equal the formula, at an eps as large as their squares."""

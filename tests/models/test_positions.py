@@ -338,7 +338,7 @@ def test_negative_positions_turn_backwards(rng):
     assert_near(pos.apply_rope(there, -positions, Rope()), x, FORWARD_F32)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("half")
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_dimensions_after_the_rotated_pass_through(rng, pairing):
     x = jnp.asarray(inside_unit_circles(rng, B, T, N, H))
@@ -549,7 +549,6 @@ def test_relative_bias_looks_up_its_bucket(rng, name, bidirectional):
     assert_near(vjp(jnp.asarray(cotangent))[0].table, gradient, GRADIENT_F32)
 
 
-@pytest.mark.slow
 def test_biases_cross_jit_as_their_arrays():
     q, k = jnp.arange(T), jnp.arange(S)
     traced = jax.jit(lambda bias: bias.materialize(q, k))
@@ -566,7 +565,7 @@ def test_biases_cross_jit_as_their_arrays():
 CLIP = 2
 
 
-@pytest.mark.slow_except("rows of keys")
+@pytest.mark.slow_except("shared")
 @pytest.mark.parametrize("name", PLACES)
 def test_shaw_matches_loops_with_gradients(rng, name):
     q_positions, k_positions = (jnp.asarray(x, jnp.int32) for x in PLACES[name])

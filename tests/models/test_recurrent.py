@@ -264,7 +264,7 @@ def test_logits_of_some_tokens_are_those_of_the_whole(config):
     assert_near(jax.tree.leaves(after.carry)[0], jax.tree.leaves(whole.carry)[0], FORWARD_F32)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("plain")
 @pytest.mark.parametrize("config", [*CONFIGS.values(), STATE], ids=[*CONFIGS, "dot state"])
 def test_in_any_chunks_with_padding_anywhere_equals_the_whole(config):
     """Each row reads its own tokens at its own pace; padding changes no bit of its state."""
@@ -455,7 +455,6 @@ def columns_of_documents(row: int) -> list[list[int]]:
     return [kept for run in runs if (kept := [t for t in run if PADDED[row, t]])]
 
 
-@pytest.mark.slow
 @pytest.mark.long_except("rnn")
 @pytest.mark.parametrize("config", [LSTM, RNN], ids=["lstm", "rnn"])
 def test_packed_documents_are_read_as_if_alone(config):
@@ -492,7 +491,6 @@ def oracle_tags(config, params, tokens) -> np.ndarray:
     return top @ embed["tokens" if config.tie_embeddings else "output"].T + embed["bias"]
 
 
-@pytest.mark.slow
 @pytest.mark.long_except("tied rnn")
 @pytest.mark.parametrize("config", [TAGGER, TIED], ids=["lstm", "tied rnn"])
 def test_a_tagger_reads_each_document_from_both_ends(config):
@@ -658,7 +656,6 @@ def test_a_translator_learns_to_reverse(fresh):
 # Configs, parameters, errors
 
 
-@pytest.mark.slow
 def test_parameters_are_counted():
     cell = 3 * 17  # a GRU: three gates, and one bias more
     decoder = (5 + 34 + 17 + 1) * cell + 17 + (17 + 17 + 1) * cell + 17

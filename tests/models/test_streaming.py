@@ -214,7 +214,6 @@ def test_a_layer_fed_in_chunks_of_any_size_equals_the_formula(rng, name, mixes):
     assert largest_error(narrow, want) > 100 * STREAMED  # the window is seen in the numbers
 
 
-@pytest.mark.slow
 def test_a_whole_layer_without_a_state_equals_the_formula(rng):
     arrays = layer_inputs(rng)
     whole, none = layer_step("half", None, *arrays, window=WINDOW)
@@ -446,7 +445,6 @@ def test_the_receptive_field_is_exact(layers, window, count):
     np.testing.assert_array_equal(reach(model, count, count - 1), np.arange(count - field, count))
 
 
-@pytest.mark.slow
 def test_a_chunk_sees_itself_and_its_history():
     assert chunk_mask(2, 1).materialize(jnp.arange(4), jnp.arange(4))[0, 0].astype(
         int
@@ -510,7 +508,6 @@ def test_an_encoder_with_look_ahead_streams_whole_chunks(rng):
     assert np.isfinite(lost[0]).all() and np.isnan(lost[1]).all()
 
 
-@pytest.mark.slow
 def test_a_row_of_padding_alone_is_at_no_place_in_a_chunk(rng):
     """It raises nothing where positions are known, and is finite where they are traced."""
     model = encoder("none", chunk=3, num_layers=1, window=5)

@@ -19,6 +19,7 @@ def opened(name):
         return dict(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_masked_token_is_filled_as_transformers_does(scan):
     golden = opened("bert_masked_lm")

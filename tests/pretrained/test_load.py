@@ -67,7 +67,7 @@ def test_there_are_goldens():
     assert max(np.load(folder / "golden.npz")["tokens"].shape[1] for folder in GOLDEN) > 512
 
 
-@pytest.mark.slow_except("llama")
+@pytest.mark.slow
 @pytest.mark.long_except("gemma3", "llama")
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
 def test_logits_are_those_of_transformers(folder):
@@ -735,6 +735,7 @@ def test_what_the_new_config_says_replaces_the_old_keys(tmp_path):
     assert_same_bits(loaded, params)
 
 
+@pytest.mark.slow_except("folder0-keys0", "folder1-keys1")
 @pytest.mark.parametrize(
     ("folder", "keys"),
     [

@@ -39,6 +39,7 @@ def plainly(hidden, valid, pooling, normalise):
     return np.stack(out)
 
 
+@pytest.mark.slow_except("cls-True", "max-*", "mean-False")
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
 def test_only_valid_tokens_are_pooled(pooling, normalise, rng):
@@ -52,6 +53,7 @@ def test_only_valid_tokens_are_pooled(pooling, normalise, rng):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow_except("max")
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
 def test_a_row_of_padding_has_a_finite_gradient(pooling, rng):
     hidden = rng.normal(size=(2, 3, 5)).astype(np.float32)
@@ -65,6 +67,7 @@ def test_a_row_of_padding_has_a_finite_gradient(pooling, rng):
     assert not gradient[1].any() and not gradient[0, 2].any()
 
 
+@pytest.mark.slow
 def test_a_vector_of_zeros_has_a_finite_gradient():
     hidden, valid = np.zeros((1, 3, 5), np.float32), np.ones((1, 3), bool)
     gradient = jax.grad(lambda hidden: pool_sentences(hidden, valid, normalise=True).sum())(hidden)
@@ -123,6 +126,7 @@ def test_texts_come_back_in_their_order(encoder):
     assert encoder.encode_texts([], Words()).shape == (0, 6)
 
 
+@pytest.mark.slow
 def test_a_long_text_is_truncated_before_its_closing_special_tokens(encoder):
     words = [str(3 + i % 17) for i in range(40)]
     long = encoder.encode_texts([" ".join(words)], Words())
@@ -188,6 +192,7 @@ def folder(params, tmp_path):
     return lay(tmp_path / "model", OLD)
 
 
+@pytest.mark.slow
 def test_a_folder_says_how_sentences_are_made(folder, encoder):
     found = load_sentence_encoder(folder)
     tokens = np.array([[1, 9, 4, 2, 0]], np.int32)
@@ -307,6 +312,7 @@ def test_what_is_not_known_is_refused_by_name(name, folder):
     assert str(folder) in str(caught.value)
 
 
+@pytest.mark.slow_except("modules.json")
 @pytest.mark.parametrize("file", ["modules.json", "1_Pooling/config.json"])
 def test_a_folder_of_something_else_is_refused(file, folder):
     (folder / file).unlink()

@@ -103,6 +103,7 @@ def test_a_marian_s_beams_are_those_of_transformers():
     assert (case["beams"] != case["greedy"]).any()
 
 
+@pytest.mark.slow
 def test_the_encoder_shows_what_it_encodes():
     """`attend_source` is `encode`, and its weights are of the real source alone."""
     config, params, case = loaded("t5")
@@ -124,6 +125,7 @@ def test_the_encoder_shows_what_it_encodes():
     assert (np.asarray(seen.self)[hidden_keys] == 0).all()
 
 
+@pytest.mark.slow_except("t5")
 @every_golden
 def test_saved_and_read_again_nothing_changes(name, tmp_path):
     config, params, _ = loaded(name)
@@ -188,9 +190,7 @@ SEPARATE: dict[str, tuple[Any, dict[str, np.ndarray], bool]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except(
-    "marian copied output", "marian shared but the output", "marian three tables"
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEPARATE)
 def test_tables_that_are_not_shared_are_read_used_and_saved(name, tmp_path):
     """Compare logits with the formulas on the tables of the file, and the saved file with it."""
@@ -365,6 +365,7 @@ def test_bias_of_attention_to_the_source_is_not_used(tmp_path):
 TABLES = "model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"
 
 
+@pytest.mark.slow_except("bfloat16", "float16")
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_tables_of_an_old_marian_are_the_sinusoids(dtype, tmp_path):
     table = np.asarray(sinusoidal(jnp.arange(31), 18, layout="halves")).astype(dtype)
@@ -477,6 +478,7 @@ def test_a_config_that_no_t5_has_is_refused():
         write_config(FAMILIES["t5"], config)
 
 
+@pytest.mark.slow
 def test_the_paper_s_transformer_has_no_family(tmp_path):
     """Sines and cosines take turns in it, which no Marian has."""
     config = ModelConfig(

@@ -85,6 +85,7 @@ def test_counted_ngrams_are_those_of_the_training_part(table, text):
         assert run["counted"] and run["parameters"] == len(grams)
 
 
+@pytest.mark.slow
 def test_the_search_never_reads_the_held_out_part(text, monkeypatch):
     """Look at every text that the search would train on, instead of training."""
     read = []

@@ -223,6 +223,7 @@ def test_look_up_makes_room_in_a_ring(layers, window):
     assert look_up(*model, "abcab", 17, num_draft=4, **drawn)[0] == want
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused_by_name(params):
     with pytest.raises(ValueError, match="stop has '': must be strings of at least one character"):
         text(params, stop=["a", ""])

@@ -178,7 +178,7 @@ class TestGPT2:
         assert again == full
         assert again.encode(NASTY).tolist() == gpt2.encode(NASTY).tolist()
 
-    @pytest.mark.slow_except(" ", "\\n", "hello ", "x")
+    @pytest.mark.slow_except("x")
     @pytest.mark.parametrize("piece", ["x", "hello ", " ", "é\u0301\0", "\n"])
     def test_encoding_takes_linear_time(self, gpt2, piece):
         def seconds(length):

@@ -407,6 +407,7 @@ def test_a_file_that_holds_no_arrays_is_refused(tmp_path):
         read_signals(DigitsTask(), str(tmp_path / "objects.npz"))
 
 
+@pytest.mark.slow_except("array", "bytes", "header", "size")
 @pytest.mark.parametrize("damage", ["array", "header", "bytes", "size", "deflated"])
 def test_a_damaged_array_is_refused_in_one_line(tmp_path, damage):
     """A header may ask for more memory than there is, or be no array's at all."""

@@ -140,7 +140,7 @@ def test_a_bpe_that_lacks_a_byte_is_refused():
         BPETokenizer(json.dumps(definition))
 
 
-@pytest.mark.slow_except(" ", "the cat ", "x")
+@pytest.mark.slow_except("x")
 @pytest.mark.parametrize("piece", ["x", "ab \n", " ", "é\u0301\0", "the cat "])
 def test_encoding_takes_linear_time(piece):
     def seconds(length):

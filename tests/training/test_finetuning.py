@@ -202,6 +202,7 @@ def test_an_encoder_decoder_is_adapted_too(tmp_path):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_cannot_be_adapted_is_one_line(base, tmp_path):
     config = tuned_config(tmp_path, base)
     refused = {

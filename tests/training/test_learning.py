@@ -125,7 +125,7 @@ GENERATED = {
 }
 
 
-@pytest.mark.slow_except("copy window")
+@pytest.mark.slow
 @pytest.mark.long_except(
     "copy decoder",
     "copy encoder-decoder",

@@ -165,7 +165,6 @@ def test_muon_takes_each_of_the_stacked_layers_as_a_matrix_of_its_own():
     assert stacked["attention"]["out"]["kernel"] == ((1, 2), (3,))
 
 
-@pytest.mark.slow
 def test_schedule_free_is_evaluated_at_the_average_of_its_steps(rng):
     """z steps by AdamW's rule, x is the mean of all z, gradients are those of y between them."""
 

@@ -199,7 +199,6 @@ def test_a_plan_of_decoding_has_the_cache_and_the_parameters_once():
     assert plan.flops == 3 * (matrices + SMALL.num_layers * 13 * 4 * 32)
 
 
-@pytest.mark.slow
 def test_a_table_that_has_rows_looked_up_is_not_read_whole():
     chip = replace(CHIPS["h200"], bandwidth=1.0)
     untied = replace(SMALL, tie_embeddings=False)

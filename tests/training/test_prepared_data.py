@@ -172,6 +172,7 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(folders):
     assert_near(packed[at], logits(params, alone, None)[0, : len(at)], FORWARD_F32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [LanguageTask(), documents()])
 def test_every_epoch_reads_every_row_once_in_another_order(folders, task):
     made = load_task(config(folders, task=task))
@@ -244,6 +245,7 @@ def test_the_folders_of_a_mixture_have_their_shares():
         assert own == list(range(own[0], own[0] + len(own)))
 
 
+@pytest.mark.slow_except("None-None")
 @pytest.mark.parametrize(
     ("weights", "share"), [((0.7, 0.3), 0.7), ((1.0, 3.0), 0.25), (None, None)]
 )

@@ -160,7 +160,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow_except("window")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_packed_batch_has_the_loss_of_the_examples_one_by_one(name):
     given = examples(19, 7, prefix=name == "prefix")

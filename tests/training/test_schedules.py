@@ -41,6 +41,7 @@ def after_warmup(name, count):
     raise AssertionError(name)
 
 
+@pytest.mark.slow_except("constant", "inverse_sqrt")
 @pytest.mark.parametrize("name", ["cosine", "linear", "inverse_sqrt", "wsd", "constant"])
 def test_a_schedule_rises_in_a_line_and_then_follows_its_formula(name):
     config = TrainConfig(

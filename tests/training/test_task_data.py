@@ -236,6 +236,7 @@ def test_documents_begin_and_end_and_are_packed_where_they_are_short(tmp_path):
     assert tokens[:7].tolist() == [eos, 1, 2, 0, 3, 1, 2] and tokens[7] == eos
 
 
+@pytest.mark.slow_except("addition", "addition reversed", "recall", "reverse")
 @pytest.mark.parametrize(
     ("task", "target"),
     [

@@ -288,6 +288,7 @@ def test_a_token_that_the_model_has_not_is_named_by_its_line(tmp_path, task, lin
         task_of(tmp_path, folder(tmp_path), task, line, vocab_size=257)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_the_model_cannot_read_is_one_line(tmp_path):
     tokenizer = folder(tmp_path)
     model = ModelConfig(vocab_size=257, d_model=8, num_layers=1, num_heads=1, max_len=17)
@@ -361,6 +362,7 @@ def test_no_space_is_put_before_a_rest_alone(tmp_path):
     assert tokenizer.to_bytes(rest) == b"b</s> b" and tokenizer.to_bytes(usual) == b" b</s> b"
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("messages", [False, True])
 def test_a_run_of_preferences_is_prompted_as_it_was_trained(tmp_path, messages):
     tokenizer = folder(tmp_path)  # with a chat template
@@ -416,6 +418,7 @@ def test_converted_ends_are_those_that_the_model_has(tmp_path):
     assert found["eos_token_id"] is None and found["bos_token_id"] is None
 
 
+@pytest.mark.slow_except("force")
 @pytest.mark.parametrize("flag", ["ban", "force"])
 def test_a_text_of_tokens_that_the_model_has_not_is_one_line(tmp_path, capsys, flag):
     tokenizer = folder(tmp_path / "tokenizer")

@@ -59,6 +59,7 @@ def test_padding_at_known_positions_may_be_closed_over(positions, key):
             jax.jit(lambda p: run(p, far))(params)
 
 
+@pytest.mark.slow
 def test_a_known_cache_that_is_full_is_refused_inside_a_jit_too(key):
     config = tj.ModelConfig(**SMALL, positions="rope")
     model, params = tj.build(config), tj.init_params(config, key)
@@ -82,7 +83,7 @@ def test_segments_that_come_again_are_refused_by_place_and_are_apart_under_trace
     assert_near(run(apart), np.concatenate(alone, axis=1), FORWARD_F32)
 
 
-@pytest.mark.slow_except("encoder")
+@pytest.mark.slow
 @pytest.mark.long_except("decoder", "encoder", "recurrent")
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder-decoder", "recurrent", "window"])
 def test_a_model_goes_through_the_bridge_of_nnx(kind):
@@ -98,7 +99,7 @@ def test_a_model_goes_through_the_bridge_of_nnx(kind):
     assert_near(logits, wanted, FORWARD_F32)
 
 
-@pytest.mark.slow_except("bfloat16", "dtype1")
+@pytest.mark.slow_except("bfloat16")
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, np.dtype("bfloat16"), jnp.zeros(1, "bfloat16").dtype]
 )
