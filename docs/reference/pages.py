@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ def notebook_links(found: re.Match[str], repository: str | None) -> str:
         there = f"https://colab.research.google.com/github/{name}/blob/main/docs/{path}"
         links += f" · [Open in Colab]({there})"
     return links
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Put the text of each page next to it, where llms.txt leads."""
+    for page in (ROOT / "docs").rglob("*.md"):
+        target = Path(config.site_dir) / page.relative_to(ROOT / "docs")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(page, target)
 
 
 _FORMULAS: list[str] = []
