@@ -133,11 +133,6 @@ class Mask:
         return jax.tree.map(close, self, is_leaf=lambda x: id(x) in found) if found else self
 
     @property
-    def num_matrices(self) -> int:
-        """Count the matrices that a fused kernel reads: one for each `Dense`."""
-        return sum(type(node).reads_pairs for node in nodes(self))
-
-    @property
     def calls_user_code(self) -> bool:
         """Return whether evaluating the mask calls code that is not of this library."""
         return any(type(node).is_foreign for node in nodes(self))
@@ -416,8 +411,9 @@ def refuse_mask(mask: Mask) -> str | None:
 
     Only what a trace with the call's arrays finds is refused later, by `MaskVectors`.
     """
-    if mask.num_matrices > MATRICES:
-        return f"takes at most {MATRICES} Dense masks, not {mask.num_matrices}"
+    matrices = sum(type(node).reads_pairs for node in nodes(mask))
+    if matrices > MATRICES:
+        return f"takes at most {MATRICES} Dense masks, not {matrices}"
     if not mask.calls_user_code:
         return None
     at = jax.ShapeDtypeStruct((1, 1), jnp.int32)
