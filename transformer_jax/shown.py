@@ -98,6 +98,8 @@ def shown(value: Any) -> str:
         if isinstance(value, list):
             return f"[{text}]"
         return f"({text},)" if len(value) == 1 else f"({text})"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
     text = _repr(value) if next(_leaves(value), None) is not None else repr(value)
     return text if len(text) <= 400 else f"{text[:400]}…"
 

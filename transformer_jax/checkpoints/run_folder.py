@@ -29,7 +29,8 @@ from typing import TypeVar, cast, get_args, get_type_hints
 from transformer_jax import durable_files
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import ConfigError, TrainConfig
-from transformer_jax.config.fields import Dataclass, FieldValue, Hint, kind_name
+from transformer_jax.config.fields import Dataclass, FieldValue, Hint, is_function, kind_name
+from transformer_jax.config.own import found_again, name_of
 from transformer_jax.durable_files import naming, write_file
 from transformer_jax.tokenizers.special import tokenizer_from_json
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -234,8 +235,12 @@ def _plain(config: FieldValue) -> JsonObject:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            kind = {"kind": kind_name(type(value))} if get_args(hints[field.name]) else {}
+            own = hasattr(value, "own_kind_of")
+            named = name_of(field.name, type(value)) if own else kind_name(type(value))
+            kind = {"kind": named} if get_args(hints[field.name]) else {}
             value = kind | _plain(value)
+        elif is_function(value):
+            value = name_of(field.name, value)
         content[field.name] = value
     return content
 
@@ -295,6 +300,14 @@ def _field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
     content = dict(value)
     own = [cls for cls in kinds.values() if "kind" in cls.__dataclass_fields__]
     kind = content.pop("kind", own[0].kind if own else None)
+    if isinstance(kind, str) and ":" in kind:  # of a class of the user's
+        cls = found_again(f"{path}.kind", kind)
+        base = getattr(cls, "own_kind_of", None)
+        if not (
+            dataclasses.is_dataclass(cls) and base and issubclass(next(iter(kinds.values())), base)
+        ):
+            raise ConfigError(f"{path}.kind is {kind!r}: must be a class for {path} of your own")
+        return _build(cast(type, cls), content, f"{path}.")
     if not isinstance(kind, str) or kind not in kinds:
         raise ConfigError(f"{path}.kind is {kind!r}: must be one of {', '.join(kinds)}")
     if kinds[kind] in own:

@@ -30,6 +30,7 @@ from transformer_jax.config.optimizers import (
 from transformer_jax.config.positions import (
     Alibi,
     Learned,
+    OwnPositions,
     Positions,
     Rope,
     RopeScaling,
@@ -65,6 +66,7 @@ __all__ = [
     "Norm",
     "NormOrder",
     "Optimizer",
+    "OwnPositions",
     "Patches",
     "Pooler",
     "Positions",

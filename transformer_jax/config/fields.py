@@ -87,6 +87,8 @@ def check_types(config: Dataclass) -> None:
             if isinstance(spelled, str):
                 value = spelled
                 object.__setattr__(config, name, value)
+        if name in getattr(type(config), "functions", ()) and is_function(value):
+            continue
         options = get_args(hint) if get_origin(hint) not in (None, Literal, tuple) else (hint,)
         if not any(_fits(value, option) for option in options):
             choices = [c for o in options if get_origin(o) is Literal for c in get_args(o)]
@@ -100,7 +102,15 @@ def check_types(config: Dataclass) -> None:
             fail(name, value, f"must be {_spell(hint)}{near}")
 
 
+def is_function(value: object) -> bool:
+    """Say whether a value can be called, and is not a class."""
+    return callable(value) and not isinstance(value, type)
+
+
 def _fits(value: object, hint: Hint) -> bool:
+    own = getattr(value, "own_kind_of", None)
+    if own is not None and not isinstance(value, type):  # of a class of the user's
+        return isinstance(hint, type) and issubclass(hint, own)
     if get_origin(hint) is Literal:
         return value in get_args(hint) and isinstance(value, str)
     if get_origin(hint) is tuple:

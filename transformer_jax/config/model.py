@@ -6,8 +6,9 @@ again. Absent is `None`, a mode is a `Literal`; an error names the field, its va
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformer_jax.config.fields import (
     below_int32,
@@ -15,12 +16,14 @@ from transformer_jax.config.fields import (
     factor,
     fail,
     fraction,
+    is_function,
     non_negative,
     positive,
     unread,
 )
 from transformer_jax.config.inputs import Frames, Patches, Vectors
 from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.own import found_again
 from transformer_jax.config.positions import Learned, Positions, positions_of
 from transformer_jax.shown import short_repr
 
@@ -28,6 +31,10 @@ Kind = Literal["decoder", "encoder", "encoder-decoder"]
 Norm = Literal["layernorm", "rmsnorm"]
 NormOrder = Literal["pre", "post", "sandwich"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+if TYPE_CHECKING:
+    AnyActivation = Activation | Callable[[Any], Any]
+else:  # what files and flags name
+    AnyActivation = Activation
 DType = Literal["float32", "bfloat16", "float16"]
 Pooler = Literal["tanh", "relu"]
 Remat = Literal["none", "attention", "dots", "full"]
@@ -87,7 +94,8 @@ class ModelConfig:
     """Norms multiply by 1 + scale (Gemma)."""
     embedding_norm: bool = False
     """Normalise the embeddings before the first block (BERT)."""
-    activation: Activation = "gelu_tanh"
+    activation: AnyActivation = "gelu_tanh"
+    """A name, or a function of an array, such as `jax.nn.mish`."""
     glu: bool = False
     """Gated feed-forward: act(x W_gate) * (x W_up)."""
     use_bias: bool = True
@@ -139,9 +147,16 @@ class ModelConfig:
     implementation: str | None = None
     """Attention implementation by name, which `build` checks; None takes the best that is legal."""
 
+    functions = ("activation",)  # fields that a function may be
+
     def __post_init__(self) -> None:
         if isinstance(self.positions, str):
             object.__setattr__(self, "positions", positions_of(self.positions))
+        if isinstance(self.activation, str) and ":" in self.activation:  # of a file
+            found = found_again("activation", self.activation)
+            if not is_function(found):
+                fail("activation", self.activation, "must be a function of an array")
+            object.__setattr__(self, "activation", found)
         check_types(self)
         self._check_ranges()
         self._check_window()

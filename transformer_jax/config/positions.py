@@ -6,7 +6,7 @@ A value is checked by itself when it is made, and against its model by `check_mo
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformer_jax.config.fields import (
     below_int32,
@@ -247,7 +247,46 @@ class Alibi(_Positions):
     """Add a bias that falls with the distance, at a slope of each head (Press et al. 2022)."""
 
 
-Positions = Learned | Sinusoidal | Rope | Shaw | T5Buckets | Alibi
+class OwnPositions(_Positions):
+    """Hold positions of your own: make a frozen dataclass of it with one or more of these methods.
+
+    Each is traced in the model. `positions` are counted from 0 at the first token of a text and
+    negative where it is padded, with one row where all rows have the same; with a cache they go on
+    where it ends, and rotated keys are cached.
+    """
+
+    own_kind_of = _Positions
+
+    @property
+    def absolute(self) -> bool:  # type: ignore[override]
+        """Say whether vectors join the embeddings: a text is then no longer than `max_len`."""
+        return type(self).embed is not OwnPositions.embed
+
+    def embed(self, positions: Any, d_model: int) -> Any:  # i32[B, T] -> [B, T, D]
+        """Return the vectors that join the embeddings."""
+        return None
+
+    def rotate(self, x: Any, positions: Any) -> Any:  # [B, T, N, H], i32[B, T]
+        """Return queries or keys as their product is to read their distance; None leaves them."""
+        return None
+
+    def bias(self, num_heads: int) -> Any:
+        """Return the `Bias` of the attention scores; None has none."""
+        return None
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise ConfigError for a value that cannot be a part of a config."""
+        try:
+            hash(self)
+        except TypeError as error:
+            rule = f"must be hashable, as a frozen dataclass of hashable fields is ({error})"
+            fail("positions", self, rule)
+
+
+if TYPE_CHECKING:
+    Positions = Learned | Sinusoidal | Rope | Shaw | T5Buckets | Alibi | OwnPositions
+else:  # what files and flags name
+    Positions = Learned | Sinusoidal | Rope | Shaw | T5Buckets | Alibi
 """How order enters a model: joins the embeddings (`absolute`), or is read in attention."""
 
 KINDS: dict[str, type[Positions]] = {

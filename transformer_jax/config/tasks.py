@@ -7,7 +7,7 @@ A task here says what is asked for; `training/tasks` reads the files and makes t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeGuard, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 from transformer_jax.config.architectures import AnyModelConfig, Shape, model_shape
 from transformer_jax.config.fields import (
@@ -67,6 +67,31 @@ class _Task:
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
         """Return a model with what the task asks of it, where that is more than its shape."""
         return model
+
+
+class OwnTask(_Task):
+    """Hold a task of your own: make a frozen dataclass of it that loads its examples.
+
+    `shapes`, `check_model` and `fit_model` say which models can learn it, by default decoders.
+    """
+
+    own_kind_of = _Task
+
+    def load(self, config: Any, tokenizers: Any, vocab_size: int | None) -> Any:
+        """Return a `training.tasks.TrainingTask` of the run, as `training.tasks.load_task` does.
+
+        `tokenizers` are those of a run that goes on, or of the model it starts from; else None.
+        """
+        raise NotImplementedError
+
+    def check_model(self, model: AnyModelConfig) -> None:
+        """Raise ConfigError where the model cannot learn this task, or no config can hold it."""
+        try:
+            hash(self)
+        except TypeError as error:
+            rule = f"must be hashable, as a frozen dataclass of hashable fields is ({error})"
+            fail("task", self, rule)
+        super().check_model(model)
 
 
 def _is_bert(model: AnyModelConfig) -> TypeGuard[ModelConfig]:

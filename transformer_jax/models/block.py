@@ -16,7 +16,7 @@ from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache
 from transformer_jax.cache.paged_cache import PagedCache
-from transformer_jax.config import ModelConfig, Rope, Shaw
+from transformer_jax.config import ModelConfig, OwnPositions, Rope, Shaw
 from transformer_jax.models import positions as pos
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import (
@@ -108,6 +108,7 @@ class Attention(nn.Module):
         # attention to an encoder's output knows no distances
         order = None if self.cross else cfg.positions
         self.rope = order.in_layer(self.window) if isinstance(order, Rope) else None
+        self.own = order if isinstance(order, OwnPositions) else None
         self.shaw = order if isinstance(order, Shaw) else None
         if self.shaw is not None:
             rows, std = 2 * self.shaw.max_distance + 1, nn.initializers.normal(cfg.init_std)
@@ -128,7 +129,20 @@ class Attention(nn.Module):
         if self.rope is not None:
             assert token_positions is not None
             k = pos.apply_rope(k, token_positions, self.rope)
-        return k, v
+        return self._rotated(k, token_positions), v
+
+    def _rotated(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
+        """Return queries or keys as positions of the user's own rotate them."""
+        if self.own is None:
+            return x
+        assert positions is not None
+        rotated = self.own.rotate(x, pos.in_rows(positions))
+        if rotated is None:
+            return x
+        if rotated.shape != x.shape:
+            rule = f"must be that of x, {x.shape}"
+            raise ValueError(f"positions.rotate returns shape {rotated.shape}: {rule}")
+        return rotated.astype(x.dtype)
 
     def __call__(
         self,
@@ -155,6 +169,7 @@ class Attention(nn.Module):
         if self.rope is not None:
             assert given.token_positions is not None
             q = pos.apply_rope(q, given.token_positions, self.rope)
+        q = self._rotated(q, given.token_positions)
         if cross_cache is None:
             k, v = self.keys_values(x, given.token_positions, key)
             heads = _Heads(q, k, v, given.mask, given.bias, given.positions, given.positions)

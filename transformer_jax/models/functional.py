@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from transformer_jax.checks import check_key
 from transformer_jax.config import Activation
 from transformer_jax.config.fields import fail, nearest
+from transformer_jax.config.model import AnyActivation
 from transformer_jax.kernels.dropout import exact_rate, threshold
 from transformer_jax.sharding import by_compiler, split
 
@@ -51,8 +52,16 @@ def rms_norm(
     return y.astype(x.dtype)
 
 
-def activate(x: jax.Array, name: Activation) -> jax.Array:
-    """Apply relu, silu, gelu x Phi(x), or GPT-2's gelu_tanh (Hendrycks & Gimpel 2016)."""
+def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
+    """Apply relu, silu, gelu x Phi(x), GPT-2's gelu_tanh (Hendrycks & Gimpel 2016), or a function.
+
+    ValueError where a function returns another shape.
+    """
+    if callable(name):
+        y = jnp.asarray(name(x))
+        if y.shape != x.shape:
+            raise ValueError(f"activation returns shape {y.shape}: must be that of x, {x.shape}")
+        return y.astype(x.dtype)
     match name:
         case "relu":
             return jax.nn.relu(x)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.errors import ScopeParamShapeError
 
-from transformer_jax.config import Learned, ModelConfig, Sinusoidal
+from transformer_jax.config import Learned, ModelConfig, OwnPositions, Sinusoidal
 from transformer_jax.models import ops
 from transformer_jax.models import positions as pos
 from transformer_jax.models.adapters import AdaptedKernel, product
@@ -255,6 +255,8 @@ class Embed(nn.Module):
             added = pos.learned(self.tables[target], token_positions, cfg.positions.offset)
         elif isinstance(cfg.positions, Sinusoidal):
             added = pos.sinusoidal(token_positions, cfg.d_model, layout=cfg.positions.layout)
+        elif isinstance(cfg.positions, OwnPositions):
+            added = cfg.positions.embed(pos.in_rows(token_positions), cfg.d_model)
         if added is not None:
             x = x + (added if added.ndim == 3 else added[None])
         if cfg.type_vocab_size is not None:

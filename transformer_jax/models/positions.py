@@ -24,6 +24,11 @@ from transformer_jax.sharding import by_compiler, split, vary
 from transformer_jax.tracing import known_value
 
 
+def in_rows(positions: jax.Array) -> jax.Array:  # i32[T] or i32[B, T] -> i32[B, T]
+    """Return positions with an axis of rows, of size 1 where all rows have the same."""
+    return positions if positions.ndim == 2 else positions[None]
+
+
 def sinusoidal(
     positions: jax.Array,  # i32[...]
     dim: int,

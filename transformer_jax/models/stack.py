@@ -17,7 +17,7 @@ from transformer_jax.attention.api import plan_mask
 from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache.model_cache import Layers, ModelCache, slot_positions
-from transformer_jax.config import Alibi, ModelConfig, Shaw, T5Buckets
+from transformer_jax.config import Alibi, ModelConfig, OwnPositions, Shaw, T5Buckets
 from transformer_jax.models.block import Block, BlockInputs, PositionBias
 from transformer_jax.models.functional import split_key
 from transformer_jax.models.layers import Norm, parameter, refuse_surplus
@@ -190,6 +190,8 @@ class Stack(nn.Module):
         bias: PositionBias | None = None
         if isinstance(cfg.positions, Alibi):
             bias = biases.ALiBi(biases.alibi_slopes(cfg.num_heads))
+        elif isinstance(cfg.positions, OwnPositions):
+            bias = cfg.positions.bias(cfg.num_heads)
         elif isinstance(cfg.positions, T5Buckets):
             distance = cfg.positions.max_distance
             bias = biases.RelativeBias(

@@ -34,7 +34,7 @@ from transformer_jax.cache.model_cache import (
     refuse_past_int32,
 )
 from transformer_jax.checks import as_int32
-from transformer_jax.config import Learned, ModelConfig, Rope, Sinusoidal
+from transformer_jax.config import Learned, ModelConfig, OwnPositions, Rope, Sinusoidal
 from transformer_jax.models import positions as pos
 from transformer_jax.models.arguments import check_cache_room, positions_and_masks
 from transformer_jax.models.block import BlockInputs
@@ -283,6 +283,9 @@ def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> M
         raise ValueError(f"capacity is {limit}, window {config.window}: not a ring of the window")
     if cache.cross is not None:
         raise ValueError("cache.cross is not None: a target has an end, and is not rebased")
+    if isinstance(config.positions, OwnPositions):
+        rule = "positions of your own do not say how cached keys are moved"
+        raise ValueError(f"positions is {config.positions!r}: {rule}")
     rope = config.positions.in_layer(window) if isinstance(config.positions, Rope) else None
 
     def move(layer: kv.KVCache) -> kv.KVCache:

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Never
 
@@ -31,7 +31,7 @@ from transformer_jax.checkpoints.run_folder import (
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.keywords import refuse_keywords
-from transformer_jax.config.tasks import PreferenceTask
+from transformer_jax.config.tasks import OwnTask, PreferenceTask
 from transformer_jax.shown import short_repr
 from transformer_jax.text.text_model import naming_run
 from transformer_jax.training.evaluation import decode_held_out, evaluate_run
@@ -88,6 +88,7 @@ def fit(
     vocab_size: int | None = None,
     progress: Progress | None = None,
     stop: Callable[[], bool] = lambda: False,
+    task: OwnTask | None = None,
     **unknown: Never,
 ) -> Result:
     """Train as `config` says, into the folder `config.out`.
@@ -98,7 +99,8 @@ def fit(
     of its tables; `fine_tuning` makes such a config. With
     `resume`, the run in that folder goes on from its last checkpoint, bit for bit as if it had
     never stopped; what `run_folder.MAY_CHANGE` lists may differ from it (with another `steps` the
-    schedule follows the new one). `stop` is asked after every step: True saves and returns.
+    schedule follows the new one). `task` is a task of your own, in the place of `config.task`
+    (docs/howto_task.md). `stop` is asked after every step: True saves and returns.
 
     Of several processes (`jax.distributed`), each calls it with the same config, whose mesh is of
     all their devices, and a folder that all of them see; the first writes it. They are asked
@@ -113,6 +115,8 @@ def fit(
         given = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
         rule = "must be a TrainConfig, as TrainConfig(model=...) or train_preset(NAME) is"
         raise ConfigError(f"config is {given}: {rule}")
+    if task is not None:
+        config = replace(config, task=task)  # type: ignore[arg-type]
     progress = progress_for_notebook() if progress is None else progress
     progress = progress if is_first() else Silent()
     keeps = config.lora is not None or isinstance(config.task, PreferenceTask)
@@ -127,7 +131,7 @@ def fit(
         if resume:
             stored = folder.read_config()
             by_first(lambda: stack.enter_context(locked(folder.path)))
-            task, found = continued(config, stored, folder, vocab_size, progress)
+            data, found = continued(config, stored, folder, vocab_size, progress)
             if config.init_from is not None and (found is None or keeps):
                 with naming_run(config.out, config.init_from):
                     start = start_model(config.init_from)
@@ -137,8 +141,8 @@ def fit(
             if config.init_from is not None:
                 start = start_model(config.init_from)
                 check_model(config.model, start, config.init_from)
-            task = load_task(config, None if start is None else start.tokenizers, vocab_size)
-        run = Run(task, folder)
+            data = load_task(config, None if start is None else start.tokenizers, vocab_size)
+        run = Run(data, folder)
         first = run.check_memory(0 if found is None else found.step)
         if not resume:
             by_first(lambda: stack.enter_context(_claimed(folder.path)))
@@ -146,7 +150,7 @@ def fit(
         done = int(state.step)
         if found is not None:
             by_first(lambda: checkpoint.set_aside(folder.checkpoints, done))
-        by_first(lambda: _write_folder(folder, run.config, task.tokenizers))
+        by_first(lambda: _write_folder(folder, run.config, data.tokenizers))
         if damaged := by_first(lambda: folder.cut_metrics(done)):
             progress.say(f"{folder.metrics_file}: damaged lines left out: {damaged}")
         for line in run.described(done):

@@ -18,6 +18,7 @@ from transformer_jax.config.tasks import (
     DigitsTask,
     LanguageTask,
     MaskedTask,
+    OwnTask,
     PreferenceTask,
     Task,
     TonesTask,
@@ -92,7 +93,7 @@ class Reader:
                 return "signals"
             case LanguageTask():
                 return "text"
-            case None:
+            case None | OwnTask():
                 pass
             case _:
                 return "targets"

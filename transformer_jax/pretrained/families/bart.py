@@ -23,7 +23,6 @@ import numpy as np
 
 from transformer_jax.config import Learned, ModelConfig, Sinusoidal
 from transformer_jax.pretrained.families.table import (
-    ACTIVATION_KEYS,
     ACTIVATIONS,
     LINEAR_OUT,
     ROW,
@@ -32,6 +31,7 @@ from transformer_jax.pretrained.families.table import (
     Fields,
     Shape,
     TensorMapping,
+    activation_key,
     blocks,
     linear,
     norm,
@@ -148,7 +148,7 @@ def _write_common(config: ModelConfig) -> JsonObject:
         encoder_ffn_dim=config.ff_dim,
         decoder_ffn_dim=config.ff_dim,
         max_position_embeddings=config.max_len,
-        activation_function=ACTIVATION_KEYS[config.activation],
+        activation_function=activation_key(config.activation),
         scale_embedding=config.scale_embeddings,
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,

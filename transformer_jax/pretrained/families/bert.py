@@ -10,13 +10,13 @@ from __future__ import annotations
 from transformer_jax.config import Activation, Learned, ModelConfig, Pooler
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.pretrained.families.table import (
-    ACTIVATION_KEYS,
     ACTIVATIONS,
     LINEAR_OUT,
     ConfigKeys,
     Family,
     Fields,
     TensorMapping,
+    activation_key,
     blocks,
     linear,
     norm,
@@ -143,7 +143,7 @@ def _write_bert_sizes(config: ModelConfig) -> JsonObject:
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         intermediate_size=config.ff_dim,
-        hidden_act=ACTIVATION_KEYS[config.activation],
+        hidden_act=activation_key(config.activation),
         max_position_embeddings=config.max_len + _offset(config),
         type_vocab_size=config.type_vocab_size,
         layer_norm_eps=config.norm_eps,
@@ -342,7 +342,7 @@ def _write_distilbert(config: ModelConfig) -> JsonObject:
         n_layers=config.num_layers,
         n_heads=config.num_heads,
         hidden_dim=config.ff_dim,
-        activation=ACTIVATION_KEYS[config.activation],
+        activation=activation_key(config.activation),
         max_position_embeddings=config.max_len,
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.pretrained.families.table import (
-    ACTIVATION_KEYS,
     ACTIVATIONS,
     ConfigKeys,
     Family,
     Layout,
     TensorMapping,
+    activation_key,
     blocks,
     norm,
 )
@@ -83,7 +83,7 @@ def _write(config: ModelConfig) -> JsonObject:
         n_layer=config.num_layers,
         n_head=config.num_heads,
         n_inner=config.d_ff,
-        activation_function=ACTIVATION_KEYS[config.activation],
+        activation_function=activation_key(config.activation),
         layer_norm_epsilon=config.norm_eps,
         tie_word_embeddings=config.tie_embeddings,
         resid_pdrop=config.dropout,

@@ -13,13 +13,13 @@ from functools import partial
 
 from transformer_jax.config import ModelConfig, Rope, RopeScaling
 from transformer_jax.pretrained.families.table import (
-    ACTIVATION_KEYS,
     ACTIVATIONS,
     LINEAR_OUT,
     ConfigKeys,
     Family,
     Fields,
     TensorMapping,
+    activation_key,
     blocks,
     linear,
 )
@@ -111,7 +111,7 @@ def _write_common(config: ModelConfig) -> JsonObject:
         num_key_value_heads=config.kv_heads,
         max_position_embeddings=config.max_len,
         rms_norm_eps=config.norm_eps,
-        hidden_act=ACTIVATION_KEYS[config.activation],
+        hidden_act=activation_key(config.activation),
         tie_word_embeddings=config.tie_embeddings,
         attention_dropout=config.attention_dropout,
     )

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from transformer_jax.config import Activation, ModelConfig, T5Buckets
 from transformer_jax.pretrained.families.table import (
-    ACTIVATION_KEYS,
     ACTIVATIONS,
     LINEAR_OUT,
     ConfigKeys,
     Family,
     TensorMapping,
+    activation_key,
     blocks,
     linear,
 )
@@ -154,7 +154,7 @@ def _forward(keys: ConfigKeys) -> tuple[Activation, bool]:
 
 
 def _write(config: ModelConfig) -> JsonObject:
-    dense = ACTIVATION_KEYS[config.activation]
+    dense = activation_key(config.activation)
     positions = config.positions if isinstance(config.positions, T5Buckets) else T5Buckets()
     plain = "gelu" if config.activation == "gelu_tanh" else dense
     return dict(

@@ -14,6 +14,8 @@ from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, overload
 import numpy as np
 
 from transformer_jax.config import Activation, ConfigError, ModelConfig
+from transformer_jax.config.fields import fail
+from transformer_jax.config.model import AnyActivation
 from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import JsonObject, shown
 
@@ -186,6 +188,14 @@ ACTIVATION_KEYS: dict[Activation, str] = {
     "silu": "silu",
 }
 """The name that is written for each activation."""
+
+
+def activation_key(activation: AnyActivation) -> str:
+    """Return the name that is written for an activation; ConfigError for a function."""
+    if not isinstance(activation, str):
+        fail("activation", activation, "no published family has a function of your own")
+    return ACTIVATION_KEYS[activation]
+
 
 IGNORED_KEYS = frozenset(
     """

@@ -18,6 +18,7 @@ from transformer_jax.config.tasks import (
     GeneratedTask,
     LanguageTask,
     MaskedTask,
+    OwnTask,
     PreferenceTask,
     TonesTask,
 )
@@ -43,6 +44,12 @@ def load_task(
     `vocab_size` is a larger vocabulary than the tokenizer's. ConfigError or DataError says in one
     line what cannot be used.
     """
+    if isinstance(config.task, OwnTask):
+        task = config.task.load(config, tokenizers, vocab_size)
+        if not isinstance(task, TrainingTask):
+            rule = "must be a TrainingTask"
+            fail("task", config.task, f"load returns a {type(task).__name__}: {rule}")
+        return task
     if folders := _prepared(config):
         if importlib.util.find_spec("grain") is None:
             fail("data", config.data, "reading prepared folders needs grain: pip install grain")

@@ -1,0 +1,41 @@
+"""Let a config hold a function, or a value of a class, that is not of this package.
+
+A file says it by name, "module:name". It is found again in a module that is imported: reading a
+file imports none, and so runs nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformer_jax.config.fields import fail
+
+
+def name_of(field: str, value: Any) -> str:
+    """Return the "module:name" of a function or class, in a public module where there is one.
+
+    ConfigError for one that could not be found again, as a lambda or what a function defines.
+    """
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    top = str(module).partition(".")[0]
+    known = [m for m in sorted(sys.modules, key=lambda m: (m.count("."), m)) if _public(m, top)]
+    for found in (*known, str(module)):
+        if name and getattr(sys.modules.get(found), name, None) is value:
+            return f"{found}:{name}"
+    fail(field, value, "must be defined by its name in a module, for a file to say what it is")
+
+
+def _public(module: str, top: str) -> bool:
+    parts = module.split(".")
+    return parts[0] == top and not any(part.startswith("_") for part in parts[1:])
+
+
+def found_again(field: str, name: str) -> Any:
+    """Return what is called "module:name"; ConfigError where no imported module has it."""
+    module, _, own = name.partition(":")
+    value = getattr(sys.modules.get(module), own, None)
+    if value is None:
+        what = "has no such name" if module in sys.modules else "is not imported: import it first"
+        fail(field, name, f"{module} {what}")
+    return value
