@@ -317,7 +317,6 @@ def test_a_cache_that_cannot_be_is_refused():
             init(2, 5, dtype=dtype)
 
 
-@pytest.mark.slow
 def test_a_token_fed_again_replaces_its_old_key():
     """Re-scoring the last tokens must not count them twice, in a ring too small for the chunk."""
     capacity, window, width = 5, 5, 3

@@ -154,7 +154,6 @@ def test_what_was_taken_back_stays_forgotten_also_across_a_gap(rng):
     check(cache, [{p: (k[0, p], v[0, p]) for p in range(5)} | {9: (k[0, 0], v[0, 0])}])
 
 
-@pytest.mark.slow
 def test_what_a_row_took_back_stays_forgotten_beside_a_longer_row(rng):
     k, v = tokens(rng, 7, rows=2)
     cache = jit_update(init(rows=2), k, v, after([0, 0], [7, 7], 7))

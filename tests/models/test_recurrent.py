@@ -335,7 +335,7 @@ def test_a_row_alone_is_what_it_is_in_company(config):
         assert_near(leaf, both[row], FORWARD_F32)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("additive")
 @pytest.mark.parametrize("config", [ADDITIVE, DOT], ids=["additive", "dot"])
 def test_decoding_consumes_the_state_and_none_of_the_callers_arrays(config):
     params, source = parameters(config), jnp.asarray(draw_source())
@@ -346,7 +346,6 @@ def test_decoding_consumes_the_state_and_none_of_the_callers_arrays(config):
     assert not any(x.is_deleted() for x in (source, valid, prompt))
 
 
-@pytest.mark.slow
 @pytest.mark.long_except("additive")
 @pytest.mark.parametrize("config", [ADDITIVE, DOT], ids=["additive", "dot"])
 def test_padding_of_a_source_is_invisible(config):

@@ -285,7 +285,6 @@ def test_a_step_without_labels_has_no_loss_and_no_gradient(step):
     assert int(state.rejected) == 0
 
 
-@pytest.mark.slow
 def test_dropout_draws_anew_at_each_step_and_in_each_micro_batch():
     model = replace(MODEL, dropout=0.5, vocab_size=31)
     optimizer = KEEP
