@@ -69,6 +69,7 @@ def nats(logits: np.ndarray, labels) -> np.ndarray:
     return -log_p[np.arange(len(labels)), labels]
 
 
+@pytest.mark.slow
 def test_a_text_goes_on_with_the_likeliest_tokens_up_to_a_stop_string():
     ids = list(LETTERS.encode("bad"))
     for _ in range(7):
@@ -81,6 +82,7 @@ def test_a_text_goes_on_with_the_likeliest_tokens_up_to_a_stop_string():
     assert PLAIN.generate("bad", 7, stop=None) == expected
 
 
+@pytest.mark.slow
 def test_a_text_of_a_list_is_what_it_is_alone():
     """Drawn or not, and also where one text outgrows the model."""
     texts = ["bad", "a", "badcab" * 2]
@@ -92,6 +94,7 @@ def test_a_text_of_a_list_is_what_it_is_alone():
     assert PLAIN.generate(texts, 9, sampler=tj.Sample(), key=KEY, slots=2) == drawn
 
 
+@pytest.mark.slow
 def test_a_piece_is_whole_characters_and_no_part_of_a_stop_string():
     model = model_of(replace(CONFIG, vocab_size=256), ByteTokenizer())
     forced = dict(processors=[Force(*"a€bcd".encode())], stream=True)
@@ -136,6 +139,7 @@ def test_windows_have_each_label_once_after_enough_tokens(count, first, longest,
         assert before == everything or longest - stride < before <= longest
 
 
+@pytest.mark.slow
 def test_a_long_text_is_scored_in_windows():
     text = "badcabfeed" * 3
     ids = LETTERS.encode(text)
@@ -168,6 +172,7 @@ VECTORS = model_of(replace(CONFIG, kind="encoder"))
 TURNS = [{"role": "user", "content": "bad"}, {"role": "assistant", "content": "feed"}]
 
 
+@pytest.mark.slow
 def test_pairs_are_written_scored_and_looked_into():
     assert isinstance(PAIRS.generate("bad", 5), str)
     assert PAIRS.generate(["bad", "feed"], 5) == [PAIRS.generate(t, 5) for t in ("bad", "feed")]
@@ -184,6 +189,7 @@ def test_pairs_are_written_scored_and_looked_into():
     assert (seen.encoder > 0).all()
 
 
+@pytest.mark.slow
 def test_of_a_prefix_the_source_sees_itself_whole():
     seen = PREFIX.attend(("bad", "feed"))
     assert seen.tokens == [*"bad", "<sep>", *"feed"]
@@ -192,6 +198,7 @@ def test_of_a_prefix_the_source_sees_itself_whole():
     assert PREFIX.score(("bad", "feed")).num_tokens == 5
 
 
+@pytest.mark.slow
 def test_masks_are_filled_and_classes_named():
     filled = MASKED.generate("b_d")
     assert (len(filled), filled[0], filled[2]) == (3, "b", "d")
@@ -203,6 +210,7 @@ def test_masks_are_filled_and_classes_named():
     assert CLASSES.attend("bad").tokens == ["<cls>", *"bad"]
 
 
+@pytest.mark.slow
 def test_messages_are_answered_and_scored():
     ids, text = special_ids(CHAT.tokenizer), LETTERS.encode("bad")
     prompt = [ids["user"], *text, ids["assistant"]]
@@ -219,6 +227,7 @@ def test_messages_are_answered_and_scored():
     assert (found.num_tokens, found.num_bytes) == (5, 4)
 
 
+@pytest.mark.slow
 def test_a_run_of_preferences_goes_on_with_texts():
     assert isinstance(PREFERRED.generate("bad", 3), str)
     assert PREFERRED.score(("bad", "feed")).num_tokens == 5
