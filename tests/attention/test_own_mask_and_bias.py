@@ -172,6 +172,7 @@ LIMITS = {
 """How many keys are seen of S = 131, by batch row and head."""
 
 
+@pytest.mark.slow
 @pytest.mark.slow_except("both", "rows")
 @pytest.mark.parametrize("differs", LIMITS)
 def test_a_predicate_may_read_an_array_of_rows_and_heads_that_is_traced(differs):
