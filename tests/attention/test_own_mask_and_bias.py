@@ -173,7 +173,6 @@ LIMITS = {
 
 
 @pytest.mark.slow
-@pytest.mark.slow_except("both", "rows")
 @pytest.mark.parametrize("differs", LIMITS)
 def test_a_predicate_may_read_an_array_of_rows_and_heads_that_is_traced(differs):
     inputs = jax.random.normal(jax.random.key(3), (3, 2, 131, 4, 8))
