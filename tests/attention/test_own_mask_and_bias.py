@@ -400,7 +400,7 @@ def classes_of(mask, q, k, blocks):
     return np.broadcast_to(found, exact.shape), exact
 
 
-@pytest.mark.slow_except("chunks_so_far")
+@pytest.mark.slow
 @pytest.mark.parametrize("function", SOUND, ids=lambda f: f.__name__)
 def test_tiles_that_an_own_mask_excludes_are_skipped(function):
     """Exactly those, where bounds of each operation are exact; never one with a visible pair."""
@@ -717,7 +717,7 @@ def test_a_call_is_compiled_once_for_equal_structure(implementation):
 # What is not finite, without a mask
 
 
-@pytest.mark.slow_except("inf-key-blockwise-5.0", "inf-key-xla-*", "inf-query-blockwise-None")
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("name", ["query", "key", "value"])

@@ -575,6 +575,7 @@ def test_a_loss_per_byte_is_called_so():
     assert tuple(said("char")[1:]) == wanted
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(flags, tmp_path, monkeypatch):
     class Ended(BaseException):
         pass

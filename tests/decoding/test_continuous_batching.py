@@ -325,6 +325,7 @@ def test_nan_in_a_free_slot_reaches_no_other_row(kind):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(held.decode_state.state))
 
 
+@pytest.mark.slow
 def test_a_nonfinite_row_ends_alone(rope):
     """Its slot is taken by the next, and nobody else notices."""
     _, params, empty = rope

@@ -96,6 +96,7 @@ def test_a_name_that_no_config_has_is_refused_wherever_it_stands(config):
             jax.eval_shape(run, unflatten_dict(added))
 
 
+@pytest.mark.slow
 def test_layers_of_a_subclass_or_of_a_module_around_are_theirs():
     class Own(tj.Decoder):
         def setup(self):

@@ -895,7 +895,7 @@ def test_contradicting_arguments_are_refused(rng):
         encoder.apply({"params": {}}, tokens, types=ids)
 
 
-@pytest.mark.slow_except("encoder", "encoder-decoder")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder-decoder"])
 def test_a_dropout_key_in_rngs_is_refused_and_says_what_to_pass(kind, rng, key):
     """Nothing reads them: dropout would be off in silence."""

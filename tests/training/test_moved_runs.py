@@ -68,7 +68,7 @@ def test_a_run_that_moved_together_with_its_base_and_data_is_read_and_goes_on(th
     assert fit(config, resume=True).step == 3
 
 
-@pytest.mark.slow_except("whole")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tuned", "whole"])
 def test_a_base_that_moved_alone_is_named_anew_and_is_the_same_one(there, name, capsys):
     (there / "bases").rename(there / "elsewhere")
