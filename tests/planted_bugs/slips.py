@@ -759,6 +759,21 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
+        "transformer_jax/use/scores.py",
+        (
+            "the first label of a score is left out",
+            "labels[: first - 1] = IGNORE",
+            "labels[:first] = IGNORE",
+            "use/test_language_model.py::test_a_score_is_the_sum_of_log_probabilities_by_definition",
+        ),
+        (
+            "windows of a long text count some labels twice",
+            "here[done - start : end - start] = tokens[start:end], labels[done:end]",
+            "here[: end - start] = tokens[start:end], labels[start:end]",
+            "use/test_language_model.py::test_windows_have_each_label_once_after_enough_tokens",
+        ),
+    ),
+    *of(
         "transformer_jax/tokenizers/special.py",
         (
             "special tokens begin at the last id of the text's",
