@@ -121,6 +121,23 @@ def test_a_score_is_the_sum_of_log_probabilities_by_definition():
     assert words.score("to be").num_bytes == len(" be")
 
 
+def test_bytes_of_a_score_are_those_of_what_is_scored():
+    words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))
+    for text in ("zzz be", "é be", "to be", "\nto be", " z be"):
+        first = text.removesuffix("be").rstrip(" ")
+        first = "\n" if text[0] == "\n" else first
+        assert words.score(text).num_bytes == len(text.encode()) - len(first.encode())
+    pair = run_of(PreferenceTask(), names=("eos",)).score(("", "feed"))
+    assert (pair.num_tokens, pair.num_bytes) == (4, 3)  # "eed" and its end
+
+
+def test_a_prompt_as_long_as_the_model_reads_is_read_whole():
+    prompt = "badcabfeedcabbage"
+    assert len(prompt) == CONFIG.max_len
+    expected = LETTERS.decode([int(logits_of(PLAIN, LETTERS.encode(prompt))[-1].argmax())])
+    assert PLAIN.generate(prompt, 1) == expected == PLAIN.generate([prompt], 1)[0]
+
+
 @pytest.mark.parametrize(("count", "first", "longest", "stride"), [
     (5, 1, 7, 3), (8, 1, 7, 3), (23, 1, 7, 3), (23, 3, 7, 7), (23, 1, 7, 1), (12, 9, 7, 2),
 ])  # fmt: skip
@@ -282,7 +299,25 @@ def bad_message(*messages):
         (lambda: CHAT.chat([]), r"messages is \[\]: must be a text or \[{"),
         (lambda: CHAT.chat({"role": "user"}), "messages is {'role': 'user'}: must be"),
         (lambda: CHAT.chat(""), r"messages\[0\] has content '': must not be empty"),
-        (bad_message("bad"), r"messages\[0\] is 'bad': must be a text or"),
+        (bad_message(5), r"messages\[0\] is 5: must be a text or"),
+        (bad_message("a", {"role": "user"}), r"messages\[0\] is 'a': must be a text or"),
+        (lambda: CHAT.chat("a", stream=True, samples=2), "stream and samples: give one of them"),
+        (lambda: CHAT.chat("a", samples=1.5), "samples is 1.5: must be an integer of at least 1"),
+        (lambda: CHAT.score([TURNS[0] | {"role": "pope"}, TURNS[1]]), "must have a role, system"),
+        (lambda: CHAT.score([TURNS[0], TURNS[1] | {"content": ["a"]}]), "must be a text"),
+        (lambda: CHAT.search("a", beams=2), r"search: .*task 'chat' answers messages, chat\(TEXT"),
+        (lambda: PAIRS.search("a", beams=2), r"search: .*generate\(SOURCE\); with beams="),
+        (lambda: PAIRS.score(("a", "b"), stride=3), "stride is 3: of pairs, a target is scored wh"),
+        (lambda: PLAIN.search("a", 0, beams=2), "num_tokens is 0: must be an integer of at leas"),
+        (lambda: PLAIN.search(["a"], beams=2), r"prompt is \['a'\]: must be a text, or the ids"),
+        (lambda: PLAIN.search("a", 3, beams=2, processors=5), "processors is 5: must be a tuple"),
+        (lambda: PLAIN.generate("a" * 30, beams=2), "prompt has 30 tokens: 0 fit after it"),
+        (lambda: PLAIN.generate("a", stop=5), "stop is 5: must be a text or several texts"),
+        (lambda: PLAIN.generate("a", stop=b"ab"), "stop is b'ab': must be a text or several"),
+        (lambda: PLAIN.score([]), "text is an empty list: must have a text"),
+        (lambda: PLAIN.evaluate(None), "data is None: must be a file"),
+        (lambda: MASKED.generate("b_", key=KEY), "key is .*each mask is filled"),
+        (lambda: tj.load("x" * 5000), "path_or_id is 'xxx.*: File name too long"),
         (bad_message({"role": "user"}), r"messages\[0\] has content None: must be a text"),
         (bad_message({"role": "pope", "content": "a"}), "message 1 is .*must have a role, system"),
         (lambda: CHAT.chat("a" * 17), "0 fit after the prompt"),
@@ -312,8 +347,12 @@ def test_what_is_encoded_is_decoded(tokenizer):
     for wrong in (tokenizer.vocab_size, -1):
         with pytest.raises(ValueError, match=f"id {wrong} has no token"):
             tokenizer.decode([wrong])
-    with pytest.raises(ValueError, match="must be integers of one text"):
-        tokenizer.decode([[1]])
+    for ids in ([[1]], 3, None):
+        with pytest.raises(ValueError, match="must be integers of one text"):
+            tokenizer.decode(ids)
+    for given in (None, 5, b"a"):
+        with pytest.raises(ValueError, match=f"text is {given!r}: must be a str"):
+            tokenizer.encode(given)
 
 
 def test_a_model_is_shown_in_a_line():

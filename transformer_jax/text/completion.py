@@ -355,7 +355,7 @@ def _ids(
     step, length = _step(config), longest_text(config)
     part, written, given = 0, 0, len(history)
     while num_tokens > 0:
-        read = history if len(history) < length else history[-max(1, length // 2) :]
+        read = history if len(history) <= length else history[-max(1, length // 2) :]
         count = min(num_tokens, length - len(read) + 1)
         given = max(0, given - (len(history) - len(read)))  # of what is read, the prompt's
         gone = written - (len(read) - given)
@@ -476,8 +476,10 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 def check_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return one stop string or several as a tuple; ValueError for an empty one."""
-    strings = (stop,) if isinstance(stop, str) else () if stop is None else tuple(stop)
+    strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
+    if not isinstance(strings, list | tuple | set | frozenset):
+        raise ValueError(f"stop is {stop!r:.80}: must be a text or several texts")
     for text in strings:
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop has {text!r}: must be strings of at least one character")
-    return strings
+    return tuple(strings)

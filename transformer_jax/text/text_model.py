@@ -202,6 +202,8 @@ def load_adapters(
 
 def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:
     """Return which checkpoint of a run to read, and its step."""
+    if which not in (None, "best", "last"):
+        raise ConfigError(f"checkpoint is {which!r}: must be 'best', 'last' or None")
     steps = checkpoint.saved_steps(folder.checkpoints)
     if not steps:
         raise ConfigError(f"run is {str(folder.path)!r}: it has no checkpoint yet")

@@ -58,6 +58,8 @@ class WholeText:
 
 def known_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
     """Return ids as integers; DataError names one that a tokenizer of that size has not."""
+    if not isinstance(ids, Iterable):
+        raise DataError(f"ids is {ids!r:.80}: must be integers of one text")
     found = np.asarray(ids if hasattr(ids, "dtype") else list(ids))
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise DataError(f"ids are {found.dtype}{list(found.shape)}: must be integers of one text")
@@ -234,6 +236,7 @@ class WordTokenizer(WholeText):
         return {word: i for i, word in enumerate(self.words, start=2)}
 
     def encode(self, text: str) -> np.ndarray:
+        utf8(text)
         ids: list[int] = []
         for number, line in enumerate(text.split("\n")):
             ids += [1] * (number > 0)
@@ -288,6 +291,8 @@ def _canonical(definition: JsonObject) -> str:
 
 
 def _code_points(text: str) -> np.ndarray:
+    if not isinstance(text, str):
+        raise DataError(f"text is {text!r:.80}: must be a str")
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 

@@ -9,6 +9,8 @@ class DataError(ValueError):
 
 def utf8(text: str) -> bytes:
     """Encode a text; DataError names a lone surrogate, which has no UTF-8."""
+    if not isinstance(text, str):
+        raise DataError(f"text is {text!r:.80}: must be a str")
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:

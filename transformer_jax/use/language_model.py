@@ -79,7 +79,12 @@ def load(  # noqa: D417, of `unknown`
     if not isinstance(path_or_id, str | Path):
         rule = "must be a folder, or the id of a repository of the hub"
         raise ConfigError(f"path_or_id is a {type(path_or_id).__name__}: {rule}")
-    if (of_run := is_run(str(path_or_id))) or _began_as_run(Path(path_or_id)):
+    try:
+        of_run = is_run(str(path_or_id))
+        began = _began_as_run(Path(path_or_id))
+    except OSError as error:  # a name that no file can have
+        raise ConfigError(f"path_or_id is {str(path_or_id)!r:.60}: {error.strerror}") from None
+    if of_run or began:
         for name, value in dict(dtype=dtype, max_len=max_len).items():
             if value is not None:
                 raise ConfigError(f"{name} is {value!r}: a run has its own")
@@ -159,11 +164,13 @@ class LanguageModel(Reader):
             raise ValueError("stream and samples: give one of them")
         drawn = self._drawn(sampler, key, processors, cache_dtype)
         sampler = None if isinstance(sampler, Greedy) else sampler
+        processors = tuple(processors)
         given: dict[str, Any] = dict(
             sampler=sampler, processors=processors, cache_dtype=cache_dtype
         )
         if self.kind == "masks":
             given |= {"num_tokens": num_tokens, "beams": beams, "samples": samples, "stop": stop}
+            given |= {"key": None if key is None else "a key"}
             self._refuse(given, "each mask is filled with its likeliest token")
             return _as_given([self._filled(text) for text in texts], is_list, stream)
         if self.kind == "targets" and self.model.run is not None:
@@ -219,8 +226,13 @@ class LanguageModel(Reader):
         if num_tokens is not None:
             check_count("num_tokens", num_tokens, 1)
         check_count("slots", slots, 1)
+        if samples is not None:
+            check_count("samples", samples, 1)
+        if stream and samples is not None:
+            raise ValueError("stream and samples: give one of them")
         stop = completion.check_stop_strings(stop)
-        many = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], list)
+        many = not isinstance(messages, str) and isinstance(messages, Sequence) and bool(messages)
+        many = many and all(isinstance(talk, str | list | tuple) for talk in messages)
         talks: Any = messages if many else [messages]
         if many and (stream or samples is not None):
             raise ValueError("stream and samples: need one conversation, not a list of them")
@@ -249,11 +261,20 @@ class LanguageModel(Reader):
         cache_dtype: jax.typing.DTypeLike | None = None,
     ) -> list[tuple[float, str]]:
         """Return the best texts that a beam search finds after a prompt, with their scores."""
+        if num_tokens is not None:
+            check_count("num_tokens", num_tokens, 1)
+        if not isinstance(prompt, str | np.ndarray):
+            raise ValueError(f"prompt is {prompt!r:.80}: must be a text, or the ids of one")
+        of_pairs = self.kind == "targets" and self.model.run is not None
+        of_chat = self.kind == "chat" and not isinstance(prompt, str)
+        if of_pairs or not (of_chat or self.kind in ("text", "targets")):
+            rule = "; with beams= it gives the best one" if of_pairs else ""
+            raise ConfigError(f"search: {self.instead()}{rule}")
         given: dict[str, Any] = dict(
             beams=beams, results=results, length_penalty=length_penalty, cache_dtype=cache_dtype,
             stop_ids=self.model.stop_ids,
         )  # fmt: skip
-        own = (*self.model.processors, *processors)
+        own = (*self.model.processors, *completion.check_processors(processors))
         if self.kind == "targets":
             source, count = self._source(str(prompt)), self._target_count(num_tokens)
             return search_translations(
@@ -261,7 +282,10 @@ class LanguageModel(Reader):
                 start=self.model.start_id, processors=self._forcing(own, count), **given,  # type: ignore[arg-type]
             )  # fmt: skip
         ids = self.read(prompt) if isinstance(prompt, str) else prompt
-        count = num_tokens or min(NUM_TOKENS, self.room(ids))
+        if (left := self.room(ids)) < 1:
+            rule = f"0 fit after it (max_len {completion.longest_text(self.config)})"
+            raise DataError(f"the prompt has {len(ids)} tokens: {rule}")
+        count = min(NUM_TOKENS, left) if num_tokens is None else num_tokens
         config = shortened(self.config, len(ids) + count)
         return completion.search(
             config, self.params, self.tokenizer, ids, count, processors=own, **given
@@ -285,7 +309,9 @@ class LanguageModel(Reader):
         refuse_keywords(self.score, unknown)
         if stride is not None:
             check_count("stride", stride, 1)
-        if isinstance(text, list) and text and isinstance(text[0], str | tuple):
+        if isinstance(text, list) and not text:
+            raise ValueError("text is an empty list: must have a text")
+        if isinstance(text, list) and isinstance(text[0], str | tuple):
             return [self.score(one, stride=stride) for one in text]
         if self.kind == "masks":
             rule = (
@@ -317,14 +343,16 @@ class LanguageModel(Reader):
         found = label_texts(self.model.run, self.tokenizers, self.params, texts)
         return found if is_list else found[0]
 
-    def evaluate(self, data: str, **options: Any) -> dict[str, float]:
+    def evaluate(self, data: str | Path, **options: Any) -> dict[str, float]:
         """Return the measures of the model's task on a file; see `use.evaluation.evaluate`."""
-        return evaluate(self, data, **options)
+        if not isinstance(data, str | Path):
+            raise ConfigError(f"data is {data!r:.80}: must be a file")
+        return evaluate(self, str(data), **options)
 
     def _refuse(self, given: Mapping[str, Any], rule: str) -> None:
         """Raise ConfigError for an argument that was given."""
         for name, value in given.items():
-            if value is not None and value is not False and value != ():
+            if value is not None and value is not False and not _is_empty(value):
                 what = self.name if self.task is None else f"a run of task {self.task.kind!r}"
                 raise ConfigError(f"{name} is {value!r:.80}: of {what}, {rule}")
 
@@ -410,7 +438,7 @@ class LanguageModel(Reader):
     def _target_count(self, num_tokens: int | None) -> int:
         config = self.config
         assert isinstance(config, ModelConfig)
-        count = num_tokens or min(NUM_TOKENS, config.max_len)
+        count = min(NUM_TOKENS, config.max_len) if num_tokens is None else num_tokens
         if config.positions is not None and config.positions.absolute and count > config.max_len:
             raise ConfigError(f"num_tokens is {count}: {config.max_len} fit (max_len)")
         return count
@@ -452,6 +480,10 @@ class LanguageModel(Reader):
         if samples is not None:
             return found[0]
         return _as_given([targets[0] for targets in found], is_list, stream)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, tuple) and not value
 
 
 def shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:

@@ -9,14 +9,17 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from transformer_jax.config import ConfigError
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.text.completion import longest_text
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, frame, plain, source_frame, target_of
+from transformer_jax.tokenizers.trained import WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError, utf8
 from transformer_jax.training.batch import Batch, scored
 from transformer_jax.training.data import IGNORE
+from transformer_jax.training.tasks.chat import check_messages
 from transformer_jax.training.tasks.pairs import Pair, pair_example
 from transformer_jax.training.tasks.turns import Turn, message_turn, text_turn
 from transformer_jax.use.reading import Reader, checked_messages
@@ -54,11 +57,14 @@ class Score:
 def score_text(model: Reader, text: Scored, stride: int | None) -> Score:
     """Return the score of what `LanguageModel.score` takes."""
     if model.kind == "targets":
-        return _score_pair(model, text)
+        return _score_pair(model, text, stride)
     if isinstance(text, str) and model.kind == "text":
         return _score_plain(model, text, stride)
     turn, said = _turn(model, text)
     ids = model.known(np.append(turn.prompt, turn.answer), "the text")
+    if not len(turn.prompt):  # nothing is before the first token of the answer
+        size = len(utf8(said)) - _bytes_of_first(model, ids, said)
+        return _score_ids(model, ids, 1, size, stride)
     return _score_ids(model, ids, len(turn.prompt), len(utf8(said)), stride)
 
 
@@ -69,10 +75,16 @@ def _turn(model: Reader, text: Any) -> tuple[Turn, str]:
             return text_turn(model.tokenizer, *text), text[1]
     elif isinstance(text, list):
         own, messages = plain(model.tokenizer), checked_messages(text)
+        if isinstance(messages[-1]["content"], list | None):
+            raise DataError(
+                f"messages[-1] has content {messages[-1]['content']!r:.60}: must be a text"
+            )
         if messages[-1]["role"] != "assistant":
             raise DataError("messages do not end with the assistant's, which is what is scored")
         has_template = isinstance(own, PretrainedTokenizer) and bool(own.chat_templates)
         if has_template or model.kind == "chat":
+            if not has_template:
+                messages = [*check_messages("messages", messages)]
             used: Any = own if has_template else model.tokenizer
             return message_turn(used, messages), str(messages[-1]["content"])
     rule = {"chat": "messages, the last of them the assistant's"}.get(model.kind, "a text")
@@ -86,12 +98,20 @@ def _score_plain(model: Reader, text: str, stride: int | None) -> Score:
     ids = model.known(np.concatenate([first, own]).astype(np.int32), "the text")
     size = len(utf8(text))
     if not first and len(own):
-        before = plain(model.tokenizer).to_bytes([int(own[0])])
-        size -= len(before if text[:1].isspace() else before.removeprefix(b" "))
+        size -= _bytes_of_first(model, own, text)
     if len(own) < (1 if first else 2):
         least = "one token" if first else "two tokens, of which the second is scored"
         raise DataError(f"text is {text!r:.40}: must have at least {least}")
     return _score_ids(model, ids, len(first) or 1, size, stride)
+
+
+def _bytes_of_first(model: Reader, ids: np.ndarray, text: str) -> int:
+    """Return how many bytes of a text its first token stands for."""
+    tokenizer = plain(model.tokenizer)
+    if isinstance(tokenizer, WordTokenizer) and ids[0] == 0:  # a word that it does not know
+        return len(utf8(text)) - len(utf8(text.lstrip()[len(text.split()[0]) :]))
+    first = tokenizer.to_bytes([int(ids[0])])
+    return len(first if text[:1].isspace() else first.removeprefix(b" "))
 
 
 def _score_ids(
@@ -133,8 +153,10 @@ def windows(
             return
 
 
-def _score_pair(model: Reader, text: Any) -> Score:
+def _score_pair(model: Reader, text: Any, stride: int | None) -> Score:
     """Score the target of a source, and its end."""
+    if stride is not None:
+        raise ConfigError(f"stride is {stride}: of pairs, a target is scored whole")
     if not (isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)):
         raise DataError(f"text is {text!r:.80}: must be (source, target), of which it scores one")
     example = pair_batch(model, *text)
