@@ -71,6 +71,7 @@ def applied(config, params, tokens):
 TOKENS = np.arange(13)[None] % 11
 
 
+@pytest.mark.slow_except("Added")
 @pytest.mark.parametrize("own", [Turned(), Added(), Sloped()], ids=lambda one: type(one).__name__)
 def test_decoding_with_a_cache_equals_the_full_pass(own, key):
     config = replace(CONFIG, positions=own)
@@ -198,6 +199,7 @@ class CountingRows(RowsTask):
         return {"counted": 1.0}
 
 
+@pytest.mark.slow
 def test_a_run_of_an_own_task_is_trained_resumed_and_loaded(tmp_path):
     given = dict(
         batch_size=5, context=6, eval_every=4, checkpoint_every=2, sample_tokens=0,

@@ -285,6 +285,7 @@ def test_a_step_without_labels_has_no_loss_and_no_gradient(step):
     assert int(state.rejected) == 0
 
 
+@pytest.mark.slow
 def test_dropout_draws_anew_at_each_step_and_in_each_micro_batch():
     model = replace(MODEL, dropout=0.5, vocab_size=31)
     optimizer = KEEP
@@ -783,6 +784,7 @@ def test_a_folder_that_can_be_none_is_refused_before_anything(config, name, rule
         fit(replace(config, out=name, data="no such file"))
 
 
+@pytest.mark.slow
 def test_a_run_stays_in_its_folder_though_the_process_moves(config, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
