@@ -71,6 +71,11 @@ def applied(config, params, tokens):
 TOKENS = np.arange(13)[None] % 11
 
 
+class Bare(OwnPositions):
+    def embed(self, positions, d_model):
+        return None
+
+
 @pytest.mark.slow_except("Added")
 @pytest.mark.parametrize("own", [Turned(), Added(), Sloped()], ids=lambda one: type(one).__name__)
 def test_decoding_with_a_cache_equals_the_full_pass(own, key):
@@ -140,6 +145,8 @@ def gone(text: str) -> Any:
         (lambda: replace(CONFIG, activation=3), "activation is 3: must be one of 'relu'"),
         (lambda: replace(CONFIG, positions=Turned), "positions is .*: must be"),
         (lambda: replace(CONFIG, positions=Turned([])), "positions is .*must be hashable"),
+        (lambda: replace(CONFIG, positions=Bare()), "positions is of class Bare: must be a frozen"),
+        (lambda: replace(CONFIG, positions=Bare()), r"@dataclass\(frozen=True\) before class Bare"),
         (lambda: replace(CONFIG, dropout=cubed), "dropout is .*must be"),
         (lambda: replace(CONFIG, activation="os:nothing"), "os has no such name"),
         (
@@ -232,3 +239,9 @@ def test_what_is_no_task_is_refused(tmp_path):
         fit(config, task=Broken())
     with pytest.raises(ConfigError, match=r"task is .*must be"):
         fit(config, task="counting")
+
+    class Undecorated(Counting):
+        pass
+
+    with pytest.raises(ConfigError, match="task is of class Undecorated: must be a frozen"):
+        fit(config, task=Undecorated())

@@ -50,8 +50,9 @@ def check_output(code: str, printed: str, expected: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [README, *OWN_STEP], ids=lambda p: p.stem)
 def test_code_prints_what_the_page_says(page, monkeypatch):
-    module = types.ModuleType(page.stem)  # whose classes are found by name, as a file's are
-    monkeypatch.setitem(sys.modules, page.stem, module)
+    name = page.stem if page.stem.startswith("howto_") else f"page_{page.stem}"
+    module = types.ModuleType(name)  # whose classes are found by name, as a file's are
+    monkeypatch.setitem(sys.modules, name, module)
     names: dict = vars(module)
     for code, expected in blocks(page.read_text()):
         if page == README:

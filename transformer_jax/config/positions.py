@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformer_jax.config.fields import (
+    ConfigError,
     below_int32,
     check_types,
     fail,
@@ -276,6 +277,10 @@ class OwnPositions(_Positions):
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise ConfigError for a value that cannot be a part of a config."""
+        if "__dataclass_fields__" not in vars(type(self)):  # equal whatever its attributes are
+            name = type(self).__name__
+            rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {name}"
+            raise ConfigError(f"positions is of class {name}: {rule}")
         try:
             hash(self)
         except TypeError as error:

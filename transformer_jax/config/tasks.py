@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeGuard, get_args
 
 from transformer_jax.config.architectures import AnyModelConfig, Shape, model_shape
 from transformer_jax.config.fields import (
+    ConfigError,
     below_int32,
     check_types,
     fail,
@@ -86,6 +87,10 @@ class OwnTask(_Task):
 
     def check_model(self, model: AnyModelConfig) -> None:
         """Raise ConfigError where the model cannot learn this task, or no config can hold it."""
+        if "__dataclass_fields__" not in vars(type(self)):  # equal whatever its attributes are
+            name = type(self).__name__
+            rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {name}"
+            raise ConfigError(f"task is of class {name}: {rule}")
         try:
             hash(self)
         except TypeError as error:
