@@ -165,9 +165,8 @@ def attention_cases() -> list[Case]:
             sizes = dict(b=2, t=t)
             cannot = {}
             if name in ("blockwise", "native"):
-                tiles = No(
-                    'its tiles need sizes that are numbers: implementation="xla" has it', ValueError
-                )
+                why = 'its tiles need sizes that are numbers: implementation="xla" has it'
+                tiles = No(why, NotImplementedError, "needs sizes that are numbers")
                 cannot = {"export, batch": tiles, "export, length": tiles}
             title = f"dot_product_attention, {named(name)}, T = {t}"
             both: Any = dict(sizes=sizes, cannot=cannot)

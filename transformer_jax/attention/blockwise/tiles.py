@@ -126,7 +126,8 @@ def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
         heads = sizes.heads * sizes.G if plan.classes.shape[1] > 1 else 1
         shares = rearrange(plan.classes, "(b r) (c n) i j -> b c i j (r n)", r=rows, n=heads)
         low, high = shares.min(axis=-1), shares.max(axis=-1)
-        return lists_of(low * (low == high) + PARTIAL * (low != high))
+        same = (low == high).astype(low.dtype)
+        return lists_of(low * same + PARTIAL * (1 - same))
 
 
 # What stands at a tile
