@@ -69,7 +69,7 @@ _FORMULAS: list[str] = []
 
 
 def stash_formulas(markdown: str) -> str:
-    """Turn ```math fences and $`...`$, as GitHub reads them, into MathML behind a mark.
+    """Turn the formulas of a page, ```math fences and $`...`$, into MathML; a mark stands for each.
 
     Browsers set MathML by themselves: the site needs no script for it, and no request leaves it.
     """

@@ -9,7 +9,23 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from transformer_jax.config.fields import fail
+from transformer_jax.config.fields import ConfigError, fail
+
+
+def check_own(field: str, value: Any) -> None:
+    """Raise ConfigError for a value that is not of a frozen dataclass with hashable fields.
+
+    Programs are found by configs: two values may be equal only where all that they hold is.
+    """
+    name = type(value).__name__
+    if "__dataclass_fields__" not in vars(type(value)):  # a subclass compares its base's fields
+        rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {name}"
+        raise ConfigError(f"{field} is of class {name}: {rule}")
+    try:
+        hash(value)
+    except TypeError as error:
+        rule = f"must be hashable, as a frozen dataclass of hashable fields is ({error})"
+        fail(field, value, rule)
 
 
 def name_of(field: str, value: Any) -> str:

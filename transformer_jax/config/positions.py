@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformer_jax.config.fields import (
-    ConfigError,
     below_int32,
     check_types,
     fail,
@@ -19,6 +18,7 @@ from transformer_jax.config.fields import (
     positive,
     unread,
 )
+from transformer_jax.config.own import check_own
 
 if TYPE_CHECKING:
     from transformer_jax.config.model import ModelConfig
@@ -277,15 +277,7 @@ class OwnPositions(_Positions):
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise ConfigError for a value that cannot be a part of a config."""
-        if "__dataclass_fields__" not in vars(type(self)):  # equal whatever its attributes are
-            name = type(self).__name__
-            rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {name}"
-            raise ConfigError(f"positions is of class {name}: {rule}")
-        try:
-            hash(self)
-        except TypeError as error:
-            rule = f"must be hashable, as a frozen dataclass of hashable fields is ({error})"
-            fail("positions", self, rule)
+        check_own("positions", self)
 
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeGuard, get_args
 
 from transformer_jax.config.architectures import AnyModelConfig, Shape, model_shape
 from transformer_jax.config.fields import (
-    ConfigError,
     below_int32,
     check_types,
     fail,
@@ -24,6 +23,7 @@ from transformer_jax.config.fields import (
 from transformer_jax.config.inputs import Frames, Inputs, Patches
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
+from transformer_jax.config.own import check_own
 from transformer_jax.config.recurrent import RecurrentConfig
 from transformer_jax.shown import short_repr
 
@@ -87,15 +87,7 @@ class OwnTask(_Task):
 
     def check_model(self, model: AnyModelConfig) -> None:
         """Raise ConfigError where the model cannot learn this task, or no config can hold it."""
-        if "__dataclass_fields__" not in vars(type(self)):  # equal whatever its attributes are
-            name = type(self).__name__
-            rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {name}"
-            raise ConfigError(f"task is of class {name}: {rule}")
-        try:
-            hash(self)
-        except TypeError as error:
-            rule = f"must be hashable, as a frozen dataclass of hashable fields is ({error})"
-            fail("task", self, rule)
+        check_own("task", self)
         super().check_model(model)
 
 

@@ -35,13 +35,13 @@ class AttentionWeights:
     tokens: list[str]
     """The text of each token that is read, special ones by their names."""
     weights: np.ndarray  # f32[L, N, T, T]
-    """Of layer and head, how much query token t attends to key token s: [layer, head, t, s]."""
+    """The weight of key token s for query token t is at [layer, head, t, s]."""
     source_tokens: list[str] | None = None
-    """Of an encoder-decoder: those of the source."""
+    """The text of each token of the source, where an encoder reads one."""
     cross: np.ndarray | None = None  # f32[L, N, T, S]
-    """Of an encoder-decoder: the weights of the source's tokens."""
+    """The weights of the source's tokens for those of the target, in an encoder-decoder."""
     encoder: np.ndarray | None = None  # f32[L, N, S, S]
-    """Of an encoder-decoder: those within the source."""
+    """The weights of the source's tokens for each other, in an encoder-decoder."""
 
 
 def attention_weights(model: Reader, text: Any) -> AttentionWeights:

@@ -151,18 +151,9 @@ class LanguageModel(Reader):
         texts, is_list = _texts("prompt", prompt)
         if self.kind in ("chat", "labels", "signals", "vectors"):
             raise ConfigError(f"generate: {self.instead()}")
-        if num_tokens is not None:
-            check_count("num_tokens", num_tokens, 1)
-        stop = completion.check_stop_strings(stop)
-        for name, value in dict(beams=beams, samples=samples, slots=slots).items():
-            if value is not None:
-                check_count(name, value, 1)
-        if is_list and (stream or samples is not None):
-            name = "stream" if stream else "samples"
-            raise ValueError(f"{name}: needs one prompt, not a list of {len(texts)}")
-        if stream and samples is not None:
-            raise ValueError("stream and samples: give one of them")
-        drawn = self._drawn(sampler, key, processors, cache_dtype)
+        counts = dict(num_tokens=num_tokens, beams=beams, samples=samples, slots=slots)
+        stop = _checked(counts, stop, stream, len(texts) if is_list else None)
+        drawn = self._drawn(sampler, key, processors, cache_dtype, samples)
         sampler = None if isinstance(sampler, Greedy) else sampler
         processors = tuple(processors)
         given: dict[str, Any] = dict(
@@ -223,20 +214,12 @@ class LanguageModel(Reader):
         and where no token fits after them.
         """
         refuse_keywords(self.chat, unknown)
-        if num_tokens is not None:
-            check_count("num_tokens", num_tokens, 1)
-        check_count("slots", slots, 1)
-        if samples is not None:
-            check_count("samples", samples, 1)
-        if stream and samples is not None:
-            raise ValueError("stream and samples: give one of them")
-        stop = completion.check_stop_strings(stop)
         many = not isinstance(messages, str) and isinstance(messages, Sequence) and bool(messages)
         many = many and all(isinstance(talk, str | list | tuple) for talk in messages)
         talks: Any = messages if many else [messages]
-        if many and (stream or samples is not None):
-            raise ValueError("stream and samples: need one conversation, not a list of them")
-        drawn = self._drawn(sampler, key, processors, cache_dtype)
+        counts = dict(num_tokens=num_tokens, samples=samples, slots=slots)
+        stop = _checked(counts, stop, stream, len(talks) if many else None)
+        drawn = self._drawn(sampler, key, processors, cache_dtype, samples)
         ids = [self.read_messages(talk) for talk in talks]
         for prompt in ids:
             if len(prompt) > (length := completion.longest_text(self.config)):
@@ -362,11 +345,15 @@ class LanguageModel(Reader):
         key: jax.Array | None,
         processors: Sequence[HistoryProcessor],
         cache_dtype: jax.typing.DTypeLike | None,
+        samples: int | None,
     ) -> dict[str, Any]:
         """Return how a token is chosen, as `completion` takes it."""
         if sampler is not None and not isinstance(sampler, Greedy | Sample):
             raise ValueError(f"sampler is {sampler!r:.80}: must be Greedy() or a Sample(...)")
         if sampler is None or isinstance(sampler, Greedy):
+            if samples is not None:
+                rule = "needs a sampler that draws, such as Sample(), and a key"
+                raise ValueError(f"samples is {samples}: {rule}")
             sampler, key = Sample(Temperature(0.0)), jax.random.key(0)
         if key is None:
             raise ValueError(f"key is None: {sampler!r} draws random numbers")
@@ -491,6 +478,24 @@ def shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
     if not isinstance(config, ModelConfig) or isinstance(config.positions, Learned):
         return config
     return dataclasses.replace(config, max_len=min(config.max_len, -(-needed // 64) * 64))
+
+
+def _checked(
+    counts: Mapping[str, int | None],
+    stop: str | Sequence[str],
+    stream: bool,
+    listed: int | None,  # how many prompts a list has, where one was given
+) -> tuple[str, ...]:
+    """Return the stop strings; ValueError for a count, or for wishes that exclude each other."""
+    for name, value in counts.items():
+        if value is not None:
+            check_count(name, value, 1)
+    if listed is not None and (stream or counts["samples"] is not None):
+        name = "stream" if stream else "samples"
+        raise ValueError(f"{name}: needs one prompt, not a list of {listed}")
+    if stream and counts["samples"] is not None:
+        raise ValueError("stream and samples: give one of them")
+    return completion.check_stop_strings(stop)
 
 
 def _texts(name: str, given: str | Sequence[str]) -> tuple[list[str], bool]:

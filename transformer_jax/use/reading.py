@@ -59,7 +59,7 @@ class Reader:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What makes ids of a text, `encode(text)`, and a text of ids, `decode(ids)`."""
+        """The tokenizer: `encode(text)` returns ids, `decode(ids)` a text."""
         return self.model.tokenizer
 
     @property
@@ -74,7 +74,7 @@ class Reader:
 
     @cached_property
     def kind(self) -> Kind:
-        """What the model does with a text.
+        """The name of what the model does with a text.
 
         text: go on with it; chat: answer it as a message; targets: write the target of a source;
         masks: fill its masks; labels: name its class. `signals` are no texts, and an encoder that

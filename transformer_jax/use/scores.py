@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 
 from transformer_jax.config import ConfigError
@@ -160,17 +161,9 @@ def _score_pair(model: Reader, text: Any, stride: int | None) -> Score:
     if not (isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)):
         raise DataError(f"text is {text!r:.80}: must be (source, target), of which it scores one")
     example = pair_batch(model, *text)
-    row = Batch(*(None if x is None else np.asarray(x)[None] for x in dataclass_leaves(example)))
+    row = jax.tree.map(lambda leaf: np.asarray(leaf)[None], example)
     nats, count, _ = np.asarray(scored(model.config, model.params, row))
     return Score(float(nats), int(count), len(utf8(text[1])))
-
-
-def dataclass_leaves(batch: Batch) -> list[Any]:
-    """Return the fields of a batch in order."""
-    return [
-        batch.tokens, batch.labels, batch.segments, batch.valid, batch.prefix, batch.source,
-        batch.source_valid,
-    ]  # fmt: skip
 
 
 def pair_batch(model: Reader, source: str, target: str) -> Batch:
