@@ -124,7 +124,10 @@ def measure(
             reference = reference or outputs
             if name != WITHOUT:  # which is another function
                 differences[name] = _difference(reference, outputs)
-            present.append(Contender(name, call))
+            queued = not options.wait_each and isinstance(call, contenders.Work)
+            present.append(
+                Contender(name, call.begin, call.wait) if queued else Contender(name, call)
+            )
         except Absent as reason:
             if name == OURS:
                 raise
@@ -346,10 +349,13 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=math.inf, help="begin no case after so many")
     add("--skip-memory", action="store_true", help="leave out the table of memory")
     add("--one-core", action="store_true", help=timing.ONE_CORE)
+    add("--wait-each", action="store_true", default=None, help="wait for each call, as on a CPU")
     add("--out", type=Path, default=None, help="JSON to write, and a PNG beside it")
     options = parser.parse_args(argv)
     if options.repeats is None:
         options.repeats = 3 if options.quick else 20
+    if options.wait_each is None:  # a CPU would do several calls at once
+        options.wait_each = jax.default_backend() == "cpu"
     return options
 
 

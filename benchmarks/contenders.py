@@ -30,6 +30,18 @@ PEERS = (*IN_JAX, "torch", "torch flash", "torch cudnn", "torch flex", "onnxrunt
 JLA_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 """(H, Hv) that jax-linear-attention 0.1.0 takes."""
 
+
+@dataclass(frozen=True)
+class Work:
+    """Begin the work, wait for it; called, do both."""
+
+    begin: Callable[[], Any]
+    wait: Callable[[Any], tuple[Any, ...]]
+
+    def __call__(self) -> tuple[Any, ...]:
+        return self.wait(self.begin())
+
+
 Attend = Callable[..., Any]
 """Of a case's inputs. In JAX a `Partial`, whose arrays are arguments of the program: a large mask
 would be folded by the compiler as a constant, and made inside it would cost its time."""
@@ -236,11 +248,11 @@ def _jax_call(
     else:
         run = partial(jax.jit(with_gradients), attend, cotangent, *inputs)
 
-    def call():
-        result = jax.block_until_ready(run())
+    def wait(begun: Any) -> tuple[Any, ...]:
+        result = jax.block_until_ready(begun)
         return result if isinstance(result, tuple) else (result,)
 
-    return call
+    return Work(run, wait)
 
 
 def cotangent_of(case: AttentionCase) -> jax.Array:
@@ -282,7 +294,7 @@ def _torch_call(
         inputs = [x.requires_grad_() for x in inputs]
     once = attend(*inputs) if direction == "backward" else None
 
-    def call():
+    def begin():
         if direction == "forward":
             with torch.no_grad():
                 outputs, gradients = (attend(*inputs),), ()
@@ -290,11 +302,14 @@ def _torch_call(
             out = attend(*inputs) if once is None else once
             outputs = (out.detach(),) if once is None else ()
             gradients = torch.autograd.grad(out, inputs, cotangent, retain_graph=once is not None)
-        if device == "cuda":
-            torch.cuda.synchronize()
         return _Torch((*outputs, *gradients[:3]), gradients[3:])
 
-    return call
+    def wait(begun: Any) -> Any:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return begun
+
+    return Work(begin, wait)
 
 
 def _sdpa(

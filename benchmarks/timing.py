@@ -7,6 +7,7 @@ compared: A B C, C B A, ... A ratio is the median over rounds of the ratio withi
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib.metadata
 import json
@@ -16,10 +17,11 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +38,20 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Contender:
-    """Someone who does the work: `call` returns when it is done."""
+    """Someone who does the work: `call` begins it, and `wait` returns when it is done."""
 
     name: str
     call: Callable[[], Any]
+    wait: Callable[[Any], Any] = lambda begun: begun
+    """Given what the last of several calls returned, waits for all of them: an accelerator does
+    them in order. By default `call` itself returns when the work is done."""
+
+
+def of_jax(name: str, begin: Callable[[], Any]) -> Contender:
+    """Return who does `begin`, which dispatches a program; a CPU would do several at once."""
+    if jax.default_backend() == "cpu":
+        return Contender(name, lambda: jax.block_until_ready(begin()))
+    return Contender(name, begin, jax.block_until_ready)
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,36 @@ class Timing:
         }
 
 
+TURNS = "BENCHMARK_TURNS"
+"""In the environment: a file whose shared lock is held by processes that build what they time, and
+whose exclusive lock by the one that times."""
+
+
+@contextlib.contextmanager
+def side_by_side(folder: Path) -> Iterator[None]:
+    """Let benchmarks that are begun in this context build together, and each time alone."""
+    with mock.patch.dict(os.environ, {TURNS: str(folder / "turns")}):
+        yield
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Wait until nobody builds or times, and let nobody until the end."""
+    if _TURNS is None:
+        yield
+        return
+    fcntl.flock(_TURNS, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(_TURNS, fcntl.LOCK_SH)
+
+
+_TURNS = open(os.environ[TURNS], "a") if TURNS in os.environ else None
+if _TURNS is not None:
+    fcntl.flock(_TURNS, fcntl.LOCK_SH)
+
+
 def interleave(
     contenders: Sequence[Contender],
     *,
@@ -84,20 +126,33 @@ def interleave(
     """Time contenders in turns, the order reversed every other round.
 
     Each turn starts with a call that is not counted: it takes back caches and cores from whoever
-    ran before. A sample is then the mean of as many calls as fill `sample_seconds`. There are
+    ran before. A sample is then the mean of as many calls as fill `sample_seconds`, with one `wait`
+    at their end. There are
     `rounds` rounds, fewer (but 3) when they would take longer than `seconds`.
     """
 
-    def timed(call: Callable[[], Any], repeats: int) -> float:
+    with _alone():
+        return _interleave(contenders, rounds, seconds, sample_seconds, clock)
+
+
+def _interleave(
+    contenders: Sequence[Contender],
+    rounds: int,
+    seconds: float,
+    sample_seconds: float,
+    clock: Callable[[], float],
+) -> dict[str, Timing]:
+    def timed(c: Contender, repeats: int) -> float:
         start = clock()
         for _ in range(repeats):
-            call()
+            begun = c.call()
+        c.wait(begun)
         return (clock() - start) / repeats
 
-    firsts = {c.name: timed(c.call, 1) for c in contenders}
+    firsts = {c.name: timed(c, 1) for c in contenders}
     if len(firsts) < len(contenders):
         raise ValueError(f"contenders share a name: {[c.name for c in contenders]}")
-    warm = {c.name: timed(c.call, 1) for c in contenders}
+    warm = {c.name: timed(c, 1) for c in contenders}
     repeats = {
         name: max(1, math.ceil(sample_seconds / max(taken, 1e-9))) for name, taken in warm.items()
     }
@@ -109,8 +164,8 @@ def interleave(
     try:
         for index in range(rounds):
             for c in contenders if index % 2 == 0 else reversed(contenders):
-                c.call()
-                samples[c.name].append(timed(c.call, repeats[c.name]))
+                timed(c, 1)
+                samples[c.name].append(timed(c, repeats[c.name]))
     finally:
         gc.enable()
     return {name: Timing(tuple(taken), firsts[name]) for name, taken in samples.items()}
@@ -136,7 +191,7 @@ def matmul_rate(
     x, y = jax.random.normal(jax.random.key(0), (2, size, size), dtype)
     multiply = jax.jit(lambda x, y: jnp.dot(x, y, precision="highest"))
     taken = interleave(
-        [Contender("matmul", lambda: multiply(x, y).block_until_ready())],
+        [of_jax("matmul", lambda: multiply(x, y))],
         rounds=rounds,
         clock=clock,
     )
@@ -149,7 +204,7 @@ def copy_rate(
     """Bytes a second that a program reads and writes, of an array of so many bytes."""
     x = jax.random.normal(jax.random.key(0), (size // 4,))
     copy = jax.jit(jnp.negative)
-    contender = Contender("copy", lambda: copy(x).block_until_ready())
+    contender = of_jax("copy", lambda: copy(x))
     taken = interleave([contender], rounds=rounds, clock=clock)
     return 2 * x.nbytes / min(taken["copy"].samples)
 
@@ -159,8 +214,8 @@ def reads(size: int) -> list[Contender]:
     numbers = jax.random.normal(jax.random.key(2), (size // 4,))
     total, largest = jax.jit(jnp.sum), jax.jit(jnp.max)
     found = [
-        Contender("read by XLA, sum", lambda: total(numbers).block_until_ready()),
-        Contender("read by XLA, max", lambda: largest(numbers).block_until_ready()),
+        of_jax("read by XLA, sum", lambda: total(numbers)),
+        of_jax("read by XLA, max", lambda: largest(numbers)),
     ]
     try:
         import torch

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
-from benchmarks.timing import Contender
 from transformer_jax import dot_product_attention, explain_attention
 from transformer_jax.attention.masks import Causal
 from transformer_jax.kernels import Target, target, using
@@ -42,7 +44,7 @@ def _hopper(queries: tuple[int, ...], keys: tuple[int, ...], slack: float = 0.0)
 CANDIDATES: dict[str, dict[Kind, list[Blocks]]] = {
     "tpu": dict.fromkeys(SEARCHED, _TPU),
     "hopper": {  # multiples of 64: other numbers of keys do not compile, and leave keys out
-        "forward": _hopper((128, 192), (64, 128), 8.0) + _hopper((64, 128, 192), (64, 128, 192)),
+        "forward": _hopper((128,), (64, 128), 8.0) + _hopper((64, 128, 192), (64, 128, 192)),
         "dq": _hopper((64, 128, 192), (64, 128)),
         "dkdv": _hopper((64, 128), (64, 128)),
         "single_pass": _hopper((64, 128), (128,)),
@@ -67,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     failed = []
     for length, (H, Hv) in itertools.product(options.lengths, options.dims):
         best = where
-        for kind in SEARCHED:
+        for kind in options.kernels:
             print(f"# {kind}, causal S {length}, heads {options.heads}, {options.dtype}")
             if reason := refused(best, kind, length, H, Hv, options):
                 print(f"#   {reason}")
@@ -116,13 +118,12 @@ def search(
     others = [b for b in options.candidates or CANDIDATES[where.name][kind] if b != present]
     targets = {b: _with(where, kind, b) for b in (present, *others)}
     contenders, expected = [], None
-    for tiles, chosen in targets.items():
-        if contenders and time.perf_counter() > end:
-            yield f"#   {tiles} and what follows: left out, the minutes are over", None
-            break
-        call = _call(chosen, kind, inputs)
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        made = {b: pool.submit(_compiled, t, kind, inputs, end) for b, t in targets.items()}
+    for tiles, compiled in made.items():
         try:
-            result = call()
+            run = compiled.result()
+            result = jax.block_until_ready(run(*inputs))
         except Exception as error:  # what a compiler says to sizes that do not fit
             if tiles == present:
                 raise
@@ -133,7 +134,7 @@ def search(
         if not wrong <= TOLERANCE:
             yield f"#   {tiles}: differs by {wrong:.3g}: left out", None
             continue
-        contenders.append(Contender(str(tiles), call))
+        contenders.append(timing.of_jax(str(tiles), functools.partial(run, *inputs)))
     taken = timing.interleave(contenders, rounds=options.repeats, seconds=options.seconds)
     names = {str(b): b for b in targets}
     fastest = min(taken, key=lambda name: taken[name].median)
@@ -161,8 +162,12 @@ def _inputs(B: int, S: int, N: int, K: int, H: int, Hv: int, dtype: str) -> tupl
     return tuple(jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
 
 
-def _call(where: Target, kind: Kind, inputs: tuple[jax.Array, ...]) -> Callable[[], Any]:
-    """The forward pass, or forward and backward, on a target; returns when it is done."""
+def _compiled(
+    where: Target, kind: Kind, inputs: tuple[jax.Array, ...], end: float
+) -> Callable[..., Any]:
+    """The forward pass, or forward and backward, on a target; a TimeoutError after `end`."""
+    if time.perf_counter() > end:
+        raise TimeoutError("left out, the minutes are over")
 
     def attend(query, key, value):
         with using(where):
@@ -175,7 +180,7 @@ def _call(where: Target, kind: Kind, inputs: tuple[jax.Array, ...]) -> Callable[
         return out, *pull(cotangent)
 
     run = jax.jit(both if kind != "forward" else lambda *x: (attend(*x[:3]),))
-    return lambda: jax.block_until_ready(run(*inputs))
+    return run.lower(*inputs).compile()
 
 
 def _difference(result: Any, expected: Any) -> float:
@@ -200,6 +205,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--heads", type=pair, default=(16, 16), metavar="N:K")
     parser.add_argument("--dims", type=pair, nargs="+", default=[(64, 64), (128, 128)], metavar="H")
+    parser.add_argument("--kernels", nargs="+", choices=SEARCHED, default=SEARCHED)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--candidates", type=tiles, nargs="+", metavar="Q:K:STAGES[:SLACK]")

@@ -6,6 +6,7 @@
     speed      step 2: goals, and what parts of a call cost (ablations)
     why        step 3: what ncu counts in each kernel (profiled)
     tune       step 4: tile sizes, and the goals again with them (goals_with_rows)
+    ampere     the kernels for every other NVIDIA GPU, when asked for
     models     decoding and training, when asked for
     summary    one page: what passed, what was reached, what to change first
 

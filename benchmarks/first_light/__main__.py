@@ -17,12 +17,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.first_light import machine, models, rehearsal, smoke, speed, summary, tune, why
+from benchmarks.first_light import (
+    ampere,
+    machine,
+    models,
+    rehearsal,
+    smoke,
+    speed,
+    summary,
+    tune,
+    why,
+)
 from benchmarks.first_light.checks import Step
 
 STEPS = {"smoke": smoke.run, "speed": speed.run, "why": why.run, "tune": tune.run,
-         "models": models.run}  # fmt: skip
-MINUTES = {"smoke": 6.0, "speed": 10.0, "why": 5.0, "tune": 9.0, "models": 10.0}
+         "ampere": ampere.run, "models": models.run}  # fmt: skip
+MINUTES = {"smoke": 6.0, "speed": 10.0, "why": 5.0, "tune": 9.0, "ampere": 4.0, "models": 10.0}
 DEFAULT = ("smoke", "speed", "why", "tune")
 
 

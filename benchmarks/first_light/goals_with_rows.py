@@ -1,8 +1,8 @@
-"""Measure goals as `benchmarks.attention --goals` does, with rows of tile sizes found before.
+"""Measure as `benchmarks.attention` does, with rows of tile sizes found before, or other kernels.
 
-    python -m benchmarks.first_light.goals_with_rows [--rows ROWS.json] -- --only documents12
+    python -m benchmarks.first_light.goals_with_rows --rows ROWS.json -- --goals --only bias
 
-What follows `--` are arguments of `benchmarks.attention`.
+What follows `--` are arguments of `benchmarks.attention`; without them, limits alone are measured.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 from benchmarks import attention, specs, timing
 from benchmarks.first_light import checks, rehearsal
-from transformer_jax.kernels import chips
+from transformer_jax.kernels import Name, chips
 from transformer_jax.kernels.contract import Blocks
 
 Row = tuple[str, str, int, int, int, int, int, int, float]
@@ -49,19 +50,28 @@ def small_limits(dtype: str, clock: Any) -> dict[str, Any]:
     return {"dtype": dtype, "matmul_flops_per_s": rate} | others
 
 
-def measure(arguments: list[str], limits: Path | None, rehearsed: bool) -> None:
+def measure(
+    arguments: list[str],
+    limits: Path | None = None,
+    rehearsed: bool = False,
+    kernels: Name | None = None,
+) -> None:
     """Run `benchmarks.attention` in this process."""
+    only_limits = not arguments
     with contextlib.ExitStack() as stack:
         replace = lambda *given: stack.enter_context(mock.patch.object(*given))  # noqa: E731
+        stack.enter_context(rehearsal.kernels(rehearsed, kernels))
         if rehearsed:
             cases = [rehearsal.shrunk(case) for case in specs.attention_cases("gpu")]
-            stack.enter_context(rehearsal.kernels(True))
             replace(specs, "attention_cases", lambda *tags: cases)
             replace(timing, "limits", small_limits)
             arguments = [*arguments, *SMALL, "--without", "torch", "onnxruntime"]
         if limits is not None:
             replace(timing, "limits", kept(limits, timing.limits))
-        attention.main(["--goals", "--skip-memory", *arguments])
+        if only_limits:  # for the processes that follow
+            timing.limits("float32" if rehearsed else "bfloat16", time.perf_counter)
+        else:
+            attention.main(["--skip-memory", *arguments])
 
 
 def main() -> None:
@@ -69,13 +79,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=Path, help="JSON of rows of tile sizes")
     parser.add_argument("--limits", type=Path, help="JSON of limits: read, or written if not there")
+    parser.add_argument("--kernels", choices=get_args(Name), help="instead of the device's own")
     parser.add_argument(rehearsal.FLAG, action="store_true", help=rehearsal.SAID)
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     if options.rows is not None:
         add_rows(json.loads(options.rows.read_text()))
     arguments = [x for x in options.rest if x != "--"]
-    checks.main_of(lambda: measure(arguments, options.limits, options.rehearse))
+    given = options.limits, options.rehearse, options.kernels
+    checks.main_of(lambda: measure(arguments, *given))
 
 
 if __name__ == "__main__":

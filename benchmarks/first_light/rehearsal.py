@@ -10,7 +10,7 @@ import contextlib
 from dataclasses import replace
 
 from benchmarks.specs import AttentionCase
-from transformer_jax.kernels import Target, using
+from transformer_jax.kernels import Name, Target, target, using
 
 FLAG = "--rehearse"
 SAID = "REHEARSED on a CPU, over a few tokens: no figure here is a measurement of a kernel"
@@ -22,10 +22,14 @@ def flags(rehearsed: bool) -> tuple[str, ...]:
     return (FLAG,) if rehearsed else ()
 
 
-def kernels(rehearsed: bool) -> contextlib.AbstractContextManager[None]:
-    """Return a context whose kernels run here."""
-    target = Target("tpu", interpret=True, chip="rehearsed")
-    return using(target) if rehearsed else contextlib.nullcontext()
+def kernels(rehearsed: bool, name: Name | None = None) -> contextlib.AbstractContextManager[None]:
+    """Return a context whose kernels run here: the device's own, or those of another name."""
+    if rehearsed:
+        return using(Target("tpu", interpret=True, chip="rehearsed"))
+    attached = target()
+    if name is None or not isinstance(attached, Target):
+        return contextlib.nullcontext()
+    return using(replace(attached, name=name))
 
 
 def implementation(name: str, rehearsed: bool) -> str:

@@ -50,11 +50,14 @@ ATTACHED = tuple(
 
 
 def run(step: Step) -> None:
-    """Run the checks one by one, then the sanitizer, then tests of the kernels, five at once."""
+    """Run the checks, then the sanitizer and tests of the kernels, several at once.
+
+    A kernel that hangs leaves the others their turns on the device, and costs them some time.
+    """
     flags = rehearsal.flags(step.rehearsed)
-    step.run(*(Check(name, command(name, flags), 60) for name in NAMES))
-    step.run(*(sanitized(name, tool, flags) for tool in TOOLS for name in SANITIZED), jobs=4)
-    step.run(*map(attached, ATTACHED), jobs=5)
+    step.run(*(Check(name, command(name, flags), 60) for name in NAMES), jobs=6)
+    tools = (sanitized(name, tool, flags) for tool in TOOLS for name in SANITIZED)
+    step.run(*tools, *map(attached, ATTACHED), jobs=10)
 
 
 TOOLS = "memcheck", "synccheck"
@@ -90,7 +93,7 @@ def judge_sanitizer(ended: Ended) -> Verdict:
 
 def attached(test: str) -> Check:
     """Return a test of the kernels on the attached device as a check."""
-    options = "-m", "", "-p", "no:xdist", "--tb=short", "-rs"
+    options = "-m", "", "-n", "0", "--tb=short", "-rs"
     run_one = (sys.executable, "-m", "pytest", *options, test)
     return Check(test.rpartition("::")[2], run_one, 100, judge=judge_pytest)
 

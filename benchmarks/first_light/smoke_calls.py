@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from transformer_jax import ALiBi, dot_product_attention, explain_attention
 from transformer_jax.attention.biases import alibi_slopes
 from transformer_jax.attention.masks import Causal, Mask, Segments, Window
 from transformer_jax.cache import dequantise, quantise
-from transformer_jax.kernels import Target, target, using
+from transformer_jax.kernels import Name, Target, target, using
 
 Arrays = dict[str, jax.Array]
 Shares = dict[str, float]
@@ -314,11 +314,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("check", choices=CHECKS)
     parser.add_argument(rehearsal.FLAG, action="store_true", help=rehearsal.SAID)
+    parser.add_argument("--kernels", choices=get_args(Name), help="instead of the device's own")
     options = parser.parse_args()
     where = Where(options.rehearse)
 
     def one() -> None:
-        with rehearsal.kernels(where.rehearsed):
+        with rehearsal.kernels(where.rehearsed, options.kernels):
             checks.report({"shares": CHECKS[options.check](where)})
 
     checks.main_of(one)

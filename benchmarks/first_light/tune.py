@@ -1,48 +1,56 @@
-"""Which tile sizes are the fastest at H 128, and how far do the goals come with them?"""
+"""Which tile sizes are the fastest, and how far do the goals come with them?"""
 
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 import tempfile
 from pathlib import Path
 
-from benchmarks import tune_attention
+from benchmarks import timing, tune_attention
 from benchmarks.first_light import checks, rehearsal
 from benchmarks.first_light.checks import Check, Ended, Step, Verdict
 from benchmarks.first_light.goals_with_rows import Row
 from benchmarks.first_light.speed import measure_goals
+from transformer_jax.kernels.contract import Kind
 
 ROW = re.compile(r"^ {4}(\(.*?\)): Blocks\((\d+), (\d+), (\d+)(?:, slack=([\d.]+))?\),")
 AGAIN = "goals with these rows"
 SEARCH_SHARE = 0.55  # of the step's time
+KERNELS: tuple[tuple[Kind, ...], ...] = (("forward",), ("dq", "dkdv"), ("single_pass",))
+SEARCHES = tuple(itertools.product((128, 64, 256), KERNELS))
 REHEARSED = ["--batch", "1", "--heads", "2:1", "--dims", "16", "--lengths", "128", "--repeats", "1"]
 REHEARSED += ["--seconds", "0", "--candidates", "128:128:2"]
 
 
 def run(step: Step) -> None:
-    """Search, then measure the goals at H 128 with what was found."""
+    """Search, then measure the goals with what was found."""
     seconds = SEARCH_SHARE * step.left()
-    [record] = step.run(search(seconds, step.rehearsed))
-    if not record["found"]:
-        return
+    searches = SEARCHES[:1] if step.rehearsed else SEARCHES
     with tempfile.TemporaryDirectory() as folder:
+        with timing.side_by_side(Path(folder)):
+            wanted = [search(*each, seconds, step.rehearsed) for each in searches]
+            records = step.run(*wanted, jobs=len(wanted))
+        found = [row for record in records for row in record["found"]]
+        if not found:
+            return
         rows = Path(folder) / "rows.json"
-        rows.write_text(json.dumps(record["found"]))
-        # what was slower in `speed` or takes long to compile has no time left
-        more = ["--without", "flax", "jax.nn", "torch flex"]
-        measure_goals(step, AGAIN, step.left(), more, only="h128", rows=rows)
+        rows.write_text(json.dumps(found))
+        more = ["--without", "flax", "jax.nn"]  # which were slower in `speed`
+        measure_goals(step, AGAIN, step.left(), more, rows=rows)
 
 
-def search(seconds: float, rehearsed: bool) -> Check:
+def search(H: int, kernels: tuple[Kind, ...], seconds: float, rehearsed: bool) -> Check:
     """Return the check that searches; rows that are found before its end are kept."""
     minutes = f"{max(seconds - 30, 1) / 60:.2f}"
     if rehearsed:
         command = checks.python("first_light.tune", minutes, *rehearsal.flags(True))
     else:
+        given = ("--dims", str(H), "--batch", "2", "--repeats", "10", "--seconds", "5")
         command = checks.python(
-            "tune_attention", "--dims", "128", "--minutes", minutes, "--seconds", "8"
+            "tune_attention", *given, "--minutes", minutes, "--kernels", *kernels
         )
 
     def judge(ended: Ended) -> Verdict:
@@ -52,7 +60,7 @@ def search(seconds: float, rehearsed: bool) -> Check:
         return verdict
 
     return Check(
-        "search at H 128",
+        f"search at H {H}: {', '.join(kernels)}",
         command,
         seconds,
         judge=judge,

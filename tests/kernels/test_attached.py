@@ -30,6 +30,17 @@ class TestAttached(Bfloat16Suite):
     implementation = "pallas"
 
 
+class TestAttachedAmpere(TestAttached):
+    """The kernels for every other NVIDIA GPU: Hopper has their instructions too."""
+
+    @pytest.fixture(autouse=True)
+    def kernels(self):
+        if not isinstance(WHERE, Target) or WHERE.name == "tpu":
+            pytest.skip("needs an NVIDIA GPU")
+        with using(replace(WHERE, name="ampere")):
+            yield
+
+
 class TestAttachedSinglePass(TestAttached):
     """Two tiles of keys: a sum of two has the same bits in either order, as the suite wants."""
 
