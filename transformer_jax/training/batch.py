@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.config import ModelConfig, NgramConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
+from transformer_jax.kernels import platform
 from transformer_jax.models.factory import build
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Leaf, Params
@@ -113,16 +114,27 @@ LOGITS_AT_ONCE = 2**26
 """Logits of a batch, from which on a loss takes them in chunks: 256 MiB of float32."""
 
 TOKENS_OF_CHUNK = 1024
-"""Tokens of a chunk, in all rows together, where the loss chooses its size. On a CPU 512 and 1024
-are as fast as all at once, 128 take a tenth to a quarter longer (benchmarks/chunked_loss.py); on an
-accelerator fewer would read the output matrix more often than it can be multiplied with."""
+"""Tokens of a chunk at most, in all rows together, where the loss chooses its size. On a CPU 512
+and 1024 are as fast as all at once, 128 take a tenth to a quarter longer
+(benchmarks/chunked_loss.py)."""
+
+ON_ACCELERATORS = 2**28
+"""Logits of a chunk at most on an accelerator: 1 GiB of float32. For each chunk the output matrix
+is read twice and its gradient is added to; of GPT-2's, 1024 tokens take half as long again."""
 
 
 def chosen_chunk(rows: int, length: int, vocab_size: int) -> int:
-    """Return how many tokens of each of a device's rows have their logits at a time in a loss."""
+    """Return how many tokens of each of a device's rows have their logits at a time in a loss.
+
+    The chunks of a row are of one length, as nearly as its length allows.
+    """
     if rows * length * vocab_size <= LOGITS_AT_ONCE:
         return length
-    return min(length, max(1, TOKENS_OF_CHUNK // rows))
+    tokens = TOKENS_OF_CHUNK
+    if platform() != "cpu":
+        tokens = max(tokens, ON_ACCELERATORS // vocab_size)
+    most = max(1, tokens // rows)
+    return -(-length // -(-length // most))
 
 
 def batch_loss(

@@ -300,13 +300,20 @@ def _sum_and_gradients(head: _Head, arrays: Arrays) -> tuple[tuple[jax.Array], A
 
     def add(sums: PyTree, chunk: tuple[jax.Array, ...]) -> tuple[PyTree, tuple[jax.Array, ...]]:
         hidden, labels, weights = chunk
-        total, vjp = jax.vjp(
-            lambda hidden, table, bias, weights: _chunk_sum(
-                head, hidden, table, bias, labels, weights
+        counts = weights != 0
+        hidden = jnp.where(counts[..., None], hidden, 0)  # 0 * NaN in the gradient of the table
+        total, pull = jax.vjp(
+            lambda products, bias, weights: _loss_of_products(
+                head, products, bias, labels, weights
             ),
-            hidden, table, bias, weights,
+            _products(hidden, table), bias, weights,
         )  # fmt: skip
-        d_hidden, d_table, d_bias, d_weights = vjp(vary(jnp.float32(1), total))
+        slope, d_bias, d_weights = pull(vary(jnp.float32(1), total))
+        slope = slope.astype(hidden.dtype)  # in float32 these products would be a GPU's slow ones
+        product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+        d_hidden = product("BTV,VD->BTD", slope, table.astype(hidden.dtype))
+        d_hidden = jnp.where(counts[..., None], d_hidden, 0).astype(hidden.dtype)
+        d_table = product("BTV,BTD->VD", slope, hidden)
         sums = jax.tree.map(
             lambda total, part: total + part.astype(jnp.float32), sums, (total, d_table, d_bias)
         )
@@ -339,16 +346,27 @@ def _chunk_sum(
     weights: jax.Array,
 ) -> jax.Array:  # f32[]
     """Return the sum of weights * losses of one chunk, all of whose logits exist at once."""
-    counts = weights != 0
-    hidden = jnp.where(counts[..., None], hidden, 0)  # 0 * NaN in the gradient of the table
-    logits = jnp.einsum(
-        "BTD,VD->BTV", hidden, table.astype(hidden.dtype), preferred_element_type=jnp.float32
-    )
+    hidden = jnp.where((weights != 0)[..., None], hidden, 0)
+    return _loss_of_products(head, _products(hidden, table), bias, labels, weights)
+
+
+def _products(hidden: jax.Array, table: jax.Array) -> jax.Array:  # f32[B, T, V]
+    table = table.astype(hidden.dtype)
+    return jnp.einsum("BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32)
+
+
+def _loss_of_products(
+    head: _Head,
+    logits: jax.Array,  # f32[B, T, V], without the bias
+    bias: jax.Array | None,
+    labels: jax.Array,
+    weights: jax.Array,
+) -> jax.Array:  # f32[]
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)[None, None]
     if head.softcap is not None:
         logits = head.softcap * jnp.tanh(logits / head.softcap)
-    return jnp.sum(weights * _token_loss(head.terms, logits, labels, counts))
+    return jnp.sum(weights * _token_loss(head.terms, logits, labels, weights != 0))
 
 
 def _rows(chunk_size: int, length: int) -> int:
