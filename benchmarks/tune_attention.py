@@ -141,7 +141,7 @@ def search(
     for name, t in sorted(taken.items(), key=lambda item: item[1].median):
         ratio = timing.speedup(t, taken[str(present)])
         yield f"#   {name}: {t.median * 1e3:.3f} ms, {ratio:.2f}x the present", None
-    row = (where.chip, kind, H, Hv, width)
+    row = (where.name, where.chip, kind, H, Hv, width)
     note = f"causal S {length}: {taken[fastest].median * 1e3:.3f} ms"
     yield f"    {row!r}: {_written(names[fastest])},  # {note}", targets[names[fastest]]
 

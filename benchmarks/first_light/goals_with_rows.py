@@ -21,15 +21,15 @@ from benchmarks.first_light import checks, rehearsal
 from transformer_jax.kernels import Name, chips
 from transformer_jax.kernels.contract import Blocks
 
-Row = tuple[str, str, int, int, int, int, int, int, float]
-"""(chip, kernel, H, Hv, bytes of a number, queries, keys, stages, slack)"""
+Row = tuple[str, str, str, int, int, int, int, int, int, float]
+"""(backend, chip, kernel, H, Hv, bytes of a number, queries, keys, stages, slack)"""
 SMALL = ["--ours", "pallas", "--repeats", "1", "--seconds", "0"]
 
 
 def add_rows(rows: Sequence[Row]) -> None:
     """Enter measured tile sizes, for this process."""
-    for chip, kind, H, Hv, width, *tiles in rows:
-        chips.MEASURED[chip, kind, H, Hv, width] = Blocks(*tiles)  # type: ignore[index]
+    for name, chip, kind, H, Hv, width, *tiles in rows:
+        chips.MEASURED[name, chip, kind, H, Hv, width] = Blocks(*tiles)  # type: ignore[index]
 
 
 def kept(path: Path, measure: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

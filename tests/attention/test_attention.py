@@ -56,7 +56,7 @@ class TestXla(NonfiniteSuite):
     "test_any_length_matches_the_oracle[17x64]",
     "test_every_mask_matches_the_oracle[segments]",
     "test_empty_axes_give_empty_or_zero_results",
-    "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
+    "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
     "test_a_bias_hides_nothing_that_the_mask_shows",
     "test_a_usual_test_has_several_tiles",
 )

@@ -55,7 +55,7 @@ BACKENDS = [
     "test_sinks_far_above_and_below_every_score",
     "test_array_bias_of_any_broadcast_shape_and_its_gradient[TS]",
     "test_fully_masked_rows_are_zero_and_touch_no_other_row",
-    "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
+    "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
     "test_vmap_over_any_argument_is_a_loop[('valid', 'bias')]",
     "test_vmap_over_a_matrix_is_a_loop",
 )

@@ -613,7 +613,7 @@ def test_four_chips_run_their_parts_of_a_shard_map():
 @pytest.mark.slow_except("test_every_mask_matches_the_oracle[composition]")
 @pytest.mark.long_except(
     "test_every_mask_matches_the_oracle[composition]",
-    "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
+    "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
 )
 class TestTpu(AttentionSuite):
     """The kernels under `dot_product_attention`, in the plain interpreter."""

@@ -231,7 +231,7 @@ HIDDEN = "padding", "empty slots", "segments", "expired", "future"
     "test_dropout_of_the_backward_pass_is_that_of_the_forward_pass",
     "test_fully_masked_rows_are_zero_and_touch_no_other_row",
     "test_empty_axes_give_empty_or_zero_results",
-    "test_masked_keys_and_values_have_no_influence[future-3.4e+38]",
+    "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
 )
 class AttentionSuite:
     """Tests share shapes and settings where they can: a compilation costs seconds."""
@@ -630,7 +630,7 @@ class AttentionSuite:
 
     # What is masked out has no influence.
 
-    @pytest.mark.parametrize("bad", [3.4e38], ids=str)
+    @pytest.mark.parametrize("bad", [3.3e38], ids=str)  # finite in bfloat16 too
     @pytest.mark.parametrize("scenario", HIDDEN)
     def test_masked_keys_and_values_have_no_influence(self, scenario, bad):
         span = self.span
@@ -1062,7 +1062,7 @@ class AttentionSuite:
 class NonfiniteSuite(AttentionSuite):
     """Test implementations that keep NaN and inf to the queries that see them."""
 
-    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3.4e38], ids=str)
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3.3e38], ids=str)
     @pytest.mark.parametrize("scenario", HIDDEN)
     def test_masked_keys_and_values_have_no_influence(self, scenario, bad):
         super().test_masked_keys_and_values_have_no_influence(scenario, bad)
