@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks import contenders, specs
-from tests.support.attention_suite import Bfloat16Suite, draw, reference
+from tests.support.attention_suite import HOPPER_ROUNDS, Bfloat16Suite, draw, reference
 from tests.support.tolerances import FORWARD_BF16, GRADIENT_BF16, assert_near, assert_same_bits
 from transformer_jax.attention.api import dot_product_attention, explain_attention
 from transformer_jax.attention.masks import Causal, Mask, Segments, Window
@@ -28,10 +28,13 @@ REPEATS = 250
 
 class TestAttached(Bfloat16Suite):
     implementation = "pallas"
+    known = HOPPER_ROUNDS if isinstance(WHERE, Target) and WHERE.name == "hopper" else {}
 
 
 class TestAttachedAmpere(TestAttached):
     """The kernels for every other NVIDIA GPU: Hopper has their instructions too."""
+
+    known: ClassVar[dict[str, str]] = {}
 
     @pytest.fixture(autouse=True)
     def kernels(self):

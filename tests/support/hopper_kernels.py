@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.attention_suite import Bfloat16Suite
+from tests.support.attention_suite import HOPPER_ROUNDS, Bfloat16Suite
 from tests.support.tolerances import largest_error
 from transformer_jax.kernels import Target, hopper
 from transformer_jax.kernels.contract import Operands, Problem, Saved, TileLists
@@ -256,6 +256,11 @@ def assert_near(got, expected, tolerance, name):
     assert largest_error(got, expected) <= tolerance * np.abs(expected).max() + 1e-6, name
 
 
+NO_EFFECTS = (
+    "the interpreter's callbacks are effects: neither jax.checkpoint nor jax.vmap takes any"
+)
+
+
 @pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on products that overflow
 class InInterpreter(Bfloat16Suite):
@@ -263,23 +268,12 @@ class InInterpreter(Bfloat16Suite):
 
     target = Target("hopper", plgpu.InterpretGPUParams() if INTERPRETS is None else False)
 
-    known = {
-        "test_scores_of_a_hundred_thousand_are_finite_and_right[float16]": "the product of a score "
-        "with log2(e) is rounded before the maximum is subtracted: 0.4 % of a weight at 6e4",
-        "test_array_bias_of_any_broadcast_shape_and_its_gradient[]": "the sum of all differences, "
-        "nearly 0, is the rounding of 280,000 numbers in bfloat16",
-        "test_rematerialised_gradients_are_the_same_with_dropout_on": "the interpreter's callbacks "
-        "are effects, which jax.checkpoint does not take",
+    known = HOPPER_ROUNDS | {
+        "test_rematerialised_gradients_are_the_same_with_dropout_on": NO_EFFECTS,
         "test_float32_stays_float32_when_x64_is_on": "the interpreter's threads are outside of the "
         "context that turns x64 on",
-    } | {
-        f"test_vmap_over_{what}_is_a_loop{case}": "the interpreter's callbacks are effects, which "
-        "jax.vmap does not take"
-        for what, case in (
-            *(
-                ("any_argument", f"[{x}]")
-                for x in (("query",), ("key", "value"), ("valid", "bias"))
-            ),
-            ("a_matrix", ""),
-        )
+        "test_vmap_over_any_argument_is_a_loop[('query',)]": NO_EFFECTS,
+        "test_vmap_over_any_argument_is_a_loop[('key', 'value')]": NO_EFFECTS,
+        "test_vmap_over_any_argument_is_a_loop[('valid', 'bias')]": NO_EFFECTS,
+        "test_vmap_over_a_matrix_is_a_loop": NO_EFFECTS,
     }
