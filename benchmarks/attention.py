@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> None:
     clock = timing.prepare(one_core=options.one_core)
     before = timing.environment()
     print(timing.headline(before))
+    if options.wait_each is None:  # a CPU would do several calls at once
+        options.wait_each = before["platform"] == "cpu"
     if options.goals and before["platform"] != "cpu":
         options.ours = options.ours or "pallas"  # of which they are
     selected = _selected(options, before["platform"])
@@ -354,8 +356,6 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.repeats is None:
         options.repeats = 3 if options.quick else 20
-    if options.wait_each is None:  # a CPU would do several calls at once
-        options.wait_each = jax.default_backend() == "cpu"
     return options
 
 

@@ -7,6 +7,7 @@ compared: A B C, C B A, ... A ratio is the median over rounds of the ratio withi
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import gc
 import importlib.metadata
@@ -103,16 +104,26 @@ def _alone() -> Iterator[None]:
     if _TURNS is None:
         yield
         return
+    faulthandler.cancel_dump_traceback_later()
     fcntl.flock(_TURNS, fcntl.LOCK_EX)
+    _end_if_it_hangs()
     try:
         yield
     finally:
         fcntl.flock(_TURNS, fcntl.LOCK_SH)
+        _end_if_it_hangs()
 
 
+def _end_if_it_hangs() -> None:
+    """End this process where it holds a lock too long: the others wait for it."""
+    faulthandler.dump_traceback_later(LONGEST_TURN, exit=True)
+
+
+LONGEST_TURN = 150  # seconds, to build as to time
 _TURNS = open(os.environ[TURNS], "a") if TURNS in os.environ else None
 if _TURNS is not None:
     fcntl.flock(_TURNS, fcntl.LOCK_SH)
+    _end_if_it_hangs()
 
 
 def interleave(

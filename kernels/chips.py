@@ -16,18 +16,19 @@ from transformer_jax.kernels.contract import Blocks, Kind
 _H100 = "NVIDIA H100 80GB HBM3"
 
 MEASURED: dict[tuple[str, str, Kind, int, int, int], Blocks] = {
-    ("hopper", _H100, "single_pass", 64, 64, 2): Blocks(128, 128, 2),  # 2.28 ms, by default 2.64
-    ("hopper", _H100, "forward", 128, 128, 2): Blocks(128, 128, 2, slack=8.0),  # 0.90, 0.96 ms
+    ("hopper", _H100, "single_pass", 64, 64, 2): Blocks(128, 128, 2),
+    ("hopper", _H100, "forward", 128, 128, 2): Blocks(128, 128, 2, slack=8.0),
     ("hopper", _H100, "forward", 256, 256, 2): Blocks(128, 64, 2, slack=8.0),
 }
 """(backend, chip as JAX names it, kernel, H, Hv, bytes of a number) to tiles that were faster than
-the defaults: `benchmarks.tune_attention --batch 2`, causal, 16 heads, S 8192. Of H 64, forward
-tiles of 192 queries took 0.64 ms instead of 0.67, and are left out: with tiles of 128 in the
-backward pass, queries are padded to multiples of 384."""
+the defaults, causal, 16 heads, S 8192 (benchmarks/results/h100/tiles.txt; of H 256 only which won
+was kept). Of H 64, forward tiles of 192 queries were 1.05 times as fast, and are left out: with
+tiles of 128 in the backward pass, queries are padded to multiples of 384."""
 
-FASTEST: frozenset[str] = frozenset({_H100})
-"""Chips on which the kernels were measured to be the best choice where they run; elsewhere
-`implementation=None` leaves them to those who ask by name."""
+FASTEST: dict[tuple[str, str], int] = {("hopper", _H100): 512}
+"""(backend, chip) on which a step of training was fastest with the kernels, to the fewest queries
+that were timed: from so many on `implementation=None` takes them where they run. Everything else
+leaves them to those who ask by name."""
 
 # Hopper
 

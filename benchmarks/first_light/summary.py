@@ -185,7 +185,8 @@ def _percent(value: float | None) -> str:
 
 
 def _rows(records: Records) -> list[str]:
-    found = [row for rows in _found(records, "search at H 128") for row in rows]
+    searches = [x for x in records.get("tune", ()) if x["check"].startswith("search at ")]
+    found = [row for record in searches for row in record["found"]]
     if not found:
         return []
-    return ["\nrows for kernels/chips.py", *(f"  {tuple(row[:5])}: {row[5:]}" for row in found)]
+    return ["\nrows for kernels/chips.py", *(f"  {tuple(row[:6])}: {row[6:]}" for row in found)]

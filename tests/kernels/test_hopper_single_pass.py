@@ -165,10 +165,17 @@ def test_a_tpu_refuses_it_by_name():
 
 
 @pytest.mark.slow
-def test_nothing_chooses_it_but_its_name(monkeypatch):
-    monkeypatch.setattr(attention, "FASTEST", frozenset({"a chip"}))
-    with using(Target("hopper", chip="a chip")):
-        assert explain_attention(*structs()).chosen == "pallas"
+def test_none_takes_pallas_where_it_was_measured_and_the_single_pass_nowhere(monkeypatch):
+    inputs = structs()
+    queries = inputs[0].shape[1]
+    for backend, fewest, taken in (
+        ("hopper", queries, True),
+        ("hopper", queries + 1, False),  # of few queries nothing was measured
+        ("ampere", queries, False),  # the same chip, by other kernels
+    ):
+        monkeypatch.setattr(attention, "FASTEST", {(backend, "a chip"): fewest})
+        with using(Target("hopper", chip="a chip")):
+            assert (explain_attention(*inputs).chosen == "pallas") == taken
 
 
 # Around the kernel

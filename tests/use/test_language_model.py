@@ -108,6 +108,8 @@ def test_a_score_is_the_sum_of_log_probabilities_by_definition():
     ids = LETTERS.encode(text)
     each = nats(logits_of(PLAIN, ids[:-1]), ids[1:])
     found = PLAIN.score(text)
+    assert "".join(found.tokens) == text[1:]
+    assert found.token_nats == pytest.approx(each, rel=1e-5)
     assert (found.num_tokens, found.num_bytes) == (9, 9)  # nothing is before the first
     assert found.nats == pytest.approx(each.sum(), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(each.mean()), rel=1e-5)
@@ -160,14 +162,16 @@ def test_windows_have_each_label_once_after_enough_tokens(count, first, longest,
 def test_a_long_text_is_scored_in_windows():
     text = "badcabfeed" * 3
     ids = LETTERS.encode(text)
-    expected, done = 0.0, 0
+    expected, done = [], 0
     for start in range(0, len(ids) - 1, 5):
         row = ids[start : start + 17 + 1]
-        expected += nats(logits_of(PLAIN, row[:-1]), row[1:])[max(0, done - start) :].sum()
+        expected += [*nats(logits_of(PLAIN, row[:-1]), row[1:])[max(0, done - start) :]]
         done = start + len(row) - 1
         if done == len(ids) - 1:
             break
-    assert PLAIN.score(text, stride=5).nats == pytest.approx(expected, rel=1e-5)
+    found = PLAIN.score(text, stride=5)
+    assert found.token_nats == pytest.approx(expected, rel=1e-5)
+    assert found.nats == pytest.approx(sum(expected), rel=1e-5)
 
 
 def test_weights_have_the_tokens_of_the_text_as_labels():
@@ -196,8 +200,10 @@ def test_pairs_are_written_scored_and_looked_into():
     ids = special_ids(PAIRS.tokenizer)
     target = LETTERS.encode("feed")
     logits = logits_of(PAIRS, [ids["bos"], *target], source=LETTERS.encode("bad")[None])
-    found = PAIRS.score(("bad", "feed"))
-    assert found.nats == pytest.approx(nats(logits, [*target, ids["eos"]]).sum(), rel=1e-5)
+    found, each = PAIRS.score(("bad", "feed")), nats(logits, [*target, ids["eos"]])
+    assert found.nats == pytest.approx(each.sum(), rel=1e-5)
+    assert found.token_nats == pytest.approx(each, rel=1e-5)
+    assert found.tokens == (*"feed", "<eos>")
     assert (found.num_tokens, found.num_bytes) == (5, 4)
     seen = PAIRS.attend(("bad", "feed"))
     assert seen.tokens == ["<bos>", *"feed"] and seen.source_tokens == list("bad")

@@ -315,13 +315,13 @@ def _candidates(
 ) -> Sequence[str]:
     """Return which implementations to try, in order: those named, or the best for these sizes.
 
-    Our kernels come first only on chips where they were measured to be the fastest
-    (kernels/chips.py). On an accelerator the scores may take a gibibyte. On a CPU the sizes are
-    fitted to benchmarks/results/choosing.json by benchmarks/choosing.py. The compiled kernels read
-    keys as they lie for few queries of a key head. For more queries they first lay keys and values
-    out and wake threads, which pays from many scores on, in the gradient too. Otherwise one product
-    of XLA is fastest while scores, keys and values fit the processor's cache; beyond, and where few
-    queries see many keys, tiles are, which end where a KV cache does.
+    Our kernels come first only on chips, and from lengths on, where they were measured to be the
+    fastest (kernels/chips.py). On an accelerator the scores may take a gibibyte. On a CPU the sizes
+    are fitted to benchmarks/results/choosing.json by benchmarks/choosing.py. The compiled kernels
+    read keys as they lie for few queries of a key head. For more queries they first lay keys and
+    values out and wake threads, which pays from many scores on, in the gradient too. Otherwise one
+    product of XLA is fastest while scores, keys and values fit the processor's cache; beyond, and
+    where few queries see many keys, tiles are, which end where a KV cache does.
     """
     if implementation is not None:
         names = [implementation] if isinstance(implementation, str) else list(implementation)
@@ -333,7 +333,8 @@ def _candidates(
     if not known_sizes(B, T, S):  # open ones of an export: tiles need sizes that are numbers
         return ["xla"]
     where = target()
-    ours = [] if isinstance(where, str) or where.chip not in FASTEST else ["pallas"]
+    fewest = None if isinstance(where, str) else FASTEST.get((where.name, where.chip))
+    ours = [] if fewest is None or fewest > T else ["pallas"]
     if platform() != "cpu":
         small = 4 * B * T * N * S <= 2**30
         return [*ours, "cudnn", *(["xla", "blockwise"] if small else ["blockwise", "xla"])]

@@ -26,7 +26,7 @@ from transformer_jax.pytree import Array, Leaf, Params
 from transformer_jax.sharding import by_compiler
 from transformer_jax.shown import short_repr
 from transformer_jax.training.data import IGNORE
-from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
+from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy, label_log_probs
 
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
 """`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; no key is no dropout."""
@@ -114,13 +114,13 @@ LOGITS_AT_ONCE = 2**26
 """Logits of a batch, from which on a loss takes them in chunks: 256 MiB of float32."""
 
 TOKENS_OF_CHUNK = 1024
-"""Tokens of a chunk at most, in all rows together, where the loss chooses its size. On a CPU 512
-and 1024 are as fast as all at once, 128 take a tenth to a quarter longer
-(benchmarks/chunked_loss.py)."""
+"""Tokens of a chunk, in all rows together, where the loss chooses its size. On a CPU 512 and 1024
+are as fast as all at once, 128 take a tenth to a quarter longer (benchmarks/chunked_loss.py)."""
 
 ON_ACCELERATORS = 2**28
-"""Logits of a chunk at most on an accelerator: 1 GiB of float32. For each chunk the output matrix
-is read twice and its gradient is added to; of GPT-2's, 1024 tokens take half as long again."""
+"""Logits of a chunk on an accelerator, 1 GiB of float32, unless those of `TOKENS_OF_CHUNK` are
+more. Each chunk reads the output matrix twice, and reads and writes its gradient: in larger chunks
+less is moved."""
 
 
 def chosen_chunk(rows: int, length: int, vocab_size: int) -> int:
@@ -225,6 +225,24 @@ def batch_scores(config: AnyModelConfig, *, row_shards: int = 1) -> Callable[...
         return judged(logits(params, batch, None), labels)
 
     return scores
+
+
+@program(static=("config",))
+def token_nats(config: AnyModelConfig, params: Params, batch: Batch) -> jax.Array:  # f32[B, T]
+    """Return -log p of each label [B, T]; 0 of one that does not count."""
+    labels = batch.labels
+    if isinstance(config, ModelConfig):
+        x, table, bias = _reading(config)("output_layer", params, batch, None)
+        rows, length = labels.shape
+        size = chosen_chunk(rows, length, config.vocab_size)
+        return -label_log_probs(
+            x, table, labels, chunk_size=size, softcap=config.logit_softcap, logit_bias=bias,
+            ignore_label=IGNORE,
+        )  # fmt: skip
+    found = jax.nn.log_softmax(batch_logits(config)(params, batch, None).astype(jnp.float32))
+    picked = jnp.where(labels == IGNORE, 0, labels)[..., None]
+    nats = -jnp.take_along_axis(found, picked, axis=-1)[..., 0]
+    return jnp.where(labels == IGNORE, 0.0, nats)
 
 
 @program(static=("config",))

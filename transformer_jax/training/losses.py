@@ -98,7 +98,7 @@ def chunked_cross_entropy(
     return _mean(by_compiler(partial(_chunked_sum, head), arrays, PartitionSpec()), weights)
 
 
-def row_log_probs(
+def label_log_probs(
     hidden: jax.Array,  # [B, T, D]
     output_weights: jax.Array,  # [V, D]
     labels: jax.Array,  # i32[B, T]
@@ -107,8 +107,8 @@ def row_log_probs(
     softcap: float | None = None,
     logit_bias: jax.Array | None = None,  # [V]
     ignore_label: int = -100,
-) -> jax.Array:  # f32[B]
-    """Return the summed log-probability of each row's labels, in nats.
+) -> jax.Array:  # f32[B, T]
+    """Return the log-probability of each label, in nats; 0 for one that is ignored.
 
     Logits are those of `chunked_cross_entropy`, for `chunk_size` of the T positions at a time; the
     backward pass computes them again. A label that is no index of V gives NaN.
@@ -118,7 +118,7 @@ def row_log_probs(
     @jax.checkpoint
     def of_chunk(
         hidden: jax.Array, table: jax.Array, bias: jax.Array | None, labels: jax.Array
-    ) -> jax.Array:  # f32[B]
+    ) -> jax.Array:  # f32[B, size]
         logits = jnp.einsum("BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32)
         logits = logits if bias is None else logits + bias.astype(jnp.float32)[None, None]
         logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
@@ -126,12 +126,13 @@ def row_log_probs(
         picked = jnp.where(counts, labels, 0)[..., None]
         found = jnp.take_along_axis(logits, picked, axis=-1, mode="fill")[..., 0]
         found = found - jax.nn.logsumexp(logits, axis=-1)
-        return jnp.where(counts, found, 0.0).sum(axis=1)
+        return jnp.where(counts, found, 0.0)
 
-    def summed(
+    def in_chunks(
         hidden: jax.Array, table: jax.Array, bias: jax.Array | None, labels: jax.Array
     ) -> jax.Array:
-        padding = (0, -labels.shape[1] % size)
+        length = labels.shape[1]
+        padding = (0, -length % size)
         hidden = jnp.pad(hidden, ((0, 0), padding, (0, 0)))
         labels = jnp.pad(labels, ((0, 0), padding), constant_values=ignore_label)
         parts = (
@@ -139,10 +140,10 @@ def row_log_probs(
             rearrange(labels, "B (n T) -> n B T", T=size),
         )
         found = jax.lax.map(lambda part: of_chunk(part[0], table, bias, part[1]), parts)
-        return found.sum(axis=0)
+        return rearrange(found, "n B T -> B (n T)")[:, :length]
 
     arrays = [hidden, output_weights, logit_bias, labels]
-    return by_compiler(summed, arrays, PartitionSpec())
+    return by_compiler(in_chunks, arrays, PartitionSpec())
 
 
 @dataclass(frozen=True)

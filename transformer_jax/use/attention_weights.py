@@ -18,12 +18,10 @@ from transformer_jax.models.places import places
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.shown import short_repr
-from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import encode_text, encoder_frame, plain, special_ids
-from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.tokenizers.special import encode_text, encoder_frame, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.masked import masked_ids
-from transformer_jax.use.reading import Reader
+from transformer_jax.use.reading import Reader, token_texts
 from transformer_jax.use.scores import pair_batch
 
 
@@ -117,15 +115,3 @@ def _weights(
         {"params": params}, jnp.asarray(tokens), capture=capture, **given
     )
     return dict(found[-1])
-
-
-def token_texts(tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
-    r"""Return the text of each token; of a special one its name, of a part of a character \\xNN."""
-    own = plain(tokenizer)
-    names = {i: f"<{name}>" for name, i in special_ids(tokenizer).items()}
-    if isinstance(own, PretrainedTokenizer):
-        names = {i: name for i, name in names.items() if i >= own.vocab_size}
-    return [
-        names[i] if i in names else own.to_bytes([i]).decode("utf-8", "backslashreplace")
-        for i in map(int, ids)
-    ]

@@ -18,12 +18,12 @@ from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, frame, plain, source_frame, target_of
 from transformer_jax.tokenizers.trained import WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError, utf8
-from transformer_jax.training.batch import Batch, scored
+from transformer_jax.training.batch import Batch, token_nats
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.tasks.chat import check_messages
 from transformer_jax.training.tasks.pairs import Pair, pair_example
 from transformer_jax.training.tasks.turns import Turn, message_turn, text_turn
-from transformer_jax.use.reading import Reader, checked_messages
+from transformer_jax.use.reading import Reader, checked_messages, token_texts
 
 Scored: TypeAlias = str | tuple[str, str] | Sequence[Message]
 
@@ -32,12 +32,22 @@ Scored: TypeAlias = str | tuple[str, str] | Sequence[Message]
 class Score:
     """Hold the probability p of a text's n tokens, each after all before it."""
 
-    nats: float
-    """-log p, of all tokens together."""
-    num_tokens: int
-    """n: the tokens that are scored."""
     num_bytes: int
     """Bytes of their text, in UTF-8."""
+    tokens: tuple[str, ...]
+    """The n tokens that are scored, as texts."""
+    token_nats: tuple[float, ...]
+    """-log p of each of them."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return n."""
+        return len(self.tokens)
+
+    @property
+    def nats(self) -> float:
+        """Return -log p, of all tokens together."""
+        return math.fsum(self.token_nats)
 
     @property
     def perplexity(self) -> float:
@@ -126,11 +136,17 @@ def _score_ids(
     stride = max(1, longest // 2) if stride is None else stride
     if stride > longest:
         raise ValueError(f"stride is {stride}: must be at most max_len {longest}")
-    nats = sum(
-        float(np.asarray(scored(model.config, model.params, batch))[0])
-        for batch in windows(ids, first, longest, stride)
-    )
-    return Score(nats, len(ids) - first, size)
+    nats: list[float] = []
+    for batch in windows(ids, first, longest, stride):
+        nats += _nats(model, batch)
+    return Score(size, tuple(token_texts(model.tokenizer, ids[first:])), tuple(nats))
+
+
+def _nats(model: Reader, batch: Batch) -> list[float]:
+    """Return -log p of each label that counts, of a batch of one row."""
+    found = np.asarray(token_nats(model.config, model.params, batch), np.float64)
+    values: list[float] = found[np.asarray(batch.labels) != IGNORE].tolist()
+    return values
 
 
 def windows(
@@ -162,8 +178,9 @@ def _score_pair(model: Reader, text: Any, stride: int | None) -> Score:
         raise DataError(f"text is {text!r:.80}: must be (source, target), of which it scores one")
     example = pair_batch(model, *text)
     row = jax.tree.map(lambda leaf: np.asarray(leaf)[None], example)
-    nats, count, _ = np.asarray(scored(model.config, model.params, row))
-    return Score(float(nats), int(count), len(utf8(text[1])))
+    labels = np.asarray(example.labels)
+    tokens = token_texts(model.tokenizer, labels[labels != IGNORE])
+    return Score(len(utf8(text[1])), tuple(tokens), tuple(_nats(model, row)))
 
 
 def pair_batch(model: Reader, source: str, target: str) -> Batch:
