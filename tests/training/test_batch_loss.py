@@ -95,3 +95,10 @@ def test_logits_that_would_be_large_are_taken_in_chunks():
     assert rows * chosen_chunk(rows, length, vocab) == TOKENS_OF_CHUNK < rows * length
     assert chosen_chunk(4096, 8, 10**6) == 1
     assert chosen_chunk(1, 512, 10**6) == 512
+
+
+def test_chunks_are_of_one_length_and_larger_on_an_accelerator(monkeypatch):
+    assert chosen_chunk(12, 256, 50_257) == 64  # four times, not three of 85 and the last of one
+    monkeypatch.setattr(batch, "platform", lambda: "gpu")
+    assert chosen_chunk(32, 1024, 50_304) == 147  # seven chunks, 237 M logits each
+    assert chosen_chunk(1, 4096, 10**6) == TOKENS_OF_CHUNK  # more than 2**28 logits
