@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
+from benchmarks.first_light.checks import Unavailable
 from benchmarks.specs import AttentionCase
 from transformer_jax.kernels import Name, Target, target, using
 
@@ -23,12 +24,17 @@ def flags(rehearsed: bool) -> tuple[str, ...]:
 
 
 def kernels(rehearsed: bool, name: Name | None = None) -> contextlib.AbstractContextManager[None]:
-    """Return a context whose kernels run here: the device's own, or those of another name."""
+    """Return a context whose kernels run here: the device's own, or those of another name.
+
+    Unavailable where others are named and the device has none.
+    """
     if rehearsed:
         return using(Target("tpu", interpret=True, chip="rehearsed"))
-    attached = target()
-    if name is None or not isinstance(attached, Target):
+    if name is None:
         return contextlib.nullcontext()
+    attached = target()
+    if isinstance(attached, str):
+        raise Unavailable(attached)
     return using(replace(attached, name=name))
 
 

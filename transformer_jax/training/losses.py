@@ -119,7 +119,7 @@ def label_log_probs(
     def of_chunk(
         hidden: jax.Array, table: jax.Array, bias: jax.Array | None, labels: jax.Array
     ) -> jax.Array:  # f32[B, size]
-        logits = jnp.einsum("BTD,VD->BTV", hidden, table, preferred_element_type=jnp.float32)
+        logits = _products(hidden, table)
         logits = logits if bias is None else logits + bias.astype(jnp.float32)[None, None]
         logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
         counts = labels != ignore_label
@@ -131,16 +131,9 @@ def label_log_probs(
     def in_chunks(
         hidden: jax.Array, table: jax.Array, bias: jax.Array | None, labels: jax.Array
     ) -> jax.Array:
-        length = labels.shape[1]
-        padding = (0, -length % size)
-        hidden = jnp.pad(hidden, ((0, 0), padding, (0, 0)))
-        labels = jnp.pad(labels, ((0, 0), padding), constant_values=ignore_label)
-        parts = (
-            rearrange(hidden, "B (n T) D -> n B T D", T=size),
-            rearrange(labels, "B (n T) -> n B T", T=size),
-        )
+        parts = _split(size, hidden, labels)
         found = jax.lax.map(lambda part: of_chunk(part[0], table, bias, part[1]), parts)
-        return rearrange(found, "n B T -> B (n T)")[:, :length]
+        return _join(found, labels.shape[1])
 
     arrays = [hidden, output_weights, logit_bias, labels]
     return by_compiler(in_chunks, arrays, PartitionSpec())
