@@ -34,8 +34,8 @@ def generate(step=STEP, params=PARAMS, prompt=PROMPT, state=None, **more):
     return tj.generate(step, params, prompt, state, **(dict(num_tokens=3) | more))
 
 
-def reading(step=STEP, params=PARAMS, prompt=PROMPT):
-    return tj.prefill(step, params, prompt, tj.init_cache(CONFIG, 1, 17), np.array([3]))
+def reading(step=STEP, params=PARAMS, prompt=PROMPT, lengths=(3,)):
+    return tj.prefill(step, params, prompt, tj.init_cache(CONFIG, 1, 17), np.array(lengths))
 
 
 def searching(step=STEP, **more):
@@ -103,6 +103,54 @@ MISTAKES = {
     "search a text": (partial(searching, stop="END"), "load.FOLDER"),
     "read by a model": (partial(reading, MODEL), r"make_step\(model\)"),
     "read nothing": (partial(reading, prompt=PROMPT[:, :0]), r"prompt has shape \(1, 0\)"),
+    "read of lengths of more rows": (
+        partial(reading, lengths=(3, 3)),
+        r"shape \(2,\): must be \(1,\)",
+    ),
+    "read of one length": (partial(reading, lengths=3), r"lengths have shape \(\): must be \(1,\)"),
+    "read more than there is": (partial(reading, lengths=(4,)), r"\[4\]: must be from 1 to 3"),
+    "read more rows": (partial(reading, prompt=[[1], [2]], lengths=(1, 1)), "2 rows, the cache 1"),
+    "rewind a config": (
+        partial(tj.rewind_cache, CONFIG, 1),
+        "is a ModelConfig: must be a ModelCache",
+    ),
+    "rewind to a number": (
+        lambda: tj.rewind_cache(tj.init_cache(CONFIG, 1, 17), 3),
+        r"int32\[\]: must be integers \[1\]",
+    ),
+    "a cache of no dtype": (
+        partial(tj.init_cache, CONFIG, 1, 17, "float7"),
+        "dtype is 'float7': must be int8, or floating",
+    ),
+    "a cache of text as slack": (
+        partial(tj.init_cache, CONFIG, 1, 17, slack="3"),
+        "slack is '3': must",
+    ),
+    "bytes of a recurrent cache": (
+        partial(tj.cache_bytes, tj.RecurrentConfig(), 1, 17),
+        "config is a RecurrentConfig: it has no cache",
+    ),
+    "bytes of a cache of no source": (
+        partial(tj.cache_bytes, replace(CONFIG, kind="encoder-decoder"), 1, 17, source_length=0),
+        "source_length is 0: must be an integer of at least 1",
+    ),
+    "a source of a decoder": (
+        partial(tj.init_decode_state, CONFIG, PARAMS, 1, 17, source=[[1, 2]]),
+        r"source is of shape \(1, 2\): this model reads none",
+    ),
+    "a dtype of what has no cache": (
+        partial(tj.init_decode_state, tj.NgramConfig(), None, 1, 17, dtype="int2"),
+        "dtype is int2: a NgramConfig has no cache",
+    ),
+    "kernels of 3 bits": (
+        partial(tj.quantize, PARAMS, "int3"),
+        "kind is 'int3': must be one of 'bf16', 'int8', 'int4'",
+    ),
+    "quantize a config": (partial(tj.quantize, CONFIG, "int8"), "params is a ModelConfig: must be"),
+    "places of a name": (
+        partial(tj.places, "gpt2"),
+        r"config is a str: must be a config, or build",
+    ),
     "serve a model": (partial(serving, MODEL), r"make_step\(model\)"),
     "serve a text": (partial(serving, stop="END"), "load.FOLDER"),
     "speculate with a model": (partial(speculating, MODEL), r"make_step\(model\)"),

@@ -49,16 +49,25 @@ class Slots(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Hold keys and values of the tokens so far."""
+    """Hold keys and values of the tokens so far.
+
+    Attributes:
+        k: [B, S, K, H], the keys by slot.
+        v: [B, S, K, Hv], the values by slot.
+        positions: i32[B, S], the position that each slot holds; -1 marks an empty slot.
+        length: i32[B], the position of the next token.
+        k_scale: f32[B, S, K] where k is int8, else None.
+        v_scale: f32[B, S, K] where v is int8, else None.
+        sinks: slots from the first on that are never overwritten by a later position.
+    """
 
     k: jax.Array  # [B, S, K, H]
     v: jax.Array  # [B, S, K, Hv]
-    positions: jax.Array  # i32[B, S]; -1 marks an empty slot
-    length: jax.Array  # i32[B]; the position of the next token
+    positions: jax.Array  # i32[B, S]
+    length: jax.Array  # i32[B]
     k_scale: jax.Array | None = None  # f32[B, S, K] where k is int8
     v_scale: jax.Array | None = None  # f32[B, S, K] where v is int8
     sinks: int = field(default=0, metadata=dict(static=True))
-    """Slots from the first on that are never overwritten by a later position."""
 
     @property
     def capacity(self) -> int:
@@ -75,11 +84,25 @@ def init(
     dtype: jax.typing.DTypeLike = jnp.float32,
     sinks: int = 0,
 ) -> KVCache:
-    """Make an empty cache of `capacity` slots a row; no two of its leaves share memory.
+    """Make an empty cache; no two of its leaves share memory.
 
-    ValueError where a size or the dtype cannot be.
+    Args:
+        batch: B, rows.
+        capacity: S, slots of a row.
+        num_kv_heads: K.
+        head_dim: H.
+        value_head_dim: Hv; None is H.
+        dtype: of keys and values: int8, or floating with 16 bits or more.
+        sinks: slots that are never overwritten, fewer than the capacity.
+
+    Raises:
+        ValueError: if a size or the dtype cannot be.
     """
-    dtype = jnp.dtype(dtype)
+    rule = "must be int8, or floating with 16 bits or more"
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        raise ValueError(f"dtype is {dtype!r}: {rule}") from None
     sizes = dict(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
     for name, size in sizes.items():
         check_count(name, size, 1)
@@ -87,7 +110,7 @@ def init(
     if not 0 <= sinks < capacity:
         raise ValueError(f"sinks is {sinks}: must be at least 0 and below capacity {capacity}")
     if dtype != jnp.int8 and not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
-        raise ValueError(f"dtype is {dtype}: must be int8, or floating with 16 bits or more")
+        raise ValueError(f"dtype is {dtype}: {rule}")
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
 
     quantised, scales = dtype == jnp.int8, (batch, capacity, num_kv_heads)
@@ -106,14 +129,23 @@ def update(
     cache: KVCache,
     k: jax.Array,  # [B, T, K, H]
     v: jax.Array,  # [B, T, K, Hv]
-    positions: jax.Array,  # i32[B, T]; a negative position is padding and is not written
+    positions: jax.Array,  # i32[B, T]
 ) -> KVCache:
     """Write token t of row b at slot p % S of its position p.
 
-    After s sinks that slot is s + (p - s) % (S - s).
+    After s sinks that slot is `s + (p - s) % (S - s)`. Of more than S tokens the sinks and the last
+    ones stay, as in any ring. A caller for whom overwriting is an error checks `positions < S`
+    first, as `check_cache_room` does for a model.
 
-    Of more than S tokens the sinks and the last S - s stay, as in any ring. A caller for whom
-    overwriting is an error checks `positions < S` first, as `check_cache_room` does for a model.
+    Args:
+        cache: of B rows.
+        k: [B, T, K, H], the new tokens' keys.
+        v: [B, T, K, Hv], their values.
+        positions: i32[B, T]; a negative position is padding and is not written.
+
+    Raises:
+        ValueError: if a shape is not that of the cache, or a position is known and does not fit
+            int32.
     """
     rows, _, heads, dim = cache.k.shape
     check_update((rows, heads, dim, cache.v.shape[-1]), k, v, positions)
@@ -143,9 +175,18 @@ def extend(
     positions: jax.Array,  # i32[B, T]
     window: int | None = None,
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
-    """Update a cache, and return the keys, values and positions [B, S'] that new tokens may see.
+    """Update a cache, and return what new tokens may see.
 
-    They are those of `extend_held`, read as numbers of the dtype of `k`.
+    Args:
+        cache: of B rows.
+        k: [B, T, K, H], the new tokens' keys.
+        v: [B, T, K, Hv], their values.
+        positions: i32[B, T]; negative is padding.
+        window: keys that a query sees; None sees all that the cache holds.
+
+    Returns:
+        The new cache, and keys [B, S', K, H], values and positions [B, S'], as in `extend_held`, in
+        the dtype of `k`.
     """
     new, seen = extend_held(cache, k, v, positions, window)
     return new, *read(seen, k.dtype), seen.positions
@@ -161,9 +202,16 @@ def extend_held(
     """Return the updated cache, and what new tokens read: the same, or the old ring and them.
 
     A ring of S < window + T - 1 slots (besides its sinks) overwrites keys that the first of T
-    queries still see, so those queries read the old ring with the new keys after it; otherwise
-    they read the new cache. New tokens too are read in the dtype of the cache, however many are fed
-    at a time.
+    queries still see, so those queries read the old ring with the new keys after it; otherwise they
+    read the new cache. New tokens too are read in the dtype of the cache, however many are fed at a
+    time.
+
+    Args:
+        cache: of B rows.
+        k: [B, T, K, H], the new tokens' keys.
+        v: [B, T, K, Hv], their values.
+        positions: i32[B, T]; negative is padding.
+        window: keys that a query sees; None sees all that the cache holds.
     """
     new = update(cache, k, v, positions)
     if window is None or cache.capacity - cache.sinks >= window + k.shape[1] - 1:
@@ -178,7 +226,15 @@ def read(
     cache: Slots,
     dtype: jax.typing.DTypeLike = jnp.float32,  # of what int8 is read as
 ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
-    """Return the keys and values; of int8, scale * q, so that attention sees ordinary numbers."""
+    """Return the keys and values as attention takes them: of int8, scale * q.
+
+    Args:
+        cache: a `KVCache`, or a `PagedCache`, whose pools are returned.
+        dtype: of the numbers that int8 is read as; others keep their own.
+
+    Returns:
+        Keys [B, S, K, H] and values [B, S, K, Hv].
+    """
     if cache.k_scale is None or cache.v_scale is None:
         return cache.k, cache.v
     return dequantise(cache.k, cache.k_scale, dtype), dequantise(cache.v, cache.v_scale, dtype)
@@ -191,7 +247,14 @@ def rewind(
     """Forget every position >= length[b]: those slots are empty, and the next token stands there.
 
     A ring has lost what later positions overwrote. It still serves a window of W as if never turned
-    back where at most S - sinks - W + 1 tokens are forgotten: give it that much more room.
+    back where at most `S - sinks - W + 1` tokens are forgotten: give it that much more room.
+
+    Args:
+        cache: of B rows.
+        length: i32[B]; clipped to 0 and to what the row holds.
+
+    Raises:
+        ValueError: if `length` is not integers [B].
     """
     if length.shape != cache.length.shape or not jnp.issubdtype(length.dtype, jnp.integer):
         given = f"{length.dtype}{list(length.shape)}"
@@ -215,7 +278,15 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[...
 
 
 def next_positions(length: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return positions [B, T] of new tokens: `length[b]` plus the valid ones before; else -1."""
+    """Return the positions of new tokens, after those that rows hold.
+
+    Args:
+        length: i32[B], tokens of each row so far.
+        valid: bool[B, T]; False is padding.
+
+    Returns:
+        i32[B, T]: `length[b]` plus the valid tokens before; -1 of padding.
+    """
     return jnp.where(valid, length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache as paged
+from transformer_jax.checks import check_count
 from transformer_jax.config import ModelConfig
 from transformer_jax.pytree import exportable
 from transformer_jax.shown import short_repr
@@ -25,11 +26,15 @@ Layers = tuple[kv.KVCache, ...] | tuple[paged.PagedCache, ...] | kv.KVCache
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModelCache:
-    """Hold all a model remembers of the tokens so far; goes in and comes out, never mutated."""
+    """Hold all a model remembers of the tokens so far; goes in and comes out, never mutated.
+
+    Attributes:
+        layers: one cache a layer; of a scanned stack, one whose leaves are [B, L, ...].
+        cross: keys and values of an encoder-decoder's source, computed once; None of a decoder.
+    """
 
     layers: Layers
     cross: Layers | None = None
-    """Keys and values of an encoder-decoder's source, computed once."""
 
     @property
     def length(self) -> jax.Array:  # i32[B]
@@ -59,11 +64,25 @@ def rewind_cache(
     cache: ModelCache,
     length: jax.Array,  # i32[B]
 ) -> ModelCache:
-    """Forget the positions >= length[b] in every layer, as `cache.rewind` does; a source stays.
+    """Forget the positions >= length[b] in every layer; a source stays.
 
     Rings need room for it: a `capacity` (of one window) or a `slack` (of a pattern) that is larger
     than they need by as many slots as tokens are forgotten.
+
+    Args:
+        cache: of B rows.
+        length: i32[B], tokens that stay of each row; clipped to 0 and to what the row holds.
+
+    Returns:
+        The cache as if each row had read its first `length[b]` tokens only.
+
+    Raises:
+        ValueError: if `length` is not integers [B].
     """
+    if not isinstance(cache, ModelCache):
+        rule = "must be a ModelCache, as init_cache(config, rows, capacity) makes one"
+        raise ValueError(f"cache is a {type(cache).__name__}: {rule}")
+    length = jnp.asarray(length)
     if isinstance(cache.layers, kv.KVCache):
         rewind = jax.vmap(kv.rewind, in_axes=(1, None), out_axes=1)
         return replace(cache, layers=rewind(cache.layers, length))
@@ -79,11 +98,17 @@ def _rewind(layer: Any, length: jax.Array) -> Any:
 def share_cache(
     cache: ModelCache,
     rows: jax.Array,  # i32[R]
-    length: jax.Array | None = None,  # i32[R]; None is all of a row
+    length: jax.Array | None = None,  # i32[R]
 ) -> ModelCache:
     """Return a paged cache of R rows that share pages of its own, as `paged_cache.share` does.
 
-    ValueError where the cache has no pages.
+    Args:
+        cache: of B rows, with pages.
+        rows: i32[R], the row that each new one takes its tokens of.
+        length: i32[R], how many of its first tokens it takes; None is all.
+
+    Raises:
+        ValueError: if the cache has no pages, or has a source.
     """
     if cache.exhausted is None or cache.cross is not None:
         raise ValueError("cache has no pages that rows may share: make it with init_paged_cache")
@@ -150,8 +175,7 @@ def empty_layers(
 
     Of a window pattern, windowed layers are rings of min(capacity, window + sinks + slack) slots.
     """
-    if slack < 0:
-        raise ValueError(f"slack is {slack}: must not be negative")
+    check_count("slack", slack, 0)
     if slack and not isinstance(config.window, tuple):
         rule = "is for rings of a window pattern, here a ring has `capacity` slots"
         raise ValueError(f"slack is {slack}: {rule}")

@@ -36,14 +36,25 @@ from transformer_jax.tracing import known_value, traced
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedCache:
-    """Hold keys and values of the tokens so far, of all rows in one pool of pages."""
+    """Hold keys and values of the tokens so far, of all rows in one pool of pages.
+
+    Attributes:
+        k: [P, page_size, K, H], the keys.
+        v: [P, page_size, K, Hv], the values.
+        positions: i32[P, page_size], the position that each slot holds; -1 marks an empty slot.
+        block_table: i32[B, M], the page of each block of a row; -1 is none.
+        length: i32[B], the position of the next token.
+        exhausted: bool[B], rows that found no free page, and take nothing until they are rewound.
+        k_scale: f32[P, page_size, K] where k is int8, else None.
+        v_scale: f32[P, page_size, K] where v is int8, else None.
+    """
 
     k: jax.Array  # [P, page_size, K, H]
     v: jax.Array  # [P, page_size, K, Hv]
-    positions: jax.Array  # i32[P, page_size]; -1 marks an empty slot
-    block_table: jax.Array  # i32[B, M]: the page of each block; -1 is none
-    length: jax.Array  # i32[B]; the position of the next token
-    exhausted: jax.Array  # bool[B]: rows that found no free page, and take nothing until rewound
+    positions: jax.Array  # i32[P, page_size]
+    block_table: jax.Array  # i32[B, M]
+    length: jax.Array  # i32[B]
+    exhausted: jax.Array  # bool[B]
     k_scale: jax.Array | None = None  # f32[P, page_size, K] where k is int8
     v_scale: jax.Array | None = None  # f32[P, page_size, K] where v is int8
 
@@ -79,9 +90,20 @@ def init(
     num_pages: int,
     page_size: int = 128,
 ) -> PagedCache:
-    """Make an empty cache of `num_pages` for rows of up to `capacity` positions.
+    """Make an empty cache.
 
-    ValueError where a size or the dtype cannot be, or `page_size` does not divide the capacity.
+    Args:
+        batch: B, rows.
+        capacity: the most positions of a row, a multiple of `page_size`.
+        num_kv_heads: K.
+        head_dim: H.
+        value_head_dim: Hv; None is H.
+        dtype: of keys and values: int8, or floating with 16 bits or more.
+        num_pages: P, pages of all rows together.
+        page_size: slots of a page.
+
+    Raises:
+        ValueError: if a size or the dtype cannot be, or `page_size` does not divide the capacity.
     """
     check_count("num_pages", num_pages, 1)
     check_count("page_size", page_size, 1)
@@ -102,13 +124,20 @@ def update(
     cache: PagedCache,
     k: jax.Array,  # [B, T, K, H]
     v: jax.Array,  # [B, T, K, Hv]
-    positions: jax.Array,  # i32[B, T]; a negative position is padding and is not written
+    positions: jax.Array,  # i32[B, T]
 ) -> PagedCache:
     """Write token t of row b at its position, into a page that is taken where there is none.
 
-    ValueError where it is known that too few pages are free or a position is past the capacity,
-    and where axes of a mesh are explicit.
-    Under a trace such a row is left as it was, and marked in `exhausted`.
+    Args:
+        cache: of B rows.
+        k: [B, T, K, H], the new tokens' keys.
+        v: [B, T, K, Hv], their values.
+        positions: i32[B, T]; a negative position is padding and is not written.
+
+    Raises:
+        ValueError: if it is known that too few pages are free or a position is past the capacity
+            (under a trace such a row is left as it was, and marked in `exhausted`), or if axes of a
+            mesh are explicit.
     """
     rows, (_, _, heads, dim) = len(cache.block_table), cache.k.shape
     kv.check_update((rows, heads, dim, cache.v.shape[-1]), k, v, positions)
@@ -242,15 +271,22 @@ def gather_positions(cache: PagedCache) -> jax.Array:  # i32[B, capacity]
 def share(
     cache: PagedCache,
     rows: jax.Array,  # i32[R]
-    length: jax.Array | None = None,  # i32[R]; None is all of a row
+    length: jax.Array | None = None,  # i32[R]
 ) -> PagedCache:
-    """Return the cache of R rows, of which row r has the first `length[r]` tokens of row `rows[r]`.
+    """Return the cache of R rows, each of which begins as a row of the given one does.
 
     It forks a row, reorders rows, lets a row begin with the prefix of another, takes tokens back,
     and with a length of 0 frees the pages of a row that has ended. Nothing is copied: the rows name
     the same pages, and the result has the given cache's arrays, so what is donated with one of them
-    is gone for both (`fork(cache, 1)` has arrays of its own). A known row that is none is a
-    ValueError, a traced one is clipped.
+    is gone for both (`fork(cache, 1)` has arrays of its own).
+
+    Args:
+        cache: of B rows.
+        rows: i32[R], from 0 to B - 1; traced ones are clipped.
+        length: i32[R]: new row r has the first `length[r]` tokens of row `rows[r]`; None is all.
+
+    Raises:
+        ValueError: if `rows` or `length` are not integers [R], or a known row is none.
     """
     rows = jnp.asarray(rows)
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
@@ -285,6 +321,13 @@ def rewind(
     """Forget every position >= length[b]; pages that hold nothing else are free.
 
     A row that found no free page may go on if it forgets something, or all (a length of 0).
+
+    Args:
+        cache: of B rows.
+        length: i32[B], tokens that stay of each row.
+
+    Raises:
+        ValueError: if `length` is not integers [B].
     """
     return share(cache, jnp.arange(len(cache.block_table)), length)
 
@@ -293,7 +336,12 @@ def count_needed(
     cache: PagedCache,
     length: jax.Array,  # i32[B]
 ) -> jax.Array:  # i32[]
-    """Return how many free pages rows take until they hold positions below length[b]."""
+    """Return how many free pages rows take until they hold positions below length[b].
+
+    Args:
+        cache: of B rows.
+        length: i32[B].
+    """
     table, at = cache.block_table, jnp.arange(cache.block_table.shape[1])[None]
     first = (cache.length // cache.page_size)[:, None]
     written = (at >= first) & (at < (-(-length // cache.page_size))[:, None])

@@ -57,10 +57,15 @@ class Penalty(Protocol):
 @short_repr
 @dataclass(frozen=True)
 class LengthPenalty:
-    """Score by log p / length**alpha: 0 is log p itself, 1 its mean over tokens (Hugging Face's).
+    """Score by log p / length^alpha: 0 is log p itself, 1 its mean over tokens (Hugging Face's).
 
-    Length counts the new tokens with the stop token. Alpha above 0 favours long texts, below 0
-    short ones. ValueError unless alpha is finite.
+    Length counts the new tokens, the stop token included.
+
+    Attributes:
+        alpha: above 0 favours long texts, below 0 short ones; from -1e30 to 1e30.
+
+    Raises:
+        ValueError: if alpha is not a finite number in that range.
     """
 
     alpha: float
@@ -75,9 +80,13 @@ class LengthPenalty:
 @short_repr
 @dataclass(frozen=True)
 class GNMTPenalty:
-    """Score by log p / ((5 + length) / 6)**alpha; ValueError unless alpha is finite.
+    """Score by log p / ((5 + length) / 6)^alpha (Wu et al. 2016, equation 14, without coverage).
 
-    Wu et al. 2016, equation 14, without coverage.
+    Attributes:
+        alpha: above 0 favours long texts, below 0 short ones; from -1e30 to 1e30.
+
+    Raises:
+        ValueError: if alpha is not a finite number in that range.
     """
 
     alpha: float
@@ -97,12 +106,18 @@ class Beams:
 
     Where a row has fewer, the rest have length 0 and score -inf. A row whose logits were NaN or
     +inf has no result: length 0 and score NaN.
+
+    Attributes:
+        tokens: i32[B, R, num_tokens], -1 after the end.
+        lengths: i32[B, R], new tokens, the stop token included.
+        scores: f32[B, R], log p over the length penalty.
+        log_probs: f32[B, R], log p of the whole continuation, in nats.
     """
 
-    tokens: jax.Array  # i32[B, R, num_tokens]; -1 after the end
-    lengths: jax.Array  # i32[B, R]; with the stop token
+    tokens: jax.Array  # i32[B, R, num_tokens]
+    lengths: jax.Array  # i32[B, R]
     scores: jax.Array  # f32[B, R]
-    log_probs: jax.Array  # f32[B, R]; of the whole continuation
+    log_probs: jax.Array  # f32[B, R]
 
 
 def beam_search(
@@ -115,8 +130,8 @@ def beam_search(
     num_beams: int,
     num_results: int = 1,
     stop: int | Sequence[int] = (),
-    lengths: PerRow | None = None,  # i32[B]; None is P in every row
-    limits: PerRow | None = None,  # i32[B]; None is num_tokens in every row
+    lengths: PerRow | None = None,  # i32[B]
+    limits: PerRow | None = None,  # i32[B]
     processors: Sequence[HistoryProcessor] = (),
     length_penalty: Penalty | None = None,
     groups: int = 1,
@@ -125,29 +140,49 @@ def beam_search(
     chunk: int | None = None,
     **unknown: Never,
 ) -> Beams:
-    """Return the `num_results` best continuations of up to `num_tokens` tokens that are found.
+    """Return the best continuations of up to `num_tokens` tokens that a search with beams finds.
 
-    log p sums log_softmax(processed logits) over the new tokens, the stop token included. Without a
-    `length_penalty`, the score is log p: the shorter of two texts tends to win.
+    log p sums log_softmax(processed logits) over the new tokens, the stop token included. A beam
+    whose every token is excluded by the processors ends without a hypothesis. The compiled program
+    is shared by all limits.
 
-    Row b has at most `limits[b]` tokens: its result is that of the row alone with as many
-    `num_tokens`, and with 0 it has none. The compiled program is shared by all limits.
+    The prompt is read with B rows, all else runs with B * num_beams, and each step copies the state
+    once, to let every beam follow its parent; leaves that `step` returns untouched, such as the
+    keys of a source, stay in place. Under a trace of yours limits are clipped to 0..num_tokens.
 
-    With `groups` G, the beams are G searches of num_beams / G side by side; each ranks its
-    extensions by log p - `diversity` * (beams of the groups before it that took this token at this
-    step), the Hamming diversity of Vijayakumar et al. 2018, equation 5. It decides what is kept at
-    this step, and is no part of log p. A text that several groups find is returned once.
+    Args:
+        step: what runs the model: `make_step(model)`, or a function `step(params, tokens, state, *,
+            valid=None) -> (logits, state)`.
+        params: what the step takes as the model's parameters.
+        prompt: i32[B, P], token ids, as an array or as rows of one length.
+        state: what the step goes on from, of B rows. It is consumed: `fork(state, 1)` keeps a copy.
+        num_tokens: the most new tokens of a row, at least 1.
+        num_beams: M, the texts of a row that are followed side by side, at least 1.
+        num_results: R, the texts of a row that are returned, from 1 to num_beams.
+        stop: the token id, or ids, that end a text.
+        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; None is P in
+            every row.
+        limits: i32[B], from 0 to num_tokens: a row's result is that of the row alone with as many
+            `num_tokens`; with 0 it has none. None is num_tokens.
+        processors: change the logits by the text so far, from left to right.
+        length_penalty: divides log p, as `LengthPenalty(1.0)`. None scores by log p: the shorter of
+            two texts tends to win.
+        groups: G, searches of num_beams / G beams side by side; G divides num_beams. A text that
+            several groups find is returned once.
+        diversity: at least 0, and 0 of one group. Each group ranks its extensions by log p -
+            diversity * (beams of the groups before it that took this token at this step), the
+            Hamming diversity of Vijayakumar et al. 2018, equation 5. It decides what is kept at
+            this step, and is no part of log p.
+        early_exit: end a row when no living beam can beat what it would return, whatever follows;
+            the result is the same.
+        chunk: how many tokens of the prompt are read at a time, as in `prefill`; None reads all at
+            once.
 
-    With `early_exit` a row ends when no living beam can beat what it would return, whatever
-    follows: the result is that of running to the end. A beam whose every token is excluded by the
-    processors ends without a hypothesis.
+    Returns:
+        `Beams`: the R best texts of each row, their lengths, scores and log-probabilities.
 
-    The state is consumed: `fork(state, 1)` keeps one. The prompt is read with B rows, all else
-    runs with B * num_beams, and each step copies the state once, to let every beam follow its
-    parent; leaves that `step` returns untouched, such as the keys of a source, stay in place.
-
-    ValueError where an argument is wrong, before anything is compiled or consumed. Under a trace of
-    yours limits are clipped to 0..num_tokens.
+    Raises:
+        ValueError: if an argument is wrong, before anything is compiled or consumed.
     """
     if unknown:
         refuse_keywords(beam_search, unknown)

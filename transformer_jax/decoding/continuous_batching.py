@@ -87,10 +87,20 @@ def init_slots(
     processors: Sequence[HistoryProcessor] = (),
     stop: int | Sequence[int] = (),
 ) -> Slots[State]:
-    """Return free slots for states like `state`, which is one row and stays whole.
+    """Return free slots for states like `state`.
 
-    `slots` is their number, `capacity` the tokens that each holds. ValueError where an argument is
-    wrong.
+    Args:
+        step: what runs the model, as in `generate`.
+        params: what the step takes as the model's parameters; only its shapes are read.
+        state: one row, which stays whole.
+        slots: B, how many requests are decoded side by side, at least 1.
+        capacity: the most tokens of a prompt and its continuation, at least 1.
+        sampler: chooses a token, called with (key, logits); None takes the likeliest.
+        processors: change the logits by the text so far, before the sampler sees them.
+        stop: the token id, or ids, after which a row ends.
+
+    Raises:
+        ValueError: if an argument is wrong.
     """
     step = as_step(step)
     check_given(params, state)
@@ -136,18 +146,32 @@ def admit(
     state: State,
     *,
     limits: int | PerRow,
-    lengths: PerRow | None = None,  # i32[R]; None is P in every row
+    lengths: PerRow | None = None,  # i32[R]
     key: jax.Array | None = None,  # one, or one for each row
     chunk: int | None = None,
 ) -> tuple[Slots[State], StepOutput]:  # [R]
-    """Put prompt r into the free slot `rows[r]`, for `limits[r]` tokens, and choose the first.
-
-    `state` has R rows, which the prompts go on from; it is not consumed, so many may share a
-    prefix. The slots are consumed. ValueError where an argument is wrong or a slot is taken.
+    """Put prompts into free slots and choose the first token of each.
 
     Under a trace of yours it is not known whether a slot is taken: what it held is lost. Rows that
     are traced must be different slots, from 0 on; one past the last is dropped. Where limits or
     lengths are traced, limits are clipped to what a slot holds.
+
+    Args:
+        slots: of `init_slots`; they are consumed.
+        params: what the step takes as the model's parameters.
+        rows: i32[R] or one, the slot of each prompt.
+        prompt: i32[R, P], token ids, as an array or as rows of one length.
+        state: R rows, which the prompts go on from; not consumed, so many may share a prefix.
+        limits: i32[R] or one, new tokens of each prompt, at least 1.
+        lengths: i32[R], from 1 to P, tokens of each prompt; None is P.
+        key: one key, of which prompt r uses `fold_in(key, r)`, or one for each, [R].
+        chunk: how many tokens of a prompt are read at a time; None reads all at once.
+
+    Returns:
+        The slots, and the first tokens and log-probabilities, [R].
+
+    Raises:
+        ValueError: if an argument is wrong, a slot is taken, or the slots were consumed before.
     """
     _check_slots(slots)
     places = _check_slot_rows(slots, rows)
@@ -189,10 +213,20 @@ def advance_slots(
 ) -> tuple[Slots[State], StepOutput]:  # [steps, B]
     """Choose up to `steps` tokens for every active row.
 
-    The loop ends when no row is active; with `pause`, as soon as a slot is free, so that it can be
-    filled. Where a row has no token, -1 and log-probability 0 stand. A row whose logits are
-    nonfinite ends with token -1 and log-probability NaN. The slots are consumed. ValueError where
-    they were before, or `steps` is not an integer of at least 1.
+    The loop ends when no row is active. Where a row has no token, -1 and log-probability 0 stand. A
+    row whose logits are nonfinite ends with token -1 and log-probability NaN.
+
+    Args:
+        slots: of `admit`; they are consumed.
+        params: what the step takes as the model's parameters.
+        steps: at least 1.
+        pause: end the loop as soon as a slot is free, so that it can be filled.
+
+    Returns:
+        The slots, and the tokens and log-probabilities, [steps, B].
+
+    Raises:
+        ValueError: if the slots were consumed before, or `steps` is not an integer of at least 1.
     """
     _check_slots(slots)
     check_count("steps", steps, 1)
@@ -236,9 +270,14 @@ def _decode_steps(
 
 
 def release(slots: Slots[State], rows: int | PerRow) -> Slots[State]:
-    """Free these slots, whether or not their texts have ended.
+    """Free slots, whether or not their texts have ended.
 
-    The slots are consumed. ValueError where they were before, or a row is no slot.
+    Args:
+        slots: they are consumed.
+        rows: i32[R] or one, the slots that are freed.
+
+    Raises:
+        ValueError: if the slots were consumed before, or a row is no slot.
     """
     _check_slots(slots)
     return _release(slots, jnp.asarray(_check_slot_rows(slots, rows), jnp.int32))
@@ -258,17 +297,23 @@ def _end_nonfinite(decode_state: DecodeState[State], output: StepOutput) -> Deco
 @short_repr
 @dataclass(frozen=True)
 class Request:
-    """Ask for the continuation of a text."""
+    """Ask for the continuation of a text.
+
+    Attributes:
+        prompt: i32[P], token ids, at least one.
+        num_tokens: the most new tokens, at least 1.
+        key: a single key, for a sampler that draws; the tokens are those of `generate` with
+            `key[None]`.
+        id: comes back with the completion; None is the request's number among all, from 0.
+        state: one row to go on from, as a prefix or an encoder's source; not consumed. None is the
+            empty one.
+    """
 
     prompt: Sequence[int] | np.ndarray  # i32[P]
     num_tokens: int
-    """New tokens at most."""
     key: jax.Array | None = None
-    """For a sampler that draws."""
     id: Any = None
-    """Comes back with the completion; None is the request's number among all."""
     state: Any = None
-    """One row to go on from: a prefix, an encoder's; not consumed. None is the empty one."""
 
 
 End = Literal["stop", "length", "nonfinite", "refused"]
@@ -277,15 +322,22 @@ End = Literal["stop", "length", "nonfinite", "refused"]
 @short_repr
 @dataclass(frozen=True)
 class Completion:
-    """Hold what a request got: all of it, or in a stream the newest part of it."""
+    """Hold what a request got: all of it, or in a stream the newest part of it.
+
+    Attributes:
+        id: the request's.
+        tokens: i32[n], a stop token included.
+        log_probs: f32[n], as `Generation.log_probs`.
+        end: why it ended: "stop", "length", "nonfinite" (no finite logit was left) or "refused".
+            None: more is to come.
+        error: why it was refused.
+    """
 
     id: Any
-    tokens: np.ndarray  # i32[n]; a stop token included
-    log_probs: np.ndarray  # f32[n]; as `Generation.log_probs`
+    tokens: np.ndarray  # i32[n]
+    log_probs: np.ndarray  # f32[n]
     end: End | None
-    """None: more is to come. "nonfinite": no finite logit was left."""
     error: str | None = None
-    """Why it was refused."""
 
 
 def serve(
@@ -307,18 +359,36 @@ def serve(
 ) -> Iterator[Completion]:
     """Yield each request's completion when it has ended; with `stream`, in parts as they come.
 
-    `state` is one empty row, as `init_cache(config, 1, capacity)`; it stays whole. A request whose
-    prompt and new tokens but the last are more than `capacity`, or that is wrong otherwise, is
-    refused with its error, and the others go on. ValueError where an argument of the call is wrong.
-
     Admission is first come, first served: requests are taken in order, one whenever a slot is free.
-    The iterator may yield None for "nothing yet". Then the requests in the slots go on for up to
-    `steps_per_call` tokens, and it is asked again; where no slot is taken, it is asked again at
-    once. While `next` blocks, no request advances.
+    While `next(requests)` blocks, no request advances; where it gives None, those in the slots go
+    on for up to `steps_per_call` tokens, and it is asked again.
 
-    A free slot costs its share of a step all the same. With `pause`, a call ends as soon as a slot
-    is free for a request that waits. That makes fewer steps in more calls, and pays where a step
-    takes much longer than a call.
+    Args:
+        step: what runs the model, as in `generate`.
+        params: what the step takes as the model's parameters.
+        requests: an iterable of `Request`, which may yield None for "nothing yet". One that is
+            wrong is refused with its error, and the others go on.
+        state: one empty row, as `init_cache(config, 1, capacity)`; it stays whole.
+        slots: how many requests are decoded side by side, at least 1.
+        capacity: the most tokens of a prompt and its continuation, whose last is never read.
+        steps_per_call: the most tokens that a call of the decoding program chooses for each slot,
+            at least 1.
+        pause: end a call as soon as a slot is free for a request that waits: fewer steps in more
+            calls, which pays where a step takes much longer than a call. Without it, a free slot
+            costs its share of every step.
+        sampler: chooses a token, called with (key, logits), of all requests; None takes the
+            likeliest.
+        processors: change the logits by the text so far, before the sampler sees them.
+        stop: the token id, or ids, after which a request ends.
+        chunk: how many tokens of a prompt are read at a time; None reads all at once.
+        stream: yield the newest tokens of each request after each call.
+
+    Yields:
+        A `Completion` with the request's `id`, its tokens i32[n] and their log-probabilities
+        f32[n]; its `end` says why it ended, None that more is to come.
+
+    Raises:
+        ValueError: if an argument of the call is wrong.
     """
     if unknown:
         refuse_keywords(serve, unknown)

@@ -28,6 +28,8 @@ from transformer_jax.decoding.arguments import (
     Prompt,
     Prompts,
     check_arguments,
+    check_prompt,
+    check_with_step,
 )
 from transformer_jax.decoding.batch_rows import State, select_rows
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, apply_processors
@@ -44,22 +46,38 @@ def prefill(
     params: Params,
     prompt: jax.Array,  # i32[B, P]
     state: State,
-    lengths: jax.Array,  # i32[B]; the first lengths[b] tokens of a row count
+    lengths: jax.Array,  # i32[B]
     chunk: int | None = None,
 ) -> tuple[jax.Array, State]:  # f32[B, V], state
     """Read the prompts; return the logits after each row's last token, and the state.
 
-    It is pure: jit it yourself. Of a step with `read` no other logits are computed. With `chunk`,
-    that many tokens are read at a time: the same numbers in less memory. ValueError where `chunk`
-    is not an integer of at least 1, or there is no token.
+    It is a pure function, to be jitted by the caller. Of a step with `read`, no other logits are
+    computed.
+
+    Args:
+        step: what runs the model, as in `generate`.
+        params: what the step takes as the model's parameters.
+        prompt: i32[B, P], token ids, P at least 1.
+        state: what the step goes on from, of B rows; not consumed.
+        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens.
+        chunk: how many tokens are read at a time: the same numbers in less memory. None reads all
+            at once.
+
+    Returns:
+        The logits f32[B, V], and the state after the prompts. A traced length outside 1..P gives
+        logits -inf.
+
+    Raises:
+        ValueError: if the prompt is not integers [B, P], a length is not from 1 to P, the state has
+            no room, or `chunk` is not an integer of at least 1.
     """
     if chunk is not None:
         check_count("chunk", chunk, 1)
     step = as_step(step)
     check_given(params, state)
-    prompt, lengths = jnp.asarray(prompt), jnp.asarray(lengths)
-    if prompt.ndim != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt has shape {prompt.shape}: must be [B, P] with P at least 1")
+    given = check_prompt(prompt, lengths)
+    check_with_step(step, *given, 1, state)
+    prompt, lengths = map(jnp.asarray, given)
     state = vary(state, (params, prompt))
     rows, columns = prompt.shape
     chunk = columns if chunk is None else chunk
@@ -99,19 +117,26 @@ def prefill(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Generation(Generic[State]):
-    """Hold what `generate` returns; after a row's end tokens are -1 and log-probabilities 0."""
+    """Hold what `generate` returns.
+
+    Attributes:
+        tokens: i32[B, num_tokens], the new tokens; -1 after a row's end.
+        lengths: i32[B], new tokens of a row, a stop token and the -1 of NaN logits included.
+        log_probs: f32[B, num_tokens], log softmax(logits)[token] in nats, before processors; 0
+            after a row's end.
+        state: has read all but each row's last token: generate on, from that token, or `fork` it.
+        attention: on request, the weights of `step.attend`, [B, num_tokens, ...], of the query that
+            chose token n; 0 after a row's end.
+        captured: on request, by place its values [B, num_tokens, ...] where token n was chosen; 0
+            after a row's end.
+    """
 
     tokens: jax.Array  # i32[B, num_tokens]
-    lengths: jax.Array  # i32[B]; new tokens of a row, a stop token and -1 of NaN logits included
-    log_probs: jax.Array  # f32[B, num_tokens]; log softmax(logits)[token], before processors
+    lengths: jax.Array  # i32[B]
+    log_probs: jax.Array  # f32[B, num_tokens]
     state: State
-    """Has read all but each row's last token: generate on, from that token, or `fork` it."""
     attention: PyTree = None
-    """On request, `step.attend`'s weights [B, num_tokens, ...] of the query that chose token n;
-    0 after a row's end."""
     captured: dict[str, jax.Array] | None = None
-    """On request, by place its values [B, num_tokens, ...] where token n was chosen; 0 after a
-    row's end."""
 
     def rows(self) -> list[np.ndarray]:
         """Return each row's tokens i32[lengths[b]], without what follows its end."""
@@ -241,37 +266,61 @@ def generate(
     state: State,
     *,
     num_tokens: int,
-    lengths: PerRow | None = None,  # i32[B]; None is P in every row
+    lengths: PerRow | None = None,  # i32[B]
     sampler: Sampler | None = None,
     key: jax.Array | None = None,  # one, or one for each row
     processors: Sequence[HistoryProcessor] = (),
     stop: int | Sequence[int] = (),
-    limits: PerRow | None = None,  # i32[B]; None is num_tokens in every row
+    limits: PerRow | None = None,  # i32[B]
     chunk: int | None = None,
     early_exit: bool | None = None,
     attention: bool = False,
     capture: Sequence[str] = (),
     **unknown: Never,
 ) -> Generation[State]:
-    """Continue each row by up to `num_tokens` tokens; `sampler=None` takes the likeliest.
+    """Continue each row by up to `num_tokens` tokens.
 
-    Rows may have any length up to P: row b's prompt is its first `lengths[b]` tokens. A row ends
-    after a `stop` token, which it keeps, or after `limits[b]` tokens: with 0 it has none, and its
-    state has read its prompt whole. `processors` see the text so far; the sampler draws from what
-    they leave. Row b uses `fold_in(key, b)`, or `key[b]`, alone. `chunk` is that of `prefill`;
-    with `attention`, the result holds the weights of the step's `attend`, with `capture` the values
-    of places inside the model where each token was chosen (`transformer_jax.places`).
-
-    The state is consumed: its memory becomes the result's (`fork(state, 1)` keeps it). With
-    `early_exit` the loop ends as soon as every row has (None: where a row may end at all); the
-    tokens are the same. The compiled program is shared by all prompts of a bucket and by samplers
+    A row ends after a `stop` token, which it keeps, or after `limits[b]` tokens. The compiled
+    program is shared by all prompts of a bucket (of lengths up to 16, 32, 64 ...) and by samplers
     and processors that are equal.
 
-    ValueError where an argument is wrong, before anything is compiled or consumed. Under a trace
-    of yours what is not known is not checked: a token outside the vocabulary and a position past
-    the cache make their row nonfinite: it has token -1 and log-probability NaN. Limits are clipped
-    to 0..num_tokens. Where every window has left such a token behind before the prompt ends, it
-    changes nothing.
+    Under a trace of yours what is not known is not checked. A token outside the vocabulary and a
+    position past the cache make their row nonfinite: it has token -1 and log-probability NaN; where
+    every window has left such a token behind before the prompt ends, it changes nothing. Limits are
+    clipped to 0..num_tokens.
+
+    Args:
+        step: what runs the model: `make_step(model)`, or a function `step(params, tokens, state, *,
+            valid=None) -> (logits, state)`.
+        params: what the step takes as the model's parameters.
+        prompt: i32[B, P], token ids, as an array or as rows of one length.
+        state: what the step goes on from, of B rows, such as `init_cache(config, B, capacity)`. It
+            is consumed: its memory becomes the result's. `fork(state, 1)` keeps a copy.
+        num_tokens: the most new tokens of a row, at least 1.
+        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; None is P in
+            every row.
+        sampler: chooses a token, called with (key, logits); None takes the likeliest.
+        key: one key, of which row b uses `fold_in(key, b)`, or one for each row, [B]. Token n of a
+            row is drawn with `fold_in(the row's key, n)`. Only `Greedy` does without.
+        processors: change the logits by the text so far, from left to right, before the sampler
+            sees them.
+        stop: the token id, or ids, after which a row ends.
+        limits: i32[B], from 0 to num_tokens: the most new tokens of each row; None is num_tokens. A
+            row with 0 has none, and its state has read its prompt whole.
+        chunk: how many tokens of the prompt are read at a time, as in `prefill`; None reads all at
+            once.
+        early_exit: end the loop as soon as every row has ended; the tokens are the same. None does
+            so where a row may end early at all.
+        attention: return the weights of the step's `attend` with each token.
+        capture: names of places inside the model (`transformer_jax.places`), whose values are
+            returned where each token was chosen.
+
+    Returns:
+        A `Generation`: the tokens i32[B, num_tokens], how many each row has, their
+        log-probabilities in nats, and the state.
+
+    Raises:
+        ValueError: if an argument is wrong, before anything is compiled or consumed.
     """
     if unknown:
         refuse_keywords(generate, unknown)
@@ -361,8 +410,26 @@ def stream(
 ) -> Iterator[np.ndarray]:  # i32[B], at most num_tokens times
     """Yield the tokens of `generate` with the same arguments, each as soon as it is drawn.
 
-    A row that has ended gives -1; when all have, the iterator ends. The state is consumed.
-    ValueError where an argument is wrong, at the call.
+    Args:
+        step: what runs the model, as in `generate`.
+        params: what the step takes as the model's parameters.
+        prompt: i32[B, P], token ids, as an array or as rows of one length.
+        state: what the step goes on from, of B rows; it is consumed.
+        num_tokens: the most new tokens of a row, at least 1.
+        lengths: i32[B], from 1 to P, tokens of each row's prompt; None is P.
+        sampler: chooses a token, called with (key, logits); None takes the likeliest.
+        key: one key, or one for each row, [B], as in `generate`. Only `Greedy` does without.
+        processors: change the logits by the text so far, before the sampler sees them.
+        stop: the token id, or ids, after which a row ends.
+        limits: i32[B], from 0 to num_tokens, the most new tokens of each row; None is num_tokens.
+        chunk: how many tokens of the prompt are read at a time; None reads all at once.
+
+    Yields:
+        i32[B], one token of each row, -1 of a row that has ended, at most `num_tokens` times; when
+        all rows have ended, the iterator ends.
+
+    Raises:
+        ValueError: if an argument is wrong, at the call.
     """
     if unknown:
         refuse_keywords(stream, unknown)

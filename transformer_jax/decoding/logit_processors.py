@@ -25,11 +25,17 @@ from transformer_jax.shown import short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class History:
-    """Hold the tokens of every row so far, prompt and new ones."""
+    """Hold the tokens of every row so far, prompt and new ones.
 
-    tokens: jax.Array  # i32[B, C]; -1 after the row's end
-    prompt: jax.Array  # i32[B]; how many of them were the prompt
-    length: jax.Array  # i32[B]; how many there are
+    Attributes:
+        tokens: i32[B, C], -1 after the row's end.
+        prompt: i32[B], how many of them were the prompt.
+        length: i32[B], how many there are.
+    """
+
+    tokens: jax.Array  # i32[B, C]
+    prompt: jax.Array  # i32[B]
+    length: jax.Array  # i32[B]
 
     @property
     def new(self) -> jax.Array:  # i32[B]
@@ -38,9 +44,12 @@ class History:
 
     @classmethod
     def of(cls, prompt: jax.Array, lengths: jax.Array, room: int) -> History:
-        """Return the first `lengths[b]` tokens of each row of prompt [B, P], and room for more.
+        """Return the history of prompts, with room for new tokens.
 
-        `room` is how many more.
+        Args:
+            prompt: i32[B, P].
+            lengths: i32[B], tokens of each row's prompt.
+            room: how many tokens can be appended to a row of P.
         """
         at = jnp.arange(prompt.shape[1])[None]
         tokens = jnp.where(at < lengths[:, None], prompt, -1).astype(jnp.int32)
@@ -48,14 +57,27 @@ class History:
         return cls(jnp.pad(tokens, ((0, 0), (0, room)), constant_values=-1), lengths, lengths)
 
     def append(self, token: jax.Array, active: jax.Array) -> History:  # i32[B], bool[B]
-        """Append one token to each active row."""
+        """Append one token to each active row.
+
+        Args:
+            token: i32[B].
+            active: bool[B]; the other rows stay as they are.
+        """
         rows, columns = self.tokens.shape
         at = jnp.where(active, self.length, columns)  # the end itself is dropped
         tokens = self.tokens.at[jnp.arange(rows), at].set(token, mode="drop")
         return History(tokens, self.prompt, self.length + active)
 
     def counts(self, vocab_size: int, *, prompt: bool) -> jax.Array:  # i32[B, V]
-        """Count each token: in the whole text, or without `prompt` among the new tokens alone."""
+        """Count each token of a row.
+
+        Args:
+            vocab_size: V.
+            prompt: whether the prompt's tokens count as well as the new ones.
+
+        Returns:
+            i32[B, V].
+        """
         rows, columns = self.tokens.shape
         at = jnp.arange(columns)[None]
         counted = at < self.length[:, None]
@@ -82,8 +104,14 @@ class HistoryProcessor(Protocol):
 class RepetitionPenalty:
     """Penalise tokens that occur: x / p where the logit x is above 0, x p elsewhere.
 
-    p above 1 discourages repetition, below 1 encourages it (Keskar et al. 2019, section 4.1).
-    Without `prompt`, only new tokens count. ValueError unless p is from 1e-30 to 1e30.
+    Keskar et al. 2019, section 4.1.
+
+    Attributes:
+        p: above 1 discourages repetition, below 1 encourages it; from 1e-30 to 1e30.
+        prompt: whether the prompt's tokens count as well as the new ones.
+
+    Raises:
+        ValueError: if p is not a number in that range.
     """
 
     p: float
@@ -102,7 +130,12 @@ class RepetitionPenalty:
 class PresencePenalty:
     """Subtract a from the logits of tokens that were generated.
 
-    With `prompt`, also from those of the prompt. ValueError unless a is from -1e30 to 1e30.
+    Attributes:
+        a: from -1e30 to 1e30; below 0 it encourages repetition.
+        prompt: whether the prompt's tokens count as well.
+
+    Raises:
+        ValueError: if a is not a number in that range.
     """
 
     a: float
@@ -120,7 +153,12 @@ class PresencePenalty:
 class FrequencyPenalty:
     """Subtract a n from the logit of a token that was generated n times.
 
-    With `prompt`, n counts the prompt too. ValueError unless a is from -1e30 to 1e30.
+    Attributes:
+        a: from -1e30 to 1e30; below 0 it encourages repetition.
+        prompt: whether n counts the prompt's tokens as well.
+
+    Raises:
+        ValueError: if a is not a number in that range.
     """
 
     a: float
@@ -138,7 +176,11 @@ class FrequencyPenalty:
 class NoRepeatNGram:
     """Exclude tokens that would repeat an n-gram of the row (Paulus et al. 2018, section 2.5).
 
-    ValueError unless n is an integer of at least 1.
+    Attributes:
+        n: tokens of an n-gram, at least 1; the prompt's count.
+
+    Raises:
+        ValueError: if n is not an integer of at least 1.
     """
 
     n: int
@@ -164,7 +206,14 @@ class NoRepeatNGram:
 @short_repr
 @dataclass(frozen=True, init=False)
 class Ban:
-    """Exclude these tokens always; ValueError where one is no token id."""
+    """Exclude tokens always: `Ban(0, 5)`.
+
+    Attributes:
+        tokens: the token ids, at least one.
+
+    Raises:
+        ValueError: if one is no token id, or when it is called, if one is outside the vocabulary.
+    """
 
     tokens: tuple[int, ...]
 
@@ -178,9 +227,14 @@ class Ban:
 @short_repr
 @dataclass(frozen=True, init=False)
 class BanSequences:
-    """Exclude a token that would end one of these sequences, which may begin in the prompt.
+    """Exclude a token that would end one of these sequences: `BanSequences([3, 4], [5])`.
 
-    ValueError without a sequence, or where one is empty or holds no token ids.
+    Attributes:
+        sequences: of token ids, at least one; a sequence may begin in the prompt.
+
+    Raises:
+        ValueError: without a sequence, if one is empty or holds what is no token id, or when it is
+            called, if a token is outside the vocabulary.
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -208,7 +262,14 @@ class BanSequences:
 @short_repr
 @dataclass(frozen=True, init=False)
 class Force:
-    """Force the first new tokens to be these; ValueError where one is no token id."""
+    """Force the first new tokens: `Force(7, 2)`.
+
+    Attributes:
+        tokens: the token ids, at least one; the first is new token number 1.
+
+    Raises:
+        ValueError: if one is no token id, or when it is called, if one is outside the vocabulary.
+    """
 
     tokens: tuple[int, ...]
 
@@ -226,9 +287,15 @@ class Force:
 @short_repr
 @dataclass(frozen=True, init=False)
 class MinLength:
-    """Exclude the `stop` tokens until n tokens were generated.
+    """Exclude the stop tokens until n tokens were generated.
 
-    ValueError unless n is an integer of at least 0 and `stop` holds token ids.
+    Attributes:
+        n: new tokens, at least 0.
+        stop: the token id, or ids, that end a text.
+
+    Raises:
+        ValueError: if n is not an integer of at least 0, `stop` holds what is no token id, or when
+            it is called, if one is outside the vocabulary.
     """
 
     n: int
@@ -247,9 +314,15 @@ class MinLength:
 @short_repr
 @dataclass(frozen=True)
 class ForceLast:
-    """Force new token number n to be `token`, which ends a text that has not ended by then.
+    """Force new token number n, to end a text that has not ended by then.
 
-    ValueError unless n is an integer of at least 1 and `token` is a token id.
+    Attributes:
+        n: counted from 1.
+        token: its id.
+
+    Raises:
+        ValueError: if n is not an integer of at least 1, `token` is no token id, or when it is
+            called, if it is outside the vocabulary.
     """
 
     n: int

@@ -69,23 +69,41 @@ class Proposer:
     def check(
         self,
         prompt: Array,  # i32[B, P]
-        total: np.ndarray | None,  # i32[B]; tokens of prompt and text; None under a trace
+        total: np.ndarray | None,  # i32[B]
         num_draft: int,
         vocab_size: int,
     ) -> None:
-        """Raise ValueError where a request cannot be served."""
+        """Raise ValueError if a request cannot be served.
+
+        Args:
+            prompt: i32[B, P].
+            total: i32[B], tokens of prompt and text; None under a trace.
+            num_draft: the most proposals in a turn.
+            vocab_size: V of the model.
+        """
 
     def start(
         self,
         prompt: jax.Array,  # i32[B, P]
-        lengths: jax.Array,  # i32[B]; the first lengths[b] tokens of a row count
+        lengths: jax.Array,  # i32[B]
         chunk: int | None,
     ) -> ProposerState:
-        """Return the proposer's state after the prompts."""
+        """Return the proposer's state after the prompts.
+
+        Args:
+            prompt: i32[B, P].
+            lengths: i32[B]: the first `lengths[b]` tokens of row b count.
+            chunk: how many tokens are read at a time; None reads all at once.
+        """
         return ()
 
     def propose(self, proposer_state: ProposerState, turn: Turn) -> tuple[Proposal, ProposerState]:
-        """Return proposals for every row, and what `settle` needs to know of them."""
+        """Return proposals for every row, and what `settle` needs to know of them.
+
+        Args:
+            proposer_state: of `start` or of `settle`.
+            turn: what may be known: the text so far, which rows are active, their keys.
+        """
         raise NotImplementedError
 
     def settle(
@@ -94,11 +112,22 @@ class Proposer:
         history: History,
         gained: jax.Array,  # i32[B]
     ) -> ProposerState:
-        """Return the state after row b has gained `gained[b]` tokens, 0 in one that had ended."""
+        """Return the state after each row has gained its tokens.
+
+        Args:
+            proposer_state: of `propose`.
+            history: prompt and text, the gained tokens included.
+            gained: i32[B], from 0, in a row that had ended, to num_draft + 1.
+        """
         return proposer_state
 
     def finish(self, proposer_state: ProposerState, history: History) -> ProposerState:
-        """Return the state as the result holds it."""
+        """Return the state as the result holds it.
+
+        Args:
+            proposer_state: of the last `settle`, or of `start`.
+            history: prompt and text.
+        """
         return proposer_state
 
 
@@ -109,8 +138,13 @@ class PromptLookup(Proposer):
     """Propose what followed the last n-gram when it last occurred in prompt or text (Saxena 2023).
 
     Copying goes on into what it has just copied, so a loop is continued as a loop. It needs no
-    second model, and pays where answers quote their prompts. ValueError unless `ngram`, the n, is
-    an integer of at least 1.
+    second model, and pays where answers quote their prompts.
+
+    Attributes:
+        ngram: n, at least 1.
+
+    Raises:
+        ValueError: if `ngram` is not an integer of at least 1.
     """
 
     ngram: int = 3
@@ -119,7 +153,12 @@ class PromptLookup(Proposer):
         check_count("ngram", self.ngram, 1)
 
     def propose(self, proposer_state: ProposerState, turn: Turn) -> tuple[Proposal, ProposerState]:
-        """Return the tokens after the last earlier occurrence; -1 where there is none."""
+        """Return the tokens after the last earlier occurrence; -1 where there is none.
+
+        Args:
+            proposer_state: empty, and returned as it is.
+            turn: the text so far.
+        """
         tokens, length = turn.history.tokens, turn.history.length
         rows, columns = tokens.shape
         if columns <= self.ngram:
@@ -162,8 +201,12 @@ class _DraftTurn(NamedTuple):
 class Draft(Proposer, Generic[State]):
     """Propose what a smaller model of the same vocabulary says, with a state of its own.
 
-    The state has the same rows, and has read what the model's has; it is not consumed, so one draft
-    with an empty cache serves every request. Without `sampler` it draws as the model does.
+    Attributes:
+        step: what runs the smaller model, as `make_step(model)`.
+        params: its parameters.
+        state: its state, of as many rows as the model's, which has read what the model's has. It is
+            not consumed, so one draft with an empty cache serves every request.
+        sampler: draws its tokens, and needs `distribution(logits)`; None draws as the model does.
     """
 
     step: StepLike[State]
@@ -174,7 +217,15 @@ class Draft(Proposer, Generic[State]):
     def check(
         self, prompt: Array, total: np.ndarray | None, num_draft: int, vocab_size: int
     ) -> None:
-        """Raise ValueError where the draft cannot serve the request, or its vocabulary differs."""
+        """Raise ValueError if the draft cannot serve the request, or its vocabulary differs.
+
+        Args:
+            prompt: i32[B, P].
+            total: i32[B], tokens of prompt and text; None under a trace.
+            num_draft: the most proposals in a turn, which the draft's state must be able to take
+                back.
+            vocab_size: V of the model.
+        """
         if self.sampler is not None:
             check_distribution("the draft's sampler", self.sampler)
         try:
@@ -190,12 +241,23 @@ class Draft(Proposer, Generic[State]):
             raise ValueError(f"the draft has {vocab} tokens, the model {vocab_size}: must be equal")
 
     def start(self, prompt: jax.Array, lengths: jax.Array, chunk: int | None) -> ProposerState:
-        """Return the draft's state after it has read the prompts."""
+        """Return the draft's state after it has read the prompts.
+
+        Args:
+            prompt: i32[B, P].
+            lengths: i32[B]: the first `lengths[b]` tokens of row b count.
+            chunk: how many tokens are read at a time; None reads all at once.
+        """
         _, state = prefill(self.step, self.params, prompt, self.state, lengths, chunk)
         return _DraftState(state, jnp.zeros(lengths.shape, bool))
 
     def propose(self, proposer_state: ProposerState, turn: Turn) -> tuple[Proposal, ProposerState]:
-        """Let the draft read what is new and draw `num_draft` tokens, one call a token."""
+        """Let the draft read what is new and draw `num_draft` tokens, one call a token.
+
+        Args:
+            proposer_state: of `start` or of `settle`.
+            turn: the text so far, which rows are active, their keys.
+        """
         sampler: Any = turn.sampler if self.sampler is None else self.sampler
         history, (before, pending) = turn.history, proposer_state
 
@@ -232,7 +294,13 @@ class Draft(Proposer, Generic[State]):
     def settle(
         self, proposer_state: ProposerState, history: History, gained: jax.Array
     ) -> ProposerState:
-        """Return the draft's state after the tokens that were kept, as far as it has read them."""
+        """Return the draft's state after the tokens that were kept, as far as it has read them.
+
+        Args:
+            proposer_state: of `propose`.
+            history: prompt and text, the gained tokens included.
+            gained: i32[B], from 0 to num_draft + 1.
+        """
         before, after, pending, tokens, valid = proposer_state
         wanted, read = gained + (pending & (gained > 0)), valid.sum(axis=1, dtype=jnp.int32)
         kept = jnp.minimum(wanted, read)
@@ -240,7 +308,12 @@ class Draft(Proposer, Generic[State]):
         return _DraftState(state, jnp.where(gained > 0, wanted > read, pending))
 
     def finish(self, proposer_state: ProposerState, history: History) -> ProposerState:
-        """Return the draft's state when it has read as much as the model's."""
+        """Return the draft's state when it has read as much as the model's.
+
+        Args:
+            proposer_state: of the last `settle`, or of `start`.
+            history: prompt and text.
+        """
         token = gather_columns(history.tokens, jnp.clip(history.length[:, None] - 2, 0))
         valid = proposer_state.pending[:, None]
         token = jnp.where(valid, token, 0)

@@ -58,9 +58,13 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Temperature:
-    """Scale the logits to (x - max x) / t: t below 1 sharpens, above 1 flattens.
+    """Scale the logits to (x - max x) / t.
 
-    With t = 0 the best token alone is kept. ValueError unless t is finite and at least 0.
+    Attributes:
+        t: finite and at least 0: below 1 sharpens, above 1 flattens, 0 keeps the best token alone.
+
+    Raises:
+        ValueError: if t is not a number in that range.
     """
 
     t: float
@@ -92,9 +96,13 @@ class Temperature:
 
 @dataclass(frozen=True)
 class TopK:
-    """Keep the k best tokens, or all where there are fewer (Fan et al. 2018, section 5.4).
+    """Keep the k best tokens (Fan et al. 2018, section 5.4).
 
-    ValueError unless k is an integer of at least 1.
+    Attributes:
+        k: at least 1; where there are fewer tokens, all stay.
+
+    Raises:
+        ValueError: if k is not an integer of at least 1.
     """
 
     k: int
@@ -114,7 +122,13 @@ class TopP:
     """Keep the fewest best tokens whose probabilities sum to p or more.
 
     A token stays while those better than it sum to less than p, so the one that crosses p stays
-    (Holtzman et al. 2020, section 3.1). ValueError unless p is from 0 to 1.
+    (Holtzman et al. 2020, section 3.1).
+
+    Attributes:
+        p: from 0, which keeps the best token alone, to 1, which keeps all.
+
+    Raises:
+        ValueError: if p is not a number from 0 to 1.
     """
 
     p: float
@@ -135,7 +149,11 @@ class TopP:
 class MinP:
     """Keep the tokens at least p times as probable as the best (Nguyen et al. 2024).
 
-    ValueError unless p is from 0 to 1.
+    Attributes:
+        p: from 0, which keeps all tokens, to 1, which keeps those as probable as the best.
+
+    Raises:
+        ValueError: if p is not a number from 0 to 1.
     """
 
     p: float
@@ -154,8 +172,13 @@ class Typical:
     """Keep the fewest tokens whose probabilities sum to p, nearest to the entropy first.
 
     Tokens are taken in order of |-log q_i - H|, H = -sum_j q_j log q_j; of equals the lower id
-    first (Meister et al. 2022). The best token is excluded where its -log q is far from
-    H. ValueError unless p is from 0 to 1.
+    first (Meister et al. 2022). The best token is excluded where its -log q is far from H.
+
+    Attributes:
+        p: from 0 to 1, which keeps all.
+
+    Raises:
+        ValueError: if p is not a number from 0 to 1.
     """
 
     p: float
@@ -180,9 +203,21 @@ class Typical:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Pick the best token; the key is not used."""
+    """Pick the best token; of equal ones that of the lowest id."""
 
     def __call__(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
+        """Return the best token of each row.
+
+        Args:
+            key: not used; may be None.
+            logits: [..., V].
+
+        Returns:
+            i32[...]; under a trace -1 in a row whose largest logit is not finite.
+
+        Raises:
+            ValueError: if the largest logit of a row is known and not finite.
+        """
         _check_order(key, logits)
         x = _as_float32(logits)
         top = _largest(x)
@@ -196,9 +231,13 @@ class Greedy:
 
 @dataclass(frozen=True, init=False)
 class Sample:
-    """Draw a token from softmax(processed logits).
+    """Draw a token from softmax(processed logits): `Sample(Temperature(0.8), TopP(0.95))`.
 
-    ValueError where a processor is not a value that is called with logits.
+    Attributes:
+        processors: map logits [..., V] to logits, from left to right; none draws from the logits.
+
+    Raises:
+        ValueError: if one is not a value that is called with logits.
     """
 
     processors: tuple[Processor, ...]
@@ -211,6 +250,19 @@ class Sample:
         object.__setattr__(self, "processors", processors)
 
     def __call__(self, key: jax.Array, logits: jax.Array) -> jax.Array:
+        """Draw one token of each row.
+
+        Args:
+            key: a single key; its numbers are Threefry's.
+            logits: [..., V].
+
+        Returns:
+            i32[...]; under a trace -1 in a row whose largest logit is not finite.
+
+        Raises:
+            ValueError: if `key` is not a single key, or the largest logit of a row is known and not
+                finite.
+        """
         _check_order(key, logits)
         check_key("key", key)
         processed = self.distribution(logits)

@@ -60,18 +60,28 @@ _PROPOSE, _ACCEPT = 2**32 - 1, 2**32 - 2
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Speculation(Generic[State]):
-    """Hold what `speculate` returns; after a row's end tokens are -1 and log-probabilities 0."""
+    """Hold what `speculate` returns.
+
+    Attributes:
+        tokens: i32[B, num_tokens], the new tokens; -1 after a row's end.
+        lengths: i32[B], new tokens of a row, a stop token included.
+        log_probs: f32[B, num_tokens], log softmax(logits)[token] in nats, before processors; 0
+            after a row's end.
+        state: has read all but each row's last token.
+        proposer_state: of a `Draft` its model's state, which has read as much as `state`.
+        proposed: i32[B], tokens that were proposed and verified.
+        accepted: i32[B], how many of these stand in the result.
+        calls: i32[], calls of the model after the prompt.
+    """
 
     tokens: jax.Array  # i32[B, num_tokens]
-    lengths: jax.Array  # i32[B]; new tokens of a row, a stop token included
-    log_probs: jax.Array  # f32[B, num_tokens]; log softmax(logits)[token], before processors
+    lengths: jax.Array  # i32[B]
+    log_probs: jax.Array  # f32[B, num_tokens]
     state: State
-    """Has read all but each row's last token."""
     proposer_state: ProposerState
-    """The proposer's; of a `Draft` its model's state, which has read as much as `state`."""
-    proposed: jax.Array  # i32[B]; tokens that were proposed and verified
-    accepted: jax.Array  # i32[B]; of these, how many stand in the result
-    calls: jax.Array  # i32[]; of the model, after the prompt
+    proposed: jax.Array  # i32[B]
+    accepted: jax.Array  # i32[B]
+    calls: jax.Array  # i32[]
 
     @property
     def acceptance(self) -> jax.Array:  # f32[B]
@@ -104,14 +114,36 @@ def speculate(
 ) -> Speculation[State]:
     """Generate as `generate` does with the same arguments, in fewer calls of the model.
 
-    Each turn verifies up to `num_draft` proposals a row in one call, and adds one token of the
-    model's own. Greedy tokens are those of `generate`; sampled ones have the same distribution, but
-    are other draws, and row b's depend on its own key alone. A `sampler` of your own needs
-    `distribution(logits)`. The processors are applied to the model, not to a draft.
+    Each turn verifies up to `num_draft` proposals of a row in one call, and adds one token of the
+    model's own. Greedy tokens are those of `generate`, up to ties within rounding; sampled ones
+    have the same distribution, but are other draws (Leviathan et al. 2023, algorithm 1).
 
-    The state needs as much room as for `generate`; a ring must have num_draft slots more than its
-    window. It is consumed, the proposer is not. ValueError where an argument is wrong, before
-    anything is compiled or consumed.
+    Args:
+        step: what runs the model, as in `generate`.
+        params: what the step takes as the model's parameters.
+        prompt: i32[B, P], token ids, as an array or as rows of one length.
+        state: what the step goes on from, of B rows, with as much room as for `generate`; a ring
+            needs num_draft slots more than its window. It is consumed.
+        proposer: guesses the next tokens: `PromptLookup()`, `Draft(...)` or a `Proposer` of your
+            own; not consumed.
+        num_tokens: the most new tokens of a row, at least 1.
+        num_draft: the most tokens that are proposed in a turn, at least 1.
+        lengths: i32[B], from 1 to P, tokens of each row's prompt; None is P.
+        sampler: draws the model's tokens; one of your own needs `distribution(logits)`. None takes
+            the likeliest.
+        key: one key, or one for each row, [B]; row b's tokens depend on its own alone. Only
+            `Greedy` does without.
+        processors: change the model's logits by the text so far, not a draft's.
+        stop: the token id, or ids, after which a row ends.
+        limits: i32[B], from 0 to num_tokens, the most new tokens of each row; None is num_tokens.
+        chunk: how many tokens of the prompt are read at a time; None reads all at once.
+
+    Returns:
+        A `Speculation`: what a `Generation` has, and how many tokens were proposed and accepted in
+        how many calls.
+
+    Raises:
+        ValueError: if an argument is wrong, before anything is compiled or consumed.
     """
     if unknown:
         refuse_keywords(speculate, unknown)
@@ -354,7 +386,12 @@ def _advance_rows(
 
 
 def acceptance(p: jax.Array, q: jax.Array) -> jax.Array:
-    """Return min(1, p / q): the chance that a token proposed with probability q is accepted."""
+    """Return min(1, p / q): the chance that a token proposed with probability q is accepted.
+
+    Args:
+        p: f32[...], the probability that the model gives the token.
+        q: f32[...], the probability with which it was proposed.
+    """
     return jnp.where(p >= q, 1, p / jnp.where(q == 0, 1, q))  # of NaN: NaN, which nothing is below
 
 

@@ -77,7 +77,18 @@ class Step(Generic[State]):
         *,
         valid: jax.Array | None = None,  # bool[B, T]
     ) -> tuple[jax.Array, State]:  # f32[B, Q, V], state
-        """Read the tokens and return the logits after the tokens `at` alone: all a prompt needs."""
+        """Read tokens and return the logits after some of them alone: all that a prompt needs.
+
+        Args:
+            params: the model's parameters.
+            tokens: i32[B, T].
+            state: of B rows.
+            at: i32[B, Q], indices of tokens, 0 to T - 1.
+            valid: bool[B, T], False is padding; None has none.
+
+        Returns:
+            Logits f32[B, Q, V] and the new state.
+        """
         logits, state = self(params, tokens, state, valid=valid)
         return jnp.take_along_axis(logits, at[:, :, None], axis=1), state
 
@@ -85,9 +96,15 @@ class Step(Generic[State]):
         self,
         prompt: np.ndarray,  # i32[B, P]
         state: State,
-        total: np.ndarray,  # i32[B]; tokens that a row reads, of the prompt and of its new ones
+        total: np.ndarray,  # i32[B]
     ) -> None:
-        """Raise ValueError where the prompt, or its length with new tokens, cannot be served."""
+        """Raise ValueError if the prompt, or its length with new tokens, cannot be served.
+
+        Args:
+            prompt: i32[B, P].
+            state: of B rows.
+            total: i32[B], tokens that a row reads, of the prompt and of its new ones.
+        """
 
     def offers(self, name: str) -> bool:
         """Return whether the step has a `rewind`, an `attend` or a `look`: this class has none."""
@@ -99,14 +116,22 @@ class Step(Generic[State]):
         before: State,
         count: jax.Array,  # i32[B]
     ) -> State:
-        """Return the state as if, since `before`, row b had read its first `count[b]` tokens only.
+        """Return the state as if each row had read fewer tokens: what saves speculation a call.
 
-        It saves speculative decoding a call.
+        Args:
+            state: as it is now.
+            before: an earlier state.
+            count: i32[B]: row b has read its first `count[b]` tokens only since `before`.
         """
         raise NotImplementedError
 
     def check_rewind(self, state: State, count: int) -> None:
-        """Raise ValueError where a state cannot take `count` tokens back."""
+        """Raise ValueError if a state cannot take tokens back.
+
+        Args:
+            state: of B rows.
+            count: how many tokens are taken back at most.
+        """
 
     def attend(
         self,
@@ -116,7 +141,17 @@ class Step(Generic[State]):
         *,
         valid: jax.Array | None = None,  # bool[B, 1]
     ) -> tuple[jax.Array, State, PyTree]:  # f32[B, 1, V], state, weights whose leaves lead with B
-        """Read one token a row and return, too, the weights of its attention."""
+        """Read one token a row and return its attention weights too.
+
+        Args:
+            params: the model's parameters.
+            tokens: i32[B, 1].
+            state: of B rows.
+            valid: bool[B, 1], False is padding; None has none.
+
+        Returns:
+            Logits f32[B, 1, V], the new state, and a pytree of weights whose leaves lead with B.
+        """
         raise NotImplementedError
 
     def look(
@@ -128,7 +163,18 @@ class Step(Generic[State]):
         *,
         valid: jax.Array | None = None,  # bool[B, 1]
     ) -> tuple[jax.Array, State, Captured]:  # f32[B, 1, V], state, leaves [B, ...]
-        """Read one token a row and return, too, the values of places that it passes."""
+        """Read one token a row and return the values of places that it passes too.
+
+        Args:
+            params: the model's parameters.
+            tokens: i32[B, 1].
+            state: of B rows.
+            capture: names of places, as `transformer_jax.places` lists them.
+            valid: bool[B, 1], False is padding; None has none.
+
+        Returns:
+            Logits f32[B, 1, V], the new state, and the values by name, [B, ...].
+        """
         raise NotImplementedError
 
     def check_look(self, capture: tuple[str, ...]) -> None:
@@ -416,9 +462,19 @@ def make_step(
 ) -> ModelStep | RecurrentStep | RecentTokensStep:
     """Return the model as `step(params, tokens, state, *, valid=None) -> (logits, state)`.
 
-    `models.init_decode_state` makes the first state. `edit` changes values inside the model for all
-    that decodes with the step (`transformer_jax.places`). ValueError where the model makes no
-    tokens, as an encoder or a tagger, and where an edit is of no place of its.
+    `init_decode_state` makes the first state.
+
+    Args:
+        model: what `build(config)` gave, of a model that writes tokens.
+        edit: functions by the names of places inside the model (`transformer_jax.places`), which
+            change the values there for all that decodes with the step.
+
+    Returns:
+        A hashable step: of tokens i32[B, T] and valid bool[B, T] it gives logits f32[B, T, V].
+
+    Raises:
+        ValueError: if the model writes no tokens, as an encoder or a tagger, or an edit is of no
+            place of its decoder.
     """
     if isinstance(model, RecurrentTagger):
         raise ValueError(

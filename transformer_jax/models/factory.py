@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -204,12 +205,15 @@ def cache_bytes(
 ) -> int:
     """Count the bytes of the arrays of `init_cache` with these arguments; nothing is allocated."""
     _check_config(config)
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"config is a {type(config).__name__}: it has no cache")
     arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype, slack=slack)
     if config.kind == "encoder-decoder":
         images = isinstance(config.inputs, Patches)
         if source_length is None and not images:
             raise ValueError("source_length is None: an encoder-decoder also caches its source")
         length = 1 if source_length is None else source_length
+        check_count("source_length", length, 1)
 
         def empty() -> Any:
             source = jnp.zeros((batch, length), jnp.int32)
@@ -281,11 +285,12 @@ def _check_state_arguments(
         reads = isinstance(config, RecurrentConfig) and config.source_vocab_size is not None
         if dtype is not None:
             rule = f"a {type(config).__name__} has no cache"
-            raise ValueError(f"dtype is {jnp.dtype(dtype).name}: {rule}")
+            name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+            raise ValueError(f"dtype is {name}: {rule}")
     if source is None and reads:
         raise ValueError("source is None: this model reads a source first")
     if source is not None and not reads:
-        raise ValueError(f"source is of shape {source.shape}: this model reads none")
+        raise ValueError(f"source is of shape {np.shape(source)}: this model reads none")
     if source is None and source_valid is not None:
         raise ValueError("source_valid is given without a source")
     if source is not None and len(source) != batch:

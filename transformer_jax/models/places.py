@@ -81,9 +81,14 @@ def places(config: Config | nn.Module) -> dict[str, Shape]:
     A token passes them by itself: of a recurrent model T is 1 where a function edits a state or
     its attention. The probabilities of n-grams are known as `logits` alone.
     """
+    given = config
     if isinstance(config, nn.Module):
-        found = places(config.config)
-        if hasattr(config, "frame_dim"):  # a StreamingEncoder
+        config = getattr(config, "config", None)
+    if not isinstance(config, Config):
+        raise ValueError(f"config is a {type(given).__name__}: must be a config, or build(config)")
+    if isinstance(given, nn.Module):
+        found = places(config)
+        if hasattr(given, "frame_dim"):  # a StreamingEncoder
             del found["logits"]
         return found
     if isinstance(config, RecurrentConfig):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +120,13 @@ def quantize(params: Mapping[str, Any], kind: Kind, *, embeddings: bool = False)
     their number is no multiple of 32). ConfigError for a kernel that is not finite, is quantised
     already, or has an odd number of inputs in 4 bits.
     """
+    if not isinstance(params, Mapping):
+        rule = "must be parameters, as init_params(config, key) are"
+        raise ConfigError(f"params is a {type(params).__name__}: {rule}")
+    if kind not in get_args(Kind):
+        raise ConfigError(
+            f"kind is {kind!r}: must be one of {', '.join(map(repr, get_args(Kind)))}"
+        )
     if kind == "bf16":
         return cast_floats(dict(params), jnp.bfloat16)
     return _walk(params, "", kind, embeddings)

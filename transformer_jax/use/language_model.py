@@ -51,7 +51,7 @@ NUM_TOKENS = 400
 """New tokens of a text, where none are asked for."""
 
 
-def load(  # noqa: D417, of `unknown`
+def load(
     path_or_id: str | Path,
     *,
     checkpoint: Which | None = None,
@@ -110,7 +110,7 @@ def _began_as_run(path: Path) -> bool:
 class LanguageModel(Reader):
     """Use a model on texts; `load` makes one."""
 
-    def generate(  # noqa: D417, of `unknown`
+    def generate(
         self,
         prompt: str | Sequence[str] = "",
         num_tokens: int | None = None,
@@ -274,7 +274,7 @@ class LanguageModel(Reader):
             config, self.params, self.tokenizer, ids, count, processors=own, **given
         )
 
-    def score(  # noqa: D417, of `unknown`
+    def score(
         self, text: Scored | Sequence[str], *, stride: int | None = None, **unknown: Never
     ) -> Any:
         """Return how likely the model finds a text: a `Score`, in nats, or a list of a list's.
