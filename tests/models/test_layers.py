@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
+from flax.traverse_util import flatten_dict
 
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
-from transformer_jax.config import ModelConfig
+from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.models import functional, ops
 from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.block import Attention, Block, BlockInputs
 from transformer_jax.models.factory import build, init_params
@@ -50,6 +52,34 @@ def test_norms_equal_their_formulas(rng, size, eps):
         if b is None:
             want = float64_norm(x, s, None, eps, centre=False)
             assert_near(rms_norm(x_, s, eps), want, FORWARD_F32)
+
+
+def test_a_norm_needs_no_scale_and_no_bias(rng):
+    x = rng.standard_normal((3, 7)).astype(np.float32)
+    for module in (functional, ops):
+        for centre, norm in ((True, module.layer_norm), (False, module.rms_norm)):
+            assert_near(
+                norm(jnp.asarray(x)), float64_norm(x, None, None, 1e-5, centre=centre), FORWARD_F32
+            )
+
+
+@pytest.mark.parametrize("order", ["pre", "post"])
+def test_without_a_norm_a_block_is_its_two_sums(order):
+    """x + attention(x), then + feed_forward of that, whatever the order; no norm has parameters."""
+    config = dataclasses.replace(SMALL, norm=None, norm_order=order, num_layers=1, positions=None)
+    params = init_params(config, jax.random.key(0))
+    assert not [n for n in flatten_dict(params, sep="/") if "norm" in n]
+    wanted = [f"block_0/{part}/output" for part in ("attention", "feed_forward")]
+    tokens = jnp.array([[3, 1, 4, 1, 5]])
+    _, _, found = build(config).apply(
+        {"params": params}, tokens, capture=("embedding", *wanted, "block_0/residual")
+    )
+    total = sum(np.asarray(found[name], np.float64) for name in ("embedding", *wanted))
+    assert_near(found["block_0/residual"], total, FORWARD_F32)
+    rule = "is True: needs a norm, which is None"
+    for field in ("norm_unit_offset", "embedding_norm"):
+        with pytest.raises(ConfigError, match=f"{field} {rule}"):
+            dataclasses.replace(config, **{field: True})
 
 
 def test_layer_norm_survives_a_large_mean(rng):

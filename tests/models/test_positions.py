@@ -22,6 +22,7 @@ from tests.support.tolerances import (
 from transformer_jax.attention import biases
 from transformer_jax.config import ConfigError, ModelConfig, Rope
 from transformer_jax.models import positions as pos
+from transformer_jax.models.factory import build, init_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -389,6 +390,35 @@ def test_sinusoids_match_the_formula():
         assert largest_error(actual[row], expected) <= 1e-6
     with pytest.raises(ValueError, match="dim is 5"):
         pos.sinusoidal(jnp.arange(3), 5)
+
+
+def test_sinusoids_and_rotations_are_float64_under_x64(rng):
+    """To all digits of the slides; the model's own stream stays in its dtype."""
+    positions = np.array([0, 1, 2, 31, 100_003, 2**31 - 1, -3])
+    with jax.enable_x64(True):
+        table = np.asarray(pos.sinusoidal(jnp.asarray(positions), 6))
+        x = rng.standard_normal((1, len(positions), 1, 6))
+        turned = np.asarray(pos.apply_rope(jnp.asarray(x), jnp.asarray(positions), Rope()))
+        single = pos.apply_rope(jnp.asarray(x, jnp.float32), jnp.asarray(positions), Rope())
+        config = ModelConfig(
+            vocab_size=7, d_model=6, num_heads=1, num_layers=1, positions="sinusoidal"
+        )
+        tokens = jnp.zeros((1, 3), jnp.int32)
+        params = init_params(config, jax.random.key(0))
+        logits, _ = build(config).apply({"params": params}, tokens)
+    assert (table.dtype, turned.dtype) == (np.float64, np.float64)
+    assert (single.dtype, logits.dtype) == (np.float32, np.float32)
+    exact = positions.astype(object)
+    for i in range(3):
+        w = 10_000.0 ** (-2 * i / 6)
+        angle = np.array([math.fmod(p * w, 2 * math.pi) for p in exact])
+        # a float64 frequency itself is wrong by 2^-53 of it
+        tolerance = 1e-15 + np.abs(positions) * w * 2.0**-51
+        cos, sin = np.cos(angle), np.sin(angle)
+        assert (np.abs(table[:, 2 * i] - sin) <= tolerance).all()
+        assert (np.abs(table[:, 2 * i + 1] - cos) <= tolerance).all()
+        u, v = x[0, :, 0, i], x[0, :, 0, i + 3]
+        assert (np.abs(turned[0, :, 0, i] - (u * cos - v * sin)) <= 8 * tolerance).all()
 
 
 def test_sinusoids_in_halves_match_the_formula():

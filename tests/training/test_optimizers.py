@@ -11,6 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tests.support.tolerances import assert_near
 from transformer_jax.config import (
+    SGD,
     Adafactor,
     AdamW,
     ConfigError,
@@ -123,6 +124,18 @@ def test_adafactor_holds_a_row_and_a_column_of_second_moments_and_clips_each_ste
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+def test_sgd_steps_against_the_decayed_sum_of_gradients(rng, momentum):
+    """w - rate g without momentum, as the lectures write it (Polyak 1964 with it)."""
+
+    def oracle(name, p, g, n, memory):
+        memory["sum"] = g + momentum * memory.get("sum", 0.0)
+        return p - RATE * memory["sum"]
+
+    ours, _, wanted, _ = followed(SGD(momentum=momentum), rng, oracle)
+    jax.tree.map(lambda a, b: assert_near(a, b, 5e-6), ours, wanted)
+
+
 def orthogonalised(matrix):
     """Return five Newton-Schulz iterations of Jordan et al. 2024, of a matrix of float64."""
     x = matrix / np.linalg.norm(matrix)
@@ -190,7 +203,7 @@ def test_schedule_free_is_evaluated_at_the_average_of_its_steps(rng):
 @pytest.mark.long_except("AdamW")
 @pytest.mark.parametrize(
     "optimizer",
-    [AdamW(), Adafactor(), Lion(), Muon(), ScheduleFree()],
+    [AdamW(), SGD(momentum=0.7), Adafactor(), Lion(), Muon(), ScheduleFree()],
     ids=lambda o: type(o).__name__,
 )
 def test_frozen_parameters_stay_whatever_the_optimizer(optimizer, rng):

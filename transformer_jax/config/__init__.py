@@ -20,6 +20,7 @@ from transformer_jax.config.model import (
 )
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.optimizers import (
+    SGD,
     Adafactor,
     AdamW,
     Lion,
@@ -45,6 +46,7 @@ from transformer_jax.config.window import WindowConfig
 
 __all__ = [
     "PRESETS",
+    "SGD",
     "Activation",
     "Adafactor",
     "AdamW",

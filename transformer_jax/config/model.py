@@ -64,9 +64,9 @@ class ModelConfig:
     num_kv_heads: int | None = None
     """Key and value heads (K): None is num_heads (MHA), 1 is MQA, between is GQA."""
     head_dim: int | None = None
-    """Width of a query and key head (H); None is d_model / num_heads."""
+    """Width of a query and key head (H); None is d_model / num_heads. `key_dim` is what results."""
     value_head_dim: int | None = None
-    """Width of a value head; None is head_dim."""
+    """Width of a value head; None is head_dim. `value_dim` is what results."""
     d_ff: int | None = None
     """Hidden width of the feed-forward (F); None is 4 * d_model."""
     max_len: int = 256
@@ -85,7 +85,9 @@ class ModelConfig:
     sink_tokens: int = 0
     """Beside its window a query sees the first so many positions (Xiao et al. 2024)."""
 
-    norm: Norm = "layernorm"
+    norm: Norm | None = "layernorm"
+    """layernorm (Ba et al. 2016), rmsnorm (Zhang & Sennrich 2019); None has none (`qk_norm` is
+    its own)."""
     norm_order: NormOrder = "pre"
     """pre: x + f(n(x)) (GPT-2, Llama); post: n(x + f(x)) (Vaswani et al., GPT-1, BERT);
     sandwich: x + n(f(n(x)))."""
@@ -184,6 +186,8 @@ class ModelConfig:
             fail("num_heads", self.num_heads, f"does not divide d_model {self.d_model}")
         if self.num_heads % self.kv_heads:
             fail("num_kv_heads", self.kv_heads, f"does not divide num_heads {self.num_heads}")
+        if self.norm is None:
+            unread(self, "needs a norm, which is None", "norm_unit_offset", "embedding_norm")
 
     def _check_kind(self) -> None:
         """Check what only some kinds have."""

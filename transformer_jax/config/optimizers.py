@@ -12,6 +12,23 @@ from transformer_jax.shown import short_repr
 @short_repr
 @known_fields
 @dataclass(frozen=True, kw_only=True)
+class SGD:
+    """Step against the gradient, w - rate g, or against its decayed sum (Polyak 1964).
+
+    Its learning rate is 10 to 100 times that of AdamW.
+    """
+
+    momentum: float = 0.0
+    """Decay of the sum of gradients; 0 steps by each alone."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        fraction(self, "momentum")
+
+
+@short_repr
+@known_fields
+@dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
@@ -133,4 +150,4 @@ class ScheduleFree:
         non_negative(self, "weight_decay")
 
 
-Optimizer = AdamW | Adafactor | Lion | Muon | ScheduleFree
+Optimizer = AdamW | SGD | Adafactor | Lion | Muon | ScheduleFree

@@ -23,8 +23,8 @@ F32 = jnp.float32
 
 def layer_norm(
     x: jax.Array,  # [..., D]
-    scale: jax.Array | None,  # [D]
-    bias: jax.Array | None,  # [D]
+    scale: jax.Array | None = None,  # [D]
+    bias: jax.Array | None = None,  # [D]
     eps: float = 1e-5,
 ) -> jax.Array:
     """Return (x - mean) / sqrt(var + eps) * scale + bias over the last axis (Ba et al. 2016).
@@ -39,7 +39,7 @@ def layer_norm(
 
 def rms_norm(
     x: jax.Array,  # [..., D]
-    scale: jax.Array | None,  # [D]
+    scale: jax.Array | None = None,  # [D]
     eps: float = 1e-5,
 ) -> jax.Array:
     """Return x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang & Sennrich 2019).

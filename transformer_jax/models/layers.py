@@ -104,13 +104,16 @@ def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
 
 
 class Norm(nn.Module):
-    """Apply the config's LayerNorm or RMSNorm over the last axis."""
+    """Apply the config's LayerNorm or RMSNorm over the last axis; without a norm return x."""
 
     config: ModelConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
         cfg = self.config
+        if cfg.norm is None:
+            refuse_surplus(self)
+            return x
         scale = norm_scale(self, "scale", cfg, x.shape[-1])
         if cfg.norm == "rmsnorm":
             refuse_surplus(self)
@@ -254,7 +257,8 @@ class Embed(nn.Module):
         if isinstance(cfg.positions, Learned):
             added = pos.learned(self.tables[target], token_positions, cfg.positions.offset)
         elif isinstance(cfg.positions, Sinusoidal):
-            added = pos.sinusoidal(token_positions, cfg.d_model, layout=cfg.positions.layout)
+            layout = cfg.positions.layout
+            added = pos.sinusoidal(token_positions, cfg.d_model, layout=layout).astype(F32)
         elif isinstance(cfg.positions, OwnPositions):
             added = cfg.positions.embed(pos.in_rows(token_positions), cfg.d_model)
         if added is not None:

@@ -1,8 +1,9 @@
 """Bring order into a transformer: sinusoids, learned rows, rotations, and biases of a distance.
 
 Everything is a function of positions, integers that may start anywhere and differ between rows,
-so a cached step and a full pass agree. Angles are float32 whatever the compute dtype, and lose
-their whole turns before they are rounded: they are as exact at position 2^31 - 1 as at 1. A
+so a cached step and a full pass agree. Angles are float32 whatever the compute dtype (float64 for
+sinusoids under jax_enable_x64 and for vectors of it), and lose their whole turns before they are
+rounded: they are as exact at position 2^31 - 1 as at 1. A
 negative position is padding: nothing fails, and nobody attends to it.
 """
 
@@ -34,14 +35,14 @@ def sinusoidal(
     dim: int,
     base: float = 10_000.0,
     layout: Literal["interleaved", "halves"] = "interleaved",
-) -> jax.Array:  # f32[..., dim]
+) -> jax.Array:  # f32[..., dim], f64 under jax_enable_x64
     """Return sin(p base^(-2i/dim)) at 2i, cos of that angle at 2i + 1 (Vaswani et al. 2017, 3.5).
 
     In the layout `halves` they are at i and at dim/2 + i (Marian). ValueError where dim is odd.
     """
     if dim % 2 or dim < 2:
         raise ValueError(f"dim is {dim}: must be even and at least 2")
-    angles = _angles(positions, _inverse_frequencies(base, dim))
+    angles = _angles(positions, _inverse_frequencies(base, dim), jnp.result_type(float))
     if layout == "halves":
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*angles.shape[:-1], dim)
@@ -157,10 +158,11 @@ def apply_rope(
     """
     frequencies, factor = _rope_frequencies(config, x.shape[-1])
     dims = 2 * len(frequencies)
-    angles = _angles(positions, frequencies)
+    wide = np.promote_types(x.dtype, np.float32)
+    angles = _angles(positions, frequencies, wide)
     angles = angles[..., None, :] if angles.ndim == 3 else angles[None, :, None]
     cos, sin = factor * jnp.cos(angles), factor * jnp.sin(angles)  # [B or 1, T, 1, dims/2]
-    rotated = x[..., :dims].astype(np.promote_types(x.dtype, np.float32))
+    rotated = x[..., :dims].astype(wide)
     if config.pairing == "half":
         u, v = rotated[..., : dims // 2], rotated[..., dims // 2 :]
         rotated = jnp.concatenate([u * cos - v * sin, v * cos + u * sin], axis=-1)
@@ -176,22 +178,31 @@ def _inverse_frequencies(base: float, dims: int) -> np.ndarray:
     return base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
 
 
-def _angles(positions: jax.Array, frequencies: np.ndarray) -> jax.Array:  # f32[..., dims/2]
-    """Return p w less its whole turns, in [-pi, pi]; of floating p, p w in f32, wrong by p w 2^-24.
+def _angles(
+    positions: jax.Array,
+    frequencies: np.ndarray,
+    dtype: np.dtype,  # float32 or float64
+) -> jax.Array:  # [..., dims/2]
+    """Return p w less its whole turns, in [-pi, pi]; of floating p, p w, in f32 wrong by p w 2^-24.
 
     A frequency is a 64-bit fraction of a turn, and its product with p wraps in uint32 as turns do:
-    the phase is exact to 2^-30 turns at every int32 position.
+    the phase is exact to 2^-30 turns at every int32 position. In float64 it wraps in uint64.
     """
     positions = jnp.asarray(as_int32("positions", positions))
     if positions.dtype in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"positions are {positions.dtype}: such numbers cannot count; use int32")
     lead = (1,) * positions.ndim
     if jnp.issubdtype(positions.dtype, jnp.floating):
-        w = jnp.asarray(frequencies, jnp.float32).reshape(*lead, -1)
-        return positions.astype(jnp.float32)[..., None] * w
+        w = jnp.asarray(frequencies, dtype).reshape(*lead, -1)
+        return positions.astype(dtype)[..., None] * w
     turns = np.array([int(w / (2 * math.pi) % 1.0 * 2.0**64) for w in frequencies], np.uint64)
-    high, low = (jnp.asarray(x.astype(np.uint32)).reshape(*lead, -1) for x in divmod(turns, 2**32))
     p = jnp.abs(positions).astype(jnp.uint32)[..., None]
+    if dtype == np.float64:
+        phase = p.astype(jnp.uint64) * jnp.asarray(turns).reshape(*lead, -1)  # in 2^-64 turns
+        signed = jax.lax.bitcast_convert_type(phase, jnp.int64)
+        angles = signed.astype(dtype) * (2 * math.pi / 2.0**64)
+        return jnp.where((positions < 0)[..., None], -angles, angles)
+    high, low = (jnp.asarray(x.astype(np.uint32)).reshape(*lead, -1) for x in divmod(turns, 2**32))
     (p1, p0), (low1, low0) = ((x >> 16, x & 0xFFFF) for x in (p, low))
     phase = p * high + p1 * low1 + (p1 * low0 >> 16) + (p0 * low1 >> 16)  # in 2^-32 turns
     signed = jax.lax.bitcast_convert_type(phase, jnp.int32)

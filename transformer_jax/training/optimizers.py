@@ -1,7 +1,7 @@
 """Make the optimizer that a run's config names, of optax's parts.
 
 Every one steps by the run's schedule after its clipping of the gradient's global norm (Pascanu et
-al. 2013), and shrinks matrices and tables only.
+al. 2013), and shrinks matrices and tables only, where it shrinks at all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.tree_util import KeyPath
 from optax.contrib import MuonDimensionNumbers, ScheduleFreeState, muon, schedule_free
 
 from transformer_jax.config import ConfigError, TrainConfig
-from transformer_jax.config.optimizers import Adafactor, AdamW, Lion, Muon, ScheduleFree
+from transformer_jax.config.optimizers import SGD, Adafactor, AdamW, Lion, Muon, ScheduleFree
 from transformer_jax.training.batch import Batch, Loss, Params
 
 
@@ -71,6 +71,8 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     match config.optimizer:
         case AdamW(beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay):
             steps = optax.adamw(rate, beta1, beta2, eps, weight_decay=decay, mask=decays)
+        case SGD(momentum=momentum):
+            steps = optax.sgd(rate, momentum or None)
         case Lion(beta1=beta1, beta2=beta2, weight_decay=decay):
             steps = optax.lion(rate, beta1, beta2, weight_decay=decay, mask=decays)
         case Adafactor() as own:
