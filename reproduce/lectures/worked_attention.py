@@ -7,10 +7,10 @@
     S = Q K^T / sqrt(4)           scores
     A = softmax(S)                weights, a row for each query
     O = A V                       output
-    Y = norm(O + P)               residual connection and normalisation
+    Y = norm(O + P)               the positions again, and normalisation
 
-Vaswani et al. 2017, 3.2.1. The numbers are those of the lecture, which adds the positions again
-where a transformer block would add X.
+Vaswani et al. 2017, 3.2.1. The numbers are those of the lecture, which adds the positions again.
+That is no residual connection: a transformer block adds X, and Z = norm(O + X).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformer_jax.models.positions import sinusoidal
 EMBEDDINGS = jnp.array([[1.0, 2, 1, 2], [3, 2, 1, 2], [4, 1, 2, 1]])  # [T, D]
 W_Q = jnp.array([[1.0, 2, 3, 1], [4, 1, 2, 3], [1, 1, 2, 2], [1, 2, 1, 1]])  # [D, H]
 W_K = W_V = jnp.array([[1.0, 2, 2, 1], [1, 2, 2, 3], [1, 3, 4, 2], [1, 2, 3, 1]])
-TOKENS = ("token 0", "token 1", "token 2")
+TOKENS = ("Apple", "Innovative", "Company")
 
 
 def one_head(matrix: jax.Array) -> jax.Array:  # [T, H] -> [B, T, N, H]
@@ -44,7 +44,6 @@ def compute() -> dict[str, np.ndarray]:
     q, k, v = x @ W_Q, x @ W_K, x @ W_V
     weights = dot_product_attention_weights(one_head(q), one_head(k))[0, 0]
     output = dot_product_attention(one_head(q), one_head(k), one_head(v))[0, :, 0]
-    residual = output + positions
     return {
         "embeddings E": np.asarray(EMBEDDINGS),
         "positions P": np.asarray(positions),
@@ -55,8 +54,10 @@ def compute() -> dict[str, np.ndarray]:
         "scores S": np.asarray(q @ k.T / 2),
         "weights A": np.asarray(weights),
         "output O": np.asarray(output),
-        "residual O + P": np.asarray(residual),
-        "normalised Y": np.asarray(layer_norm(residual, None, None, eps=0.0)),
+        "sum O + P": np.asarray(output + positions),
+        "normalised Y": np.asarray(layer_norm(output + positions, eps=0.0)),
+        "residual O + X": np.asarray(output + x),
+        "normalised Z": np.asarray(layer_norm(output + x, eps=0.0)),
     }
 
 
@@ -66,12 +67,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     steps = compute()
     for name, rows in steps.items():
         print(name)
-        for i, row in enumerate(rows):
-            print(f"  row {i}  " + " ".join(f"{value:10.4f}" for value in row))
-    print("the scores of a row are so far apart that all its weight is on key 1")
+        for token, row in zip(TOKENS, rows, strict=True):
+            print(f"  {token:10}  " + " ".join(f"{value:10.4f}" for value in row))
+    print("the scores of a row are so far apart that all its weight is on Innovative")
     unit = np.asarray(jax.nn.softmax(steps["scores S"] / 50))
     figure, (left, right) = new_figure(2, height=3.4)
-    draw_matrix(left, steps["weights A"], TOKENS, TOKENS)
+    rows = [f"{t}\n{e.astype(int)}" for t, e in zip(TOKENS, steps["embeddings E"], strict=True)]
+    draw_matrix(left, steps["weights A"], rows, TOKENS)
     draw_matrix(right, unit, TOKENS, TOKENS)
     label(left, "softmax(S): one-hot", "key", "query", legend=False)
     label(right, "softmax(S / 50): what smaller scores give", "key", "query", legend=False)

@@ -43,7 +43,7 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
     """Check that each script has a test, a command on a page, and a picture below 60 KB."""
     tests = Path(__file__).read_text()
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "lectures").glob("*.md"))
-    assert len(NAMES) == 12
+    assert len(NAMES) == 13
     for name in NAMES:
         assert f'demonstrate("{name}")' in tests, name
         assert f"python -m reproduce.lectures.{name}" in pages, name
@@ -180,6 +180,24 @@ def test_a_perceptron_finds_and_and_or_but_two_layers_find_xor_too(demonstrate):
 
 
 @pytest.mark.slow
+def test_slopes_of_activations_are_those_of_float64(demonstrate):
+    """Compare values and slopes with central differences in float64; a sigmoid's is at most 1/4."""
+    found = demonstrate("activations")
+    z, step = found["z"].astype(np.float64), 1e-5
+    phi = np.vectorize(lambda x: 0.5 * (1 + math.erf(x / 2**0.5)))
+    functions = {
+        "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "tanh": np.tanh,
+        "ReLU": lambda x: np.maximum(x, 0), "GELU": lambda x: x * phi(x),
+    }  # fmt: skip
+    for name, function in functions.items():
+        slopes = (function(z + step) - function(z - step)) / (2 * step)
+        kink = (z == 0) & (name == "ReLU")
+        np.testing.assert_allclose(found[name][0], function(z), atol=1e-6)
+        np.testing.assert_allclose(found[name][1][~kink], slopes[~kink], atol=1e-6)
+    assert found["sigmoid"][1].max() == pytest.approx(0.25)
+
+
+@pytest.mark.slow
 def test_the_worked_example_is_that_of_float64(demonstrate):
     """Compare every intermediate of the worked example with NumPy in float64."""
     found = demonstrate("worked_attention")
@@ -194,11 +212,15 @@ def test_the_worked_example_is_that_of_float64(demonstrate):
     centred = total - total.mean(axis=1, keepdims=True)
     expected = {
         "queries Q": q, "keys K": k, "values V": v, "scores S": scores, "weights A": weights,
-        "output O": weights @ v, "residual O + P": total,
+        "output O": weights @ v, "sum O + P": total,
         "normalised Y": centred / np.sqrt((centred**2).mean(axis=1, keepdims=True)),
+        "residual O + X": weights @ v + x,
     }  # fmt: skip
     for name, rows in expected.items():
         np.testing.assert_allclose(found[name], rows, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert found["normalised Z"][0].round(4).tolist() == pytest.approx(
+        [-1.5479, 0.7006, 1.0378, -0.1905], abs=1e-6
+    )
     assert found["normalised Y"][0].round(4).tolist() == pytest.approx(
         [-1.4909, 0.6280, 1.1423, -0.2794], abs=1e-6
     )
