@@ -83,6 +83,21 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} is {given}: must be an integer of at least {least}")
 
 
+def as_number(name: str, value: Any) -> float:
+    """Return a float; ValueError where this is no number, or one that is not known yet."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        given = f"a {type(value).__name__}" if hasattr(value, "dtype") else repr(value)
+        raise ValueError(f"{name} is {given}: must be a known number") from None
+
+
+def check_array(name: str, value: Any, shape: str) -> None:
+    """Raise ValueError unless this is an array."""
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        raise ValueError(f"{name} is a {type(value).__name__}: must be an array {shape}")
+
+
 def check_finite(name: str, value: float) -> None:
     """Raise ValueError unless this is a finite number, and its products fit float32."""
     if not isinstance(value, Real) or not -1e30 <= value <= 1e30:

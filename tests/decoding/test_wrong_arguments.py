@@ -38,6 +38,12 @@ def reading(step=STEP, params=PARAMS, prompt=PROMPT, lengths=(3,)):
     return tj.prefill(step, params, prompt, tj.init_cache(CONFIG, 1, 17), np.array(lengths))
 
 
+def chunked(hidden=None, **more):
+    hidden = np.ones((1, 3, 2), np.float32) if hidden is None else hidden
+    table, labels = np.ones((5, 2), np.float32), np.zeros((1, 3), np.int32)
+    return tj.chunked_cross_entropy(hidden, table, labels, **(dict(chunk_size=2) | more))
+
+
 def searching(step=STEP, **more):
     state = tj.init_cache(CONFIG, 1, 17)
     return tj.beam_search(step, PARAMS, PROMPT, state, num_tokens=3, num_beams=2, **more)
@@ -150,6 +156,76 @@ MISTAKES = {
     "places of a name": (
         partial(tj.places, "gpt2"),
         r"config is a str: must be a config, or build",
+    ),
+    "a scale in words": (partial(attend, scale="1/2"), "scale is '1/2': must be a known number"),
+    "a softcap in words": (partial(attend, softcap="a"), "softcap is 'a': must be a known number"),
+    "a rate in words": (partial(attend, dropout_rate="a"), "rate is 'a': must be a known number"),
+    "tiles of a fraction": (
+        partial(tj.Causal().block_plan, PROMPT, PROMPT, block_q=1.5, block_k=2),
+        "block_q is 1.5: must be an integer of at least 1",
+    ),
+    "a loss of lists": (
+        partial(tj.cross_entropy, [[1.0, 2.0]], [0]),
+        "logits is a list: must be an ar",
+    ),
+    "a loss of a list of labels": (
+        partial(tj.cross_entropy, LOGITS, [0]),
+        "labels is a list: must",
+    ),
+    "a loss of a list of weights": (
+        partial(tj.cross_entropy, LOGITS, np.array([0]), weights=[1.0]),
+        "weights is a list: must be an array",
+    ),
+    "a smoothing in words": (
+        partial(tj.cross_entropy, LOGITS, np.array([0]), label_smoothing="a"),
+        "label_smoothing is 'a': must be a known number",
+    ),
+    "a z-loss in words": (
+        partial(tj.cross_entropy, LOGITS, np.array([0]), z_loss="a"),
+        "z_loss is 'a': must be a known number",
+    ),
+    "a chunk of a fraction": (
+        partial(chunked, chunk_size=1.5),
+        "chunk_size is 1.5: must be an int",
+    ),
+    "a loss's softcap in words": (partial(chunked, softcap="a"), "softcap is 'a': must be a known"),
+    "a list as a bias of logits": (
+        partial(chunked, logit_bias=[1.0]),
+        "logit_bias is a list: must",
+    ),
+    "a loss of lists in chunks": (
+        partial(chunked, [[[1.0]]]),
+        "hidden is a list: must be an array",
+    ),
+    "save to a number": (partial(tj.save_pretrained, 3, CONFIG, PARAMS), "path is a int: must be"),
+    "save a recurrent model": (
+        partial(tj.save_pretrained, "folder", tj.RecurrentConfig(), PARAMS),
+        "config is a RecurrentConfig: must be a ModelConfig",
+    ),
+    "save shards of nothing": (
+        partial(tj.save_pretrained, "folder", CONFIG, PARAMS, shard_bytes=0),
+        "shard_bytes is 0: must be an integer",
+    ),
+    "save a text": (
+        partial(tj.save_pretrained, "folder", CONFIG, PARAMS, files={"a": "text"}),
+        r"files\['a'\] is a str: must be bytes",
+    ),
+    "save a list of keys": (
+        partial(tj.save_pretrained, "folder", CONFIG, PARAMS, keys=["a"]),
+        "keys is a list: must be a dict by name",
+    ),
+    "save adapters to a number": (
+        partial(tj.save_lora, 3, PARAMS, {}, tj.LoraConfig(), {}),
+        "path is a int: must be the path",
+    ),
+    "save adapters of a number": (
+        partial(tj.save_lora, "folder", 3, {}, tj.LoraConfig(), {}),
+        "params is a int: must be parameters",
+    ),
+    "load adapters of a number": (partial(tj.load_lora, 3, PARAMS, {}), "path is a int: must be"),
+    "load a tokenizer of a number": (
+        partial(tj.load_tokenizer_folder, 3),
+        "path is a int: must be",
     ),
     "serve a model": (partial(serving, MODEL), r"make_step\(model\)"),
     "serve a text": (partial(serving, stop="END"), "load.FOLDER"),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.dropout import key_words
 from transformer_jax.attention.mask import Mask, check_mask
-from transformer_jax.checks import as_int32, check_factor, check_finite, check_key
+from transformer_jax.checks import as_int32, as_number, check_factor, check_finite, check_key
 from transformer_jax.kernels.caches import dequantise, rows_of_pages
 from transformer_jax.kernels.contract import Refused as Refused
 from transformer_jax.kernels.dropout import exact_rate, head_words
@@ -265,12 +265,12 @@ def check_call(
         if scale.ndim:
             raise ValueError(f"scale has shape {scale.shape}: must be one number")
     elif scale is not None:
-        check_finite("scale", float(scale))
+        check_finite("scale", as_number("scale", scale))
         if scale:  # 0 may be; below 2^-126 a device takes it for 0
             check_factor("scale", abs(float(scale)))
     if softcap is not None:
-        check_factor("softcap", float(softcap))
-    if not 0 <= dropout_rate < 1:
+        check_factor("softcap", as_number("softcap", softcap))
+    if not 0 <= as_number("dropout_rate", dropout_rate) < 1:
         raise ValueError(f"dropout_rate is {dropout_rate}: must be in [0, 1)")
     if dropout_rate > 0 and dropout_key is None:
         raise ValueError(f"dropout_rate is {dropout_rate} without a dropout_key")

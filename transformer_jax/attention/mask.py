@@ -18,7 +18,7 @@ from jax import lax
 
 from transformer_jax.attention.block_plan import BlockPlan, Tiles
 from transformer_jax.attention.mask_vectors import MATRICES, MaskVectors
-from transformer_jax.checks import as_int32
+from transformer_jax.checks import as_int32, check_count
 from transformer_jax.kernels.contract import Refused
 from transformer_jax.kernels.program import Program
 from transformer_jax.kernels.sharding import AxisNames
@@ -175,8 +175,7 @@ class Mask:
         computed at once, also inside a jit; its memory is O(T + S + tiles), except for `Dense`.
         """
         for name, size in (("block_q", block_q), ("block_k", block_k)):
-            if size < 1:
-                raise ValueError(f"{name} is {size}: must be at least 1")
+            check_count(name, size, 1)
         with at_once(self, q_positions, k_positions):
             q, k = _rows("q_positions", q_positions), _rows("k_positions", k_positions)
             self._check_rows(q, k)

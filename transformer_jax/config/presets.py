@@ -87,10 +87,17 @@ def _known(kind: str, name: str, names: list[str]) -> None:
 
 
 def preset(name: str, **changes: FieldValue) -> ModelConfig:
-    """Return the published or recommended config of that name, with `changes` to its fields.
+    """Return the published or recommended config of that name.
 
-    Sizes: Vaswani et al. 2017 (base), Devlin et al. 2019 (BERT), Radford et al. 2019 (GPT-2),
-    Dubey et al. 2024 (Llama 3), nanoGPT's character recipes (shakespeare-*).
+    Sizes are those of Vaswani et al. 2017 (transformer-base), Devlin et al. 2019 (BERT), Radford et
+    al. 2019 (GPT-2), Dubey et al. 2024 (Llama 3) and nanoGPT's character recipes (shakespeare-*).
+
+    Args:
+        name: one of `PRESETS`.
+        **changes: fields of `ModelConfig` with other values.
+
+    Raises:
+        ConfigError: if there is no such preset or field, or the fields contradict each other.
     """
     config = _lookup(name)
     for field in changes:
@@ -99,9 +106,15 @@ def preset(name: str, **changes: FieldValue) -> ModelConfig:
 
 
 def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
-    """Return the training recipe of a preset; None is the default run on Python's documentation.
+    """Return the training recipe of a preset.
 
-    Where `changes` name no task, it is the usual one of the preset's kind of model.
+    Args:
+        name: one of `PRESETS`; None is the default run, on Python's documentation.
+        **changes: fields of `TrainConfig` with other values. Where they name no task, it is the
+            usual one of the preset's kind of model.
+
+    Raises:
+        ConfigError: if there is no such preset or field, or the fields contradict each other.
     """
     recipe: dict[str, FieldValue] = _TRAINING.get("default" if name is None else name, {})
     model = _SMALL_DECODER if name is None else _lookup(name)

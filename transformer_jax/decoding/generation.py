@@ -316,8 +316,8 @@ def generate(
             returned where each token was chosen.
 
     Returns:
-        A `Generation`: the tokens i32[B, num_tokens], how many each row has, their
-        log-probabilities in nats, and the state.
+        The tokens i32[B, num_tokens], how many each row has, their log-probabilities in nats, and
+        the state.
 
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.

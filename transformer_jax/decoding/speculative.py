@@ -139,8 +139,7 @@ def speculate(
         chunk: how many tokens of the prompt are read at a time; None reads all at once.
 
     Returns:
-        A `Speculation`: what a `Generation` has, and how many tokens were proposed and accepted in
-        how many calls.
+        What a `Generation` has, and how many tokens were proposed and accepted in how many calls.
 
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.

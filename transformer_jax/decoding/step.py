@@ -470,7 +470,7 @@ def make_step(
             change the values there for all that decodes with the step.
 
     Returns:
-        A hashable step: of tokens i32[B, T] and valid bool[B, T] it gives logits f32[B, T, V].
+        A hashable step, which gives logits f32[B, T, V] of tokens i32[B, T] and valid bool[B, T].
 
     Raises:
         ValueError: if the model writes no tokens, as an encoder or a tagger, or an edit is of no

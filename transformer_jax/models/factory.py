@@ -79,7 +79,11 @@ def build(config: NgramConfig) -> NgramLM: ...
 def build(config: Config) -> Model | Recurrent | WindowLM | NgramLM:
     """Build the linen module of a config; hashable, so a legal static argument of `jax.jit`.
 
-    ConfigError where `config.implementation` names none of `IMPLEMENTATIONS`.
+    Args:
+        config: of a transformer, a recurrent, a window or an n-gram model.
+
+    Raises:
+        ConfigError: if `config.implementation` names none of `IMPLEMENTATIONS`.
     """
     _check_config(config)
     if isinstance(config, RecurrentConfig):
@@ -106,8 +110,14 @@ def build(config: Config) -> Model | Recurrent | WindowLM | NgramLM:
 def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
     """Draw fresh f32 parameters, as a nested dict.
 
-    Those of an n-gram model are zeros in the shapes of `config.nodes`: a place for what
-    `count_ngrams` counted. ConfigError where that is None.
+    Args:
+        config: of an n-gram model its `nodes` must be known: the parameters are zeros of their
+            shapes, a place for what `count_ngrams` counted.
+        key: a single key.
+
+    Raises:
+        ConfigError: if the `nodes` of an n-gram model are None.
+        ValueError: if `key` is not a single key.
     """
     _check_config(config)
     check_key("key", key)
@@ -145,13 +155,23 @@ def init_cache(
     dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
     slack: int = 0,
 ) -> ModelCache:
-    """Make an empty cache of a decoder for `capacity` positions a row.
+    """Make an empty cache of a decoder.
 
-    With a window, `capacity` may be as small as the window and the sink tokens: the cache is then a
-    ring that never fills. Of a window pattern, full layers have `capacity` slots and windowed ones
-    are rings of min(capacity, window + sink_tokens + slack); slack is room for `rewind_cache`.
-    `dtype=jnp.int8` holds a quarter of f32, at an error that `cache` states. An encoder-decoder
-    reads its source first: `model.apply(..., method="init_cache")`.
+    An encoder-decoder reads its source first: `model.apply(..., method="init_cache")`.
+
+    Args:
+        config: of a decoder.
+        batch: B, rows.
+        capacity: positions of a row. With a window it may be as small as the window and the sink
+            tokens: the cache is then a ring that never fills. Of a window pattern, full layers have
+            `capacity` slots and windowed ones are rings of min(capacity, window + sink_tokens +
+            slack).
+        dtype: of keys and values: int8, at an error that `transformer_jax.cache` states, or
+            floating with 16 bits or more. None is the compute dtype.
+        slack: more slots of the rings of a window pattern, at least 0, as room for `rewind_cache`.
+
+    Raises:
+        ValueError: if the config is of another kind, or a size or the dtype cannot be.
     """
     _check_config(config)
     if not isinstance(config, ModelConfig):
@@ -175,12 +195,22 @@ def init_paged_cache(
     page_size: int = 128,
     dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
 ) -> ModelCache:
-    """Make an empty cache of a decoder whose rows take pages of `page_size` tokens as they grow.
+    """Make an empty cache of a decoder whose rows take pages as they grow.
 
-    Each layer has `num_pages` for all rows together; `capacity` is the most that one row may hold.
-    Fused kernels read pages in place whose size is a multiple of 64 (NVIDIA) or 128 (TPU). With a
-    window, too, every position is kept. ValueError where the config is of another kind than a
-    decoder, or its stack is scanned.
+    With a window, too, every position is kept. Fused kernels read pages in place whose size is a
+    multiple of 64 (NVIDIA) or 128 (TPU).
+
+    Args:
+        config: of a decoder whose stack is looped.
+        batch: B, rows.
+        capacity: the most positions of a row, a multiple of `page_size`.
+        num_pages: pages of each layer, for all rows together.
+        page_size: tokens of a page.
+        dtype: of keys and values, as in `init_cache`; None is the compute dtype.
+
+    Raises:
+        ValueError: if the config is of another kind, its stack is scanned, or a size or the dtype
+            cannot be.
     """
     _check_config(config)
     if not isinstance(config, ModelConfig) or config.kind != "decoder":
@@ -203,7 +233,21 @@ def cache_bytes(
     source_length: int | None = None,  # of an encoder-decoder; of its vectors or frames, if any
     slack: int = 0,
 ) -> int:
-    """Count the bytes of the arrays of `init_cache` with these arguments; nothing is allocated."""
+    """Count the bytes of the arrays of a cache; nothing is allocated.
+
+    Args:
+        config: of a decoder or an encoder-decoder.
+        batch: B, rows.
+        capacity: positions of a row, as in `init_cache`.
+        dtype: of keys and values; None is the compute dtype.
+        source_length: of an encoder-decoder, how many tokens, vectors or frames its source has,
+            which is cached too; of images it may be None.
+        slack: as in `init_cache`.
+
+    Raises:
+        ValueError: if the config has no cache, `source_length` is missing or of no use, or a size
+            cannot be.
+    """
     _check_config(config)
     if not isinstance(config, ModelConfig):
         raise ValueError(f"config is a {type(config).__name__}: it has no cache")
@@ -236,17 +280,28 @@ def init_decode_state(
     capacity: int,
     *,
     source: jax.Array | None = None,  # i32[B, S], or what the config's inputs describe
-    source_valid: jax.Array | None = None,  # bool[B, S]; False is padding
+    source_valid: jax.Array | None = None,  # bool[B, S]
     dtype: jax.typing.DTypeLike | None = None,
 ) -> DecodeState:
     """Make what `make_step(build(config))` reads first, for every model that writes tokens.
 
-    A decoder has an empty cache for `capacity` positions, in `dtype` (as in `init_cache`); an
-    encoder-decoder reads its source into one. A recurrent model has zeros, or the states of its
-    source; the feed-forward and the n-gram model have the last tokens, and none yet. These have no
-    capacity, and are in f32. ValueError where a source is missing, or given to a model that reads
-    none; where the model writes no tokens; where `dtype` is given to a model without a cache.
-    `config`, `batch`, `capacity` and `dtype` are static under `jax.jit`.
+    A decoder has an empty cache; an encoder-decoder reads its source into one. A recurrent model
+    has zeros, or the states of its source; the feed-forward and the n-gram model have the last
+    tokens, and none yet: these are f32 and have no capacity. `config`, `batch`, `capacity` and
+    `dtype` are static under `jax.jit`.
+
+    Args:
+        config: of a model that writes tokens.
+        params: its parameters, which are read where there is a source only.
+        batch: B, rows.
+        capacity: positions of a row of a cache, as in `init_cache`.
+        source: i32[B, S], or what the config's inputs describe, of a model that reads one.
+        source_valid: bool[B, S], False is padding; None has none.
+        dtype: of a cache's keys and values; None is the compute dtype.
+
+    Raises:
+        ValueError: if a source is missing, or given to a model that reads none, the model writes no
+            tokens, `dtype` is given to a model without a cache, or a size cannot be.
     """
     _check_config(config)
     reads = _check_state_arguments(config, batch, source, source_valid, dtype)

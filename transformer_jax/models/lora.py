@@ -248,6 +248,8 @@ def lora_loss(loss: Callable[..., Any], config: LoraConfig) -> Callable[..., Any
 
 def matrices(params: Mapping[str, Any]) -> Matrices:
     """Find every module that has a kernel; nothing is computed."""
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"params is a {type(params).__name__}: must be parameters")
     shapes = jax.eval_shape(unstack_layers, params)
     return {
         name.removesuffix("/kernel"): _matrix(name.removesuffix("/kernel"), leaf.shape)

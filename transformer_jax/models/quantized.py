@@ -78,7 +78,12 @@ class QuantizedKernel:
 @register(arrays=("values", "scale"))
 @dataclass(frozen=True, kw_only=True)
 class QuantizedTable:
-    """Stand in a model's parameters where a table of vectors stands, in 8 bits: W' = scale q."""
+    """Stand in a model's parameters where a table of vectors stands, in 8 bits: W' = scale q.
+
+    Attributes:
+        values: i8[V, D], q.
+        scale: f32[V], of each row.
+    """
 
     values: jax.Array  # i8[V, D]
     scale: jax.Array  # f32[V]
@@ -110,15 +115,25 @@ TABLES = "tokens", "source_tokens", "output"
 
 
 def quantize(params: Mapping[str, Any], kind: Kind, *, embeddings: bool = False) -> dict[str, Any]:
-    """Return parameters of a transformer whose kernels of blocks are held in 8 or 4 bits.
+    """Return parameters of a transformer whose kernels of blocks are held in fewer bits.
 
-    "bf16" casts every float. With "int8" and "int4" other parameters (norms, biases, heads) stay as
-    they are; so do embeddings, unless `embeddings` asks for the vectors of tokens and the output
-    matrix in 8 bits, with a scale for each token: decoding reads all of them for each new one.
     Of each weight, |W - W'| <= scale / 2, which is at most 1/254 of the largest weight of its
     output in 8 bits, and 1/14 of the largest in its group of 32 inputs in 4 (of all inputs, where
-    their number is no multiple of 32). ConfigError for a kernel that is not finite, is quantised
-    already, or has an odd number of inputs in 4 bits.
+    their number is no multiple of 32).
+
+    Args:
+        params: of a looped or a scanned stack.
+        kind: "bf16" casts every float. "int8" and "int4" are for the kernels of blocks; other
+            parameters (norms, biases, heads) stay as they are.
+        embeddings: with "int8" and "int4", hold the vectors of tokens and the output matrix in 8
+            bits, with a scale for each token: decoding reads all of them for each new one.
+
+    Returns:
+        The parameters, with a `QuantizedKernel` or a `QuantizedTable` in the place of an array.
+
+    Raises:
+        ConfigError: if `kind` is another, or a kernel is not finite, is quantised already, or has
+            an odd number of inputs in 4 bits.
     """
     if not isinstance(params, Mapping):
         rule = "must be parameters, as init_params(config, key) are"

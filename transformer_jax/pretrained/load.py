@@ -44,15 +44,27 @@ def load_pretrained(
 ) -> tuple[ModelConfig, Params]:
     """Load the config and the parameters of a published checkpoint; `build(config)` runs them.
 
-    `path_or_id` is a folder, or a repository of the Hugging Face hub (its package
-    `huggingface_hub`). Parameters keep the dtype of the file and the model computes in it, unless
-    `dtype` names another. `sharding` is a `jax.sharding.Sharding` for all parameters, or a tree of
-    them. `scan_layers` stacks the layers. `max_len` replaces the config's length; a rotation that
-    depends on the length of the text (dynamic, longrope) is then fixed for that length.
+    Tensors are read one at a time.
 
-    Tensors are read one at a time. CheckpointError names a tensor that is missing, unknown or of
-    another shape, ConfigError a key of config.json that would change the numbers, ValueError a
-    tensor with a weight for which the dtype has no room.
+    Args:
+        path_or_id: a folder, or a repository of the Hugging Face hub, "ORG/NAME" (needs the package
+            `huggingface_hub`).
+        dtype: float32, bfloat16 or float16, in which parameters are held and the model computes;
+            None is the file's.
+        sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them like the
+            parameters; None is JAX's default.
+        scan_layers: stack the layers, for a model under `lax.scan`.
+        max_len: the longest sequence, in tokens; None is the file's. A rotation that depends on the
+            length of the text (dynamic, longrope) is then fixed for that length.
+        revision: of the repository, a branch, tag or commit; None is its default.
+
+    Raises:
+        CheckpointError: if a tensor is missing, unknown or of another shape, or a file cannot be
+            read.
+        ConfigError: if a key of config.json would change the numbers and is not supported, or
+            `dtype` or `max_len` cannot be.
+        ValueError: if `dtype` has no room for a weight of a tensor, or `sharding` differs from the
+            parameters.
     """
     as_dtype = None if dtype is None else _dtype_name(dtype)
     config, tensors = _opened(path_or_id, revision)
@@ -77,7 +89,12 @@ def load_pretrained(
 
 
 def pretrained_config(path_or_id: str | Path, *, revision: str | None = None) -> ModelConfig:
-    """Return the config that `load_pretrained` gives; no tensor is read."""
+    """Return the config that `load_pretrained` gives; no tensor is read.
+
+    Args:
+        path_or_id: a folder, or a repository of the Hugging Face hub.
+        revision: of the repository, a branch, tag or commit; None is its default.
+    """
     config, tensors = _opened(path_or_id, revision)
     tensors.check_size(config)
     return dataclasses.replace(config, dtype=tensors.dtype(config))

@@ -33,7 +33,7 @@ from transformer_jax.config import LoraConfig
 from transformer_jax.durable_files import write_file
 from transformer_jax.models.lora import Matrices, flatten, layer, matrices, nest, select
 from transformer_jax.pytree import Leaf, Params, PyTree
-from transformer_jax.untrusted_files import JsonObject, Untrusted
+from transformer_jax.untrusted_files import JsonObject, Untrusted, check_path
 
 Names = Mapping[str, Sequence[str]]
 """Hugging Face weight to the paths of the kernels it holds, in the order of its outputs."""
@@ -74,15 +74,28 @@ def save_lora(
 ) -> LoraConfig:
     """Write adapters, in f32, as a folder that PEFT loads, and return the config as written.
 
-    Of `params` only the shapes are read. Adapters whose A and B are zero are left out.
-    `fan_in_fan_out` is for models of `Conv1D`, which is GPT-2: PEFT wants to be told. A folder that
-    holds an adapter already is refused (CheckpointError) unless `overwrite`; other files in it stay
-    in either case.
-
     A weight that holds several of our kernels has one A there. If ours differ they are stacked,
     which is exact: A is [A_1; A_2], B is block diagonal, rank and alpha are as many times as large;
     all other adapters are padded with zeros to that rank.
+
+    Args:
+        path: the folder, in which other files stay.
+        params: parameters or their shapes, of a looped or a scanned stack; nothing else of them is
+            read.
+        adapters: as `init_lora` makes them; those whose A and B are zero are left out.
+        config: of the adapters.
+        names: Hugging Face's name of each weight, and the paths of the kernels it holds, in the
+            order of its outputs.
+        base_model: what the folder says the adapters are of, such as the id of a repository.
+        task_type: PEFT's, such as "CAUSAL_LM" or "SEQ_2_SEQ_LM".
+        fan_in_fan_out: True for models of `Conv1D`, which is GPT-2: PEFT wants to be told.
+        overwrite: replace an adapter that the folder holds already.
+
+    Raises:
+        CheckpointError: if the folder holds an adapter, unless `overwrite`.
+        ValueError: if adapters do not fit parameters, config or names, or all are zero.
     """
+    check_path("path", path)
     folder = Path(path)
     _check_replaceable(folder, overwrite)
     found, flat = matrices(params), flatten(adapters)
@@ -169,13 +182,22 @@ def load_lora(
 ) -> tuple[LoraConfig, Params]:
     """Load the config and the f32 adapters of a folder that PEFT or `save_lora` wrote.
 
-    `params` are parameters or their shapes, of looped or scanned stacks. A weight that holds
-    several kernels gives each a copy of its A and its part of B.
+    A weight that holds several kernels gives each a copy of its A and its part of B.
 
-    CheckpointError names the file and the key that is damaged, does not fit the parameters or asks
-    for what is not supported: DoRA, trained biases or whole modules, a rank or alpha per module,
-    initialisations that change the base weights (PiSSA, ...), adapters of embeddings.
+    Args:
+        path: the folder.
+        params: parameters of the model or their shapes, of a looped or a scanned stack.
+        names: Hugging Face's name of each weight, and the paths of the kernels it holds, in the
+            order of its outputs.
+
+    Raises:
+        CheckpointError: if a file or key is damaged, does not fit the parameters or asks for what
+            is not supported, which are DoRA, trained biases or whole modules, a rank or alpha per
+            module, initialisations that change the base weights (PiSSA, ...) and adapters of
+            embeddings.
+        ValueError: if `names` does not fit the parameters.
     """
+    check_path("path", path)
     folder = Path(path)
     content = _read_config(folder / CONFIG)
     found = matrices(params)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.pretrained.config_json import (
     family_of,
@@ -36,6 +37,7 @@ from transformer_jax.pretrained.tensors import (
 )
 from transformer_jax.pytree import Leaf, PyTree
 from transformer_jax.tokenizers.hf_files import more_templates
+from transformer_jax.untrusted_files import check_path
 
 TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -62,20 +64,40 @@ def save_pretrained(
 ) -> None:
     """Write a folder that `transformers` and `load_pretrained` read, whole or not at all.
 
-    `family` is a `model_type`; None is the first that can express the config. `like` is the folder
-    that a model was loaded from: its family, its style of names, its other keys of config.json and
-    its tokenizer are kept. `files` are more files by name, `keys` more keys of config.json that
-    change no number, such as "eos_token_id". Parameters are written in the dtype they have, looped
-    or scanned; files over `shard_bytes` are split.
+    A folder that holds nothing but what is written anew is replaced.
 
-    A folder that holds nothing but what is written anew is replaced; one with any other file is
-    refused (CheckpointError). ConfigError names the field that the family cannot express, and
-    ValueError the parameter that does not fit the config.
+    Args:
+        path: the folder.
+        config: of the model.
+        params: of a looped or a scanned stack; written in the dtype they have.
+        family: a `model_type`, such as "llama"; None is the first that can express the config.
+        like: the folder that the model was loaded from, whose family, style of names, other keys of
+            config.json and tokenizer are kept; None keeps nothing.
+        files: more files, content by name.
+        keys: more keys of config.json that change no number, such as "eos_token_id".
+        shard_bytes: files of weights over so many bytes are split; at least 1.
+
+    Raises:
+        CheckpointError: if the folder holds any other file, or `files` has a name that cannot be.
+        ConfigError: if the family cannot express a field of the config, or `keys` would change its
+            meaning.
+        ValueError: if a parameter does not fit the config, or an argument is not what it must be.
     """
     if not isinstance(params, Mapping):
         given = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
         rule = "must be parameters: save_pretrained(path, config, params)"
         raise ValueError(f"params is {given}: {rule}")
+    check_path("path", path)
+    check_count("shard_bytes", shard_bytes, 1)
+    for name, mapping in dict(files=files, keys=keys).items():
+        if not isinstance(mapping, Mapping | None):
+            raise ValueError(f"{name} is a {type(mapping).__name__}: must be a dict by name")
+    for name, content in (files or {}).items():
+        if not isinstance(content, bytes):
+            raise ValueError(f"files[{name!r}] is a {type(content).__name__}: must be bytes")
+    if not isinstance(config, ModelConfig):
+        rule = "must be a ModelConfig, of a transformer"
+        raise ConfigError(f"config is a {type(config).__name__}: {rule}")
     shapes = parameter_shapes(config)
     given = flatten_dict(params, sep="/")
     fetched = _looped(given, shapes)

@@ -51,8 +51,18 @@ def pool_sentences(
 
         mean: s = sum_t h_t / n,   cls: s = h of the first,   max: s_d = max_t h_td
 
-    With `normalise` the result is s / max(|s|, 1e-12). A row without valid tokens is 0. Tokens that
-    are not valid change nothing, even if they are NaN.
+    Args:
+        hidden: [B, T, D], h.
+        valid: bool[B, T]; tokens that are not valid change nothing, even if they are NaN.
+        pooling: "mean", "cls" or "max".
+        normalise: divide s by max(|s|, 1e-12).
+
+    Returns:
+        f32[B, D], 0 in a row without valid tokens.
+
+    Raises:
+        ConfigError: if the pooling is another.
+        ValueError: if shapes do not fit.
     """
     if pooling not in get_args(Pooling):
         raise ConfigError(f"pooling is {pooling!r}: must be one of 'mean', 'cls', 'max'")
@@ -81,23 +91,38 @@ def pool_sentences(
 @short_repr
 @dataclass(frozen=True, eq=False)
 class SentenceEncoder:
-    """Hold an encoder, its parameters, and how its tokens become one vector."""
+    """Hold an encoder, its parameters, and how its tokens become one vector.
+
+    Attributes:
+        config: of the encoder.
+        params: its parameters.
+        pooling: "mean", "cls" or "max".
+        normalise: whether vectors have length 1.
+        max_len: the most tokens of a text that are read, special ones included.
+        lower_case: whether texts are read in lower case.
+    """
 
     config: ModelConfig
     params: Mapping[str, PyTree]
     pooling: Pooling
     normalise: bool
     max_len: int
-    """Most tokens of a text that are read, special ones included."""
     lower_case: bool = False
-    """Whether texts are read in lower case."""
 
     def encode(
         self,
         tokens: jax.Array | np.ndarray,  # i32[B, T]
-        positions: jax.Array | np.ndarray | None = None,  # i32[B, T]; negative is padding
+        positions: jax.Array | np.ndarray | None = None,  # i32[B, T]
     ) -> jax.Array:  # f32[B, D]
-        """Return a vector for each row; each new shape is compiled once."""
+        """Return a vector for each row; each new shape is compiled once.
+
+        Args:
+            tokens: i32[B, T], special ones included.
+            positions: i32[B, T], negative is padding; None is arange(T).
+
+        Returns:
+            f32[B, D].
+        """
         check_tokens(tokens, self.config.vocab_size)
         return _encode(self.config, self.params, tokens, positions, self.pooling, self.normalise)
 
@@ -108,6 +133,18 @@ class SentenceEncoder:
 
         Texts of similar length share a batch, and the sizes of batches are powers of two, so that
         few programs are compiled.
+
+        Args:
+            texts: n of them.
+            tokenizer: with `encode(text, special_tokens=...)`, as `load_tokenizer_folder` gives.
+            batch_size: the most texts of a batch, at least 1.
+
+        Returns:
+            f32[n, D].
+
+        Raises:
+            ValueError: if `texts` is one text, or the tokenizer's special tokens do not stand
+                around it.
         """
         if isinstance(texts, str):
             raise ValueError("texts are one text: must be a list of them")
@@ -169,8 +206,15 @@ def load_sentence_encoder(
 ) -> SentenceEncoder:
     """Load the encoder of a folder or repository that sentence-transformers wrote.
 
-    ConfigError names the file and what in it is not supported: another pooling than mean, cls or
-    max, a part after it that is not Normalize, a prompt that is put before every text.
+    Args:
+        path_or_id: a folder, or a repository of the Hugging Face hub, "ORG/NAME".
+        dtype: "float32", "bfloat16" or "float16"; None is the file's.
+        revision: of the repository, a branch, tag or commit; None is its default.
+
+    Raises:
+        ConfigError: if the folder has what is not supported, as another pooling than mean, cls or
+            max, a part after it that is not Normalize, or a prompt that is put before every text.
+        CheckpointError: if a file cannot be read.
     """
     folder = open_folder(path_or_id, revision=revision)
     pooling_path, normalise = _parts(folder)

@@ -25,7 +25,7 @@ from typing import Any
 from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.pretrained import ROLES, PretrainedTokenizer, canonical
 from transformer_jax.tokenizers.utf8 import DataError, byte_letters
-from transformer_jax.untrusted_files import Json, JsonObject, Untrusted, shown
+from transformer_jax.untrusted_files import Json, JsonObject, Untrusted, check_path, shown
 
 LIMITS = {
     "tokenizer.json": 2**26,
@@ -55,7 +55,15 @@ _WORD_PIECE = frozenset({"Bert", "DistilBert", "Electra"})
 
 
 def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
-    """Load the tokenizer of a model's folder; DataError names the file that is wrong, and why."""
+    """Load the tokenizer of a model's folder.
+
+    Args:
+        path: of the folder, with tokenizer.json, vocab.json and merges.txt, or vocab.txt.
+
+    Raises:
+        DataError: if a file is missing or wrong, by its name.
+    """
+    check_path("path", path)
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")

@@ -18,7 +18,7 @@ import numpy as np
 from einops import rearrange
 from jax.sharding import PartitionSpec
 
-from transformer_jax.checks import check_factor
+from transformer_jax.checks import as_number, check_array, check_count, check_factor
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.pytree import PyTree
 from transformer_jax.sharding import by_compiler, vary
@@ -29,17 +29,33 @@ def cross_entropy(
     logits: jax.Array,  # [..., V]
     labels: jax.Array,  # i32[...]
     *,
-    weights: jax.Array | None = None,  # [...]; None is 1 everywhere
+    weights: jax.Array | None = None,  # [...]
     ignore_label: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
-    """Return the weighted mean loss in nats and the sum of the weights; (0, 0) if none counts.
+    """Return the mean loss of the tokens that count, in nats, and the sum of their weights.
 
-    A label that counts but is no index of V is a ValueError where it is known; under trace it makes
-    the loss and the gradient of its logits NaN.
+        loss = lse(x) - (1 - e) x[label] - e mean(x) + z lse(x)^2
+
+    Args:
+        logits: [..., V], x; computed in float32.
+        labels: i32[...], from 0 to V - 1, or `ignore_label`.
+        weights: [...], of each token; None is 1 everywhere. A weight of 0 ignores the token.
+        ignore_label: the label of a token that does not count, and whose logits may be NaN.
+        label_smoothing: e, at least 0 and below 1 (Szegedy et al. 2016, section 7).
+        z_loss: z, at least 0 (Chowdhery et al. 2022, section 5).
+
+    Returns:
+        The mean, weighted, and the sum of the weights, f32[] both, 0 and 0 if no token counts.
+
+    Raises:
+        ValueError: if shapes do not fit, or it is known that a label that counts is no index of V;
+            under a trace such a label makes the loss and the gradient of its logits NaN.
     """
     terms = _Terms(label_smoothing, z_loss)
+    check_array("logits", logits, "[..., V]")
+    check_array("labels", labels, "[...]")
     if logits.ndim == 0 or logits.shape[-1] == 0 or labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"logits have shape {logits.shape}, labels {labels.shape}: must be [..., V] and [...]"
@@ -68,13 +84,37 @@ def chunked_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
-    """Return `cross_entropy` of the logits softcap(hidden output_weights^T + logit_bias).
+    """Return `cross_entropy` of logits that never exist all at once.
 
-    Only B * chunk_size rows of logits exist at a time, for `chunk_size` of the T positions: forward
-    and backward. Gradients are formed chunk by chunk together with the loss, so nothing is computed
-    twice; products are in the dtype of `hidden`, sums in float32.
+        logits = softcap tanh((hidden output_weights^T + logit_bias) / softcap)
+
+    Only B * chunk_size rows of logits exist at a time, forward and backward. Gradients are formed
+    chunk by chunk together with the loss, so nothing is computed twice; products are in the dtype
+    of `hidden`, sums in float32.
+
+    Args:
+        hidden: [B, T, D], what the output matrix reads.
+        output_weights: [V, D], the output matrix.
+        labels: i32[B, T], from 0 to V - 1, or `ignore_label`.
+        chunk_size: of the T positions, how many have their logits at a time, at least 1.
+        softcap: above 0; None leaves the logits as they are.
+        logit_bias: [V]; None adds nothing.
+        weights: [B, T], of each token; None is 1 everywhere.
+        ignore_label: the label of a token that does not count.
+        label_smoothing: e of `cross_entropy`, at least 0 and below 1.
+        z_loss: z of `cross_entropy`, at least 0.
+
+    Returns:
+        The mean loss in nats, weighted, and the sum of the weights, f32[] both.
+
+    Raises:
+        ValueError: if shapes do not fit, a number is out of its range, or a known label is no index
+            of V.
     """
     terms = _Terms(label_smoothing, z_loss)
+    check_array("hidden", hidden, "[B, T, D]")
+    check_array("output_weights", output_weights, "[V, D]")
+    check_array("labels", labels, "[B, T]")
     if hidden.ndim != 3 or output_weights.ndim != 2 or labels.shape != hidden.shape[:2]:
         raise ValueError(
             f"hidden has shape {hidden.shape}, output_weights {output_weights.shape}, labels "
@@ -84,10 +124,11 @@ def chunked_cross_entropy(
         raise ValueError(
             f"D is {hidden.shape[2]} in hidden, {output_weights.shape[1]} in output_weights"
         )
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}: must be at least 1")
+    check_count("chunk_size", chunk_size, 1)
     if softcap is not None:
-        check_factor("softcap", float(softcap))
+        check_factor("softcap", as_number("softcap", softcap))
+    if logit_bias is not None:
+        check_array("logit_bias", logit_bias, "[V]")
     if logit_bias is not None and logit_bias.shape != output_weights.shape[:1]:
         rule = f"must be {output_weights.shape[:1]}, [V]"
         raise ValueError(f"logit_bias has shape {logit_bias.shape}: {rule}")
@@ -108,10 +149,21 @@ def label_log_probs(
     logit_bias: jax.Array | None = None,  # [V]
     ignore_label: int = -100,
 ) -> jax.Array:  # f32[B, T]
-    """Return the log-probability of each label, in nats; 0 for one that is ignored.
+    """Return the log-probability of each label, in nats.
 
-    Logits are those of `chunked_cross_entropy`, for `chunk_size` of the T positions at a time; the
-    backward pass computes them again. A label that is no index of V gives NaN.
+    Logits are those of `chunked_cross_entropy`; the backward pass computes them again.
+
+    Args:
+        hidden: [B, T, D], what the output matrix reads.
+        output_weights: [V, D], the output matrix.
+        labels: i32[B, T]; one that is no index of V gives NaN.
+        chunk_size: of the T positions, how many have their logits at a time.
+        softcap: above 0; None leaves the logits as they are.
+        logit_bias: [V]; None adds nothing.
+        ignore_label: the label of a token whose result is 0.
+
+    Returns:
+        f32[B, T].
     """
     size = _rows(chunk_size, hidden.shape[1])
 
@@ -147,9 +199,9 @@ class _Terms:
     z: float
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.smoothing < 1.0:
+        if not 0.0 <= as_number("label_smoothing", self.smoothing) < 1.0:
             raise ValueError(f"label_smoothing is {self.smoothing}: must be at least 0, below 1")
-        if not 0.0 <= self.z < float("inf"):
+        if not 0.0 <= as_number("z_loss", self.z) < float("inf"):
             raise ValueError(f"z_loss is {self.z}: must be finite and not negative")
 
 
@@ -168,6 +220,8 @@ def _count(
     """Return labels i32[...] and weights f32[...], both 0 where a token does not count."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"labels are {labels.dtype}: must be integers")
+    if weights is not None:
+        check_array("weights", weights, "of the labels' shape")
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(f"weights have shape {weights.shape}, labels {labels.shape}")
     _check_known(labels, weights, ignore_label, vocab)

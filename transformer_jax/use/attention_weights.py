@@ -28,18 +28,21 @@ from transformer_jax.use.scores import pair_batch
 @short_repr
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Hold the weights of every layer and head over the tokens of a text."""
+    """Hold the weights of every layer and head over the tokens of a text.
+
+    Attributes:
+        tokens: the text of each token that is read, special ones by their names.
+        weights: f32[L, N, T, T], that of key token s for query token t at [layer, head, t, s].
+        source_tokens: the text of each token of the source, where an encoder reads one.
+        cross: f32[L, N, T, S], in an encoder-decoder those of the source's tokens for the target's.
+        encoder: f32[L, N, S, S], in an encoder-decoder those of the source's tokens for each other.
+    """
 
     tokens: list[str]
-    """The text of each token that is read, special ones by their names."""
     weights: np.ndarray  # f32[L, N, T, T]
-    """The weight of key token s for query token t is at [layer, head, t, s]."""
     source_tokens: list[str] | None = None
-    """The text of each token of the source, where an encoder reads one."""
     cross: np.ndarray | None = None  # f32[L, N, T, S]
-    """The weights of the source's tokens for those of the target, in an encoder-decoder."""
     encoder: np.ndarray | None = None  # f32[L, N, S, S]
-    """The weights of the source's tokens for each other, in an encoder-decoder."""
 
 
 def attention_weights(model: Reader, text: Any) -> AttentionWeights:

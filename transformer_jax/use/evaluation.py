@@ -50,7 +50,11 @@ def evaluate(
         context: of a published model, the tokens of a window; None is 512.
         report: is told how many examples are decoded.
 
-    ConfigError for an option that the model's task has not.
+    Returns:
+        Numbers by name, such as "nats_per_token", "perplexity" and what the task adds.
+
+    Raises:
+        ConfigError: if the model's task has no such option.
     """
     options: dict[str, Any] = dict(targets=targets, examples=examples, beams=beams)
     config = task_on(model, data, context=context, **options)

@@ -71,9 +71,12 @@ def load(
         init_from: of a run with adapters: where the model that they are of is now.
         dtype: of a published model: "float32", "bfloat16" or "float16"; None is the file's.
         max_len: of a published model: the longest text, in tokens; None is its own.
-        weights: "bf16", "int8" or "int4" hold the weights in fewer bits.
+        weights: "bf16", "int8" or "int4" hold the weights in fewer bits; None holds them as they
+            are.
 
-    ConfigError for an argument that does not fit, CheckpointError for files that cannot be read.
+    Raises:
+        ConfigError: if an argument does not fit the model.
+        CheckpointError: if a file cannot be read.
     """
     refuse_keywords(load, unknown)
     if not isinstance(path_or_id, str | Path):
@@ -128,24 +131,31 @@ class LanguageModel(Reader):
     ) -> Any:
         """Return the text that follows a prompt, or the target of a source, or masks filled.
 
+        A text of a list is what it would be alone.
+
         Args:
             prompt: a text, or a list of texts, of which a list is returned.
-            num_tokens: how many tokens are written at most; 400 if None, and of a run on pairs as
-                many as it was trained on. Where a text outgrows `max_len`, its last half is read
-                anew.
+            num_tokens: the most tokens that are written, at least 1; None is 400, and of a run on
+                pairs as many as it was trained on. Where a text outgrows `max_len`, its last half
+                is read anew.
             stop: a text, or several, before the first of which the result ends.
             stream: yield the text in pieces, each as soon as nothing can change it.
             sampler: how a token is chosen; None takes the likeliest. A `Sample` needs `key`.
-            key: a single `jax.random.key`. Text n of a list draws as one alone
-                does with `fold_in(key, n)`.
+            key: a single `jax.random.key`. Text n of a list draws as one alone does with
+                `fold_in(key, n)`.
             processors: what changes the logits before a token is chosen.
-            beams: search with so many beams, and return the best text.
-            samples: draw so many texts of one prompt, and return a list.
+            beams: search with so many beams, and return the best text; None searches with none.
+            samples: draw so many texts of one prompt, and return a list; None draws one.
             slots: how many texts of a list are written at a time.
-            cache_dtype: of the keys and values that are kept.
+            cache_dtype: of the keys and values that are kept; None is the compute dtype.
 
-        A text of a list is what it would be alone. ValueError names an argument that does not fit
-        the task of the model.
+        Returns:
+            A text, a list of texts for a list or for `samples`, or with `stream` an iterator of
+            pieces.
+
+        Raises:
+            ValueError: if an argument does not fit the task of the model, or is not what it must
+                be.
         """
         refuse_keywords(self.generate, unknown)
         texts, is_list = _texts("prompt", prompt)
@@ -188,7 +198,7 @@ class LanguageModel(Reader):
         ids = [self.read(text) for text in texts]
         return self._written(ids, num_tokens, stop, drawn, samples, slots, is_list, stream)
 
-    def chat(  # noqa: D417, the others are those of `generate`
+    def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         num_tokens: int | None = None,
@@ -208,10 +218,24 @@ class LanguageModel(Reader):
         Args:
             messages: `[{"role": "user", "content": "..."}, ...]`, or a text, which is one message
                 of the user's. A list of conversations gives a list of answers.
+            num_tokens: the most tokens of an answer, at least 1; None is 400.
+            stop: a text, or several, before the first of which the answer ends.
+            stream: yield the answer in pieces, each as soon as nothing can change it.
+            sampler: how a token is chosen; None takes the likeliest. A `Sample` needs `key`.
+            key: a single `jax.random.key`, as in `generate`.
+            processors: what changes the logits before a token is chosen.
+            samples: draw so many answers to one conversation, and return a list; None draws one.
+            slots: how many answers of a list are written at a time.
+            cache_dtype: of the keys and values that are kept; None is the compute dtype.
 
-        The other arguments are those of `generate`. ConfigError where the model has no chat
-        template; ValueError for messages of another form, for one that spells out a special token,
-        and where no token fits after them.
+        Returns:
+            A text, a list of texts for a list or for `samples`, or with `stream` an iterator of
+            pieces.
+
+        Raises:
+            ConfigError: if the model has no chat template.
+            ValueError: if messages have another form or spell out a special token, or no token fits
+                after them.
         """
         refuse_keywords(self.chat, unknown)
         many = not isinstance(messages, str) and isinstance(messages, Sequence) and bool(messages)
@@ -243,7 +267,25 @@ class LanguageModel(Reader):
         processors: Sequence[HistoryProcessor] = (),
         cache_dtype: jax.typing.DTypeLike | None = None,
     ) -> list[tuple[float, str]]:
-        """Return the best texts that a beam search finds after a prompt, with their scores."""
+        """Return the best texts that a beam search finds after a prompt, with their scores.
+
+        Args:
+            prompt: a text, or i32[P], the ids of one.
+            num_tokens: the most tokens that are written, at least 1; None is 400, or as many as
+                fit.
+            beams: texts that are followed side by side, at least 1.
+            results: how many texts are returned, from 1 to beams.
+            length_penalty: alpha of score = log p / length^alpha; 0 favours short texts.
+            processors: what changes the logits before tokens are compared.
+            cache_dtype: of the keys and values that are kept; None is the compute dtype.
+
+        Returns:
+            Pairs of a score and a text, best first.
+
+        Raises:
+            ConfigError: if the model writes no text after a prompt, as one of a run on pairs.
+            ValueError: if an argument is wrong, or no token fits after the prompt.
+        """
         if num_tokens is not None:
             check_count("num_tokens", num_tokens, 1)
         if not isinstance(prompt, str | np.ndarray):
@@ -279,15 +321,20 @@ class LanguageModel(Reader):
     ) -> Any:
         """Return how likely the model finds a text: a `Score`, in nats, or a list of a list's.
 
+        A model that puts nothing before a text scores all of its tokens but the first.
+
         Args:
             text: a text of a decoder; `(source, target)`, of which the target is scored, of an
                 encoder-decoder, a run on pairs or one of preferences; messages, of which the last,
                 the assistant's, is scored, of a chat model.
             stride: a longer text than `max_len` is read in windows that begin so many tokens after
-                one another; a token counts once, in the first window that has it, where at least
-                max_len - stride tokens are before it. None is max_len / 2.
+                one another, from 1 to max_len; a token counts once, in the first window that has
+                it, where at least max_len - stride tokens are before it. None is max_len / 2.
 
-        A model that puts nothing before a text scores all of its tokens but the first.
+        Raises:
+            ConfigError: if the model gives no probability of a text, as a masked one.
+            ValueError: if the text has another form, or too few tokens, or `stride` is out of its
+                range.
         """
         refuse_keywords(self.score, unknown)
         if stride is not None:
@@ -309,13 +356,25 @@ class LanguageModel(Reader):
     def attend(self, text: str | tuple[str, str]) -> AttentionWeights:
         """Return the attention weights of every layer and head, with the tokens as labels.
 
-        Of an encoder-decoder, and of a run on pairs, `text` is `(source, target)`. ConfigError for
-        a model without blocks, ValueError for a text that is longer than the model reads.
+        Args:
+            text: of an encoder-decoder, and of a run on pairs, `(source, target)`.
+
+        Raises:
+            ConfigError: if the model has no blocks.
+            ValueError: if the text is longer than the model reads.
         """
         return attention_weights(self, text)
 
     def classify(self, text: str | Sequence[str]) -> Any:
-        """Return the likeliest class of a text and its probability, or a list of a list's."""
+        """Return the likeliest class of a text and its probability.
+
+        Args:
+            text: a text, or a list of texts, of which a list is returned.
+
+        Raises:
+            ConfigError: if the model is not a run of task "classify".
+            ValueError: if a text has no token.
+        """
         texts, is_list = _texts("text", text)
         if self.kind != "labels":
             raise ConfigError(f"classify: {self.instead()}; classes need a run of task 'classify'")

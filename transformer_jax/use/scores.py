@@ -30,14 +30,17 @@ Scored: TypeAlias = str | tuple[str, str] | Sequence[Message]
 
 @dataclass(frozen=True, repr=False)
 class Score:
-    """Hold the probability p of a text's n tokens, each after all before it."""
+    """Hold the probability p of a text's n tokens, each after all before it.
+
+    Attributes:
+        num_bytes: bytes of their text, in UTF-8.
+        tokens: the n tokens that are scored, as texts.
+        token_nats: -log p of each of them, in nats.
+    """
 
     num_bytes: int
-    """Bytes of their text, in UTF-8."""
     tokens: tuple[str, ...]
-    """The n tokens that are scored, as texts."""
     token_nats: tuple[float, ...]
-    """-log p of each of them."""
 
     @property
     def num_tokens(self) -> int:
