@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 LOWEST = -3.4028235e38  # where a running maximum starts: finite, so never inf - inf
 
-Vectors = tuple[jax.Array, ...]
+Array = jax.Array | np.ndarray
+Vectors = tuple[Array, ...]
 Shaped = jax.Array | jax.ShapeDtypeStruct
 Index = jax.Array | int  # i32[]
 
@@ -64,7 +66,7 @@ class Problem:
     that read one key head share. A kernel itself sees nothing of it: more queries of fewer heads.
     """
     interpret: Any = False
-    """False on the device; on a CPU the argument of the backend's interpreter."""
+    """False on the device; on a CPU the argument of the backend's interpreter, of its own type."""
     processors: int | None = None
     """How many multiprocessors an NVIDIA chip has; None where it is not known."""
 
@@ -165,20 +167,20 @@ class Refused(NotImplementedError):
 SKIPPED, PARTIAL, FULL = 0, 1, 2  # classes of tiles, as in transformer_jax.attention.block_plan
 
 
-def tile_lists(classes: Any) -> TileLists:  # of [B or 1, N or 1, rows, columns]
+def tile_lists(classes: Array) -> TileLists:  # of [B or 1, N or 1, rows, columns]
     """Return the lists of tiles of some classes: full, then partial, then the last one repeated.
 
     NumPy's arrays give NumPy's. Of others a tile's place is counted, which compiles to two passes
     over pairs of tiles, where a sort would be a dozen.
     """
-    xp: Any = np if isinstance(classes, np.ndarray) else jnp
+    xp: ModuleType = np if isinstance(classes, np.ndarray) else jnp
     is_full, is_partial = classes == FULL, classes == PARTIAL
     full = is_full.sum(axis=-1, dtype=np.int32)
     seen = full + is_partial.sum(axis=-1, dtype=np.int32)
     steps = xp.arange(classes.shape[-1], dtype=np.int32)[None, None, None]
     wanted = xp.minimum(steps, xp.maximum(seen - 1, 0)[..., None])
     if xp is np:
-        order: Any = np.argsort(-classes, axis=-1, kind="stable").astype(np.int32)
+        order = np.argsort(-classes, axis=-1, kind="stable").astype(np.int32)
         return TileLists(xp.take_along_axis(order, wanted, axis=-1), full, seen)
     alike = classes[..., :, None] == classes[..., None, :]
     earlier = steps[..., None, :] < steps[..., :, None]
@@ -193,7 +195,7 @@ def tile_lists(classes: Any) -> TileLists:  # of [B or 1, N or 1, rows, columns]
 # What a backend is
 
 Kind = Literal["forward", "dq", "dkdv", "bias", "single_pass", "single_pass_rows", "decode"]
-Kernel = Callable[..., Any]
+Kernel = Callable[..., jax.Array | tuple[jax.Array | None, ...]]
 Kernels = Mapping[Kind, Kernel]
 
 

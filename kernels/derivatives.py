@@ -24,13 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
-from jax.extend.core import Primitive
+from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir
 
-Tree = Any
-"""A tree of arrays; JAX has no type for one."""
-Leaves = Sequence[Any]
-"""Leaves of a tree: arrays, tangents that may be zeros, or what stands for an array in a rule."""
+from transformer_jax.kernels.lowering import Leaves, Tree
+
 Function = Callable[..., Tree]
 
 
@@ -195,8 +194,8 @@ def _types(*_: object, types: tuple[jax.core.AbstractValue, ...], **__: object) 
 
 
 def _lower(
-    context: mlir.LoweringRuleContext, *values: Tree, compute: Function, **_: object
-) -> Tree:
+    context: mlir.LoweringRuleContext, *values: ir.Value, compute: Function, **_: object
+) -> Sequence[ir.Value | Sequence[ir.Value]]:
     return mlir.lower_fun(compute, multiple_results=True)(context, *values)
 
 
@@ -271,11 +270,11 @@ def _let_kernels_have_buffers() -> None:
         from jax._src.custom_derivatives import custom_jvp_call_p, custom_vjp_call_p
         from jax._src.state.discharge import _discharge_rules
 
-        usual: Any = _discharge_rules[custom_vjp_call_p]
-        unused: Any = dict(fwd_jaxpr_thunk=None, bwd=None, out_trees=None, symbolic_zeros=False)
+        usual = _discharge_rules[custom_vjp_call_p]
+        unused: dict[str, Any] = dict(num_consts=0, fwd_jaxpr_thunk=None, bwd=None, out_trees=None)
 
-        def rule(*given: Any, call_jaxpr: Any, **_: object) -> Any:
-            return usual(*given, call_jaxpr=call_jaxpr, num_consts=0, **unused)
+        def rule(*given: Any, call_jaxpr: Jaxpr, **_: object) -> Tree:  # JAX's own types
+            return usual(*given, call_jaxpr=call_jaxpr, symbolic_zeros=False, **unused)
 
         _discharge_rules.setdefault(custom_jvp_call_p, rule)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from transformer_jax.kernels.contract import (
     learns_slopes,
 )
 from transformer_jax.kernels.derivatives import Passes, differentiable
-from transformer_jax.kernels.lowering import here_or_elsewhere
+from transformer_jax.kernels.lowering import Tree, here_or_elsewhere
 from transformer_jax.kernels.packed_queries import packed
 from transformer_jax.kernels.sharding import KEYS, QUERIES, ROWS, TILES, AxisNames
 
@@ -98,7 +98,7 @@ def _attend_plainly(
     return out, row_max + log_sum
 
 
-def _wide(operands: Operands) -> tuple[Operands, Any]:
+def _wide(operands: Operands) -> tuple[Operands, Callable[[list[jax.Array | None]], Tree]]:
     """Return operands as all kernels but that of few queries read them, and how gradients return.
 
     Keys and values are then numbers of the query's dtype, gathered from pages and padded to whole
@@ -149,11 +149,11 @@ def _attend_backward(
     )
     dq, dk, dv, dbias, dslopes, dsinks = _gradients(problem, where, operands, lists, rows)
     [((dk, dk_scale), (dv, dv_scale))] = narrow([dk, dv])
-    gradients: dict[str, Any] = dict(query=dq, key=dk, value=dv, bias=dbias, sinks=dsinks)
-    gradients |= dict(k_scale=dk_scale, v_scale=dv_scale)
-    if dslopes is not None:
-        gradients["slopes"] = dslopes
-    return given._replace(**gradients), lists
+    assert dq is not None
+    gradients = given._replace(
+        query=dq, key=dk, value=dv, bias=dbias, sinks=dsinks, k_scale=dk_scale, v_scale=dv_scale
+    )
+    return (gradients if dslopes is None else gradients._replace(slopes=dslopes)), lists
 
 
 def _kernel(

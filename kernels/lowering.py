@@ -12,10 +12,13 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir
 
 Results = tuple[jax.Array, ...]
-Tree = Any  # of arrays; JAX has no type for one
-Leaves = Sequence[Any]  # arrays, tangents that may be zeros, or what stands for an array in a rule
+Tree = Any
+"""A tree of arrays; JAX has no type for one."""
+Leaves = Sequence[Tree]
+"""Leaves of a tree: arrays, tangents that may be zeros, or what stands for an array in a rule."""
 
 
 def here_or_elsewhere(
@@ -53,11 +56,11 @@ def _types(*_: object, here: ClosedJaxpr, **__: object) -> list[jax.core.Abstrac
 
 def _lower(
     context: mlir.LoweringRuleContext,
-    *values: Any,
+    *values: ir.Value,
     here: ClosedJaxpr,
     elsewhere: Callable[..., Results],
     alone: bool,
-) -> Any:
+) -> Sequence[ir.Value | Sequence[ir.Value]]:
     module = context.module_context
     exported = module.lowering_parameters.for_export
     stays = tuple(module.platforms) == ("cpu",) and not exported

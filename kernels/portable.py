@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from transformer_jax.kernels.contract import (
+    Array,
     Blocks,
     Kernels,
     Operands,
@@ -205,7 +206,9 @@ class _Rows(NamedTuple):
     D: jax.Array
 
 
-def _backward_inputs(tiles: _Tiles, operands: Operands, saved: Saved) -> tuple[Any, ...]:
+def _backward_inputs(
+    tiles: _Tiles, operands: Operands, saved: Saved
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, _Rows]:
     """Return queries and cotangents by tile, keys and values, and what is saved of the rows."""
     q, do = _clean(tiles.by_tile(operands.query))[0], tiles.by_tile(saved.do).astype(jnp.float32)
     rows = _Rows(
@@ -272,10 +275,10 @@ class _Tiles:
         q = i * self.q + jnp.arange(self.q, dtype=jnp.int32)
         return q, j * self.k + jnp.arange(self.k, dtype=jnp.int32)
 
-    def _part(self, x: jax.Array, axis: int, start: jax.Array, size: int, of: int) -> jax.Array:
+    def _part(self, x: Array, axis: int, start: jax.Array, size: int, of: int) -> jax.Array:
         """Return a tile's part along an axis, which may be shared."""
         if x.shape[axis] == 1 and of != 1:
-            return x
+            return jnp.asarray(x)
         return lax.dynamic_slice_in_dim(_pad(x, axis, -(-of // size) * size), start, size, axis)
 
     def pairs(self, x: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
@@ -348,10 +351,10 @@ class _Tiles:
         return p * kept, ds, du
 
 
-def _pad(x: jax.Array, axis: int, length: int, value: float | bool = 0) -> jax.Array:
+def _pad(x: Array, axis: int, length: int, value: float | bool = 0) -> jax.Array:
     """Return an array that is made so long along an axis."""
     if x.shape[axis] == length:
-        return x
+        return jnp.asarray(x)
     widths = [(0, 0)] * x.ndim
     widths[axis] = 0, length - x.shape[axis]
     return jnp.pad(x, widths, constant_values=value)

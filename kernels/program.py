@@ -16,21 +16,26 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
-from transformer_jax.kernels.contract import Refused
+from transformer_jax.kernels.contract import Array, Refused
 
 Operand = tuple[str, int]
 """("q" or "k", i): vector i of the queries or keys. ("pair", i): bit i of the integer of the pair.
 ("number", n): n itself. ("step", i): the result of step i."""
 
-Range = tuple[Any, Any]
+Range = tuple[Array, Array]
 """The lowest and the highest of some integers: i32 arrays that broadcast, of NumPy where known."""
+
+Value = TypeVar("Value")  # what a trace makes of known arrays: arrays, or what holds one
 
 LOW, HIGH = -(2**31), 2**31 - 1
 
@@ -40,7 +45,7 @@ def _wide(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return lambda x, y: function(*jnp.broadcast_arrays(jnp.int32(x), jnp.int32(y)))
 
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
+OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
@@ -61,7 +66,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "div": _wide(lax.div),
     "rem": _wide(lax.rem),
 }
-"""The operations of a program, on integers of 32 bits, in the order of `Operation` in mask.h."""
+"""The operations of a program, on integers of 32 bits, in the order of `Operation` in mask.h.
+
+Those of Python give NumPy's arrays of NumPy's: `bounds` calls no other ones with them."""
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _LOGIC = {"and", "or", "xor"}
@@ -100,29 +107,34 @@ class Program:
         read = [operand for _, operands in self.steps for operand in operands] + [self.result]
         return {index for kind, index in read if kind == side}
 
-    def __call__(self, q: Sequence[Any], k: Sequence[Any]) -> jax.Array:
+    def __call__(self, q: Sequence[jax.Array | None], k: Sequence[jax.Array | None]) -> jax.Array:
         """Return which pairs of a tile are visible, of vectors that broadcast to it.
 
-        Where a `Dense` mask is read, its bits are k[-1].
+        Vectors that it does not read may be None. Where a `Dense` mask is read, its bits are k[-1].
         """
-        known: list[Any] = []
+        known: list[jax.Array] = []
 
-        def value(operand: Operand) -> Any:
+        def value(operand: Operand) -> jax.Array | int:
             kind, index = operand
-            if kind == "pair":
-                return (k[-1] & np.int32(1 << index)) != 0
-            return {"q": q, "k": k, "step": known}[kind][index] if kind != "number" else index
+            if kind == "number":
+                return index
+            if kind == "step":
+                return known[index]
+            found = q[index] if kind == "q" else k[-1 if kind == "pair" else index]
+            assert found is not None
+            return (found & np.int32(1 << index)) != 0 if kind == "pair" else found
 
         for name, operands in self.steps:
-            given = [value(operand) for operand in operands]
+            read, given = map(value, operands), list[ArrayLike]()
             if name in _LOGIC and all(map(self._is_bool, operands)):
-                given = [np.bool_(x) if isinstance(x, int) else x for x in given]
+                given += [np.bool_(x) if isinstance(x, int) else x for x in read]
             else:  # a truth value among numbers; Mosaic GPU compares, and casts none
-                given = [np.int32(x) if isinstance(x, int) else _as_integer(x) for x in given]
+                given += [np.int32(x) if isinstance(x, int) else _as_integer(x) for x in read]
             known.append(OPERATIONS[name](*given))
         found = value(self.result)
         if isinstance(found, int):
-            return jnp.broadcast_to(jnp.bool_(found), jnp.shape(k[0]))
+            assert k[0] is not None
+            return jnp.broadcast_to(jnp.bool_(found), k[0].shape)
         return found if found.dtype == jnp.bool_ else found != 0
 
     def numbered(self, num_q: int, num_k: int, *, pairs: bool) -> tuple[list[int], list[int]]:
@@ -231,11 +243,11 @@ def _as_integer(x: jax.Array) -> jax.Array:
 # Interval arithmetic
 
 
-def _bounds(name: str, are_bools: bool, x: Range, y: Range, z: Any = None) -> Range:
+def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Range:
     """Return bounds of an operation's results from bounds of its operands."""
     (x_low, x_high), (y_low, y_high) = x, y
-    xp: Any = np if all(isinstance(one, np.ndarray) for one in (*x, *y, *(z or ()))) else jnp
-    corners = [(a, b) for a in x for b in y]
+    xp: ModuleType = np if all(isinstance(one, np.ndarray) for one in sum(rest, x + y)) else jnp
+    corners, found = [(a, b) for a in x for b in y], list[Array]()
     if name in ("eq", "ne"):
         every = (x_low == x_high) & (y_low == y_high) & (x_low == y_low)
         some = (x_low <= y_high) & (y_low <= x_high)
@@ -243,17 +255,17 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, z: Any = None) -> Ra
         return low.astype(np.int32), high.astype(np.int32)
     if name in _COMPARISONS:
         holds = OPERATIONS[name]
-        every, some = (x_high, y_low), (x_low, y_high)
-        every, some = (every, some) if name in ("lt", "le") else (some, every)
-        return holds(*every).astype(np.int32), holds(*some).astype(np.int32)
+        ends = [(x_high, y_low), (x_low, y_high)]
+        least, most = ends if name in ("lt", "le") else ends[::-1]
+        return holds(*least).astype(np.int32), holds(*most).astype(np.int32)
     if name in ("min", "max"):
         pick = xp.minimum if name == "min" else xp.maximum
         return pick(x_low, y_low), pick(x_high, y_high)
     if name == "select_n":
-        low, high = xp.minimum(y_low, z[0]), xp.maximum(y_high, z[1])
+        low, high = xp.minimum(y_low, rest[0][0]), xp.maximum(y_high, rest[0][1])
         first, second = (x_low == 0) & (x_high == 0), (x_low > 0) | (x_high < 0)
-        pick_low = xp.where(first, y_low, xp.where(second, z[0], low))
-        return pick_low, xp.where(first, y_high, xp.where(second, z[1], high))
+        pick_low = xp.where(first, y_low, xp.where(second, rest[0][0], low))
+        return pick_low, xp.where(first, y_high, xp.where(second, rest[0][1], high))
     if name in _LOGIC:
         found = [OPERATIONS[name](a, b) for a, b in ((x_low, y_low), (x_high, y_high))]
         if are_bools and name != "xor":
@@ -263,8 +275,8 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, z: Any = None) -> Ra
             low, high = xp.zeros_like(found[0]), xp.ones_like(found[0])
         else:
             natural = (x_low >= 0) & (y_low >= 0)
-            most = xp.minimum(x_high, y_high) if name == "and" else HIGH
-            low, high = xp.where(natural, 0, LOW), xp.where(natural, most, HIGH)
+            highest = xp.minimum(x_high, y_high) if name == "and" else HIGH
+            low, high = xp.where(natural, 0, LOW), xp.where(natural, highest, HIGH)
         return (xp.where(known, found[0], low).astype(np.int32),
                 xp.where(known, found[0], high).astype(np.int32))  # fmt: skip
     if name == "add":
@@ -277,8 +289,8 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, z: Any = None) -> Ra
         wraps = [((a ^ b) & (a ^ c)) < 0 for (a, b), c in zip(ends, found, strict=True)]
     elif name == "mul":
         found = [a * b for a, b in corners]
-        sizes = [abs(a.astype(np.float32)) * abs(b.astype(np.float32)) for a, b in corners]
-        wraps = [size > 2.0**30 for size in sizes]
+        sizes = [a.astype(np.float32) * b.astype(np.float32) for a, b in corners]
+        wraps = [xp.abs(size) > 2.0**30 for size in sizes]
     elif name == "shift_left":
         found = [a << (b & 31) for a, b in corners]
         wraps = [(c >> (b & 31) != a) | (b < 0) | (b > 31)
@@ -296,15 +308,15 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, z: Any = None) -> Ra
             most = divisors[1] - 1
             low = xp.where(x_low >= 0, 0, xp.maximum(x_low, -most))
             high = xp.where(x_high <= 0, 0, xp.minimum(x_high, most))
-            rest = [a - c * divisors[0] for a, c in zip(x, found[::2], strict=True)]
-            found = [xp.where(same, rest[0], low), xp.where(same, rest[1], high)]
+            left = [a - c * divisors[0] for a, c in zip(x, found[::2], strict=True)]
+            found = [xp.where(same, left[0], low), xp.where(same, left[1], high)]
     anything = functools.reduce(operator.or_, wraps)
     low, high = functools.reduce(xp.minimum, found), functools.reduce(xp.maximum, found)
     return (xp.where(anything, LOW, low).astype(np.int32),
             xp.where(anything, HIGH, high).astype(np.int32))  # fmt: skip
 
 
-def _divided(xp: Any, x: Any, y: Any) -> Any:
+def _divided(xp: ModuleType, x: Array, y: Array) -> Array:
     """Return x / y towards zero, for y > 0."""
     down = x // y
     return down + ((x < 0) & (down * y != x)).astype(np.int32)
@@ -327,17 +339,31 @@ _MADE_OF_THEM = {
 _CALLS = {"pjit", "jit", "closed_call", "custom_jvp_call", "custom_vjp_call"}
 
 
-class Known:
-    """Compute what a trace makes of known arrays, and write the numbers among them."""
+class Known(Protocol[Value]):
+    """Compute what a trace makes of known values, and write what a program reads of them."""
 
-    def evaluate(self, equation: Any, given: Sequence[Any]) -> list[Any] | None:
+    def evaluate(
+        self, equation: JaxprEqn, given: Sequence[Value | Array | Program]
+    ) -> list[Value] | None:
         """Return the results of an operation that reads no program; None where it does."""
-        if any(isinstance(x, Program) for x in given):
-            return None
-        return bound(equation, given)
 
-    def read(self, value: Any, shape: tuple[int, ...] = ()) -> Program:
+    def read(self, value: Value | Array, shape: tuple[int, ...] = ()) -> Program:
         """Return the program that reads a known value, which the trace has in a shape."""
+
+    def halves(self, value: Value | Array, shape: tuple[int, ...]) -> list[Program]:
+        """Return the programs that read the lower and the upper 32 bits of integers of 64."""
+
+
+class _Constants:
+    """Compute with known arrays, and write the numbers among them: `Known` of arrays."""
+
+    def evaluate(
+        self, equation: JaxprEqn, given: Sequence[Array | Program]
+    ) -> list[jax.Array] | None:
+        arrays = [x for x in given if not isinstance(x, Program)]
+        return bound(equation, arrays) if len(arrays) == len(given) else None
+
+    def read(self, value: Array, shape: tuple[int, ...] = ()) -> Program:
         del shape
         if isinstance(value, jax.core.Tracer) or np.size(value) != 1:
             raise Refused("takes a mask whose comparison reads its vectors alone")
@@ -346,13 +372,17 @@ class Known:
             raise Refused(f"takes masks of integers of 32 bits, not {value.dtype}")
         return number(int(value))
 
-    def halves(self, value: Any, shape: tuple[int, ...]) -> list[Program]:
-        """Return the programs that read the lower and the upper 32 bits of integers of 64."""
+    def halves(self, value: Array, shape: tuple[int, ...]) -> list[Program]:
         del shape
         raise Refused(f"takes masks of integers of 32 bits, not {value.dtype}")
 
 
-def write(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], known: Known) -> list[Any]:
+def write(
+    jaxpr: Jaxpr,
+    consts: Sequence[Value | Array | Program],
+    arguments: Sequence[Value | Array | Program],
+    known: Known[Value],
+) -> list[Value | Array | Program]:
     """Return the results of a trace: programs of what reads a query and a key, or known values.
 
     Each argument is a program, or a value that `known` computes with. Refused where an operation is
@@ -360,8 +390,10 @@ def write(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], known: Kn
     """
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
-    def read(atom: Any) -> Any:
-        return np.asarray(atom.val, atom.aval.dtype) if hasattr(atom, "val") else values[atom]
+    def read(atom: Var | Literal) -> Value | Array | Program:
+        if isinstance(atom, Literal):
+            return np.asarray(atom.val, type_of(atom).dtype)
+        return values[atom]
 
     for equation in jaxpr.eqns:
         given = [read(atom) for atom in equation.invars]
@@ -370,17 +402,26 @@ def write(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], known: Kn
             inner = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
             found = write(inner.jaxpr, inner.consts, given, known)
         else:
-            found = known.evaluate(equation, given) or [_step(equation, given, known)]
+            evaluated = known.evaluate(equation, given)
+            found = [_step(equation, given, known)] if evaluated is None else [*evaluated]
         values.update(zip(equation.outvars, found, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _step(equation: Any, given: Sequence[Any], known: Known) -> Program:
+def type_of(atom: Var | Literal) -> jax.core.ShapedArray:
+    """Return the type of an array in a trace."""
+    assert isinstance(atom.aval, jax.core.ShapedArray)
+    return atom.aval
+
+
+def _step(
+    equation: JaxprEqn, given: Sequence[Value | Array | Program], known: Known[Value]
+) -> Program:
     """Return the program of one operation of a trace."""
-    name, out = equation.primitive.name, equation.outvars[0].aval
+    name, out = equation.primitive.name, type_of(equation.outvars[0])
     looks_up = name in ("concatenate", "gather", "dynamic_slice")
     hint = "; Dense(array) looks pairs up" if looks_up else ""
-    kinds, shapes = zip(*((x.aval.dtype, x.aval.shape) for x in equation.invars), strict=True)
+    kinds, shapes = zip(*((x.dtype, x.shape) for x in map(type_of, equation.invars)), strict=True)
     for dtype in (*kinds, out.dtype):
         compared = name in _COMPARISONS and jnp.issubdtype(dtype, jnp.integer)
         fits = dtype.itemsize < 4 or name in ("eq", "ne")
@@ -393,7 +434,8 @@ def _step(equation: Any, given: Sequence[Any], known: Known) -> Program:
         what = "a look-up" if looks_up else name
         raise Refused(f"takes no mask that computes {what} of a query and a key together{hint}")
     if kinds[0].itemsize > 4:
-        halves = zip(*map(known.halves, given, shapes), strict=True)
+        values = [x for x in given if not isinstance(x, Program)]  # as no program is of 64 bits
+        halves = zip(*map(known.halves, values, shapes), strict=True)
         same = functools.reduce(operator.and_, (combined("eq", *pair) for pair in halves))
         return same if name == "eq" else ~same
     x, *others = (
@@ -421,15 +463,15 @@ def _step(equation: Any, given: Sequence[Any], known: Known) -> Program:
     return combined(name, x, *others)
 
 
-def bound(equation: Any, given: Sequence[Any]) -> list[Any]:
+def bound(equation: JaxprEqn, given: Sequence[Array]) -> list[jax.Array]:
     """Return the results of one operation of a trace."""
     found = equation.primitive.bind(*given, **equation.params)
     return list(found) if equation.primitive.multiple_results else [found]
 
 
-def keeps_order(equation: Any) -> bool:
+def keeps_order(equation: JaxprEqn) -> bool:
     """Return whether an operation on the shape of pairs leaves rows and heads where they are."""
-    given, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    given, out = type_of(equation.invars[0]).shape, type_of(equation.outvars[0]).shape
     axes = equation.params.get("broadcast_dimensions")
     same_rank = axes == tuple(range(len(out))) and len(given) == len(out)
     return same_rank or given == out or math.prod(given) == 1
@@ -442,6 +484,6 @@ def program_of(function: Callable[..., jax.Array], num_q: int, num_k: int) -> Pr
     traced = jax.make_jaxpr(lambda q, k: function(q, k))((one,) * num_q, (one,) * num_k)
     arguments = [Program((), ("q", i)) for i in range(num_q)]
     arguments += [Program((), ("k", i)) for i in range(num_k)]
-    known = Known()
+    known = _Constants()
     (found,) = write(traced.jaxpr, traced.consts, arguments, known)
     return found if isinstance(found, Program) else known.read(found)

@@ -41,7 +41,7 @@ TILES: AxisNames = ("b", "n", None, None)
 VECTORS: AxisNames = ("b", None)
 ROWS: AxisNames = ("b", "n", None)
 
-Spec = Sequence[Any] | PartitionSpec
+Spec = Sequence[str | Sequence[str] | None] | PartitionSpec
 """For each axis of an array the axes of a mesh that split it, or None."""
 First = tuple[jax.Array | int, jax.Array | int]
 """The batch row and the query head with which a part begins."""
@@ -185,11 +185,13 @@ def partitioned(
     arrays = [*constants, *arrays]
     precision = config.jax_default_matmul_precision
 
-    def partition(mesh: Any, arguments: Any, _: Any) -> tuple[Any, ...]:
-        given = arguments[len(constants) :]
+    def partition(
+        mesh: Mesh, arguments: tuple[jax.ShapeDtypeStruct, ...], _: object
+    ) -> tuple[Mesh, Function, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
+        own = arguments[len(constants) :]
         if mesh.empty:
-            mesh = Mesh([*_slices(given[0].sharding, given[0].ndim)], "devices")
-        specs = [_spec(mesh, x.sharding, x.ndim) for x in given]
+            mesh = Mesh([*_slices(own[0].sharding, own[0].ndim)], "devices")
+        specs = [_spec(mesh, x.sharding, x.ndim) for x in own]
         parts = Parts.of(mesh, specs, names[len(constants) :], full)
 
         def lower(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -204,7 +206,7 @@ def partitioned(
             return NamedSharding(mesh, parts.spec(shape, names))
 
         found = tuple(map(sharding, shapes, results))
-        given = tuple(sharding(x.shape, own) for x, own in zip(arguments, names, strict=True))
+        given = tuple(sharding(x.shape, axes) for x, axes in zip(arguments, names, strict=True))
         return mesh, lower, found, given
 
     def rule(mesh: Mesh | AbstractMesh, *_: object) -> tuple[str, dict[str, int]]:
@@ -220,7 +222,7 @@ def partitioned(
     return outlined(*arrays)
 
 
-def _slices(sharding: Sharding, ndim: int) -> dict[Any, Any]:
+def _slices(sharding: Sharding, ndim: int) -> dict[jax.Device, tuple[slice, ...]]:
     """Return what each device holds of an array whose axes are as long as there are devices.
 
     Of another array, which a compiler may have split unevenly, a sharding could not be asked.
@@ -279,8 +281,8 @@ def _rule(
 
 
 def empty_batch(
-    function: Callable[..., Any], tree: tuple[Any, ...], mapped: tuple[Any, ...]
-) -> tuple[Any, Any]:
+    function: Callable[..., Tree], tree: tuple[object, ...], mapped: tuple[object, ...]
+) -> tuple[Tree, tuple[bool, ...]]:
     """Return what a rule for `vmap` over an axis of length 0 returns."""
 
     def one(x: jax.Array, is_mapped: bool) -> jax.ShapeDtypeStruct:
@@ -302,7 +304,7 @@ def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.Sha
     )
 
 
-def vary(tree: Tree, like: Any = None) -> Tree:
+def vary(tree: Tree, like: object = None) -> Tree:
     """Mark arrays as different on each device of a `shard_map`, if others of `like` or `tree` are.
 
     A loop wants what it carries to be of one kind. Gradients of what was the same on all devices

@@ -23,6 +23,9 @@ C = TypeVar("C", bound=type)
 Array: TypeAlias = jax.Array | np.ndarray
 """An array on a device, or on the host."""
 
+AnyArray = TypeVar("AnyArray", bound=Array)
+"""An array that comes back where it was, on the device or the host."""
+
 PyTree: TypeAlias = Any
 """A tree of JAX: nested containers of arrays or of shapes. JAX has no type for it."""
 

@@ -45,6 +45,7 @@ from transformer_jax.kernels.contract import (
     Saved,
     Shaped,
     TileLists,
+    Vectors,
     learns_slopes,
 )
 from transformer_jax.kernels.dropout import threshold
@@ -56,7 +57,7 @@ HANDLERS = (
 )  # fmt: skip
 FEW_ROWS = 16
 """The most queries of a key head, T N / K, for which keys and values are read as they lie."""
-_EMPTY: list[Any] = [np.zeros((0,) * ndim, np.int32) for ndim in (4, 3, 3)]
+_EMPTY: list[Any] = [np.zeros((0,) * ndim, np.int32) for ndim in (4, 3, 3)]  # NumPy's: no device
 NO_LISTS = TileLists(*_EMPTY)
 INSTRUCTIONS = "avx512", "avx2", "neon", "plain"
 """Values of TRANSFORMER_JAX_NATIVE, besides 0 (no kernels) and 1 (the widest instruction set)."""
@@ -216,6 +217,6 @@ def _call(
     return vary(tuple(found), operands.query)
 
 
-def _stacked(vectors: tuple[jax.Array, ...]) -> jax.Array:  # i32[n, B or 1, T]
+def _stacked(vectors: Vectors) -> jax.Array:  # i32[n, B or 1, T]
     rows = max(x.shape[0] for x in vectors)
     return jnp.stack([jnp.broadcast_to(x, (rows, x.shape[1])) for x in vectors])

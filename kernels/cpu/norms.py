@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ SMALLEST = 128
 """Shorter rows are left to XLA, which fuses what stands around."""
 
 
-def takes(rows: int, width: int, eps: Any, *parameters: jax.Array | None) -> bool:
+def takes(rows: int, width: int, eps: float | jax.Array, *parameters: jax.Array | None) -> bool:
     """Say whether `norm` should normalise so many rows, with these scales, on this platform."""
     return (
         not isinstance(eps, jax.core.Tracer)

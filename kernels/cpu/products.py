@@ -8,7 +8,6 @@ it can't run (exported programs, several devices, a gradient, `vmap`) XLA comput
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ SMALLEST = 2**14
 DTYPES = "float32", "bfloat16", "int8"
 
 
-def takes(rows: int, dtype: jax.typing.DTypeLike, weights: Any) -> bool:
+def takes(rows: int, dtype: jax.typing.DTypeLike, weights: jax.Array) -> bool:
     """Say whether `product` should compute x W of so many rows of a dtype on this platform."""
     return (
         isinstance(rows, int)  # an export may leave it open

@@ -81,7 +81,7 @@ def launch(
     return lambda *arrays: vary(kernel(*arrays), like=arrays[:2])
 
 
-def compiler_params(auto_barriers: bool) -> Any:
+def compiler_params(auto_barriers: bool) -> plgpu.CompilerParams:
     """Return how a kernel is compiled; a check on the device replaces this, and asks for all."""
     return plgpu.CompilerParams(
         approx_math=True,

@@ -17,13 +17,13 @@ from transformer_jax.kernels.contract import Index, Problem
 Ref = Any
 """A reference to memory or to barriers, or a part of one; Pallas has no public type for it."""
 
-Scratch = Any
-"""The type of some memory of a kernel, of which Pallas has several."""
+Scratch = pl.MemoryRef | plgpu.Barrier
+"""The type of some memory of a kernel."""
 Layout = Any
 """How registers hold a tile; Pallas has no public type for it."""
 Span = pl.Slice | slice
 Value = Any
-"""A value, or the context, of MLIR."""
+"""A value, or the context, of MLIR; Pallas passes types of its own."""
 
 ROWS = 64  # rows of a tile that one warpgroup multiplies
 ROW, COLUMN = 0, 1  # the axis of a tile along which a vector lies
@@ -45,11 +45,10 @@ def tile_slots(
     """
     size = jnp.dtype(dtype).itemsize
     swizzle = swizzle or swizzle_of(size, width)
-    layout: tuple[Any, ...] = (plgpu.TilingTransform((8, swizzle // size)),)
-    if swizzle > 16:
-        layout += (plgpu.SwizzleTransform(swizzle),)
+    tiling = plgpu.TilingTransform((8, swizzle // size))
+    swizzled = (plgpu.SwizzleTransform(swizzle),) if swizzle > 16 else ()
     shape = (rows, width) if slots is None else (slots, rows, width)
-    return plgpu.SMEM(shape, dtype, transforms=layout)
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, *swizzled))
 
 
 def swizzle_of(size: int, *widths: int) -> int:
@@ -60,7 +59,7 @@ def swizzle_of(size: int, *widths: int) -> int:
     return next(s for s in (128, 64, 32) if all(width * size % s == 0 for width in widths))
 
 
-def at(ref: Ref, *index: Any) -> Ref:
+def at(ref: Ref, *index: Index | Span) -> Ref:
     """Return `ref.at[index]`, where an axis of size 1 is shared."""
     return ref.at[tuple(0 if size == 1 else i for size, i in zip(ref.shape, index, strict=True))]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,11 @@ from transformer_jax.kernels.sharding import result
 from transformer_jax.kernels.tpu.inputs import TileInputs, tile_inputs
 from transformer_jax.kernels.tpu.visits import VisitLists, flatten
 
-Ref = Any
-"""A reference to memory, or a part of one; Pallas has no public type for it."""
+Ref = jax.Ref
+"""A reference to memory, or a part of one."""
 
 Span = pl.Slice | slice
-Scratch = Any
+Scratch = tuple[int, ...] | pl.MemoryRef | pltpu.SemaphoreType
 """Memory of a kernel: a shape of float32, or what Pallas makes."""
 
 Write = tuple[str, tuple[int, ...], DTypeLike]  # kind of tile, shape and dtype of a result
@@ -57,9 +57,9 @@ class GridStep(NamedTuple):
     heads: int
     bias_shape: tuple[int, ...]
     first: Index  # whether it is the first step of a result
-    last: jax.Array
-    full: jax.Array
-    partial: jax.Array | None
+    last: Index
+    full: Index
+    partial: Index | None
     begins: jax.Array  # whether it is the first step of a key head, in `by_queries_of_key_heads`
     ends: jax.Array
 
@@ -252,7 +252,7 @@ class _Walk:
             return pl.BlockSpec(memory_space=pltpu.SMEM if kind == "scalars" else pl.ANY)
         blocks = self.blocks
 
-        def index(*args: Any) -> tuple[Any, ...]:
+        def index(*args: Any) -> tuple[Index, ...]:  # places, then tables
             b, n, i, j = self.tile(args[: self.rank], args[self.rank])
             b, h = (b if shape[0] > 1 else 0), (n if shape[1] > 1 else 0)
             return {
@@ -291,14 +291,15 @@ def _run(
     """Run a kernel on a grid."""
     tables = [walk.visits.numbers] if classes is None else [walk.visits.numbers, classes]
     arrays, kinds = tile_inputs(operands, saved)
-    inputs: list[Any] = [arrays]
+    inputs: list[TileInputs | jax.Array] = [arrays]
     aliases = {}
     in_specs = [jax.tree.map(lambda kind, x: walk.spec(kind, x.shape), kinds, arrays)]
     if classes is not None:  # tiles that are not visited stay zero
         inputs += [jnp.zeros(shape, dtype) for _, shape, dtype in writes]
         in_specs += [pl.BlockSpec(memory_space=pl.ANY)]
         aliases = {len(tables) + len(jax.tree.leaves(arrays)): 0}
-    semantics: Any = ("parallel",) * 2 + ("arbitrary",) * (walk.rank - 2)
+    semantics: list[Literal["parallel", "arbitrary"]] = ["parallel", "parallel"]
+    semantics += ["arbitrary"] * (walk.rank - 2)
     return pl.pallas_call(
         _body(kernel, problem, operands, walk, None if classes is None else classes.shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(

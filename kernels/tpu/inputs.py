@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from transformer_jax.kernels.contract import Operands, Saved
+from transformer_jax.kernels.contract import Operands, Saved, Vectors
 
 Field = Any
 """An array, its kind, or its tile in a kernel; a tuple of them, or None."""
@@ -36,7 +36,7 @@ class TileInputs(NamedTuple):
 def tile_inputs(operands: Operands, saved: Saved | None) -> tuple[TileInputs, TileInputs]:
     """Return the arrays in the order kernels read them, and the kind of each."""
 
-    def vectors(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def vectors(arrays: Vectors) -> Vectors:
         return tuple(x[:, None, None] for x in arrays)
 
     def rows(x: jax.Array) -> jax.Array:

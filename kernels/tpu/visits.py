@@ -8,28 +8,25 @@ of all rows one after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.kernels.contract import FULL, PARTIAL, TileLists
+from transformer_jax.kernels.contract import FULL, PARTIAL, Array, TileLists
 
 COMPARISONS = 2**20  # of numbers: from so many on, a binary search finds the row of a visit
-
-
-Numbers = Any
-"""i32 of any shape: an array of JAX or of NumPy, or read from memory by a kernel."""
 
 
 class Visit(NamedTuple):
     """Name one tile to visit; the class is 0 where a row, or the end of a list, has none."""
 
-    row: Numbers
-    head: Numbers  # of the group that shares a list
-    column: Numbers
-    tile_class: Numbers
+    row: jax.Array
+    head: jax.Array  # of the group that shares a list
+    column: jax.Array
+    tile_class: jax.Array
 
 
 @dataclass(frozen=True)
@@ -44,20 +41,20 @@ class Packing:
         head = (self.columns - 1).bit_length() + 2
         return head + (self.heads - 1).bit_length(), head
 
-    def pack(self, visit: Visit) -> Numbers:
+    def pack(self, row: Array, head: Array, column: Array, tile_class: Array) -> Array:
         """Return the number of a visit."""
-        row, head = self._shifts
-        return visit.row << row | visit.head << head | visit.column << 2 | visit.tile_class
+        rows, heads = self._shifts
+        return row << rows | head << heads | column << 2 | tile_class
 
-    def row(self, number: Numbers) -> Numbers:
+    def row(self, number: jax.Array) -> jax.Array:
         """Return the row of a visit."""
         return number >> self._shifts[0]
 
-    def tile(self, number: Numbers) -> Numbers:
+    def tile(self, number: jax.Array) -> jax.Array:
         """Return what two visits have in common that are of the same tile of the same head."""
         return number >> 2
 
-    def unpack(self, number: Numbers) -> Visit:
+    def unpack(self, number: jax.Array) -> Visit:
         """Return the visit of a number."""
         row, head = self._shifts
         low = lambda shift, end: (number >> shift) & ((1 << end - shift) - 1)  # noqa: E731
@@ -75,7 +72,7 @@ class VisitLists(NamedTuple):
 def prepare(lists: TileLists) -> TileLists:
     """Return tile lists with their visits; what is known when tracing is made of constants."""
     if not any(isinstance(x, jax.core.Tracer) for x in lists):
-        known: Any = [np.asarray(x) for x in lists[:3]]
+        known: Any = map(np.asarray, lists[:3])  # then all below is NumPy's
         lists = TileLists(*known)
     numbers = _numbers(lists, 1)[:, :, None]
     counts = _counts(lists, 1).sum(axis=-1, keepdims=True, dtype=np.int32)
@@ -98,29 +95,29 @@ def flatten(lists: TileLists, group: int = 1) -> VisitLists:
 
 
 def _by_row(
-    x: Numbers, heads: int
-) -> Numbers:  # [B, N, rows, ..] -> [B, N // heads, rows * heads, ..]
+    x: jax.Array, heads: int
+) -> jax.Array:  # [B, N, rows, ..] -> [B, N // heads, rows * heads, ..]
     B, N, rows, *rest = x.shape
     grouped = x.reshape(B, N // heads, heads, rows, *rest).swapaxes(2, 3)
     return grouped.reshape(B, N // heads, rows * heads, *rest)
 
 
-def _counts(lists: TileLists, heads: int) -> Numbers:  # i32[B or 1, N or 1 // heads, rows * heads]
+def _counts(lists: TileLists, heads: int) -> jax.Array:  # i32[.., rows * heads]
     """Return how many visits each row of each head has; the first head at least one."""
     seen = _by_row(lists.seen, heads)
     at_least = np.arange(seen.shape[2], dtype=np.int32) % heads == 0
-    xp: Any = np if isinstance(seen, np.ndarray) else jnp
+    xp: ModuleType = np if isinstance(seen, np.ndarray) else jnp
     return xp.maximum(seen, at_least.astype(np.int32)[None, None])
 
 
-def _numbers(lists: TileLists, heads: int) -> Numbers:  # i32[B or 1, N or 1 // heads, visits]
+def _numbers(lists: TileLists, heads: int) -> jax.Array:  # i32[B or 1, N or 1 // heads, visits]
     """Return all visits, as numbers; NumPy's arrays give NumPy's."""
     order, full, seen = (_by_row(x, heads) for x in lists[:3])
     B, number, lines, columns = order.shape
     line = np.arange(lines, dtype=np.int32)[None, None, :, None]
     at = np.arange(columns, dtype=np.int32)[None, None, None]
     classes = (at < full[..., None]) * (FULL - PARTIAL) + (at < seen[..., None]) * PARTIAL
-    packed = Packing(heads, columns).pack(Visit(line // heads, line % heads, order, classes))
+    packed = Packing(heads, columns).pack(line // heads, line % heads, order, classes)
     compact: Any = _compact_known if isinstance(order, np.ndarray) else _compact
     numbers = compact(
         packed.reshape(B * number, lines * columns).astype(np.int32),

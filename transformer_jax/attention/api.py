@@ -14,7 +14,7 @@ NotImplementedError with the condition that failed, which `explain_attention` sa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
@@ -256,7 +256,7 @@ def plan_mask(
     *,
     mask: Mask | None,
     implementation: str | Sequence[str] | None = None,
-    **options: Any,
+    **options: Any,  # of `Options`, without the mask
 ) -> Mask | PlannedMask | None:
     """Return a mask for many calls of `dot_product_attention`, with what they can share.
 
@@ -359,7 +359,9 @@ def _refuse(name: str, one: Implementation, call: AttentionCall) -> str | None:
 
 
 @program(static=("one", "environment"), code=lambda one, _, call: (one, call.mask, call.bias))
-def _run(one: Implementation, environment: Any, call: AttentionCall) -> tuple[jax.Array, Any]:
+def _run(
+    one: Implementation, environment: Hashable, call: AttentionCall
+) -> tuple[jax.Array, jax.Array | None]:
     """Run an implementation; `environment` is what it depends on besides, so that jit knows."""
     return one(call)
 

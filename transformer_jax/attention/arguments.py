@@ -17,6 +17,7 @@ from transformer_jax.attention.mask import Mask, check_mask
 from transformer_jax.checks import as_int32, as_number, check_factor, check_finite, check_key
 from transformer_jax.kernels.caches import dequantise, rows_of_pages
 from transformer_jax.kernels.contract import Refused as Refused
+from transformer_jax.kernels.contract import Shaped
 from transformer_jax.kernels.dropout import exact_rate, head_words
 from transformer_jax.pytree import register
 from transformer_jax.sharding import by_compiler, split
@@ -43,7 +44,7 @@ class AttentionCall:
     key: jax.Array  # [B, S, K, H]
     value: jax.Array  # [B, S, K, Hv]
     mask: Mask | None = None
-    bias: Any = None  # [B or 1, N or 1, T or 1, S or 1], or a Bias
+    bias: jax.Array | Bias | None = None  # [B or 1, N or 1, T or 1, S or 1], or a Bias
     sinks: jax.Array | None = None  # [N]
     scale: float | None = None  # 1 / sqrt(H) where neither this nor `scale_array` is given
     scale_array: jax.Array | None = None  # [], of a caller who differentiates or traces it
@@ -57,7 +58,7 @@ class AttentionCall:
     key_scale: jax.Array | None = None  # f32[B, S, K] where key is int8
     value_scale: jax.Array | None = None  # f32[B, S, K] where value is int8
     block_table: jax.Array | None = None  # i32[B, M], where key, value and scales are [P, page, ..]
-    plan: Any = None  # of `Implementation.plan`, for calls like this one
+    plan: object = None  # of `Implementation.plan`, for calls like this one
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -109,14 +110,16 @@ class AttentionCall:
         if self.block_table is None and self.key_scale is None:
             return self
         B, _, _, S = self.sizes
-        plain: dict[str, Any] = {}
-        for name in ("key", "value"):
-            x = getattr(self, name)
+
+        def plain(x: jax.Array) -> jax.Array:
             rows = x.shape[:2] if self.block_table is None else (B, S)
             dtype = x.dtype if self.key_scale is None else self.query.dtype
-            plain[name] = jax.ShapeDtypeStruct((*rows, *x.shape[2:]), dtype)
-        plain |= dict(key_scale=None, value_scale=None, block_table=None)
-        return dataclasses.replace(self, **plain)
+            return as_array(jax.ShapeDtypeStruct((*rows, *x.shape[2:]), dtype))
+
+        key, value = plain(self.key), plain(self.value)
+        return dataclasses.replace(
+            self, key=key, value=value, key_scale=None, value_scale=None, block_table=None
+        )
 
     def head_words(self) -> jax.Array | None:  # u32[2, B, N]
         """Return the hash of the dropout key and of each batch row and head."""
@@ -138,7 +141,7 @@ class PlannedMask:
     """
 
     mask: Mask
-    plan: Any
+    plan: object
 
 
 class Implementation:
@@ -152,7 +155,7 @@ class Implementation:
         """Return the output [B, T, N, Hv], and lse f32[B, T, N] unless it refuses `return_lse`."""
         raise NotImplementedError
 
-    def plan(self, call: AttentionCall) -> Any:
+    def plan(self, call: AttentionCall) -> object:
         """Return what calls with this mask, these positions and sizes share, as a pytree, or None.
 
         It depends on no value of a query, key or value. `attend` finds it as `call.plan`.
@@ -185,23 +188,23 @@ class Implementation:
 
 
 def check_call(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
     *,
-    mask: Any = None,
-    bias: Any = None,
-    scale: Any = None,
-    softcap: Any = None,
-    sinks: Any = None,
-    q_positions: Any = None,
-    k_positions: Any = None,
-    dropout_rate: Any = 0.0,
-    dropout_key: Any = None,
+    mask: Mask | PlannedMask | None = None,
+    bias: jax.Array | Bias | None = None,
+    scale: float | jax.Array | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    q_positions: jax.Array | None = None,
+    k_positions: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     return_lse: bool = False,
-    key_scale: Any = None,
-    value_scale: Any = None,
-    block_table: Any = None,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
+    block_table: jax.Array | None = None,
 ) -> AttentionCall:
     """Return the arguments of `dot_product_attention` as a value; ValueError where they are wrong.
 
@@ -209,11 +212,10 @@ def check_call(
     """
     places = [("q_positions", q_positions), ("k_positions", k_positions)]
     places += [("block_table", block_table)]
-    integers = [None if x is None else as_int32(name, x) for name, x in places]
-    # `jnp.asarray` of an array is the array, and takes ten times as long as to ask for its type
-    (query, key, value, sinks, key_scale, value_scale, q_positions, k_positions, block_table) = (
-        x if x is None or isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
-        for x in (query, key, value, sinks, key_scale, value_scale, *integers)
+    query, key, value = as_array(query), as_array(key), as_array(value)
+    sinks, key_scale, value_scale, q_positions, k_positions, block_table = (
+        None if x is None else as_array(x)
+        for x in (sinks, key_scale, value_scale, *(as_int32(*place) for place in places))
     )
     inputs = {"query": query, "key": key, "value": value}
     shapes = lambda: ", ".join(f"{name} {x.shape}" for name, x in inputs.items())  # noqa: E731
@@ -244,7 +246,7 @@ def check_call(
         raise ValueError(f"{shapes()}: query has {N} heads, key {K}: {rule}")
     plan = None
     if isinstance(mask, PlannedMask):
-        mask, plan = mask.mask, mask.plan
+        plan, mask = mask.plan, mask.mask
     check_mask(mask, B, N)
     if bias is not None:
         bias = _check_bias(bias, (B, N, T, S), q_positions, k_positions)
@@ -260,10 +262,11 @@ def check_call(
                 given = f"{positions.dtype}{positions.shape}"
                 rule = f"must be integers ({length},) or ({B}, {length})"
                 raise ValueError(f"{name} is {given}: {rule}")
-    scale_is_array = isinstance(scale, jax.Array)
-    if scale_is_array:
+    scale_array = scale if isinstance(scale, jax.Array) else None
+    if isinstance(scale, jax.Array):
         if scale.ndim:
             raise ValueError(f"scale has shape {scale.shape}: must be one number")
+        scale = None
     elif scale is not None:
         check_finite("scale", as_number("scale", scale))
         if scale:  # 0 may be; below 2^-126 a device takes it for 0
@@ -284,8 +287,8 @@ def check_call(
         mask=mask,
         bias=bias,
         sinks=sinks,
-        scale=None if scale is None or scale_is_array else float(scale),
-        scale_array=scale if scale_is_array else None,
+        scale=None if scale is None else float(scale),
+        scale_array=scale_array,
         softcap=None if softcap is None else float(softcap),
         q_positions=q_positions,
         k_positions=k_positions,
@@ -299,7 +302,14 @@ def check_call(
     )
 
 
-def _check_table(table: Any, B: int, P: int) -> None:
+def as_array(x: Shaped) -> jax.Array:
+    """Return an argument as an array; a shape stays, which is asked and traced like an array."""
+    # `jnp.asarray` of an array is the array, and takes ten times as long as to ask for its type
+    found: Any = x if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
+    return found
+
+
+def _check_table(table: jax.Array, B: int, P: int) -> None:
     if table.ndim != 2 or table.shape[0] != B or not jnp.issubdtype(table.dtype, jnp.integer):
         given = f"{table.dtype}{table.shape}"
         raise ValueError(
@@ -309,7 +319,9 @@ def _check_table(table: Any, B: int, P: int) -> None:
         raise ValueError("key has no pages: with a block_table it must be [pages, page, heads, H]")
 
 
-def _check_scales(key: Any, value: Any, key_scale: Any, value_scale: Any) -> None:
+def _check_scales(
+    key: jax.Array, value: jax.Array, key_scale: jax.Array | None, value_scale: jax.Array | None
+) -> None:
     for name, x, scale in (("key", key, key_scale), ("value", value, value_scale)):
         if scale is None or x.dtype != jnp.int8:
             given = None if scale is None else scale.dtype
@@ -321,7 +333,12 @@ def _check_scales(key: Any, value: Any, key_scale: Any, value_scale: Any) -> Non
             raise ValueError(f"{name}_scale is {shape}: must be float32{x.shape[:3]}, of each row")
 
 
-def _check_bias(bias: Any, full: tuple[int, ...], q_positions: Any, k_positions: Any) -> Any:
+def _check_bias(
+    bias: jax.Array | Bias,
+    full: tuple[int, ...],
+    q_positions: jax.Array | None,
+    k_positions: jax.Array | None,
+) -> jax.Array | Bias:
     """Return the bias; an array with all its four axes."""
     if isinstance(bias, Bias):
         _check_registered(bias)
@@ -329,25 +346,27 @@ def _check_bias(bias: Any, full: tuple[int, ...], q_positions: Any, k_positions:
             jax.ShapeDtypeStruct((1, n), jnp.int32) if p is None else p
             for p, n in ((q_positions, full[2]), (k_positions, full[3]))
         ]
-        result = bias_shape(bias, *positions)
-    elif callable(bias):
+        _check_bias_shape(bias_shape(bias, *positions), full)
+        return bias
+    if callable(bias):
         raise ValueError(
             f"bias is a function: must be an array or a value with the method materialize("
             f"q_positions, k_positions), in a class under {_DECORATORS}"
         )
-    else:
-        bias = bias if isinstance(bias, jax.ShapeDtypeStruct) else jnp.asarray(bias)
-        result = bias
-    pairs = zip(result.shape[::-1], full[::-1], strict=False)
-    if len(result.shape) > 4 or any(given not in (1, size) for given, size in pairs):
-        raise ValueError(f"bias {tuple(result.shape)} does not broadcast to {full}, [B, N, T, S]")
-    if not _floating(result):
-        raise ValueError(f"bias is {result.dtype}: must be floating; what may attend is a mask")
-    if result is not bias:
-        return bias
+    bias = as_array(bias)
+    _check_bias_shape(bias, full)
+    shape = (1,) * (4 - bias.ndim) + bias.shape
     if isinstance(bias, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((1,) * (4 - bias.ndim) + bias.shape, bias.dtype)
-    return bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+        return as_array(jax.ShapeDtypeStruct(shape, bias.dtype))
+    return bias.reshape(shape)
+
+
+def _check_bias_shape(bias: Shaped, full: tuple[int, ...]) -> None:
+    pairs = zip(bias.shape[::-1], full[::-1], strict=False)
+    if len(bias.shape) > 4 or any(given not in (1, size) for given, size in pairs):
+        raise ValueError(f"bias {tuple(bias.shape)} does not broadcast to {full}, [B, N, T, S]")
+    if not _floating(bias):
+        raise ValueError(f"bias is {bias.dtype}: must be floating; what may attend is a mask")
 
 
 _DECORATORS = "@jax.tree_util.register_dataclass and @dataclass(frozen=True)"
@@ -362,14 +381,16 @@ def _check_registered(bias: Bias) -> None:
         )
 
 
-def bias_shape(bias: Bias, q_positions: Any, k_positions: Any) -> jax.ShapeDtypeStruct:
+def bias_shape(bias: Bias, q_positions: Shaped, k_positions: Shaped) -> jax.ShapeDtypeStruct:
     """Return the shape of what a bias materializes, on whatever devices its arrays are."""
     bare = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))  # noqa: E731
     given = jax.tree.map(bare, (bias, q_positions, k_positions))
     return jax.eval_shape(lambda bias, q, k: bias.materialize(q, k), *given)
 
 
-def check_states(name: str, query: Any, keys: Any, values: Any, mask: Any) -> None:
+def check_states(
+    name: str, query: jax.Array, keys: jax.Array, values: jax.Array, mask: Mask | None
+) -> None:
     """Raise ValueError where the arguments of a recurrent decoder's attention do not fit."""
     if query.ndim != 3 or keys.ndim != 3 or values.ndim != 3:
         shapes = f"query {query.shape}, {name} {keys.shape}, values {values.shape}"
@@ -380,5 +401,5 @@ def check_states(name: str, query: Any, keys: Any, values: Any, mask: Any) -> No
     check_mask(mask, query.shape[0], 1)
 
 
-def _floating(x: Any) -> bool:
+def _floating(x: Shaped) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)

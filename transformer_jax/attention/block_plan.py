@@ -8,7 +8,7 @@ no kernel meets them; it applies the mask only in tiles without all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 
 from transformer_jax.checks import INT32
 from transformer_jax.kernels.contract import FULL, PARTIAL, SKIPPED, TileLists, tile_lists
-from transformer_jax.pytree import register
+from transformer_jax.pytree import AnyArray, Array, register
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import at_once, traced
 
@@ -32,7 +32,7 @@ class BlockPlan:
     A skipped tile sees nothing; a full one needs no mask, has no empty slot and ends within S.
     """
 
-    classes: jax.Array  # i8[B or 1, N or 1, nQ, nK]
+    classes: Array  # i8[B or 1, N or 1, nQ, nK]
     block_q: int
     block_k: int
 
@@ -43,7 +43,7 @@ class BlockPlan:
 
     def of_first_queries(self, group: int) -> BlockPlan:
         """Return the plan of the first query tile; query heads that read one key head share it."""
-        lib, first = _library(self.classes), self.classes[:, :, :1]
+        lib, first = library_of(self.classes), self.classes[:, :, :1]
         if first.shape[1] > 1:
             heads = first.reshape(first.shape[0], -1, group, *first.shape[2:])
             low, high = (f(axis=2, keepdims=True) for f in (heads.min, heads.max))
@@ -60,7 +60,7 @@ class BlockPlan:
         return lists_of(self.classes.swapaxes(-1, -2))
 
 
-def lists_of(classes: Any) -> TileLists:
+def lists_of(classes: Array) -> TileLists:
     """Return `tile_lists` of classes; of known ones as constants, for which nothing is compiled."""
     if traced(classes):
         return tile_lists(classes)
@@ -77,70 +77,68 @@ class Tiles:
     [B or 1, N or 1, nQ, 1]. Of NumPy's arrays all is computed by NumPy: nothing is compiled.
     """
 
-    q: Any  # i32[B or 1, T]
-    k: Any  # i32[B or 1, S]
+    q: Array  # i32[B or 1, T]
+    k: Array  # i32[B or 1, S]
     block_q: int
     block_k: int
 
-    def query_range(self, values: Any) -> tuple[Any, Any]:  # [B or 1, T] or [B or 1, N, T]
+    def query_range(self, values: Array) -> tuple[Array, Array]:  # [B or 1, T] or [B or 1, N, T]
         """Return the smallest and largest values of the queries of a tile."""
         low, high = _range(values, np.ones((1, 1, 1), bool), self.block_q)
         return low[..., None], high[..., None]
 
-    def key_range(self, values: Any) -> tuple[Any, Any]:  # [B or 1, S] or [B or 1, N, S]
+    def key_range(self, values: Array) -> tuple[Array, Array]:  # [B or 1, S] or [B or 1, N, S]
         """Return the smallest and largest values of the keys of a tile; low > high without any."""
         low, high = _range(values, (self.k >= 0)[:, None], self.block_k)
         return low[..., None, :], high[..., None, :]
 
-    def pairs(self, holds: Any) -> tuple[Any, Any]:  # bool[B, N, T, S]
+    def pairs(self, holds: Array) -> tuple[Array, Array]:  # bool[B, N, T, S]
         """Return (some, every) of each tile by looking at all its pairs."""
         empty = (self.k < 0)[:, None, None, :]
 
-        def reduce(holds: Any, every: bool) -> Any:
-            by_keys = _cut(holds, self.block_k, every)  # [B, N, T, nK, block_k]
-            by_keys = by_keys.all(axis=-1) if every else by_keys.any(axis=-1)
+        def reduce(holds: Array, every: bool) -> Array:
+            fold = library_of(holds).all if every else library_of(holds).any
+            by_keys = fold(_cut(holds, self.block_k, every), axis=-1)  # [B, N, T, nK]
             by_queries = _cut(by_keys.swapaxes(-1, -2), self.block_q, every)
-            found = by_queries.all(axis=-1) if every else by_queries.any(axis=-1)
-            return found.swapaxes(-1, -2)
+            return fold(by_queries, axis=-1).swapaxes(-1, -2)
 
         return reduce(holds & ~empty, False), reduce(holds | empty, True)
 
-    def classes(self, some: Any, every: Any) -> Any:  # i8[.., nQ, nK]
+    def classes(self, some: Array, every: Array) -> Array:  # i8[.., nQ, nK]
         """Return the classes once empty slots and the tail after S count as unseen."""
-        lib = _library(some, every, self.k)
-        real = _cut(self.k >= 0, self.block_k, False)
-        some = some & real.any(axis=-1)[:, None, None, :]
-        every = every & real.all(axis=-1)[:, None, None, :]
+        lib, real = library_of(some, every, self.k), _cut(self.k >= 0, self.block_k, False)
+        some = some & lib.any(real, axis=-1)[:, None, None, :]
+        every = every & lib.all(real, axis=-1)[:, None, None, :]
         result = lib.where(some, lib.where(every, FULL, PARTIAL), SKIPPED).astype(np.int8)
         grid = -(-self.q.shape[1] // self.block_q), real.shape[1]
         rows = max(result.shape[0], self.q.shape[0], self.k.shape[0])
         return lib.broadcast_to(result, (rows, result.shape[1], *grid))
 
 
-def _library(*arrays: Any) -> Any:
+def library_of(*arrays: Array) -> ModuleType:
     """Return NumPy where all arrays are its own, else `jax.numpy`."""
     return np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
 
 
-def _cut(x: Any, block: int, fill: Any) -> Any:
+def _cut(x: AnyArray, block: int, fill: float) -> AnyArray:
     """Cut [..., length] into [..., tiles, block], the last tile filled up."""
     tiles = -(-x.shape[-1] // block)
     x = pad(x, x.ndim - 1, tiles * block, fill)
-    return x.reshape(*x.shape[:-1], tiles, block)
+    return library_of(x).reshape(x, (*x.shape[:-1], tiles, block))
 
 
-def pad(x: Any, axis: int, length: int, fill: Any) -> Any:
+def pad(x: AnyArray, axis: int, length: int, fill: float) -> AnyArray:
     """Return an array with one axis filled up to a length."""
     if x.shape[axis] == length:
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, length - x.shape[axis])
-    return _library(x).pad(x, widths, constant_values=fill)
+    return library_of(x).pad(x, widths, constant_values=fill)
 
 
-def _range(values: Any, where: Any, block: int) -> tuple[Any, Any]:
+def _range(values: Array, where: Array, block: int) -> tuple[Array, Array]:
     """Return the smallest and the largest of each tile's values, [B or 1, N or 1, tiles]."""
     values = values if values.ndim == 3 else values[:, None]
-    lib, (least, most) = _library(values, where), (INT32.min, INT32.max)
+    lib, (least, most) = library_of(values, where), (INT32.min, INT32.max)
     low = _cut(lib.where(where, values, np.int32(most)), block, most).min(axis=-1)
     return low, _cut(lib.where(where, values, np.int32(least)), block, least).max(axis=-1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.attention.arguments import AttentionCall, Implementation, bias_shape
-from transformer_jax.attention.biases import ALiBi
+from transformer_jax.attention.arguments import AttentionCall, Implementation, as_array, bias_shape
+from transformer_jax.attention.biases import ALiBi, Bias
 from transformer_jax.attention.block_plan import pad
 from transformer_jax.attention.blockwise.core import scaled
 from transformer_jax.attention.mask import refuse_mask
@@ -87,7 +87,7 @@ class Pallas(Implementation):
             return f"an axis is empty: query {query.shape}, key {key.shape}, value {value.shape}"
         if call.scale_array is not None:
             return "takes no scale that is an array"
-        if bias is not None and not hasattr(bias, "shape") and not isinstance(bias, ALiBi):
+        if _is_evaluated(bias):
             return f"takes a bias that is an array or ALiBi, not {type(bias).__name__}"
         if bias is not None and str(getattr(bias, "dtype", "")) == "float64":
             return "computes in float32, the bias is float64"
@@ -193,7 +193,7 @@ class Native(Pallas):
             if 4 * array.size > MOST_BIAS:
                 size = f"{4 * array.size / 2**30:.1f} GiB"
                 return f"makes an array of {type(call.bias).__name__}: {size}, at most 1"
-            given = dataclasses.replace(given, bias=array)
+            given = dataclasses.replace(given, bias=as_array(array))
         return super().refuse(given)
 
 
@@ -201,9 +201,9 @@ MOST_BIAS = 2**30
 """The most bytes of a bias that the native kernels get as an array though it is a value."""
 
 
-def _is_evaluated(bias: Any) -> bool:
+def _is_evaluated(bias: jax.Array | Bias | None) -> TypeGuard[Bias]:
     """Say whether a bias is a value that has no kernel of its own."""
-    return bias is not None and not hasattr(bias, "shape") and not isinstance(bias, ALiBi)
+    return isinstance(bias, Bias) and not isinstance(bias, ALiBi)
 
 
 def _has_few_queries(call: AttentionCall, where: Target) -> bool:
@@ -235,7 +235,7 @@ def _packs(call: AttentionCall, where: Target, block_q: int) -> bool:
     group = N // call.key.shape[2]
     if not where.backend.packs or call.dropout_rate > 0 or isinstance(bias, ALiBi):
         return False
-    if bias is not None and bias.shape[1] > 1 == bias.shape[2]:
+    if not (bias is None or isinstance(bias, Bias)) and bias.shape[1] > 1 == bias.shape[2]:
         return False
     return 2 * -(-T * group // block_q) <= group * -(-T // block_q)
 
@@ -316,6 +316,7 @@ def _operands(call: AttentionCall, plan: FusedPlan) -> Operands:
         slopes = jnp.asarray(bias.slopes, jnp.float32)
         slopes, bias = jnp.broadcast_to(slopes, (1, call.query.shape[2])), None
     elif bias is not None:
+        assert not isinstance(bias, Bias)
         # [.., T, S] is read in its own dtype; what is smaller costs nothing to copy
         as_given = min(bias.shape[2:]) > 1 and bias.dtype == call.query.dtype
         bias = bias if as_given else bias.astype(jnp.float32)
@@ -341,7 +342,9 @@ def _operands(call: AttentionCall, plan: FusedPlan) -> Operands:
     )
 
 
-def _problem(call: AttentionCall, visible: Any, where: Target, single_pass: bool) -> Problem:
+def _problem(
+    call: AttentionCall, visible: Program | None, where: Target, single_pass: bool
+) -> Problem:
     scale = 1 / math.sqrt(call.query.shape[3]) if call.scale is None else call.scale
     return Problem(
         scale,

@@ -9,24 +9,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transformer_jax.attention.block_plan import BlockPlan, Tiles
+from transformer_jax.attention.block_plan import BlockPlan, Tiles, library_of
 from transformer_jax.attention.mask_vectors import MATRICES, MaskVectors
 from transformer_jax.checks import as_int32, check_count
-from transformer_jax.kernels.contract import Refused
+from transformer_jax.kernels.contract import Index, Refused
 from transformer_jax.kernels.program import Program
 from transformer_jax.kernels.sharding import AxisNames
-from transformer_jax.pytree import register
+from transformer_jax.pytree import AnyArray, Array, register
 from transformer_jax.sharding import no_mesh
 from transformer_jax.tracing import at_once, known_value
 
-Pair = tuple[Any, Any]
+Pair = tuple[Index, Index]
 """A batch row and a head; either may be traced."""
 
 OURS = __name__, "transformer_jax.attention.masks"
@@ -78,7 +78,7 @@ class Mask:
         rows, heads = ((1,) * (4 - len(sees.shape)) + sees.shape)[:2]
         return rows, heads
 
-    def some_and_every(self, tiles: Tiles) -> tuple[Any, Any]:
+    def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         """Return whether some and whether every pair of each tile may attend, empty slots aside.
 
         `some` may be True too often, `every` False too often; both are bool and broadcast to
@@ -141,8 +141,8 @@ class Mask:
 
     def materialize(
         self,
-        q_positions: jax.Array,  # i32[T] or [B, T]
-        k_positions: jax.Array,  # i32[S] or [B, S]
+        q_positions: Array,  # i32[T] or [B, T]
+        k_positions: Array,  # i32[S] or [B, S]
     ) -> jax.Array:  # bool[B or 1, N or 1, T, S]
         """Return the mask as an array; ValueError where shapes or dtypes do not fit."""
         q, k = _rows("q_positions", q_positions), _rows("k_positions", k_positions)
@@ -161,8 +161,8 @@ class Mask:
 
     def block_plan(
         self,
-        q_positions: jax.Array,  # i32[T] or [B, T]
-        k_positions: jax.Array,  # i32[S] or [B, S]
+        q_positions: Array,  # i32[T] or [B, T]
+        k_positions: Array,  # i32[S] or [B, S]
         *,
         block_q: int,
         block_k: int,
@@ -182,7 +182,7 @@ class Mask:
             tiles = Tiles(q, k, block_q, block_k)
             return BlockPlan(tiles.classes(*self.some_and_every(tiles)), block_q, block_k)
 
-    def _check_rows(self, q: jax.Array, k: jax.Array) -> None:
+    def _check_rows(self, q: Array, k: Array) -> None:
         sizes = {"the mask": self.lead[0], "q_positions": q.shape[0], "k_positions": k.shape[0]}
         if len({size for size in sizes.values() if size != 1}) > 1:
             rows = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -218,8 +218,8 @@ class PartOfMask(Mask):
     """Take some batch rows and heads of a mask's results, where its arrays cannot be sliced."""
 
     mask: Mask
-    row: Any  # the first
-    head: Any  # the first
+    row: Index  # the first
+    head: Index  # the first
     full: tuple[int, int]  # how many rows and heads there are
     size: tuple[int, int]  # how many are here
 
@@ -232,23 +232,23 @@ class PartOfMask(Mask):
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         return self._cut(self.mask.sees(self._of_every_row(q), self._of_every_row(k)))
 
-    def some_and_every(self, tiles: Tiles) -> tuple[Any, Any]:
+    def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         q, k = self._of_every_row(tiles.q), self._of_every_row(tiles.k)
         some, every = self.mask.some_and_every(Tiles(q, k, tiles.block_q, tiles.block_k))
         return self._cut(some), self._cut(every)
 
-    def _of_every_row(self, positions: jax.Array) -> jax.Array:
+    def _of_every_row(self, positions: AnyArray) -> AnyArray | jax.Array:
         """Return positions [size or 1, ...] as [full or 1, ...]; those of other rows are 0."""
         if positions.shape[0] == 1 or self.full[0] == self.size[0]:
             return positions
         zeros = jnp.zeros((self.full[0], *positions.shape[1:]), positions.dtype)
         return lax.dynamic_update_slice_in_dim(zeros, positions, self.row, 0)
 
-    def _cut(self, result: jax.Array) -> jax.Array:
-        result = four_axes(result)
+    def _cut(self, result: AnyArray) -> AnyArray | jax.Array:
+        part: AnyArray | jax.Array = four_axes(result)
         for axis, first in enumerate((self.row, self.head)):
-            result = _slice(result, axis, first, self.full[axis], self.size[axis])
-        return result
+            part = _slice(part, axis, first, self.full[axis], self.size[axis])
+        return part
 
 
 class _Pair(Mask):
@@ -294,7 +294,7 @@ class And(_Pair):
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         return self.left.sees(q, k) & self.right.sees(q, k)
 
-    def some_and_every(self, tiles: Tiles) -> tuple[Any, Any]:
+    def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         a_some, a_every = self.left.some_and_every(tiles)
         b_some, b_every = self.right.some_and_every(tiles)
         return a_some & b_some, a_every & b_every
@@ -323,7 +323,7 @@ class Or(_Pair):
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         return self.left.sees(q, k) | self.right.sees(q, k)
 
-    def some_and_every(self, tiles: Tiles) -> tuple[Any, Any]:
+    def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         a_some, a_every = self.left.some_and_every(tiles)
         b_some, b_every = self.right.some_and_every(tiles)
         return a_some | b_some, a_every | b_every
@@ -366,7 +366,7 @@ class Not(Mask):
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         return ~self.mask.sees(q, k)
 
-    def some_and_every(self, tiles: Tiles) -> tuple[Any, Any]:
+    def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         some, every = self.mask.some_and_every(tiles)
         return ~every, ~some
 
@@ -374,7 +374,7 @@ class Not(Mask):
         return f"~{self.mask!r}"
 
 
-def check_mask(mask: Any, B: int, N: int) -> None:
+def check_mask(mask: Mask | None, B: int, N: int) -> None:
     """Raise ValueError where a mask is none, is not a registered pytree, or does not fit."""
     if mask is None:
         return
@@ -419,7 +419,7 @@ def refuse_mask(mask: Mask) -> str | None:
 
     def trial(mask: Mask, q: jax.Array, k: jax.Array) -> list[jax.Array]:
         vectors = MaskVectors.of(mask, q, k, False)
-        return [*vectors.q, *vectors.k]
+        return [*map(jnp.asarray, (*vectors.q, *vectors.k))]
 
     try:
         jax.eval_shape(trial, mask, at, at)  # a function JAX has not seen
@@ -448,19 +448,20 @@ def nodes(mask: Mask) -> Iterator[Mask]:
             yield from nodes(one)
 
 
-def four_axes(sees: jax.Array) -> jax.Array:
+def four_axes(sees: AnyArray) -> AnyArray:
     """Return what a mask's `sees` gave with all four axes, [B or 1, N or 1, T or 1, S or 1]."""
-    return sees if sees.ndim == 4 else sees.reshape((1,) * (4 - sees.ndim) + sees.shape)
+    shape = (1,) * (4 - sees.ndim) + sees.shape
+    return sees if sees.ndim == 4 else library_of(sees).reshape(sees, shape)
 
 
-def _slice(x: jax.Array, axis: int, first: Any, full: int, size: int) -> jax.Array:
+def _slice(x: AnyArray, axis: int, first: Index, full: int, size: int) -> AnyArray | jax.Array:
     """Return `size` of the `full` entries of an axis; an axis of another length as it is."""
     if x.shape[axis] != full or full == size:
         return x
     return lax.dynamic_slice_in_dim(x, first, size, axis)
 
 
-def _rows(name: str, positions: Any) -> jax.Array:
+def _rows(name: str, positions: Array) -> Array:
     """Return positions as [B or 1, length], known ones as NumPy's."""
     positions = as_int32(name, positions)
     known = known_value(positions)
@@ -471,7 +472,7 @@ def _rows(name: str, positions: Any) -> jax.Array:
     return positions[None] if positions.ndim == 1 else positions
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     """Return an array as dtype[shape], anything else as its repr."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{', '.join(map(str, value.shape))}]"

@@ -21,19 +21,23 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
-from transformer_jax.attention.block_plan import BlockPlan, Tiles
+from transformer_jax.attention.block_plan import BlockPlan, Tiles, library_of
 from transformer_jax.kernels.contract import Refused
 from transformer_jax.kernels.program import (
     SHAPES,
     Known,
     Operand,
     Program,
+    Range,
     bound,
     combined,
     number,
+    type_of,
     write,
 )
+from transformer_jax.pytree import Array
 from transformer_jax.sharding import no_mesh
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import at_once, known_value, traced
@@ -55,8 +59,8 @@ class MaskVectors:
     A vector that differs by head is [B or 1, N, T] or [B or 1, N, S]: kernels take none.
     """
 
-    q: list[Any]
-    k: list[Any]
+    q: list[Array]
+    k: list[Array]
     positions_are_indices: bool
     """Whether positions are 0, 1, 2 ..: then traces of `sees` take them as known."""
     visible: Program = NO_EMPTY_SLOT
@@ -85,11 +89,11 @@ class MaskVectors:
         return vectors
 
     @property
-    def q_positions(self) -> jax.Array:  # i32[B or 1, T]
+    def q_positions(self) -> Array:  # i32[B or 1, T]
         return self.q[0]
 
     @property
-    def k_positions(self) -> jax.Array:  # i32[B or 1, S]
+    def k_positions(self) -> Array:  # i32[B or 1, S]
         return self.k[0]
 
     def key_holds(self, holds: jax.Array) -> Program:  # bool[B or 1, S]
@@ -127,25 +131,22 @@ class MaskVectors:
         value = known.read(result, found.out_avals[0].shape)
         return value if value.is_bool else combined("ne", value, number(0))
 
-    def ranges(self, tiles: Tiles) -> Callable[[Operand], tuple[Any, Any]]:
+    def ranges(self, tiles: Tiles) -> Callable[[Operand], Range]:
         """Return the function that gives the lowest and the highest integer of each tile."""
 
-        def of(operand: Operand) -> tuple[Any, Any]:
+        def of(operand: Operand) -> Range:
             side, index = operand
-            vector = None if side == "pair" else (self.q if side == "q" else self.k)[index]
-            known = known_value(vector) if vector is not None else None
-            vector = vector if known is None else known
             if side == "pair":
                 some, every = tiles.pairs(self.matrices[index])
                 return every.astype(np.int32), some.astype(np.int32)
+            vector = _known_first((self.q if side == "q" else self.k)[index])
             return tiles.query_range(vector) if side == "q" else tiles.key_range(vector)
 
         return of
 
     def block_plan(self, block_q: int, block_k: int) -> BlockPlan:
         """Return which tiles fused kernels skip and mask, by the program's bounds in each one."""
-        q, k = (x[0] if known_value(x[0]) is None else known_value(x[0]) for x in (self.q, self.k))
-        tiles = Tiles(q, k, block_q, block_k)
+        tiles = Tiles(_known_first(self.q[0]), _known_first(self.k[0]), block_q, block_k)
         every, some = self.visible.bounds(self.ranges(tiles))
         return BlockPlan(tiles.classes(some != 0, every != 0), block_q, block_k)
 
@@ -154,7 +155,7 @@ class MaskVectors:
         bits = (matrix.astype(jnp.int8) << bit for bit, matrix in enumerate(self.matrices))
         return functools.reduce(jnp.bitwise_or, bits) if self.matrices else None
 
-    def _append(self, side: str, vector: Any) -> Program:
+    def _append(self, side: str, vector: Array) -> Program:
         vectors = self.q if side == "q" else self.k
         vectors.append(vector.astype(np.int32))
         operand: Operand = side, len(vectors) - 1
@@ -171,7 +172,7 @@ class _Side:
     """
 
     side: str
-    array: Any
+    array: Array
     fixed: bool = False
 
 
@@ -186,40 +187,47 @@ class _Sides(Known):
             at = known if vectors.positions_are_indices else x
             fixed = vectors.positions_are_indices
             self.positions.append(_Side(side, at.T[:, :, None, None, None], fixed))
-        self.read_before: dict[tuple[int, int], tuple[Any, Program]] = {
+        self.read_before: dict[tuple[int, int], tuple[Array, Program]] = {
             (id(x.array), 0): (x.array, Program((), (x.side, 0))) for x in self.positions
         }
 
-    def evaluate(self, equation: Any, given: Sequence[Any]) -> list[Any] | None:
+    def evaluate(
+        self, equation: JaxprEqn, given: Sequence[_Side | Array | Program]
+    ) -> list[_Side] | None:
         """Return the results of an operation, unless it reads a query and a key."""
-        given = [x if isinstance(x, _Side | Program) else _Side("", x, True) for x in given]
-        sides = {x.side for x in given if isinstance(x, _Side)} - {""}
-        if len(sides) > 1 or any(isinstance(x, Program) for x in given):
+        known = [
+            x if isinstance(x, _Side) else _Side("", x, True)
+            for x in given
+            if not isinstance(x, Program)
+        ]
+        sides = {x.side for x in known} - {""}
+        if len(sides) > 1 or len(known) < len(given):
             return None
         side, name = "".join(sides), equation.primitive.name
-        fixed = all(x.fixed for x in given)
-        outs = [x.aval.shape for x in equation.outvars]
-        arrays = [x.array for x in given]
+        fixed = all(x.fixed for x in known)
+        outs = [type_of(x).shape for x in equation.outvars]
+        arrays = [x.array for x in known]
         if name in SHAPES:
-            return [_Side(side, _reshaped(given[0], equation), fixed)]
+            return [_Side(side, _reshaped(known[0], equation), fixed)]
         if name in _NUMPY and all(isinstance(x, np.ndarray) for x in arrays):
-            fitted = [_fit(x, outs[0]) for x in given]
+            fitted = [_fit(x, outs[0]) for x in known]
             return [_Side(side, np.asarray(_NUMPY[name](*fitted)), fixed)]
-        shapes = [atom.aval.shape for atom in equation.invars]
-        arrays = [_fit(*pair) for pair in zip(given, shapes, strict=True)]
+        shapes = [type_of(atom).shape for atom in equation.invars]
+        arrays = [_fit(*pair) for pair in zip(known, shapes, strict=True)]
         compute = lambda *arrays: bound(equation, arrays)  # noqa: E731
-        pairs = zip(given, shapes, strict=True)
+        pairs = zip(known, shapes, strict=True)
         alike = all((x.side == side) == (shape != ()) for x, shape in pairs)
         if side and not (alike and name in _ELEMENTWISE):
-            compute = jax.vmap(compute, [0 if x.side else None for x in given])
+            compute = jax.vmap(compute, [0 if x.side else None for x in known])
         are_known = not traced(*arrays)
         with at_once(arrays):
             results = compute(*arrays)
-        if are_known and not traced(*results):
-            results = [x if _is_key(x) else np.asarray(x) for x in results]
-        return [_Side(side, x, fixed) for x in results]
+        on_host = are_known and not traced(*results)
+        return [
+            _Side(side, np.asarray(x) if on_host and not _is_key(x) else x, fixed) for x in results
+        ]
 
-    def read(self, value: Any, shape: tuple[int, ...] = (), part: int = 0) -> Program:
+    def read(self, value: _Side | Array, shape: tuple[int, ...] = (), part: int = 0) -> Program:
         """Return the program that reads a side's values, which become a vector, or a number."""
         value = value if isinstance(value, _Side) else _Side("", np.asarray(value), True)
         before = self.read_before.get((id(value.array), part))
@@ -230,8 +238,8 @@ class _Sides(Known):
             array = array >> 32 if part else array & 0xFFFFFFFF
         if jnp.issubdtype(array.dtype, jnp.floating):
             raise Refused(f"takes masks of integers of 32 bits, not {array.dtype}")
-        if value.fixed and not traced(array) and (array == array.flat[0]).all():
-            return number(int(array.flat[0].astype(np.int32)))
+        if value.fixed and not traced(array) and (array == (first := array.ravel()[0])).all():
+            return number(int(first.astype(np.int32)))
         vectors = self.vectors
         length = (vectors.k if value.side == "k" else vectors.q)[0].shape[1]
         if array.ndim - bool(value.side) != 4:
@@ -240,7 +248,7 @@ class _Sides(Known):
         inner = (1,) * (4 - len(inner)) + inner
         if len(inner) != 4 or inner[2:] != (1, 1):
             raise Refused("takes a mask that is elementwise")
-        lib: Any = np if isinstance(array, np.ndarray) else jnp
+        lib = library_of(array)
         rows = lib.broadcast_to(
             array.reshape(-1 if value.side else 1, *inner[:2]), (length, *inner[:2])
         )
@@ -249,12 +257,12 @@ class _Sides(Known):
         self.read_before[id(value.array), part] = value.array, found
         return found
 
-    def halves(self, value: Any, shape: tuple[int, ...]) -> list[Program]:
+    def halves(self, value: _Side | Array, shape: tuple[int, ...]) -> list[Program]:
         """Return the programs that read the lower and the upper 32 bits of integers of 64."""
         return [self.read(value, shape, part) for part in (0, 1)]
 
 
-_NUMPY: dict[str, Callable[..., Any]] = {
+_NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "eq": np.equal,
     "ne": np.not_equal,
     "lt": np.less,
@@ -270,7 +278,7 @@ _ELEMENTWISE = {*_NUMPY, "add", "sub", "mul", "min", "max", "select_n", "convert
 """Operations that take one more axis without `vmap`, if all arrays have it or are scalars."""
 
 
-def _fit(value: _Side, shape: tuple[int, ...]) -> Any:
+def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
     """Return a side's array with the shape that an operation wants, after its own first axis.
 
     It has that shape, or is one value: `_reshaped` leaves the shape of one value as it is.
@@ -279,16 +287,16 @@ def _fit(value: _Side, shape: tuple[int, ...]) -> Any:
     first, inner = array.shape[:side], array.shape[side:]
     if inner == shape:
         return array
-    lib: Any = np if isinstance(array, np.ndarray) else jnp
+    lib = library_of(array)
     return lib.broadcast_to(array.reshape((*first, *(1,) * len(shape))), (*first, *shape))
 
 
-def _reshaped(value: _Side, equation: Any) -> Any:
+def _reshaped(value: _Side, equation: JaxprEqn) -> Array:
     """Return a side's array after an operation on shapes; the array itself where it is one value.
 
     So positions stay the vector that they are, whatever axes of length 1 a mask gives them.
     """
-    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    before, after = type_of(equation.invars[0]).shape, type_of(equation.outvars[0]).shape
     if before == after or np.prod(before) == np.prod(after) == 1:
         return value.array
     array = _fit(value, before)
@@ -298,15 +306,21 @@ def _reshaped(value: _Side, equation: Any) -> Any:
     between = [1] * len(after)
     for axis, size in zip(equation.params["broadcast_dimensions"], before, strict=True):
         between[axis] = size
-    lib: Any = np if isinstance(array, np.ndarray) else jnp
+    lib = library_of(array)
     return lib.broadcast_to(array.reshape((*first, *between)), (*first, *after))
 
 
-def _is_key(x: Any) -> bool:
+def _known_first(x: Array) -> Array:
+    """Return an array's value as NumPy's where it is known, so that nothing is compiled."""
+    known = known_value(x)
+    return x if known is None else known
+
+
+def _is_key(x: Array) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _varying(x: Any) -> dict[str, Any]:
+def _varying(x: Array) -> dict[str, Any]:
     """Return over which axes of a mesh an array differs, as an argument of a type."""
     if isinstance(x, np.ndarray):
         return {}

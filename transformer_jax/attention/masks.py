@@ -32,7 +32,6 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +44,7 @@ from transformer_jax.attention.mask_vectors import MaskVectors
 from transformer_jax.checks import INT32, check_int32
 from transformer_jax.kernels.program import Program
 from transformer_jax.kernels.sharding import TILES, AxisNames
-from transformer_jax.pytree import register
+from transformer_jax.pytree import Array, register
 from transformer_jax.sharding import no_mesh
 
 __all__ = [
@@ -360,7 +359,7 @@ class Closed(Mask):
             return super().comparison(vectors)
         return vectors.sees(self.as_written)  # by fused kernels alone, before any derivative
 
-    def some_and_every(self, tiles: Tiles) -> tuple[Any, Any]:
+    def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         if self.lead == (1, 1):
             return super().some_and_every(tiles)
         return np.ones((1, 1, 1, 1), bool), np.zeros((1, 1, 1, 1), bool)  # of mixed tiles only
@@ -421,7 +420,7 @@ def _look_up_pairs(
 
 
 def _check(
-    mask: str, name: str, value: Any, wanted: str, ranks: tuple[int, ...], kind: Any
+    mask: str, name: str, value: object, wanted: str, ranks: tuple[int, ...], kind: type
 ) -> None:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,14 +10,11 @@ from transformer_jax.attention.arguments import AttentionCall
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.block_plan import pad
 from transformer_jax.attention.blockwise.tiles import Place, Sizes, int32
+from transformer_jax.kernels.contract import Index
 from transformer_jax.sharding import vary
 
 Sum = jax.Array | list[jax.Array] | None
 """The gradient of a bias so far: of an array, of the floating leaves of a value, or of no bias."""
-
-
-def _is_array(bias: jax.Array | Bias) -> TypeGuard[jax.Array]:
-    return not hasattr(bias, "materialize")
 
 
 def _bias_part(place: Place, bias: jax.Array) -> jax.Array:
@@ -32,7 +27,7 @@ def _bias_part(place: Place, bias: jax.Array) -> jax.Array:
     return bias
 
 
-def _bias_slices(place: Place) -> tuple[tuple[int, Any, int], ...]:
+def _bias_slices(place: Place) -> tuple[tuple[int, Index, int], ...]:
     """Return (axis, start, length) of a tile along each axis of a whole bias."""
     sizes = place.sizes
     heads = sizes.heads * sizes.G
@@ -45,12 +40,12 @@ def _bias_slices(place: Place) -> tuple[tuple[int, Any, int], ...]:
 
 
 def bias_tile(
-    place: Place, bias: Any, call: AttentionCall, bad: float
+    place: Place, bias: jax.Array | Bias | None, call: AttentionCall, bad: float
 ) -> jax.Array | None:  # f32[group, G block_q, block_k]
     """Return a tile of the bias, with `bad` instead of NaN and inf."""
     if bias is None:
         return None
-    if _is_array(bias):
+    if not isinstance(bias, Bias):
         part = _bias_part(place, bias)
     else:
         heads = place.sizes.heads * place.sizes.G
@@ -64,7 +59,7 @@ def bias_zeros(bias: jax.Array | Bias | None, sizes: Sizes) -> Sum:
     """Return zeros to sum the gradient of the bias in: f32, and for an array of whole tiles."""
     if bias is None:
         return None
-    if not _is_array(bias):
+    if isinstance(bias, Bias):
         return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), differentiable(bias))
     whole = (None, None, sizes.grid[0] * sizes.block_q, sizes.grid[1] * sizes.block_k)
     shape = [n if n == 1 or w is None else w for n, w in zip(bias.shape, whole, strict=True)]
@@ -74,7 +69,8 @@ def bias_zeros(bias: jax.Array | Bias | None, sizes: Sizes) -> Sum:
 def bias_add(place: Place, total: Sum, call: AttentionCall, ds: jax.Array) -> Sum:
     """Return total + d(bias) of one tile."""
     bias = call.bias
-    if not _is_array(bias):
+    assert bias is not None
+    if isinstance(bias, Bias):
         tile = lambda leaves: bias_tile(place, _replace(bias, leaves), call, 0.0)  # noqa: E731
         (gradient,) = jax.vjp(tile, differentiable(bias))[1](ds)
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, gradient)
@@ -87,12 +83,12 @@ def bias_add(place: Place, total: Sum, call: AttentionCall, ds: jax.Array) -> Su
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, shape) + gradient, at)
 
 
-def differentiable(tree: Any) -> list[Any]:
+def differentiable(tree: Bias) -> list[jax.Array]:
     """Return the floating leaves of a tree."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
 
 
-def _replace(tree: Any, leaves: list[Any]) -> Any:
+def _replace(tree: Bias, leaves: list[jax.Array]) -> Bias:
     """Return the tree with its differentiable leaves replaced."""
     new = iter(leaves)
     floating = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)  # noqa: E731
@@ -101,7 +97,7 @@ def _replace(tree: Any, leaves: list[Any]) -> Any:
 
 def bias_sums(bias: jax.Array | Bias | None, total: Sum) -> list[jax.Array]:
     """Return the sum as a list of arrays, without what lies after the end."""
-    if bias is None or not _is_array(bias):
+    if bias is None or isinstance(bias, Bias):
         return list(total or ())
     assert isinstance(total, jax.Array)
     return [total[tuple(slice(n) for n in bias.shape)]]
@@ -111,7 +107,7 @@ def bias_gradient(bias: jax.Array | Bias | None, total: list[jax.Array]) -> jax.
     """Return the bias with its floating leaves replaced by the sums, in their dtypes."""
     if bias is None:
         return None
-    if _is_array(bias):
+    if not isinstance(bias, Bias):
         return total[0].astype(bias.dtype)
     leaves, structure = jax.tree.flatten(bias)
     sums = iter(total)

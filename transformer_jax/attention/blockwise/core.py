@@ -32,7 +32,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ from transformer_jax.attention.arguments import AttentionCall, Implementation, b
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.block_plan import TileLists, pad
 from transformer_jax.attention.blockwise.bias import (
+    Sum,
     bias_add,
     bias_gradient,
     bias_sums,
@@ -69,7 +70,7 @@ from transformer_jax.attention.blockwise.tiles import (
     visited_tiles,
 )
 from transformer_jax.attention.reference import Xla
-from transformer_jax.kernels.contract import LOWEST
+from transformer_jax.kernels.contract import LOWEST, Index
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.sharding import vary
 
@@ -130,7 +131,7 @@ class Blockwise(Implementation):
         return out.astype(call.query.dtype), lse
 
 
-def _differs_by_row(x: Any, ndim: int) -> bool:
+def _differs_by_row(x: jax.Array | jax.ShapeDtypeStruct | None, ndim: int) -> bool:
     """Return whether x has a batch axis, being of so many axes, of more than one row."""
     return x is not None and x.ndim == ndim and x.shape[0] > 1
 
@@ -238,7 +239,9 @@ def _clean_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 # The gradient
 
 
-def _attend_forward(call: AttentionCall) -> tuple[tuple[jax.Array, jax.Array], Any]:
+def _attend_forward(
+    call: AttentionCall,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     out, row_max, log_sum, repaired = by_compiler(_forward, FORWARD, call)
     return (out, row_max + log_sum), (out, row_max, log_sum, repaired)
 
@@ -253,7 +256,10 @@ def _attend_plainly(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
 
 
 def _attend_backward(
-    call: AttentionCall, saved: Any, cotangents: tuple[jax.Array, ...], wanted: AttentionCall
+    call: AttentionCall,
+    saved: tuple[jax.Array, ...],
+    cotangents: tuple[jax.Array, ...],
+    wanted: AttentionCall,
 ) -> AttentionCall:
     """Return gradients; a fully masked or broken query passes none on."""
     out, row_max, log_sum, repaired = saved
@@ -290,7 +296,12 @@ def _padded(sizes: Sizes, call: AttentionCall) -> AttentionCall:
     )
 
 
-def _visit(lists: TileLists, at: Any, tile: Callable[..., Any], state: Any) -> Any:
+def _visit(
+    lists: TileLists,
+    at: tuple[Index, Index, Index],
+    tile: Callable[[bool, jax.Array, jax.Array, Tree], Tree],
+    state: Tree,
+) -> Tree:
     """Fold the tiles that a query tile visits, full ones first, into the state."""
     b, c, i = (0 if n == 1 else x for n, x in zip(lists.full.shape, at, strict=True))
     order, full, seen = (x[b, c, i] for x in (lists.order, lists.full, lists.seen))
@@ -322,7 +333,9 @@ def _forward(call: AttentionCall) -> tuple[jax.Array, ...]:
     lists, padded = visited_tiles(sizes, call), _padded(sizes, call)
     q = padded.query
 
-    def attempt(state: Any) -> Any:
+    def attempt(
+        state: tuple[jax.Array, jax.Array, list[jax.Array]],
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         _, repair, results = state
         step = partial(_forward_queries, sizes, lists, padded, repair)
         total = np.int32(math.prod((*sizes.groups, sizes.grid[0])))
@@ -339,8 +352,13 @@ def _forward(call: AttentionCall) -> tuple[jax.Array, ...]:
 
 
 def _forward_queries(
-    sizes: Sizes, lists: TileLists, call: AttentionCall, repair: jax.Array, n: Any, state: Any
-) -> Any:
+    sizes: Sizes,
+    lists: TileLists,
+    call: AttentionCall,
+    repair: jax.Array,
+    n: jax.Array,
+    state: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
     """Compute the n-th query tile, and write its results."""
     *results, finite = state
     at = unravel(n, (*sizes.groups, sizes.grid[0]))
@@ -379,14 +397,16 @@ def _forward_tile(
     q_tile: jax.Array,
     partly: bool,
     order: jax.Array,
-    n: Any,
+    n: jax.Array,
     rows: _Rows,
 ) -> _Rows:
     """Fold the n-th tile of a query tile's list into its rows."""
     place = place._replace(j=order[n])
     visible = partial(visible_at, place, call) if partly else None
 
-    def clean(tiles: Any) -> Any:
+    def clean(
+        tiles: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         k, v, row_max = tiles
         k, v, good = _clean_keys(k, v)
         bad = ~good.swapaxes(1, 2)
@@ -419,6 +439,10 @@ def _add_sink(
 # Backward
 
 
+_Gradients = tuple[jax.Array, jax.Array, jax.Array, Sum]
+"""The gradients of queries, keys, values and bias, so far."""
+
+
 class _QueryTile(NamedTuple):
     """Hold what the backward pass reads of a query tile, and two transposes made once."""
 
@@ -446,8 +470,8 @@ def _backward(call: AttentionCall, saved: Saved) -> tuple[jax.Array, ...]:
         log_sum=pad(saved.log_sum[..., None], 1, length, 0),
     )
 
-    def queries(n: Any, results: Any) -> Any:
-        dq, *sums = results
+    def queries(n: jax.Array, results: _Gradients) -> _Gradients:
+        dq, dk, dv, dbias = results
         at = unravel(n, (*sizes.groups, sizes.grid[0]))
         place = Place(sizes, *at, 0)
         q = place.queries(padded.query) * np.float32(call.scale)
@@ -455,8 +479,8 @@ def _backward(call: AttentionCall, saved: Saved) -> tuple[jax.Array, ...]:
         across = q.swapaxes(1, 2), do.swapaxes(1, 2)
         tile = _QueryTile(q, across[0], do, across[1], D, row_max, log_sum)
         step = partial(_backward_tile, place, padded, repair, tile)
-        dq_tile, *sums = _visit(lists, at, step, (jnp.zeros_like(q), *sums))
-        return place.put_queries(dq, dq_tile * np.float32(call.scale)), *sums
+        dq_tile, dk, dv, dbias = _visit(lists, at, step, (jnp.zeros_like(q), dk, dv, dbias))
+        return place.put_queries(dq, dq_tile * np.float32(call.scale)), dk, dv, dbias
 
     keys = *sizes.groups, sizes.grid[1], sizes.group
     widths = (x.shape[3] for x in (call.key, call.value))
@@ -478,9 +502,9 @@ def _backward_tile(
     of: _QueryTile,
     partly: bool,
     order: jax.Array,
-    n: Any,
-    state: Any,
-) -> Any:
+    n: jax.Array,
+    state: _Gradients,
+) -> _Gradients:
     """Add the gradients of the n-th tile of a query tile's list."""
     dq, dk, dv, dbias = state
     place = place._replace(j=order[n])

@@ -12,17 +12,18 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_jax.attention.arguments import AttentionCall
 from transformer_jax.attention.biases import ALiBi, Bias, RelativeBias
 from transformer_jax.attention.blockwise.bias import differentiable
+from transformer_jax.kernels.contract import Index
 from transformer_jax.kernels.sharding import (
     HEADS,
     KEYS,
@@ -81,7 +82,7 @@ def by_types(
         inner = jax.tree.unflatten(structure, parts.read(given, names))
         return attend(_part(inner, parts.first(), parts.full))
 
-    def placed(x: jax.Array, names: AxisNames, spec: Any) -> jax.Array:
+    def placed(x: jax.Array, names: AxisNames, spec: PartitionSpec) -> jax.Array:
         if parts.summed(x.shape, names) and x.dtype in (jnp.bfloat16, jnp.float16):
             x = x.astype(jnp.float32)  # and so are the gradients that are added up
         return jax.sharding.reshard(x, NamedSharding(parts.mesh, spec))
@@ -157,7 +158,9 @@ def _mapped(
         return partitioned(function, leaves, names, results, dict(full))
 
     @call.def_vmap
-    def rule(size: int, batched: Sequence[bool], *leaves: jax.Array) -> tuple[Any, Any]:
+    def rule(
+        size: int, batched: Sequence[bool], *leaves: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         axes = tuple(0 if is_mapped else None for is_mapped in batched)
         if size == 0:
             return empty_batch(partial(function, (0, 0)), leaves, tuple(batched))
@@ -190,7 +193,7 @@ def _axis_names(call: AttentionCall, *saved: Saved) -> list[AxisNames]:
 
 def bias_axes(bias: jax.Array | Bias | None, *, of_gradient: bool = False) -> list[AxisNames]:
     """Name the axes of a bias, whose values' arrays are not split: nobody knows what they mean."""
-    if not hasattr(bias, "materialize"):
+    if not isinstance(bias, Bias):
         return [] if bias is None else [TILES]
     leaves = jax.tree.leaves(bias) if not of_gradient else differentiable(bias)
     return [(None,) * jnp.ndim(x) for x in leaves]
@@ -205,7 +208,7 @@ def _part(call: AttentionCall, first: First, full: Mapping[str, int]) -> Attenti
     mask, bias = call.mask, call.bias
     if mask is not None:
         mask = mask.part(first, whole, (B, N))
-    if hasattr(bias, "materialize"):
+    if isinstance(bias, Bias):
         bias = PartOfBias(bias, first[0], first[1], whole, (B, N))
     return dataclasses.replace(call, mask=mask, bias=bias)
 
@@ -215,9 +218,9 @@ def _part(call: AttentionCall, first: First, full: Mapping[str, int]) -> Attenti
 class PartOfBias:
     """Take some rows and heads of what a bias materializes."""
 
-    bias: Any
-    row: Any  # the first
-    head: Any  # the first
+    bias: Bias
+    row: Index  # the first
+    head: Index  # the first
     full: tuple[int, int]  # how many rows and heads there are
     size: tuple[int, int]  # how many are here
 

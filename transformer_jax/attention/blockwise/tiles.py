@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from transformer_jax.attention.block_plan import (
     pad,
 )
 from transformer_jax.attention.masks import Everything, Mask
+from transformer_jax.kernels.contract import Index
 from transformer_jax.kernels.dropout import keep
 from transformer_jax.tracing import at_once
 
@@ -133,9 +134,6 @@ def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
 # What stands at a tile
 
 
-Index = jax.Array | int
-
-
 class Place(NamedTuple):
     """Locate a query tile (b, c, i), of a head group, and a key tile j; these may be traced."""
 
@@ -145,7 +143,7 @@ class Place(NamedTuple):
     i: Index
     j: Index
 
-    def take(self, x: jax.Array, axis: int, start: Any, length: int) -> jax.Array:
+    def take(self, x: jax.Array, axis: int, start: Index, length: int) -> jax.Array:
         return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, length, axis)
 
     def rows(self, x: jax.Array) -> jax.Array:
@@ -173,7 +171,7 @@ class Place(NamedTuple):
         part = rearrange(part, "(r h) (G t) d -> r t (h G) d", **names)
         return lax.dynamic_update_slice(x, part, int32(self._queries_at()[0]))
 
-    def _queries_at(self) -> tuple[tuple[Any, Any, Any, int], tuple[int, int, int]]:
+    def _queries_at(self) -> tuple[tuple[Index, Index, Index, int], tuple[int, int, int]]:
         sizes = self.sizes
         heads = sizes.heads * sizes.G
         start = self.b * sizes.rows, self.i * sizes.block_q, self.c * heads, 0
@@ -244,12 +242,12 @@ def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[group, G bloc
     return rearrange(full, "r (h G) t -> (r h) (G t) 1", G=sizes.G)
 
 
-def int32(starts: Sequence[Any]) -> list[jax.Array]:
+def int32(starts: Sequence[Index]) -> list[jax.Array]:
     """Return the starts of a slice in one dtype, also where 64 bits are on."""
     return [jnp.asarray(start, jnp.int32) for start in starts]
 
 
-def unravel(n: Any, shape: tuple[int, int, int]) -> tuple[Any, Any, Any]:
+def unravel(n: Index, shape: tuple[int, int, int]) -> tuple[Index, Index, Index]:
     """Return the three indices of the n-th entry of a shape."""
     _, c, i = shape
     return n // (c * i), n // i % c, n % i
