@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax import export
 
 from transformer_jax.tracing import at_once, known_value
 
+Integers = TypeVar("Integers", bound=jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 INT32 = np.iinfo(np.int32)
 
 
@@ -28,6 +29,10 @@ def check_positions(
     return as_int32("positions", positions)
 
 
+@overload
+def as_int32(name: str, values: None) -> None: ...
+@overload
+def as_int32(name: str, values: Integers) -> Integers: ...
 def as_int32(name: str, values: Any) -> Any:
     """Return integers as i32, NumPy's as NumPy's; anything else as it is.
 
@@ -50,7 +55,7 @@ def as_int32(name: str, values: Any) -> Any:
         return values.astype(jnp.int32)
 
 
-def check_int32(name: str, values: Any) -> None:
+def check_int32(name: str, values: jax.Array | np.ndarray) -> None:
     """Raise ValueError where an integer is known and does not fit int32."""
     if np.can_cast(values.dtype, np.int32):
         return
@@ -62,7 +67,7 @@ def check_int32(name: str, values: Any) -> None:
         raise ValueError(f"{name} holds {beyond[0]}: must be from {INT32.min} to {INT32.max}")
 
 
-def check_key(name: str, key: Any) -> None:
+def check_key(name: str, key: object) -> None:
     """Raise ValueError unless this is a single PRNG key: typed, or raw words as in older JAX."""
     rule = "must be a single key, as jax.random.key(0) is"
     if not isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -73,13 +78,14 @@ def check_key(name: str, key: Any) -> None:
         raise ValueError(f"{name} is {key.dtype}{tuple(key.shape)}: {rule}")
 
 
-def check_count(name: str, value: Any, least: int) -> None:
+def check_count(name: str, value: int, least: int) -> None:
     """Raise ValueError unless this is an integer of at least `least`; an export's open size is."""
     if export.is_symbolic_dim(value):
         return
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        array = isinstance(value, jax.Array | np.ndarray) and value.ndim
-        given = f"{value.dtype}{list(value.shape)}" if array else repr(value)
+        given = repr(value)
+        if isinstance(value, jax.Array | np.ndarray) and value.ndim:
+            given = f"{value.dtype}{list(value.shape)}"
         raise ValueError(f"{name} is {given}: must be an integer of at least {least}")
 
 

@@ -22,15 +22,16 @@ import sys
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
 from flax import linen as nn
 from flax.linen import module as linen
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.stages import Lowered, Traced, Wrapped
 
 PACKAGE = "transformer_jax"
 LIBRARIES = {PACKAGE, "builtins", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax"}
@@ -38,13 +39,35 @@ MOST = 256
 """How many programs that were found by content each function keeps, the latest used ones."""
 
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
+Named = dict[str, object]
+"""Arguments by their names."""
+Arrays = Sequence[jax.Array]
+
+
+@overload
 def program(
-    function: Callable[..., Any] | None = None,
+    function: Callable[P, Result],
     *,
     static: Sequence[str] = (),
     donate: Sequence[str] = (),
-    code: Callable[..., Iterable[Any]] | None = None,
-) -> Any:
+    code: Callable[..., Iterable[object]] | None = None,
+) -> Program[P, Result]: ...
+@overload
+def program(
+    *,
+    static: Sequence[str] = (),
+    donate: Sequence[str] = (),
+    code: Callable[..., Iterable[object]] | None = None,
+) -> Callable[[Callable[P, Result]], Program[P, Result]]: ...
+def program(
+    function: Callable[P, Result] | None = None,
+    *,
+    static: Sequence[str] = (),
+    donate: Sequence[str] = (),
+    code: Callable[..., Iterable[object]] | None = None,
+) -> Program[P, Result] | Callable[[Callable[P, Result]], Program[P, Result]]:
     """Compile a function, as `jax.jit` does, for arguments that may bring foreign code along.
 
     Arguments named `static` are hashable values, those named `donate` are given away. `code`
@@ -52,38 +75,39 @@ def program(
     all of them, and our models too.
     """
     if function is None:
-        return functools.partial(program, static=static, donate=donate, code=code)
+        return lambda found: Program(found, tuple(static), tuple(donate), code)
     return Program(function, tuple(static), tuple(donate), code)
 
 
-class Program:
+class Program(Generic[P, Result]):
     """Call a function by compiled programs: those of `jax.jit`, or those of what a trace says."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[P, Result],
         static: tuple[str, ...],
         donate: tuple[str, ...],
-        code: Callable[..., Iterable[Any]] | None,
+        code: Callable[..., Iterable[object]] | None,
     ) -> None:
         functools.update_wrapper(self, function)
-        self.function, self.static, self.donate, self.code = function, static, donate, code
+        self.function: Callable[..., Result] = function
+        self.static, self.donate, self.code = static, donate, code
         self.names = tuple(inspect.signature(function).parameters)
-        self.by_value: Any = jax.jit(function, static_argnames=static, donate_argnames=donate)
-        self.by_content: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+        self.by_value = jax.jit(function, static_argnames=static, donate_argnames=donate)
+        self.by_content: OrderedDict[Hashable, Callable[..., list[jax.Array]]] = OrderedDict()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            args = *args, *(kwargs[name] for name in self.names[len(args) :])
-        if self._by_value(args):
-            return self.by_value(*args)
-        return self._traced_again(args)
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
+        given = *args, *(kwargs[name] for name in self.names[len(args) :] if kwargs)
+        if self._by_value(given):
+            result: Result = self.by_value(*given)
+            return result
+        return self._traced_again(given)
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: object) -> Lowered:
         """Lower the program of `jax.jit`."""
         return self.by_value.lower(*args)
 
-    def trace(self, *args: Any) -> Any:
+    def trace(self, *args: object) -> Traced:
         """Trace as `jax.jit` does, anew where foreign code takes part."""
         if self._by_value(args):
             return self.by_value.trace(*args)
@@ -92,28 +116,29 @@ class Program:
 
     def num_programs(self) -> int:
         """Count the programs that there are."""
-        return int(self.by_value._cache_size()) + len(self.by_content)
+        of_jax: Any = self.by_value  # counts in private
+        return int(of_jax._cache_size()) + len(self.by_content)
 
-    def _by_value(self, args: tuple[Any, ...]) -> bool:
+    def _by_value(self, args: tuple[object, ...]) -> bool:
         """Return whether equal arguments have equal programs."""
         if self.code is not None:
             return undisturbed(models=False) and all(map(is_ours, self.code(*args)))
         asked = [x for x, name in zip(args, self.names, strict=True) if name != "params"]
         return undisturbed() and all(map(is_ours, asked))  # parameters are arrays, and many
 
-    def _fresh(self, args: tuple[Any, ...]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    def _fresh(self, args: tuple[object, ...]) -> tuple[Wrapped, Named, Named]:
         """Return a function that JAX has not seen before, and its arguments."""
         kept = dict(zip(self.names, args, strict=True))
         fixed = {name: kept.pop(name) for name in self.static}
         donated = {name: kept.pop(name) for name in self.donate}
 
-        def fresh(kept: dict[str, Any], donated: dict[str, Any]) -> Any:
+        def fresh(kept: Named, donated: Named) -> Result:
             return self.function(**fixed, **kept, **donated)
 
         fresh.__name__ = self.function.__name__
         return jax.jit(fresh, donate_argnums=1 if donated else ()), kept, donated
 
-    def _traced_again(self, args: tuple[Any, ...]) -> Any:
+    def _traced_again(self, args: tuple[object, ...]) -> Result:
         """Return the result of a new trace; its compiled program may be one from before.
 
         Arrays that the trace reads become arguments. Where one is traced outside, the new trace
@@ -132,7 +157,7 @@ class Program:
             return fresh(*trees)
         jaxpr = found.jaxpr.jaxpr
 
-        def run(constants: Sequence[Any], kept: Sequence[Any], donated: Sequence[Any]) -> Any:
+        def run(constants: Arrays, kept: Arrays, donated: Arrays) -> list[jax.Array]:
             return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*kept, *donated)
 
         run.__name__ = self.function.__name__
@@ -148,7 +173,7 @@ class Program:
         return jax.tree.unflatten(jax.tree.structure(found.out_info), known(constants, *leaves))
 
 
-def _host_calls(jaxpr: Any) -> Iterable[tuple[int, str]]:
+def _host_calls(jaxpr: Jaxpr) -> Iterable[tuple[int, str]]:
     """Name the functions that a program calls in Python, which its text only counts.
 
     A program holds its functions, so that no two at a time have one address.
@@ -163,7 +188,7 @@ def _host_calls(jaxpr: Any) -> Iterable[tuple[int, str]]:
                 yield from _host_calls(inner)
 
 
-def shapes_of(function: Callable[..., Any], *args: Any) -> Any:
+def shapes_of(function: Callable[..., object], *args: object) -> Any:
     """Return what `jax.eval_shape` does, of a new trace where foreign code takes part."""
     if undisturbed() and is_ours(function) and all(map(is_ours, args)):
         return jax.eval_shape(function, *args)
@@ -196,15 +221,15 @@ def remember() -> None:
                     _check_of(kind)
 
 
-def depends_on_names(named: dict[str, Any]) -> None:
+def depends_on_names(named: Mapping[str, object]) -> None:
     """Say that our code looks values up by name here, where others may put theirs."""
     _NAMED.append((named, dict(named)))
 
 
-_Methods = tuple[type, Callable[[type], Any], Any]
+_Methods = tuple[type, Callable[[object], object], object]
 """A class, what gets its methods, and those that it had."""
 
-_NAMED: list[tuple[dict[str, Any], dict[str, Any]]] = []
+_NAMED: list[tuple[Mapping[str, object], Mapping[str, object]]] = []
 _MODELS: list[_Methods] = []
 
 
@@ -224,7 +249,7 @@ def _methods_of(kind: type) -> _Methods:
 # What code a value brings along
 
 
-def is_ours(value: Any) -> bool:
+def is_ours(value: object) -> bool:
     """Return whether all code that a value brings along is of this package or of its libraries.
 
     Foreign are functions, methods and instances of classes that somebody else wrote, in a field or
@@ -289,14 +314,14 @@ def _new_instance_check(kind: type) -> _Check:
         return lambda _: get(kind) == then
     values = attrgetter(*fields, fields[0])  # two at least, so that it gives a tuple
 
-    def check(x: Any) -> bool:
+    def check(x: object) -> bool:
         return get(kind) == then and all([is_ours(value) for value in values(x)])
 
     if not kind.__module__.startswith(f"{PACKAGE}.config"):
         return check
-    known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+    known: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
-    def check_config(x: Any) -> bool:
+    def check_config(x: object) -> bool:
         """Ask a config once, which holds numbers and names and never changes."""
         if known.get(id(x)) is x and not any([len(now) > len(then) for now, then in _NAMED]):
             return get(kind) == then
@@ -312,7 +337,7 @@ def _is_name_of_ours(name: str) -> bool:
     return all([name in then or name not in now for now, then in _NAMED])
 
 
-def _is_function_of_ours(function: Any) -> bool:
+def _is_function_of_ours(function: types.FunctionType) -> bool:
     if _root(function.__globals__.get("__name__", "")) not in LIBRARIES - {"builtins"}:
         return False
     cells = [cell for cell in function.__closure__ or () if not _is_empty(cell)]
@@ -321,7 +346,7 @@ def _is_function_of_ours(function: Any) -> bool:
     return all([is_ours(x) for x in read if x is not function])
 
 
-def _is_empty(cell: Any) -> bool:
+def _is_empty(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

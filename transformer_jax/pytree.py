@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import Any, TypeAlias, TypeVar
+from types import ModuleType
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.tree_util import KeyPath
 
 C = TypeVar("C", bound=type)
 
@@ -32,11 +34,29 @@ PyTree: TypeAlias = Any
 Leaf: TypeAlias = Any
 """A leaf of a tree: an array of the device or the host, or a shape or sharding in its place."""
 
-Params: TypeAlias = dict[str, Any]
+Tree = TypeVar("Tree")
+"""A tree of JAX that comes back with other leaves."""
+
+
+class Parameter(Protocol):
+    """Be a parameter of a model: an array, its shape, or what holds a kernel in another form."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Params: TypeAlias = Mapping[str, "Parameter | Params"]
 """A model's parameters: nested dicts of arrays, or of shapes where nothing is computed."""
 
 
-def sha256_of(tree: Any) -> str:
+def part_of(params: Params, name: str) -> Params:
+    """Return the parameters of a module by its name."""
+    found = params[name]
+    assert isinstance(found, Mapping)
+    return found
+
+
+def sha256_of(tree: PyTree) -> str:
     """Return the SHA-256 of a tree of arrays: of each one's path, dtype, shape and bytes."""
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -47,17 +67,20 @@ def sha256_of(tree: Any) -> str:
     return found.hexdigest()
 
 
-def cast(name: str, array: Any, dtype: jax.typing.DTypeLike) -> Any:
+def cast(name: str, array: AnyArray, dtype: jax.typing.DTypeLike) -> AnyArray:
     """Return an array in `dtype`; ValueError where a finite number would become infinite.
 
     `name` says where it stands. NaN and inf that are there already stay; what is traced is not
     looked at.
     """
     check_range(name, array, dtype)
-    return array.astype(dtype)
+    found: Any = array.astype(dtype)
+    return found
 
 
-def check_range(name: str, array: Any, dtype: jax.typing.DTypeLike) -> None:
+def check_range(
+    name: str, array: Array | jax.ShapeDtypeStruct, dtype: jax.typing.DTypeLike
+) -> None:
     """Raise ValueError where a finite number of an array would be infinite in `dtype`."""
     if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct) or not array.size:
         return
@@ -66,7 +89,7 @@ def check_range(name: str, array: Any, dtype: jax.typing.DTypeLike) -> None:
     largest = float(jnp.finfo(dtype).max)
     if float(jnp.finfo(array.dtype).max) <= largest:
         return
-    lib: Any = jnp if isinstance(array, jax.Array) else np
+    lib: ModuleType = jnp if isinstance(array, jax.Array) else np
     if max(float(array.max()), -float(array.min())) <= largest:  # False where there is NaN
         return
     with np.errstate(over="ignore"):  # of which NumPy warns
@@ -77,16 +100,16 @@ def check_range(name: str, array: Any, dtype: jax.typing.DTypeLike) -> None:
         raise ValueError(f"{name} has a weight of size {worst:.5g}: {rule}")
 
 
-def check_ranges(tree: Any, dtype: jax.typing.DTypeLike) -> None:
+def check_ranges(tree: PyTree, dtype: jax.typing.DTypeLike) -> None:
     """Raise ValueError for the first array of a tree with a finite number too large for `dtype`."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         check_range(path_name(path), leaf, dtype)
 
 
-def cast_floats(tree: Any, dtype: jax.typing.DTypeLike) -> Any:
+def cast_floats(tree: Tree, dtype: jax.typing.DTypeLike) -> Tree:
     """Return a tree whose floating-point arrays are `cast` to `dtype`; others stay as they are."""
 
-    def one(path: Any, leaf: Any) -> Any:
+    def one(path: KeyPath, leaf: AnyArray) -> AnyArray:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         return cast(path_name(path), leaf, dtype)
@@ -94,7 +117,7 @@ def cast_floats(tree: Any, dtype: jax.typing.DTypeLike) -> Any:
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def path_name(path: Any) -> str:
+def path_name(path: KeyPath) -> str:
     """Return the path of a leaf as names of parameters are written, "decoder/norm/scale"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
@@ -110,8 +133,8 @@ def register(*, arrays: tuple[str, ...] = (), static: tuple[str, ...] = ()) -> C
     keys = [jax.tree_util.GetAttrKey(name) for name in arrays]
 
     def decorate(cls: C) -> C:
-        def unflatten(structure: tuple[Any, ...], children: Any) -> Any:
-            node: Any = object.__new__(cls)
+        def unflatten(structure: tuple[object, ...], children: Iterable[object]) -> object:
+            node: object = object.__new__(cls)
             for name, value in (*zip(arrays, children), *zip(static, structure)):  # noqa: B905
                 object.__setattr__(node, name, value)
             return node
@@ -127,7 +150,7 @@ def register(*, arrays: tuple[str, ...] = (), static: tuple[str, ...] = ()) -> C
     return decorate
 
 
-def _fields_getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+def _fields_getter(names: tuple[str, ...]) -> Callable[[object], tuple[object, ...]]:
     """Return a function that gives the attributes of these names."""
     if len(names) > 1:
         return attrgetter(*names)
@@ -144,8 +167,8 @@ def exportable(cls: C) -> C:
     static = [field.name for field in fields if field.metadata.get("static")]
     arrays = [field.name for field in fields if field.name not in static]
 
-    def from_children(aux_data: Any, children: Iterable[Any]) -> Any:
-        node: Any = object.__new__(cls)  # of placeholders, which no check would let through
+    def from_children(aux_data: tuple[object, ...], children: Iterable[object]) -> object:
+        node: object = object.__new__(cls)  # of placeholders, which no check would let through
         for names, values in ((arrays, children), (static, aux_data)):
             for name, value in zip(names, values, strict=True):
                 object.__setattr__(node, name, value)

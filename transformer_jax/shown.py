@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
+
+import jax
+import numpy as np
 
 C = TypeVar("C", bound=type)
+Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 LONGEST_TEXT, MOST_ITEMS, LONGEST = 60, 8, 1200
 
@@ -26,12 +30,12 @@ def tokens_repr(tokenizer: Any) -> str:
     return f"{type(tokenizer).__name__}({tokenizer.vocab_size:,} tokens)"
 
 
-def shape_text(leaf: Any) -> str:
+def shape_text(leaf: Shaped) -> str:
     """Return the dtype and the shape of an array: `float32[2,64,4,16]`."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def _repr(self: Any) -> str:
+def _repr(self: object) -> str:
     name = type(self).__name__
     values = dict(_fields(self))
     if any(_is_consumed(leaf) for leaf in _leaves(values)):
@@ -40,7 +44,7 @@ def _repr(self: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…)"
 
 
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+def _fields(value: Any) -> Iterator[tuple[str, object]]:
     """Yield the fields that differ from their defaults."""
     if not dataclasses.is_dataclass(value):
         yield from value._asdict().items()
@@ -53,20 +57,20 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
             yield field.name, own
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     return not _is_array(one) and not any(map(_is_array, _leaves(one))) and one == other
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> TypeGuard[Shaped]:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _is_consumed(leaf: Any) -> bool:
+def _is_consumed(leaf: object) -> bool:
     asked = getattr(leaf, "is_deleted", None)
     return callable(asked) and type(leaf).__name__ == "ArrayImpl" and asked()
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: object) -> Iterator[Shaped]:
     """Yield the arrays within dicts, sequences and dataclasses."""
     if _is_array(value):
         yield value
@@ -81,7 +85,7 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(getattr(value, field.name, None))
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value in at most about a line."""
     if _is_array(value) and not isinstance(value, type):
         return shape_text(value)

@@ -189,7 +189,10 @@ def dot_product_attention(
         if reason is None:
             try:
                 out, lse = _run(one, one.environment(), same)
-                return (out, lse) if return_lse else out
+                if not return_lse:
+                    return out
+                assert lse is not None
+                return out, lse
             except Refused as error:
                 reason = str(error)
         refused.append(f"{name}: {reason}")

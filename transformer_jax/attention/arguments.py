@@ -210,12 +210,13 @@ def check_call(
 
     Takes arrays or `jax.ShapeDtypeStruct`s.
     """
-    places = [("q_positions", q_positions), ("k_positions", k_positions)]
-    places += [("block_table", block_table)]
+    q_positions = as_int32("q_positions", q_positions)
+    k_positions = as_int32("k_positions", k_positions)
+    block_table = as_int32("block_table", block_table)
     query, key, value = as_array(query), as_array(key), as_array(value)
     sinks, key_scale, value_scale, q_positions, k_positions, block_table = (
         None if x is None else as_array(x)
-        for x in (sinks, key_scale, value_scale, *(as_int32(*place) for place in places))
+        for x in (sinks, key_scale, value_scale, q_positions, k_positions, block_table)
     )
     inputs = {"query": query, "key": key, "value": value}
     shapes = lambda: ", ".join(f"{name} {x.shape}" for name, x in inputs.items())  # noqa: E731

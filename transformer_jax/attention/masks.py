@@ -420,7 +420,7 @@ def _look_up_pairs(
 
 
 def _check(
-    mask: str, name: str, value: object, wanted: str, ranks: tuple[int, ...], kind: type
+    mask: str, name: str, value: Array, wanted: str, ranks: tuple[int, ...], kind: type
 ) -> None:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:

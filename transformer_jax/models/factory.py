@@ -40,7 +40,7 @@ from transformer_jax.models.recurrent_layers import RecurrentState
 from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
 from transformer_jax.models.window import WindowLM
 from transformer_jax.programs import program
-from transformer_jax.pytree import cast
+from transformer_jax.pytree import Array, Params, cast
 from transformer_jax.tracing import traced
 
 Model = Encoder | Decoder | EncoderDecoder
@@ -49,7 +49,7 @@ Config = ModelConfig | RecurrentConfig | WindowConfig | NgramConfig
 DecodeState = ModelCache | RecurrentState | RecentTokens
 
 
-def _check_config(config: Any) -> None:
+def _check_config(config: Config) -> None:
     """Raise ValueError where this is no config, naming what it was taken for."""
     if isinstance(config, Config):
         return
@@ -107,7 +107,7 @@ def build(config: Config) -> Model | Recurrent | WindowLM | NgramLM:
             return EncoderDecoder(config)
 
 
-def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
+def init_params(config: Config, key: jax.Array) -> Params:
     """Draw fresh f32 parameters, as a nested dict.
 
     Args:
@@ -128,7 +128,7 @@ def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
 
 
 @program(static=("config",))
-def _init(config: Config, key: jax.Array) -> dict[str, Any]:
+def _init(config: Config, key: jax.Array) -> Params:
     model, tokens = build(config), jnp.zeros((1, 1), jnp.int32)
     source: jax.Array = tokens
     if isinstance(config, ModelConfig) and config.inputs is not None:
@@ -259,12 +259,14 @@ def cache_bytes(
         length = 1 if source_length is None else source_length
         check_count("source_length", length, 1)
 
-        def empty() -> Any:
+        def empty() -> DecodeState:
             source = jnp.zeros((batch, length), jnp.int32)
             if config.inputs is not None:
                 source = example_inputs(config.inputs, batch, length)
             params = {"params": _init(config, jax.random.key(0))}
-            return build(config).apply(params, source, **arguments, method="init_cache")
+            model: Any = build(config)
+            found: DecodeState = model.apply(params, source, **arguments, method="init_cache")
+            return found
     else:
         if source_length is not None:
             raise ValueError(f"source_length is {source_length}: kind is {config.kind!r}")
@@ -275,12 +277,12 @@ def cache_bytes(
 
 def init_decode_state(
     config: Config,
-    params: Any,  # read where there is a source only
+    params: Params | None,  # read where there is a source only
     batch: int,
     capacity: int,
     *,
-    source: jax.Array | None = None,  # i32[B, S], or what the config's inputs describe
-    source_valid: jax.Array | None = None,  # bool[B, S]
+    source: Array | None = None,  # i32[B, S], or what the config's inputs describe
+    source_valid: Array | None = None,  # bool[B, S]
     dtype: jax.typing.DTypeLike | None = None,
 ) -> DecodeState:
     """Make what `make_step(build(config))` reads first, for every model that writes tokens.
@@ -329,7 +331,11 @@ def init_decode_state(
 
 
 def _check_state_arguments(
-    config: Config, batch: int, source: Any, source_valid: Any, dtype: Any
+    config: Config,
+    batch: int,
+    source: Array | None,
+    source_valid: Array | None,
+    dtype: jax.typing.DTypeLike | None,
 ) -> bool:
     """Return whether the model reads a source; ValueError where the arguments do not fit it."""
     if isinstance(config, ModelConfig):
@@ -353,7 +359,7 @@ def _check_state_arguments(
     return reads
 
 
-def merged(fresh: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def merged(fresh: Params, given: Params) -> tuple[Params, list[str]]:
     """Return fresh parameters with those that are given in their places, and lines about the rest.
 
     A leaf whose first axis is longer keeps its own last rows. The lines name what stayed fresh, and

@@ -17,25 +17,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.tree_util import KeyPath
 
 from transformer_jax.checks import check_key
 from transformer_jax.config import ConfigError, LoraConfig
 from transformer_jax.models.adapters import AdaptedKernel
 from transformer_jax.models.quantized import QuantizedKernel, quantize
 from transformer_jax.models.stack import stack_layers, unstack_layers
-from transformer_jax.pytree import cast_floats, path_name
+from transformer_jax.pytree import Parameter, Params, cast_floats, part_of, path_name
 
 Matrices = dict[str, tuple[int, int]]
 """Paths of modules with a kernel, those of a looped stack, to the kernel's (inputs, outputs)."""
 
+Adapter = Mapping[str, jax.Array]
+"""The arrays "a" and "b" of one kernel."""
+Kernel = jax.Array | QuantizedKernel
 
-def init_lora(params: Mapping[str, Any], config: LoraConfig, key: jax.Array) -> dict[str, Any]:
+Batch = TypeVar("Batch")
+Result = TypeVar("Result")
+
+
+def init_lora(params: Params, config: LoraConfig, key: jax.Array) -> Params:
     """Draw fresh adapters, which change nothing: in f32, with B = 0.
 
     A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)).
@@ -57,9 +65,7 @@ def init_lora(params: Mapping[str, Any], config: LoraConfig, key: jax.Array) -> 
     return nest(adapters, params)
 
 
-def apply_lora(
-    params: Mapping[str, Any], adapters: Mapping[str, Any], config: LoraConfig
-) -> dict[str, Any]:
+def apply_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
     """Return the parameters of the adapted model: kernel + scale A B where there is an adapter.
 
     Exact algebra: x (W + s A B) = x W + s (x A) B, for any model and any use of it; differentiable
@@ -72,22 +78,22 @@ def apply_lora(
     first: a step of few tokens would spend its time here.
     """
 
-    def add(path: str, module: Mapping[str, Any], part: Mapping[str, Any]) -> jax.Array:
-        if isinstance(module["kernel"], QuantizedKernel):
+    def add(path: str, kernel: Kernel, part: Adapter) -> jax.Array:
+        if isinstance(kernel, QuantizedKernel):
             raise ValueError(f"{path}: is quantised: adapters are added to what it was made of")
-        _check_adapter(path, module["kernel"], part, config.rank)
+        _check_adapter(path, kernel, part, config.rank)
         delta = config.scale * jnp.matmul(part["a"], part["b"], precision="highest")
-        return module["kernel"] + delta.reshape(module["kernel"].shape)
+        return kernel + delta.reshape(kernel.shape)
 
     return _with_kernels(params, adapters, add)
 
 
 def with_adapters(
-    params: Mapping[str, Any],
-    adapters: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    params: Params,
+    adapters: Params | Sequence[Params],
     config: LoraConfig,
     rows: jax.Array | None = None,  # i32[B]
-) -> dict[str, Any]:
+) -> Params:
     """Return the parameters of a transformer with its adapters beside the kernels of its blocks.
 
     They are taken wherever parameters are: the model computes x W + s (drop(x) A) B, with dropout
@@ -99,15 +105,15 @@ def with_adapters(
     if several != (rows is not None):
         raise ValueError("rows: must be given for several adapters, and for these alone")
     if isinstance(adapters, Mapping):
-        tree: Mapping[str, Any] = adapters
+        tree: Params = adapters
     else:
         tree = jax.tree_util.tree_map_with_path(_side_by_side, *adapters)
 
-    def beside(path: str, module: Mapping[str, Any], part: Mapping[str, Any]) -> AdaptedKernel:
-        kernel, own = module["kernel"], rows
+    def beside(path: str, kernel: Kernel, part: Adapter) -> AdaptedKernel:
+        own = rows
         if layer(path) is None and not _is_scanned(path):
             raise ValueError(f"adapters have {path}: only kernels of blocks have adapters beside")
-        first = part
+        first: Mapping[str, Parameter] = part
         if several:
             first = {name: _one(part[name], 1 if _is_scanned(path) else 0) for name in "ab"}
         _check_adapter(path, kernel, first, config.rank)
@@ -123,9 +129,7 @@ def with_adapters(
     return _with_kernels(params, tree, beside)
 
 
-def merge_lora(
-    params: Mapping[str, Any], adapters: Mapping[str, Any], config: LoraConfig
-) -> dict[str, Any]:
+def merge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
     """Apply adapters once and for all: plain parameters, each kernel in the dtype it had.
 
     In f32 these are the same numbers. In bf16 each sum is rounded: what it adds to a weight is lost
@@ -133,7 +137,7 @@ def merge_lora(
     """
     adapted = apply_lora(params, adapters, config)
 
-    def held(path: Any, new: jax.Array, old: jax.Array) -> Any:
+    def held(path: KeyPath, new: jax.Array, old: jax.Array) -> jax.Array:
         if new is old:  # it has no adapter
             return old
         found = new.astype(old.dtype)
@@ -147,9 +151,7 @@ def merge_lora(
     return jax.tree_util.tree_map_with_path(held, adapted, dict(params))
 
 
-def unmerge_lora(
-    params: Mapping[str, Any], adapters: Mapping[str, Any], config: LoraConfig
-) -> dict[str, Any]:
+def unmerge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
     """Take adapters out of merged parameters: kernel - scale A B, in the dtype of the kernel.
 
     Two sums are rounded, so a weight comes back to within two roundings of its dtype: of bf16, to
@@ -163,8 +165,8 @@ def unmerge_lora(
 
 
 def trained_part(
-    params: Mapping[str, Any], config: LoraConfig, key: jax.Array, whole: Iterable[str] = ()
-) -> dict[str, Any]:
+    params: Params, config: LoraConfig, key: jax.Array, whole: Iterable[str] = ()
+) -> Params:
     """Return what fine-tuning with adapters trains: {"lora": adapters, "whole": {name: array}}.
 
     Of `whole` and `config.trained` each names the beginning of parameters that are trained beside
@@ -174,9 +176,7 @@ def trained_part(
     return {"lora": adapters, "whole": _whole(params, adapters, (*config.trained, *whole))}
 
 
-def frozen_part(
-    params: Mapping[str, Any], config: LoraConfig, whole: Iterable[str] = ()
-) -> dict[str, Any]:
+def frozen_part(params: Params, config: LoraConfig, whole: Iterable[str] = ()) -> Params:
     """Return the parameters that stay as they are, held as `config.base` says."""
     names = tuple(f"{name.strip('/')}/" for name in (*config.trained, *whole))
     flat = flatten_dict(params, sep="/")
@@ -194,30 +194,24 @@ def frozen_part(
     )
 
 
-def rejoined(
-    frozen: Mapping[str, Any], trained: Mapping[str, Any], config: LoraConfig
-) -> dict[str, Any]:
+def rejoined(frozen: Params, trained: Params, config: LoraConfig) -> Params:
     """Return a model's parameters of both parts, with adapters beside their kernels."""
-    return with_adapters(_filled(frozen, trained), trained["lora"], config)
+    return with_adapters(_filled(frozen, trained), part_of(trained, "lora"), config)
 
 
-def merged_parts(
-    frozen: Mapping[str, Any], trained: Mapping[str, Any], config: LoraConfig
-) -> dict[str, Any]:
+def merged_parts(frozen: Params, trained: Params, config: LoraConfig) -> Params:
     """Return a model's plain parameters of both parts, with adapters added to their kernels."""
-    return merge_lora(_filled(frozen, trained), trained["lora"], config)
+    return merge_lora(_filled(frozen, trained), part_of(trained, "lora"), config)
 
 
-def _filled(frozen: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
-    flat = {tuple(name.split("/")): leaf for name, leaf in trained["whole"].items()}
+def _filled(frozen: Params, trained: Params) -> Params:
+    flat = {tuple(name.split("/")): leaf for name, leaf in part_of(trained, "whole").items()}
     return unflatten_dict(flatten_dict(frozen) | flat)
 
 
-def _whole(
-    params: Mapping[str, Any], adapters: Mapping[str, Any], names: tuple[str, ...]
-) -> dict[str, Any]:
+def _whole(params: Params, adapters: Params, names: tuple[str, ...]) -> Params:
     """Return the parameters whose names begin with one of `names`, by name."""
-    flat, found = flatten_dict(params, sep="/"), dict[str, Any]()
+    flat, found = flatten_dict(params, sep="/"), dict[str, Parameter]()
     adapted = {at.rpartition("/")[0] + "/kernel" for at in flatten_dict(adapters, sep="/")}
     for name in names:
         begun = [at for at in flat if f"{at}/".startswith(f"{name.strip('/')}/")]
@@ -232,7 +226,9 @@ def _whole(
     return found
 
 
-def lora_loss(loss: Callable[..., Any], config: LoraConfig) -> Callable[..., Any]:
+def lora_loss(
+    loss: Callable[[Params, Batch, jax.Array | None], Result], config: LoraConfig
+) -> Callable[[Params, Batch, jax.Array | None, Params], Result]:
     """Make `loss(params, batch, key)` a function of the adapters: `(adapters, batch, key, params)`.
 
     It is of any model; a transformer's train step has the cheaper `with_adapters`. The parameters
@@ -240,13 +236,13 @@ def lora_loss(loss: Callable[..., Any], config: LoraConfig) -> Callable[..., Any
     over, they would be constants of the compiled program.
     """
 
-    def adapted(adapters: Any, batch: Any, key: Any, params: Any) -> Any:
+    def adapted(adapters: Params, batch: Batch, key: jax.Array | None, params: Params) -> Result:
         return loss(apply_lora(params, adapters, config), batch, key)
 
     return adapted
 
 
-def matrices(params: Mapping[str, Any]) -> Matrices:
+def matrices(params: Params) -> Matrices:
     """Find every module that has a kernel; nothing is computed."""
     if not isinstance(params, Mapping):
         raise ConfigError(f"params is a {type(params).__name__}: must be parameters")
@@ -291,7 +287,7 @@ def layer(path: str) -> int | None:
     return None
 
 
-def nest(adapters: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+def nest(adapters: Params, params: Params) -> Params:
     """Nest adapters by path as `params` are: looped, or stacked and filled with zeros."""
     scanned = "blocks" in _names(params)
     if scanned:
@@ -300,16 +296,16 @@ def nest(adapters: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, An
     return stack_layers(tree) if scanned else tree
 
 
-def flatten(adapters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def flatten(adapters: Params) -> dict[str, dict[str, jax.Array]]:
     """Undo `nest`: return adapters by the path of their module in a looped stack."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, jax.Array]] = {}
     for at, leaf in flatten_dict(unstack_layers(adapters), sep="/").items():
         path, _, name = at.rpartition("/")
         found.setdefault(path, {})[name] = leaf
     return found
 
 
-def _missing(adapters: Mapping[str, Any], found: Matrices) -> dict[str, Any]:
+def _missing(adapters: Params, found: Matrices) -> Params:
     """Zeros for the blocks that lack what another block of their stack has."""
     has = {_any_block(path): adapter for path, adapter in adapters.items()}
     return {
@@ -323,7 +319,7 @@ def _any_block(path: str) -> str:
     return "/".join("blocks" if n.startswith("block_") else n for n in path.split("/"))
 
 
-def _names(tree: Mapping[str, Any]) -> set[str]:
+def _names(tree: Params) -> set[str]:
     found = set(tree)
     for value in tree.values():
         found |= _names(value) if isinstance(value, Mapping) else set()
@@ -349,37 +345,40 @@ def _one(stacked: jax.Array, axis: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, stacked.dtype)
 
 
-def _side_by_side(path: tuple[Any, ...], *leaves: jax.Array) -> jax.Array:
+def _side_by_side(path: KeyPath, *leaves: jax.Array) -> jax.Array:
     """Stack the adapters of one kernel: [n, ...], and in a scanned stack [L, n, ...]."""
     scanned = any(getattr(part, "key", None) == "blocks" for part in path)
     return jnp.stack(leaves, axis=1 if scanned else 0)
 
 
 def _with_kernels(
-    params: Mapping[str, Any],
-    adapters: Mapping[str, Any],
-    make: Callable[[str, Mapping[str, Any], Mapping[str, Any]], Any],
-) -> dict[str, Any]:
-    """Return `params` with `make(path, module, adapter)` as the kernel of each adapted module."""
+    params: Params,
+    adapters: Params,
+    make: Callable[[str, Kernel, Adapter], Parameter],
+) -> Params:
+    """Return `params` with `make(path, kernel, adapter)` as the kernel of each adapted module."""
 
-    def walk(params: Mapping[str, Any], adapters: Mapping[str, Any], path: str) -> dict[str, Any]:
+    def walk(params: Params, adapters: Params, path: str) -> Params:
         out = dict(params)
-        for name, part in adapters.items():
-            if not isinstance(params.get(name), Mapping):
+        for name in adapters:
+            part, module = part_of(adapters, name), params.get(name)
+            if not isinstance(module, Mapping):
                 raise ValueError(f"adapters have {path}{name}: the parameters have no such module")
             if part.keys() == {"a", "b"}:
-                if "kernel" not in params[name]:
+                if "kernel" not in module:
                     rule = "the parameters have no kernel there"
                     raise ValueError(f"adapters have {path}{name}: {rule}")
-                out[name] = {**params[name], "kernel": make(path + name, params[name], part)}
+                kernel: Any = module["kernel"]
+                pair: Any = part  # of arrays, as the kernel is one or stands for it
+                out[name] = {**module, "kernel": make(path + name, kernel, pair)}
             else:
-                out[name] = walk(params[name], part, f"{path}{name}/")
+                out[name] = walk(module, part, f"{path}{name}/")
         return out
 
     return walk(params, adapters, "")
 
 
-def _check_adapter(path: str, kernel: Any, part: Mapping[str, Any], rank: int) -> None:
+def _check_adapter(path: str, kernel: Parameter, part: Mapping[str, Parameter], rank: int) -> None:
     """Raise ValueError where the shapes of A and B are not those that a kernel wants."""
     stacked = 1 if _is_scanned(path) else 0
     lead = tuple(kernel.shape[:stacked])

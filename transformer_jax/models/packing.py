@@ -6,31 +6,30 @@ equal ids is a document. A token that is not `valid` is padding and begins nothi
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.pytree import Array
 from transformer_jax.tracing import known_value
 
 
 def check_valid(
     name: str,
-    tokens: jax.Array,  # i32[B, T]
-    valid: jax.Array | None,  # bool[B, T]
+    tokens: Array,  # i32[B, T]
+    valid: Array | None,  # bool[B, T]
 ) -> jax.Array:  # bool[B, T]
     """Return which tokens are no padding; ValueError unless it is bool of the tokens' shape."""
     if valid is None:
         return jnp.ones(tokens.shape, bool)
-    valid = jnp.asarray(valid)
-    if valid.dtype != bool or valid.shape != tokens.shape:
+    given = jnp.asarray(valid)
+    if given.dtype != bool or given.shape != tokens.shape:
         rule = f"must be bool{list(tokens.shape)}, as {name} are"
-        raise ValueError(f"valid is {valid.dtype}{list(valid.shape)}: {rule}")
-    return valid
+        raise ValueError(f"valid is {given.dtype}{list(given.shape)}: {rule}")
+    return given
 
 
-def check_segments(tokens: jax.Array, segments: jax.Array | None, state: Any) -> None:
+def check_segments(tokens: jax.Array, segments: jax.Array | None, state: object) -> None:
     """Raise ValueError unless segments are integers of the tokens' shape, without a state."""
     if segments is None:
         return

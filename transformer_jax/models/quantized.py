@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 from transformer_jax.config import ConfigError
 from transformer_jax.kernels.cpu import products
 from transformer_jax.models import ops
-from transformer_jax.pytree import cast_floats, exportable, register
+from transformer_jax.pytree import Parameter, Params, PyTree, cast_floats, exportable, register
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import known_value
 
@@ -114,7 +114,7 @@ TABLES = "tokens", "source_tokens", "output"
 """The tables that `quantize(..., embeddings=True)` holds in 8 bits."""
 
 
-def quantize(params: Mapping[str, Any], kind: Kind, *, embeddings: bool = False) -> dict[str, Any]:
+def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
     """Return parameters of a transformer whose kernels of blocks are held in fewer bits.
 
     Of each weight, |W - W'| <= scale / 2, which is at most 1/254 of the largest weight of its
@@ -147,15 +147,15 @@ def quantize(params: Mapping[str, Any], kind: Kind, *, embeddings: bool = False)
     return _walk(params, "", kind, embeddings)
 
 
-def count(params: Any) -> int:
+def count(params: PyTree) -> int:
     """Count the numbers of parameters or of their shapes; of a quantised kernel, its weights."""
     held = QuantizedKernel, QuantizedTable
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, held))
     return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
-def _walk(tree: Mapping[str, Any], path: str, kind: Kind, embeddings: bool) -> dict[str, Any]:
-    found = dict[str, Any]()
+def _walk(tree: Params, path: str, kind: Kind, embeddings: bool) -> Params:
+    found = dict[str, Parameter | Params]()
     for name, part in tree.items():
         at = f"{path}/{name}" if path else name
         if isinstance(part, Mapping):
@@ -169,30 +169,30 @@ def _walk(tree: Mapping[str, Any], path: str, kind: Kind, embeddings: bool) -> d
     return found
 
 
-def _check(path: str, weights: Any) -> None:
+def _checked(path: str, weights: Parameter) -> jax.Array:
     if not isinstance(weights, jax.Array | np.ndarray):
         raise ConfigError(f"{path} is a {type(weights).__name__}: must be an array")
     known = known_value(weights)
     if known is not None and not np.isfinite(known).all():
         raise ConfigError(f"{path} is not finite: cannot be quantised")
+    return jnp.asarray(weights)
 
 
-def _check_scale(path: str, scale: Any, bits: int) -> None:
+def _check_scale(path: str, scale: jax.Array, bits: int) -> None:
     """Check that the largest weight, scale (2^(bits - 1) - 1), is finite after rounding, too."""
     largest = 2 ** (bits - 1) - 1
     if not isinstance(scale, jax.core.Tracer) and not bool(jnp.isfinite(scale * largest).all()):
         raise ConfigError(f"{path} has weights at the end of float32: cannot be quantised")
 
 
-def _quantized_table(path: str, table: Any) -> QuantizedTable:
-    _check(path, table)
-    values, scale = _rounded(jnp.asarray(table).T[None], 8)
+def _quantized_table(path: str, table: Parameter) -> QuantizedTable:
+    values, scale = _rounded(_checked(path, table).T[None], 8)
     _check_scale(path, scale, 8)
     return QuantizedTable(values=values.T, scale=scale[0])
 
 
-def _quantized(path: str, kernel: Any, bits: int) -> QuantizedKernel:
-    _check(path, kernel)
+def _quantized(path: str, kernel: Parameter, bits: int) -> QuantizedKernel:
+    weights = _checked(path, kernel)
     names = path.split("/")
     lead = kernel.shape[:1] if "blocks" in names else ()
     contract = 2 if names[-2] == "out" else 1
@@ -202,9 +202,7 @@ def _quantized(path: str, kernel: Any, bits: int) -> QuantizedKernel:
     if bits == 4 and rows % 2:
         raise ConfigError(f"{path} has {rows} inputs: must be even in 4 bits")
     groups = rows // GROUP if bits == 4 and rows % GROUP == 0 else 1
-    values, scale = _rounded(
-        jnp.asarray(kernel).reshape(*lead, groups, -1, math.prod(outputs)), bits
-    )
+    values, scale = _rounded(weights.reshape(*lead, groups, -1, math.prod(outputs)), bits)
     _check_scale(path, scale, bits)
     return QuantizedKernel(values=values, scale=scale, inputs=inputs, outputs=outputs, bits=bits)
 
@@ -262,7 +260,9 @@ def _multiply_few_rows(contract: int, x: jax.Array, kernel: QuantizedKernel) -> 
 
 
 @_multiply_few_rows.defjvp
-def _(contract: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _(
+    contract: int, primals: tuple[jax.Array, QuantizedKernel], tangents: tuple[jax.Array, object]
+) -> tuple[jax.Array, jax.Array]:
     x, kernel = primals
     return jax.jvp(lambda x: _multiply(contract, x, kernel), (x,), tangents[:1])
 

@@ -80,7 +80,7 @@ def load_pretrained(
         leaves = _stacked(leaves, shapes)
         paths = {scanned[0] if (scanned := scanned_path(path)) else path for path in shapes}
     shardings = _flat_shardings(sharding, paths)
-    placed: Params = {}
+    placed: dict[str, jax.Array] = {}
     for path, leaf in leaves:
         where = shardings[path] if isinstance(shardings, dict) else shardings
         placed[path] = jax.device_put(leaf, where)

@@ -29,7 +29,7 @@ from transformer_jax.pretrained.safetensors_folder import (
     WeightFolder,
     open_folder,
 )
-from transformer_jax.pytree import Params, cast_floats, sha256_of
+from transformer_jax.pytree import Params, cast_floats, part_of, sha256_of
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
@@ -169,7 +169,7 @@ def _trained(config: TrainConfig, saved: Path) -> Params:
 
     def fresh() -> Params:
         key, lora = jax.random.key(0), config.lora
-        params = init_params(config.model, key)
+        params: Params = init_params(config.model, key)
         if lora is not None:
             params = trained_part(params, lora, key, config.trained_whole)
         return cast_floats(params, dtype)
@@ -194,10 +194,10 @@ def load_adapters(
     if init_from is not None:
         config = _begun_from(config, init_from)
         _adapted_base(config, checkpoint.read_manifest(saved).metadata)  # is it the same one?
-    if found["whole"]:
-        names = ", ".join(found["whole"])
+    if whole := part_of(found, "whole"):
+        names = ", ".join(whole)
         raise ConfigError(f"run is {str(path)!r}: beside its adapters it has trained {names}")
-    return config, found["lora"]
+    return config, part_of(found, "lora")
 
 
 def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:

@@ -6,7 +6,7 @@ copied, row by row, and what is not is drawn afresh.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from transformer_jax.models.factory import init_params, merged
 from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
 from transformer_jax.pretrained.load import pretrained_config
 from transformer_jax.pretrained.safetensors_folder import WeightFolder, open_folder
+from transformer_jax.pytree import part_of
 from transformer_jax.shown import short_repr
 from transformer_jax.text.text_model import (
     base_params,
@@ -113,9 +114,11 @@ def _with_head_of(labels: tuple[str, ...], start: StartModel, params: Params) ->
     BERT's head of two sentences says whether one follows the other, and is no classifier of texts.
     Classes without names have labels that are their numbers, or else the run's in their order.
     """
-    head, names = params["classifier"], start.labels
+    head, names = part_of(params, "classifier"), start.labels
     of_sentences = isinstance(start.config, ModelConfig) and start.config.masked_token_head
-    count = head["kernel"].shape[-1]
+    kernel = head["kernel"]
+    assert not isinstance(kernel, Mapping)
+    count = kernel.shape[-1]
     if of_sentences or count != len(labels) or (names is not None and {*names} != {*labels}):
         return {name: part for name, part in params.items() if name != "classifier"}
     for form in ("LABEL_{}", "{}") if names is None else ():

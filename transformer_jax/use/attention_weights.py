@@ -16,7 +16,7 @@ from transformer_jax.config.architectures import model_shape
 from transformer_jax.models.factory import build
 from transformer_jax.models.places import places
 from transformer_jax.programs import program
-from transformer_jax.pytree import Params
+from transformer_jax.pytree import Array, Params
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.special import encode_text, encoder_frame, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
@@ -105,15 +105,15 @@ def _stacked(found: dict[str, jax.Array], names: Sequence[str]) -> np.ndarray:  
 def _weights(
     config: ModelConfig,
     params: Params,
-    tokens: jax.Array,
-    source: jax.Array | None,
-    prefix: jax.Array | None,
+    tokens: Array,
+    source: Array | None,
+    prefix: Array | None,
 ) -> dict[str, jax.Array]:
     """Return the weights of all layers by their places."""
     capture = tuple(name for name in places(config) if name.endswith("/weights"))
     given: dict[str, Any] = {} if source is None else {"source": source}
     if prefix is not None:
-        given["mask"] = Causal() | Padding(prefix)
+        given["mask"] = Causal() | Padding(jnp.asarray(prefix))
     found: Any = build(config).apply(
         {"params": params}, jnp.asarray(tokens), capture=capture, **given
     )

@@ -21,7 +21,7 @@ from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryP
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.programs import program
-from transformer_jax.pytree import Leaf, PyTree
+from transformer_jax.pytree import Array, PyTree
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import (
     encode_text,
@@ -148,7 +148,7 @@ def _write(
     tokens, valid = stack_rows(rows)
     lengths = np.array([len(row) for row in rows], np.int32)
     count = config.sequence_len if num_tokens is None else num_tokens
-    prompts: dict[str, Leaf] = {}
+    prompts: dict[str, Any] = {}
     processors: tuple[HistoryProcessor, ...] = ()
     stop: tuple[int, ...] = ()
     built: Any = build(model)  # one that writes: `make_step` refuses the others
@@ -195,8 +195,8 @@ def _init(
     params: Params,
     batch: int,
     capacity: int,
-    source: jax.Array,
-    valid: jax.Array | None,
+    source: Array,
+    valid: Array | None,
 ) -> PyTree:
     """Return the state of a decoder whose encoder has read the sources."""
     return init_decode_state(model, params, batch, capacity, source=source, source_valid=valid)

@@ -19,6 +19,7 @@ from transformer_jax.config import TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import MaskedTask
 from transformer_jax.programs import program
+from transformer_jax.pytree import Array
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import frame, plain, special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -213,7 +214,7 @@ def _windows(corpus: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 @program(static=("model",))
-def _logits(model: AnyModelConfig, params: Params, tokens: jax.Array) -> jax.Array:  # f32[B, T, V]
+def _logits(model: AnyModelConfig, params: Params, tokens: Array) -> jax.Array:  # f32[B, T, V]
     batch = Batch(tokens, jnp.full(tokens.shape, IGNORE))
     return batch_logits(model)(params, batch, None)
 
