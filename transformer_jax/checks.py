@@ -89,7 +89,7 @@ def check_count(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} is {given}: must be an integer of at least {least}")
 
 
-def as_number(name: str, value: Any) -> float:
+def as_number(name: str, value: float | jax.Array) -> float:
     """Return a float; ValueError where this is no number, or one that is not known yet."""
     try:
         return float(value)
@@ -98,7 +98,7 @@ def as_number(name: str, value: Any) -> float:
         raise ValueError(f"{name} is {given}: must be a known number") from None
 
 
-def check_array(name: str, value: Any, shape: str) -> None:
+def check_array(name: str, value: object, shape: str) -> None:
     """Raise ValueError unless this is an array."""
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise ValueError(f"{name} is a {type(value).__name__}: must be an array {shape}")

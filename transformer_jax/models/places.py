@@ -81,23 +81,20 @@ def places(config: Config | nn.Module) -> dict[str, Shape]:
     A token passes them by itself: of a recurrent model T is 1 where a function edits a state or
     its attention. The probabilities of n-grams are known as `logits` alone.
     """
-    given = config
-    if isinstance(config, nn.Module):
-        config = getattr(config, "config", None)
-    if not isinstance(config, Config):
-        raise ValueError(f"config is a {type(given).__name__}: must be a config, or build(config)")
-    if isinstance(given, nn.Module):
-        found = places(config)
-        if hasattr(given, "frame_dim"):  # a StreamingEncoder
+    if isinstance(config, nn.Module) and isinstance(own := getattr(config, "config", None), Config):
+        found = places(own)
+        if hasattr(config, "frame_dim"):  # a StreamingEncoder
             del found["logits"]
         return found
+    if not isinstance(config, Config):
+        raise ValueError(f"config is a {type(config).__name__}: must be a config, or build(config)")
     if isinstance(config, RecurrentConfig):
         return _recurrent_places(config)
     if isinstance(config, WindowConfig):
-        own: dict[str, Shape] = {"embedding": ("B", "T", config.context * config.d_embed)}
+        of_window: dict[str, Shape] = {"embedding": ("B", "T", config.context * config.d_embed)}
         for i in range(config.num_layers):
-            own[f"layer_{i}/hidden"] = ("B", "T", config.d_hidden)
-        return own | {"logits": ("B", "T", config.vocab_size)}
+            of_window[f"layer_{i}/hidden"] = ("B", "T", config.d_hidden)
+        return of_window | {"logits": ("B", "T", config.vocab_size)}
     if isinstance(config, NgramConfig):
         return {"logits": ("B", "T", config.vocab_size)}
     own = _stack_places(config, config.decoder_layers, cross=config.kind == "encoder-decoder")

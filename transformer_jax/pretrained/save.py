@@ -92,9 +92,9 @@ def save_pretrained(
     for name, mapping in dict(files=files, keys=keys).items():
         if not isinstance(mapping, Mapping | None):
             raise ValueError(f"{name} is a {type(mapping).__name__}: must be a dict by name")
-    for name, content in (files or {}).items():
-        if not isinstance(content, bytes):
-            raise ValueError(f"files[{name!r}] is a {type(content).__name__}: must be bytes")
+    for name, data in (files or {}).items():
+        if not isinstance(data, bytes):
+            raise ValueError(f"files[{name!r}] is a {type(data).__name__}: must be bytes")
     if not isinstance(config, ModelConfig):
         rule = "must be a ModelConfig, of a transformer"
         raise ConfigError(f"config is a {type(config).__name__}: {rule}")
