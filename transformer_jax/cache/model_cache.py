@@ -86,13 +86,13 @@ def rewind_cache(
     if isinstance(cache.layers, kv.KVCache):
         rewind = jax.vmap(kv.rewind, in_axes=(1, None), out_axes=1)
         return replace(cache, layers=rewind(cache.layers, length))
-    return replace(cache, layers=tuple(_rewind(layer, length) for layer in cache.layers))
-
-
-def _rewind(layer: Any, length: jax.Array) -> Any:
-    if isinstance(layer, paged.PagedCache):
-        return paged.rewind(layer, length)
-    return kv.rewind(layer, length)
+    layers: Any = tuple(  # all of one class
+        paged.rewind(layer, length)
+        if isinstance(layer, paged.PagedCache)
+        else kv.rewind(layer, length)
+        for layer in cache.layers
+    )
+    return replace(cache, layers=layers)
 
 
 def share_cache(
@@ -138,7 +138,7 @@ def slot_positions(layer: kv.KVCache | paged.PagedCache) -> jax.Array:  # i32[B,
     return layer.positions
 
 
-def refuse_pages(state: Any, what: str) -> None:
+def refuse_pages(state: object, what: str) -> None:
     """Raise ValueError where a state has a `PagedCache`, which `what` cannot take.
 
     Its arrays do not lead with its rows.

@@ -10,7 +10,6 @@ import math
 import zlib
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,7 @@ class AdaptedKernel:
     In a scanned stack all arrays lead with L.
     """
 
-    base: Any  # [*inputs, *outputs]
+    base: jax.Array | QuantizedKernel  # [*inputs, *outputs]
     a: jax.Array  # f32[inputs, r], or of n adapters [n, inputs, r]
     b: jax.Array  # f32[r, outputs], or [n, r, outputs]
     rows: jax.Array | None = None  # i32[B]: which adapter a row of the batch uses; -1 is none
@@ -49,7 +48,7 @@ class AdaptedKernel:
 
 def product(
     x: jax.Array,  # [..., *inputs]
-    kernel: Any,  # [*inputs, *outputs]; an array, a QuantizedKernel or an AdaptedKernel
+    kernel: jax.Array | QuantizedKernel | AdaptedKernel,  # [*inputs, *outputs]
     bias: jax.Array | None,  # [*outputs]
     contract: int,
     key: jax.Array | None,

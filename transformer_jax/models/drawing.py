@@ -12,7 +12,7 @@ Threefry: Salmon et al. 2011. The numbers are those of `jax.random.normal`, bit 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
+
+from transformer_jax.pytree import Array
 
 CHUNK = 2**16
 """Numbers that one call of the program for a CPU makes: they stay in a core's cache."""
@@ -54,17 +56,17 @@ def draw(traced: ClosedJaxpr, key: jax.Array) -> list[jax.Array]:
     return [found[place] for place in range(len(found))]
 
 
-def _parts(traced: ClosedJaxpr, key: jax.Array) -> Iterator[tuple[_Part, list[Any], list[int]]]:
+def _parts(traced: ClosedJaxpr, key: jax.Array) -> Iterator[tuple[_Part, list[Array], list[int]]]:
     """Return parts, what each is called with, and the places of its results.
 
     The number that a key is folded with is an argument: it is all that differs between layers.
     """
     jaxpr, _ = dce_jaxpr(traced.jaxpr, True, instantiate=True)
-    values: dict[Var, Any] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
+    values: dict[Var, Array] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
     values |= zip(jaxpr.invars, (key,), strict=True)
     equations = [_with_number_as_argument(equation, values) for equation in jaxpr.eqns]
     makers = {var: i for i, equation in enumerate(equations) for var in equation.outvars}
-    loops: dict[Any, list[int]] = {}
+    loops: dict[Hashable, list[int]] = {}
     for place, out in enumerate(jaxpr.outvars):
         needed = _needed([out], equations, makers)
         loop = [i for i in needed if equations[i].primitive.name in ("scan", "while")]
@@ -83,7 +85,7 @@ def _parts(traced: ClosedJaxpr, key: jax.Array) -> Iterator[tuple[_Part, list[An
         yield _Part(text, ClosedJaxpr(part, [])), [values[x] for x in read], places
 
 
-def _with_number_as_argument(equation: JaxprEqn, values: dict[Var, Any]) -> JaxprEqn:
+def _with_number_as_argument(equation: JaxprEqn, values: dict[Var, Array]) -> JaxprEqn:
     """Return an equation that reads what it folds a key with, whose value `values` then has."""
     if equation.primitive.name != "random_fold_in":
         return equation
@@ -95,7 +97,9 @@ def _with_number_as_argument(equation: JaxprEqn, values: dict[Var, Any]) -> Jaxp
     return equation.replace(invars=[key, argument])
 
 
-def _needed(outs: Sequence[Any], equations: list[JaxprEqn], makers: dict[Var, int]) -> list[int]:
+def _needed(
+    outs: Sequence[Var | Literal], equations: list[JaxprEqn], makers: dict[Var, int]
+) -> list[int]:
     """Return the numbers of the equations that make `outs`, in order."""
     needed, ahead = set[int](), list(outs)
     while ahead:
@@ -130,7 +134,7 @@ def _counts_numbers() -> bool:
     return bool(config.jax_threefry_partitionable)
 
 
-def _quickly(part: _Part, arguments: Sequence[Any]) -> list[jax.Array] | None:
+def _quickly(part: _Part, arguments: Sequence[Array]) -> list[jax.Array] | None:
     """Return a constant or normal numbers without compiling for their shape; None: is neither."""
     jaxpr = part.traced.jaxpr
     shape = jaxpr.outvars[0].aval.shape
@@ -141,7 +145,7 @@ def _quickly(part: _Part, arguments: Sequence[Any]) -> list[jax.Array] | None:
         return None
     for std in dict.fromkeys(map(float, numbers)):  # jax 0.12 has others beside it
         if part.text == _normal_text(std, shape):
-            key, folded = arguments
+            key, folded = jnp.asarray(arguments[0]), np.asarray(arguments[1])
             return [jax.device_put(_normal_numbers(key, folded, np.float32(std), shape))]
     return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 
@@ -71,7 +70,7 @@ def _pairs(window: int | None, length: int, causal: bool, sinks: int) -> float:
     return before + after - length
 
 
-def _tokens(names: list[str], config: ModelConfig, length: int, source_length: int) -> Any:
+def _tokens(names: list[str], config: ModelConfig, length: int, source_length: int) -> int:
     """Return how many tokens a kernel multiplies."""
     if config.kind != "encoder-decoder":
         return 1 if names[0] in ("pooler", "classifier") else length

@@ -7,7 +7,7 @@ and hands the parts on, so a looped and a scanned stack draw the same numbers.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -249,9 +249,12 @@ class Embed(nn.Module):
             x = tokens.astype(F32)
         else:
             own = cfg.source_vocab_size is not None and not target
-            table: Any = self.source_tokens if own else self.tokens
-            quantized = isinstance(table, QuantizedTable)
-            x = table.look_up(tokens) if quantized else ops.lookup(table, tokens)
+            table: jax.Array | QuantizedTable = self.source_tokens if own else self.tokens
+            x = (
+                table.look_up(tokens)
+                if isinstance(table, QuantizedTable)
+                else ops.lookup(table, tokens)
+            )
             x = x * cfg.d_model**0.5 if cfg.scale_embeddings else x
         added = None
         if isinstance(cfg.positions, Learned):
@@ -282,11 +285,13 @@ class Embed(nn.Module):
     def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
         """Return (scale) x E^T (+ bias), soft-capped, in f32 whatever the compute dtype."""
         cfg = self.config
-        table: Any = self.tokens if cfg.tie_embeddings else self.output
+        table: jax.Array | QuantizedTable = self.tokens if cfg.tie_embeddings else self.output
         x = x if cfg.logit_scale is None else x * cfg.logit_scale
         bias = self.bias if cfg.logit_bias else None
-        logits = table_logits if isinstance(table, QuantizedTable) else ops.logits
-        y = logits(x, table, bias)
+        if isinstance(table, QuantizedTable):
+            y = table_logits(x, table, bias)
+        else:
+            y = ops.logits(x, table, bias)
         if cfg.logit_softcap is not None:
             y = cfg.logit_softcap * jnp.tanh(y / cfg.logit_softcap)
         return y

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -36,6 +35,7 @@ from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.layers import refuse_surplus
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 from transformer_jax.models.recent_tokens import RecentTokens, slide_window
+from transformer_jax.pytree import Parameter, Params
 
 F32 = jnp.float32
 
@@ -46,7 +46,7 @@ CHUNK = 64
 def count_ngrams(
     config: NgramConfig,
     documents: np.ndarray | Sequence[np.ndarray],  # i32[T], or i32[T] of each document
-) -> tuple[NgramConfig, dict[str, Any]]:
+) -> tuple[NgramConfig, Params]:
     """Count the n-grams of documents: the config with its `nodes`, and the model's parameters.
 
     One array [T] is one document; of an array [B, T] each row is one. Time and memory are those of
@@ -72,7 +72,7 @@ def count_ngrams(
     for k in range(config.order - 1, 0, -1):  # below the highest order: how many stand before
         inner = nodes[k][firsts[k] + 1]
         counts[k - 1] = np.bincount(inner, minlength=len(keys[k - 1]))
-    params: dict[str, Any] = {}
+    params: dict[str, Parameter | Params] = {}
     parents = 1
     for k, (kinds, count) in enumerate(zip(keys, counts, strict=True), start=1):
         params |= _smooth(k, kinds, count, size, parents)

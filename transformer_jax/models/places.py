@@ -23,7 +23,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -31,6 +30,7 @@ import jax.numpy as jnp
 
 from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, WindowConfig
 from transformer_jax.config.fields import nearest
+from transformer_jax.kernels.contract import Index
 from transformer_jax.shown import short_repr
 
 Edit = Callable[[jax.Array], jax.Array]
@@ -165,7 +165,7 @@ class Places:
 
     capture: tuple[str, ...] = ()
     edit: tuple[tuple[str, Edit], ...] = ()
-    every_block: tuple[tuple[str, Callable[[jax.Array, Any], jax.Array]], ...] = ()
+    every_block: tuple[tuple[str, Callable[[jax.Array, Index], jax.Array]], ...] = ()
     """Edits of a place in every block, by functions of the value and of the block's number."""
 
     @classmethod
@@ -180,7 +180,7 @@ class Places:
 
         Heads are also multiplied by masks [N] or [L, N] of their branch.
         """
-        masked = [one for one in head_masks if one[1] is not None]
+        masked = [(name, mask, at) for name, mask, at in head_masks if mask is not None]
         if not capture and not edit and not masked:
             return NOWHERE
         if isinstance(capture, str):
@@ -218,7 +218,7 @@ class Places:
             tuple((name[cut:], f) for name, f in self.every_block if name.startswith(prefix)),
         )
 
-    def visit(self, layer: Any = None) -> Visit:
+    def visit(self, layer: Index | None = None) -> Visit:
         """Return the places of one block, or without one those that stand in no block.
 
         `layer` is the block's number in a loop, or i32[] in a scan: then the places of all blocks
@@ -266,7 +266,7 @@ class Visit:
         self,
         capture: Iterable[str] = (),
         edits: Mapping[str, list[_BlockEdit]] | None = None,
-        layer: Any = None,
+        layer: Index | None = None,
     ) -> None:
         self.capture, self.edits, self.layer = frozenset(capture), edits or {}, layer
         self.asked = self.capture.union(self.edits)
@@ -299,12 +299,15 @@ class Visit:
         return value
 
 
-def _layers_and_heads(config: Any, branch: str) -> tuple[int, int]:
+def _layers_and_heads(config: Config | nn.Module, branch: str) -> tuple[int, int]:
+    assert isinstance(config, ModelConfig)  # no other has heads
     inside = config.kind == "encoder" or branch.startswith("encoder/")
     return config.num_layers if inside else config.decoder_layers, config.num_heads
 
 
-def _scaled(name: str, mask: Any, size: tuple[int, int]) -> Callable[[jax.Array, Any], jax.Array]:
+def _scaled(
+    name: str, mask: jax.Array, size: tuple[int, int]
+) -> Callable[[jax.Array, Index], jax.Array]:
     """Return a function that multiplies heads [B, T, N, Hv] of a layer by their mask.
 
     ValueError unless it holds floats of each head, or of each layer and head.
@@ -315,7 +318,7 @@ def _scaled(name: str, mask: Any, size: tuple[int, int]) -> Callable[[jax.Array,
     if mask.shape not in (size[1:], size) or not jnp.issubdtype(mask.dtype, jnp.floating):
         raise ValueError(f"{name} is {mask.dtype}{list(mask.shape)}: {wanted}")
 
-    def scale(heads: jax.Array, layer: Any) -> jax.Array:
+    def scale(heads: jax.Array, layer: Index) -> jax.Array:
         own = mask if mask.ndim == 1 else mask[layer]
         return heads * own.astype(heads.dtype)[None, None, :, None]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,13 +16,14 @@ from transformer_jax.models.layers import parameter, refuse_surplus
 from transformer_jax.models.ops import lookup
 from transformer_jax.models.packing import first_tokens, number_documents
 from transformer_jax.models.places import NOWHERE, Captured, Places, Visit
-from transformer_jax.pytree import exportable
+from transformer_jax.pytree import Tree, exportable
 from transformer_jax.shown import short_repr
 
 F32 = jnp.float32
 
-Carry = tuple[Any, ...]
-"""The state of each layer: h [B, H] of an RNN or a GRU, (c, h) of an LSTM."""
+LayerCarry = jax.Array | tuple[jax.Array, jax.Array]
+"""The state of a layer: h [B, H] of an RNN or a GRU, (c, h) of an LSTM."""
+Carry = tuple[LayerCarry, ...]
 
 
 @short_repr
@@ -187,7 +187,8 @@ class RecurrentDecoder(nn.Module):
         cfg, (carry, weights), visit = self.config, before, places.visit()
         carry = _zero_at(start, carry)
         before = carry, weights
-        context, new = None, []
+        context: jax.Array | None = None
+        new: list[LayerCarry] = []
         if cfg.context_use == "input":
             context, weights = self._attend(_hidden(carry[-1]), memory, visit)
             x = jnp.concatenate([x, context], axis=-1)
@@ -197,8 +198,8 @@ class RecurrentDecoder(nn.Module):
                 x = dropout(x, cfg.dropout, keys[i])
             layer, x = cell(carry[i], x)
             if cfg.context_use == "state" and i == cfg.num_layers - 1:
-                context, weights = self._attend(x, memory, visit)
-                context, x = None, self._combine(context, x)
+                seen, weights = self._attend(x, memory, visit)
+                context, x = None, self._combine(seen, x)
             x = visit.token(f"layer_{i}/hidden", x)
             new.append((visit.token(f"layer_{i}/cell", layer[0]), x) if cfg.cell == "lstm" else x)
         if cfg.context_use == "output":
@@ -206,14 +207,18 @@ class RecurrentDecoder(nn.Module):
         after = _keep(valid, (tuple(new), weights), before)
         return after, (x, context, visit.captured)
 
-    def _combine(self, context: Any, state: jax.Array) -> jax.Array:  # [..., M], [..., H]
+    def _combine(self, context: jax.Array, state: jax.Array) -> jax.Array:  # [..., M], [..., H]
         """Return tanh(W [context; state])."""
         return jnp.tanh(self.read_out(jnp.concatenate([context, state], axis=-1)))
 
-    def _attend(self, query: jax.Array, memory: Any, visit: Visit) -> tuple[jax.Array, jax.Array]:
+    def _attend(
+        self, query: jax.Array, memory: SourceMemory | None, visit: Visit
+    ) -> tuple[jax.Array, jax.Array]:
         """Return the context [B, M] and weights f32[B, S] of one query [B, H] a row."""
+        assert memory is not None  # of a config with attention
         query, mask = query[:, None], Padding(memory.valid)
         if self.config.attention == "additive":
+            assert memory.keys is not None
             context, weights = additive_attention(
                 query, memory.keys, memory.states, w_query=self.w_query, w_key=None, v=self.v,
                 mask=mask,
@@ -267,17 +272,17 @@ def zero_carry(config: RecurrentConfig, rows: int) -> Carry:
     return ((zero, zero) if config.cell == "lstm" else zero,) * config.num_layers
 
 
-def _hidden(layer: Any) -> jax.Array:  # [B, H]
+def _hidden(layer: LayerCarry) -> jax.Array:  # [B, H]
     """Return h of a layer's carry."""
     return layer[1] if isinstance(layer, tuple) else layer
 
 
-def _keep(valid: jax.Array, new: Any, old: Any) -> Any:
+def _keep(valid: jax.Array, new: Tree, old: Tree) -> Tree:
     """Return `new` in rows that are valid [B], `old` in the others."""
     return jax.tree.map(lambda n, o: jnp.where(valid[:, None], n, o), new, old)
 
 
-def _zero_at(start: jax.Array | None, carry: Any) -> Any:
+def _zero_at(start: jax.Array | None, carry: Tree) -> Tree:
     """Return the carry with zeros in the rows that begin a document, bool[B]; None has none."""
     if start is None:
         return carry
@@ -291,7 +296,9 @@ def _encoder_layer(
     valid: jax.Array,  # bool[B, S]
     starts: jax.Array | None = None,  # bool[B, S]
     ends: jax.Array | None = None,  # bool[B, S]
-) -> tuple[jax.Array, Any, Any]:  # [B, S, M]; the last carry forward, and backward or None
+) -> tuple[
+    jax.Array, LayerCarry, LayerCarry | None
+]:  # [B, S, M]; the last carry forward, and backward or None
     """Read a sequence by one layer, from both ends if so configured; zeros where padded.
 
     Called inside a compact module, whose parameters `cell_i` and `back_i` are.
@@ -307,17 +314,21 @@ def _encoder_layer(
 
 def _run(
     cell: nn.RNNCellBase,
-    carry: Any,
+    carry: LayerCarry,
     x: jax.Array,  # [B, S, D]
     valid: jax.Array,  # bool[B, S]
     starts: jax.Array | None = None,  # bool[B, S]: tokens before which the carry is zeros
     reverse: bool = False,
-) -> tuple[Any, jax.Array]:  # [B, S, H]
+) -> tuple[LayerCarry, jax.Array]:  # [B, S, H]
     """Run a cell over a sequence, if `reverse` from its end: its last carry, and all it gave."""
 
     def read(
-        cell: nn.RNNCellBase, carry: Any, x: jax.Array, valid: jax.Array, start: jax.Array | None
-    ) -> tuple[Any, jax.Array]:
+        cell: nn.RNNCellBase,
+        carry: LayerCarry,
+        x: jax.Array,
+        valid: jax.Array,
+        start: jax.Array | None,
+    ) -> tuple[LayerCarry, jax.Array]:
         carry = _zero_at(start, carry)
         new, out = cell(carry, x)
         return _keep(valid, new, carry), out

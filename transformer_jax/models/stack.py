@@ -22,6 +22,7 @@ from transformer_jax.models.block import Block, BlockInputs, PositionBias
 from transformer_jax.models.functional import split_key
 from transformer_jax.models.layers import Norm, parameter, refuse_surplus
 from transformer_jax.models.places import Captured
+from transformer_jax.pytree import Parameter, Params
 from transformer_jax.shown import short_repr
 
 
@@ -68,7 +69,7 @@ def by_slot(weights: AttentionWeights, cache: ModelCache) -> AttentionWeights:
         new = new.reshape(len(new), *(1,) * (own.ndim - 2), slots)
         return own[..., :slots] + jnp.where(new, own[..., slots:], 0.0)
 
-    held: Any
+    held: jax.Array | tuple[jax.Array, ...]
     if isinstance(weights.self, tuple):
         held = tuple(map(slot_positions, cast(tuple, cache.layers)))
     elif isinstance(cache.layers, kv.KVCache):
@@ -104,12 +105,11 @@ def attention_weights(
     def of_blocks(name: str) -> list[jax.Array]:
         return [captured[f"block_{i}/{name}"] for i in range(depth)]
 
-    own: Any = of_blocks("attention/weights")
-    places: Any = of_blocks("attention/key_positions")
-    if cache is not None and isinstance(config.window, tuple):  # layers differ in their slots
-        own, places = tuple(own), tuple(places)
-    else:
-        own, places = jnp.stack(own, axis=1), places[0]
+    weights, positions = of_blocks("attention/weights"), of_blocks("attention/key_positions")
+    own: jax.Array | tuple[jax.Array, ...] = tuple(weights)
+    places: jax.Array | tuple[jax.Array, ...] = tuple(positions)
+    if cache is None or not isinstance(config.window, tuple):  # else layers differ in their slots
+        own, places = jnp.stack(weights, axis=1), positions[0]
     cross = None
     if "block_0/cross_attention/weights" in captured:
         cross = jnp.stack(of_blocks("cross_attention/weights"), axis=1)
@@ -135,7 +135,7 @@ class Stack(nn.Module):
             # in a loop, XLA would join the second computation with the first
             block = nn.remat(Block, prevent_cse=not cfg.scan_layers, policy=policy)
         if cfg.scan_layers:
-            lifted: dict[str, Any] = dict(
+            lifted: dict[str, object] = dict(
                 variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
             )
             self.blocks = nn.scan(
@@ -213,8 +213,8 @@ class Stack(nn.Module):
                 dropout_key=key if cfg.attention_dropout else None,
                 implementation=cfg.implementation,
             )
-            planned: Any = (None if mask is None else plan(mask=mask) for mask in masks)
-            masks = tuple(planned)
+            planned: Any = tuple(None if mask is None else plan(mask=mask) for mask in masks)
+            masks = planned  # a plan takes the place of its mask
 
         layers = None if cache is None else cache.layers
         cross = None if cache is None else cache.cross
@@ -226,7 +226,7 @@ class Stack(nn.Module):
             (x, layers), found = blocks.scan_step((x, layers), numbers, keys, cross, own)
             captured = given.places.collect(found)
         else:
-            updated: list[Any] = []
+            updated: list[Any] = []  # of one class of cache, or None
             for i, own_key in enumerate(split_key(key, self.depth)):
                 own = replace(given, mask=masks[i % len(masks)], bias=bias)
                 layer = layers[i] if isinstance(layers, tuple) else None
@@ -241,13 +241,13 @@ class Stack(nn.Module):
         return x, cache, captured | visit.captured
 
 
-def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+def stack_layers(params: Params) -> Params:
     """Return a looped model's parameters as its scanned twin has them.
 
     `block_0`, `block_1`, ... become `blocks`, whose leaves lead with L. Names and numbers stay.
     """
     names = sorted((n for n in params if n.startswith("block_")), key=lambda n: int(n[6:]))
-    out = {
+    out: dict[str, Parameter | Params] = {
         name: stack_layers(value) if isinstance(value, Mapping) else value
         for name, value in params.items()
         if name not in names
@@ -257,9 +257,9 @@ def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+def unstack_layers(params: Params) -> Params:
     """Return a scanned model's parameters as its looped twin has them: undo `stack_layers`."""
-    out: dict[str, Any] = {}
+    out: dict[str, Parameter | Params] = {}
     for name, value in params.items():
         if name == "blocks":
             depth = jax.tree.leaves(value)[0].shape[0]

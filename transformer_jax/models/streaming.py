@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import flax.linen as nn
@@ -42,6 +43,7 @@ from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import Linear, Norm, refuse_rngs
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 from transformer_jax.models.stack import Stack
+from transformer_jax.pytree import Array
 from transformer_jax.tracing import known_value
 
 
@@ -378,8 +380,8 @@ def _check_attention(
 def _astray(positions: jax.Array, chunk: int) -> jax.Array:  # bool[B]
     """Rows whose first position is no multiple of `chunk`; known ones raise."""
     known = known_value(positions)
-    numpy: Any = jnp if known is None else np
-    given: Any = positions if known is None else known
+    numpy: ModuleType = jnp if known is None else np
+    given: Array = positions if known is None else known
     last = np.iinfo(np.int32).max
     first = numpy.where(given < 0, last, given).min(axis=1, initial=last)
     astray = (first % chunk != 0) & (given >= 0).any(axis=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict, Unpack
 
 import flax.linen as nn
 import jax
@@ -49,6 +49,18 @@ from transformer_jax.models.stack import (
 
 DecoderResult = tuple[jax.Array, ModelCache | None] | tuple[jax.Array, ModelCache | None, Captured]
 """Logits f32[B, T, V], the updated cache, and where places are captured their values."""
+
+
+class EncodeOptions(TypedDict, total=False):
+    """Name the arguments of an encoder after the tokens; `Encoder.encode` says what they are."""
+
+    positions: jax.Array | None
+    mask: Mask | None
+    segments: jax.Array | None
+    types: jax.Array | None
+    head_mask: jax.Array | None
+    key: jax.Array | None
+    edit: Mapping[str, Edit]
 
 
 class Encoder(nn.Module):
@@ -166,20 +178,22 @@ class Encoder(nn.Module):
             x = self.head_norm(activate(self.head_dense(x), self.config.activation))
         return x
 
-    def output_layer(self, tokens: jax.Array, **arguments: Any) -> OutputLayer:
+    def output_layer(self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]) -> OutputLayer:
         """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
 
         It takes what `encode` takes.
         """
         return self.embed.output_layer(self._transformed(self.encode(tokens, **arguments)))
 
-    def classify(self, tokens: jax.Array, **arguments: Any) -> jax.Array:  # f32[B, C]
+    def classify(
+        self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]
+    ) -> jax.Array:  # f32[B, C]
         """Return class logits of each row: W times what `pool` gives; takes what `encode` takes."""
         if self.config.num_classes is None:
             raise ValueError("num_classes is None: this encoder has no classification head")
         return self._classes(self.encode(tokens, **arguments), arguments.get("positions"))
 
-    def pool(self, tokens: jax.Array, **arguments: Any) -> jax.Array:  # f32[B, D]
+    def pool(self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]) -> jax.Array:  # f32[B, D]
         """Return a vector of each row: act(P h + p), h of its first token that is not padding."""
         if self.config.pooling is None:
             raise ValueError("pooler is None: this encoder has no such layer")
