@@ -1,4 +1,4 @@
-"""Use the installed package: import all of it, take one training step, run one kernel.
+"""Use the installed package: modules, a training step, a kernel, its commands, a notebook.
 
     cd SOMEWHERE_ELSE && python -I CHECKOUT/.ci/installed.py CHECKOUT
 
@@ -6,9 +6,12 @@ Run with the interpreter of an environment that has the wheel and nothing of the
 """
 
 import importlib
+import json
 import pkgutil
 import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -37,6 +40,8 @@ def main(checkout: Path) -> None:
     check_modules(package, checkout)
     take_a_step()
     run_a_kernel()
+    train_and_write()
+    run_a_notebook(checkout)
 
 
 def check_modules(package: Path, checkout: Path) -> None:
@@ -94,6 +99,28 @@ def run_a_kernel() -> None:
     error = float(jnp.abs(native - plain).max())
     assert error < 1e-5, error
     print("largest error of the kernel of a CPU:", error, "by", cpu.instructions())
+
+
+def train_and_write() -> None:
+    """Train a run by the installed command, and write with it, in an empty folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "text.txt").write_text("one potato, two potato, three potato, four.\n" * 40)
+        train = "train --data text.txt --out run --preset tiny --steps 3 --batch-size 2"
+        for command in (train, "generate --run run --prompt one --tokens 5"):
+            call = [sys.executable, "-I", "-m", "transformer_jax", *command.split()]
+            done = subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, (command, done.stderr[-2000:])
+    print("trained a run by its command, which wrote:", repr(done.stdout.strip()))
+
+
+def run_a_notebook(checkout: Path) -> None:
+    """Run the cells of a notebook one after the other; the first one installs the package."""
+    path = checkout / "docs/notebooks/attention_in_ten_minutes.ipynb"
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, object] = {}
+    for cell in cells[1:]:
+        exec("".join(cell["source"]), names)
+    print(f"{path.name}: {len(cells) - 1} cells ran")
 
 
 if __name__ == "__main__":
