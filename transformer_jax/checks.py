@@ -22,6 +22,7 @@ def check_positions(
     """Return positions as i32; ValueError where they are not integers of the tokens' shape."""
     if positions is None:
         return None
+    check_array("positions", positions, "[B, T]")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"positions are {positions.dtype}: must be integers")
     if positions.shape != shape:

@@ -15,7 +15,9 @@ from flax import nnx
 
 import transformer_jax as tj
 from transformer_jax import decoding
+from transformer_jax.attention import alibi_slopes, relative_bucket
 from transformer_jax.config import keywords, optimizers
+from transformer_jax.models import chunk_mask
 from transformer_jax.training import fit
 
 CONFIG = tj.ModelConfig(vocab_size=23, d_model=16, num_layers=1, num_heads=2, max_len=17)
@@ -23,6 +25,7 @@ MODEL = tj.build(CONFIG)
 STEP = tj.make_step(MODEL)
 PARAMS = tj.init_params(CONFIG, jax.random.key(0))
 PROMPT = np.array([[1, 2, 3]], np.int32)
+WINDOWED = replace(CONFIG, window=3, positions=tj.Rope())
 
 
 def attend(**more):
@@ -36,6 +39,15 @@ def generate(step=STEP, params=PARAMS, prompt=PROMPT, state=None, **more):
 
 def reading(step=STEP, params=PARAMS, prompt=PROMPT, lengths=(3,)):
     return tj.prefill(step, params, prompt, tj.init_cache(CONFIG, 1, 17), np.array(lengths))
+
+
+def run(**more):
+    return MODEL.apply({"params": PARAMS}, PROMPT, **more)
+
+
+def tell(**more):
+    encoder = tj.build(replace(CONFIG, kind="encoder", type_vocab_size=2))
+    return encoder.init(jax.random.key(0), PROMPT, **more)
 
 
 def chunked(hidden=None, **more):
@@ -226,6 +238,43 @@ MISTAKES = {
     "load a tokenizer of a number": (
         partial(tj.load_tokenizer_folder, 3),
         "path is a int: must be",
+    ),
+    "positions in a list": (
+        partial(run, positions=[[0, 1, 2]]),
+        "positions is a list: must",
+    ),
+    "documents in a list": (
+        partial(run, segments=[[0, 0, 1]]),
+        "segments is a list: must",
+    ),
+    "parameters as a cache": (partial(run, cache=PARAMS), "cache is a dict: must be a ModelCache"),
+    "types in a list": (partial(tell, types=[[0, 0, 1]]), "types is a list: must be an array"),
+    "types of other tokens": (
+        partial(tell, types=PROMPT[:, :2]),
+        r"int32\[1, 2\]: must be int",
+    ),
+    "types of a fraction": (
+        partial(tell, types=PROMPT * 0.5),
+        r"types are float64\[1, 3\]: must",
+    ),
+    "stream a number": (
+        partial(tj.StreamingEncoder, 3, 5),
+        "config is a int: must be a Model",
+    ),
+    "frames of a fraction": (partial(tj.StreamingEncoder, WINDOWED, 5.5), "frame_dim is 5.5: must"),
+    "chunks of a fraction": (
+        partial(tj.StreamingEncoder, WINDOWED, 5, 1.5),
+        "chunk is 1.5: must",
+    ),
+    "stream into parameters": (
+        partial(tj.StreamingEncoder(WINDOWED, 5).apply, {}, jnp.ones((1, 2, 5)), cache={}),
+        "cache is a dict: must be a ModelCache",
+    ),
+    "a chunk in words": (partial(chunk_mask, "a", 1), "chunk is 'a': must be an integer"),
+    "slopes of a fraction": (partial(alibi_slopes, 2.5), "num_heads is 2.5: must be an integer"),
+    "buckets of a fraction": (
+        partial(relative_bucket, PROMPT, bidirectional=True, num_buckets=4.5, max_distance=8),
+        "num_buckets is 4.5: must be an integer",
     ),
     "serve a model": (partial(serving, MODEL), r"make_step\(model\)"),
     "serve a text": (partial(serving, stop="END"), "load.FOLDER"),

@@ -606,9 +606,9 @@ def test_a_config_that_cannot_stream_is_refused(change, said):
 @pytest.mark.parametrize(
     ("frame_dim", "chunk", "said"),
     [
-        (0, None, "frame_dim is 0: must be at least 1"),
+        (0, None, "frame_dim is 0: must be an integer of at least 1"),
         (FRAME, 51, "chunk is 51: must be from 1 to window, 50"),
-        (FRAME, 0, "chunk is 0: must be from 1 to window, 50"),
+        (FRAME, 0, "chunk is 0: must be an integer of at least 1"),
     ],
 )
 def test_sizes_that_cannot_stream_are_refused(frame_dim, chunk, said):
@@ -713,9 +713,9 @@ def test_what_cannot_be_moved_back_is_refused():
         rebase_state(kv.init(1, 3, 1, 4, dtype=jnp.int8), Rope())
     with pytest.raises(ValueError, match="sinks is 2: sinks stay where they are"):
         rebase_state(kv.init(1, 7, 1, 4, sinks=2))
-    with pytest.raises(ValueError, match="chunk is 0, history 3: must be at least 1 and 0"):
+    with pytest.raises(ValueError, match="chunk is 0: must be an integer of at least 1"):
         chunk_mask(0, 3)
-    with pytest.raises(ValueError, match="sinks is -1: must be at least 0"):
+    with pytest.raises(ValueError, match="sinks is -1: must be an integer of at least 0"):
         chunk_mask(2, 3, -1)
 
 

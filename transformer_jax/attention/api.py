@@ -126,39 +126,66 @@ def dot_product_attention(
     implementation: str | Sequence[str] | None = None,
     **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], or with lse [B, T, N]
-    """Return softmax(s) v for s = softcap tanh(scale q.k / softcap) + bias, where the mask allows.
+    """Return softmax(s) v for the scores s of queries and keys, where the mask allows.
 
-    Query head n reads key head n // (N / K). A sink adds exp(sinks[n]) to the denominator of the
-    softmax, and carries no value. `scale` is 1 / sqrt(H) by default; `bias` is an array that
-    broadcasts to [B, N, T, S], by index, or a value that is asked by position, such as `ALiBi`.
-    Positions are arange by default; a key at a negative position is an empty slot. Dropout leaves
-    out weights after the softmax, the same ones in every implementation. `lse` is the natural
-    logarithm of the softmax's denominator, with the sink's term, in float32 (float64 of float64).
+        s = softcap tanh(scale q.k / softcap) + bias
 
-    Keys and values of int8 come with `key_scale` and `value_scale`, as a cache holds them, and mean
-    scale * number in the query's dtype. The kernels for few queries of NVIDIA GPUs and of TPUs read
-    them as they are, the others a dequantised copy.
+    Query head n reads key head n // (N / K). A query that sees nothing gets zeros, lse -inf and no
+    gradient.
 
-    With a `block_table`, of integers, keys and values lie in the pages of a pool, as a `PagedCache`
-    holds them: key and value are [P, page, K, H] and [P, page, K, Hv], their scales [P, page, K],
-    and key j of row b is in slot j % page of page block_table[b, j // page]. So S = M page, and
-    masks, bias and positions are of j as before. For an entry that is no page, as -1, some page of
-    the pool is read: hide its keys, by the mask or by `k_positions` of -1. The same kernels read
-    pages in place whose size is a multiple of 64 keys (NVIDIA) or 128 (TPU); all else reads a
-    gathered copy.
+    NaN or inf in a query, key or value reaches exactly the queries that see it: their output is
+    NaN, and they pass no gradient on. "pallas" and "pallas_unordered" need finite queries, keys and
+    values, hidden ones too: there NaN may reach any query.
 
-    A query that sees nothing gets zeros, lse -inf and no gradient. With "xla", "blockwise",
-    "native" and "cudnn", NaN or inf in a query, key or value reaches exactly the queries that see
-    it: their output is NaN, and they pass no gradient on. "pallas" and "pallas_unordered" need
-    finite queries, keys and values, hidden ones too: there NaN may reach any query.
+    With a `block_table` keys and values lie in the pages of a pool, as a `PagedCache` holds them:
+    key j of row b is in slot j % page of page block_table[b, j // page]. So S = M page, and masks,
+    bias and positions are of j as before. For an entry that is no page, as -1, some page of the
+    pool is read: hide its keys, by the mask or by `k_positions` of -1. The kernels for few queries
+    of NVIDIA GPUs and of TPUs read pages in place whose size is a multiple of 64 keys (NVIDIA) or
+    128 (TPU), and int8 as it is; all else reads a gathered, dequantised copy.
 
-    `implementation` is "xla" (materialises the scores, any option), "blockwise" (memory O(T + S);
-    O(T S) in forward mode and in derivatives of the gradient), "native" (compiled C++ on a CPU,
-    O(T + S) in all of these), "pallas" (the same, fused, on a TPU or an NVIDIA GPU from Ampere on),
-    "pallas_unordered" (on Hopper: a single-pass backward, nondeterministic in its last bits),
-    "cudnn", None for the best that runs here, or a sequence that is tried in order. A named one
-    runs or raises NotImplementedError with the reason.
-    ValueError where the arguments do not fit together.
+    These are the implementations.
+
+        xla               materialises the scores; takes any option
+        blockwise         memory O(T + S); O(T S) in forward mode and in derivatives of the gradient
+        native            compiled C++ on a CPU, O(T + S) in all of these
+        pallas            the same, fused, on a TPU or an NVIDIA GPU from Ampere on
+        pallas_unordered  on Hopper a single-pass backward, nondeterministic in its last bits
+        cudnn             NVIDIA's, on its GPUs
+
+    Args:
+        query: [B, T, N, H], in bfloat16, float16, float32 or float64.
+        key: [B, S, K, H], K divides N, in the query's dtype or int8; in pages [P, page, K, H].
+        value: [B, S, K, Hv], in the key's dtype; in pages [P, page, K, Hv].
+        mask: which keys a query sees, as `Causal() & Window(32)`; None is all.
+        bias: an array that broadcasts to [B, N, T, S], by index, or a value that is asked by
+            position, such as `ALiBi`; None adds nothing.
+        scale: of q.k; None is 1 / sqrt(H).
+        softcap: above 0; None leaves the scores as they are.
+        sinks: [N]: a sink adds exp(sinks[n]) to the denominator of the softmax, and carries no
+            value.
+        q_positions: i32[T] or [B, T], what mask and bias are asked by; None is arange(T).
+        k_positions: i32[S] or [B, S]; a key at a negative position is an empty slot. None is
+            arange(S).
+        dropout_rate: at least 0 and below 1, of weights after the softmax: the same ones are left
+            out in every implementation.
+        dropout_key: a single key, which a rate above 0 needs.
+        key_scale: f32[B, S, K] of keys of int8, which mean scale * number, as a cache holds them;
+            in pages [P, page, K].
+        value_scale: the same of values.
+        block_table: i32[B, M], the page of each block of a row.
+        return_lse: return also the natural logarithm of the softmax's denominator, with the sink's
+            term.
+        implementation: the name of one, a sequence of names that is tried in order, or None for the
+            best that runs here; `explain_attention` says which.
+
+    Returns:
+        The result [B, T, N, Hv] in the query's dtype; with `return_lse` also [B, T, N] in float32
+        (float64 of float64).
+
+    Raises:
+        ValueError: if the arguments do not fit together.
+        NotImplementedError: if an implementation that is named does not run them, with the reason.
     """
     if unknown:
         refuse_keywords(dot_product_attention, unknown)
@@ -201,14 +228,18 @@ def dot_product_attention(
 
 @dataclass(frozen=True, eq=False)
 class Explanation(Mapping[str, str | None]):
-    """Map each implementation to None if it would run, else to the reason why not."""
+    """Map each implementation to None if it would run, else to the reason why not.
+
+    Attributes:
+        reasons: by name.
+        chosen: what `implementation=None` would run.
+        reads_pages: which of those that run read the pages of a `block_table` in place, unless
+            somebody differentiates; the others gather them.
+    """
 
     reasons: Mapping[str, str | None]
     chosen: str
-    """What `implementation=None` would run."""
     reads_pages: frozenset[str] = frozenset()
-    """Which of those that run read the pages of a `block_table` in place, unless somebody
-    differentiates; the others gather them."""
 
     def __getitem__(self, name: str) -> str | None:
         return self.reasons[name]
@@ -239,7 +270,18 @@ def explain_attention(
 ) -> Explanation:
     """Say which implementations `dot_product_attention` would run on these arguments, and why not.
 
-    Takes arrays or `jax.ShapeDtypeStruct`s, and no `implementation`. ValueError as there.
+    Args:
+        query: [B, T, N, H], an array or a `jax.ShapeDtypeStruct`, as the others.
+        key: [B, S, K, H].
+        value: [B, S, K, Hv].
+        return_lse: as there.
+        **options: the other arguments, but for `implementation`.
+
+    Returns:
+        The reason why not, or None, by name; `chosen` is what runs without a name.
+
+    Raises:
+        ValueError: as there.
     """
     if unknown := {name: x for name, x in options.items() if name not in Options.__annotations__}:
         refuse_keywords(explain_attention, unknown, Options.__annotations__)
@@ -264,9 +306,19 @@ def plan_mask(
     """Return a mask for many calls of `dot_product_attention`, with what they can share.
 
     Layers of a model have one mask and the same positions. In a `lax.scan` or under
-    `jax.checkpoint` XLA would make the lists of tiles of a fused kernel again for each layer. The
-    `options` are those arguments of the calls that change which tiles there are. The mask itself
-    comes back where there is nothing to share, and where axes of a mesh are explicit.
+    `jax.checkpoint` XLA would make the lists of tiles of a fused kernel again for each layer.
+
+    Args:
+        query: [B, T, N, H], as each call has it, or a `jax.ShapeDtypeStruct`.
+        key: [B, S, K, H].
+        value: [B, S, K, Hv].
+        mask: of all the calls.
+        implementation: as in the calls.
+        **options: those arguments of the calls that change which tiles there are.
+
+    Returns:
+        The mask with its lists of tiles; the mask itself where there is nothing to share, and where
+        axes of a mesh are explicit.
     """
     call = check_call(query, key, value, mask=mask, **options)
     leaves = jax.tree.leaves((call.mask, call.q_positions, call.k_positions))
@@ -294,7 +346,26 @@ def dot_product_attention_weights(
     q_positions: jax.Array | None = None,  # i32[T] or [B, T]
     k_positions: jax.Array | None = None,  # i32[S] or [B, S]
 ) -> jax.Array:  # f32[B, N, T, S]
-    """Return what `dot_product_attention` weighs the values with; a fully masked row is zero."""
+    """Return what `dot_product_attention` weighs the values with.
+
+    Args:
+        query: [B, T, N, H].
+        key: [B, S, K, H], K divides N.
+        mask: which keys a query sees; None is all.
+        bias: broadcasts to [B, N, T, S], or is asked by position; None adds nothing.
+        scale: of q.k; None is 1 / sqrt(H).
+        softcap: above 0; None leaves the scores as they are.
+        sinks: [N], logits that join the denominator of the softmax.
+        q_positions: i32[T] or [B, T]; None is arange(T).
+        k_positions: i32[S] or [B, S]; negative is an empty slot. None is arange(S).
+
+    Returns:
+        f32[B, N, T, S]; a row sums to 1, to less by the share of its sink, and to 0 where it sees
+        nothing.
+
+    Raises:
+        ValueError: if the arguments do not fit together.
+    """
     call = check_call(
         query,
         key,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import as_int32
+from transformer_jax.checks import as_int32, check_count
 from transformer_jax.shown import short_repr
 
 # Biases of a distance: values with `.materialize`, added to the scores
@@ -19,7 +19,15 @@ def key_distances(
     q_positions: jax.Array,  # i32[T] or [B, T]
     k_positions: jax.Array,  # i32[S] or [B, S]
 ) -> jax.Array:  # i32[B or 1, T, S]
-    """Return the distance of every pair: the key's position minus the query's."""
+    """Return the distance of every pair, the key's position minus the query's.
+
+    Args:
+        q_positions: i32[T] or [B, T].
+        k_positions: i32[S] or [B, S].
+
+    Returns:
+        i32[B or 1, T, S].
+    """
     q = jnp.asarray(as_int32("q_positions", q_positions))
     k = jnp.asarray(as_int32("k_positions", k_positions))
     q, k = (x if x.ndim == 2 else x[None] for x in (q, k))
@@ -30,9 +38,11 @@ def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
     """Return 2^(-8n/N) for n = 1..N where N is a power of two (Press et al. 2022).
 
     Otherwise the slopes of the power of two P below, then every other one of those of 2P.
+
+    Args:
+        num_heads: N, at least 1.
     """
-    if num_heads < 1:
-        raise ValueError(f"num_heads is {num_heads}: must be at least 1")
+    check_count("num_heads", num_heads, 1)
     power = 1 << (num_heads.bit_length() - 1)
     exponents = [8 * n / power for n in range(1, power + 1)]
     exponents += [8 * n / (2 * power) for n in range(1, 2 * (num_heads - power), 2)]
@@ -43,9 +53,12 @@ def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class ALiBi:
-    """Add -slope[n] |q - k|, a penalty linear in the distance (Press et al. 2022).
+    """Add -slopes[n] |q - k|, a penalty linear in the distance (Press et al. 2022).
 
     The paper has causal attention only; both directions are penalised alike here.
+
+    Attributes:
+        slopes: [N], as `alibi_slopes(N)` gives them.
     """
 
     slopes: jax.Array  # [N]
@@ -55,12 +68,21 @@ class ALiBi:
         q_positions: jax.Array,  # i32[T] or [B, T]
         k_positions: jax.Array,  # i32[S] or [B, S]
     ) -> jax.Array:  # f32[B or 1, N, T, S]
+        """Return what is added to the score of every pair.
+
+        Args:
+            q_positions: i32[T] or [B, T].
+            k_positions: i32[S] or [B, S].
+
+        Returns:
+            f32[B or 1, N, T, S].
+        """
         distances = jnp.abs(key_distances(q_positions, k_positions)).astype(jnp.float32)
         return -self.slopes.astype(jnp.float32)[None, :, None, None] * distances[:, None]
 
 
 def relative_bucket(
-    distance: jax.Array,  # i32[...]: key position minus query position
+    distance: jax.Array,  # i32[...]
     *,
     bidirectional: bool,
     num_buckets: int,
@@ -69,9 +91,23 @@ def relative_bucket(
     """Return T5's bucket of a distance (Raffel et al. 2020): exact near, logarithmic far away.
 
     Of the b buckets of a direction the first e = b // 2 hold one distance each; bucket e + i starts
-    at e (max_distance / e)^(i / (b - e)), and the last has no end. `bidirectional` gives keys
-    after the query (distance > 0) the upper half; otherwise they all share bucket 0.
+    at e (max_distance / e)^(i / (b - e)), and the last has no end.
+
+    Args:
+        distance: i32[...], the key's position minus the query's.
+        bidirectional: give keys after the query (distance > 0) the upper half of the buckets;
+            otherwise they all share bucket 0.
+        num_buckets: of both directions together; even, and at least 4 if bidirectional, else 2.
+        max_distance: where the last bucket begins; above e.
+
+    Returns:
+        i32[...], from 0 to num_buckets - 1.
+
+    Raises:
+        ValueError: if a number is out of its range.
     """
+    check_count("num_buckets", num_buckets, 1)
+    check_count("max_distance", max_distance, 1)
     b = num_buckets // 2 if bidirectional else num_buckets
     exact = b // 2
     if num_buckets % 2 or exact < 1 or max_distance <= exact:
@@ -103,7 +139,13 @@ def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> in
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class RelativeBias:
-    """Add table[relative_bucket(k - q), n], T5's learned bias (Raffel et al. 2020)."""
+    """Add table[relative_bucket(k - q), n], T5's learned bias (Raffel et al. 2020).
+
+    Attributes:
+        table: [buckets, N], an even number of buckets.
+        bidirectional: whether keys after the query have buckets of their own.
+        max_distance: distance from which all share the last bucket.
+    """
 
     table: jax.Array  # [buckets, N]
     bidirectional: bool = field(metadata=dict(static=True))
@@ -114,6 +156,15 @@ class RelativeBias:
         q_positions: jax.Array,  # i32[T] or [B, T]
         k_positions: jax.Array,  # i32[S] or [B, S]
     ) -> jax.Array:  # f32[B or 1, N, T, S]
+        """Return what is added to the score of every pair.
+
+        Args:
+            q_positions: i32[T] or [B, T].
+            k_positions: i32[S] or [B, S].
+
+        Returns:
+            f32[B or 1, N, T, S].
+        """
         bucket = relative_bucket(
             key_distances(q_positions, k_positions),
             bidirectional=self.bidirectional,
@@ -137,5 +188,13 @@ class Bias(Protocol):
         q_positions: jax.Array,  # i32[B or 1, T]
         k_positions: jax.Array,  # i32[B or 1, S]
     ) -> jax.Array:  # f32[B or 1, N or 1, T, S]
-        """Return what is added to the score of every pair."""
+        """Return what is added to the score of every pair.
+
+        Args:
+            q_positions: i32[B or 1, T].
+            k_positions: i32[B or 1, S].
+
+        Returns:
+            f32[B or 1, N or 1, T, S].
+        """
         ...

@@ -55,11 +55,15 @@ class Mask:
     # What a mask of your own implements
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return whether queries at positions q may attend to keys at positions k, elementwise.
+        """Return whether queries may attend to keys, elementwise.
 
-        The shapes of q and k broadcast: [B or 1, 1, T, 1] and [B or 1, 1, 1, S] for whole arrays
-        and for tiles, any two that do inside a fused kernel. The result is bool, and broadcasts to
-        [B, N, T, S].
+        Args:
+            q: i32, positions of queries; with k it broadcasts: [B or 1, 1, T, 1] for whole arrays
+                and for tiles, any shape inside a fused kernel.
+            k: i32, positions of keys, [B or 1, 1, 1, S].
+
+        Returns:
+            bool, which broadcasts to [B, N, T, S].
         """
         raise TypeError(f"{type(self).__name__} is a Mask without a method sees(self, q, k)")
 
@@ -104,11 +108,15 @@ class Mask:
     # What follows from these
 
     def part(self, first: Pair, full: tuple[int, int], size: tuple[int, int]) -> Mask:
-        """Return the mask of some batch rows and heads, as pairs (rows, heads).
+        """Return the mask of some batch rows and heads.
 
-        They begin with `first`, which may be traced, and are `size` of `full`. Arrays whose axes
-        `leaf_axes` names are sliced, unless they are as short as `size` already. Where it names
-        no axis, the result of `sees` is sliced.
+        Arrays whose axes `leaf_axes` names are sliced, unless they are as short as `size` already.
+        Where it names no axis, the result of `sees` is sliced.
+
+        Args:
+            first: a row and a head, with which the part begins; may be traced.
+            full: how many rows and heads there are.
+            size: how many the part has.
         """
         axes = self.leaf_axes
         if any(name for names in axes for name in names):
@@ -144,7 +152,18 @@ class Mask:
         q_positions: Array,  # i32[T] or [B, T]
         k_positions: Array,  # i32[S] or [B, S]
     ) -> jax.Array:  # bool[B or 1, N or 1, T, S]
-        """Return the mask as an array; ValueError where shapes or dtypes do not fit."""
+        """Return the mask as an array.
+
+        Args:
+            q_positions: i32[T] or [B, T].
+            k_positions: i32[S] or [B, S]; a key at a negative position is an empty slot.
+
+        Returns:
+            bool[B or 1, N or 1, T, S].
+
+        Raises:
+            ValueError: if shapes or dtypes do not fit.
+        """
         q, k = _rows("q_positions", q_positions), _rows("k_positions", k_positions)
         self._check_rows(q, k)
         return self.allows(jnp.asarray(q), jnp.asarray(k)) & (k >= 0)[:, None, None, :]
@@ -154,7 +173,15 @@ class Mask:
         q_positions: jax.Array,  # i32[B or 1, T]
         k_positions: jax.Array,  # i32[B or 1, S]
     ) -> jax.Array:  # bool[B or 1, N or 1, T, S]
-        """Return what `materialize` does, unchecked and without the rule about empty slots."""
+        """Return what `materialize` does, unchecked and without the rule about empty slots.
+
+        Args:
+            q_positions: i32[B or 1, T].
+            k_positions: i32[B or 1, S].
+
+        Returns:
+            bool[B or 1, N or 1, T, S].
+        """
         sees = self.sees(q_positions[:, None, :, None], k_positions[:, None, None, :])
         lead = ((1,) * (4 - sees.ndim) + sees.shape)[:2]
         return jnp.broadcast_to(sees, (*lead, q_positions.shape[1], k_positions.shape[1]))
@@ -173,6 +200,15 @@ class Mask:
         anything. The last tiles may reach beyond T and S: keys there count as empty slots, so such
         a tile is never full; queries there count as nothing. Without traced values the plan is
         computed at once, also inside a jit; its memory is O(T + S + tiles), except for `Dense`.
+
+        Args:
+            q_positions: i32[T] or [B, T].
+            k_positions: i32[S] or [B, S].
+            block_q: queries of a tile, at least 1.
+            block_k: keys of a tile, at least 1.
+
+        Raises:
+            ValueError: if a size is below 1, or shapes or dtypes do not fit.
         """
         for name, size in (("block_q", block_q), ("block_k", block_k)):
             check_count(name, size, 1)

@@ -109,13 +109,19 @@ class Causal(_Ours):
 class Window(_Ours):
     """Let a query see the keys near it: q - k < left, and k - q < right where given.
 
-    Both sides count the query itself. `left=None` does not bound the past, `right=None` does not
-    bound the future; 0 leaves nothing of its side, not even the query itself.
+    Both sides count the query itself; 0 leaves nothing of its side, not even the query itself.
 
         Window(2)      # # # #      Window(2, 2)   # # . .
                        # # # #                     # # # .
                        . # # #                     . # # #
                        . . # #                     . . # #
+
+    Attributes:
+        left: keys up to the query, at least 0; None does not bound the past.
+        right: keys from the query on, at least 0; None does not bound the future.
+
+    Raises:
+        ValueError: if both are None, or one is not an integer of at least 0.
     """
 
     left: int | None
@@ -151,6 +157,12 @@ class Padding(_Ours):
     # # # .
     # # # .
     # # # .
+
+    Attributes:
+        valid: bool[B, S].
+
+    Raises:
+        ValueError: if it is not such an array.
     """
 
     valid: jax.Array  # bool[B, S]
@@ -177,14 +189,19 @@ class Padding(_Ours):
 class Segments(_Ours):
     """Let packed documents see only themselves: q_ids[b, q] == k_ids[b, k].
 
-    Without `k_ids` the keys have the ids of the queries.
-
     Segments([[1, 1, 1, 2]])
 
     # # # .
     # # # .
     # # # .
     . . . #
+
+    Attributes:
+        q_ids: i32[B, T], the document of each query.
+        k_ids: i32[B, S], that of each key; None has the ids of the queries.
+
+    Raises:
+        ValueError: if they are not such arrays, or have different rows.
     """
 
     q_ids: jax.Array  # i32[B, T]
@@ -226,6 +243,12 @@ class Prefix(_Ours):
     # # . .
     # # . .
     # # . .
+
+    Attributes:
+        lengths: i32[B].
+
+    Raises:
+        ValueError: if it is not such an array.
     """
 
     lengths: jax.Array  # i32[B]
@@ -259,6 +282,12 @@ class Dense(_Ours):
     . # . .
     . . # .
     . . . #
+
+    Attributes:
+        array: bool[B or 1, N or 1, T, S] or bool[T, S]; outside it nothing is seen.
+
+    Raises:
+        ValueError: if it is not such an array.
     """
 
     array: jax.Array  # bool[B or 1, N or 1, T, S] or bool[T, S]
@@ -291,10 +320,9 @@ class Dense(_Ours):
 @register(static=("fn",))
 @dataclass(frozen=True, repr=False)
 class Predicate(Mask):
-    """Ask a function fn(q, k) of positions [..., T, 1] and [..., 1, S]; it returns bool.
+    """Ask a function whether a query sees a key.
 
-    It compares pair by pair, and may read other arrays, traced ones too, of batch rows [B, 1, 1, 1]
-    and heads [1, N, 1, 1]. Tiles that it excludes are skipped where it computes integers of the
+    It compares pair by pair. Tiles that it excludes are skipped where it computes integers of the
     query and the key together, and no pair is looked up in an array.
 
     Predicate(lambda q, k: (q - k) % 2 == 0)
@@ -303,6 +331,13 @@ class Predicate(Mask):
     . # . #
     # . # .
     . # . #
+
+    Attributes:
+        fn: called with positions [..., T, 1] and [..., 1, S]; returns bool. It may read other
+            arrays, traced ones too, of batch rows [B, 1, 1, 1] and heads [1, N, 1, 1].
+
+    Raises:
+        ValueError: if `fn` is not callable, or returns what is not bool.
     """
 
     fn: Callable[[jax.Array, jax.Array], jax.Array]

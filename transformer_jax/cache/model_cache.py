@@ -79,9 +79,7 @@ def rewind_cache(
     Raises:
         ValueError: if `length` is not integers [B].
     """
-    if not isinstance(cache, ModelCache):
-        rule = "must be a ModelCache, as init_cache(config, rows, capacity) makes one"
-        raise ValueError(f"cache is a {type(cache).__name__}: {rule}")
+    check_is_cache(cache)
     length = jnp.asarray(length)
     if isinstance(cache.layers, kv.KVCache):
         rewind = jax.vmap(kv.rewind, in_axes=(1, None), out_axes=1)
@@ -205,8 +203,16 @@ def _slots(config: ModelConfig, i: int, capacity: int, slack: int = 0) -> tuple[
     return slots, slots >= least
 
 
+def check_is_cache(cache: Any) -> None:
+    """Raise ValueError unless this is a model's cache."""
+    if not isinstance(cache, ModelCache):
+        rule = "must be a ModelCache, as init_cache(config, rows, capacity) makes one"
+        raise ValueError(f"cache is a {type(cache).__name__}: {rule}")
+
+
 def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, crossed: bool) -> None:
     """Raise ValueError unless the cache has the layout, depth and rows of model and tokens."""
+    check_is_cache(cache)
     if crossed and cache.cross is None:
         raise ValueError("cache.cross is None: start it from a source, with method='init_cache'")
     depth = config.decoder_layers if crossed else config.num_layers

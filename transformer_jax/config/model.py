@@ -92,6 +92,7 @@ class ModelConfig:
     """pre: x + f(n(x)) (GPT-2, Llama); post: n(x + f(x)) (Vaswani et al., GPT-1, BERT);
     sandwich: x + n(f(n(x)))."""
     norm_eps: float = 1e-5
+    """Added to the variance, or to the mean square, under the root."""
     norm_unit_offset: bool = False
     """Norms multiply by 1 + scale (Gemma)."""
     embedding_norm: bool = False
@@ -122,7 +123,9 @@ class ModelConfig:
     logit_scale: float | None = None
     """Multiplier on what the output matrix reads (T5: d_model^-0.5)."""
     logit_bias: bool = False
+    """Add a learned number of each token to the logits."""
     logit_softcap: float | None = None
+    """c tanh(logits / c)."""
     type_vocab_size: int | None = None
     """Token types (BERT's sentence A and B); None has no table."""
     num_classes: int | None = None

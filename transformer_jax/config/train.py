@@ -48,6 +48,7 @@ class TrainConfig:
     model: ModelConfig | RecurrentConfig | WindowConfig | NgramConfig = field(
         default_factory=ModelConfig
     )
+    """The model that is trained."""
     data: str = "python-docs"
     """A text file, a folder of them, - for standard input, python-docs, or shakespeare; or what the
     command prepare wrote: a folder, or several with commas between them. Tasks of pairs, classes

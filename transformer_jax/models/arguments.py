@@ -24,7 +24,7 @@ from transformer_jax.cache.model_cache import (
     refuse_past_int32,
     room_of,
 )
-from transformer_jax.checks import check_positions
+from transformer_jax.checks import check_array, check_positions
 from transformer_jax.config import Learned, ModelConfig
 from transformer_jax.models.packing import documents_of
 from transformer_jax.tracing import at_once, known_sizes, known_value
@@ -94,6 +94,7 @@ def positions_and_masks(
         if positions is not None:
             rule = "leave positions out, or give each document a row of its own"
             raise ValueError(f"positions with segments: a document's positions start at 0; {rule}")
+        check_array("segments", segments, "[B, T]")
         if segments.shape != shape:
             raise ValueError(f"segments {segments.shape} and tokens {shape} differ in shape")
         same = Segments(documents_of(segments))

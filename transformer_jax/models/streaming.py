@@ -31,10 +31,11 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache.model_cache import (
     ModelCache,
     cache_limit,
+    check_is_cache,
     refuse_pages,
     refuse_past_int32,
 )
-from transformer_jax.checks import as_int32
+from transformer_jax.checks import as_int32, check_count
 from transformer_jax.config import Learned, ModelConfig, OwnPositions, Rope, Sinusoidal
 from transformer_jax.models import positions as pos
 from transformer_jax.models.arguments import check_cache_room, positions_and_masks
@@ -71,9 +72,7 @@ class _Chunks:
 
 
 def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
-    """Let a query see its own chunk, later frames included, and `history` frames before that.
-
-    Of the first `sinks` frames it sees those that are not after its chunk.
+    """Let a query see its own chunk, later frames included, and frames before that.
 
     chunk_mask(2, 1)
 
@@ -81,20 +80,32 @@ def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
     # # . .
     . # # #
     . # # #
+
+    Args:
+        chunk: frames of a chunk, at least 1.
+        history: frames before the chunk, at least 0.
+        sinks: of the first so many frames a query sees those that are not after its chunk; at least
+            0.
+
+    Raises:
+        ValueError: if a number is below its least.
     """
-    if chunk < 1 or history < 0:
-        raise ValueError(f"chunk is {chunk}, history {history}: must be at least 1 and 0")
-    if sinks < 0:
-        raise ValueError(f"sinks is {sinks}: must be at least 0")
+    check_count("chunk", chunk, 1)
+    check_count("history", history, 0)
+    check_count("sinks", sinks, 0)
     return Predicate(_Chunks(chunk, history, sinks))
 
 
 class StreamingEncoder(nn.Module):
     """Run a causal windowed stack over vectors: W_in x, then the blocks of the config.
 
-    With `chunk` C a frame sees all of its chunk (positions from a multiple of C on), the W - C
-    frames before that chunk, and of the sinks those that are not after it. A call then starts at a
-    multiple of C in every row; one that does not raises, or under trace gives NaN.
+    Attributes:
+        config: of kind "decoder", with one window for all layers.
+        frame_dim: numbers in a frame.
+        chunk: C: a frame sees all of its chunk (positions from a multiple of C on), the W - C
+            frames before that chunk, and of the sinks those that are not after it. A call then
+            starts at a multiple of C in every row; one that does not raises, or under trace gives
+            NaN. None is causal.
     """
 
     config: ModelConfig
@@ -116,18 +127,31 @@ class StreamingEncoder(nn.Module):
         self,
         frames: jax.Array,  # [B, T, frame_dim]
         *,
-        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        positions: jax.Array | None = None,  # i32[B, T]
         cache: ModelCache | None = None,
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, ModelCache | None] | tuple[jax.Array, ModelCache | None, Captured]:
-        """Features [B, T, D] in the compute dtype, and the updated cache.
+        """Return the features of frames, and the updated cache.
 
-        Without `positions`, frames stand at arange(T), or after what the cache holds;
-        `cache.next_positions(state.length, valid)` places the valid ones of a ragged chunk. The
-        values of the places `capture` come third, in a dict, where it names any; `edit` changes
-        values by functions (`transformer_jax.places`).
+        Args:
+            frames: [B, T, frame_dim].
+            positions: i32[B, T], negative is padding; None is arange(T), or what comes after the
+                cache's. `cache.next_positions(state.length, valid)` places the valid ones of a
+                ragged chunk.
+            cache: of the frames before, as `init_cache` or the last call gave it; None has none.
+            key: a single key, which turns dropout on.
+            capture: names of places (`transformer_jax.places`), whose values are returned.
+            edit: functions by the names of places, which change the values there.
+
+        Returns:
+            Features [B, T, D] in the compute dtype and the cache; with `capture` also the values by
+            name.
+
+        Raises:
+            ValueError: if an argument does not fit the config or the cache, or with a `chunk` a
+                known row does not start at a multiple of it.
         """
         cfg = self.config
         refuse_rngs(self, key)
@@ -184,7 +208,7 @@ def stream_attention(
     value: jax.Array,  # [B, T, K, Hv]
     *,
     window: int | None = None,
-    positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+    positions: jax.Array | None = None,  # i32[B, T]
     mask: Mask | None = None,
     rope: Rope | None = None,
     bias: Bias | None = None,
@@ -195,11 +219,25 @@ def stream_attention(
 ) -> tuple[jax.Array, kv.KVCache | None]:  # [B, T, N, Hv]
     """Run one layer of windowed attention: T new tokens' result, and the state after them.
 
-    A state is a ring, `cache.init(batch, window, num_kv_heads, head_dim)`; None is the whole
-    sequence at once. `window` None is the ring's capacity less its sinks; a `mask` takes the place
-    of Causal(), and the window is added to it. A ring with n sinks needs window + n slots and shows
-    the first n positions too: Window(window) | Prefix([n]). With `rope`, queries and keys are
-    rotated here. Without `positions`, tokens stand after those of the state.
+    Args:
+        state: a ring, `cache.init(batch, window, num_kv_heads, head_dim)`; one with n sinks needs
+            window + n slots and shows the first n positions too, Window(window) | Prefix([n]). None
+            is the whole sequence at once.
+        query: [B, T, N, H].
+        key: [B, T, K, H].
+        value: [B, T, K, Hv].
+        window: keys that a query sees, itself included; None is the ring's capacity less its sinks.
+        positions: i32[B, T], negative is padding; None stands after those of the state.
+        mask: takes the place of `Causal()`, and the window is added to it.
+        rope: turns queries and keys here; None leaves them.
+        bias: asked by position, such as `ALiBi`; None adds nothing.
+        scale: of q.k; None is 1 / sqrt(H).
+        softcap: above 0; None leaves the scores as they are.
+        sinks: [N], logits that join the denominator of the softmax.
+        implementation: of attention, by name; None is the best that runs here.
+
+    Returns:
+        The result [B, T, N, Hv] and the new state, None where none was given.
     """
     rows, count = _check_attention(state, query, window, positions, bias)
     positions = as_int32("positions", positions)
@@ -248,8 +286,7 @@ def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1)
     """
     if state.sinks:
         raise ValueError(f"sinks is {state.sinks}: sinks stay where they are")
-    if multiple < 1:
-        raise ValueError(f"multiple is {multiple}: must be at least 1")
+    check_count("multiple", multiple, 1)
     step = math.lcm(state.capacity, multiple)
     shift = jnp.maximum(state.length - state.capacity, 0) // step * step  # [B]
     k = state.k
@@ -308,6 +345,8 @@ def _window(config: ModelConfig) -> int:
 
 
 def _check_encoder(config: ModelConfig, frame_dim: int, chunk: int | None) -> None:
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"config is a {type(config).__name__}: must be a ModelConfig")
     window = _window(config)
     if config.kind != "decoder":
         raise ValueError(
@@ -320,15 +359,18 @@ def _check_encoder(config: ModelConfig, frame_dim: int, chunk: int | None) -> No
         if getattr(config, name):
             rule = "frames have no token table"
             raise ValueError(f"{name} is {getattr(config, name)!r}: {rule}")
-    if frame_dim < 1:
-        raise ValueError(f"frame_dim is {frame_dim}: must be at least 1")
-    if chunk is not None and not 1 <= chunk <= window:
+    check_count("frame_dim", frame_dim, 1)
+    if chunk is not None:
+        check_count("chunk", chunk, 1)
+    if chunk is not None and chunk > window:
         raise ValueError(f"chunk is {chunk}: must be from 1 to window, {window}")
 
 
 def _check_frames(
     frames: jax.Array, frame_dim: int, positions: jax.Array | None, cache: ModelCache | None
 ) -> None:
+    if cache is not None:
+        check_is_cache(cache)
     shape, dtype = getattr(frames, "shape", None), getattr(frames, "dtype", None)
     if shape is None or dtype is None:
         raise ValueError(f"frames are a {type(frames).__name__}: must be an array [B, T, D_in]")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from transformer_jax.attention.masks import Causal, Mask
 from transformer_jax.cache.model_cache import ModelCache, empty_layers
-from transformer_jax.checks import as_int32
+from transformer_jax.checks import as_int32, check_array
 from transformer_jax.config import Frames, ModelConfig, Patches
 from transformer_jax.models.arguments import (
     check_cache_room,
@@ -69,6 +69,9 @@ class Encoder(nn.Module):
     Where the config has `inputs`, it reads vectors, images or frames in the place of tokens: a
     method's `tokens` are then f32[B, T, D_in] or f32[B, H, W, C], and `positions` are those of the
     vectors, of the frames, or of the patches and the class token. It has no logits then.
+
+    Attributes:
+        config: of kind "encoder".
     """
 
     config: ModelConfig
@@ -92,7 +95,7 @@ class Encoder(nn.Module):
         self,
         tokens: jax.Array,  # i32[B, T], or what the config's inputs describe
         *,
-        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        positions: jax.Array | None = None,  # i32[B, T]
         mask: Mask | None = None,
         segments: jax.Array | None = None,  # i32[B, T]
         types: jax.Array | None = None,  # i32[B, T]
@@ -100,12 +103,25 @@ class Encoder(nn.Module):
         key: jax.Array | None = None,
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> jax.Array:  # [B, T, D]
-        """Return the hidden state of every token, [B, T, D]; of frames, of every output of theirs.
+        """Return the hidden state of every token; of frames, of every output of theirs.
 
-        Tokens stand at `positions`, or at arange(T). `segments` packs documents, as in `Decoder`;
-        `types` are BERT's token types, 0 where none are given. `head_mask` multiplies what each
-        head gives, before the output matrix (Michel et al. 2019); `edit` is that of `__call__`.
-        ValueError where an argument does not fit the tokens or the config.
+        Args:
+            tokens: i32[B, T], or what the config's inputs describe.
+            positions: i32[B, T], negative is padding; None is arange(T).
+            mask: which tokens a token sees; None is all. The config's window is added to it.
+            segments: i32[B, T], ids of packed documents, as in `Decoder`; None is one document.
+            types: i32[B, T], BERT's token types; None is 0. Needs a `type_vocab_size`.
+            head_mask: f32[L, N] or [N], multiplies what each head gives, before the output matrix
+                (Michel et al. 2019).
+            key: a single key, which turns dropout on.
+            edit: functions by the names of places (`transformer_jax.places`), which change the
+                values there.
+
+        Returns:
+            [B, T, D], in the compute dtype.
+
+        Raises:
+            ValueError: if an argument does not fit the tokens or the config.
         """
         masks = [("head_mask", head_mask, "attention")]
         places = Places.of(self.config, (), edit, masks)
@@ -116,7 +132,7 @@ class Encoder(nn.Module):
         self,
         tokens: jax.Array,  # i32[B, T]
         *,
-        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        positions: jax.Array | None = None,  # i32[B, T]
         mask: Mask | None = None,
         segments: jax.Array | None = None,  # i32[B, T]
         types: jax.Array | None = None,  # i32[B, T]
@@ -124,6 +140,13 @@ class Encoder(nn.Module):
         """Return the logits of `__call__`, None, and what every layer weighed the tokens with.
 
         Where the config has `inputs`, the hidden states of `encode` in the place of logits.
+
+        Args:
+            tokens: i32[B, T], or what the config's inputs describe.
+            positions: i32[B, T], negative is padding; None is arange(T).
+            mask: which tokens a token sees; None is all.
+            segments: i32[B, T], ids of packed documents; None is one document.
+            types: i32[B, T], BERT's token types; None is 0.
         """
         places = Places.of(self.config, WEIGHTS, NO_EDIT)
         given = BlockInputs(positions=positions, mask=mask, places=places)
@@ -135,7 +158,7 @@ class Encoder(nn.Module):
         self,
         tokens: jax.Array,  # i32[B, T], or what the config's inputs describe
         *,
-        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        positions: jax.Array | None = None,  # i32[B, T]
         mask: Mask | None = None,
         segments: jax.Array | None = None,  # i32[B, T]
         types: jax.Array | None = None,  # i32[B, T]
@@ -144,11 +167,25 @@ class Encoder(nn.Module):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, None] | tuple[jax.Array, None, Captured]:
-        """Return logits f32[B, T, V] for masked-token training, and None; takes what `encode` does.
+        """Return logits for masked-token training, and None.
 
-        The values of the places `capture` come after it, in a dict, where it names any; `edit`
-        changes them (`transformer_jax.places`). ValueError where the config has `inputs`: take
-        `encode`, `pool` or `classify`.
+        Args:
+            tokens: i32[B, T].
+            positions: i32[B, T], negative is padding; None is arange(T).
+            mask: which tokens a token sees; None is all. The config's window is added to it.
+            segments: i32[B, T], ids of packed documents; None is one document.
+            types: i32[B, T], BERT's token types; None is 0.
+            head_mask: f32[L, N] or [N], multiplies what each head gives, before the output matrix.
+            key: a single key, which turns dropout on.
+            capture: names of places (`transformer_jax.places`), whose values are returned.
+            edit: functions by the names of places, which change the values there.
+
+        Returns:
+            Logits f32[B, T, V] and None; with `capture` also the values by name.
+
+        Raises:
+            ValueError: if an argument does not fit, or the config has `inputs`, of which `encode`,
+                `pool` or `classify` is taken.
         """
         if self.config.inputs is not None and not self.is_initializing():
             rule = "there are no logits of tokens: method='encode', 'pool' or 'classify'"
@@ -181,20 +218,44 @@ class Encoder(nn.Module):
     def output_layer(self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]) -> OutputLayer:
         """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
 
-        It takes what `encode` takes.
+        Args:
+            tokens: i32[B, T].
+            **arguments: the others of `encode`.
         """
         return self.embed.output_layer(self._transformed(self.encode(tokens, **arguments)))
 
     def classify(
         self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]
     ) -> jax.Array:  # f32[B, C]
-        """Return class logits of each row: W times what `pool` gives; takes what `encode` takes."""
+        """Return class logits of each row, W times what `pool` gives.
+
+        Args:
+            tokens: i32[B, T], or what the config's inputs describe.
+            **arguments: the others of `encode`.
+
+        Returns:
+            f32[B, C].
+
+        Raises:
+            ValueError: if the config has no `num_classes`.
+        """
         if self.config.num_classes is None:
             raise ValueError("num_classes is None: this encoder has no classification head")
         return self._classes(self.encode(tokens, **arguments), arguments.get("positions"))
 
     def pool(self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]) -> jax.Array:  # f32[B, D]
-        """Return a vector of each row: act(P h + p), h of its first token that is not padding."""
+        """Return a vector of each row: act(P h + p), h of its first token that is not padding.
+
+        Args:
+            tokens: i32[B, T], or what the config's inputs describe.
+            **arguments: the others of `encode`.
+
+        Returns:
+            f32[B, D].
+
+        Raises:
+            ValueError: if the config has no `pooler`, nor classes.
+        """
         if self.config.pooling is None:
             raise ValueError("pooler is None: this encoder has no such layer")
         x = self._pool(self.encode(tokens, **arguments), arguments.get("positions"))
@@ -213,7 +274,11 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Causal language model (Radford et al. 2019; Touvron et al. 2023)."""
+    """Causal language model (Radford et al. 2019; Touvron et al. 2023).
+
+    Attributes:
+        config: of kind "decoder".
+    """
 
     config: ModelConfig
 
@@ -226,30 +291,45 @@ class Decoder(nn.Module):
         self,
         tokens: jax.Array,  # i32[B, T]
         *,
-        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        positions: jax.Array | None = None,  # i32[B, T]
         mask: Mask | None = None,  # None is Causal(); another mask replaces it
         cache: ModelCache | None = None,
-        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
-        at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        segments: jax.Array | None = None,  # i32[B, T]
+        at: jax.Array | None = None,  # i32[B, Q]
         head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> DecoderResult:
-        """Return logits f32[B, T, V] of the next token, and the updated cache.
+        """Return logits of the next token, and the updated cache.
 
-        Without `positions`, tokens stand at arange(T), or after what the cache holds. A `mask`
-        takes the place of `Causal()`: one that does not contain it, such as `Padding(valid)` alone,
-        sees the future; the config's window and the segments are added to it. `segments`
-        packs documents, runs of equal ids: attention stays within one, and its positions start at 0
-        (padding may be a document of its own). An id that comes again after another is refused
-        where it is known; a traced one begins a document. `at` asks for the logits [B, Q, V] after
-        the tokens of these indices alone, NaN where there is no such token: a vocabulary is wide,
-        and after a prompt one row of T counts. `head_mask` multiplies what each head gives, before
-        the output matrix (Michel et al. 2019). `key` turns dropout on. The values of the places
-        `capture` come third, in a dict, where it names any; `edit` changes values by functions
-        (`transformer_jax.places`). ValueError where an argument does not fit the tokens, the
-        config or the cache, and where a known position is past the cache's end.
+        Args:
+            tokens: i32[B, T].
+            positions: i32[B, T], negative is padding; None is arange(T), or what comes after the
+                cache's.
+            mask: takes the place of `Causal()`, so one that does not contain it, such as
+                `Padding(valid)` alone, sees the future. The config's window and the segments are
+                added to it.
+            cache: of the tokens before, as `init_cache` or the last call gave it; None has none.
+            segments: i32[B, T], ids of packed documents, which are runs of equal ids: attention
+                stays within one, and its positions start at 0 (padding may be a document of its
+                own). An id that comes again after another is refused where it is known; a traced
+                one begins a document.
+            at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token. A
+                vocabulary is wide, and after a prompt one row of T counts.
+            head_mask: f32[L, N] or [N], multiplies what each head gives, before the output matrix
+                (Michel et al. 2019).
+            key: a single key, which turns dropout on.
+            capture: names of places (`transformer_jax.places`), whose values are returned.
+            edit: functions by the names of places, which change the values there.
+
+        Returns:
+            Logits f32[B, T, V], of `at` [B, Q, V], NaN where there is no such token, and the cache;
+            with `capture` also the values by name.
+
+        Raises:
+            ValueError: if an argument does not fit the tokens, the config or the cache, or a known
+                position is past the cache's end.
         """
         masks = [("head_mask", head_mask, "attention")]
         places = Places.of(self.config, capture, edit, masks)
@@ -263,14 +343,21 @@ class Decoder(nn.Module):
         self,
         tokens: jax.Array,  # i32[B, T]
         *,
-        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        positions: jax.Array | None = None,  # i32[B, T]
         mask: Mask | None = None,  # None is Causal(); another mask replaces it
-        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
+        segments: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
     ) -> OutputLayer:
         """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
 
         They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them.
+
+        Args:
+            tokens: i32[B, T].
+            positions: i32[B, T], negative is padding; None is arange(T).
+            mask: takes the place of `Causal()`.
+            segments: i32[B, T], ids of packed documents.
+            key: a single key, which turns dropout on.
         """
         given = BlockInputs(positions=positions, mask=mask)
         x = run_decoder(self, tokens, given, segments=segments, key=key)[0]
@@ -280,13 +367,23 @@ class Decoder(nn.Module):
         self,
         tokens: jax.Array,  # i32[B, T]
         *,
-        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        positions: jax.Array | None = None,  # i32[B, T]
         mask: Mask | None = None,  # None is Causal(); another mask replaces it
         cache: ModelCache | None = None,
-        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
+        segments: jax.Array | None = None,  # i32[B, T]
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
-        """Return what `__call__` does, and what every layer weighed the keys with."""
+        """Return what `__call__` does, and what every layer weighed the keys with.
+
+        Args:
+            tokens: i32[B, T].
+            positions: i32[B, T], negative is padding; None is arange(T), or what comes after the
+                cache's.
+            mask: takes the place of `Causal()`.
+            cache: of the tokens before; None has none.
+            segments: i32[B, T], ids of packed documents.
+            edit: functions by the names of places, which change the values there.
+        """
         places = Places.of(self.config, WEIGHTS, edit)
         given = BlockInputs(positions=positions, mask=mask, places=places)
         logits, cache, captured, x = decoder_logits(
@@ -301,6 +398,9 @@ class EncoderDecoder(nn.Module):
     Both stacks share the embedding, unless the config has a `source_vocab_size`, or `inputs`: then
     a `source` is f32[B, S, D_in] or f32[B, H, W, C], and its positions are those of the vectors, of
     the frames, or of the patches and the class token.
+
+    Attributes:
+        config: of kind "encoder-decoder".
     """
 
     config: ModelConfig
@@ -318,7 +418,7 @@ class EncoderDecoder(nn.Module):
         self,
         source: jax.Array,  # i32[B, S], or what the config's inputs describe
         *,
-        positions: jax.Array | None = None,  # i32[B, S]; negative is padding
+        positions: jax.Array | None = None,  # i32[B, S]
         mask: Mask | None = None,
         head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
@@ -326,7 +426,16 @@ class EncoderDecoder(nn.Module):
     ) -> jax.Array:  # [B, S, D]
         """Return the encoder's output of a source, which the decoder attends to: its memory.
 
-        `edit` is that of `__call__`, of the encoder's places.
+        Args:
+            source: i32[B, S], or what the config's inputs describe.
+            positions: i32[B, S], negative is padding; None is arange(S).
+            mask: which tokens of the source each sees; None is all.
+            head_mask: f32[L, N] or [N], multiplies what each head gives, before the output matrix.
+            key: a single key, which turns dropout on.
+            edit: functions by the names of the encoder's places, which change the values there.
+
+        Returns:
+            [B, S, D], in the compute dtype.
         """
         masks = [("head_mask", head_mask, "encoder/attention")]
         places = Places.of(self.config, (), edit, masks).inside("encoder/")
@@ -337,10 +446,16 @@ class EncoderDecoder(nn.Module):
         self,
         source: jax.Array,  # i32[B, S], or what the config's inputs describe
         *,
-        positions: jax.Array | None = None,  # i32[B, S]; negative is padding
+        positions: jax.Array | None = None,  # i32[B, S]
         mask: Mask | None = None,
     ) -> tuple[jax.Array, AttentionWeights]:
-        """Return what `encode` does, and what every layer weighed the source with."""
+        """Return what `encode` does, and what every layer weighed the source with.
+
+        Args:
+            source: i32[B, S], or what the config's inputs describe.
+            positions: i32[B, S], negative is padding; None is arange(S).
+            mask: which tokens of the source each sees; None is all.
+        """
         names = [f"encoder/{name}" for name in WEIGHTS]
         places = Places.of(self.config, names, NO_EDIT).inside("encoder/")
         given = BlockInputs(positions=positions, mask=mask, places=places)
@@ -352,16 +467,22 @@ class EncoderDecoder(nn.Module):
         source: jax.Array,  # i32[B, S], or what the config's inputs describe
         *,
         capacity: int,
-        positions: jax.Array | None = None,  # i32[B, S]; negative is padding
+        positions: jax.Array | None = None,  # i32[B, S]
         dtype: jax.typing.DTypeLike | None = None,
         slack: int = 0,
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> ModelCache:
         """Read the source once: its cross-attention keys and values, and an empty target cache.
 
-        `capacity`, `dtype` and `slack` are of the target's cache, and mean what they mean for
-        `models.init_cache`; the source is held in the compute dtype. `edit` is that of `__call__`,
-        of the encoder's places.
+        The source is held in the compute dtype.
+
+        Args:
+            source: i32[B, S], or what the config's inputs describe.
+            capacity: positions of a row of the target, as in `transformer_jax.init_cache`.
+            positions: i32[B, S], of the source, negative is padding; None is arange(S).
+            dtype: of the target's keys and values; None is the compute dtype.
+            slack: as in `transformer_jax.init_cache`.
+            edit: functions by the names of the encoder's places, which change the values there.
         """
         cfg, places = self.config, Places.of(self.config, (), edit).inside("encoder/")
         given = self._read(source, positions, places)[0]
@@ -372,14 +493,14 @@ class EncoderDecoder(nn.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,  # i32[B, T]: the target
+        tokens: jax.Array,  # i32[B, T]
         *,
         source: jax.Array | None = None,  # i32[B, S], or what the config's inputs describe
-        source_positions: jax.Array | None = None,  # i32[B, S]; negative is padding
-        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        source_positions: jax.Array | None = None,  # i32[B, S]
+        positions: jax.Array | None = None,  # i32[B, T]
         mask: Mask | None = None,  # on the target; None is Causal()
         cache: ModelCache | None = None,
-        at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        at: jax.Array | None = None,  # i32[B, Q]
         head_mask: jax.Array | None = None,  # f32[L, N] or [N]: over the target
         cross_head_mask: jax.Array | None = None,  # f32[L, N] or [N]: over the source
         encoder_head_mask: jax.Array | None = None,  # f32[L, N] or [N]; needs a source
@@ -387,18 +508,39 @@ class EncoderDecoder(nn.Module):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> DecoderResult:
-        """Return logits f32[B, T, V] of the next target token, and the updated cache.
+        """Return logits of the next target token, and the updated cache.
 
-        They are read from a `source`, as in training, or from a `cache` of `init_cache`, which has
-        read its source: give one of the two. `source_positions` are the source's, negative where it
-        is padding; `positions` are the target's. `at` asks for the logits [B, Q, V] after the
-        tokens of these indices alone. A head mask multiplies what each head of its attention gives,
-        before the output matrix. `key` turns dropout on, in both stacks. `capture` and `edit` are
-        as in `Decoder`; places of the encoder need a `source`. ValueError as in `Decoder`.
+        The source is given, as in training, or a cache of `init_cache`, which has read it.
 
             logits, _ = model.apply({"params": params}, target, source=source)
             cache = model.apply({"params": params}, source, capacity=64, method="init_cache")
             logits, cache = model.apply({"params": params}, target, cache=cache)
+
+        Args:
+            tokens: i32[B, T], the target.
+            source: i32[B, S], or what the config's inputs describe; None with a cache.
+            source_positions: i32[B, S], negative is padding; None is arange(S).
+            positions: i32[B, T], of the target, negative is padding; None is arange(T), or what
+                comes after the cache's.
+            mask: on the target, takes the place of `Causal()`.
+            cache: of the source and of the target's tokens before; None with a source.
+            at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token.
+            head_mask: f32[L, N] or [N], multiplies what each head gives over the target, before the
+                output matrix.
+            cross_head_mask: f32[L, N] or [N], the same of the heads over the source.
+            encoder_head_mask: f32[L, N] or [N], the same of the encoder's; needs a source.
+            key: a single key, which turns dropout on, in both stacks.
+            capture: names of places (`transformer_jax.places`), whose values are returned; those of
+                the encoder need a source.
+            edit: functions by the names of places, which change the values there.
+
+        Returns:
+            Logits f32[B, T, V], of `at` [B, Q, V], and the cache; with `capture` also the values by
+            name.
+
+        Raises:
+            ValueError: if not one of source and cache is given, an argument does not fit the
+                tokens, the config or the cache, or a known position is past the cache's end.
         """
         if encoder_head_mask is not None and source is None:
             raise ValueError("encoder_head_mask without a source: a cache has already read its own")
@@ -419,16 +561,27 @@ class EncoderDecoder(nn.Module):
 
     def attend(
         self,
-        tokens: jax.Array,  # i32[B, T]: the target
+        tokens: jax.Array,  # i32[B, T]
         *,
         source: jax.Array | None = None,  # i32[B, S], or what the config's inputs describe
-        source_positions: jax.Array | None = None,  # i32[B, S]; negative is padding
-        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        source_positions: jax.Array | None = None,  # i32[B, S]
+        positions: jax.Array | None = None,  # i32[B, T]
         mask: Mask | None = None,  # on the target; None is Causal()
         cache: ModelCache | None = None,
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
-        """Return what `__call__` does, and what the decoder weighed target and source with."""
+        """Return what `__call__` does, and what the decoder weighed target and source with.
+
+        Args:
+            tokens: i32[B, T], the target.
+            source: i32[B, S], or what the config's inputs describe; None with a cache.
+            source_positions: i32[B, S], negative is padding; None is arange(S).
+            positions: i32[B, T], of the target, negative is padding; None is arange(T), or what
+                comes after the cache's.
+            mask: on the target, takes the place of `Causal()`.
+            cache: of the source and of the target's tokens before; None with a source.
+            edit: functions by the names of places, which change the values there.
+        """
         places = Places.of(self.config, CROSS_WEIGHTS, edit)
         inside = places.inside("encoder/")
         given, _, _ = self._given(source, source_positions, cache, inside)
@@ -438,16 +591,23 @@ class EncoderDecoder(nn.Module):
 
     def output_layer(
         self,
-        tokens: jax.Array,  # i32[B, T]: the target
+        tokens: jax.Array,  # i32[B, T]
         *,
         source: jax.Array,  # i32[B, S], or what the config's inputs describe
-        source_positions: jax.Array | None = None,  # i32[B, S]; negative is padding
-        positions: jax.Array | None = None,  # i32[B, T]; negative is padding
+        source_positions: jax.Array | None = None,  # i32[B, S]
+        positions: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
     ) -> OutputLayer:
         """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
 
         They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them.
+
+        Args:
+            tokens: i32[B, T], the target.
+            source: i32[B, S], or what the config's inputs describe.
+            source_positions: i32[B, S], negative is padding; None is arange(S).
+            positions: i32[B, T], of the target, negative is padding; None is arange(T).
+            key: a single key, which turns dropout on, in both stacks.
         """
         given, _, key = self._given(source, source_positions, None, key=key)
         given = replace(given, positions=positions)
@@ -492,6 +652,13 @@ class EncoderDecoder(nn.Module):
         return BlockInputs(memory=memory, memory_positions=positions), captured
 
 
+def _check_types(types: jax.Array, tokens: jax.Array) -> None:
+    check_array("types", types, "[B, T]")
+    if types.shape != tokens.shape or not jnp.issubdtype(types.dtype, jnp.integer):
+        rule = f"must be integers {list(tokens.shape)}, as tokens are"
+        raise ValueError(f"types are {types.dtype}{list(types.shape)}: {rule}")
+
+
 def run_encoder(
     model: Encoder | EncoderDecoder,
     source: jax.Array,  # i32[B, S], or what the config's inputs describe
@@ -512,6 +679,8 @@ def run_encoder(
     x, positions = source, given.positions
     if cfg.inputs is None:
         check_tokens(source, cfg.encoder_vocab_size)
+        if types is not None:
+            _check_types(types, source)
     else:
         check_inputs(cfg.inputs, source)
         x = model.inputs(source, positions)

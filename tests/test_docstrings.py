@@ -1,0 +1,74 @@
+"""Each public name says in its docstring what it takes: help(), an editor and the site show it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+import textwrap
+
+import pytest
+from flax import linen as nn
+
+import transformer_jax as tj
+from transformer_jax.use.language_model import LanguageModel
+
+PUBLIC = {name: getattr(tj, name) for name in tj.__all__} | {"LanguageModel": LanguageModel}
+CLASSES = {name: kind for name, kind in PUBLIC.items() if inspect.isclass(kind)}
+VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+def functions():
+    """Return public functions, methods, and calls of models, by name, with their docstrings.
+
+    A method without a docstring has that of the method it overrides.
+    """
+    found = {name: (x, inspect.getdoc(x)) for name, x in PUBLIC.items() if inspect.isfunction(x)}
+    for name, kind in CLASSES.items():
+        for method, x in vars(kind).items():
+            own = inspect.unwrap(getattr(x, "__func__", x))
+            called = method == "__call__" and issubclass(kind, nn.Module)
+            if inspect.isfunction(own) and (called or not method.startswith("_")):
+                found[f"{name}.{method}"] = own, inspect.getdoc(getattr(kind, method))
+    return found
+
+
+def section(docstring, title):
+    """Return the names that a section of a docstring describes, in order."""
+    found = re.search(rf"^{title}:\n((?:    .*\n|\n)*)", f"{docstring}\n", re.M)
+    return re.findall(r"^    (\w+): \S", found[1], re.M) if found else []
+
+
+FUNCTIONS = functions()
+FLAX = "parent", "name"
+"""Fields that flax gives every module."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_two_arguments_describes_each_of_them(name):
+    function, docstring = FUNCTIONS[name]
+    taken = inspect.signature(function).parameters.values()
+    own = [x.name for x in taken if x.kind not in VARIADIC and x.name not in ("self", "cls")]
+    described = section(docstring, "Args")
+    if len(own) > 1 or described:
+        assert described == own
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, kind in CLASSES.items() if dataclasses.is_dataclass(kind)]
+)
+def test_a_value_describes_each_of_its_fields(name):
+    kind = CLASSES[name]
+    described = section(inspect.getdoc(kind), "Attributes")
+    own = kind.__annotations__  # inherited fields are described where they are declared
+    fields = [x.name for x in dataclasses.fields(kind) if x.name in own and x.name not in FLAX]
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+    texts = {
+        one.target.id
+        for one, after in itertools.pairwise(body)
+        if isinstance(one, ast.AnnAssign) and isinstance(after, ast.Expr)
+    }
+    assert described in ([], fields)
+    assert texts == (set() if described else set(fields))
